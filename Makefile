@@ -1,0 +1,39 @@
+# Each target makes what it needs: `make demo` and `make test` work on a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Without an NVIDIA driver the CPU wheels of PyTorch are taken (the default wheel brings several GB of CUDA).
+# Set TORCH_INDEX to another wheel index, or to nothing to use pip's own configuration alone.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1
+TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/.models
+	$(BIN)/headrace compare
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	touch $@
+
+# One stamp per set of packages; `pip install -e` so that an edit needs no second install.
+$(VENV)/.%: pyproject.toml $(VENV)/.torch
+	$(PIP) -e ".[$*]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,40 @@
+"""The equation, as a loop over tokens. Every fast path of headrace is checked against this file and shares no code with it.
+
+    S' = e^{g_t} S_{t-1}                       decay: g is log_decay, per head or per row (key channel) of S
+    add:    S_t = S' + β_t k_tᵀ (w_t v_t)      write: w is the write gate
+    delta:  S_t = S' + β_t k_tᵀ (w_t v_t − k_t S')
+    o_t = scale · r_t · q_t S_t                read: r is the read gate
+    bonus:      o_t = scale · r_t · q_t (S_{t-1} + diag(u) β_t k_tᵀ (w_t v_t))
+    normalise:  o_t = r_t · (scale · q_t S_t) / (scale · q_t · z_t + ε), z the same recurrence with v = 1
+
+Shapes: q, k [B, T, H, K], v [B, T, H, V], log_decay [H], [B, T, H] or [B, T, H, K], gates and beta [B, T, H],
+bonus [H, K], state [B, H, K, V] (V + 1 columns with normalise: the last is z).
+"""
+
+import torch
+
+
+def literal(
+    q, k, v, *, log_decay=None, beta=None, rule="add", read_gate=None, write_gate=None,
+    bonus=None, normalise=False, scale=None, initial_state=None, eps=1e-6,
+):  # fmt: skip
+    """Return (out [B, T, H, V], final state). One sequence per batch row; float64 in, float64 throughout."""
+    (B, T, H, K), ones = k.shape, torch.ones_like(v[..., :1])
+    g = 0.0 * ones if log_decay is None else log_decay
+    g = g.expand(B, T, H)[..., None] if g.dim() < 4 else g
+    beta, r, w = (ones if x is None else x[..., None] for x in (beta, read_gate, write_gate))
+    v = torch.cat([v, ones], -1) if normalise else v
+    scale = K**-0.5 if scale is None else scale
+    S = k.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
+    out = []
+    for t in range(T):
+        before, S = S, g[:, t, :, :, None].exp() * S
+        target = w[:, t] * v[:, t]
+        if rule == "delta":
+            target = target - (k[:, t, :, None] @ S).squeeze(-2)
+        write = (beta[:, t] * k[:, t])[..., None] * target[..., None, :]
+        S = S + write
+        seen = S if bonus is None else before + bonus[:, :, None] * write
+        o = scale * (q[:, t, :, None] @ seen).squeeze(-2)
+        out.append(r[:, t] * (o[..., :-1] / (o[..., -1:] + eps) if normalise else o))
+    return torch.stack(out, 1), S

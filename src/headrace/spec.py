@@ -1,0 +1,287 @@
+"""What a token mixer is, as data: small frozen records of literals that say which projections a layer has and how they
+become the arguments of `headrace.linear_attention`. JSON in, JSON out; illegal combinations are refused with a reason.
+
+Each kind named here is a key of a table of small modules in `gates.py` (or a branch of the op itself).
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from .errors import InputError
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Widths. All heads together have expand_k · hidden size key dimensions and expand_v · hidden size value dimensions."""
+
+    expand_k: float = 1.0
+    expand_v: float = 1.0
+    qk_groups: int | None = None  # heads of q and k, each shared by consecutive value heads; None: one for each
+    count: int | None = None  # None: the model's num_heads
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """From the layer's input to q, k, v: short convolution (with SiLU), feature map, normalisation, rotation, in this order."""
+
+    conv: int = 0  # width of the causal depthwise convolution over q, k and v; 0: none
+    conv_bias: bool = False
+    shift: Literal["none", "ddlerp"] = "none"  # RWKV-6's data-dependent mix with the previous token
+    feature_map: Literal["identity", "elu+1", "relu", "silu"] = "identity"
+    qk_norm: Literal["none", "l2"] = "none"
+    rotary: bool = False
+
+
+@dataclass(frozen=True)
+class Decay:
+    """How memory fades. The kind fixes the shape of log_decay: [H] fixed, [B,T,H] scalar, [B,T,H,K] vector."""
+
+    kind: Literal["none", "retnet", "softplus", "sigmoid", "exp", "softplus-vector"] = "none"
+    rank: int | None = None  # of the low-rank projection of a vector decay; None: the head's key dimension
+
+
+@dataclass(frozen=True)
+class Write:
+    """What is added to memory: k ᵀ v ("add"), or k ᵀ (v − what is stored under k) ("delta"), with strength β."""
+
+    rule: Literal["add", "delta"] = "add"
+    beta: Literal["one", "sigmoid", "dt"] = "one"  # "dt": the step size of the softplus decay
+
+
+@dataclass(frozen=True)
+class Read:
+    """From memory to the layer's output: bonus and scale inside the op, then D skip, norm and output gate."""
+
+    norm: Literal["none", "sum", "rms", "group", "rms-joint"] = "rms"  # rms, group: per head; rms-joint: over all heads
+    gate: Literal["none", "silu", "sigmoid", "sigmoid-low-rank"] = "none"
+    order: Literal["norm-gate", "gate-norm"] = "norm-gate"
+    scale: Literal["key", "one"] = "key"  # key: q times K^-1/2
+    bonus: bool = False  # RWKV-6's u: the present token is read with its own weight
+    skip: bool = False  # Mamba's D: v added to what is read
+
+
+@dataclass(frozen=True)
+class Competition:
+    """Softmax linear attention: heads compete for what is written and what is read (arXiv 2602.01744, equations 3-16)."""
+
+    read: Literal["none", "query", "norm"] = "norm"  # query: on q, as the paper writes it; norm: after the per-head norm
+    write: Literal["none", "value", "beta"] = "value"  # value: on v (equation 14); beta: inside β's logit
+    source: Literal["head", "diag", "query", "hidden"] = "head"  # what the scores are computed from
+    activation: Literal["softmax", "sigmoid", "null"] = "softmax"  # null: softmax with one more, empty, slot
+    scale: Literal["identity", "one"] = "identity"  # identity: zero scores give a gate of 1; one: as the paper
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class MixerSpec:
+    """A linear-time token mixer. `competition=None` is the plain backbone."""
+
+    heads: Heads = field(default_factory=Heads)
+    inputs: Inputs = field(default_factory=Inputs)
+    decay: Decay = field(default_factory=Decay)
+    write: Write = field(default_factory=Write)
+    read: Read = field(default_factory=Read)
+    competition: Competition | None = None
+
+    def __post_init__(self) -> None:
+        for condition, reason in self._objections():
+            if condition:
+                raise InputError(reason)
+
+    def _objections(self):
+        inputs, decay, write, read, gate = self.inputs, self.decay, self.write, self.read, self.competition
+        delta, positive = write.rule == "delta", inputs.feature_map in ("elu+1", "relu")
+        yield (
+            read.norm == "sum" and not positive,
+            f"read.norm='sum' divides by q·z, which can vanish or change sign under inputs.feature_map="
+            f"{inputs.feature_map!r}; expected a non-negative feature map: 'elu+1' or 'relu'",
+        )
+        yield (
+            read.norm == "sum" and (delta or read.bonus or inputs.rotary),
+            "read.norm='sum' needs write.rule='add', no bonus and no rotary: each of them can make q·z vanish",
+        )
+        yield (
+            delta and inputs.qk_norm != "l2",
+            "write.rule='delta' with inputs.qk_norm='none' diverges once β‖k‖² > 2; expected inputs.qk_norm='l2'",
+        )
+        yield (delta and read.bonus, "read.bonus=True reads the memory before the write; expected write.rule='add'")
+        yield (
+            write.beta == "dt" and decay.kind != "softplus",
+            f"write.beta='dt' is the step size of decay.kind='softplus'; got decay.kind={decay.kind!r}",
+        )
+        yield (inputs.conv < 0 or inputs.conv == 1, f"inputs.conv must be 0 or at least 2; got {inputs.conv}")
+        if gate is None:
+            return
+        yield (gate.read == gate.write == "none", "competition with read='none' and write='none' gates nothing")
+        yield (
+            gate.write == "beta" and write.beta != "sigmoid",
+            f"competition.write='beta' acts inside β's logit and needs write.beta='sigmoid'; got {write.beta!r}",
+        )
+        yield (gate.temperature <= 0, f"competition.temperature must be positive; got {gate.temperature}")
+
+    def idle_gates(self, num_heads: int | None = None) -> list[str]:
+        """Sentences naming each gate of this spec that cannot act, or hardly (empty: all gates act)."""
+        gate, found = self.competition, []
+        if gate is None:
+            return found
+        if gate.read == "query" and self.read.norm in ("rms", "group"):
+            found.append(
+                f"competition.read='query' scales q by one number per head and read.norm={self.read.norm!r} divides it "
+                "out again: the read gate acts only where it is below sqrt(ε / mean square of the readout); "
+                "competition.read='norm' puts it after the norm"
+            )
+        if (self.heads.count or num_heads) == 1 and gate.activation == "softmax":
+            found.append("a softmax over num_heads=1 head is always 1: this competition is the identity")
+        return found
+
+    # --- derived, never stored -----------------------------------------------------------------------------------
+    def num_heads(self, default: int) -> int:
+        return self.heads.count or default
+
+    def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
+        """(K, V) per head. Raises InputError where the widths do not divide."""
+        H, dims = self.num_heads(num_heads), []
+        for name in ("expand_k", "expand_v"):
+            width = getattr(self.heads, name) * hidden_size
+            if width % H:
+                raise InputError(
+                    f"num_heads={H} does not divide heads.{name} · hidden_size = {width:g}; expected a multiple of {H}"
+                )
+            dims.append(int(width) // H)
+        groups = self.heads.qk_groups
+        if groups is not None and H % groups:
+            raise InputError(f"heads.qk_groups={groups} does not divide num_heads={H}")
+        if self.inputs.rotary and dims[0] % 2:
+            raise InputError(f"inputs.rotary=True needs an even key dimension per head; got {dims[0]}")
+        return dims[0], dims[1]
+
+    def state_shapes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, ...]]:
+        """What one sequence carries from token to token, without the batch dimension."""
+        H = self.num_heads(num_heads)
+        K, V = self.head_dims(hidden_size, num_heads)
+        shapes = {"memory": (H, K, V + (self.read.norm == "sum"))}
+        if self.inputs.conv:
+            groups = self.heads.qk_groups or H
+            shapes["conv"] = (self.inputs.conv - 1, 2 * groups * K + H * V)
+        if self.inputs.shift != "none":
+            shapes["shift"] = (1, hidden_size)
+        return shapes
+
+    def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4) -> int:
+        sizes = (math.prod(s) for s in self.state_shapes(hidden_size, num_heads).values())
+        return itemsize * sum(sizes)
+
+    def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
+        """Multiply-adds of the recurrence itself, counted as two each, in the recurrent form (no projections)."""
+        H, _ = self.num_heads(num_heads), None
+        K, V = self.head_dims(hidden_size, num_heads)
+        V += self.read.norm == "sum"
+        decay = 0 if self.decay.kind == "none" else K * V
+        return H * (4 * K * V + decay + (2 * K * V if self.write.rule == "delta" else 0))
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Softmax attention with rotary positions and grouped key/value heads: the yardstick."""
+
+    kv_heads: int | None = None  # None: as many as query heads
+    rotary: bool = True
+    count: int | None = None  # None: the model's num_heads
+
+    def num_heads(self, default: int) -> int:
+        return self.count or default
+
+    def idle_gates(self, num_heads: int | None = None) -> list[str]:
+        return []
+
+    def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
+        H = self.num_heads(num_heads)
+        if hidden_size % H:
+            raise InputError(f"num_heads={H} does not divide hidden_size={hidden_size}")
+        if self.kv_heads is not None and H % self.kv_heads:
+            raise InputError(f"kv_heads={self.kv_heads} does not divide num_heads={H}")
+        if self.rotary and (hidden_size // H) % 2:
+            raise InputError(f"rotary=True needs an even head dimension; got {hidden_size // H}")
+        return hidden_size // H, hidden_size // H
+
+    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> dict[str, tuple[int, ...]]:
+        """The key/value cache after `tokens` tokens: it grows with every one of them."""
+        heads = self.kv_heads or self.num_heads(num_heads)
+        K, V = self.head_dims(hidden_size, num_heads)
+        return {"k": (tokens, heads, K), "v": (tokens, heads, V)}
+
+    def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4, tokens: int = 1) -> int:
+        sizes = (math.prod(s) for s in self.state_shapes(hidden_size, num_heads, tokens).values())
+        return itemsize * sum(sizes)
+
+
+
+
+# --- JSON --------------------------------------------------------------------------------------------------------
+TYPES: dict[str, type] = {"linear": MixerSpec, "attention": AttentionSpec}
+
+
+def to_json(spec) -> dict[str, Any]:
+    """A spec as plain dicts and literals; `from_json` reads it back to an equal spec."""
+    kind = next(name for name, cls in TYPES.items() if type(spec) is cls)
+    return {"type": kind, **dataclasses.asdict(spec)}
+
+
+def from_json(data: dict[str, Any]):
+    data = dict(data)
+    kind = data.pop("type", "linear")
+    if kind not in TYPES:
+        raise InputError(f"mixer type {kind!r} is unknown; expected one of {', '.join(TYPES)}")
+    return _build(TYPES[kind], data, kind)
+
+
+def _build(cls, data: dict[str, Any], where: str):
+    known = {f.name: f for f in fields(cls)}
+    hints, values = get_type_hints(cls), {}
+    for name, value in data.items():
+        if name not in known:
+            raise InputError(f"{where} has no field {name!r}; expected one of {', '.join(known)}")
+        record = next((t for t in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(t)), None)
+        if record is not None and isinstance(value, dict):
+            values[name] = _build(record, value, f"{where}.{name}")
+        else:
+            values[name] = _check(value, hints[name], f"{where}.{name}")
+    return cls(**values)
+
+
+def _check(value, hint, where: str):
+    """Refuse a value that the field's type does not admit (an int is a float, nothing else is converted)."""
+    options = [hint] if get_origin(hint) is Literal or not get_args(hint) else list(get_args(hint))
+    if value == "none" and type(None) in options:
+        return None
+    for option in options:
+        if get_origin(option) is Literal:
+            if value in get_args(option):
+                return value
+        elif option is float and type(value) in (int, float):
+            return float(value)
+        elif type(value) is option or (dataclasses.is_dataclass(option) and isinstance(value, option)):
+            return value
+    allowed = get_args(hint) if get_origin(hint) is Literal else [getattr(o, "__name__", str(o)) for o in options]
+    raise InputError(f"{where}={value!r} is not allowed; expected one of {', '.join(map(str, allowed))}")
+
+
+def change(spec, path: str, value):
+    """A copy of spec with one field changed: change(spec, "heads.expand_v", 2.0). Values are checked."""
+    data = to_json(spec)
+    *parents, last = path.split(".")
+    node = data
+    for name in parents:
+        if not isinstance(node.get(name), dict):
+            raise InputError(f"{path!r} names no field of this mixer ({name!r} is not one of its records)")
+        node = node[name]
+    node[last] = value
+    return from_json(data)
+
+
+__all__ = [
+    "AttentionSpec", "Competition", "Decay", "Heads", "Inputs", "MixerSpec", "Read", "Write",
+    "change", "from_json", "replace", "to_json",
+]  # fmt: skip

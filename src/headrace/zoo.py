@@ -1,0 +1,102 @@
+"""The named architectures, in order of growing complexity. Each is a value; a new one is one line here, and the laws, the
+model, the command line and the docs pick it up.
+
+`compete(spec)` derives the Softmax version of any linear one: names get the prefix `softmax-`.
+"""
+
+import difflib
+import re
+from dataclasses import asdict, replace
+
+from .errors import InputError
+from .spec import AttentionSpec, Competition, Decay, Heads, Inputs, MixerSpec, Read, Write, change, from_json
+
+PAPER = Competition(read="query", write="value", scale="one")  # the literal equations 3-16 of arXiv 2602.01744
+
+LINEAR: dict[str, MixerSpec] = {
+    # Sums of k ᵀ v, read as a weighted mean. https://arxiv.org/abs/2006.16236
+    "linear-attention": MixerSpec(inputs=Inputs(feature_map="elu+1"), read=Read("sum", scale="one")),
+    # + a fixed decay per head, rotation, and a norm per head instead of the sum. https://arxiv.org/abs/2307.08621
+    "retnet": MixerSpec(Heads(expand_v=2.0), Inputs(rotary=True), Decay("retnet"), read=Read("rms", "silu")),
+    # + the decay and the write strength are one step size dt, read from the token. https://arxiv.org/abs/2405.21060
+    "mamba2": MixerSpec(
+        Heads(expand_k=4.0, expand_v=2.0, qk_groups=1), Inputs(conv=4, conv_bias=True), Decay("softplus"),
+        Write(beta="dt"), Read("rms-joint", "silu", "gate-norm", scale="one", skip=True),
+    ),
+    # + a decay per key channel, by a low-rank gate. https://arxiv.org/abs/2312.06635
+    "gla": MixerSpec(Heads(expand_k=0.5), decay=Decay("sigmoid", rank=16), read=Read("rms", "silu")),
+    # + the present token is read with a weight of its own; inputs mix with the token before. https://arxiv.org/abs/2404.05892
+    "rwkv6": MixerSpec(
+        inputs=Inputs(shift="ddlerp"), decay=Decay("exp", rank=64), read=Read("group", "silu", scale="one", bonus=True)
+    ),
+    # Linear attention that overwrites: what k holds is taken out before v goes in. https://arxiv.org/abs/2406.06484
+    "deltanet": MixerSpec(inputs=Inputs(conv=4, qk_norm="l2"), write=Write("delta", "sigmoid")),
+    # + Mamba-2's decay. With β = 0 nothing is written, with decay 1 it is DeltaNet. https://arxiv.org/abs/2412.06464
+    "gated-deltanet": MixerSpec(
+        Heads(expand_k=0.75, expand_v=1.5), Inputs(conv=4, qk_norm="l2"), Decay("softplus"), Write("delta", "sigmoid"),
+        Read("rms", "silu"),
+    ),
+    # + that decay per key channel. https://arxiv.org/abs/2510.26692
+    "kda": MixerSpec(
+        inputs=Inputs(conv=4, qk_norm="l2"), decay=Decay("softplus-vector"), write=Write("delta", "sigmoid"),
+        read=Read("rms", "sigmoid-low-rank"),
+    ),
+}  # fmt: skip
+
+ATTENTION: dict[str, AttentionSpec] = {
+    # Softmax attention with rotary positions (Transformer++): the yardstick. https://arxiv.org/abs/2302.13971
+    "transformer": AttentionSpec(),
+}
+
+
+def compete(spec: MixerSpec, competition: Competition | None = None) -> MixerSpec:
+    """The Softmax version of a linear mixer: its heads compete for what is written and what is read."""
+    return replace(spec, competition=competition or Competition())
+
+
+def names() -> list[str]:
+    """Every name that `get` knows, plain and Softmax."""
+    return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *ATTENTION]
+
+
+def get(mixer):
+    """The spec of a mixer given as a name, an expression, a dict or a spec.
+
+    An expression changes fields of a named mixer: `softmax-gla(competition.activation=sigmoid, heads.count=8)`;
+    `competition=paper` takes the paper's literal equations, `competition=none` takes the gates away.
+    """
+    if isinstance(mixer, dict):
+        return from_json(mixer)
+    if not isinstance(mixer, str):
+        return mixer
+    match = re.fullmatch(r"\s*([^()\s]+)\s*(?:\((.*)\))?\s*", mixer)
+    if not match:
+        raise InputError(f"mixer {mixer!r} is not of the form NAME or NAME(field=value, ...)")
+    spec = _named(match[1])
+    for setting in filter(None, (part.strip() for part in (match[2] or "").split(","))):
+        path, equals, text = (part.strip() for part in setting.partition("="))
+        if not equals:
+            raise InputError(f"{setting!r} in mixer {mixer!r} is not of the form field=value")
+        named = {"paper": asdict(PAPER), "default": asdict(Competition()), "none": None}
+        value = named.get(text, text) if path == "competition" else _literal(text)
+        spec = change(spec, path, value)
+    return spec
+
+
+def _named(name: str):
+    base = name.removeprefix("softmax-")
+    if base in LINEAR:
+        return LINEAR[base] if base == name else compete(LINEAR[base])
+    if name in ATTENTION:
+        return ATTENTION[name]
+    near = difflib.get_close_matches(name, names(), 3) or names()
+    raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)}")
+
+
+def _literal(text: str):
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
