@@ -1,3 +1,25 @@
 """headrace: linear-time sequence models whose heads compete by a softmax for what is written and what is read."""
 
+from importlib import import_module
+
+from .errors import GateWarning, InputError
+from .recurrence import backends, linear_attention, step
+
 __version__ = "0.1.0"
+
+# transformers takes seconds to import: its classes are loaded, and registered with its Auto classes, on first use.
+_LAZY = {
+    "HeadraceConfig": "hf",
+    "HeadraceModel": "hf",
+    "HeadraceForCausalLM": "hf",
+    "verify": "verify",
+    "literal": "literal",
+}
+
+__all__ = ["GateWarning", "InputError", "backends", "linear_attention", "step", *_LAZY]
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

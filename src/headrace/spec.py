@@ -66,7 +66,9 @@ class Read:
 class Competition:
     """Softmax linear attention: heads compete for what is written and what is read (arXiv 2602.01744, equations 3-16)."""
 
-    read: Literal["none", "query", "norm"] = "norm"  # query: on q, as the paper writes it; norm: after the per-head norm
+    read: Literal["none", "query", "norm"] = (
+        "norm"  # query: on q, as the paper writes it; norm: after the per-head norm
+    )
     write: Literal["none", "value", "beta"] = "value"  # value: on v (equation 14); beta: inside β's logit
     source: Literal["head", "diag", "query", "hidden"] = "head"  # what the scores are computed from
     activation: Literal["softmax", "sigmoid", "null"] = "softmax"  # null: softmax with one more, empty, slot
@@ -215,8 +217,6 @@ class AttentionSpec:
     def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4, tokens: int = 1) -> int:
         sizes = (math.prod(s) for s in self.state_shapes(hidden_size, num_heads, tokens).values())
         return itemsize * sum(sizes)
-
-
 
 
 # --- JSON --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,312 @@
+"""`linear_attention` and `step`: one recurrence for the whole family, and the table of backends that compute it.
+
+The equation is in literal.py. Here arguments are checked, what no kernel needs to know (the normaliser, the bonus) is
+expressed through what every kernel does know, and a backend is chosen from the table at the end.
+
+Shapes: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N packed sequences.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import check_combination, check_shapes, check_values
+from .errors import InputError
+
+NORMALISER_EPS = 1e-6
+DEFAULT_CHUNK = 64
+PARALLEL_LIMIT = 4 * 2**30  # bytes of T×T scores that form="parallel" may hold
+
+Form = Literal["chunkwise", "recurrent", "parallel"]
+Rule = Literal["add", "delta"]
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    rule: Rule = "add",
+    read_gate: Tensor | None = None,
+    write_gate: Tensor | None = None,
+    bonus: Tensor | None = None,
+    normalise: bool = False,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: Form = "chunkwise",
+    chunk_size: int | None = None,
+    backend: str = "auto",
+    check: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """A matrix memory S read by q and written at k with v, in time and memory linear in T.
+
+        S' = e^{g_t} S_{t-1}
+        add:    S_t = S' + β_t k_tᵀ (w_t v_t)                  o_t = scale · r_t · q_t S_t
+        delta:  S_t = S' + β_t k_tᵀ (w_t v_t − k_t S')
+
+    Args:
+        q, k: [B, T, Hq, K], Hq dividing H (each shared by H / Hq consecutive value heads).
+        v: [B, T, H, V].
+        log_decay: g ≤ 0, natural logarithm. None: no decay; [H]: fixed (RetNet); [B, T, H]: per token (Mamba-2, Gated
+            DeltaNet); [B, T, H, K]: per token and key channel (GLA, RWKV-6, KDA).
+        beta: write strength β [B, T, H]; None: 1.
+        rule: "add", or "delta" (arXiv 2406.06484): what memory holds under k is replaced. The recurrence itself diverges
+            unless β‖k‖² ≤ 2.
+        read_gate, write_gate: r, w [B, T, H]; None costs nothing. Head competition (arXiv 2602.01744): for "add" w on v is
+            the paper's gate on k (equations 5, 10, 12), for "delta" it is that of equation 14.
+        bonus: u [H, K], "add" only (RWKV-6, arXiv 2404.05892): o_t = scale · r_t · q_t (S_{t-1} + diag(u) β_t k_tᵀ w_t v_t).
+        normalise: "add" only (arXiv 2006.16236): divide by q_t z_t + 1e-6, z being S with v = 1; q and k must not be
+            negative. The state carries z as its last column, and r multiplies after the division.
+        scale: multiplies q; None: K^-1/2.
+        initial_state: [B, H, K, V] (V + 1 with normalise); [N, H, K, V] when packed; None: zeros.
+        cu_seqlens: [N + 1] integers 0 = c_0 ≤ … ≤ c_N = T: B is 1 and tokens c_n … c_{n+1} − 1 are sequence n.
+        form: "chunkwise"; "recurrent", token by token; "parallel", T×T, for study: above a memory limit it raises.
+        chunk_size: tokens per chunk of the chunkwise form; None: the backend's choice.
+        backend: "auto", or a name from `backends()`, which raises if it cannot be honoured.
+        check: also look at the values (NaN, infinities, log_decay > 0, β out of range). Stalls a GPU.
+
+    Returns:
+        (out [B, T, H, V] in v's dtype, final state [B or N, H, K, V] in float64 for float64 inputs, else float32).
+
+    Raises:
+        InputError: with the argument, its value and what was expected.
+    """
+    optional = {
+        "log_decay": log_decay, "beta": beta, "read_gate": read_gate, "write_gate": write_gate, "bonus": bonus,
+        "initial_state": initial_state, "cu_seqlens": cu_seqlens,
+    }  # fmt: skip
+    check_combination(rule, form, chunk_size, bonus, normalise)
+    check_shapes(q, k, v, optional, normalise)
+    if check:
+        check_values(q, k, v, optional, rule, normalise)
+    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
+    call = Call(
+        q, k, v, log_decay, beta, write_gate, read_gate, initial_state, cu_seqlens, rule == "delta", scale,
+        _chunk(form, chunk_size, v, cu_seqlens),
+    )  # fmt: skip
+    if form == "recurrent":
+        return _recurrent(call, bonus, normalise)
+    chosen = _choose(call, backend)
+    if normalise:
+        return _normalised(call, chosen)
+    if bonus is not None:
+        return _with_bonus(call, bonus, chosen)
+    return chosen.run(*call)
+
+
+class Call(NamedTuple):
+    """What every backend gets, in the order of its operator's schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    beta: Tensor | None
+    write_gate: Tensor | None
+    read_gate: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    delta: bool
+    scale: float
+    chunk_size: int
+
+
+# --- what kernels need not know ------------------------------------------------------------------------------------
+
+
+def _normalised(call: Call, backend: "Backend") -> tuple[Tensor, Tensor]:
+    """The normaliser is a column of ones beside v: the same decay, β and write gate act on it."""
+    acc = accumulator(call.v)
+    v = torch.cat([call.v.to(acc), torch.ones_like(call.v[..., :1], dtype=acc)], -1)
+    out, state = backend.run(*call._replace(q=call.q.to(acc), k=call.k.to(acc), v=v, read_gate=None))
+    out = out[..., :-1] / (out[..., -1:] + NORMALISER_EPS)
+    return _gated(out, call.read_gate).to(call.v.dtype), state
+
+
+def _with_bonus(call: Call, bonus: Tensor, backend: "Backend") -> tuple[Tensor, Tensor]:
+    """Reading S_{t-1} is reading S_t with the writes one token late: each sequence grows by one token, in which the
+    first query reads the initial state and the last write reaches the final one. The present token's own term is added."""
+    starts = call.k.new_zeros(1, dtype=torch.long) if call.cu_seqlens is None else call.cu_seqlens[:-1]
+    T, N = call.k.shape[1], starts.shape[0]
+    tokens = torch.arange(T, device=call.k.device)
+    place = tokens + (torch.searchsorted(starts.to(tokens), tokens, right=True) - 1)
+
+    def moved(x: Tensor | None, by: int) -> Tensor | None:
+        return None if x is None else x.new_zeros(x.shape[0], T + N, *x.shape[2:]).index_copy(1, place + by, x)
+
+    decay = call.log_decay
+    if decay is not None and decay.dim() == 1:
+        decay = decay.expand(call.v.shape[:3])
+    late = {"k": call.k, "v": call.v, "log_decay": decay, "beta": call.beta, "write_gate": call.write_gate}
+    shifted = call._replace(
+        q=moved(call.q, 0), read_gate=moved(call.read_gate, 0), **{name: moved(x, 1) for name, x in late.items()}
+    )
+    if call.cu_seqlens is not None:
+        shifted = shifted._replace(cu_seqlens=call.cu_seqlens + torch.arange(N + 1).to(call.cu_seqlens))
+    out, state = backend.run(*shifted)
+    acc = accumulator(call.v)
+    weight = (_per_head(call.q, bonus).to(acc) * bonus * _per_head(call.k, bonus)).sum(-1) * call.scale
+    for factor in (call.beta, call.write_gate, call.read_gate):
+        weight = weight if factor is None else weight * factor
+    return (out[:, place] + weight[..., None] * call.v).to(call.v.dtype), state
+
+
+def _per_head(x: Tensor, bonus: Tensor) -> Tensor:
+    return x.repeat_interleave(bonus.shape[0] // x.shape[-2], -2)
+
+
+def _gated(x: Tensor, gate: Tensor | None) -> Tensor:
+    return x if gate is None else x * gate[..., None]
+
+
+def accumulator(x: Tensor) -> torch.dtype:
+    """States, gates, norms and sums are float64 for float64 inputs, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# --- token by token --------------------------------------------------------------------------------------------------
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None = None,
+    *,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    rule: Rule = "add",
+    read_gate: Tensor | None = None,
+    write_gate: Tensor | None = None,
+    bonus: Tensor | None = None,
+    normalise: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token of `linear_attention`: the same arguments without T, state in, state out.
+
+    q, k [B, Hq, K]; v [B, H, V]; log_decay None, [H], [B, H] or [B, H, K]; beta and gates [B, H]; bonus [H, K]; state
+    [B, H, K, V] (V + 1 with normalise; None: zeros). Returns (out [B, H, V], state).
+    """
+    acc, H = accumulator(v), v.shape[1]
+    q, k, target = (x.to(acc) for x in (q, k, v))
+    q, k = (x.repeat_interleave(H // x.shape[1], 1) if x.shape[1] != H else x for x in (q, k))
+    q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
+    if normalise:
+        target = torch.cat([target, torch.ones_like(target[..., :1])], -1)
+    target = _gated(target, write_gate)
+    S = k.new_zeros(*k.shape, target.shape[-1]) if state is None else state
+    before = S
+    if log_decay is not None:
+        decay = log_decay.to(acc).exp()
+        S = S * (decay[..., None] if decay.dim() == 3 else decay[..., None, None])
+    if rule == "delta":
+        target = target - torch.matmul(k[:, :, None], S).squeeze(2)
+    target = _gated(target, beta)
+    S = torch.addcmul(S, k[..., None], target[:, :, None])
+    if bonus is None:
+        out = torch.matmul(q[:, :, None], S).squeeze(2)
+    else:
+        out = torch.matmul(q[:, :, None], before).squeeze(2) + (q * bonus * k).sum(-1, keepdim=True) * target
+    if normalise:
+        out = out[..., :-1] / (out[..., -1:] + NORMALISER_EPS)
+    return _gated(out, read_gate).to(v.dtype), S
+
+
+def _recurrent(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+    """`step` in a loop, sequence by sequence."""
+    if call.cu_seqlens is not None:
+        return _each_sequence(call, bonus, normalise)
+    over_time = {"log_decay": call.log_decay, "beta": call.beta}
+    over_time |= {"read_gate": call.read_gate, "write_gate": call.write_gate}
+    fixed = {"rule": "delta" if call.delta else "add", "bonus": bonus, "normalise": normalise, "scale": call.scale}
+    # unbind, not indexing: the gradient of x[:, t] is as large as x.
+    columns = {name: x.unbind(1) for name, x in over_time.items() if x is not None and x.dim() > 1}
+    if call.log_decay is not None and call.log_decay.dim() == 1:
+        fixed["log_decay"] = call.log_decay
+    state, out = call.initial_state, []
+    if state is None:
+        (B, _, H, V), K = call.v.shape, call.k.shape[-1]
+        state = call.v.new_zeros(B, H, K, V + normalise, dtype=accumulator(call.v))
+    for t, (q, k, v) in enumerate(zip(call.q.unbind(1), call.k.unbind(1), call.v.unbind(1), strict=True)):
+        o, state = step(q, k, v, state, **fixed, **{name: x[t] for name, x in columns.items()})  # type: ignore[arg-type]
+        out.append(o)
+    return torch.stack(out, 1) if out else call.v, state
+
+
+def _each_sequence(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+    lengths = call.cu_seqlens.diff().tolist()  # type: ignore[union-attr]
+    per_token = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor) and name in TOKENWISE}
+    per_token = {name: x.split(lengths, 1) for name, x in per_token.items() if x.dim() > 1}
+    results = []
+    for n in range(len(lengths)):
+        own = {name: pieces[n] for name, pieces in per_token.items()}
+        state = None if call.initial_state is None else call.initial_state[n : n + 1]
+        results.append(_recurrent(call._replace(**own, initial_state=state, cu_seqlens=None), bonus, normalise))
+    return torch.cat([out for out, _ in results], 1), torch.cat([state for _, state in results])
+
+
+TOKENWISE = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate")
+
+
+# --- backends --------------------------------------------------------------------------------------------------------
+
+
+class Backend(NamedTuple):
+    """One way to compute a Call. `missing` says why it is not here, `refuses` why it cannot take a call, else None."""
+
+    missing: Callable[[], str | None]
+    refuses: Callable[[Call], str | None]
+    run: Callable[..., tuple[Tensor, Tensor]]
+
+
+def _run_torch(*call) -> tuple[Tensor, Tensor]:
+    from .backends import torch_op
+
+    return torch_op.run(*call)
+
+
+# In order of preference: "auto" takes the first that is here and does not refuse.
+BACKENDS: dict[str, Backend] = {
+    "torch": Backend(missing=lambda: None, refuses=lambda call: None, run=_run_torch),
+}
+
+
+def backends(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs):
+    """Without arguments: {name: None, or why it is not here}. With those of `linear_attention`: the name that would run."""
+    if q is None or k is None or v is None:
+        return {name: backend.missing() for name, backend in BACKENDS.items()}
+    given = {name: kwargs.get(name) for name in Call._fields[3:9]}
+    call = Call(q, k, v, **given, delta=kwargs.get("rule") == "delta", scale=1.0, chunk_size=1)
+    chosen = _choose(call, kwargs.get("backend", "auto"))
+    return next(name for name, backend in BACKENDS.items() if backend is chosen)
+
+
+def _choose(call: Call, name: str) -> Backend:
+    if name == "auto":
+        usable = (b for b in BACKENDS.values() if b.missing() is None and b.refuses(call) is None)
+        return next(usable)
+    if name not in BACKENDS:
+        raise InputError(f"backend={name!r} is unknown; expected 'auto' or one of {', '.join(BACKENDS)}")
+    reason = BACKENDS[name].missing() or BACKENDS[name].refuses(call)
+    if reason is not None:
+        raise InputError(f"backend={name!r} cannot run here: {reason}")
+    return BACKENDS[name]
+
+
+def _chunk(form: str, chunk_size: int | None, v: Tensor, cu_seqlens: Tensor | None) -> int:
+    """The parallel form is one chunk as long as the longest sequence."""
+    if form != "parallel":
+        return chunk_size or DEFAULT_CHUNK
+    T = v.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
+    needed = v.shape[0] * v.shape[2] * T * T * accumulator(v).itemsize
+    if needed > PARALLEL_LIMIT:
+        raise InputError(
+            f"form='parallel' would hold {needed / 2**30:.1f} GiB of T×T scores for T={T}; "
+            f"expected at most {PARALLEL_LIMIT / 2**30:.0f} GiB: use form='chunkwise'"
+        )
+    return max(T, 1)
