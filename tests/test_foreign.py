@@ -1,0 +1,61 @@
+"""Others agree: the op against other libraries' implementations of the same recurrence, and our layers against
+transformers' with the weights copied. A peer that is not installed skips with its reason."""
+
+import pytest
+import torch
+
+from headrace import linear_attention
+from headrace.literal import literal
+from peers import FAMILIES, PEERS
+
+# Some peers compute in float32 whatever they are given.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+OURS = {
+    "literal": literal,
+    "chunkwise": linear_attention,
+    "recurrent": lambda **x: linear_attention(**x, form="recurrent"),
+    "parallel": lambda **x: linear_attention(**x, form="parallel"),
+}
+
+
+def error(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def given(peer, **sizes):
+    """Inputs of the peer's family, in the precision it can keep, or a skip that says why it is not here."""
+    if (reason := peer.missing()) is not None:
+        pytest.skip(reason)
+    dtype = torch.float64 if peer.exact else torch.float32
+    return FAMILIES[peer.family].inputs(B=2, T=128, H=3, K=8, V=8 if peer.square else 12, dtype=dtype, **sizes), dtype
+
+
+@pytest.mark.parametrize("form", OURS)
+@pytest.mark.parametrize("peer", PEERS, ids=lambda p: f"{p.family}-{p.name}".replace(" ", "-"))
+def test_the_op_agrees(peer, form):
+    """Outputs, the final state and the gradient of every input that a model would train."""
+    tensors, dtype = given(peer)
+    theirs, their_state = peer(peer.arguments(tensors))
+    ours, our_state = OURS[form](**tensors, **FAMILIES[peer.family].options())
+    assert error(ours, theirs) <= TOLERANCE[dtype]
+    if their_state is not None:
+        assert error(our_state, their_state) <= TOLERANCE[dtype]
+    if peer.backward:
+        trained = {name: x for name, x in tensors.items() if x.requires_grad}
+        weight = torch.randn_like(ours)
+        gradients = (torch.autograd.grad((out * weight).sum(), trained.values()) for out in (ours, theirs))
+        for name, mine, their in zip(trained, *gradients, strict=True):
+            assert error(mine, their) <= TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("form", OURS)
+@pytest.mark.parametrize("peer", [p for p in PEERS if p.states], ids=lambda p: f"{p.family}-{p.name}".replace(" ", "-"))
+def test_the_op_agrees_from_an_initial_state(peer, form):
+    tensors, dtype = given(peer, seed=1)
+    B, _, H, V = tensors["v"].shape
+    start = torch.randn(B, H, tensors["k"].shape[-1], V, dtype=dtype)
+    with torch.no_grad():
+        theirs, their_state = peer(peer.arguments(tensors), start.clone())
+        ours, our_state = OURS[form](**tensors, initial_state=start, **FAMILIES[peer.family].options())
+    assert error(ours, theirs) <= TOLERANCE[dtype]
+    assert error(our_state, their_state) <= TOLERANCE[dtype]
