@@ -263,5 +263,5 @@ PEERS = [
 ATTENTION = Peer(
     "attention", "torch:nn.functional:scaled_dot_product_attention", {"q": "query", "k": "key", "v": "value"},
     lambda q, k, v, **_: {"q": q, "k": k, "v": v}, lambda f, S, **x: (f(**x, is_causal=True), None), heads_first=True,
-    note="softmax attention", states=False, exact=True,
+    states=False, exact=True,
 )  # fmt: skip

@@ -1,0 +1,308 @@
+"""What the op costs, beside what the same recurrence costs in other libraries and softmax attention in PyTorch.
+
+    python benchmarks/op.py --quick                            a minute, to see that everything runs
+    python benchmarks/op.py                                    the real thing, on an otherwise idle machine
+    python benchmarks/op.py --family scalar --peers mamba2     one family, only the peers whose name has this in it
+
+All implementations run in one process, in turn, round after round, so that a busy moment hits them alike; a ratio is
+the median over rounds of peer / ours. Times are CPU time of the process (wall time on a GPU). Every peer is first
+compared with the literal equation, and not timed if it disagrees. Rows are appended to a CSV file, each with what it
+takes to repeat it.
+"""
+
+import csv
+import datetime
+import itertools
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from headrace import linear_attention
+from headrace.literal import literal
+from peers import ATTENTION, FAMILIES, PEERS, Family, Peer
+
+RESULTS = Path(__file__).parent / "results" / "op.csv"
+MODES = ("forward", "forward+backward")
+FULL = {"lengths": (2048, 8192), "sizes": ((128, 256), (128, 128))}
+QUICK = {"lengths": (128, 512), "sizes": ((16, 32), (16, 16))}
+SEED, HEADS = 0, 4
+WRONG = 1e-4  # relative error in float32 above which a call is not the call that was meant
+console = Console(width=None if Console().is_terminal else 160)
+
+
+@dataclass
+class Runner:
+    """One implementation with its own leaf tensors, and the seconds that each round took it."""
+
+    name: str
+    call: Callable[[dict[str, Tensor]], Tensor]
+    tensors: dict[str, Tensor]
+    seconds: list[tuple[float, float]] = field(default_factory=list)  # process, wall
+    error: float = 0.0
+
+    def __post_init__(self):
+        self.tensors = {n: x.detach().clone().requires_grad_(x.requires_grad) for n, x in self.tensors.items()}
+
+    def once(self, backward: bool) -> tuple[float, float]:
+        trained = [x for x in self.tensors.values() if x.requires_grad]
+        synchronise(trained[0])
+        start = time.process_time(), time.perf_counter()
+        with torch.set_grad_enabled(backward):
+            out = self.call(self.tensors)
+            if backward:
+                torch.autograd.grad(out, trained, torch.ones_like(out))
+        synchronise(trained[0])
+        return time.process_time() - start[0], time.perf_counter() - start[1]
+
+    def saved(self) -> float:
+        """Bytes kept for backward over the bytes of the inputs; a storage that several tensors share counts once."""
+        kept = {}
+
+        def pack(x):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no address is used twice
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = self.call(self.tensors)
+        given = sum(x.nbytes for x in self.tensors.values())
+        del out
+        return sum(storage.nbytes() for storage in kept.values()) / given
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the CSV file."""
+
+    date: str
+    commit: str
+    machine: str
+    threads: int
+    torch: str
+    transformers: str
+    fla_core: str
+    family: str
+    T: int
+    K: int
+    V: int
+    mode: str
+    runner: str
+    rounds: int
+    cpu_ms: float
+    wall_ms: float
+    spread: float  # interquartile range over median, of the time that the ratio is made of
+    ratio: float  # this runner over ours, the median over rounds
+    saved_over_inputs: float
+    error: float  # against the literal equation, relative
+
+
+def synchronise(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize()
+
+
+def ours(family: Family, tensors: dict[str, Tensor]) -> Tensor:
+    return linear_attention(**tensors, **family.options())[0]
+
+
+def competing(family: Family, tensors: dict[str, Tensor]) -> Tensor:
+    """Ours with head competition: read and write gates by a softmax over the heads, its gradients included."""
+    tensors = dict(tensors)
+    gates = {f"{way}_gate": HEADS * tensors.pop(f"{way}_logits").softmax(-1) for way in ("read", "write")}
+    return ours(family, tensors | gates)
+
+
+def attention(q, k, v) -> Tensor:
+    """Softmax attention, written out: the truth for PyTorch's."""
+    scores = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return torch.einsum("bhts,bshv->bthv", scores.masked_fill(future, -torch.inf).softmax(-1), v)
+
+
+def relative_error(peer: Peer, family: Family, shape: dict) -> float:
+    """Of the peer's output, against the literal equation in float64, on a sequence short enough for it."""
+    tensors = {name: x.detach() for name, x in family.inputs(**shape | {"T": min(shape["T"], 256)}).items()}
+    exact = {name: x.double() for name, x in tensors.items()}
+    truth = attention(*(exact[n] for n in "qkv")) if peer is ATTENTION else literal(**exact, **family.options())[0]
+    with torch.no_grad():
+        out, _ = peer(peer.arguments(tensors))
+    return ((out - truth).norm() / truth.norm()).item()
+
+
+def objection(peer: Peer, T: int, K: int, V: int, backward: bool) -> str | None:
+    """Why this peer is not timed on these shapes, or None."""
+    if (reason := peer.missing()) is not None:
+        return reason
+    if peer.square and K != V:
+        return f"needs K = V; here {K}×{V}"
+    if backward and not peer.backward:
+        return "its backward raises"
+    if peer.upto[backward] < T:
+        return f"{MODES[backward]} at T={T} takes too long or too much memory"
+    return None
+
+
+def contestants(name: str, shape: dict, backward: bool, wanted: str) -> tuple[list[Runner], list[str]]:
+    """Ours, ours with competition, and every peer that can be timed on these shapes; and why the others cannot."""
+    family, refused = FAMILIES[name], []
+    tensors = family.inputs(**shape)
+    draw = torch.Generator().manual_seed(SEED)
+    logits = torch.randn(2, *tensors["v"].shape[:3], generator=draw).to(tensors["v"])
+    scored = tensors | {f"{way}_logits": x.requires_grad_() for way, x in zip(("read", "write"), logits, strict=True)}
+    found = [
+        Runner("headrace", lambda x: ours(family, x), tensors),
+        Runner("headrace, heads competing", lambda x: competing(family, x), scored),
+    ]
+    for peer in (p for p in [*PEERS, ATTENTION] if p.family in (name, "attention") and wanted in p.name):
+        reason = objection(peer, shape["T"], shape["K"], shape["V"], backward)
+        error = relative_error(peer, family, shape) if reason is None else 0.0
+        if error > WRONG:
+            reason = f"its output is {error:.1e} away from the literal equation"
+        if reason is None:
+            found.append(Runner(peer.name, lambda x, peer=peer: peer(x)[0], peer.arguments(tensors), error=error))
+        else:
+            refused.append(f"{name}: {peer.name}: {reason}")
+    return found, refused
+
+
+def race(runners: list[Runner], backward: bool, rounds: int, budget: float) -> None:
+    """Rounds in turn after one to warm up. Whoever has used its budget of seconds sits out the rest."""
+    for runner in runners:
+        runner.once(backward)
+    for _ in range(rounds):
+        for runner in runners:
+            if sum(wall for _, wall in runner.seconds) < budget:
+                runner.seconds.append(runner.once(backward))
+
+
+def rows(runners: list[Runner], backward: bool, cell: dict) -> list[Row]:
+    clock = int(next(iter(runners[0].tensors.values())).is_cuda)  # process time says nothing about a GPU
+    base = [s[clock] for s in runners[0].seconds]
+    result = []
+    for runner in runners:
+        times = [s[clock] for s in runner.seconds]
+        spread = quantiles(times, n=4) if len(times) > 1 else (0.0, 0.0, 0.0)
+        row = Row(
+            **cell, mode=MODES[backward], runner=runner.name, rounds=len(times),
+            cpu_ms=round(1e3 * median(s[0] for s in runner.seconds), 3),
+            wall_ms=round(1e3 * median(s[1] for s in runner.seconds), 3),
+            spread=round((spread[2] - spread[0]) / median(times), 3),
+            ratio=round(median(theirs / mine for theirs, mine in zip(times, base, strict=False)), 3),
+            saved_over_inputs=round(runner.saved(), 2) if backward else 0.0, error=float(f"{runner.error:.1e}"),
+        )  # fmt: skip
+        result.append(row)
+    return result
+
+
+def environment(device: str) -> dict:
+    def installed(name):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return ""
+
+    def git(*arguments):
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    return {
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "commit": git("rev-parse", "--short", "HEAD") + ("-changed" if git("status", "--porcelain", "-uno") else ""),
+        "machine": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        **{name.replace("-", "_"): installed(name) for name in ("torch", "transformers", "fla-core")},
+    }
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+def append(path: Path, found: list[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
+        if fresh:
+            writer.writeheader()
+        writer.writerows(asdict(row) for row in found)
+
+
+def show(found: list[Row], clock: str) -> None:
+    """A table for each family and size: the ratio to ours, then the time, for every length and mode."""
+    for (family, K, V), group in itertools.groupby(found, lambda r: (r.family, r.K, r.V)):
+        cells = {(r.runner, r.mode, r.T): r for r in group}
+        lengths = sorted({T for _, _, T in cells})
+        table = Table(title=f"{family}, {K}×{V}: this / headrace, ms", title_justify="left")
+        for title in ("", *(f"{mode}\nT={T}" for mode in MODES for T in lengths)):
+            table.add_column(title, justify="right" if title else "left")
+        table.add_column(f"growth\n×{lengths[-1] // lengths[0]} tokens", justify="right")
+        table.add_column("saved /\ninputs", justify="right")
+        table.add_column("error", justify="right")
+        for runner in dict.fromkeys(name for name, _, _ in cells):
+            own = {(mode, T): cells.get((runner, mode, T)) for mode in MODES for T in lengths}
+            grown = [growth(own[mode, lengths[0]], own[mode, lengths[-1]], clock) for mode in MODES]
+            some = [row for row in own.values() if row]
+            saved = max(row.saved_over_inputs for row in some)
+            table.add_row(
+                runner, *(text(row, clock) for row in own.values()), " ".join(grown), f"{saved:.1f}" if saved else "",
+                f"{max(row.error for row in some):.0e}" if "headrace" not in runner else "",
+            )  # fmt: skip
+        console.print(table)
+
+
+def text(row: Row | None, clock: str) -> str:
+    return f"[bold]{row.ratio:.2f}[/]  {getattr(row, clock):.1f} ±{row.spread:.0%}" if row else ""
+
+
+def growth(short: Row | None, long: Row | None, clock: str) -> str:
+    return f"{getattr(long, clock) / getattr(short, clock):.1f}" if short and long else "–"
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Tiny shapes and two rounds: does everything run?")] = False,
+    family: Annotated[list[str], typer.Option(help=f"Any of {', '.join(FAMILIES)}; may be repeated.")] = list(FAMILIES),  # noqa: B006
+    peers: Annotated[str, typer.Option(help="Only peers whose name contains this; 'none' for ours alone.")] = "",
+    rounds: int = 9,
+    budget: Annotated[float, typer.Option(help="Seconds per peer and cell after which it sits out.")] = 30.0,
+    threads: int = 1,
+    device: str = "cpu",
+    output: Annotated[Path, typer.Option(help="The CSV file to append to.")] = RESULTS,
+) -> None:
+    """Time the op beside its peers."""
+    for name in family:
+        if name not in FAMILIES:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(FAMILIES)}", param_hint="--family")
+    torch.set_num_threads(threads)
+    plan = QUICK if quick else FULL
+    about, skipped, found = environment(device), {}, []
+    for name, (K, V), T, backward in itertools.product(family, plan["sizes"], plan["lengths"], (False, True)):
+        shape = {"B": 1, "T": T, "H": HEADS, "K": K, "V": V, "device": device, "seed": SEED}
+        with console.status(f"{name} T={T} {K}×{V} {MODES[backward]}"):
+            racing, refused = contestants(name, shape, backward, peers)
+            skipped |= dict.fromkeys(refused)
+            race(racing, backward, 2 if quick else rounds, budget)
+            found += rows(racing, backward, about | {"family": name, "T": T, "K": K, "V": V})
+            append(output, found[-len(racing) :])
+    show(found, "wall_ms" if device == "cuda" else "cpu_ms")
+    for reason in skipped:
+        console.print(f"[dim]not timed: {reason}[/]")
+    console.print(f"{len(found)} rows appended to {output}; {about['machine']}, {threads} thread(s), {about['date']}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
