@@ -1,0 +1,254 @@
+"""The one layer of the algebra: every MixerSpec is built by it. Four steps: project, shape, recur, read out.
+
+Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
+"""
+
+import warnings
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import GateWarning
+from ..gates import (
+    DECAYS,
+    FEATURE_MAPS,
+    OUTPUT_GATES,
+    HeadCompetition,
+    OutputGate,
+    SelfInitialised,
+    TokenShift,
+    l2_norm,
+    rotary,
+)
+from ..packing import Sequences, pad, unpad
+from ..recurrence import accumulator, linear_attention, step
+from ..spec import MixerSpec
+
+GROUP_NORM_EPS = 64e-5  # RWKV-6's: 1e-5 times its head size divisor squared
+
+
+class MixerState(NamedTuple):
+    """What a sequence carries on; None where the spec has no such part. N sequences come first."""
+
+    memory: Tensor  # [N, H, K, V]
+    conv: Tensor | None = None  # [N, width − 1, channels]
+    shift: Tensor | None = None  # [N, 1, D]
+    tokens: Tensor | None = None  # [N], how many were seen, for rotary
+
+
+class LinearMixer(SelfInitialised):
+    """Any linear-time mixer a MixerSpec can say.
+
+    Args:
+        spec: what the layer is.
+        hidden_size, num_heads: D, and H unless spec.heads.count sets it.
+        layer_idx, num_layers: the layer's place, for initialisations that depend on it (RWKV-6).
+        norm_eps, rope_theta: of the norm after the readout, of the rotation.
+    """
+
+    def __init__(
+        self, spec: MixerSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1,
+        norm_eps: float = 1e-6, rope_theta: float = 10000.0,
+    ):  # fmt: skip
+        super().__init__()
+        self.spec, self.norm_eps, self.rope_theta = spec, norm_eps, rope_theta
+        self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
+        self.Hq = spec.heads.qk_groups or self.H
+        self.q_proj = nn.Linear(hidden_size, self.Hq * self.K, bias=False)
+        self.k_proj = nn.Linear(hidden_size, self.Hq * self.K, bias=False)
+        self.v_proj = nn.Linear(hidden_size, self.H * self.V, bias=False)
+        self.o_proj = nn.Linear(self.H * self.V, hidden_size, bias=False)
+        self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
+        self._build_inputs(hidden_size)
+        self._build_memory(hidden_size)
+        self._build_readout(hidden_size)
+        self._build_competition(hidden_size)
+        self.reset_parameters()
+
+    def _build_inputs(self, hidden_size: int) -> None:
+        self.conv = self.shift = None
+        if width := self.spec.inputs.conv:
+            channels = 2 * self.Hq * self.K + self.H * self.V
+            self.conv = nn.Conv1d(channels, channels, width, groups=channels, bias=self.spec.inputs.conv_bias)
+        if self.spec.inputs.shift == "ddlerp":
+            self.shift = TokenShift(hidden_size, self.depth, self.height)
+
+    def _build_memory(self, hidden_size: int) -> None:
+        spec = self.spec
+        self.decay = self.beta_proj = self.bonus = None
+        if spec.decay.kind != "none":
+            self.decay = DECAYS[spec.decay.kind](spec.decay, hidden_size, self.H, self.K, self.depth)
+        if spec.write.beta == "sigmoid":
+            self.beta_proj = nn.Linear(hidden_size, self.H, bias=False)
+        if spec.read.bonus:
+            self.bonus = nn.Parameter(torch.empty(self.H, self.K))
+
+    def _build_readout(self, hidden_size: int) -> None:
+        read, width = self.spec.read, self.H * self.V
+        sizes = {"rms": self.V, "group": width, "rms-joint": width}
+        self.norm_weight = nn.Parameter(torch.empty(sizes[read.norm])) if read.norm in sizes else None
+        self.norm_bias = nn.Parameter(torch.empty(width)) if read.norm == "group" else None
+        self.skip = nn.Parameter(torch.empty(self.H)) if read.skip else None
+        self.gate = None
+        if read.gate != "none":
+            projection, activation = OUTPUT_GATES[read.gate]
+            self.gate = OutputGate(projection(hidden_size, self.H, self.V), activation, self.H)
+
+    def _build_competition(self, hidden_size: int) -> None:
+        spec = self.spec.competition
+        build = lambda: HeadCompetition(spec, hidden_size, self.H, self.Hq, self.K)  # noqa: E731
+        self.read_competition = build() if spec and spec.read != "none" else None
+        self.write_competition = build() if spec and spec.write != "none" else None
+        for sentence in self.spec.idle_gates(self.H):
+            warnings.warn(sentence, GateWarning, stacklevel=4)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initial values of the layer's own parameters; its parts set theirs."""
+        for ones in (self.norm_weight, self.skip):
+            if ones is not None:
+                ones.fill_(1)
+        if self.norm_bias is not None:
+            self.norm_bias.zero_()
+        if self.bonus is not None:
+            n = self.bonus.numel()
+            i = torch.arange(n)
+            zigzag = 0.1 * ((i + 1) % 3 - 1)
+            self.bonus.copy_((self.depth * (1 - i / max(n - 1, 1)) + zigzag).view_as(self.bonus))
+
+    # --- forward -------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MixerState | None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, MixerState]:
+        """x [B, T, D] -> (y [B, T, D], state). mask [B, T]: False is padding; cu_seqlens [N + 1]: x is a pack (B = 1)."""
+        if mask is not None:
+            packed, cu_seqlens, places = unpad(x, mask)
+            y, state = self.forward(packed, state, cu_seqlens=cu_seqlens)
+            return pad(y, places, x.shape[:2]), state
+        sequences = Sequences(x, cu_seqlens)
+        streams, shift = self._shifted(x, state, sequences)
+        q, k, v, conv = self._project(streams, state, sequences)
+        gates = self._compete(q, k, x)
+        tokens = state.tokens if state is not None else None
+        q, k = self._shape(q, k, sequences.positions(tokens, x) if self.spec.inputs.rotary else None)
+        out, memory = self._recur(q, k, v, streams["decay"], x, gates, state, cu_seqlens)
+        y = self._read_out(out, v, streams["gate"], gates[0])
+        if self.spec.inputs.rotary:
+            tokens = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
+        return y, MixerState(memory, conv, shift, tokens)
+
+    def _shifted(self, x: Tensor, state: MixerState | None, sequences: Sequences):
+        """What each projection reads (all of them x, unless tokens are shifted), and the state of the shift."""
+        if self.shift is None:
+            return dict.fromkeys(TokenShift.STREAMS, x), None
+        history = x.new_zeros(sequences.count, 1, x.shape[2]) if state is None else state.shift.to(x.dtype)
+        extended = sequences.extend(x, history)
+        before = sequences.own(extended[:, :-1], 1)
+        return self.shift(x, before), sequences.last(extended, 1)
+
+    def _project(self, streams: dict[str, Tensor], state: MixerState | None, sequences: Sequences):
+        """q, k [B, T, Hq, K] and v [B, T, H, V] after the short convolution, and the convolution's state."""
+        q, k, v = self.q_proj(streams["q"]), self.k_proj(streams["k"]), self.v_proj(streams["v"])
+        conv = None
+        if self.conv is not None:
+            qkv, h = torch.cat([q, k, v], -1), self.spec.inputs.conv - 1
+            history = qkv.new_zeros(sequences.count, h, qkv.shape[2]) if state is None else state.conv.to(qkv.dtype)
+            extended = sequences.extend(qkv, history)
+            mixed = F.silu(self.conv(extended.mT).mT)
+            q, k, v = sequences.own(mixed, h).split([q.shape[2], k.shape[2], v.shape[2]], -1)
+            conv = sequences.last(extended, h)
+        return (
+            q.unflatten(-1, (self.Hq, self.K)),
+            k.unflatten(-1, (self.Hq, self.K)),
+            v.unflatten(-1, (self.H, -1)),
+            conv,
+        )
+
+    def _compete(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Logarithms of the read and the write gate, [B, T, H]."""
+        read = None if self.read_competition is None else self.read_competition(q, x)
+        write = None if self.write_competition is None else self.write_competition(k, x)
+        return read, write
+
+    def _shape(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        feature_map = FEATURE_MAPS[self.spec.inputs.feature_map]
+        q, k = feature_map(q), feature_map(k)
+        if self.spec.inputs.qk_norm == "l2":
+            q, k = l2_norm(q), l2_norm(k)
+        if positions is not None:
+            q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
+        return q, k
+
+    def _recur(self, q, k, v, decay_input, x, gates, state, cu_seqlens) -> tuple[Tensor, Tensor]:
+        spec, (log_read, log_write) = self.spec, gates
+        log_decay, beta = self._decay_and_beta(decay_input, x, log_write)
+        arguments = {
+            "log_decay": log_decay,
+            "beta": beta,
+            "write_gate": log_write.exp() if log_write is not None and spec.competition.write == "value" else None,
+            "read_gate": log_read.exp() if log_read is not None and self._read_gate_inside() else None,
+        }
+        fixed = {"rule": spec.write.rule, "bonus": self.bonus, "normalise": spec.read.norm == "sum"}
+        fixed["scale"] = 1.0 if spec.read.scale == "one" else self.K**-0.5
+        memory = None if state is None else state.memory
+        if x.shape[1] == 1 and cu_seqlens is None:
+            now = {n: a if a is None or a.dim() == 1 else a[:, 0] for n, a in arguments.items()}
+            out, memory = step(q[:, 0], k[:, 0], v[:, 0], memory, **now, **fixed)
+            return out[:, None], memory
+        return linear_attention(q, k, v, **arguments, **fixed, initial_state=memory, cu_seqlens=cu_seqlens)
+
+    def _decay_and_beta(self, decay_input: Tensor, x: Tensor, log_write: Tensor | None):
+        if self.spec.write.beta == "dt":
+            dt = self.decay.step_size(decay_input)
+            return self.decay.decay(dt), dt
+        log_decay = None if self.decay is None else self.decay(decay_input)
+        if self.beta_proj is None:
+            return log_decay, None
+        logits = self.beta_proj(x)
+        logits = logits.to(accumulator(x))
+        if log_write is not None and self.spec.competition.write == "beta":
+            logits = logits + log_write
+        return log_decay, torch.sigmoid(logits)
+
+    def _read_gate_inside(self) -> bool:
+        """Whether the op applies the read gate: on q as the paper has it, or where nothing stands between it and the
+        readout. Otherwise `_read_out` does, after the norm that would divide it out again."""
+        read = self.spec.read
+        return self.spec.competition.read == "query" or (read.norm in ("none", "sum") and not read.skip)
+
+    def _read_out(self, out: Tensor, v: Tensor, gate_input: Tensor, log_read: Tensor | None) -> Tensor:
+        read = self.spec.read
+        if self.skip is not None:
+            out = out + self.skip[:, None] * v
+        strength = None if log_read is None or self._read_gate_inside() else log_read.exp()[..., None].to(out.dtype)
+        if strength is not None and read.norm not in ("rms", "group"):
+            out, strength = out * strength, None
+        gate = None if self.gate is None else self.gate(gate_input)
+        if gate is not None and read.order == "gate-norm":
+            out = out * gate
+        out = self._normalised(out)
+        out = out if strength is None else out * strength
+        if gate is not None and read.order == "norm-gate":
+            out = out * gate
+        return self.o_proj(out.flatten(-2))
+
+    def _normalised(self, out: Tensor) -> Tensor:
+        norm, wide = self.spec.read.norm, out.to(accumulator(out))
+        if norm == "rms":
+            return F.rms_norm(wide, (self.V,), self.norm_weight.to(wide.dtype), self.norm_eps).to(out.dtype)
+        if norm == "rms-joint":
+            flat = F.rms_norm(wide.flatten(-2), (self.H * self.V,), self.norm_weight.to(wide.dtype), self.norm_eps)
+            return flat.unflatten(-1, (self.H, self.V)).to(out.dtype)
+        if norm == "group":
+            centred = F.layer_norm(wide, (self.V,), eps=GROUP_NORM_EPS)
+            weight, bias = self.norm_weight.view(self.H, self.V), self.norm_bias.view(self.H, self.V)
+            return (centred * weight + bias).to(out.dtype)
+        return out

@@ -1,0 +1,77 @@
+"""Sequences side by side in a batch, or one after another in a pack: where each begins, and what came before it.
+
+Padding is lowered to packing: padded tokens are taken out before a mixer and put back after it, so they cannot reach a
+convolution, a decay, a memory or a position by construction.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [B, T, D] and mask [B, T] (False: padding) -> (pack [1, tokens, D], cu_seqlens [B + 1], places [tokens])."""
+    places = mask.flatten().nonzero().squeeze(1)
+    cu_seqlens = F.pad(mask.sum(1).cumsum(0), (1, 0))
+    return x.flatten(0, 1)[places][None], cu_seqlens, places
+
+
+def pad(x: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of `unpad`, with zeros at the padding. shape: (B, T)."""
+    full = x.new_zeros(shape[0] * shape[1], *x.shape[2:])
+    return full.index_copy(0, places, x[0]).unflatten(0, tuple(shape))
+
+
+class Sequences:
+    """How the tokens of x [B, T, D] divide into N sequences: a row each, or by cu_seqlens [N + 1] within one row."""
+
+    def __init__(self, x: Tensor, cu_seqlens: Tensor | None):
+        self.B, self.T = x.shape[:2]
+        self.cu_seqlens = cu_seqlens
+        self.count = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if cu_seqlens is not None:
+            tokens = torch.arange(self.T, device=x.device)
+            starts = cu_seqlens[:-1].to(tokens)
+            self.owner = torch.searchsorted(starts, tokens, right=True) - 1
+            self.within = tokens - starts[self.owner]
+
+    def positions(self, seen: Tensor | None, like: Tensor) -> Tensor:
+        """Each token's place in its sequence, [B or 1, T]; seen [N]: how many tokens came before x."""
+        if self.cu_seqlens is None:
+            tokens = torch.arange(self.T, device=like.device)[None]
+            return tokens if seen is None else tokens + seen[:, None]
+        return (self.within if seen is None else self.within + seen[self.owner])[None]
+
+    def lengths(self, like: Tensor) -> Tensor:
+        if self.cu_seqlens is None:
+            return torch.full((self.B,), self.T, device=like.device)
+        return self.cu_seqlens.diff()
+
+    def extend(self, x: Tensor, history: Tensor) -> Tensor:
+        """x with the h tokens of history [N, h, D] before each sequence: [B, h + T, D], or [1, N h + T, D] packed."""
+        if self.cu_seqlens is None:
+            return torch.cat([history, x], 1)
+        h = history.shape[1]
+        full = x.new_zeros(1, self.T + self.count * h, x.shape[2])
+        before = (self._begins(h)[:, None] + torch.arange(h, device=x.device)).flatten()
+        full = full.index_copy(1, before, history.flatten(0, 1)[None])
+        return full.index_copy(1, self.places(h) + h, x)
+
+    def places(self, h: int) -> Tensor:
+        """Where each own token's window of h earlier tokens begins in what `extend` returns (packed only)."""
+        return torch.arange(self.T, device=self.owner.device) + self.owner * h
+
+    def own(self, windows: Tensor, h: int) -> Tensor:
+        """Results of windows of h + 1 tokens over an extended tensor -> those of the own tokens, [B, T, D]."""
+        return windows if self.cu_seqlens is None else windows[:, self.places(h)]
+
+    def last(self, extended: Tensor, h: int) -> Tensor:
+        """The last h tokens of each sequence of an extended tensor: [N, h, D], the history of what comes next."""
+        if self.cu_seqlens is None:
+            return extended[:, extended.shape[1] - h :]
+        ends = self._begins(h) + self.cu_seqlens.diff()
+        return extended[0, ends[:, None] + torch.arange(h, device=extended.device)]
+
+    def _begins(self, h: int) -> Tensor:
+        assert self.cu_seqlens is not None
+        return self.cu_seqlens[:-1] + h * torch.arange(self.count, device=self.cu_seqlens.device)
