@@ -1,4 +1,4 @@
-"""What `linear_attention` refuses, each with one sentence. Shapes and dtypes are always looked at, values on request."""
+"""What `linear_attention` refuses, each with a sentence. Shapes and dtypes are always looked at, values on request."""
 
 from torch import Tensor
 
@@ -32,13 +32,12 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | No
         "bonus": [[H, K]],
         "initial_state": [[N, H, K, V + normalise]],
     }
-    for name, shapes in expected.items():
-        x = options.get(name)
-        if x is not None:
-            wanted = " or ".join(map(str, shapes))
-            require(list(x.shape) in shapes, f"{name} has shape {list(x.shape)}; expected {wanted}")
-            require(x.is_floating_point(), f"{name} has dtype {x.dtype}; expected a floating-point dtype")
-            require(x.device == q.device, f"{name} is on {x.device} and q on {q.device}; expected the same")
+    for name, given in options.items():
+        if given is not None and name in expected:
+            wanted = " or ".join(map(str, expected[name]))
+            require(list(given.shape) in expected[name], f"{name} has shape {list(given.shape)}; expected {wanted}")
+            require(given.is_floating_point(), f"{name} has dtype {given.dtype}; expected a floating-point dtype")
+            require(given.device == q.device, f"{name} is on {given.device} and q on {q.device}; expected the same")
     if cu_seqlens is not None:
         require(B == 1, f"cu_seqlens packs sequences into one row; expected B=1, got B={B}")
         require(

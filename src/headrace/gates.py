@@ -177,9 +177,9 @@ DECAYS: dict[str, Callable[..., nn.Module]] = {
 class HeadCompetition(SelfInitialised):
     """One gate per token and head, by a softmax over the heads (arXiv 2602.01744, equation 4), as its logarithm.
 
-    The scores s_h come from: "head" ⟨q_h, w_h⟩; "diag" entry h of softmax(q_h W); "query" all heads' q together; "hidden"
-    the layer's input. Weights start at zero and draw no random numbers. With scale "identity" the gate is divided by its
-    value at zero scores, so that a layer starts as its backbone, to the bit.
+    The scores s_h come from: "head" ⟨q_h, w_h⟩; "diag" entry h of softmax(q_h W); "query" all heads' q together;
+    "hidden" the layer's input. Weights start at zero and draw no random numbers. With scale "identity" the gate is
+    divided by its value at zero scores, so that a layer starts as its backbone, to the bit.
     """
 
     def __init__(self, spec: Competition, hidden_size: int, num_heads: int, key_heads: int, key_dim: int):
@@ -197,7 +197,7 @@ class HeadCompetition(SelfInitialised):
         nn.init.zeros_(self.weight)
 
     def scores(self, heads: Tensor, x: Tensor) -> Tensor:
-        """heads [B, T, Hq, K] (q or k after the short convolution), x [B, T, D] -> [B, T, H], or [B, T, H, H] for "diag"."""
+        """heads [B, T, Hq, K] (q or k after the short convolution), x [B, T, D] -> [B, T, H]; "diag": [B, T, H, H]."""
         if self.spec.source == "hidden":
             return F.linear(x, self.weight)
         if self.spec.source == "query":
@@ -262,7 +262,7 @@ class TokenShift(SelfInitialised):
         return dict(zip(self.STREAMS, (x[..., None, :] + change[..., None, :] * weights).unbind(-2), strict=True))
 
 
-# --- output gates: x [B, T, D] -> [B, T, H, V] -------------------------------------------------------------------------
+# --- output gates: x [B, T, D] -> [B, T, H, V] -----------------------------------------------------------------------
 
 
 class OutputGate(nn.Module):

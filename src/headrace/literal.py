@@ -1,4 +1,4 @@
-"""The equation, as a loop over tokens. Every fast path of headrace is checked against this file and shares no code with it.
+"""The equation, as a loop over tokens. Every fast path is checked against this file and shares no code with it.
 
     S' = e^{g_t} S_{t-1}                       decay: g is log_decay, per head or per row (key channel) of S
     add:    S_t = S' + β_t k_tᵀ (w_t v_t)      write: w is the write gate

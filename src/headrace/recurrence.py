@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension pe
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,11 +55,11 @@ def linear_attention(
         log_decay: g ≤ 0, natural logarithm. None: no decay; [H]: fixed (RetNet); [B, T, H]: per token (Mamba-2, Gated
             DeltaNet); [B, T, H, K]: per token and key channel (GLA, RWKV-6, KDA).
         beta: write strength β [B, T, H]; None: 1.
-        rule: "add", or "delta" (arXiv 2406.06484): what memory holds under k is replaced. The recurrence itself diverges
-            unless β‖k‖² ≤ 2.
-        read_gate, write_gate: r, w [B, T, H]; None costs nothing. Head competition (arXiv 2602.01744): for "add" w on v is
-            the paper's gate on k (equations 5, 10, 12), for "delta" it is that of equation 14.
-        bonus: u [H, K], "add" only (RWKV-6, arXiv 2404.05892): o_t = scale · r_t · q_t (S_{t-1} + diag(u) β_t k_tᵀ w_t v_t).
+        rule: "add", or "delta" (arXiv 2406.06484): what memory holds under k is replaced. The recurrence itself
+            diverges unless β‖k‖² ≤ 2.
+        read_gate, write_gate: r, w [B, T, H]; None costs nothing. Head competition (arXiv 2602.01744): for "add" w on v
+            is the paper's gate on k (equations 5, 10, 12), for "delta" it is that of equation 14.
+        bonus: u [H, K], "add" only (RWKV-6, arXiv 2404.05892): q_t reads S_{t-1} + diag(u) β_t k_tᵀ w_t v_t.
         normalise: "add" only (arXiv 2006.16236): divide by q_t z_t + 1e-6, z being S with v = 1; q and k must not be
             negative. The state carries z as its last column, and r multiplies after the division.
         scale: multiplies q; None: K^-1/2.
@@ -130,22 +130,22 @@ def _normalised(call: Call, backend: "Backend") -> tuple[Tensor, Tensor]:
 
 def _with_bonus(call: Call, bonus: Tensor, backend: "Backend") -> tuple[Tensor, Tensor]:
     """Reading S_{t-1} is reading S_t with the writes one token late: each sequence grows by one token, in which the
-    first query reads the initial state and the last write reaches the final one. The present token's own term is added."""
+    first query reads the initial state and the last write reaches the final one. The present token's term is added."""
     starts = call.k.new_zeros(1, dtype=torch.long) if call.cu_seqlens is None else call.cu_seqlens[:-1]
     T, N = call.k.shape[1], starts.shape[0]
     tokens = torch.arange(T, device=call.k.device)
     place = tokens + (torch.searchsorted(starts.to(tokens), tokens, right=True) - 1)
 
-    def moved(x: Tensor | None, by: int) -> Tensor | None:
+    def moved(x: Tensor | None, by: int) -> Any:
         return None if x is None else x.new_zeros(x.shape[0], T + N, *x.shape[2:]).index_copy(1, place + by, x)
 
     decay = call.log_decay
     if decay is not None and decay.dim() == 1:
         decay = decay.expand(call.v.shape[:3])
-    late = {"k": call.k, "v": call.v, "log_decay": decay, "beta": call.beta, "write_gate": call.write_gate}
     shifted = call._replace(
-        q=moved(call.q, 0), read_gate=moved(call.read_gate, 0), **{name: moved(x, 1) for name, x in late.items()}
-    )
+        q=moved(call.q, 0), read_gate=moved(call.read_gate, 0), k=moved(call.k, 1), v=moved(call.v, 1),
+        log_decay=moved(decay, 1), beta=moved(call.beta, 1), write_gate=moved(call.write_gate, 1),
+    )  # fmt: skip
     if call.cu_seqlens is not None:
         shifted = shifted._replace(cu_seqlens=call.cu_seqlens + torch.arange(N + 1).to(call.cu_seqlens))
     out, state = backend.run(*shifted)
@@ -223,9 +223,14 @@ def _recurrent(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tenso
         return _each_sequence(call, bonus, normalise)
     over_time = {"log_decay": call.log_decay, "beta": call.beta}
     over_time |= {"read_gate": call.read_gate, "write_gate": call.write_gate}
-    fixed = {"rule": "delta" if call.delta else "add", "bonus": bonus, "normalise": normalise, "scale": call.scale}
+    fixed: dict[str, Any] = {
+        "rule": "delta" if call.delta else "add",
+        "bonus": bonus,
+        "normalise": normalise,
+        "scale": call.scale,
+    }
     # unbind, not indexing: the gradient of x[:, t] is as large as x.
-    columns = {name: x.unbind(1) for name, x in over_time.items() if x is not None and x.dim() > 1}
+    columns: dict[str, Any] = {name: x.unbind(1) for name, x in over_time.items() if x is not None and x.dim() > 1}
     if call.log_decay is not None and call.log_decay.dim() == 1:
         fixed["log_decay"] = call.log_decay
     state, out = call.initial_state, []
@@ -233,7 +238,8 @@ def _recurrent(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tenso
         (B, _, H, V), K = call.v.shape, call.k.shape[-1]
         state = call.v.new_zeros(B, H, K, V + normalise, dtype=accumulator(call.v))
     for t, (q, k, v) in enumerate(zip(call.q.unbind(1), call.k.unbind(1), call.v.unbind(1), strict=True)):
-        o, state = step(q, k, v, state, **fixed, **{name: x[t] for name, x in columns.items()})  # type: ignore[arg-type]
+        now: dict[str, Any] = {name: x[t] for name, x in columns.items()}
+        o, state = step(q, k, v, state, **fixed, **now)
         out.append(o)
     return torch.stack(out, 1) if out else call.v, state
 
@@ -244,7 +250,7 @@ def _each_sequence(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[T
     per_token = {name: x.split(lengths, 1) for name, x in per_token.items() if x.dim() > 1}
     results = []
     for n in range(len(lengths)):
-        own = {name: pieces[n] for name, pieces in per_token.items()}
+        own: dict[str, Any] = {name: pieces[n] for name, pieces in per_token.items()}
         state = None if call.initial_state is None else call.initial_state[n : n + 1]
         results.append(_recurrent(call._replace(**own, initial_state=state, cu_seqlens=None), bonus, normalise))
     return torch.cat([out for out, _ in results], 1), torch.cat([state for _, state in results])
@@ -277,7 +283,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def backends(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs):
-    """Without arguments: {name: None, or why it is not here}. With those of `linear_attention`: the name that would run."""
+    """Without arguments: {name: None, or why it is not here}. With `linear_attention`'s: the name that would run."""
     if q is None or k is None or v is None:
         return {name: backend.missing() for name, backend in BACKENDS.items()}
     given = {name: kwargs.get(name) for name in Call._fields[3:9]}

@@ -14,7 +14,7 @@ from .errors import InputError
 
 @dataclass(frozen=True)
 class Heads:
-    """Widths. All heads together have expand_k · hidden size key dimensions and expand_v · hidden size value dimensions."""
+    """Widths: all heads together have expand_k · hidden size key and expand_v · hidden size value dimensions."""
 
     expand_k: float = 1.0
     expand_v: float = 1.0
@@ -24,7 +24,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Inputs:
-    """From the layer's input to q, k, v: short convolution (with SiLU), feature map, normalisation, rotation, in this order."""
+    """From the layer's input to q, k, v, in this order: short convolution with SiLU, feature map, norm, rotation."""
 
     conv: int = 0  # width of the causal depthwise convolution over q, k and v; 0: none
     conv_bias: bool = False
@@ -64,7 +64,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Competition:
-    """Softmax linear attention: heads compete for what is written and what is read (arXiv 2602.01744, equations 3-16)."""
+    """Softmax linear attention: heads compete for what is written and read (arXiv 2602.01744, equations 3-16)."""
 
     read: Literal["none", "query", "norm"] = (
         "norm"  # query: on q, as the paper writes it; norm: after the per-head norm
@@ -125,7 +125,8 @@ class MixerSpec:
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
         """Sentences naming each gate of this spec that cannot act, or hardly (empty: all gates act)."""
-        gate, found = self.competition, []
+        found: list[str] = []
+        gate = self.competition
         if gate is None:
             return found
         if gate.read == "query" and self.read.norm in ("rms", "group"):
@@ -163,7 +164,7 @@ class MixerSpec:
         """What one sequence carries from token to token, without the batch dimension."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        shapes = {"memory": (H, K, V + (self.read.norm == "sum"))}
+        shapes: dict[str, tuple[int, ...]] = {"memory": (H, K, V + (self.read.norm == "sum"))}
         if self.inputs.conv:
             groups = self.heads.qk_groups or H
             shapes["conv"] = (self.inputs.conv - 1, 2 * groups * K + H * V)
@@ -177,7 +178,7 @@ class MixerSpec:
 
     def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
         """Multiply-adds of the recurrence itself, counted as two each, in the recurrent form (no projections)."""
-        H, _ = self.num_heads(num_heads), None
+        H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
         V += self.read.norm == "sum"
         decay = 0 if self.decay.kind == "none" else K * V
@@ -262,7 +263,7 @@ def _check(value, hint, where: str):
                 return value
         elif option is float and type(value) in (int, float):
             return float(value)
-        elif type(value) is option or (dataclasses.is_dataclass(option) and isinstance(value, option)):
+        elif type(value) is option:
             return value
     allowed = get_args(hint) if get_origin(hint) is Literal else [getattr(o, "__name__", str(o)) for o in options]
     raise InputError(f"{where}={value!r} is not allowed; expected one of {', '.join(map(str, allowed))}")

@@ -1,5 +1,5 @@
-"""The named architectures, in order of growing complexity. Each is a value; a new one is one line here, and the laws, the
-model, the command line and the docs pick it up.
+"""The named architectures, in order of growing complexity. Each is a value; a new one is one line here, and the laws,
+the model, the command line and the docs pick it up.
 
 `compete(spec)` derives the Softmax version of any linear one: names get the prefix `softmax-`.
 """

@@ -7,14 +7,16 @@ With the operators of decay.py, q' = scale · r q, and E the value to write ("ad
     delta:  (I + A β) E = w v − rows(k) S,   A = strictly lower scores(k, k)
     out = rows(q') S + scores(q', k) β E         S ← end(S) + cols(k)ᵀ β E
 
-β multiplies E and nothing is ever divided by it; gates and β may be exactly zero. The backward runs through the chunks in
-reverse, from the states kept at every `stride`-th chunk; those between are recomputed from E, so that what is kept weighs
-no more than the inputs. (A loop over slices under autograd would cost O(T²/C): a slice's gradient is as large as its source.)
+β multiplies E and nothing is ever divided by it; gates and β may be exactly zero. The backward runs through the chunks
+in reverse, from the states kept at every `stride`-th chunk; those between are recomputed from E, so that what is kept
+weighs no more than the inputs. (A loop over slices under autograd would cost O(T²/C): the gradient of a slice is as
+large as its source.)
 
 Dimensions: B batch, T tokens, H heads (q and k may have fewer), K key, V value, C chunk, N = B·H. Tiles are [N, C, ·].
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -47,8 +49,7 @@ class Inputs:
         self.dtype = accumulator_dtype(q)
         ends = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
         self.sequences = [
-            [(t, min(t + chunk_size, end)) for t in range(start, end, chunk_size)]
-            for start, end in zip(ends, ends[1:], strict=False)
+            [(t, min(t + chunk_size, end)) for t in range(start, end, chunk_size)] for start, end in pairwise(ends)
         ]
         self.stride = kept_stride(self.K, self.V, chunk_size)
         self._fixed: dict[int, ScalarDecay] = {}
@@ -147,22 +148,22 @@ def chunk_forward(tile: Tile, S: Tensor, delta: bool, scale: float) -> tuple[Ten
 def chunk_backward(
     tile: Tile, E: Tensor, S: Tensor, dS: Tensor, d_out: Tensor, delta: bool, scale: float, decay_gradient: bool
 ) -> dict[str, Tensor]:
-    """Gradients of one chunk by the input's name. dS, the gradient to the state after the chunk, becomes, in place, that
-    to the state before it.
+    """Gradients of one chunk by the input's name. dS, the gradient to the state after the chunk, becomes, in place,
+    that to the state before it.
 
-    k's gradient is the sum of its early role, in which it is looked back at, and (delta only) its late role, in which it
-    looks back, as q does. A token's G enters late roles as e^G and early ones as e^−G, which gives its gradient."""
-    decay, k, U = tile.decay, tile.k, scaled(E, tile.beta)
-    strength = read_strength(tile, scale)
+    k's gradient is the sum of its early role, in which it is looked back at, and (delta only) its late role, in which
+    it looks back, as q does. A token's G enters late roles as e^G and early ones as e^−G, which gives its gradient."""
+    decay, k, U, strength = tile.decay, tile.k, scaled(E, tile.beta), read_strength(tile, scale)
     q = tile.q * strength
     dU = torch.bmm(decay.scores(q, k).mT, d_out).baddbmm_(decay.cols(k), dS)
     dq, dk = decay.scores_backward(torch.bmm(d_out, U.mT), q, k)
     dq += decay.rows(torch.bmm(d_out, S.mT))
     stored = decay.cols(torch.bmm(U, dS.mT))
     dk += stored
-    d_end = (decay.end_(S * dS).sum(-1) + (k * stored).sum(1)) if decay_gradient else None
+    grads = {"q": dq * strength}
+    at_end = decay.end_(S * dS).sum(-1) + (k * stored).sum(1) if decay_gradient else k.new_zeros(())
     decay.end_(dS).baddbmm_(decay.rows(q).mT, d_out)
-    late = q * dq if decay_gradient else None
+    dG = (q * dq).addcmul_(k, dk, value=-1) if decay_gradient else None
 
     dP, d_beta = scaled(dU, tile.beta), row_dot(dU, E)
     if delta:
@@ -172,17 +173,14 @@ def chunk_backward(
         d_beta += (dM * A).sum(1)[..., None]
         dk_late, dk_early = decay.scores_backward(scaled(dM, None if tile.beta is None else tile.beta.mT), k, k)
         dk_late -= decay.rows(torch.bmm(dP, S.mT))
-        dk += dk_early
         dS.baddbmm_(decay.rows(k).mT, dP, alpha=-1)
-    grads = {"v": scaled(dP, tile.write), "q": dq * strength}
-    if decay_gradient:
-        dG = late.addcmul_(k, dk, value=-1)
-        if delta:
-            dG.addcmul_(k, dk_late)
-        dG[:, -1] += d_end
+        dG = dG if dG is None else dG.addcmul_(k, dk_late - dk_early)
+        dk = dk + dk_late + dk_early
+    grads |= {"k": dk, "v": scaled(dP, tile.write)}
+    if dG is not None:
+        dG[:, -1] += at_end
         dG = dG if isinstance(decay, VectorDecay) else dG.sum(-1, keepdim=True)
         grads["log_decay"] = dG.flip(1).cumsum(1).flip(1)
-    grads["k"] = dk + dk_late if delta else dk
     if tile.beta is not None:
         grads["beta"] = d_beta
     if tile.write is not None:
@@ -205,11 +203,11 @@ def forward(
     E is also for the additive rule, where it is w v."""
     x = Inputs(q, k, v, log_decay, beta, write_gate, read_gate, cu_seqlens, chunk_size)
     out, final = torch.empty_like(v, memory_format=torch.contiguous_format), x.states(initial_state)
-    kept = [] if keep else None
+    kept: list[Tensor] = []
     errors = final.new_empty(v.shape if keep and delta else 0)
     for S, chunks in zip(final, x.sequences, strict=True):
         for i, span in enumerate(chunks):
-            if kept is not None and i % x.stride == 0:
+            if keep and i % x.stride == 0:
                 kept.append(S.clone())
             tile = x.tile(span)
             o, E = chunk_forward(tile, S, delta, scale)
@@ -225,7 +223,7 @@ def backward(
     d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None,
     write_gate: Tensor | None, read_gate: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     delta: bool, scale: float, chunk_size: int, states: Tensor, errors: Tensor, decay_gradient: bool,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor | None]:  # fmt: skip
     """Gradients to q, k, v, log_decay, beta, write_gate, read_gate (None where the input is) and the initial state."""
     x = Inputs(q, k, v, log_decay, beta, write_gate, read_gate, cu_seqlens, chunk_size)
     inputs = dict(zip(GRADIENTS, (q, k, v, log_decay, beta, write_gate, read_gate), strict=True))

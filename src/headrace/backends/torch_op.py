@@ -1,5 +1,5 @@
-"""torch_chunkwise as a PyTorch operator: `torch.ops.headrace.chunkwise`, with a backward and shapes for tracing, so that
-`torch.compile(fullgraph=True)` and `torch.library.opcheck` see through it."""
+"""torch_chunkwise as a PyTorch operator, `torch.ops.headrace.chunkwise`, with a backward and shapes for tracing, so
+that `torch.compile(fullgraph=True)` and `torch.library.opcheck` see through it."""
 
 import torch
 from torch import Tensor
@@ -26,10 +26,9 @@ def run(*args) -> tuple[Tensor, Tensor]:
     return out, final
 
 
-def _backward(d_out, d_final, *args):
-    *inputs, states, errors, decay_gradient = args
-    grads = torch_chunkwise.backward(d_out, d_final, *inputs, states, errors, decay_gradient)
-    return tuple(d_out.new_empty(0) if grad is None else grad for grad in grads)
+def _backward(*args):
+    grads = torch_chunkwise.backward(*args)
+    return tuple(args[0].new_empty(0) if grad is None else grad for grad in grads)
 
 
 library.impl("chunkwise_backward", _backward, "CompositeExplicitAutograd")
@@ -44,7 +43,7 @@ def _fake(
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     stride = torch_chunkwise.kept_stride(K, V, chunk_size)
     if not keep:
-        kept = 0
+        kept: int | torch.SymInt = 0
     elif cu_seqlens is None:
         kept = -(-T // (chunk_size * stride))
     else:
@@ -66,6 +65,7 @@ def _fake_backward(d_out, d_final, *args):
 def _setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.delta, ctx.scale, ctx.chunk_size, _ = inputs
     _, _, states, errors = output
+    ctx.state_dtype = None if inputs[7] is None else inputs[7].dtype
     ctx.present = [x is not None for x in tensors]
     ctx.save_for_backward(*(x for x in tensors if x is not None), states, errors)
     ctx.set_materialize_grads(True)
@@ -81,7 +81,7 @@ def _gradients(ctx, d_out, d_final, *_):
     )
     wanted = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:8], strict=True)]
     if wanted[7] is not None:
-        wanted[7] = wanted[7].to(tensors[7].dtype)
+        wanted[7] = wanted[7].to(ctx.state_dtype)
     return *wanted, None, None, None, None, None
 
 

@@ -4,7 +4,7 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 """
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,17 @@ class LinearMixer(SelfInitialised):
         layer_idx, num_layers: the layer's place, for initialisations that depend on it (RWKV-6).
         norm_eps, rope_theta: of the norm after the readout, of the rotation.
     """
+
+    # None where the spec has no such part.
+    conv: Any
+    shift: Any
+    decay: Any
+    beta_proj: Any
+    bonus: Any
+    norm_weight: Any
+    norm_bias: Any
+    skip: Any
+    gate: Any
 
     def __init__(
         self, spec: MixerSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1,
@@ -97,10 +108,10 @@ class LinearMixer(SelfInitialised):
             self.gate = OutputGate(projection(hidden_size, self.H, self.V), activation, self.H)
 
     def _build_competition(self, hidden_size: int) -> None:
-        spec = self.spec.competition
-        build = lambda: HeadCompetition(spec, hidden_size, self.H, self.Hq, self.K)  # noqa: E731
-        self.read_competition = build() if spec and spec.read != "none" else None
-        self.write_competition = build() if spec and spec.write != "none" else None
+        spec, sizes = self.spec.competition, (hidden_size, self.H, self.Hq, self.K)
+        self.read_place, self.write_place = (spec.read, spec.write) if spec else ("none", "none")
+        self.read_competition = HeadCompetition(spec, *sizes) if spec and spec.read != "none" else None
+        self.write_competition = HeadCompetition(spec, *sizes) if spec and spec.write != "none" else None
         for sentence in self.spec.idle_gates(self.H):
             warnings.warn(sentence, GateWarning, stacklevel=4)
 
@@ -128,7 +139,7 @@ class LinearMixer(SelfInitialised):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, MixerState]:
-        """x [B, T, D] -> (y [B, T, D], state). mask [B, T]: False is padding; cu_seqlens [N + 1]: x is a pack (B = 1)."""
+        """x [B, T, D] -> (y [B, T, D], state). mask [B, T]: False is padding; cu_seqlens [N + 1]: x is a pack."""
         if mask is not None:
             packed, cu_seqlens, places = unpad(x, mask)
             y, state = self.forward(packed, state, cu_seqlens=cu_seqlens)
@@ -149,7 +160,9 @@ class LinearMixer(SelfInitialised):
         """What each projection reads (all of them x, unless tokens are shifted), and the state of the shift."""
         if self.shift is None:
             return dict.fromkeys(TokenShift.STREAMS, x), None
-        history = x.new_zeros(sequences.count, 1, x.shape[2]) if state is None else state.shift.to(x.dtype)
+        history = (
+            x.new_zeros(sequences.count, 1, x.shape[2]) if state is None or state.shift is None else state.shift.to(x)
+        )
         extended = sequences.extend(x, history)
         before = sequences.own(extended[:, :-1], 1)
         return self.shift(x, before), sequences.last(extended, 1)
@@ -160,7 +173,11 @@ class LinearMixer(SelfInitialised):
         conv = None
         if self.conv is not None:
             qkv, h = torch.cat([q, k, v], -1), self.spec.inputs.conv - 1
-            history = qkv.new_zeros(sequences.count, h, qkv.shape[2]) if state is None else state.conv.to(qkv.dtype)
+            history = (
+                qkv.new_zeros(sequences.count, h, qkv.shape[2])
+                if state is None or state.conv is None
+                else state.conv.to(qkv)
+            )
             extended = sequences.extend(qkv, history)
             mixed = F.silu(self.conv(extended.mT).mT)
             q, k, v = sequences.own(mixed, h).split([q.shape[2], k.shape[2], v.shape[2]], -1)
@@ -190,13 +207,13 @@ class LinearMixer(SelfInitialised):
     def _recur(self, q, k, v, decay_input, x, gates, state, cu_seqlens) -> tuple[Tensor, Tensor]:
         spec, (log_read, log_write) = self.spec, gates
         log_decay, beta = self._decay_and_beta(decay_input, x, log_write)
-        arguments = {
+        arguments: dict[str, Any] = {
             "log_decay": log_decay,
             "beta": beta,
-            "write_gate": log_write.exp() if log_write is not None and spec.competition.write == "value" else None,
+            "write_gate": log_write.exp() if log_write is not None and self.write_place == "value" else None,
             "read_gate": log_read.exp() if log_read is not None and self._read_gate_inside() else None,
         }
-        fixed = {"rule": spec.write.rule, "bonus": self.bonus, "normalise": spec.read.norm == "sum"}
+        fixed: dict[str, Any] = {"rule": spec.write.rule, "bonus": self.bonus, "normalise": spec.read.norm == "sum"}
         fixed["scale"] = 1.0 if spec.read.scale == "one" else self.K**-0.5
         memory = None if state is None else state.memory
         if x.shape[1] == 1 and cu_seqlens is None:
@@ -214,7 +231,7 @@ class LinearMixer(SelfInitialised):
             return log_decay, None
         logits = self.beta_proj(x)
         logits = logits.to(accumulator(x))
-        if log_write is not None and self.spec.competition.write == "beta":
+        if log_write is not None and self.write_place == "beta":
             logits = logits + log_write
         return log_decay, torch.sigmoid(logits)
 
@@ -222,7 +239,7 @@ class LinearMixer(SelfInitialised):
         """Whether the op applies the read gate: on q as the paper has it, or where nothing stands between it and the
         readout. Otherwise `_read_out` does, after the norm that would divide it out again."""
         read = self.spec.read
-        return self.spec.competition.read == "query" or (read.norm in ("none", "sum") and not read.skip)
+        return self.read_place == "query" or (read.norm in ("none", "sum") and not read.skip)
 
     def _read_out(self, out: Tensor, v: Tensor, gate_input: Tensor, log_read: Tensor | None) -> Tensor:
         read = self.spec.read
