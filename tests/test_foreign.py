@@ -4,8 +4,10 @@ transformers' with the weights copied. A peer that is not installed skips with i
 import pytest
 import torch
 
-from headrace import linear_attention
+from foreign_layers import COMPOSED, LAYERS, D, H, randomised
+from headrace import linear_attention, zoo
 from headrace.literal import literal
+from headrace.mixers.layer import LinearMixer
 from peers import FAMILIES, PEERS
 
 # Some peers compute in float32 whatever they are given.
@@ -59,3 +61,31 @@ def test_the_op_agrees_from_an_initial_state(peer, form):
         ours, our_state = OURS[form](**tensors, initial_state=start, **FAMILIES[peer.family].options())
     assert error(ours, theirs) <= TOLERANCE[dtype]
     assert error(our_state, their_state) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_layer_agrees(layer):
+    """With its weights in ours, of which every one must have a counterpart."""
+    torch.manual_seed(0)
+    theirs = LAYERS[layer]()
+    ours = LinearMixer(zoo.get(theirs.mixer), hidden_size=D, num_heads=H, norm_eps=theirs.norm_eps)
+    shapes = {key: parameter.shape for key, parameter in ours.state_dict().items()}
+    ours.load_state_dict({key: x.detach().reshape(shapes[key]) for key, x in theirs.weights.items()})
+    agree(lambda x: ours(theirs.before(x)), theirs.layer)
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_the_layer_agrees_with_foreign_parts(name):
+    torch.manual_seed(0)
+    ours = randomised(LinearMixer(zoo.get(name), hidden_size=D, num_heads=H))
+    agree(ours, lambda x: COMPOSED[name](ours, x))
+
+
+def agree(ours, theirs):
+    """Outputs, and the gradient of the input."""
+    x = torch.randn(2, 70, D, requires_grad=True)
+    outputs = ours(x)[0], theirs(x)
+    weight = torch.randn_like(x)
+    gradients = (torch.autograd.grad((y * weight).sum(), x)[0] for y in outputs)
+    assert error(*outputs) <= 1e-5
+    assert error(*gradients) <= 1e-5

@@ -1,0 +1,211 @@
+"""Whole layers of other libraries, with their weights under our names; and, where no library has a layer that runs
+without a GPU, layers composed of other libraries' parts.
+
+Dimensions: D hidden size, H heads, K key, V value dimension per head.
+"""
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig, Mamba2Config, MiniMaxConfig
+from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextGatedDeltaNet,
+    Qwen3NextRMSNormGated,
+    causal_conv1d_fn,
+    l2norm,
+)
+
+from peers import load
+
+D, H = 32, 4
+
+
+def randomised(module):
+    """Nothing may agree because it is still one or zero."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return module.eval()
+
+
+# --- whole layers ----------------------------------------------------------------------------------------------------
+
+
+class Foreign(NamedTuple):
+    mixer: str  # what it is in the zoo
+    layer: Callable  # x [B, T, D] -> y
+    weights: dict[str, torch.Tensor]  # by our names
+    norm_eps: float = 1e-6
+    before: Callable = lambda x: x  # what it does to x that is not the mixer's business
+
+
+def qwen3_next(groups):
+    K, V = 6, 12
+    config = Qwen3NextConfig(
+        hidden_size=D, linear_num_key_heads=groups, linear_num_value_heads=H, linear_key_head_dim=K,
+        linear_value_head_dim=V, num_hidden_layers=1, layer_types=["linear_attention"],
+    )  # fmt: skip
+    theirs = randomised(Qwen3NextGatedDeltaNet(config, 0))
+    shared = H // groups  # value heads of each key head; their projections are laid out by key head
+    q, k, v, z = theirs.in_proj_qkvz.weight.view(groups, -1, D).split([K, K, shared * V, shared * V], 1)
+    b, a = theirs.in_proj_ba.weight.view(groups, -1, D).split([shared, shared], 1)
+    weights = {
+        "q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "gate.projection.weight": z,
+        "beta_proj.weight": b, "decay.proj.weight": a, "decay.A_log": theirs.A_log, "decay.dt_bias": theirs.dt_bias,
+        "conv.weight": theirs.conv1d.weight, "norm_weight": theirs.norm.weight, "o_proj.weight": theirs.out_proj.weight,
+    }  # fmt: skip
+    return Foreign(f"gated-deltanet(heads.qk_groups={groups})", theirs, weights, config.rms_norm_eps)
+
+
+def mamba2():
+    V, K = 16, 32
+    config = Mamba2Config(
+        hidden_size=D, num_heads=H, head_dim=V, state_size=K, expand=2, n_groups=1, chunk_size=16, num_hidden_layers=1
+    )
+    theirs = randomised(Mamba2Mixer(config, 0))
+    z, v, k, q, dt = theirs.in_proj.weight.split([H * V, H * V, K, K, H])
+    reordered = lambda x: torch.cat([x[H * V + K :], x[H * V : H * V + K], x[: H * V]])  # noqa: E731
+    weights = {
+        "q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "gate.projection.weight": z,
+        "conv.weight": reordered(theirs.conv1d.weight), "conv.bias": reordered(theirs.conv1d.bias),
+        "decay.proj.weight": dt, "decay.A_log": theirs.A_log, "decay.dt_bias": theirs.dt_bias, "skip": theirs.D,
+        "norm_weight": theirs.norm.weight, "o_proj.weight": theirs.out_proj.weight,
+    }  # fmt: skip
+    return Foreign("mamba2", theirs, weights, config.layer_norm_epsilon)
+
+
+def kimi():
+    config = KimiLinearConfig(
+        hidden_size=D, linear_num_heads=H, linear_head_dim=D // H, num_hidden_layers=1,
+        layer_types=["linear_attention"], mlp_layer_types=["dense"],
+    )  # fmt: skip
+    theirs = randomised(KimiLinearDeltaAttention(config, 0))
+    forget = theirs.forget_gate
+    weights = {
+        "q_proj.weight": theirs.q_proj.weight, "k_proj.weight": theirs.k_proj.weight,
+        "v_proj.weight": theirs.v_proj.weight, "conv.weight": theirs.conv1d.weight,
+        "beta_proj.weight": theirs.b_proj.weight, "decay.down.weight": forget.f_a_proj.weight,
+        "decay.up.weight": forget.f_b_proj.weight, "decay.A_log": forget.A_log, "decay.dt_bias": forget.dt_bias,
+        "gate.projection.0.weight": theirs.g_a_proj.weight, "gate.projection.1.weight": theirs.g_b_proj.weight,
+        "gate.projection.1.bias": torch.zeros(D),  # theirs has none; FLA's has
+        "norm_weight": theirs.o_norm.weight, "o_proj.weight": theirs.o_proj.weight,
+    }  # fmt: skip
+    return Foreign("kda", theirs, weights, config.rms_norm_eps)
+
+
+def minimax():
+    """RetNet-like: a fixed decay, here given RetNet's rates. Its activation of v, which the algebra lacks, is off."""
+    config = MiniMaxConfig(
+        hidden_size=D, num_attention_heads=H, num_key_value_heads=H, head_dim=D // H, num_hidden_layers=1,
+        hidden_act="linear", block_size=16,
+    )  # fmt: skip
+    theirs = randomised(MiniMaxLightningAttention(config, 0))
+    theirs.slope_rate = -torch.log1p(-torch.exp2(-5 - torch.arange(H)))[:, None, None]
+    theirs.query_decay, theirs.key_decay, theirs.diagonal_decay = theirs.decay_factors(theirs.slope_rate)
+    q, k, v = theirs.qkv_proj.weight.view(H, 3, D // H, D).unbind(1)
+    weights = {
+        "q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "gate.projection.weight": theirs.output_gate.weight,
+        "norm_weight": theirs.norm.weight, "o_proj.weight": theirs.out_proj.weight,
+    }  # fmt: skip
+    name = "retnet(heads.expand_v=1, inputs.rotary=false, read.norm=rms-joint, read.gate=sigmoid, read.scale=one)"
+    return Foreign(name, lambda x: theirs(x, None, None)[0], weights)
+
+
+def rwkv6():
+    """The author's own package, which runs one sequence at a time and contains the norm before the layer."""
+    os.environ |= {"RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    RWKV = pytest.importorskip("rwkv.model").RWKV
+    # Importing it turned these on, for whatever is tested after this.
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+
+    K, mix, rank = D // H, 32, 64
+    draw = lambda *shape: 0.3 * torch.randn(shape)  # noqa: E731
+    names = ("x_maa", "w_maa", "k_maa", "v_maa", "r_maa", "g_maa")
+    own = {name: draw(D) for name in names} | {"tm_w1": draw(D, 5 * mix), "tm_w2": draw(5, mix, D)}
+    own |= {"td_w1": draw(D, rank), "td_w2": 0.1 * draw(rank, D), "t_decay": draw(H, K, 1), "t_first": draw(H, K, 1)}
+    own |= {name: draw(D, D) for name in ("kw", "vw", "rw", "gw", "ow")} | {"lx_w": draw(D), "lx_b": draw(D)}
+    unused = dict.fromkeys(f"{a}{b}" for a in "kvrgo" for b in ("mx", "rx", "my", "ry"))
+
+    def theirs(x):
+        start = {"sx": x.new_zeros(D), "s": x.new_zeros(H, K, K), "ln_w": None, "ln_b": None}
+        rows = [RWKV.att_seq_v6_0(None, row, **start, **own, **unused)[0] - row for row in x]
+        return torch.stack(rows)
+
+    weights = {
+        "shift.base": own["x_maa"], "shift.offset": torch.stack([own[f"{i}_maa"] for i in "wkvrg"]),
+        "shift.down": own["tm_w1"], "shift.up": own["tm_w2"], "decay.bias": own["t_decay"], "bonus": own["t_first"],
+        "decay.down": own["td_w1"], "decay.up": own["td_w2"],
+        "q_proj.weight": own["rw"].T, "k_proj.weight": own["kw"].T, "v_proj.weight": own["vw"].T,
+        "gate.projection.weight": own["gw"].T, "o_proj.weight": own["ow"].T,
+        "norm_weight": own["lx_w"], "norm_bias": own["lx_b"],
+    }  # fmt: skip
+    return Foreign("rwkv6", theirs, weights, before=lambda x: F.layer_norm(x, (D,)))
+
+
+LAYERS = {
+    "gated-deltanet": lambda: qwen3_next(H),
+    "gated-deltanet-grouped": lambda: qwen3_next(2),
+    "mamba2": mamba2,
+    "kda": kimi,
+    "lightning": minimax,
+    "rwkv6": rwkv6,
+}
+
+
+# --- composed of foreign parts: (our layer, for its weights; x) -> y -------------------------------------------------
+
+
+def heads(layer, x, names="qkv"):
+    return (getattr(layer, f"{name}_proj")(x).unflatten(-1, (H, -1)) for name in names)
+
+
+def gated_norm(layer, out, x):
+    norm = Qwen3NextRMSNormGated(layer.V, eps=layer.norm_eps)
+    norm.weight = layer.norm_weight
+    return layer.o_proj(norm(out, layer.gate.projection(x).unflatten(-1, (H, -1))).flatten(-2))
+
+
+def retnet(layer, x):
+    q, k, v = (y.transpose(1, 2) for y in heads(layer, x))
+    rope = LlamaRotaryEmbedding(LlamaConfig(hidden_size=D, num_attention_heads=H, head_dim=layer.K))
+    q, k = apply_rotary_pos_emb(q, k, *rope(x, torch.arange(x.shape[1])[None]))
+    out = load("fla:retention/naive:naive_retention")(q, k, v)
+    return gated_norm(layer, out.transpose(1, 2), x)
+
+
+def gla(layer, x):
+    log_decay = F.logsigmoid(layer.decay.up(layer.decay.down(x))).unflatten(-1, (H, -1)) / 16
+    out, _ = load("fla:gla/naive:naive_recurrent_gla")(*heads(layer, x), log_decay)
+    return gated_norm(layer, out, x)
+
+
+def deltanet(layer, x):
+    qkv = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], -1).mT
+    mixed = causal_conv1d_fn(qkv, layer.conv.weight[:, 0], None, activation="silu").mT
+    q, k, v = (y.unflatten(-1, (H, -1)).transpose(1, 2) for y in mixed.split(D, -1))
+    beta = layer.beta_proj(x).sigmoid().mT
+    out, _ = load("fla:delta_rule/naive:delta_rule_recurrence")(l2norm(q), l2norm(k), v, beta)
+    norm = LlamaRMSNorm(layer.V, eps=layer.norm_eps)
+    norm.weight = layer.norm_weight
+    return layer.o_proj(norm(out.transpose(1, 2)).flatten(-2))
+
+
+def linear(layer, x):
+    q, k, v = heads(layer, x)
+    recurrence = load("fla:linear_attn/naive:naive_recurrent_linear_attn")
+    out, _ = recurrence(F.elu(q) + 1, F.elu(k) + 1, v, scale=1.0, normalize=True)
+    return layer.o_proj(out.flatten(-2))
+
+
+COMPOSED = {"retnet": retnet, "gla": gla, "deltanet": deltanet, "linear-attention": linear}
