@@ -1,0 +1,1 @@
+"""Matched comparisons: plans, arms, worker processes."""

@@ -1,0 +1,152 @@
+"""The command line. What a user gets wrong is one sentence on stderr and exit code 2; Ctrl-C is exit code 130."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from . import __version__, zoo
+from .errors import InputError
+from .spec import MixerSpec, to_json
+
+ZOO_WIDTH, ZOO_HEADS = 1024, 4  # at which `headrace zoo` counts
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    try:
+        app()
+    except InputError as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def terminal() -> Console:
+    """Wide where the output goes to a file, so that no table is cut."""
+    return Console() if sys.stdout.isatty() else Console(width=140)
+
+
+@app.callback(invoke_without_command=True)
+def top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Linear-time sequence models whose heads compete for what is written and what is read."""
+    if version:
+        print(f"headrace {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def compare(
+    files: Annotated[list[str] | None, typer.Argument(help="More text files.", show_default=False)] = None,
+    mixers: Annotated[str | None, typer.Option(help="Names or expressions, with commas between: see `zoo`.")] = None,
+    task: Annotated[str | None, typer.Option(help="pair, mqar or text.")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="A text file for language modelling.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A `tokenizers` JSON file; bytes without one.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many.")] = None,
+    steps: Annotated[int | None, typer.Option()] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows per step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
+    hidden_size: Annotated[int | None, typer.Option()] = None,
+    layers: Annotated[int | None, typer.Option()] = None,
+    heads: Annotated[int | None, typer.Option()] = None,
+    output: Annotated[Path | None, typer.Option(help="The report's folder; runs/<task> without one.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; one per core without it.")] = None,
+) -> None:
+    """Train mixers under matched conditions and write a report. Without arguments: a demonstration of a few minutes.
+
+    The same command continues what was interrupted.
+    """
+    from .train.choose import choose
+    from .train.compare import compare as run
+
+    changes = {
+        "mixers": mixers, "seeds": seeds, "steps": steps, "batch_size": batch_size, "lr": lr, "length": length,
+        "hidden_size": hidden_size, "layers": layers, "heads": heads,
+    }  # fmt: skip
+    study = choose(task, [*(text or []), *(files or [])], tokenizer, changes)
+    folder = output or Path("runs", study.name)
+    console = terminal()
+    try:
+        report = run(study, folder, workers=workers, console=console)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: what is finished is in {folder}; the same command continues", file=sys.stderr)
+        raise typer.Exit(130) from None
+    console.print(f"The report is {report}", soft_wrap=True, highlight=False)
+
+
+@app.command(name="zoo")
+def list_zoo(as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False) -> None:
+    """List the named mixers."""
+    if as_json:
+        print(json.dumps({name: describe(name) for name in zoo.names()}, indent=1, ensure_ascii=False))
+        return
+    columns = ("decay", "rule", "competition", "state bytes")
+    table = Table(caption=f"State of one layer of width {ZOO_WIDTH} with {ZOO_HEADS} heads, float32.")
+    for column in ("name", *columns):
+        table.add_column(column, justify="right" if column == "state bytes" else "left")
+    for name in zoo.names():
+        row = describe(name)
+        table.add_row(name, *(f"{row[c]:,}" if isinstance(row[c], int) else row[c] for c in columns))
+    terminal().print(table)
+
+
+def describe(name: str) -> dict[str, Any]:
+    """What `zoo` says of a mixer."""
+    spec = zoo.get(name)
+    linear, size = isinstance(spec, MixerSpec), spec.state_bytes(ZOO_WIDTH, ZOO_HEADS)
+    gate = spec.competition if linear else None
+    return {
+        "decay": spec.decay.kind if linear else "none",
+        "rule": spec.write.rule if linear else "softmax attention",
+        "competition": f"{gate.activation}: read {gate.read}, write {gate.write}" if gate else "none",
+        "state bytes": size if linear else f"{size:,} per token",
+        "spec": to_json(spec),
+    }
+
+
+@app.command()
+def verify(
+    mixers: Annotated[str | None, typer.Option(help="With commas between; all of them without it.")] = None,
+    device: Annotated[str, typer.Option()] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
+) -> None:
+    """Check every way of running a mixer on this machine against the literal equation."""
+    import torch
+
+    from .train.plan import split
+    from .verify import TOLERANCE
+    from .verify import verify as check
+
+    dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCE}
+    if dtype not in dtypes:
+        raise InputError(f"--dtype={dtype!r}; expected one of {', '.join(dtypes)}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device={device!r} cannot be used: {str(error).splitlines()[0]}") from None
+    names = split(mixers) if mixers else zoo.names()
+    for name in names:
+        zoo.get(name)
+    console, broken = terminal(), 0
+    table = Table("mixer", "law", "relative error", "tolerance", "")
+    for row in (row for name in names for row in check([name], device, dtypes[dtype])):
+        broken += not row.holds
+        mark = "holds" if row.holds else "[red]BROKEN"
+        table.add_row(row.mixer, row.law, f"{row.error:.1e}", f"{row.tolerance:.0e}", mark)
+    console.print(table)
+    console.print(f"{broken} of {table.row_count} laws are broken on {device} in {dtype}")
+    raise typer.Exit(1 if broken else 0)
+
+
+@app.command()
+def backends() -> None:
+    """List what the recurrence can run on here, and why the rest cannot."""
+    from .recurrence import backends as available
+
+    for name, reason in available().items():
+        print(f"{name}: {reason or 'available'}")

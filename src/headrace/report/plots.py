@@ -1,0 +1,183 @@
+"""The pictures of a comparison. Each function returns a matplotlib Figure, or None where there is nothing to draw."""
+
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from .summary import Comparison, Contender
+
+PALETTE = ("#2f6f9f", "#d1495b", "#edae49", "#3a8f6b", "#7b5ea7", "#8c6d46", "#d07ab5", "#6c757d", "#a3b233", "#35b0c4")
+STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "figure.dpi": 110,
+    "savefig.bbox": "tight",
+}
+LABELLED = 8  # so many curves can be told apart by a legend inside the plot
+
+
+def draw(comparison: Comparison) -> dict[str, tuple[str, Figure]]:
+    """Name -> (caption, figure), in the order of the report."""
+    with matplotlib.rc_context(STYLE):
+        drawn = {name: (caption, plot(comparison)) for name, (caption, plot) in PLOTS.items()}
+    return {name: (caption, figure) for name, (caption, figure) in drawn.items() if figure is not None}
+
+
+def colours(comparison: Comparison) -> dict[str, str]:
+    return {c.mixer: PALETTE[i % len(PALETTE)] for i, c in enumerate(comparison.contenders)}
+
+
+def axes(comparison: Comparison, width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height))
+    return figure, figure.add_subplot()
+
+
+def legend(figure: Figure, ax: Axes, entries: int) -> None:
+    if entries <= LABELLED:
+        ax.legend()
+    else:
+        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
+
+
+def learning_curves(comparison: Comparison) -> Figure | None:
+    figure, ax = axes(comparison, 7.5, 4.2)
+    colour, metric = colours(comparison), comparison.metric
+    for i, contender in enumerate(comparison.contenders):
+        if points := contender.curve():
+            step, mean, low, high = (np.array(column) for column in zip(*points, strict=True))
+            look: Any = {"color": colour[contender.mixer], "ls": ("-", "--", ":")[i // len(PALETTE) % 3]}
+            ax.plot(step, mean * metric.scale, label=contender.label, lw=2, **look)
+            ax.fill_between(step, low * metric.scale, high * metric.scale, color=look["color"], alpha=0.13, lw=0)
+    ax.set(xlabel="step", ylabel=f"held-out {metric.name} ({metric.unit})")
+    if not metric.higher_is_better:
+        zoom_past_start(ax, comparison)
+    legend(figure, ax, len(comparison.contenders))
+    return figure
+
+
+def zoom_past_start(ax: Axes, comparison: Comparison) -> None:
+    """The loss before training would flatten everything that follows."""
+    later = [point for c in comparison.contenders for point in c.curve()[1:]]
+    if later:
+        low, high = min(p[2] for p in later), max(p[3] for p in later)
+        margin = 0.05 * (high - low) + 1e-9
+        ax.set_ylim((low - margin) * comparison.metric.scale, (high + margin) * comparison.metric.scale)
+
+
+def final_scores(comparison: Comparison) -> Figure | None:
+    ranked = comparison.finished[::-1]
+    if not ranked:
+        return None
+    figure, ax = axes(comparison, 7.5, 0.9 + 0.36 * len(ranked))
+    colour, scale = colours(comparison), comparison.metric.scale
+    for y, c in enumerate(ranked):
+        scores = np.array(list(c.by_seed.values())) * scale
+        ax.errorbar(c.mean * scale, y, xerr=c.spread * scale, fmt="D", color=colour[c.mixer], ms=7, capsize=4, lw=2)
+        ax.plot(scores, np.full(len(scores), y), "o", color=colour[c.mixer], alpha=0.4, ms=6, mec="none")
+    ax.set_yticks(range(len(ranked)), [c.label for c in ranked])
+    ax.set(xlabel=f"held-out {comparison.metric.name} ({comparison.metric.unit})", ylim=(-0.6, len(ranked) - 0.4))
+    return figure
+
+
+def gate_entropy(comparison: Comparison) -> Figure | None:
+    lines = [(c, gate, c.entropy(gate)) for c in comparison.contenders for gate in ("write", "read")]
+    lines = [line for line in lines if line[2]]
+    if not lines:
+        return None
+    figure, ax = axes(comparison, 7.5, 3.6)
+    colour = colours(comparison)
+    for contender, gate, points in lines:
+        step, entropy = zip(*points, strict=True)
+        style = "-" if gate == "write" else "--"
+        ax.plot(step, entropy, style, color=colour[contender.mixer], lw=2, label=f"{contender.label}, {gate}")
+    ax.set(xlabel="step", ylabel="gate entropy / log(heads)", ylim=(0, 1.03))
+    legend(figure, ax, len(lines))
+    return figure
+
+
+def heads(comparison: Comparison) -> Figure | None:
+    rows = [row for contender in comparison.contenders for row in head_rows(contender)]
+    if not rows:
+        return None
+    H = max(len(load) for _, load in rows)
+    table = np.full((len(rows), H), np.nan)
+    for i, (_, load) in enumerate(rows):
+        table[i, : len(load)] = load
+    figure, ax = axes(comparison, 2.6 + 0.55 * H, 1.0 + 0.3 * len(rows))
+    largest = max(np.nanmax(table), 2 / H)
+    ax.imshow(table, cmap="YlGnBu", vmin=0, vmax=largest, aspect="auto")
+    for (y, x), share in np.ndenumerate(table):
+        if np.isfinite(share):
+            dark = share > 0.6 * largest
+            ax.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=8, color="white" if dark else "#333")
+    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
+    ax.set_xticks(range(H), [str(h + 1) for h in range(H)])
+    ax.set(xlabel="head")
+    ax.grid(False)
+    return figure
+
+
+def head_rows(contender: Contender) -> list[tuple[str, list[float]]]:
+    """(name, share of each head) of each gate of the first seed; questions and other positions apart."""
+    rows = []
+    for gate in contender.gates:
+        name = f"{contender.label}, layer {gate['layer'] + 1}, {gate['gate']}"
+        if gate["load_asked"] and gate["load_other"]:
+            rows += [(f"{name}, questions", gate["load_asked"]), (f"{name}, the rest", gate["load_other"])]
+        else:
+            rows.append((name, gate["load"]))
+    return rows
+
+
+def cost(comparison: Comparison) -> Figure | None:
+    contenders = comparison.contenders[::-1]
+    columns: dict[str, Callable[[Contender], float]] = {
+        "parameters": lambda c: c.constant("parameters"),
+        "state (bytes per sequence)": lambda c: c.constant("state_bytes"),
+        "tokens per second in training": lambda c: c.speed,
+    }
+    figure = Figure(figsize=(10, 0.9 + 0.34 * len(contenders)))
+    panels = figure.subplots(1, len(columns), sharey=True)
+    colour = colours(comparison)
+    for ax, (title, value) in zip(panels, columns.items(), strict=True):
+        values = [value(c) for c in contenders]
+        bars = ax.barh(range(len(values)), values, color=[colour[c.mixer] for c in contenders], height=0.65)
+        ax.bar_label(bars, [compact(v) for v in values], padding=3, fontsize=8)
+        ax.set(title=title, xlim=(0, 1.22 * max(values)))
+        ax.title.set_size(10)
+        ax.grid(False)
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: compact(v)))
+        ax.locator_params(axis="x", nbins=4)
+    panels[0].set_yticks(range(len(contenders)), [c.label for c in contenders])
+    return figure
+
+
+def compact(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+PLOTS: dict[str, tuple[str, Callable[[Comparison], Figure | None]]] = {
+    "curves": ("Learning curves: the mean over seeds, and from the worst seed to the best.", learning_curves),
+    "scores": ("Final scores: the mean with its standard deviation over seeds, and every seed.", final_scores),
+    "entropy": (
+        "How strongly the heads compete: 1 is an even use of all, 0 one head alone. Mean over held-out positions, "
+        "layers and seeds; sigmoid gates are first divided by their sum.",
+        gate_entropy,
+    ),
+    "heads": ("Who writes and who reads: each head's mean share, at the end of the first seed.", heads),
+    "cost": ("What each one costs. Speed is of training, with all workers busy.", cost),
+}

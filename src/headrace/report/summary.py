@@ -1,0 +1,126 @@
+"""Results as the report sees them: a comparison is a list of contenders, a contender one mixer with all its seeds."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..spec import AttentionSpec, MixerSpec, from_json
+from ..tasks import TASKS, Metric
+
+Spec = MixerSpec | AttentionSpec
+
+
+@dataclass(frozen=True)
+class Contender:
+    mixer: str
+    label: str
+    spec: Spec
+    arms: Sequence[dict[str, Any]]  # the finished ones, by seed
+    metric: Metric
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """Final scores; a seed that diverged has none."""
+        return {arm["seed"]: arm["scores"][self.metric.name] for arm in self.arms if not arm["diverged"]}
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.by_seed.values())
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over seeds; 0 for a single one."""
+        return statistics.stdev(self.by_seed.values()) if len(self.by_seed) > 1 else 0.0
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(arm["tokens_per_second"] for arm in self.arms)
+
+    def constant(self, name: str) -> Any:
+        """A field that no seed changes: parameters, gate_parameters, state_bytes, intermediate_size."""
+        return self.arms[0][name]
+
+    @property
+    def gates(self) -> list[dict[str, Any]]:
+        """Gate statistics at the end of the first seed."""
+        return self.arms[0]["curve"][-1]["gates"]
+
+    def entropy(self, gate: str) -> list[tuple[int, float]]:
+        """(step, entropy of the gates as a part of its maximum, mean over layers and seeds)."""
+        points: dict[int, list[float]] = {}
+        for arm in self.arms:
+            for point in arm["curve"]:
+                points.setdefault(point["step"], []).extend(g["entropy"] for g in point["gates"] if g["gate"] == gate)
+        return [(step, statistics.fmean(values)) for step, values in sorted(points.items()) if values]
+
+    def curve(self) -> list[tuple[int, float, float, float]]:
+        """(step, mean, smallest, largest score over seeds)."""
+        points: dict[int, list[float]] = {}
+        for arm in self.arms:
+            for point in arm["curve"]:
+                if point["scores"]:
+                    points.setdefault(point["step"], []).append(point["scores"][self.metric.name])
+        return [(step, statistics.fmean(v), min(v), max(v)) for step, v in sorted(points.items())]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    plan: dict[str, Any]
+    metric: Metric
+    contenders: list[Contender]
+
+    @property
+    def finished(self) -> list[Contender]:
+        """Contenders with a score, the best first."""
+        scored = [c for c in self.contenders if c.by_seed]
+        return sorted(scored, key=lambda c: c.mean, reverse=self.metric.higher_is_better)
+
+
+def summarise(results: dict[str, Any]) -> list[Comparison]:
+    """Comparisons from results.json; mixers without a finished arm are left out."""
+    return [comparison(plan, results["arms"]) for plan in results["study"]["plans"]]
+
+
+def comparison(plan: dict[str, Any], arms: list[dict[str, Any]]) -> Comparison:
+    metric, names = TASKS[plan["task"]["name"]].metric, labels(plan["mixers"])
+    contenders = []
+    for mixer in plan["mixers"]:
+        own = [arm for arm in arms if (arm["comparison"], arm["mixer"]) == (plan["name"], mixer)]
+        if own:
+            own.sort(key=lambda arm: arm["seed"])
+            contenders.append(Contender(mixer, names[mixer], from_json(plan["specs"][mixer]), own, metric))
+    return Comparison(plan, metric, contenders)
+
+
+# --- names and numbers -----------------------------------------------------------------------------------------------
+def labels(mixers: Sequence[str]) -> dict[str, str]:
+    """Short names: settings that all mixers share are left out."""
+    parsed = {mixer: parse(mixer) for mixer in mixers}
+    shared = set.intersection(*(set(settings) for _, settings in parsed.values())) if len(parsed) > 1 else set()
+    return {mixer: label(name, [s for s in settings if s not in shared]) for mixer, (name, settings) in parsed.items()}
+
+
+def parse(mixer: str) -> tuple[str, list[str]]:
+    name, _, settings = mixer.replace(" ", "").rstrip(")").partition("(")
+    return name, [setting for setting in settings.split(",") if setting]
+
+
+def label(name: str, settings: list[str]) -> str:
+    """`softmax-x(competition.activation=sigmoid)` has nothing of a softmax left: it is called sigmoid-x."""
+    if name.startswith("softmax-") and "competition.activation=sigmoid" in settings:
+        name = "sigmoid-" + name.removeprefix("softmax-")
+        settings = [s for s in settings if s != "competition.activation=sigmoid"]
+    short = [s.replace("heads.count=", "heads=").removeprefix("competition.") for s in settings]
+    return f"{name} ({', '.join(short)})" if short else name
+
+
+def show(metric: Metric, score: float, spread: float | None = None) -> str:
+    """ "99.2 ± 1.4 %"."""
+    around = "" if spread is None else f" ± {spread * metric.scale:.{metric.digits}f}"
+    return f"{score * metric.scale:.{metric.digits}f}{around} {metric.unit}"
+
+
+def show_contender(contender: Contender) -> str:
+    several = len(contender.by_seed) > 1
+    return show(contender.metric, contender.mean, contender.spread if several else None)

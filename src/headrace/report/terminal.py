@@ -1,0 +1,64 @@
+"""Progress and results on the terminal."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..train.plan import Arm, Study
+from .summary import Comparison, labels, show, show_contender
+from .words import words
+
+COLUMNS = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total:.0f}", "{task.fields[score]}")
+
+
+class Board:
+    """One bar for all steps, one for each arm at work, one line for each arm that is done."""
+
+    def __init__(self, progress: Progress, study: Study, arms: list[Arm]):
+        self.progress = progress
+        self.names = {plan.name: labels(plan.mixers) for plan in study.plans}
+        self.total = progress.add_task("all arms", total=sum(arm.plan.recipe.steps for arm in arms), score="")
+        self.bars: dict[str, TaskID] = {}
+        self.steps: dict[str, int] = {}
+
+    def listen(self, arm: Arm, step: int, scores: dict[str, float] | None) -> None:
+        name = f"{arm.plan.name}: {self.names[arm.plan.name][arm.mixer]}, seed {arm.seed}"
+        if arm.slug not in self.bars:
+            self.bars[arm.slug] = self.progress.add_task(name, total=arm.plan.recipe.steps, score="")
+        self.progress.advance(self.total, step - self.steps.get(arm.slug, 0))
+        self.steps[arm.slug] = step
+        self.progress.update(self.bars[arm.slug], completed=step)
+        if scores is None:
+            return
+        metric = arm.plan.task.metric
+        score = show(metric, scores[metric.name]) if scores else "diverged"
+        self.progress.update(self.bars[arm.slug], score=score)
+        if step == arm.plan.recipe.steps or not scores:
+            self.progress.console.print(f"{name}: {score}", highlight=False)
+            self.progress.remove_task(self.bars[arm.slug])
+
+
+@contextmanager
+def board(study: Study, arms: list[Arm], console: Console) -> Iterator[Board]:
+    columns = [TextColumn(column) if isinstance(column, str) else column for column in COLUMNS]
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        yield Board(progress, study, arms)
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """A table of the contenders and what they showed, in words."""
+    table = Table(title=comparison.plan["name"], title_justify="left", title_style="bold")
+    table.add_column("mixer")
+    for column in ("score", "parameters", "gates", "state bytes", "tokens/s"):
+        table.add_column(column, justify="right")
+    for c in comparison.contenders:
+        score = show_contender(c) if c.by_seed else "diverged"
+        numbers = (c.constant("parameters"), c.constant("gate_parameters"), c.constant("state_bytes"), c.speed)
+        table.add_row(c.label, score, *(f"{number:,.0f}" for number in numbers))
+    console.print(table)
+    for sentence in words(comparison):
+        console.print(f"- {sentence}", highlight=False)
+    console.print()

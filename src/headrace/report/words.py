@@ -1,0 +1,222 @@
+"""What a comparison showed, in plain words, negatives included. Every sentence follows from results by a rule."""
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..spec import MixerSpec, change
+from .summary import Comparison, Contender, Spec, show, show_contender
+
+MATCHED = 0.01  # parameters within this part of each other are matched
+EVEN = 0.95  # gates of at least this part of the largest entropy hardly choose
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much better a is than b, seed by seed."""
+
+    a: Contender
+    b: Contender
+
+    @property
+    def gains(self) -> list[float]:
+        sign = 1 if self.a.metric.higher_is_better else -1
+        return [sign * (self.a.by_seed[s] - self.b.by_seed[s]) for s in self.a.by_seed if s in self.b.by_seed]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.gains)
+
+    @property
+    def clear(self) -> bool:
+        """More than the spread over seeds, all of which agree."""
+        spread = math.sqrt((self.a.spread**2 + self.b.spread**2) / 2)
+        return abs(self.mean) > spread and (min(self.gains) > 0 or max(self.gains) < 0)
+
+    @property
+    def better(self) -> bool:
+        return self.clear and self.mean > 0
+
+    @property
+    def worse(self) -> bool:
+        return self.clear and self.mean < 0
+
+    def verdict(self) -> str:
+        wins, n, solved = sum(gain > 0 for gain in self.gains), len(self.gains), self.a.metric.solved
+        if solved is not None and min(self.a.mean, self.b.mean) >= solved:
+            return "both solve the task, which is too easy to tell them apart"
+        if n == 1:
+            return f"{'better' if wins else 'no better'} in the only seed, which is a hint and no finding"
+        if self.clear:
+            return f"every seed {'better' if self.better else 'worse'}"
+        return f"no difference beyond the spread over seeds (better in {wins} of {n})"
+
+
+def words(comparison: Comparison) -> list[str]:
+    """Sentences, the most important first."""
+    if not comparison.finished:
+        return ["No arm of this comparison has a score."]
+    rules = (duels, controls, fewer_heads, ranking, what_gates_do, costs, cautions)
+    return [sentence for rule in rules for sentence in rule(comparison)]
+
+
+def duels(comparison: Comparison) -> Iterator[str]:
+    for winner in competing(comparison):
+        if base := find(comparison, without_gates(winner.spec)):
+            difference = Difference(winner, base)
+            yield (
+                f"{winner.label} {show_contender(winner)} against {base.label} {show_contender(base)} "
+                f"over {count(len(difference.gains), 'seed')}: {difference.verdict()}."
+            )
+
+
+def controls(comparison: Comparison) -> Iterator[str]:
+    """Is it competition, or would gates that do not compete have done as well?"""
+    for winner in competing(comparison):
+        base = find(comparison, without_gates(winner.spec))
+        control = find(comparison, as_control(winner.spec))
+        if not (base and control):
+            continue
+        reached = f"The sigmoid control ({control.label}: gates without competition) reaches {show_contender(control)}"
+        gain, rest = Difference(winner, base), Difference(winner, control)
+        if not gain.better:
+            yield f"{reached}: against {base.label}, {Difference(control, base).verdict()}."
+            continue
+        share = Difference(control, base).mean / gain.mean
+        against = "" if rest.clear else f" (softmax against sigmoid: {rest.verdict()})"
+        yield f"{reached}: {attribution(share)}{against}."
+
+
+def attribution(share: float) -> str:
+    """What the control's part of the gain says about the rest."""
+    if share >= 1:
+        return "the gain is gating; competition adds nothing to it here"
+    if share >= 0.5:
+        return "most of the gain is gating, not competition"
+    if share >= 0.2:
+        return f"gating alone gives {share:.0%} of the gain, so most of it is competition"
+    return "gating alone gives little of the gain: it is competition"
+
+
+def fewer_heads(comparison: Comparison) -> Iterator[str]:
+    """At a fixed width, fewer heads without competition may do as well."""
+    default = comparison.plan["shape"]["heads"]
+    for winner in competing(comparison):
+        H = winner.spec.num_heads(default)
+        for plain in comparison.finished:
+            h = plain.spec.num_heads(default)
+            if h >= H or without_count(plain.spec) != without_count(without_gates(winner.spec)):
+                continue
+            difference = Difference(plain, winner)
+            against = "better than" if difference.better else "short of" if difference.worse else "as good as"
+            yield (
+                f"With {count(h, 'head')} the plain {plain.label.split(' (')[0]} reaches {show_contender(plain)}, "
+                f"{against} {H} competing heads ({show_contender(winner)}): at fixed width fewer heads mean a larger "
+                f"state ({plain.constant('state_bytes'):,} against {winner.constant('state_bytes'):,} bytes)."
+            )
+
+
+def ranking(comparison: Comparison) -> Iterator[str]:
+    ranked = comparison.finished
+    backbones = {without_count(without_gates(c.spec)) for c in ranked}
+    if len(backbones) > 1:
+        places = ", ".join(f"{c.label} {show(c.metric, c.mean)}" for c in ranked)
+        yield f"In order of the mean: {places}."
+    transformers = [c for c in ranked if not isinstance(c.spec, MixerSpec)]
+    others = [c for c in ranked if isinstance(c.spec, MixerSpec)]
+    if transformers and others:
+        cache, state = transformers[0].constant("state_bytes"), max(c.constant("state_bytes") for c in others)
+        tokens = comparison.plan["length"]
+        yield (
+            f"The {transformers[0].label}'s cache of {tokens} tokens takes {cache:,} bytes and grows; "
+            f"the others' states take at most {state:,} and do not."
+        )
+
+
+def what_gates_do(comparison: Comparison) -> Iterator[str]:
+    for contender in gated(comparison):
+        ends = {gate: contender.entropy(gate)[-1][1] for gate in ("write", "read") if contender.entropy(gate)}
+        if not ends:
+            continue
+        said = " and ".join(f"its {gate} gates at {value:.2f}" for gate, value in ends.items())
+        if min(ends.values()) >= EVEN:
+            yield f"{contender.label} ends with {said} of the largest entropy: the heads are used almost evenly."
+            continue
+        write = [g for g in contender.gates if g["gate"] == "write"]
+        busiest = max((max(g["load"]) for g in write), default=None)
+        seed = contender.arms[0]["seed"]
+        load = "" if busiest is None else f"; in seed {seed} one head takes {busiest:.0%} of the writes"
+        yield f"{contender.label} ends with {said} of the largest entropy (1: all heads alike){load}."
+        if sinks := sum(has_sink(arm) for arm in contender.arms):
+            yield (
+                f"In {sinks} of {count(len(contender.arms), 'seed')} of {contender.label} one head takes most of what "
+                "the questions write and at most an even share of what is to be kept: a head to throw things away."
+            )
+
+
+def has_sink(arm: dict) -> bool:
+    for gate in arm["curve"][-1]["gates"]:
+        if gate["gate"] == "write" and gate["load_asked"] and gate["load_other"]:
+            pairs = zip(gate["load_asked"], gate["load_other"], strict=True)
+            if any(asked > 0.5 and other <= 1 / len(gate["load"]) for asked, other in pairs):
+                return True
+    return False
+
+
+def costs(comparison: Comparison) -> Iterator[str]:
+    for contender in competing(comparison):
+        if base := find(comparison, without_gates(contender.spec)):
+            added, slower = contender.constant("gate_parameters"), 1 - contender.speed / base.speed
+            share = added / base.constant("parameters")
+            time = f"cost {slower:.0%} of the tokens per second" if slower > 0.005 else "cost no measurable time"
+            yield f"The gates of {contender.label} add {added:,} parameters ({share:.1%}) and {time} in training."
+
+
+def cautions(comparison: Comparison) -> Iterator[str]:
+    for contender in comparison.contenders:
+        if lost := [arm["seed"] for arm in contender.arms if arm["diverged"]]:
+            yield f"{contender.label} diverged in seed {', '.join(map(str, lost))}: its loss is no number there."
+    sizes = {c.label: c.constant("parameters") - c.constant("gate_parameters") for c in comparison.contenders}
+    small, large = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+    if (apart := sizes[large] / sizes[small] - 1) > MATCHED:
+        yield f"Not matched: {large} has {apart:.1%} more parameters than {small} (gates apart)."
+    recipe, arm = comparison.plan["recipe"], comparison.contenders[0].arms[0]
+    tokens = recipe["steps"] * recipe["batch_size"] * comparison.plan["length"]
+    yield (
+        f"All of this is at {arm['parameters'] / 1e6:.2g} M parameters and {tokens / 1e6:.2g} M tokens; "
+        "it says nothing about larger models."
+    )
+
+
+# --- who is compared with whom ---------------------------------------------------------------------------------------
+def gated(comparison: Comparison) -> list[Contender]:
+    return [c for c in comparison.contenders if c.by_seed and isinstance(c.spec, MixerSpec) and c.spec.competition]
+
+
+def competing(comparison: Comparison) -> list[Contender]:
+    """Contenders whose heads compete; sigmoid gates do not."""
+    return [c for c in gated(comparison) if c.spec.competition.activation != "sigmoid"]  # type: ignore[union-attr]
+
+
+def find(comparison: Comparison, spec: Spec) -> Contender | None:
+    return next((c for c in comparison.finished if c.spec == spec), None)
+
+
+def without_gates(spec: Spec) -> Spec:
+    return replace(spec, competition=None) if isinstance(spec, MixerSpec) else spec
+
+
+def as_control(spec: Spec) -> Spec:
+    """The same gates, each of them by itself."""
+    return change(spec, "competition.activation", "sigmoid")
+
+
+def without_count(spec: Spec) -> Spec:
+    if isinstance(spec, MixerSpec):
+        return replace(spec, heads=replace(spec.heads, count=None))
+    return replace(spec, count=None)
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n} {noun}" + ("s" if n != 1 else "")

@@ -1,0 +1,83 @@
+"""What all tasks share: the protocol, the metric, and a data set that is drawn from a seed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+IGNORED = -100  # the label of a position without a question
+BLOCK = 1024  # rows drawn at once
+HELD_OUT_SEED = 2**31  # training seeds are counted from 0 and never reach it
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How a task is scored and how the score is printed: `scale` times the number, `digits` decimals, `unit`."""
+
+    name: str
+    unit: str
+    scale: float = 1.0
+    digits: int = 1
+    higher_is_better: bool = True
+    solved: float | None = None  # a score from here on leaves nothing to compare
+
+
+class Task(Protocol):
+    """A source of rows {"input_ids": [rows, T] or [rows, T, channels], "shift_labels": [rows, T]}.
+
+    The embeddings of a position's channels are summed; a negative id adds nothing. `shift_labels` stand at the position
+    that answers; IGNORED marks a position without a question.
+    """
+
+    name: ClassVar[str]
+    metric: ClassVar[Metric]
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def length(self) -> int:
+        """Positions in a row."""
+
+    def resized(self, length: int) -> "Task":
+        """The same task at another length; InputError where that cannot be."""
+
+    def sample(self, generator: torch.Generator, rows: int) -> Batch: ...
+
+    def held_out(self, rows: int) -> Batch:
+        """The same rows for every seed and every mixer, at most `rows` of them."""
+
+    def scores(self, loss: float, accuracy: float) -> dict[str, float]:
+        """Scores by name, `metric.name` among them, from the mean loss in nats and the share of right answers."""
+
+
+class Rows(Dataset):
+    """`count` rows that depend on nothing but the seed: row i is the same whatever was read before.
+
+    Rows are drawn in blocks, so that a long run needs no more memory than a short one and reads in order are cheap.
+    """
+
+    def __init__(self, sample: Callable[[torch.Generator, int], Batch], seed: int, count: int):
+        self.sample, self.seed, self.count = sample, seed, count
+        self.number: int | None = None
+        self.block: Batch = {}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Batch:
+        number, row = divmod(index, BLOCK)
+        if number != self.number:
+            generator = torch.Generator().manual_seed((self.seed << 32) + number)
+            self.number, self.block = number, self.sample(generator, BLOCK)
+        return {name: values[row] for name, values in self.block.items()}
+
+
+def held_out(sample: Callable[[torch.Generator, int], Batch], rows: int) -> Batch:
+    """Rows of a synthetic task that no training seed draws."""
+    return sample(torch.Generator().manual_seed(HELD_OUT_SEED), rows)

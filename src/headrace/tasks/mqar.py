@@ -1,0 +1,64 @@
+"""Multi-query associative recall (https://arxiv.org/abs/2312.04927): keys and values are tokens of their own.
+
+    position   1   2   3   4   5   6   7   8   9   10
+    input      k3  v7  k1  v2  v5  k1  v4  v9  k3  v1        pairs, then queries among values that mean nothing
+    answer                         v2          v7
+
+The model has first to learn that a value belongs to the key before it, then to store, find and say it. Most queries
+come soon after the pairs, some late: gaps follow a power law.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from ..errors import InputError
+from .base import IGNORED, Batch, Metric, held_out
+
+GAP_EXPONENT = -0.99  # of the density of a query's distance from the pairs
+
+
+@dataclass(frozen=True)
+class Mqar:
+    keys: int = 64  # and as many values
+    pairs: int = 8
+    length: int = 64
+
+    name: ClassVar[str] = "mqar"
+    metric: ClassVar[Metric] = Metric("accuracy", "%", 100.0, solved=0.99)
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.pairs <= self.keys and 3 * self.pairs <= self.length):
+            raise InputError(
+                f"the task mqar has {self.pairs} pairs of {self.keys} different keys in a row of {self.length}; "
+                "expected pairs <= keys and length >= 3 * pairs"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return 2 * self.keys
+
+    def resized(self, length: int) -> "Mqar":
+        return replace(self, length=length, pairs=min(self.pairs, max(length // 3, 1)))
+
+    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+        start, stop = self.keys, 2 * self.keys
+        keys = torch.rand(rows, self.keys, generator=generator).argsort(1)[:, : self.pairs]
+        values = torch.randint(start, stop, (rows, self.pairs), generator=generator)
+        ids = torch.randint(start, stop, (rows, self.length), generator=generator)
+        ids[:, : 2 * self.pairs] = torch.stack([keys, values], 2).flatten(1)
+        asked_at = 2 * self.pairs + self._gaps(generator, rows)
+        labels = torch.full_like(ids, IGNORED)
+        return {"input_ids": ids.scatter(1, asked_at, keys), "shift_labels": labels.scatter(1, asked_at, values)}
+
+    def _gaps(self, generator: torch.Generator, rows: int) -> torch.Tensor:
+        """Different distances from the pairs, [rows, pairs]."""
+        weights = torch.arange(1.0, self.length - 2 * self.pairs + 1).pow(GAP_EXPONENT)
+        return torch.multinomial(weights.expand(rows, -1), self.pairs, generator=generator)
+
+    def held_out(self, rows: int) -> Batch:
+        return held_out(self.sample, rows)
+
+    def scores(self, loss: float, accuracy: float) -> dict[str, float]:
+        return {"accuracy": accuracy, "loss": loss}

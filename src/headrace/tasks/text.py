@@ -1,0 +1,143 @@
+"""Causal language modelling on local text files: every token is asked for, given those before it.
+
+    input      T  h  e  _  h  e
+    answer     h  e  _  h  e  a
+
+Bytes are the tokens, or those of a `tokenizers` JSON file. The last tenth of the text is held out. Without files the
+text is the source of Python's standard library, with its documentation strings: real text that every machine has.
+"""
+
+import hashlib
+import math
+import sysconfig
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .base import Batch, Metric
+
+HELD_OUT_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Text:
+    files: tuple[str, ...] = ()  # none: Python's standard library
+    tokenizer: str | None = None  # a `tokenizers` JSON file; none: bytes
+    length: int = 128
+
+    name: ClassVar[str] = "text"
+    metric: ClassVar[Metric] = Metric("loss", "nats/token", digits=3, higher_is_better=False)
+
+    @property
+    def corpus(self) -> "Corpus":
+        """The text itself. InputError where a file is missing, empty or not UTF-8, or the text is too short."""
+        corpus = load(self.files, self.tokenizer)
+        for part in (corpus.train, corpus.tail):
+            if len(part) <= self.length:
+                raise InputError(
+                    f"the text has {len(corpus.train) + len(corpus.tail)} tokens, too few for length={self.length}; "
+                    f"expected at least {math.ceil((self.length + 1) / HELD_OUT_SHARE)}, of which a tenth is held out"
+                )
+        return corpus
+
+    @property
+    def vocab_size(self) -> int:
+        return self.corpus.vocab_size
+
+    def resized(self, length: int) -> "Text":
+        if length < 1:
+            raise InputError(f"length={length}; expected at least 1")
+        return replace(self, length=length)
+
+    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+        tokens = self.corpus.train
+        return self._windows(tokens, torch.randint(len(tokens) - self.length, (rows,), generator=generator))
+
+    def held_out(self, rows: int) -> Batch:
+        """Windows side by side; evenly spread over the held-out text where they are more than `rows`."""
+        tail = self.corpus.tail
+        windows = (len(tail) - 1) // self.length
+        return self._windows(tail, torch.linspace(0, windows - 1, min(rows, windows)).long() * self.length)
+
+    def _windows(self, tokens: Tensor, starts: Tensor) -> Batch:
+        window = tokens[starts[:, None] + torch.arange(self.length + 1)].long()
+        return {"input_ids": window[:, :-1], "shift_labels": window[:, 1:]}
+
+    def scores(self, loss: float, accuracy: float) -> dict[str, float]:
+        bits_per_byte = loss / math.log(2) / self.corpus.bytes_per_token
+        # exp overflows where a model diverged
+        return {"loss": loss, "bits per byte": bits_per_byte, "perplexity": math.exp(min(loss, 700.0))}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text as tokens [n], its last tenth apart."""
+
+    train: Tensor
+    tail: Tensor
+    vocab_size: int
+    bytes_per_token: float  # of the tail
+    sha256: str
+
+
+@lru_cache(maxsize=2)
+def load(files: tuple[str, ...], tokenizer: str | None) -> Corpus:
+    text = "".join(read(Path(file)) for file in files or standard_library())
+    cut = len(text) - math.ceil(HELD_OUT_SHARE * len(text))
+    encode, vocab_size = encoder(tokenizer)
+    train, tail = encode(text[:cut]), encode(text[cut:])
+    bytes_per_token = len(text[cut:].encode()) / max(len(tail), 1)
+    return Corpus(train, tail, vocab_size, bytes_per_token, hashlib.sha256(text.encode()).hexdigest())
+
+
+def read(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"text file {str(path)!r} cannot be read: {error.strerror}") from None
+    if not data.strip():
+        raise InputError(f"text file {str(path)!r} is empty; expected text in UTF-8")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"text file {str(path)!r} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x} ({error.reason})"
+        ) from None
+
+
+def standard_library() -> list[str]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    # A build writes _sysconfigdata with its own paths, so that the text would differ between equal versions.
+    files = sorted(str(path) for path in folder.glob("*.py") if not path.name.startswith("_sysconfig"))
+    if not files:
+        raise InputError(f"Python's standard library has no source files in {str(folder)!r}; name text files instead")
+    return files
+
+
+def encoder(tokenizer: str | None):
+    """(text -> tokens [n], size of the vocabulary)."""
+    if tokenizer is None:
+        return as_bytes, 256
+    if not Path(tokenizer).is_file():
+        raise InputError(f"tokenizer {tokenizer!r} is not a file; expected a `tokenizers` JSON file")
+    from tokenizers import Tokenizer
+
+    try:
+        known = Tokenizer.from_file(tokenizer)
+    except Exception as error:  # tokenizers raises no narrower class
+        raise InputError(f"tokenizer {tokenizer!r} is not a `tokenizers` JSON file: {error}") from None
+
+    def encode(text: str) -> Tensor:
+        return torch.tensor(known.encode(text, add_special_tokens=False).ids, dtype=torch.int32)
+
+    return encode, known.get_vocab_size()
+
+
+def as_bytes(text: str) -> Tensor:
+    return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())

@@ -1,0 +1,32 @@
+"""What each task is compared on where a user says nothing else, and the demonstration."""
+
+from ..tasks import Mqar, Pair, Text
+from .plan import Plan, Recipe, Shape, Study
+
+PAIR = Plan(
+    "pair",
+    (
+        "retnet(heads.expand_v=1)",
+        "softmax-retnet(heads.expand_v=1)",
+        "softmax-retnet(heads.expand_v=1, competition.activation=sigmoid)",
+        "retnet(heads.expand_v=1, heads.count=2)",
+    ),
+    Pair(),
+)
+MQAR = Plan(
+    "mqar",
+    ("transformer", "retnet", "softmax-retnet", "gated-deltanet", "softmax-gated-deltanet"),
+    Mqar(),
+    Shape(layers=2, heads=4),
+    Recipe(steps=1000, lr=3e-3),
+)
+TEXT = Plan(
+    "text",
+    ("gla", "softmax-gla", "transformer"),
+    Text(length=96),
+    Shape(layers=2, mlp=128),
+    Recipe(batch_size=16, lr=6e-3, held_out=256),
+    seeds=2,
+)
+DEFAULTS: dict[str, Plan] = {plan.task.name: plan for plan in (PAIR, MQAR, TEXT)}
+DEMO = Study("demo", "Does head competition help?", (PAIR, TEXT))

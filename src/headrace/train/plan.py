@@ -1,0 +1,129 @@
+"""What a comparison is, as data: mixers, a task, a model's shape, a recipe, seeds. A study is a list of comparisons
+with one report; the demo is one of them.
+"""
+
+import re
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from .. import zoo
+from ..errors import InputError
+from ..spec import MixerSpec, to_json
+from ..tasks import Task, Text
+from .widths import match
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model around the mixer. `mlp` is the first mixer's intermediate size (the others' follows); None: no MLP."""
+
+    hidden_size: int = 64
+    layers: int = 1
+    heads: int = 8
+    mlp: int | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """AdamW, linear warm-up, cosine to a twentieth, gradients clipped at norm 1."""
+
+    steps: int = 300
+    batch_size: int = 64
+    lr: float = 1e-2
+    warmup: float = 1 / 15  # of the steps
+    weight_decay: float = 0.1
+    evaluations: int = 10
+    held_out: int = 512  # rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that fixes a comparison's numbers."""
+
+    name: str
+    mixers: tuple[str, ...]
+    task: Task
+    shape: Shape = field(default_factory=Shape)
+    recipe: Recipe = field(default_factory=Recipe)
+    seeds: int = 3
+
+    def check(self) -> None:
+        """Raise InputError for anything a user can have got wrong, before any work begins."""
+        positive = {"steps": self.recipe.steps, "batch-size": self.recipe.batch_size, "lr": self.recipe.lr}
+        positive |= {"layers": self.shape.layers, "heads": self.shape.heads, "hidden-size": self.shape.hidden_size}
+        for name, value in (positive | {"seeds": self.seeds}).items():
+            if value <= 0:
+                raise InputError(f"--{name}={value}; expected more than 0")
+        if len(set(self.mixers)) < len(self.mixers) or not self.mixers:
+            raise InputError(f"--mixers names {len(self.mixers)} mixers; expected at least one, and each once")
+        for mixer in self.mixers:
+            zoo.get(mixer).head_dims(self.shape.hidden_size, self.shape.heads)
+        self.widths()
+        if isinstance(self.task, Text):
+            assert self.task.corpus
+
+    def arms(self) -> list["Arm"]:
+        """Seed by seed, so that an interrupted comparison has something to say about every mixer."""
+        widths = self.widths()
+        return [
+            Arm(self, mixer, to_json(zoo.get(mixer)), widths[mixer], seed)
+            for seed in range(self.seeds)
+            for mixer in self.mixers
+        ]
+
+    def widths(self) -> dict[str, int | None]:
+        specs = {mixer: backbone(zoo.get(mixer)) for mixer in self.mixers}
+        return match(specs, self.shape.hidden_size, self.shape.heads, self.shape.layers, self.shape.mlp)
+
+    def warnings(self) -> list[str]:
+        """Gates of these mixers that cannot act, or hardly."""
+        return [f"{mixer}: {idle}" for mixer in self.mixers for idle in zoo.get(mixer).idle_gates(self.shape.heads)]
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["task"] = {"name": self.task.name, **data["task"]}
+        if isinstance(self.task, Text):
+            data["task"]["sha256"] = self.task.corpus.sha256
+        data["length"] = self.task.length
+        data["widths"] = self.widths()
+        data["specs"] = {mixer: to_json(zoo.get(mixer)) for mixer in self.mixers}
+        return data
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One mixer trained from one seed. `spec` travels with it, so that a worker needs no zoo of its own."""
+
+    plan: Plan
+    mixer: str
+    spec: dict[str, Any]
+    width: int | None
+    seed: int
+
+    @property
+    def slug(self) -> str:
+        mixer = re.sub(r"[^a-z0-9.+]+", "-", self.mixer.lower()).strip("-")
+        return f"{self.plan.name}-{mixer}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Study:
+    name: str
+    title: str
+    plans: tuple[Plan, ...]
+
+    def arms(self) -> list[Arm]:
+        return [arm for plan in self.plans for arm in plan.arms()]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "title": self.title, "plans": [plan.to_json() for plan in self.plans]}
+
+
+def backbone(spec):
+    """A mixer's spec without its gates: what X and softmax-X share."""
+    return replace(spec, competition=None) if isinstance(spec, MixerSpec) else spec
+
+
+def split(mixers: str) -> tuple[str, ...]:
+    """ "a,b(c=1,d=2),e" -> ("a", "b(c=1,d=2)", "e")."""
+    return tuple(part.strip() for part in re.split(r",(?![^(]*\))", mixers) if part.strip())
