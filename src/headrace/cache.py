@@ -1,0 +1,75 @@
+"""What a model carries from one forward to the next, on transformers' cache interface."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from .errors import InputError
+
+
+class HeadraceCache(Cache):
+    """The state of every layer, and how many columns of input they stand for (padding included).
+
+    transformers' own cache cannot serve: it drops the state of a recurrence without a convolution, and rounds a state
+    to the precision of the first one written. Here states are replaced, never written into, and keep their precision.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.reset()
+
+    def reset(self) -> None:
+        self.states: list[Any] | None = None
+        self.columns = 0
+
+    def replace(self, states: list[Any], columns: int) -> None:
+        """The states after `columns` more columns."""
+        self.states = states
+        self.columns += columns
+
+    def __len__(self) -> int:
+        return len(self.states or [])
+
+    @property
+    def batch_size(self) -> int:
+        """How many sequences are held; −1 before the first forward."""
+        return -1 if self.states is None else len(self.states[0][0])
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.states is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change(lambda x: x[indices.to(x.device)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise InputError(
+            f"crop(tokens_to_remove={tokens_to_remove}) is impossible: a recurrent state keeps no past to go back to; "
+            "run the shorter sequence from its start"
+        )
+
+    def _change(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.states is not None:
+            self.states = [type(s)(*(x if x is None else function(x) for x in s)) for s in self.states]

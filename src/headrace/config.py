@@ -1,0 +1,104 @@
+"""What a model is made of, as transformers' configuration: written to a checkpoint's config.json."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from . import zoo
+from .errors import InputError
+from .model import Sizes, Spec, default_intermediate_size
+from .spec import AttentionSpec, MixerSpec, from_json, to_json
+
+
+class HeadraceConfig(PreTrainedConfig):
+    """Sizes of a model and a mixer for each of its layers.
+
+    Args:
+        mixer: a name or expression of the zoo, a spec, or its JSON; or a list of them, repeated over the depth. Kept,
+            and saved, as JSON in full, so that a checkpoint does not depend on what a name means later.
+        num_heads: of every mixer that does not set its own.
+        intermediate_size: the MLP's width; None: `model.default_intermediate_size`. mlp: "swiglu" or "none".
+        initializer_range: standard deviation of linear layers and embeddings at the start.
+        max_position_embeddings: for tools that ask; nothing here depends on it.
+    Raises InputError for an unknown mixer and for sizes that do not fit.
+    """
+
+    model_type = "headrace"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    attribute_map = {"num_attention_heads": "num_heads"}  # noqa: RUF012
+
+    mixer: Any = "softmax-gla"
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    num_hidden_layers: int = 24
+    num_heads: int = 4
+    intermediate_size: int | None = None
+    mlp: str = "swiglu"
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    rope_theta: float = 10000.0
+    max_position_embeddings: int = 2048
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs):
+        for name in self.attribute_map.keys() & kwargs.keys():
+            setattr(self, name, kwargs.pop(name))
+        _refuse_typos(kwargs)
+        self._set_mlp()
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise InputError(f"{name}={value!r}; expected a positive integer")
+        self._set_mixers()
+        super().__post_init__(**kwargs)
+
+    def _set_mlp(self) -> None:
+        if self.mlp not in ("swiglu", "none"):
+            raise InputError(f"mlp={self.mlp!r} is unknown; expected 'swiglu' or 'none'")
+        if self.mlp == "none" and self.intermediate_size is not None:
+            raise InputError(f"mlp='none' has no width; expected intermediate_size=None, got {self.intermediate_size}")
+        if self.mlp == "swiglu" and self.intermediate_size is None and isinstance(self.hidden_size, int):
+            self.intermediate_size = default_intermediate_size(self.hidden_size)
+
+    def _set_mixers(self) -> None:
+        several = isinstance(self.mixer, list | tuple)
+        given = list(self.mixer) if several else [self.mixer]
+        if not given or self.num_hidden_layers % len(given):
+            raise InputError(
+                f"mixer lists {len(given)} mixers for num_hidden_layers={self.num_hidden_layers}; "
+                "expected a number that divides it"
+            )
+        specs = [_spec(mixer) for mixer in given]
+        for spec in specs:
+            spec.head_dims(self.hidden_size, self.num_heads)
+        self.mixer = [to_json(spec) for spec in specs] if several else to_json(specs[0])
+
+    @property
+    def mixers(self) -> list[Spec]:
+        """The spec of each layer."""
+        specs = [from_json(data) for data in (self.mixer if isinstance(self.mixer, list) else [self.mixer])]
+        return specs * (self.num_hidden_layers // len(specs))
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.hidden_size, self.num_heads, self.intermediate_size, self.norm_eps, self.rope_theta)
+
+
+def _spec(mixer) -> Spec:
+    spec = zoo.get(mixer)
+    if isinstance(spec, MixerSpec | AttentionSpec):
+        return spec
+    raise InputError(f"mixer={mixer!r}; expected a name of the zoo, a spec or its JSON, or a list of them")
+
+
+def _refuse_typos(names: Iterable[str]) -> None:
+    """transformers keeps whatever it is given, which is right for the keys of other tools and wrong for misspelt ones."""
+    for name in names:
+        if near := difflib.get_close_matches(name, HeadraceConfig.__annotations__, 1, 0.65):
+            raise InputError(f"HeadraceConfig has no field {name!r}; did you mean {near[0]!r}?")

@@ -1,0 +1,208 @@
+"""The language model on Hugging Face's interfaces, and the Auto classes. The one file that knows transformers' models.
+
+Dimensions: B batch, T tokens, D hidden size, N sequences (B, or those of a pack).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from .cache import HeadraceCache
+from .config import HeadraceConfig
+from .errors import InputError
+from .gates import SelfInitialised
+from .model import Backbone, Block, padding_mask
+
+
+class HeadraceBlock(GradientCheckpointingLayer, Block):
+    """A block whose activations can be computed again instead of kept."""
+
+
+class HeadracePreTrainedModel(PreTrainedModel):
+    config_class = HeadraceConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["HeadraceBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _is_stateful = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, SelfInitialised | nn.Conv1d | nn.RMSNorm):
+            module.reset_parameters()
+
+
+class HeadraceModel(HeadracePreTrainedModel):
+    """Embedding and blocks, without the head that predicts tokens."""
+
+    def __init__(self, config: HeadraceConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.backbone = Backbone(config.mixers, config.sizes, HeadraceBlock)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: HeadraceCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BaseModelOutputWithPast:
+        """input_ids [B, T] or inputs_embeds [B, T, D] -> last_hidden_state [B, T, D].
+
+        Args:
+            attention_mask: [B, T] or, after a cache, [B, all columns]: 0 is padding, anywhere.
+            past_key_values: what `use_cache` returned for the columns before these; it is brought up to date in place.
+            use_cache: None: where past_key_values is given; else as config.use_cache says, but not in training.
+            cu_seqlens: [N + 1], where the sequences of a pack (B = 1) begin and end.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise InputError("expected either input_ids or inputs_embeds, not both")
+        if output_attentions:
+            raise InputError("output_attentions=True is not available: a recurrence has no attention maps")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        mask = padding_mask(attention_mask, x, cu_seqlens)
+        cache = _checked_cache(past_key_values, x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
+        if use_cache is None:
+            use_cache = cache is not None or (self.config.use_cache and not self.training)
+        if use_cache and cache is None:
+            cache = HeadraceCache()
+        hidden: list[Tensor] | None = [] if self._wants_hidden_states(output_hidden_states) else None
+        past = None if cache is None else cache.states
+        last, states = self.backbone(x, past, mask=mask, cu_seqlens=cu_seqlens, inputs=hidden)
+        if cache is not None and use_cache:
+            cache.replace(states, x.shape[1])
+        return BaseModelOutputWithPast(
+            last_hidden_state=last,
+            past_key_values=cache if use_cache else None,
+            hidden_states=None if hidden is None else (*hidden, last),
+        )
+
+    def _wants_hidden_states(self, asked: bool | None) -> bool:
+        return bool(self.config.output_hidden_states if asked is None else asked)
+
+
+def _checked_cache(cache: Any, sequences: int) -> HeadraceCache | None:
+    if cache is not None and not isinstance(cache, HeadraceCache):
+        raise InputError(f"past_key_values is a {type(cache).__name__}; expected a HeadraceCache")
+    if cache is not None and cache.states is not None and cache.batch_size != sequences:
+        raise InputError(f"past_key_values holds {cache.batch_size} sequences; expected {sequences} as in the input")
+    return cache
+
+
+class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
+    """The language model: next-token logits, loss, and `generate`."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: HeadraceConfig):
+        super().__init__(config)
+        self.model = HeadraceModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: HeadraceCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **loss_kwargs,
+    ) -> CausalLMOutputWithPast:
+        """input_ids [B, T] or inputs_embeds [B, T, D] -> logits [B, T, vocabulary]; the rest as HeadraceModel.
+
+        Args:
+            labels: [B, T], shifted here (−100: ignored). In a pack, set the first label of each sequence to −100.
+            logits_to_keep: the number of last positions, or the positions, to compute logits for; 0: all.
+            loss_kwargs: `num_items_in_batch` to divide the loss by, `shift_labels` instead of labels.
+        """
+        if unknown := loss_kwargs.keys() - {"num_items_in_batch", "shift_labels"}:
+            raise TypeError(f"forward() got an unexpected argument {min(unknown)!r}")
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None or loss_kwargs.get("shift_labels") is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+        )
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        if (kind := generation_config.cache_implementation) is not None:
+            raise InputError(f"cache_implementation={kind!r} is not available; expected None, for a HeadraceCache")
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = HeadraceCache()
+
+
+def load(path: str | Path) -> HeadraceForCausalLM:
+    """The model that `save_pretrained` wrote to path, in evaluation mode and the precision it was saved in.
+
+    Only safetensors are read; nothing is unpickled or downloaded. Raises InputError where anything is wrong."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if not isinstance(config, HeadraceConfig):
+            raise InputError(f"its model_type is {config.model_type!r}, not 'headrace'")
+        loaded: Any = HeadraceForCausalLM.from_pretrained(
+            folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise InputError(f"checkpoint {str(folder)!r} cannot be read: {_first_line(error)}") from error
+    model, report = loaded
+    if wrong := [key for part in ("missing_keys", "unexpected_keys") for key in sorted(report[part])]:
+        raise InputError(f"checkpoint {str(folder)!r} does not fit its config.json: {_listed(wrong)}")
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _listed(names: list[str], limit: int = 3) -> str:
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def register() -> None:
+    """Make AutoConfig, AutoModel and AutoModelForCausalLM know the model. Called on import of this module."""
+    AutoConfig.register(HeadraceConfig.model_type, HeadraceConfig, exist_ok=True)
+    AutoModel.register(HeadraceConfig, HeadraceModel, exist_ok=True)
+    AutoModelForCausalLM.register(HeadraceConfig, HeadraceForCausalLM, exist_ok=True)
+
+
+register()
