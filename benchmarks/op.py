@@ -10,15 +10,10 @@ compared with the literal equation, and not timed if it disagrees. Rows are appe
 takes to repeat it.
 """
 
-import csv
-import datetime
 import itertools
-import platform
-import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated
@@ -32,6 +27,7 @@ from torch import Tensor
 from headrace import linear_attention
 from headrace.literal import literal
 from peers import ATTENTION, FAMILIES, PEERS, Family, Peer
+from record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "op.csv"
 MODES = ("forward", "forward+backward")
@@ -83,15 +79,8 @@ class Runner:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the CSV file."""
+    """What one implementation took on one shape: a line of the CSV file."""
 
-    date: str
-    commit: str
-    machine: str
-    threads: int
-    torch: str
-    transformers: str
-    fla_core: str
     family: str
     T: int
     K: int
@@ -205,43 +194,6 @@ def rows(runners: list[Runner], backward: bool, cell: dict) -> list[Row]:
     return result
 
 
-def environment(device: str) -> dict:
-    def installed(name):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return ""
-
-    def git(*arguments):
-        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    return {
-        "date": datetime.datetime.now().isoformat(timespec="seconds"),
-        "commit": git("rev-parse", "--short", "HEAD") + ("-changed" if git("status", "--porcelain", "-uno") else ""),
-        "machine": torch.cuda.get_device_name() if device == "cuda" else processor(),
-        "threads": torch.get_num_threads(),
-        **{name.replace("-", "_"): installed(name) for name in ("torch", "transformers", "fla-core")},
-    }
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor() or platform.machine())
-
-
-def append(path: Path, found: list[Row]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
-        if fresh:
-            writer.writeheader()
-        writer.writerows(asdict(row) for row in found)
-
-
 def show(found: list[Row], clock: str) -> None:
     """A table for each family and size: the ratio to ours, then the time, for every length and mode."""
     for (family, K, V), group in itertools.groupby(found, lambda r: (r.family, r.K, r.V)):
@@ -296,8 +248,9 @@ def main(
             racing, refused = contestants(name, shape, backward, peers)
             skipped |= dict.fromkeys(refused)
             race(racing, backward, 2 if quick else rounds, budget)
-            found += rows(racing, backward, about | {"family": name, "T": T, "K": K, "V": V})
-            append(output, found[-len(racing) :])
+            new = rows(racing, backward, {"family": name, "T": T, "K": K, "V": V})
+            append(output, about, new)
+            found += new
     show(found, "wall_ms" if device == "cuda" else "cpu_ms")
     for reason in skipped:
         console.print(f"[dim]not timed: {reason}[/]")

@@ -1,0 +1,37 @@
+"""The benchmarks run, and write what they found."""
+
+import csv
+
+import pytest
+import torch
+
+import decode
+import op
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """A file to write to, and a function that reads it back."""
+    threads, path = torch.get_num_threads(), tmp_path / "results" / "rows.csv"
+    yield path, lambda: list(csv.DictReader(path.open()))
+    torch.set_num_threads(threads)
+
+
+def test_op_times_ours_and_every_peer_it_can_check(lines):
+    path, read = lines
+    for _ in range(2):  # the second run appends
+        op.main(quick=True, family=["linear"], rounds=1, budget=30.0, peers="", threads=1, device="cpu", output=path)
+    rows = read()
+    runners = {row["runner"] for row in rows}
+    assert {"headrace", "headrace, heads competing", "torch scaled_dot_product_attention"} <= runners
+    assert len(rows) == 2 * len(runners) * 8  # two sizes, two lengths, forward with and without backward
+    assert all(float(row["cpu_ms"]) > 0 and float(row["error"]) < 1e-5 for row in rows)
+
+
+def test_decode_finds_a_constant_state_as_large_as_promised(lines):
+    path, read = lines
+    decode.main(quick=True, mixer=["retnet", "transformer"], tokens=20, threads=1, output=path)
+    sizes = {(row["name"], row["position"]): row["state_bytes"] for row in read()}
+    assert sizes["retnet", "100"] == sizes["retnet", "1000"]
+    assert int(sizes["transformer", "1000"]) == 10 * int(sizes["transformer", "100"])
+    assert all(row["state_bytes"] == row["promised_bytes"] for row in read())
