@@ -13,7 +13,7 @@ import op
 def lines(tmp_path):
     """A file to write to, and a function that reads it back."""
     threads, path = torch.get_num_threads(), tmp_path / "results" / "rows.csv"
-    yield path, lambda: list(csv.DictReader(path.open()))
+    yield path, lambda: list(csv.DictReader(path.read_text().splitlines()))
     torch.set_num_threads(threads)
 
 
