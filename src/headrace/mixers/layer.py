@@ -4,6 +4,7 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ class LinearMixer(SelfInitialised):
         norm_eps, rope_theta: of the norm after the readout, of the rotation.
     """
 
+    op: Callable[..., tuple[Tensor, Tensor]]
     # None where the spec has no such part.
     conv: Any
     shift: Any
@@ -65,6 +67,7 @@ class LinearMixer(SelfInitialised):
     ):  # fmt: skip
         super().__init__()
         self.spec, self.norm_eps, self.rope_theta = spec, norm_eps, rope_theta
+        self.op = linear_attention  # or a partial of it with a form, chunk size or backend
         self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
         self.Hq = spec.heads.qk_groups or self.H
         self.q_proj = nn.Linear(hidden_size, self.Hq * self.K, bias=False)
@@ -220,7 +223,7 @@ class LinearMixer(SelfInitialised):
             now = {n: a if a is None or a.dim() == 1 else a[:, 0] for n, a in arguments.items()}
             out, memory = step(q[:, 0], k[:, 0], v[:, 0], memory, **now, **fixed)
             return out[:, None], memory
-        return linear_attention(q, k, v, **arguments, **fixed, initial_state=memory, cu_seqlens=cu_seqlens)
+        return self.op(q, k, v, **arguments, **fixed, initial_state=memory, cu_seqlens=cu_seqlens)
 
     def _decay_and_beta(self, decay_input: Tensor, x: Tensor, log_write: Tensor | None):
         if self.spec.write.beta == "dt":

@@ -1,0 +1,111 @@
+"""Every way of running every mixer of the zoo, with every option of head competition, is the literal equation."""
+
+import warnings
+
+import pytest
+import torch
+
+from headrace import GateWarning, mixers, spec, zoo
+from headrace.verify import BATCH, HEADS, HIDDEN, laws, specimen
+
+OPTIONS = [
+    *("competition.source=diag", "competition.source=query", "competition.source=hidden"),
+    *("competition.read=query", "competition.read=none", "competition.write=none"),
+    *("competition.activation=sigmoid", "competition.activation=null"),
+    *("competition.scale=one", "competition.temperature=0.5", "competition=paper"),
+    *("read.norm=none", "read.norm=rms-joint", "read.norm=group", "read.order=gate-norm, read.gate=sigmoid"),
+    *("heads.qk_groups=2", "heads.count=1", "inputs.rotary=true", "read.skip=true", "inputs.conv=3"),
+]
+BACKBONES = ["retnet", "gla", "gated-deltanet"]
+CASES = [
+    *zoo.names(),
+    *(f"softmax-{backbone}({option})" for backbone in BACKBONES for option in OPTIONS),
+    *("softmax-gated-deltanet(competition.write=beta)", "softmax-kda(competition.write=beta)"),
+    *("softmax-gated-deltanet(competition.write=beta, competition.activation=null)",),
+    *("softmax-gated-deltanet(decay.kind=none, competition=paper)", "softmax-linear-attention(competition=paper)"),
+    *("softmax-gla(inputs.feature_map=relu, read.norm=sum)", "gla(inputs.feature_map=silu, write.beta=sigmoid)"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::headrace.GateWarning")
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_every_way_is_the_literal_equation(name, dtype):
+    rows = list(laws(name, "cpu", dtype, seed=0))
+    assert len(rows) >= 7
+    broken = [row for row in rows if not row.holds]
+    assert not broken
+
+
+def test_bfloat16_is_float32_inside():
+    for row in laws("softmax-gla", "cpu", torch.bfloat16, seed=0):
+        assert row.holds, row
+
+
+def test_a_law_can_fail():
+    """A mixer with a wrong memory is caught: the laws are not satisfied by anything that runs."""
+    mixer, x = specimen("gla", 0)
+    from headrace.verify import FORMS, WAYS, relative
+
+    y = mixer(x)[0]
+    mixer.q_proj.weight.data.add_(1e-6)
+    assert all(relative(way(mixer, x), y) > 1e-10 for way in (FORMS | WAYS).values())
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_the_state_is_what_the_spec_says(name):
+    mixer, x = specimen(name, 0)
+    named = mixer(x)[1]._asdict()
+    described = zoo.get(name)
+    options = {"tokens": x.shape[1]} if isinstance(described, spec.AttentionSpec) else {}
+    shapes = described.state_shapes(HIDDEN, HEADS, **options)
+    assert {key: tuple(named[key].shape) for key in shapes} == {key: (BATCH, *s) for key, s in shapes.items()}
+    measured = sum(named[key][0].numel() * 4 for key in shapes)
+    assert measured == described.state_bytes(HIDDEN, HEADS, **options)
+
+
+@pytest.mark.parametrize("name", list(zoo.LINEAR))
+def test_competition_starts_as_its_backbone_to_the_bit(name):
+    """Gates are zero parameters that draw no random numbers, and a zero score is a gate of exactly one."""
+
+    def build(name):
+        torch.manual_seed(0)
+        return mixers.build(zoo.get(name), hidden_size=32, num_heads=4, layer_idx=1, num_layers=3)
+
+    plain, competing = build(name), build(f"softmax-{name}")
+    shared, weights = plain.state_dict(), competing.state_dict()
+    assert {key for key in weights if key not in shared} == {f"{s}_competition.weight" for s in ("read", "write")}
+    assert all(torch.equal(shared[key], weights[key]) for key in shared)
+    x = torch.randn(2, 9, 32)
+    assert torch.equal(plain(x)[0], competing(x)[0])
+
+
+def test_a_new_mixer_is_one_line(monkeypatch):
+    monkeypatch.setitem(zoo.LINEAR, "leaky-delta", spec.change(zoo.LINEAR["deltanet"], "decay.kind", "retnet"))
+    for name in ("leaky-delta", "softmax-leaky-delta"):
+        assert name in zoo.names()
+        assert all(row.holds for row in laws(name, "cpu", torch.float64, seed=0))
+
+
+def test_every_spec_survives_json():
+    import json
+
+    for name in zoo.names():
+        described = zoo.get(name)
+        assert spec.from_json(json.loads(json.dumps(spec.to_json(described)))) == described
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("softmax-gla(competition=paper)", "divides it out again"),
+        ("softmax-retnet(competition.read=query, read.norm=group)", "divides it out again"),
+        ("softmax-gla(heads.count=1)", "the identity"),
+    ],
+)
+def test_a_gate_that_cannot_act_is_named(name, sentence):
+    with pytest.warns(GateWarning, match=sentence):
+        mixers.build(zoo.get(name), hidden_size=32, num_heads=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mixers.build(zoo.get("softmax-gla"), hidden_size=32, num_heads=4)
