@@ -259,9 +259,10 @@ PEERS = [
     Peer("kda", "fla:kda/naive:naive_recurrent_kda", FLA, upto=LOOP),
 ]  # fmt: skip
 
-# What softmax attention takes on the same shapes. It is another function, so it stands outside the table.
+# What softmax attention takes on the same shapes. It is another function, so it stands outside the table. PyTorch has a
+# fast kernel for K = V alone; the other is T² in memory.
 ATTENTION = Peer(
     "attention", "torch:nn.functional:scaled_dot_product_attention", {"q": "query", "k": "key", "v": "value"},
     lambda q, k, v, **_: {"q": q, "k": k, "v": v}, lambda f, S, **x: (f(**x, is_causal=True), None), heads_first=True,
-    states=False, exact=True,
+    states=False, exact=True, square=True,
 )  # fmt: skip

@@ -24,7 +24,8 @@ def test_op_times_ours_and_every_peer_it_can_check(lines):
     rows = read()
     runners = {row["runner"] for row in rows}
     assert {"headrace", "headrace, heads competing", "torch scaled_dot_product_attention"} <= runners
-    assert len(rows) == 2 * len(runners) * 8  # two sizes, two lengths, forward with and without backward
+    ours = [row for row in rows if row["runner"] == "headrace"]
+    assert len(ours) == 2 * 8  # two sizes, two lengths, forward with and without backward
     assert all(float(row["cpu_ms"]) > 0 and float(row["error"]) < 1e-5 for row in rows)
 
 
