@@ -67,7 +67,7 @@ def check_values(
     for name, x in tensors.items():
         require(not bool(x.isnan().any()), f"{name} contains NaN; expected finite numbers")
         require(bool(x.isfinite().all()), f"{name} contains an infinity; expected finite numbers")
-    log_decay, beta = options.get("log_decay"), options.get("beta")
+    log_decay, beta = tensors.get("log_decay"), tensors.get("beta")
     if log_decay is not None:
         require(bool((log_decay <= 0).all()), f"log_decay reaches {log_decay.max():.4g}; expected values ≤ 0")
     if beta is not None:
