@@ -98,7 +98,7 @@ def _spec(mixer) -> Spec:
 
 
 def _refuse_typos(names: Iterable[str]) -> None:
-    """transformers keeps whatever it is given, which is right for the keys of other tools and wrong for misspelt ones."""
+    """transformers keeps every key it is given: right for those of other tools, wrong for a misspelt one."""
     for name in names:
         if near := difflib.get_close_matches(name, HeadraceConfig.__annotations__, 1, 0.65):
             raise InputError(f"HeadraceConfig has no field {name!r}; did you mean {near[0]!r}?")

@@ -1,0 +1,151 @@
+"""The stack without Hugging Face: softmax attention's masks, packs and states, and matching of parameters."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headrace import zoo
+from headrace.errors import InputError
+from headrace.mixers import SoftmaxAttention
+from headrace.model import (
+    Backbone,
+    Sizes,
+    count_parameters,
+    default_intermediate_size,
+    match_intermediate_size,
+    padding_mask,
+)
+from headrace.spec import AttentionSpec
+
+D, H = 24, 6
+
+
+@pytest.fixture(params=[{}, {"kv_heads": 2}, {"rotary": False}], ids=["full", "grouped", "no rotary"])
+def attention(request):
+    return SoftmaxAttention(AttentionSpec(**request.param), hidden_size=D, num_heads=H).double()
+
+
+def inputs(B, T):
+    return torch.randn(B, T, D, dtype=torch.float64)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_attention_is_its_equation():
+    """One head, no rotation: softmax over the past of q·k/√d, as a loop."""
+    attention = SoftmaxAttention(AttentionSpec(rotary=False), hidden_size=D, num_heads=1).double()
+    x = inputs(1, 5)
+    q, k, v = attention.q_proj(x)[0], attention.k_proj(x)[0], attention.v_proj(x)[0]
+    out = torch.stack([F.softmax(k[: t + 1] @ q[t] / D**0.5, 0) @ v[: t + 1] for t in range(5)])
+    close(attention(x)[0][0], attention.o_proj(out))
+
+
+@pytest.mark.parametrize("cuts", [[7], [1] * 7, [3, 4], [2, 1, 4]], ids=str)
+def test_attention_continues_from_its_state(attention, cuts):
+    x, state, parts = inputs(2, 7), None, []
+    for piece in x.split(cuts, 1):
+        y, state = attention(piece, state)
+        parts.append(y)
+    close(torch.cat(parts, 1), attention(x)[0])
+
+
+def test_attention_ignores_padding_anywhere(attention):
+    """Two turns, each padded in another place; every row agrees with its own tokens alone."""
+    x, more = inputs(3, 6), inputs(3, 4)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 0, 1]]).bool()
+    late = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]]).bool()
+    first, state = attention(x, mask=mask)
+    second, state = attention(more, state, mask=late)
+    third, _ = attention(more[:, :1], state)
+    assert first.isfinite().all()
+    assert second.isfinite().all()
+    for row in range(3):
+        tokens = torch.cat([x[row, mask[row]], more[row, late[row]], more[row, :1]])
+        ours = torch.cat([first[row, mask[row]], second[row, late[row]], third[row]])
+        close(ours, attention(tokens[None])[0][0])
+
+
+def test_attention_keeps_the_sequences_of_a_pack_apart(attention):
+    """Over two packs, with empty sequences, against each sequence alone; then one token for each from the state."""
+    lengths, more = [3, 0, 1, 5], [0, 2, 4, 1]
+    x, late, last = inputs(1, 9), inputs(1, 7), inputs(4, 1)
+    first, state = attention(x, cu_seqlens=F.pad(torch.tensor(lengths).cumsum(0), (1, 0)))
+    second, state = attention(late, state, cu_seqlens=F.pad(torch.tensor(more).cumsum(0), (1, 0)))
+    third, _ = attention(last, state)
+    pairs = (((x, first), lengths), ((late, second), more))
+    pieces = [zip(*(t[0].split(n) for t in pair), strict=True) for pair, n in pairs]
+    for (x1, y1), (x2, y2), x3, y3 in zip(*pieces, last, third, strict=True):
+        close(torch.cat([y1, y2, y3]), attention(torch.cat([x1, x2, x3])[None])[0][0])
+
+
+def test_attention_takes_the_fast_kernel_without_padding(attention, monkeypatch):
+    seen = []
+    original = F.scaled_dot_product_attention
+
+    def spy(q, k, v, mask, **options):
+        seen.append((mask, options["is_causal"]))
+        return original(q, k, v, mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    _, state = attention(inputs(2, 5))
+    attention(inputs(2, 1), state)
+    attention(inputs(1, 5), cu_seqlens=torch.tensor([0, 2, 5]))
+    assert seen == [(None, True), (None, False), (None, True), (None, True)]
+
+
+def test_a_stack_of_different_mixers_continues_from_its_states():
+    specs = [zoo.get(name) for name in ("softmax-gla", "transformer", "retnet")]
+    stack = Backbone(specs, Sizes(hidden_size=24, num_heads=2, intermediate_size=16)).double()
+    x, states, parts = inputs(2, 6), None, []
+    for piece in x.split(2, 1):
+        y, states = stack(piece, states)
+        parts.append(y)
+    seen = []
+    whole, _ = stack(x, inputs=seen)
+    close(torch.cat(parts, 1), whole)
+    assert len(seen) == 3
+    assert seen[0] is x
+
+
+def test_the_norms_of_a_half_precision_stack_are_computed_in_float32():
+    norm = Backbone([], Sizes(hidden_size=512, num_heads=1, intermediate_size=None)).bfloat16().norm
+    x = torch.randn(8, 512).bfloat16()
+    assert torch.equal(norm(x), F.rms_norm(x.float(), (512,), eps=1e-6).bfloat16())
+
+
+def test_the_default_width_makes_three_matrices_weigh_as_much_as_two_of_four_times_the_width():
+    assert [default_intermediate_size(n) for n in (1024, 2048, 768, 256, 128, 64)] == [2816, 5632, 2048, 768, 352, 176]
+
+
+def test_a_width_that_matches_parameters():
+    def build(width, name="gla"):
+        return Backbone([zoo.get(name)] * 2, Sizes(hidden_size=64, num_heads=4, intermediate_size=width))
+
+    target = sum(p.numel() for p in build(100, "retnet").parameters())
+    width = match_intermediate_size(build, target)
+    best = min(range(1, 200), key=lambda w: abs(count_parameters(lambda: build(w)) - target))
+    assert width == best != 100
+    with pytest.raises(InputError, match="with the narrowest MLP; expected at most target=10"):
+        match_intermediate_size(build, 10)
+    with pytest.raises(InputError, match="whatever its MLP's width"):
+        match_intermediate_size(lambda width: build(None), target)
+
+
+def test_counting_allocates_nothing():
+    sizes = Sizes(hidden_size=2**16, num_heads=8, intermediate_size=None)
+    assert count_parameters(lambda: Backbone([AttentionSpec()], sizes)) == 4 * 2**32 + 2 * 2**16
+
+
+def test_masks_that_do_not_fit():
+    x, ends = inputs(2, 3), torch.tensor([0, 1, 3])
+    assert padding_mask(torch.ones(2, 5), x, None) is None
+    assert padding_mask(torch.tensor([[1, 1, 0, 1]] * 2), x, None).tolist() == [[True, False, True]] * 2
+    for mask in (torch.ones(2, 2), torch.ones(3, 3), torch.ones(2, 1, 3, 3)):
+        with pytest.raises(InputError, match=r"attention_mask has shape .* expected \[2, 3\]"):
+            padding_mask(mask, x, None)
+    with pytest.raises(InputError, match="expected B=1, got B=2"):
+        padding_mask(None, x, ends)
+    with pytest.raises(InputError, match="marks padding in a pack"):
+        padding_mask(torch.tensor([[0, 1, 1]]), x[:1], ends)
