@@ -2,11 +2,14 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from . import __version__, zoo
@@ -29,6 +32,15 @@ def main() -> None:
 def terminal() -> Console:
     """Wide where the output goes to a file, so that no table is cut."""
     return Console() if sys.stdout.isatty() else Console(width=140)
+
+
+@contextmanager
+def interruptible(farewell: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: {farewell}", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 @app.callback(invoke_without_command=True)
@@ -69,13 +81,9 @@ def compare(
         "hidden_size": hidden_size, "layers": layers, "heads": heads,
     }  # fmt: skip
     study = choose(task, [*(text or []), *(files or [])], tokenizer, changes)
-    folder = output or Path("runs", study.name)
-    console = terminal()
-    try:
+    folder, console = output or Path("runs", study.name), terminal()
+    with interruptible(f"what is finished is in {folder}; the same command continues"):
         report = run(study, folder, workers=workers, console=console)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted: what is finished is in {folder}; the same command continues", file=sys.stderr)
-        raise typer.Exit(130) from None
     console.print(f"The report is {report}", soft_wrap=True, highlight=False)
 
 
@@ -131,13 +139,18 @@ def verify(
         raise InputError(f"--device={device!r} cannot be used: {str(error).splitlines()[0]}") from None
     names = split(mixers) if mixers else zoo.names()
     for name in names:
-        zoo.get(name)
+        zoo.get(name)  # a name that is unknown is so before the first check
     console, broken = terminal(), 0
     table = Table("mixer", "law", "relative error", "tolerance", "")
-    for row in (row for name in names for row in check([name], device, dtypes[dtype])):
-        broken += not row.holds
-        mark = "holds" if row.holds else "[red]BROKEN"
-        table.add_row(row.mixer, row.law, f"{row.error:.1e}", f"{row.tolerance:.0e}", mark)
+    with interruptible("nothing was kept"):
+        for row in (
+            row
+            for name in track(names, "checking", console=console, transient=True)
+            for row in check([name], device, dtypes[dtype])
+        ):
+            broken += not row.holds
+            mark = "holds" if row.holds else "[red]BROKEN"
+            table.add_row(row.mixer, row.law, f"{row.error:.1e}", f"{row.tolerance:.0e}", mark)
     console.print(table)
     console.print(f"{broken} of {table.row_count} laws are broken on {device} in {dtype}")
     raise typer.Exit(1 if broken else 0)

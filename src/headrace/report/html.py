@@ -37,7 +37,7 @@ def section(comparison: Comparison, folder: Path) -> dict[str, Any]:
 
 def inline(figure: Figure, path: Path) -> str:
     """Save a figure and return it as base64."""
-    figure.savefig(path)
+    figure.savefig(path, bbox_inches="tight")
     return base64.b64encode(path.read_bytes()).decode()
 
 

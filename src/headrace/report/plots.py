@@ -22,7 +22,6 @@ STYLE: Any = {
     "axes.axisbelow": True,
     "legend.frameon": False,
     "figure.dpi": 110,
-    "savefig.bbox": "tight",
 }
 LABELLED = 8  # so many curves can be told apart by a legend inside the plot
 

@@ -63,7 +63,7 @@ def words(comparison: Comparison) -> list[str]:
 
 def duels(comparison: Comparison) -> Iterator[str]:
     for winner in competing(comparison):
-        if base := find(comparison, without_gates(winner.spec)):
+        if (base := find(comparison, without_gates(winner.spec))) and common_seeds(winner, base):
             difference = Difference(winner, base)
             yield (
                 f"{winner.label} {show_contender(winner)} against {base.label} {show_contender(base)} "
@@ -76,7 +76,7 @@ def controls(comparison: Comparison) -> Iterator[str]:
     for winner in competing(comparison):
         base = find(comparison, without_gates(winner.spec))
         control = find(comparison, as_control(winner.spec))
-        if not (base and control):
+        if not (base and control and common_seeds(winner, base, control)):
             continue
         reached = f"The sigmoid control ({control.label}: gates without competition) reaches {show_contender(control)}"
         gain, rest = Difference(winner, base), Difference(winner, control)
@@ -106,7 +106,8 @@ def fewer_heads(comparison: Comparison) -> Iterator[str]:
         H = winner.spec.num_heads(default)
         for plain in comparison.finished:
             h = plain.spec.num_heads(default)
-            if h >= H or without_count(plain.spec) != without_count(without_gates(winner.spec)):
+            same = without_count(plain.spec) == without_count(without_gates(winner.spec))
+            if h >= H or not same or not common_seeds(winner, plain):
                 continue
             difference = Difference(plain, winner)
             against = "better than" if difference.better else "short of" if difference.worse else "as good as"
@@ -216,6 +217,10 @@ def without_count(spec: Spec) -> Spec:
     if isinstance(spec, MixerSpec):
         return replace(spec, heads=replace(spec.heads, count=None))
     return replace(spec, count=None)
+
+
+def common_seeds(*contenders: Contender) -> bool:
+    return bool(set.intersection(*(set(c.by_seed) for c in contenders)))
 
 
 def count(n: int, noun: str) -> str:

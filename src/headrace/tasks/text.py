@@ -67,7 +67,7 @@ class Text:
 
     def _windows(self, tokens: Tensor, starts: Tensor) -> Batch:
         window = tokens[starts[:, None] + torch.arange(self.length + 1)].long()
-        return {"input_ids": window[:, :-1], "shift_labels": window[:, 1:]}
+        return {"input_ids": window[:, :-1].contiguous(), "shift_labels": window[:, 1:].contiguous()}
 
     def scores(self, loss: float, accuracy: float) -> dict[str, float]:
         bits_per_byte = loss / math.log(2) / self.corpus.bytes_per_token

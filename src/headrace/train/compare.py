@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..errors import InputError
 from ..report.html import write_report
 from ..report.summary import summarise
 from ..report.terminal import board, print_comparison
@@ -22,6 +23,8 @@ def compare(study: Study, folder: Path, *, workers: int | None = None, console: 
     study that cannot be, a folder that holds another one, and a worker that dies.
     """
     console = console or Console()
+    if workers is not None and workers < 1:
+        raise InputError(f"--workers={workers}; expected at least 1")
     for plan in study.plans:
         plan.check()
         for warning in plan.warnings():

@@ -52,7 +52,7 @@ class Plan:
         positive = {"steps": self.recipe.steps, "batch-size": self.recipe.batch_size, "lr": self.recipe.lr}
         positive |= {"layers": self.shape.layers, "heads": self.shape.heads, "hidden-size": self.shape.hidden_size}
         for name, value in (positive | {"seeds": self.seeds}).items():
-            if value <= 0:
+            if not value > 0:
                 raise InputError(f"--{name}={value}; expected more than 0")
         if len(set(self.mixers)) < len(self.mixers) or not self.mixers:
             raise InputError(f"--mixers names {len(self.mixers)} mixers; expected at least one, and each once")
