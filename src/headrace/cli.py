@@ -73,6 +73,9 @@ def compare(
 
     The same command continues what was interrupted.
     """
+    from .report.html import write_report
+    from .report.summary import summarise
+    from .report.terminal import board, print_comparison
     from .train.choose import choose
     from .train.compare import compare as run
 
@@ -82,8 +85,15 @@ def compare(
     }  # fmt: skip
     study = choose(task, [*(text or []), *(files or [])], tokenizer, changes)
     folder, console = output or Path("runs", study.name), terminal()
+    for plan in study.plans:
+        for sentence in plan.idle_gates():
+            console.print(f"Note: {sentence}", style="yellow", highlight=False, soft_wrap=True)
     with interruptible(f"what is finished is in {folder}; the same command continues"):
-        report = run(study, folder, workers=workers, console=console)
+        with board(study, console) as progress:
+            results = run(study, folder, progress.listen, workers=workers)
+        report = write_report(results, folder)
+    for comparison in summarise(results):
+        print_comparison(comparison, console)
     console.print(f"The report is {report}", soft_wrap=True, highlight=False)
 
 
@@ -143,11 +153,8 @@ def verify(
     console, broken = terminal(), 0
     table = Table("mixer", "law", "relative error", "tolerance", "")
     with interruptible("nothing was kept"):
-        for row in (
-            row
-            for name in track(names, "checking", console=console, transient=True)
-            for row in check([name], device, dtypes[dtype])
-        ):
+        checked = track(names, "checking", console=console, transient=True)
+        for row in (row for name in checked for row in check([name], device, dtypes[dtype])):
             broken += not row.holds
             mark = "holds" if row.holds else "[red]BROKEN"
             table.add_row(row.mixer, row.law, f"{row.error:.1e}", f"{row.tolerance:.0e}", mark)

@@ -17,10 +17,10 @@ COLUMNS = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total:
 class Board:
     """One bar for all steps, one for each arm at work, one line for each arm that is done."""
 
-    def __init__(self, progress: Progress, study: Study, arms: list[Arm]):
+    def __init__(self, progress: Progress, study: Study):
         self.progress = progress
         self.names = {plan.name: labels(plan.mixers) for plan in study.plans}
-        self.total = progress.add_task("all arms", total=sum(arm.plan.recipe.steps for arm in arms), score="")
+        self.total = progress.add_task("all arms", total=sum(arm.plan.recipe.steps for arm in study.arms()), score="")
         self.bars: dict[str, TaskID] = {}
         self.steps: dict[str, int] = {}
 
@@ -42,10 +42,10 @@ class Board:
 
 
 @contextmanager
-def board(study: Study, arms: list[Arm], console: Console) -> Iterator[Board]:
+def board(study: Study, console: Console) -> Iterator[Board]:
     columns = [TextColumn(column) if isinstance(column, str) else column for column in COLUMNS]
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        yield Board(progress, study, arms)
+        yield Board(progress, study)
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -60,5 +60,5 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         table.add_row(c.label, score, *(f"{number:,.0f}" for number in numbers))
     console.print(table)
     for sentence in words(comparison):
-        console.print(f"- {sentence}", highlight=False)
+        console.print(f"- {sentence}", highlight=False, soft_wrap=True)
     console.print()

@@ -176,6 +176,8 @@ def costs(comparison: Comparison) -> Iterator[str]:
 
 def cautions(comparison: Comparison) -> Iterator[str]:
     for contender in comparison.contenders:
+        for idle in contender.spec.idle_gates(comparison.plan["shape"]["heads"]):
+            yield f"A gate of {contender.label} hardly acts: {idle}."
         if lost := [arm["seed"] for arm in contender.arms if arm["diverged"]]:
             yield f"{contender.label} diverged in seed {', '.join(map(str, lost))}: its loss is no number there."
     sizes = {c.label: c.constant("parameters") - c.constant("gate_parameters") for c in comparison.contenders}

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 IGNORED = -100  # the label of a position without a question
 BLOCK = 1024  # rows drawn at once
-HELD_OUT_SEED = 2**31  # training seeds are counted from 0 and never reach it
 
 Batch = dict[str, Tensor]
 
@@ -73,11 +73,15 @@ class Rows(Dataset):
     def __getitem__(self, index: int) -> Batch:
         number, row = divmod(index, BLOCK)
         if number != self.number:
-            generator = torch.Generator().manual_seed((self.seed << 32) + number)
-            self.number, self.block = number, self.sample(generator, BLOCK)
+            self.number, self.block = number, self.sample(generator(self.seed, number), BLOCK)
         return {name: values[row] for name, values in self.block.items()}
 
 
 def held_out(sample: Callable[[torch.Generator, int], Batch], rows: int) -> Batch:
     """Rows of a synthetic task that no training seed draws."""
-    return sample(torch.Generator().manual_seed(HELD_OUT_SEED), rows)
+    return sample(generator(), rows)
+
+
+def generator(*key: int) -> torch.Generator:
+    """A generator of its own for every key: torch's on a CPU keeps the lower 32 bits of a seed, so that keys are hashed."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))

@@ -67,7 +67,3 @@ def short(value: Any, width: int = 60) -> str:
 
 def result_path(folder: Path, arm: Arm) -> Path:
     return folder / "arms" / arm.slug / "result.json"
-
-
-def pending(folder: Path, study: Study) -> list[Arm]:
-    return [arm for arm in study.arms() if not result_path(folder, arm).exists()]

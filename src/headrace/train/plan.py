@@ -71,13 +71,13 @@ class Plan:
             for mixer in self.mixers
         ]
 
+    def idle_gates(self) -> list[str]:
+        """A sentence for each gate of these mixers that cannot act, or hardly."""
+        return [f"{mixer}: {idle}" for mixer in self.mixers for idle in zoo.get(mixer).idle_gates(self.shape.heads)]
+
     def widths(self) -> dict[str, int | None]:
         specs = {mixer: backbone(zoo.get(mixer)) for mixer in self.mixers}
         return match(specs, self.shape.hidden_size, self.shape.heads, self.shape.layers, self.shape.mlp)
-
-    def warnings(self) -> list[str]:
-        """Gates of these mixers that cannot act, or hardly."""
-        return [f"{mixer}: {idle}" for mixer in self.mixers for idle in zoo.get(mixer).idle_gates(self.shape.heads)]
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)

@@ -1,0 +1,147 @@
+"""Tasks: what a row asks can be answered from the row, rows depend on nothing but the seed, bad text is refused."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from headrace.errors import InputError
+from headrace.tasks import IGNORED, TASKS, Mqar, Pair, Rows, Text
+from headrace.tasks.base import BLOCK
+
+SYNTHETIC = (Pair(), Pair(keys=9, pairs=7, queries=3), Mqar(), Mqar(keys=12, pairs=5, length=23))
+
+
+def rows_of(task, count=32):
+    batch = task.sample(torch.Generator().manual_seed(3), count)
+    assert batch["input_ids"].shape[:2] == batch["shift_labels"].shape == (count, task.length)
+    assert int(batch["input_ids"].max()) < task.vocab_size
+    return zip(batch["input_ids"].tolist(), batch["shift_labels"].tolist(), strict=True)
+
+
+@pytest.mark.parametrize("task", [Pair(), Pair(keys=9, pairs=7, queries=3)], ids=repr)
+def test_pair_asks_for_the_value_that_came_with_the_key(task):
+    for ids, labels in rows_of(task):
+        stored = dict(ids[: task.pairs])
+        assert len(stored) == task.pairs and labels[: task.pairs] == [IGNORED] * task.pairs
+        assert [stored[key] for key, _ in ids[task.pairs :]] == labels[task.pairs :]
+        assert {nothing for _, nothing in ids[task.pairs :]} == {-1}
+
+
+@pytest.mark.parametrize("task", [Mqar(), Mqar(keys=12, pairs=5, length=23)], ids=repr)
+def test_mqar_asks_every_pair_once_and_fills_with_what_is_no_key(task):
+    for ids, labels in rows_of(task):
+        stored = dict(zip(ids[: 2 * task.pairs : 2], ids[1 : 2 * task.pairs : 2], strict=True))
+        asked = {ids[t]: label for t, label in enumerate(labels) if label != IGNORED}
+        assert asked == stored and len(stored) == task.pairs
+        assert all(i >= task.keys for i, label in zip(ids, labels, strict=True) if label == IGNORED and i not in stored)
+
+
+def test_mqar_asks_sooner_more_often_than_late():
+    labels = Mqar(length=128).sample(torch.Generator().manual_seed(0), 500)["shift_labels"]
+    asked = (labels != IGNORED).sum(0)
+    assert asked[16:48].sum() > 2 * asked[96:].sum() > 0
+
+
+@pytest.mark.parametrize("task", SYNTHETIC, ids=repr)
+def test_rows_depend_on_the_seed_alone(task):
+    rows, again, other = (
+        Rows(task.sample, 1, 2 * BLOCK),
+        Rows(task.sample, 1, BLOCK + 9),
+        Rows(task.sample, 2, 2 * BLOCK),
+    )
+    for i in (BLOCK + 5, 3):
+        assert torch.equal(rows[i]["input_ids"], again[i]["input_ids"])
+        assert not torch.equal(rows[i]["input_ids"], other[i]["input_ids"])
+    assert not torch.equal(rows[3]["input_ids"], rows[BLOCK + 3]["input_ids"])
+    assert torch.equal(task.held_out(40)["input_ids"], task.held_out(40)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Pair(keys=4, pairs=5), lambda: Pair().resized(7), lambda: Mqar(pairs=8, length=20)]
+)
+def test_impossible_rows_are_refused(make):
+    with pytest.raises(InputError, match="expected"):
+        make()
+
+
+@pytest.mark.parametrize(
+    "task", [Pair().resized(10), Pair().resized(100), Mqar().resized(12), Text().resized(9)], ids=repr
+)
+def test_a_task_at_another_length(task):
+    assert task.length in (10, 100, 12, 9) and type(task) is TASKS[task.name]
+
+
+# --- text ----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"Line {i} of a book, näher.\n" for i in range(200)), encoding="utf-8")
+    return path
+
+
+def test_text_predicts_the_next_byte_and_holds_its_end_out(book):
+    task = Text((str(book),), length=16)
+    batch, tail = task.sample(torch.Generator().manual_seed(0), 8), task.held_out(1000)
+    assert torch.equal(batch["input_ids"][:, 1:], batch["shift_labels"][:, :-1])
+    whole = book.read_bytes()
+    assert bytes(batch["input_ids"][0].tolist()) in whole
+    held_out = bytes(tail["input_ids"].flatten().tolist())
+    assert held_out in whole[-len(whole) // 10 - 20 :] and len(held_out) >= len(whole) // 10 - 32
+    assert held_out not in bytes(task.corpus.train.tolist())
+    assert len(task.held_out(3)["input_ids"]) == 3
+
+
+def test_scores_of_text(book):
+    scores = Text((str(book),)).scores(math.log(2), 0.5)
+    assert scores == {"loss": math.log(2), "bits per byte": pytest.approx(1.0), "perplexity": pytest.approx(2.0)}
+
+
+def test_without_files_the_text_is_the_standard_library():
+    corpus = Text().corpus
+    assert len(corpus.train) > 1_000_000 and corpus.vocab_size == 256
+
+
+def test_a_tokenizer_file(book, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["?", "Line", "of", "a", "book", "näher", ",", "."]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    task = Text((str(book),), str(path), length=8)
+    assert task.vocab_size == len(words)
+    assert int(task.sample(torch.Generator(), 4)["input_ids"].max()) < len(words)
+    ratio = task.corpus.bytes_per_token
+    assert ratio == pytest.approx(4, abs=1)
+    assert task.scores(math.log(2), 0.0)["bits per byte"] == pytest.approx(1 / ratio)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"", "is empty"),
+        (b" \n\t\n", "is empty"),
+        (b"abc \xff\xfe def", r"is not UTF-8: byte 4 is 0xff"),
+        (b"a", "too few for length=16"),
+        (b"too short for this", "too few for length=16; expected at least 170"),
+    ],
+)
+def test_bad_text_is_refused(tmp_path, content, said):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=said):
+        assert Text((str(path),), length=16).corpus
+
+
+@pytest.mark.parametrize("content", [None, json.dumps({"no": "tokenizer"})])
+def test_a_bad_tokenizer_is_refused(book, tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match="`tokenizers` JSON file"):
+        assert Text((str(book),), str(path)).corpus
