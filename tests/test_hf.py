@@ -236,16 +236,15 @@ MASKS = {
 @pytest.mark.parametrize("side", MASKS)
 @torch.no_grad()
 def test_padding_changes_nothing(model, side):
-    """Logits and what comes after, over two turns, the second with padding too: as each row's own tokens alone."""
-    ids, more, mask = tokens(2), tokens(2, 3), torch.tensor(MASKS[side])
-    late = torch.tensor([[1, 0, 1], [1, 1, 1]])
-    cache = HeadraceCache()
-    first = model(ids, attention_mask=mask, past_key_values=cache).logits
-    second = model(more, attention_mask=torch.cat([mask, late], 1), past_key_values=cache).logits
-    for row in range(2):
-        kept = [mask[row].bool(), late[row].bool()]
-        alone = model(torch.cat([ids[row, kept[0]], more[row, kept[1]]])[None]).logits[0]
-        close(torch.cat([first[row, kept[0]], second[row, kept[1]]]), alone)
+    """Logits and what comes after, in turns of 9, 2, 1 and 1 columns with padding: as each row's own tokens alone."""
+    later = torch.tensor([[0, 1, 0, 1], [1, 0, 1, 1]])
+    mask, ids = torch.cat([torch.tensor(MASKS[side]), later], 1), tokens(2, T + 4)
+    cache, logits, end = HeadraceCache(), [], 0
+    for piece in ids.split([T, 2, 1, 1], 1):
+        end += piece.shape[1]
+        logits.append(model(piece, attention_mask=mask[:, :end], past_key_values=cache).logits)
+    for row, kept in enumerate(mask.bool()):
+        close(torch.cat(logits, 1)[row, kept], model(ids[row, kept][None]).logits[0])
 
 
 @torch.no_grad()
@@ -347,6 +346,20 @@ def test_initial_values():
     assert mixer.conv.weight.std() > 0.2
     assert mixer.norm_weight.eq(1).all()
     assert all(p.is_leaf and p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_parameter_has_an_initial_value(name):
+    """Also in storage that was never written: how a model begins that was built on the meta device."""
+    with torch.device("meta"):
+        model = HeadraceForCausalLM(config(name))
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.constant_(p, torch.nan)
+    for module in model.modules():
+        module._is_hf_initialized = False
+    model.init_weights()
+    assert [name for name, p in model.named_parameters() if not p.isfinite().all()] == []
 
 
 def test_buffers_that_are_not_saved_are_made_again(tmp_path):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from headrace import zoo
 from headrace.errors import InputError
 from headrace.mixers import SoftmaxAttention
+from headrace.mixers.attention import attend
 from headrace.model import (
     Backbone,
     Sizes,
@@ -65,6 +66,13 @@ def test_attention_ignores_padding_anywhere(attention):
         tokens = torch.cat([x[row, mask[row]], more[row, late[row]], more[row, :1]])
         ours = torch.cat([first[row, mask[row]], second[row, late[row]], third[row]])
         close(ours, attention(tokens[None])[0][0])
+
+
+def test_padding_is_seen_by_itself_alone():
+    """And does see itself: a query that sees nothing would be NaN in some kernels, and in their gradients."""
+    q, k, v = torch.randn(3, 1, 4, 2, 8, dtype=torch.float64).unbind()
+    out = attend(q, k, v, torch.tensor([[False, True, False, True]]))
+    close(out[:, 0], v[:, 0])
 
 
 def test_attention_keeps_the_sequences_of_a_pack_apart(attention):

@@ -114,7 +114,7 @@ def _attend_packed(
         if state is not None:
             past = _valid(state.k, state.valid)[n]
             kn, vn = torch.cat([state.k[n, past], kn]), torch.cat([state.v[n, past], vn])
-        out.append(attend(qn[None], kn[None], vn[None])[0] if lengths[n] else qn)
+        out.append(attend(qn[None], kn[None], vn[None])[0])
         keys.append(kn)
         values.append(vn)
     seen = torch.tensor([len(kn) for kn in keys], device=k.device)
