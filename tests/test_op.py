@@ -203,6 +203,21 @@ def test_hostile_decays(rule, kind):
     assert backward <= 1e-4
 
 
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("shape", [(1, 128, 2, 32), (1, 128, 2)], ids=["vector", "scalar"])
+def test_the_gradient_through_a_steep_decay(rule, shape):
+    """With log_decay = −e^z (RWKV-6), z's gradient is g e^g times something: what rounding leaves in g's gradient, where
+    the decay lets nothing pass, is multiplied by a large g."""
+    arguments = {name: x for name, x in long_inputs(tokens=128).items() if name not in ("log_decay", "beta")}
+    z = 2.5 * torch.randn(shape, dtype=torch.float64)
+    found = []
+    for dtype, op in ((torch.float64, literal), (torch.float32, linear_attention)):
+        leaf = z.to(dtype).requires_grad_()
+        out, _ = op(**{name: x.to(dtype) for name, x in arguments.items()}, log_decay=-leaf.exp(), rule=rule)
+        found.append(torch.autograd.grad(out.square().sum(), leaf)[0])
+    assert relative(found[1], found[0]) < 2e-6
+
+
 def test_one_key_repeated():
     arguments = long_inputs(tokens=128) | {"beta": torch.ones(1, 128, 2).double()}
     arguments["k"] = arguments["k"][:, :1].expand(-1, 128, -1, -1)

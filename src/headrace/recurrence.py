@@ -16,7 +16,6 @@ from .checks import check_combination, check_shapes, check_values
 from .errors import InputError
 
 NORMALISER_EPS = 1e-6
-DEFAULT_CHUNK = 64
 PARALLEL_LIMIT = 4 * 2**30  # bytes of T×T scores that form="parallel" may hold
 
 Form = Literal["chunkwise", "recurrent", "parallel"]
@@ -113,7 +112,7 @@ class Call(NamedTuple):
     cu_seqlens: Tensor | None
     delta: bool
     scale: float
-    chunk_size: int
+    chunk_size: int | None  # None: the backend's choice
 
 
 # --- what kernels need not know ------------------------------------------------------------------------------------
@@ -304,10 +303,10 @@ def _choose(call: Call, name: str) -> Backend:
     return BACKENDS[name]
 
 
-def _chunk(form: str, chunk_size: int | None, v: Tensor, cu_seqlens: Tensor | None) -> int:
+def _chunk(form: str, chunk_size: int | None, v: Tensor, cu_seqlens: Tensor | None) -> int | None:
     """The parallel form is one chunk as long as the longest sequence."""
     if form != "parallel":
-        return chunk_size or DEFAULT_CHUNK
+        return chunk_size
     T = v.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
     needed = v.shape[0] * v.shape[2] * T * T * accumulator(v).itemsize
     if needed > PARALLEL_LIMIT:

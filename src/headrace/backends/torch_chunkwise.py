@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .decay import NoDecay, ScalarDecay, VectorDecay
+from .decay import NoDecay, ScalarDecay, VectorDecay, earlier, later
 
 Span = tuple[int, int]
 
@@ -52,6 +52,7 @@ class Inputs:
             [(t, min(t + chunk_size, end)) for t in range(start, end, chunk_size)] for start, end in pairwise(ends)
         ]
         self.stride = kept_stride(self.K, self.V, chunk_size)
+        self.base = 1 if log_decay is None or log_decay.dim() < 4 else block_of(log_decay)
         self._fixed: dict[int, ScalarDecay] = {}
 
     def runs(self, chunks: list[Span]) -> list[list[Span]]:
@@ -81,7 +82,7 @@ class Inputs:
         if g is None:
             return NoDecay()
         if g.dim() == 4:
-            return VectorDecay(self.lay_out(g, span), self.dtype)
+            return VectorDecay(self.lay_out(g, span), self.dtype, self.base)
         if g.dim() == 3:
             return ScalarDecay(self.lay_out(g[..., None], span), self.dtype)
         if C not in self._fixed:
@@ -112,6 +113,18 @@ def accumulator_dtype(x: Tensor) -> torch.dtype:
 def kept_stride(K: int, V: int, chunk_size: int) -> int:
     """Chunks between two kept states, so that these weigh at most as much as q, k and v."""
     return max(1, -(-K * V // (chunk_size * (2 * K + V))))
+
+
+def default_chunk(K: int, V: int) -> int:
+    """A power of two between 16 and 64 near the mean of K and V: beyond it the C×C work inside a chunk costs more than
+    the K×V work between chunks saves."""
+    return min(64, max(16, 1 << ((K + V) // 2 - 1).bit_length()))
+
+
+def block_of(log_decay: Tensor, longest: int = 16, most: float = 64.0) -> int:
+    """The base of VectorDecay: the longest block, a power of two, over which no decay can exceed e^most."""
+    tokens = most / max(float(-log_decay.min()), most / longest)
+    return 1 << max(int(tokens), 1).bit_length() - 1
 
 
 def scaled(x: Tensor, factor: Tensor | float | None) -> Tensor:
@@ -151,19 +164,18 @@ def chunk_backward(
     """Gradients of one chunk by the input's name. dS, the gradient to the state after the chunk, becomes, in place,
     that to the state before it.
 
-    k's gradient is the sum of its early role, in which it is looked back at, and (delta only) its late role, in which
-    it looks back, as q does. A token's G enters late roles as e^G and early ones as e^−G, which gives its gradient."""
+    Under the delta rule k also reads, as q does: to find out what memory holds before it writes."""
     decay, k, U, strength = tile.decay, tile.k, scaled(E, tile.beta), read_strength(tile, scale)
     q = tile.q * strength
-    dU = torch.bmm(decay.scores(q, k).mT, d_out).baddbmm_(decay.cols(k), dS)
-    dq, dk = decay.scores_backward(torch.bmm(d_out, U.mT), q, k)
-    dq += decay.rows(torch.bmm(d_out, S.mT))
-    stored = decay.cols(torch.bmm(U, dS.mT))
-    dk += stored
-    grads = {"q": dq * strength}
-    at_end = decay.end_(S * dS).sum(-1) + (k * stored).sum(1) if decay_gradient else k.new_zeros(())
+    A = decay.scores(q, k)
+    dU = torch.bmm(A.mT, d_out).baddbmm_(decay.cols(k), dS)
+    dq, dk, dg = decay.scores_backward(torch.bmm(d_out, U.mT), q, k, A, decay_gradient)
+    read, written = decay.rows(torch.bmm(d_out, S.mT)), decay.cols(torch.bmm(U, dS.mT))
+    dq, dk = dq.add_(read), dk.add_(written)
+    if dg is not None and not isinstance(decay, NoDecay):
+        dg += decay.per_channel(decay.end_(S * dS).sum(-1)[:, None])
+        dg += earlier(k) @ decay.per_channel(written * k) + later(q) @ decay.per_channel(read * q)
     decay.end_(dS).baddbmm_(decay.rows(q).mT, d_out)
-    dG = (q * dq).addcmul_(k, dk, value=-1) if decay_gradient else None
 
     dP, d_beta = scaled(dU, tile.beta), row_dot(dU, E)
     if delta:
@@ -171,16 +183,16 @@ def chunk_backward(
         dP = torch.bmm(inverse.mT, dP)
         dM = torch.bmm(dP, E.mT).tril_(-1).neg_()
         d_beta += (dM * A).sum(1)[..., None]
-        dk_late, dk_early = decay.scores_backward(scaled(dM, None if tile.beta is None else tile.beta.mT), k, k)
-        dk_late -= decay.rows(torch.bmm(dP, S.mT))
+        dA = scaled(dM, None if tile.beta is None else tile.beta.mT)
+        late, early, dg_late = decay.scores_backward(dA, k, k, A, decay_gradient)
+        read = decay.rows(torch.bmm(dP, S.mT)).neg_()
+        dk += late.add_(early).add_(read)
         dS.baddbmm_(decay.rows(k).mT, dP, alpha=-1)
-        dG = dG if dG is None else dG.addcmul_(k, dk_late - dk_early)
-        dk = dk + dk_late + dk_early
-    grads |= {"k": dk, "v": scaled(dP, tile.write)}
-    if dG is not None:
-        dG[:, -1] += at_end
-        dG = dG if isinstance(decay, VectorDecay) else dG.sum(-1, keepdim=True)
-        grads["log_decay"] = dG.flip(1).cumsum(1).flip(1)
+        if dg is not None and dg_late is not None and not isinstance(decay, NoDecay):
+            dg += dg_late + later(k) @ decay.per_channel(read * k)
+    grads = {"q": dq * strength, "k": dk, "v": scaled(dP, tile.write)}
+    if dg is not None:
+        grads["log_decay"] = dg
     if tile.beta is not None:
         grads["beta"] = d_beta
     if tile.write is not None:

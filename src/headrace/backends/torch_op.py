@@ -20,9 +20,11 @@ library.impl("chunkwise", torch_chunkwise.forward, "CompositeExplicitAutograd")
 
 
 def run(*args) -> tuple[Tensor, Tensor]:
-    """(out, final state); the arguments are those of INPUTS in order."""
-    keep = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
-    out, final, _, _ = torch.ops.headrace.chunkwise(*args, keep)
+    """(out, final state); the arguments are those of INPUTS in order; chunk_size None: what suits K and V."""
+    *given, chunk_size = args
+    chunk_size = chunk_size or torch_chunkwise.default_chunk(given[1].shape[-1], given[2].shape[-1])
+    keep = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
+    out, final, _, _ = torch.ops.headrace.chunkwise(*given, chunk_size, keep)
     return out, final
 
 
