@@ -133,7 +133,7 @@ def rwkv6():
     draw = lambda *shape: 0.3 * torch.randn(shape)  # noqa: E731
     names = ("x_maa", "w_maa", "k_maa", "v_maa", "r_maa", "g_maa")
     own = {name: draw(D) for name in names} | {"tm_w1": draw(D, 5 * mix), "tm_w2": draw(5, mix, D)}
-    own |= {"td_w1": draw(D, rank), "td_w2": 0.1 * draw(rank, D), "t_decay": draw(H, K, 1), "t_first": draw(H, K, 1)}
+    own |= {"td_w1": draw(D, rank), "td_w2": draw(rank, D), "t_decay": draw(H, K, 1), "t_first": draw(H, K, 1)}
     own |= {name: draw(D, D) for name in ("kw", "vw", "rw", "gw", "ow")} | {"lx_w": draw(D), "lx_b": draw(D)}
     unused = dict.fromkeys(f"{a}{b}" for a in "kvrgo" for b in ("mx", "rx", "my", "ry"))
 

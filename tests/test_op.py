@@ -206,8 +206,8 @@ def test_hostile_decays(rule, kind):
 @pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("shape", [(1, 128, 2, 32), (1, 128, 2)], ids=["vector", "scalar"])
 def test_the_gradient_through_a_steep_decay(rule, shape):
-    """With log_decay = −e^z (RWKV-6), z's gradient is g e^g times something: what rounding leaves in g's gradient, where
-    the decay lets nothing pass, is multiplied by a large g."""
+    """With log_decay g = −e^z (RWKV-6), what rounding leaves in the gradient to g, where
+    the decay lets nothing pass, is multiplied by a large g on the way to z."""
     arguments = {name: x for name, x in long_inputs(tokens=128).items() if name not in ("log_decay", "beta")}
     z = 2.5 * torch.randn(shape, dtype=torch.float64)
     found = []

@@ -183,7 +183,7 @@ class VectorDecay:
         return dx[:, : self.length], dy[:, : self.length], None if dg is None else dg[:, : self.length]
 
     def _crossing_in_blocks(self, x: Tensor, y: Tensor, dx: Tensor, dy: Tensor) -> Tensor:
-        """By the difference of sums: blocks of more than one token are those of decays too weak to hide in its error."""
+        """By the difference of sums: in blocks of more than one token no decay is so strong that its error counts."""
         if self.base == 1:
             return torch.zeros_like(x)
         difference = (x * dx).addcmul_(y, dy, value=-1).unflatten(1, (-1, self.base))
