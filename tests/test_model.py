@@ -1,11 +1,13 @@
-"""The stack without Hugging Face: softmax attention's masks, packs and states, and matching of parameters."""
+"""The stack: softmax attention's masks, packs, states and agreement with Llama, and matching of parameters."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace import zoo
 from headrace.errors import InputError
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.mixers import SoftmaxAttention
 from headrace.mixers.attention import attend
 from headrace.model import (
@@ -157,3 +159,25 @@ def test_masks_that_do_not_fit():
         padding_mask(None, x, ends)
     with pytest.raises(InputError, match="marks padding in a pack"):
         padding_mask(torch.tensor([[0, 1, 1]]), x[:1], ends)
+
+
+@torch.no_grad()
+def test_the_transformer_is_llama():
+    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 29}
+    theirs = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=6, num_key_value_heads=2)).eval()
+    for p in theirs.parameters():
+        p.add_(0.2 * torch.randn_like(p))
+    ours = HeadraceForCausalLM(
+        HeadraceConfig(**shape, mixer=AttentionSpec(kv_heads=2), num_heads=6, tie_word_embeddings=False)
+    ).eval()
+    names = {
+        "layers": "backbone.layers", "self_attn": "mixer", "input_layernorm": "mixer_norm",
+        "post_attention_layernorm": "mlp_norm", "model.norm": "model.backbone.norm",
+    }  # fmt: skip
+    weights = theirs.state_dict()
+    for old, new in names.items():
+        weights = {key.replace(old, new): x for key, x in weights.items()}
+    ours.load_state_dict(weights)
+    ids = torch.randint(29, (2, 40))
+    expected = theirs(ids).logits
+    assert ((ours(ids).logits - expected).norm() / expected.norm()).item() < 1e-5

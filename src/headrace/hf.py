@@ -178,24 +178,20 @@ def load(path: str | Path) -> HeadraceForCausalLM:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not isinstance(config, HeadraceConfig):
             raise InputError(f"its model_type is {config.model_type!r}, not 'headrace'")
-        loaded: Any = HeadraceForCausalLM.from_pretrained(
-            folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
+        options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
+        loaded: Any = HeadraceForCausalLM.from_pretrained(folder, config=config, output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise InputError(f"checkpoint {str(folder)!r} cannot be read: {_first_line(error)}") from error
     model, report = loaded
-    if wrong := [key for part in ("missing_keys", "unexpected_keys") for key in sorted(report[part])]:
-        raise InputError(f"checkpoint {str(folder)!r} does not fit its config.json: {_listed(wrong)}")
+    mismatched = {key for key, *_ in report["mismatched_keys"]}
+    if wrong := sorted({*report["missing_keys"], *report["unexpected_keys"], *mismatched}):
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise InputError(f"checkpoint {str(folder)!r} does not fit its config.json at {', '.join(wrong[:3])}{more}")
     return model
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _listed(names: list[str], limit: int = 3) -> str:
-    more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def register() -> None:

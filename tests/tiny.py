@@ -1,0 +1,43 @@
+"""Small models in float64 whose weights are far from where they begin: a state that is lost, stale, rounded or in the
+wrong row shows in every comparison."""
+
+import torch
+
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM
+
+MIXERS = {
+    "retnet": "retnet",
+    "gla": "gla",
+    "mamba2": "mamba2",
+    "rwkv6": "rwkv6",
+    "gated-deltanet": "gated-deltanet",
+    "softmax-gla": "softmax-gla",
+    "hybrid": ["softmax-gated-deltanet", "transformer"],
+}
+SIZES = {"vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 16}
+T = 9
+
+
+def config(mixer, **changes):
+    mixer = MIXERS.get(mixer, mixer) if isinstance(mixer, str) else mixer
+    return HeadraceConfig(**{"mixer": mixer, **SIZES, **changes})
+
+
+@torch.no_grad()
+def trained(model):
+    """Weights as training might leave them: no gate at 1, no norm at 1, no flat prediction."""
+    for name, p in model.named_parameters():
+        p.add_(torch.randn_like(p), alpha=1.0 if "competition" in name else 0.3)
+    return model.double().eval()
+
+
+def build(mixer, **changes):
+    return trained(HeadraceForCausalLM(config(mixer, **changes)))
+
+
+def tokens(B, length=T):
+    return torch.randint(1, SIZES["vocab_size"], (B, length))  # 0 is for padding: generate looks for it
+
+
+def close(a, b, tolerance=1e-10):
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
