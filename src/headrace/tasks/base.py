@@ -83,5 +83,5 @@ def held_out(sample: Callable[[torch.Generator, int], Batch], rows: int) -> Batc
 
 
 def generator(*key: int) -> torch.Generator:
-    """A generator of its own for every key: torch's on a CPU keeps the lower 32 bits of a seed, so that keys are hashed."""
+    """A generator of its own for every key, which is hashed: torch keeps the lower 32 bits of a seed alone."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))

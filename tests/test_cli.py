@@ -1,0 +1,119 @@
+"""The command line: what a user gets wrong is one sentence and exit code 2, never a traceback."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+import headrace
+from headrace import cli, zoo
+
+
+def run(capsys, monkeypatch, *arguments):
+    """(exit code, standard output, standard error) of `headrace ARGUMENTS` in this process."""
+    monkeypatch.setattr(sys, "argv", ["headrace", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code or 0, *capsys.readouterr()
+
+
+@pytest.fixture
+def headrace_(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes("café ".encode("latin-1") * 500)
+    (tmp_path / "short.txt").write_text("A few words.")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo.txt").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "plan.json").write_text("{}")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "plan.json").write_text("{")
+    return lambda *arguments: run(capsys, monkeypatch, *arguments)
+
+
+MISTAKES = {
+    "compare --mixers softmx-retnet": "mixer 'softmx-retnet' is unknown; the nearest names are softmax-retnet",
+    "compare --mixers gla(decay.rank=high)": "decay.rank='high' is not allowed",
+    "compare --mixers softmax-gla(competition.raed=none)": "no field 'raed'",
+    "compare --mixers gla,gla": "each once",
+    "compare --mixers ,": "expected at least one",
+    "compare --heads 7": "num_heads=7 does not divide",
+    "compare --task par": "--task 'par' is unknown; expected pair",
+    "compare --seeds 0": "--seeds=0; expected more than 0",
+    "compare --lr nan": "--lr=nan; expected more than 0",
+    "compare --workers 0": "--workers=0; expected at least 1",
+    "compare --length 7": "length=7: a row of the task pair",
+    "compare --task mqar --length 2": "length >= 3 * pairs",
+    "compare --task pair --text short.txt": "--task pair reads no text",
+    "compare --tokenizer t.json": "add --text FILE",
+    "compare --text missing.txt": "text file 'missing.txt' cannot be read: No such file or directory",
+    "compare --text empty.txt": "text file 'empty.txt' is empty",
+    "compare --text latin.txt": "text file 'latin.txt' is not UTF-8: byte 3 is 0xe9",
+    "compare --text short.txt": "too few for length=96",
+    "compare short.txt empty.txt": "text file 'empty.txt' is empty",
+    "compare --task text --tokenizer missing.json": "tokenizer 'missing.json' is not a file",
+    "compare --task text --mixers transformer,mamba2(heads.expand_v=9)": "cannot be matched",
+    "compare --output notes": "'notes' exists and is no report folder",
+    "compare --output other": "'other' holds another run",
+    "compare --output broken": "is not JSON",
+    "compare --output empty.txt": "'empty.txt' exists and is no report folder",
+    "verify --mixers gal": "mixer 'gal' is unknown; the nearest names are gla",
+    "verify --dtype float8": "--dtype='float8'; expected one of float64",
+    "verify --device tpu7": "--device='tpu7' cannot be used",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_one_sentence_and_exit_code_2(headrace_, command):
+    code, out, error = headrace_(*command.split())
+    assert (code, out) == (2, "")
+    assert MISTAKES[command] in error and error.startswith("headrace: ") and error.count("\n") == 1
+
+
+def test_a_mistake_leaves_nothing_behind(headrace_, tmp_path):
+    headrace_("compare", "--mixers", "softmx-retnet", "--output", tmp_path / "run")
+    headrace_("compare", "--text", "missing.txt", "--output", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_zoo_lists_every_mixer(headrace_):
+    code, out, _ = headrace_("zoo")
+    assert code == 0 and all(name in out for name in zoo.names())
+
+
+def test_zoo_as_json_reads_back(headrace_):
+    listed = json.loads(headrace_("zoo", "--json")[1])
+    assert {name: zoo.get(row["spec"]) for name, row in listed.items()} == {name: zoo.get(name) for name in zoo.names()}
+
+
+def test_zoo_does_not_import_transformers():
+    check = "import sys; from headrace.cli import app; app(['zoo'], standalone_mode=False); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert "softmax-gla" in done.stdout and "transformers" not in done.stdout.split()
+
+
+def test_verify_holds_and_says_so(headrace_):
+    code, out, _ = headrace_("verify", "--mixers", "softmax-gla,retnet(heads.expand_v=1)")
+    assert code == 0 and "0 of" in out and "softmax-gla" in out
+
+
+def test_verify_fails_where_a_law_is_broken(headrace_, monkeypatch):
+    module = importlib.import_module("headrace.verify")
+    monkeypatch.setattr(module, "verify", lambda names, *rest: [module.Row("gla", "step", 1.0, 1e-9)])
+    code, out, _ = headrace_("verify", "--mixers", "gla")
+    assert code == 1 and "1 of 1 laws are broken" in out and "BROKEN" in out
+
+
+def test_backends_and_version(headrace_):
+    assert "torch: available" in headrace_("backends")[1]
+    assert headrace_("--version")[1] == f"headrace {headrace.__version__}\n"
+
+
+def test_a_gate_that_hardly_acts_is_named_before_the_run(headrace_, monkeypatch):
+    monkeypatch.setattr("headrace.train.compare.compare", lambda *args, **settings: pytest.fail("stop here"))
+    monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--mixers", "softmax-retnet(competition.read=query)"])
+    with pytest.raises(pytest.fail.Exception, match="stop here"):
+        cli.main()

@@ -1,0 +1,365 @@
+"""Comparisons: matched conditions, what is measured, the words, the folder, interruptions."""
+
+import base64
+import copy
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+
+from headrace import zoo
+from headrace.errors import InputError
+from headrace.report.html import write_report
+from headrace.report.summary import labels, summarise
+from headrace.report.words import words
+from headrace.tasks import Pair, Text
+from headrace.train.choose import choose
+from headrace.train.compare import compare
+from headrace.train.defaults import DEMO, PAIR, TEXT
+from headrace.train.folder import claim, result_path, write_json
+from headrace.train.plan import Plan, Recipe, Shape, Study, split
+
+CONTROL = "softmax-retnet(competition.activation=sigmoid)"
+SMALL = Plan(
+    "small",
+    ("retnet", "softmax-retnet", CONTROL),
+    Pair(keys=6, pairs=4, queries=4),
+    Shape(hidden_size=16, heads=4),
+    Recipe(steps=3, batch_size=4, evaluations=2, held_out=8),
+    seeds=2,
+)
+
+
+# --- matched conditions -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backbone", zoo.LINEAR)
+def test_a_mixer_and_its_softmax_version_start_as_one(backbone):
+    from headrace.train.model import build
+
+    shape = Shape(hidden_size=32, heads=4, layers=2, mlp=48)
+    plan = replace(SMALL, mixers=("transformer", backbone, f"softmax-{backbone}"), shape=shape, seeds=1)
+    rows = plan.task.held_out(3)
+    models = []
+    for arm in plan.arms()[1:]:
+        torch.manual_seed(arm.seed)
+        models.append(build(arm))
+    plain, softmax = models
+    own = dict(softmax.named_parameters())
+    assert all(torch.equal(parameter, own[name]) for name, parameter in plain.named_parameters())
+    assert {name for name in own if "competition" in name} == own.keys() - dict(plain.named_parameters()).keys()
+    assert torch.equal(plain(**rows).loss, softmax(**rows).loss)
+
+
+def test_parameters_are_matched_by_the_mlps_width():
+    from headrace.train.model import build, gate_parameters
+
+    mixers = ("transformer", *zoo.LINEAR, "softmax-gla")
+    plan = replace(SMALL, mixers=mixers, shape=Shape(hidden_size=64, heads=4, layers=2, mlp=512), seeds=1)
+    size = {}
+    for arm in plan.arms():
+        model = build(arm)
+        size[arm.mixer] = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in gate_parameters(model))
+    assert max(size.values()) <= 1.01 * min(size.values())
+    assert plan.widths()["softmax-gla"] == plan.widths()["gla"]
+
+
+def test_a_mixer_too_heavy_to_match_is_refused():
+    with pytest.raises(InputError, match="mamba2 cannot be matched"):
+        replace(SMALL, mixers=("transformer", "mamba2"), shape=Shape(heads=4, mlp=16)).check()
+
+
+def test_what_decays():
+    from headrace.train.arm import optimizer
+    from headrace.train.model import build, gate_parameters
+
+    model = build(SMALL.arms()[1])
+    decayed, free = optimizer(model, SMALL.recipe).param_groups
+    assert decayed["weight_decay"] > 0 == free["weight_decay"]
+    assert len(decayed["params"]) + len(free["params"]) == len(list(model.parameters()))
+    assert all(p.dim() > 1 for p in decayed["params"])
+    assert {id(p) for p in gate_parameters(model)} <= {id(p) for p in free["params"]}
+
+
+# --- what heads do ------------------------------------------------------------------------------------------
+def test_gate_statistics_of_even_and_of_decided_heads():
+    from headrace.train.arm import evaluate
+    from headrace.train.model import build
+
+    model = build(SMALL.arms()[1])
+    rows = SMALL.task.held_out(8)
+    _, _, even = evaluate(model, rows, 4)
+    assert [(g["layer"], g["gate"]) for g in even] == [(0, "read"), (0, "write")]
+    assert all(g["entropy"] == pytest.approx(1, abs=1e-5) and g["load"] == pytest.approx([0.25] * 4) for g in even)
+    with torch.no_grad():
+        model.lm.model.backbone.layers[0].mixer.write_competition.weight.normal_(std=1e6)
+    _, _, (read, write) = evaluate(model, rows, 4)
+    assert read == even[0]
+    assert write["entropy"] == pytest.approx(0, abs=0.05)
+    assert sum(write["load_asked"]) == pytest.approx(1) == sum(write["load_other"])
+    both = (torch.tensor(write["load_asked"]) + torch.tensor(write["load_other"])) / 2
+    assert both.tolist() == pytest.approx(write["load"], abs=1e-5)
+
+
+def test_evaluation_is_the_mean_over_answers():
+    from headrace.train.arm import evaluate
+    from headrace.train.model import build
+
+    model, rows = build(SMALL.arms()[0]), SMALL.task.held_out(7)
+    loss, accuracy, gates = evaluate(model, rows, 3)
+    output, asked = model(**rows), rows["shift_labels"] >= 0
+    assert loss == pytest.approx(output.loss.item(), rel=1e-5) and gates == []
+    assert accuracy == pytest.approx((output.logits.argmax(-1) == rows["shift_labels"])[asked].float().mean().item())
+
+
+# --- words --------------------------------------------------------------------------------------------------
+def results(scores, plan=PAIR, gates=()):
+    """Results as a run would leave them: a list of final scores (None: diverged) for each of the plan's mixers."""
+    plan = replace(plan, mixers=plan.mixers[: len(scores)], seeds=max(map(len, scores)))
+    arms = []
+    for mixer, finals in zip(plan.mixers, scores, strict=True):
+        spec = zoo.get(mixer)
+        state = 100 * plan.shape.heads // spec.num_heads(plan.shape.heads)
+        for seed, score in enumerate(finals):
+            point = {"scores": {} if score is None else {plan.task.metric.name: score}, "gates": list(gates)}
+            arms.append({
+                "comparison": plan.name, "mixer": mixer, "seed": seed, "parameters": 1000, "gate_parameters": 0,
+                "state_bytes": state, "intermediate_size": None, "scores": point["scores"], "diverged": score is None,
+                "curve": [{"step": step, **point} for step in (0, 5)], "tokens_per_second": 10.0, "seconds": 1.0,
+            })  # fmt: skip
+    return {"study": Study("s", "S", (plan,)).to_json(), "command": "headrace", "environments": [], "arms": arms}
+
+
+def said(scores, **settings):
+    return "\n".join(words(summarise(results(scores, **settings))[0]))
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        (
+            [[0.8, 0.9, 0.86], [0.98, 0.99, 0.97]],
+            "98.0 ± 1.0 % against retnet 85.3 ± 5.0 % over 3 seeds: every seed better",
+        ),
+        ([[0.98, 0.97, 0.98], [0.8, 0.9, 0.86]], "every seed worse"),
+        ([[0.8, 0.9, 0.7], [0.81, 0.91, 0.69]], "no difference beyond the spread over seeds (better in 2 of 3)"),
+        ([[0.8, 0.9, 0.7], [0.81, 0.91, 0.71]], "no difference beyond the spread over seeds (better in 3 of 3)"),
+        ([[0.995, 1.0], [0.999, 1.0]], "both solve the task"),
+        ([[0.5], [0.9]], "better in the only seed, which is a hint and no finding"),
+        ([[0.5, 0.5, None], [0.9, 0.91, 0.92]], "over 2 seeds: every seed better"),
+        ([[0.5, 0.5, None], [0.9, 0.91, 0.92]], "retnet diverged in seed 2"),
+        ([[None, None], [0.9, 0.91]], "retnet diverged in seed 0, 1"),
+        ([[None], [None]], "No arm of this comparison has a score"),
+    ],
+)
+def test_words_on_a_mixer_and_its_backbone(scores, expected):
+    assert expected in said(scores)
+
+
+@pytest.mark.parametrize(
+    ("control", "expected"),
+    [
+        ([0.91, 0.92], "the gain is gating; competition adds nothing"),
+        ([0.80, 0.82], "most of the gain is gating, not competition."),
+        ([0.90, 0.885], "not competition (softmax against sigmoid: no difference beyond the spread"),
+        ([0.60, 0.62], "gating alone gives 28% of the gain"),
+        ([0.50, 0.51], "it is competition"),
+    ],
+)
+def test_words_on_the_control(control, expected):
+    assert expected in said([[0.5, 0.5], [0.9, 0.89], control])
+
+
+def test_words_on_a_control_of_nothing():
+    text = said([[0.9, 0.8], [0.8, 0.9], [0.85, 0.84]])
+    assert "the gain" not in text and "against retnet, no difference beyond the spread" in text
+
+
+@pytest.mark.parametrize(
+    ("fewer", "expected"), [([0.9, 0.9], "as good as"), ([0.1, 0.1], "short of"), ([1, 1], "better than")]
+)
+def test_words_on_fewer_heads(fewer, expected):
+    text = said([[0.5, 0.5], [0.9, 0.91], [0.5, 0.5], fewer])
+    assert "With 2 heads the plain retnet reaches" in text and f"{expected} 8 competing heads" in text
+    assert "(400 against 100 bytes)" in text
+
+
+def test_words_where_less_is_better():
+    text = said([[2.0, 2.1], [2.3, 2.4], [1.5, 1.5]], plan=TEXT)
+    assert (
+        "softmax-gla 2.350 ± 0.071 nats/token against gla 2.050 ± 0.071 nats/token over 2 seeds: every seed worse"
+        in text
+    )
+    assert "In order of the mean: transformer 1.500" in text
+
+
+def test_words_on_gates():
+    gate = {"layer": 0, "gate": "write", "entropy": 0.4, "load": [0.5, 0.5], "load_asked": None, "load_other": None}
+    assert "its write gates at 0.40" in said([[0.5], [0.9]], gates=[gate])
+    assert "almost evenly" in said([[0.5], [0.9]], gates=[gate | {"entropy": 0.99}])
+    sink = gate | {"load_asked": [0.9, 0.1], "load_other": [0.1, 0.9]}
+    assert "a head to throw things away" in said([[0.5], [0.9]], gates=[sink])
+
+
+def test_words_on_parameters_that_differ():
+    uneven = results([[0.5], [0.9]])
+    uneven["arms"][1] |= {"parameters": 1100, "gate_parameters": 20}
+    assert "Not matched: softmax-retnet has 8.0% more parameters than retnet" in "\n".join(words(summarise(uneven)[0]))
+
+
+def test_short_names():
+    short = labels(PAIR.mixers)
+    assert list(short.values()) == ["retnet", "softmax-retnet", "sigmoid-retnet", "retnet (heads=2)"]
+    assert labels(["gla(heads.count=2)"]) == {"gla(heads.count=2)": "gla (heads=2)"}
+
+
+def test_a_report_of_forty_arms_is_one_file(tmp_path):
+    mixers = tuple(zoo.LINEAR) + tuple(f"softmax-{name}" for name in zoo.LINEAR) + ("transformer",)
+    page = write_report(
+        results([[0.5, 0.6, 0.7]] * len(mixers), plan=replace(PAIR, mixers=mixers)), tmp_path
+    ).read_text()
+    assert "softmax-gated-deltanet" in page and not re.search(r"(src|href)=.?(http|/)", page)
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    assert [base64.b64decode(picture)[1:4] for picture in pictures] == [b"PNG"] * 3
+    assert {path.name for path in tmp_path.glob("*.png")} == {"pair-curves.png", "pair-scores.png", "pair-cost.png"}
+
+
+# --- plans and folders --------------------------------------------------------------------------------------
+def test_commas_between_mixers_and_within_them():
+    assert split("a, b(c=1,d=2),e") == ("a", "b(c=1,d=2)", "e")
+
+
+def test_choosing():
+    assert choose(None, [], None, {}) == DEMO
+    assert [plan.seeds for plan in choose(None, [], None, {"seeds": 1, "lr": None}).plans] == [1, 1]
+    (plan,) = choose(None, [], None, {"mixers": "gla,softmax-gla", "length": 20, "heads": 4}).plans
+    assert (plan.mixers, plan.task.length, plan.shape.heads) == (("gla", "softmax-gla"), 20, 4)
+    (plan,) = choose(None, ["a.txt"], None, {"steps": 7}).plans
+    assert isinstance(plan.task, Text) and plan.task.files == ("a.txt",) and plan.recipe.steps == 7
+
+
+def test_a_folder_serves_one_study(tmp_path):
+    study = Study("s", "S", (SMALL,))
+    claim(tmp_path / "new", study)
+    claim(tmp_path / "new", study)
+    with pytest.raises(InputError, match=r"holds another run \(steps is 3 there and 4 here\)"):
+        claim(tmp_path / "new", Study("s", "S", (replace(SMALL, recipe=replace(SMALL.recipe, steps=4)),)))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    with pytest.raises(InputError, match="is no report folder"):
+        claim(tmp_path / "other", study)
+    with pytest.raises(InputError, match="is no report folder"):
+        claim(tmp_path / "other" / "thesis.tex", study)
+
+
+def test_a_text_that_changed_is_another_run(tmp_path):
+    book = tmp_path / "book.txt"
+    plan = replace(SMALL, task=Text((str(book),), length=8), mixers=("gla",))
+    for text, raises in (("one " * 99, False), ("two " * 99, True)):
+        book.write_text(text)
+        from headrace.tasks.text import load
+
+        load.cache_clear()
+        if raises:
+            with pytest.raises(InputError, match="sha256"):
+                claim(tmp_path / "run", Study("s", "S", (plan,)))
+        else:
+            claim(tmp_path / "run", Study("s", "S", (plan,)))
+
+
+def test_a_file_is_whole_or_absent(tmp_path):
+    path = tmp_path / "a" / "b.json"
+    write_json(path, {"x": 1})
+    with pytest.raises(ValueError):
+        write_json(path, {"x": float("nan")})
+    assert json.loads(path.read_text()) == {"x": 1}
+
+
+# --- the whole ----------------------------------------------------------------------------------------------
+def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        zoo.LINEAR, "mine", replace(zoo.LINEAR["gla"], heads=replace(zoo.LINEAR["gla"].heads, expand_k=1.0))
+    )
+    plan = replace(SMALL, mixers=("mine", "softmax-mine"), seeds=1)
+    study, heard = Study("s", "S", (plan,)), []
+    found = compare(study, tmp_path, lambda *news: heard.append(news), workers=1)
+    first, second = found["arms"]
+    assert [point["step"] for point in first["curve"]] == [0, 2, 3]
+    assert first["curve"][0]["scores"] == second["curve"][0]["scores"], "they start as one"
+    assert second["gate_parameters"] == 2 * 16 and second["parameters"] == first["parameters"] + 32
+    assert second["curve"][0]["gates"] and first["state_bytes"] == 4 * 16 * 4
+    assert json.loads((tmp_path / "results.json").read_text()) == found
+    assert {(arm.mixer, step) for arm, step, scores in heard if scores} == {
+        (m, s) for m in plan.mixers for s in (0, 2, 3)
+    }
+
+    lost = result_path(tmp_path, plan.arms()[1])
+    kept = copy.deepcopy(found["arms"])
+    lost.unlink()
+    again = compare(study, tmp_path, lambda *news: None, workers=1)["arms"]
+    for arm in (*kept, *again):
+        del arm["seconds"], arm["tokens_per_second"]
+    assert again == kept, "the same numbers, to the bit"
+
+
+def test_a_run_that_diverges_says_so(tmp_path):
+    from headrace.train.arm import train
+
+    plan = replace(SMALL, mixers=("retnet",), recipe=replace(SMALL.recipe, lr=1e30, steps=9, evaluations=9, warmup=0.0))
+    path = tmp_path / "result.json"
+    train(plan.arms()[0], path, lambda *news: None)
+    result = json.loads(path.read_text())
+    assert result["diverged"] and result["scores"] == {} and result["curve"][-1]["step"] < 9
+
+
+HEADRACE = [sys.executable, "-c", "from headrace.cli import main; main()"]
+RUN = [*HEADRACE, "compare", "--task", "pair", "--mixers", "retnet", "--seeds", "3", "--steps", "200", "--workers", "1"]
+RUN += ["--hidden-size", "16", "--heads", "4", "--batch-size", "8", "--length", "8"]
+
+
+@pytest.mark.parametrize("how", ["interrupt", "kill", "kill the worker"])
+def test_what_is_finished_survives_and_the_same_command_continues(tmp_path, how):
+    command = [*RUN, "--output", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    finished = lambda: list((tmp_path / "run").glob("arms/*/result.json"))  # noqa: E731
+    wait_for(finished, process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    if how == "interrupt":
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everyone hears it
+    elif how == "kill":
+        process.kill()
+    else:
+        next(child for child in family if "spawn_main" in " ".join(child.cmdline())).kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == {"interrupt": 130, "kill": -signal.SIGKILL, "kill the worker": 2}[how]
+    assert "Traceback" not in errors
+    assert {"interrupt": "the same command continues", "kill": "", "kill the worker": "worker process died"}[
+        how
+    ] in errors
+    assert not psutil.wait_procs(family, timeout=20)[1], "no orphans"
+    kept = {path: path.stat().st_mtime_ns for path in finished()}
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert len(finished()) == 3 and all(path.stat().st_mtime_ns == then for path, then in kept.items())
+    assert "The report is" in done.stdout and done.stdout.count("retnet, seed") == 3
+
+
+def wait_for(condition, process, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_demo_is_the_one_that_is_described():
+    assert [plan.task.name for plan in DEMO.plans] == ["pair", "text"]
+    assert {zoo.get(mixer).read.norm for mixer in PAIR.mixers} == {"rms"}
+    for plan in DEMO.plans:
+        plan.check()
