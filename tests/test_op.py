@@ -292,6 +292,26 @@ def test_bfloat16_keeps_its_state_in_float32():
     assert relative(state, exact[1].double()) < 1e-6
 
 
+@pytest.mark.parametrize("rule", ["add", "delta"])
+def test_autocast_does_not_reach_inside(rule):
+    x = {
+        name: y.detach().float().requires_grad_()
+        for name, y in inputs("scalar", normalise=False).items()
+        if y is not None
+    }
+    out, state = linear_attention(**x, rule=rule)
+    expected = torch.autograd.grad(out.sum() + state.sum(), list(x.values()))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast_out, cast_state = linear_attention(**x, rule=rule)
+        found = torch.autograd.grad(cast_out.sum() + cast_state.sum(), list(x.values()))
+        now = {name: y if name == "initial_state" else y[:, 0] for name, y in x.items()}
+        stepped, _ = step(**{{"initial_state": "state"}.get(name, name): y for name, y in now.items()}, rule=rule)
+    assert torch.equal(out, cast_out)
+    assert torch.equal(state, cast_state)
+    assert all(torch.equal(g, e) for g, e in zip(found, expected, strict=True))
+    assert relative(stepped, out[:, 0].double()) < 1e-6
+
+
 def test_bytes_kept_for_the_backward():
     q, k = torch.randn(2, 1, 1024, 2, 64)
     v, g = torch.randn(1, 1024, 2, 128), -torch.rand(1, 1024, 2)

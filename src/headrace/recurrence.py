@@ -191,6 +191,11 @@ def step(
     q, k [B, Hq, K]; v [B, H, V]; log_decay None, [H], [B, H] or [B, H, K]; beta and gates [B, H]; bonus [H, K]; state
     [B, H, K, V] (V + 1 with normalise; None: zeros). Returns (out [B, H, V], state).
     """
+    with torch.autocast(v.device.type, enabled=False):  # the precision of the state is part of the definition
+        return _step(q, k, v, state, log_decay, beta, rule, read_gate, write_gate, bonus, normalise, scale)
+
+
+def _step(q, k, v, state, log_decay, beta, rule, read_gate, write_gate, bonus, normalise, scale):
     acc, H = accumulator(v), v.shape[1]
     q, k, target = (x.to(acc) for x in (q, k, v))
     q, k = (x.repeat_interleave(H // x.shape[1], 1) if x.shape[1] != H else x for x in (q, k))

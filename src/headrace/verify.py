@@ -143,7 +143,7 @@ def relative(x: Tensor, reference: Tensor, floor: float = 0.0) -> float:
 
 
 def gradient_error(tested: nn.Module, reference: nn.Module, x: Tensor, x_reference: Tensor) -> float:
-    """The worst over the input and all parameters, each relative to the larger of its own norm and 1e-6 of the largest."""
+    """The worst of the input and all parameters, each relative to the larger of its norm and 1e-6 of the largest."""
     weight = torch.randn(x_reference.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def gradients(mixer: nn.Module, x: Tensor) -> list[Tensor]:

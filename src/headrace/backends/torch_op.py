@@ -16,7 +16,14 @@ library.define(
     f"chunkwise_backward(Tensor d_out, Tensor d_final, {INPUTS}, Tensor states, Tensor errors, bool decay_gradient) "
     f"-> ({', '.join(['Tensor'] * 8)})"
 )
-library.impl("chunkwise", torch_chunkwise.forward, "CompositeExplicitAutograd")
+
+
+def _forward(*args):
+    with torch.autocast(args[0].device.type, enabled=False):  # the accumulator's precision is part of the definition
+        return torch_chunkwise.forward(*args)
+
+
+library.impl("chunkwise", _forward, "CompositeExplicitAutograd")
 
 
 def run(*args) -> tuple[Tensor, Tensor]:
@@ -29,7 +36,8 @@ def run(*args) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*args):
-    grads = torch_chunkwise.backward(*args)
+    with torch.autocast(args[0].device.type, enabled=False):
+        grads = torch_chunkwise.backward(*args)
     return tuple(args[0].new_empty(0) if grad is None else grad for grad in grads)
 
 
