@@ -178,5 +178,5 @@ PLOTS: dict[str, tuple[str, Callable[[Comparison], Figure | None]]] = {
         gate_entropy,
     ),
     "heads": ("Who writes and who reads: each head's mean share, at the end of the first seed.", heads),
-    "cost": ("What each one costs. Speed is of training, with all workers busy.", cost),
+    "cost": ("What each one costs. Speed is that of training on the machine below, in the fastest stretch.", cost),
 }

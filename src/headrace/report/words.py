@@ -9,6 +9,7 @@ from ..spec import MixerSpec, change
 from .summary import Comparison, Contender, Spec, show, show_contender
 
 MATCHED = 0.01  # parameters within this part of each other are matched
+LATE = 0.02
 EVEN = 0.95  # gates of at least this part of the largest entropy hardly choose
 
 
@@ -184,12 +185,20 @@ def cautions(comparison: Comparison) -> Iterator[str]:
     small, large = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
     if (apart := sizes[large] / sizes[small] - 1) > MATCHED:
         yield f"Not matched: {large} has {apart:.1%} more parameters than {small} (gates apart)."
+    if learning := [c.label for c in comparison.finished if still_learning(c)]:
+        yield f"Still learning when training ended: {', '.join(learning)}. More steps would change the figures."
     recipe, arm = comparison.plan["recipe"], comparison.contenders[0].arms[0]
     tokens = recipe["steps"] * recipe["batch_size"] * comparison.plan["length"]
     yield (
         f"All of this is at {arm['parameters'] / 1e6:.2g} M parameters and {tokens / 1e6:.2g} M tokens; "
         "it says nothing about larger models."
     )
+
+
+def still_learning(contender: Contender) -> bool:
+    """Whether the last stretch between evaluations gave more than LATE of all that was learnt."""
+    means = [mean for _, mean, _, _ in contender.curve()]
+    return len(means) > 2 and abs(means[-1] - means[-2]) > LATE * abs(means[-1] - means[0])
 
 
 # --- who is compared with whom ---------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Curve(TrainerCallback):
         self.every = math.ceil(arm.plan.recipe.steps / arm.plan.recipe.evaluations)
         self.held_out = arm.plan.task.held_out(arm.plan.recipe.held_out)
         self.points: list[dict[str, Any]] = []
-        self.training_seconds = 0.0
+        self.seconds_per_step = math.inf  # in the fastest stretch between evaluations: others may use the machine too
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.point(0, model)
@@ -90,7 +90,8 @@ class Curve(TrainerCallback):
         step = state.global_step
         if step % self.every == 0 or step == state.max_steps:
             synchronise()
-            self.training_seconds += time.perf_counter() - self.resumed
+            stretch = (time.perf_counter() - self.resumed) / (step - self.points[-1]["step"])
+            self.seconds_per_step = min(self.seconds_per_step, stretch)
             self.point(step, model)
             control.should_training_stop |= not finite(self.points[-1])
         elif step % max(state.max_steps // 100, 1) == 0:
@@ -141,7 +142,6 @@ def batches(rows: Batch, size: int, device: torch.device):
 
 def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
     plan, last = arm.plan, curve.points[-1]
-    tokens = last["step"] * plan.recipe.batch_size * plan.task.length
     return {
         "comparison": plan.name,
         "mixer": arm.mixer,
@@ -154,7 +154,7 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
         "scores": last["scores"],
         "diverged": not finite(last),
         "curve": curve.points,
-        "tokens_per_second": tokens / curve.training_seconds,
+        "tokens_per_second": plan.recipe.batch_size * plan.task.length / curve.seconds_per_step,
         "environment": environment(),
     }
 

@@ -8,9 +8,6 @@ from ..gates import HeadCompetition
 from ..hf import HeadraceConfig, HeadraceForCausalLM
 from .plan import Arm
 
-# Standard deviation of the first weights: the usual 0.02 at width 1024, and at any width outputs of the same size.
-INIT_SCALE = 0.02 * 1024**0.5
-
 
 class Learner(nn.Module):
     """A language model that reads a task's rows, with several channels at a position if need be."""
@@ -41,7 +38,6 @@ def build(arm: Arm) -> Learner:
         num_heads=shape.heads,
         mlp="none" if arm.width is None else "swiglu",
         intermediate_size=arm.width,
-        initializer_range=INIT_SCALE * shape.hidden_size**-0.5,
         tie_word_embeddings=False,
         use_cache=False,
     )
