@@ -1,0 +1,89 @@
+/* The native CPU backend's C ABI: the recurrence of headrace.linear_attention, forward, backward and one token.
+
+       S' = e^{g_t} S_{t-1}
+       add:    S_t = S' + beta_t k_t^T (w_t v_t)                  o_t = scale r_t q_t S_t
+       delta:  S_t = S' + beta_t k_t^T (w_t v_t - k_t S')
+
+   Dimensions: B rows, T tokens, H heads (Hq of q and k; Hq divides H, consecutive heads share), K key, V value size.
+   Tensors are read where they lie, by strides in elements; only the last dimension must be contiguous. Nothing is
+   allocated that outlives a call but the threads. Any T >= 0 and K, V >= 1 will do. */
+
+#ifndef HEADRACE_H
+#define HEADRACE_H
+
+#include <stdint.h>
+
+#define HR_ABI 1
+
+#if defined(_WIN32)
+#define HR_EXPORT __declspec(dllexport)
+#else
+#define HR_EXPORT __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum hr_dtype { HR_FLOAT32 = 0, HR_BFLOAT16 = 1 };
+
+/* [H], [B, T, H] and [B, T, H, K] */
+enum hr_decay { HR_DECAY_NONE = 0, HR_DECAY_FIXED = 1, HR_DECAY_SCALAR = 2, HR_DECAY_VECTOR = 3 };
+
+/* What the calls return. hr_message() says it in words. */
+enum hr_status { HR_OK = 0, HR_WRONG_ABI = 1, HR_UNSUPPORTED = 2, HR_NO_MEMORY = 3 };
+
+/* A tensor [B, T, H, ·] or [B, T, H]. Strides in elements; those of a size that is not there are ignored.
+   data NULL: absent. */
+typedef struct hr_tensor {
+    void* data;
+    int64_t batch, token, head;
+} hr_tensor;
+
+typedef struct hr_problem {
+    int32_t abi;         /* HR_ABI */
+    int32_t dtype;       /* hr_dtype of q, k, v, out and their gradients; all else is float32 */
+    int32_t decay;       /* hr_decay */
+    int32_t delta;       /* 1: the delta rule */
+    int32_t chunk;       /* tokens per chunk; 0: chosen here. Rounded to a multiple of 16 within [16, 128] */
+    int32_t threads;     /* at least 1 */
+    int32_t keep_errors; /* delta: also keep what was written, V floats a token, so that the backward need not redo it */
+    float scale;
+    int64_t B, T, H, Hq, K, V;
+    int64_t sequences;         /* B, or with cu_seqlens (B is 1) their number */
+    const int64_t* cu_seqlens; /* sequences + 1 ascending numbers from 0 to T; NULL: each row of the batch is one */
+    hr_tensor q, k, v, log_decay, beta, write_gate, read_gate;
+    const float* initial_state; /* contiguous [sequences, H, K, V]; NULL: zeros */
+} hr_problem;
+
+/* Where gradients go; NULL data where none is wanted. log_decay's has log_decay's own shape: [H] if that is fixed. */
+typedef struct hr_gradients {
+    hr_tensor q, k, v, log_decay, beta, write_gate, read_gate;
+    float* initial_state;
+} hr_gradients;
+
+HR_EXPORT int32_t hr_abi(void);
+
+/* "avx512", "avx2" or "portable": the code that runs on this machine. */
+HR_EXPORT const char* hr_isa(void);
+
+HR_EXPORT const char* hr_message(int status);
+
+/* Floats that the forward must keep for the backward: about a tenth of the inputs (and with keep_errors, V a token). */
+HR_EXPORT int64_t hr_kept_floats(const hr_problem* problem);
+
+/* out like v; final_state contiguous [sequences, H, K, V]; kept NULL (nothing kept) or hr_kept_floats() floats. */
+HR_EXPORT int hr_forward(const hr_problem* problem, const hr_tensor* out, float* final_state, float* kept);
+
+/* d_out NULL data or d_final NULL: zero. kept as the forward left it, for the same problem with the same chunk. */
+HR_EXPORT int hr_backward(const hr_problem* problem, const hr_tensor* d_out, const float* d_final, const float* kept,
+                          const hr_gradients* gradients);
+
+/* One token: T is 1, cu_seqlens NULL, initial_state ignored; state, contiguous [B, H, K, V], is updated in place. */
+HR_EXPORT int hr_step(const hr_problem* problem, const hr_tensor* out, float* state);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
