@@ -15,6 +15,8 @@ what passes between them. These crossing pairs are summed as such: differences o
 leave rounding errors where a strong decay lets nothing pass. Tensors are [N, C, ·], N batch × heads.
 """
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,12 +26,17 @@ Scored = tuple[Tensor, Tensor, Tensor | None]  # gradients to x, y and log_decay
 
 def later(x: Tensor) -> Tensor:
     """[C, C] with which to sum x […, C, ·] over the tokens at and after each."""
-    return x.new_ones(x.shape[-2], x.shape[-2]).triu_()
+    return _ones(x.shape[-2], x.dtype, x.device).triu()
 
 
 def earlier(x: Tensor) -> Tensor:
     """[C, C] with which to sum x […, C, ·] over the tokens before each."""
-    return x.new_ones(x.shape[-2], x.shape[-2]).tril_(-1)
+    return _ones(x.shape[-2], x.dtype, x.device).tril(-1)
+
+
+@lru_cache(maxsize=32)
+def _ones(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(C, C, dtype=dtype, device=device)
 
 
 class NoDecay:

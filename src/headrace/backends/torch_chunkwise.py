@@ -52,6 +52,7 @@ class Inputs:
             [(t, min(t + chunk_size, end)) for t in range(start, end, chunk_size)] for start, end in pairwise(ends)
         ]
         self.stride = kept_stride(self.K, self.V, chunk_size)
+        self.kept = sum(len(self.runs(chunks)) for chunks in self.sequences)
         self.base = 1 if log_decay is None or log_decay.dim() < 4 else block_of(log_decay)
         self._fixed: dict[int, ScalarDecay] = {}
 
@@ -177,13 +178,15 @@ def chunk_backward(
         dg += earlier(k) @ decay.per_channel(written * k) + later(q) @ decay.per_channel(read * q)
     decay.end_(dS).baddbmm_(decay.rows(q).mT, d_out)
 
-    dP, d_beta = scaled(dU, tile.beta), row_dot(dU, E)
+    dP, d_beta = scaled(dU, tile.beta), None if tile.beta is None else row_dot(dU, E)
     if delta:
         A, inverse = solver(tile)
         dP = torch.bmm(inverse.mT, dP)
         dM = torch.bmm(dP, E.mT).tril_(-1).neg_()
-        d_beta += (dM * A).sum(1)[..., None]
-        dA = scaled(dM, None if tile.beta is None else tile.beta.mT)
+        dA = dM
+        if tile.beta is not None and d_beta is not None:
+            d_beta += (dM * A).sum(1)[..., None]
+            dA = dM * tile.beta.mT
         late, early, dg_late = decay.scores_backward(dA, k, k, A, decay_gradient)
         read = decay.rows(torch.bmm(dP, S.mT)).neg_()
         dk += late.add_(early).add_(read)
@@ -193,7 +196,7 @@ def chunk_backward(
     grads = {"q": dq * strength, "k": dk, "v": scaled(dP, tile.write)}
     if dg is not None:
         grads["log_decay"] = dg
-    if tile.beta is not None:
+    if d_beta is not None:
         grads["beta"] = d_beta
     if tile.write is not None:
         grads["write_gate"] = row_dot(tile.v, dP)
@@ -215,19 +218,19 @@ def forward(
     E is also for the additive rule, where it is w v."""
     x = Inputs(q, k, v, log_decay, beta, write_gate, read_gate, cu_seqlens, chunk_size)
     out, final = torch.empty_like(v, memory_format=torch.contiguous_format), x.states(initial_state)
-    kept: list[Tensor] = []
+    states = final.new_empty((x.kept, *final.shape[1:]) if keep else 0)
     errors = final.new_empty(v.shape if keep and delta else 0)
+    slot = 0
     for S, chunks in zip(final, x.sequences, strict=True):
         for i, span in enumerate(chunks):
             if keep and i % x.stride == 0:
-                kept.append(S.clone())
+                states[slot], slot = S, slot + 1
             tile = x.tile(span)
             o, E = chunk_forward(tile, S, delta, scale)
             x.store(out, span, o)
             if len(errors):
                 x.store(errors, span, E)
             advance_(S, tile, E)
-    states = torch.stack(kept) if kept else final.new_empty(0)
     return out, final.view(-1, x.H, x.K, x.V), states, errors
 
 

@@ -74,11 +74,12 @@ def _fake_backward(d_out, d_final, *args):
 
 def _setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.delta, ctx.scale, ctx.chunk_size, _ = inputs
-    _, _, states, errors = output
+    _, final, states, errors = output
+    ctx.final_shape = final.shape
     ctx.state_dtype = None if inputs[7] is None else inputs[7].dtype
     ctx.present = [x is not None for x in tensors]
     ctx.save_for_backward(*(x for x in tensors if x is not None), states, errors)
-    ctx.set_materialize_grads(True)
+    ctx.set_materialize_grads(False)  # zeros for the states kept would be as large as the inputs
 
 
 def _gradients(ctx, d_out, d_final, *_):
@@ -86,6 +87,8 @@ def _gradients(ctx, d_out, d_final, *_):
     tensors = [saved.pop(0) if present else None for present in ctx.present]
     settings = (ctx.delta, ctx.scale, ctx.chunk_size)
     decay_gradient = ctx.needs_input_grad[3]
+    d_out = torch.zeros_like(tensors[2]) if d_out is None else d_out
+    d_final = d_out.new_zeros(ctx.final_shape, dtype=states.dtype) if d_final is None else d_final
     grads = torch.ops.headrace.chunkwise_backward(
         d_out.contiguous(), d_final.contiguous(), *tensors, *settings, states, errors, decay_gradient
     )
