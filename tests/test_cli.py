@@ -55,7 +55,6 @@ MISTAKES = {
     "compare --text short.txt": "too few for length=96",
     "compare short.txt empty.txt": "text file 'empty.txt' is empty",
     "compare --task text --tokenizer missing.json": "tokenizer 'missing.json' is not a file",
-    "compare --task text --mixers transformer,mamba2(heads.expand_v=9)": "cannot be matched",
     "compare --output notes": "'notes' exists and is no report folder",
     "compare --output other": "'other' holds another run",
     "compare --output broken": "is not JSON",
@@ -113,7 +112,7 @@ def test_backends_and_version(headrace_):
 
 
 def test_a_gate_that_hardly_acts_is_named_before_the_run(headrace_, monkeypatch):
-    monkeypatch.setattr("headrace.train.compare.compare", lambda *args, **settings: pytest.fail("stop here"))
+    monkeypatch.setattr("headrace.train.folder.claim", lambda *args: pytest.fail("stop here"))
     monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--mixers", "softmax-retnet(competition.read=query)"])
     with pytest.raises(pytest.fail.Exception, match="stop here"):
         cli.main()

@@ -77,7 +77,9 @@ def compare(
     from .report.summary import summarise
     from .report.terminal import board, print_comparison
     from .train.choose import choose
-    from .train.compare import compare as run
+    from .train.compare import complete
+    from .train.folder import claim
+    from .train.pool import worker_count
 
     changes = {
         "mixers": mixers, "seeds": seeds, "steps": steps, "batch_size": batch_size, "lr": lr, "length": length,
@@ -88,9 +90,11 @@ def compare(
     for plan in study.plans:
         for sentence in plan.idle_gates():
             console.print(f"Note: {sentence}", style="yellow", highlight=False, soft_wrap=True)
+    workers = worker_count(workers)
+    claim(folder, study)
     with interruptible(f"what is finished is in {folder}; the same command continues"):
         with board(study, console) as progress:
-            results = run(study, folder, progress.listen, workers=workers)
+            results = complete(study, folder, progress.listen, workers)
         report = write_report(results, folder)
     for comparison in summarise(results):
         print_comparison(comparison, console)

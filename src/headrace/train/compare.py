@@ -5,24 +5,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
-from .folder import claim, read_json, result_path, write_json
+from .folder import read_json, result_path, write_json
 from .plan import Study
-from .pool import Listen, cores, train_all
+from .pool import Listen, train_all
 
 
-def compare(study: Study, folder: Path, listen: Listen, *, workers: int | None = None) -> dict[str, Any]:
-    """Run a study in its folder and return its results, which are also in the folder's results.json.
+def complete(study: Study, folder: Path, listen: Listen, workers: int) -> dict[str, Any]:
+    """Run a study in the folder it has claimed; return its results, which are also in the folder's results.json.
 
     What the folder holds already is not done again: the call that was interrupted, repeated, goes on. `listen` hears of
-    progress, and first of the arms that are there. workers: one per core without it. InputError for a study that cannot
-    be, a folder that holds another one, and a worker that dies.
+    progress, and first of the arms that are there. InputError where a worker dies.
     """
-    if workers is not None and workers < 1:
-        raise InputError(f"--workers={workers}; expected at least 1")
-    for plan in study.plans:
-        plan.check()
-    claim(folder, study)
     pending = []
     for arm in study.arms():
         path = result_path(folder, arm)
@@ -31,7 +24,7 @@ def compare(study: Study, folder: Path, listen: Listen, *, workers: int | None =
         else:
             pending.append(arm)
     if pending:
-        train_all(pending, folder, workers or cores(), listen)
+        train_all(pending, folder, workers, listen)
     results = collect(study, folder)
     write_json(folder / "results.json", results)
     return results

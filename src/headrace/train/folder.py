@@ -33,8 +33,11 @@ def read_json(path: Path) -> Any:
 
 
 def claim(folder: Path, study: Study) -> None:
-    """Make the folder this study's own. InputError where it holds another one or cannot be written."""
-    wanted, path = json.loads(json.dumps(study.to_json())), folder / "plan.json"
+    """Make the folder this study's own. InputError where the study cannot be, the folder holds another one, or it
+    cannot be written."""
+    for plan in study.plans:
+        plan.check()
+    wanted, path = study.to_json(), folder / "plan.json"
     if path.exists():
         held = read_json(path)
         if held != wanted:

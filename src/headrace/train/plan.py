@@ -2,6 +2,7 @@
 with one report; the demo is one of them.
 """
 
+import json
 import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ from .widths import match
 
 @dataclass(frozen=True)
 class Shape:
-    """The model around the mixer. `mlp` is the first mixer's intermediate size (the others' follows); None: no MLP."""
+    """The model around the mixer. `mlp`: the heaviest mixer's intermediate size, the others' follow; None: no MLP."""
 
     hidden_size: int = 64
     layers: int = 1
@@ -58,7 +59,6 @@ class Plan:
             raise InputError(f"--mixers names {len(self.mixers)} mixers; expected at least one, and each once")
         for mixer in self.mixers:
             zoo.get(mixer).head_dims(self.shape.hidden_size, self.shape.heads)
-        self.widths()
         if isinstance(self.task, Text):
             assert self.task.corpus
 
@@ -116,7 +116,8 @@ class Study:
         return [arm for plan in self.plans for arm in plan.arms()]
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "title": self.title, "plans": [plan.to_json() for plan in self.plans]}
+        data = {"name": self.name, "title": self.title, "plans": [plan.to_json() for plan in self.plans]}
+        return json.loads(json.dumps(data))  # as it is read back: lists for tuples
 
 
 def backbone(spec):

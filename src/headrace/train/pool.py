@@ -18,8 +18,12 @@ from .plan import Arm
 Listen = Callable[[Arm, int, dict[str, float] | None], None]  # arm, step, scores where there are new ones
 
 
-def cores() -> int:
-    """Cores that this process may use."""
+def worker_count(wanted: int | None) -> int:
+    """One per core that this process may use, or as many as are wanted. InputError for none."""
+    if wanted is not None:
+        if wanted < 1:
+            raise InputError(f"--workers={wanted}; expected at least 1")
+        return wanted
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
