@@ -1,6 +1,8 @@
 """torch_chunkwise as a PyTorch operator, `torch.ops.headrace.chunkwise`, with a backward and shapes for tracing, so
 that `torch.compile(fullgraph=True)` and `torch.library.opcheck` see through it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -84,7 +86,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _gradients(ctx, d_out, d_final, *_):
     *saved, states, errors = ctx.saved_tensors
-    tensors = [saved.pop(0) if present else None for present in ctx.present]
+    tensors: list[Any] = [saved.pop(0) if present else None for present in ctx.present]
     settings = (ctx.delta, ctx.scale, ctx.chunk_size)
     decay_gradient = ctx.needs_input_grad[3]
     d_out = torch.zeros_like(tensors[2]) if d_out is None else d_out
