@@ -1,0 +1,135 @@
+"""The report: every rule of the words, short names, and a page that needs nothing beside it."""
+
+import base64
+import re
+from dataclasses import replace
+
+import pytest
+
+from headrace import zoo
+from headrace.report.html import write_report
+from headrace.report.summary import labels, summarise
+from headrace.report.words import words
+from headrace.train.defaults import PAIR, TEXT
+from headrace.train.plan import Study
+
+
+def results(scores, plan=PAIR, gates=()):
+    """Results as a run would leave them: a list of final scores (None: diverged) for each of the plan's mixers."""
+    plan = replace(plan, mixers=plan.mixers[: len(scores)], seeds=max(map(len, scores)))
+    arms = []
+    for mixer, finals in zip(plan.mixers, scores, strict=True):
+        spec = zoo.get(mixer)
+        state = 100 * plan.shape.heads // spec.num_heads(plan.shape.heads)
+        for seed, score in enumerate(finals):
+            point = {"scores": {} if score is None else {plan.task.metric.name: score}, "gates": list(gates)}
+            arms.append({
+                "comparison": plan.name, "mixer": mixer, "seed": seed, "parameters": 1000, "gate_parameters": 0,
+                "state_bytes": state, "intermediate_size": None, "scores": point["scores"], "diverged": score is None,
+                "curve": [{"step": step, **point} for step in (0, 5)], "tokens_per_second": 10.0, "seconds": 1.0,
+            })  # fmt: skip
+    return {"study": Study("s", "S", (plan,)).to_json(), "command": "headrace", "environments": [], "arms": arms}
+
+
+def said(scores, **settings):
+    return "\n".join(words(summarise(results(scores, **settings))[0]))
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        (
+            [[0.8, 0.9, 0.86], [0.98, 0.99, 0.97]],
+            "98.0 ± 1.0 % against retnet 85.3 ± 5.0 % over 3 seeds: every seed better",
+        ),
+        ([[0.98, 0.97, 0.98], [0.8, 0.9, 0.86]], "every seed worse"),
+        ([[0.8, 0.9, 0.7], [0.81, 0.91, 0.69]], "no difference beyond the spread over seeds (better in 2 of 3)"),
+        ([[0.8, 0.9, 0.7], [0.81, 0.91, 0.71]], "no difference beyond the spread over seeds (better in 3 of 3)"),
+        ([[0.995, 1.0], [0.999, 1.0]], "both solve the task"),
+        ([[0.5], [0.9]], "better in the only seed, which is a hint and no finding"),
+        ([[0.5, 0.5, None], [0.9, 0.91, 0.92]], "over 2 seeds: every seed better"),
+        ([[0.5, 0.5, None], [0.9, 0.91, 0.92]], "retnet diverged in seed 2"),
+        ([[None, None], [0.9, 0.91]], "retnet diverged in seed 0, 1"),
+        ([[None], [None]], "No arm of this comparison has a score"),
+    ],
+)
+def test_words_on_a_mixer_and_its_backbone(scores, expected):
+    assert expected in said(scores)
+
+
+@pytest.mark.parametrize(
+    ("control", "expected"),
+    [
+        ([0.91, 0.92], "the gain is gating; competition adds nothing"),
+        ([0.80, 0.82], "most of the gain is gating, not competition."),
+        ([0.90, 0.885], "not competition (softmax against sigmoid: no difference beyond the spread"),
+        ([0.60, 0.62], "gating alone gives 28% of the gain"),
+        ([0.50, 0.51], "it is competition"),
+    ],
+)
+def test_words_on_the_control(control, expected):
+    assert expected in said([[0.5, 0.5], [0.9, 0.89], control])
+
+
+def test_words_on_a_control_of_nothing():
+    text = said([[0.9, 0.8], [0.8, 0.9], [0.85, 0.84]])
+    assert "the gain" not in text and "against retnet, no difference beyond the spread" in text
+
+
+@pytest.mark.parametrize(
+    ("fewer", "expected"), [([0.9, 0.9], "as good as"), ([0.1, 0.1], "short of"), ([1, 1], "better than")]
+)
+def test_words_on_fewer_heads(fewer, expected):
+    text = said([[0.5, 0.5], [0.9, 0.91], [0.5, 0.5], fewer])
+    assert "With 2 heads the plain retnet reaches" in text and f"{expected} 8 competing heads" in text
+    assert "(400 against 100 bytes)" in text
+
+
+def test_words_where_less_is_better():
+    text = said([[2.0, 2.1], [2.3, 2.4], [1.5, 1.5]], plan=TEXT)
+    assert (
+        "softmax-gla 2.350 ± 0.071 nats/token against gla 2.050 ± 0.071 nats/token over 2 seeds: every seed worse"
+        in text
+    )
+    assert "In order of the mean: transformer 1.500" in text
+
+
+def test_words_on_gates():
+    gate = {"layer": 0, "gate": "write", "entropy": 0.4, "load": [0.5, 0.5], "load_asked": None, "load_other": None}
+    assert "its write gates at 0.40" in said([[0.5], [0.9]], gates=[gate])
+    assert "almost evenly" in said([[0.5], [0.9]], gates=[gate | {"entropy": 0.99}])
+    sink = gate | {"load_asked": [0.9, 0.1], "load_other": [0.1, 0.9]}
+    assert "a head to throw things away" in said([[0.5], [0.9]], gates=[sink])
+
+
+def test_words_on_parameters_that_differ():
+    uneven = results([[0.5], [0.9]])
+    uneven["arms"][1] |= {"parameters": 1100, "gate_parameters": 20}
+    assert "Not matched: softmax-retnet has 8.0% more parameters than retnet" in "\n".join(words(summarise(uneven)[0]))
+
+
+def test_words_on_an_end_that_came_too_soon():
+    assert "Still learning when training ended" not in said([[0.5], [0.9]])
+    rising = results([[0.5], [0.9]])
+    for arm in rising["arms"]:
+        arm["curve"] = [{"step": step, "scores": {"accuracy": step / 10}, "gates": []} for step in (0, 3, 5)]
+    rising["arms"][1]["curve"][1]["scores"]["accuracy"] = 0.495
+    sentences = "\n".join(words(summarise(rising)[0]))
+    assert "Still learning when training ended: retnet. More steps" in sentences
+
+
+def test_short_names():
+    short = labels(PAIR.mixers)
+    assert list(short.values()) == ["retnet", "softmax-retnet", "sigmoid-retnet", "retnet (heads=2)"]
+    assert labels(["gla(heads.count=2)"]) == {"gla(heads.count=2)": "gla (heads=2)"}
+
+
+def test_a_report_of_forty_arms_is_one_file(tmp_path):
+    mixers = tuple(zoo.LINEAR) + tuple(f"softmax-{name}" for name in zoo.LINEAR) + ("transformer",)
+    page = write_report(
+        results([[0.5, 0.6, 0.7]] * len(mixers), plan=replace(PAIR, mixers=mixers)), tmp_path
+    ).read_text()
+    assert "softmax-gated-deltanet" in page and not re.search(r"(src|href)=.?(http|/)", page)
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    assert [base64.b64decode(picture)[1:4] for picture in pictures] == [b"PNG"] * 3
+    assert {path.name for path in tmp_path.glob("*.png")} == {"pair-curves.png", "pair-scores.png", "pair-cost.png"}
