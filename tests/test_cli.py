@@ -100,7 +100,7 @@ def test_verify_holds_and_says_so(headrace_):
 
 
 def test_verify_fails_where_a_law_is_broken(headrace_, monkeypatch):
-    module = importlib.import_module("headrace.verify")
+    module = importlib.import_module("headrace.laws")
     monkeypatch.setattr(module, "verify", lambda names, *rest: [module.Row("gla", "step", 1.0, 1e-9)])
     code, out, _ = headrace_("verify", "--mixers", "gla")
     assert code == 1 and "1 of 1 laws are broken" in out and "BROKEN" in out

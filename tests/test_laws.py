@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace import GateWarning, mixers, spec, zoo
-from headrace.verify import BATCH, HEADS, HIDDEN, laws, specimen
+from headrace.laws import BATCH, HEADS, HIDDEN, laws, specimen
 
 OPTIONS = [
     *("competition.source=diag", "competition.source=query", "competition.source=hidden"),
@@ -45,7 +45,7 @@ def test_bfloat16_is_float32_inside():
 def test_a_law_can_fail():
     """A mixer with a wrong memory is caught: the laws are not satisfied by anything that runs."""
     mixer, x = specimen("gla", 0)
-    from headrace.verify import FORMS, WAYS, relative
+    from headrace.laws import FORMS, WAYS, relative
 
     y = mixer(x)[0]
     mixer.q_proj.weight.data.add_(1e-6)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace import InputError, backends, linear_attention, step
+from headrace.laws import relative
 from headrace.literal import literal
-from headrace.verify import relative
 
 B, T, H, K, V = 2, 13, 4, 6, 5  # all different, so that no transposed axis passes
 NAMES = ("q", "k", "v", "log_decay", "beta", "read_gate", "write_gate", "bonus", "initial_state")

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "headrace"
 # Each part may import those before it.
 ORDER = [
-    "errors", "literal", "spec", "zoo", "checks", "backends", "recurrence", "packing", "gates", "mixers", "verify",
+    "errors", "literal", "spec", "zoo", "checks", "backends", "recurrence", "packing", "gates", "mixers", "laws",
     "model", "cache", "config", "hf", "tasks", "train", "report", "cli",
 ]  # fmt: skip
 

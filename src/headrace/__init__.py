@@ -12,8 +12,9 @@ _LAZY = {
     "HeadraceConfig": "hf",
     "HeadraceModel": "hf",
     "HeadraceForCausalLM": "hf",
-    "verify": "verify",
-    "literal": "literal",
+    "HeadraceCache": "hf",
+    "load": "hf",
+    "verify": "laws",
 }
 
 __all__ = ["GateWarning", "InputError", "backends", "linear_attention", "step", *_LAZY]

@@ -140,9 +140,9 @@ def verify(
     """Check every way of running a mixer on this machine against the literal equation."""
     import torch
 
+    from .laws import TOLERANCE
+    from .laws import verify as check
     from .train.plan import split
-    from .verify import TOLERANCE
-    from .verify import verify as check
 
     dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCE}
     if dtype not in dtypes:
