@@ -1,0 +1,101 @@
+"""A backend's forward and backward as a PyTorch operator with a gradient, and with shapes for tracing, so that
+`torch.compile(fullgraph=True)` and `torch.library.opcheck` see through it.
+
+`Library.define` and `impl` rather than `torch.library.custom_op`: a call costs a fifth.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .torch_chunkwise import accumulator_dtype
+
+INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta, Tensor? write_gate, Tensor? read_gate, "
+    "Tensor? initial_state, Tensor? cu_seqlens, bool delta, float scale, int chunk_size"
+)
+DIFFERENTIABLE = 8  # of INPUTS, the first
+library = torch.library.Library("headrace", "DEF")
+
+
+def register(name: str, key: str, forward: Callable, backward: Callable, kept: list[str], kept_shapes: Callable) -> Any:
+    """`torch.ops.headrace.<name>`, computed for the dispatch key by:
+
+    forward(*INPUTS, keep) -> (out, final state, *kept), the kept ones empty unless `keep`;
+    backward(d_out, d_final, *INPUTS, *kept, wanted) -> eight gradients in any dtype, or None where not `wanted`;
+    kept_shapes(*INPUTS, keep) -> the shapes of the kept ones, which have the final state's dtype.
+    """
+    back = f"{name}_backward"
+    arguments = ", ".join(f"Tensor {x}" for x in kept)
+    library.define(f"{name}({INPUTS}, bool keep) -> {_tensors(2 + len(kept))}")
+    library.define(
+        f"{back}(Tensor d_out, Tensor d_final, {INPUTS}, {arguments}, bool[] wanted) -> {_tensors(DIFFERENTIABLE)}"
+    )
+    computed = {name: (forward, _fake(kept_shapes)), back: (_like_inputs(backward), _like_inputs(_fake_backward))}
+    for operator, (real, fake) in computed.items():
+        library.impl(operator, real, key)
+        torch.library.register_fake(f"headrace::{operator}", fake, lib=library)
+    gradient = _gradient(getattr(torch.ops.headrace, back).default)
+    torch.library.register_autograd(f"headrace::{name}", gradient, setup_context=_save, lib=library)
+    return getattr(torch.ops.headrace, name).default
+
+
+def _tensors(count: int) -> str:
+    return f"({', '.join(['Tensor'] * count)})"
+
+
+def wants_gradient(*inputs) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+
+
+def _like_inputs(backward: Callable) -> Callable:
+    """Gradients in the dtypes of the inputs; an empty tensor where none is wanted."""
+
+    def run(d_out, d_final, *args):
+        grads, wanted = backward(d_out, d_final, *args), args[-1]
+        given = zip(grads, args[:DIFFERENTIABLE], wanted, strict=True)
+        return tuple(grad.to(x.dtype) if needed else d_out.new_empty(0) for grad, x, needed in given)
+
+    return run
+
+
+def _fake(kept_shapes: Callable) -> Callable:
+    def run(*args):
+        q, k, v, cu_seqlens = args[0], args[1], args[2], args[8]
+        sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        final = q.new_empty(sequences, v.shape[2], k.shape[3], v.shape[3], dtype=accumulator_dtype(q))
+        kept = (final.new_empty(shape) for shape in kept_shapes(*args))
+        return torch.empty_like(v, memory_format=torch.contiguous_format), final, *kept
+
+    return run
+
+
+def _fake_backward(d_out, d_final, *args):
+    return [
+        x if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in args[:DIFFERENTIABLE]
+    ]
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.delta, ctx.scale, ctx.chunk_size, _ = inputs
+    ctx.present = [x is not None for x in tensors]
+    ctx.final = output[1].shape, output[1].dtype
+    ctx.save_for_backward(*(x for x in tensors if x is not None), *output[2:])
+    ctx.set_materialize_grads(False)  # zeros for what is kept would be as large as the inputs
+
+
+def _gradient(backward: Callable) -> Callable:
+    def run(ctx, d_out, d_final, *_):
+        saved = list(ctx.saved_tensors)
+        tensors: list[Any] = [saved.pop(0) if present else None for present in ctx.present]
+        (shape, dtype), v = ctx.final, tensors[2]
+        d_out = torch.zeros_like(v) if d_out is None else d_out
+        d_final = v.new_zeros(shape, dtype=dtype) if d_final is None else d_final
+        wanted = ctx.needs_input_grad[:DIFFERENTIABLE]
+        settings = (ctx.delta, ctx.scale, ctx.chunk_size)
+        grads = backward(d_out.contiguous(), d_final.contiguous(), *tensors, *settings, *saved, wanted)
+        return *(grad if needed else None for grad, needed in zip(grads, wanted, strict=True)), *[None] * 5
+
+    return run
