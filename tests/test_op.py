@@ -111,7 +111,7 @@ def test_any_length_and_chunk_size(tokens, chunk_size):
 
 def test_states_kept_at_a_stride():
     """With K V large against the chunk, states are kept at some chunks only and recomputed between."""
-    from headrace.backends.torch_chunkwise import kept_stride
+    from headrace.backends.tiles import kept_stride
 
     assert kept_stride(K, V, 1) > 1
     assert kept_stride(256, 512, 64) == 2

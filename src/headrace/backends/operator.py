@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .torch_chunkwise import accumulator_dtype
+from .tiles import accumulator_dtype
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta, Tensor? write_gate, Tensor? read_gate, "

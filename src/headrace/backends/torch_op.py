@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import torch_chunkwise
+from . import tiles, torch_chunkwise
 from .operator import register, wants_gradient
 
 
@@ -23,7 +23,7 @@ def _kept_shapes(q, k, v, log_decay, beta, write_gate, read_gate, state, cu_seql
     if not keep:
         return (0,), (0,)
     (B, T, H, V), K = v.shape, k.shape[-1]
-    stride = torch_chunkwise.kept_stride(K, V, chunk_size)
+    stride = tiles.kept_stride(K, V, chunk_size)
     if cu_seqlens is None:
         states = -(-T // (chunk_size * stride))
     else:
@@ -37,6 +37,6 @@ _chunkwise = register("chunkwise", "CompositeExplicitAutograd", _forward, _backw
 def run(*args) -> tuple[Tensor, Tensor]:
     """(out, final state); the arguments are those of INPUTS in order; chunk_size None: what suits K and V."""
     *given, chunk_size = args
-    chunk_size = chunk_size or torch_chunkwise.default_chunk(given[1].shape[-1], given[2].shape[-1])
+    chunk_size = chunk_size or tiles.default_chunk(given[1].shape[-1], given[2].shape[-1])
     out, final, _, _ = _chunkwise(*given, chunk_size, wants_gradient(*given))
     return out, final
