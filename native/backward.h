@@ -1,0 +1,210 @@
+// The backward of one unit. Runs of chunks from last to first: the states before a run's chunks are recomputed from the
+// one kept at its start, then its chunks are walked in reverse, dS, the gradient to the state, going from one to the next.
+//
+// The formulas are those of the forward transposed. Under the delta rule k also reads, as q does: it finds out what
+// memory holds before it writes. Nothing is divided by β, a gate or a decay.
+//
+// Tiles: d_out, E, U, dU, dP [C, V]; q, k, dq, dk [C, K]; A, X [C, C]; S, dS [K, V].
+
+#pragma once
+
+#include "chunk.h"
+
+namespace HR_ISA {
+
+template <class Decay, bool delta>
+struct BackwardUnit {
+    const Plan& plan;
+    const Backward& job;
+    const Unit& unit;
+    Chunk<Decay, delta> chunk;
+    const int key, value, K, V;
+    View d_out_from, dq_into, dk_into, dv_into, d_decay_into, d_beta_into, d_write_into, d_read_into;
+    Tile *S, *E;  // before each chunk of a run, of each chunk of a run
+    Tile S_t, dS, dS_t, E_t;
+    Tile q, q_rows, dq, dk, read;
+    Tile d_out, dU, A, X;
+    float *strength, *numbers;
+
+    BackwardUnit(Arena& arena, const Plan& plan, const Backward& job, const Unit& unit)
+        : plan(plan), job(job), unit(unit), chunk(arena, plan, unit, job.gradients.log_decay.data || job.fixed_decay),
+          key(chunk.key), value(chunk.value), K(chunk.K), V(chunk.V) {
+        const int C = plan.chunk, run = static_cast<int>(plan.run);
+        find_tensors();
+        S = arena.array<Tile>(run);
+        E = arena.array<Tile>(run);
+        for (int i = 0; i < run; i++) {
+            const Tile state = arena.tile(K, V), errors = delta ? arena.tile(C, V) : chunk.E;
+            if (S) S[i] = state, E[i] = errors;
+        }
+        S_t = arena.tile(V, K), dS = arena.tile(K, V), dS_t = arena.tile(V, K), E_t = arena.tile(V, C);
+        q = arena.tile(C, K), q_rows = Decay::none ? q : arena.tile(C, K);
+        dq = arena.tile(C, K), dk = arena.tile(C, K), read = arena.tile(C, K);
+        d_out = arena.tile(C, V), dU = arena.tile(C, V);
+        A = arena.tile(C, C), X = arena.tile(C, C);
+        strength = arena.floats(C), numbers = arena.floats(C);
+    }
+
+    void find_tensors() {
+        const hr_gradients& g = job.gradients;
+        const bool half = plan.problem->dtype == HR_BFLOAT16;
+        const std::int64_t head = job.by_head ? unit.head : unit.head / (plan.problem->H / plan.problem->Hq);
+        d_out_from = view(job.d_out, plan, unit, unit.head, half);
+        dq_into = view(g.q, plan, unit, head, half && !job.by_head);
+        dk_into = view(g.k, plan, unit, head, half && !job.by_head);
+        dv_into = view(g.v, plan, unit, unit.head, half);
+        if (!job.fixed_decay) d_decay_into = view(g.log_decay, plan, unit, unit.head, false);
+        d_beta_into = view(g.beta, plan, unit, unit.head, false);
+        d_write_into = view(g.write_gate, plan, unit, unit.head, false);
+        d_read_into = view(g.read_gate, plan, unit, unit.head, false);
+    }
+
+    void run() {
+        const hr_problem& p = *plan.problem;
+        const std::int64_t own = state_at(plan, unit.sequence, unit), count = chunks(plan, unit);
+        load_state(dS, job.d_final ? job.d_final + own : nullptr, p.V, key, value);
+        for (std::int64_t run = (count + plan.run - 1) / plan.run - 1; run >= 0; run--) {
+            const std::int64_t first = run * plan.run, end = first + plan.run < count ? first + plan.run : count;
+            replay(run, first, end);
+            for (std::int64_t i = end - 1; i >= first; i--)
+                step(span_of(plan, unit, i), S[i - first], delta ? E[i - first] : chunk.E);
+        }
+        if (job.gradients.initial_state) store_state(job.gradients.initial_state + own, dS, p.V, key, value);
+    }
+
+    // Fills S and, under the delta rule, E for chunks first … end − 1.
+    void replay(std::int64_t run, std::int64_t first, std::int64_t end) {
+        const hr_problem& p = *plan.problem;
+        const float* initial = p.initial_state ? p.initial_state + state_at(plan, unit.sequence, unit) : nullptr;
+        float* kept = const_cast<float*>(job.kept);
+        load_state(S[0], run ? kept_state(plan, kept, unit, run) : initial, p.V, key, value);
+        const int last = static_cast<int>(end - first) - 1;
+        for (int i = 0; i <= last; i++) {
+            if (i == last && !delta) return;
+            const Span span = span_of(plan, unit, first + i);
+            chunk.begin(span);
+            find_errors(kept, span, S[i]);
+            if (delta) copy(E[i], chunk.E, span.rows, V);
+            if (i == last) return;
+            chunk.strengthen();
+            copy(S[i + 1], S[i], K, V);
+            chunk.write(S[i + 1]);
+        }
+    }
+    void find_errors(float* kept, Span span, Tile before) {
+        if (delta && plan.problem->keep_errors) {
+            load_tile(chunk.E, kept_errors(plan, kept, unit), span, value);
+            return;
+        }
+        chunk.load_values();
+        if constexpr (delta) {
+            chunk.compare_keys();
+            chunk.correct(before);
+        }
+    }
+
+    void step(Span span, Tile before, Tile errors) {
+        begin(span, errors);
+        transpose(S_t, before, K, V);
+        transpose(dS_t, dS, K, V);
+        transpose(E_t, errors, span.rows, V);
+        to_writes(span);
+        to_reads_and_keys(span, before);
+        for (int i = 0; i < span.rows; i++) numbers[i] = dot(dU.row(i), errors.row(i), V);
+        if (chunk.in.beta) map(dU, span.rows, V, [&](int i, int j) { return load(dU.row(i) + j) * splat(chunk.beta[i]); });
+        if constexpr (delta) through_memory(span);
+        to_state(span);
+        finish(span);
+    }
+
+    void begin(Span span, Tile errors) {
+        chunk.begin(span);
+        chunk.decay.begin_gradient();
+        if (delta) {
+            copy(chunk.E, errors, span.rows, V);
+            chunk.compare_keys();
+        } else {
+            chunk.load_values();
+        }
+        chunk.strengthen();
+        chunk.k_cols = chunk.decay.cols(chunk.k, chunk.k_cols);
+        load_numbers(strength, chunk.in.read, span, plan.problem->scale);
+        load_tile(q, chunk.in.q, span, key, strength);
+        q_rows = chunk.decay.rows(q, q_rows);
+        if (d_out_from)
+            load_tile(d_out, d_out_from, span, value);
+        else
+            clear(d_out, span.rows, V);
+    }
+
+    // dU from what is read in the chunk and from the state after it.
+    void to_writes(Span span) {
+        chunk.decay.scores(q, chunk.k, A, false);
+        multiply(dU, span.rows, V, Zero{}, Nothing{}, PlusT{A, d_out, span.rows, Part::from},
+                 Plus{chunk.k_cols, dS, K, Part::all});
+    }
+
+    void to_reads_and_keys(Span span, Tile before) {
+        Decay& decay = chunk.decay;
+        multiply(dq, span.rows, K, Zero{}, Nothing{}, Plus{d_out, S_t, V, Part::all});
+        multiply(dk, span.rows, K, Zero{}, Nothing{}, Plus{chunk.U, dS_t, V, Part::all});
+        dq = decay.rows(dq, dq);
+        dk = decay.cols(dk, dk);
+        decay.note_reads(q, dq);
+        decay.note_writes(chunk.k, dk);
+        decay.note_passing(before, dS, V);
+        multiply_lower(X, span.rows, Zero{}, Plus{d_out, E_t, V, Part::all});
+        lower(X, span.rows, false, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
+        decay.scores_backward(X, q, chunk.k, A, dq, dk);
+    }
+
+    // From dP = β dU, the gradient to what was to be written, to what was read to find it: dU becomes (I + Mᵀ)⁻¹ dP.
+    void through_memory(Span span) {
+        Decay& decay = chunk.decay;
+        const int rows = span.rows;
+        multiply<Order::up>(dU, rows, V, Itself{}, SolveUpper{chunk.M}, MinusT{chunk.M, dU, rows, Part::after});
+        multiply_lower(X, rows, Zero{}, Minus{dU, E_t, V, Part::all});
+        lower(X, rows, true, [&](int i, int j) { return load(X.row(i) + j); });
+        for (int j = 0; j < rows; j += W) {
+            vf total = load(numbers + j);
+            for (int i = j; i < rows; i++) total += load(X.row(i) + j) * load(chunk.A.row(i) + j);
+            store(numbers + j, total);
+        }
+        map(X, rows, rows, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
+        decay.scores_backward(X, chunk.k, chunk.k, chunk.A, dk, dk);
+        multiply(read, rows, K, Zero{}, Nothing{}, Minus{dU, S_t, V, Part::all});
+        read = decay.rows(read, read);
+        decay.note_reads(chunk.k, read);
+        map(dk, rows, K, [&](int i, int j) { return load(dk.row(i) + j) + load(read.row(i) + j); });
+    }
+
+    // dS from the state after the chunk to the one before it.
+    void to_state(Span span) {
+        const PlusT reads{q_rows, d_out, span.rows, Part::all};
+        const ItselfScaled scaled{chunk.decay.end};
+        if constexpr (delta)
+            multiply(dS, K, V, scaled, Nothing{}, reads, MinusT{chunk.k_rows, dU, span.rows, Part::all});
+        else
+            multiply(dS, K, V, scaled, Nothing{}, reads);
+    }
+
+    void finish(Span span) {
+        chunk.decay.store_gradient(d_decay_into, span, job.fixed_decay ? job.fixed_decay + unit_number() : nullptr);
+        if (d_beta_into) store_numbers(d_beta_into, numbers, span);
+        if (d_write_into) store_numbers(d_write_into, dots(chunk.in.v, dU, chunk.E, span, value, 1), span);
+        if (d_read_into) store_numbers(d_read_into, dots(chunk.in.q, dq, q, span, key, plan.problem->scale), span);
+        if (dq_into) store_tile(dq_into, dq, span, key, strength);
+        if (dk_into) store_tile(dk_into, dk, span, key);
+        if (dv_into) store_tile(dv_into, dU, span, value, chunk.in.write ? chunk.write_gate : nullptr);
+    }
+    std::int64_t unit_number() const { return unit.sequence * plan.problem->H + unit.head; }
+
+    // Σ x · gradient by token, x as it was before a gate scaled it; `reloaded` is overwritten with it.
+    const float* dots(const View& x, Tile gradient, Tile reloaded, Span span, int width, float scale) {
+        load_tile(reloaded, x, span, width);
+        for (int i = 0; i < span.n; i++) numbers[i] = scale * dot(reloaded.row(i), gradient.row(i), padded(width));
+        return numbers;
+    }
+};
+
+}  // namespace HR_ISA

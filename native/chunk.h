@@ -1,0 +1,123 @@
+// One chunk of one head: its inputs as tiles, and the parts of the rule that the forward and the backward share.
+//
+//     add:    E = w v
+//     delta:  (I + M) E = w v − rows(k) S,   M_ij = scores(k)_ij β_j for j < i
+//     U = β E          S ← end S + cols(k)ᵀ U
+//
+// Dimensions: C tokens, K key, V value; capitals here are sizes padded to multiples of 16.
+
+#pragma once
+
+#include "decay_vector.h"
+
+namespace HR_ISA {
+
+// One head's inputs where they lie.
+struct Inputs {
+    View q, k, v, log_decay, beta, write, read;
+
+    Inputs(const Plan& plan, const Unit& unit) {
+        const hr_problem& p = *plan.problem;
+        const bool half = p.dtype == HR_BFLOAT16;
+        const std::int64_t shared = unit.head / (p.H / p.Hq);
+        q = view(p.q, plan, unit, shared, half);
+        k = view(p.k, plan, unit, shared, half);
+        v = view(p.v, plan, unit, unit.head, half, unit.column);
+        log_decay = decay_view(p, plan, unit);
+        beta = view(p.beta, plan, unit, unit.head, false);
+        write = view(p.write_gate, plan, unit, unit.head, false);
+        read = view(p.read_gate, plan, unit, unit.head, false);
+    }
+
+    static View decay_view(const hr_problem& p, const Plan& plan, const Unit& unit) {
+        hr_tensor g = p.log_decay;
+        if (p.decay == HR_DECAY_FIXED) g.batch = g.token = 0;
+        return view(g, plan, unit, unit.head, false);
+    }
+};
+
+inline std::int64_t chunks(const Plan& plan, const Unit& unit) {
+    return (plan.length(unit.sequence) + plan.chunk - 1) / plan.chunk;
+}
+
+inline Span span_of(const Plan& plan, const Unit& unit, std::int64_t chunk) {
+    const std::int64_t first = chunk * plan.chunk, left = plan.length(unit.sequence) - first;
+    const int n = static_cast<int>(left < plan.chunk ? left : plan.chunk);
+    return {first, n, padded(n)};
+}
+
+// A state of this unit's columns in an array [sequences or slots, H, K, V].
+inline std::int64_t state_at(const Plan& plan, std::int64_t index, const Unit& unit) {
+    const hr_problem& p = *plan.problem;
+    return (index * p.H + unit.head) * p.K * p.V + unit.column;
+}
+
+inline float* kept_state(const Plan& plan, float* kept, const Unit& unit, std::int64_t run) {
+    return kept + state_at(plan, plan.kept_at[unit.sequence] + run - 1, unit);
+}
+
+// E as kept for the backward: [B, T, H, V] after the kept states.
+inline View kept_errors(const Plan& plan, float* kept, const Unit& unit) {
+    const hr_problem& p = *plan.problem;
+    const hr_tensor x{kept + plan.kept_floats(), p.T * p.H * p.V, p.H * p.V, p.V};
+    return view(x, plan, unit, unit.head, false, unit.column);
+}
+
+template <class Decay, bool delta>
+struct Chunk {
+    const Plan& plan;
+    const Inputs in;
+    const int key, value, K, V;  // sizes, and padded
+    Span span{};
+    Decay decay;
+    Tile k, k_cols, k_rows;  // [C, K]; k_cols and k_rows once `write` and `correct` have run
+    Tile E, U;               // [C, V]; without β they are the same
+    Tile A, M;               // [C, C], of keys with keys
+    float *beta, *write_gate;
+
+    Chunk(Arena& arena, const Plan& plan, const Unit& unit, bool decay_gradient)
+        : plan(plan), in(plan, unit), key(static_cast<int>(plan.problem->K)), value(static_cast<int>(unit.columns)),
+          K(padded(key)), V(padded(value)), decay(arena, plan.chunk, K, decay_gradient) {
+        const int C = plan.chunk;
+        k = arena.tile(C, K);
+        k_cols = Decay::none ? k : arena.tile(C, K);
+        k_rows = Decay::none || !delta ? k : arena.tile(C, K);
+        E = arena.tile(C, V);
+        U = in.beta ? arena.tile(C, V) : E;
+        if (delta) A = arena.tile(C, C), M = in.beta ? arena.tile(C, C) : A;
+        beta = arena.floats(C);
+        write_gate = arena.floats(C);
+    }
+
+    void begin(Span next) {
+        span = next;
+        load_tile(k, in.k, span, key);
+        load_numbers(beta, in.beta, span);
+        load_numbers(write_gate, in.write, span);
+        decay.prepare(in.log_decay, span, key);
+        decay.keys(k);
+    }
+    void load_values() { load_tile(E, in.v, span, value, in.write ? write_gate : nullptr); }
+
+    // M, and with it rows(k): what the delta rule reads.
+    void compare_keys() {
+        k_rows = decay.rows(k, k_rows);
+        decay.scores(k, k, A, true);
+        if (!in.beta) return;
+        map(M, span.rows, span.rows, [&](int i, int j) { return load(A.row(i) + j) * load(beta + j); });
+    }
+    // E from w v, which it holds.
+    void correct(Tile S) {
+        multiply(E, span.rows, V, Itself{}, SolveLower{M}, Minus{k_rows, S, K, Part::all},
+                 Minus{M, E, span.rows, Part::before});
+    }
+    void strengthen() {
+        if (in.beta) map(U, span.rows, V, [&](int i, int j) { return load(E.row(i) + j) * splat(beta[i]); });
+    }
+    void write(Tile S) {
+        k_cols = decay.cols(k, k_cols);
+        multiply(S, K, V, ItselfScaled{decay.end}, Nothing{}, PlusT{k_cols, U, span.rows, Part::all});
+    }
+};
+
+}  // namespace HR_ISA

@@ -1,0 +1,69 @@
+// The forward of one unit, chunk by chunk, the state going from one to the next:
+//
+//     out = rows(q') S + scores(q') U,   q' = scale · r q
+
+#pragma once
+
+#include "chunk.h"
+
+namespace HR_ISA {
+
+template <class Decay, bool delta>
+struct ForwardUnit {
+    const Plan& plan;
+    const Forward& job;
+    const Unit& unit;
+    Chunk<Decay, delta> chunk;
+    Tile q, q_rows, A, out, S;
+    float* strength;  // scale · r
+
+    ForwardUnit(Arena& arena, const Plan& plan, const Forward& job, const Unit& unit)
+        : plan(plan), job(job), unit(unit), chunk(arena, plan, unit, false) {
+        const int C = plan.chunk;
+        q = arena.tile(C, chunk.K);
+        q_rows = Decay::none ? q : arena.tile(C, chunk.K);
+        A = arena.tile(C, C);
+        out = arena.tile(C, chunk.V);
+        S = arena.tile(chunk.K, chunk.V);
+        strength = arena.floats(C);
+    }
+
+    void run() {
+        const hr_problem& p = *plan.problem;
+        const std::int64_t own = state_at(plan, unit.sequence, unit);
+        load_state(S, p.initial_state ? p.initial_state + own : nullptr, p.V, chunk.key, chunk.value);
+        for (std::int64_t i = 0; i < chunks(plan, unit); i++) {
+            if (job.kept && i && i % plan.run == 0)
+                store_state(kept_state(plan, job.kept, unit, i / plan.run), S, p.V, chunk.key, chunk.value);
+            step(span_of(plan, unit, i));
+        }
+        store_state(job.final_state + own, S, p.V, chunk.key, chunk.value);
+    }
+
+    void step(Span span) {
+        const hr_problem& p = *plan.problem;
+        chunk.begin(span);
+        chunk.load_values();
+        if constexpr (delta) {
+            chunk.compare_keys();
+            chunk.correct(S);
+            if (job.kept && p.keep_errors)
+                store_tile(kept_errors(plan, job.kept, unit), chunk.E, span, chunk.value);
+        }
+        chunk.strengthen();
+        read(span);
+        chunk.write(S);
+    }
+
+    void read(Span span) {
+        load_numbers(strength, chunk.in.read, span, plan.problem->scale);
+        load_tile(q, chunk.in.q, span, chunk.key, strength);
+        chunk.decay.scores(q, chunk.k, A, false);
+        multiply(out, span.rows, chunk.V, Zero{}, Nothing{}, Plus{chunk.decay.rows(q, q_rows), S, chunk.K, Part::all},
+                 Plus{A, chunk.U, span.rows, Part::up_to});
+        const bool half = plan.problem->dtype == HR_BFLOAT16;
+        store_tile(view(job.out, plan, unit, unit.head, half, unit.column), out, span, chunk.value);
+    }
+};
+
+}  // namespace HR_ISA

@@ -1,0 +1,151 @@
+// Small matrix products on tiles that lie in cache: C (+)= Σ A B, TILE_ROWS rows by up to two vectors at a time.
+//
+// Sizes are multiples of 16 (tiles are padded with zeros), so nothing has tails. Rows of a tile are an odd number of
+// cache lines apart: a power of two would map a column of them onto a few cache sets.
+
+#pragma once
+
+#include "simd.h"
+
+namespace HR_ISA {
+
+struct Tile {
+    float* p;
+    Stride ld;
+    float* row(int i) const { return p + i * ld; }
+    Tile below(int i) const { return {p + i * ld, ld}; }
+    Tile right(int j) const { return {p + j, ld}; }
+};
+
+constexpr int padded(std::int64_t n) { return static_cast<int>((n + LANES - 1) / LANES * LANES); }
+constexpr Stride leading(int width) { return (width / LANES | 1) * LANES; }
+
+// Which of a product's terms a block of rows m … m + TILE_ROWS − 1 of the result has: all, or what a triangle leaves.
+enum class Part { all, up_to, before, from, after };
+
+template <bool transposed_, bool minus_>
+struct Term {
+    static constexpr bool transposed = transposed_, minus = minus_;
+    Tile left, right;
+    int depth;
+    Part part;
+
+    int first(int m) const { return part == Part::from ? m : part == Part::after ? m + TILE_ROWS : 0; }
+    int last(int m) const { return part == Part::up_to ? m + TILE_ROWS : part == Part::before ? m : depth; }
+};
+
+using Plus = Term<false, false>;    // left right
+using PlusT = Term<true, false>;    // leftᵀ right
+using Minus = Term<false, true>;    // −left right
+using MinusT = Term<true, true>;    // −leftᵀ right
+
+template <int NV>
+using Block = vf[TILE_ROWS][NV];
+
+template <int NV, class T>
+HR_INLINE void accumulate(Block<NV>& acc, const T& t, int m, int n) {
+    const int first = t.first(m), depth = t.last(m) - first;
+    const Stride lda = t.left.ld, ldb = t.right.ld;
+    const float* a = T::transposed ? t.left.row(first) + m : t.left.row(m) + first;
+    const float* b = t.right.row(first) + n;
+    for (int d = 0; d < depth; d++) {
+        vf right[NV];
+        for (int j = 0; j < NV; j++) right[j] = load(b + j * W);
+        for (int i = 0; i < TILE_ROWS; i++) {
+            const vf left = splat(T::transposed ? a[i] : a[i * lda]);
+            for (int j = 0; j < NV; j++) acc[i][j] += (T::minus ? -left : left) * right[j];
+        }
+        a += T::transposed ? lda : 1;
+        b += ldb;
+    }
+}
+
+// What a result starts from.
+struct Zero {
+    template <int NV>
+    HR_INLINE void operator()(Block<NV>& acc, Tile, int, int) const {
+        for (auto& row : acc)
+            for (vf& x : row) x = vf{};
+    }
+};
+
+struct Itself {
+    template <int NV>
+    HR_INLINE void operator()(Block<NV>& acc, Tile C, int m, int n) const {
+        for (int i = 0; i < TILE_ROWS; i++)
+            for (int j = 0; j < NV; j++) acc[i][j] = load(C.row(m + i) + n + j * W);
+    }
+};
+
+struct ItselfScaled {
+    const float* rows;
+    template <int NV>
+    HR_INLINE void operator()(Block<NV>& acc, Tile C, int m, int n) const {
+        for (int i = 0; i < TILE_ROWS; i++)
+            for (int j = 0; j < NV; j++) acc[i][j] = load(C.row(m + i) + n + j * W) * splat(rows[m + i]);
+    }
+};
+
+// What is done to a block of results before it is stored.
+struct Nothing {
+    template <int NV>
+    HR_INLINE void operator()(Block<NV>&, int) const {}
+};
+
+// x ← (I + M)⁻¹ x for the block's rows, M strictly lower: by substitution.
+struct SolveLower {
+    Tile M;
+    template <int NV>
+    HR_INLINE void operator()(Block<NV>& x, int m) const {
+        for (int i = 1; i < TILE_ROWS; i++)
+            for (int j = 0; j < i; j++)
+                for (int c = 0; c < NV; c++) x[i][c] -= splat(M.row(m + i)[m + j]) * x[j][c];
+    }
+};
+
+// x ← (I + Mᵀ)⁻¹ x.
+struct SolveUpper {
+    Tile M;
+    template <int NV>
+    HR_INLINE void operator()(Block<NV>& x, int m) const {
+        for (int i = TILE_ROWS - 2; i >= 0; i--)
+            for (int j = i + 1; j < TILE_ROWS; j++)
+                for (int c = 0; c < NV; c++) x[i][c] -= splat(M.row(m + j)[m + i]) * x[j][c];
+    }
+};
+
+template <int NV, class Start, class Finish, class... Terms>
+HR_INLINE void block(Tile C, int m, int n, Start start, Finish finish, const Terms&... terms) {
+    Block<NV> acc;
+    start(acc, C, m, n);
+    (accumulate(acc, terms, m, n), ...);
+    finish(acc, m);
+    for (int i = 0; i < TILE_ROWS; i++)
+        for (int j = 0; j < NV; j++) store(C.row(m + i) + n + j * W, acc[i][j]);
+}
+
+enum class Order { down, up };
+
+template <int NV, Order order, class... Rest>
+HR_INLINE void panel(Tile C, int first, int M, int n, const Rest&... rest) {
+    for (int m = first; m < M; m += TILE_ROWS)
+        block<NV>(C, order == Order::down ? m : first + M - TILE_ROWS - m, n, rest...);
+}
+
+// C [M, N] ← finish(start(C) + Σ terms). The order of the row blocks matters to `finish` alone.
+template <Order order = Order::down, class Start, class Finish, class... Terms>
+void multiply(Tile C, int M, int N, Start start, Finish finish, const Terms&... terms) {
+    int n = 0;
+    for (; n + 2 * W <= N; n += 2 * W) panel<2, order>(C, 0, M, n, start, finish, terms...);
+    if (n < N) panel<1, order>(C, 0, M, n, start, finish, terms...);
+}
+
+// The same for the lower triangle of a square C, in whole blocks: above the diagonal something may be left or not.
+template <class Start, class... Terms>
+void multiply_lower(Tile C, int M, Start start, const Terms&... terms) {
+    int n = 0;
+    for (; n + 2 * W <= M; n += 2 * W) panel<2, Order::down>(C, n, M, n, start, Nothing{}, terms...);
+    if (n < M) panel<1, Order::down>(C, n, M, n, start, Nothing{}, terms...);
+}
+
+}  // namespace HR_ISA

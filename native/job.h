@@ -1,0 +1,66 @@
+// What the dispatcher hands to the kernels, and their table: plain data, the same for every instruction set.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "headrace.h"
+
+// Never called, only inlined: the linker would merge the copies for different instruction sets.
+#define HR_INLINE inline __attribute__((always_inline))
+
+// How a problem is cut. A sequence is a run of chunks; a state is kept before every `run`-th of them but the first.
+struct Plan {
+    const hr_problem* problem;
+    int chunk;                   // tokens
+    std::int64_t run;            // chunks
+    const std::int64_t* kept_at; // for each sequence: states kept before it, counted for one head
+    std::int64_t kept_states;    // in all, for one head
+
+    HR_INLINE std::int64_t row(std::int64_t sequence) const { return problem->cu_seqlens ? 0 : sequence; }
+    HR_INLINE std::int64_t start(std::int64_t sequence) const { return problem->cu_seqlens ? problem->cu_seqlens[sequence] : 0; }
+    HR_INLINE std::int64_t length(std::int64_t sequence) const {
+        return problem->cu_seqlens ? problem->cu_seqlens[sequence + 1] - problem->cu_seqlens[sequence] : problem->T;
+    }
+    HR_INLINE std::int64_t kept_floats() const { return kept_states * problem->H * problem->K * problem->V; }
+};
+
+// What one thread does without a pause: one head of one sequence, or some of its value columns.
+struct Unit {
+    std::int64_t sequence, head, column, columns;
+};
+
+struct Forward {
+    hr_tensor out;
+    float* final_state;
+    float* kept;
+};
+
+struct Backward {
+    hr_tensor d_out;
+    const float* d_final;
+    const float* kept;
+    hr_gradients gradients;
+    bool by_head;        // gradients of q and k are float32 and have H heads: those that share are summed afterwards
+    double* fixed_decay; // to a fixed decay, [sequences, H], to be summed; NULL when not wanted
+};
+
+struct Step {
+    hr_tensor out;
+    float* state;
+};
+
+// How to do a job unit by unit. A thread gives `run` the memory that `measure` asks for, aligned to a cache line.
+template <class Job>
+struct Work {
+    std::size_t (*measure)(const Plan&, const Job&, const Unit&);
+    void (*run)(const Plan&, const Job&, const Unit&, void* memory);
+};
+
+struct Kernels {
+    const char* name;
+    Work<Forward> forward;
+    Work<Backward> backward;
+    Work<Step> step;
+};

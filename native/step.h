@@ -1,0 +1,90 @@
+// One token: the state is read from memory once and written back once. Some value columns, as many as the second cache
+// holds with all their keys, are compared with what is to be written, then decayed, written to and read.
+
+#pragma once
+
+#include "chunk.h"
+
+namespace HR_ISA {
+
+template <class Decay, bool delta>
+struct StepUnit {
+    const Plan& plan;
+    const Step& job;
+    const Unit& unit;
+    const Inputs in;
+    const int key, value;
+    float *q, *k, *decay, *target, *out;  // [K] and [V]; target: w v, later out too holds one value a column
+    float beta = 1;
+
+    StepUnit(Arena& arena, const Plan& plan, const Step& job, const Unit& unit)
+        : plan(plan), job(job), unit(unit), in(plan, unit), key(static_cast<int>(plan.problem->K)),
+          value(static_cast<int>(unit.columns)), q(arena.floats(padded(key))), k(arena.floats(padded(key))),
+          decay(arena.floats(padded(key))), target(arena.floats(padded(value))), out(arena.floats(padded(value))) {}
+
+    void run() {
+        load_token();
+        const hr_problem& p = *plan.problem;
+        float* S = job.state + state_at(plan, unit.sequence, unit);
+        int j = 0;
+        for (; j + 8 * W <= value; j += 8 * W) columns<8>(S, j, W);
+        for (; j + W <= value; j += W) columns<1>(S, j, W);
+        if (j < value) columns<1>(S, j, value - j);
+        store_row(view(job.out, plan, unit, unit.head, p.dtype == HR_BFLOAT16, unit.column), 0, out, value);
+    }
+
+    void load_token() {
+        const Span one{0, 1, 1};
+        float strength, write;
+        load_numbers(&strength, in.read, one, plan.problem->scale);
+        load_numbers(&write, in.write, one);
+        load_numbers(&beta, in.beta, one);
+        load_row(q, in.q, 0, key, strength);
+        load_row(k, in.k, 0, key);
+        load_row(target, in.v, 0, value, write);
+        load_decay(one);
+    }
+    void load_decay(Span one) {
+        float g = 0;
+        if (plan.problem->decay == HR_DECAY_VECTOR)
+            load_row(decay, in.log_decay, 0, key);
+        else if (!Decay::none)
+            load_numbers(&g, in.log_decay, one);
+        for (int i = 0; i < padded(key); i += W)
+            store(decay + i, exponential(plan.problem->decay == HR_DECAY_VECTOR ? load(decay + i) : splat(g)));
+    }
+
+    // NV vectors of columns from j on, `width` lanes of the last one.
+    template <int NV>
+    HR_INLINE void columns(float* S, int j, int width) {
+        const Stride stride = plan.problem->V;
+        vf write[NV], read[NV] = {};
+        for (int c = 0; c < NV; c++) write[c] = load(target + j + c * W);
+        for (int i = 0; delta && i < key; i++)
+            for (int c = 0; c < NV; c++) write[c] -= splat(k[i] * decay[i]) * some(S + i * stride + j + c * W, width);
+        for (int c = 0; c < NV; c++) write[c] *= splat(beta);
+        for (int i = 0; i < key; i++)
+            for (int c = 0; c < NV; c++) {
+                float* s = S + i * stride + j + c * W;
+                const vf after = splat(decay[i]) * some(s, width) + splat(k[i]) * write[c];
+                read[c] += splat(q[i]) * after;
+                store_some(s, after, width);
+            }
+        for (int c = 0; c < NV; c++) store(out + j + c * W, read[c]);
+    }
+
+    static HR_INLINE vf some(const float* p, int width) {
+        if (width == W) return load(p);
+        vf x{};
+        std::memcpy(&x, p, width * sizeof(float));
+        return x;
+    }
+    static HR_INLINE void store_some(float* p, vf x, int width) {
+        if (width == W)
+            store(p, x);
+        else
+            std::memcpy(p, &x, width * sizeof(float));
+    }
+};
+
+}  // namespace HR_ISA
