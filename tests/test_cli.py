@@ -108,7 +108,7 @@ def test_verify_fails_where_a_law_is_broken(headrace_, monkeypatch):
 
 def test_backends_and_version(headrace_):
     assert "torch: available" in headrace_("backends")[1]
-    assert headrace_("--version")[1] == f"headrace {headrace.__version__}\n"
+    assert headrace_("--version")[1] == f"headrace {headrace.__version__}\n{headrace_('backends')[1]}"
 
 
 def test_a_gate_that_hardly_acts_is_named_before_the_run(headrace_, monkeypatch):

@@ -2,8 +2,9 @@
 
 from importlib import import_module
 
+from .dispatch import backends
 from .errors import GateWarning, InputError
-from .recurrence import backends, linear_attention, step
+from .recurrence import linear_attention, step
 
 __version__ = "0.1.0"
 

@@ -13,6 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from . import __version__, zoo
+from .dispatch import BACKENDS
 from .errors import InputError
 from .spec import MixerSpec, to_json
 
@@ -48,6 +49,7 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
     """Linear-time sequence models whose heads compete for what is written and what is read."""
     if version:
         print(f"headrace {__version__}")
+        print_backends()
         raise typer.Exit
 
 
@@ -170,7 +172,10 @@ def verify(
 @app.command()
 def backends() -> None:
     """List what the recurrence can run on here, and why the rest cannot."""
-    from .recurrence import backends as available
+    print_backends()
 
-    for name, reason in available().items():
-        print(f"{name}: {reason or 'available'}")
+
+def print_backends() -> None:
+    for name, backend in BACKENDS.items():
+        reason = backend.missing()
+        print(f"{name}: {f'not here: {reason}' if reason else f'available ({backend.about()})'}")

@@ -1,18 +1,18 @@
-"""`linear_attention` and `step`: one recurrence for the whole family, and the table of backends that compute it.
+"""`linear_attention` and `step`: one recurrence for the whole family.
 
-The equation is in literal.py. Here arguments are checked, what no kernel needs to know (the normaliser, the bonus) is
-expressed through what every kernel does know, and a backend is chosen from the table at the end.
+The equation is in literal.py. Here arguments are checked, and what no kernel needs to know (the normaliser, the bonus)
+is expressed through what every kernel does know; dispatch.py chooses one.
 
 Shapes: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N packed sequences.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .checks import check_combination, check_shapes, check_values
+from .dispatch import Backend, Call, choose
 from .errors import InputError
 
 NORMALISER_EPS = 1e-6
@@ -90,7 +90,7 @@ def linear_attention(
     )  # fmt: skip
     if form == "recurrent":
         return _recurrent(call, bonus, normalise)
-    chosen = _choose(call, backend)
+    chosen = choose(call, backend)
     if normalise:
         return _normalised(call, chosen)
     if bonus is not None:
@@ -98,27 +98,24 @@ def linear_attention(
     return chosen.run(*call)
 
 
-class Call(NamedTuple):
-    """What every backend gets, in the order of its operator's schema."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None
-    beta: Tensor | None
-    write_gate: Tensor | None
-    read_gate: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    delta: bool
-    scale: float
-    chunk_size: int | None  # None: the backend's choice
+def _chunk(form: str, chunk_size: int | None, v: Tensor, cu_seqlens: Tensor | None) -> int | None:
+    """The parallel form is one chunk as long as the longest sequence."""
+    if form != "parallel":
+        return chunk_size
+    T = v.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
+    needed = v.shape[0] * v.shape[2] * T * T * accumulator(v).itemsize
+    if needed > PARALLEL_LIMIT:
+        raise InputError(
+            f"form='parallel' would hold {needed / 2**30:.1f} GiB of T×T scores for T={T}; "
+            f"expected at most {PARALLEL_LIMIT / 2**30:.0f} GiB: use form='chunkwise'"
+        )
+    return max(T, 1)
 
 
 # --- what kernels need not know ------------------------------------------------------------------------------------
 
 
-def _normalised(call: Call, backend: "Backend") -> tuple[Tensor, Tensor]:
+def _normalised(call: Call, backend: Backend) -> tuple[Tensor, Tensor]:
     """The normaliser is a column of ones beside v: the same decay, β and write gate act on it."""
     acc = accumulator(call.v)
     v = torch.cat([call.v.to(acc), torch.ones_like(call.v[..., :1], dtype=acc)], -1)
@@ -127,7 +124,7 @@ def _normalised(call: Call, backend: "Backend") -> tuple[Tensor, Tensor]:
     return _gated(out, call.read_gate).to(call.v.dtype), state
 
 
-def _with_bonus(call: Call, bonus: Tensor, backend: "Backend") -> tuple[Tensor, Tensor]:
+def _with_bonus(call: Call, bonus: Tensor, backend: Backend) -> tuple[Tensor, Tensor]:
     """Reading S_{t-1} is reading S_t with the writes one token late: each sequence grows by one token, in which the
     first query reads the initial state and the last write reaches the final one. The present token's term is added."""
     starts = call.k.new_zeros(1, dtype=torch.long) if call.cu_seqlens is None else call.cu_seqlens[:-1]
@@ -261,62 +258,3 @@ def _each_sequence(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[T
 
 
 TOKENWISE = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate")
-
-
-# --- backends --------------------------------------------------------------------------------------------------------
-
-
-class Backend(NamedTuple):
-    """One way to compute a Call. `missing` says why it is not here, `refuses` why it cannot take a call, else None."""
-
-    missing: Callable[[], str | None]
-    refuses: Callable[[Call], str | None]
-    run: Callable[..., tuple[Tensor, Tensor]]
-
-
-def _run_torch(*call) -> tuple[Tensor, Tensor]:
-    from .backends import torch_op
-
-    return torch_op.run(*call)
-
-
-# In order of preference: "auto" takes the first that is here and does not refuse.
-BACKENDS: dict[str, Backend] = {
-    "torch": Backend(missing=lambda: None, refuses=lambda call: None, run=_run_torch),
-}
-
-
-def backends(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs):
-    """Without arguments: {name: None, or why it is not here}. With `linear_attention`'s: the name that would run."""
-    if q is None or k is None or v is None:
-        return {name: backend.missing() for name, backend in BACKENDS.items()}
-    given = {name: kwargs.get(name) for name in Call._fields[3:9]}
-    call = Call(q, k, v, **given, delta=kwargs.get("rule") == "delta", scale=1.0, chunk_size=1)
-    chosen = _choose(call, kwargs.get("backend", "auto"))
-    return next(name for name, backend in BACKENDS.items() if backend is chosen)
-
-
-def _choose(call: Call, name: str) -> Backend:
-    if name == "auto":
-        usable = (b for b in BACKENDS.values() if b.missing() is None and b.refuses(call) is None)
-        return next(usable)
-    if name not in BACKENDS:
-        raise InputError(f"backend={name!r} is unknown; expected 'auto' or one of {', '.join(BACKENDS)}")
-    reason = BACKENDS[name].missing() or BACKENDS[name].refuses(call)
-    if reason is not None:
-        raise InputError(f"backend={name!r} cannot run here: {reason}")
-    return BACKENDS[name]
-
-
-def _chunk(form: str, chunk_size: int | None, v: Tensor, cu_seqlens: Tensor | None) -> int | None:
-    """The parallel form is one chunk as long as the longest sequence."""
-    if form != "parallel":
-        return chunk_size
-    T = v.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
-    needed = v.shape[0] * v.shape[2] * T * T * accumulator(v).itemsize
-    if needed > PARALLEL_LIMIT:
-        raise InputError(
-            f"form='parallel' would hold {needed / 2**30:.1f} GiB of T×T scores for T={T}; "
-            f"expected at most {PARALLEL_LIMIT / 2**30:.0f} GiB: use form='chunkwise'"
-        )
-    return max(T, 1)

@@ -1,0 +1,138 @@
+"""The library of native/, through its C interface (native/headrace.h): found, loaded and called.
+
+It is loaded when this module is first imported. A call packs the numbers, addresses and strides that the header's
+structs hold; tensors are read where they lie.
+"""
+
+import ctypes
+import struct
+from importlib.resources import as_file, files
+
+import torch
+from torch import Tensor
+
+ABI = 1
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+NO_MEMORY = 3
+_TENSOR = "Pqqq"  # hr_tensor
+_PROBLEM = struct.Struct("@7if7qP" + 7 * _TENSOR + "P")  # hr_problem
+_GRADIENTS = struct.Struct("@" + 7 * _TENSOR + "P")  # hr_gradients
+_PLACE = struct.Struct("@" + _TENSOR)
+_ABSENT = (0, 0, 0, 0)
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """(the library, the instruction set that it uses here), or (None, why it is not here)."""
+    resource = files("headrace") / "libheadrace.so"
+    if not resource.is_file():
+        return None, "headrace was installed without its native kernels: no C++ compiler, or HEADRACE_NATIVE=off"
+    with as_file(resource) as path:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            return None, f"its library cannot be loaded: {error}"
+    if library.hr_abi() != ABI:
+        return None, f"{path} has another interface, {library.hr_abi()} and not {ABI}: install headrace again"
+    _declare(library)
+    return library, library.hr_isa().decode()
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Structs go as bytes, buffers as addresses."""
+    struct_, address = ctypes.c_char_p, ctypes.c_void_p
+    library.hr_isa.restype = library.hr_message.restype = ctypes.c_char_p
+    library.hr_kept_floats.restype = ctypes.c_int64
+    library.hr_kept_floats.argtypes = [struct_]
+    library.hr_forward.argtypes = [struct_, struct_, address, address]
+    library.hr_backward.argtypes = [struct_, struct_, address, address, struct_]
+    library.hr_step.argtypes = [struct_, struct_, address]
+
+
+_library, _found = _load()
+missing = _found if _library is None else None
+instructions = "" if _library is None else _found
+
+
+class Problem:
+    """hr_problem for a call, and the tensors that it points into, kept alive."""
+
+    def __init__(
+        self, q, k, v, log_decay, beta, write_gate, read_gate, initial_state, cu_seqlens, delta, scale, chunk_size
+    ):  # fmt: skip
+        (B, T, H, V), (Hq, K) = v.shape, k.shape[2:]
+        self.sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.shape = (self.sequences, H, K, V)
+        per_token = [_floats(x) for x in (log_decay, beta, write_gate, read_gate)]
+        self.tensors: list[Tensor | None] = [_rows(q), _rows(k), _rows(v), *per_token]
+        ends = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
+        state = None if initial_state is None else initial_state.to(torch.float32).contiguous()
+        self.alive = (ends, state)
+        places = [number for x in self.tensors for number in _place(x)]
+        decay = 0 if log_decay is None else {1: 1, 3: 2, 4: 3}[log_decay.dim()]
+        self.packed = _PROBLEM.pack(
+            ABI, DTYPES[v.dtype], decay, delta, chunk_size, torch.get_num_threads(), 0, scale,
+            B, T, H, Hq, K, V, self.sequences, _address(ends), *places, _address(state),
+        )  # fmt: skip
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _floats(x: Tensor | None) -> Tensor | None:
+    if x is None:
+        return None
+    x = x.to(torch.float32)
+    return _rows(x) if x.dim() == 4 else x
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _place(x: Tensor | None) -> tuple[int, ...]:
+    """hr_tensor: the address, and the strides of batch, token and head; a fixed decay has the last one alone."""
+    if x is None:
+        return _ABSENT
+    return (x.data_ptr(), 0, 0, *x.stride()) if x.dim() == 1 else (x.data_ptr(), *x.stride()[:3])
+
+
+def _check(status: int) -> None:
+    if status == 0:
+        return
+    assert _library is not None
+    sentence = f"the native kernels refused a call: {_library.hr_message(status).decode()}"
+    raise MemoryError(sentence) if status == NO_MEMORY else RuntimeError(sentence)
+
+
+def forward(*args) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, final state, what the backward will need); the last is empty without `keep`, the last argument."""
+    assert _library is not None, missing
+    *given, keep = args
+    problem, v = Problem(*given), given[2]
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    final = v.new_empty(problem.shape, dtype=torch.float32)
+    kept = final.new_empty(_library.hr_kept_floats(problem.packed) if keep else 0)
+    kept_at = kept.data_ptr() if keep else 0
+    _check(_library.hr_forward(problem.packed, _PLACE.pack(*_place(out)), final.data_ptr(), kept_at))
+    return out, final, kept
+
+
+def backward(d_out: Tensor, d_final: Tensor, *args) -> list[Tensor | None]:
+    """Gradients of the eight differentiable inputs, None where not `wanted`, the last argument."""
+    assert _library is not None, missing
+    *given, kept, wanted = args
+    problem = Problem(*given)
+    new = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if x is not None and needed else None
+        for x, needed in zip(problem.tensors, wanted[:7], strict=True)
+    ]
+    d_initial = torch.empty_like(d_final) if wanted[7] else None
+    places = [number for x in new for number in _place(x)]
+    gradients = _GRADIENTS.pack(*places, _address(d_initial))
+    _check(
+        _library.hr_backward(
+            problem.packed, _PLACE.pack(*_place(_rows(d_out))), d_final.data_ptr(), kept.data_ptr(), gradients
+        )
+    )
+    return [*new, d_initial]
