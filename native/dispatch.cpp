@@ -62,14 +62,14 @@ public:
     }
 
     // One a head of a sequence, or, where these are fewer than threads, some columns of one, a multiple of 16.
-    std::vector<Unit> units(bool may_split) const {
+    std::vector<Unit> units(std::int64_t heads, bool may_split) const {
         const hr_problem& p = *plan.problem;
-        const std::int64_t whole = p.sequences * p.H;
+        const std::int64_t whole = p.sequences * heads;
         const std::int64_t parts = may_split && whole > 0 ? (p.threads + whole - 1) / whole : 1;
         const std::int64_t width = parts == 1 ? p.V : ((p.V + parts - 1) / parts + 15) / 16 * 16;
         std::vector<Unit> found;
         for (std::int64_t n = 0; n < p.sequences; n++)
-            for (std::int64_t h = 0; h < p.H; h++)
+            for (std::int64_t h = 0; h < heads; h++)
                 for (std::int64_t column = 0; column < p.V; column += width)
                     found.push_back({n, h, column, std::min(width, p.V - column)});
         return found;
@@ -82,8 +82,7 @@ private:
 };
 
 template <class Job>
-int run(const Work<Job>& work, const Cut& cut, const Job& job, bool may_split) {
-    const std::vector<Unit> units = cut.units(may_split);
+int run(const Work<Job>& work, const Cut& cut, const Job& job, const std::vector<Unit>& units) {
     if (units.empty()) return HR_OK;
     const std::size_t bytes = work.measure(cut.plan, job, units[0]);
     const auto body = [&](std::int64_t i, void* memory) { work.run(cut.plan, job, units[i], memory); };
@@ -91,14 +90,49 @@ int run(const Work<Job>& work, const Cut& cut, const Job& job, bool may_split) {
     return run_units(count, cut.plan.problem->threads, bytes, body) ? HR_OK : HR_NO_MEMORY;
 }
 
-// The gradient to a fixed decay, summed over sequences in their order.
-void add_up(const std::vector<double>& parts, const hr_problem& p, const hr_tensor& into) {
-    for (std::int64_t h = 0; h < p.H; h++) {
-        double total = 0;
-        for (std::int64_t n = 0; n < p.sequences; n++) total += parts[n * p.H + h];
-        static_cast<float*>(into.data)[h * into.head] = static_cast<float>(total);
+// A backward whose heads share something, and what each of them finds for it until that is added up.
+class SharedBackward {
+public:
+    SharedBackward(const hr_problem& p, Backward job) : p_(p), cut_(p), job_(job), wanted_(job.gradients) {
+        job_.by_head = p.Hq < p.H;
+        if (job_.by_head) separate(q_, job_.gradients.q), separate(k_, job_.gradients.k);
+        if (p.decay == HR_DECAY_FIXED && wanted_.log_decay.data) {
+            decay_.resize(p.sequences * p.H);
+            job_.fixed_decay = decay_.data();
+        }
     }
-}
+
+    int run_all() {
+        if (const int status = run(kernels().backward, cut_, job_, cut_.units(p_.H, false))) return status;
+        if (job_.fixed_decay) add_up_decay();
+        for (const auto& [part, into] : {std::pair{q_.get(), wanted_.q}, std::pair{k_.get(), wanted_.k}})
+            if (part)
+                if (const int status = run(kernels().gather, cut_, Gather{part, into}, cut_.units(p_.Hq, false)))
+                    return status;
+        return HR_OK;
+    }
+
+private:
+    void separate(std::unique_ptr<float[]>& own, hr_tensor& gradient) const {
+        if (!gradient.data) return;
+        own.reset(new float[p_.B * p_.T * p_.H * p_.K]);
+        gradient = {own.get(), p_.T * p_.H * p_.K, p_.H * p_.K, p_.K};
+    }
+    void add_up_decay() const {
+        for (std::int64_t h = 0; h < p_.H; h++) {
+            double total = 0;
+            for (std::int64_t n = 0; n < p_.sequences; n++) total += decay_[n * p_.H + h];
+            static_cast<float*>(wanted_.log_decay.data)[h * wanted_.log_decay.head] = static_cast<float>(total);
+        }
+    }
+
+    const hr_problem& p_;
+    Cut cut_;
+    Backward job_;
+    const hr_gradients wanted_;
+    std::unique_ptr<float[]> q_, k_;
+    std::vector<double> decay_;
+};
 
 template <class F>
 int guarded(F f) {
@@ -132,27 +166,24 @@ int64_t hr_kept_floats(const hr_problem* p) {
 
 int hr_forward(const hr_problem* p, const hr_tensor* out, float* final_state, float* kept) {
     if (const int status = refused(*p)) return status;
-    return guarded([&] { return run(kernels().forward, Cut(*p), Forward{*out, final_state, kept}, true); });
+    return guarded([&] {
+        const Cut cut(*p);
+        return run(kernels().forward, cut, Forward{*out, final_state, kept}, cut.units(p->H, true));
+    });
 }
 
 int hr_backward(const hr_problem* p, const hr_tensor* d_out, const float* d_final, const float* kept,
                 const hr_gradients* gradients) {
     if (const int status = refused(*p)) return status;
-    return guarded([&] {
-        Backward job{*d_out, d_final, kept, *gradients, false, nullptr};
-        std::vector<double> fixed;
-        if (p->decay == HR_DECAY_FIXED && gradients->log_decay.data) {
-            fixed.resize(p->sequences * p->H);
-            job.fixed_decay = fixed.data();
-        }
-        const int status = run(kernels().backward, Cut(*p), job, false);
-        if (!status && job.fixed_decay) add_up(fixed, *p, gradients->log_decay);
-        return status;
-    });
+    const Backward job{*d_out, d_final, kept, *gradients, false, nullptr};
+    return guarded([&] { return SharedBackward(*p, job).run_all(); });
 }
 
 int hr_step(const hr_problem* p, const hr_tensor* out, float* state) {
     if (const int status = refused(*p)) return status;
     if (p->T != 1 || p->cu_seqlens) return HR_UNSUPPORTED;
-    return guarded([&] { return run(kernels().step, Cut(*p), Step{*out, state}, true); });
+    return guarded([&] {
+        const Cut cut(*p);
+        return run(kernels().step, cut, Step{*out, state}, cut.units(p->H, true));
+    });
 }

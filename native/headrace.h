@@ -6,7 +6,7 @@
 
    Dimensions: B rows, T tokens, H heads (Hq of q and k; Hq divides H, consecutive heads share), K key, V value size.
    Tensors are read where they lie, by strides in elements; only the last dimension must be contiguous. Nothing is
-   allocated that outlives a call but the threads. Any T >= 0 and K, V >= 1 will do. */
+   kept between calls but the threads and their working memory. Any T >= 0 and K, V >= 1 will do. */
 
 #ifndef HEADRACE_H
 #define HEADRACE_H

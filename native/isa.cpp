@@ -8,60 +8,57 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "gather.h"
 #include "step.h"
 
 namespace HR_ISA {
 
+// Over a null pointer the work is only measured.
+template <class Work, class Job>
+std::size_t measure_or_run(const Plan& plan, const Job& job, const Unit& unit, void* memory) {
+    Arena arena(memory);
+    Work work(arena, plan, job, unit);
+    if (memory) work.run();
+    return arena.used();
+}
+
+// Run for the problem's decay and rule.
 template <template <class, bool> class Run>
 struct Chosen {
-    // Run for the problem's decay and rule.
-    template <class... Args>
-    static std::size_t call(const Plan& plan, const Args&... args) {
+    template <class Job>
+    static std::size_t call(const Plan& plan, const Job& job, const Unit& unit, void* memory) {
         switch (plan.problem->decay) {
-            case HR_DECAY_NONE: return rule<NoDecay>(plan, args...);
-            case HR_DECAY_VECTOR: return rule<VectorDecay>(plan, args...);
-            default: return rule<ScalarDecay>(plan, args...);
+            case HR_DECAY_NONE: return rule<NoDecay>(plan, job, unit, memory);
+            case HR_DECAY_VECTOR: return rule<VectorDecay>(plan, job, unit, memory);
+            default: return rule<ScalarDecay>(plan, job, unit, memory);
         }
     }
-    template <class Decay, class... Args>
-    static std::size_t rule(const Plan& plan, const Args&... args) {
-        return plan.problem->delta ? run<Run<Decay, true>>(plan, args...) : run<Run<Decay, false>>(plan, args...);
-    }
-    // Over a null pointer the work is only measured.
-    template <class Work, class Job>
-    static std::size_t run(const Plan& plan, const Job& job, const Unit& unit, void* const& memory) {
-        Arena arena(memory);
-        Work work(arena, plan, job, unit);
-        if (memory) work.run();
-        return arena.used();
+    template <class Decay, class Job>
+    static std::size_t rule(const Plan& plan, const Job& job, const Unit& unit, void* memory) {
+        return plan.problem->delta ? measure_or_run<Run<Decay, true>>(plan, job, unit, memory)
+                                   : measure_or_run<Run<Decay, false>>(plan, job, unit, memory);
     }
 };
 
-static std::size_t forward_memory(const Plan& plan, const Forward& job, const Unit& unit) {
-    return Chosen<ForwardUnit>::call(plan, job, unit, static_cast<void*>(nullptr));
-}
-static void forward(const Plan& plan, const Forward& job, const Unit& unit, void* memory) {
-    Chosen<ForwardUnit>::call(plan, job, unit, memory);
-}
-static std::size_t backward_memory(const Plan& plan, const Backward& job, const Unit& unit) {
-    return Chosen<BackwardUnit>::call(plan, job, unit, static_cast<void*>(nullptr));
-}
-static void backward(const Plan& plan, const Backward& job, const Unit& unit, void* memory) {
-    Chosen<BackwardUnit>::call(plan, job, unit, memory);
-}
-static std::size_t step_memory(const Plan& plan, const Step& job, const Unit& unit) {
-    return Chosen<StepUnit>::call(plan, job, unit, static_cast<void*>(nullptr));
-}
-static void step(const Plan& plan, const Step& job, const Unit& unit, void* memory) {
-    Chosen<StepUnit>::call(plan, job, unit, memory);
-}
+template <class Job, std::size_t (*call)(const Plan&, const Job&, const Unit&, void*)>
+struct Entry {
+    static std::size_t measure(const Plan& plan, const Job& job, const Unit& unit) {
+        return call(plan, job, unit, nullptr);
+    }
+    static void run(const Plan& plan, const Job& job, const Unit& unit, void* memory) { call(plan, job, unit, memory); }
+    static constexpr Work<Job> work = {measure, run};
+};
 
 #define HR_TEXT(x) #x
 #define HR_NAME(x) HR_TEXT(x)
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    HR_NAME(HR_ISA), {forward_memory, forward}, {backward_memory, backward}, {step_memory, step},
+    HR_NAME(HR_ISA),
+    Entry<Forward, Chosen<ForwardUnit>::call<Forward>>::work,
+    Entry<Backward, Chosen<BackwardUnit>::call<Backward>>::work,
+    Entry<Gather, measure_or_run<GatherUnit, Gather>>::work,
+    Entry<Step, Chosen<StepUnit>::call<Step>>::work,
 };
 
 }  // namespace HR_ISA

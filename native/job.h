@@ -46,6 +46,12 @@ struct Backward {
     double* fixed_decay; // to a fixed decay, [sequences, H], to be summed; NULL when not wanted
 };
 
+// Grouped heads: the gradients to q or k of the heads that share them, [B, T, H, K] float32, to be added up.
+struct Gather {
+    const float* by_head;
+    hr_tensor into;
+};
+
 struct Step {
     hr_tensor out;
     float* state;
@@ -62,5 +68,6 @@ struct Kernels {
     const char* name;
     Work<Forward> forward;
     Work<Backward> backward;
+    Work<Gather> gather;
     Work<Step> step;
 };

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -17,24 +17,22 @@ namespace {
 
 constexpr std::size_t LINE = 64;
 
-// Memory that a thread keeps between calls, as long as it is not far too much.
+// Memory that a thread keeps between calls.
 class Memory {
 public:
-    ~Memory() { release(); }
     void* at_least(std::size_t bytes) {
-        if (bytes <= size_) return p_;
-        release();
-        p_ = ::operator new(bytes, std::align_val_t(LINE), std::nothrow);
+        if (bytes <= size_) return p_.get();
+        p_.reset();
+        p_.reset(::operator new(bytes, std::align_val_t(LINE), std::nothrow));
         size_ = p_ ? bytes : 0;
-        return p_;
+        return p_.get();
     }
 
 private:
-    void release() {
-        if (p_) ::operator delete(p_, std::align_val_t(LINE));
-        p_ = nullptr, size_ = 0;
-    }
-    void* p_ = nullptr;
+    struct Release {
+        void operator()(void* p) const { ::operator delete(p, std::align_val_t(LINE)); }
+    };
+    std::unique_ptr<void, Release> p_;
     std::size_t size_ = 0;
 };
 
