@@ -92,7 +92,7 @@ public:
             if (steep_[b / BLOCK])
                 by_pair(X, x, y, dx, dy, b);
             else
-                within_block(X, x, dx, dy, b);
+                within_block(X, x, y, dx, dy, b);
     }
 
     void begin_gradient() { clear(dg_, rows_, K_); }
@@ -201,10 +201,16 @@ private:
             sum_before(b, b + BLOCK, [&](int i, int j) { return load(y_.row(i) + j) * load(dy_.row(i) + j); });
         }
     }
-    // Pairs in one block that is not steep. What crosses a token is here a difference of sums: none is large.
-    void within_block(Tile X, Tile x, Tile dx, Tile dy, int b) {
+    // Pairs in one block that is not steep. What crosses a token is here a difference of sums: none is large. A token
+    // with itself crosses nothing and is kept out of it.
+    void within_block(Tile X, Tile x, Tile y, Tile dx, Tile dy, int b) {
         const Tile pairs = X.below(b).right(b), dx_in = dx_.below(b), dy_out = dy_.below(b);
         const float* back = back_.row(b / BLOCK);
+        for (int i = 0; i < BLOCK; i++) {
+            add_row(dx.row(b + i), y.row(b + i), pairs.row(i)[i]);
+            add_row(dy.row(b + i), x.row(b + i), pairs.row(i)[i]);
+            pairs.row(i)[i] = 0;
+        }
         multiply(dy_out, BLOCK, K_, Zero{}, Nothing{}, PlusT{pairs, read_within(x, b), BLOCK, Part::from});
         multiply(dx_in, BLOCK, K_, Zero{}, Nothing{}, Plus{pairs, y_.below(b), BLOCK, Part::up_to});
         map(dx_in, BLOCK, K_, [&](int i, int j) { return load(dx_in.row(i) + j) * load(back + j); });
@@ -240,6 +246,9 @@ private:
         map(into, rows, K_, [&](int i, int j) {
             return load(into.row(i) + j) + load(x.row(i) + j) * load(factor.row(i) + j);
         });
+    }
+    void add_row(float* into, const float* x, float factor) const {
+        for (int j = 0; j < K_; j += W) store(into + j, load(into + j) + load(x + j) * splat(factor));
     }
     // dg_t += Σ f(i) over the tokens first ≤ i < last at and after t, before t.
     template <class F>
