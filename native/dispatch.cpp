@@ -1,8 +1,11 @@
 // The C ABI: what is refused, which instruction set runs, how a problem is cut into units for the threads.
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
 #include <new>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "job.h"
@@ -16,12 +19,15 @@ namespace avx512 { extern const Kernels kernels; }
 
 namespace {
 
+// The best that the machine has; HEADRACE_ISA=avx2 or portable asks for less.
 const Kernels& choose() {
 #if defined(__x86_64__) || defined(__i386__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-        return avx512::kernels;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::kernels;
+    const char* asked = std::getenv("HEADRACE_ISA");
+    const std::string_view limit = asked ? asked : "avx512";
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (wide && limit == "avx512") return avx512::kernels;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit != "portable") return avx2::kernels;
 #endif
     return portable::kernels;
 }

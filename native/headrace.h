@@ -64,7 +64,7 @@ typedef struct hr_gradients {
 
 HR_EXPORT int32_t hr_abi(void);
 
-/* "avx512", "avx2" or "portable": the code that runs on this machine. */
+/* "avx512", "avx2" or "portable": the code that runs on this machine. The environment's HEADRACE_ISA can ask for less. */
 HR_EXPORT const char* hr_isa(void);
 
 HR_EXPORT const char* hr_message(int status);
