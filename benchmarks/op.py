@@ -5,15 +5,16 @@
     python benchmarks/op.py --family scalar --peers mamba2     one family, only the peers whose name has this in it
 
 All implementations run in one process, in turn, round after round, so that a busy moment hits them alike; a ratio is
-the median over rounds of peer / ours. Times are CPU time of the process (wall time on a GPU). Every peer is first
-compared with the literal equation, and not timed if it disagrees. Rows are appended to a CSV file, each with what it
-takes to repeat it.
+the median over rounds of a time over that of our first backend here, which "auto" takes. Times are CPU time of the
+process (wall time on a GPU). Every peer is first compared with the literal equation, and not timed if it disagrees.
+Rows are appended to a CSV file, each with what it takes to repeat it.
 """
 
 import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from headrace import linear_attention
+from headrace import InputError, backends, linear_attention
 from headrace.literal import literal
 from peers import ATTENTION, FAMILIES, PEERS, Family, Peer
 from record import append, environment
@@ -101,15 +102,15 @@ def synchronise(x: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def ours(family: Family, tensors: dict[str, Tensor]) -> Tensor:
-    return linear_attention(**tensors, **family.options())[0]
+def ours(family: Family, backend: str, tensors: dict[str, Tensor]) -> Tensor:
+    return linear_attention(**tensors, **family.options(), backend=backend)[0]
 
 
-def competing(family: Family, tensors: dict[str, Tensor]) -> Tensor:
+def competing(family: Family, backend: str, tensors: dict[str, Tensor]) -> Tensor:
     """Ours with head competition: read and write gates by a softmax over the heads, its gradients included."""
     tensors = dict(tensors)
     gates = {f"{way}_gate": HEADS * tensors.pop(f"{way}_logits").softmax(-1) for way in ("read", "write")}
-    return ours(family, tensors | gates)
+    return ours(family, backend, tensors | gates)
 
 
 def attention(q, k, v) -> Tensor:
@@ -142,6 +143,14 @@ def objection(peer: Peer, T: int, K: int, V: int, backward: bool) -> str | None:
     return None
 
 
+def can(family: Family, backend: str, tensors: dict[str, Tensor]) -> bool:
+    try:
+        ours(family, backend, {name: x.detach()[:, :1] if x.dim() > 2 else x.detach() for name, x in tensors.items()})
+    except InputError:
+        return False
+    return True
+
+
 def contestants(name: str, shape: dict, backward: bool, wanted: str) -> tuple[list[Runner], list[str]]:
     """Ours, ours with competition, and every peer that can be timed on these shapes; and why the others cannot."""
     family, refused = FAMILIES[name], []
@@ -149,10 +158,10 @@ def contestants(name: str, shape: dict, backward: bool, wanted: str) -> tuple[li
     draw = torch.Generator().manual_seed(SEED)
     logits = torch.randn(2, *tensors["v"].shape[:3], generator=draw).to(tensors["v"])
     scored = tensors | {f"{way}_logits": x.requires_grad_() for way, x in zip(("read", "write"), logits, strict=True)}
-    found = [
-        Runner("headrace", lambda x: ours(family, x), tensors),
-        Runner("headrace, heads competing", lambda x: competing(family, x), scored),
-    ]
+    found = []
+    for backend in (b for b, missing in backends().items() if missing is None and can(family, b, tensors)):
+        found.append(Runner(f"headrace {backend}", partial(ours, family, backend), tensors))
+        found.append(Runner(f"headrace {backend}, heads competing", partial(competing, family, backend), scored))
     for peer in (p for p in [*PEERS, ATTENTION] if p.family in (name, "attention") and wanted in p.name):
         reason = objection(peer, shape["T"], shape["K"], shape["V"], backward)
         error = relative_error(peer, family, shape) if reason is None else 0.0

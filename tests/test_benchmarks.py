@@ -23,8 +23,8 @@ def test_op_times_ours_and_every_peer_it_can_check(lines):
         op.main(quick=True, family=["linear"], rounds=1, budget=30.0, peers="", threads=1, device="cpu", output=path)
     rows = read()
     runners = {row["runner"] for row in rows}
-    assert {"headrace", "headrace, heads competing", "torch scaled_dot_product_attention"} <= runners
-    ours = [row for row in rows if row["runner"] == "headrace"]
+    assert {"headrace torch", "headrace torch, heads competing", "torch scaled_dot_product_attention"} <= runners
+    ours = [row for row in rows if row["runner"] == "headrace torch"]
     assert len(ours) == 2 * 8  # two sizes, two lengths, forward with and without backward
     assert all(float(row["cpu_ms"]) > 0 and float(row["error"]) < 1e-5 for row in rows)
 
