@@ -88,7 +88,7 @@ struct BackwardUnit {
             if (i == last) return;
             chunk.strengthen();
             copy(S[i + 1], S[i], K, V);
-            chunk.write(S[i + 1]);
+            chunk.write(S[i + 1], Nothing{});
         }
     }
     void find_errors(float* kept, Span span, Tile before) {

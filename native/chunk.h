@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "ahead.h"
 #include "decay_vector.h"
 
 namespace HR_ISA {
@@ -114,9 +115,10 @@ struct Chunk {
     void strengthen() {
         if (in.beta) map(U, span.rows, V, [&](int i, int j) { return load(E.row(i) + j) * splat(beta[i]); });
     }
-    void write(Tile S) {
+    template <class Finish>
+    void write(Tile S, Finish finish) {
         k_cols = decay.cols(k, k_cols);
-        multiply(S, K, V, ItselfScaled{decay.end}, Nothing{}, PlusT{k_cols, U, span.rows, Part::all});
+        multiply(S, K, V, ItselfScaled{decay.end}, finish, PlusT{k_cols, U, span.rows, Part::all});
     }
 };
 

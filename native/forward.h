@@ -16,6 +16,8 @@ struct ForwardUnit {
     Chunk<Decay, delta> chunk;
     Tile q, q_rows, A, out, S;
     float* strength;  // scale · r
+    View out_into;
+    Ahead ahead;
 
     ForwardUnit(Arena& arena, const Plan& plan, const Forward& job, const Unit& unit)
         : plan(plan), job(job), unit(unit), chunk(arena, plan, unit, false) {
@@ -26,6 +28,7 @@ struct ForwardUnit {
         out = arena.tile(C, chunk.V);
         S = arena.tile(chunk.K, chunk.V);
         strength = arena.floats(C);
+        out_into = view(job.out, plan, unit, unit.head, plan.problem->dtype == HR_BFLOAT16, unit.column);
     }
 
     void run() {
@@ -35,13 +38,14 @@ struct ForwardUnit {
         for (std::int64_t i = 0; i < chunks(plan, unit); i++) {
             if (job.kept && i && i % plan.run == 0)
                 store_state(kept_state(plan, job.kept, unit, i / plan.run), S, p.V, chunk.key, chunk.value);
-            step(span_of(plan, unit, i));
+            step(span_of(plan, unit, i), span_of(plan, unit, i + 1));
         }
         store_state(job.final_state + own, S, p.V, chunk.key, chunk.value);
     }
 
-    void step(Span span) {
+    void step(Span span, Span next) {
         const hr_problem& p = *plan.problem;
+        fetch(span, next);
         chunk.begin(span);
         chunk.load_values();
         if constexpr (delta) {
@@ -52,17 +56,25 @@ struct ForwardUnit {
         }
         chunk.strengthen();
         read(span);
-        chunk.write(S);
+        chunk.write(S, Fetch{&ahead});
+    }
+
+    void fetch(Span span, Span next) {
+        ahead.clear();
+        ahead.add(out_into, span, chunk.value);
+        ahead.add(chunk.in.k, next, chunk.key);
+        ahead.add(chunk.in.v, next, chunk.value);
+        ahead.add(chunk.in.q, next, chunk.key);
+        if (plan.problem->decay == HR_DECAY_VECTOR) ahead.add(chunk.in.log_decay, next, chunk.key);
     }
 
     void read(Span span) {
         load_numbers(strength, chunk.in.read, span, plan.problem->scale);
         load_tile(q, chunk.in.q, span, chunk.key, strength);
         chunk.decay.scores(q, chunk.k, A, false);
-        multiply(out, span.rows, chunk.V, Zero{}, Nothing{}, Plus{chunk.decay.rows(q, q_rows), S, chunk.K, Part::all},
-                 Plus{A, chunk.U, span.rows, Part::up_to});
-        const bool half = plan.problem->dtype == HR_BFLOAT16;
-        store_tile(view(job.out, plan, unit, unit.head, half, unit.column), out, span, chunk.value);
+        multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead},
+                 Plus{chunk.decay.rows(q, q_rows), S, chunk.K, Part::all}, Plus{A, chunk.U, span.rows, Part::up_to});
+        store_tile(out_into, out, span, chunk.value);
     }
 };
 
