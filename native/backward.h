@@ -25,6 +25,7 @@ struct BackwardUnit {
     Tile q, q_rows, dq, dk, read;
     Tile d_out, dU, A, X;
     float *strength, *numbers;
+    Ahead ahead;
 
     BackwardUnit(Arena& arena, const Plan& plan, const Backward& job, const Unit& unit)
         : plan(plan), job(job), unit(unit), chunk(arena, plan, unit, job.gradients.log_decay.data || job.fixed_decay),
@@ -67,7 +68,8 @@ struct BackwardUnit {
             const std::int64_t first = run * plan.run, end = first + plan.run < count ? first + plan.run : count;
             replay(run, first, end);
             for (std::int64_t i = end - 1; i >= first; i--)
-                step(span_of(plan, unit, i), S[i - first], delta ? E[i - first] : chunk.E);
+                step(span_of(plan, unit, i), i ? span_of(plan, unit, i - 1) : Span{}, S[i - first],
+                     delta ? E[i - first] : chunk.E);
         }
         if (job.gradients.initial_state) store_state(job.gradients.initial_state + own, dS, p.V, key, value);
     }
@@ -83,12 +85,13 @@ struct BackwardUnit {
             if (i == last && !delta) return;
             const Span span = span_of(plan, unit, first + i);
             chunk.begin(span);
+            fetch_inputs(i == last ? Span{} : span_of(plan, unit, first + i + 1));
             find_errors(kept, span, S[i]);
             if (delta) copy(E[i], chunk.E, span.rows, V);
             if (i == last) return;
             chunk.strengthen();
             copy(S[i + 1], S[i], K, V);
-            chunk.write(S[i + 1], Nothing{});
+            chunk.write(S[i + 1], Fetch{&ahead});
         }
     }
     void find_errors(float* kept, Span span, Tile before) {
@@ -103,7 +106,23 @@ struct BackwardUnit {
         }
     }
 
-    void step(Span span, Tile before, Tile errors) {
+    void fetch_inputs(Span span) {
+        ahead.clear();
+        ahead.add(chunk.in.k, span, key);
+        ahead.add(chunk.in.v, span, value);
+        if (plan.problem->decay == HR_DECAY_VECTOR) ahead.add(chunk.in.log_decay, span, key);
+    }
+    void fetch(Span span, Span next) {
+        fetch_inputs(next);
+        ahead.add(chunk.in.q, next, key);
+        ahead.add(d_out_from, next, value);
+        ahead.add(dv_into, span, value);
+        ahead.add(dk_into, span, key);
+        ahead.add(dq_into, span, key);
+    }
+
+    void step(Span span, Span next, Tile before, Tile errors) {
+        fetch(span, next);
         begin(span, errors);
         transpose(S_t, before, K, V);
         transpose(dS_t, dS, K, V);
@@ -140,14 +159,14 @@ struct BackwardUnit {
     // dU from what is read in the chunk and from the state after it.
     void to_writes(Span span) {
         chunk.decay.scores(q, chunk.k, A, false);
-        multiply(dU, span.rows, V, Zero{}, Nothing{}, PlusT{A, d_out, span.rows, Part::from},
+        multiply(dU, span.rows, V, Zero{}, Fetch{&ahead}, PlusT{A, d_out, span.rows, Part::from},
                  Plus{chunk.k_cols, dS, K, Part::all});
     }
 
     void to_reads_and_keys(Span span, Tile before) {
         Decay& decay = chunk.decay;
-        multiply(dq, span.rows, K, Zero{}, Nothing{}, Plus{d_out, S_t, V, Part::all});
-        multiply(dk, span.rows, K, Zero{}, Nothing{}, Plus{chunk.U, dS_t, V, Part::all});
+        multiply(dq, span.rows, K, Zero{}, Fetch{&ahead}, Plus{d_out, S_t, V, Part::all});
+        multiply(dk, span.rows, K, Zero{}, Fetch{&ahead}, Plus{chunk.U, dS_t, V, Part::all});
         dq = decay.rows(dq, dq);
         dk = decay.cols(dk, dk);
         decay.note_reads(q, dq);
@@ -183,9 +202,9 @@ struct BackwardUnit {
         const PlusT reads{q_rows, d_out, span.rows, Part::all};
         const ItselfScaled scaled{chunk.decay.end};
         if constexpr (delta)
-            multiply(dS, K, V, scaled, Nothing{}, reads, MinusT{chunk.k_rows, dU, span.rows, Part::all});
+            multiply(dS, K, V, scaled, Fetch{&ahead}, reads, MinusT{chunk.k_rows, dU, span.rows, Part::all});
         else
-            multiply(dS, K, V, scaled, Nothing{}, reads);
+            multiply(dS, K, V, scaled, Fetch{&ahead}, reads);
     }
 
     void finish(Span span) {
