@@ -8,10 +8,13 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1
 TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format native clean
 
 demo: $(VENV)/.models
 	$(BIN)/headrace compare
+
+# Without a C++ compiler headrace runs on PyTorch alone; who changes it must have one, or set HEADRACE_NATIVE=off.
+test $(VENV)/.dev: export HEADRACE_NATIVE ?= required
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto
@@ -25,13 +28,16 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The native library again, after an edit of its sources.
+native: $(VENV)/.dev
+
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)
 	touch $@
 
-# One stamp per set of packages; `pip install -e` so that an edit needs no second install.
-$(VENV)/.%: pyproject.toml $(VENV)/.torch
+# One stamp per set of packages; `pip install -e` so that an edit of Python needs no second install.
+$(VENV)/.%: pyproject.toml $(wildcard native/*) $(VENV)/.torch
 	$(PIP) -e ".[$*]"
 	touch $@
 
