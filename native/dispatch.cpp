@@ -46,13 +46,11 @@ int refused(const hr_problem& p) {
     return sizes && kinds ? HR_OK : HR_UNSUPPORTED;
 }
 
-// Tokens a chunk. Beyond 64 the C×C work inside a chunk costs more than the K×V work between chunks saves; so it does
-// earlier where K and V are small.
+// Tokens a chunk. The C×C work inside chunks grows with C, the cost of reading and writing the state between them falls:
+// these balance where states are large late, where they are small early. The delta rule has more work inside.
 int chunk_of(const hr_problem& p) {
-    std::int64_t tokens = p.chunk;
-    if (tokens <= 0)
-        for (tokens = 16; tokens < 64 && 2 * tokens < p.K + p.V;) tokens *= 2;
-    return static_cast<int>(std::clamp<std::int64_t>((tokens + 15) / 16 * 16, 16, 128));
+    if (p.chunk > 0) return std::clamp((p.chunk + 15) / 16 * 16, 16, 128);
+    return p.K + p.V < 96 ? 16 : p.K + p.V < 768 || p.delta ? 32 : 64;
 }
 
 class Cut {
@@ -67,11 +65,18 @@ public:
         plan.kept_at = kept_at_.data();
     }
 
+    // Threads for which there is work: waking one takes as long as a million products.
+    int threads() const {
+        const hr_problem& p = *plan.problem;
+        const double products = 2.0 * p.B * p.T * p.H * p.K * p.V;
+        return static_cast<int>(std::clamp(products / 1e6, 1.0, static_cast<double>(p.threads)));
+    }
+
     // One a head of a sequence, or, where these are fewer than threads, some columns of one, a multiple of 16.
     std::vector<Unit> units(std::int64_t heads, bool may_split) const {
         const hr_problem& p = *plan.problem;
         const std::int64_t whole = p.sequences * heads;
-        const std::int64_t parts = may_split && whole > 0 ? (p.threads + whole - 1) / whole : 1;
+        const std::int64_t parts = may_split && whole > 0 ? (threads() + whole - 1) / whole : 1;
         const std::int64_t width = parts == 1 ? p.V : ((p.V + parts - 1) / parts + 15) / 16 * 16;
         std::vector<Unit> found;
         for (std::int64_t n = 0; n < p.sequences; n++)
@@ -93,7 +98,7 @@ int run(const Work<Job>& work, const Cut& cut, const Job& job, const std::vector
     const std::size_t bytes = work.measure(cut.plan, job, units[0]);
     const auto body = [&](std::int64_t i, void* memory) { work.run(cut.plan, job, units[i], memory); };
     const auto count = static_cast<std::int64_t>(units.size());
-    return run_units(count, cut.plan.problem->threads, bytes, body) ? HR_OK : HR_NO_MEMORY;
+    return run_units(count, cut.threads(), bytes, body) ? HR_OK : HR_NO_MEMORY;
 }
 
 // A backward whose heads share something, and what each of them finds for it until that is added up.

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -40,9 +41,9 @@ class Pool {
 public:
     bool run(std::int64_t units, int threads, std::size_t bytes, const std::function<void(std::int64_t, void*)>& body) {
         std::lock_guard<std::mutex> one_call(calls_);
-        const std::size_t helpers = threads > 1 ? static_cast<std::size_t>(threads - 1) : 0;
+        std::size_t helpers = threads > 1 ? static_cast<std::size_t>(threads - 1) : 0;
         if (!provide(helpers + 1, bytes)) return false;
-        while (threads_.size() < helpers) threads_.emplace_back(&Pool::wait_for_work, this, threads_.size());
+        helpers = start(helpers);
         {
             std::lock_guard<std::mutex> lock(state_);
             body_ = &body, units_ = units, next_ = 0, helpers_ = helpers, busy_ = helpers, round_++;
@@ -55,6 +56,14 @@ public:
     }
 
 private:
+    // Starts threads until there are `count`; returns how many of these there are where the system gives no more.
+    std::size_t start(std::size_t count) {
+        try {
+            while (threads_.size() < count) threads_.emplace_back(&Pool::wait_for_work, this, threads_.size());
+        } catch (const std::system_error&) {
+        }
+        return std::min(count, threads_.size());
+    }
     bool provide(std::size_t count, std::size_t bytes) {
         if (memory_.size() < count) memory_.resize(count);
         for (std::size_t i = 0; i < count; i++)
@@ -88,18 +97,20 @@ private:
 };
 
 // Never destroyed: its threads wait until the process ends. A forked child has none of them, and locks in whatever state
-// they were in: it begins with a new pool.
+// they were in: it forgets the pool and begins with a new one.
 std::atomic<Pool*> pool{nullptr};
 
+void forget() { pool = nullptr; }
+
 Pool& current() {
-    static std::once_flag once;
-    std::call_once(once, [] {
 #if !defined(_WIN32)
-        pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+    static const int registered = pthread_atfork(nullptr, nullptr, forget);
+    (void)registered;
 #endif
-        pool = new Pool;
-    });
-    return *pool;
+    Pool* found = pool;
+    if (found) return *found;
+    auto made = std::make_unique<Pool>();
+    return *(pool.compare_exchange_strong(found, made.get()) ? made.release() : found);
 }
 
 }  // namespace
