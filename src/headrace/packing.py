@@ -6,7 +6,7 @@ convolution, a decay, a memory or a position by construction.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,6 +56,23 @@ class Sequences:
         before = (self._begins(h)[:, None] + torch.arange(h, device=x.device)).flatten()
         full = full.index_copy(1, before, history.flatten(0, 1)[None])
         return full.index_copy(1, self.places(h) + h, x)
+
+    def convolve(self, conv: nn.Conv1d, x: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A causal depthwise convolution and SiLU over x [B, T, D] -> (the same shape, the next call's history).
+
+        history [N, width − 1, D]: the tokens before x; None: zeros."""
+        h = conv.kernel_size[0] - 1
+        extended = self._after(x, history, h)
+        return self.own(F.silu(conv(extended.mT).mT), h), self.last(extended, h)
+
+    def shift(self, x: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The token before each of x [B, T, D] -> (the same shape, the next call's history [N, 1, D])."""
+        extended = self._after(x, history, 1)
+        return self.own(extended[:, :-1], 1), self.last(extended, 1)
+
+    def _after(self, x: Tensor, history: Tensor | None, h: int) -> Tensor:
+        zeros = x.new_zeros(self.count, h, x.shape[2]) if history is None else history.to(x)
+        return self.extend(x, zeros)
 
     def places(self, h: int) -> Tensor:
         """Where each own token's window of h earlier tokens begins in what `extend` returns (packed only)."""

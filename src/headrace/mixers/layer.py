@@ -18,14 +18,14 @@ from ..gates import (
     OUTPUT_GATES,
     HeadCompetition,
     OutputGate,
-    SelfInitialised,
     TokenShift,
     l2_norm,
     rotary,
 )
-from ..packing import Sequences, pad, unpad
+from ..packing import Sequences
 from ..recurrence import accumulator, linear_attention, step
 from ..spec import MixerSpec
+from .base import Mixer
 
 GROUP_NORM_EPS = 64e-5  # RWKV-6's: 1e-5 times its head size divisor squared
 
@@ -39,7 +39,7 @@ class MixerState(NamedTuple):
     tokens: Tensor | None = None  # [N], how many were seen, for rotary
 
 
-class LinearMixer(SelfInitialised):
+class LinearMixer(Mixer):
     """Any linear-time mixer a MixerSpec can say.
 
     Args:
@@ -134,19 +134,7 @@ class LinearMixer(SelfInitialised):
 
     # --- forward -------------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        x: Tensor,
-        state: MixerState | None = None,
-        *,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, MixerState]:
-        """x [B, T, D] -> (y [B, T, D], state). mask [B, T]: False is padding; cu_seqlens [N + 1]: x is a pack."""
-        if mask is not None:
-            packed, cu_seqlens, places = unpad(x, mask)
-            y, state = self.forward(packed, state, cu_seqlens=cu_seqlens)
-            return pad(y, places, x.shape[:2]), state
+    def run(self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, MixerState]:
         sequences = Sequences(x, cu_seqlens)
         streams, shift = self._shifted(x, state, sequences)
         q, k, v, conv = self._project(streams, state, sequences)
@@ -163,28 +151,17 @@ class LinearMixer(SelfInitialised):
         """What each projection reads (all of them x, unless tokens are shifted), and the state of the shift."""
         if self.shift is None:
             return dict.fromkeys(TokenShift.STREAMS, x), None
-        history = (
-            x.new_zeros(sequences.count, 1, x.shape[2]) if state is None or state.shift is None else state.shift.to(x)
-        )
-        extended = sequences.extend(x, history)
-        before = sequences.own(extended[:, :-1], 1)
-        return self.shift(x, before), sequences.last(extended, 1)
+        before, history = sequences.shift(x, None if state is None else state.shift)
+        return self.shift(x, before), history
 
     def _project(self, streams: dict[str, Tensor], state: MixerState | None, sequences: Sequences):
         """q, k [B, T, Hq, K] and v [B, T, H, V] after the short convolution, and the convolution's state."""
         q, k, v = self.q_proj(streams["q"]), self.k_proj(streams["k"]), self.v_proj(streams["v"])
         conv = None
         if self.conv is not None:
-            qkv, h = torch.cat([q, k, v], -1), self.spec.inputs.conv - 1
-            history = (
-                qkv.new_zeros(sequences.count, h, qkv.shape[2])
-                if state is None or state.conv is None
-                else state.conv.to(qkv)
-            )
-            extended = sequences.extend(qkv, history)
-            mixed = F.silu(self.conv(extended.mT).mT)
-            q, k, v = sequences.own(mixed, h).split([q.shape[2], k.shape[2], v.shape[2]], -1)
-            conv = sequences.last(extended, h)
+            history = None if state is None else state.conv
+            qkv, conv = sequences.convolve(self.conv, torch.cat([q, k, v], -1), history)
+            q, k, v = qkv.split([q.shape[2], k.shape[2], v.shape[2]], -1)
         return (
             q.unflatten(-1, (self.Hq, self.K)),
             k.unflatten(-1, (self.Hq, self.K)),

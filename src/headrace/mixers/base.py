@@ -1,0 +1,30 @@
+"""What every mixer with a recurrent state has in common: padding is taken out before it and put back after it."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..gates import SelfInitialised
+from ..packing import pad, unpad
+
+
+class Mixer(SelfInitialised):
+    """A layer that only has to say what it does to sequences without padding, in `run`."""
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """x [B, T, D] -> (y [B, T, D], state). mask [B, T]: False is padding; cu_seqlens [N + 1]: x is a pack."""
+        if mask is None:
+            return self.run(x, state, cu_seqlens)
+        packed, cu_seqlens, places = unpad(x, mask)
+        y, state = self.run(packed, state, cu_seqlens)
+        return pad(y, places, x.shape[:2]), state
+
+    def run(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
+        raise TypeError(f"{type(self).__name__} does not say what it computes")
