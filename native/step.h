@@ -9,6 +9,9 @@ namespace HR_ISA {
 
 template <class Decay, bool delta>
 struct StepUnit {
+    static constexpr int WIDEST = 8;  // vectors of columns at a time
+    static constexpr int EARLY = 8;   // rows that the state is fetched ahead of its use
+
     const Plan& plan;
     const Step& job;
     const Unit& unit;
@@ -27,7 +30,7 @@ struct StepUnit {
         const hr_problem& p = *plan.problem;
         float* S = job.state + state_at(plan, unit.sequence, unit);
         int j = 0;
-        for (; j + 8 * W <= value; j += 8 * W) columns<8>(S, j, W);
+        for (; j + WIDEST * W <= value; j += WIDEST * W) columns<WIDEST>(S, j, W);
         for (; j + W <= value; j += W) columns<1>(S, j, W);
         if (j < value) columns<1>(S, j, value - j);
         store_row(view(job.out, plan, unit, unit.head, p.dtype == HR_BFLOAT16, unit.column), 0, out, value);
@@ -60,19 +63,27 @@ struct StepUnit {
         const Stride stride = plan.problem->V;
         vf write[NV], read[NV] = {};
         for (int c = 0; c < NV; c++) write[c] = load(target + j + c * W);
-        for (int i = 0; delta && i < key; i++)
+        for (int i = 0; delta && i < key; i++) {
+            fetch<NV>(S + (i + EARLY) * stride + j);
             for (int c = 0; c < NV; c++) write[c] -= splat(k[i] * decay[i]) * some(S + i * stride + j + c * W, width);
+        }
         for (int c = 0; c < NV; c++) write[c] *= splat(beta);
-        for (int i = 0; i < key; i++)
+        for (int i = 0; i < key; i++) {
+            if (!delta) fetch<NV>(S + (i + EARLY) * stride + j);
             for (int c = 0; c < NV; c++) {
                 float* s = S + i * stride + j + c * W;
                 const vf after = splat(decay[i]) * some(s, width) + splat(k[i]) * write[c];
                 read[c] += splat(q[i]) * after;
                 store_some(s, after, width);
             }
+        }
         for (int c = 0; c < NV; c++) store(out + j + c * W, read[c]);
     }
 
+    template <int NV>
+    static HR_INLINE void fetch(const float* row) {
+        for (int c = 0; c < NV; c++) __builtin_prefetch(row + c * W);
+    }
     static HR_INLINE vf some(const float* p, int width) {
         if (width == W) return load(p);
         vf x{};
