@@ -10,40 +10,63 @@ def require(condition: bool, message: str) -> None:
         raise InputError(message)
 
 
+# The sentences below are made only where they are needed: this runs for every token that is decoded.
+
+
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], normalise: bool) -> None:
     """options: the optional tensors of `linear_attention` by name."""
-    for name, x in {"q": q, "k": k, "v": v}.items():
-        require(x.dim() == 4, f"{name} has shape {list(x.shape)}; expected four dimensions, [B, T, heads, ·]")
-        require(x.is_floating_point(), f"{name} has dtype {x.dtype}; expected a floating-point dtype")
-        require(x.dtype == q.dtype, f"{name} has dtype {x.dtype} and q has {q.dtype}; expected the same")
-        require(x.device == q.device, f"{name} is on {x.device} and q on {q.device}; expected the same")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise InputError(f"{name} has shape {list(x.shape)}; expected four dimensions, [B, T, heads, ·]")
+        if not x.is_floating_point():
+            raise InputError(f"{name} has dtype {x.dtype}; expected a floating-point dtype")
+        if x.dtype != q.dtype:
+            raise InputError(f"{name} has dtype {x.dtype} and q has {q.dtype}; expected the same")
+        _check_device(name, x, q)
     (B, T, H, V), (Hq, K) = v.shape, k.shape[2:]
-    require(T > 0, f"v has shape {list(v.shape)}; expected at least one token")
-    require(k.shape[:2] == v.shape[:2], f"k has shape {list(k.shape)}; expected [B, T] = {[B, T]} as v has")
-    require(q.shape == k.shape, f"q has shape {list(q.shape)}; expected that of k, {list(k.shape)}")
-    require(Hq > 0 and H % Hq == 0, f"q and k have {Hq} heads; expected a number that divides v's {H}")
-    cu_seqlens = options.get("cu_seqlens")
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if T == 0:
+        raise InputError(f"v has shape {list(v.shape)}; expected at least one token")
+    if k.shape[:2] != v.shape[:2]:
+        raise InputError(f"k has shape {list(k.shape)}; expected [B, T] = {[B, T]} as v has")
+    if q.shape != k.shape:
+        raise InputError(f"q has shape {list(q.shape)}; expected that of k, {list(k.shape)}")
+    if Hq == 0 or H % Hq:
+        raise InputError(f"q and k have {Hq} heads; expected a number that divides v's {H}")
+    N = _check_sequences(options.get("cu_seqlens"), B)
     expected = {
-        "log_decay": [[H], [B, T, H], [B, T, H, K]],
-        "beta": [[B, T, H]],
-        "read_gate": [[B, T, H]],
-        "write_gate": [[B, T, H]],
-        "bonus": [[H, K]],
-        "initial_state": [[N, H, K, V + normalise]],
+        "log_decay": ((H,), (B, T, H), (B, T, H, K)),
+        "bonus": ((H, K),),
+        "initial_state": ((N, H, K, V + normalise),),
     }
     for name, given in options.items():
-        if given is not None and name in expected:
-            wanted = " or ".join(map(str, expected[name]))
-            require(list(given.shape) in expected[name], f"{name} has shape {list(given.shape)}; expected {wanted}")
-            require(given.is_floating_point(), f"{name} has dtype {given.dtype}; expected a floating-point dtype")
-            require(given.device == q.device, f"{name} is on {given.device} and q on {q.device}; expected the same")
-    if cu_seqlens is not None:
-        require(B == 1, f"cu_seqlens packs sequences into one row; expected B=1, got B={B}")
-        require(
-            cu_seqlens.dim() == 1 and N >= 1 and not cu_seqlens.is_floating_point(),
-            f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; expected integers [N + 1]",
-        )
+        if given is not None and name != "cu_seqlens":
+            _check_option(name, given, expected.get(name, ((B, T, H),)), q)
+
+
+def _check_option(name: str, x: Tensor, expected: tuple[tuple[int, ...], ...], q: Tensor) -> None:
+    if x.shape not in expected:
+        wanted = " or ".join(str(list(shape)) for shape in expected)
+        raise InputError(f"{name} has shape {list(x.shape)}; expected {wanted}")
+    if not x.is_floating_point():
+        raise InputError(f"{name} has dtype {x.dtype}; expected a floating-point dtype")
+    _check_device(name, x, q)
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise InputError(f"{name} is on {x.device} and q on {q.device}; expected the same")
+
+
+def _check_sequences(cu_seqlens: Tensor | None, B: int) -> int:
+    """How many sequences there are."""
+    if cu_seqlens is None:
+        return B
+    if B != 1:
+        raise InputError(f"cu_seqlens packs sequences into one row; expected B=1, got B={B}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
+        found = f"shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
+        raise InputError(f"cu_seqlens has {found}; expected integers [N + 1]")
+    return cu_seqlens.shape[0] - 1
 
 
 def check_combination(rule: str, form: str, chunk_size: int | None, bonus: Tensor | None, normalise: bool) -> None:

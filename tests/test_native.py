@@ -1,0 +1,209 @@
+"""The native library around its kernels: tails, strides, threads, what it refuses, and how its absence is told."""
+
+import itertools
+import multiprocessing
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from equation import DECAYS, NATIVE, B, H, T, assert_same, inputs, skip_if_missing
+from headrace import InputError, backends, linear_attention
+from headrace.backends import native
+from headrace.laws import relative
+
+
+@pytest.fixture(autouse=True)
+def _here():
+    skip_if_missing("native")
+
+
+def floats(arguments):
+    return {name: x if x is None else x.detach().float().requires_grad_() for name, x in arguments.items()}
+
+
+def called(arguments, **settings):
+    """(out, state, gradients by name) of a weighted sum."""
+    found = linear_attention(**arguments, backend="native", **settings)
+    names = [name for name, x in arguments.items() if x is not None and x.requires_grad]
+    weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) for x in found]
+    loss = sum((x.float() * w).sum() for x, w in zip(found, weights, strict=True))
+    return *found, dict(zip(names, torch.autograd.grad(loss, [arguments[name] for name in names]), strict=True))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("rule", ["add", "delta"])
+def test_tails_of_every_size(decay, rule):
+    for key, value, tokens in ((1, 1, 1), (3, 33, 17), (16, 1, 63), (17, 16, 65), (65, 3, 130)):
+        for chunk_size in (None, 16, 128):
+            way = NATIVE._replace(settings={"backend": "native", "chunk_size": chunk_size})
+            assert_same(inputs(decay, rows=1, tokens=tokens, groups=2, key=key, value=value), way, rule=rule)
+
+
+@pytest.mark.parametrize("rule", ["add", "delta"])
+def test_strides_are_read_as_they_are(rule):
+    """One projection for everything, heads before tokens, and a gate that all heads share, against copies."""
+    projected, swapped = torch.randn(B, T, 3 * H, 8), torch.randn(B, H, T)
+    q, k, v = projected.requires_grad_().unflatten(2, (3, H)).unbind(2)
+    decay, gate = -swapped.abs().requires_grad_().transpose(1, 2), torch.rand(B, T, 1).requires_grad_()
+    k = torch.nn.functional.normalize(k, dim=-1)
+    views = {"q": q, "k": k, "v": v, "log_decay": decay, "read_gate": gate.expand(B, T, H)}
+    assert not any(x.is_contiguous() for name, x in views.items() if name != "k")
+    reversed_ = {"initial_state": torch.randn(B, H, 8, 8).transpose(2, 3).requires_grad_()}
+    out, state, gradients = called(views | reversed_, rule=rule)
+    copies = {name: x.contiguous() for name, x in (views | reversed_).items()}
+    expected_out, expected_state, expected = called(copies, rule=rule)
+    assert torch.equal(out, expected_out) and torch.equal(state, expected_state)
+    assert all(torch.equal(gradients[name], expected[name]) for name in gradients)
+
+
+def test_a_last_dimension_apart_is_copied():
+    x = floats(inputs("vector"))
+    apart = {name: x[name].detach().transpose(-1, -2).contiguous().transpose(-1, -2) for name in ("q", "log_decay")}
+    assert apart["q"].stride(-1) != 1
+    given = x | {name: y.requires_grad_() for name, y in apart.items()}
+    for found, expected in zip(called(given)[:2], called(x)[:2], strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("rule", "decay"), [("add", "fixed"), ("add", "vector"), ("delta", "scalar")])
+def test_bfloat16(rule, decay):
+    """Rounded inputs in float64 are the truth; what is rounded again is the output, and gradients to q, k and v."""
+    x = {name: y if y is None else y.detach().bfloat16() for name, y in inputs(decay, tokens=100).items()}
+    low = {name: y if y is None else y.clone().requires_grad_() for name, y in x.items()}
+    out, state, gradients = called(low, rule=rule)
+    exact_out, exact_state, exact = called(floats(x), rule=rule)
+    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
+    assert relative(out, exact_out.double()) < 4e-3 and relative(state, exact_state.double()) < 1e-6
+    assert all(gradients[name].dtype == torch.bfloat16 for name in gradients)
+    assert all(relative(gradients[name], exact[name].double()) < 1e-2 for name in gradients)
+
+
+@pytest.mark.parametrize("rule", ["add", "delta"])
+def test_any_number_of_threads(rule):
+    x = floats(inputs("vector", rows=1, tokens=200, key=24, value=40))
+    out, state, gradients = called(x, rule=rule)
+    for threads in (2, 3, 16):
+        torch.set_num_threads(threads)
+        found = called(x, rule=rule)
+        assert relative(found[0], out.double()) < 1e-6 and relative(found[1], state.double()) < 1e-6
+        assert all(relative(found[2][name], gradients[name].double()) < 1e-5 for name in gradients)
+
+
+def test_calls_at_the_same_time():
+    x = {name: y if y is None else y.detach() for name, y in floats(inputs("scalar", tokens=300)).items()}
+    expected = linear_attention(**x, backend="native")[0]
+    with ThreadPoolExecutor(4) as pool:
+        for out, _ in pool.map(lambda _: linear_attention(**x, backend="native"), range(20)):
+            assert torch.equal(out, expected)
+
+
+def _in_a_child(x, expected, answer):
+    torch.set_num_threads(2)
+    answer.put(torch.equal(linear_attention(**x, backend="native")[0], expected))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_has_threads_of_its_own():
+    """As the workers of a DataLoader: the parent's threads are not in the child."""
+    torch.set_num_threads(2)
+    x = {name: y if y is None else y.detach() for name, y in floats(inputs("scalar")).items()}
+    expected = linear_attention(**x, backend="native")[0]
+    context = multiprocessing.get_context("fork")
+    answer = context.SimpleQueue()
+    child = context.Process(target=_in_a_child, args=(x, expected, answer))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0 and answer.get()
+
+
+@pytest.mark.parametrize("wanted", [("v",), ("log_decay",), ("initial_state",), ("q", "beta"), ("k", "write_gate")])
+def test_only_what_is_wanted_gets_a_gradient(wanted):
+    x = floats(inputs("scalar", groups=2))
+    everything = called(x, rule="delta")[2]
+    some = {name: y if y is None or name in wanted else y.detach() for name, y in x.items()}
+    found = called(some, rule="delta")[2]
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[name], everything[name]) for name in wanted)
+
+
+def test_only_one_result_is_used():
+    x = floats(inputs("scalar"))
+    for used in (0, 1):
+        result = linear_attention(**x, rule="delta", backend="native")[used]
+        expected = linear_attention(**x, rule="delta", backend="torch")[used]
+        names = ("k", "v", "log_decay", "initial_state")
+        found, exact = (torch.autograd.grad(y.sum(), [x[name] for name in names]) for y in (result, expected))
+        assert all(relative(g, e.double()) < 1e-5 for g, e in zip(found, exact, strict=True))
+
+
+@pytest.mark.parametrize("isa", ["avx2", "portable"])
+def test_every_instruction_set(isa):
+    """Less than the machine has can be asked for, once in a process."""
+    script = """
+import torch
+from equation import DECAYS, NATIVE, assert_same, inputs
+from headrace.backends import native
+torch.manual_seed(0), torch.set_num_threads(1)
+for decay in DECAYS:
+    for rule in ("add", "delta"):
+        assert_same(inputs(decay, tokens=NATIVE.tokens, groups=2, key=17, value=33), NATIVE, rule=rule)
+print(native.instructions)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=__file__.rpartition("/")[0], env={"HEADRACE_ISA": isa},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() in (isa, "portable")  # the machine may have less
+
+
+# --- what it refuses, and what is said of it -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "sentence"),
+    [
+        (torch.float64, {}, "computes in float32, from float32 or bfloat16, and v is torch.float64"),
+        (torch.float16, {}, "and v is torch.float16"),
+        (torch.float32, {"chunk_size": 5}, "multiples of 16 up to 128 tokens, and chunk_size is 5"),
+        (torch.float32, {"form": "parallel"}, "chunk_size is 13"),
+    ],
+)
+def test_what_is_refused(dtype, settings, sentence):
+    x = torch.randn(B, T, H, 4).to(dtype)
+    with pytest.raises(InputError, match=f"backend='native' cannot run here: .*{sentence}"):
+        linear_attention(x, x, x, backend="native", **settings)
+    linear_attention(x, x, x, **settings)
+
+
+def test_it_is_the_first_choice_on_a_cpu():
+    x = torch.randn(B, T, H, 4)
+    assert backends(x, x, x) == backends(x.bfloat16(), x.bfloat16(), x.bfloat16()) == "native"
+    assert backends(x.double(), x.double(), x.double()) == backends(x, x, x, chunk_size=5) == "torch"
+    meta = x.to("meta")
+    assert backends(meta, meta, meta) == "torch"
+
+
+def test_a_call_that_fails_raises():
+    for status, kind in itertools.product((1, 2), (RuntimeError,)):
+        with pytest.raises(kind, match="native kernels"):
+            native._check(status)
+    with pytest.raises(MemoryError, match="native kernels"):
+        native._check(native.NO_MEMORY)
+
+
+def test_why_it_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "ABI", 99)
+    assert "has another interface, 1 and not 99: install headrace again" in native._load()[1]
+    monkeypatch.setattr(native, "files", lambda package: tmp_path)
+    assert "installed without its native kernels: no C++ compiler" in native._load()[1]
+    (tmp_path / "libheadrace.so").write_text("no library")
+    assert "its library cannot be loaded" in native._load()[1]
+    monkeypatch.setattr(native, "missing", "it is broken")
+    x = torch.randn(B, T, H, 4)
+    with pytest.raises(InputError, match="backend='native' cannot run here: it is broken"):
+        linear_attention(x, x, x, backend="native")
+    assert backends(x, x, x) == "torch"

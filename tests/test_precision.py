@@ -1,0 +1,127 @@
+"""The op in float32 against the literal loop in float64: long sequences, hostile decays, vanishing gates."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headrace import linear_attention
+from headrace.laws import relative
+from headrace.literal import literal
+
+
+def errors_in_float32(arguments, backend, rule="add", **settings):
+    """(worst of output and state, worst gradient) of the float32 op against the literal loop in float64."""
+    arguments = {name: x.float().double() for name, x in arguments.items()}
+    results = []
+    for dtype, op in ((torch.float64, literal), (torch.float32, partial(linear_attention, backend=backend))):
+        given = {n: x.detach().to(dtype).requires_grad_() for n, x in arguments.items() if x is not None}
+        pair = op(**given, rule=rule, **settings)
+        weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype) for x in pair]
+        loss = sum((x * w).sum() for x, w in zip(pair, weights, strict=True))
+        results.append((pair, torch.autograd.grad(loss, list(given.values()))))
+    (expected, expected_gradients), (found, gradients) = results
+    floor = 1e-6 * max(g.norm().item() for g in expected_gradients)
+    forward = max(relative(x, y) for x, y in zip(found, expected, strict=True))
+    return forward, max(relative(g, e, floor) for g, e in zip(gradients, expected_gradients, strict=True))
+
+
+def long_inputs(tokens=2048, heads=2, key=32, value=16, beta=1.0):
+    q, k = torch.randn(2, 1, tokens, heads, key).double()
+    return {
+        "q": q,
+        "k": F.normalize(k, dim=-1),
+        "v": torch.randn(1, tokens, heads, value).double(),
+        "beta": beta * torch.rand(1, tokens, heads).double(),
+        "log_decay": -0.1 * torch.rand(1, tokens, heads).double(),
+    }
+
+
+@pytest.mark.parametrize(("rule", "beta", "bound"), [("add", 1.0, 2e-6), ("delta", 1.0, 2e-6), ("delta", 1.9, 1e-5)])
+@pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
+def test_float32_over_2048_tokens(backend, rule, beta, bound, decay):
+    arguments = long_inputs(beta=beta)
+    if decay == "none":
+        del arguments["log_decay"]
+    elif decay == "vector":
+        arguments["log_decay"] = -0.1 * torch.rand(1, 2048, 2, 32).double()
+    forward, backward = errors_in_float32(arguments, backend, rule)
+    assert forward <= bound
+    assert backward <= 10 * bound
+
+
+def hostile_decays():
+    """For long_inputs(tokens=256): [1, 256, 2, 32] and [1, 256, 2]."""
+    quiet, sudden = torch.zeros(1, 256, 2, 32).double(), torch.where(torch.arange(256) % 49 < 48, -50.0, -0.01).double()
+    channels = quiet.clone()
+    channels[..., ::3], channels[..., 1::3] = -50, -300
+    alternating = quiet.clone()
+    alternating[:, :, :, 0] = sudden[None, :, None]
+    per_head = quiet[..., 0].clone()
+    per_head[..., 0] = -300
+    return {
+        "channels": channels,
+        "alternating": alternating,
+        "heads": per_head,
+        "alternating heads": sudden[None, :, None].expand(1, 256, 2),
+    }
+
+
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("kind", hostile_decays())
+def test_hostile_decays(backend, rule, kind):
+    arguments = long_inputs(tokens=256) | {"log_decay": hostile_decays()[kind]}
+    forward, backward = errors_in_float32(arguments, backend, rule)
+    assert forward <= 2e-6
+    assert backward <= 1e-4
+
+
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("shape", [(1, 128, 2, 32), (1, 128, 2)], ids=["vector", "scalar"])
+def test_the_gradient_through_a_steep_decay(backend, rule, shape):
+    """With log_decay g = −e^z (RWKV-6), what rounding leaves in the gradient to g, where
+    the decay lets nothing pass, is multiplied by a large g on the way to z."""
+    arguments = {name: x for name, x in long_inputs(tokens=128).items() if name not in ("log_decay", "beta")}
+    z = 2.5 * torch.randn(shape, dtype=torch.float64)
+    found = []
+    for dtype, op in ((torch.float64, literal), (torch.float32, partial(linear_attention, backend=backend))):
+        leaf = z.to(dtype).requires_grad_()
+        out, _ = op(**{name: x.to(dtype) for name, x in arguments.items()}, log_decay=-leaf.exp(), rule=rule)
+        found.append(torch.autograd.grad(out.square().sum(), leaf)[0])
+    assert relative(found[1], found[0]) < 2e-6
+
+
+def test_one_key_repeated(backend):
+    arguments = long_inputs(tokens=128) | {"beta": torch.ones(1, 128, 2).double()}
+    arguments["k"] = arguments["k"][:, :1].expand(-1, 128, -1, -1)
+    del arguments["log_decay"]  # nothing old is left to decay: its gradient is zero
+    forward, backward = errors_in_float32(arguments, backend, "delta")
+    assert forward <= 2e-6
+    assert backward <= 1e-5
+
+
+@pytest.mark.parametrize("rule", ["add", "delta"])
+def test_vanishing_beta_and_closed_gates(backend, rule):
+    arguments = long_inputs(tokens=130)
+    zero_one = (torch.arange(130) % 2).double()[None, :, None].expand(1, 130, 2)
+    arguments |= {"read_gate": zero_one, "write_gate": 1 - zero_one, "beta": torch.full((1, 130, 2), 1e-12).double()}
+    forward, backward = errors_in_float32(arguments, backend, rule)
+    assert forward <= 1e-4
+    assert backward <= 1e-4
+
+
+def test_70001_tokens_in_one_go_and_in_two(backend):
+    tokens, generator = 70_001, torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(1, tokens, 2, *shape, generator=generator)  # noqa: E731
+    q, k, v, g = draw(8), F.normalize(draw(8), dim=-1), draw(4), -0.01 * draw().abs()
+    op = partial(linear_attention, rule="delta", backend=backend)
+    whole, final = op(q, k, v, log_decay=g)
+    first, state = op(q[:, :30_000], k[:, :30_000], v[:, :30_000], log_decay=g[:, :30_000])
+    rest = {name: x[:, 30_000:] for name, x in {"q": q, "k": k, "v": v, "log_decay": g}.items()}
+    second, last = op(**rest, initial_state=state)
+    assert relative(torch.cat([first, second], 1), whole.double()) < 1e-6
+    assert relative(last, final.double()) < 1e-6
+    tail = {name: x[:, -500:].double() for name, x in {"q": q, "k": k, "v": v, "log_decay": g}.items()}
+    _, before = op(q[:, :-500], k[:, :-500], v[:, :-500], log_decay=g[:, :-500])
+    assert relative(whole[:, -500:], literal(**tail, rule="delta", initial_state=before.double())[0]) < 2e-6
