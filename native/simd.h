@@ -70,21 +70,24 @@ HR_INLINE void store(std::uint16_t* p, vf x) {
     *reinterpret_cast<vh_anywhere*>(p) = __builtin_convertvector(x == x ? rounded : quiet, vh);
 }
 
-// Masks that take lanes in turn from two vectors: from their lower halves (start 0) or upper ones (start W / 2).
-template <int... lane>
-HR_INLINE vi interleaved(int start, std::integer_sequence<int, lane...>) {
-    return vi{(start + lane / 2 + lane % 2 * W)...};
+// Lanes in turn from a and from b: from their lower halves (start 0) or their upper ones (start W / 2).
+template <int start, int... lane>
+HR_INLINE vf interleaved(vf a, vf b, std::integer_sequence<int, lane...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, (start + lane / 2 + lane % 2 * W)...);
+#else
+    return __builtin_shuffle(a, b, vi{(start + lane / 2 + lane % 2 * W)...});
+#endif
 }
 
 // W rows of W lanes, in place: interleaving row i with row i + W/2, log2(W) times.
 HR_INLINE void transpose(vf (&x)[W]) {
     const auto lanes = std::make_integer_sequence<int, W>();
-    const vi low = interleaved(0, lanes), high = interleaved(W / 2, lanes);
     for (int stage = 1; stage < W; stage *= 2) {
         vf y[W];
         for (int i = 0; i < W / 2; i++) {
-            y[2 * i] = __builtin_shuffle(x[i], x[i + W / 2], low);
-            y[2 * i + 1] = __builtin_shuffle(x[i], x[i + W / 2], high);
+            y[2 * i] = interleaved<0>(x[i], x[i + W / 2], lanes);
+            y[2 * i + 1] = interleaved<W / 2>(x[i], x[i + W / 2], lanes);
         }
         for (int i = 0; i < W; i++) x[i] = y[i];
     }
