@@ -28,7 +28,7 @@ struct BackwardUnit {
     Ahead ahead;
 
     BackwardUnit(Arena& arena, const Plan& plan, const Backward& job, const Unit& unit)
-        : plan(plan), job(job), unit(unit), chunk(arena, plan, unit, job.gradients.log_decay.data || job.fixed_decay),
+        : plan(plan), job(job), unit(unit), chunk(arena, plan, unit, job.gradients[unit.part].log_decay.data || job.fixed_decay),
           key(chunk.key), value(chunk.value), K(chunk.K), V(chunk.V) {
         const int C = plan.chunk, run = static_cast<int>(plan.run);
         find_tensors();
@@ -47,13 +47,13 @@ struct BackwardUnit {
     }
 
     void find_tensors() {
-        const hr_gradients& g = job.gradients;
+        const hr_gradients& g = job.gradients[unit.part];
         const bool half = plan.problem->dtype == HR_BFLOAT16;
         const std::int64_t head = job.by_head ? unit.head : unit.head / (plan.problem->H / plan.problem->Hq);
-        d_out_from = view(job.d_out, plan, unit, unit.head, half);
+        d_out_from = view(job.d_out, plan, unit, unit.head, half, unit.column);
         dq_into = view(g.q, plan, unit, head, half && !job.by_head);
         dk_into = view(g.k, plan, unit, head, half && !job.by_head);
-        dv_into = view(g.v, plan, unit, unit.head, half);
+        dv_into = view(g.v, plan, unit, unit.head, half, unit.column);
         if (!job.fixed_decay) d_decay_into = view(g.log_decay, plan, unit, unit.head, false);
         d_beta_into = view(g.beta, plan, unit, unit.head, false);
         d_write_into = view(g.write_gate, plan, unit, unit.head, false);
@@ -71,7 +71,8 @@ struct BackwardUnit {
                 step(span_of(plan, unit, i), i ? span_of(plan, unit, i - 1) : Span{}, S[i - first],
                      delta ? E[i - first] : chunk.E);
         }
-        if (job.gradients.initial_state) store_state(job.gradients.initial_state + own, dS, p.V, key, value);
+        float* d_initial = job.gradients[unit.part].initial_state;
+        if (d_initial) store_state(d_initial + own, dS, p.V, key, value);
     }
 
     // Fills S and, under the delta rule, E for chunks first … end − 1.
@@ -216,7 +217,10 @@ struct BackwardUnit {
         if (dk_into) store_tile(dk_into, dk, span, key);
         if (dv_into) store_tile(dv_into, dU, span, value, chunk.in.write ? chunk.write_gate : nullptr);
     }
-    std::int64_t unit_number() const { return unit.sequence * plan.problem->H + unit.head; }
+    std::int64_t unit_number() const {
+        const hr_problem& p = *plan.problem;
+        return (unit.part * p.sequences + unit.sequence) * p.H + unit.head;
+    }
 
     // Σ x · gradient by token, x as it was before a gate scaled it; `reloaded` is overwritten with it.
     const float* dots(const View& x, Tile gradient, Tile reloaded, Span span, int width, float scale) {

@@ -12,7 +12,7 @@
 #include "pool.h"
 
 namespace portable { extern const Kernels kernels; }
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(__x86_64__)
 namespace avx2 { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
 #endif
@@ -21,7 +21,7 @@ namespace {
 
 // The best that the machine has; HEADRACE_ISA=avx2 or portable asks for less.
 const Kernels& choose() {
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(__x86_64__)
     const char* asked = std::getenv("HEADRACE_ISA");
     const std::string_view limit = asked ? asked : "avx512";
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -72,17 +72,21 @@ public:
         return static_cast<int>(std::clamp(products / 1e6, 1.0, static_cast<double>(p.threads)));
     }
 
-    // One a head of a sequence, or, where these are fewer than threads, some columns of one, a multiple of 16.
-    std::vector<Unit> units(std::int64_t heads, bool may_split) const {
+    // Into how many blocks of columns a head is cut, multiples of 16, so that there is a unit for every thread.
+    std::int64_t parts() const {
+        const std::int64_t whole = std::max<std::int64_t>(plan.problem->sequences * plan.problem->H, 1);
+        return std::min((threads() + whole - 1) / whole, (plan.problem->V + 15) / 16);
+    }
+
+    // One for each head (of `heads`), sequence and part of the head (of at most `parts`).
+    std::vector<Unit> units(std::int64_t heads, std::int64_t parts) const {
         const hr_problem& p = *plan.problem;
-        const std::int64_t whole = p.sequences * heads;
-        const std::int64_t parts = may_split && whole > 0 ? (threads() + whole - 1) / whole : 1;
         const std::int64_t width = parts == 1 ? p.V : ((p.V + parts - 1) / parts + 15) / 16 * 16;
         std::vector<Unit> found;
         for (std::int64_t n = 0; n < p.sequences; n++)
             for (std::int64_t h = 0; h < heads; h++)
-                for (std::int64_t column = 0; column < p.V; column += width)
-                    found.push_back({n, h, column, std::min(width, p.V - column)});
+                for (std::int64_t i = 0; i * width < p.V; i++)
+                    found.push_back({n, h, i, i * width, std::min(width, p.V - i * width)});
         return found;
     }
 
@@ -101,48 +105,67 @@ int run(const Work<Job>& work, const Cut& cut, const Job& job, const std::vector
     return run_units(count, cut.threads(), bytes, body) ? HR_OK : HR_NO_MEMORY;
 }
 
-// A backward whose heads share something, and what each of them finds for it until that is added up.
+// A backward, and what its units find for themselves until that is added up: heads may share q and k, and the parts of a
+// head share all but v and the state.
 class SharedBackward {
 public:
-    SharedBackward(const hr_problem& p, Backward job) : p_(p), cut_(p), job_(job), wanted_(job.gradients) {
-        job_.by_head = p.Hq < p.H;
-        if (job_.by_head) separate(q_, job_.gradients.q), separate(k_, job_.gradients.k);
-        if (p.decay == HR_DECAY_FIXED && wanted_.log_decay.data) {
-            decay_.resize(p.sequences * p.H);
-            job_.fixed_decay = decay_.data();
+    SharedBackward(const hr_problem& p, const Backward& job, const hr_gradients& wanted)
+        : p_(p), cut_(p), units_(cut_.units(p.H, cut_.parts())), job_(job), wanted_(wanted) {
+        const std::int64_t count = units_.empty() ? 1 : units_.back().part + 1, shared = p.H / p.Hq;
+        parts_.resize(count, wanted);
+        job_.gradients = parts_.data();
+        job_.by_head = shared > 1 || count > 1;
+        if (job_.by_head) {
+            separate(&hr_gradients::q, p.K, shared, p.dtype == HR_BFLOAT16);
+            separate(&hr_gradients::k, p.K, shared, p.dtype == HR_BFLOAT16);
+        }
+        if (count > 1) {
+            separate(&hr_gradients::beta, 1);
+            separate(&hr_gradients::write_gate, 1);
+            separate(&hr_gradients::read_gate, 1);
+            if (p.decay != HR_DECAY_FIXED) separate(&hr_gradients::log_decay, p.decay == HR_DECAY_VECTOR ? p.K : 1);
+        }
+        if (p.decay == HR_DECAY_FIXED && wanted.log_decay.data) {
+            fixed_decay_.resize(count * p.sequences * p.H);
+            job_.fixed_decay = fixed_decay_.data();
         }
     }
 
     int run_all() {
-        if (const int status = run(kernels().backward, cut_, job_, cut_.units(p_.H, false))) return status;
+        if (const int status = run(kernels().backward, cut_, job_, units_)) return status;
+        for (const Gather& gather : gathers_)
+            if (const int status = run(kernels().gather, cut_, gather, cut_.units(p_.H / gather.shared, 1)))
+                return status;
         if (job_.fixed_decay) add_up_decay();
-        for (const auto& [part, into] : {std::pair{q_.get(), wanted_.q}, std::pair{k_.get(), wanted_.k}})
-            if (part)
-                if (const int status = run(kernels().gather, cut_, Gather{part, into}, cut_.units(p_.Hq, false)))
-                    return status;
         return HR_OK;
     }
 
 private:
-    void separate(std::unique_ptr<float[]>& own, hr_tensor& gradient) const {
-        if (!gradient.data) return;
-        own.reset(new float[p_.B * p_.T * p_.H * p_.K]);
-        gradient = {own.get(), p_.T * p_.H * p_.K, p_.H * p_.K, p_.K};
+    void separate(hr_tensor hr_gradients::* which, std::int64_t width, std::int64_t shared = 1, bool half = false) {
+        if (!(wanted_.*which).data) return;
+        const std::int64_t token = p_.H * width, batch = p_.T * token, size = p_.B * batch;
+        const auto count = static_cast<std::int64_t>(parts_.size());
+        float* own = found_.emplace_back(new float[count * size]).get();
+        for (std::int64_t i = 0; i < count; i++) parts_[i].*which = {own + i * size, batch, token, width};
+        gathers_.push_back({own, count, shared, width, wanted_.*which, half});
     }
     void add_up_decay() const {
         for (std::int64_t h = 0; h < p_.H; h++) {
             double total = 0;
-            for (std::int64_t n = 0; n < p_.sequences; n++) total += decay_[n * p_.H + h];
+            for (std::size_t i = h; i < fixed_decay_.size(); i += p_.H) total += fixed_decay_[i];
             static_cast<float*>(wanted_.log_decay.data)[h * wanted_.log_decay.head] = static_cast<float>(total);
         }
     }
 
     const hr_problem& p_;
-    Cut cut_;
+    const Cut cut_;
+    const std::vector<Unit> units_;
     Backward job_;
     const hr_gradients wanted_;
-    std::unique_ptr<float[]> q_, k_;
-    std::vector<double> decay_;
+    std::vector<hr_gradients> parts_;
+    std::vector<std::unique_ptr<float[]>> found_;
+    std::vector<Gather> gathers_;
+    std::vector<double> fixed_decay_;
 };
 
 template <class F>
@@ -179,15 +202,15 @@ int hr_forward(const hr_problem* p, const hr_tensor* out, float* final_state, fl
     if (const int status = refused(*p)) return status;
     return guarded([&] {
         const Cut cut(*p);
-        return run(kernels().forward, cut, Forward{*out, final_state, kept}, cut.units(p->H, true));
+        return run(kernels().forward, cut, Forward{*out, final_state, kept}, cut.units(p->H, cut.parts()));
     });
 }
 
 int hr_backward(const hr_problem* p, const hr_tensor* d_out, const float* d_final, const float* kept,
                 const hr_gradients* gradients) {
     if (const int status = refused(*p)) return status;
-    const Backward job{*d_out, d_final, kept, *gradients, false, nullptr};
-    return guarded([&] { return SharedBackward(*p, job).run_all(); });
+    const Backward job{*d_out, d_final, kept, nullptr, false, nullptr};
+    return guarded([&] { return SharedBackward(*p, job, *gradients).run_all(); });
 }
 
 int hr_step(const hr_problem* p, const hr_tensor* out, float* state) {
@@ -195,6 +218,6 @@ int hr_step(const hr_problem* p, const hr_tensor* out, float* state) {
     if (p->T != 1 || p->cu_seqlens) return HR_UNSUPPORTED;
     return guarded([&] {
         const Cut cut(*p);
-        return run(kernels().step, cut, Step{*out, state}, cut.units(p->H, true));
+        return run(kernels().step, cut, Step{*out, state}, cut.units(p->H, cut.parts()));
     });
 }

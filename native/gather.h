@@ -1,8 +1,8 @@
-// Grouped heads: the gradients to q and k of the heads that share them, added up. The unit's head is one of Hq.
+// Gradients that several units found parts of, added up. The unit's head is one of H / shared.
 
 #pragma once
 
-#include "chunk.h"
+#include "tile.h"
 
 namespace HR_ISA {
 
@@ -10,26 +10,32 @@ struct GatherUnit {
     const Plan& plan;
     const Gather& job;
     const Unit& unit;
-    const int key;
-    float *part, *total;
+    const int width;
+    float *one, *total;
 
     GatherUnit(Arena& arena, const Plan& plan, const Gather& job, const Unit& unit)
-        : plan(plan), job(job), unit(unit), key(static_cast<int>(plan.problem->K)), part(arena.floats(padded(key))),
-          total(arena.floats(padded(key))) {}
+        : plan(plan), job(job), unit(unit), width(static_cast<int>(job.width)), one(arena.floats(padded(width))),
+          total(arena.floats(padded(width))) {}
 
     void run() {
-        const hr_problem& p = *plan.problem;
-        const std::int64_t shared = p.H / p.Hq;
-        const hr_tensor every{const_cast<float*>(job.by_head), p.T * p.H * p.K, p.H * p.K, p.K};
-        const View into = view(job.into, plan, unit, unit.head, p.dtype == HR_BFLOAT16);
+        const View into = view(job.into, plan, unit, unit.head, job.half);
         for (std::int64_t t = 0; t < plan.length(unit.sequence); t++) {
-            load_row(total, view(every, plan, unit, unit.head * shared, false), t, key);
-            for (std::int64_t h = 1; h < shared; h++) {
-                load_row(part, view(every, plan, unit, unit.head * shared + h, false), t, key);
-                for (int j = 0; j < key; j += W) store(total + j, load(total + j) + load(part + j));
-            }
-            store_row(into, t, total, key);
+            for (int j = 0; j < width; j += W) store(total + j, vf{});
+            for (std::int64_t part = 0; part < job.parts; part++)
+                for (std::int64_t h = 0; h < job.shared; h++) add(found_by(part, unit.head * job.shared + h), t);
+            store_row(into, t, total, width);
         }
+    }
+
+    View found_by(std::int64_t part, std::int64_t head) const {
+        const hr_problem& p = *plan.problem;
+        const std::int64_t token = p.H * width, batch = p.T * token;
+        const hr_tensor x{const_cast<float*>(job.from) + part * p.B * batch, batch, token, width};
+        return view(x, plan, unit, head, false);
+    }
+    void add(const View& x, std::int64_t t) {
+        load_row(one, x, t, width);
+        for (int j = 0; j < width; j += W) store(total + j, load(total + j) + load(one + j));
     }
 };
 

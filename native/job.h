@@ -28,7 +28,7 @@ struct Plan {
 
 // What one thread does without a pause: one head of one sequence, or some of its value columns.
 struct Unit {
-    std::int64_t sequence, head, column, columns;
+    std::int64_t sequence, head, part, column, columns;  // part: which of a head's blocks of columns
 };
 
 struct Forward {
@@ -41,15 +41,18 @@ struct Backward {
     hr_tensor d_out;
     const float* d_final;
     const float* kept;
-    hr_gradients gradients;
-    bool by_head;        // gradients of q and k are float32 and have H heads: those that share are summed afterwards
-    double* fixed_decay; // to a fixed decay, [sequences, H], to be summed; NULL when not wanted
+    const hr_gradients* gradients; // for each part of a head
+    bool by_head;                  // those of q and k are float32 and have H heads
+    double* fixed_decay;           // to a fixed decay, [parts, sequences, H]; NULL when not wanted
 };
 
-// Grouped heads: the gradients to q or k of the heads that share them, [B, T, H, K] float32, to be added up.
+// What heads that share something, and the parts of a head, found for it by themselves: [parts, B, T, H, width] float32.
+// Added up, in a fixed order, into [B, T, H / shared, width].
 struct Gather {
-    const float* by_head;
+    const float* from;
+    std::int64_t parts, shared, width;
     hr_tensor into;
+    bool half;
 };
 
 struct Step {
