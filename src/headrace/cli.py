@@ -15,9 +15,11 @@ from rich.table import Table
 from . import __version__, zoo
 from .dispatch import BACKENDS
 from .errors import InputError
-from .spec import MixerSpec, to_json
+from .spec import AttentionSpec, MixerSpec, ScanSpec, to_json
 
 ZOO_WIDTH, ZOO_HEADS = 1024, 4  # at which `headrace zoo` counts
+DECAYS = {AttentionSpec: "none", ScanSpec: "per channel"}
+RULES = {AttentionSpec: "softmax attention", ScanSpec: "add"}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -125,10 +127,10 @@ def describe(name: str) -> dict[str, Any]:
     linear, size = isinstance(spec, MixerSpec), spec.state_bytes(ZOO_WIDTH, ZOO_HEADS)
     gate = spec.competition if linear else None
     return {
-        "decay": spec.decay.kind if linear else "none",
-        "rule": spec.write.rule if linear else "softmax attention",
+        "decay": spec.decay.kind if linear else DECAYS[type(spec)],
+        "rule": spec.write.rule if linear else RULES[type(spec)],
         "competition": f"{gate.activation}: read {gate.read}, write {gate.write}" if gate else "none",
-        "state bytes": size if linear else f"{size:,} per token",
+        "state bytes": f"{size:,} per token" if isinstance(spec, AttentionSpec) else size,
         "spec": to_json(spec),
     }
 

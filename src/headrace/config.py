@@ -8,8 +8,8 @@ from transformers import PreTrainedConfig
 
 from . import zoo
 from .errors import InputError
-from .model import Sizes, Spec, default_intermediate_size
-from .spec import AttentionSpec, MixerSpec, from_json, to_json
+from .model import Sizes, default_intermediate_size
+from .spec import Spec, from_json, to_json
 
 
 class HeadraceConfig(PreTrainedConfig):
@@ -92,7 +92,7 @@ class HeadraceConfig(PreTrainedConfig):
 
 def _spec(mixer) -> Spec:
     spec = zoo.get(mixer)
-    if isinstance(spec, MixerSpec | AttentionSpec):
+    if isinstance(spec, Spec):
         return spec
     raise InputError(f"mixer={mixer!r}; expected a name of the zoo, a spec or its JSON, or a list of them")
 

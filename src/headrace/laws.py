@@ -1,7 +1,8 @@
 """Does what runs here compute the equation? Every way of running a mixer against the literal loop in float64.
 
 A way is a function of (mixer, x): all of them must give the same y. `verify` runs them on the device and in the dtype
-asked for; the reference is the same layer on the CPU in float64 with the loop of literal.py in place of the op.
+asked for; the reference is the same layer on the CPU in float64, with the loop of literal.py in place of the op, or
+token by token where the layer does not use the op.
 """
 
 import copy
@@ -43,15 +44,16 @@ def verify(
 def laws(name: str, device: str, dtype: torch.dtype, seed: int) -> Iterable[Row]:
     reference, x = specimen(name, seed)
     tested, tolerance = copy.deepcopy(reference).to(device, dtype), TOLERANCE[dtype]
-    ways = WAYS
+    ways, truth = WAYS, by_steps
     if isinstance(reference, mixers.LinearMixer):
         reference.op = literal_op
-        ways = FORMS | WAYS
+        ways, truth = FORMS | WAYS, at_once
     with torch.no_grad():
-        y = reference(x)[0]
+        y = truth(reference, x)
         for law, way in ways.items():
             yield Row(name, law, relative(way(tested, x.to(device, dtype)), y), tolerance)
-    yield Row(name, "gradients", gradient_error(tested, reference, x.to(device, dtype), x), 10 * tolerance)
+    expected = gradients(truth, reference, x)
+    yield Row(name, "gradients", worst(gradients(at_once, tested, x.to(device, dtype)), expected), 10 * tolerance)
 
 
 def specimen(name: str, seed: int) -> tuple[nn.Module, Tensor]:
@@ -76,6 +78,10 @@ def with_op(mixer: nn.Module, x: Tensor, **settings) -> Tensor:
     other = copy.copy(mixer)
     other.op = partial(linear_attention, **settings)  # type: ignore[assignment]
     return other(x)[0]
+
+
+def at_once(mixer: nn.Module, x: Tensor) -> Tensor:
+    return mixer(x)[0]
 
 
 def by_steps(mixer: nn.Module, x: Tensor) -> Tensor:
@@ -142,15 +148,14 @@ def relative(x: Tensor, reference: Tensor, floor: float = 0.0) -> float:
     return float((x - reference).norm()) / size if size else float((x - reference).norm())
 
 
-def gradient_error(tested: nn.Module, reference: nn.Module, x: Tensor, x_reference: Tensor) -> float:
-    """The worst of the input and all parameters, each relative to the larger of its norm and 1e-6 of the largest."""
-    weight = torch.randn(x_reference.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def gradients(way: Way, mixer: nn.Module, x: Tensor) -> list[Tensor]:
+    """Of a random weighting of what `way` gives, to the input and all parameters."""
+    weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = x.clone().requires_grad_()
+    return list(torch.autograd.grad((way(mixer, x) * weight.to(x)).sum(), [x, *mixer.parameters()]))
 
-    def gradients(mixer: nn.Module, x: Tensor) -> list[Tensor]:
-        x = x.clone().requires_grad_()
-        loss = (mixer(x)[0] * weight.to(x)).sum()
-        return list(torch.autograd.grad(loss, [x, *mixer.parameters()]))
 
-    expected = gradients(reference, x_reference)
+def worst(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest error, each relative to the larger of its norm and 1e-6 of the largest."""
     floor = 1e-6 * max(float(g.norm()) for g in expected)
-    return max(relative(g, e, floor) for g, e in zip(gradients(tested, x), expected, strict=True))
+    return max(relative(g, e, floor) for g, e in zip(found, expected, strict=True))

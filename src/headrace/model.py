@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from . import mixers
 from .checks import require
-from .spec import AttentionSpec, MixerSpec
-
-Spec = MixerSpec | AttentionSpec
+from .spec import Spec
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .errors import InputError
+from .scan_spec import ScanSpec
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,8 @@ class AttentionSpec:
 
 
 # --- JSON --------------------------------------------------------------------------------------------------------
-TYPES: dict[str, type] = {"linear": MixerSpec, "attention": AttentionSpec}
+TYPES: dict[str, type] = {"linear": MixerSpec, "attention": AttentionSpec, "scan": ScanSpec}
+Spec = MixerSpec | AttentionSpec | ScanSpec
 
 
 def to_json(spec) -> dict[str, Any]:
@@ -283,6 +285,6 @@ def change(spec, path: str, value):
 
 
 __all__ = [
-    "AttentionSpec", "Competition", "Decay", "Heads", "Inputs", "MixerSpec", "Read", "Write",
+    "AttentionSpec", "Competition", "Decay", "Heads", "Inputs", "MixerSpec", "Read", "ScanSpec", "Spec", "Write",
     "change", "from_json", "replace", "to_json",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict, replace
 
 from .errors import InputError
-from .spec import AttentionSpec, Competition, Decay, Heads, Inputs, MixerSpec, Read, Write, change, from_json
+from .spec import AttentionSpec, Competition, Decay, Heads, Inputs, MixerSpec, Read, ScanSpec, Write, change, from_json
 
 PAPER = Competition(read="query", write="value", scale="one")  # the literal equations 3-16 of arXiv 2602.01744
 
@@ -49,6 +49,12 @@ ATTENTION: dict[str, AttentionSpec] = {
 }
 
 
+SCANS: dict[str, ScanSpec] = {
+    # A diagonal state space whose step size, input and output weights are read from the token. https://arxiv.org/abs/2312.00752
+    "mamba": ScanSpec("mamba", state_size=16, conv=4, expand=2.0),
+}
+
+
 def compete(spec: MixerSpec, competition: Competition | None = None) -> MixerSpec:
     """The Softmax version of a linear mixer: its heads compete for what is written and what is read."""
     return replace(spec, competition=competition or Competition())
@@ -56,7 +62,7 @@ def compete(spec: MixerSpec, competition: Competition | None = None) -> MixerSpe
 
 def names() -> list[str]:
     """Every name that `get` knows, plain and Softmax."""
-    return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *ATTENTION]
+    return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *SCANS, *ATTENTION]
 
 
 def get(mixer):
@@ -87,8 +93,13 @@ def _named(name: str):
     base = name.removeprefix("softmax-")
     if base in LINEAR:
         return LINEAR[base] if base == name else compete(LINEAR[base])
-    if name in ATTENTION:
-        return ATTENTION[name]
+    if name in (others := SCANS | ATTENTION):
+        return others[name]
+    if base in SCANS:
+        raise InputError(
+            f"mixer {name!r} cannot be: it is heads that compete, and {base} has none; expected {base!r}, or softmax- "
+            f"before one of {', '.join(LINEAR)}"
+        )
     near = difflib.get_close_matches(name, names(), 3) or names()
     raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)}")
 

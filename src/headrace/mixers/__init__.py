@@ -2,16 +2,19 @@
 
 from torch import nn
 
-from ..spec import AttentionSpec, MixerSpec
+from ..spec import AttentionSpec, MixerSpec, ScanSpec, Spec
 from .attention import SoftmaxAttention
 from .layer import LinearMixer, MixerState
+from .mamba import Mamba
 
 MIXERS: dict[type, type[nn.Module]] = {MixerSpec: LinearMixer, AttentionSpec: SoftmaxAttention}
+SCANS: dict[str, type[nn.Module]] = {"mamba": Mamba}
 
 
-def build(spec: MixerSpec | AttentionSpec, **settings) -> nn.Module:
+def build(spec: Spec, **settings) -> nn.Module:
     """The mixer of a spec; settings are hidden_size, num_heads, layer_idx, num_layers, norm_eps, rope_theta."""
-    return MIXERS[type(spec)](spec, **settings)
+    mixer = SCANS[spec.kind] if isinstance(spec, ScanSpec) else MIXERS[type(spec)]
+    return mixer(spec, **settings)
 
 
 __all__ = ["LinearMixer", "MixerState", "SoftmaxAttention", "build"]

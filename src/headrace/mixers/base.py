@@ -1,11 +1,22 @@
-"""What every mixer with a recurrent state has in common: padding is taken out before it and put back after it."""
+"""What mixers with a recurrent state have in common: padding is taken out before them and put back after them.
 
-from typing import Any
+Dimensions: B batch, T tokens, D hidden size, N sequences; E channels, S numbers that each of them carries.
+"""
+
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..gates import SelfInitialised
 from ..packing import pad, unpad
+
+
+class ScanState(NamedTuple):
+    """What a sequence carries on; None where the mixer has no such part."""
+
+    memory: Tensor  # [N, S, E]
+    conv: Tensor | None = None  # [N, width − 1, E]
+    shift: Tensor | None = None  # [N, 1, D]
 
 
 class Mixer(SelfInitialised):

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..spec import AttentionSpec, MixerSpec, from_json
+from ..spec import Spec, from_json
 from ..tasks import TASKS, Metric
-
-Spec = MixerSpec | AttentionSpec
 
 
 @dataclass(frozen=True)

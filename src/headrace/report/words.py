@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..spec import MixerSpec, change
-from .summary import Comparison, Contender, Spec, show, show_contender
+from ..spec import AttentionSpec, MixerSpec, Spec, change
+from .summary import Comparison, Contender, show, show_contender
 
 MATCHED = 0.01  # parameters within this part of each other are matched
 LATE = 0.02
@@ -125,8 +125,8 @@ def ranking(comparison: Comparison) -> Iterator[str]:
     if len(backbones) > 1:
         places = ", ".join(f"{c.label} {show(c.metric, c.mean)}" for c in ranked)
         yield f"In order of the mean: {places}."
-    transformers = [c for c in ranked if not isinstance(c.spec, MixerSpec)]
-    others = [c for c in ranked if isinstance(c.spec, MixerSpec)]
+    transformers = [c for c in ranked if isinstance(c.spec, AttentionSpec)]
+    others = [c for c in ranked if not isinstance(c.spec, AttentionSpec)]
     if transformers and others:
         cache, state = transformers[0].constant("state_bytes"), max(c.constant("state_bytes") for c in others)
         tokens = comparison.plan["length"]
@@ -227,7 +227,7 @@ def as_control(spec: Spec) -> Spec:
 def without_count(spec: Spec) -> Spec:
     if isinstance(spec, MixerSpec):
         return replace(spec, heads=replace(spec.heads, count=None))
-    return replace(spec, count=None)
+    return replace(spec, count=None) if isinstance(spec, AttentionSpec) else spec
 
 
 def common_seeds(*contenders: Contender) -> bool:
