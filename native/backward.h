@@ -1,5 +1,5 @@
-// The backward of one unit. Runs of chunks from last to first: the states before a run's chunks are recomputed from the
-// one kept at its start, then its chunks are walked in reverse, dS, the gradient to the state, going from one to the next.
+// The backward of one unit. Runs of chunks from last to first: the states before a run's chunks are recomputed from
+// the one kept at its start, then its chunks are walked in reverse, dS, the gradient to the state, going from one to the next.
 //
 // The formulas are those of the forward transposed. Under the delta rule k also reads, as q does: it finds out what
 // memory holds before it writes. Nothing is divided by β, a gate or a decay.
@@ -28,7 +28,8 @@ struct BackwardUnit {
     Ahead ahead;
 
     BackwardUnit(Arena& arena, const Plan& plan, const Backward& job, const Unit& unit)
-        : plan(plan), job(job), unit(unit), chunk(arena, plan, unit, job.gradients[unit.part].log_decay.data || job.fixed_decay),
+        : plan(plan), job(job), unit(unit),
+          chunk(arena, plan, unit, job.gradients[unit.part].log_decay.data || job.fixed_decay),
           key(chunk.key), value(chunk.value), K(chunk.K), V(chunk.V) {
         const int C = plan.chunk, run = static_cast<int>(plan.run);
         find_tensors();
@@ -131,7 +132,8 @@ struct BackwardUnit {
         to_writes(span);
         to_reads_and_keys(span, before);
         for (int i = 0; i < span.rows; i++) numbers[i] = dot(dU.row(i), errors.row(i), V);
-        if (chunk.in.beta) map(dU, span.rows, V, [&](int i, int j) { return load(dU.row(i) + j) * splat(chunk.beta[i]); });
+        if (chunk.in.beta)
+            map(dU, span.rows, V, [&](int i, int j) { return load(dU.row(i) + j) * splat(chunk.beta[i]); });
         if constexpr (delta) through_memory(span);
         to_state(span);
         finish(span);

@@ -5,7 +5,7 @@
 //     rows(x)      x_i e^{G_i}                how much of the incoming state token i still sees
 //     cols(x)      x_i e^{G_C − G_i}          how much of token i is left at the end of the chunk
 //     end          e^{G_C}, [K]               how much of the incoming state is left at the end
-//     scores(x)    Σ_k x_ik k_jk e^{G_i−G_j}  for j ≤ i (j < i: strict), zero elsewhere; k: the tile last given to keys()
+//     scores(x)    Σ_k x_ik k_jk e^{G_i−G_j}  for j ≤ i (j < i: strict), zero elsewhere; k: last given to keys()
 //
 // G is summed in double, no exponent is positive, and nothing is divided by a decay. The gradient to a token's
 // log_decay sums what passes from a writer before it to a reader at or after it. These crossing pairs are summed as

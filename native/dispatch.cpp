@@ -46,8 +46,8 @@ int refused(const hr_problem& p) {
     return sizes && kinds ? HR_OK : HR_UNSUPPORTED;
 }
 
-// Tokens a chunk. The C×C work inside chunks grows with C, the cost of reading and writing the state between them falls:
-// these balance where states are large late, where they are small early. The delta rule has more work inside.
+// Tokens a chunk. The C×C work inside chunks grows with C, the cost of reading and writing the state between them
+// falls: these balance where states are large late, where they are small early. The delta rule has more work inside.
 int chunk_of(const hr_problem& p) {
     if (p.chunk > 0) return std::clamp((p.chunk + 15) / 16 * 16, 16, 128);
     return p.K + p.V < 96 ? 16 : p.K + p.V < 768 || p.delta ? 32 : 64;
@@ -105,8 +105,8 @@ int run(const Work<Job>& work, const Cut& cut, const Job& job, const std::vector
     return run_units(count, cut.threads(), bytes, body) ? HR_OK : HR_NO_MEMORY;
 }
 
-// A backward, and what its units find for themselves until that is added up: heads may share q and k, and the parts of a
-// head share all but v and the state.
+// A backward, and what its units find for themselves until that is added up: heads may share q and k, and the parts of
+// a head share all but v and the state.
 class SharedBackward {
 public:
     SharedBackward(const hr_problem& p, const Backward& job, const hr_gradients& wanted)

@@ -47,7 +47,7 @@ typedef struct hr_problem {
     int32_t delta;       /* 1: the delta rule */
     int32_t chunk;       /* tokens per chunk; 0: chosen here. Rounded to a multiple of 16 within [16, 128] */
     int32_t threads;     /* at least 1 */
-    int32_t keep_errors; /* delta: also keep what was written, V floats a token, so that the backward need not redo it */
+    int32_t keep_errors; /* delta: also keep what was written, V floats a token: the backward need not redo it */
     float scale;
     int64_t B, T, H, Hq, K, V;
     int64_t sequences;         /* B, or with cu_seqlens (B is 1) their number */
@@ -64,7 +64,7 @@ typedef struct hr_gradients {
 
 HR_EXPORT int32_t hr_abi(void);
 
-/* "avx512", "avx2" or "portable": the code that runs on this machine. The environment's HEADRACE_ISA can ask for less. */
+/* "avx512", "avx2" or "portable": the code that runs here. The environment's HEADRACE_ISA can ask for less. */
 HR_EXPORT const char* hr_isa(void);
 
 HR_EXPORT const char* hr_message(int status);

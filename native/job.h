@@ -19,7 +19,9 @@ struct Plan {
     std::int64_t kept_states;    // in all, for one head
 
     HR_INLINE std::int64_t row(std::int64_t sequence) const { return problem->cu_seqlens ? 0 : sequence; }
-    HR_INLINE std::int64_t start(std::int64_t sequence) const { return problem->cu_seqlens ? problem->cu_seqlens[sequence] : 0; }
+    HR_INLINE std::int64_t start(std::int64_t sequence) const {
+        return problem->cu_seqlens ? problem->cu_seqlens[sequence] : 0;
+    }
     HR_INLINE std::int64_t length(std::int64_t sequence) const {
         return problem->cu_seqlens ? problem->cu_seqlens[sequence + 1] - problem->cu_seqlens[sequence] : problem->T;
     }
@@ -46,7 +48,7 @@ struct Backward {
     double* fixed_decay;           // to a fixed decay, [parts, sequences, H]; NULL when not wanted
 };
 
-// What heads that share something, and the parts of a head, found for it by themselves: [parts, B, T, H, width] float32.
+// What heads that share something, and the parts of a head, found by themselves: [parts, B, T, H, width] float32.
 // Added up, in a fixed order, into [B, T, H / shared, width].
 struct Gather {
     const float* from;

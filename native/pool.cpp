@@ -96,8 +96,8 @@ private:
     std::uint64_t round_ = 0;
 };
 
-// Never destroyed: its threads wait until the process ends. A forked child has none of them, and locks in whatever state
-// they were in: it forgets the pool and begins with a new one.
+// Never destroyed: its threads wait until the process ends. A forked child has none of them, and locks in
+// whatever state they were in: it forgets the pool and begins with a new one.
 std::atomic<Pool*> pool{nullptr};
 
 void forget() { pool = nullptr; }

@@ -17,7 +17,7 @@ struct StepUnit {
     const Unit& unit;
     const Inputs in;
     const int key, value;
-    float *q, *k, *decay, *target, *out;  // [K] and [V]; target: w v, later out too holds one value a column
+    float *q, *k, *decay, *target, *out;  // [K], [K], [K], [V], [V]; q is scale · r q, target is w v
     float beta = 1;
 
     StepUnit(Arena& arena, const Plan& plan, const Step& job, const Unit& unit)

@@ -1,4 +1,4 @@
-// Tiles: what a chunk needs of the tensors, in float32, side by side and padded with zeros; and what is done row by row.
+// Tiles: what a chunk needs of the tensors, in float32, side by side and padded with zeros; and what is done by row.
 
 #pragma once
 
