@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+from . import backends as _package  # first: whoever imported it later would put it in the place of the function
 from .dispatch import backends
 from .errors import GateWarning, InputError
 from .recurrence import linear_attention, step
@@ -18,6 +19,7 @@ _LAZY = {
     "verify": "laws",
 }
 
+del _package
 __all__ = ["GateWarning", "InputError", "backends", "linear_attention", "step", *_LAZY]
 
 
