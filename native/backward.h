@@ -1,5 +1,6 @@
 // The backward of one unit. Runs of chunks from last to first: the states before a run's chunks are recomputed from
-// the one kept at its start, then its chunks are walked in reverse, dS, the gradient to the state, going from one to the next.
+// the one kept at its start, then its chunks are walked in reverse, dS, the gradient to the state, going from one to the
+// next.
 //
 // The formulas are those of the forward transposed. Under the delta rule k also reads, as q does: it finds out what
 // memory holds before it writes. Nothing is divided by β, a gate or a decay.
