@@ -59,7 +59,7 @@ MISTAKES = {
     "compare --output other": "'other' holds another run",
     "compare --output broken": "is not JSON",
     "compare --output empty.txt": "'empty.txt' exists and is no report folder",
-    "verify --mixers gal": "mixer 'gal' is unknown; the nearest names are gla",
+    "verify --mixers retnt": "mixer 'retnt' is unknown; the nearest names are retnet",
     "verify --dtype float8": "--dtype='float8'; expected one of float64",
     "verify --device tpu7": "--device='tpu7' cannot be used",
 }

@@ -12,6 +12,10 @@ MIXERS = {
     "rwkv6": "rwkv6",
     "gated-deltanet": "gated-deltanet",
     "softmax-gla": "softmax-gla",
+    "sparse": [
+        "longformer(pattern.window=2, pattern.first=1)",
+        "bigbird(pattern.window=2, pattern.block=2, pattern.first=1)",
+    ],
     "hybrid": ["softmax-gated-deltanet", "transformer"],
 }
 SIZES = {"vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 16}

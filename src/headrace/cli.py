@@ -126,11 +126,12 @@ def describe(name: str) -> dict[str, Any]:
     spec = zoo.get(name)
     linear, size = isinstance(spec, MixerSpec), spec.state_bytes(ZOO_WIDTH, ZOO_HEADS)
     gate = spec.competition if linear else None
+    grows = isinstance(spec, AttentionSpec) and spec.pattern is None
     return {
         "decay": spec.decay.kind if linear else DECAYS[type(spec)],
         "rule": spec.write.rule if linear else RULES[type(spec)],
         "competition": f"{gate.activation}: read {gate.read}, write {gate.write}" if gate else "none",
-        "state bytes": f"{size:,} per token" if isinstance(spec, AttentionSpec) else size,
+        "state bytes": f"{size:,} per token" if grows else size,
         "spec": to_json(spec),
     }
 

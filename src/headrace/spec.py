@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from .attention_spec import AttentionSpec, Pattern
 from .errors import InputError
 from .scan_spec import ScanSpec
 
@@ -186,41 +187,6 @@ class MixerSpec:
         return H * (4 * K * V + decay + (2 * K * V if self.write.rule == "delta" else 0))
 
 
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Softmax attention with rotary positions and grouped key/value heads: the yardstick."""
-
-    kv_heads: int | None = None  # None: as many as query heads
-    rotary: bool = True
-    count: int | None = None  # None: the model's num_heads
-
-    def num_heads(self, default: int) -> int:
-        return self.count or default
-
-    def idle_gates(self, num_heads: int | None = None) -> list[str]:
-        return []
-
-    def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        H = self.num_heads(num_heads)
-        if hidden_size % H:
-            raise InputError(f"num_heads={H} does not divide hidden_size={hidden_size}")
-        if self.kv_heads is not None and H % self.kv_heads:
-            raise InputError(f"kv_heads={self.kv_heads} does not divide num_heads={H}")
-        if self.rotary and (hidden_size // H) % 2:
-            raise InputError(f"rotary=True needs an even head dimension; got {hidden_size // H}")
-        return hidden_size // H, hidden_size // H
-
-    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> dict[str, tuple[int, ...]]:
-        """The key/value cache after `tokens` tokens: it grows with every one of them."""
-        heads = self.kv_heads or self.num_heads(num_heads)
-        K, V = self.head_dims(hidden_size, num_heads)
-        return {"k": (tokens, heads, K), "v": (tokens, heads, V)}
-
-    def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4, tokens: int = 1) -> int:
-        sizes = (math.prod(s) for s in self.state_shapes(hidden_size, num_heads, tokens).values())
-        return itemsize * sum(sizes)
-
-
 # --- JSON --------------------------------------------------------------------------------------------------------
 TYPES: dict[str, type] = {"linear": MixerSpec, "attention": AttentionSpec, "scan": ScanSpec}
 Spec = MixerSpec | AttentionSpec | ScanSpec
@@ -285,6 +251,6 @@ def change(spec, path: str, value):
 
 
 __all__ = [
-    "AttentionSpec", "Competition", "Decay", "Heads", "Inputs", "MixerSpec", "Read", "ScanSpec", "Spec", "Write",
-    "change", "from_json", "replace", "to_json",
+    "AttentionSpec", "Competition", "Decay", "Heads", "Inputs", "MixerSpec", "Pattern", "Read", "ScanSpec", "Spec",
+    "Write", "change", "from_json", "replace", "to_json",
 ]  # fmt: skip

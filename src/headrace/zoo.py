@@ -9,7 +9,20 @@ import re
 from dataclasses import asdict, replace
 
 from .errors import InputError
-from .spec import AttentionSpec, Competition, Decay, Heads, Inputs, MixerSpec, Read, ScanSpec, Write, change, from_json
+from .spec import (
+    AttentionSpec,
+    Competition,
+    Decay,
+    Heads,
+    Inputs,
+    MixerSpec,
+    Pattern,
+    Read,
+    ScanSpec,
+    Write,
+    change,
+    from_json,
+)
 
 PAPER = Competition(read="query", write="value", scale="one")  # the literal equations 3-16 of arXiv 2602.01744
 
@@ -46,6 +59,18 @@ LINEAR: dict[str, MixerSpec] = {
 ATTENTION: dict[str, AttentionSpec] = {
     # Softmax attention with rotary positions (Transformer++): the yardstick. https://arxiv.org/abs/2302.13971
     "transformer": AttentionSpec(),
+    # One head of keys and values for all query heads: the smallest cache of every token. https://arxiv.org/abs/1911.02150
+    "mqa": AttentionSpec(kv_heads=1),
+    # A few of them; with as many as query heads it is the transformer. https://arxiv.org/abs/2305.13245
+    "gqa": AttentionSpec(kv_heads=2),
+    # The last tokens alone. https://arxiv.org/abs/2310.06825
+    "sliding-window": AttentionSpec(pattern=Pattern(window=64)),
+    # + the first tokens, seen by all. https://arxiv.org/abs/2004.05150
+    "longformer": AttentionSpec(pattern=Pattern(window=64, first=4)),
+    # + random blocks; three blocks of window and three random ones. https://arxiv.org/abs/2007.14062
+    "bigbird": AttentionSpec(pattern=Pattern(window=48, first=16, random=3, block=16)),
+    # The transformer, computed as FlashAttention does: to be read, not to be fast. https://arxiv.org/abs/2205.14135
+    "flash-reference": AttentionSpec(form="tiles"),
 }
 
 

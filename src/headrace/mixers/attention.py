@@ -1,10 +1,10 @@
-"""Softmax attention with rotary positions and grouped heads: the yardstick, whose state grows with every token.
+"""Softmax attention: the yardstick, whose state grows with every token, and its kin.
 
 Dimensions: B batch, T new tokens, L all tokens so far, D hidden size, H query heads, Hkv key/value heads, d head
 dimension, N sequences.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..gates import rotary
-from ..packing import Sequences
+from ..packing import Sequences, pad, unpad
 from ..spec import AttentionSpec
+from .flash import flash_attention
+from .positions import DistanceBias
+from .window import WindowState, window_attention
 
 
 class AttentionState(NamedTuple):
@@ -23,10 +26,18 @@ class AttentionState(NamedTuple):
     v: Tensor  # [N, L, Hkv, d]
     valid: Tensor | None = None  # [N, L] bool: False is padding; None: no padding
 
+    @property
+    def seen(self) -> Tensor:
+        """[N], how many tokens came before."""
+        return _valid(self.k, self.valid).sum(1)
+
+
+State = AttentionState | WindowState
+
 
 class SoftmaxAttention(nn.Module):
     """Causal softmax attention (arXiv 1706.03762) with rotary positions (arXiv 2104.09864) and grouped key/value heads
-    (arXiv 2305.13245), with Llama's projections and conventions.
+    (arXiv 2305.13245), with Llama's projections and conventions; and what else an AttentionSpec can say.
 
     Args: as LinearMixer's; the layer's place and norm_eps mean nothing here.
     """
@@ -43,49 +54,118 @@ class SoftmaxAttention(nn.Module):
         self.k_proj = nn.Linear(hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(H * self.head_dim, hidden_size, bias=False)
+        self.bias = None if spec.buckets is None else DistanceBias(spec.buckets, H, hidden_size=hidden_size)
 
     def forward(
         self,
         x: Tensor,
-        state: AttentionState | None = None,
+        state: Any = None,
         *,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, AttentionState]:
+    ) -> tuple[Tensor, State]:
         """x [B, T, D] -> (y [B, T, D], state). mask [B, T]: False is padding; cu_seqlens [N + 1]: x is a pack."""
+        if self.spec.pattern is not None and mask is not None:
+            packed, cu_seqlens, places = unpad(x, mask)
+            y, state = self.forward(packed, state, cu_seqlens=cu_seqlens)
+            return pad(y, places, x.shape[:2]), state
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.spec.rotary:
             positions = _positions(x, state, mask, cu_seqlens)
             q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
-        if cu_seqlens is None:
+        if self.spec.pattern is not None:
+            out, state = self._attend_within(q, k, v, state, cu_seqlens)
+        elif cu_seqlens is None:
             state = _extended(state, k, v, mask)
-            out = attend(q, *state)
+            out = self._attend(q, *state)
         else:
-            out, state = _attend_packed(q, k, v, state, cu_seqlens.diff().tolist())
+            out, state = self._attend_packed(q, k, v, state, cu_seqlens.diff().tolist())
         return self.o_proj(out.flatten(-2)), state
 
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
+        if self.spec.form == "tiles":
+            return flash_attention(q, k, v, valid=valid)
+        return attend(q, k, v, valid, bias=self.bias, null=self.spec.null)
 
-def attend(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
-    """q [B, T, H, d] are the last T of the L tokens of k, v [B, L, Hkv, d] and see no later ones -> [B, T, H, d].
+    def _attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState | None, lengths: list[int]
+    ) -> tuple[Tensor, AttentionState]:
+        """One attention per sequence: no work and no memory for pairs of tokens of different sequences."""
+        out, keys, values = [], [], []
+        for n, (qn, kn, vn) in enumerate(zip(*(x[0].split(lengths) for x in (q, k, v)), strict=True)):
+            if state is not None:
+                past = _valid(state.k, state.valid)[n]
+                kn, vn = torch.cat([state.k[n, past], kn]), torch.cat([state.v[n, past], vn])
+            out.append(self._attend(qn[None], kn[None], vn[None])[0])
+            keys.append(kn)
+            values.append(vn)
+        seen = torch.tensor([len(kn) for kn in keys], device=k.device)
+        valid = torch.arange(max(map(len, keys)), device=k.device) < seen[:, None]
+        return torch.cat(out)[None], AttentionState(pad_sequence(keys, True), pad_sequence(values, True), valid)
 
-    valid [B, L]: False is padding, seen by itself alone (a query that sees nothing would be NaN)."""
+    def _attend_within(self, q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor | None):
+        """Attention to what the pattern shows: rows of a batch are a pack of sequences of one length."""
+        assert self.spec.pattern is not None
+        B, T = q.shape[:2]
+        ends = torch.arange(0, B * T + 1, T, device=q.device) if cu_seqlens is None else cu_seqlens
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        out, state = window_attention(q, k, v, state, ends, self.spec.pattern, self._weigh)
+        return out.unflatten(0, (B, T)), state
+
+    def _weigh(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, distance: Tensor) -> Tensor:
+        return weigh(q, k, v, allowed, None if self.bias is None else self.bias(distance), null=self.spec.null)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, *,
+    causal: bool = True, bias: DistanceBias | None = None, null: bool = False,
+) -> Tensor:  # fmt: skip
+    """Softmax attention: q [B, T, H, d]; k, v [B, L, Hkv, d], Hkv dividing H -> [B, T, H, d].
+
+    Args:
+        valid: [B, L], False is padding, seen by no other token. If causal it does see itself (a query that sees
+            nothing would be NaN); if not, a row needs a valid key.
+        causal: the queries are the last T of the L tokens, and see no later ones. Otherwise all see all: an encoder's
+            attention or, with keys and values of another sequence, cross attention.
+        bias: for the distance of query and key, which are the tokens of one sequence.
+        null: one more logit, of 0, in every softmax.
+    """
     T, L = q.shape[1], k.shape[1]
-    allowed = None
-    if valid is not None or 1 < T < L:
-        own, keys = torch.arange(L - T, L, device=q.device)[:, None], torch.arange(L, device=q.device)
-        allowed = keys <= own
-        if valid is not None:
-            allowed = (allowed & valid[:, None] | (keys == own))[:, None]
+    if valid is None and bias is None and (not causal or T in (1, L)):
+        return weigh(q, k, v, null=null, causal=causal and T > 1)
+    own, keys = torch.arange(L - T, L, device=q.device)[:, None], torch.arange(L, device=q.device)
+    allowed = (keys <= own if causal else torch.ones_like(keys <= own))[None]
+    if valid is not None:
+        allowed = allowed & valid[:, None] | (keys == own) & causal
+    logits = None
+    if bias is not None:
+        places = keys[None] if valid is None else valid.cumsum(1) - 1
+        logits = bias(places[:, L - T :, None] - places[:, None])
+    return weigh(q, k, v, allowed[:, None], logits, null=null)
+
+
+def weigh(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, bias: Tensor | None = None, *,
+    null: bool = False, causal: bool = False,
+) -> Tensor:  # fmt: skip
+    """softmax(q kᵀ / √d + bias) v by PyTorch's kernels; shapes as for `attend`, allowed and bias [B, 1 or H, T, L]."""
+    if null:  # a token of zeros before all others: its logit is 0, and so is what it adds to a sum of values
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 1, 0)) for x in (q, k, v))
+        allowed = None if allowed is None else F.pad(allowed, (1, 0, 1, 0), value=True)
+        bias = None if bias is None else F.pad(bias, (1, 0, 1, 0))
+        return weigh(q, k, v, allowed, bias, causal=causal)[:, 1:]
+    if bias is not None and allowed is not None:
+        allowed = bias.to(q.dtype).masked_fill(~allowed, -torch.inf)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), allowed,
-        is_causal=allowed is None and T > 1, enable_gqa=q.shape[2] != k.shape[2],
+        is_causal=causal, enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
     return out.transpose(1, 2)
 
 
-def _positions(x: Tensor, state: AttentionState | None, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def _positions(x: Tensor, state: State | None, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """How many tokens, not counting padding, came before each one: [B, T] or [1, T]."""
-    seen = None if state is None else _valid(state.k, state.valid).sum(1)
+    seen = None if state is None else state.seen
     if mask is None:
         return Sequences(x, cu_seqlens).positions(seen, x)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -103,20 +183,3 @@ def _extended(state: AttentionState | None, k: Tensor, v: Tensor, mask: Tensor |
     if state.valid is not None or mask is not None:
         valid = torch.cat([_valid(state.k, state.valid), _valid(k, mask)], 1)
     return AttentionState(torch.cat([state.k, k], 1), torch.cat([state.v, v], 1), valid)
-
-
-def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, state: AttentionState | None, lengths: list[int]
-) -> tuple[Tensor, AttentionState]:
-    """One attention per sequence: no work and no memory for pairs of tokens of different sequences."""
-    out, keys, values = [], [], []
-    for n, (qn, kn, vn) in enumerate(zip(*(x[0].split(lengths) for x in (q, k, v)), strict=True)):
-        if state is not None:
-            past = _valid(state.k, state.valid)[n]
-            kn, vn = torch.cat([state.k[n, past], kn]), torch.cat([state.v[n, past], vn])
-        out.append(attend(qn[None], kn[None], vn[None])[0])
-        keys.append(kn)
-        values.append(vn)
-    seen = torch.tensor([len(kn) for kn in keys], device=k.device)
-    valid = torch.arange(max(map(len, keys)), device=k.device) < seen[:, None]
-    return torch.cat(out)[None], AttentionState(pad_sequence(keys, True), pad_sequence(values, True), valid)

@@ -1,0 +1,34 @@
+"""What the tests of softmax attention share."""
+
+from dataclasses import replace
+
+import torch
+
+from headrace import mixers, zoo
+
+D, H = 32, 4
+d = D // H
+
+
+def error(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def layer(spec, dtype=torch.float64):
+    return mixers.build(zoo.get(spec), hidden_size=D, num_heads=H).to(dtype)
+
+
+def agree(ours, theirs, x, tolerance, parameters=()):
+    """Outputs, and gradients of the input and of our parameters."""
+    x, results = x.requires_grad_(), []
+    for function in (ours, theirs):
+        y = function(x)
+        results.append((y, *torch.autograd.grad((y * y.detach().sin()).sum(), [x, *parameters])))
+    assert max(error(a, b) for a, b in zip(*results, strict=True)) <= tolerance
+
+
+def plain(spec, q, k, v, o):
+    """Our layer without rotation, in float32, with their weights."""
+    ours = layer(replace(spec, rotary=False), torch.float32)
+    ours.load_state_dict({f"{name}_proj.weight": x.detach() for name, x in zip("qkvo", (q, k, v, o), strict=True)})
+    return ours

@@ -1,0 +1,178 @@
+"""Softmax attention and its options against other implementations and its equation."""
+
+import math
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from attention_layers import D, H, agree, d, error, layer, plain
+from headrace import mixers, zoo
+from headrace.errors import InputError
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM
+from headrace.mixers.attention import attend
+from headrace.mixers.flash import flash_attention
+from headrace.mixers.positions import DistanceBias, bucket, sinusoidal
+from headrace.spec import AttentionSpec
+
+
+@pytest.mark.parametrize("name", list(zoo.ATTENTION))
+@torch.no_grad()
+def test_two_hundred_tokens_one_by_one(name):
+    ours, x, state, steps = layer(name, torch.float32), torch.randn(2, 200, D), None, []
+    for token in x.split(1, 1):
+        y, state = ours(token, state)
+        steps.append(y)
+    assert error(torch.cat(steps, 1), ours(x)[0]) <= 1e-5
+
+
+# --- whole models ----------------------------------------------------------------------------------------------------
+
+RENAMED = {
+    "layers": "backbone.layers", "self_attn": "mixer", "input_layernorm": "mixer_norm",
+    "post_attention_layernorm": "mlp_norm", "model.norm": "model.backbone.norm",
+}  # fmt: skip
+MODELS = {
+    "transformer": (LlamaConfig, LlamaForCausalLM, {}),
+    "gqa": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 2}),
+    "mqa": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 1}),
+    "flash-reference": (LlamaConfig, LlamaForCausalLM, {}),
+    "sliding-window(pattern.window=7, kv_heads=2)": (
+        MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": 7},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+def test_the_model_is_llama_or_mistral(mixer):
+    config, model, options = MODELS[mixer]
+    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 29}
+    theirs = model(config(**shape, num_attention_heads=6, **options)).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    ours = HeadraceForCausalLM(HeadraceConfig(**shape, mixer=mixer, num_heads=6, tie_word_embeddings=False)).eval()
+    weights = theirs.state_dict()
+    for old, new in RENAMED.items():
+        weights = {key.replace(old, new): x for key, x in weights.items()}
+    ours.load_state_dict(weights)
+    x = torch.randn(2, 40, 48)
+    agree(*(lambda x, m=m: m(inputs_embeds=x).logits for m in (ours, theirs)), x, 1e-5)
+
+
+# --- layers of others ------------------------------------------------------------------------------------------------
+
+
+def test_gpt2():
+    theirs = GPT2Attention(GPT2Config(n_embd=D, n_head=H), layer_idx=0).eval()
+    q, k, v = theirs.c_attn.weight.T.split(D)
+    ours = plain(AttentionSpec(), q, k, v, theirs.c_proj.weight.T)
+    causal = torch.full((40, 40), -torch.inf).triu(1)[None, None]
+    agree(lambda x: ours(x)[0], lambda x: theirs(x, attention_mask=causal)[0], torch.randn(2, 40, D), 1e-5)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_t5(bidirectional):
+    """Buckets of all distances, and the attention: theirs does not divide by the root of d."""
+    config = T5Config(d_model=D, d_kv=d, num_heads=H, is_decoder=not bidirectional)
+    theirs = T5Attention(config, has_relative_attention_bias=True, layer_idx=0).eval()
+    distance = torch.arange(-300, 301)
+    expected = theirs._relative_position_bucket(-distance, bidirectional=bidirectional)
+    assert torch.equal(bucket(distance, 32, bidirectional=bidirectional), expected)
+    bias = DistanceBias(32, H, hidden_size=D, bidirectional=bidirectional)
+    bias.load_state_dict({"weight": theirs.relative_attention_bias.weight})
+
+    def ours(x):
+        q, k, v = (p(x).unflatten(-1, (H, d)) for p in (theirs.q, theirs.k, theirs.v))
+        return theirs.o(attend(q * d**0.5, k, v, causal=not bidirectional, bias=bias).flatten(-2))
+
+    hidden = torch.full((150, 150), -torch.inf).triu(1)[None, None]
+    mask = None if bidirectional else hidden
+    agree(ours, lambda x: theirs(x, mask=mask)[0], torch.randn(2, 150, D), 1e-5, [theirs.q.weight, theirs.v.weight])
+
+
+# --- the softmax and its options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("T", "L"), [(150, 150), (70, 131), (1, 90)])
+def test_tiles_are_sdpa(causal, T, L):
+    inputs = [torch.randn(2, n, heads, d, requires_grad=True) for n, heads in ((T, H), (L, 2), (L, 2))]
+    results = []
+    for function in (flash_attention, attend):
+        out = function(*inputs, causal=causal)
+        results.append((out, *torch.autograd.grad((out * out.detach().sin()).sum(), inputs)))
+    assert max(error(a, b) for a, b in zip(*results, strict=True)) <= 1e-6
+
+
+def test_tiles_know_padding_and_large_logits():
+    q, k, v = torch.randn(3, 2, 140, H, d, dtype=torch.float64).unbind()
+    valid = torch.rand(2, 140) < 0.5
+    valid[0, :100] = False
+    assert error(flash_attention(q * 1e3, k, v, valid=valid), attend(q * 1e3, k, v, valid)) <= 1e-12
+
+
+def test_the_gradients_of_tiles_are_those_of_their_equation():
+    inputs = [torch.randn(1, 5, 2, 3, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+    assert torch.autograd.gradcheck(flash_attention, inputs)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("bias", [None, DistanceBias(8, H, hidden_size=D, bidirectional=True).double()])
+@pytest.mark.parametrize("null", [False, True])
+def test_bidirectional_and_cross_attention(padded, bias, null):
+    """Against their equation, softmax plus one being its own."""
+    T, L = (9, 9) if bias else (5, 9)  # distances are those within one sequence
+    q, k, v = (torch.randn(2, n, H, d).double() for n in (T, L, L))
+    valid = torch.ones(2, L, dtype=torch.bool)
+    valid[0, 4:] = not padded
+    logits = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(d)
+    if bias:
+        place = torch.arange(L)
+        logits = logits + bias((place[:, None] - place)[None])
+    weights = logits.masked_fill(~valid[:, None, None], -torch.inf).exp()
+    weights = weights / (null + weights.sum(-1, keepdim=True))
+    out = attend(q, k, v, valid if padded else None, causal=False, bias=bias, null=null)
+    expected = torch.einsum("bhts,bshd->bthd", weights, v)
+    rows = valid if bias else ...  # what padding reads of its own sequence means nothing
+    assert error(out[rows], expected[rows]) <= 1e-12
+
+
+def test_a_head_may_read_nothing():
+    """Softmax plus one: as all logits fall, so does what is read. Without it a head reads the mean."""
+    q, k, v = torch.ones(1, 3, 1, 4), -40 * torch.ones(1, 3, 1, 4), torch.randn(1, 3, 1, 4)
+    assert attend(q, k, v, null=True).abs().max() < 1e-10
+    assert error(attend(q, k, v)[0, 2], v.mean(1)[0]) < 1e-6
+
+
+def test_sinusoids():
+    """Entry by entry; and the product of two depends on their distance alone."""
+    place, width = torch.tensor([0, 1, 7, 500]), 10
+    made = sinusoidal(place, width)
+    for row, t in enumerate(place.tolist()):
+        for i in range(0, width, 2):
+            angle = t / 10000 ** (i / width)
+            torch.testing.assert_close(made[row, i : i + 2], torch.tensor([math.sin(angle), math.cos(angle)]))
+    near, far = sinusoidal(torch.tensor([3, 8]), 16), sinusoidal(torch.tensor([103, 108]), 16)
+    torch.testing.assert_close(near[0] @ near[1], far[0] @ far[1])
+    assert sinusoidal(place, 7).shape == (4, 7)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "sentence"),
+    [
+        ("sliding-window(pattern.window=0)", "expected window and block of at least 1"),
+        ("flash-reference(null=true)", "form='tiles' knows neither"),
+        ("gqa(buckets=3)", "buckets=3; expected at least 4"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(mixer, sentence):
+    with pytest.raises(InputError, match=sentence):
+        zoo.get(mixer)
+
+
+def test_groups_of_heads_divide_the_heads():
+    with pytest.raises(InputError, match="kv_heads=2 does not divide num_heads=3"):
+        mixers.build(zoo.get("gqa"), hidden_size=48, num_heads=3)
