@@ -1,13 +1,19 @@
 """Mixers with a recurrence per channel: against other libraries and their literal recurrences, and what is refused."""
 
+import numpy as np
 import pytest
 import torch
+from scipy import signal
 from torch import nn
 
 from headrace import mixers, spec, zoo
 from headrace.errors import InputError
+from headrace.laws import by_steps, specimen
 from headrace.mixers import selective
+from headrace.mixers.rwkv4 import blank, wkv
+from headrace.mixers.s4 import S4, hippo, legs
 from headrace.mixers.selective import Operands, selective_scan, selective_step
+from headrace.mixers.state_space import Response
 
 D, T = 32, 70
 
@@ -38,6 +44,33 @@ def agree(ours, theirs, weights):
     gradients = (torch.autograd.grad((y * weight).sum(), x)[0] for y in outputs)
     assert error(*outputs) <= 1e-5
     assert error(*gradients) <= 1e-5
+
+
+@pytest.mark.parametrize("name", zoo.SCANS)
+def test_decoding_is_the_full_forward_over_200_tokens(name):
+    torch.manual_seed(0)
+    mixer, x = build(name), torch.randn(2, 200, D)
+    with torch.no_grad():
+        assert error(by_steps(mixer, x), mixer(x)[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", zoo.SCANS)
+def test_a_sequence_without_tokens_keeps_its_state(name):
+    """In a pack, and as a row that is all padding."""
+    mixer, x = specimen(name, 0)
+    _, state = mixer(x)
+    ends = torch.tensor([0, 0, 5])
+    y, after = mixer(x[:1, :5], state, cu_seqlens=ends)
+    alone, other = mixer(x[:1, :5], type(state)(*(s if s is None else s[1:] for s in state)))
+    torch.testing.assert_close(y, alone, rtol=1e-10, atol=1e-10)
+    for before, now, expected in zip(state, after, other, strict=True):
+        if before is not None:
+            assert torch.equal(now[0], before[0])
+            torch.testing.assert_close(now[1:], expected, rtol=1e-10, atol=1e-10)
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    y, unchanged = mixer(x[:, :3], state, mask=mask)
+    assert not y.any()
+    assert all(b is n is None or torch.equal(b, n) for b, n in zip(state, unchanged, strict=True))
 
 
 # --- Mamba -----------------------------------------------------------------------------------------------------------
@@ -97,6 +130,132 @@ def test_decays_beyond_every_range():
     assert error(out, selective_literally(extreme, [40])[0]) <= 1e-12
     gradients = torch.autograd.grad(out.sum() + final.sum(), extreme)
     assert all(g.isfinite().all() for g in gradients)
+
+
+# --- RWKV-4 ----------------------------------------------------------------------------------------------------------
+
+
+def test_rwkv4_is_transformers():
+    from transformers import RwkvConfig
+    from transformers.models.rwkv.modeling_rwkv import RwkvSelfAttention
+
+    theirs = randomised(RwkvSelfAttention(RwkvConfig(hidden_size=D, num_hidden_layers=2)))
+    weights = {
+        "mix": torch.cat([theirs.time_mix_receptance, theirs.time_mix_key, theirs.time_mix_value]),
+        "log_rate": theirs.time_decay, "bonus": theirs.time_first, "r_proj.weight": theirs.receptance.weight,
+        "k_proj.weight": theirs.key.weight, "v_proj.weight": theirs.value.weight, "o_proj.weight": theirs.output.weight,
+    }  # fmt: skip
+    agree(build("rwkv4"), lambda x: theirs(x)[0], weights)
+
+
+def wkv_literally(k, v, rate, bonus):
+    """The operator as it is defined, for one sequence: every weight of every earlier token."""
+    out = []
+    for t in range(len(k)):
+        age = torch.arange(t - 1, -1, -1, dtype=k.dtype)[:, None]
+        weights = torch.cat([k[:t] - age * rate, (k[t] + bonus)[None]]).softmax(0)
+        out.append((weights * v[: t + 1]).sum(0))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("size", [1, 300])
+def test_wkv_is_a_softmax_over_the_past(size):
+    """Exponents of hundreds too, which would overflow by themselves."""
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    x = [(size * draw(40, 5)), draw(40, 5), draw(5).exp(), size * draw(5)]
+    x = [y.requires_grad_() for y in x]
+    ours = wkv(*x, blank(x[0], 1), [40])[0]
+    theirs, weight = wkv_literally(*x), draw(40, 5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad((y * weight).sum(), x) for y in (ours, theirs)]
+    for mine, their in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, their, rtol=1e-10, atol=1e-12)
+
+
+def test_wkv_packs_sequences_without_tokens():
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    k, v, rate, bonus = draw(7, 5), draw(7, 5), draw(5).exp(), draw(5)
+    memory = torch.cat([draw(4, 1, 5), draw(4, 2, 5).exp()], 1)
+    out, after = wkv(k, v, rate, bonus, memory, [0, 3, 4, 0])
+    for n, tokens in ((1, slice(0, 3)), (2, slice(3, 7))):
+        alone, end = wkv(k[tokens], v[tokens], rate, bonus, memory[n : n + 1], [len(k[tokens])])
+        torch.testing.assert_close(out[tokens], alone)
+        torch.testing.assert_close(after[n], end[0])
+    assert torch.equal(after[[0, 3]], memory[[0, 3]])
+
+
+# --- S4 and S4D ------------------------------------------------------------------------------------------------------
+
+
+def real_system(layer, h):
+    """(A, B, C) of channel h in real numbers, written down from the layer's parameters."""
+    pair = lambda x: torch.cat([x, x.conj()])  # noqa: E731
+    as_complex = lambda x: pair(torch.view_as_complex(x.detach()[h]))  # noqa: E731
+    poles = pair(torch.complex(-layer.log_damping[h].exp(), layer.frequency[h]).detach())
+    A, B, C = poles.diag(), torch.ones_like(poles), as_complex(layer.C)
+    if isinstance(layer, S4):
+        P, B = as_complex(layer.P), as_complex(layer.B)
+        A = A - P[:, None] * P.conj()
+    one = torch.eye(len(poles) // 2, dtype=A.dtype)
+    to_real = torch.cat([torch.cat([one, one], 1), torch.cat([-1j * one, 1j * one], 1)]) / 2
+    A, B, C = to_real @ A @ to_real.inverse(), to_real @ B, C @ to_real.inverse()
+    assert max(x.imag.abs().max() for x in (A, B, C)) < 1e-9
+    return A.real.numpy(), B.real[:, None].numpy(), C.real[None].numpy()
+
+
+@pytest.mark.parametrize(("name", "method"), [("s4", "bilinear"), ("s4d", "zoh")])
+def test_state_spaces_are_scipys(name, method):
+    """Discretisation, impulse response, and the answer to a signal: as a convolution, and token by token."""
+    layer = specimen(f"{name}(state_size=8)", 0)[0]
+    system = layer.system(torch.float64)
+    u = torch.randn(1, T, layer.shape[0], dtype=torch.float64)
+    with torch.no_grad():
+        convolved, last = Response(system, T)(u, None)
+        x, steps = torch.zeros_like(last), []
+        for token in u.unbind(1):
+            y, x = system.step(x, token)
+            steps.append(y)
+        for h in (0, 5):
+            A, B, C = real_system(layer, h)
+            dt = layer.log_dt[h].exp().item()
+            A, B, *_ = signal.cont2discrete((A, B, C, np.zeros((1, 1))), dt, method)
+            discrete = signal.dlti(A, B, C @ A, C @ B, dt=dt)  # theirs reads the state before the token, ours after
+            close(system.kernel(T)[h], signal.dimpulse(discrete, n=T)[1][0][:, 0])
+            _, y, states = signal.dlsim(discrete, u[0, :, h].numpy())
+            close(convolved[0, :, h], y[:, 0])
+            close(torch.stack(steps, 1)[0, :, h], y[:, 0])
+            close(last[0, h], A @ states[-1] + B[:, 0] * u[0, -1, h].item())
+    close(x, last)
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, torch.as_tensor(theirs), rtol=1e-10, atol=1e-12)
+
+
+def test_s4_begins_as_hippo():
+    """The same eigenvalues, and the same Bᵀ A^k B: a change of basis and nothing else."""
+    A, B = hippo(8)
+    frequency, P, half = legs(8)
+    pair = lambda x: torch.cat([x, x.conj()])  # noqa: E731
+    P, ours = pair(P), pair(half)
+    dynamics = torch.diag(pair(torch.complex(torch.full_like(frequency, -0.5), frequency))) - P[:, None] * P.conj()
+    eigenvalues = torch.linalg.eigvals(dynamics).real.sort(descending=True).values
+    torch.testing.assert_close(eigenvalues, -torch.arange(1.0, 9.0, dtype=torch.float64), rtol=1e-8, atol=1e-8)
+    x, z = B, ours
+    for _ in range(4):
+        torch.testing.assert_close((ours.conj() @ z).real, B @ x, rtol=1e-11, atol=1e-11)
+        x, z = A @ x, dynamics @ z
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 64, 65, 200])
+def test_the_kernel_is_its_powers(tokens):
+    for name in ("s4", "s4d"):
+        system = specimen(f"{name}(state_size=6)", 0)[0].system(torch.float64)
+        x, terms = torch.cat([system.B.real, system.B.imag], -1)[None], []
+        for _ in range(tokens):
+            terms.append(2 * (system.C * torch.complex(*x[0].chunk(2, -1))).real.sum(-1))
+            x = system.leap(x, 1)
+        close(system.kernel(tokens), torch.stack(terms, 1))
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ MIXERS = {
         "longformer(pattern.window=2, pattern.first=1)",
         "bigbird(pattern.window=2, pattern.block=2, pattern.first=1)",
     ],
+    "mamba and s4": ["mamba", "s4"],
+    "rwkv4 and s4d": ["rwkv4", "s4d"],
     "hybrid": ["softmax-gated-deltanet", "transformer"],
 }
 SIZES = {"vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 16}

@@ -75,6 +75,12 @@ ATTENTION: dict[str, AttentionSpec] = {
 
 
 SCANS: dict[str, ScanSpec] = {
+    # In every channel a linear system with a diagonal matrix, the same for all tokens. https://arxiv.org/abs/2206.11893
+    "s4d": ScanSpec("s4d", state_size=64),
+    # + a matrix of rank one, which makes it HiPPO's memory of the whole past. https://arxiv.org/abs/2111.00396
+    "s4": ScanSpec("s4", state_size=64),
+    # A mean over the past in every channel, with weights that fade at a learnt rate. https://arxiv.org/abs/2305.13048
+    "rwkv4": ScanSpec("rwkv4"),
     # A diagonal state space whose step size, input and output weights are read from the token. https://arxiv.org/abs/2312.00752
     "mamba": ScanSpec("mamba", state_size=16, conv=4, expand=2.0),
 }

@@ -6,9 +6,11 @@ from ..spec import AttentionSpec, MixerSpec, ScanSpec, Spec
 from .attention import SoftmaxAttention
 from .layer import LinearMixer, MixerState
 from .mamba import Mamba
+from .rwkv4 import RWKV4
+from .s4 import S4, S4D
 
 MIXERS: dict[type, type[nn.Module]] = {MixerSpec: LinearMixer, AttentionSpec: SoftmaxAttention}
-SCANS: dict[str, type[nn.Module]] = {"mamba": Mamba}
+SCANS: dict[str, type[nn.Module]] = {"mamba": Mamba, "rwkv4": RWKV4, "s4": S4, "s4d": S4D}
 
 
 def build(spec: Spec, **settings) -> nn.Module:

@@ -7,7 +7,7 @@ Dimensions: T tokens of a pack, n sequences, D channels.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -52,29 +52,34 @@ class Tile(NamedTuple):
     goes_on: bool  # whether the last token's sequence does
 
 
-def tiles(lengths: list[int], size: int, device: torch.device) -> Iterator[Tile]:
-    """A pack of sequences of these lengths, cut into tiles of `size` tokens."""
-    held = [n for n, length in enumerate(lengths) if length]
-    ends = list(accumulate(lengths[n] for n in held))
-    starts = [0, *ends[:-1]]
+class Pack:
+    """Sequences of these lengths, one after another. Those without tokens are in no tile."""
 
-    def index(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
+    def __init__(self, lengths: list[int], device: torch.device):
+        self.held = [n for n, length in enumerate(lengths) if length]
+        self.ends = list(accumulate(lengths[n] for n in self.held))
+        self.starts = [0, *self.ends[:-1]]
+        self.T, self.device = sum(lengths), device
 
-    for low in range(0, sum(lengths), size):
-        high = min(low + size, ends[-1])
-        begun = range(bisect_left(starts, low), bisect_left(starts, high))
-        ended = range(bisect_left(ends, low + 1), bisect_left(ends, high + 1))
-        yield Tile(
+    def tile(self, low: int, high: int) -> Tile:
+        begun = slice(bisect_left(self.starts, low), bisect_left(self.starts, high))
+        ended = slice(bisect_left(self.ends, low + 1), bisect_left(self.ends, high + 1))
+        return Tile(
             slice(low, high),
-            index([starts[i] - low for i in begun]), index([held[i] for i in begun]),
-            index([ends[i] - 1 - low for i in ended]), index([held[i] for i in ended]),
-            goes_on=not ended or ends[ended[-1]] < high,
+            self._index([start - low for start in self.starts[begun]]), self._index(self.held[begun]),
+            self._index([end - 1 - low for end in self.ends[ended]]), self._index(self.held[ended]),
+            goes_on=high not in self.ends[ended],
         )  # fmt: skip
+
+    def tiles(self, size: int) -> list[Tile]:
+        return [self.tile(low, min(low + size, self.T)) for low in range(0, self.T, size)]
+
+    def _index(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
 
 
 class Scan(torch.autograd.Function):
-    """h of h_t = a_t h_{t−1} + b_t over a pack [T, D], from zero; where a sequence begins a is 0."""
+    """h of h_t = a_t h_{t−1} + b_t, a and b [T, D], from zero; where a sequence begins a is 0."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -87,20 +92,29 @@ class Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         a, h = ctx.saved_tensors
-        db = backwards(a, grads[0])
-        return torch.cat([torch.zeros_like(h[:1]), db[1:] * h[:-1]]), db
+        dh = backwards(a, grads[0])
+        return torch.cat([torch.zeros_like(h[:1]), dh[1:] * h[:-1]]), dh
 
 
 def backwards(a: Tensor, dh: Tensor) -> Tensor:
-    """The gradient to every h_t, from what reads it directly, dh, and what reads it through h_{t+1}."""
+    """The gradient to every h_t: dh, of what reads it directly, and that of h_{t+1}."""
     total = dh.flip(0)
     scan_(a.roll(-1, 0).flip(0), total)
     return total.flip(0)
 
 
 def packed_scan(a: Tensor, b: Tensor, initial: Tensor, whole: Tile) -> tuple[Tensor, Tensor]:
-    """Scan of a pack a, b [T, D] from initial [n, D] -> (h_{t−1} and h_t for every token, both [T, D])."""
+    """(h_{t−1}, h_t) of h_t = a_t h_{t−1} + b_t for all tokens of a pack, [T, D], from initial [n, D]."""
     begun = initial[whole.begun]
     b = b.index_add(0, whole.first, a[whole.first] * begun)
     h = Scan.apply(a.index_fill(0, whole.first, 0.0), b)
     return h.roll(1, 0).index_copy(0, whole.first, begun), h
+
+
+@torch.no_grad()
+def running_maximum(k: Tensor, rate: Tensor, initial: Tensor, whole: Tile) -> tuple[Tensor, Tensor]:
+    """(m_{t−1}, m_t) of m_t = max(m_{t−1} − rate, k_t), likewise. Constants to autograd."""
+    begun = initial[whole.begun]
+    m = k.index_copy(0, whole.first, torch.maximum(k[whole.first], begun - rate))
+    scan_(-rate.repeat(len(k), 1).index_fill_(0, whole.first, torch.inf), m, tropical_)
+    return m.roll(1, 0).index_copy(0, whole.first, begun), m

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .scan import Tile, backwards, scan_, tiles
+from .scan import Pack, Tile, backwards, scan_
 
 TILE = 2**19  # elements of a tile's states: the few such tensors that are alive at once stay near a core
 
@@ -105,4 +105,4 @@ def operand_gradients(x: Operands, d: Operands, tile: Tile, a: Tensor, before: T
 
 
 def _tiles(x: Operands, lengths: list[int]) -> list[Tile]:
-    return list(tiles(lengths, max(TILE // x.A.numel(), 1), x.u.device))
+    return Pack(lengths, x.u.device).tiles(max(TILE // x.A.numel(), 1))
