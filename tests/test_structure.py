@@ -52,6 +52,11 @@ def test_importing_headrace_does_not_import_transformers():
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
+def test_no_module_hides_a_function_of_its_name():
+    check = "import headrace, headrace.backends.torch_op, headrace.laws; headrace.backends(); headrace.verify(['gla'])"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
 README = (ROOT / "README.md").read_text()
 
 
