@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from equation import DECAYS, NATIVE, B, H, T, assert_same, inputs, skip_if_missing
-from headrace import InputError, backends, linear_attention
+from headrace import InputError, backends, linear_attention, step
 from headrace.backends import native
 from headrace.laws import relative
 
@@ -129,6 +129,47 @@ def test_only_what_is_wanted_gets_a_gradient(wanted):
     assert all(torch.equal(found[name], everything[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("kind", ["add", "delta", "normalise"])
+def test_token_by_token(decay, kind):
+    """`step`, and a call of one token, with and without a gradient: the whole in pieces of one."""
+    settings = {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
+    arguments = floats(inputs(decay, groups=2, key=17, value=20, normalise=kind == "normalise"))
+    arguments.pop("bonus")
+    expected, final = linear_attention(**arguments, backend="native", **settings)
+    first, fixed = arguments.pop("initial_state"), {"log_decay"} if decay == "fixed" else set()
+    pieces = [{n: x if x is None or n in fixed else x[:, t : t + 1] for n, x in arguments.items()} for t in range(T)]
+    state, stepped = first.detach(), first.detach()
+    graph = first
+    for t, now in enumerate(pieces):
+        constant = {n: x if x is None else x.detach() for n, x in now.items()}
+        out, state = linear_attention(**constant, initial_state=state, backend="native", **settings)
+        token = {n: x if x is None or n in fixed else x[:, 0] for n, x in constant.items()}
+        step_out, stepped = step(**token, state=stepped, **settings)
+        graph_out, graph = linear_attention(**now, initial_state=graph, backend="native", **settings)
+        assert torch.equal(step_out, out[:, 0]) and torch.equal(stepped, state)
+        assert all(relative(x, expected[:, t].double()) < 2e-6 for x in (step_out, graph_out[:, 0]))
+    assert relative(state, final.double()) < 2e-6
+    given = [x for x in (first, arguments["k"], arguments["log_decay"]) if x is not None]
+    pairs = zip(torch.autograd.grad(graph.sum(), given), torch.autograd.grad(final.sum(), given), strict=True)
+    assert all(relative(x, y.double()) < 1e-5 for x, y in pairs)
+
+
+def test_a_step_keeps_the_state_it_was_given():
+    x = torch.randn(B, H, 4)
+    state = torch.randn(B, H, 4, 4)
+    before = state.clone()
+    assert not torch.equal(step(x, x, x, state)[1], before)
+    assert torch.equal(state, before)
+
+
+@pytest.mark.parametrize("ends", [[0, 5], [1, T], [0, 9, 4, T], [0, T + 9, T]])
+def test_packed_sequences_stay_inside_their_tensors(ends):
+    x = torch.randn(1, T, H, 4)
+    with pytest.raises(ValueError, match="expected 0 = c_0"):
+        linear_attention(x, x, x, cu_seqlens=torch.tensor(ends), backend="native")
+
+
 def test_only_one_result_is_used():
     x = floats(inputs("scalar"))
     for used in (0, 1):
@@ -170,6 +211,7 @@ print(native.instructions)
         (torch.float16, {}, "and v is torch.float16"),
         (torch.float32, {"chunk_size": 5}, "multiples of 16 up to 128 tokens, and chunk_size is 5"),
         (torch.float32, {"form": "parallel"}, "chunk_size is 13"),
+        (torch.float32, {"form": "recurrent"}, "form='recurrent' is PyTorch's"),
     ],
 )
 def test_what_is_refused(dtype, settings, sentence):

@@ -93,9 +93,12 @@ def test_opcheck(backend, rule, decay, packed):
     tensors = [x[n] for n in ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial_state")]
     given = [y if y is None else y.detach().float().requires_grad_() for y in tensors]
     linear_attention(*(y.detach() for y in given[:3]), backend=backend)  # registers the operator
-    operator = getattr(torch.ops.headrace, {"torch": "chunkwise", "native": "native"}[backend])
+    name = {"torch": "chunkwise", "native": "native"}[backend]
     ends = torch.tensor([0, 5, T]) if packed else None
-    torch.library.opcheck(operator.default, (*given, ends, rule == "delta", 0.5, 16, True))
+    for operator, arguments in ((name, [y if y is None else y.detach() for y in given]), (f"{name}_kept", given)):
+        torch.library.opcheck(
+            getattr(torch.ops.headrace, operator).default, (*arguments, ends, rule == "delta", 0.5, 16)
+        )
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -33,6 +33,7 @@ class Backend(NamedTuple):
     refuses: Callable[[Call], str | None]
     run: Callable[..., tuple[Tensor, Tensor]]
     about: Callable[[], str]  # what runs, where it is here
+    steps: bool  # whether it is also the quickest for a single token
 
 
 # Imported when first asked for.
@@ -55,12 +56,14 @@ BACKENDS: dict[str, Backend] = {
         refuses=lambda call: _native().refuses(call),
         run=lambda *call: _native().run(*call),
         about=lambda: _native().about(),
+        steps=True,
     ),
     "torch": Backend(
         missing=lambda: None,
         refuses=lambda call: None,
         run=lambda *call: _torch().run(*call),
         about=lambda: f"PyTorch {torch.__version__}",
+        steps=False,
     ),
 }
 

@@ -89,6 +89,8 @@ def linear_attention(
         _chunk(form, chunk_size, v, cu_seqlens),
     )  # fmt: skip
     if form == "recurrent":
+        if backend not in ("auto", "torch"):
+            raise InputError(f"backend={backend!r} cannot run here: form='recurrent' is PyTorch's")
         return _recurrent(call, bonus, normalise)
     chosen = choose(call, backend)
     if normalise:
@@ -188,15 +190,34 @@ def step(
     q, k [B, Hq, K]; v [B, H, V]; log_decay None, [H], [B, H] or [B, H, K]; beta and gates [B, H]; bonus [H, K]; state
     [B, H, K, V] (V + 1 with normalise; None: zeros). Returns (out [B, H, V], state).
     """
+    factor = k.shape[-1] ** -0.5 if scale is None else scale
+    tensors = (_one_row(x) for x in (q, k, v, log_decay, beta, write_gate, read_gate))
+    call = Call._make((*tensors, state, None, rule == "delta", factor, None))
+    backend = choose(call, "auto")
+    if backend.steps and bonus is None:
+        check_shapes(call.q, call.k, call.v, dict(zip(OPTIONAL, call[3:8], strict=True)), normalise)
+        out, state = _normalised(call, backend) if normalise else backend.run(*call)
+        return out.squeeze(1), state
+    return _step(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, rule, normalise, factor)
+
+
+OPTIONAL = Call._fields[3:8]
+
+
+def _one_row(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.dim() == 1 else x.unsqueeze(1)
+
+
+def _step(q, k, v, state, *rest):
     with torch.autocast(v.device.type, enabled=False):  # the precision of the state is part of the definition
-        return _step(q, k, v, state, log_decay, beta, rule, read_gate, write_gate, bonus, normalise, scale)
+        return _update(q, k, v, state, *rest)
 
 
-def _step(q, k, v, state, log_decay, beta, rule, read_gate, write_gate, bonus, normalise, scale):
+def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, rule, normalise, scale):
     acc, H = accumulator(v), v.shape[1]
     q, k, target = (x.to(acc) for x in (q, k, v))
     q, k = (x.repeat_interleave(H // x.shape[1], 1) if x.shape[1] != H else x for x in (q, k))
-    q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
+    q = q * scale
     if normalise:
         target = torch.cat([target, torch.ones_like(target[..., :1])], -1)
     target = _gated(target, write_gate)
@@ -222,25 +243,18 @@ def _recurrent(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tenso
     """`step` in a loop, sequence by sequence."""
     if call.cu_seqlens is not None:
         return _each_sequence(call, bonus, normalise)
-    over_time = {"log_decay": call.log_decay, "beta": call.beta}
-    over_time |= {"read_gate": call.read_gate, "write_gate": call.write_gate}
-    fixed: dict[str, Any] = {
-        "rule": "delta" if call.delta else "add",
-        "bonus": bonus,
-        "normalise": normalise,
-        "scale": call.scale,
-    }
-    # unbind, not indexing: the gradient of x[:, t] is as large as x.
-    columns: dict[str, Any] = {name: x.unbind(1) for name, x in over_time.items() if x is not None and x.dim() > 1}
-    if call.log_decay is not None and call.log_decay.dim() == 1:
-        fixed["log_decay"] = call.log_decay
+    T, settings = call.v.shape[1], (bonus, "delta" if call.delta else "add", normalise, call.scale)
+
+    def columns(x: Tensor | None):
+        # unbind, not indexing: the gradient of x[:, t] is as large as x.
+        return [x] * T if x is None or x.dim() == 1 else x.unbind(1)
+
     state, out = call.initial_state, []
     if state is None:
         (B, _, H, V), K = call.v.shape, call.k.shape[-1]
         state = call.v.new_zeros(B, H, K, V + normalise, dtype=accumulator(call.v))
-    for t, (q, k, v) in enumerate(zip(call.q.unbind(1), call.k.unbind(1), call.v.unbind(1), strict=True)):
-        now: dict[str, Any] = {name: x[t] for name, x in columns.items()}
-        o, state = step(q, k, v, state, **fixed, **now)
+    for q, k, v, *rest in zip(*(columns(x) for x in call[:7]), strict=True):
+        o, state = _step(q, k, v, state, *rest, *settings)
         out.append(o)
     return torch.stack(out, 1) if out else call.v, state
 

@@ -6,13 +6,16 @@ structs hold; tensors are read where they lie.
 
 import ctypes
 import struct
+from collections.abc import Iterable
 from importlib.resources import as_file, files
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 ABI = 1
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DECAYS = {1: 1, 3: 2, 4: 3}  # hr_decay by the number of dimensions
 NO_MEMORY = 3
 _TENSOR = "Pqqq"  # hr_tensor
 _PROBLEM = struct.Struct("@7if7qP" + 7 * _TENSOR + "P")  # hr_problem
@@ -64,14 +67,13 @@ class Problem:
         self.shape = (self.sequences, H, K, V)
         per_token = [_floats(x) for x in (log_decay, beta, write_gate, read_gate)]
         self.tensors: list[Tensor | None] = [_rows(q), _rows(k), _rows(v), *per_token]
-        ends = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
+        ends = None if cu_seqlens is None else _ends(cu_seqlens, T)
         state = None if initial_state is None else initial_state.to(torch.float32).contiguous()
         self.alive = (ends, state)
-        places = [number for x in self.tensors for number in _place(x)]
-        decay = 0 if log_decay is None else {1: 1, 3: 2, 4: 3}[log_decay.dim()]
+        decay = 0 if log_decay is None else DECAYS[log_decay.dim()]
         self.packed = _PROBLEM.pack(
             ABI, DTYPES[v.dtype], decay, delta, chunk_size, torch.get_num_threads(), 0, scale,
-            B, T, H, Hq, K, V, self.sequences, _address(ends), *places, _address(state),
+            B, T, H, Hq, K, V, self.sequences, _address(ends), *_places(self.tensors), _address(state),
         )  # fmt: skip
 
 
@@ -86,6 +88,14 @@ def _floats(x: Tensor | None) -> Tensor | None:
     return _rows(x) if x.dim() == 4 else x
 
 
+def _ends(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Looked at even where values are not: the kernels would read what is not theirs."""
+    ends = cu_seqlens.to(torch.int64).contiguous()
+    if ends[0] != 0 or ends[-1] != T or bool((ends.diff() < 0).any()):
+        raise ValueError(f"cu_seqlens={ends.tolist()}; expected 0 = c_0 ≤ … ≤ c_N = T = {T}")
+    return ends
+
+
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
@@ -97,6 +107,10 @@ def _place(x: Tensor | None) -> tuple[int, ...]:
     return (x.data_ptr(), 0, 0, *x.stride()) if x.dim() == 1 else (x.data_ptr(), *x.stride()[:3])
 
 
+def _places(tensors: list[Tensor | None]) -> Iterable[int]:
+    return chain.from_iterable(map(_place, tensors))
+
+
 def _check(status: int) -> None:
     if status == 0:
         return
@@ -105,21 +119,21 @@ def _check(status: int) -> None:
     raise MemoryError(sentence) if status == NO_MEMORY else RuntimeError(sentence)
 
 
-def forward(*args) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, final state, what the backward will need); the last is empty without `keep`, the last argument."""
+def forward(*args) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, final state, what the backward needs if the last argument, `keep`, is true)."""
     assert _library is not None, missing
     *given, keep = args
     problem, v = Problem(*given), given[2]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     final = v.new_empty(problem.shape, dtype=torch.float32)
-    kept = final.new_empty(_library.hr_kept_floats(problem.packed) if keep else 0)
-    place = _PLACE.pack(*_place(out))
+    place, kept = _PLACE.pack(*_place(out)), None
     if v.shape[1] == 1 and not keep and given[8] is None:
         _set_state(final, given[7])
         _check(_library.hr_step(problem.packed, place, final.data_ptr()))
-    else:
-        kept_at = kept.data_ptr() if keep else 0
-        _check(_library.hr_forward(problem.packed, place, final.data_ptr(), kept_at))
+        return out, final, None
+    if keep:
+        kept = final.new_empty(_library.hr_kept_floats(problem.packed))
+    _check(_library.hr_forward(problem.packed, place, final.data_ptr(), _address(kept)))
     return out, final, kept
 
 
@@ -140,8 +154,7 @@ def backward(d_out: Tensor, d_final: Tensor, *args) -> list[Tensor | None]:
         for x, needed in zip(problem.tensors, wanted[:7], strict=True)
     ]
     d_initial = torch.empty_like(d_final) if wanted[7] else None
-    places = [number for x in new for number in _place(x)]
-    gradients = _GRADIENTS.pack(*places, _address(d_initial))
+    gradients = _GRADIENTS.pack(*_places(new), _address(d_initial))
     _check(
         _library.hr_backward(
             problem.packed, _PLACE.pack(*_place(_rows(d_out))), d_final.data_ptr(), kept.data_ptr(), gradients

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from . import native
-from .operator import register, wants_gradient
+from .operator import register
 
 CHUNKS = range(16, 129, 16)
+LARGEST = 2**16
 
 
 def missing() -> str | None:
@@ -19,11 +20,13 @@ def about() -> str:
 
 def refuses(call) -> str | None:
     """Why the library cannot take a Call, or None."""
-    device, dtype = call.v.device.type, call.v.dtype
+    device, dtype, (K, V) = call.v.device.type, call.v.dtype, (call.k.shape[-1], call.v.shape[-1])
     if device != "cpu":
         return f"it runs on the CPU, and v is on {device}"
     if dtype not in native.DTYPES:
         return f"it computes in float32, from float32 or bfloat16, and v is {dtype}"
+    if not (0 < K <= LARGEST and 0 < V <= LARGEST):
+        return f"it takes K and V from 1 to {LARGEST}, and they are {K} and {V}"
     if call.chunk_size is not None and call.chunk_size not in CHUNKS:
         return f"its chunks are multiples of 16 up to 128 tokens, and chunk_size is {call.chunk_size}"
     return None
@@ -31,15 +34,13 @@ def refuses(call) -> str | None:
 
 def _kept_shapes(*args):
     """The library knows how much, for sizes that are numbers; while tracing they may not be."""
-    keep = args[-1]
-    return ((torch.library.get_ctx().new_dynamic_size() if keep else 0,),)
+    return ((torch.library.get_ctx().new_dynamic_size(),),)
 
 
-_native = register("native", "CPU", native.forward, native.backward, ["kept"], _kept_shapes)
+_run = register("native", "CPU", native.forward, native.backward, ["kept"], _kept_shapes)
 
 
 def run(*args) -> tuple[Tensor, Tensor]:
     """(out, final state); the arguments are those of INPUTS in order; chunk_size None: the library's choice."""
     *given, chunk_size = args
-    out, final, _ = _native(*given, chunk_size or 0, wants_gradient(*given))
-    return out, final
+    return _run(*given, chunk_size or 0)

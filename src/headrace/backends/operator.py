@@ -21,32 +21,40 @@ library = torch.library.Library("headrace", "DEF")
 
 
 def register(name: str, key: str, forward: Callable, backward: Callable, kept: list[str], kept_shapes: Callable) -> Any:
-    """`torch.ops.headrace.<name>`, computed for the dispatch key by:
+    """A function of INPUTS to (out, final state) with a gradient, computed for the dispatch key by:
 
-    forward(*INPUTS, keep) -> (out, final state, *kept), the kept ones empty unless `keep`;
+    forward(*INPUTS, keep) -> (out, final state, *kept), the kept ones for the backward if `keep`;
     backward(d_out, d_final, *INPUTS, *kept, wanted) -> eight gradients in any dtype, or None where not `wanted`;
-    kept_shapes(*INPUTS, keep) -> the shapes of the kept ones, which have the final state's dtype.
+    kept_shapes(*INPUTS) -> the shapes of the kept ones, which have the final state's dtype.
+
+    Two operators in `torch.ops.headrace`: `<name>`, and `<name>_kept`, which has the gradient and costs twice as much
+    to call.
     """
-    back = f"{name}_backward"
     arguments = ", ".join(f"Tensor {x}" for x in kept)
-    library.define(f"{name}({INPUTS}, bool keep) -> {_tensors(2 + len(kept))}")
-    library.define(
-        f"{back}(Tensor d_out, Tensor d_final, {INPUTS}, {arguments}, bool[] wanted) -> {_tensors(DIFFERENTIABLE)}"
+    plain = _define(name, f"({INPUTS})", 2, lambda *args: forward(*args, False)[:2], _fake_results, key)
+    keeping = _define(
+        f"{name}_kept", f"({INPUTS})", 2 + len(kept), lambda *args: forward(*args, True), _fake_kept(kept_shapes), key
     )
-    computed = {name: (forward, _fake(kept_shapes)), back: (_like_inputs(backward), _like_inputs(_fake_backward))}
-    for operator, (real, fake) in computed.items():
-        library.impl(operator, real, key)
-        torch.library.register_fake(f"headrace::{operator}", fake, lib=library)
-    gradient = _gradient(getattr(torch.ops.headrace, back).default)
-    torch.library.register_autograd(f"headrace::{name}", gradient, setup_context=_save, lib=library)
+    gradient = _define(
+        f"{name}_backward", f"(Tensor d_out, Tensor d_final, {INPUTS}, {arguments}, bool[] wanted)", DIFFERENTIABLE,
+        _like_inputs(backward), _like_inputs(_fake_backward), key,
+    )  # fmt: skip
+    torch.library.register_autograd(f"headrace::{name}_kept", _gradient(gradient), setup_context=_save, lib=library)
+
+    def run(*inputs) -> tuple[Tensor, Tensor]:
+        return keeping(*inputs)[:2] if _wants_gradient(inputs) else plain(*inputs)
+
+    return run
+
+
+def _define(name: str, arguments: str, results: int, real: Callable, fake: Callable, key: str) -> Any:
+    library.define(f"{name}{arguments} -> ({', '.join(['Tensor'] * results)})")
+    library.impl(name, real, key)
+    torch.library.register_fake(f"headrace::{name}", fake, lib=library)
     return getattr(torch.ops.headrace, name).default
 
 
-def _tensors(count: int) -> str:
-    return f"({', '.join(['Tensor'] * count)})"
-
-
-def wants_gradient(*inputs) -> bool:
+def _wants_gradient(inputs) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
@@ -61,13 +69,17 @@ def _like_inputs(backward: Callable) -> Callable:
     return run
 
 
-def _fake(kept_shapes: Callable) -> Callable:
+def _fake_results(q, k, v, *rest):
+    cu_seqlens = rest[5]
+    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    final = q.new_empty(sequences, v.shape[2], k.shape[3], v.shape[3], dtype=accumulator_dtype(q))
+    return torch.empty_like(v, memory_format=torch.contiguous_format), final
+
+
+def _fake_kept(kept_shapes: Callable) -> Callable:
     def run(*args):
-        q, k, v, cu_seqlens = args[0], args[1], args[2], args[8]
-        sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        final = q.new_empty(sequences, v.shape[2], k.shape[3], v.shape[3], dtype=accumulator_dtype(q))
-        kept = (final.new_empty(shape) for shape in kept_shapes(*args))
-        return torch.empty_like(v, memory_format=torch.contiguous_format), final, *kept
+        out, final = _fake_results(*args)
+        return out, final, *(final.new_empty(shape) for shape in kept_shapes(*args))
 
     return run
 
@@ -79,7 +91,7 @@ def _fake_backward(d_out, d_final, *args):
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.delta, ctx.scale, ctx.chunk_size, _ = inputs
+    *tensors, ctx.delta, ctx.scale, ctx.chunk_size = inputs
     ctx.present = [x is not None for x in tensors]
     ctx.final = output[1].shape, output[1].dtype
     ctx.save_for_backward(*(x for x in tensors if x is not None), *output[2:])
@@ -96,6 +108,6 @@ def _gradient(backward: Callable) -> Callable:
         wanted = ctx.needs_input_grad[:DIFFERENTIABLE]
         settings = (ctx.delta, ctx.scale, ctx.chunk_size)
         grads = backward(d_out.contiguous(), d_final.contiguous(), *tensors, *settings, *saved, wanted)
-        return *(grad if needed else None for grad, needed in zip(grads, wanted, strict=True)), *[None] * 5
+        return *(grad if needed else None for grad, needed in zip(grads, wanted, strict=True)), *[None] * 4
 
     return run

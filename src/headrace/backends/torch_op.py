@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import tiles, torch_chunkwise
-from .operator import register, wants_gradient
+from .operator import register
 
 
 def _forward(*args):
@@ -18,10 +18,8 @@ def _backward(*args):
         return torch_chunkwise.backward(*arguments)
 
 
-def _kept_shapes(q, k, v, log_decay, beta, write_gate, read_gate, state, cu_seqlens, delta, scale, chunk_size, keep):
+def _kept_shapes(q, k, v, log_decay, beta, write_gate, read_gate, state, cu_seqlens, delta, scale, chunk_size):
     """Of the states and of E."""
-    if not keep:
-        return (0,), (0,)
     (B, T, H, V), K = v.shape, k.shape[-1]
     stride = tiles.kept_stride(K, V, chunk_size)
     if cu_seqlens is None:
@@ -31,12 +29,11 @@ def _kept_shapes(q, k, v, log_decay, beta, write_gate, read_gate, state, cu_seql
     return (states, B * H, K, V), (v.shape if delta else (0,))
 
 
-_chunkwise = register("chunkwise", "CompositeExplicitAutograd", _forward, _backward, ["states", "errors"], _kept_shapes)
+_run = register("chunkwise", "CompositeExplicitAutograd", _forward, _backward, ["states", "errors"], _kept_shapes)
 
 
 def run(*args) -> tuple[Tensor, Tensor]:
     """(out, final state); the arguments are those of INPUTS in order; chunk_size None: what suits K and V."""
     *given, chunk_size = args
     chunk_size = chunk_size or tiles.default_chunk(given[1].shape[-1], given[2].shape[-1])
-    out, final, _, _ = _chunkwise(*given, chunk_size, wants_gradient(*given))
-    return out, final
+    return _run(*given, chunk_size)
