@@ -12,9 +12,9 @@ from attention_layers import D, H, agree, d, error, layer, plain
 from headrace import mixers, zoo
 from headrace.errors import InputError
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from headrace.mixers.attention import attend
 from headrace.mixers.flash import flash_attention
 from headrace.mixers.positions import DistanceBias, bucket, sinusoidal
+from headrace.mixers.sdpa import attend
 from headrace.spec import AttentionSpec
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from headrace import zoo
 from headrace.errors import InputError
 from headrace.mixers import SoftmaxAttention
-from headrace.mixers.attention import attend
+from headrace.mixers.sdpa import attend
 from headrace.model import (
     Backbone,
     Sizes,

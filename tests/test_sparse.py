@@ -12,8 +12,9 @@ from transformers import BigBirdConfig, LongformerConfig
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention, BigBirdModel
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
-from attention_layers import D, H, agree, d, layer, plain
+from attention_layers import D, H, agree, d, error, layer, plain
 from headrace import zoo
+from headrace.mixers import gathered
 from headrace.mixers.window import reservoir
 from headrace.spec import AttentionSpec, Pattern
 
@@ -54,7 +55,8 @@ PATTERNS = {
 
 @pytest.mark.parametrize("T", [1, 4, 71])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_pattern_is_a_dense_mask(name, T):
+def test_a_pattern_is_a_dense_mask(name, T, monkeypatch):
+    monkeypatch.setitem(gathered.COLUMNS, "cpu", 64)  # several pieces
     spec = AttentionSpec(kv_heads=2, pattern=PATTERNS[name], null=True, buckets=8)
     ours, seen = layer(spec), visible(spec.pattern, T)
     dense = copy.copy(ours)  # with the same weights
@@ -71,6 +73,19 @@ def test_a_pattern_is_a_dense_mask(name, T):
 
     dense._attend = lambda q, k, v, valid: masked(q, k, v)
     agree(*(lambda x, m=m: m(x)[0] for m in (ours, dense)), torch.randn(2, T, D).double(), 1e-12, [*ours.parameters()])
+
+
+def test_half_precision_and_frozen_parameters():
+    """Under autocast as in the precision itself; what is not trained gets no gradient and stops none."""
+    ours, x = layer("longformer(buckets=8)", torch.float32), torch.randn(1, 100, D, requires_grad=True)
+    ours.bias.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, state = ours(x)
+        ours(x[:, :1], state)
+    rounded.float().square().sum().backward()
+    assert rounded.dtype == torch.bfloat16
+    assert error(rounded.float(), ours(x)[0]) < 2e-2
+    assert x.grad.isfinite().all() and ours.q_proj.weight.grad.norm() > 0 and ours.bias.weight.grad is None
 
 
 def test_random_blocks_are_a_uniform_sample_that_all_lengths_share():

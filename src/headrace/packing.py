@@ -4,6 +4,9 @@ Padding is lowered to packing: padded tokens are taken out before a mixer and pu
 convolution, a decay, a memory or a position by construction.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +23,13 @@ def pad(x: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     """The inverse of `unpad`, with zeros at the padding. shape: (B, T)."""
     full = x.new_zeros(shape[0] * shape[1], *x.shape[2:])
     return full.index_copy(0, places, x[0]).unflatten(0, tuple(shape))
+
+
+def without_padding(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: Any, mask: Tensor) -> tuple[Tensor, Any]:
+    """run(pack, state, cu_seqlens) on the tokens of x [B, T, D] that mask [B, T] keeps -> (y [B, T, D], state)."""
+    packed, cu_seqlens, places = unpad(x, mask)
+    y, state = run(packed, state, cu_seqlens)
+    return pad(y, places, x.shape[:2]), state
 
 
 class Sequences:

@@ -7,16 +7,16 @@ dimension, N sequences.
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..gates import rotary
-from ..packing import Sequences, pad, unpad
+from ..packing import Sequences, without_padding
 from ..spec import AttentionSpec
 from .flash import flash_attention
 from .positions import DistanceBias
-from .window import WindowState, window_attention
+from .sdpa import attend
+from .window import PatternSoftmax, WindowState, window_attention
 
 
 class AttentionState(NamedTuple):
@@ -66,9 +66,7 @@ class SoftmaxAttention(nn.Module):
     ) -> tuple[Tensor, State]:
         """x [B, T, D] -> (y [B, T, D], state). mask [B, T]: False is padding; cu_seqlens [N + 1]: x is a pack."""
         if self.spec.pattern is not None and mask is not None:
-            packed, cu_seqlens, places = unpad(x, mask)
-            y, state = self.forward(packed, state, cu_seqlens=cu_seqlens)
-            return pad(y, places, x.shape[:2]), state
+            return without_padding(lambda pack, state, ends: self.forward(pack, state, cu_seqlens=ends), x, state, mask)
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.spec.rotary:
             positions = _positions(x, state, mask, cu_seqlens)
@@ -109,58 +107,9 @@ class SoftmaxAttention(nn.Module):
         B, T = q.shape[:2]
         ends = torch.arange(0, B * T + 1, T, device=q.device) if cu_seqlens is None else cu_seqlens
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        out, state = window_attention(q, k, v, state, ends, self.spec.pattern, self._weigh)
+        softmax = PatternSoftmax(self.spec.pattern, self.bias, self.spec.null)
+        out, state = window_attention(q, k, v, state, ends, softmax)
         return out.unflatten(0, (B, T)), state
-
-    def _weigh(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, distance: Tensor) -> Tensor:
-        return weigh(q, k, v, allowed, None if self.bias is None else self.bias(distance), null=self.spec.null)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, *,
-    causal: bool = True, bias: DistanceBias | None = None, null: bool = False,
-) -> Tensor:  # fmt: skip
-    """Softmax attention: q [B, T, H, d]; k, v [B, L, Hkv, d], Hkv dividing H -> [B, T, H, d].
-
-    Args:
-        valid: [B, L], False is padding, seen by no other token. If causal it does see itself (a query that sees
-            nothing would be NaN); if not, a row needs a valid key.
-        causal: the queries are the last T of the L tokens, and see no later ones. Otherwise all see all: an encoder's
-            attention or, with keys and values of another sequence, cross attention.
-        bias: for the distance of query and key, which are the tokens of one sequence.
-        null: one more logit, of 0, in every softmax.
-    """
-    T, L = q.shape[1], k.shape[1]
-    if valid is None and bias is None and (not causal or T in (1, L)):
-        return weigh(q, k, v, null=null, causal=causal and T > 1)
-    own, keys = torch.arange(L - T, L, device=q.device)[:, None], torch.arange(L, device=q.device)
-    allowed = (keys <= own if causal else torch.ones_like(keys <= own))[None]
-    if valid is not None:
-        allowed = allowed & valid[:, None] | (keys == own) & causal
-    logits = None
-    if bias is not None:
-        places = keys[None] if valid is None else valid.cumsum(1) - 1
-        logits = bias(places[:, L - T :, None] - places[:, None])
-    return weigh(q, k, v, allowed[:, None], logits, null=null)
-
-
-def weigh(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, bias: Tensor | None = None, *,
-    null: bool = False, causal: bool = False,
-) -> Tensor:  # fmt: skip
-    """softmax(q kᵀ / √d + bias) v by PyTorch's kernels; shapes as for `attend`, allowed and bias [B, 1 or H, T, L]."""
-    if null:  # a token of zeros before all others: its logit is 0, and so is what it adds to a sum of values
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 1, 0)) for x in (q, k, v))
-        allowed = None if allowed is None else F.pad(allowed, (1, 0, 1, 0), value=True)
-        bias = None if bias is None else F.pad(bias, (1, 0, 1, 0))
-        return weigh(q, k, v, allowed, bias, causal=causal)[:, 1:]
-    if bias is not None and allowed is not None:
-        allowed = bias.to(q.dtype).masked_fill(~allowed, -torch.inf)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), allowed,
-        is_causal=causal, enable_gqa=q.shape[2] != k.shape[2],
-    )  # fmt: skip
-    return out.transpose(1, 2)
 
 
 def _positions(x: Tensor, state: State | None, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

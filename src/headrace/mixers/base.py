@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..gates import SelfInitialised
-from ..packing import pad, unpad
+from ..packing import without_padding
 
 
 class ScanState(NamedTuple):
@@ -33,9 +33,7 @@ class Mixer(SelfInitialised):
         """x [B, T, D] -> (y [B, T, D], state). mask [B, T]: False is padding; cu_seqlens [N + 1]: x is a pack."""
         if mask is None:
             return self.run(x, state, cu_seqlens)
-        packed, cu_seqlens, places = unpad(x, mask)
-        y, state = self.run(packed, state, cu_seqlens)
-        return pad(y, places, x.shape[:2]), state
+        return without_padding(self.run, x, state, mask)
 
     def run(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
         raise TypeError(f"{type(self).__name__} does not say what it computes")

@@ -14,16 +14,17 @@ columns, H query heads, Hkv key/value heads, d head dimension.
 """
 
 import random
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention_spec import Pattern
-
-Weigh = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+from .gathered import Groups, attend_gathered, gather
+from .positions import DistanceBias
+from .sdpa import weigh
 
 
 class WindowState(NamedTuple):
@@ -108,36 +109,50 @@ class Places:
         longest = int(self.lengths.max())
         return 1 if longest <= 1 else self.pattern.block if self.pattern.random else min(self.pattern.window, longest)
 
-
-def allowed(pattern: Pattern, distance: Tensor, position: Tensor) -> Tensor:
-    """[G, size, C], from the distance of each query to each column's position [G, C]. What the window covers is seen in
-    the columns of the window alone, so that nothing is seen twice."""
-    near = torch.arange(position.shape[1], device=position.device) >= pattern.far
-    return (position >= 0)[:, None] & (distance >= 0) & ((distance < pattern.window) == near)
+    def gathering(self, size: int) -> tuple[Groups, Tensor]:
+        """All groups of `size` queries, and which of their queries [G, size] are among the new tokens."""
+        sequence, start = self.groups(size)
+        own, position = start[:, None] + torch.arange(size, device=start.device), self.wanted(start, size)
+        new = own - self.tokens[sequence, None]
+        last = self.lengths[sequence, None] - 1
+        rows = self.starts[sequence, None] + torch.minimum(new.clamp(min=0), last)
+        return Groups(rows, self.find(position, sequence), own, position), (new >= 0) & (new <= last)
 
 
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor, pattern: Pattern, weigh: Weigh
+    q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor, softmax: "PatternSoftmax"
 ) -> tuple[Tensor, WindowState]:
-    """q [T, H, d]; k, v [T, Hkv, d] of a pack -> (out [T, H, d], state).
-
-    weigh(q, k, v, allowed, distance) is the dense attention of the groups, a batch of them."""
+    """q [T, H, d]; k, v [T, Hkv, d] of a pack -> (out [T, H, d], state)."""
+    pattern = softmax.pattern
     if state is None:
         none = k.new_zeros(len(cu_seqlens) - 1, pattern.slots, *k.shape[1:])
         state = WindowState(none, none, torch.zeros_like(cu_seqlens[1:], dtype=torch.long))
     places = Places(pattern, cu_seqlens, state.seen)
-    keys, values = (torch.cat([old.flatten(0, 1), new]) for old, new in ((state.k, k), (state.v, v)))
-    sequence, start = places.groups(size := places.size())
-    position, own = places.wanted(start, size), start[:, None] + torch.arange(size, device=start.device)
-    seen, end = state.seen[sequence, None], state.seen + places.lengths
-    rows = (places.starts[sequence, None] + own - seen).clamp(0, len(q) - 1)
-    columns, distance = places.find(position, sequence), own[:, :, None] - position[:, None]
-    mask = allowed(pattern, distance, position)[:, None]
-    out = weigh(gather(q, rows), gather(keys, columns), gather(values, columns), mask, distance)
-    mine = (own >= seen) & (own < end[sequence, None])
-    return out[mine], WindowState(places.keep(keys, end), places.keep(values, end), end)
+    k, v = (torch.cat([old.flatten(0, 1).to(new.dtype), new]) for old, new in ((state.k, k), (state.v, v)))
+    groups, mine = places.gathering(places.size())
+    out = attend_gathered(softmax, groups, q, k, v, softmax.parameters)
+    end = state.seen + places.lengths
+    return out[mine], WindowState(places.keep(k, end), places.keep(v, end), end)
 
 
-def gather(x: Tensor, places: Tensor) -> Tensor:
-    """x[places]; as index_select, whose gradient is several times faster on a CPU."""
-    return x.flatten(1).index_select(0, places.flatten()).view(*places.shape, *x.shape[1:])
+@dataclass(frozen=True)
+class PatternSoftmax:
+    """The dense attention of each group: what the pattern shows, with the options of the softmax."""
+
+    pattern: Pattern
+    bias: DistanceBias | None
+    null: bool
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [] if self.bias is None else [self.bias.weight]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups) -> Tensor:
+        distance = groups.own[:, :, None] - groups.position[:, None]
+        bias = None if self.bias is None else self.bias(distance)
+        return weigh(q, k, v, self.allowed(distance, groups.position)[:, None], bias, null=self.null)
+
+    def allowed(self, distance: Tensor, position: Tensor) -> Tensor:
+        """[G, size, C]. What the window covers is seen in the columns of the window alone: nothing is seen twice."""
+        near = torch.arange(position.shape[1], device=position.device) >= self.pattern.far
+        return (position >= 0)[:, None] & (distance >= 0) & ((distance < self.pattern.window) == near)

@@ -1,0 +1,57 @@
+"""Softmax attention of queries to keys, on PyTorch's kernels: causal, both ways or to another sequence.
+
+Dimensions: B batch, T queries, L keys, H query heads, Hkv key/value heads, d head dimension.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .positions import DistanceBias
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, *,
+    causal: bool = True, bias: DistanceBias | None = None, null: bool = False,
+) -> Tensor:  # fmt: skip
+    """Softmax attention: q [B, T, H, d]; k, v [B, L, Hkv, d], Hkv dividing H -> [B, T, H, d].
+
+    Args:
+        valid: [B, L], False is padding, seen by no other token. If causal it does see itself (a query that sees
+            nothing would be NaN); if not, a row needs a valid key.
+        causal: the queries are the last T of the L tokens, and see no later ones. Otherwise all see all: an encoder's
+            attention or, with keys and values of another sequence, cross attention.
+        bias: for the distance of query and key, which are the tokens of one sequence.
+        null: one more logit, of 0, in every softmax.
+    """
+    T, L = q.shape[1], k.shape[1]
+    if valid is None and bias is None and (not causal or T in (1, L)):
+        return weigh(q, k, v, null=null, causal=causal and T > 1)
+    own, keys = torch.arange(L - T, L, device=q.device)[:, None], torch.arange(L, device=q.device)
+    allowed = (keys <= own if causal else torch.ones_like(keys <= own))[None]
+    if valid is not None:
+        allowed = allowed & valid[:, None] | (keys == own) & causal
+    logits = None
+    if bias is not None:
+        places = keys[None] if valid is None else valid.cumsum(1) - 1
+        logits = bias(places[:, L - T :, None] - places[:, None])
+    return weigh(q, k, v, allowed[:, None], logits, null=null)
+
+
+def weigh(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, bias: Tensor | None = None, *,
+    null: bool = False, causal: bool = False,
+) -> Tensor:  # fmt: skip
+    """softmax(q kᵀ / √d + bias) v by PyTorch's kernels; shapes as for `attend`, allowed and bias [B, 1 or H, T, L]."""
+    if null:  # a token of zeros before all others: its logit is 0, and so is what it adds to a sum of values
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 1, 0)) for x in (q, k, v))
+        allowed = None if allowed is None else F.pad(allowed, (1, 0, 1, 0), value=True)
+        bias = None if bias is None else F.pad(bias, (1, 0, 1, 0))
+        return weigh(q, k, v, allowed, bias, causal=causal)[:, 1:]
+    if bias is not None and allowed is not None:
+        allowed = bias.to(q.dtype).masked_fill(~allowed, -torch.inf)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), allowed,
+        is_causal=causal, enable_gqa=q.shape[2] != k.shape[2],
+    )  # fmt: skip
+    return out.transpose(1, 2)
