@@ -44,7 +44,7 @@ def randomised(module):
 class Foreign(NamedTuple):
     mixer: str  # what it is in the zoo
     layer: Callable  # x [B, T, D] -> y
-    weights: dict[str, torch.Tensor]  # by our names
+    weights: dict[str, torch.Tensor]  # by our names; in_proj's by its parts
     norm_eps: float = 1e-6
     before: Callable = lambda x: x  # what it does to x that is not the mixer's business
 
@@ -60,8 +60,8 @@ def qwen3_next(groups):
     q, k, v, z = theirs.in_proj_qkvz.weight.view(groups, -1, D).split([K, K, shared * V, shared * V], 1)
     b, a = theirs.in_proj_ba.weight.view(groups, -1, D).split([shared, shared], 1)
     weights = {
-        "q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "gate.projection.weight": z,
-        "beta_proj.weight": b, "decay.proj.weight": a, "decay.A_log": theirs.A_log, "decay.dt_bias": theirs.dt_bias,
+        "in_proj.q": q, "in_proj.k": k, "in_proj.v": v, "in_proj.gate": z,
+        "in_proj.beta": b, "in_proj.decay": a, "decay.A_log": theirs.A_log, "decay.dt_bias": theirs.dt_bias,
         "conv.weight": theirs.conv1d.weight, "norm_weight": theirs.norm.weight, "o_proj.weight": theirs.out_proj.weight,
     }  # fmt: skip
     return Foreign(f"gated-deltanet(heads.qk_groups={groups})", theirs, weights, config.rms_norm_eps)
@@ -76,9 +76,9 @@ def mamba2():
     z, v, k, q, dt = theirs.in_proj.weight.split([H * V, H * V, K, K, H])
     reordered = lambda x: torch.cat([x[H * V + K :], x[H * V : H * V + K], x[: H * V]])  # noqa: E731
     weights = {
-        "q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "gate.projection.weight": z,
+        "in_proj.q": q, "in_proj.k": k, "in_proj.v": v, "in_proj.gate": z,
         "conv.weight": reordered(theirs.conv1d.weight), "conv.bias": reordered(theirs.conv1d.bias),
-        "decay.proj.weight": dt, "decay.A_log": theirs.A_log, "decay.dt_bias": theirs.dt_bias, "skip": theirs.D,
+        "in_proj.decay": dt, "decay.A_log": theirs.A_log, "decay.dt_bias": theirs.dt_bias, "skip": theirs.D,
         "norm_weight": theirs.norm.weight, "o_proj.weight": theirs.out_proj.weight,
     }  # fmt: skip
     return Foreign("mamba2", theirs, weights, config.layer_norm_epsilon)
@@ -92,12 +92,12 @@ def kimi():
     theirs = randomised(KimiLinearDeltaAttention(config, 0))
     forget = theirs.forget_gate
     weights = {
-        "q_proj.weight": theirs.q_proj.weight, "k_proj.weight": theirs.k_proj.weight,
-        "v_proj.weight": theirs.v_proj.weight, "conv.weight": theirs.conv1d.weight,
-        "beta_proj.weight": theirs.b_proj.weight, "decay.down.weight": forget.f_a_proj.weight,
+        "in_proj.q": theirs.q_proj.weight, "in_proj.k": theirs.k_proj.weight,
+        "in_proj.v": theirs.v_proj.weight, "conv.weight": theirs.conv1d.weight,
+        "in_proj.beta": theirs.b_proj.weight, "in_proj.decay": forget.f_a_proj.weight,
         "decay.up.weight": forget.f_b_proj.weight, "decay.A_log": forget.A_log, "decay.dt_bias": forget.dt_bias,
-        "gate.projection.0.weight": theirs.g_a_proj.weight, "gate.projection.1.weight": theirs.g_b_proj.weight,
-        "gate.projection.1.bias": torch.zeros(D),  # theirs has none; FLA's has
+        "in_proj.gate": theirs.g_a_proj.weight, "gate.up.weight": theirs.g_b_proj.weight,
+        "gate.up.bias": torch.zeros(D),  # theirs has none; FLA's has
         "norm_weight": theirs.o_norm.weight, "o_proj.weight": theirs.o_proj.weight,
     }  # fmt: skip
     return Foreign("kda", theirs, weights, config.rms_norm_eps)
@@ -114,7 +114,7 @@ def minimax():
     theirs.query_decay, theirs.key_decay, theirs.diagonal_decay = theirs.decay_factors(theirs.slope_rate)
     q, k, v = theirs.qkv_proj.weight.view(H, 3, D // H, D).unbind(1)
     weights = {
-        "q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "gate.projection.weight": theirs.output_gate.weight,
+        "in_proj.q": q, "in_proj.k": k, "in_proj.v": v, "in_proj.gate": theirs.output_gate.weight,
         "norm_weight": theirs.norm.weight, "o_proj.weight": theirs.out_proj.weight,
     }  # fmt: skip
     name = "retnet(heads.expand_v=1, inputs.rotary=false, read.norm=rms-joint, read.gate=sigmoid, read.scale=one)"
@@ -145,9 +145,9 @@ def rwkv6():
     weights = {
         "shift.base": own["x_maa"], "shift.offset": torch.stack([own[f"{i}_maa"] for i in "wkvrg"]),
         "shift.down": own["tm_w1"], "shift.up": own["tm_w2"], "decay.bias": own["t_decay"], "bonus": own["t_first"],
-        "decay.down": own["td_w1"], "decay.up": own["td_w2"],
-        "q_proj.weight": own["rw"].T, "k_proj.weight": own["kw"].T, "v_proj.weight": own["vw"].T,
-        "gate.projection.weight": own["gw"].T, "o_proj.weight": own["ow"].T,
+        "in_proj.decay": own["td_w1"].T, "decay.up": own["td_w2"],
+        "in_proj.q": own["rw"].T, "in_proj.k": own["kw"].T, "in_proj.v": own["vw"].T,
+        "in_proj.gate": own["gw"].T, "o_proj.weight": own["ow"].T,
         "norm_weight": own["lx_w"], "norm_bias": own["lx_b"],
     }  # fmt: skip
     return Foreign("rwkv6", theirs, weights, before=lambda x: F.layer_norm(x, (D,)))
@@ -167,13 +167,13 @@ LAYERS = {
 
 
 def heads(layer, x, names="qkv"):
-    return (getattr(layer, f"{name}_proj")(x).unflatten(-1, (H, -1)) for name in names)
+    return (F.linear(x, layer.part(name)).unflatten(-1, (H, -1)) for name in names)
 
 
 def gated_norm(layer, out, x):
     norm = Qwen3NextRMSNormGated(layer.V, eps=layer.norm_eps)
     norm.weight = layer.norm_weight
-    return layer.o_proj(norm(out, layer.gate.projection(x).unflatten(-1, (H, -1))).flatten(-2))
+    return layer.o_proj(norm(out, *heads(layer, x, ["gate"])).flatten(-2))
 
 
 def retnet(layer, x):
@@ -185,16 +185,16 @@ def retnet(layer, x):
 
 
 def gla(layer, x):
-    log_decay = F.logsigmoid(layer.decay.up(layer.decay.down(x))).unflatten(-1, (H, -1)) / 16
+    log_decay = F.logsigmoid(layer.decay.up(F.linear(x, layer.part("decay")))).unflatten(-1, (H, -1)) / 16
     out, _ = load("fla:gla/naive:naive_recurrent_gla")(*heads(layer, x), log_decay)
     return gated_norm(layer, out, x)
 
 
 def deltanet(layer, x):
-    qkv = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], -1).mT
+    qkv = F.linear(x, torch.cat([layer.part(name) for name in "qkv"])).mT
     mixed = causal_conv1d_fn(qkv, layer.conv.weight[:, 0], None, activation="silu").mT
     q, k, v = (y.unflatten(-1, (H, -1)).transpose(1, 2) for y in mixed.split(D, -1))
-    beta = layer.beta_proj(x).sigmoid().mT
+    beta = F.linear(x, layer.part("beta")).sigmoid().mT
     out, _ = load("fla:delta_rule/naive:delta_rule_recurrence")(l2norm(q), l2norm(k), v, beta)
     norm = LlamaRMSNorm(layer.V, eps=layer.norm_eps)
     norm.weight = layer.norm_weight

@@ -41,7 +41,7 @@ def test_a_softmax_version_begins_as_its_backbone(name):
 def test_initial_values():
     model = HeadraceForCausalLM(config("mamba2", hidden_size=128, initializer_range=0.05))
     mixer = model.model.backbone.layers[0].mixer
-    for weight in (mixer.q_proj.weight, model.get_input_embeddings().weight):
+    for weight in (mixer.in_proj.weight, model.get_input_embeddings().weight):
         assert abs(weight.std().item() - 0.05) < 0.005
     assert mixer.conv.weight.std() > 0.2
     assert mixer.norm_weight.eq(1).all()

@@ -26,8 +26,7 @@ def paper_mixer(name):
 
 def gates_and_heads(mixer, x):
     """G^Q, G^K [T, H] by equation 4, one score per head, and q, k, v [T, H, ·]."""
-    heads = lambda proj: proj(x[0]).unflatten(-1, (H, -1))  # noqa: E731
-    q, k, v = heads(mixer.q_proj), heads(mixer.k_proj), heads(mixer.v_proj)
+    q, k, v = ((x[0] @ mixer.part(name).T).unflatten(-1, (H, -1)) for name in "qkv")
     reads = torch.softmax((q * mixer.read_competition.weight).sum(-1), -1)
     writes = torch.softmax((k * mixer.write_competition.weight).sum(-1), -1)
     return reads, writes, q, k, v
@@ -45,7 +44,7 @@ def read(q, S):
 def test_equations_10_to_13(name):
     mixer, x = paper_mixer(name), torch.randn(1, T, D, dtype=torch.float64)
     reads, writes, q, k, v = gates_and_heads(mixer, x)
-    decay = mixer.decay(x).exp()
+    decay = mixer.decay(x @ mixer.part("decay").T).exp()
     S, out = torch.zeros(H, q.shape[-1], v.shape[-1], dtype=torch.float64), []
     for t in range(T):
         keep = decay[:, None, None] if name == "retnet" else decay[0, t][:, :, None]
@@ -62,8 +61,8 @@ def test_equations_14_to_16_with_and_without_decay(forgets):
     mixer, x = paper_mixer(name), torch.randn(1, T, D, dtype=torch.float64)
     reads, writes, q, k, v = gates_and_heads(mixer, x)
     q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
-    beta = torch.sigmoid(mixer.beta_proj(x[0]))
-    alpha = mixer.decay(x)[0].exp() if forgets else torch.ones(T, H, dtype=torch.float64)
+    beta = torch.sigmoid(x[0] @ mixer.part("beta").T)
+    alpha = mixer.decay(x @ mixer.part("decay").T)[0].exp() if forgets else torch.ones(T, H, dtype=torch.float64)
     S, out = torch.zeros(H, q.shape[-1], v.shape[-1], dtype=torch.float64), []
     for t in range(T):
         S = alpha[t][:, None, None] * S
@@ -143,7 +142,8 @@ def test_a_losing_head_still_erases_unless_the_gate_is_in_beta():
         mixer = mixers.build(zoo.get(name), hidden_size=D, num_heads=H).double()
         x = torch.randn(1, 1, D, dtype=torch.float64)
         _, state = mixer(x)
-        mixer.write_competition.weight.data.copy_(mixer.k_proj(x).view(H, -1) * torch.tensor([[1e6], [-1e6], [-1e6]]))
+        k = (x @ mixer.part("k").T).view(H, -1)
+        mixer.write_competition.weight.data.copy_(k * torch.tensor([[1e6], [-1e6], [-1e6]]))
         _, after = mixer(x, state._replace(conv=None))
         change = (after.memory - state.memory).flatten(2).norm(dim=-1)[0] / state.memory.flatten(2).norm(dim=-1)[0]
         assert bool(change[1] > 0.05) is erased, place

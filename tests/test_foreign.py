@@ -70,7 +70,10 @@ def test_the_layer_agrees(layer):
     theirs = LAYERS[layer]()
     ours = LinearMixer(zoo.get(theirs.mixer), hidden_size=D, num_heads=H, norm_eps=theirs.norm_eps)
     shapes = {key: parameter.shape for key, parameter in ours.state_dict().items()}
-    ours.load_state_dict({key: x.detach().reshape(shapes[key]) for key, x in theirs.weights.items()})
+    weights = dict(theirs.weights)
+    parts = [weights.pop(f"in_proj.{name}").reshape(-1, D) for name in ours.parts if ours.parts[name]]
+    weights["in_proj.weight"] = torch.cat(parts)
+    ours.load_state_dict({key: x.detach().reshape(shapes[key]) for key, x in weights.items()})
     agree(lambda x: ours(theirs.before(x)), theirs.layer)
 
 

@@ -53,7 +53,7 @@ def test_a_law_can_fail():
     from headrace.laws import FORMS, WAYS, relative
 
     y = mixer(x)[0]
-    mixer.q_proj.weight.data.add_(1e-6)
+    mixer.in_proj.weight.data.add_(1e-6)
     assert all(relative(way(mixer, x), y) > 1e-10 for way in (FORMS | WAYS).values())
 
 

@@ -49,15 +49,16 @@ class SelfInitialised(nn.Module):
         raise TypeError(f"{type(self).__name__} does not say how its parameters begin")
 
 
-# --- decays: x [B, T, D] -> log_decay ≤ 0; depth: the layer's place, 0 the first and 1 the last ---------------------
+# --- decays: what they `reads` of the input projection, x [B, T, reads], -> log_decay ≤ 0; depth: the layer's place, 0
+# --- the first and 1 the last
 
 
 class FixedDecay(nn.Module):
     """log_decay [H] = log(1 − 2^(−5−h)): RetNet's (arXiv 2307.08621, section 2.2)."""
 
-    def __init__(self, spec: Decay, hidden_size: int, num_heads: int, key_dim: int, depth: float):
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
-        self.num_heads = num_heads
+        self.reads, self.num_heads = 0, num_heads
 
     def forward(self, x: Tensor) -> Tensor:
         # Computed, not stored: a half-precision buffer would lose most of its digits.
@@ -66,11 +67,11 @@ class FixedDecay(nn.Module):
 
 
 class SoftplusDecay(SelfInitialised):
-    """log_decay [B, T, H] = −A dt, dt = softplus(W x + b): Mamba-2 (arXiv 2405.21060), Gated DeltaNet."""
+    """log_decay [B, T, H] = −A dt, dt = softplus(x + b): Mamba-2 (arXiv 2405.21060), Gated DeltaNet."""
 
-    def __init__(self, spec: Decay, hidden_size: int, num_heads: int, key_dim: int, depth: float):
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
-        self.proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.reads = num_heads
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
@@ -82,7 +83,7 @@ class SoftplusDecay(SelfInitialised):
 
     def step_size(self, x: Tensor) -> Tensor:
         acc = accumulator(x)
-        return F.softplus(self.proj(x).to(acc) + self.dt_bias.to(acc))
+        return F.softplus(x.to(acc) + self.dt_bias.to(acc))
 
     def decay(self, dt: Tensor) -> Tensor:
         return -self.A_log.to(dt.dtype).exp() * dt
@@ -99,30 +100,28 @@ def draw_step_bias_(bias: Tensor, low: float = 1e-3, high: float = 1e-1, floor: 
 
 
 class SigmoidDecay(nn.Module):
-    """log_decay [B, T, H, K] = log σ(W₂ W₁ x + b) / 16: GLA (arXiv 2312.06635, section 4.3)."""
+    """log_decay [B, T, H, K] = log σ(W x + b) / 16: GLA (arXiv 2312.06635, section 4.3)."""
 
     TEMPERATURE = 16.0
 
-    def __init__(self, spec: Decay, hidden_size: int, num_heads: int, key_dim: int, depth: float):
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
-        self.shape = (num_heads, key_dim)
-        self.down = nn.Linear(hidden_size, spec.rank or key_dim, bias=False)
-        self.up = nn.Linear(spec.rank or key_dim, num_heads * key_dim)
+        self.shape, self.reads = (num_heads, key_dim), spec.rank or key_dim
+        self.up = nn.Linear(self.reads, num_heads * key_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = self.up(self.down(x)).to(accumulator(x))
+        logits = self.up(x).to(accumulator(x))
         return (F.logsigmoid(logits) / self.TEMPERATURE).unflatten(-1, self.shape)
 
 
 class ExpDecay(SelfInitialised):
-    """log_decay [B, T, H, K] = −exp(b + tanh(x W₁) W₂): RWKV-6 (arXiv 2404.05892, section 4.2)."""
+    """log_decay [B, T, H, K] = −exp(b + tanh(x) W): RWKV-6 (arXiv 2404.05892, section 4.2)."""
 
-    def __init__(self, spec: Decay, hidden_size: int, num_heads: int, key_dim: int, depth: float):
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
-        self.shape, rank = (num_heads, key_dim), spec.rank or key_dim
+        self.shape, self.reads = (num_heads, key_dim), spec.rank or key_dim
         self.bias = nn.Parameter(torch.empty(num_heads * key_dim))
-        self.down = nn.Parameter(torch.empty(hidden_size, rank))
-        self.up = nn.Parameter(torch.empty(rank, num_heads * key_dim))
+        self.up = nn.Parameter(torch.empty(self.reads, num_heads * key_dim))
         self.depth = depth
         self.reset_parameters()
 
@@ -131,22 +130,20 @@ class ExpDecay(SelfInitialised):
         n = self.bias.numel()
         place = torch.arange(n) / max(n - 1, 1)
         self.bias.copy_(-6 + 5 * place ** (0.7 + 1.3 * self.depth))
-        self.down.zero_()
         self.up.uniform_(-0.01, 0.01)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = self.bias + torch.tanh(x @ self.down) @ self.up
+        logits = self.bias + torch.tanh(x) @ self.up
         return -logits.to(accumulator(x)).exp().unflatten(-1, self.shape)
 
 
 class SoftplusVectorDecay(SelfInitialised):
-    """log_decay [B, T, H, K] = −A softplus(W₂ W₁ x + b), A per head: Kimi Delta Attention (arXiv 2510.26692)."""
+    """log_decay [B, T, H, K] = −A softplus(W x + b), A per head: Kimi Delta Attention (arXiv 2510.26692)."""
 
-    def __init__(self, spec: Decay, hidden_size: int, num_heads: int, key_dim: int, depth: float):
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
-        self.shape, rank = (num_heads, key_dim), spec.rank or key_dim
-        self.down = nn.Linear(hidden_size, rank, bias=False)
-        self.up = nn.Linear(rank, num_heads * key_dim, bias=False)
+        self.shape, self.reads = (num_heads, key_dim), spec.rank or key_dim
+        self.up = nn.Linear(self.reads, num_heads * key_dim, bias=False)
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads * key_dim))
         self.reset_parameters()
@@ -158,7 +155,7 @@ class SoftplusVectorDecay(SelfInitialised):
 
     def forward(self, x: Tensor) -> Tensor:
         acc = accumulator(x)
-        dt = F.softplus(self.up(self.down(x)).to(acc) + self.dt_bias.to(acc)).unflatten(-1, self.shape)
+        dt = F.softplus(self.up(x).to(acc) + self.dt_bias.to(acc)).unflatten(-1, self.shape)
         return -self.A_log.to(acc).exp()[:, None] * dt
 
 
@@ -262,30 +259,18 @@ class TokenShift(SelfInitialised):
         return dict(zip(self.STREAMS, (x[..., None, :] + change[..., None, :] * weights).unbind(-2), strict=True))
 
 
-# --- output gates: x [B, T, D] -> [B, T, H, V] -----------------------------------------------------------------------
+# --- output gates -----------------------------------------------------------------------------------------------------
 
 
 class OutputGate(nn.Module):
-    def __init__(self, projection: nn.Module, activation: Callable[[Tensor], Tensor], num_heads: int):
+    """What it `reads` of the input projection, [B, T, reads] -> [B, T, H, V]; low-rank: by way of V numbers."""
+
+    def __init__(self, kind: str, num_heads: int, value_dim: int):
         super().__init__()
-        self.projection, self.activation, self.num_heads = projection, activation, num_heads
+        self.num_heads, low_rank = num_heads, kind.endswith("low-rank")
+        self.activation = F.silu if kind == "silu" else torch.sigmoid
+        self.reads = value_dim if low_rank else num_heads * value_dim
+        self.up = nn.Linear(value_dim, num_heads * value_dim) if low_rank else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.activation(self.projection(x)).unflatten(-1, (self.num_heads, -1))
-
-
-def full_rank(hidden_size: int, num_heads: int, value_dim: int) -> nn.Module:
-    return nn.Linear(hidden_size, num_heads * value_dim, bias=False)
-
-
-def low_rank(hidden_size: int, num_heads: int, value_dim: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(hidden_size, value_dim, bias=False), nn.Linear(value_dim, num_heads * value_dim, bias=True)
-    )
-
-
-OUTPUT_GATES: dict[str, tuple[Callable[..., nn.Module], Callable[[Tensor], Tensor]]] = {
-    "silu": (full_rank, F.silu),
-    "sigmoid": (full_rank, torch.sigmoid),
-    "sigmoid-low-rank": (low_rank, torch.sigmoid),
-}
+        return self.activation(self.up(x)).unflatten(-1, (self.num_heads, -1))

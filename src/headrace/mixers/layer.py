@@ -15,7 +15,6 @@ from ..errors import GateWarning
 from ..gates import (
     DECAYS,
     FEATURE_MAPS,
-    OUTPUT_GATES,
     HeadCompetition,
     OutputGate,
     TokenShift,
@@ -54,7 +53,6 @@ class LinearMixer(Mixer):
     conv: Any
     shift: Any
     decay: Any
-    beta_proj: Any
     bonus: Any
     norm_weight: Any
     norm_bias: Any
@@ -70,14 +68,13 @@ class LinearMixer(Mixer):
         self.op = linear_attention  # or a partial of it with a form, chunk size or backend
         self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
         self.Hq = spec.heads.qk_groups or self.H
-        self.q_proj = nn.Linear(hidden_size, self.Hq * self.K, bias=False)
-        self.k_proj = nn.Linear(hidden_size, self.Hq * self.K, bias=False)
-        self.v_proj = nn.Linear(hidden_size, self.H * self.V, bias=False)
-        self.o_proj = nn.Linear(self.H * self.V, hidden_size, bias=False)
+        self.parts = {"q": self.Hq * self.K, "k": self.Hq * self.K, "v": self.H * self.V}  # of in_proj
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
         self._build_inputs(hidden_size)
-        self._build_memory(hidden_size)
-        self._build_readout(hidden_size)
+        self._build_memory()
+        self._build_readout()
+        self.in_proj = nn.Linear(hidden_size, sum(self.parts.values()), bias=False)
+        self.o_proj = nn.Linear(self.H * self.V, hidden_size, bias=False)
         self._build_competition(hidden_size)
         self.reset_parameters()
 
@@ -89,17 +86,18 @@ class LinearMixer(Mixer):
         if self.spec.inputs.shift == "ddlerp":
             self.shift = TokenShift(hidden_size, self.depth, self.height)
 
-    def _build_memory(self, hidden_size: int) -> None:
+    def _build_memory(self) -> None:
         spec = self.spec
-        self.decay = self.beta_proj = self.bonus = None
+        self.decay = self.bonus = None
         if spec.decay.kind != "none":
-            self.decay = DECAYS[spec.decay.kind](spec.decay, hidden_size, self.H, self.K, self.depth)
+            self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, self.K, self.depth)
+            self.parts["decay"] = self.decay.reads
         if spec.write.beta == "sigmoid":
-            self.beta_proj = nn.Linear(hidden_size, self.H, bias=False)
+            self.parts["beta"] = self.H
         if spec.read.bonus:
             self.bonus = nn.Parameter(torch.empty(self.H, self.K))
 
-    def _build_readout(self, hidden_size: int) -> None:
+    def _build_readout(self) -> None:
         read, width = self.spec.read, self.H * self.V
         sizes = {"rms": self.V, "group": width, "rms-joint": width}
         self.norm_weight = nn.Parameter(torch.empty(sizes[read.norm])) if read.norm in sizes else None
@@ -107,8 +105,8 @@ class LinearMixer(Mixer):
         self.skip = nn.Parameter(torch.empty(self.H)) if read.skip else None
         self.gate = None
         if read.gate != "none":
-            projection, activation = OUTPUT_GATES[read.gate]
-            self.gate = OutputGate(projection(hidden_size, self.H, self.V), activation, self.H)
+            self.gate = OutputGate(read.gate, self.H, self.V)
+            self.parts["gate"] = self.gate.reads
 
     def _build_competition(self, hidden_size: int) -> None:
         spec, sizes = self.spec.competition, (hidden_size, self.H, self.Hq, self.K)
@@ -126,37 +124,49 @@ class LinearMixer(Mixer):
                 ones.fill_(1)
         if self.norm_bias is not None:
             self.norm_bias.zero_()
+        if self.spec.decay.kind == "exp":
+            self.part("decay").zero_()  # memory fades alike for all tokens, at first
         if self.bonus is not None:
             n = self.bonus.numel()
             i = torch.arange(n)
             zigzag = 0.1 * ((i + 1) % 3 - 1)
             self.bonus.copy_((self.depth * (1 - i / max(n - 1, 1)) + zigzag).view_as(self.bonus))
 
+    def part(self, name: str) -> Tensor:
+        """The rows of in_proj's weight that make q, k, v, decay, beta or gate."""
+        return self._split(self.in_proj.weight, 0)[name]
+
+    def _split(self, x: Tensor, dim: int) -> dict[str, Tensor]:
+        return dict(zip(self.parts, x.split(list(self.parts.values()), dim), strict=True))
+
     # --- forward -------------------------------------------------------------------------------------------------
 
     def run(self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, MixerState]:
         sequences = Sequences(x, cu_seqlens)
-        streams, shift = self._shifted(x, state, sequences)
-        q, k, v, conv = self._project(streams, state, sequences)
+        inputs, shift = self._project(x, state, sequences)
+        q, k, v, conv = self._convolve(inputs, state, sequences)
         gates = self._compete(q, k, x)
         tokens = state.tokens if state is not None else None
         q, k = self._shape(q, k, sequences.positions(tokens, x) if self.spec.inputs.rotary else None)
-        out, memory = self._recur(q, k, v, streams["decay"], x, gates, state, cu_seqlens)
-        y = self._read_out(out, v, streams["gate"], gates[0])
+        out, memory = self._recur(q, k, v, inputs, gates, state, cu_seqlens)
+        y = self._read_out(out, v, inputs.get("gate"), gates[0])
         if self.spec.inputs.rotary:
             tokens = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
         return y, MixerState(memory, conv, shift, tokens)
 
-    def _shifted(self, x: Tensor, state: MixerState | None, sequences: Sequences):
-        """What each projection reads (all of them x, unless tokens are shifted), and the state of the shift."""
+    def _project(self, x: Tensor, state: MixerState | None, sequences: Sequences):
+        """The parts of in_proj, each [B, T, size], and the state of the token shift, which gives parts inputs of their
+        own."""
         if self.shift is None:
-            return dict.fromkeys(TokenShift.STREAMS, x), None
+            return self._split(self.in_proj(x), -1), None
         before, history = sequences.shift(x, None if state is None else state.shift)
-        return self.shift(x, before), history
+        streams = self.shift(x, before)
+        weights = self._split(self.in_proj.weight, 0)
+        return {name: F.linear(streams.get(name, x), weight) for name, weight in weights.items()}, history
 
-    def _project(self, streams: dict[str, Tensor], state: MixerState | None, sequences: Sequences):
+    def _convolve(self, inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences):
         """q, k [B, T, Hq, K] and v [B, T, H, V] after the short convolution, and the convolution's state."""
-        q, k, v = self.q_proj(streams["q"]), self.k_proj(streams["k"]), self.v_proj(streams["v"])
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
         conv = None
         if self.conv is not None:
             history = None if state is None else state.conv
@@ -184,9 +194,9 @@ class LinearMixer(Mixer):
             q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
         return q, k
 
-    def _recur(self, q, k, v, decay_input, x, gates, state, cu_seqlens) -> tuple[Tensor, Tensor]:
+    def _recur(self, q, k, v, inputs, gates, state, cu_seqlens) -> tuple[Tensor, Tensor]:
         spec, (log_read, log_write) = self.spec, gates
-        log_decay, beta = self._decay_and_beta(decay_input, x, log_write)
+        log_decay, beta = self._decay_and_beta(inputs, log_write)
         arguments: dict[str, Any] = {
             "log_decay": log_decay,
             "beta": beta,
@@ -196,21 +206,20 @@ class LinearMixer(Mixer):
         fixed: dict[str, Any] = {"rule": spec.write.rule, "bonus": self.bonus, "normalise": spec.read.norm == "sum"}
         fixed["scale"] = 1.0 if spec.read.scale == "one" else self.K**-0.5
         memory = None if state is None else state.memory
-        if x.shape[1] == 1 and cu_seqlens is None:
+        if v.shape[1] == 1 and cu_seqlens is None:
             now = {n: a if a is None or a.dim() == 1 else a[:, 0] for n, a in arguments.items()}
             out, memory = step(q[:, 0], k[:, 0], v[:, 0], memory, **now, **fixed)
             return out[:, None], memory
         return self.op(q, k, v, **arguments, **fixed, initial_state=memory, cu_seqlens=cu_seqlens)
 
-    def _decay_and_beta(self, decay_input: Tensor, x: Tensor, log_write: Tensor | None):
+    def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
         if self.spec.write.beta == "dt":
-            dt = self.decay.step_size(decay_input)
+            dt = self.decay.step_size(inputs["decay"])
             return self.decay.decay(dt), dt
-        log_decay = None if self.decay is None else self.decay(decay_input)
-        if self.beta_proj is None:
+        log_decay = None if self.decay is None else self.decay(inputs["decay"])
+        if "beta" not in inputs:
             return log_decay, None
-        logits = self.beta_proj(x)
-        logits = logits.to(accumulator(x))
+        logits = inputs["beta"].to(accumulator(inputs["beta"]))
         if log_write is not None and self.write_place == "beta":
             logits = logits + log_write
         return log_decay, torch.sigmoid(logits)
@@ -221,7 +230,7 @@ class LinearMixer(Mixer):
         read = self.spec.read
         return self.read_place == "query" or (read.norm in ("none", "sum") and not read.skip)
 
-    def _read_out(self, out: Tensor, v: Tensor, gate_input: Tensor, log_read: Tensor | None) -> Tensor:
+    def _read_out(self, out: Tensor, v: Tensor, gate_input: Tensor | None, log_read: Tensor | None) -> Tensor:
         read = self.spec.read
         if self.skip is not None:
             out = out + self.skip[:, None] * v
