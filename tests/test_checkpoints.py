@@ -227,7 +227,7 @@ WRONG = {
     "num_heads=5 does not divide": {"num_heads": 5},
     "num_heads=0; expected a positive integer": {"num_heads": 0},
     "hidden_size='wide'; expected a positive integer": {"hidden_size": "wide", "intermediate_size": None},
-    "mlp='relu' is unknown; expected 'swiglu' or 'none'": {"mlp": "relu"},
+    "style.mlp='tanh' is not allowed; expected one of swiglu, geglu": {"mlp": "tanh"},
     "mlp='none' has no width": {"mlp": "none", "intermediate_size": 3},
     "no field 'num_layers'; did you mean 'num_hidden_layers'": {"num_layers": 3},
 }

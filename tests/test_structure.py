@@ -14,8 +14,9 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "headrace"
 # Each part may import those before it.
 ORDER = [
-    "errors", "literal", "attention_spec", "scan_spec", "spec", "zoo", "checks", "backends", "dispatch", "recurrence",
-    "packing", "gates", "mixers", "laws", "model", "cache", "config", "hf", "tasks", "train", "report", "cli",
+    "errors", "literal", "attention_spec", "scan_spec", "spec", "stack_spec", "zoo", "checks", "backends", "dispatch",
+    "recurrence", "packing", "gates", "mixers", "laws", "model", "cache", "config", "hf", "tasks", "train", "report",
+    "cli",
 ]  # fmt: skip
 
 

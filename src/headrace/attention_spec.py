@@ -48,6 +48,7 @@ class AttentionSpec:
     null: bool = False  # one more logit, of 0, whose value is 0: a head may read nothing
     form: Literal["sdpa", "tiles"] = "sdpa"  # tiles: FlashAttention's, written out
     pattern: Pattern | None = None  # None: every earlier token
+    bias: bool = False  # of the four projections
 
     def __post_init__(self) -> None:
         if self.form == "tiles" and (self.buckets is not None or self.null or self.pattern is not None):

@@ -10,6 +10,7 @@ from . import zoo
 from .errors import InputError
 from .model import Sizes, default_intermediate_size
 from .spec import Spec, from_json, to_json
+from .stack_spec import as_style
 
 
 class HeadraceConfig(PreTrainedConfig):
@@ -19,9 +20,10 @@ class HeadraceConfig(PreTrainedConfig):
         mixer: a name or expression of the zoo, a spec, or its JSON; or a list of them, repeated over the depth. Kept,
             and saved, as JSON in full, so that a checkpoint does not depend on what a name means later.
         num_heads: of every mixer that does not set its own.
-        intermediate_size: the MLP's width; None: `model.default_intermediate_size`. mlp: "swiglu" or "none".
+        intermediate_size: the MLP's width; None: `model.default_intermediate_size`.
+        style: what stands around the mixers: a BlockStyle, or a dict of what differs from it. mlp: its `mlp` in short.
         initializer_range: standard deviation of linear layers and embeddings at the start.
-        max_position_embeddings: for tools that ask; nothing here depends on it.
+        max_position_embeddings: the longest sequence of a style with learned positions; otherwise for tools that ask.
     Raises InputError for an unknown mixer and for sizes that do not fit.
     """
 
@@ -35,7 +37,8 @@ class HeadraceConfig(PreTrainedConfig):
     num_hidden_layers: int = 24
     num_heads: int = 4
     intermediate_size: int | None = None
-    mlp: str = "swiglu"
+    style: Any = None
+    mlp: str | None = None
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
@@ -50,7 +53,7 @@ class HeadraceConfig(PreTrainedConfig):
         for name in self.attribute_map.keys() & kwargs.keys():
             setattr(self, name, kwargs.pop(name))
         _refuse_typos(kwargs)
-        self._set_mlp()
+        self._set_style()
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -58,13 +61,15 @@ class HeadraceConfig(PreTrainedConfig):
         self._set_mixers()
         super().__post_init__(**kwargs)
 
-    def _set_mlp(self) -> None:
-        if self.mlp not in ("swiglu", "none"):
-            raise InputError(f"mlp={self.mlp!r} is unknown; expected 'swiglu' or 'none'")
+    def _set_style(self) -> None:
+        style = as_style(self.style)
+        if self.mlp is not None:
+            style = as_style(vars(style) | {"mlp": self.mlp})
+        self.style, self.mlp = dict(vars(style)), style.mlp
         if self.mlp == "none" and self.intermediate_size is not None:
             raise InputError(f"mlp='none' has no width; expected intermediate_size=None, got {self.intermediate_size}")
-        if self.mlp == "swiglu" and self.intermediate_size is None and isinstance(self.hidden_size, int):
-            self.intermediate_size = default_intermediate_size(self.hidden_size)
+        if self.mlp != "none" and self.intermediate_size is None and isinstance(self.hidden_size, int):
+            self.intermediate_size = default_intermediate_size(self.hidden_size, style.gated)
 
     def _set_mixers(self) -> None:
         several = isinstance(self.mixer, list | tuple)
@@ -87,7 +92,10 @@ class HeadraceConfig(PreTrainedConfig):
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.hidden_size, self.num_heads, self.intermediate_size, self.norm_eps, self.rope_theta)
+        return Sizes(
+            self.hidden_size, self.num_heads, self.intermediate_size, self.norm_eps, self.rope_theta,
+            self.max_position_embeddings, as_style(self.style),
+        )  # fmt: skip
 
 
 def _spec(mixer) -> Spec:

@@ -39,7 +39,7 @@ class HeadracePreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, SelfInitialised | nn.Conv1d | nn.RMSNorm):
+        elif isinstance(module, SelfInitialised | nn.Conv1d | nn.RMSNorm | nn.LayerNorm):
             module.reset_parameters()
 
 

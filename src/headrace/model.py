@@ -4,9 +4,9 @@ Dimensions: B batch, T tokens, D hidden size, N sequences.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from . import mixers
 from .checks import require
+from .mixers.positions import sinusoidal
+from .packing import count_tokens
 from .spec import Spec
+from .stack_spec import BlockStyle
 
 
 @dataclass(frozen=True)
@@ -26,34 +29,87 @@ class Sizes:
     intermediate_size: int | None  # the MLP's width; None: blocks without an MLP
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    max_positions: int = 2048  # of a learned table
+    style: BlockStyle = field(default_factory=BlockStyle)
 
 
-def default_intermediate_size(hidden_size: int) -> int:
-    """8/3 D, so that SwiGLU's three matrices weigh as much as the two of a 4 D wide MLP (arXiv 2002.05202), rounded up
+def default_intermediate_size(hidden_size: int, gated: bool = True) -> int:
+    """4 D; for a gated MLP 8/3 D, so that its three matrices weigh as much as those two (arXiv 2002.05202), rounded up
     to a multiple of 256, which suits GPU tiles (the rule of flash-linear-attention); of 16 where D < 256."""
+    if not gated:
+        return 4 * hidden_size
     multiple = 256 if hidden_size >= 256 else 16
     return -(-(8 * hidden_size // 3) // multiple) * multiple
 
 
-class SwiGLU(nn.Module):
-    """W_down (silu(W_gate x) ⊙ W_up x) (arXiv 2002.05202)."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "gelu": F.gelu,
+    "gelu-tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
-    def __init__(self, hidden_size: int, intermediate_size: int):
+
+class MLP(nn.Module):
+    """W_down f(W_up x), or W_down (f(W_gate x) ⊙ W_up x) where the style's MLP is gated (arXiv 2002.05202)."""
+
+    def __init__(self, sizes: Sizes):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        assert sizes.intermediate_size is not None
+        D, width, style = sizes.hidden_size, sizes.intermediate_size, sizes.style
+        self.activation = ACTIVATIONS[style.mlp]
+        self.gate_proj = nn.Linear(D, width, bias=style.bias) if style.gated else None
+        self.up_proj = nn.Linear(D, width, bias=style.bias)
+        self.down_proj = nn.Linear(width, D, bias=style.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        up = self.up_proj(x)
+        hidden = self.activation(up) if self.gate_proj is None else self.activation(self.gate_proj(x)) * up
+        return self.down_proj(hidden)
+
+
+def build_norm(sizes: Sizes) -> nn.Module:
+    if sizes.style.norm == "layer":
+        return nn.LayerNorm(sizes.hidden_size, eps=sizes.norm_eps, bias=sizes.style.bias)
+    return nn.RMSNorm(sizes.hidden_size, eps=sizes.norm_eps)
+
+
+class Seen(NamedTuple):
+    """What positions carry on."""
+
+    tokens: Tensor  # [N], how many came before
+
+
+class Positions(nn.Module):
+    """Adds to every token a vector for how many came before it, not counting padding.
+
+    A learned table refuses a sequence that is longer than itself."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        learned = sizes.style.positions == "learned"
+        self.table = nn.Embedding(sizes.max_positions, sizes.hidden_size) if learned else None
+
+    def forward(
+        self, x: Tensor, state: Seen | None = None, *, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Seen]:
+        """x [B, T, D] -> (x [B, T, D], state)."""
+        places, tokens = count_tokens(x, None if state is None else state.tokens, mask, cu_seqlens)
+        if self.table is None:
+            return x + sinusoidal(places, x.shape[2]).to(x.dtype), Seen(tokens)
+        longest, known = int(tokens.max()), self.table.num_embeddings
+        require(longest <= known, f"a sequence of {longest} tokens; expected at most {known}, which have positions")
+        return x + self.table(places), Seen(tokens)
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); with post-norm norm(x + mixer(x)), then norm(x + mlp(x))."""
 
     def __init__(self, spec: Spec, sizes: Sizes, layer_idx: int = 0, num_layers: int = 1):
         super().__init__()
-        self.mixer_norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.norm_eps)
+        self.post = sizes.style.order == "post"
+        self.mixer_norm = build_norm(sizes)
         self.mixer = mixers.build(
             spec,
             hidden_size=sizes.hidden_size,
@@ -65,27 +121,34 @@ class Block(nn.Module):
         )
         self.mlp = None
         if sizes.intermediate_size is not None:
-            self.mlp_norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.norm_eps)
-            self.mlp = SwiGLU(sizes.hidden_size, sizes.intermediate_size)
+            self.mlp_norm = build_norm(sizes)
+            self.mlp = MLP(sizes)
 
     def forward(
         self, x: Tensor, state: Any = None, *, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         """x [B, T, D] -> (x [B, T, D], the mixer's state)."""
-        y, state = self.mixer(self.mixer_norm(x), state, mask=mask, cu_seqlens=cu_seqlens)
-        x = x + y
+        y, state = self.mixer(self._before(self.mixer_norm, x), state, mask=mask, cu_seqlens=cu_seqlens)
+        x = self._after(self.mixer_norm, x + y)
         if self.mlp is not None:
-            x = x + self.mlp(self.mlp_norm(x))
+            x = self._after(self.mlp_norm, x + self.mlp(self._before(self.mlp_norm, x)))
         return x, state
+
+    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return x if self.post else norm(x)
+
+    def _after(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return norm(x) if self.post else x
 
 
 class Backbone(nn.Module):
-    """A block per spec, and a norm: everything of a language model but its vocabulary."""
+    """Positions, a block per spec, and a norm: everything of a language model but its vocabulary."""
 
     def __init__(self, specs: Sequence[Spec], sizes: Sizes, block: type[Block] = Block):
         super().__init__()
         self.layers = nn.ModuleList(block(spec, sizes, i, len(specs)) for i, spec in enumerate(specs))
-        self.norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.norm_eps)
+        self.positions = None if sizes.style.positions == "none" else Positions(sizes)
+        self.norm = build_norm(sizes) if sizes.style.order == "pre" else nn.Identity()
 
     def forward(
         self,
@@ -96,21 +159,24 @@ class Backbone(nn.Module):
         cu_seqlens: Tensor | None = None,
         inputs: list[Tensor] | None = None,
     ) -> tuple[Tensor, list[Any]]:
-        """x [B, T, D] -> (x [B, T, D], a state per layer).
+        """x [B, T, D] -> (x [B, T, D], a state per layer, and one of the positions where the style has them).
 
         Args:
-            states: of the tokens before x, one per layer; None: x begins its sequences.
+            states: of the tokens before x, as they were returned; None: x begins its sequences.
             mask: [B, T], False is padding, anywhere.
             cu_seqlens: [N + 1], where the sequences of a pack (B = 1) begin and end.
             inputs: a list that receives every block's input.
         """
-        new_states = []
-        for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
+        before = list(states or [None] * (len(self.layers) + (self.positions is not None)))
+        after: list[Any] = []
+        if self.positions is not None:
+            x, seen = self.positions(x, before.pop(), mask=mask, cu_seqlens=cu_seqlens)
+        for layer, state in zip(self.layers, before, strict=True):
             if inputs is not None:
                 inputs.append(x)
             x, state = layer(x, state, mask=mask, cu_seqlens=cu_seqlens)
-            new_states.append(state)
-        return self.norm(x), new_states
+            after.append(state)
+        return self.norm(x), after if self.positions is None else [*after, seen]
 
 
 def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:

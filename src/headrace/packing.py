@@ -32,6 +32,21 @@ def without_padding(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: An
     return pad(y, places, x.shape[:2]), state
 
 
+def count_tokens(
+    x: Tensor, seen: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """How many tokens, not counting padding, came before each of x [B, T, D], [B or 1, T], and in all by its end, [N].
+
+    seen [N]: how many came before x."""
+    if mask is None:
+        sequences = Sequences(x, cu_seqlens)
+        positions, new = sequences.positions(seen, x), sequences.lengths(x)
+    else:
+        positions, new = (mask.cumsum(1) - 1).clamp(min=0), mask.sum(1)
+        positions = positions if seen is None else positions + seen[:, None]
+    return positions, new if seen is None else seen + new
+
+
 class Sequences:
     """How the tokens of x [B, T, D] divide into N sequences: a row each, or by cu_seqlens [N + 1] within one row."""
 

@@ -203,18 +203,19 @@ def from_json(data: dict[str, Any]):
     kind = data.pop("type", "linear")
     if kind not in TYPES:
         raise InputError(f"mixer type {kind!r} is unknown; expected one of {', '.join(TYPES)}")
-    return _build(TYPES[kind], data, kind)
+    return record(TYPES[kind], data, kind)
 
 
-def _build(cls, data: dict[str, Any], where: str):
+def record(cls, data: dict[str, Any], where: str):
+    """A record of literals and records from plain dicts. Raises InputError for what its fields do not admit."""
     known = {f.name: f for f in fields(cls)}
     hints, values = get_type_hints(cls), {}
     for name, value in data.items():
         if name not in known:
             raise InputError(f"{where} has no field {name!r}; expected one of {', '.join(known)}")
-        record = next((t for t in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(t)), None)
-        if record is not None and isinstance(value, dict):
-            values[name] = _build(record, value, f"{where}.{name}")
+        nested = next((t for t in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(t)), None)
+        if nested is not None and isinstance(value, dict):
+            values[name] = record(nested, value, f"{where}.{name}")
         else:
             values[name] = _check(value, hints[name], f"{where}.{name}")
     return cls(**values)
@@ -252,5 +253,5 @@ def change(spec, path: str, value):
 
 __all__ = [
     "AttentionSpec", "Competition", "Decay", "Heads", "Inputs", "MixerSpec", "Pattern", "Read", "ScanSpec", "Spec",
-    "Write", "change", "from_json", "replace", "to_json",
+    "Write", "change", "from_json", "record", "replace", "to_json",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..gates import rotary
-from ..packing import Sequences, without_padding
+from ..packing import count_tokens, without_padding
 from ..spec import AttentionSpec
 from .flash import flash_attention
 from .positions import DistanceBias
@@ -50,10 +50,10 @@ class SoftmaxAttention(nn.Module):
         self.spec, self.rope_theta = spec, rope_theta
         H, (self.head_dim, _) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
         kv_width = (spec.kv_heads or H) * self.head_dim
-        self.q_proj = nn.Linear(hidden_size, H * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(H * self.head_dim, hidden_size, bias=False)
+        self.q_proj = nn.Linear(hidden_size, H * self.head_dim, bias=spec.bias)
+        self.k_proj = nn.Linear(hidden_size, kv_width, bias=spec.bias)
+        self.v_proj = nn.Linear(hidden_size, kv_width, bias=spec.bias)
+        self.o_proj = nn.Linear(H * self.head_dim, hidden_size, bias=spec.bias)
         self.bias = None if spec.buckets is None else DistanceBias(spec.buckets, H, hidden_size=hidden_size)
 
     def forward(
@@ -69,7 +69,7 @@ class SoftmaxAttention(nn.Module):
             return without_padding(lambda pack, state, ends: self.forward(pack, state, cu_seqlens=ends), x, state, mask)
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.spec.rotary:
-            positions = _positions(x, state, mask, cu_seqlens)
+            positions, _ = count_tokens(x, None if state is None else state.seen, mask, cu_seqlens)
             q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
         if self.spec.pattern is not None:
             out, state = self._attend_within(q, k, v, state, cu_seqlens)
@@ -110,15 +110,6 @@ class SoftmaxAttention(nn.Module):
         softmax = PatternSoftmax(self.spec.pattern, self.bias, self.spec.null)
         out, state = window_attention(q, k, v, state, ends, softmax)
         return out.unflatten(0, (B, T)), state
-
-
-def _positions(x: Tensor, state: State | None, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """How many tokens, not counting padding, came before each one: [B, T] or [1, T]."""
-    seen = None if state is None else state.seen
-    if mask is None:
-        return Sequences(x, cu_seqlens).positions(seen, x)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    return positions if seen is None else positions + seen[:, None]
 
 
 def _valid(k: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,0 +1,151 @@
+"""Whole language models against transformers', weights copied: logits and every gradient. Styles of blocks."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, OpenAIGPTConfig, OpenAIGPTLMHeadModel
+
+from headrace.errors import InputError
+from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
+from headrace.model import MLP, Sizes
+from headrace.stack_spec import BlockStyle
+from tiny import build, close, tokens
+
+VOCABULARY, D, H, LAYERS, T = 29, 32, 4, 2, 9
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": D, "num_heads": H, "num_hidden_layers": LAYERS}
+GPT = {"norm": "layer", "mlp": "gelu-tanh", "bias": True, "positions": "learned"}
+BIASED = "transformer(rotary=false, bias=true)"
+
+
+def error(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def randomised(model):
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def ours(mixer, **settings):
+    return HeadraceForCausalLM(HeadraceConfig(mixer=mixer, **SIZES | settings)).eval()
+
+
+def agree(ours, theirs, names):
+    """names: of each of our parameters (and where they are stacked or turned, how) from theirs. Ours are set from
+    theirs; logits agree, and so do the gradients, carried over by the same names."""
+    values = dict(theirs.named_parameters())
+    ids = torch.randint(VOCABULARY, (2, T))
+    weight = torch.randn(2, T, VOCABULARY)
+    logits = theirs(ids).logits
+    (logits * weight).sum().backward()
+    expected = names({name: p.grad for name, p in values.items()})
+    ours.load_state_dict(names({name: p.detach() for name, p in values.items()}), strict=True)
+    found = ours(ids).logits
+    (found * weight).sum().backward()
+    assert error(found, logits) <= 1e-5
+    gradients = dict(ours.named_parameters())
+    largest = max(g.norm() for g in expected.values())
+    for name in gradients:
+        assert (gradients[name].grad - expected[name]).norm() <= 1e-5 * max(expected[name].norm(), 1e-3 * largest), name
+
+
+# --- GPT -------------------------------------------------------------------------------------------------------------
+
+
+def from_gpt(theirs, words, places):
+    """GPT's parameters under our names: its matrices are [in, out], and q, k and v are one of them."""
+    mine = {"model.embed_tokens.weight": theirs[words], "lm_head.weight": theirs[words]}
+    mine["model.backbone.positions.table.weight"] = theirs[places]
+    norms = {"ln_1": "mixer_norm", "ln_2": "mlp_norm"}
+    parts = norms | {"attn.c_proj": "mixer.o_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}
+    for path, value in theirs.items():
+        if path in (words, places):
+            continue
+        *where, kind = path.removeprefix("transformer.").split(".")
+        if where[0] == "ln_f":
+            mine[f"model.backbone.norm.{kind}"] = value
+            continue
+        layer, part = f"model.backbone.layers.{where[1]}", ".".join(where[2:])
+        value = value.mT if value.dim() == 2 else value
+        if part == "attn.c_attn":
+            mine |= {f"{layer}.mixer.{n}_proj.{kind}": x for n, x in zip("qkv", value.chunk(3), strict=True)}
+        else:
+            mine[f"{layer}.{parts[part]}.{kind}"] = value
+    return mine
+
+
+def test_gpt_is_transformers_gpt2():
+    sizes = {"n_positions": 12, "n_embd": D, "n_layer": LAYERS, "n_head": H}
+    theirs = randomised(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)))
+    gpt = ours(BIASED, style=GPT, max_position_embeddings=12, norm_eps=1e-5)
+    agree(gpt, theirs, lambda p: from_gpt(p, "transformer.wte.weight", "transformer.wpe.weight"))
+
+
+def test_with_post_norm_it_is_the_first_gpt():
+    sizes = {"n_positions": 12, "n_embd": D, "n_layer": LAYERS, "n_head": H}
+    theirs = randomised(OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCABULARY, **sizes)))
+    gpt = ours(BIASED, style=GPT | {"order": "post"}, max_position_embeddings=12, norm_eps=1e-5)
+    words, places = "transformer.tokens_embed.weight", "transformer.positions_embed.weight"
+    agree(gpt, theirs, lambda p: from_gpt(p, words, places))
+
+
+# --- positions -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_learned_positions_end():
+    gpt = build(BIASED, style=GPT, max_position_embeddings=8)
+    cache = HeadraceCache()
+    gpt(tokens(2, 6), past_key_values=cache)
+    gpt(tokens(2, 2), past_key_values=cache)
+    for call in (lambda: gpt(tokens(1, 9)), lambda: gpt(tokens(2, 1), past_key_values=cache)):
+        with pytest.raises(InputError, match="a sequence of 9 tokens; expected at most 8, which have positions"):
+            call()
+    mask = torch.tensor([[0] * 5 + [1] * 8])
+    assert gpt(tokens(1, 13), attention_mask=mask).logits.isfinite().all(), "padding takes no position"
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+@torch.no_grad()
+def test_positions_matter_to_a_mixer_that_has_none(positions):
+    one = {"num_hidden_layers": 1}
+    model, ids = build(BIASED, style={"positions": positions}, **one), tokens(1)
+    swapped = ids[:, [1, 0, *range(2, T)]]
+    apart = (model(ids).logits - model(swapped).logits)[:, -1].abs().max()
+    blind = build(BIASED, **one)
+    assert apart > 1e-3
+    close(blind(ids).logits[:, -1], blind(swapped).logits[:, -1], 1e-8)
+
+
+# --- styles ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "gelu", "gelu-tanh", "relu"])
+def test_mlps_are_their_equations(kind):
+    sizes = Sizes(8, 2, 24, style=BlockStyle(mlp=kind, bias=True))
+    mlp, x = MLP(sizes).double(), torch.randn(5, 8, dtype=torch.float64)
+    cube = 0.044715
+    functions = {
+        "swiglu": lambda z: z / (1 + (-z).exp()),
+        "gelu": lambda z: z * (1 + (z / 2**0.5).erf()) / 2,
+        "gelu-tanh": lambda z: z * (1 + ((2 / torch.pi) ** 0.5 * (z + cube * z**3)).tanh()) / 2,
+        "relu": lambda z: z * (z > 0),
+    }
+    f = functions[kind.replace("geglu", "gelu")]
+    up = x @ mlp.up_proj.weight.T + mlp.up_proj.bias
+    gated = up if mlp.gate_proj is None else f(x @ mlp.gate_proj.weight.T + mlp.gate_proj.bias) * up
+    hidden = gated if sizes.style.gated else f(up)
+    close(mlp(x), hidden @ mlp.down_proj.weight.T + mlp.down_proj.bias)
+
+
+def test_a_style_is_kept_and_checked(tmp_path):
+    config = HeadraceConfig(mixer=BIASED, style=BlockStyle(order="post", mlp="relu"), **SIZES)
+    config.save_pretrained(tmp_path)
+    again = HeadraceConfig.from_pretrained(tmp_path)
+    assert again.sizes == config.sizes
+    assert (again.sizes.style, again.intermediate_size) == (BlockStyle(order="post", mlp="relu"), 4 * D)
+    assert HeadraceConfig(style={"norm": "layer"}, mlp="none", **SIZES).sizes.style == BlockStyle("layer", mlp="none")
+    for wrong in ({"order": "sideways"}, {"norms": "rms"}, "post"):
+        with pytest.raises(InputError, match=r"style"):
+            HeadraceConfig(style=wrong, **SIZES)
