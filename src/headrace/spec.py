@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .attention_spec import AttentionSpec, Pattern
 from .errors import InputError
+from .model_spec import RecurrentSpec
 from .scan_spec import ScanSpec
 
 
@@ -188,7 +189,9 @@ class MixerSpec:
 
 
 # --- JSON --------------------------------------------------------------------------------------------------------
-TYPES: dict[str, type] = {"linear": MixerSpec, "attention": AttentionSpec, "scan": ScanSpec}
+TYPES: dict[str, type] = {
+    "linear": MixerSpec, "attention": AttentionSpec, "scan": ScanSpec, "rnn": RecurrentSpec,
+}  # fmt: skip
 Spec = MixerSpec | AttentionSpec | ScanSpec
 
 

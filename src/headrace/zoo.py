@@ -9,6 +9,7 @@ import re
 from dataclasses import asdict, replace
 
 from .errors import InputError
+from .model_spec import Alignment, ModelSpec, RecurrentSpec
 from .spec import (
     AttentionSpec,
     Competition,
@@ -86,13 +87,24 @@ SCANS: dict[str, ScanSpec] = {
 }
 
 
+# Whole models from sequence to sequence, which are no mixers: `headrace.models.build` makes them.
+MODELS: dict[str, ModelSpec] = {
+    # The source is one vector, the encoder's last state. https://arxiv.org/abs/1409.3215
+    "rnn": RecurrentSpec(),
+    # + every decoder step reads a weighted mean of what the encoder saw. https://arxiv.org/abs/1508.04025
+    "luong": RecurrentSpec(alignment=Alignment("general", query="after", feed=True)),
+    # The state before a step asks, what it reads goes into the step. https://arxiv.org/abs/1409.0473
+    "bahdanau": RecurrentSpec("gru", bidirectional=True, alignment=Alignment("additive", query="before")),
+}
+
+
 def compete(spec: MixerSpec, competition: Competition | None = None) -> MixerSpec:
     """The Softmax version of a linear mixer: its heads compete for what is written and what is read."""
     return replace(spec, competition=competition or Competition())
 
 
 def names() -> list[str]:
-    """Every name that `get` knows, plain and Softmax."""
+    """Every mixer that `get` knows, plain and Softmax."""
     return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *SCANS, *ATTENTION]
 
 
@@ -124,14 +136,14 @@ def _named(name: str):
     base = name.removeprefix("softmax-")
     if base in LINEAR:
         return LINEAR[base] if base == name else compete(LINEAR[base])
-    if name in (others := SCANS | ATTENTION):
+    if name in (others := SCANS | ATTENTION | MODELS):
         return others[name]
     if base in SCANS:
         raise InputError(
             f"mixer {name!r} cannot be: it is heads that compete, and {base} has none; expected {base!r}, or softmax- "
             f"before one of {', '.join(LINEAR)}"
         )
-    near = difflib.get_close_matches(name, names(), 3) or names()
+    near = difflib.get_close_matches(name, [*names(), *MODELS], 3) or names()
     raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)}")
 
 

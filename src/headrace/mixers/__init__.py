@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from ..errors import InputError
+from ..model_spec import ModelSpec
 from ..spec import AttentionSpec, MixerSpec, ScanSpec, Spec
 from .attention import SoftmaxAttention
 from .layer import LinearMixer, MixerState
@@ -15,6 +17,8 @@ SCANS: dict[str, type[nn.Module]] = {"mamba": Mamba, "rwkv4": RWKV4, "s4": S4, "
 
 def build(spec: Spec, **settings) -> nn.Module:
     """The mixer of a spec; settings are hidden_size, num_heads, layer_idx, num_layers, norm_eps, rope_theta."""
+    if isinstance(spec, ModelSpec):
+        raise InputError(f"{type(spec).__name__} is a whole model, no mixer of a layer; headrace.models.build makes it")
     mixer = SCANS[spec.kind] if isinstance(spec, ScanSpec) else MIXERS[type(spec)]
     return mixer(spec, **settings)
 
