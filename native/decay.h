@@ -76,6 +76,7 @@ private:
 class ScalarDecay {
 public:
     static constexpr bool none = false;
+    static constexpr float LEAST = -1000;  // e^LEAST is 0; differences of sums with −∞ in them would be NaN
 
     ScalarDecay(Arena& arena, int C, int K, bool gradient)
         : end(arena.floats(K)), K_(K), plain_(arena, C, K, false), P_(arena.tile(C, C)), G_(arena.array<double>(C)),
@@ -89,7 +90,7 @@ public:
         rows_ = span.rows;
         load_numbers(g_, log_decay, span);
         double G = 0;
-        for (int i = 0; i < rows_; i++) G_[i] = G += g_[i];
+        for (int i = 0; i < rows_; i++) G_[i] = G += g_[i] < LEAST ? LEAST : g_[i];
         for (int i = 0; i < rows_; i++) {
             float* p = P_.row(i);
             for (int j = 0; j < rows_; j++) p[j] = static_cast<float>(G_[i] - G_[j]);

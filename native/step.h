@@ -1,5 +1,6 @@
-// One token: the state is read from memory once and written back once. Some value columns, as many as the second cache
-// holds with all their keys, are compared with what is to be written, then decayed, written to and read.
+// One token: the state is read from memory once and written back once. Some value columns with all their keys are compared
+// with what is to be written, then decayed, written to and read; meanwhile the next head's state comes into the second
+// cache, so that both passes find theirs there.
 
 #pragma once
 
@@ -10,7 +11,7 @@ namespace HR_ISA {
 template <class Decay, bool delta>
 struct StepUnit {
     static constexpr int WIDEST = 8;  // vectors of columns at a time
-    static constexpr int EARLY = 8;   // rows that the state is fetched ahead of its use
+    static constexpr int EARLY = 8;   // rows that the first head's state is fetched ahead of its use
 
     const Plan& plan;
     const Step& job;
@@ -57,32 +58,40 @@ struct StepUnit {
             store(decay + i, exponential(plan.problem->decay == HR_DECAY_VECTOR ? load(decay + i) : splat(g)));
     }
 
-    // NV vectors of columns from j on, `width` lanes of the last one.
+    // NV vectors of columns from j on, `width` lanes of the last one. Pointers are copied: stores might change the members.
     template <int NV>
     HR_INLINE void columns(float* S, int j, int width) {
         const Stride stride = plan.problem->V;
+        const float *keys = k, *queries = q, *left = decay;
+        const bool first = unit.head == 0;
+        const int rows = key;
         vf write[NV], read[NV] = {};
         for (int c = 0; c < NV; c++) write[c] = load(target + j + c * W);
-        for (int i = 0; delta && i < key; i++) {
-            fetch<NV>(S + (i + EARLY) * stride + j);
-            for (int c = 0; c < NV; c++) write[c] -= splat(k[i] * decay[i]) * some(S + i * stride + j + c * W, width);
+        for (int i = 0; delta && i < rows; i++) {
+            const float* s = S + i * stride + j;
+            if (first) fetch<NV>(s + EARLY * stride);
+            const vf ki = splat(keys[i] * left[i]);
+            for (int c = 0; c < NV; c++) write[c] -= ki * some(s + c * W, width);
         }
         for (int c = 0; c < NV; c++) write[c] *= splat(beta);
-        for (int i = 0; i < key; i++) {
-            if (!delta) fetch<NV>(S + (i + EARLY) * stride + j);
+        const float* next = S + rows * (stride + j);
+        for (int i = 0; i < rows; i++, next += NV * W) {
+            float* s = S + i * stride + j;
+            if (!delta && first) fetch<NV>(s + EARLY * stride);
+            fetch<NV>(next);
+            const vf di = splat(left[i]), ki = splat(keys[i]), qi = splat(queries[i]);
             for (int c = 0; c < NV; c++) {
-                float* s = S + i * stride + j + c * W;
-                const vf after = splat(decay[i]) * some(s, width) + splat(k[i]) * write[c];
-                read[c] += splat(q[i]) * after;
-                store_some(s, after, width);
+                const vf after = di * some(s + c * W, width) + ki * write[c];
+                read[c] += qi * after;
+                store_some(s + c * W, after, width);
             }
         }
         for (int c = 0; c < NV; c++) store(out + j + c * W, read[c]);
     }
 
     template <int NV>
-    static HR_INLINE void fetch(const float* row) {
-        for (int c = 0; c < NV; c++) __builtin_prefetch(row + c * W);
+    static HR_INLINE void fetch(const float* p) {
+        for (int c = 0; c < NV; c++) __builtin_prefetch(p + c * W, 0, 2);
     }
     static HR_INLINE vf some(const float* p, int width) {
         if (width == W) return load(p);

@@ -60,11 +60,15 @@ def hostile_decays():
     alternating[:, :, :, 0] = sudden[None, :, None]
     per_head = quiet[..., 0].clone()
     per_head[..., 0] = -300
+    forgotten = channels / 500
+    forgotten[:, 100::31, 1, ::5] = -torch.inf
     return {
         "channels": channels,
         "alternating": alternating,
         "heads": per_head,
         "alternating heads": sudden[None, :, None].expand(1, 256, 2),
+        "forgotten": forgotten,
+        "forgotten heads": forgotten[..., 0],
     }
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LEAST = -1000.0  # e^LEAST is 0 in float64 too; differences of sums with −∞ in them would be NaN
 Scored = tuple[Tensor, Tensor, Tensor | None]  # gradients to x, y and log_decay
 
 
@@ -62,7 +63,7 @@ class ScalarDecay:
     """One decay per head and token: log_decay [N, C, 1]."""
 
     def __init__(self, log_decay: Tensor, dtype: torch.dtype):
-        G = log_decay.double().cumsum(1)
+        G = log_decay.double().clamp(min=LEAST).cumsum(1)
         # Cut off before exp: above the diagonal e^{G_i − G_j} overflows, and inf · 0 is NaN. (exp of −inf is slow.)
         self.pairs = (G - G.mT).clamp_(max=0).to(dtype).exp_().tril_()
         self.seen = G.to(dtype).exp()
@@ -104,7 +105,7 @@ class VectorDecay:
     """
 
     def __init__(self, log_decay: Tensor, dtype: torch.dtype, base: int):
-        G = log_decay.double().cumsum(1)
+        G = log_decay.double().clamp(min=LEAST).cumsum(1)
         self.length = G.shape[1]
         self.seen = G.to(dtype).exp()
         self.left = (G[:, -1:] - G).to(dtype).exp()
