@@ -39,13 +39,14 @@ class Pattern:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal softmax attention. As it stands, with rotary positions and every earlier token seen: the yardstick."""
+    """Softmax attention. As it stands, with rotary positions and every earlier token seen: the yardstick."""
 
     kv_heads: int | None = None  # each shared by consecutive query heads; None: as many as query heads
     rotary: bool = True
     count: int | None = None  # None: the model's num_heads
     buckets: int | None = None  # of distances, with a learned bias per head each (T5); None: no bias
     null: bool = False  # one more logit, of 0, whose value is 0: a head may read nothing
+    scale: Literal["key", "one"] = "key"  # of the logits: d^-1/2, or 1 (T5)
     form: Literal["sdpa", "tiles"] = "sdpa"  # tiles: FlashAttention's, written out
     pattern: Pattern | None = None  # None: every earlier token
     bias: bool = False  # of the four projections

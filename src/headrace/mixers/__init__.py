@@ -6,6 +6,7 @@ from ..errors import InputError
 from ..model_spec import ModelSpec
 from ..spec import AttentionSpec, MixerSpec, ScanSpec, Spec
 from .attention import SoftmaxAttention
+from .both_ways import BothWays
 from .layer import LinearMixer, MixerState
 from .mamba import Mamba
 from .rwkv4 import RWKV4
@@ -15,12 +16,18 @@ MIXERS: dict[type, type[nn.Module]] = {MixerSpec: LinearMixer, AttentionSpec: So
 SCANS: dict[str, type[nn.Module]] = {"mamba": Mamba, "rwkv4": RWKV4, "s4": S4, "s4d": S4D}
 
 
-def build(spec: Spec, **settings) -> nn.Module:
-    """The mixer of a spec; settings are hidden_size, num_heads, layer_idx, num_layers, norm_eps, rope_theta."""
+def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
+    """The mixer of a spec; settings are hidden_size, num_heads, layer_idx, num_layers, norm_eps, rope_theta.
+
+    causal: False for an encoder's, whose tokens see all others of their sequence."""
     if isinstance(spec, ModelSpec):
         raise InputError(f"{type(spec).__name__} is a whole model, no mixer of a layer; headrace.models.build makes it")
+    if isinstance(spec, AttentionSpec):
+        settings["causal"] = causal
+    elif not causal:
+        return BothWays(*(build(spec, **settings) for _ in range(2)))
     mixer = SCANS[spec.kind] if isinstance(spec, ScanSpec) else MIXERS[type(spec)]
     return mixer(spec, **settings)
 
 
-__all__ = ["LinearMixer", "MixerState", "SoftmaxAttention", "build"]
+__all__ = ["BothWays", "LinearMixer", "MixerState", "SoftmaxAttention", "build"]

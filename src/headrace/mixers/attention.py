@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ..checks import require
 from ..gates import rotary
 from ..packing import count_tokens, without_padding
 from ..spec import AttentionSpec
@@ -36,25 +37,31 @@ State = AttentionState | WindowState
 
 
 class SoftmaxAttention(nn.Module):
-    """Causal softmax attention (arXiv 1706.03762) with rotary positions (arXiv 2104.09864) and grouped key/value heads
+    """Softmax attention (arXiv 1706.03762) with rotary positions (arXiv 2104.09864) and grouped key/value heads
     (arXiv 2305.13245), with Llama's projections and conventions; and what else an AttentionSpec can say.
 
-    Args: as LinearMixer's; the layer's place and norm_eps mean nothing here.
+    Args: as LinearMixer's; the layer's place and norm_eps mean nothing here. causal: False for an encoder, whose tokens
+        see all others; and for `cross`.
     """
 
     def __init__(
         self, spec: AttentionSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1,
-        norm_eps: float = 1e-6, rope_theta: float = 10000.0,
+        norm_eps: float = 1e-6, rope_theta: float = 10000.0, causal: bool = True,
     ):  # fmt: skip
         super().__init__()
-        self.spec, self.rope_theta = spec, rope_theta
+        require(
+            causal or spec.pattern is None, f"{spec.pattern} is of earlier tokens; expected pattern=None in an encoder"
+        )
+        self.spec, self.rope_theta, self.causal = spec, rope_theta, causal
         H, (self.head_dim, _) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
         kv_width = (spec.kv_heads or H) * self.head_dim
         self.q_proj = nn.Linear(hidden_size, H * self.head_dim, bias=spec.bias)
         self.k_proj = nn.Linear(hidden_size, kv_width, bias=spec.bias)
         self.v_proj = nn.Linear(hidden_size, kv_width, bias=spec.bias)
         self.o_proj = nn.Linear(H * self.head_dim, hidden_size, bias=spec.bias)
-        self.bias = None if spec.buckets is None else DistanceBias(spec.buckets, H, hidden_size=hidden_size)
+        self.bias = None
+        if spec.buckets is not None:
+            self.bias = DistanceBias(spec.buckets, H, hidden_size=hidden_size, bidirectional=not causal)
 
     def forward(
         self,
@@ -65,9 +72,10 @@ class SoftmaxAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """x [B, T, D] -> (y [B, T, D], state). mask [B, T]: False is padding; cu_seqlens [N + 1]: x is a pack."""
+        require(self.causal or state is None, "an encoder sees a whole sequence at once; expected state=None")
         if self.spec.pattern is not None and mask is not None:
             return without_padding(lambda pack, state, ends: self.forward(pack, state, cu_seqlens=ends), x, state, mask)
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self._query(x), *self._key_value(x)
         if self.spec.rotary:
             positions, _ = count_tokens(x, None if state is None else state.seen, mask, cu_seqlens)
             q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
@@ -80,10 +88,27 @@ class SoftmaxAttention(nn.Module):
             out, state = self._attend_packed(q, k, v, state, cu_seqlens.diff().tolist())
         return self.o_proj(out.flatten(-2)), state
 
+    def remember(self, memory: Tensor, mask: Tensor | None = None) -> AttentionState:
+        """The keys and values of another sequence [B, L, D], for `cross`. mask [B, L]: False is padding, never seen; a
+        row needs a token."""
+        return AttentionState(*self._key_value(memory), mask)
+
+    def cross(self, x: Tensor, memory: AttentionState) -> Tensor:
+        """x [B, T, D] reads the sequence that is remembered -> [B, T, D]. Positions have no part in it."""
+        return self.o_proj(self._attend(self._query(x), *memory).flatten(-2))
+
+    def _query(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        return q * self.head_dim**0.5 if self.spec.scale == "one" else q  # PyTorch's kernels divide by it
+
+    def _key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.k_proj, self.v_proj))
+        return k, v
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         if self.spec.form == "tiles":
-            return flash_attention(q, k, v, valid=valid)
-        return attend(q, k, v, valid, bias=self.bias, null=self.spec.null)
+            return flash_attention(q, k, v, causal=self.causal, valid=valid)
+        return attend(q, k, v, valid, causal=self.causal, bias=self.bias, null=self.spec.null)
 
     def _attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState | None, lengths: list[int]

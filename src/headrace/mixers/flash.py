@@ -23,14 +23,18 @@ class Mask(NamedTuple):
 
     causal: bool
     ahead: int  # L − T: keys before the first query
-    valid: Tensor | None  # [B, L], False: seen by its own query alone; None: all are seen
+    valid: Tensor | None  # [B, L], False: seen by none but, if causal, its own query; None: all are
 
     def hidden(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
         """[1 or B, 1, rows, columns] of a tile, True where the query does not see the key."""
         i = self.ahead + torch.arange(rows.start, rows.stop, device=device)[:, None]
         j = torch.arange(columns.start, columns.stop, device=device)
         hidden = ((j > i) & self.causal)[None, None]
-        return hidden if self.valid is None else hidden | ~self.valid[:, None, None, columns] & (i != j)
+        return (
+            hidden
+            if self.valid is None
+            else hidden | ~self.valid[:, None, None, columns] & ((i != j) | (not self.causal))
+        )
 
     def unseen(self, rows: slice, columns: slice) -> bool:
         """A tile of which nothing is seen."""
