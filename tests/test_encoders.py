@@ -9,6 +9,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from attention_layers import D, H, agree, d, error
 from headrace import mixers, zoo
 from headrace.errors import InputError
+from headrace.model import Block, Sizes
 from headrace.spec import AttentionSpec
 
 PLAIN = AttentionSpec(rotary=False)
@@ -102,6 +103,12 @@ def test_both_ways_is_two_runs(mixer):
         return there + back.flip(1)
 
     agree(lambda x: encoder(x)[0], by_hand, x, 1e-12, [*encoder.parameters()])
+
+
+def test_a_block_that_reads_another_sequence_wants_one():
+    block = Block(PLAIN, Sizes(D, H, 16, cross=PLAIN))
+    with pytest.raises(InputError, match="memory=None"):
+        block(torch.randn(1, 3, D))
 
 
 @pytest.mark.parametrize("mixer", ["transformer", "gla"])

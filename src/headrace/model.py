@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from . import mixers
 from .checks import require
+from .mixers.attention import AttentionState
 from .mixers.positions import sinusoidal
 from .packing import count_tokens
-from .spec import Spec
+from .spec import AttentionSpec, Spec
 from .stack_spec import BlockStyle
 
 
@@ -31,6 +32,8 @@ class Sizes:
     rope_theta: float = 10000.0
     max_positions: int = 2048  # of a learned table
     style: BlockStyle = field(default_factory=BlockStyle)
+    causal: bool = True  # False: an encoder's, whose tokens see all others
+    cross: AttentionSpec | None = None  # how a block reads another sequence between mixer and MLP; None: not at all
 
 
 def default_intermediate_size(hidden_size: int, gated: bool = True) -> int:
@@ -104,7 +107,8 @@ class Positions(nn.Module):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); with post-norm norm(x + mixer(x)), then norm(x + mlp(x))."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); with post-norm norm(x + mixer(x)), then norm(x + mlp(x)). Cross
+    attention, where there is any, stands between the two in the same way."""
 
     def __init__(self, spec: Spec, sizes: Sizes, layer_idx: int = 0, num_layers: int = 1):
         super().__init__()
@@ -112,6 +116,7 @@ class Block(nn.Module):
         self.mixer_norm = build_norm(sizes)
         self.mixer = mixers.build(
             spec,
+            causal=sizes.causal,
             hidden_size=sizes.hidden_size,
             num_heads=sizes.num_heads,
             layer_idx=layer_idx,
@@ -119,17 +124,32 @@ class Block(nn.Module):
             norm_eps=sizes.norm_eps,
             rope_theta=sizes.rope_theta,
         )
-        self.mlp = None
+        self.cross = self.mlp = None
+        if sizes.cross is not None:
+            self.cross_norm = build_norm(sizes)
+            widths = {"hidden_size": sizes.hidden_size, "num_heads": sizes.num_heads}
+            self.cross = mixers.SoftmaxAttention(sizes.cross, causal=False, **widths)
         if sizes.intermediate_size is not None:
             self.mlp_norm = build_norm(sizes)
             self.mlp = MLP(sizes)
 
     def forward(
-        self, x: Tensor, state: Any = None, *, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        memory: Any = None,
     ) -> tuple[Tensor, Any]:
-        """x [B, T, D] -> (x [B, T, D], the mixer's state)."""
+        """x [B, T, D] -> (x [B, T, D], the mixer's state). memory: what `cross` remembers of the other sequence."""
         y, state = self.mixer(self._before(self.mixer_norm, x), state, mask=mask, cu_seqlens=cu_seqlens)
         x = self._after(self.mixer_norm, x + y)
+        if self.cross is not None:
+            require(
+                memory is not None, "memory=None where blocks read another sequence; expected what remember returns"
+            )
+            x = self._after(self.cross_norm, x + self.cross.cross(self._before(self.cross_norm, x), memory))
         if self.mlp is not None:
             x = self._after(self.mlp_norm, x + self.mlp(self._before(self.mlp_norm, x)))
         return x, state
@@ -158,6 +178,7 @@ class Backbone(nn.Module):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         inputs: list[Tensor] | None = None,
+        memories: Sequence[Any] | None = None,
     ) -> tuple[Tensor, list[Any]]:
         """x [B, T, D] -> (x [B, T, D], a state per layer, and one of the positions where the style has them).
 
@@ -166,17 +187,22 @@ class Backbone(nn.Module):
             mask: [B, T], False is padding, anywhere.
             cu_seqlens: [N + 1], where the sequences of a pack (B = 1) begin and end.
             inputs: a list that receives every block's input.
+            memories: of the other sequence, from `remember`, where blocks have cross attention.
         """
         before = list(states or [None] * (len(self.layers) + (self.positions is not None)))
         after: list[Any] = []
         if self.positions is not None:
             x, seen = self.positions(x, before.pop(), mask=mask, cu_seqlens=cu_seqlens)
-        for layer, state in zip(self.layers, before, strict=True):
+        for layer, state, memory in zip(self.layers, before, memories or [None] * len(self.layers), strict=True):
             if inputs is not None:
                 inputs.append(x)
-            x, state = layer(x, state, mask=mask, cu_seqlens=cu_seqlens)
+            x, state = layer(x, state, mask=mask, cu_seqlens=cu_seqlens, memory=memory)
             after.append(state)
         return self.norm(x), after if self.positions is None else [*after, seen]
+
+    def remember(self, other: Tensor, mask: Tensor | None = None) -> list[AttentionState]:
+        """The other sequence [B, L, D] as the cross attention of each block sees it; mask [B, L]: False is padding."""
+        return [layer.cross.remember(other, mask) for layer in self.layers]  # type: ignore[operator, union-attr]
 
 
 def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
