@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "headrace"
 # Each part may import those before it.
 ORDER = [
-    "errors", "literal", "attention_spec", "scan_spec", "model_spec", "spec", "stack_spec", "zoo", "checks", "backends",
-    "dispatch", "recurrence", "packing", "gates", "mixers", "laws", "model", "cache", "config", "hf", "models", "tasks",
-    "train", "report", "cli",
+    "errors", "literal", "attention_spec", "scan_spec", "matrix_spec", "model_spec", "spec", "stack_spec", "zoo",
+    "checks", "backends", "dispatch", "recurrence", "packing", "gates", "mixers", "laws", "model", "cache", "config",
+    "hf", "models", "tasks", "train", "report", "cli",
 ]  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_the_readme_runs(code, monkeypatch):
 
 def test_the_readme_names_every_mixer_and_every_part():
     assert set(re.findall(r"^\| `([^`]+)`", README, re.MULTILINE)) == {
-        *zoo.LINEAR, *zoo.SCANS, *zoo.ATTENTION, *zoo.MODELS,
+        *zoo.LINEAR, *zoo.SCANS, *zoo.MATRICES, *zoo.ATTENTION, *zoo.MODELS,
     }  # fmt: skip
     tree = re.search(r"^src/headrace/\n(.*?)^tests/", README, re.DOTALL | re.MULTILINE)
     assert tree is not None

@@ -15,11 +15,11 @@ from rich.table import Table
 from . import __version__, zoo
 from .dispatch import BACKENDS
 from .errors import InputError
-from .spec import AttentionSpec, MixerSpec, ScanSpec, to_json
+from .spec import AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, to_json
 
 ZOO_WIDTH, ZOO_HEADS = 1024, 4  # at which `headrace zoo` counts
-DECAYS = {AttentionSpec: "none", ScanSpec: "per channel"}
-RULES = {AttentionSpec: "softmax attention", ScanSpec: "add"}
+DECAYS = {AttentionSpec: "none", ScanSpec: "per channel", MatrixSpec: "matrix"}
+RULES = {AttentionSpec: "softmax attention", ScanSpec: "add", MatrixSpec: "add"}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .attention_spec import AttentionSpec, Pattern
 from .errors import InputError
+from .matrix_spec import MatrixSpec
 from .model_spec import RecurrentSpec
 from .scan_spec import ScanSpec
 
@@ -190,9 +191,9 @@ class MixerSpec:
 
 # --- JSON --------------------------------------------------------------------------------------------------------
 TYPES: dict[str, type] = {
-    "linear": MixerSpec, "attention": AttentionSpec, "scan": ScanSpec, "rnn": RecurrentSpec,
+    "linear": MixerSpec, "attention": AttentionSpec, "scan": ScanSpec, "matrix": MatrixSpec, "rnn": RecurrentSpec,
 }  # fmt: skip
-Spec = MixerSpec | AttentionSpec | ScanSpec
+Spec = MixerSpec | AttentionSpec | ScanSpec | MatrixSpec
 
 
 def to_json(spec) -> dict[str, Any]:
@@ -255,6 +256,6 @@ def change(spec, path: str, value):
 
 
 __all__ = [
-    "AttentionSpec", "Competition", "Decay", "Heads", "Inputs", "MixerSpec", "Pattern", "Read", "ScanSpec", "Spec",
-    "Write", "change", "from_json", "record", "replace", "to_json",
+    "AttentionSpec", "Competition", "Decay", "Heads", "Inputs", "MatrixSpec", "MixerSpec", "Pattern", "Read",
+    "ScanSpec", "Spec", "Write", "change", "from_json", "record", "replace", "to_json",
 ]  # fmt: skip

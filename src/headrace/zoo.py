@@ -16,6 +16,7 @@ from .spec import (
     Decay,
     Heads,
     Inputs,
+    MatrixSpec,
     MixerSpec,
     Pattern,
     Read,
@@ -86,6 +87,13 @@ SCANS: dict[str, ScanSpec] = {
     "mamba": ScanSpec("mamba", state_size=16, conv=4, expand=2.0),
 }
 
+MATRICES: dict[str, MatrixSpec] = {
+    # GLA whose gate decays value channels too; with none of those decays it is GLA. https://arxiv.org/abs/2312.06635
+    "gla-outer": MatrixSpec("gla-outer", expand_k=0.5),
+    # KDA that corrects, erases and writes in three directions; with one for all it is KDA. https://arxiv.org/abs/2503.14456
+    "rwkv7": MatrixSpec("rwkv7"),
+}
+
 
 # Whole models from sequence to sequence, which are no mixers: `headrace.models.build` makes them.
 MODELS: dict[str, ModelSpec] = {
@@ -105,7 +113,7 @@ def compete(spec: MixerSpec, competition: Competition | None = None) -> MixerSpe
 
 def names() -> list[str]:
     """Every mixer that `get` knows, plain and Softmax."""
-    return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *SCANS, *ATTENTION]
+    return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *SCANS, *MATRICES, *ATTENTION]
 
 
 def get(mixer):
@@ -136,7 +144,7 @@ def _named(name: str):
     base = name.removeprefix("softmax-")
     if base in LINEAR:
         return LINEAR[base] if base == name else compete(LINEAR[base])
-    if name in (others := SCANS | ATTENTION | MODELS):
+    if name in (others := SCANS | MATRICES | ATTENTION | MODELS):
         return others[name]
     if base in SCANS:
         raise InputError(

@@ -4,16 +4,19 @@ from torch import nn
 
 from ..errors import InputError
 from ..model_spec import ModelSpec
-from ..spec import AttentionSpec, MixerSpec, ScanSpec, Spec
+from ..spec import AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, Spec
 from .attention import SoftmaxAttention
 from .both_ways import BothWays
+from .gla_outer import GLAOuter
 from .layer import LinearMixer, MixerState
 from .mamba import Mamba
 from .rwkv4 import RWKV4
+from .rwkv7 import RWKV7
 from .s4 import S4, S4D
 
 MIXERS: dict[type, type[nn.Module]] = {MixerSpec: LinearMixer, AttentionSpec: SoftmaxAttention}
 SCANS: dict[str, type[nn.Module]] = {"mamba": Mamba, "rwkv4": RWKV4, "s4": S4, "s4d": S4D}
+MATRICES: dict[str, type[nn.Module]] = {"gla-outer": GLAOuter, "rwkv7": RWKV7}
 
 
 def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
@@ -26,7 +29,8 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
         settings["causal"] = causal
     elif not causal:
         return BothWays(*(build(spec, **settings) for _ in range(2)))
-    mixer = SCANS[spec.kind] if isinstance(spec, ScanSpec) else MIXERS[type(spec)]
+    kinds = SCANS | MATRICES
+    mixer = kinds[spec.kind] if isinstance(spec, ScanSpec | MatrixSpec) else MIXERS[type(spec)]
     return mixer(spec, **settings)
 
 
