@@ -24,6 +24,11 @@ CASES = [
     *("softmax-gated-deltanet(competition.write=beta, competition.activation=null)",),
     *("softmax-gated-deltanet(decay.kind=none, competition=paper)", "softmax-linear-attention(competition=paper)"),
     *("softmax-gla(inputs.feature_map=relu, read.norm=sum)", "gla(inputs.feature_map=silu, write.beta=sigmoid)"),
+    *("taylor-softmax(inputs.feature_map=taylor-3, read.norm=rms, decay.kind=retnet)",),
+    *(
+        f"{name}(inputs.feature_map=taylor-2, heads.key_dim=3)"
+        for name in ("softmax-gla", "softmax-gated-deltanet", "rwkv6")
+    ),
     *("sliding-window(pattern.window=2)", "longformer(pattern.window=7)", "gqa(null=true)", "mqa(buckets=8)"),
     *(
         f"bigbird(pattern.block=4, pattern.window=8, pattern.first={n}, kv_heads=2, null=true, buckets=8)"

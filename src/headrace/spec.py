@@ -24,18 +24,31 @@ class Heads:
     expand_v: float = 1.0
     qk_groups: int | None = None  # heads of q and k, each shared by consecutive value heads; None: one for each
     count: int | None = None  # None: the model's num_heads
+    key_dim: int | None = None  # of each head; None: what expand_k gives
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """From the layer's input to q, k, v, in this order: short convolution with SiLU, feature map, norm, rotation."""
+    """From the layer's input to q, k, v, in this order: short convolution with SiLU, feature map, norm, rotation.
+
+    taylor-n: features whose products are e^x cut off after order n, x the logit. It is taken of q and k after their
+    rotation, and of read.scale's logits.
+    """
 
     conv: int = 0  # width of the causal depthwise convolution over q, k and v; 0: none
     conv_bias: bool = False
     shift: Literal["none", "ddlerp"] = "none"  # RWKV-6's data-dependent mix with the previous token
-    feature_map: Literal["identity", "elu+1", "relu", "silu"] = "identity"
+    feature_map: Literal["identity", "elu+1", "relu", "silu", "taylor-1", "taylor-2", "taylor-3", "taylor-4"] = (
+        "identity"
+    )
     qk_norm: Literal["none", "l2"] = "none"
     rotary: bool = False
+
+    @property
+    def order(self) -> int | None:
+        """Of a Taylor feature map; None: it is another one."""
+        kind, _, order = self.feature_map.partition("-")
+        return int(order) if kind == "taylor" else None
 
 
 @dataclass(frozen=True)
@@ -98,14 +111,15 @@ class MixerSpec:
 
     def _objections(self):
         inputs, decay, write, read, gate = self.inputs, self.decay, self.write, self.read, self.competition
-        delta, positive = write.rule == "delta", inputs.feature_map in ("elu+1", "relu")
+        delta, order = write.rule == "delta", inputs.order
+        positive = inputs.feature_map in ("elu+1", "relu") or (order is not None and order % 2 == 0)
         yield (
             read.norm == "sum" and not positive,
             f"read.norm='sum' divides by q·z, which can vanish or change sign under inputs.feature_map="
-            f"{inputs.feature_map!r}; expected a non-negative feature map: 'elu+1' or 'relu'",
+            f"{inputs.feature_map!r}; expected 'elu+1' or 'relu', which are not negative, or taylor of even order",
         )
         yield (
-            read.norm == "sum" and (delta or read.bonus or inputs.rotary),
+            read.norm == "sum" and (delta or read.bonus or (inputs.rotary and order is None)),
             "read.norm='sum' needs write.rule='add', no bonus and no rotary: each of them can make q·z vanish",
         )
         yield (
@@ -118,6 +132,8 @@ class MixerSpec:
             f"write.beta='dt' is the step size of decay.kind='softplus'; got decay.kind={decay.kind!r}",
         )
         yield (inputs.conv < 0 or inputs.conv == 1, f"inputs.conv must be 0 or at least 2; got {inputs.conv}")
+        key_dim = self.heads.key_dim
+        yield (key_dim is not None and key_dim < 1, f"heads.key_dim must be at least 1; got {key_dim}")
         if gate is None:
             return
         yield (gate.read == gate.write == "none", "competition with read='none' and write='none' gates nothing")
@@ -149,26 +165,33 @@ class MixerSpec:
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """(K, V) per head. Raises InputError where the widths do not divide."""
-        H, dims = self.num_heads(num_heads), []
-        for name in ("expand_k", "expand_v"):
-            width = getattr(self.heads, name) * hidden_size
-            if width % H:
-                raise InputError(
-                    f"num_heads={H} does not divide heads.{name} · hidden_size = {width:g}; expected a multiple of {H}"
-                )
-            dims.append(int(width) // H)
+        H = self.num_heads(num_heads)
+        dims = self.heads.key_dim or self._share("expand_k", hidden_size, H), self._share("expand_v", hidden_size, H)
         groups = self.heads.qk_groups
         if groups is not None and H % groups:
             raise InputError(f"heads.qk_groups={groups} does not divide num_heads={H}")
         if self.inputs.rotary and dims[0] % 2:
             raise InputError(f"inputs.rotary=True needs an even key dimension per head; got {dims[0]}")
-        return dims[0], dims[1]
+        return dims
+
+    def _share(self, name: str, hidden_size: int, H: int) -> int:
+        width = getattr(self.heads, name) * hidden_size
+        if width % H:
+            raise InputError(
+                f"num_heads={H} does not divide heads.{name} · hidden_size = {width:g}; expected a multiple of {H}"
+            )
+        return int(width) // H
+
+    def memory_rows(self, key_dim: int) -> int:
+        """Numbers that a head's key is in memory: K, or the C(K + n, n) monomials of a Taylor feature map."""
+        order = self.inputs.order
+        return key_dim if order is None else math.comb(key_dim + order, order)
 
     def state_shapes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, ...]]:
         """What one sequence carries from token to token, without the batch dimension."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        shapes: dict[str, tuple[int, ...]] = {"memory": (H, K, V + (self.read.norm == "sum"))}
+        shapes: dict[str, tuple[int, ...]] = {"memory": (H, self.memory_rows(K), V + (self.read.norm == "sum"))}
         if self.inputs.conv:
             groups = self.heads.qk_groups or H
             shapes["conv"] = (self.inputs.conv - 1, 2 * groups * K + H * V)
@@ -184,7 +207,7 @@ class MixerSpec:
         """Multiply-adds of the recurrence itself, counted as two each, in the recurrent form (no projections)."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        V += self.read.norm == "sum"
+        K, V = self.memory_rows(K), V + (self.read.norm == "sum")
         decay = 0 if self.decay.kind == "none" else K * V
         return H * (4 * K * V + decay + (2 * K * V if self.write.rule == "delta" else 0))
 
@@ -244,18 +267,24 @@ def _check(value, hint, where: str):
 
 def change(spec, path: str, value):
     """A copy of spec with one field changed: change(spec, "heads.expand_v", 2.0). Values are checked."""
+    return change_all(spec, {path: value})
+
+
+def change_all(spec, values: dict[str, Any]):
+    """Several fields at once: what is checked is what they are together."""
     data = to_json(spec)
-    *parents, last = path.split(".")
-    node = data
-    for name in parents:
-        if not isinstance(node.get(name), dict):
-            raise InputError(f"{path!r} names no field of this mixer ({name!r} is not one of its records)")
-        node = node[name]
-    node[last] = value
+    for path, value in values.items():
+        *parents, last = path.split(".")
+        node = data
+        for name in parents:
+            if not isinstance(node.get(name), dict):
+                raise InputError(f"{path!r} names no field of this mixer ({name!r} is not one of its records)")
+            node = node[name]
+        node[last] = value
     return from_json(data)
 
 
 __all__ = [
     "AttentionSpec", "Competition", "Decay", "Heads", "Inputs", "MatrixSpec", "MixerSpec", "Pattern", "Read",
-    "ScanSpec", "Spec", "Write", "change", "from_json", "record", "replace", "to_json",
+    "ScanSpec", "Spec", "Write", "change", "change_all", "from_json", "record", "replace", "to_json",
 ]  # fmt: skip

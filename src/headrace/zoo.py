@@ -22,7 +22,7 @@ from .spec import (
     Read,
     ScanSpec,
     Write,
-    change,
+    change_all,
     from_json,
 )
 
@@ -31,6 +31,9 @@ PAPER = Competition(read="query", write="value", scale="one")  # the literal equ
 LINEAR: dict[str, MixerSpec] = {
     # Sums of k ᵀ v, read as a weighted mean. https://arxiv.org/abs/2006.16236
     "linear-attention": MixerSpec(inputs=Inputs(feature_map="elu+1"), read=Read("sum", scale="one")),
+    # The same of features whose product is 1 + q·k + (q·k)²/2: softmax attention's e^(q·k), cut off after its second
+    # order. https://arxiv.org/abs/2507.23632
+    "taylor-softmax": MixerSpec(Heads(key_dim=16), Inputs(feature_map="taylor-2", rotary=True), read=Read("sum")),
     # + a fixed decay per head, rotation, and a norm per head instead of the sum. https://arxiv.org/abs/2307.08621
     "retnet": MixerSpec(Heads(expand_v=2.0), Inputs(rotary=True), Decay("retnet"), read=Read("rms", "silu")),
     # + the decay and the write strength are one step size dt, read from the token. https://arxiv.org/abs/2405.21060
@@ -129,15 +132,14 @@ def get(mixer):
     match = re.fullmatch(r"\s*([^()\s]+)\s*(?:\((.*)\))?\s*", mixer)
     if not match:
         raise InputError(f"mixer {mixer!r} is not of the form NAME or NAME(field=value, ...)")
-    spec = _named(match[1])
+    changes: dict[str, object] = {}
     for setting in filter(None, (part.strip() for part in (match[2] or "").split(","))):
         path, equals, text = (part.strip() for part in setting.partition("="))
         if not equals:
             raise InputError(f"{setting!r} in mixer {mixer!r} is not of the form field=value")
         named = {"paper": asdict(PAPER), "default": asdict(Competition()), "none": None}
-        value = named.get(text, text) if path == "competition" else _literal(text)
-        spec = change(spec, path, value)
-    return spec
+        changes[path] = named.get(text, text) if path == "competition" else _literal(text)
+    return change_all(_named(match[1]), changes)
 
 
 def _named(name: str):

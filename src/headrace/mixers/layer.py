@@ -25,6 +25,7 @@ from ..packing import Sequences
 from ..recurrence import accumulator, linear_attention, step
 from ..spec import MixerSpec
 from .base import Mixer
+from .taylor import TaylorFeatures
 
 GROUP_NORM_EPS = 64e-5  # RWKV-6's: 1e-5 times its head size divisor squared
 
@@ -52,6 +53,7 @@ class LinearMixer(Mixer):
     # None where the spec has no such part.
     conv: Any
     shift: Any
+    features: Any
     decay: Any
     bonus: Any
     norm_weight: Any
@@ -79,23 +81,25 @@ class LinearMixer(Mixer):
         self.reset_parameters()
 
     def _build_inputs(self, hidden_size: int) -> None:
-        self.conv = self.shift = None
+        self.conv = self.shift = self.features = None
         if width := self.spec.inputs.conv:
             channels = 2 * self.Hq * self.K + self.H * self.V
             self.conv = nn.Conv1d(channels, channels, width, groups=channels, bias=self.spec.inputs.conv_bias)
         if self.spec.inputs.shift == "ddlerp":
             self.shift = TokenShift(hidden_size, self.depth, self.height)
+        if (order := self.spec.inputs.order) is not None:
+            self.features = TaylorFeatures(self.K, order)
 
     def _build_memory(self) -> None:
-        spec = self.spec
+        spec, rows = self.spec, self.spec.memory_rows(self.K)
         self.decay = self.bonus = None
         if spec.decay.kind != "none":
-            self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, self.K, self.depth)
+            self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
             self.parts["decay"] = self.decay.reads
         if spec.write.beta == "sigmoid":
             self.parts["beta"] = self.H
         if spec.read.bonus:
-            self.bonus = nn.Parameter(torch.empty(self.H, self.K))
+            self.bonus = nn.Parameter(torch.empty(self.H, rows))
 
     def _build_readout(self) -> None:
         read, width = self.spec.read, self.H * self.V
@@ -186,13 +190,25 @@ class LinearMixer(Mixer):
         return read, write
 
     def _shape(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        feature_map = FEATURE_MAPS[self.spec.inputs.feature_map]
-        q, k = feature_map(q), feature_map(k)
+        if self.features is not None:
+            q, k = self._rotate(q, k, positions)
+            root = self._scale() ** 0.5
+            q, k = self.features(q * root), self.features(k * root)
+        else:
+            feature_map = FEATURE_MAPS[self.spec.inputs.feature_map]
+            q, k = feature_map(q), feature_map(k)
         if self.spec.inputs.qk_norm == "l2":
             q, k = l2_norm(q), l2_norm(k)
-        if positions is not None:
-            q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
-        return q, k
+        return self._rotate(q, k, positions) if self.features is None else (q, k)
+
+    def _rotate(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        if positions is None:
+            return q, k
+        return rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
+
+    def _scale(self) -> float:
+        """Of the logits."""
+        return 1.0 if self.spec.read.scale == "one" else self.K**-0.5
 
     def _recur(self, q, k, v, inputs, gates, state, cu_seqlens) -> tuple[Tensor, Tensor]:
         spec, (log_read, log_write) = self.spec, gates
@@ -204,7 +220,7 @@ class LinearMixer(Mixer):
             "read_gate": log_read.exp() if log_read is not None and self._read_gate_inside() else None,
         }
         fixed: dict[str, Any] = {"rule": spec.write.rule, "bonus": self.bonus, "normalise": spec.read.norm == "sum"}
-        fixed["scale"] = 1.0 if spec.read.scale == "one" else self.K**-0.5
+        fixed["scale"] = self._scale() if self.features is None else 1.0
         memory = None if state is None else state.memory
         if v.shape[1] == 1 and cu_seqlens is None:
             now = {n: a if a is None or a.dim() == 1 else a[:, 0] for n, a in arguments.items()}
