@@ -177,6 +177,15 @@ int guarded(F f) {
     }
 }
 
+int convolve(const hr_problem& p, const Convolution& job) {
+    if (const int status = refused(p)) return status;
+    if (p.H != 1 || job.given.width < 2 || job.given.width > HR_WIDEST) return HR_UNSUPPORTED;
+    return guarded([&] {
+        const Cut cut(p);
+        return run(kernels().convolution, cut, job, cut.units(1, cut.parts()));
+    });
+}
+
 }  // namespace
 
 int32_t hr_abi(void) { return HR_ABI; }
@@ -220,4 +229,13 @@ int hr_step(const hr_problem* p, const hr_tensor* out, float* state) {
         const Cut cut(*p);
         return run(kernels().step, cut, Step{*out, state}, cut.units(p->H, cut.parts()));
     });
+}
+
+int hr_convolve(const hr_problem* p, const hr_convolution* convolution, const hr_tensor* out) {
+    return convolve(*p, {*convolution, *out, {}, nullptr, nullptr});
+}
+
+int hr_convolve_backward(const hr_problem* p, const hr_convolution* convolution, const hr_tensor* d_out,
+                         const hr_tensor* d_x, float* d_weight, float* d_history) {
+    return convolve(*p, {*convolution, *d_out, *d_x, d_weight, d_history});
 }

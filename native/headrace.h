@@ -13,7 +13,8 @@
 
 #include <stdint.h>
 
-#define HR_ABI 1
+#define HR_ABI 2
+#define HR_WIDEST 32 /* of a short convolution */
 
 #if defined(_WIN32)
 #define HR_EXPORT __declspec(dllexport)
@@ -62,6 +63,13 @@ typedef struct hr_gradients {
     float* initial_state;
 } hr_gradients;
 
+/* A causal convolution of each channel with weights of its own, and SiLU. All contiguous. */
+typedef struct hr_convolution {
+    int64_t width;        /* 2 to HR_WIDEST */
+    const float* weight;  /* [width + 1, channels]: row width - 1 meets the token itself, the last is the bias */
+    const float* history; /* [sequences, width - 1, channels], what came before */
+} hr_convolution;
+
 HR_EXPORT int32_t hr_abi(void);
 
 /* "avx512", "avx2" or "portable": the code that runs here. The environment's HEADRACE_ISA can ask for less. */
@@ -81,6 +89,13 @@ HR_EXPORT int hr_backward(const hr_problem* problem, const hr_tensor* d_out, con
 
 /* One token: T is 1, cu_seqlens NULL, initial_state ignored; state, contiguous [B, H, K, V], is updated in place. */
 HR_EXPORT int hr_step(const hr_problem* problem, const hr_tensor* out, float* state);
+
+/* Over the problem's v, with H of 1 and V channels; of the rest, only dtype, threads and sequences count. */
+HR_EXPORT int hr_convolve(const hr_problem* problem, const hr_convolution* convolution, const hr_tensor* out);
+
+/* d_x like v; d_weight [sequences, width + 1, channels]; d_history like history. */
+HR_EXPORT int hr_convolve_backward(const hr_problem* problem, const hr_convolution* convolution, const hr_tensor* d_out,
+                                   const hr_tensor* d_x, float* d_weight, float* d_history);
 
 #ifdef __cplusplus
 }

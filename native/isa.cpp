@@ -7,6 +7,7 @@
 // and with -O3 -fno-math-errno -ffp-contract=fast -fvisibility=hidden everywhere; never with -ffast-math.
 
 #include "backward.h"
+#include "convolution.h"
 #include "forward.h"
 #include "gather.h"
 #include "step.h"
@@ -59,6 +60,7 @@ const Kernels kernels = {
     Entry<Backward, Chosen<BackwardUnit>::call<Backward>>::work,
     Entry<Gather, measure_or_run<GatherUnit, Gather>>::work,
     Entry<Step, Chosen<StepUnit>::call<Step>>::work,
+    Entry<Convolution, measure_or_run<ConvolutionUnit, Convolution>>::work,
 };
 
 }  // namespace HR_ISA

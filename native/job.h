@@ -62,6 +62,14 @@ struct Step {
     float* state;
 };
 
+struct Convolution {
+    hr_convolution given;
+    hr_tensor out; // in the backward its gradient
+    hr_tensor d_x;
+    float* d_weight; // NULL: a forward
+    float* d_history;
+};
+
 // How to do a job unit by unit. A thread gives `run` the memory that `measure` asks for, aligned to a cache line.
 template <class Job>
 struct Work {
@@ -75,4 +83,5 @@ struct Kernels {
     Work<Backward> backward;
     Work<Gather> gather;
     Work<Step> step;
+    Work<Convolution> convolution;
 };

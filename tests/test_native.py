@@ -232,14 +232,14 @@ def test_it_is_the_first_choice_on_a_cpu():
 def test_a_call_that_fails_raises():
     for status, kind in itertools.product((1, 2), (RuntimeError,)):
         with pytest.raises(kind, match="native kernels"):
-            native._check(status)
+            native.check(status)
     with pytest.raises(MemoryError, match="native kernels"):
-        native._check(native.NO_MEMORY)
+        native.check(native.NO_MEMORY)
 
 
 def test_why_it_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "ABI", 99)
-    assert "has another interface, 1 and not 99: install headrace again" in native._load()[1]
+    assert "has another interface, 2 and not 99: install headrace again" in native._load()[1]
     monkeypatch.setattr(native, "files", lambda package: tmp_path)
     assert "installed without its native kernels: no C++ compiler" in native._load()[1]
     (tmp_path / "libheadrace.so").write_text("no library")

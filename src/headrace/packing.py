@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .backends import convolution
+
 
 def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x [B, T, D] and mask [B, T] (False: padding) -> (pack [1, tokens, D], cu_seqlens [B + 1], places [tokens])."""
@@ -86,18 +88,20 @@ class Sequences:
         """A causal depthwise convolution and SiLU over x [B, T, D] -> (the same shape, the next call's history).
 
         history [N, width − 1, D]: the tokens before x; None: zeros."""
-        h = conv.kernel_size[0] - 1
-        extended = self._after(x, history, h)
-        return self.own(F.silu(conv(extended.mT).mT), h), self.last(extended, h)
+        history = self._before(x, history, conv.kernel_size[0] - 1)
+        if convolution.takes(conv, x):
+            y = convolution.run(conv, x, history, self.cu_seqlens)
+        else:
+            y = self.own(F.silu(conv(self.extend(x, history).mT).mT), history.shape[1])
+        return y, self.last(x, history)
 
     def shift(self, x: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:
         """The token before each of x [B, T, D] -> (the same shape, the next call's history [N, 1, D])."""
-        extended = self._after(x, history, 1)
-        return self.own(extended[:, :-1], 1), self.last(extended, 1)
+        history = self._before(x, history, 1)
+        return self.own(self.extend(x, history)[:, :-1], 1), self.last(x, history)
 
-    def _after(self, x: Tensor, history: Tensor | None, h: int) -> Tensor:
-        zeros = x.new_zeros(self.count, h, x.shape[2]) if history is None else history.to(x)
-        return self.extend(x, zeros)
+    def _before(self, x: Tensor, history: Tensor | None, h: int) -> Tensor:
+        return x.new_zeros(self.count, h, x.shape[2]) if history is None else history.to(x)
 
     def places(self, h: int) -> Tensor:
         """Where each own token's window of h earlier tokens begins in what `extend` returns (packed only)."""
@@ -107,12 +111,17 @@ class Sequences:
         """Results of windows of h + 1 tokens over an extended tensor -> those of the own tokens, [B, T, D]."""
         return windows if self.cu_seqlens is None else windows[:, self.places(h)]
 
-    def last(self, extended: Tensor, h: int) -> Tensor:
-        """The last h tokens of each sequence of an extended tensor: [N, h, D], the history of what comes next."""
+    def last(self, x: Tensor, history: Tensor) -> Tensor:
+        """The last h tokens of each sequence of x, after those of history [N, h, D]: the history of what comes next."""
+        h = history.shape[1]
+        if self.T == 0:
+            return history
         if self.cu_seqlens is None:
-            return extended[:, extended.shape[1] - h :]
-        ends = self._begins(h) + self.cu_seqlens.diff()
-        return extended[0, ends[:, None] + torch.arange(h, device=extended.device)]
+            return torch.cat([history, x[:, -h:]], 1)[:, -h:]
+        places = self.cu_seqlens.diff()[:, None] + torch.arange(-h, 0, device=x.device)  # negative: in the history
+        recent = x[0, (self.cu_seqlens[:-1, None] + places).clamp(min=0)]
+        earlier = history.gather(1, (h + places).clamp(max=h - 1)[..., None].expand_as(history))
+        return torch.where((places >= 0)[..., None], recent, earlier)
 
     def _begins(self, h: int) -> Tensor:
         assert self.cu_seqlens is not None

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-ABI = 1
+ABI = 2
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: 1, 3: 2, 4: 3}  # hr_decay by the number of dimensions
 NO_MEMORY = 3
@@ -21,7 +21,7 @@ KEEP_ERRORS = 0  # keeping V floats a token would save the delta rules 3 to 6 % 
 _TENSOR = "Pqqq"  # hr_tensor
 _PROBLEM = struct.Struct("@7if7qP" + 7 * _TENSOR + "P")  # hr_problem
 _GRADIENTS = struct.Struct("@" + 7 * _TENSOR + "P")  # hr_gradients
-_PLACE = struct.Struct("@" + _TENSOR)
+PLACE = struct.Struct("@" + _TENSOR)
 _ABSENT = (0, 0, 0, 0)
 
 
@@ -43,18 +43,20 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 def _declare(library: ctypes.CDLL) -> None:
     """Structs go as bytes, buffers as addresses."""
-    struct_, address = ctypes.c_char_p, ctypes.c_void_p
+    struct_, pointer = ctypes.c_char_p, ctypes.c_void_p
     library.hr_isa.restype = library.hr_message.restype = ctypes.c_char_p
     library.hr_kept_floats.restype = ctypes.c_int64
     library.hr_kept_floats.argtypes = [struct_]
-    library.hr_forward.argtypes = [struct_, struct_, address, address]
-    library.hr_backward.argtypes = [struct_, struct_, address, address, struct_]
-    library.hr_step.argtypes = [struct_, struct_, address]
+    library.hr_forward.argtypes = [struct_, struct_, pointer, pointer]
+    library.hr_backward.argtypes = [struct_, struct_, pointer, pointer, struct_]
+    library.hr_step.argtypes = [struct_, struct_, pointer]
+    library.hr_convolve.argtypes = [struct_] * 3
+    library.hr_convolve_backward.argtypes = [struct_] * 4 + [pointer] * 2
 
 
-_library, _found = _load()
-missing = _found if _library is None else None
-instructions = "" if _library is None else _found
+library, _found = _load()
+missing = _found if library is None else None
+instructions = "" if library is None else _found
 
 
 class Problem:
@@ -74,7 +76,7 @@ class Problem:
         decay = 0 if log_decay is None else DECAYS[log_decay.dim()]
         self.packed = _PROBLEM.pack(
             ABI, DTYPES[v.dtype], decay, delta, chunk_size, torch.get_num_threads(), KEEP_ERRORS, scale,
-            B, T, H, Hq, K, V, self.sequences, _address(ends), *_places(self.tensors), _address(state),
+            B, T, H, Hq, K, V, self.sequences, address(ends), *_places(self.tensors), address(state),
         )  # fmt: skip
 
 
@@ -97,11 +99,11 @@ def _ends(cu_seqlens: Tensor, T: int) -> Tensor:
     return ends
 
 
-def _address(x: Tensor | None) -> int:
+def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _place(x: Tensor | None) -> tuple[int, ...]:
+def place(x: Tensor | None) -> tuple[int, ...]:
     """hr_tensor: the address, and the strides of batch, token and head; a fixed decay has the last one alone."""
     if x is None:
         return _ABSENT
@@ -109,32 +111,32 @@ def _place(x: Tensor | None) -> tuple[int, ...]:
 
 
 def _places(tensors: list[Tensor | None]) -> Iterable[int]:
-    return chain.from_iterable(map(_place, tensors))
+    return chain.from_iterable(map(place, tensors))
 
 
-def _check(status: int) -> None:
+def check(status: int) -> None:
     if status == 0:
         return
-    assert _library is not None
-    sentence = f"the native kernels refused a call: {_library.hr_message(status).decode()}"
+    assert library is not None
+    sentence = f"the native kernels refused a call: {library.hr_message(status).decode()}"
     raise MemoryError(sentence) if status == NO_MEMORY else RuntimeError(sentence)
 
 
 def forward(*args) -> tuple[Tensor, Tensor, Tensor | None]:
     """(out, final state, what the backward needs if the last argument, `keep`, is true)."""
-    assert _library is not None, missing
+    assert library is not None, missing
     *given, keep = args
     problem, v = Problem(*given), given[2]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     final = v.new_empty(problem.shape, dtype=torch.float32)
-    place, kept = _PLACE.pack(*_place(out)), None
+    into, kept = PLACE.pack(*place(out)), None
     if v.shape[1] == 1 and not keep and given[8] is None:
         _set_state(final, given[7])
-        _check(_library.hr_step(problem.packed, place, final.data_ptr()))
+        check(library.hr_step(problem.packed, into, final.data_ptr()))
         return out, final, None
     if keep:
-        kept = final.new_empty(_library.hr_kept_floats(problem.packed))
-    _check(_library.hr_forward(problem.packed, place, final.data_ptr(), _address(kept)))
+        kept = final.new_empty(library.hr_kept_floats(problem.packed))
+    check(library.hr_forward(problem.packed, into, final.data_ptr(), address(kept)))
     return out, final, kept
 
 
@@ -147,7 +149,7 @@ def _set_state(state: Tensor, initial: Tensor | None) -> None:
 
 def backward(d_out: Tensor, d_final: Tensor, *args) -> list[Tensor | None]:
     """Gradients of the eight differentiable inputs, None where not `wanted`, the last argument."""
-    assert _library is not None, missing
+    assert library is not None, missing
     *given, kept, wanted = args
     problem = Problem(*given)
     new = [
@@ -155,10 +157,10 @@ def backward(d_out: Tensor, d_final: Tensor, *args) -> list[Tensor | None]:
         for x, needed in zip(problem.tensors, wanted[:7], strict=True)
     ]
     d_initial = torch.empty_like(d_final) if wanted[7] else None
-    gradients = _GRADIENTS.pack(*_places(new), _address(d_initial))
-    _check(
-        _library.hr_backward(
-            problem.packed, _PLACE.pack(*_place(_rows(d_out))), d_final.data_ptr(), kept.data_ptr(), gradients
+    gradients = _GRADIENTS.pack(*_places(new), address(d_initial))
+    check(
+        library.hr_backward(
+            problem.packed, PLACE.pack(*place(_rows(d_out))), d_final.data_ptr(), kept.data_ptr(), gradients
         )
     )
     return [*new, d_initial]

@@ -31,11 +31,11 @@ def register(name: str, key: str, forward: Callable, backward: Callable, kept: l
     to call.
     """
     arguments = ", ".join(f"Tensor {x}" for x in kept)
-    plain = _define(name, f"({INPUTS})", 2, lambda *args: forward(*args, False)[:2], _fake_results, key)
-    keeping = _define(
+    plain = define(name, f"({INPUTS})", 2, lambda *args: forward(*args, False)[:2], _fake_results, key)
+    keeping = define(
         f"{name}_kept", f"({INPUTS})", 2 + len(kept), lambda *args: forward(*args, True), _fake_kept(kept_shapes), key
     )
-    gradient = _define(
+    gradient = define(
         f"{name}_backward", f"(Tensor d_out, Tensor d_final, {INPUTS}, {arguments}, bool[] wanted)", DIFFERENTIABLE,
         _like_inputs(backward), _like_inputs(_fake_backward), key,
     )  # fmt: skip
@@ -47,7 +47,7 @@ def register(name: str, key: str, forward: Callable, backward: Callable, kept: l
     return run
 
 
-def _define(name: str, arguments: str, results: int, real: Callable, fake: Callable, key: str) -> Any:
+def define(name: str, arguments: str, results: int, real: Callable, fake: Callable, key: str) -> Any:
     library.define(f"{name}{arguments} -> ({', '.join(['Tensor'] * results)})")
     library.impl(name, real, key)
     torch.library.register_fake(f"headrace::{name}", fake, lib=library)

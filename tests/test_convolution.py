@@ -1,0 +1,84 @@
+"""The native short convolution against PyTorch's, in float64."""
+
+import pytest
+import torch
+from torch import nn
+
+from equation import skip_if_missing
+from headrace.backends import convolution
+from headrace.laws import relative
+from headrace.packing import Sequences
+
+
+@pytest.fixture(autouse=True)
+def _here():
+    skip_if_missing("native")
+
+
+def given(channels, tokens, rows=2, width=4, bias=True, dtype=torch.float64):
+    """A convolution, tokens side by side with others', and what came before them."""
+    torch.manual_seed(0)
+    conv = nn.Conv1d(channels, channels, width, groups=channels, bias=bias).to(dtype)
+    wide = torch.randn(rows, tokens, channels + 5, dtype=torch.float64).to(dtype)
+    history = torch.randn(rows, width - 1, channels, dtype=torch.float64).to(dtype)
+    return conv, wide.requires_grad_(), history.requires_grad_()
+
+
+def called(conv, wide, history, ends=None):
+    """Results and gradients of convolving all channels of `wide` but the last five."""
+    x = wide[..., :-5]
+    found = Sequences(x, ends).convolve(conv, x, history)
+    weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) for y in found]
+    loss = sum((y.double() * w).sum() for y, w in zip(found, weights, strict=True))
+    return *found, *torch.autograd.grad(loss, [wide, history, *conv.parameters()])
+
+
+def agree(conv, wide, history, ends=None, tolerance=1e-6):
+    """That float32, or the narrower dtype of what is given, is float64's."""
+    own = torch.promote_types(torch.bfloat16, wide.dtype) if wide.dtype != torch.float64 else torch.float32
+    narrow = [x.detach().to(own).requires_grad_() for x in (wide, history)]
+    exact = called(conv.double(), *(x.detach().double().requires_grad_() for x in narrow), ends)
+    conv = conv.to(own)
+    assert convolution.takes(conv, narrow[0])
+    for ours, theirs in zip(called(conv, *narrow, ends), exact, strict=True):
+        assert ours.dtype == own and ours.shape == theirs.shape
+        assert relative(ours.double(), theirs) <= tolerance
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("channels", "tokens", "width"), [(1, 1, 2), (33, 2, 4), (48, 700, 4), (300, 5, 7)])
+def test_is_pytorchs(channels, tokens, width, bias):
+    agree(*given(channels, tokens, width=width, bias=bias))
+
+
+def test_sequences_of_a_pack_do_not_meet():
+    conv, wide, _ = given(20, 50, rows=1)
+    history = given(20, 1, rows=5)[2]
+    agree(conv, wide, history, torch.tensor([0, 1, 1, 3, 40, 50]))
+
+
+def test_bfloat16_is_rounded_once():
+    agree(*given(40, 30, dtype=torch.bfloat16), tolerance=4e-3)
+
+
+def test_threads_change_nothing():
+    conv, wide, history = given(200, 1500, dtype=torch.float32)
+    one = called(conv, wide, history)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        several = called(conv, wide, history)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
+
+
+def test_opcheck():
+    conv, wide, history = given(9, 6, dtype=torch.float32)
+    weight = torch.cat([conv.weight[:, 0].T, conv.bias[None]]).detach().requires_grad_()
+    torch.library.opcheck(
+        torch.ops.headrace.convolve.default, (wide, torch.randn(5, 14), history.new_zeros(2, 3, 14), None)
+    )
+    ends = torch.tensor([0, 2, 6])
+    x = wide[:1, :, :9].detach().requires_grad_()
+    torch.library.opcheck(torch.ops.headrace.convolve.default, (x, weight, history, ends))
