@@ -33,15 +33,19 @@ class GateStatistics:
         self.other.append(shares[~asked])
 
     def summary(self) -> dict[str, Any]:
-        """Entropy as a part of its maximum, log H, and each head's mean share of the positions that are asked for an
-        answer, of the others (None: there are none) and of all."""
+        """Entropy as a part of its maximum, log H; how much of that the token decides, from 0 (all tokens have the same
+        shares) to 1 (each has one head, and all heads have as many); and each head's mean share of the positions that
+        are asked for an answer, of the others (None: there are none) and of all."""
         asked, other = torch.cat(self.asked), torch.cat(self.other)
         everything = torch.cat([asked, other])
         maximum = self.count * math.log(everything.shape[-1])
+        load = everything.mean(0)
+        spread = -torch.xlogy(load, load).sum().item() / math.log(len(load))
         return {
             "layer": self.layer,
             "gate": self.gate,
             "entropy": self.entropy / maximum,
+            "specialisation": spread - self.entropy / maximum,
             "load": mean(everything),
             "load_asked": mean(asked),
             "load_other": mean(other),

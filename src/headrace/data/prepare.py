@@ -1,0 +1,166 @@
+"""Text -> a folder of packed rows of tokens, whole or not at all.
+
+    train/, held_out/    Arrow: input_ids, `length` tokens a row (fewer in the last), and starts, where documents begin
+    tokenizer/           what made them
+    manifest.json        from what, by what, how many; written last
+
+Every document ends with the tokenizer's end token. Rows follow each other: no token is lost, none stands twice.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, Sequence, Value
+from transformers import PreTrainedTokenizerFast
+
+from ..errors import InputError
+from . import sources, tokenizer
+
+BATCH = 64  # rows, or documents, that a worker takes at a time
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What to prepare and how.
+
+    Args:
+        sources: files of one kind (text, jsonl, parquet), or the name of a data set on the Hub.
+        tokenizer: a file, a folder or a name on the Hub; None: bytes. bpe: train one of so many tokens instead.
+        length: tokens in a row.
+        held_out: the share of the documents that is kept apart, at least one; seed: of their choice.
+        workers: processes.
+        column: of the text in jsonl, parquet and on the Hub.
+    """
+
+    sources: tuple[str, ...]
+    tokenizer: str | None = None
+    bpe: int | None = None
+    length: int = 4096
+    held_out: float = 0.001
+    seed: int = 0
+    workers: int = 1
+    column: str = "text"
+
+    def __post_init__(self) -> None:
+        if self.length < 2:
+            raise InputError(f"--length {self.length}; expected at least 2 tokens")
+        if not 0 < self.held_out < 1:
+            raise InputError(f"--held-out {self.held_out}; expected a share between 0 and 1")
+        if self.workers < 1:
+            raise InputError(f"--workers {self.workers}; expected at least 1")
+        if self.bpe is not None and self.tokenizer is not None:
+            raise InputError(f"--train-bpe {self.bpe} and --tokenizer {self.tokenizer!r}; expected one of them")
+
+
+def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
+    """Prepare into `output`, which must not exist; returns the manifest."""
+    if output.exists():
+        raise InputError(f"--output {str(output)!r} exists; name another, or delete it")
+    beside = output.with_name(f".{output.name}.unfinished")
+    shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed
+    beside.mkdir(parents=True)
+    manifest = _prepare(plan, beside)
+    with (beside / "manifest.json").open("w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.rename(output)
+    return manifest
+
+
+def _prepare(plan: Preparation, folder: Path) -> dict[str, Any]:
+    started, texts = time.perf_counter(), sources.documents(list(plan.sources), plan.column)
+    parts = split(texts, plan.held_out, plan.seed)
+    tokens = tokenizer.find(plan.tokenizer) if plan.bpe is None else _trained(parts["train"], plan.bpe)
+    tokens.save_pretrained(folder / "tokenizer")
+    counts = {name: _write(part, tokens, plan, folder / name) for name, part in parts.items()}
+    seconds = time.perf_counter() - started
+    return {
+        "sources": sources.fingerprint(list(plan.sources)),
+        "tokenizer_sha256": hashlib.sha256(tokens.backend_tokenizer.to_str().encode()).hexdigest(),
+        "vocab_size": len(tokens),
+        "length": plan.length,
+        "held_out_share": plan.held_out,
+        "seed": plan.seed,
+        **counts,
+        "seconds": round(seconds, 1),
+        "megabytes_per_second": round(sum(part["bytes"] for part in counts.values()) / 1e6 / seconds, 2),
+        "versions": {name: version(name) for name in ("headrace", "datasets", "tokenizers", "transformers")},
+    }
+
+
+def split(texts: Dataset, held_out: float, seed: int) -> dict[str, Dataset]:
+    """Documents for training and others to be held out, in the order in which they stand in the source."""
+    count = len(texts)
+    if count < 2:
+        raise InputError(f"the sources hold {count} documents; expected at least 2, of which one is held out")
+    apart = np.random.default_rng(seed).permutation(count)[: min(max(round(held_out * count), 1), count - 1)]
+    chosen = np.zeros(count, dtype=bool)
+    chosen[apart] = True
+    return {"train": texts.select(np.flatnonzero(~chosen)), "held_out": texts.select(np.flatnonzero(chosen))}
+
+
+def _trained(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
+    return tokenizer.train_bpe((text for batch in texts.iter(BATCH) for text in batch["text"]), vocab_size)
+
+
+def _write(texts: Dataset, tokens: PreTrainedTokenizerFast, plan: Preparation, folder: Path) -> dict[str, int]:
+    word = Value("uint16" if len(tokens) <= 1 << 16 else "int32")
+    encoded = texts.map(
+        _encode, fn_kwargs={"tokens": tokens}, batched=True, batch_size=BATCH, remove_columns=["text"],
+        features=Features({"ids": Sequence(word), "bytes": Value("int64")}), num_proc=_processes(plan, len(texts)),
+        desc=f"tokenising {folder.name}",
+    )  # fmt: skip
+    ends = np.cumsum(lengths(encoded))
+    count = -(-int(ends[-1]) // plan.length)
+    rows = Dataset.from_dict({"row": range(count)}).map(
+        _pack, fn_kwargs={"documents": encoded, "ends": ends, "length": plan.length}, batched=True, batch_size=BATCH,
+        remove_columns=["row"], features=Features({"input_ids": Sequence(word), "starts": Sequence(Value("int32"))}),
+        num_proc=_processes(plan, count), desc=f"packing {folder.name}",
+    )  # fmt: skip
+    rows.save_to_disk(folder)
+    total = {"documents": len(texts), "tokens": int(ends[-1]), "rows": count, "bytes": int(sum(encoded["bytes"]))}
+    for file in {part["filename"] for data in (encoded, rows) for part in data.cache_files}:
+        Path(file).unlink(missing_ok=True)
+    return total
+
+
+def _processes(plan: Preparation, items: int) -> int | None:
+    """None is this process."""
+    count = min(plan.workers, items)
+    return count if count > 1 else None
+
+
+def _encode(batch: dict[str, list[str]], tokens: PreTrainedTokenizerFast) -> dict[str, list[Any]]:
+    encoded = tokens.backend_tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
+    return {
+        "ids": [[*text.ids, tokens.eos_token_id] for text in encoded],
+        "bytes": [len(text.encode()) for text in batch["text"]],
+    }
+
+
+def lengths(encoded: Dataset) -> np.ndarray:
+    """Tokens in each document."""
+    column = encoded.with_format("arrow")["ids"]
+    return np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks])
+
+
+def _pack(batch: dict[str, list[int]], documents: Dataset, ends: np.ndarray, length: int) -> dict[str, list[Any]]:
+    """Rows of tokens that follow each other, and the places in each where a document begins."""
+    first, last = batch["row"][0] * length, min((batch["row"][-1] + 1) * length, int(ends[-1]))
+    begin, end = np.searchsorted(ends, [first, last - 1], side="right")
+    ids = np.concatenate([np.asarray(x) for x in documents[int(begin) : int(end) + 1]["ids"]])
+    begins = np.concatenate([[0], ends])[begin : end + 1]
+    ids = ids[first - begins[0] : last - begins[0]]
+    places = begins[begins >= first] - first
+    rows = [ids[i : i + length] for i in range(0, len(ids), length)]
+    starts = [places[(places >= i) & (places < i + length)] - i for i in range(0, len(ids), length)]
+    return {"input_ids": rows, "starts": starts}

@@ -1,0 +1,74 @@
+"""Prepared rows as batches of tokens and labels.
+
+Dimensions: B rows, L tokens in a row.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_from_disk
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ..errors import InputError
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class PackedData:
+    """What `headrace prepare` wrote."""
+
+    train: Dataset
+    held_out: Dataset
+    tokenizer: PreTrainedTokenizerFast
+    manifest: dict[str, Any]
+
+
+def open_data(folder: Path) -> PackedData:
+    """InputError where the folder was not prepared, or not to its end."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        parts = [load_from_disk(str(folder / name)) for name in ("train", "held_out")]
+        tokens = AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"--data {str(folder)!r} is not what `headrace prepare` writes: {reason}") from error
+    for part, name in zip(parts, ("train", "held_out"), strict=True):
+        if len(part) != manifest[name]["rows"]:
+            raise InputError(f"--data {str(folder)!r} has {len(part)} rows in {name}; expected {manifest[name]['rows']}")
+    return PackedData(*parts, tokens, manifest)
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Rows -> {"input_ids", "labels"}.
+
+    apart: documents do not see each other: the batch becomes one pack [1, B·L] with `cu_seqlens`, and no label crosses
+    a boundary. Otherwise rows stay rows, [B, L], as most recipes train.
+    """
+
+    pad: int
+    apart: bool = False
+
+    def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        ids = [torch.tensor(row["input_ids"], dtype=torch.long) for row in rows]
+        if self.apart:
+            return self._pack(ids, [row["starts"] for row in rows])
+        filled = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad)
+        labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=IGNORED)
+        return {"input_ids": filled, "labels": labels}
+
+    def _pack(self, ids: list[Tensor], starts: list[list[int]]) -> dict[str, Tensor]:
+        begins, before = {0}, 0
+        for row, places in zip(ids, starts, strict=True):
+            begins |= {before, *(before + place for place in places)}
+            before += len(row)
+        packed = torch.cat(ids)[None]
+        cu_seqlens = torch.tensor([*sorted(begins), before])
+        labels = packed.clone()
+        labels[0, cu_seqlens[:-1]] = IGNORED
+        return {"input_ids": packed, "labels": labels, "cu_seqlens": cu_seqlens}

@@ -1,0 +1,86 @@
+"""What a user names as text -> documents: a data set with the one column `text`."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetNotFoundError
+
+from ..errors import InputError
+
+READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+PACKED = {".gz", ".zst", ".bz2", ".xz"}
+PIECE = 1 << 20
+
+
+def documents(sources: list[str], column: str) -> Dataset:
+    """All documents of local files (text: one each; jsonl and parquet: one a row), or of one data set of the Hub.
+
+    InputError where a source is missing, mixed in kind, empty, or has no column of that name."""
+    files = [Path(source) for source in sources]
+    if all(file.is_file() for file in files) and files:
+        found = _local(files)
+    elif len(sources) == 1 and not files[0].exists() and not files[0].suffix:
+        found = _hub(sources[0])
+    else:
+        missing = next(source for source, file in zip(sources, files, strict=True) if not file.is_file())
+        raise InputError(f"source {missing!r} is not a file; expected text, jsonl or parquet files, or one Hub data set")
+    if column not in found.column_names:
+        raise InputError(f"--column {column!r} is not in the data; expected one of {', '.join(found.column_names)}")
+    found = found.select_columns([column])
+    return found if column == "text" else found.rename_column(column, "text")
+
+
+def _local(files: list[Path]) -> Dataset:
+    kinds = {_reader(file) for file in files}
+    if len(kinds) > 1:
+        raise InputError(f"the sources mix {' and '.join(sorted(kinds))} files; expected one kind")
+    kind = kinds.pop()
+    options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
+    try:
+        return load_dataset(kind, data_files=[str(file) for file in files], split="train", **options)
+    except Exception as error:  # datasets raises a class of its own around whatever a file does wrong
+        raise InputError(f"the sources cannot be read as {kind}: {_cause(error)}") from error
+
+
+def _reader(file: Path) -> str:
+    suffixes = [s.lower() for s in file.suffixes]
+    if suffixes and suffixes[-1] in PACKED:
+        suffixes.pop()
+    if not suffixes or suffixes[-1] not in READERS:
+        raise InputError(f"source {str(file)!r} is of no known kind; expected a name ending in {', '.join(READERS)}")
+    return READERS[suffixes[-1]]
+
+
+def _hub(source: str) -> Dataset:
+    """`owner/name`, `owner/name:configuration`."""
+    name, _, configuration = source.partition(":")
+    try:
+        return load_dataset(name, configuration or None, split="train")
+    except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:
+        raise InputError(f"source {source!r} is neither a file nor a data set that the Hub gives: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def fingerprint(sources: list[str]) -> list[dict[str, Any]]:
+    """Name, size and SHA-256 of every file."""
+    return [
+        {"name": Path(source).name, "bytes": Path(source).stat().st_size, "sha256": sha256(Path(source))}
+        if Path(source).is_file()
+        else {"name": source}
+        for source in sources
+    ]
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,59 @@
+"""Tokenizers: one that is there, one trained on the data, or bytes. All are transformers' fast tokenizers."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ..errors import InputError
+
+END = "<|endoftext|>"
+ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")  # what the end of a document is called where a file does not say
+
+
+def find(name: str | None) -> PreTrainedTokenizerFast:
+    """None: bytes. Otherwise a `tokenizers` JSON file, a folder that holds a tokenizer, or a name on the Hub.
+
+    InputError where there is none, or it has no token for the end of a document."""
+    if name is None:
+        return byte_level()
+    try:
+        if Path(name).is_file():
+            found = PreTrainedTokenizerFast(tokenizer_file=name)
+        else:
+            found = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises no narrower class
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"--tokenizer {name!r} cannot be read: {reason}") from error
+    if found.eos_token is None:
+        known = found.get_vocab()
+        end = next((token for token in ENDS if token in known), None)
+        if end is None:
+            raise InputError(f"--tokenizer {name!r} has no end-of-text token; expected one of {', '.join(ENDS)}")
+        found.eos_token = end
+    return found
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Every byte is a token; the end of a document is one more."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return _finished(Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-pair encoding of bytes, learnt from the texts."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise InputError(f"--train-bpe {vocab_size}; expected more than the {len(alphabet)} bytes and an end of text")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
+    return _finished(tokenizer)
+
+
+def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)

@@ -1,0 +1,85 @@
+"""The README.md of a trained model, as the Hub shows it, and its curves."""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from ..recipes import About, Recipe, to_yaml
+from ..train.environment import environment
+
+TEXT = """---
+{data}
+---
+
+# {mixer}, trained with headrace
+
+{sentence}
+
+![Loss on training text and on held-out text](curves.png)
+
+| step | held-out loss, nats per token | perplexity | bits per byte |
+|---:|---:|---:|---:|
+{rows}
+
+## Data
+
+{documents:,} documents and {tokens:,} tokens for training, {held_documents:,} documents held out; rows of {length} tokens.
+Sources: {sources}.
+
+## Recipe
+
+`assumed` names what the source leaves open.
+
+```yaml
+{recipe}```
+
+## Where
+
+{where}
+"""
+
+
+def write_card(folder: Path, recipe: Recipe, about: About, manifest: dict[str, Any], history: list[dict[str, Any]]) -> None:
+    draw_curves(folder / "curves.png", {recipe.mixer: history})
+    evaluations = [point for point in history if "eval_loss" in point]
+    last = evaluations[-1] if evaluations else None
+    sentence = (
+        f"After {recipe.tokens:g} tokens: {last['eval_loss']:.4f} nats per held-out token, perplexity "
+        f"{last['eval_perplexity']:.2f}, {last['eval_bits_per_byte']:.4f} bits per byte."
+        if last
+        else "It was not evaluated."
+    )
+    card = ModelCardData(library_name="transformers", license="other", tags=["headrace", "linear-attention"])
+    rows = "\n".join(
+        f"| {e['step']} | {e['eval_loss']:.4f} | {e['eval_perplexity']:.2f} | {e['eval_bits_per_byte']:.4f} |"
+        for e in evaluations
+    )
+    text = TEXT.format(
+        data=card.to_yaml(), mixer=recipe.mixer, sentence=sentence, rows=rows, recipe=to_yaml(recipe, about),
+        documents=manifest["train"]["documents"], tokens=manifest["train"]["tokens"],
+        held_documents=manifest["held_out"]["documents"], length=manifest["length"],
+        sources=", ".join(source["name"] for source in manifest["sources"]),
+        where=", ".join(f"{name} {value}" for name, value in environment().items()),
+    )  # fmt: skip
+    ModelCard(text).save(folder / "README.md")
+
+
+def draw_curves(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """Loss by step of one run or several: training text thin, held-out text with dots."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for i, (name, history) in enumerate(runs.items()):
+        train = [(point["step"], point["loss"]) for point in history if "loss" in point]
+        held = [(point["step"], point["eval_loss"]) for point in history if "eval_loss" in point]
+        axes.plot(*zip(*train, strict=True), color=f"C{i}", linewidth=0.8, alpha=0.6)
+        if held:
+            axes.plot(*zip(*held, strict=True), color=f"C{i}", marker="o", markersize=3, label=f"{name}, held out")
+    axes.set(xlabel="step", ylabel="loss, nats per token")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,104 @@
+"""From a recipe to a model, and what the model costs, without allocating it.
+
+Dimensions: B rows at a time, T tokens of a row.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..gates import HeadCompetition
+from ..hf import HeadraceConfig, HeadraceForCausalLM
+from ..recipes import Recipe
+from ..spec import MixerSpec
+
+BYTES_PER_PARAMETER = 16  # weight, gradient and AdamW's two moments in float32
+
+
+def config(recipe: Recipe) -> HeadraceConfig:
+    return HeadraceConfig(
+        mixer=recipe.mixer,
+        vocab_size=recipe.vocab_size,
+        hidden_size=recipe.hidden_size,
+        num_hidden_layers=recipe.layers,
+        num_heads=recipe.heads,
+        intermediate_size=recipe.intermediate_size,
+        tie_word_embeddings=recipe.tie,
+        max_position_embeddings=recipe.length,
+        use_cache=False,
+    )
+
+
+def build(recipe: Recipe) -> HeadraceForCausalLM:
+    """The model with its initial weights, drawn from torch's generator as it stands."""
+    model = HeadraceForCausalLM(config(recipe))
+    if recipe.gate_std:
+        for parameter in gate_parameters(model):
+            nn.init.normal_(parameter, std=recipe.gate_std)
+    return model
+
+
+def gate_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [p for module in model.modules() if isinstance(module, HeadCompetition) for p in module.parameters()]
+
+
+def estimate(recipe: Recipe) -> dict[str, Any]:
+    """Parameters by part, operations, steps and memory, counted on a model without storage."""
+    with torch.device("meta"):
+        model = HeadraceForCausalLM(config(recipe)).train()
+    parameters = count(model)
+    trained = parameters["tied" if recipe.tie else "untied"]
+    kept = _kept_for_backward(model, recipe)
+    flops = _flops_per_token(model, recipe)
+    return {
+        "parameters": parameters,
+        "steps": recipe.steps,
+        "warmup_steps": recipe.warmup_steps,
+        "rows_per_step": recipe.rows,
+        "tokens": round(recipe.tokens),
+        "flops_per_token": flops,
+        "flops": flops * round(recipe.tokens),
+        "bytes": {"weights, gradients, moments": BYTES_PER_PARAMETER * trained, "kept for the backward": kept},
+    }
+
+
+def count(model: HeadraceForCausalLM) -> dict[str, int]:
+    """Parameters: of the blocks (competition among them), and of the whole with the embedding counted once or twice."""
+    embedding = model.get_input_embeddings().weight.numel()
+    body = sum(p.numel() for p in model.model.backbone.parameters())
+    gates = sum(p.numel() for p in gate_parameters(model))
+    return {"body": body, "competition": gates, "tied": body + embedding, "untied": body + 2 * embedding}
+
+
+def _flops_per_token(model: HeadraceForCausalLM, recipe: Recipe) -> int:
+    """Of training: the forward's, and twice as many for the backward. Recurrences count in their recurrent form."""
+    row = torch.zeros(1, recipe.length, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=row, use_cache=False)
+    per_token = counter.get_total_flops() // recipe.length
+    for spec in model.config.mixers:
+        if isinstance(spec, MixerSpec):
+            per_token += spec.flops_per_token(recipe.hidden_size, recipe.heads)
+    return 3 * per_token
+
+
+def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
+    """Bytes that a pass over `micro_batch` rows keeps, in the recipe's precision; a storage counts once."""
+    storages: dict[int, Any] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storages[x.untyped_storage()._cdata] = x.untyped_storage()
+        return x
+
+    if recipe.recompute:
+        model.gradient_checkpointing_enable()
+    model = model.to(getattr(torch, recipe.precision))
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    ids = torch.zeros(1, recipe.length, dtype=torch.long, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(input_ids=ids, labels=ids, use_cache=False)
+    return recipe.micro_batch * sum(s.nbytes() for key, s in storages.items() if key not in weights)
+
+

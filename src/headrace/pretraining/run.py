@@ -1,0 +1,165 @@
+"""A run: a folder that belongs to one recipe and one data set, a Trainer, and what is left at the end.
+
+    run.json                   recipe and data; the folder serves no others
+    checkpoint-<step>/         the newest two, each with a marker that it is whole
+    model/                     at the end: safetensors, tokenizer, README.md with curves
+    runs/                      TensorBoard
+"""
+
+import errno
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments, set_seed
+
+from ..data import Collator, PackedData
+from ..errors import InputError
+from ..recipes import About, Recipe
+from ..train.folder import difference, read_json, write_json
+from . import checkpoints
+from .card import write_card
+from .model import build, estimate
+from .optimizer import optimizer
+from .trainer import HeadraceTrainer, Measures
+from .watch import Watch
+
+LOG_EVERY = 10  # steps, where save_every is a multiple
+
+
+def train(recipe: Recipe, about: About, data: PackedData, folder: Path, fsdp: bool = False, trackers: str = "tensorboard"):
+    """Train to the end, from the newest checkpoint where there is one. Raises InputError where that cannot be."""
+    check_data(recipe, data)
+    claim(folder, recipe, data)
+    last = checkpoints.newest(folder)
+    set_seed(recipe.seed)
+    trainer = make_trainer(recipe, data, folder, fsdp, trackers)
+    watch = Watch(trainer, recipe.warmup_steps)
+    for callback in (watch, checkpoints.MarkComplete()):
+        trainer.add_callback(callback)
+    try:
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        if watch.broken:
+            kept = checkpoints.newest(folder)
+            raise InputError(f"training broke off at step {trainer.state.global_step}; the last good checkpoint is {kept}")
+        finish(trainer, recipe, about, data, folder / "model")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        kept = checkpoints.newest(folder)
+        raise InputError(f"the disk is full at step {trainer.state.global_step}; the last good checkpoint is {kept}") from error
+    return trainer
+
+
+def check_data(recipe: Recipe, data: PackedData) -> None:
+    for name, wanted, there in (
+        ("length", recipe.length, data.manifest["length"]),
+        ("vocab_size", recipe.vocab_size, data.manifest["vocab_size"]),
+    ):
+        if there != wanted and not (name == "vocab_size" and there < wanted):
+            raise InputError(f"the data were prepared with {name}={there}; the recipe has {name}={wanted}")
+
+
+def claim(folder: Path, recipe: Recipe, data: PackedData) -> None:
+    """Make the folder this run's own. InputError where it holds another."""
+    told = {name: value for name, value in data.manifest.items() if name not in ("seconds", "megabytes_per_second")}
+    wanted = {"recipe": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(recipe).items()}, "data": told}
+    path = folder / "run.json"
+    if path.exists():
+        held = read_json(path)
+        if held != wanted:
+            where, there, here = difference(held, wanted)
+            raise InputError(f"{str(folder)!r} holds another run ({where} is {there} there and {here} here)")
+    elif folder.exists() and any(folder.iterdir()):
+        raise InputError(f"--output {str(folder)!r} exists and holds no run; name another")
+    else:
+        write_json(path, wanted)
+
+
+def make_trainer(recipe: Recipe, data: PackedData, folder: Path, fsdp: bool, trackers: str) -> HeadraceTrainer:
+    model = build(recipe)
+    model.config.eos_token_id = model.generation_config.eos_token_id = data.tokenizer.eos_token_id
+    held_out = data.manifest["held_out"]
+    settings = arguments(recipe, folder, fsdp, trackers)
+    counted = estimate(recipe)["flops_per_token"]
+    trainer = HeadraceTrainer(
+        model,
+        settings,
+        data_collator=Collator(data.tokenizer.eos_token_id, recipe.apart),
+        train_dataset=data.train,
+        eval_dataset=data.held_out,
+        optimizers=(optimizer(model, recipe), None),
+        measures=Measures(recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], counted, peak_flops()),
+    )
+    if fsdp and not trainer.is_fsdp_enabled:
+        raise InputError("--fsdp was asked for, and accelerate started without it; it needs several GPUs under torchrun")
+    return trainer
+
+
+def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> TrainingArguments:
+    cpu = not torch.accelerator.is_available()
+    settings = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=recipe.steps,
+        learning_rate=recipe.lr,
+        warmup_steps=recipe.warmup_steps,
+        lr_scheduler_type="cosine_with_min_lr" if recipe.schedule == "cosine" else "linear",
+        lr_scheduler_kwargs={"min_lr_rate": recipe.min_lr} if recipe.schedule == "cosine" else {},
+        max_grad_norm=recipe.clips or 0.0,
+        bf16=recipe.precision == "bfloat16",
+        gradient_checkpointing=recipe.recompute,
+        torch_compile=recipe.compile,
+        fsdp="full_shard" if fsdp else "",
+        fsdp_config={"version": 2} if fsdp else None,
+        seed=recipe.seed,
+        data_seed=recipe.seed,
+        use_cpu=cpu,
+        dataloader_pin_memory=not cpu,
+        dataloader_drop_last=True,
+        remove_unused_columns=False,
+        eval_strategy="steps",
+        eval_steps=recipe.evaluate_every,
+        save_steps=recipe.save_every,
+        save_total_limit=2,
+        logging_steps=math.gcd(recipe.save_every, LOG_EVERY),
+        logging_nan_inf_filter=False,
+        report_to=trackers.split(","),
+        per_device_eval_batch_size=recipe.micro_batch,
+    )
+    share_rows(recipe, settings)
+    return settings
+
+
+def share_rows(recipe: Recipe, settings: TrainingArguments) -> None:
+    """How many rows a device takes at a time, and how often, so that a step is what the recipe says."""
+    each, rest = divmod(recipe.rows, settings.world_size)
+    micro = min(recipe.micro_batch, each)
+    if rest or each % max(micro, 1):
+        raise InputError(
+            f"a step has {recipe.rows} rows (batch_tokens / length), which {settings.world_size} processes with "
+            f"micro_batch={recipe.micro_batch} cannot share evenly"
+        )
+    settings.per_device_train_batch_size, settings.gradient_accumulation_steps = micro, each // micro
+
+
+def peak_flops() -> float | None:
+    """Of all devices in bfloat16 without sparsity, from the makers' data sheets; None where it is not known."""
+    if not torch.cuda.is_available():
+        return None
+    known = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+    name = torch.cuda.get_device_name()
+    one = next((flops for model, flops in known.items() if model in name), None)
+    count = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return None if one is None else one * count
+
+
+def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedData, folder: Path) -> None:
+    """The whole model, gathered where it was spread, with its tokenizer and card."""
+    trainer.save_model(str(folder))
+    if trainer.is_world_process_zero():
+        data.tokenizer.save_pretrained(folder)
+        history: list[dict[str, Any]] = trainer.state.log_history
+        write_json(folder / "history.json", history)
+        write_card(folder, recipe, about, data.manifest, history)

@@ -1,0 +1,137 @@
+"""transformers' Trainer with an exact held-out loss, and with what a run should say about itself."""
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from ..data.rows import IGNORED
+from ..model import Block
+from ..train.gates import GateWatch
+from .optimizer import CarefulAdamW
+
+WATCHED = ("entropy", "specialisation")  # of each gate, in what is logged
+
+
+class HeadraceTrainer(Trainer):
+    """Args: measures, what losses and speeds are expressed in."""
+
+    def __init__(self, *args, measures: "Measures", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.measures = measures
+        self.gates: list[dict[str, Any]] = []  # as the last evaluation saw them
+        self.marked: tuple[float, int] | None = None
+        self.resting = 0.0
+
+    # --- held-out text -----------------------------------------------------------------------------------------------
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Nats per token over every held-out token, from which the rest follows, and what the gates do."""
+        started, model = time.perf_counter(), self._wrap_model(self.model, training=False)
+        total, gates = self._held_out(model)
+        loss = total[0].item() / total[1].item()
+        metrics = {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "bits_per_byte": loss / math.log(2) / self.measures.bytes_per_token,
+        }
+        metrics |= {f"{gate['gate']}_{what}_{gate['layer']}": gate[what] for gate in gates for what in WATCHED}
+        found = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.log(found)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+        self.gates = gates
+        self.resting += time.perf_counter() - started
+        return found
+
+    @torch.no_grad()
+    def _held_out(self, model: nn.Module) -> tuple[Tensor, list[dict[str, Any]]]:
+        """(the sum of losses and the number of tokens, over all processes; the gates of this one)"""
+        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        with evaluating(model), GateWatch().on(model) as watch:
+            for batch in self.get_eval_dataloader():
+                batch = self._prepare_inputs(batch)
+                watch.asked = batch["labels"] != IGNORED
+                count = (batch["labels"][:, 1:] != IGNORED).sum()
+                with self.compute_loss_context_manager():
+                    loss = model(**batch).loss
+                total += torch.stack([loss.double() * count, count.double()])
+        return self.accelerator.reduce(total, "sum"), watch.summary()
+
+    # --- what is logged ----------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs |= self._speed()
+            if skipped := self.careful().skipped:
+                logs["skipped_updates"] = skipped
+        super().log(logs, start_time)
+
+    def _speed(self) -> dict[str, float]:
+        """Since the last log, without the time that evaluation took."""
+        now, seen = time.perf_counter(), self.state.global_step
+        before, self.marked, resting, self.resting = self.marked, (now, seen), self.resting, 0.0
+        if before is None or seen == before[1]:
+            return {}
+        tokens = (seen - before[1]) * self.measures.tokens_per_step
+        rate = tokens / (now - before[0] - resting)
+        speed = {"tokens_per_second": round(rate, 1)}
+        if self.measures.peak_flops:
+            speed["mfu"] = round(rate * self.measures.flops_per_token / self.measures.peak_flops, 4)
+        return speed
+
+    # --- what must not be --------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not bool(loss.isfinite()):
+            where = first_not_finite(model, self._prepare_inputs(inputs))
+            print(f"step {self.state.global_step + 1}: the loss is {loss.item()}, first in {where}", file=sys.stderr)
+        return loss
+
+    def careful(self) -> CarefulAdamW:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+
+@dataclass(frozen=True)
+class Measures:
+    tokens_per_step: int
+    bytes_per_token: float  # of the held-out text
+    flops_per_token: int  # of training
+    peak_flops: float | None  # of all devices together; None: not known
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def first_not_finite(model: nn.Module, batch: dict[str, Any]) -> str:
+    """The first block whose output is not finite on this batch, in words."""
+    found: list[int] = []
+
+    def look(index: int, module: nn.Module, args: Any, output: Any) -> None:
+        if not bool(output[0].isfinite().all()):
+            found.append(index)
+
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    handles = [block.register_forward_hook(partial(look, i)) for i, block in enumerate(blocks)]
+    try:
+        with torch.no_grad():
+            model(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return f"layer {min(found)}" if found else "the output"

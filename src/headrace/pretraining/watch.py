@@ -1,0 +1,43 @@
+"""What ends a run, or deserves a word while it runs."""
+
+import sys
+
+from transformers import TrainerCallback
+
+from .trainer import HeadraceTrainer
+
+PATIENCE = 5  # updates in a row that may be left out
+UNIFORM, ONE_HOT = 0.999, 0.01  # entropies as parts of the largest
+
+
+class Watch(TrainerCallback):
+    """Stops after updates in a row that were not finite; names gates that decide nothing, or nothing any more."""
+
+    def __init__(self, trainer: HeadraceTrainer, warmup_steps: int):
+        self.trainer, self.warmup_steps = trainer, warmup_steps
+        self.broken = False
+        self.named: set[tuple[int, str, str]] = set()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        careful = self.trainer.careful()
+        if careful.in_a_row == 1:
+            tell(state, f"step {state.global_step}: the gradient is not finite; the update is left out")
+        if careful.in_a_row >= PATIENCE:
+            tell(state, f"step {state.global_step}: {PATIENCE} updates in a row were not finite; the run stops")
+            self.broken = control.should_training_stop = True
+            control.should_save = control.should_evaluate = False
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        if state.global_step <= self.warmup_steps:
+            return
+        for gate in self.trainer.gates:
+            kind = "uniform" if gate["entropy"] > UNIFORM else "one head" if gate["entropy"] < ONE_HOT else None
+            key = (gate["layer"], gate["gate"], kind or "")
+            if kind and key not in self.named:
+                self.named.add(key)
+                tell(state, f"step {state.global_step}: the {gate['gate']} gate of layer {gate['layer']} is {kind}")
+
+
+def tell(state, sentence: str) -> None:
+    if state.is_world_process_zero:
+        print(sentence, file=sys.stderr)
