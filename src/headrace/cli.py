@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from . import __version__, zoo
+from . import __version__, cli_train, zoo
 from .dispatch import BACKENDS
 from .errors import InputError
 from .spec import AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, to_json
@@ -44,6 +44,13 @@ def interruptible(farewell: str) -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"\ninterrupted: {farewell}", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+app.command()(cli_train.prepare)
+app.command()(cli_train.train)
+app.command()(cli_train.generate)
+app.command()(cli_train.retrofit)
+app.command(name="recipes")(cli_train.list_recipes)
 
 
 @app.callback(invoke_without_command=True)

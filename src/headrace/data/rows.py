@@ -32,15 +32,19 @@ def open_data(folder: Path) -> PackedData:
     """InputError where the folder was not prepared, or not to its end."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        parts = [load_from_disk(str(folder / name)) for name in ("train", "held_out")]
-        tokens = AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True, trust_remote_code=False)
+        parts: list[Any] = [load_from_disk(str(folder / name)) for name in ("train", "held_out")]
+        tokens: Any = AutoTokenizer.from_pretrained(
+            folder / "tokenizer", local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"--data {str(folder)!r} is not what `headrace prepare` writes: {reason}") from error
     for part, name in zip(parts, ("train", "held_out"), strict=True):
         if len(part) != manifest[name]["rows"]:
-            raise InputError(f"--data {str(folder)!r} has {len(part)} rows in {name}; expected {manifest[name]['rows']}")
-    return PackedData(*parts, tokens, manifest)
+            raise InputError(
+                f"--data {str(folder)!r} has {len(part)} rows in {name}; expected {manifest[name]['rows']}"
+            )
+    return PackedData(parts[0], parts[1], tokens, manifest)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,9 @@ def documents(sources: list[str], column: str) -> Dataset:
         found = _hub(sources[0])
     else:
         missing = next(source for source, file in zip(sources, files, strict=True) if not file.is_file())
-        raise InputError(f"source {missing!r} is not a file; expected text, jsonl or parquet files, or one Hub data set")
+        raise InputError(
+            f"source {missing!r} is not a file; expected text, jsonl or parquet files, or one Hub data set"
+        )
     if column not in found.column_names:
         raise InputError(f"--column {column!r} is not in the data; expected one of {', '.join(found.column_names)}")
     found = found.select_columns([column])
@@ -59,7 +61,9 @@ def _hub(source: str) -> Dataset:
     try:
         return load_dataset(name, configuration or None, split="train")
     except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:
-        raise InputError(f"source {source!r} is neither a file nor a data set that the Hub gives: {_cause(error)}") from error
+        raise InputError(
+            f"source {source!r} is neither a file nor a data set that the Hub gives: {_cause(error)}"
+        ) from error
 
 
 def _cause(error: BaseException) -> str:

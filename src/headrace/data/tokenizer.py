@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -19,10 +20,11 @@ def find(name: str | None) -> PreTrainedTokenizerFast:
     if name is None:
         return byte_level()
     try:
-        if Path(name).is_file():
-            found = PreTrainedTokenizerFast(tokenizer_file=name)
-        else:
-            found = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        found: Any = (
+            PreTrainedTokenizerFast(tokenizer_file=name)
+            if Path(name).is_file()
+            else AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        )
     except Exception as error:  # tokenizers raises no narrower class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"--tokenizer {name!r} cannot be read: {reason}") from error

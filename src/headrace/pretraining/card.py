@@ -24,7 +24,7 @@ TEXT = """---
 
 ## Data
 
-{documents:,} documents and {tokens:,} tokens for training, {held_documents:,} documents held out; rows of {length} tokens.
+{documents:,} documents and {tokens:,} tokens for training, {held_documents:,} held out; rows of {length} tokens.
 Sources: {sources}.
 
 ## Recipe
@@ -40,15 +40,15 @@ Sources: {sources}.
 """
 
 
-def write_card(folder: Path, recipe: Recipe, about: About, manifest: dict[str, Any], history: list[dict[str, Any]]) -> None:
+def write_card(
+    folder: Path, recipe: Recipe, about: About, manifest: dict[str, Any], history: list[dict[str, Any]]
+) -> None:
     draw_curves(folder / "curves.png", {recipe.mixer: history})
     evaluations = [point for point in history if "eval_loss" in point]
-    last = evaluations[-1] if evaluations else None
+    final = next(point for point in reversed(history) if "final_loss" in point)
     sentence = (
-        f"After {recipe.tokens:g} tokens: {last['eval_loss']:.4f} nats per held-out token, perplexity "
-        f"{last['eval_perplexity']:.2f}, {last['eval_bits_per_byte']:.4f} bits per byte."
-        if last
-        else "It was not evaluated."
+        f"After {recipe.tokens:g} tokens: {final['final_loss']:.4f} nats per held-out token, perplexity "
+        f"{final['final_perplexity']:.2f}, {final['final_bits_per_byte']:.4f} bits per byte."
     )
     card = ModelCardData(library_name="transformers", license="other", tags=["headrace", "linear-attention"])
     rows = "\n".join(

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -16,7 +17,7 @@ MARKER = "complete.json"
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint; what is newer and was cut off is deleted. InputError where a whole one is damaged."""
+    """The newest whole checkpoint; what was cut off after it is deleted. InputError where a whole one is damaged."""
     found = sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     while found and not (found[-1] / MARKER).is_file():
         shutil.rmtree(found.pop())
@@ -27,8 +28,8 @@ def newest(folder: Path) -> Path | None:
         there = file.stat().st_size if file.is_file() else None
         if there != size:
             raise InputError(
-                f"checkpoint {str(found[-1])!r} is damaged: {name} has {there} bytes, not {size}; delete that folder to "
-                "go on from the one before"
+                f"checkpoint {str(found[-1])!r} is damaged: {name} has {there} bytes, not {size}; delete that folder "
+                "to go on from the one before"
             )
     return found[-1]
 
@@ -37,6 +38,8 @@ class MarkComplete(TrainerCallback):
     """Flushes a checkpoint to the disk and marks it."""
 
     def on_save(self, args, state, control, **kwargs):
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # every process has written its part
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"

@@ -94,11 +94,9 @@ def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
 
     if recipe.recompute:
         model.gradient_checkpointing_enable()
-    model = model.to(getattr(torch, recipe.precision))
+    model.to(dtype=getattr(torch, recipe.precision))
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     ids = torch.zeros(1, recipe.length, dtype=torch.long, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         model(input_ids=ids, labels=ids, use_cache=False)
     return recipe.micro_batch * sum(s.nbytes() for key, s in storages.items() if key not in weights)
-
-

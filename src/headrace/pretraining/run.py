@@ -1,9 +1,9 @@
 """A run: a folder that belongs to one recipe and one data set, a Trainer, and what is left at the end.
 
-    run.json                   recipe and data; the folder serves no others
-    checkpoint-<step>/         the newest two, each with a marker that it is whole
-    model/                     at the end: safetensors, tokenizer, README.md with curves
-    runs/                      TensorBoard
+run.json                   recipe and data; the folder serves no others
+checkpoint-<step>/         the newest two, each with a marker that it is whole
+model/                     at the end: safetensors, tokenizer, README.md with curves
+runs/                      TensorBoard
 """
 
 import errno
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainingArguments, set_seed
+from datasets import Dataset
+from transformers import TrainerState, TrainingArguments, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..data import Collator, PackedData
 from ..errors import InputError
@@ -29,28 +31,46 @@ from .watch import Watch
 LOG_EVERY = 10  # steps, where save_every is a multiple
 
 
-def train(recipe: Recipe, about: About, data: PackedData, folder: Path, fsdp: bool = False, trackers: str = "tensorboard"):
+def train(
+    recipe: Recipe, about: About, data: PackedData, folder: Path, fsdp: bool = False, trackers: str = "tensorboard"
+):
     """Train to the end, from the newest checkpoint where there is one. Raises InputError where that cannot be."""
     check_data(recipe, data)
-    claim(folder, recipe, data)
-    last = checkpoints.newest(folder)
+    settings = arguments(recipe, folder, fsdp, trackers)  # from here on the processes of torchrun know each other
+    with settings.main_process_first(local=False):
+        claim(folder, recipe, data)
+        last = checkpoints.newest(folder)
     set_seed(recipe.seed)
-    trainer = make_trainer(recipe, data, folder, fsdp, trackers)
+    trainer = make_trainer(recipe, data, settings)
     watch = Watch(trainer, recipe.warmup_steps)
     for callback in (watch, checkpoints.MarkComplete()):
         trainer.add_callback(callback)
     try:
-        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        go_on(trainer, last)
         if watch.broken:
             kept = checkpoints.newest(folder)
-            raise InputError(f"training broke off at step {trainer.state.global_step}; the last good checkpoint is {kept}")
+            raise InputError(
+                f"training broke off at step {trainer.state.global_step}; the last good checkpoint is {kept}"
+            )
         finish(trainer, recipe, about, data, folder / "model")
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         kept = checkpoints.newest(folder)
-        raise InputError(f"the disk is full at step {trainer.state.global_step}; the last good checkpoint is {kept}") from error
+        raise InputError(
+            f"the disk is full at step {trainer.state.global_step}; the last good checkpoint is {kept}"
+        ) from error
     return trainer
+
+
+def go_on(trainer: HeadraceTrainer, last: Path | None) -> None:
+    """Train on from a checkpoint, if any is there. From the last step's the Trainer would go one step too far."""
+    state = None if last is None else TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))
+    if state is None or state.global_step < trainer.args.max_steps:
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    else:
+        trainer.state = state
+        trainer._load_from_checkpoint(str(last))
 
 
 def check_data(recipe: Recipe, data: PackedData) -> None:
@@ -78,24 +98,30 @@ def claim(folder: Path, recipe: Recipe, data: PackedData) -> None:
         write_json(path, wanted)
 
 
-def make_trainer(recipe: Recipe, data: PackedData, folder: Path, fsdp: bool, trackers: str) -> HeadraceTrainer:
+def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) -> HeadraceTrainer:
     model = build(recipe)
     model.config.eos_token_id = model.generation_config.eos_token_id = data.tokenizer.eos_token_id
     held_out = data.manifest["held_out"]
-    settings = arguments(recipe, folder, fsdp, trackers)
     counted = estimate(recipe)["flops_per_token"]
     trainer = HeadraceTrainer(
         model,
         settings,
         data_collator=Collator(data.tokenizer.eos_token_id, recipe.apart),
         train_dataset=data.train,
-        eval_dataset=data.held_out,
+        eval_dataset=some(data.held_out, recipe.evaluate_rows),
         optimizers=(optimizer(model, recipe), None),
         measures=Measures(recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], counted, peak_flops()),
     )
-    if fsdp and not trainer.is_fsdp_enabled:
-        raise InputError("--fsdp was asked for, and accelerate started without it; it needs several GPUs under torchrun")
+    if settings.fsdp and not trainer.is_fsdp_enabled:
+        raise InputError(
+            "--fsdp was asked for, and accelerate started without it; it needs several GPUs under torchrun"
+        )
     return trainer
+
+
+def some(rows: Dataset, count: int) -> Dataset:
+    """At most so many rows, evenly spread."""
+    return rows if len(rows) <= count else rows.select(torch.linspace(0, len(rows) - 1, count).long().tolist())
 
 
 def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> TrainingArguments:
@@ -109,7 +135,7 @@ def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> Traini
         lr_scheduler_kwargs={"min_lr_rate": recipe.min_lr} if recipe.schedule == "cosine" else {},
         max_grad_norm=recipe.clips or 0.0,
         bf16=recipe.precision == "bfloat16",
-        gradient_checkpointing=recipe.recompute,
+        activation_checkpointing=recipe.recompute,
         torch_compile=recipe.compile,
         fsdp="full_shard" if fsdp else "",
         fsdp_config={"version": 2} if fsdp else None,
@@ -157,6 +183,7 @@ def peak_flops() -> float | None:
 
 def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedData, folder: Path) -> None:
     """The whole model, gathered where it was spread, with its tokenizer and card."""
+    trainer.evaluate(data.held_out, metric_key_prefix="final")
     trainer.save_model(str(folder))
     if trainer.is_world_process_zero():
         data.tokenizer.save_pretrained(folder)

@@ -35,8 +35,8 @@ class HeadraceTrainer(Trainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Nats per token over every held-out token, from which the rest follows, and what the gates do."""
-        started, model = time.perf_counter(), self._wrap_model(self.model, training=False)
-        total, gates = self._held_out(model)
+        started, model = time.perf_counter(), self._wrap_model(self.model, training=False)  # type: ignore[arg-type]
+        total, gates = self._held_out(model, eval_dataset)
         loss = total[0].item() / total[1].item()
         metrics = {
             "loss": loss,
@@ -52,11 +52,11 @@ class HeadraceTrainer(Trainer):
         return found
 
     @torch.no_grad()
-    def _held_out(self, model: nn.Module) -> tuple[Tensor, list[dict[str, Any]]]:
+    def _held_out(self, model: nn.Module, rows: Any) -> tuple[Tensor, list[dict[str, Any]]]:
         """(the sum of losses and the number of tokens, over all processes; the gates of this one)"""
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         with evaluating(model), GateWatch().on(model) as watch:
-            for batch in self.get_eval_dataloader():
+            for batch in self.get_eval_dataloader(rows):
                 batch = self._prepare_inputs(batch)
                 watch.asked = batch["labels"] != IGNORED
                 count = (batch["labels"][:, 1:] != IGNORED).sum()
@@ -97,7 +97,8 @@ class HeadraceTrainer(Trainer):
         return loss
 
     def careful(self) -> CarefulAdamW:
-        return getattr(self.optimizer, "optimizer", self.optimizer)
+        wrapped: Any = self.optimizer  # by accelerate
+        return getattr(wrapped, "optimizer", wrapped)
 
 
 @dataclass(frozen=True)

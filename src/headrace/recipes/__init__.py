@@ -54,10 +54,21 @@ class Recipe:
     compile: bool = False
     seed: int = 0
     evaluate_every: int = 500  # steps
+    evaluate_rows: int = 256  # of the held-out text; the end of a run sees all of it
     save_every: int = 500
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "batch_tokens", "length", "lr", "micro_batch", "evaluate_every", "save_every", "eps"):
+        for name in (
+            "tokens",
+            "batch_tokens",
+            "length",
+            "lr",
+            "micro_batch",
+            "evaluate_every",
+            "evaluate_rows",
+            "save_every",
+            "eps",
+        ):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name}={getattr(self, name)}; expected more than 0")
         if self.batch_tokens % self.length:

@@ -1,0 +1,142 @@
+"""The commands for training: prepare, train, and what a recipe would cost."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+GIGA = 1e9
+
+
+def prepare(
+    sources: Annotated[list[str], typer.Argument(help="Text, jsonl or parquet files, or one data set of the Hub.")],
+    output: Annotated[Path, typer.Option(help="The folder to make.")],
+    tokenizer: Annotated[str | None, typer.Option(help="File, folder or Hub name; bytes without one.")] = None,
+    train_bpe: Annotated[int | None, typer.Option(help="Learn a vocabulary of this size from the data.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens per row.")] = 4096,
+    held_out: Annotated[float, typer.Option(help="Share of the documents that is kept apart.")] = 0.001,
+    column: Annotated[str, typer.Option(help="Of the text, in jsonl, parquet and on the Hub.")] = "text",
+    seed: Annotated[int, typer.Option(help="Of the choice of held-out documents.")] = 0,
+    workers: Annotated[int, typer.Option(help="Processes.")] = 1,
+) -> None:
+    """Tokenise and pack text for training."""
+    from .data import Preparation
+    from .data import prepare as run
+
+    plan = Preparation(tuple(sources), tokenizer, train_bpe, length, held_out, seed, workers, column)
+    manifest = run(plan, output)
+    table = Table("", "documents", "tokens", "rows", "bytes")
+    for part in ("train", "held_out"):
+        counts = manifest[part]
+        table.add_row(part, *(f"{counts[name]:,}" for name in ("documents", "tokens", "rows", "bytes")))
+    Console().print(table)
+    print(f"{manifest['megabytes_per_second']} MB/s; {output} is ready")
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="A name (see `headrace recipes`) or a YAML file.")],
+    settings: Annotated[list[str] | None, typer.Argument(help="FIELD=VALUE …", show_default=False)] = None,
+    data: Annotated[Path | None, typer.Option(help="What `headrace prepare` made.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The run's folder; runs/<recipe>-<mixer> without one.")] = None,
+    mixer: Annotated[str | None, typer.Option(help="A name or expression: see `headrace zoo`.")] = None,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="Shard the model over the processes of torchrun.")] = False,
+    trackers: Annotated[str, typer.Option(help="tensorboard, wandb, trackio, or several with commas.")] = "tensorboard",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would cost.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The dry run as JSON.")] = False,
+) -> None:
+    """Train a language model. The same command, after whatever interrupted it, goes on where the last checkpoint is."""
+    from . import recipes
+    from .errors import InputError
+
+    changes = recipes.changes(settings or []) | ({} if mixer is None else {"mixer": mixer})
+    chosen, about = recipes.load(recipe, changes)
+    if dry_run or as_json:
+        say_costs(chosen, about, as_json)
+        return
+    if data is None:
+        raise InputError("--data is missing; expected a folder made by `headrace prepare`")
+    from .data import open_data
+    from .pretraining.run import train as run
+
+    folder = output or Path("runs", f"{Path(recipe).stem}-{chosen.mixer}")
+    run(chosen, about, open_data(data), folder, fsdp, trackers)
+
+
+def say_costs(recipe: Any, about: Any, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from .pretraining.model import estimate
+
+    costs = estimate(recipe)
+    if as_json:
+        print(json.dumps({"recipe": asdict(recipe), **asdict(about), **costs}, indent=1))
+        return
+    table = Table(show_header=False, title=f"{recipe.mixer}, {recipe.layers} layers of {recipe.hidden_size}")
+    for name, number in costs["parameters"].items():
+        table.add_row(f"parameters, {name}", f"{number / 1e6:,.2f} M")
+    table.add_row("steps", f"{costs['steps']:,} of {costs['rows_per_step']} rows, {costs['warmup_steps']:,} to warm up")
+    table.add_row("tokens", f"{costs['tokens']:,}")
+    table.add_row("operations", f"{costs['flops_per_token'] / GIGA:,.2f} G a token, {costs['flops']:.2e} in all")
+    for name, number in costs["bytes"].items():
+        table.add_row(f"memory, {name}", f"{number / 2**30:,.2f} GiB")
+    table.add_row("assumed", ", ".join(about.assumed) or "nothing")
+    Console().print(table)
+
+
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder written by `train` or save_pretrained.")],
+    prompt: Annotated[str | None, typer.Option(help="Without one, standard input.")] = None,
+    tokens: Annotated[int, typer.Option(help="How many at most.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Of the likeliest tokens, as many as weigh this.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Of the likeliest tokens, so many; 0: all.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option()] = 1.0,
+    seed: Annotated[int | None, typer.Option()] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Text, tokens and speed, at the end.")] = False,
+) -> None:
+    """Continue a text, token by token."""
+    from .generate import generate as run
+    from .generate import read_prompt
+
+    sampling: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": temperature > 0}
+    sampling["repetition_penalty"] = repetition_penalty
+    if temperature > 0:
+        sampling |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    result = run(checkpoint, read_prompt(prompt), seed, not as_json, **sampling)
+    if as_json:
+        print(json.dumps(result, ensure_ascii=False))
+    else:
+        print(f"{len(result['tokens'])} tokens, {result['tokens_per_second']:.1f} a second", file=sys.stderr)
+
+
+def retrofit(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder written by `train` or save_pretrained.")],
+    output: Annotated[Path, typer.Option(help="The folder to make.")],
+) -> None:
+    """Let the heads of a trained model compete: the same outputs at first, gates that can learn."""
+    from .errors import InputError
+    from .generate import read_tokenizer
+    from .retrofit import retrofit as run
+
+    if output.exists():
+        raise InputError(f"--output {str(output)!r} exists; name another")
+    model = run(checkpoint)
+    tokenizer = read_tokenizer(checkpoint)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    print(f"{output} computes what {checkpoint} does; train its gates with --set from={output}")
+
+
+def list_recipes() -> None:
+    """List the recipes that come with headrace."""
+    from . import recipes
+
+    table = Table("recipe", "width", "layers", "heads", "tokens", "tokens a step")
+    for name in recipes.names():
+        one, _ = recipes.load(name)
+        table.add_row(name, *map(str, (one.hidden_size, one.layers, one.heads, f"{one.tokens:g}", one.batch_tokens)))
+    Console().print(table)

@@ -1,0 +1,47 @@
+"""Text from a checkpoint: a prompt in, tokens out as they come."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, TextStreamer, set_seed
+
+from .errors import InputError
+from .hf import load
+
+
+def generate(checkpoint: Path, prompt: str, seed: int | None, stream: bool, **sampling: Any) -> dict[str, Any]:
+    """What follows the prompt, printed as it comes if `stream`; `sampling` are settings of transformers' `generate`.
+
+    Returns the text, its tokens, and tokens per second. Raises InputError for what the checkpoint cannot do."""
+    model = load(checkpoint)
+    tokenizer = read_tokenizer(checkpoint)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device)
+    if not ids.numel():
+        raise InputError("the prompt has no tokens; expected some text")
+    if seed is not None:
+        set_seed(seed)
+    streamer = TextStreamer(tokenizer, skip_prompt=True) if stream else None
+    started = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(ids, streamer=streamer, pad_token_id=tokenizer.eos_token_id, **sampling)  # type: ignore[operator]
+    seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
+    return {"text": tokenizer.decode(new), "tokens": new, "tokens_per_second": len(new) / seconds}
+
+
+def read_tokenizer(checkpoint: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise InputError(f"checkpoint {str(checkpoint)!r} has no tokenizer: {str(error).splitlines()[0]}") from error
+
+
+def read_prompt(given: str | None) -> str:
+    """The prompt of the command line; without one, all of standard input."""
+    if given is not None:
+        return given
+    if sys.stdin.isatty():
+        raise InputError("--prompt is missing; expected a prompt, or text on standard input")
+    return sys.stdin.read()

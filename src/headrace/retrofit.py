@@ -1,0 +1,40 @@
+"""Head competition for a model that is trained already: the same function at first, with gates that can learn."""
+
+from pathlib import Path
+
+import torch
+
+from . import zoo
+from .errors import InputError
+from .gates import HeadCompetition
+from .hf import HeadraceForCausalLM, load
+from .spec import Competition, MixerSpec, to_json
+
+
+def retrofit(checkpoint: Path, competition: Competition | None = None) -> HeadraceForCausalLM:
+    """The model with the heads of every linear layer competing; its logits are the checkpoint's, to the bit.
+
+    Gates begin at zero scores, where they are 1. InputError where no layer can have them, or has them already, and for
+    a competition whose gates do not begin at 1."""
+    model, wanted = load(checkpoint), competition or Competition()
+    if wanted.scale != "identity":
+        raise InputError(f"competition.scale={wanted.scale!r} changes the outputs at once; expected 'identity'")
+    specs = model.config.mixers
+    if any(isinstance(spec, MixerSpec) and spec.competition is not None for spec in specs):
+        raise InputError(f"checkpoint {str(checkpoint)!r} has competition already")
+    if not any(isinstance(spec, MixerSpec) for spec in specs):
+        raise InputError(f"checkpoint {str(checkpoint)!r} has no layer of linear attention; it has nothing to gate")
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.mixer = [to_json(zoo.compete(s, wanted) if isinstance(s, MixerSpec) else s) for s in specs]
+    gated = HeadraceForCausalLM(config).to(next(model.parameters()).dtype).eval()
+    _fill(gated, model)
+    return gated
+
+
+def _fill(gated: HeadraceForCausalLM, model: HeadraceForCausalLM) -> None:
+    missing = gated.load_state_dict(model.state_dict(), strict=False).missing_keys
+    gates = {name for name, module in gated.named_modules() if isinstance(module, HeadCompetition)}
+    assert all(name.rpartition(".")[0] in gates for name in missing), missing
+    with torch.no_grad():
+        for name in gates:
+            gated.get_submodule(name).weight.zero_()
