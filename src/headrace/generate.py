@@ -16,7 +16,7 @@ def generate(checkpoint: Path, prompt: str, seed: int | None, stream: bool, **sa
     """What follows the prompt, printed as it comes if `stream`; `sampling` are settings of transformers' `generate`.
 
     Returns the text, its tokens, and tokens per second. Raises InputError for what the checkpoint cannot do."""
-    model = load(checkpoint)
+    model: Any = load(checkpoint)
     tokenizer = read_tokenizer(checkpoint)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device)
     if not ids.numel():
@@ -26,7 +26,7 @@ def generate(checkpoint: Path, prompt: str, seed: int | None, stream: bool, **sa
     streamer = TextStreamer(tokenizer, skip_prompt=True) if stream else None
     started = time.perf_counter()
     with torch.inference_mode():
-        out = model.generate(ids, streamer=streamer, pad_token_id=tokenizer.eos_token_id, **sampling)  # type: ignore[operator]
+        out = model.generate(ids, streamer=streamer, pad_token_id=tokenizer.eos_token_id, **sampling)
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
     return {"text": tokenizer.decode(new), "tokens": new, "tokens_per_second": len(new) / seconds}
 

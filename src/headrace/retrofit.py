@@ -1,10 +1,12 @@
 """Head competition for a model that is trained already: the same function at first, with gates that can learn."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import zoo
+from .config import HeadraceConfig
 from .errors import InputError
 from .gates import HeadCompetition
 from .hf import HeadraceForCausalLM, load
@@ -24,14 +26,13 @@ def retrofit(checkpoint: Path, competition: Competition | None = None) -> Headra
         raise InputError(f"checkpoint {str(checkpoint)!r} has competition already")
     if not any(isinstance(spec, MixerSpec) for spec in specs):
         raise InputError(f"checkpoint {str(checkpoint)!r} has no layer of linear attention; it has nothing to gate")
-    config = type(model.config).from_dict(model.config.to_dict())
-    config.mixer = [to_json(zoo.compete(s, wanted) if isinstance(s, MixerSpec) else s) for s in specs]
-    gated = HeadraceForCausalLM(config).to(next(model.parameters()).dtype).eval()
-    _fill(gated, model)
-    return gated
+    mixers = [to_json(zoo.compete(spec, wanted) if isinstance(spec, MixerSpec) else spec) for spec in specs]
+    gated: Any = HeadraceForCausalLM(HeadraceConfig.from_dict(model.config.to_dict() | {"mixer": mixers}))  # type: ignore[arg-type]
+    _fill(gated.to(model.dtype), model)
+    return gated.eval()
 
 
-def _fill(gated: HeadraceForCausalLM, model: HeadraceForCausalLM) -> None:
+def _fill(gated: Any, model: Any) -> None:
     missing = gated.load_state_dict(model.state_dict(), strict=False).missing_keys
     gates = {name for name, module in gated.named_modules() if isinstance(module, HeadCompetition)}
     assert all(name.rpartition(".")[0] in gates for name in missing), missing

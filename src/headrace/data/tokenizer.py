@@ -19,6 +19,8 @@ def find(name: str | None) -> PreTrainedTokenizerFast:
     InputError where there is none, or it has no token for the end of a document."""
     if name is None:
         return byte_level()
+    if Path(name).suffix == ".json" and not Path(name).is_file():
+        raise InputError(f"--tokenizer {name!r} cannot be read: there is no such file")
     try:
         found: Any = (
             PreTrainedTokenizerFast(tokenizer_file=name)

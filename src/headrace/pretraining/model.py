@@ -64,8 +64,9 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def count(model: HeadraceForCausalLM) -> dict[str, int]:
-    """Parameters: of the blocks (competition among them), and of the whole with the embedding counted once or twice."""
+def count(model: Any) -> dict[str, int]:
+    """Parameters of a language model: of its blocks (competition among them), and of the whole with the embedding
+    counted once or twice."""
     embedding = model.get_input_embeddings().weight.numel()
     body = sum(p.numel() for p in model.model.backbone.parameters())
     gates = sum(p.numel() for p in gate_parameters(model))
@@ -94,7 +95,7 @@ def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
 
     if recipe.recompute:
         model.gradient_checkpointing_enable()
-    model.to(dtype=getattr(torch, recipe.precision))
+    nn.Module.to(model, getattr(torch, recipe.precision))
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     ids = torch.zeros(1, recipe.length, dtype=torch.long, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):

@@ -1,0 +1,137 @@
+"""From text to packed rows: no token lost, none twice, and nothing half done."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+from headrace.data import Collator, Preparation, open_data, prepare, tokenizer
+from headrace.errors import InputError
+
+TEXTS = [f"Document {i}. " + "some words of it, and more; " * (7 * i % 11) for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def jsonl(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(TEXTS)))
+    return path
+
+
+def tokens_of(part):
+    return [token for row in part["input_ids"] for token in row]
+
+
+def encoded(texts, tokens):
+    return [token for text in texts for token in (*tokens.encode(text, add_special_tokens=False), tokens.eos_token_id)]
+
+
+@pytest.mark.parametrize(("workers", "length", "bpe"), [(1, 64, None), (2, 7, None), (1, 100, 300)])
+def test_no_token_is_lost_or_stands_twice(jsonl, tmp_path, workers, length, bpe):
+    manifest = prepare(
+        Preparation((str(jsonl),), bpe=bpe, length=length, held_out=0.1, workers=workers), tmp_path / "d"
+    )
+    data = open_data(tmp_path / "d")
+    apart = np.random.default_rng(0).permutation(len(TEXTS))[:4]
+    for part, chosen in ((data.held_out, sorted(apart)), (data.train, sorted({*range(len(TEXTS))} - {*apart}))):
+        expected = encoded([TEXTS[i] for i in chosen], data.tokenizer)
+        assert tokens_of(part) == expected
+        assert all(len(row) == length for row in part["input_ids"][:-1])
+    assert manifest["train"]["tokens"] == len(tokens_of(data.train))
+    assert manifest["train"]["documents"] == 36 and manifest["held_out"]["documents"] == 4
+    assert manifest["vocab_size"] == (bpe or 257)
+    text = data.tokenizer.decode(data.train[0]["input_ids"])
+    assert "".join(TEXTS)[: len(text)] == text.replace(tokenizer.END, "") or tokenizer.END in text
+
+
+def test_documents_begin_where_starts_say(jsonl, tmp_path):
+    prepare(Preparation((str(jsonl),), length=50), tmp_path / "d")
+    data = open_data(tmp_path / "d")
+    begins = [50 * i + start for i, row in enumerate(data.train) for start in row["starts"]]
+    tokens, end = np.array(tokens_of(data.train)), data.tokenizer.eos_token_id
+    assert begins == [0, *(np.flatnonzero(tokens == end)[:-1] + 1)]
+
+
+def test_two_workers_write_what_one_does(jsonl, tmp_path):
+    for workers in (1, 2):
+        prepare(Preparation((str(jsonl),), length=16, workers=workers), tmp_path / str(workers))
+    one, two = (open_data(tmp_path / str(workers)) for workers in (1, 2))
+    assert one.train[:] == two.train[:] and one.held_out[:] == two.held_out[:]
+
+
+def test_text_files_and_parquet_give_the_same_documents(jsonl, tmp_path):
+    import pandas
+
+    pandas.DataFrame({"body": TEXTS}).to_parquet(tmp_path / "texts.parquet")
+    names = []
+    for i, text in enumerate(TEXTS):
+        names.append(str(tmp_path / f"{i:02d}.txt.gz"))
+        with gzip.open(names[-1], "wt", encoding="utf-8") as file:
+            file.write(text)
+    sources = {
+        "a": ((str(jsonl),), "text"),
+        "b": ((str(tmp_path / "texts.parquet"),), "body"),
+        "c": (tuple(names), "text"),
+    }
+    for name, (files, column) in sources.items():
+        prepare(Preparation(files, length=32, column=column), tmp_path / name)
+    found = [open_data(tmp_path / name).train[:] for name in sources]
+    assert found[0] == found[1] == found[2]
+
+
+MISTAKES = {
+    "a missing file": (("nowhere.txt",), {}, "neither a file|not a file"),
+    "a column that is not there": (
+        None,
+        {"column": "body"},
+        "--column 'body' is not in the data; expected one of text, n",
+    ),
+    "an unknown kind": (("texts.xls",), {}, "of no known kind"),
+    "no tokenizer": (None, {"tokenizer": "nowhere.json"}, "--tokenizer 'nowhere.json' cannot be read"),
+    "a vocabulary smaller than the bytes": (None, {"bpe": 100}, "--train-bpe 100"),
+    "too short": (None, {"length": 1}, "--length 1; expected at least 2"),
+    "everything held out": (None, {"held_out": 1.0}, "--held-out 1.0; expected a share"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(jsonl, tmp_path, monkeypatch, mistake):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "texts.xls").write_text("x")
+    sources, changes, message = MISTAKES[mistake]
+    with pytest.raises(InputError, match=message):
+        prepare(Preparation(sources or (str(jsonl),), **changes), tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_what_was_killed_does_not_look_finished(jsonl, tmp_path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headrace.data.preparation.os.fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(Preparation((str(jsonl),), length=16), tmp_path / "d")
+    with pytest.raises(InputError, match="is not what `headrace prepare` writes"):
+        open_data(tmp_path / "d")
+    monkeypatch.undo()
+    prepare(Preparation((str(jsonl),), length=16), tmp_path / "d")
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+    with pytest.raises(InputError, match="exists; name another"):
+        prepare(Preparation((str(jsonl),), length=16), tmp_path / "d")
+
+
+def test_batches(jsonl, tmp_path):
+    rows = [{"input_ids": [1, 2, 3, 4], "starts": [2]}, {"input_ids": [5, 6], "starts": [0]}]
+    joined = Collator(pad=0)(rows)
+    assert joined["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
+    assert joined["labels"].tolist() == [[1, 2, 3, 4], [5, 6, -100, -100]]
+    apart = Collator(pad=0, apart=True)(rows)
+    assert apart["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert apart["cu_seqlens"].tolist() == [0, 2, 4, 6]
+    assert apart["labels"].tolist() == [[-100, 2, -100, 4, -100, 6]]
+    assert apart["labels"].dtype == torch.long

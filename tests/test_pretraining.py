@@ -1,0 +1,201 @@
+"""A run: exact after whatever interrupted it, honest about what went wrong."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+from headrace import recipes
+from headrace.data import Preparation, open_data, prepare
+from headrace.errors import InputError
+from headrace.hf import load
+from headrace.pretraining import checkpoints, run
+from headrace.pretraining.model import build, gate_parameters
+from headrace.pretraining.optimizer import CarefulAdamW, optimizer
+
+TINY = {
+    "hidden_size": 16, "layers": 2, "heads": 2, "vocab_size": 257, "length": 32, "batch_tokens": 128,
+    "tokens": 128 * 24, "warmup_tokens": 128, "micro_batch": 2, "save_every": 5, "evaluate_every": 10,
+    "evaluate_rows": 8,
+}  # fmt: skip
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    text = "".join(json.dumps({"text": f"{i} times {i} is {i * i}. " * 3}) + "\n" for i in range(150))
+    (folder / "texts.jsonl").write_text(text)
+    prepare(Preparation((str(folder / "texts.jsonl"),), length=32, held_out=0.05), folder / "data")
+    return open_data(folder / "data")
+
+
+def recipe(**changes):
+    return recipes.load("laptop-1m", TINY | changes)
+
+
+def train(data, folder, **changes):
+    return run.train(*recipe(**changes), data, folder, trackers="none")
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Killed
+
+
+def killed_at(data, folder, step, monkeypatch, **changes):
+    make = run.make_trainer
+
+    def with_killer(*arguments):
+        trainer = make(*arguments)
+        trainer.add_callback(KillAt(step))
+        return trainer
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(run, "make_trainer", with_killer)
+        train(data, folder, **changes)
+
+
+def losses(folder):
+    history = json.loads((folder / "model" / "history.json").read_text())
+    kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "final_loss", "eval_write_entropy_1")
+    return [{k: v for k, v in point.items() if k in kept} for point in history]
+
+
+@pytest.mark.parametrize("changes", [{}, {"mixer": "transformer", "apart": True}], ids=["softmax-gla", "transformer"])
+def test_a_killed_run_goes_on_bit_for_bit(data, tmp_path, monkeypatch, changes):
+    train(data, tmp_path / "whole", **changes)
+    for step in (3, 12, 19):
+        killed_at(data, tmp_path / "cut", step, monkeypatch, **changes)
+    half = tmp_path / "cut" / "checkpoint-20"  # cut off while it was written
+    shutil.copytree(tmp_path / "cut" / "checkpoint-15", half)
+    (half / checkpoints.MARKER).unlink()
+    train(data, tmp_path / "cut", **changes)
+    whole, cut = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+
+
+def test_a_run_killed_after_its_last_step_only_finishes(data, tmp_path):
+    train(data, tmp_path / "run")
+    before = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    shutil.rmtree(tmp_path / "run" / "model")
+    train(data, tmp_path / "run")
+    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_a_run_leaves(data, tmp_path):
+    trainer = train(data, tmp_path / "run")
+    model, points = load(tmp_path / "run" / "model"), losses(tmp_path / "run")
+    with torch.no_grad():
+        total = count = 0
+        for row in data.held_out["input_ids"]:
+            logits = model(torch.tensor([row])).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum").item()
+            count += len(row) - 1
+    final = next(point["final_loss"] for point in points if "final_loss" in point)
+    assert final == pytest.approx(total / count, rel=1e-5)
+    assert points[0]["loss"] > final
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert f"{final:.4f} nats" in card and "micro_batch: 2" in card and "![Loss" in card
+    assert (tmp_path / "run" / "model" / "curves.png").stat().st_size > 1000
+    assert trainer.careful().skipped == 0
+    assert any("eval_write_entropy_1" in point for point in points)
+
+
+def test_a_folder_belongs_to_one_recipe_and_one_data_set(data, tmp_path):
+    run.claim(tmp_path / "run", recipe()[0], data)
+    run.claim(tmp_path / "run", recipe()[0], data)
+    with pytest.raises(InputError, match=r"holds another run \(lr is 0.003 there and 0.5 here\)"):
+        run.claim(tmp_path / "run", recipe(lr=0.5)[0], data)
+    with pytest.raises(InputError, match="prepared with length=32; the recipe has length=64"):
+        run.check_data(recipe(length=64)[0], data)
+    with pytest.raises(InputError, match="prepared with vocab_size=257; the recipe has vocab_size=100"):
+        run.check_data(recipe(vocab_size=100)[0], data)
+
+
+def test_a_truncated_checkpoint_is_named(data, tmp_path):
+    train(data, tmp_path / "run")
+    weights = tmp_path / "run" / "checkpoint-24" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(InputError, match=r"checkpoint-24' is damaged: model.safetensors has \d+ bytes, not \d+"):
+        train(data, tmp_path / "run")
+
+
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(data, tmp_path, monkeypatch):
+    save = run.HeadraceTrainer._save_optimizer_and_scheduler
+
+    def full(self, folder):
+        if self.state.global_step == 10:
+            raise OSError(28, "No space left on device")
+        save(self, folder)
+
+    monkeypatch.setattr(run.HeadraceTrainer, "_save_optimizer_and_scheduler", full)
+    with pytest.raises(InputError, match=r"the disk is full at step 10; the last good checkpoint is .*checkpoint-5"):
+        train(data, tmp_path / "run")
+
+
+def test_updates_that_are_not_finite_are_left_out_then_end_the_run(data, tmp_path, monkeypatch, capsys):
+    step = run.HeadraceTrainer.training_step
+    bad = {7, *range(14, 30)}
+
+    def poisoned(self, model, inputs, count=None):
+        loss = step(self, model, inputs, count)
+        if self.state.global_step in bad:
+            next(iter(model.parameters())).grad[0, 0] = torch.nan
+        return loss
+
+    monkeypatch.setattr(run.HeadraceTrainer, "training_step", poisoned)
+    with pytest.raises(InputError, match=r"broke off at step 19; the last good checkpoint is .*checkpoint-10"):
+        train(data, tmp_path / "run", save_every=10)
+    told = capsys.readouterr().err
+    assert "step 8: the gradient is not finite; the update is left out" in told
+    assert "5 updates in a row were not finite" in told
+
+
+def test_a_loss_that_is_not_finite_names_its_layer(data, tmp_path, monkeypatch, capsys):
+    def broken(chosen):
+        model = build(chosen)
+        model.model.backbone.layers[1].mixer.o_proj.weight.data[0, 0] = torch.inf
+        return model
+
+    monkeypatch.setattr(run, "build", broken)
+    with pytest.raises(InputError, match="broke off at step 5"):
+        train(data, tmp_path / "run")
+    assert "step 1: the loss is nan, first in layer 1" in capsys.readouterr().err
+
+
+def test_gates_have_a_rate_of_their_own_and_do_not_decay():
+    chosen = recipe(gate_lr=3.0, gate_std=0.5)[0]
+    model = build(chosen)
+    groups = optimizer(model, chosen).param_groups
+    gates = gate_parameters(model)
+    assert {id(p) for p in groups[-1]["params"]} == {id(p) for p in gates}
+    assert groups[-1]["lr"] == 3 * chosen.lr and groups[-1]["weight_decay"] == 0
+    assert all(p.std() > 0.2 for p in gates)
+    assert sum(len(group["params"]) for group in groups) == len([*model.parameters()])
+
+
+def test_an_update_left_out_changes_nothing():
+    weight = torch.nn.Parameter(torch.ones(3))
+    careful = CarefulAdamW([weight], lr=0.1)
+    weight.grad = torch.tensor([1.0, torch.inf, 1.0])
+    careful.step()
+    assert torch.equal(weight, torch.ones(3)) and careful.skipped == careful.in_a_row == 1 and not careful.state
+    weight.grad = torch.ones(3)
+    careful.step()
+    assert (weight < 1).all() and careful.skipped == 1 and careful.in_a_row == 0

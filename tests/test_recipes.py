@@ -1,0 +1,93 @@
+"""Recipes: what is shipped, and what is refused."""
+
+import pytest
+
+from headrace import recipes
+from headrace.errors import InputError
+from headrace.pretraining.model import build, count, estimate
+
+# Body, tied and untied, in millions, of GLA at table 5's layers and widths (arXiv 2602.01744), vocabulary 32,000.
+GLA = {"paper-80m": (81.5, 102.0, 122.5), "paper-110m": (91.7, 112.2, 132.7), "paper-170m": (170.4, 194.9, 219.5)}
+GLA |= {"paper-340m": (308.9, 341.7, 374.5)}
+LLAMA = {"rnn-300m": (209.8, 242.5, 275.3), "rnn-2b": (1887.6, 1985.9, 2084.2)}
+
+
+@pytest.mark.parametrize(("name", "mixer"), [*((n, "gla") for n in GLA), *((n, "transformer") for n in LLAMA)])
+def test_parameters_are_those_of_the_papers(name, mixer):
+    recipe, _ = recipes.load(name, {"mixer": mixer})
+    found = estimate(recipe)["parameters"]
+    expected = (GLA | LLAMA)[name]
+    assert [round(found[part] / 1e6, 1) for part in ("body", "tied", "untied")] == list(expected)
+
+
+def test_competition_adds_as_many_as_the_paper_says():
+    """0.05M at 24 layers and 4 heads of 256 key dimensions."""
+    recipe, _ = recipes.load("paper-340m", {"mixer": "softmax-gla(heads.expand_k=1)"})
+    assert estimate(recipe)["parameters"]["competition"] == 24 * 2 * 4 * 256 == 49152
+
+
+def test_an_estimate_counts_what_is_built():
+    for mixer in ("softmax-gla", "gated-deltanet", "transformer"):
+        recipe, _ = recipes.load("laptop-1m", {"mixer": mixer})
+        model, found = build(recipe), estimate(recipe)
+        assert count(model) == found["parameters"]
+        assert sum(p.numel() for p in model.parameters()) == found["parameters"]["tied"]
+
+
+def test_every_shipped_recipe_loads_and_steps_as_it_says():
+    steps = {name: recipes.load(name)[0].steps for name in recipes.names()}
+    assert steps["paper-340m"] == 28610 and steps["rnn-300m"] == steps["rnn-300m-4k"] == 100_000
+    names = "paper-80m paper-110m paper-170m paper-340m paper-1b rnn-300m rnn-300m-4k rnn-2b laptop-1m laptop-5m"
+    assert {*names.split()} <= {*steps}
+    recipe, about = recipes.load("paper-340m")
+    assert recipe.lr == 1e-3 and recipe.clips == 1.0 and "batch_tokens" in about.assumed and "lr" not in about.assumed
+
+
+def test_the_rnn_recipe_clips_gated_models_alone():
+    assert recipes.load("rnn-300m")[0].clips is None
+    assert recipes.load("rnn-300m", {"mixer": "gla"})[0].clips == 1.0
+
+
+def test_what_is_written_reads_back(tmp_path):
+    (tmp_path / "r.yaml").write_text("base: laptop-1m\nlr: 1e-4\nbetas: [0.9, 0.99]\nclip: none\nassumed: [lr]\n")
+    recipe, about = recipes.load(str(tmp_path / "r.yaml"))
+    assert (recipe.lr, recipe.betas, recipe.clip, recipe.layers) == (1e-4, (0.9, 0.99), None, 4)
+    (tmp_path / "s.yaml").write_text(recipes.to_yaml(recipe, about))
+    assert recipes.load(str(tmp_path / "s.yaml")) == (recipe, about)
+
+
+MISTAKES = {
+    "lrr=1": "no field 'lrr'; did you mean 'lr'?",
+    "lr=high": "lr='high'; expected float",
+    "lr=-1": "lr=-1.0; expected more than 0",
+    "layers=1.5": "layers='1.5'; expected int",
+    "schedule=flat": "schedule='flat'; expected 'cosine' or 'linear'",
+    "schedule=linear": "min_lr=0.1 with schedule='linear'",
+    "betas=0.9": "betas='0.9'; expected 2 numbers",
+    "length=100": "is no whole number of rows of length=100",
+    "warmup_tokens=1e12": "expected fewer than tokens",
+    "mixer=glaa": "mixer 'glaa' is unknown",
+    "heads=7": "num_heads=7 does not divide",
+    "lr": "'lr' is not of the form FIELD=VALUE",
+}
+
+
+@pytest.mark.parametrize("setting", MISTAKES)
+def test_mistakes(setting):
+    with pytest.raises(InputError) as refused:
+        recipes.load("paper-80m", recipes.changes([setting]))
+    assert MISTAKES[setting] in str(refused.value)
+
+
+def test_files_that_are_no_recipes(tmp_path):
+    for text, message in (
+        ("- a", "is not a list of field: value"),
+        ("a: [", "is not YAML"),
+        ("base: nowhere", "neither"),
+    ):
+        (tmp_path / "r.yaml").write_text(text)
+        with pytest.raises(InputError, match=message):
+            recipes.load(str(tmp_path / "r.yaml"))
+    (tmp_path / "loop.yaml").write_text(f"base: {tmp_path / 'loop.yaml'}")
+    with pytest.raises(InputError, match="is its own base"):
+        recipes.load(str(tmp_path / "loop.yaml"))
