@@ -16,7 +16,8 @@ SOURCE = ROOT / "src" / "headrace"
 ORDER = [
     "errors", "literal", "attention_spec", "scan_spec", "matrix_spec", "model_spec", "spec", "stack_spec", "zoo",
     "checks", "backends", "dispatch", "recurrence", "packing", "gates", "mixers", "laws", "model", "cache", "config",
-    "hf", "models", "tasks", "train", "report", "cli",
+    "hf", "models", "retrofit", "generate", "data", "recipes", "tasks", "train", "report", "pretraining", "cli_train",
+    "cli",
 ]  # fmt: skip
 
 
