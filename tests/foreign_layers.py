@@ -201,6 +201,22 @@ def deltanet(layer, x):
     return layer.o_proj(norm(out.transpose(1, 2)).flatten(-2))
 
 
+def fast_weights(layer, x):
+    """With the feature map as the paper's appendix lists it."""
+
+    def features(y):
+        r = F.relu(torch.cat([y, -y], -1))
+        turned = torch.cat([r.roll(shifts=j, dims=-1) for j in (1, 2)], -1)
+        products = turned * torch.cat([r, r], -1)
+        return products / (products.sum(-1, keepdim=True) + 1e-6)
+
+    q, k, v = (y.transpose(1, 2) for y in heads(layer, x))
+    beta = F.linear(x, layer.part("beta")).sigmoid().mT
+    q, k = features(q), features(k)
+    out, _ = load("fla:delta_rule/naive:delta_rule_recurrence")(q * q.shape[-1] ** 0.5, k, v, beta)
+    return layer.o_proj(out.transpose(1, 2).flatten(-2))
+
+
 def linear(layer, x):
     q, k, v = heads(layer, x)
     recurrence = load("fla:linear_attn/naive:naive_recurrent_linear_attn")
@@ -208,4 +224,7 @@ def linear(layer, x):
     return layer.o_proj(out.flatten(-2))
 
 
-COMPOSED = {"retnet": retnet, "gla": gla, "deltanet": deltanet, "linear-attention": linear}
+COMPOSED = {
+    "retnet": retnet, "gla": gla, "deltanet": deltanet, "linear-attention": linear,
+    "delta-fast-weights(inputs.feature_map=dpfp-2)": fast_weights,
+}  # fmt: skip

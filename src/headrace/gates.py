@@ -8,6 +8,7 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,22 @@ from torch import Tensor, nn
 from .recurrence import accumulator
 from .spec import Competition, Decay
 
+
+def dpfp(x: Tensor, shifts: int) -> Tensor:
+    """[..., K] -> [..., 2 K · shifts]: with r = relu([x, −x]), r times r turned by 1, 2, … shifts places. Sparse, not
+    negative: the deterministic parameter-free projection of arXiv 2102.11174, section 5.3."""
+    r = F.relu(torch.cat([x, -x], -1))
+    return torch.cat([r * r.roll(-i, -1) for i in range(1, shifts + 1)], -1)
+
+
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "elu+1": lambda x: F.elu(x) + 1,
     "relu": F.relu,
     "silu": F.silu,
+    "dpfp-1": partial(dpfp, shifts=1),
+    "dpfp-2": partial(dpfp, shifts=2),
+    "dpfp-3": partial(dpfp, shifts=3),
 }
 
 
@@ -28,6 +40,15 @@ def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(|x|² + eps) over the last dimension."""
     wide = x.to(accumulator(x))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def sum_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / (Σ x + eps) over the last dimension, of an x that is not negative: then |x|² ≤ 1 too."""
+    wide = x.to(accumulator(x))
+    return (wide / (wide.sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "l2": l2_norm, "sum": sum_norm}
 
 
 def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
@@ -64,6 +85,24 @@ class FixedDecay(nn.Module):
         # Computed, not stored: a half-precision buffer would lose most of its digits.
         h = torch.arange(self.num_heads, device=x.device, dtype=torch.float64)
         return torch.log1p(-torch.exp2(-5 - h)).to(accumulator(x))
+
+
+class XPosDecay(nn.Module):
+    """log_decay [B, T, H, K] = log(ζ_i) / 512, ζ_i = (i / (K/2) + 0.4) / 1.4 for channels i and i + K/2, which turn
+    together (arXiv 2212.10554, section 3): xPos multiplies q at n by ζ^{n/512} and k at m by ζ^{−m/512}, and that
+    overflows; what is left of both is ζ^{(n−m)/512}, a decay. RetNet's is the same, (γ e^{iθ})^{n−m}, before its γ is
+    made one number per head: so xPos stands in for γ and not beside it, where memory would fade twice."""
+
+    OFFSET, TOKENS = 0.4, 512
+
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
+        super().__init__()
+        self.reads, self.shape = 0, (num_heads, key_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.shape[1] // 2
+        zeta = (torch.arange(half, device=x.device, dtype=torch.float64) / half + self.OFFSET) / (1 + self.OFFSET)
+        return (zeta.log() / self.TOKENS).repeat(2).to(accumulator(x)).expand(*x.shape[:2], *self.shape)
 
 
 class SoftplusDecay(SelfInitialised):
@@ -161,6 +200,7 @@ class SoftplusVectorDecay(SelfInitialised):
 
 DECAYS: dict[str, Callable[..., nn.Module]] = {
     "retnet": FixedDecay,
+    "xpos": XPosDecay,
     "softplus": SoftplusDecay,
     "sigmoid": SigmoidDecay,
     "exp": ExpDecay,

@@ -38,10 +38,11 @@ class Inputs:
     conv: int = 0  # width of the causal depthwise convolution over q, k and v; 0: none
     conv_bias: bool = False
     shift: Literal["none", "ddlerp"] = "none"  # RWKV-6's data-dependent mix with the previous token
-    feature_map: Literal["identity", "elu+1", "relu", "silu", "taylor-1", "taylor-2", "taylor-3", "taylor-4"] = (
-        "identity"
-    )
-    qk_norm: Literal["none", "l2"] = "none"
+    feature_map: Literal[
+        "identity", "elu+1", "relu", "silu", "dpfp-1", "dpfp-2", "dpfp-3", "taylor-1", "taylor-2", "taylor-3",
+        "taylor-4",
+    ] = "identity"  # fmt: skip
+    qk_norm: Literal["none", "l2", "sum"] = "none"  # sum: of a feature map that is not negative, to a sum of 1
     rotary: bool = False
 
     @property
@@ -50,12 +51,17 @@ class Inputs:
         kind, _, order = self.feature_map.partition("-")
         return int(order) if kind == "taylor" else None
 
+    @property
+    def positive(self) -> bool:
+        """Whether no feature is negative."""
+        return self.feature_map in ("elu+1", "relu") or self.feature_map.startswith("dpfp")
+
 
 @dataclass(frozen=True)
 class Decay:
-    """How memory fades. The kind fixes the shape of log_decay: [H] fixed, [B,T,H] scalar, [B,T,H,K] vector."""
+    """How memory fades. The kind fixes the shape of log_decay: [H] retnet, [B,T,H] softplus, [B,T,H,K] the others."""
 
-    kind: Literal["none", "retnet", "softplus", "sigmoid", "exp", "softplus-vector"] = "none"
+    kind: Literal["none", "retnet", "xpos", "softplus", "sigmoid", "exp", "softplus-vector"] = "none"
     rank: int | None = None  # of the low-rank projection of a vector decay; None: the head's key dimension
 
 
@@ -112,19 +118,29 @@ class MixerSpec:
     def _objections(self):
         inputs, decay, write, read, gate = self.inputs, self.decay, self.write, self.read, self.competition
         delta, order = write.rule == "delta", inputs.order
-        positive = inputs.feature_map in ("elu+1", "relu") or (order is not None and order % 2 == 0)
+        positive = inputs.positive or (order is not None and order % 2 == 0)
         yield (
             read.norm == "sum" and not positive,
             f"read.norm='sum' divides by q·z, which can vanish or change sign under inputs.feature_map="
-            f"{inputs.feature_map!r}; expected 'elu+1' or 'relu', which are not negative, or taylor of even order",
+            f"{inputs.feature_map!r}; expected one without negative features: elu+1, relu, dpfp, taylor of even order",
         )
         yield (
             read.norm == "sum" and (delta or read.bonus or (inputs.rotary and order is None)),
             "read.norm='sum' needs write.rule='add', no bonus and no rotary: each of them can make q·z vanish",
         )
         yield (
-            delta and inputs.qk_norm != "l2",
-            "write.rule='delta' with inputs.qk_norm='none' diverges once β‖k‖² > 2; expected inputs.qk_norm='l2'",
+            delta and inputs.qk_norm == "none",
+            "write.rule='delta' with inputs.qk_norm='none' diverges once β‖k‖² > 2; expected 'l2', or 'sum'",
+        )
+        yield (
+            inputs.qk_norm == "sum" and not inputs.positive,
+            f"inputs.qk_norm='sum' divides by a sum that inputs.feature_map={inputs.feature_map!r} can make vanish; "
+            "expected 'elu+1', 'relu' or dpfp",
+        )
+        yield (
+            decay.kind == "xpos" and (not inputs.rotary or order is not None),
+            f"decay.kind='xpos' fades what a rotation turns; expected inputs.rotary=True and no taylor features, got "
+            f"rotary={inputs.rotary} and feature_map={inputs.feature_map!r}",
         )
         yield (delta and read.bonus, "read.bonus=True reads the memory before the write; expected write.rule='add'")
         yield (
@@ -183,8 +199,10 @@ class MixerSpec:
         return int(width) // H
 
     def memory_rows(self, key_dim: int) -> int:
-        """Numbers that a head's key is in memory: K, or the C(K + n, n) monomials of a Taylor feature map."""
-        order = self.inputs.order
+        """Numbers that a head's key is in memory: K, the C(K + n, n) monomials of taylor-n, the 2 K n of dpfp-n."""
+        order, (kind, _, shifts) = self.inputs.order, self.inputs.feature_map.partition("-")
+        if kind == "dpfp":
+            return 2 * key_dim * int(shifts)
         return key_dim if order is None else math.comb(key_dim + order, order)
 
     def state_shapes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, ...]]:

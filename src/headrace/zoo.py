@@ -36,6 +36,8 @@ LINEAR: dict[str, MixerSpec] = {
     "taylor-softmax": MixerSpec(Heads(key_dim=16), Inputs(feature_map="taylor-2", rotary=True), read=Read("sum")),
     # + a fixed decay per head, rotation, and a norm per head instead of the sum. https://arxiv.org/abs/2307.08621
     "retnet": MixerSpec(Heads(expand_v=2.0), Inputs(rotary=True), Decay("retnet"), read=Read("rms", "silu")),
+    # RetNet whose decay is that of xPos, a rate per key channel and none per head. https://arxiv.org/abs/2212.10554
+    "xpos-retnet": MixerSpec(Heads(expand_v=2.0), Inputs(rotary=True), Decay("xpos"), read=Read("rms", "silu")),
     # + the decay and the write strength are one step size dt, read from the token. https://arxiv.org/abs/2405.21060
     "mamba2": MixerSpec(
         Heads(expand_k=4.0, expand_v=2.0, qk_groups=1), Inputs(conv=4, conv_bias=True), Decay("softplus"),
@@ -46,6 +48,12 @@ LINEAR: dict[str, MixerSpec] = {
     # + the present token is read with a weight of its own; inputs mix with the token before. https://arxiv.org/abs/2404.05892
     "rwkv6": MixerSpec(
         inputs=Inputs(shift="ddlerp"), decay=Decay("exp", rank=64), read=Read("group", "silu", scale="one", bonus=True)
+    ),
+    # Linear attention that overwrites, of sparse features that sum to 1; with an additive rule it is linear attention.
+    # https://arxiv.org/abs/2102.11174
+    "delta-fast-weights": MixerSpec(
+        inputs=Inputs(feature_map="dpfp-1", qk_norm="sum"), write=Write("delta", "sigmoid"),
+        read=Read("none", scale="one"),
     ),
     # Linear attention that overwrites: what k holds is taken out before v goes in. https://arxiv.org/abs/2406.06484
     "deltanet": MixerSpec(inputs=Inputs(conv=4, qk_norm="l2"), write=Write("delta", "sigmoid")),

@@ -15,10 +15,10 @@ from ..errors import GateWarning
 from ..gates import (
     DECAYS,
     FEATURE_MAPS,
+    NORMS,
     HeadCompetition,
     OutputGate,
     TokenShift,
-    l2_norm,
     rotary,
 )
 from ..packing import Sequences
@@ -197,8 +197,8 @@ class LinearMixer(Mixer):
         else:
             feature_map = FEATURE_MAPS[self.spec.inputs.feature_map]
             q, k = feature_map(q), feature_map(k)
-        if self.spec.inputs.qk_norm == "l2":
-            q, k = l2_norm(q), l2_norm(k)
+        norm = NORMS[self.spec.inputs.qk_norm]
+        q, k = norm(q), norm(k)
         return self._rotate(q, k, positions) if self.features is None else (q, k)
 
     def _rotate(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,84 @@
+"""Mixers whose equations are told by fields of the spec, against those equations written out in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headrace import mixers, zoo
+from headrace.errors import InputError
+from headrace.gates import FEATURE_MAPS, sum_norm
+
+D, H, T = 32, 4, 50
+
+
+def error(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def build(name, **changes):
+    mixer = mixers.build(zoo.get(name), **{"hidden_size": D, "num_heads": H, **changes}).double()
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return mixer
+
+
+def heads(mixer, x, names="qkv"):
+    return (F.linear(x, mixer.part(name)).unflatten(-1, (H, -1)) for name in names)
+
+
+# --- xPos ------------------------------------------------------------------------------------------------------------
+
+
+def test_xpos_is_its_products():
+    """q_n e^{inθ} ζ^{n/512} against k_m e^{imθ} ζ^{−m/512} for complex pairs of channels, all pairs of tokens, no decay
+    besides."""
+    mixer, x = build("xpos-retnet"), torch.randn(2, T, D).double()
+    q, k, v = heads(mixer, x)
+    i, n = torch.arange(mixer.K // 2).double(), torch.arange(T).double()[:, None, None]
+    theta, zeta = 10000 ** (-2 * i / mixer.K), (i / (mixer.K / 2) + 0.4) / (1 + 0.4)
+    pairs = lambda y: torch.complex(*y.chunk(2, -1)) * torch.exp(1j * n * theta)  # noqa: E731
+    q, k = pairs(q) * zeta ** (n / 512), pairs(k) * zeta ** (-n / 512)
+    scores = torch.einsum("bnhi,bmhi->bhnm", q, k.conj()).real.tril() * mixer.K**-0.5
+    out = F.rms_norm(torch.einsum("bhnm,bmhv->bnhv", scores, v), (mixer.V,), mixer.norm_weight, 1e-6)
+    expected = mixer.o_proj((out * F.silu(next(heads(mixer, x, ["gate"])))).flatten(-2))
+    assert error(mixer(x)[0], expected) <= 1e-12
+
+
+def test_xpos_is_safe_where_its_products_overflow():
+    """At position 40 000 the smallest ζ^{−m/512} is e^98, beyond float32."""
+    mixer, x = build("xpos-retnet").float(), torch.randn(1, T, D)
+    here, state = mixer(x)
+    there = mixer(x, state._replace(tokens=torch.tensor([40_000]), memory=torch.zeros_like(state.memory)))[0]
+    assert there.isfinite().all()
+    assert error(there, here) <= 1e-4  # only distances count
+
+
+# --- fast weights ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shifts", [1, 2, 3])
+def test_fast_weight_features_are_sparse_and_sum_to_one(shifts):
+    x = torch.randn(1000, 6).double()
+    features = FEATURE_MAPS[f"dpfp-{shifts}"](x)
+    assert features.shape == (1000, 12 * shifts)
+    r = torch.cat([x, -x], -1).clamp(min=0)
+    expected = [r[:, i] * r[:, (i + j) % 12] for j in range(1, shifts + 1) for i in range(12)]
+    assert torch.equal(features, torch.stack(expected, -1))
+    k = sum_norm(features)
+    assert (k >= 0).all()
+    assert (k.square().sum(-1) <= 1).all()  # the delta rule needs β |k|² ≤ 2
+    assert torch.equal(sum_norm(torch.zeros(6)), torch.zeros(6))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("deltanet(inputs.qk_norm=sum)", "can make vanish"),
+        ("deltanet(inputs.qk_norm=none)", "diverges"),
+        ("retnet(decay.kind=xpos, inputs.rotary=false)", "what a rotation turns"),
+        ("taylor-softmax(decay.kind=xpos)", "no taylor features"),
+    ],
+)
+def test_what_cannot_be_is_refused(name, sentence):
+    with pytest.raises(InputError, match=sentence):
+        zoo.get(name)
