@@ -29,6 +29,9 @@ CASES = [
         f"{name}(inputs.feature_map=taylor-2, heads.key_dim=3)"
         for name in ("softmax-gla", "softmax-gated-deltanet", "rwkv6")
     ),
+    *("softmax-rnn-norm(numerator=relu, denominator=layer, affine=true)", "softmax-rnn-gate(denominator=none)"),
+    *("softmax-rnn-gate(order=3, denominator=input-gate)", "softmax-rnn-norm(numerator=elu+1, denominator=sum)"),
+    *("softmax-rnn-norm(numerator=cosine, order=2, denominator=detached)",),
     *("sliding-window(pattern.window=2)", "longformer(pattern.window=7)", "gqa(null=true)", "mqa(buckets=8)"),
     *(
         f"bigbird(pattern.block=4, pattern.window=8, pattern.first={n}, kv_heads=2, null=true, buckets=8)"
@@ -67,7 +70,7 @@ def test_the_state_is_what_the_spec_says(name):
     mixer, x = specimen(name, 0)
     named = mixer(x)[1]._asdict()
     described = zoo.get(name)
-    options = {"tokens": x.shape[1]} if isinstance(described, spec.AttentionSpec) else {}
+    options = {"tokens": x.shape[1]} if isinstance(described, spec.CACHED) else {}
     shapes = described.state_shapes(HIDDEN, HEADS, **options)
     assert {key: tuple(named[key].shape) for key in shapes} == {key: (BATCH, *s) for key, s in shapes.items()}
     measured = sum(named[key][0].numel() * 4 for key in shapes)

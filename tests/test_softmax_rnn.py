@@ -1,15 +1,20 @@
 """Softmax attention as a sum of recurrent networks, and taken apart."""
 
+import itertools
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from attention_layers import error
+from attention_layers import agree, error
 from headrace import linear_attention, mixers, zoo
 from headrace.errors import InputError
+from headrace.gates import rotary
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, load
+from headrace.laws import by_steps, with_op
 from headrace.mixers.taylor import TaylorFeatures, truncated_exp
+from headrace.softmax_rnn_spec import NORMS, SoftmaxRNNSpec
 
 D, H, d = 32, 2, 16
 
@@ -76,9 +81,8 @@ def test_a_saved_model_is_the_same_model(tmp_path):
     assert torch.equal(load(tmp_path)(tokens).logits, model(tokens).logits)
 
 
-def taylor(order, transformer):
-    """A recurrent layer with the weights of a softmax attention layer, whose logits it cuts off after this order."""
-    norm = "sum" if order % 2 == 0 else "none"
+def taylor(order, transformer, norm):
+    """A recurrent layer with the weights of a softmax attention layer, whose e^x it cuts off after this order."""
     described = zoo.get(f"taylor-softmax(inputs.feature_map=taylor-{order}, heads.key_dim=none, read.norm={norm})")
     layer = mixers.build(described, hidden_size=D, num_heads=8).double()
     with torch.no_grad():
@@ -92,5 +96,180 @@ def taylor(order, transformer):
 def test_even_orders_tend_to_the_transformer():
     transformer, x = mixers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
     y = transformer(x)[0]
-    second, fourth = (error(taylor(order, transformer)(x)[0], y) for order in (2, 4))
+    second, fourth = (error(taylor(order, transformer, "sum")(x)[0], y) for order in (2, 4))
     assert fourth < second / 5 < 0.01
+
+
+# --- taken apart -----------------------------------------------------------------------------------------------------
+
+NUMERATORS = [
+    *(("exp", order) for order in (None, 0, 2, 3)),
+    *(("relu", order) for order in (None, 3)),
+    *(("elu+1", order) for order in (None, 2)),
+    *(("cosine", order) for order in (None, 4)),
+]
+DENOMINATORS = ["sum", "detached", "none", "output-gate", "input-gate", "l2", "rms", "layer"]
+
+
+def specs(denominator):
+    """The whole product for one denominator, but for what is refused."""
+    norm, sums = denominator in NORMS, denominator in ("sum", "detached")
+    for (numerator, order), clamp in itertools.product(NUMERATORS, (None, 0.3)):
+        for affine, by_length in itertools.product((False, True) if norm else (False,), (False, True)):
+            signed = (numerator, order) in (("exp", 3), ("cosine", None))
+            if not (sums and (signed or by_length)):
+                yield SoftmaxRNNSpec(numerator, order, clamp, denominator, affine, by_length)
+
+
+def weight(spec, q, k):
+    """Of one query and one key."""
+    function = {"exp": lambda x: x, "relu": F.relu, "elu+1": lambda x: F.elu(x) + 1}
+    function["cosine"] = lambda x: x / (x @ x + 1e-6).sqrt()
+    q, k = (function[spec.numerator](x) for x in (q, k))
+    logit = q @ k / (1 if spec.numerator == "cosine" else len(q) ** 0.5)
+    logit = logit if spec.clamp is None else logit.clamp(max=spec.clamp)
+    if spec.order is not None:
+        return sum(logit**m / math.factorial(m) for m in range(spec.order + 1))
+    return logit.exp() if spec.numerator == "exp" else logit
+
+
+def readout(spec, layer, weights, values, gate):
+    """Of one token and head: weights [L], values [L, d]."""
+    out = weights @ values
+    if spec.denominator in ("sum", "detached"):
+        total = weights.sum().clamp(min=1e-6)
+        out = out / (total.detach() if spec.denominator == "detached" else total)
+    out = out / len(weights) if spec.by_length else out
+    if spec.denominator == "output-gate":
+        out = out * gate
+    if spec.denominator == "layer":
+        out = out - out.mean()
+    # What ε is small beside: the row's largest e^x is taken as 1 before a norm.
+    eps = layer.norm_eps * (weights.max().detach() ** 2 if (spec.numerator, spec.order) == ("exp", None) else 1)
+    out = out / {"l2": (out.square().sum() + eps).sqrt()}.get(spec.denominator, 1)
+    out = out / (out.square().mean() + eps).sqrt() if spec.denominator in ("rms", "layer") else out
+    out = out * layer.norm_weight if spec.affine else out
+    return out + layer.norm_bias if spec.affine and spec.denominator == "layer" else out
+
+
+def literal(layer, x, causal):
+    """The layer, pair of tokens by pair of tokens: x [T, D] -> [T, D]."""
+    spec, T = layer.spec, len(x)
+    q, k, v = (p(x).view(T, H, -1) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = (rotary(y[None], torch.arange(T)[None], layer.rope_theta)[0] for y in (q, k))
+    gate = torch.sigmoid(layer.gate(x)) if spec.denominator.endswith("gate") else torch.ones(T, H, dtype=x.dtype)
+    v = v * gate[..., None] if spec.denominator == "input-gate" else v
+    rows = []
+    for t, h in itertools.product(range(T), range(H)):
+        end = t + 1 if causal else T
+        weights = torch.stack([weight(spec, q[t, h], k[s, h]) for s in range(end)])
+        rows.append(readout(spec, layer, weights, v[:end, h], gate[t, h]))
+    return layer.o_proj(torch.stack(rows).view(T, -1))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_the_whole_product_is_its_equation(denominator, causal):
+    for described in specs(denominator):
+        layer = mixers.build(described, hidden_size=8, num_heads=H, causal=causal).double()
+        with torch.no_grad():
+            for name, p in layer.named_parameters():
+                p.add_(torch.randn_like(p), alpha=0.3 if "norm" in name else 0.5)
+        x = draw(3, 8).requires_grad_()
+        found, expected = layer(x[None])[0][0], literal(layer, x, causal)
+        assert error(found, expected) <= 1e-10, described
+        weights = torch.randn_like(found)
+        gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (found, expected)]
+        assert (gradients[0] - gradients[1]).norm() <= 1e-9 * max(1, gradients[1].norm()), described
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_with_the_parts_of_softmax_it_is_softmax_attention(causal):
+    sdpa = mixers.build(zoo.get("transformer"), hidden_size=D, num_heads=H, causal=causal)
+    ours = mixers.build(SoftmaxRNNSpec(), hidden_size=D, num_heads=H, causal=causal)
+    ours.load_state_dict(sdpa.state_dict())
+    agree(lambda x: ours(x)[0], lambda x: sdpa(x)[0], 3 * torch.randn(2, 60, D), 1e-6)
+
+
+def test_a_detached_sum_is_the_same_forward_and_another_backward():
+    sum_, detached = (
+        mixers.build(SoftmaxRNNSpec(denominator=kind), hidden_size=D, num_heads=H).double()
+        for kind in ("sum", "detached")
+    )
+    detached.load_state_dict(sum_.state_dict())
+    x = draw(2, 20, D).requires_grad_()
+    outs = [layer(x)[0] for layer in (sum_, detached)]
+    assert torch.equal(*outs)
+    one, other = (torch.autograd.grad(out.square().sum(), x)[0] for out in outs)
+    assert error(one, other) > 0.01
+
+
+def test_an_encoder_with_padding_sees_each_row_alone():
+    layer, x = (
+        mixers.build(zoo.get("softmax-rnn-gate"), hidden_size=D, num_heads=H, causal=False).double(),
+        draw(2, 9, D),
+    )
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, :4] = False
+    y = layer(x, mask=mask)[0]
+    assert error(y[0], layer(x[:1])[0][0]) <= 1e-12
+    assert error(y[1, 4:], layer(x[1:, 4:])[0][0]) <= 1e-12
+    with pytest.raises(InputError, match="encoder"):
+        layer(x, layer(x)[1])
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("softmax-rnn-norm(denominator=sum, order=3)", "even order"),
+        ("softmax-rnn-norm(denominator=detached, numerator=cosine)", "even order"),
+        ("softmax-rnn-norm(denominator=sum, by_length=true)", "does nothing"),
+        ("softmax-rnn-gate(affine=true)", "parameters to a norm"),
+        ("softmax-rnn-gate(order=-1)", "order=-1"),
+        ("softmax-rnn-gate(numerator=tanh)", "exp, relu"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(expression, reason):
+    with pytest.raises(InputError, match=reason):
+        zoo.get(expression)
+
+
+# --- both forms ------------------------------------------------------------------------------------------------------
+
+
+def direct(order, transformer, denominator):
+    """The T×T form of `taylor`."""
+    layer = mixers.build(SoftmaxRNNSpec(order=order, denominator=denominator), hidden_size=D, num_heads=8).double()
+    layer.load_state_dict(transformer.state_dict())
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("order", "denominator"), [(1, "none"), (2, "none"), (3, "none"), (4, "none"), (2, "sum"), (4, "sum")]
+)
+def test_features_chunks_steps_and_powers_of_logits_are_one_function(order, denominator):
+    """Up to the 1e-6 that a recurrent sum has added to it."""
+    transformer, x = mixers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), 2 * draw(2, 40, D)
+    recurrent, y = taylor(order, transformer, denominator), direct(order, transformer, denominator)(x)[0]
+    ways = [with_op(recurrent, x, form=form) for form in ("chunkwise", "recurrent", "parallel")]
+    for found in (*ways, by_steps(recurrent, x)):
+        assert error(found, y) <= (1e-10 if denominator == "none" else 1e-6)
+
+
+@torch.no_grad()
+def test_all_even_orders_tend_to_softmax_where_logits_are_bounded():
+    transformer, x = mixers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
+    y = transformer(x)[0]
+    errors = [error(direct(order, transformer, "sum")(x)[0], y) for order in range(0, 11, 2)]
+    assert all(later < before / 4 for before, later in itertools.pairwise(errors))
+    assert errors[-1] < 1e-6
+
+
+def test_order_one_by_length_is_the_running_mean_and_linear_attention():
+    spec = SoftmaxRNNSpec(order=1, denominator="none", by_length=True)
+    layer, x = mixers.build(spec, hidden_size=D, num_heads=H).double(), draw(2, 30, D)
+    q, k, v = (p(x).unflatten(-1, (H, -1)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = (rotary(y, torch.arange(30)[None], layer.rope_theta) for y in (q, k))
+    length = torch.arange(1, 31)[:, None, None]
+    mean = (v.cumsum(1) + linear_attention(q, k, v)[0]) / length
+    assert error(layer(x)[0], layer.o_proj(mean.flatten(-2))) <= 1e-12

@@ -14,10 +14,10 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "headrace"
 # Each part may import those before it.
 ORDER = [
-    "errors", "literal", "attention_spec", "scan_spec", "matrix_spec", "model_spec", "spec", "stack_spec", "zoo",
-    "checks", "backends", "dispatch", "recurrence", "packing", "gates", "mixers", "laws", "model", "cache", "config",
-    "hf", "models", "retrofit", "generate", "data", "recipes", "tasks", "train", "report", "pretraining", "cli_train",
-    "cli",
+    "errors", "literal", "attention_spec", "scan_spec", "softmax_rnn_spec", "matrix_spec", "model_spec", "spec",
+    "stack_spec", "zoo", "checks", "backends", "dispatch", "recurrence", "packing", "gates", "mixers", "laws",
+    "model", "cache", "config", "hf", "models", "retrofit", "generate", "data", "recipes", "tasks", "train",
+    "report", "pretraining", "cli_train", "cli",
 ]  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def test_the_readme_runs(code, monkeypatch):
 
 def test_the_readme_names_every_mixer_and_every_part():
     assert set(re.findall(r"^\| `([^`]+)`", README, re.MULTILINE)) == {
-        *zoo.LINEAR, *zoo.SCANS, *zoo.MATRICES, *zoo.ATTENTION, *zoo.MODELS,
+        *zoo.LINEAR, *zoo.SCANS, *zoo.MATRICES, *zoo.ATTENTION, *zoo.SOFTMAX_RNNS, *zoo.MODELS,
     }  # fmt: skip
     tree = re.search(r"^src/headrace/\n(.*?)^tests/", README, re.DOTALL | re.MULTILINE)
     assert tree is not None

@@ -15,11 +15,16 @@ from rich.table import Table
 from . import __version__, cli_train, zoo
 from .dispatch import BACKENDS
 from .errors import InputError
-from .spec import AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, to_json
+from .spec import CACHED, AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, SoftmaxRNNSpec, to_json
 
 ZOO_WIDTH, ZOO_HEADS = 1024, 4  # at which `headrace zoo` counts
-DECAYS = {AttentionSpec: "none", ScanSpec: "per channel", MatrixSpec: "matrix"}
-RULES = {AttentionSpec: "softmax attention", ScanSpec: "add", MatrixSpec: "add"}
+DECAYS = {AttentionSpec: "none", SoftmaxRNNSpec: "none", ScanSpec: "per channel", MatrixSpec: "matrix"}
+RULES = {
+    AttentionSpec: "softmax attention",
+    SoftmaxRNNSpec: "parts of softmax attention",
+    ScanSpec: "add",
+    MatrixSpec: "add",
+}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -133,7 +138,7 @@ def describe(name: str) -> dict[str, Any]:
     spec = zoo.get(name)
     linear, size = isinstance(spec, MixerSpec), spec.state_bytes(ZOO_WIDTH, ZOO_HEADS)
     gate = spec.competition if linear else None
-    grows = isinstance(spec, AttentionSpec) and spec.pattern is None
+    grows = isinstance(spec, CACHED) and getattr(spec, "pattern", None) is None
     return {
         "decay": spec.decay.kind if linear else DECAYS[type(spec)],
         "rule": spec.write.rule if linear else RULES[type(spec)],

@@ -14,6 +14,7 @@ from .errors import InputError
 from .matrix_spec import MatrixSpec
 from .model_spec import RecurrentSpec
 from .scan_spec import ScanSpec
+from .softmax_rnn_spec import SoftmaxRNNSpec
 
 
 @dataclass(frozen=True)
@@ -233,8 +234,10 @@ class MixerSpec:
 # --- JSON --------------------------------------------------------------------------------------------------------
 TYPES: dict[str, type] = {
     "linear": MixerSpec, "attention": AttentionSpec, "scan": ScanSpec, "matrix": MatrixSpec, "rnn": RecurrentSpec,
+    "softmax-rnn": SoftmaxRNNSpec,
 }  # fmt: skip
-Spec = MixerSpec | AttentionSpec | ScanSpec | MatrixSpec
+Spec = MixerSpec | AttentionSpec | ScanSpec | MatrixSpec | SoftmaxRNNSpec
+CACHED = (AttentionSpec, SoftmaxRNNSpec)  # whose state has tokens in it
 
 
 def to_json(spec) -> dict[str, Any]:
@@ -303,6 +306,6 @@ def change_all(spec, values: dict[str, Any]):
 
 
 __all__ = [
-    "AttentionSpec", "Competition", "Decay", "Heads", "Inputs", "MatrixSpec", "MixerSpec", "Pattern", "Read",
-    "ScanSpec", "Spec", "Write", "change", "change_all", "from_json", "record", "replace", "to_json",
+    "CACHED", "AttentionSpec", "Competition", "Decay", "Heads", "Inputs", "MatrixSpec", "MixerSpec", "Pattern", "Read",
+    "ScanSpec", "SoftmaxRNNSpec", "Spec", "Write", "change", "change_all", "from_json", "record", "replace", "to_json",
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from .spec import (
     Pattern,
     Read,
     ScanSpec,
+    SoftmaxRNNSpec,
     Write,
     change_all,
     from_json,
@@ -86,6 +87,12 @@ ATTENTION: dict[str, AttentionSpec] = {
     "flash-reference": AttentionSpec(form="tiles"),
 }
 
+SOFTMAX_RNNS: dict[str, SoftmaxRNNSpec] = {
+    # Softmax attention whose sum is a norm of what it divides. https://arxiv.org/abs/2507.23632
+    "softmax-rnn-norm": SoftmaxRNNSpec(denominator="l2"),
+    # Or a gate, and the number of tokens.
+    "softmax-rnn-gate": SoftmaxRNNSpec(clamp=5.0, denominator="output-gate", by_length=True),
+}
 
 SCANS: dict[str, ScanSpec] = {
     # In every channel a linear system with a diagonal matrix, the same for all tokens. https://arxiv.org/abs/2206.11893
@@ -124,7 +131,7 @@ def compete(spec: MixerSpec, competition: Competition | None = None) -> MixerSpe
 
 def names() -> list[str]:
     """Every mixer that `get` knows, plain and Softmax."""
-    return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *SCANS, *MATRICES, *ATTENTION]
+    return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *SCANS, *MATRICES, *ATTENTION, *SOFTMAX_RNNS]
 
 
 def get(mixer):
@@ -154,7 +161,7 @@ def _named(name: str):
     base = name.removeprefix("softmax-")
     if base in LINEAR:
         return LINEAR[base] if base == name else compete(LINEAR[base])
-    if name in (others := SCANS | MATRICES | ATTENTION | MODELS):
+    if name in (others := SCANS | MATRICES | ATTENTION | SOFTMAX_RNNS | MODELS):
         return others[name]
     if base in SCANS:
         raise InputError(

@@ -4,7 +4,7 @@ from torch import nn
 
 from ..errors import InputError
 from ..model_spec import ModelSpec
-from ..spec import AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, Spec
+from ..spec import AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, SoftmaxRNNSpec, Spec
 from .attention import SoftmaxAttention
 from .both_ways import BothWays
 from .gla_outer import GLAOuter
@@ -13,8 +13,11 @@ from .mamba import Mamba
 from .rwkv4 import RWKV4
 from .rwkv7 import RWKV7
 from .s4 import S4, S4D
+from .softmax_rnn import SoftmaxRNN
 
-MIXERS: dict[type, type[nn.Module]] = {MixerSpec: LinearMixer, AttentionSpec: SoftmaxAttention}
+MIXERS: dict[type, type[nn.Module]] = {
+    MixerSpec: LinearMixer, AttentionSpec: SoftmaxAttention, SoftmaxRNNSpec: SoftmaxRNN,
+}  # fmt: skip
 SCANS: dict[str, type[nn.Module]] = {"mamba": Mamba, "rwkv4": RWKV4, "s4": S4, "s4d": S4D}
 MATRICES: dict[str, type[nn.Module]] = {"gla-outer": GLAOuter, "rwkv7": RWKV7}
 
@@ -25,7 +28,7 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
     causal: False for an encoder's, whose tokens see all others of their sequence."""
     if isinstance(spec, ModelSpec):
         raise InputError(f"{type(spec).__name__} is a whole model, no mixer of a layer; headrace.models.build makes it")
-    if isinstance(spec, AttentionSpec):
+    if isinstance(spec, AttentionSpec | SoftmaxRNNSpec):
         settings["causal"] = causal
     elif not causal:
         return BothWays(*(build(spec, **settings) for _ in range(2)))

@@ -4,6 +4,7 @@ Dimensions: B batch, T new tokens, L all tokens so far, D hidden size, H query h
 dimension, N sequences.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -82,10 +83,10 @@ class SoftmaxAttention(nn.Module):
         if self.spec.pattern is not None:
             out, state = self._attend_within(q, k, v, state, cu_seqlens)
         elif cu_seqlens is None:
-            state = _extended(state, k, v, mask)
+            state = extended(state, k, v, mask)
             out = self._attend(q, *state)
         else:
-            out, state = self._attend_packed(q, k, v, state, cu_seqlens.diff().tolist())
+            out, state = attend_packed(self._attend, q, k, v, state, cu_seqlens.diff().tolist())
         return self.o_proj(out.flatten(-2)), state
 
     def remember(self, memory: Tensor, mask: Tensor | None = None) -> AttentionState:
@@ -110,22 +111,6 @@ class SoftmaxAttention(nn.Module):
             return flash_attention(q, k, v, causal=self.causal, valid=valid)
         return attend(q, k, v, valid, causal=self.causal, bias=self.bias, null=self.spec.null)
 
-    def _attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState | None, lengths: list[int]
-    ) -> tuple[Tensor, AttentionState]:
-        """One attention per sequence: no work and no memory for pairs of tokens of different sequences."""
-        out, keys, values = [], [], []
-        for n, (qn, kn, vn) in enumerate(zip(*(x[0].split(lengths) for x in (q, k, v)), strict=True)):
-            if state is not None:
-                past = _valid(state.k, state.valid)[n]
-                kn, vn = torch.cat([state.k[n, past], kn]), torch.cat([state.v[n, past], vn])
-            out.append(self._attend(qn[None], kn[None], vn[None])[0])
-            keys.append(kn)
-            values.append(vn)
-        seen = torch.tensor([len(kn) for kn in keys], device=k.device)
-        valid = torch.arange(max(map(len, keys)), device=k.device) < seen[:, None]
-        return torch.cat(out)[None], AttentionState(pad_sequence(keys, True), pad_sequence(values, True), valid)
-
     def _attend_within(self, q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor | None):
         """Attention to what the pattern shows: rows of a batch are a pack of sequences of one length."""
         assert self.spec.pattern is not None
@@ -137,11 +122,28 @@ class SoftmaxAttention(nn.Module):
         return out.unflatten(0, (B, T)), state
 
 
+def attend_packed(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, state: AttentionState | None, lengths: list[int]
+) -> tuple[Tensor, AttentionState]:
+    """One attention per sequence: no work and no memory for pairs of tokens of different sequences."""
+    out, keys, values = [], [], []
+    for n, (qn, kn, vn) in enumerate(zip(*(x[0].split(lengths) for x in (q, k, v)), strict=True)):
+        if state is not None:
+            past = _valid(state.k, state.valid)[n]
+            kn, vn = torch.cat([state.k[n, past], kn]), torch.cat([state.v[n, past], vn])
+        out.append(attend(qn[None], kn[None], vn[None])[0])
+        keys.append(kn)
+        values.append(vn)
+    seen = torch.tensor([len(kn) for kn in keys], device=k.device)
+    valid = torch.arange(max(map(len, keys)), device=k.device) < seen[:, None]
+    return torch.cat(out)[None], AttentionState(pad_sequence(keys, True), pad_sequence(values, True), valid)
+
+
 def _valid(k: Tensor, mask: Tensor | None) -> Tensor:
     return torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if mask is None else mask
 
 
-def _extended(state: AttentionState | None, k: Tensor, v: Tensor, mask: Tensor | None) -> AttentionState:
+def extended(state: AttentionState | None, k: Tensor, v: Tensor, mask: Tensor | None) -> AttentionState:
     if state is None:
         return AttentionState(k, v, mask)
     valid = None

@@ -27,15 +27,19 @@ def attend(
     T, L = q.shape[1], k.shape[1]
     if valid is None and bias is None and (not causal or T in (1, L)):
         return weigh(q, k, v, null=null, causal=causal and T > 1)
-    own, keys = torch.arange(L - T, L, device=q.device)[:, None], torch.arange(L, device=q.device)
-    allowed = (keys <= own if causal else torch.ones_like(keys <= own))[None]
-    if valid is not None:
-        allowed = allowed & valid[:, None] | (keys == own) & causal
     logits = None
     if bias is not None:
-        places = keys[None] if valid is None else valid.cumsum(1) - 1
+        places = torch.arange(L, device=q.device)[None] if valid is None else valid.cumsum(1) - 1
         logits = bias(places[:, L - T :, None] - places[:, None])
-    return weigh(q, k, v, allowed[:, None], logits, null=null)
+    return weigh(q, k, v, visible(q, k, valid, causal)[:, None], logits, null=null)
+
+
+def visible(q: Tensor, k: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
+    """Which keys each query of `attend` sees, [B or 1, T, L]."""
+    T, L = q.shape[1], k.shape[1]
+    own, keys = torch.arange(L - T, L, device=q.device)[:, None], torch.arange(L, device=q.device)
+    allowed = (keys <= own if causal else torch.ones_like(keys <= own))[None]
+    return allowed if valid is None else allowed & valid[:, None] | (keys == own) & causal
 
 
 def weigh(

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..spec import AttentionSpec, MixerSpec, Spec, change
+from ..spec import CACHED, AttentionSpec, MixerSpec, Spec, change
 from .summary import Comparison, Contender, show, show_contender
 
 MATCHED = 0.01  # parameters within this part of each other are matched
@@ -125,8 +125,8 @@ def ranking(comparison: Comparison) -> Iterator[str]:
     if len(backbones) > 1:
         places = ", ".join(f"{c.label} {show(c.metric, c.mean)}" for c in ranked)
         yield f"In order of the mean: {places}."
-    transformers = [c for c in ranked if isinstance(c.spec, AttentionSpec)]
-    others = [c for c in ranked if not isinstance(c.spec, AttentionSpec)]
+    transformers = [c for c in ranked if isinstance(c.spec, CACHED)]
+    others = [c for c in ranked if not isinstance(c.spec, CACHED)]
     if transformers and others:
         cache, state = transformers[0].constant("state_bytes"), max(c.constant("state_bytes") for c in others)
         tokens = comparison.plan["length"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from ..spec import AttentionSpec, from_json
+from ..spec import CACHED, from_json
 from ..tasks import IGNORED, Rows
 from ..tasks.base import Batch
 from .environment import environment
@@ -162,5 +162,5 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
 def state_bytes(arm: Arm) -> int:
     """Of one layer and one sequence, at the end of a row."""
     spec, shape = from_json(arm.spec), arm.plan.shape
-    at = {"tokens": arm.plan.task.length} if isinstance(spec, AttentionSpec) else {}
+    at = {"tokens": arm.plan.task.length} if isinstance(spec, CACHED) else {}
     return spec.state_bytes(shape.hidden_size, shape.heads, **at)
