@@ -20,7 +20,7 @@ from headrace.train.choose import choose
 from headrace.train.compare import complete
 from headrace.train.defaults import DEMO, PAIR
 from headrace.train.folder import claim, result_path, write_json
-from headrace.train.plan import Plan, Recipe, Shape, Study, split
+from headrace.train.plan import Plan, Recipe, Shape, Study
 
 CONTROL = "softmax-retnet(competition.activation=sigmoid)"
 SMALL = Plan(
@@ -110,7 +110,7 @@ def test_evaluation_is_the_mean_over_answers():
 
 # --- plans and folders --------------------------------------------------------------------------------------
 def test_commas_between_mixers_and_within_them():
-    assert split("a, b(c=1,d=2),e") == ("a", "b(c=1,d=2)", "e")
+    assert zoo.split("a, b(c=1,d=f(g=3,h=4)),e") == ("a", "b(c=1,d=f(g=3,h=4))", "e")
 
 
 def test_choosing():

@@ -159,7 +159,6 @@ def verify(
 
     from .laws import TOLERANCE
     from .laws import verify as check
-    from .train.plan import split
 
     dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCE}
     if dtype not in dtypes:
@@ -168,7 +167,7 @@ def verify(
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"--device={device!r} cannot be used: {str(error).splitlines()[0]}") from None
-    names = split(mixers) if mixers else zoo.names()
+    names = zoo.split(mixers) if mixers else zoo.names()
     for name in names:
         zoo.get(name)  # a name that is unknown is so before the first check
     console, broken = terminal(), 0

@@ -6,7 +6,6 @@ Dimensions: B batch, T tokens, D hidden size, N sequences (B, or those of a pack
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
@@ -17,8 +16,7 @@ from transformers.utils import can_return_tuple
 from .cache import HeadraceCache
 from .config import HeadraceConfig
 from .errors import InputError
-from .gates import SelfInitialised
-from .model import Backbone, Block, padding_mask
+from .model import Backbone, Block, initialise, padding_mask
 
 
 class HeadraceBlock(GradientCheckpointingLayer, Block):
@@ -33,14 +31,8 @@ class HeadracePreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _is_stateful = True
 
-    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, SelfInitialised | nn.Conv1d | nn.RMSNorm | nn.LayerNorm):
-            module.reset_parameters()
+        initialise(module, self.config.initializer_range)
 
 
 class HeadraceModel(HeadracePreTrainedModel):

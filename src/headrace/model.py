@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import mixers
 from .checks import require
+from .gates import SelfInitialised
 from .mixers.attention import AttentionState
 from .mixers.positions import sinusoidal
 from .packing import count_tokens
@@ -203,6 +204,20 @@ class Backbone(nn.Module):
     def remember(self, other: Tensor, mask: Tensor | None = None) -> list[AttentionState]:
         """The other sequence [B, L, D] as the cross attention of each block sees it; mask [B, L]: False is padding."""
         return [layer.cross.remember(other, mask) for layer in self.layers]  # type: ignore[operator, union-attr]
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, std: float | None = None) -> None:
+    """Draw a module's own parameters, children first: linear layers and embeddings from a normal distribution.
+
+    std: its standard deviation; None: (width of the input)^-1/2, for an embedding 1."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        inputs = module.in_features if isinstance(module, nn.Linear) else 1
+        nn.init.normal_(module.weight, std=inputs**-0.5 if std is None else std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, SelfInitialised | nn.Conv1d | nn.RMSNorm | nn.LayerNorm):
+        module.reset_parameters()
 
 
 def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:

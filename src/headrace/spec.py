@@ -243,7 +243,8 @@ CACHED = (AttentionSpec, SoftmaxRNNSpec)  # whose state has tokens in it
 def to_json(spec) -> dict[str, Any]:
     """A spec as plain dicts and literals; `from_json` reads it back to an equal spec."""
     kind = next(name for name, cls in TYPES.items() if type(spec) is cls)
-    return {"type": kind, **dataclasses.asdict(spec)}
+    inner = {f.name: to_json(x) for f in fields(spec) if type(x := getattr(spec, f.name)) in TYPES.values()}
+    return {"type": kind, **dataclasses.asdict(spec), **inner}
 
 
 def from_json(data: dict[str, Any]):
@@ -261,6 +262,8 @@ def record(cls, data: dict[str, Any], where: str):
     for name, value in data.items():
         if name not in known:
             raise InputError(f"{where} has no field {name!r}; expected one of {', '.join(known)}")
+        if isinstance(value, dict) and "type" in value:
+            value = from_json(value)
         nested = next((t for t in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(t)), None)
         if nested is not None and isinstance(value, dict):
             values[name] = record(nested, value, f"{where}.{name}")

@@ -25,7 +25,9 @@ from .spec import (
     Write,
     change_all,
     from_json,
+    to_json,
 )
+from .stack_spec import BlockStyle, TransformerSpec
 
 PAPER = Competition(read="query", write="value", scale="one")  # the literal equations 3-16 of arXiv 2602.01744
 
@@ -121,6 +123,12 @@ MODELS: dict[str, ModelSpec] = {
     "luong": RecurrentSpec(alignment=Alignment("general", query="after", feed=True)),
     # The state before a step asks, what it reads goes into the step. https://arxiv.org/abs/1409.0473
     "bahdanau": RecurrentSpec("gru", bidirectional=True, alignment=Alignment("additive", query="before")),
+    # No recurrence: attention within the source, within the target, and across. https://arxiv.org/abs/1706.03762
+    "transformer-2017": TransformerSpec(
+        style=BlockStyle("layer", "post", "relu", bias=True, positions="sinusoidal"), label_smoothing=0.1
+    ),
+    # + norms before, without means and biases; a bias for each distance; nothing divides by √d. https://arxiv.org/abs/1910.10683
+    "t5": TransformerSpec(AttentionSpec(rotary=False, buckets=32, scale="one"), BlockStyle(mlp="relu"), "output"),
 }
 
 
@@ -138,7 +146,8 @@ def get(mixer):
     """The spec of a mixer given as a name, an expression, a dict or a spec.
 
     An expression changes fields of a named mixer: `softmax-gla(competition.activation=sigmoid, heads.count=8)`;
-    `competition=paper` takes the paper's literal equations, `competition=none` takes the gates away.
+    `competition=paper` takes the paper's literal equations, `competition=none` takes the gates away;
+    `bert(mixer=softmax-gla)` builds a whole model of another mixer.
     """
     if isinstance(mixer, dict):
         return from_json(mixer)
@@ -148,13 +157,27 @@ def get(mixer):
     if not match:
         raise InputError(f"mixer {mixer!r} is not of the form NAME or NAME(field=value, ...)")
     changes: dict[str, object] = {}
-    for setting in filter(None, (part.strip() for part in (match[2] or "").split(","))):
+    for setting in split(match[2] or ""):
         path, equals, text = (part.strip() for part in setting.partition("="))
         if not equals:
             raise InputError(f"{setting!r} in mixer {mixer!r} is not of the form field=value")
         named = {"paper": asdict(PAPER), "default": asdict(Competition()), "none": None}
         changes[path] = named.get(text, text) if path == "competition" else _literal(text)
+        if path == "mixer":  # of a whole model
+            changes[path] = to_json(get(text))
     return change_all(_named(match[1]), changes)
+
+
+def split(text: str) -> tuple[str, ...]:
+    """ "a, b(c=1, d=2), e" -> ("a", "b(c=1, d=2)", "e")."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return tuple(part.strip() for part in parts if part.strip())
 
 
 def _named(name: str):

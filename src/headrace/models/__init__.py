@@ -1,10 +1,12 @@
 """Whole models from sequence to sequence: source tokens in, target tokens out."""
 
 from ..model_spec import ModelSpec, RecurrentSpec
+from ..stack_spec import TransformerSpec
 from .base import EncoderDecoder, EncoderDecoderOutput, ModelSizes, shift_right
 from .rnn import RecurrentModel
+from .transformer import TransformerModel
 
-FAMILIES: dict[type, type[EncoderDecoder]] = {RecurrentSpec: RecurrentModel}
+FAMILIES: dict[type, type[EncoderDecoder]] = {RecurrentSpec: RecurrentModel, TransformerSpec: TransformerModel}
 
 
 def build(spec: ModelSpec, **sizes) -> EncoderDecoder:

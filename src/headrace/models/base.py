@@ -29,6 +29,8 @@ class ModelSizes:
     num_heads: int = 4
     num_layers: int = 1
     intermediate_size: int | None = None  # of an MLP, where there is one; None: the family's usual one
+    max_positions: int = 512  # of learned ones
+    norm_eps: float = 1e-6
     start_token_id: int = 0  # before the first target token, and after the last
     end_token_id: int = 1
 
@@ -53,9 +55,9 @@ class Decoded(NamedTuple):
 class EncoderDecoder(nn.Module):
     """A family says how it reads a source, in `encode`, and how it goes on with a target, in `decode`."""
 
-    def __init__(self, sizes: ModelSizes):
+    def __init__(self, sizes: ModelSizes, label_smoothing: float = 0.0):
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.label_smoothing = sizes, label_smoothing
 
     def encode(self, input_ids: Tensor, valid: Tensor) -> Any:
         """input_ids [B, L], valid [B, L] (False: padding) -> whatever `decode` needs of the source."""
@@ -82,7 +84,10 @@ class EncoderDecoder(nn.Module):
         loss = None
         if labels is not None:
             wide = decoded.logits.to(accumulator(decoded.logits))
-            loss = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+            smoothing = self.label_smoothing if self.training else 0.0
+            loss = F.cross_entropy(
+                wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, label_smoothing=smoothing
+            )
         return EncoderDecoderOutput(loss, decoded.logits, decoded.alignments if output_alignments else None)
 
     @torch.no_grad()

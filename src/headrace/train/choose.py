@@ -4,10 +4,11 @@ import difflib
 from dataclasses import fields, replace
 from typing import Any
 
+from .. import zoo
 from ..errors import InputError
 from ..tasks import Text
 from .defaults import DEFAULTS, DEMO
-from .plan import Plan, Recipe, Shape, Study, split
+from .plan import Plan, Recipe, Shape, Study
 
 
 def choose(task: str | None, files: list[str], tokenizer: str | None, changes: dict[str, Any]) -> Study:
@@ -36,7 +37,7 @@ def changed(plan: Plan, changes: dict[str, Any]) -> Plan:
     own = lambda record: {f.name: changes[f.name] for f in fields(record) if f.name in changes}  # noqa: E731
     return replace(
         plan,
-        mixers=split(changes["mixers"]) if "mixers" in changes else plan.mixers,
+        mixers=zoo.split(changes["mixers"]) if "mixers" in changes else plan.mixers,
         seeds=changes.get("seeds", plan.seeds),
         task=plan.task.resized(changes["length"]) if "length" in changes else plan.task,
         shape=replace(plan.shape, **own(Shape)),

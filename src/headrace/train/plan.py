@@ -123,8 +123,3 @@ class Study:
 def backbone(spec):
     """A mixer's spec without its gates: what X and softmax-X share."""
     return replace(spec, competition=None) if isinstance(spec, MixerSpec) else spec
-
-
-def split(mixers: str) -> tuple[str, ...]:
-    """ "a,b(c=1,d=2),e" -> ("a", "b(c=1,d=2)", "e")."""
-    return tuple(part.strip() for part in re.split(r",(?![^(]*\))", mixers) if part.strip())
