@@ -113,6 +113,18 @@ def generate(
         print(f"{len(result['tokens'])} tokens, {result['tokens_per_second']:.1f} a second", file=sys.stderr)
 
 
+def serve(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder written by `train` or save_pretrained.")],
+    host: Annotated[str, typer.Option()] = "127.0.0.1",
+    port: Annotated[int, typer.Option()] = 8000,
+    longest: Annotated[int, typer.Option(help="Tokens of a prompt; longer ones are refused.")] = 32768,
+) -> None:
+    """Serve a model as OpenAI's API does: transformers' own server, one stream at a time."""
+    from .serve import serve as run
+
+    run(checkpoint, host, port, longest)
+
+
 def retrofit(
     checkpoint: Annotated[Path, typer.Argument(help="A folder written by `train` or save_pretrained.")],
     output: Annotated[Path, typer.Option(help="The folder to make.")],

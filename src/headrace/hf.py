@@ -131,6 +131,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             logits_to_keep: the number of last positions, or the positions, to compute logits for; 0: all.
             loss_kwargs: `num_items_in_batch` to divide the loss by, `shift_labels` instead of labels.
         """
+        loss_kwargs.pop("tokenizer", None)  # an argument of `generate`, which hands it on; a server always gives it one
         if unknown := loss_kwargs.keys() - {"num_items_in_batch", "shift_labels"}:
             raise TypeError(f"forward() got an unexpected argument {min(unknown)!r}")
         output = self.model(
