@@ -14,18 +14,41 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "headrace"
 # Each part may import those before it.
 ORDER = [
-<<<<<<< HEAD
-    "errors", "literal", "attention_spec", "scan_spec", "softmax_rnn_spec", "matrix_spec", "model_spec", "spec",
-    "stack_spec", "zoo", "checks", "backends", "dispatch", "recurrence", "packing", "gates", "mixers", "laws",
-    "model", "cache", "config", "hf", "models", "retrofit", "generate", "data", "recipes", "tasks", "train",
-    "report", "pretraining", "cli_train", "cli",
-=======
-    "errors", "literal", "attention_spec", "scan_spec", "matrix_spec", "model_spec", "spec", "stack_spec", "zoo",
-    "checks", "backends", "dispatch", "recurrence", "packing", "gates", "mixers", "laws", "model", "cache", "config",
-    "hf", "models", "retrofit", "generate", "serve", "data", "recipes", "tasks", "train", "report", "pretraining",
-    "cli_train", "cli",
->>>>>>> 040a312 (headrace serve: transformers' server with our models, and a sentence for whoever asks wrongly)
-]  # fmt: skip
+    "errors",
+    "literal",
+    "attention_spec",
+    "scan_spec",
+    "softmax_rnn_spec",
+    "matrix_spec",
+    "model_spec",
+    "spec",
+    "stack_spec",
+    "zoo",
+    "checks",
+    "backends",
+    "dispatch",
+    "recurrence",
+    "packing",
+    "gates",
+    "mixers",
+    "laws",
+    "model",
+    "cache",
+    "config",
+    "hf",
+    "models",
+    "retrofit",
+    "generate",
+    "serve",
+    "data",
+    "recipes",
+    "tasks",
+    "train",
+    "report",
+    "pretraining",
+    "cli_train",
+    "cli",
+]
 
 
 def parts_imported(path: Path) -> set[str]:
