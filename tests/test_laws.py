@@ -32,6 +32,8 @@ CASES = [
     *("softmax-rnn-norm(numerator=relu, denominator=layer, affine=true)", "softmax-rnn-gate(denominator=none)"),
     *("softmax-rnn-gate(order=3, denominator=input-gate)", "softmax-rnn-norm(numerator=elu+1, denominator=sum)"),
     *("softmax-rnn-norm(numerator=cosine, order=2, denominator=detached)",),
+    *("residual-delta(write.look=1)", "kda(write.look=5)"),
+    *("softmax-residual-delta(heads.qk_groups=2, decay.kind=retnet, competition.write=beta)",),
     *("sliding-window(pattern.window=2)", "longformer(pattern.window=7)", "gqa(null=true)", "mqa(buckets=8)"),
     *(
         f"bigbird(pattern.block=4, pattern.window=8, pattern.first={n}, kv_heads=2, null=true, buckets=8)"

@@ -1,12 +1,16 @@
 """Mixers whose equations are told by fields of the spec, against those equations written out in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace import mixers, zoo
+from headrace import linear_attention, mixers, zoo
 from headrace.errors import InputError
 from headrace.gates import FEATURE_MAPS, sum_norm
+from headrace.mixers.residual import ResidualDelta
+from headrace.packing import Sequences
 
 D, H, T = 32, 4, 50
 
@@ -82,3 +86,65 @@ def test_fast_weight_features_are_sparse_and_sum_to_one(shifts):
 def test_what_cannot_be_is_refused(name, sentence):
     with pytest.raises(InputError, match=sentence):
         zoo.get(name)
+
+
+# --- a write strength that sees the residual -------------------------------------------------------------------------
+
+
+def residual_delta(mixer, x):
+    """Token by token, the memory before the token's chunk taken anew at each of its beginnings."""
+    decays = mixer.decay(F.linear(x, mixer.part("decay")))
+    logits = F.linear(x, mixer.part("beta"))
+    q, k, v = heads(mixer, x)
+    q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+    S, out = x.new_zeros(len(x), H, mixer.K, mixer.V), []
+    for t in range(x.shape[1]):
+        if t % mixer.spec.write.look == 0:
+            before = S
+        S, before = (decays[:, t, :, None, None].exp() * M for M in (S, before))
+        read = lambda M, t=t: torch.einsum("bhk,bhkv->bhv", k[:, t], M)  # noqa: E731
+        wrong, size = (y.square().sum(-1) for y in (v[:, t] - read(before), v[:, t]))
+        beta = torch.sigmoid(logits[:, t] + mixer.residual.weight * (wrong - size) / (wrong + size))
+        S = S + torch.einsum("bh,bhk,bhv->bhkv", beta, k[:, t], v[:, t] - read(S))
+        out.append(mixer.K**-0.5 * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+    out = F.rms_norm(torch.stack(out, 1), (mixer.V,), mixer.norm_weight, 1e-6)
+    return mixer.o_proj((out * F.silu(next(heads(mixer, x, ["gate"])))).flatten(-2))
+
+
+@pytest.mark.parametrize("look", [1, 7, 16, 40])
+def test_the_residual_is_that_of_the_memory_before_the_chunk(look):
+    """Of one token: the exact residual. Outputs and all gradients."""
+    mixer, x = build(f"residual-delta(inputs.conv=0, write.look={look})"), torch.randn(2, T, D).double()
+    outputs = mixer(x)[0], residual_delta(mixer, x)
+    assert error(*outputs) <= 1e-11
+    weight = torch.randn_like(x)
+    gradients = (torch.autograd.grad((y * weight).sum(), mixer.parameters()) for y in outputs)
+    assert all(error(mine, theirs) <= 1e-10 for mine, theirs in zip(*gradients, strict=True))
+
+
+def test_blind_to_the_residual_it_is_gated_deltanet():
+    mixer, theirs = build("residual-delta"), build("gated-deltanet")
+    mixer.residual.reset_parameters()
+    theirs.load_state_dict({name: y for name, y in mixer.state_dict().items() if "residual" not in name})
+    x = torch.randn(2, T, D).double()
+    assert error(mixer(x)[0], theirs(x)[0]) <= 1e-12
+
+
+def test_a_positive_weight_writes_what_is_new_and_a_negative_one_keeps_what_is_held():
+    """A value is written under a key, then another under the same."""
+    k = F.normalize(torch.ones(1, 2, 1, 4), dim=-1)
+    v = torch.tensor([1.0, -1.0])[None, :, None, None].expand(1, 2, 1, 2)
+    x = {"q": k, "k": k, "v": v, "beta": torch.zeros(1, 2, 1)}
+    held = {}
+    for weight in (-8.0, 0.0, 8.0):
+        rule = ResidualDelta(1, 1)
+        rule.weight.data.fill_(weight)
+        out, _, _ = rule(partial(linear_attention, rule="delta", scale=1.0), x, None, Sequences(v, None))
+        held[weight] = out[0, 1, 0, 0].item()
+    assert held[-8.0] > 0.4 > held[0.0] > -0.4 > held[8.0]
+
+
+@pytest.mark.parametrize("setting", ["write.rule=add", "write.beta=one", "write.look=0"])
+def test_a_look_needs_a_delta_rule_and_a_beta(setting):
+    with pytest.raises(InputError, match="look"):
+        zoo.get(f"residual-delta({setting})")

@@ -72,6 +72,7 @@ class Write:
 
     rule: Literal["add", "delta"] = "add"
     beta: Literal["one", "sigmoid", "dt"] = "one"  # "dt": the step size of the softplus decay
+    look: int | None = None  # β also sees what memory lacks of v, as it was at the start of a chunk of so many tokens
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,12 @@ class MixerSpec:
             write.beta == "dt" and decay.kind != "softplus",
             f"write.beta='dt' is the step size of decay.kind='softplus'; got decay.kind={decay.kind!r}",
         )
+        yield (
+            write.look is not None and (not delta or write.beta != "sigmoid"),
+            f"write.look={write.look} makes β depend on what the delta rule corrects; expected write.rule='delta' and "
+            f"write.beta='sigmoid', got {write.rule!r} and {write.beta!r}",
+        )
+        yield (write.look is not None and write.look < 1, f"write.look={write.look}; expected at least 1 token")
         yield (inputs.conv < 0 or inputs.conv == 1, f"inputs.conv must be 0 or at least 2; got {inputs.conv}")
         key_dim = self.heads.key_dim
         yield (key_dim is not None and key_dim < 1, f"heads.key_dim must be at least 1; got {key_dim}")
@@ -206,11 +213,18 @@ class MixerSpec:
             return 2 * key_dim * int(shifts)
         return key_dim if order is None else math.comb(key_dim + order, order)
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a token's place in its sequence matters."""
+        return self.inputs.rotary or self.write.look is not None
+
     def state_shapes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, ...]]:
         """What one sequence carries from token to token, without the batch dimension."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
         shapes: dict[str, tuple[int, ...]] = {"memory": (H, self.memory_rows(K), V + (self.read.norm == "sum"))}
+        if (self.write.look or 1) > 1:
+            shapes["before"] = shapes["memory"]
         if self.inputs.conv:
             groups = self.heads.qk_groups or H
             shapes["conv"] = (self.inputs.conv - 1, 2 * groups * K + H * V)

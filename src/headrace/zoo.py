@@ -65,6 +65,12 @@ LINEAR: dict[str, MixerSpec] = {
         Heads(expand_k=0.75, expand_v=1.5), Inputs(conv=4, qk_norm="l2"), Decay("softplus"), Write("delta", "sigmoid"),
         Read("rms", "silu"),
     ),
+    # Gated DeltaNet whose write strength also sees how wrong the memory was, every 16 tokens; with a weight of 0 for
+    # what it sees, where it begins, it is Gated DeltaNet. Ours, no paper's: after https://arxiv.org/abs/2412.06464
+    "residual-delta": MixerSpec(
+        Heads(expand_k=0.75, expand_v=1.5), Inputs(conv=4, qk_norm="l2"), Decay("softplus"),
+        Write("delta", "sigmoid", look=16), Read("rms", "silu"),
+    ),
     # + that decay per key channel. https://arxiv.org/abs/2510.26692
     "kda": MixerSpec(
         inputs=Inputs(conv=4, qk_norm="l2"), decay=Decay("softplus-vector"), write=Write("delta", "sigmoid"),

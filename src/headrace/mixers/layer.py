@@ -5,6 +5,7 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from ..packing import Sequences
 from ..recurrence import accumulator, linear_attention, step
 from ..spec import MixerSpec
 from .base import Mixer
+from .residual import ResidualDelta
 from .taylor import TaylorFeatures
 
 GROUP_NORM_EPS = 64e-5  # RWKV-6's: 1e-5 times its head size divisor squared
@@ -36,7 +38,8 @@ class MixerState(NamedTuple):
     memory: Tensor  # [N, H, K, V]
     conv: Tensor | None = None  # [N, width − 1, channels]
     shift: Tensor | None = None  # [N, 1, D]
-    tokens: Tensor | None = None  # [N], how many were seen, for rotary
+    tokens: Tensor | None = None  # [N], how many were seen, for rotary and chunks that are counted
+    before: Tensor | None = None  # [N, H, K, V], the memory before the present chunk, for a β that sees it
 
 
 class LinearMixer(Mixer):
@@ -56,6 +59,7 @@ class LinearMixer(Mixer):
     features: Any
     decay: Any
     bonus: Any
+    residual: Any
     norm_weight: Any
     norm_bias: Any
     skip: Any
@@ -92,12 +96,14 @@ class LinearMixer(Mixer):
 
     def _build_memory(self) -> None:
         spec, rows = self.spec, self.spec.memory_rows(self.K)
-        self.decay = self.bonus = None
+        self.decay = self.bonus = self.residual = None
         if spec.decay.kind != "none":
             self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
             self.parts["decay"] = self.decay.reads
         if spec.write.beta == "sigmoid":
             self.parts["beta"] = self.H
+        if spec.write.look is not None:
+            self.residual = ResidualDelta(spec.write.look, self.H)
         if spec.read.bonus:
             self.bonus = nn.Parameter(torch.empty(self.H, rows))
 
@@ -152,11 +158,11 @@ class LinearMixer(Mixer):
         gates = self._compete(q, k, x)
         tokens = state.tokens if state is not None else None
         q, k = self._shape(q, k, sequences.positions(tokens, x) if self.spec.inputs.rotary else None)
-        out, memory = self._recur(q, k, v, inputs, gates, state, cu_seqlens)
+        out, memory, memory_before = self._recur(q, k, v, inputs, gates, state, sequences)
         y = self._read_out(out, v, inputs.get("gate"), gates[0])
-        if self.spec.inputs.rotary:
+        if self.spec.counts_tokens:
             tokens = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
-        return y, MixerState(memory, conv, shift, tokens)
+        return y, MixerState(memory, conv, shift, tokens, memory_before)
 
     def _project(self, x: Tensor, state: MixerState | None, sequences: Sequences):
         """The parts of in_proj, each [B, T, size], and the state of the token shift, which gives parts inputs of their
@@ -210,7 +216,7 @@ class LinearMixer(Mixer):
         """Of the logits."""
         return 1.0 if self.spec.read.scale == "one" else self.K**-0.5
 
-    def _recur(self, q, k, v, inputs, gates, state, cu_seqlens) -> tuple[Tensor, Tensor]:
+    def _recur(self, q, k, v, inputs, gates, state, sequences) -> tuple[Tensor, Tensor, Tensor | None]:
         spec, (log_read, log_write) = self.spec, gates
         log_decay, beta = self._decay_and_beta(inputs, log_write)
         arguments: dict[str, Any] = {
@@ -221,14 +227,17 @@ class LinearMixer(Mixer):
         }
         fixed: dict[str, Any] = {"rule": spec.write.rule, "bonus": self.bonus, "normalise": spec.read.norm == "sum"}
         fixed["scale"] = self._scale() if self.features is None else 1.0
-        memory = None if state is None else state.memory
+        if self.residual is not None:
+            return self.residual(partial(self.op, **fixed), {"q": q, "k": k, "v": v, **arguments}, state, sequences)
+        memory, cu_seqlens = None if state is None else state.memory, sequences.cu_seqlens
         if v.shape[1] == 1 and cu_seqlens is None:
             now = {n: a if a is None or a.dim() == 1 else a[:, 0] for n, a in arguments.items()}
             out, memory = step(q[:, 0], k[:, 0], v[:, 0], memory, **now, **fixed)
-            return out[:, None], memory
-        return self.op(q, k, v, **arguments, **fixed, initial_state=memory, cu_seqlens=cu_seqlens)
+            return out[:, None], memory, None
+        return *self.op(q, k, v, **arguments, **fixed, initial_state=memory, cu_seqlens=cu_seqlens), None
 
     def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
+        """log_decay, and β or, where it also depends on the memory, its logit."""
         if self.spec.write.beta == "dt":
             dt = self.decay.step_size(inputs["decay"])
             return self.decay.decay(dt), dt
@@ -238,7 +247,7 @@ class LinearMixer(Mixer):
         logits = inputs["beta"].to(accumulator(inputs["beta"]))
         if log_write is not None and self.write_place == "beta":
             logits = logits + log_write
-        return log_decay, torch.sigmoid(logits)
+        return log_decay, logits if self.residual is not None else torch.sigmoid(logits)
 
     def _read_gate_inside(self) -> bool:
         """Whether the op applies the read gate: on q as the paper has it, or where nothing stands between it and the
