@@ -15,7 +15,7 @@ import torch
 
 from headrace import zoo
 from headrace.errors import InputError
-from headrace.tasks import Pair, Text
+from headrace.tasks import Answers, Pair, Text
 from headrace.train.choose import choose
 from headrace.train.compare import complete
 from headrace.train.defaults import DEMO, PAIR
@@ -84,12 +84,12 @@ def test_gate_statistics_of_even_and_of_decided_heads():
 
     model = build(SMALL.arms()[1])
     rows = SMALL.task.held_out(8)
-    _, _, even = evaluate(model, rows, 4)
+    _, even = evaluate(model, rows, 4)
     assert [(g["layer"], g["gate"]) for g in even] == [(0, "read"), (0, "write")]
     assert all(g["entropy"] == pytest.approx(1, abs=1e-5) and g["load"] == pytest.approx([0.25] * 4) for g in even)
     with torch.no_grad():
         model.lm.model.backbone.layers[0].mixer.write_competition.weight.normal_(std=1e6)
-    _, _, (read, write) = evaluate(model, rows, 4)
+    _, (read, write) = evaluate(model, rows, 4)
     assert read == even[0]
     assert write["entropy"] == pytest.approx(0, abs=0.05)
     assert sum(write["load_asked"]) == pytest.approx(1) == sum(write["load_other"])
@@ -102,10 +102,13 @@ def test_evaluation_is_the_mean_over_answers():
     from headrace.train.model import build
 
     model, rows = build(SMALL.arms()[0]), SMALL.task.held_out(7)
-    loss, accuracy, gates = evaluate(model, rows, 3)
+    answers, gates = evaluate(model, rows, 3)
     output, asked = model(**rows), rows["shift_labels"] >= 0
-    assert loss == pytest.approx(output.loss.item(), rel=1e-5) and gates == []
-    assert accuracy == pytest.approx((output.logits.argmax(-1) == rows["shift_labels"])[asked].float().mean().item())
+    right = (output.logits.argmax(-1) == rows["shift_labels"]) & asked
+    assert answers.loss == pytest.approx(output.loss.item(), rel=1e-5) and gates == []
+    assert torch.equal(answers.right, right) and torch.equal(answers.asked, asked)
+    assert answers.accuracy == pytest.approx(right[asked].float().mean().item())
+    assert Answers(0.0, torch.tensor([[1, 0], [1, 1]]) > 0, torch.tensor([[1, 0], [1, 0]]) > 0).exact == 0.5
 
 
 # --- plans and folders --------------------------------------------------------------------------------------

@@ -1,16 +1,26 @@
 """Tasks: what a row asks can be answered from the row, rows depend on nothing but the seed, bad text is refused."""
 
+import contextlib
 import json
 import math
+import re
+from datetime import datetime
 
 import pytest
 import torch
 
+from headrace import zoo
 from headrace.errors import InputError
-from headrace.tasks import IGNORED, TASKS, Mqar, Pair, Rows, Text
+from headrace.spec import to_json
+from headrace.tasks import IGNORED, TASKS, Answers, Dates, Mqar, Pair, Reverse, Rows, Text
 from headrace.tasks.base import BLOCK
+from headrace.train.plan import Arm
 
-SYNTHETIC = (Pair(), Pair(keys=9, pairs=7, queries=3), Mqar(), Mqar(keys=12, pairs=5, length=23))
+SYNTHETIC = (Pair(), Pair(keys=9, pairs=7, queries=3), Mqar(), Mqar(keys=12, pairs=5, length=23), Reverse(), Dates())
+
+
+def nats(loss):
+    return Answers(loss, torch.ones(1, 2) > 0, torch.ones(1, 2) > 0)
 
 
 def rows_of(task, count=32):
@@ -59,7 +69,14 @@ def test_rows_depend_on_the_seed_alone(task):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Pair(keys=4, pairs=5), lambda: Pair().resized(7), lambda: Mqar(pairs=8, length=20)]
+    "make",
+    [
+        lambda: Pair(keys=4, pairs=5),
+        lambda: Pair().resized(7),
+        lambda: Mqar(pairs=8, length=20),
+        lambda: Reverse(length=3, shortest=4),
+        lambda: Dates().resized(9),
+    ],
 )
 def test_impossible_rows_are_refused(make):
     with pytest.raises(InputError, match="expected"):
@@ -67,10 +84,70 @@ def test_impossible_rows_are_refused(make):
 
 
 @pytest.mark.parametrize(
-    "task", [Pair().resized(10), Pair().resized(100), Mqar().resized(12), Text().resized(9)], ids=repr
+    "task",
+    [Pair().resized(10), Pair().resized(100), Mqar().resized(12), Text().resized(9), Reverse().resized(12)],
+    ids=repr,
 )
 def test_a_task_at_another_length(task):
     assert task.length in (10, 100, 12, 9) and type(task) is TASKS[task.name]
+
+
+# --- from sequence to sequence --------------------------------------------------------------------------------
+@pytest.mark.parametrize("task", [Reverse(), Reverse(symbols=3, length=5, shortest=2), Dates()], ids=repr)
+def test_pairs_become_rows(task):
+    batch = task.sample(torch.Generator().manual_seed(3), 50)
+    pairs = list(task.pairs(torch.Generator().manual_seed(3), 50))
+    assert batch["input_ids"].shape == (50, task.length) == batch["attention_mask"].shape
+    assert batch["shift_labels"].shape == (50, task.written + 1)
+    assert int(batch["input_ids"].max()) < task.vocab_size
+    for i, (source, target) in enumerate(pairs):
+        assert task.text(batch["input_ids"][i]) == list(source)
+        assert task.text(batch["shift_labels"][i]) == [*target, "end"]
+        assert batch["attention_mask"][i].tolist() == [True] * len(source) + [False] * (task.length - len(source))
+        assert (batch["shift_labels"][i] == IGNORED).sum() == task.written - len(target)
+
+
+def test_reverse_reverses_at_every_length():
+    task = Reverse(length=8, shortest=2)
+    pairs = list(task.pairs(torch.Generator().manual_seed(0), 400))
+    assert all(target == source[::-1] for source, target in pairs)
+    assert {len(source) for source, _ in pairs} == set(range(2, 9))
+    assert {c for source, _ in pairs for c in source} == set(task.alphabet)
+    assert list(task.by_length(4)) == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert task.by_length(4)[10]["attention_mask"].all() and task.by_length(4)[10]["input_ids"].shape == (4, 10)
+
+
+FORMATS = ("%A, the %d of %B %Y", "%B %d, %Y", "%d %B %Y", "%a %d %b %Y", "%d %b %y", "%d.%m.%Y", "%m/%d/%y")
+
+
+def test_dates_are_what_is_written():
+    """Read back by Python's own parser, whose pivot year is 1969: only a century may differ."""
+    found = set()
+    for source, target in Dates().pairs(torch.Generator().manual_seed(0), 500):
+        plain = re.sub(r"(?<=\d)(st|nd|rd|th) of", " of", source)
+        for form in FORMATS:
+            with contextlib.suppress(ValueError):
+                read = datetime.strptime(plain, form)
+                assert f"{read:%Y-%m-%d}"[2:] == target[2:] and ("%y" in form or str(read.year) == target[:4])
+                assert "%a" not in form.lower() or f"{read:%A}".startswith(source[:3])
+                found.add(form)
+        assert 1950 <= int(target[:4]) < 2050 and len(source) <= Dates().length
+    assert found == set(FORMATS)
+
+
+def test_a_causal_model_reads_source_and_target_in_one_row():
+    from headrace.train.defaults import REVERSE
+    from headrace.train.model import as_read
+
+    whole, causal = (Arm(REVERSE, name, to_json(zoo.get(name)), None, 0) for name in ("bahdanau", "gla"))
+    rows = Reverse(symbols=3, length=3).sample(torch.Generator().manual_seed(0), 4)
+    assert as_read(whole, rows) is rows
+    row = as_read(causal, rows)
+    ids, mask, labels = rows["input_ids"], rows["attention_mask"], rows["shift_labels"]
+    assert torch.equal(row["input_ids"][:, :3], ids) and torch.equal(row["attention_mask"][:, :3], mask)
+    assert row["attention_mask"][:, 3:].all() and not row["input_ids"][:, 3].any()
+    assert torch.equal(row["input_ids"][:, 4:], labels[:, :-1].clamp(min=0))
+    assert torch.equal(row["shift_labels"][:, 3:], labels) and (row["shift_labels"][:, :3] == IGNORED).all()
 
 
 # --- text ----------------------------------------------------------------------------------------------------
@@ -94,7 +171,7 @@ def test_text_predicts_the_next_byte_and_holds_its_end_out(book):
 
 
 def test_scores_of_text(book):
-    scores = Text((str(book),)).scores(math.log(2), 0.5)
+    scores = Text((str(book),)).scores(nats(math.log(2)))
     assert scores == {"loss": math.log(2), "bits per byte": pytest.approx(1.0), "perplexity": pytest.approx(2.0)}
 
 
@@ -116,7 +193,7 @@ def test_a_tokenizer_file(book, tmp_path):
     assert int(task.sample(torch.Generator(), 4)["input_ids"].max()) < len(words)
     ratio = task.corpus.bytes_per_token
     assert ratio == pytest.approx(4, abs=1)
-    assert task.scores(math.log(2), 0.0)["bits per byte"] == pytest.approx(1 / ratio)
+    assert task.scores(nats(math.log(2)))["bits per byte"] == pytest.approx(1 / ratio)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
 """What models are compared on. A task is a frozen record of literals: JSON-able, cheap to send to a worker."""
 
-from .base import IGNORED, Metric, Rows, Task
+from .base import IGNORED, Answers, Metric, Rows, Task
+from .dates import Dates
 from .mqar import Mqar
 from .pair import Pair
+from .reverse import Reverse
+from .sequences import Sequences
 from .text import Text
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Pair, Mqar, Text)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Pair, Mqar, Text, Reverse, Dates)}
 
-__all__ = ["IGNORED", "TASKS", "Metric", "Mqar", "Pair", "Rows", "Task", "Text"]
+__all__ = [
+    "IGNORED", "TASKS", "Answers", "Dates", "Metric", "Mqar", "Pair", "Reverse", "Rows", "Sequences", "Task", "Text",
+]  # fmt: skip

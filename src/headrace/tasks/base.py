@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,11 +27,28 @@ class Metric:
     solved: float | None = None  # a score from here on leaves nothing to compare
 
 
+class Answers(NamedTuple):
+    """What a model said: its mean loss in nats, and [rows, T] where it was asked and where it was right."""
+
+    loss: float
+    asked: Tensor
+    right: Tensor
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.right.sum() / self.asked.sum())
+
+    @property
+    def exact(self) -> float:
+        """The share of rows without a mistake."""
+        return float((self.right == self.asked).all(1).float().mean())
+
+
 class Task(Protocol):
     """A source of rows {"input_ids": [rows, T] or [rows, T, channels], "shift_labels": [rows, T]}.
 
     The embeddings of a position's channels are summed; a negative id adds nothing. `shift_labels` stand at the position
-    that answers; IGNORED marks a position without a question.
+    that answers; IGNORED marks a position without a question. Tasks from sequence to sequence: see sequences.py.
     """
 
     name: ClassVar[str]
@@ -52,8 +69,8 @@ class Task(Protocol):
     def held_out(self, rows: int) -> Batch:
         """The same rows for every seed and every mixer, at most `rows` of them."""
 
-    def scores(self, loss: float, accuracy: float) -> dict[str, float]:
-        """Scores by name, `metric.name` among them, from the mean loss in nats and the share of right answers."""
+    def scores(self, answers: Answers) -> dict[str, float]:
+        """Scores by name, `metric.name` among them."""
 
 
 class Rows(Dataset):

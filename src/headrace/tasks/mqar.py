@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from ..errors import InputError
-from .base import IGNORED, Batch, Metric, held_out
+from .base import IGNORED, Answers, Batch, Metric, held_out
 
 GAP_EXPONENT = -0.99  # of the density of a query's distance from the pairs
 
@@ -60,5 +60,5 @@ class Mqar:
     def held_out(self, rows: int) -> Batch:
         return held_out(self.sample, rows)
 
-    def scores(self, loss: float, accuracy: float) -> dict[str, float]:
-        return {"accuracy": accuracy, "loss": loss}
+    def scores(self, answers: Answers) -> dict[str, float]:
+        return {"accuracy": answers.accuracy, "loss": answers.loss}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .base import Batch, Metric
+from .base import Answers, Batch, Metric
 
 HELD_OUT_SHARE = 0.1
 
@@ -69,7 +69,8 @@ class Text:
         window = tokens[starts[:, None] + torch.arange(self.length + 1)].long()
         return {"input_ids": window[:, :-1].contiguous(), "shift_labels": window[:, 1:].contiguous()}
 
-    def scores(self, loss: float, accuracy: float) -> dict[str, float]:
+    def scores(self, answers: Answers) -> dict[str, float]:
+        loss = answers.loss
         bits_per_byte = loss / math.log(2) / self.corpus.bytes_per_token
         # exp overflows where a model diverged
         return {"loss": loss, "bits per byte": bits_per_byte, "perplexity": math.exp(min(loss, 700.0))}

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
+from ..model_spec import ModelSpec
 from ..spec import CACHED, from_json
-from ..tasks import IGNORED, Rows
+from ..tasks import IGNORED, Answers, Rows, Sequences
 from ..tasks.base import Batch
 from .environment import environment
 from .folder import write_json
 from .gates import GateWatch
-from .model import build, gate_parameters
+from .model import Translator, as_read, build, gate_parameters
 from .plan import Arm, Recipe
 
 Tell = Callable[[int, dict[str, float] | None], None]  # step, scores where there are new ones
@@ -28,7 +29,8 @@ def train(arm: Arm, path: Path, tell: Tell) -> None:
     set_seed(arm.seed)
     model = build(arm)
     curve = Curve(arm, tell)
-    rows = Rows(plan.task.sample, arm.seed, plan.recipe.steps * plan.recipe.batch_size)
+    sample = lambda generator, rows: as_read(arm, plan.task.sample(generator, rows))  # noqa: E731
+    rows = Rows(sample, arm.seed, plan.recipe.steps * plan.recipe.batch_size)
     trainer = Trainer(
         model,
         arguments(plan.recipe, arm.seed, path.parent),
@@ -79,7 +81,7 @@ class Curve(TrainerCallback):
     def __init__(self, arm: Arm, tell: Tell):
         self.arm, self.tell = arm, tell
         self.every = math.ceil(arm.plan.recipe.steps / arm.plan.recipe.evaluations)
-        self.held_out = arm.plan.task.held_out(arm.plan.recipe.held_out)
+        self.held_out = as_read(arm, arm.plan.task.held_out(arm.plan.recipe.held_out))
         self.points: list[dict[str, Any]] = []
         self.seconds_per_step = math.inf  # in the fastest stretch between evaluations: others may use the machine too
 
@@ -99,8 +101,8 @@ class Curve(TrainerCallback):
 
     def point(self, step: int, model: nn.Module) -> None:
         recipe, task = self.arm.plan.recipe, self.arm.plan.task
-        loss, accuracy, gates = evaluate(model, self.held_out, recipe.batch_size)
-        scores = task.scores(loss, accuracy) if math.isfinite(loss) else {}
+        answers, gates = evaluate(model, self.held_out, recipe.batch_size)
+        scores = task.scores(answers) if math.isfinite(answers.loss) else {}
         self.points.append({"step": step, "scores": scores, "gates": gates})
         self.tell(step, scores)
         self.resumed = time.perf_counter()
@@ -116,22 +118,21 @@ def synchronise() -> None:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, rows: Batch, batch_size: int) -> tuple[float, float, list[dict[str, Any]]]:
-    """(mean loss in nats, share of right answers, gate statistics) over the positions with a label."""
+def evaluate(model: nn.Module, rows: Batch, batch_size: int) -> tuple[Answers, list[dict[str, Any]]]:
+    """(answers, gate statistics) over the positions with a label."""
     training, device = model.training, next(model.parameters()).device
-    loss, right, count = 0.0, 0, 0
+    asked, loss, right = rows["shift_labels"] != IGNORED, 0.0, []
     model.eval()
     with GateWatch().on(model) as watch:
         for batch in batches(rows, batch_size, device):
             labels = batch["shift_labels"]
             watch.asked = labels != IGNORED
-            asked = int(watch.asked.sum())
             output = model(**batch)
-            loss += output.loss.item() * asked
-            right += int((output.logits.argmax(-1) == labels)[watch.asked].sum())
-            count += asked
+            loss += output.loss.item() * int(watch.asked.sum())
+            right.append((output.logits.argmax(-1) == labels).cpu())
     model.train(training)
-    return loss / count, right / count, watch.summary() if math.isfinite(loss) else []
+    answers = Answers(loss / int(asked.sum()), asked, asked & torch.cat(right))
+    return answers, watch.summary() if math.isfinite(loss) else []
 
 
 def batches(rows: Batch, size: int, device: torch.device):
@@ -150,17 +151,43 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "gate_parameters": sum(p.numel() for p in gate_parameters(model)),
         "intermediate_size": arm.width,
-        "state_bytes": plan.shape.layers * state_bytes(arm),
+        "state_bytes": state_bytes(arm, curve.held_out["input_ids"].shape[1]),
         "scores": last["scores"],
         "diverged": not finite(last),
         "curve": curve.points,
+        **by_length(arm, model),
         "tokens_per_second": plan.recipe.batch_size * plan.task.length / curve.seconds_per_step,
         "environment": environment(),
     }
 
 
-def state_bytes(arm: Arm) -> int:
-    """Of one layer and one sequence, at the end of a row."""
+def by_length(arm: Arm, model: nn.Module) -> dict[str, Any]:
+    """Of a task from sequence to sequence: scores by the length of the source, and what one target was aligned to."""
+    task, recipe = arm.plan.task, arm.plan.recipe
+    if not isinstance(task, Sequences):
+        return {}
+    parts = {n: as_read(arm, rows) for n, rows in task.by_length(recipe.held_out // 2).items()}
+    scores = {str(n): evaluate(model, rows, recipe.batch_size)[0].exact for n, rows in parts.items()}
+    return {"by_length": scores, "alignment": alignment(model, task) if isinstance(model, Translator) else None}
+
+
+@torch.no_grad()
+def alignment(model: Translator, task: Sequences) -> dict[str, Any] | None:
+    """{source, target: their characters, weights [target, source]} of the longest of some held-out rows."""
+    rows = task.held_out(16)
+    longest = rows["attention_mask"].sum(1).argmax()
+    row = {name: values[longest, None].to(next(model.parameters()).device) for name, values in rows.items()}
+    weights = model.eval()(**row, output_alignments=True).alignments
+    if weights is None:
+        return None
+    source, target = (task.text(row[name][0]) for name in ("input_ids", "shift_labels"))
+    return {"source": source, "target": target, "weights": weights[0, : len(target), : len(source)].tolist()}
+
+
+def state_bytes(arm: Arm, tokens: int) -> int:
+    """Of one sequence, at the end of a row of so many tokens."""
     spec, shape = from_json(arm.spec), arm.plan.shape
-    at = {"tokens": arm.plan.task.length} if isinstance(spec, CACHED) else {}
-    return spec.state_bytes(shape.hidden_size, shape.heads, **at)
+    if isinstance(spec, ModelSpec):
+        return spec.state_bytes(shape.hidden_size, shape.heads, tokens, shape.layers)
+    at = {"tokens": tokens} if isinstance(spec, CACHED) else {}
+    return shape.layers * spec.state_bytes(shape.hidden_size, shape.heads, **at)

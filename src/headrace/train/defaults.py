@@ -1,6 +1,8 @@
 """What each task is compared on where a user says nothing else, and the demonstration."""
 
-from ..tasks import Mqar, Pair, Text
+from dataclasses import replace
+
+from ..tasks import Dates, Mqar, Pair, Reverse, Text
 from .plan import Plan, Recipe, Shape, Study
 
 PAIR = Plan(
@@ -28,5 +30,13 @@ TEXT = Plan(
     Recipe(batch_size=16, lr=6e-3, held_out=256),
     seeds=2,
 )
-DEFAULTS: dict[str, Plan] = {plan.task.name: plan for plan in (PAIR, MQAR, TEXT)}
+REVERSE = Plan(
+    "reverse",
+    ("rnn", "luong", "bahdanau", "transformer", "gated-deltanet"),
+    Reverse(),
+    Shape(layers=2, heads=4),
+    Recipe(steps=1000, lr=3e-3),
+)
+DATES = replace(REVERSE, name="dates", task=Dates())
+DEFAULTS: dict[str, Plan] = {plan.task.name: plan for plan in (PAIR, MQAR, TEXT, REVERSE, DATES)}
 DEMO = Study("demo", "Does head competition help?", (PAIR, TEXT))

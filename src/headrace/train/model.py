@@ -2,10 +2,18 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
+from .. import models
 from ..gates import HeadCompetition
 from ..hf import HeadraceConfig, HeadraceForCausalLM
+from ..model_spec import ModelSpec
+from ..models import EncoderDecoder, shift_right
+from ..spec import from_json
+from ..tasks import IGNORED, Sequences
+from ..tasks.base import Batch
+from ..tasks.sequences import START
 from .plan import Arm
 
 
@@ -16,20 +24,46 @@ class Learner(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, input_ids: Tensor, shift_labels: Tensor):
-        """input_ids [B, T] or [B, T, channels] (negative: nothing), shift_labels [B, T]."""
-        labels = {"labels": shift_labels, "shift_labels": shift_labels}
+    def forward(self, input_ids: Tensor, shift_labels: Tensor, attention_mask: Tensor | None = None):
+        """input_ids [B, T] or [B, T, channels] (negative: nothing), shift_labels and attention_mask [B, T]."""
+        labels = {"labels": shift_labels, "shift_labels": shift_labels, "attention_mask": attention_mask}
         if input_ids.dim() == 2:
             return self.lm(input_ids=input_ids, **labels)
         embedded = self.lm.get_input_embeddings()(input_ids.clamp_min(0))
         return self.lm(inputs_embeds=(embedded * (input_ids >= 0)[..., None]).sum(2), **labels)
 
 
-def build(arm: Arm) -> Learner:
+class Translator(nn.Module):
+    """A whole model from sequence to sequence."""
+
+    def __init__(self, model: EncoderDecoder):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, shift_labels: Tensor, output_alignments: bool = False):
+        return self.model(input_ids, attention_mask, shift_labels, output_alignments=output_alignments)
+
+
+def as_read(arm: Arm, rows: Batch) -> Batch:
+    """A task's rows as the arm's model reads them: a causal one has source and target in one row, one after another."""
+    if not isinstance(arm.plan.task, Sequences) or isinstance(from_json(arm.spec), ModelSpec):
+        return rows
+    source, labels = rows["input_ids"], rows["shift_labels"]
+    return {
+        "input_ids": torch.cat([source, shift_right(labels, START)], 1),
+        "attention_mask": torch.cat([rows["attention_mask"], torch.ones_like(labels, dtype=torch.bool)], 1),
+        "shift_labels": torch.cat([torch.full_like(source, IGNORED), labels], 1),
+    }
+
+
+def build(arm: Arm) -> Learner | Translator:
     """The arm's model, its parameters drawn from torch's generator as it stands.
 
     Gates are drawn from nothing, so that a mixer and its softmax version start from the same weights."""
-    shape = arm.plan.shape
+    shape, spec = arm.plan.shape, from_json(arm.spec)
+    if isinstance(spec, ModelSpec):
+        sizes = {"hidden_size": shape.hidden_size, "num_heads": shape.heads, "num_layers": shape.layers}
+        return Translator(models.build(spec, vocab_size=arm.plan.task.vocab_size, **sizes))
     config = HeadraceConfig(
         mixer=arm.spec,
         vocab_size=arm.plan.task.vocab_size,

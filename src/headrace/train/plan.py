@@ -9,8 +9,9 @@ from typing import Any
 
 from .. import zoo
 from ..errors import InputError
+from ..model_spec import ModelSpec
 from ..spec import MixerSpec, to_json
-from ..tasks import Task, Text
+from ..tasks import Sequences, Task, Text
 from .widths import match
 
 
@@ -59,6 +60,11 @@ class Plan:
             raise InputError(f"--mixers names {len(self.mixers)} mixers; expected at least one, and each once")
         for mixer in self.mixers:
             zoo.get(mixer).head_dims(self.shape.hidden_size, self.shape.heads)
+            if isinstance(zoo.get(mixer), ModelSpec) and not isinstance(self.task, Sequences):
+                raise InputError(
+                    f"mixer {mixer!r} is a whole model from sequence to sequence and --task {self.task.name} asks for "
+                    "none; expected reverse or dates"
+                )
         if isinstance(self.task, Text):
             assert self.task.corpus
 
@@ -76,8 +82,11 @@ class Plan:
         return [f"{mixer}: {idle}" for mixer in self.mixers for idle in zoo.get(mixer).idle_gates(self.shape.heads)]
 
     def widths(self) -> dict[str, int | None]:
+        """Whole models have none: they are as large as they are."""
         specs = {mixer: backbone(zoo.get(mixer)) for mixer in self.mixers}
-        return match(specs, self.shape.hidden_size, self.shape.heads, self.shape.layers, self.shape.mlp)
+        blocks = {mixer: spec for mixer, spec in specs.items() if not isinstance(spec, ModelSpec)}
+        widths = match(blocks, self.shape.hidden_size, self.shape.heads, self.shape.layers, self.shape.mlp)
+        return {mixer: widths.get(mixer) for mixer in self.mixers}
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)

@@ -9,7 +9,7 @@ from ..model import Backbone, Sizes, Spec, count_parameters, match_intermediate_
 
 def match(specs: dict[str, Spec], hidden_size: int, heads: int, layers: int, mlp: int | None) -> dict[str, int | None]:
     """MLP width by the name of a mixer; the heaviest has `mlp`. None for all where there is no MLP to match with."""
-    if mlp is None:
+    if mlp is None or not specs:
         return dict.fromkeys(specs)
 
     def build(spec: Spec, width: int) -> nn.Module:

@@ -1,0 +1,53 @@
+"""Written dates into ISO 8601, character by character.
+
+    source   Tuesday, the 3rd of March 1998
+    target   1998-03-03
+
+Days of 1950 to 2049, so that two digits name a year, in seven ways of writing: 3 Mar 98 and 3/3/98 (month first) too.
+"""
+
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from typing import ClassVar
+
+import torch
+
+from ..errors import InputError
+from .sequences import Sequences
+
+# Python's own names of months and days follow the machine's language.
+MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+          "December")  # fmt: skip
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+SUFFIXES = {1: "st", 2: "nd", 3: "rd", 21: "st", 22: "nd", 23: "rd", 31: "st"}
+FIRST_DAY, LAST_DAY = date(1950, 1, 1).toordinal(), date(2049, 12, 31).toordinal()
+
+# Of a date d, the name m of its month and the name w of its day.
+FORMS: tuple[Callable[[date, str, str], str], ...] = (
+    lambda d, m, w: f"{w}, the {d.day}{SUFFIXES.get(d.day, 'th')} of {m} {d.year}",
+    lambda d, m, w: f"{m} {d.day}, {d.year}",
+    lambda d, m, w: f"{d.day} {m} {d.year}",
+    lambda d, m, w: f"{w[:3]} {d.day:02} {m[:3]} {d.year}",
+    lambda d, m, w: f"{d.day} {m[:3]} {d.year % 100:02}",
+    lambda d, m, w: f"{d.day:02}.{d.month:02}.{d.year}",
+    lambda d, m, w: f"{d.month}/{d.day}/{d.year % 100:02}",
+)
+
+
+@dataclass(frozen=True)
+class Dates(Sequences):
+    name: ClassVar[str] = "dates"
+    alphabet = string.digits + string.ascii_letters + " ,./-"
+    length = len("Wednesday, the 23rd of September 1998")
+    written = len("1998-03-03")
+
+    def resized(self, length: int) -> "Dates":
+        raise InputError(f"length={length}: dates are as long as they are written; expected no length")
+
+    def pairs(self, generator: torch.Generator, rows: int) -> Iterator[tuple[str, str]]:
+        days = torch.randint(FIRST_DAY, LAST_DAY + 1, (rows,), generator=generator)
+        forms = torch.randint(len(FORMS), (rows,), generator=generator)
+        for day, form in zip(map(date.fromordinal, days.tolist()), forms.tolist(), strict=True):
+            yield FORMS[form](day, MONTHS[day.month - 1], DAYS[day.weekday()]), day.isoformat()

@@ -1,0 +1,53 @@
+"""Writing a row of symbols backwards: how long a source does a model still know in full?
+
+    source   d a c c b
+    target   b c c a d
+
+Training draws lengths up to the longest with equal probability; evaluation also looks at twice that.
+"""
+
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from ..errors import InputError
+from .base import Batch
+from .sequences import Sequences
+
+
+@dataclass(frozen=True)
+class Reverse(Sequences):
+    symbols: int = 10
+    length: int = 12
+    shortest: int = 1
+
+    name: ClassVar[str] = "reverse"
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.symbols <= 26 and 1 <= self.shortest <= self.length):
+            raise InputError(f"{self}; expected 1 to 26 symbols, and lengths with 1 <= shortest <= length")
+
+    @property
+    def alphabet(self) -> str:  # type: ignore[override]
+        return string.ascii_lowercase[: self.symbols]
+
+    @property
+    def written(self) -> int:  # type: ignore[override]
+        return self.length
+
+    def resized(self, length: int) -> "Reverse":
+        return replace(self, length=length)
+
+    def pairs(self, generator: torch.Generator, rows: int) -> Iterator[tuple[str, str]]:
+        symbols = torch.randint(self.symbols, (rows, self.length), generator=generator)
+        lengths = torch.randint(self.shortest, self.length + 1, (rows,), generator=generator)
+        for row, length in zip(symbols.tolist(), lengths.tolist(), strict=True):
+            source = "".join(self.alphabet[i] for i in row[:length])
+            yield source, source[::-1]
+
+    def by_length(self, rows: int) -> dict[int, Batch]:
+        lengths = {max(self.length * quarters // 4, 1) for quarters in range(1, 9)}
+        return {n: replace(self, length=n, shortest=n).held_out(rows) for n in sorted(lengths)}
