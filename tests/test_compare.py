@@ -15,7 +15,8 @@ import torch
 
 from headrace import zoo
 from headrace.errors import InputError
-from headrace.tasks import Answers, Pair, Text
+from headrace.tasks import Answers, Pair, Reverse, Text
+from headrace.train.arm import train
 from headrace.train.choose import choose
 from headrace.train.compare import complete
 from headrace.train.defaults import DEMO, PAIR
@@ -190,9 +191,27 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     assert again == kept, "the same numbers, to the bit"
 
 
-def test_a_run_that_diverges_says_so(tmp_path):
-    from headrace.train.arm import train
+def test_whole_models_and_mixers_learn_one_task(tmp_path):
+    plan = replace(SMALL, mixers=("bahdanau", "rnn", "gla", "transformer"), task=Reverse(symbols=3, length=4), seeds=1)
+    found, arms = {}, plan.arms()
+    for arm in arms:
+        path = tmp_path / f"{arm.mixer}.json"
+        train(arm, path, lambda *news: None)
+        found[arm.mixer] = json.loads(path.read_text())
+    assert [arm.width for arm in arms] == [None] * 4
+    for arm in found.values():
+        assert set(arm["scores"]) == {"exact match", "accuracy", "loss"}
+        assert list(map(int, arm["by_length"])) == [1, 2, 3, 4, 5, 6, 7, 8]
+    state, annotations = 16 * 4, 4 * 32 * 4
+    assert found["bahdanau"]["state_bytes"] == state + annotations and found["rnn"]["state_bytes"] == 2 * state
+    assert found["transformer"]["state_bytes"] == (4 + 5) * 2 * 16 * 4, "source and target stand in one row"
+    aligned = found["bahdanau"]["alignment"]
+    assert len(aligned["weights"]) == len(aligned["target"]) and len(aligned["weights"][0]) == len(aligned["source"])
+    assert all(sum(row) == pytest.approx(1) for row in aligned["weights"])
+    assert [found[name]["alignment"] for name in ("rnn", "gla", "transformer")] == [None] * 3
 
+
+def test_a_run_that_diverges_says_so(tmp_path):
     plan = replace(SMALL, mixers=("retnet",), recipe=replace(SMALL.recipe, lr=1e30, steps=9, evaluations=9, warmup=0.0))
     path = tmp_path / "result.json"
     train(plan.arms()[0], path, lambda *news: None)

@@ -10,7 +10,7 @@ from headrace import zoo
 from headrace.report.html import write_report
 from headrace.report.summary import labels, summarise
 from headrace.report.words import words
-from headrace.train.defaults import PAIR, TEXT
+from headrace.train.defaults import PAIR, REVERSE, TEXT
 from headrace.train.plan import Study
 
 
@@ -116,6 +116,21 @@ def test_words_on_an_end_that_came_too_soon():
     rising["arms"][1]["curve"][1]["scores"]["accuracy"] = 0.495
     sentences = "\n".join(words(summarise(rising)[0]))
     assert "Still learning when training ended: retnet. More steps" in sentences
+
+
+def test_words_and_pictures_of_length_and_alignment(tmp_path):
+    learnt = results([[0.5], [1.0], [0.9]], plan=REVERSE)
+    for arm, scores in zip(learnt["arms"], ((0.3, 0.0, 0.0), (1.0, 1.0, 0.0), (1.0, 1.0, 1.0)), strict=True):
+        arm["by_length"] = dict(zip(("6", "12", "18"), scores, strict=True))
+    weights = [[0.1, 0.9], [0.4, 0.6], [0.5, 0.5]]
+    learnt["arms"][2]["alignment"] = {"source": ["a", "b"], "target": ["b", "a", "end"], "weights": weights}
+    sentences = "\n".join(words(summarise(learnt)[0]))
+    assert "rnn: exact match is below 90% at every length; at 12, the longest of training, it is 0%" in sentences
+    assert "luong: exact match stays above 90% up to length 12; at 12" in sentences
+    assert "bahdanau: exact match stays above 90% up to length 18, beyond what it was trained on" in sentences
+    assert "bahdanau reads most of the character that it writes in 1 of 2 steps" in sentences
+    write_report(learnt, tmp_path)
+    assert {"reverse-lengths.png", "reverse-alignments.png"} < {path.name for path in tmp_path.glob("*.png")}
 
 
 def test_short_names():

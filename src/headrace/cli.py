@@ -170,7 +170,7 @@ def verify(
         raise InputError(f"--device={device!r} cannot be used: {str(error).splitlines()[0]}") from None
     names = zoo.split(mixers) if mixers else zoo.names()
     for name in names:
-        zoo.get(name)  # a name that is unknown is so before the first check
+        zoo.mixer(name)  # a name that is unknown is so before the first check
     console, broken = terminal(), 0
     table = Table("mixer", "law", "relative error", "tolerance", "")
     with interruptible("nothing was kept"):

@@ -99,7 +99,7 @@ class HeadraceConfig(PreTrainedConfig):
 
 
 def _spec(mixer) -> Spec:
-    spec = zoo.get(mixer)
+    spec = zoo.mixer(mixer)
     if isinstance(spec, Spec):
         return spec
     raise InputError(f"mixer={mixer!r}; expected a name of the zoo, a spec or its JSON, or a list of them")

@@ -60,7 +60,7 @@ def specimen(name: str, seed: int) -> tuple[nn.Module, Tensor]:
     """A float64 mixer with every parameter away from its initial value, and an input."""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-    mixer = mixers.build(zoo.get(name), hidden_size=HIDDEN, num_heads=HEADS, layer_idx=1, num_layers=3).double()
+    mixer = mixers.build(zoo.mixer(name), hidden_size=HIDDEN, num_heads=HEADS, layer_idx=1, num_layers=3).double()
     with torch.no_grad():
         for path, parameter in mixer.named_parameters():
             parameter.add_(draw(parameter.shape), alpha=1.0 if "competition" in path else 0.1)

@@ -1,14 +1,17 @@
 """What a whole model from sequence to sequence is, as data. Each family has a record of its own."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from .errors import InputError
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole encoder-decoder: `headrace.models.build` makes it, and `headrace compare` trains it beside mixers."""
+    """A whole model: `headrace.models.build` makes it, and `headrace compare` trains it beside mixers if it answers a
+    sequence with another."""
+
+    answers: ClassVar[bool] = True
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """(key, value) dimensions of a head. Raises InputError where the widths do not divide."""

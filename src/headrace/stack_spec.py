@@ -71,6 +71,8 @@ class TransformerSpec(StackSpec):
 class BertSpec(StackSpec):
     """An encoder alone, with heads for masked tokens and for whether two segments belong together."""
 
+    answers = False
+
     def state_bytes(self, hidden_size: int, num_heads: int, tokens: int, layers: int, itemsize: int = 4) -> int:
         return 0  # nothing is carried from token to token
 

@@ -186,6 +186,13 @@ def split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in parts if part.strip())
 
 
+def mixer(given):
+    """`get`, for what must be the mixer of a layer. Raises InputError for a whole model."""
+    if isinstance(spec := get(given), ModelSpec):
+        raise InputError(f"mixer {given!r} is a whole model, not a layer's mixer; headrace.models.build makes it")
+    return spec
+
+
 def _named(name: str):
     base = name.removeprefix("softmax-")
     if base in LINEAR:

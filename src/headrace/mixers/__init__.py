@@ -2,8 +2,6 @@
 
 from torch import nn
 
-from ..errors import InputError
-from ..model_spec import ModelSpec
 from ..spec import AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, SoftmaxRNNSpec, Spec
 from .attention import SoftmaxAttention
 from .both_ways import BothWays
@@ -26,8 +24,6 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
     """The mixer of a spec; settings are hidden_size, num_heads, layer_idx, num_layers, norm_eps, rope_theta.
 
     causal: False for an encoder's, whose tokens see all others of their sequence."""
-    if isinstance(spec, ModelSpec):
-        raise InputError(f"{type(spec).__name__} is a whole model, no mixer of a layer; headrace.models.build makes it")
     if isinstance(spec, AttentionSpec | SoftmaxRNNSpec):
         settings["causal"] = causal
     elif not causal:

@@ -89,6 +89,36 @@ def final_scores(comparison: Comparison) -> Figure | None:
     return figure
 
 
+def by_length(comparison: Comparison) -> Figure | None:
+    contenders = [c for c in comparison.contenders if c.by_length]
+    if not contenders:
+        return None
+    figure, ax = axes(comparison, 7.5, 3.8)
+    colour, metric = colours(comparison), comparison.metric
+    for c in contenders:
+        scores = np.array(list(c.by_length.values())) * metric.scale
+        ax.plot(list(c.by_length), scores, "o-", color=colour[c.mixer], label=c.label, lw=2)
+    ax.axvline(comparison.plan["length"], color="#888", ls=":")
+    ax.set(xlabel="length of the source; dotted: the longest of training", ylabel=f"{metric.name} ({metric.unit})")
+    legend(figure, ax, len(contenders))
+    return figure
+
+
+def alignments(comparison: Comparison) -> Figure | None:
+    aligned = [(c.label, c.alignment) for c in comparison.contenders if c.alignment]
+    if not aligned:
+        return None
+    width, height = (0.9 + 0.26 * max(len(a[side]) for _, a in aligned) for side in ("source", "target"))
+    figure = Figure(figsize=(width * len(aligned), height), layout="constrained")
+    for ax, (label, found) in zip(figure.subplots(1, len(aligned), squeeze=False)[0], aligned, strict=True):
+        ax.imshow(found["weights"], cmap="YlGnBu", vmin=0, vmax=1)
+        ax.set_xticks(range(len(found["source"])), found["source"], fontsize=8)
+        ax.set_yticks(range(len(found["target"])), found["target"], fontsize=8)
+        ax.set_title(label, fontsize=10)
+        ax.grid(False)
+    return figure
+
+
 def gate_entropy(comparison: Comparison) -> Figure | None:
     lines = [(c, gate, c.entropy(gate)) for c in comparison.contenders for gate in ("write", "read")]
     lines = [line for line in lines if line[2]]
@@ -172,6 +202,11 @@ def compact(value: float) -> str:
 PLOTS: dict[str, tuple[str, Callable[[Comparison], Figure | None]]] = {
     "curves": ("Learning curves: the mean over seeds, and from the worst seed to the best.", learning_curves),
     "scores": ("Final scores: the mean with its standard deviation over seeds, and every seed.", final_scores),
+    "lengths": ("By the length of the source: the mean over seeds.", by_length),
+    "alignments": (
+        "Alignment: what each character of the target (rows, from above) read of the source (columns), first seed.",
+        alignments,
+    ),
     "entropy": (
         "How strongly the heads compete: 1 is an even use of all, 0 one head alone. Mean over held-out positions, "
         "layers and seeds; sigmoid gates are first divided by their sum.",

@@ -45,6 +45,11 @@ class Contender:
         """Gate statistics at the end of the first seed."""
         return self.arms[0]["curve"][-1]["gates"]
 
+    @property
+    def alignment(self) -> dict[str, Any] | None:
+        """What one target of the first seed was aligned to: {source, target, weights}."""
+        return self.arms[0].get("alignment")
+
     def entropy(self, gate: str) -> list[tuple[int, float]]:
         """(step, entropy of the gates as a part of its maximum, mean over layers and seeds)."""
         points: dict[int, list[float]] = {}
@@ -52,6 +57,16 @@ class Contender:
             for point in arm["curve"]:
                 points.setdefault(point["step"], []).extend(g["entropy"] for g in point["gates"] if g["gate"] == gate)
         return [(step, statistics.fmean(values)) for step, values in sorted(points.items()) if values]
+
+    @property
+    def by_length(self) -> dict[int, float]:
+        """Mean score over seeds by the length of the source; empty where the task has no such thing."""
+        arms = [arm for arm in self.arms if not arm["diverged"]]
+        return (
+            {int(n): statistics.fmean(arm["by_length"][n] for arm in arms) for n in arms[0].get("by_length", {})}
+            if arms
+            else {}
+        )
 
     def curve(self) -> list[tuple[int, float, float, float]]:
         """(step, mean, smallest, largest score over seeds)."""

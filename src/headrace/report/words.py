@@ -5,11 +5,13 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ..model_spec import ModelSpec
 from ..spec import CACHED, AttentionSpec, MixerSpec, Spec, change
 from .summary import Comparison, Contender, show, show_contender
 
 MATCHED = 0.01  # parameters within this part of each other are matched
 LATE = 0.02
+HELD = 0.9  # a score that holds at a length
 EVEN = 0.95  # gates of at least this part of the largest entropy hardly choose
 
 
@@ -58,7 +60,7 @@ def words(comparison: Comparison) -> list[str]:
     """Sentences, the most important first."""
     if not comparison.finished:
         return ["No arm of this comparison has a score."]
-    rules = (duels, controls, fewer_heads, ranking, what_gates_do, costs, cautions)
+    rules = (duels, controls, fewer_heads, ranking, lengths, alignments, what_gates_do, costs, cautions)
     return [sentence for rule in rules for sentence in rule(comparison)]
 
 
@@ -126,14 +128,38 @@ def ranking(comparison: Comparison) -> Iterator[str]:
         places = ", ".join(f"{c.label} {show(c.metric, c.mean)}" for c in ranked)
         yield f"In order of the mean: {places}."
     transformers = [c for c in ranked if isinstance(c.spec, CACHED)]
-    others = [c for c in ranked if not isinstance(c.spec, CACHED)]
+    others = [c for c in ranked if not isinstance(c.spec, (*CACHED, ModelSpec))]
     if transformers and others:
         cache, state = transformers[0].constant("state_bytes"), max(c.constant("state_bytes") for c in others)
-        tokens = comparison.plan["length"]
         yield (
-            f"The {transformers[0].label}'s cache of {tokens} tokens takes {cache:,} bytes and grows; "
+            f"The {transformers[0].label}'s cache of a row takes {cache:,} bytes and grows; "
             f"the others' states take at most {state:,} and do not."
         )
+
+
+def lengths(comparison: Comparison) -> Iterator[str]:
+    """How far each one's score holds as sources get longer."""
+    longest = comparison.plan["length"]
+    for contender in comparison.contenders:
+        held = [n for n, score in contender.by_length.items() if score >= HELD]
+        if not contender.by_length:
+            continue
+        at, name = contender.by_length[longest], contender.metric.name
+        reach = f"stays above {HELD:.0%} up to length {max(held)}" if held else f"is below {HELD:.0%} at every length"
+        beyond = ", beyond what it was trained on" if held and max(held) > longest else ""
+        yield f"{contender.label}: {name} {reach}{beyond}; at {longest}, the longest of training, it is {at:.0%}."
+
+
+def alignments(comparison: Comparison) -> Iterator[str]:
+    for contender in comparison.contenders:
+        if found := contender.alignment:
+            read = [found["source"][max(range(len(row)), key=row.__getitem__)] for row in found["weights"]]
+            pairs = list(zip(read, found["target"], strict=True))[:-1]  # the last one is the end
+            hits = sum(a == b for a, b in pairs)
+            yield (
+                f"In the alignment drawn, {contender.label} reads most of the character that it writes in {hits} "
+                f"of {count(len(pairs), 'step')}."
+            )
 
 
 def what_gates_do(comparison: Comparison) -> Iterator[str]:

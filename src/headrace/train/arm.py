@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from ..model_spec import ModelSpec
+from ..model_spec import ModelSpec, RecurrentSpec
 from ..spec import CACHED, from_json
 from ..tasks import IGNORED, Answers, Rows, Sequences
 from ..tasks.base import Batch
 from .environment import environment
 from .folder import write_json
 from .gates import GateWatch
-from .model import Translator, as_read, build, gate_parameters
+from .model import as_read, build, gate_parameters
 from .plan import Arm, Recipe
 
 Tell = Callable[[int, dict[str, float] | None], None]  # step, scores where there are new ones
@@ -168,18 +168,20 @@ def by_length(arm: Arm, model: nn.Module) -> dict[str, Any]:
         return {}
     parts = {n: as_read(arm, rows) for n, rows in task.by_length(recipe.held_out // 2).items()}
     scores = {str(n): evaluate(model, rows, recipe.batch_size)[0].exact for n, rows in parts.items()}
-    return {"by_length": scores, "alignment": alignment(model, task) if isinstance(model, Translator) else None}
+    return {"by_length": scores, "alignment": alignment(arm, model)}
 
 
 @torch.no_grad()
-def alignment(model: Translator, task: Sequences) -> dict[str, Any] | None:
-    """{source, target: their characters, weights [target, source]} of the longest of some held-out rows."""
+def alignment(arm: Arm, model: nn.Module) -> dict[str, Any] | None:
+    """{source, target: their characters, weights [target, source]} of the longest of some held-out rows; None of a
+    model that keeps no alignments."""
+    spec, task = from_json(arm.spec), arm.plan.task
+    if not (isinstance(spec, RecurrentSpec) and isinstance(task, Sequences) and spec.alignment):
+        return None
     rows = task.held_out(16)
     longest = rows["attention_mask"].sum(1).argmax()
     row = {name: values[longest, None].to(next(model.parameters()).device) for name, values in rows.items()}
     weights = model.eval()(**row, output_alignments=True).alignments
-    if weights is None:
-        return None
     source, target = (task.text(row[name][0]) for name in ("input_ids", "shift_labels"))
     return {"source": source, "target": target, "weights": weights[0, : len(target), : len(source)].tolist()}
 

@@ -60,10 +60,12 @@ class Plan:
             raise InputError(f"--mixers names {len(self.mixers)} mixers; expected at least one, and each once")
         for mixer in self.mixers:
             zoo.get(mixer).head_dims(self.shape.hidden_size, self.shape.heads)
-            if isinstance(zoo.get(mixer), ModelSpec) and not isinstance(self.task, Sequences):
+            if isinstance(spec := zoo.get(mixer), ModelSpec) and not (
+                spec.answers and isinstance(self.task, Sequences)
+            ):
                 raise InputError(
-                    f"mixer {mixer!r} is a whole model from sequence to sequence and --task {self.task.name} asks for "
-                    "none; expected reverse or dates"
+                    f"mixer {mixer!r} is a whole model, and --task {self.task.name} with it is none; expected an "
+                    "encoder-decoder and reverse or dates"
                 )
         if isinstance(self.task, Text):
             assert self.task.corpus
