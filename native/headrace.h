@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#define HR_ABI 2
+#define HR_ABI 3
 #define HR_WIDEST 32 /* of a short convolution */
 
 #if defined(_WIN32)
@@ -69,8 +69,36 @@ typedef struct hr_convolution {
     const float* weight;  /* [width + 1, channels]: row width - 1 meets the token itself, the last is the bias */
     const float* history; /* [sequences, width - 1, channels], what came before */
 } hr_convolution;
+/* One token through a whole layer, between its input projection and its output projection: short convolution, feature
+   map, norm and rotation of q and k, decay, write strength, competing heads, the recurrence, norm and output gate.
+
+   Kinds are numbered as hr_kinds() lists them. `dtype` is that of everything but memory (float32) and tokens; weights
+   are contiguous, as the layer's modules hold them, NULL where the layer has no such part. projected [B, parts] has q, k
+   (Hq K each), v (H V), what the decay reads (decay_reads), beta's logits (H) and what the gate reads (gate_reads),
+   those that there are, in this order. */
+typedef struct hr_layer {
+    int32_t abi, dtype, threads;
+    int32_t feature_map, qk_norm, decay, rule, beta, norm, gate, order, read, write, source, activation, gate_scale;
+    float scale, norm_eps, group_eps, sum_eps, temperature;
+    double rope_theta; /* 0: no rotation */
+    int64_t B, D, H, Hq, K, V, conv_width, decay_reads, gate_reads;
+    const void *conv_weight, *conv_bias;           /* [channels, conv_width], [channels] */
+    const void *decay_up, *decay_bias, *decay_log; /* [H K, reads] ("exp": transposed), [H K] or [H], [H] */
+    const void *bonus;                             /* [H, K] */
+    const void *read_scores, *write_scores;        /* of the competition */
+    const void *skip, *gate_up, *gate_bias;        /* [H], [H V, V], [H V] */
+    const void *norm_weight, *norm_bias;           /* [V] or [H V], [H V] */
+    const void *projected, *hidden;                /* [B, parts]; the layer's input [B, D] where scores read it */
+    float* memory;                                 /* [B, H, K, V]; norm "sum": V + 1 columns. Updated in place */
+    void* conv;                                    /* [B, conv_width - 1, channels], updated in place */
+    int64_t* tokens;                               /* [B], seen so far, for the rotation; counted up */
+    void* out;                                     /* [B, H V] */
+} hr_layer;
 
 HR_EXPORT int32_t hr_abi(void);
+
+/* The kinds that hr_layer_step knows: a line for each field of hr_layer that is one, its name and those of its values. */
+HR_EXPORT const char* hr_kinds(void);
 
 /* "avx512", "avx2" or "portable": the code that runs here. The environment's HEADRACE_ISA can ask for less. */
 HR_EXPORT const char* hr_isa(void);
@@ -96,6 +124,7 @@ HR_EXPORT int hr_convolve(const hr_problem* problem, const hr_convolution* convo
 /* d_x like v; d_weight [sequences, width + 1, channels]; d_history like history. */
 HR_EXPORT int hr_convolve_backward(const hr_problem* problem, const hr_convolution* convolution, const hr_tensor* d_out,
                                    const hr_tensor* d_x, float* d_weight, float* d_history);
+HR_EXPORT int hr_layer_step(const hr_layer* layer);
 
 #ifdef __cplusplus
 }

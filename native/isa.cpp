@@ -10,6 +10,7 @@
 #include "convolution.h"
 #include "forward.h"
 #include "gather.h"
+#include "layer_step.h"
 #include "step.h"
 
 namespace HR_ISA {
@@ -50,6 +51,17 @@ struct Entry {
     static constexpr Work<Job> work = {measure, run};
 };
 
+template <void (LayerRow<float>::*single)(), void (LayerRow<std::uint16_t>::*half)()>
+void layer_row(const Layer& job, std::int64_t row) {
+    if (job.layer->dtype == HR_BFLOAT16) {
+        LayerRow<std::uint16_t> work(job, row);
+        (work.*half)();
+    } else {
+        LayerRow<float> work(job, row);
+        (work.*single)();
+    }
+}
+
 #define HR_TEXT(x) #x
 #define HR_NAME(x) HR_TEXT(x)
 
@@ -61,6 +73,8 @@ const Kernels kernels = {
     Entry<Gather, measure_or_run<GatherUnit, Gather>>::work,
     Entry<Step, Chosen<StepUnit>::call<Step>>::work,
     Entry<Convolution, measure_or_run<ConvolutionUnit, Convolution>>::work,
+    layer_row<&LayerRow<float>::enter, &LayerRow<std::uint16_t>::enter>,
+    layer_row<&LayerRow<float>::leave, &LayerRow<std::uint16_t>::leave>,
 };
 
 }  // namespace HR_ISA

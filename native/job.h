@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "headrace.h"
+#include "kinds.h"
 
 // Never called, only inlined: the linker would merge the copies for different instruction sets.
 #define HR_INLINE inline __attribute__((always_inline))
@@ -27,6 +28,11 @@ struct Plan {
     }
     HR_INLINE std::int64_t kept_floats() const { return kept_states * problem->H * problem->K * problem->V; }
 };
+
+// Whether the recurrence applies the read gate: on q, or where nothing stands between it and what is read.
+HR_INLINE bool read_inside(const hr_layer& p) {
+    return p.read == kinds::read::query || ((p.norm == kinds::norm::none || p.norm == kinds::norm::sum) && !p.skip);
+}
 
 // What one thread does without a pause: one head of one sequence, or some of its value columns.
 struct Unit {
@@ -60,6 +66,16 @@ struct Gather {
 struct Step {
     hr_tensor out;
     float* state;
+    const float* bonus; // [H, K]: q reads the state as it was, and with this weight what is written now; NULL: none
+};
+
+// A layer's token between its projections, and float32 numbers of it on their way: [B, ·], rows `…_row` apart.
+struct Layer {
+    const hr_layer* layer;
+    float *q, *k, *v, *decay, *beta, *read, *write, *out; // v and out: [H, columns]
+    float *low, *wide;                                    // for what is needed only for a moment
+    float* bonus;                                         // [H, K], the same for all rows; NULL: none
+    std::int64_t key_row, value_row, decay_row, head_row, low_row, wide_row, columns;
 };
 
 struct Convolution {
@@ -84,4 +100,6 @@ struct Kernels {
     Work<Gather> gather;
     Work<Step> step;
     Work<Convolution> convolution;
+    void (*enter)(const Layer&, std::int64_t row); // what comes before the recurrence
+    void (*leave)(const Layer&, std::int64_t row); // and after it
 };

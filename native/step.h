@@ -30,11 +30,27 @@ struct StepUnit {
         load_token();
         const hr_problem& p = *plan.problem;
         float* S = job.state + state_at(plan, unit.sequence, unit);
-        int j = 0;
-        for (; j + WIDEST * W <= value; j += WIDEST * W) columns<WIDEST>(S, j, W);
-        for (; j + W <= value; j += W) columns<1>(S, j, W);
-        if (j < value) columns<1>(S, j, value - j);
+        if (job.bonus)
+            all_columns<true>(S);
+        else
+            all_columns<false>(S);
         store_row(view(job.out, plan, unit, unit.head, p.dtype == HR_BFLOAT16, unit.column), 0, out, value);
+    }
+
+    // before: q reads the state as it was, and what is written now with a weight of its own.
+    template <bool before>
+    void all_columns(float* S) {
+        const float own = before ? bonus_weight() : 0;
+        int j = 0;
+        for (; j + WIDEST * W <= value; j += WIDEST * W) columns<WIDEST, before>(S, j, W, own);
+        for (; j + W <= value; j += W) columns<1, before>(S, j, W, own);
+        if (j < value) columns<1, before>(S, j, value - j, own);
+    }
+    float bonus_weight() const {
+        const float* u = job.bonus + unit.head * key;
+        float total = 0;
+        for (int i = 0; i < key; i++) total += q[i] * u[i] * k[i];
+        return total;
     }
 
     void load_token() {
@@ -59,8 +75,8 @@ struct StepUnit {
     }
 
     // NV vectors of columns from j on, `width` lanes of the last one. Pointers are copied: stores might change the members.
-    template <int NV>
-    HR_INLINE void columns(float* S, int j, int width) {
+    template <int NV, bool before>
+    HR_INLINE void columns(float* S, int j, int width, float own) {
         const Stride stride = plan.problem->V;
         const float *keys = k, *queries = q, *left = decay;
         const bool first = unit.head == 0;
@@ -81,12 +97,12 @@ struct StepUnit {
             fetch<NV>(next);
             const vf di = splat(left[i]), ki = splat(keys[i]), qi = splat(queries[i]);
             for (int c = 0; c < NV; c++) {
-                const vf after = di * some(s + c * W, width) + ki * write[c];
-                read[c] += qi * after;
+                const vf now = some(s + c * W, width), after = di * now + ki * write[c];
+                read[c] += qi * (before ? now : after);
                 store_some(s + c * W, after, width);
             }
         }
-        for (int c = 0; c < NV; c++) store(out + j + c * W, read[c]);
+        for (int c = 0; c < NV; c++) store(out + j + c * W, before ? read[c] + splat(own) * write[c] : read[c]);
     }
 
     template <int NV>

@@ -7,13 +7,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .errors import InputError
+from .mixers.decode import owned
 
 
 class HeadraceCache(Cache):
     """The state of every layer, and how many columns of input they stand for (padding included).
 
     transformers' own cache cannot serve: it drops the state of a recurrence without a convolution, and rounds a state
-    to the precision of the first one written. Here states are replaced, never written into, and keep their precision.
+    to the precision of the first one written. Here they keep their precision, and belong to the cache: the next token
+    may be written into them. Whoever wants to go on from one of them twice takes a copy (copy.deepcopy) of the cache.
     """
 
     def __init__(self) -> None:
@@ -26,7 +28,7 @@ class HeadraceCache(Cache):
 
     def replace(self, states: list[Any], columns: int) -> None:
         """The states after `columns` more columns."""
-        self.states = states
+        self.states = [owned(state) for state in states]
         self.columns += columns
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-ABI = 2
+ABI = 3
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: 1, 3: 2, 4: 3}  # hr_decay by the number of dimensions
 NO_MEMORY = 3
@@ -52,6 +52,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.hr_step.argtypes = [struct_, struct_, pointer]
     library.hr_convolve.argtypes = [struct_] * 3
     library.hr_convolve_backward.argtypes = [struct_] * 4 + [pointer] * 2
+    library.hr_kinds.restype = ctypes.c_char_p
+    library.hr_layer_step.argtypes = [struct_]
 
 
 library, _found = _load()
@@ -164,3 +166,14 @@ def backward(d_out: Tensor, d_final: Tensor, *args) -> list[Tensor | None]:
         )
     )
     return [*new, d_initial]
+
+
+def kinds() -> str:
+    """The kinds of a layer's parts that `layer_step` knows: a line each, its name and its values'; "" without it."""
+    return "" if library is None else library.hr_kinds().decode()
+
+
+def layer_step(packed: bytes) -> None:
+    """hr_layer, as bytes."""
+    assert library is not None, missing
+    check(library.hr_layer_step(packed))

@@ -6,7 +6,7 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,20 +26,9 @@ from ..packing import Sequences
 from ..recurrence import accumulator, linear_attention, step
 from ..spec import MixerSpec
 from .base import Mixer
+from .decode import GROUP_NORM_EPS, FusedStep, MixerState, OwnState
 from .residual import ResidualDelta
 from .taylor import TaylorFeatures
-
-GROUP_NORM_EPS = 64e-5  # RWKV-6's: 1e-5 times its head size divisor squared
-
-
-class MixerState(NamedTuple):
-    """What a sequence carries on; None where the spec has no such part. N sequences come first."""
-
-    memory: Tensor  # [N, H, K, V]
-    conv: Tensor | None = None  # [N, width − 1, channels]
-    shift: Tensor | None = None  # [N, 1, D]
-    tokens: Tensor | None = None  # [N], how many were seen, for rotary and chunks that are counted
-    before: Tensor | None = None  # [N, H, K, V], the memory before the present chunk, for a β that sees it
 
 
 class LinearMixer(Mixer):
@@ -82,6 +71,7 @@ class LinearMixer(Mixer):
         self.in_proj = nn.Linear(hidden_size, sum(self.parts.values()), bias=False)
         self.o_proj = nn.Linear(self.H * self.V, hidden_size, bias=False)
         self._build_competition(hidden_size)
+        self.fused = FusedStep(self)
         self.reset_parameters()
 
     def _build_inputs(self, hidden_size: int) -> None:
@@ -153,6 +143,8 @@ class LinearMixer(Mixer):
 
     def run(self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, MixerState]:
         sequences = Sequences(x, cu_seqlens)
+        if isinstance(state, OwnState) and self.fused.refuses(self, x, cu_seqlens) is None:
+            return self._one_token(x, state, sequences)
         inputs, shift = self._project(x, state, sequences)
         q, k, v, conv = self._convolve(inputs, state, sequences)
         gates = self._compete(q, k, x)
@@ -163,6 +155,14 @@ class LinearMixer(Mixer):
         if self.spec.counts_tokens:
             tokens = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
         return y, MixerState(memory, conv, shift, tokens, memory_before)
+
+    def _one_token(self, x: Tensor, state: OwnState, sequences: Sequences) -> tuple[Tensor, MixerState]:
+        if self.shift is None:
+            projected = self.in_proj(x)
+        else:
+            inputs, shift = self._project(x, state, sequences)
+            projected, state = torch.cat(list(inputs.values()), -1), state._replace(shift=shift)
+        return self.o_proj(self.fused.run(self, projected[:, 0], x, state)[:, None]), state
 
     def _project(self, x: Tensor, state: MixerState | None, sequences: Sequences):
         """The parts of in_proj, each [B, T, size], and the state of the token shift, which gives parts inputs of their

@@ -1,0 +1,293 @@
+// One token of one row of the batch through a layer: what comes before the recurrence, and what comes after it.
+
+#pragma once
+
+#include "elementwise.h"
+
+namespace HR_ISA {
+
+// T: the dtype of activations and weights.
+template <class T>
+class LayerRow {
+public:
+    LayerRow(const Layer& job, std::int64_t row)
+        : job(job), p(*job.layer), row(row), H(static_cast<int>(p.H)), K(static_cast<int>(p.K)), V(static_cast<int>(p.V)),
+          columns(static_cast<int>(job.columns)), keys(static_cast<int>(p.Hq) * K), values(H * V),
+          x(static_cast<const T*>(p.projected) + row * parts()), q(job.q + row * job.key_row),
+          k(job.k + row * job.key_row), v(job.v + row * job.value_row), decay(job.decay + row * job.decay_row),
+          beta(job.beta + row * job.head_row), read(job.read + row * job.head_row),
+          write(job.write + row * job.head_row), out(job.out + row * job.value_row), low(job.low + row * job.low_row),
+          wide(job.wide + row * job.wide_row) {}
+
+    void enter() {
+        load_inputs();
+        if (p.bonus && row == 0) fill(job.bonus, weights(p.bonus), H * K);
+        if (p.conv_weight) convolve();
+        if (p.read) compete(read, q, p.read_scores);
+        if (p.write) compete(write, k, p.write_scores);
+        for (float* y : {q, k}) shape(y);
+        if (p.rope_theta != 0) rotate();
+        make_decay();
+        make_beta();
+        if (p.read) open(read);
+        if (p.write) open(write);
+        if (columns > V) add_ones();
+    }
+
+    void leave() {
+        const bool inside = read_inside(p), late = p.norm == kinds::norm::rms || p.norm == kinds::norm::group;
+        if (columns > V) divide_by_sums();
+        if (p.read && inside && columns > V) gate_heads();
+        if (p.skip) add_skip();
+        if (p.read && !inside && !late) gate_heads();
+        if (p.gate && p.order == kinds::order::gate_norm) gate_out();
+        normalise();
+        if (p.read && !inside && late) gate_heads();
+        if (p.gate && p.order == kinds::order::norm_gate) gate_out();
+        store_row(static_cast<T*>(p.out) + row * values, out, values, 1);
+    }
+
+private:
+    static const T* weights(const void* w) { return static_cast<const T*>(w); }
+    static float number(const void* w, int i) { return load_some(weights(w) + i, 1)[0]; }
+    std::int64_t parts() const {
+        return 2 * p.Hq * p.K + p.H * p.V + p.decay_reads + (p.beta == kinds::beta::sigmoid ? p.H : 0) + p.gate_reads;
+    }
+    const T* decay_part() const { return x + 2 * keys + values; }
+    const T* beta_part() const { return decay_part() + p.decay_reads; }
+    const T* gate_part() const { return x + parts() - p.gate_reads; }
+
+    // n numbers as float32; `into` has room for whole vectors.
+    static void fill(float* into, const T* from, int n) {
+        each(into, n, [&](vf, int i) { return load_some(from + i, n - i); });
+    }
+
+    void load_inputs() {
+        fill(q, x, keys);
+        fill(k, x + keys, keys);
+        fill(v, x + 2 * keys, values);
+    }
+
+    // --- the short convolution -------------------------------------------------------------------------------------
+    void convolve() {
+        T* before = static_cast<T*>(p.conv) + row * (p.conv_width - 1) * channels();
+        convolve_some(q, before, 0, keys);
+        convolve_some(k, before, keys, keys);
+        convolve_some(v, before, 2 * keys, values);
+        const Stride kept = (p.conv_width - 2) * channels();
+        std::memmove(before, before + channels(), kept * sizeof(T));
+        std::memcpy(before + kept, x, channels() * sizeof(T));
+    }
+    Stride channels() const { return 2 * keys + values; }
+
+    // `count` channels from `first` on; y holds this token's.
+    void convolve_some(float* y, const T* before, int first, int count) {
+        const int width = static_cast<int>(p.conv_width);
+        const T* w = weights(p.conv_weight) + Stride{first} * width;
+        each(y, count, [&](vf now, int i) {
+            const int left = count - i;
+            vf total = p.conv_bias ? load_some(weights(p.conv_bias) + first + i, left) : vf{};
+            for (int t = 0; t < width - 1; t++)
+                total += tap(w + i * width + t, width, left) * load_some(before + t * channels() + first + i, left);
+            return silu(total + tap(w + i * width + width - 1, width, left) * now);
+        });
+    }
+    // The same tap of W channels, `width` numbers apart.
+    static HR_INLINE vf tap(const T* w, int width, int left) {
+        T found[W] = {};
+        for (int i = 0; i < W && i < left; i++) found[i] = w[i * width];
+        return load(found);
+    }
+
+    // --- competing heads: logarithms of their gates -------------------------------------------------------------------
+    void compete(float* gate, const float* heads, const void* scores) {
+        const int shared = static_cast<int>(p.H / p.Hq);
+        const T* w = weights(scores);
+        if (p.source == kinds::source::query) product(low, w, heads, H, keys);
+        if (p.source == kinds::source::hidden) {
+            fill(wide, weights(p.hidden) + row * p.D, static_cast<int>(p.D));
+            product(low, w, wide, H, static_cast<int>(p.D));
+        }
+        for (int h = 0; p.source == kinds::source::head && h < H; h++)
+            low[h] = dot_of(heads + h / shared * K, w + h * K, K);
+        if (p.source != kinds::source::diag) log_gates(gate, 0, H);
+        for (int h = 0; p.source == kinds::source::diag && h < H; h++) {
+            each(low, H, [](vf, int) { return vf{}; });
+            add_transposed_product(low, w, heads + h / shared * K, H, K);
+            log_gates(gate, h, 1);
+        }
+    }
+    // Of some heads, by the scores of all in `low`, which they spend.
+    void log_gates(float* gate, int first, int count) {
+        const bool null = p.activation == kinds::activation::null;
+        scale_some(low, H, 1 / p.temperature);
+        float slots = 2, all = 0;
+        if (p.activation != kinds::activation::sigmoid) {
+            slots = static_cast<float>(H + null);
+            all = log_sum(null);
+        }
+        const float shift = p.gate_scale == kinds::gate_scale::one ? 0 : logf(slots);
+        for (int h = first; h < first + count; h++)
+            gate[h] = shift + (p.activation == kinds::activation::sigmoid ? -softplus(splat(-low[h]))[0] : low[h] - all);
+    }
+    float log_sum(bool null) const {
+        float most = null ? 0 : low[0];
+        for (int h = 0; h < H; h++) most = low[h] > most ? low[h] : most;
+        float total = null ? expf(-most) : 0;
+        for (int h = 0; h < H; h++) total += expf(low[h] - most);
+        return most + logf(total);
+    }
+    void open(float* gate) const {
+        each(gate, H, [](vf y, int) { return exponential(y); });
+    }
+
+    // --- q and k ------------------------------------------------------------------------------------------------------
+    void shape(float* y) {
+        switch (p.feature_map) {
+            case kinds::feature_map::elu_plus_one:
+                each(y, keys, [](vf a, int) { return a > vf{} ? a + splat(1) : exponential(a); });
+                break;
+            case kinds::feature_map::relu: each(y, keys, [](vf a, int) { return a < vf{} ? vf{} : a; }); break;
+            case kinds::feature_map::silu: each(y, keys, [](vf a, int) { return silu(a); }); break;
+            default: break;
+        }
+        for (float* head = y; p.qk_norm == kinds::qk_norm::l2 && head < y + keys; head += K)
+            scale_some(head, K, 1 / sqrtf(dot_of(head, head, K) + 1e-6f));
+    }
+    // Channel i turns with i + K/2. Angles are double: a float's is wrong by 0.004 at position 100 000.
+    void rotate() {
+        const int half = K / 2;
+        const double position = static_cast<double>(p.tokens[row]++), slower = pow(p.rope_theta, -1.0 / half);
+        double frequency = 1;
+        for (int i = 0; i < half; i++, frequency *= slower) {
+            const float c = static_cast<float>(cos(position * frequency));
+            const float s = static_cast<float>(sin(position * frequency));
+            for (float* y : {q, k})
+                for (float* head = y; head < y + keys; head += K) {
+                    const float a = head[i], b = head[i + half];
+                    head[i] = a * c - b * s;
+                    head[i + half] = b * c + a * s;
+                }
+        }
+    }
+
+    // --- decay and write strength -------------------------------------------------------------------------------------
+    void make_decay() {
+        const int reads = static_cast<int>(p.decay_reads);
+        fill(low, decay_part(), reads);
+        switch (p.decay) {
+            case kinds::decay::retnet:
+                for (int h = 0; h < H; h++) decay[h] = static_cast<float>(log1p(-exp2(-5.0 - h)));
+                break;
+            case kinds::decay::softplus:
+                each(decay, H, [&](vf, int i) { return softplus(load(low + i) + bias(i, H)); });
+                if (p.beta == kinds::beta::dt) std::memcpy(beta, decay, H * sizeof(float));
+                for (int h = 0; h < H; h++) decay[h] *= -expf(number(p.decay_log, h));
+                break;
+            case kinds::decay::sigmoid:
+                product(decay, weights(p.decay_up), low, H * K, reads);
+                each(decay, H * K, [&](vf y, int i) { return softplus(-y - bias(i, H * K)) * splat(-1.0f / 16); });
+                break;
+            case kinds::decay::exp:
+                for (int i = 0; i < reads; i++) low[i] = tanhf(low[i]);
+                fill(decay, weights(p.decay_bias), H * K);
+                add_transposed_product(decay, weights(p.decay_up), low, H * K, reads);
+                each(decay, H * K, [](vf y, int) { return -exponential(y); });
+                break;
+            case kinds::decay::softplus_vector:
+                product(decay, weights(p.decay_up), low, H * K, reads);
+                each(decay, H * K, [&](vf y, int i) { return softplus(y + bias(i, H * K)); });
+                for (int h = 0; h < H; h++) scale_some(decay + h * K, K, -expf(number(p.decay_log, h)));
+                break;
+            default: break;
+        }
+    }
+    HR_INLINE vf bias(int i, int n) const { return load_some(weights(p.decay_bias) + i, n - i); }
+
+    void make_beta() {
+        if (p.beta != kinds::beta::sigmoid) return;
+        fill(beta, beta_part(), H);
+        for (int h = 0; p.write == kinds::write::beta && h < H; h++) beta[h] += write[h];
+        each(beta, H, [](vf y, int) { return sigmoid(y); });
+    }
+
+    // --- the normaliser: a column of ones in v, by whose sum the others are divided ----------------------------------
+    void add_ones() {
+        for (int h = H - 1; h >= 0; h--) {
+            std::memmove(v + h * columns, v + h * V, V * sizeof(float));
+            v[h * columns + V] = 1;
+        }
+    }
+    void divide_by_sums() {
+        for (int h = 0; h < H; h++) {
+            const float sum = out[h * columns + V] + p.sum_eps;
+            for (int i = 0; i < V; i++) out[h * V + i] = out[h * columns + i] / sum;
+        }
+    }
+
+    // --- from memory to the output ------------------------------------------------------------------------------------
+    void add_skip() {
+        for (int h = 0; h < H; h++) {
+            const float D = number(p.skip, h);
+            for (int i = 0; i < V; i++) out[h * V + i] += D * v[h * columns + i];
+        }
+    }
+    void gate_heads() {
+        for (int h = 0; h < H; h++) scale_some(out + h * V, V, read[h]);
+    }
+    void gate_out() {
+        const int reads = static_cast<int>(p.gate_reads);
+        if (p.gate == kinds::gate::sigmoid_low_rank) {
+            fill(low, gate_part(), reads);
+            product(wide, weights(p.gate_up), low, values, reads);
+            each(wide, values, [&](vf y, int i) { return y + load_some(weights(p.gate_bias) + i, values - i); });
+        } else {
+            fill(wide, gate_part(), values);
+        }
+        if (p.gate == kinds::gate::silu)
+            each(out, values, [&](vf y, int i) { return y * silu(load(wide + i)); });
+        else
+            each(out, values, [&](vf y, int i) { return y * sigmoid(load(wide + i)); });
+    }
+    void normalise() {
+        switch (p.norm) {
+            case kinds::norm::rms:
+                fill(wide, weights(p.norm_weight), V);
+                for (int h = 0; h < H; h++) rms(out + h * V, wide, V);
+                break;
+            case kinds::norm::rms_joint:
+                fill(wide, weights(p.norm_weight), values);
+                rms(out, wide, values);
+                break;
+            case kinds::norm::group:
+                for (int h = 0; h < H; h++) centre(out + h * V);
+                each(out, values, [&](vf y, int i) {
+                    return y * load_some(weights(p.norm_weight) + i, values - i) +
+                           load_some(weights(p.norm_bias) + i, values - i);
+                });
+                break;
+            default: break;
+        }
+    }
+    void rms(float* y, const float* weight, int n) const {
+        const float factor = 1 / sqrtf(dot_of(y, y, n) / static_cast<float>(n) + p.norm_eps);
+        for (int i = 0; i < n; i++) y[i] *= factor * weight[i];
+    }
+    void centre(float* y) const {
+        float mean = 0;
+        for (int i = 0; i < V; i++) mean += y[i];
+        scale_some(y, V, 1, -mean / static_cast<float>(V));
+        scale_some(y, V, 1 / sqrtf(dot_of(y, y, V) / static_cast<float>(V) + p.group_eps));
+    }
+
+    const Layer& job;
+    const hr_layer& p;
+    const std::int64_t row;
+    const int H, K, V, columns, keys, values;
+    const T* const x;
+    float *const q, *const k, *const v, *const decay, *const beta, *const read, *const write, *const out, *const low,
+        *const wide;
+    float sum_of_scores = 0;
+};
+
+}  // namespace HR_ISA

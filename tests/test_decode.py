@@ -1,0 +1,247 @@
+"""A token through a layer in one native call: as the layer's separate steps, but into a state that may be spent."""
+
+import itertools
+import subprocess
+import sys
+import warnings
+from dataclasses import fields
+
+import pytest
+import torch
+
+from equation import skip_if_missing
+from headrace import zoo
+from headrace.backends import native, native_layer
+from headrace.laws import relative
+from headrace.mixers import LinearMixer, build
+from headrace.mixers.decode import OwnState, owned
+from headrace.spec import Competition, Decay, Heads, Inputs, MixerSpec, Read, Write
+
+LINEAR = [*zoo.LINEAR, *(f"softmax-{name}" for name in zoo.LINEAR)]
+SCORES = itertools.product(("softmax", "sigmoid", "null"), ("head", "diag", "query", "hidden"))
+PLACES = itertools.product(("identity", "one"), ("none", "query", "norm"), ("none", "value", "beta"))
+COMPETITIONS = [(*scores, "one", "norm", "value") for scores in SCORES]
+COMPETITIONS += [("softmax", "head", *places) for places in PLACES if places[1:] != ("none", "none")]
+
+
+@pytest.fixture(autouse=True)
+def _here():
+    skip_if_missing("native")
+
+
+def layer(mixer, dtype=torch.float32, width=32, heads=4) -> LinearMixer:
+    """With no weight at its first value, many of which are zero."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of gates that cannot act
+        made = build(zoo.get(mixer), hidden_size=width, num_heads=heads, layer_idx=1, num_layers=3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return made.to(dtype)
+
+
+def in_float64(made, mixer, x, **sizes):
+    exact = layer(mixer, torch.float64, **sizes)
+    exact.load_state_dict({name: w.double() for name, w in made.state_dict().items()})
+    return exact(x.double())
+
+
+def token_by_token(made, x, first):
+    """All outputs and the last state, from the first few tokens on by the native call."""
+    y, state = made(x[:, :first])
+    state, ys = owned(state), [y]
+    for token in x[:, first:].split(1, 1):
+        assert made.fused.refuses(made, token) is None
+        y, state = made(token, state)
+        ys.append(y)
+    return torch.cat(ys, 1), state
+
+
+@pytest.mark.parametrize("mixer", LINEAR)
+@torch.no_grad()
+def test_200_tokens(mixer):
+    made, x = layer(mixer), torch.randn(2, 200, 32)
+    if made.fused.unknown:
+        pytest.skip(made.fused.unknown)
+    (expected, final), (found, state) = in_float64(made, mixer, x), token_by_token(made, x, first=5)
+    assert relative(found, expected) < 1e-6
+    assert isinstance(state, OwnState)
+    for mine, exact in zip(state, final, strict=True):
+        assert (mine is None) == (exact is None)
+        assert mine is None or relative(mine.double(), exact.double()) < 1e-6
+
+
+@pytest.mark.parametrize("mixer", ["gated-deltanet", "mamba2", "linear-attention", "gla(read.norm=group)"])
+@torch.no_grad()
+def test_every_competition(mixer):
+    for activation, source, scale, read, write in COMPETITIONS:
+        if write == "beta" and mixer != "gated-deltanet":
+            continue
+        name, paren, rest = mixer.partition("(")
+        fields = f"activation={activation},source={source},scale={scale},read={read},write={write},temperature=1.3"
+        changes = ",".join(f"competition.{field}" for field in fields.split(","))
+        whole = f"softmax-{name}({rest.removesuffix(')')}{',' if paren else ''}{changes})"
+        made, x = layer(whole), torch.randn(2, 4, 32)
+        found, expected = token_by_token(made, x, 1)[0], in_float64(made, whole, x)[0]
+        assert relative(found, expected) <= max(1e-6, 1.5 * relative(made(x)[0], expected)), whole
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "inputs.feature_map=silu", "inputs.feature_map=relu", "inputs.conv=2", "inputs.conv=7", "inputs.rotary=true",
+        "heads.qk_groups=2", "heads.expand_k=0.6875", "heads.expand_v=1.375", "read.gate=none", "read.gate=sigmoid",
+        "read.order=gate-norm", "read.norm=none", "read.skip=true", "read.bonus=true", "decay.rank=5",
+        "inputs.shift=ddlerp", "heads.count=8",
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_every_part(change):
+    """On an additive mixer with a vector decay; widths that are no multiple of a vector among them."""
+    mixer = f"softmax-gla({change})"
+    made, x = layer(mixer, width=64), torch.randn(3, 12, 64)
+    found, expected = token_by_token(made, x, 2)[0], in_float64(made, mixer, x, width=64)[0]
+    assert relative(found, expected) <= max(1e-6, 1.5 * relative(made(x)[0], expected))
+
+
+@pytest.mark.parametrize("mixer", ["softmax-gated-deltanet", "kda", "rwkv6", "softmax-mamba2", "retnet"])
+@torch.no_grad()
+def test_bfloat16_is_no_worse_than_in_steps(mixer):
+    made, x = layer(mixer, torch.bfloat16, width=64), torch.randn(2, 60, 64).bfloat16()
+    expected, separate = in_float64(made, mixer, x, width=64)[0], made(x)[0]
+    found = token_by_token(made, x, 5)[0]
+    assert found.dtype == torch.bfloat16
+    assert relative(found.double(), expected) <= 1.1 * relative(separate.double(), expected)
+
+
+@torch.no_grad()
+def test_positions_far_away():
+    made, x = layer("retnet"), torch.randn(2, 4, 32)
+    state = made(x[:, :1])[1]._replace(tokens=torch.tensor([100_000, 3]))
+    exact = layer("retnet", torch.float64)
+    exact.load_state_dict({name: w.double() for name, w in made.state_dict().items()})
+    expected = exact(x[:, 1:].double(), state._replace(memory=state.memory.double()))[0]
+    state, ys = owned(state), []
+    for token in x[:, 1:].split(1, 1):
+        y, state = made(token, state)
+        ys.append(y)
+    assert state.tokens.tolist() == [100_003, 6] and relative(torch.cat(ys, 1), expected) < 1e-6
+
+
+@torch.no_grad()
+def test_any_number_of_threads():
+    made, x = layer("softmax-gated-deltanet", width=512), torch.randn(1, 6, 512)
+    one, state = token_by_token(made, x, 1)
+    torch.set_num_threads(3)
+    found, other = token_by_token(made, x, 1)
+    assert torch.equal(found, one) and torch.equal(other.memory, state.memory)
+
+
+# --- whose state it is ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_only_an_own_state_is_written_into():
+    made, x = layer("softmax-gated-deltanet(inputs.rotary=true)"), torch.randn(2, 9, 32)
+    state = made(x[:, :8])[1]
+    before = [y if y is None else y.clone() for y in state]
+    expected, after = made(x[:, 8:], state)
+    assert all(y is None or torch.equal(y, z) for y, z in zip(state, before, strict=True))
+    own = owned(state)
+    found, same = made(x[:, 8:], own)
+    assert same is own and own.memory.data_ptr() == state.memory.data_ptr()
+    assert not torch.equal(own.memory, before[0])
+    assert relative(found, expected.double()) < 1e-6
+    assert all(y is None or relative(y.double(), z.double()) < 1e-6 for y, z in zip(own, after, strict=True))
+
+
+def test_an_own_state_keeps_nothing_else_alive():
+    state = owned(layer("gated-deltanet")(torch.randn(1, 500, 32))[1])
+    assert all(y is None or y.untyped_storage().nbytes() == y.nbytes for y in state)
+    assert owned(state) is state and owned(None) is None
+
+
+def refusal(made, x, **settings):
+    return made.fused.refuses(made, x, **settings)
+
+
+@torch.no_grad()
+def test_what_it_refuses_goes_through_separate_steps(monkeypatch):
+    made, x = layer("softmax-gla"), torch.randn(2, 9, 32)
+    assert "one token" in refusal(made, x) and "one token" in refusal(made, x[:, :1], cu_seqlens=torch.tensor([0, 1]))
+    x = x[:, :1]
+    with torch.enable_grad():
+        assert "no gradient" in refusal(made, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast is on" in refusal(made, x)
+    assert "float32 and bfloat16; x is torch.float64 on cpu" in refusal(made, x.double())
+    assert "not all weights are contiguous and torch.bfloat16" in refusal(made, x.bfloat16())
+    monkeypatch.setattr(native, "missing", "it is not here")
+    assert refusal(made, x) == "it is not here"
+    state = made(torch.randn(2, 5, 32))[1]
+    before = state.memory.clone()
+    made(x, owned(state))
+    assert torch.equal(state.memory, before)
+
+
+def test_no_field_of_a_spec_is_overlooked():
+    """A new one must be told to the native call, or be refused by it, before it is named here."""
+    known = {
+        MixerSpec: "heads inputs decay write read competition", Heads: "expand_k expand_v qk_groups count key_dim",
+        Inputs: "conv conv_bias shift feature_map qk_norm rotary", Decay: "kind rank", Write: "rule beta look",
+        Read: "norm gate order scale bonus skip", Competition: "read write source activation scale temperature",
+    }  # fmt: skip
+    assert all([f.name for f in fields(record)] == names.split() for record, names in known.items())
+
+
+def test_kinds_go_by_name():
+    names = {kind: values[-1] for kind, values in native_layer.KINDS.items()}
+    assert native_layer.numbered(names) == ([len(values) - 1 for values in native_layer.KINDS.values()], None)
+    assert native_layer.numbered(names | {"gate": "gelu"}) == ([], "it does not know gate='gelu'")
+
+
+# --- the operator ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def arguments(mixer):
+    """Of the operator, as a layer calls it."""
+    made, caught = layer(mixer).requires_grad_(False), []
+    state = owned(made(torch.randn(2, 3, 32))[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_layer, "run", lambda *given: caught.append(given) or torch.zeros(2, made.H * made.V))
+        made(torch.randn(2, 1, 32), state)
+    return caught[0]
+
+
+@pytest.mark.parametrize("mixer", ["retnet", "softmax-gated-deltanet"])
+def test_opcheck(mixer):
+    torch.library.opcheck(torch.ops.headrace.layer_step.default, arguments(mixer))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiles_as_one_graph():
+    made, x = layer("softmax-gated-deltanet"), torch.randn(2, 3, 32)
+    mine, compiled = (owned(made(x[:, :2])[1]) for _ in range(2))
+    step = torch.compile(lambda token, state: made(token, state)[0], fullgraph=True, backend="aot_eager")
+    assert relative(step(x[:, 2:], compiled), made(x[:, 2:], mine)[0].double()) < 1e-6
+    assert relative(compiled.memory, mine.memory.double()) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["avx2", "portable"])
+def test_every_instruction_set(isa):
+    script = """
+import torch
+from test_decode import in_float64, layer, relative, token_by_token
+torch.manual_seed(0), torch.set_num_threads(1), torch.set_grad_enabled(False)
+for mixer in ("linear-attention", "retnet", "softmax-mamba2", "softmax-gla", "rwkv6", "softmax-kda"):
+    made, x = layer(mixer), torch.randn(2, 8, 32)
+    assert relative(token_by_token(made, x, 2)[0], in_float64(made, mixer, x)[0]) < 1e-6, mixer
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=__file__.rpartition("/")[0], env={"HEADRACE_ISA": isa}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
