@@ -81,14 +81,15 @@ def test_a_mistake_leaves_nothing_behind(headrace_, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_zoo_lists_every_mixer(headrace_):
+def test_zoo_lists_every_mixer_and_every_whole_model(headrace_):
     code, out, _ = headrace_("zoo")
-    assert code == 0 and all(name in out for name in zoo.names())
+    assert code == 0 and all(name in out for name in (*zoo.names(), *zoo.MODELS))
 
 
 def test_zoo_as_json_reads_back(headrace_):
     listed = json.loads(headrace_("zoo", "--json")[1])
-    assert {name: zoo.get(row["spec"]) for name, row in listed.items()} == {name: zoo.get(name) for name in zoo.names()}
+    specs = {name: zoo.get(row["spec"]) for name, row in listed.items()}
+    assert specs == {name: zoo.get(name) for name in (*zoo.names(), *zoo.MODELS)}
 
 
 def test_zoo_does_not_import_transformers():

@@ -120,9 +120,10 @@ def compare(
 
 @app.command(name="zoo")
 def list_zoo(as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False) -> None:
-    """List the named mixers."""
+    """List the named mixers and whole models."""
     if as_json:
-        print(json.dumps({name: describe(name) for name in zoo.names()}, indent=1, ensure_ascii=False))
+        whole = {name: {"spec": to_json(spec)} for name, spec in zoo.MODELS.items()}
+        print(json.dumps({name: describe(name) for name in zoo.names()} | whole, indent=1, ensure_ascii=False))
         return
     columns = ("decay", "rule", "competition", "state bytes")
     table = Table(caption=f"State of one layer of width {ZOO_WIDTH} with {ZOO_HEADS} heads, float32.")
@@ -132,6 +133,7 @@ def list_zoo(as_json: Annotated[bool, typer.Option("--json", help="Everything, a
         row = describe(name)
         table.add_row(name, *(f"{row[c]:,}" if isinstance(row[c], int) else row[c] for c in columns))
     terminal().print(table)
+    terminal().print(f"Whole models: {', '.join(zoo.MODELS)}")
 
 
 def describe(name: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Additive: arXiv 1409.0473; dot, general and concat scores, local windows: arXiv 
 Dimensions: B batch, T decoder steps, L source positions, n the decoder's width, M the width of an annotation.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,25 +17,12 @@ from ..recurrence import accumulator
 # --- scores: (query [B, T, n], keys of annotations [B, L, M]) -> [B, T, L] --------------------------------------------
 
 
-class Dot(nn.Module):
-    """⟨q, h⟩, with M = n."""
+class Product(nn.Module):
+    """⟨q, h⟩ (dot, M = n) or ⟨q, W h⟩ (general)."""
 
-    def __init__(self, query_size: int, memory_size: int):
+    def __init__(self, keys: nn.Module):
         super().__init__()
-
-    def keys(self, annotations: Tensor) -> Tensor:
-        return annotations
-
-    def forward(self, query: Tensor, keys: Tensor) -> Tensor:
-        return query @ keys.mT
-
-
-class General(nn.Module):
-    """⟨q, W h⟩."""
-
-    def __init__(self, query_size: int, memory_size: int):
-        super().__init__()
-        self.keys = nn.Linear(memory_size, query_size, bias=False)
+        self.keys = keys
 
     def forward(self, query: Tensor, keys: Tensor) -> Tensor:
         return query @ keys.mT
@@ -53,7 +41,12 @@ class Additive(nn.Module):
         return self.value(torch.tanh(self.query(query)[:, :, None] + keys[:, None])).squeeze(-1)
 
 
-SCORES: dict[str, type[nn.Module]] = {"additive": Additive, "dot": Dot, "general": General, "concat": Additive}
+SCORES: dict[str, Callable[[int, int], nn.Module]] = {
+    "additive": Additive,
+    "dot": lambda n, M: Product(nn.Identity()),
+    "general": lambda n, M: Product(nn.Linear(M, n, bias=False)),
+    "concat": Additive,
+}
 
 # --- windows: query [B, T, n], valid [B, L] -> (positions that are seen [B, T or 1, L], factor of their weights) ------
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from ..checks import require
 from ..mixers.alignment import AlignmentAttention, Memory
-from ..model_spec import Alignment, RecurrentSpec
+from ..model_spec import RecurrentSpec
 from .base import Decoded, EncoderDecoder, ModelSizes
 
 CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM}
@@ -48,10 +48,10 @@ class Bahdanau(nn.Module):
 
     sequential = True
 
-    def __init__(self, spec: RecurrentSpec, n: int, M: int, layers: int):
+    def __init__(self, spec: Any, n: int, M: int, layers: int):
         super().__init__()
         self.rnn = CELLS[spec.cell](n + M, n, layers, batch_first=True)
-        self.attention = AlignmentAttention(_alignment(spec), n, M)
+        self.attention = AlignmentAttention(spec.alignment, n, M)
         self.out = nn.Linear(2 * n + M, 2 * n)
 
     def forward(self, y: Tensor, state: State, memory: Memory) -> tuple[Tensor, Tensor, State]:
@@ -65,11 +65,11 @@ class Luong(nn.Module):
     """The state after the step looks back; the output is h~ = tanh(W [context; state]), which is an input of the next
     step if it is fed."""
 
-    def __init__(self, spec: RecurrentSpec, n: int, M: int, layers: int):
+    def __init__(self, spec: Any, n: int, M: int, layers: int):
         super().__init__()
-        self.sequential = _alignment(spec).feed
+        self.sequential = spec.alignment.feed
         self.rnn = CELLS[spec.cell](n + n * self.sequential, n, layers, batch_first=True)
-        self.attention = AlignmentAttention(_alignment(spec), n, M)
+        self.attention = AlignmentAttention(spec.alignment, n, M)
         self.out = nn.Linear(M + n, n, bias=False)
 
     def forward(self, y: Tensor, state: State, memory: Memory) -> tuple[Tensor, Tensor, State]:
@@ -133,8 +133,3 @@ def _top(cell: Cell) -> Tensor:
     """h of the last layer, [B, 1, n]."""
     h = cell[0] if isinstance(cell, tuple) else cell
     return h[-1][:, None]
-
-
-def _alignment(spec: RecurrentSpec) -> Alignment:
-    assert spec.alignment is not None
-    return spec.alignment
