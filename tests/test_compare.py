@@ -211,8 +211,10 @@ def test_whole_models_and_mixers_learn_one_task(tmp_path):
     assert [found[name]["alignment"] for name in ("rnn", "gla", "transformer")] == [None] * 3
 
 
-def test_a_run_that_diverges_says_so(tmp_path):
-    plan = replace(SMALL, mixers=("retnet",), recipe=replace(SMALL.recipe, lr=1e30, steps=9, evaluations=9, warmup=0.0))
+@pytest.mark.parametrize(("mixer", "task"), [("retnet", SMALL.task), ("bahdanau", Reverse(length=4))])
+def test_a_run_that_diverges_says_so(tmp_path, mixer, task):
+    recipe = replace(SMALL.recipe, lr=1e30, steps=9, evaluations=9, warmup=0.0)
+    plan = replace(SMALL, mixers=(mixer,), task=task, recipe=recipe)
     path = tmp_path / "result.json"
     train(plan.arms()[0], path, lambda *news: None)
     result = json.loads(path.read_text())

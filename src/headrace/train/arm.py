@@ -155,7 +155,7 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
         "scores": last["scores"],
         "diverged": not finite(last),
         "curve": curve.points,
-        **by_length(arm, model),
+        **(by_length(arm, model) if finite(last) else {}),
         "tokens_per_second": plan.recipe.batch_size * plan.task.length / curve.seconds_per_step,
         "environment": environment(),
     }
