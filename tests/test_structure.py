@@ -38,6 +38,7 @@ ORDER = [
     "hf",
     "models",
     "retrofit",
+    "convert",
     "generate",
     "serve",
     "data",

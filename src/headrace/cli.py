@@ -55,6 +55,7 @@ app.command()(cli_train.prepare)
 app.command()(cli_train.train)
 app.command()(cli_train.generate)
 app.command()(cli_train.serve)
+app.command()(cli_train.convert)
 app.command()(cli_train.retrofit)
 app.command(name="recipes")(cli_train.list_recipes)
 

@@ -1,6 +1,7 @@
 """The commands for training: prepare, train, and what a recipe would cost."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -111,6 +112,30 @@ def generate(
         print(json.dumps(result, ensure_ascii=False))
     else:
         print(f"{len(result['tokens'])} tokens, {result['tokens_per_second']:.1f} a second", file=sys.stderr)
+
+
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors.")],
+    output: Annotated[Path, typer.Option(help="The folder to make.")],
+    to: Annotated[
+        str | None, typer.Option(help="A foreign format; without it a foreign checkpoint is brought in.")
+    ] = None,
+) -> None:
+    """Bring a checkpoint in from transformers or flash-linear-attention, or take one of ours out to them."""
+    from .convert import bring_in, take_out
+    from .errors import InputError
+    from .hf import load
+
+    if output.exists():
+        raise InputError(f"--output {str(output)!r} exists; name another")
+    if to is None:
+        bring_in(checkpoint).save_pretrained(output)
+    else:
+        take_out(load(checkpoint), to, output)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (checkpoint / name).is_file():
+            shutil.copy(checkpoint / name, output / name)
+    print(f"{output} is what {checkpoint} is, as {to or 'headrace'}")
 
 
 def serve(

@@ -1,0 +1,142 @@
+"""Checkpoints of other libraries as ours, and ours as theirs.
+
+A format says what its config.json means to us and which rows of its tensors are which of ours; both directions follow
+from that. Only safetensors are read, nothing is unpickled, and no foreign code runs.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..config import HeadraceConfig
+from ..errors import InputError
+from ..hf import HeadraceForCausalLM
+from ..mixers import LinearMixer
+from . import flash, hugging_face
+from .form import Format, View
+
+FORMATS = hugging_face.FORMATS | flash.FORMATS
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def bring_in(checkpoint: Path) -> HeadraceForCausalLM:
+    """A foreign checkpoint as our model, in evaluation mode and its own precision.
+
+    Raises InputError where the format is unknown, its config asks for what we do not have, or a tensor is missing, left
+    over or of another shape."""
+    described = _read_config(checkpoint)
+    form = FORMATS.get(described.get("model_type", ""))
+    if form is None:
+        raise InputError(
+            f"checkpoint {str(checkpoint)!r} has model_type={described.get('model_type')!r}; "
+            f"expected one of {', '.join(FORMATS)}"
+        )
+    tensors = _read_tensors(checkpoint)
+    model: Any = HeadraceForCausalLM(HeadraceConfig(**form.config({**form.defaults, **described}))).eval()
+    model.to(next(iter(tensors.values())).dtype)
+    left, ours = set(tensors), slots(model)
+    for name, view in views(form, model).items():
+        if view.name not in tensors:
+            raise InputError(f"checkpoint {str(checkpoint)!r} has no tensor {view.name!r}")
+        _fill(ours[name], view, tensors[view.name])
+        left.discard(view.name)
+    left -= {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    if left:
+        raise InputError(f"checkpoint {str(checkpoint)!r} has a tensor we have no place for: {min(left)!r}")
+    return model
+
+
+def take_out(model: HeadraceForCausalLM, name: str, folder: Path) -> None:
+    """Write the model as a checkpoint of another format: config.json and model.safetensors.
+
+    Raises InputError where that format cannot say what the model is."""
+    if name not in FORMATS:
+        raise InputError(f"--to {name!r} is unknown; expected one of {', '.join(FORMATS)}")
+    form, described = FORMATS[name], _described(model, name)
+    tensors: dict[str, Tensor] = {}
+    ours = slots(model)
+    for slot, view in views(form, model).items():
+        value = ours[slot] - view.offset if view.offset else ours[slot]
+        if view.rows is None:
+            tensors[view.name] = value.contiguous()
+            continue
+        whole = tensors.setdefault(view.name, value.new_zeros(view.height, *value.shape[1:]))
+        whole[view.rows] = value
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
+
+
+def _described(model: Any, name: str) -> dict[str, Any]:
+    """The foreign config.json; what it means to us must be the model again."""
+    form, config = FORMATS[name], model.config
+    described = {**form.defaults, **form.describe(config), "model_type": name, "architectures": [form.architecture]}
+    described |= {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
+    described |= {"num_hidden_layers": config.num_hidden_layers, "tie_word_embeddings": config.tie_word_embeddings}
+    described |= {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    described["dtype"] = str(model.dtype).removeprefix("torch.")
+    again = HeadraceConfig(**form.config(described))
+    if again.mixers != config.mixers or again.sizes != config.sizes:
+        raise InputError(f"--to {name!r} cannot say what this model is: its mixers or its blocks are others")
+    return described
+
+
+def views(form: Format, model: Any) -> dict[str, View]:
+    """By our names, where each of our tensors, or part of one, stands in theirs."""
+    found = dict(form.whole)
+    if model.config.tie_word_embeddings:
+        del found["lm_head.weight"]
+    for i in range(model.config.num_hidden_layers):
+        for name, view in form.layer(model.config).items():
+            found[f"model.backbone.layers.{i}.{name}"] = view._replace(name=view.name.replace("#", str(i)))
+    return found
+
+
+def slots(model: Any) -> dict[str, Tensor]:
+    """All parameters, without their gradients; those that hold several things at once by their parts: writing into one
+    writes into the model."""
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        if isinstance(module, LinearMixer):
+            kept = {"in_proj.weight": module.parts, "conv.weight": None, "conv.bias": None}
+            for name, parts in kept.items():
+                if (whole := found.pop(f"{path}.{name}", None)) is not None:
+                    sizes = parts or {part: module.parts[part] for part in "qkv"}
+                    pieces = zip(sizes, whole.split(list(sizes.values())), strict=True)
+                    found |= {f"{path}.{name.replace('in_proj.weight', 'in_proj')}.{part}": x for part, x in pieces}
+    return found
+
+
+def _fill(slot: Tensor, view: View, tensor: Tensor) -> None:
+    value = tensor if view.rows is None else tensor[view.rows]
+    if value.numel() != slot.numel():
+        raise InputError(f"tensor {view.name!r} has shape {list(tensor.shape)}, which does not fit {list(slot.shape)}")
+    with torch.no_grad():
+        slot.copy_(value.reshape(slot.shape) + view.offset)
+
+
+def _read_config(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"checkpoint {str(checkpoint)!r} has no config.json that can be read: {error}") from error
+
+
+def _read_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    index = checkpoint / INDEX
+    names = [WEIGHTS]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            tensors |= load_file(checkpoint / name)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"checkpoint {str(checkpoint)!r}: {name} cannot be read: {error}") from error
+    return tensors

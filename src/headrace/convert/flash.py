@@ -1,0 +1,114 @@
+"""flash-linear-attention's RetNet, GLA, DeltaNet and Gated DeltaNet, by its public source."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .form import SWIGLU, Config, Format, conv_width, demand, key_heads, named, outside, shared
+
+FLA = {"hidden_act": "swish", "norm_eps": 1e-6, "attn": None, "attnres_block_size": None, "fuse_norm": True}
+FLA |= {"hidden_ratio": 4, "intermediate_size": None, "tie_word_embeddings": False, "conv_size": 4}
+PROJECTIONS = {f"mixer.in_proj.{part}": f"attn.{part}_proj.weight" for part in "qkv"}
+BLOCK = {"mixer_norm.weight": "attn_norm.weight", "mlp_norm.weight": "mlp_norm.weight", **SWIGLU}
+BLOCK |= {"mixer.o_proj.weight": "attn.o_proj.weight"}
+GATE = {"mixer.in_proj.gate": "attn.g_proj.weight"}
+BETA = {"mixer.in_proj.beta": "attn.b_proj.weight"}
+CONVOLUTIONS = {f"mixer.conv.weight.{part}": f"attn.{part}_conv1d.weight" for part in "qkv"}
+
+
+def fla_shared(c: Config) -> Config:
+    demand(c, hidden_act="swish", attn=None, attnres_block_size=None, feature_map=None, allow_neg_eigval=False)
+    demand(c, num_kv_heads=None, elementwise_affine=True)
+    width = c["intermediate_size"]
+    if width is None:
+        width = 256 * -(-int(c["hidden_size"] * (c["hidden_ratio"] or 4) * 2 / 3) // 256)
+    return shared(c, "norm_eps") | {"num_heads": c["num_heads"], "intermediate_size": width}
+
+
+def fla_describe(config: Any, **more: Any) -> Config:
+    own = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size, "norm_eps": config.norm_eps}
+    return own | more
+
+
+def widths(c: Config) -> str:
+    return f"heads.expand_k={float(c['expand_k'])}, heads.expand_v={float(c['expand_v'])}"
+
+
+def expanded(config: Any) -> Config:
+    spec = config.mixers[0]
+    return {"expand_k": spec.heads.expand_k, "expand_v": spec.heads.expand_v} if hasattr(spec, "heads") else {}
+
+
+def gated(config: Any) -> bool:
+    return config.mixers[0].read.gate != "none"
+
+
+def retnet_config(c: Config) -> Config:
+    demand(c, use_short_conv=False, use_output_gate=True)
+    return fla_shared(c) | {"mixer": f"retnet({widths(c)})"}
+
+
+def gla_config(c: Config) -> Config:
+    demand(c, use_short_conv=False, use_output_gate=True, clamp_min=None)
+    return fla_shared(c) | {"mixer": f"gla({widths(c)})"}
+
+
+def deltanet_config(c: Config) -> Config:
+    demand(c, use_short_conv=True, use_beta=True, qk_norm="l2", qk_activation="silu")
+    gate = "silu" if c["use_gate"] else "none"
+    return fla_shared(c) | {"mixer": f"deltanet({widths(c)}, inputs.conv={c['conv_size']}, read.gate={gate})"}
+
+
+def gated_deltanet_config(c: Config) -> Config:
+    demand(c, use_short_conv=True, use_gate=True)
+    values = c["num_v_heads"] or c["num_heads"]
+    unit = c["head_dim"] * values / c["hidden_size"]
+    groups = "none" if values == c["num_heads"] else c["num_heads"]
+    mixer = f"heads.expand_k={unit}, heads.expand_v={unit * c['expand_v']}, heads.qk_groups={groups}"
+    return fla_shared(c) | {"mixer": f"gated-deltanet({mixer}, inputs.conv={c['conv_size']})", "num_heads": values}
+
+
+def gated_deltanet_describe(config: Any) -> Config:
+    spec, H = config.mixers[0], config.num_heads
+    K, V = spec.head_dims(config.hidden_size, H)
+    own = {"head_dim": K, "expand_v": V / K, "num_v_heads": H, "conv_size": conv_width(spec)}
+    return fla_describe(config, **own) | {"num_heads": key_heads(spec, H)}
+
+
+def fla(architecture: str, config, describe, pairs: Callable[[Any], dict[str, str]], **defaults: Any) -> Format:
+    layer = lambda c: named("model.layers.#", BLOCK | PROJECTIONS | pairs(c))  # noqa: E731
+    return Format(architecture, config, describe, layer, outside("model", "embeddings", "norm"), FLA | defaults)
+
+
+FUSED_NORM = {"mixer.norm_weight": "attn.g_norm_swish_gate.weight"}
+NORM = {"mixer.norm_weight": "attn.o_norm.weight"}
+LOW_RANK_DECAY = {
+    "mixer.in_proj.decay": "attn.gk_proj.0.weight",
+    "mixer.decay.up.weight": "attn.gk_proj.1.weight",
+    "mixer.decay.up.bias": "attn.gk_proj.1.bias",
+}
+STEP = {
+    "mixer.in_proj.decay": "attn.a_proj.weight",
+    "mixer.decay.A_log": "attn.A_log",
+    "mixer.decay.dt_bias": "attn.dt_bias",
+}
+
+FORMATS: dict[str, Format] = {
+    "retnet": fla(
+        "RetNetForCausalLM", retnet_config, lambda c: fla_describe(c, **expanded(c)), lambda c: GATE | FUSED_NORM,
+        expand_k=1.0, expand_v=2.0, hidden_ratio=2,
+    ),
+    "gla": fla(
+        "GLAForCausalLM", gla_config, lambda c: fla_describe(c, **expanded(c)),
+        lambda c: GATE | FUSED_NORM | LOW_RANK_DECAY, expand_k=0.5, expand_v=1.0,
+    ),
+    "delta_net": fla(
+        "DeltaNetForCausalLM", deltanet_config,
+        lambda c: fla_describe(c, **expanded(c), conv_size=conv_width(c.mixers[0]), use_gate=gated(c)),
+        lambda c: BETA | CONVOLUTIONS | NORM | (GATE if gated(c) else {}),
+        expand_k=1.0, expand_v=1.0, use_gate=False,
+    ),
+    "gated_deltanet": fla(
+        "GatedDeltaNetForCausalLM", gated_deltanet_config, gated_deltanet_describe,
+        lambda c: BETA | CONVOLUTIONS | NORM | GATE | STEP, head_dim=256, expand_v=2.0, num_heads=6, num_v_heads=None,
+    ),
+}  # fmt: skip

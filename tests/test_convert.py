@@ -1,0 +1,137 @@
+"""Checkpoints of other libraries: equal logits where theirs run here, and the way back gives what came."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+
+import tiny
+from headrace.convert import bring_in, take_out
+from headrace.errors import InputError
+from headrace.hf import HeadraceForCausalLM
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
+LINEAR = {
+    "num_experts": 0,
+    "layer_types": ["linear_attention"] * 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+THEIRS = {
+    "llama": lambda: LlamaConfig(**SMALL, intermediate_size=48, num_attention_heads=4, tie_word_embeddings=True),
+    "llama-grouped": lambda: LlamaConfig(
+        **SMALL, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, rope_theta=500.0
+    ),
+    "mamba2": lambda: Mamba2Config(**SMALL, num_heads=4, head_dim=16, state_size=8, n_groups=1, chunk_size=16),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **SMALL, **LINEAR, intermediate_size=48, linear_num_key_heads=2, linear_num_value_heads=4
+    ),
+}
+FLA = {"retnet": "retnet", "gla": "gla", "delta_net": "deltanet", "gated_deltanet": "gated-deltanet"}
+
+
+def random(model):
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def save(name):
+        theirs = random(AutoModelForCausalLM.from_config(THEIRS[name]()))
+        theirs.save_pretrained(tmp_path / "theirs")
+        return theirs, tmp_path / "theirs"
+
+    return save
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@torch.no_grad()
+def test_equal_logits_and_the_way_back(checkpoint, tmp_path, name):
+    theirs, path = checkpoint(name)
+    ours, ids = bring_in(path), torch.randint(SMALL["vocab_size"], (2, 40))
+    expected = theirs(ids, use_cache=False).logits
+    assert (ours(ids).logits - expected).norm() / expected.norm() < 1e-5
+    take_out(ours, theirs.config.model_type, tmp_path / "back")
+    before, after = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for tensor in before:
+        torch.testing.assert_close(
+            after[tensor], before[tensor], rtol=0, atol=2e-7
+        )  # norms stand 1 lower in one format
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    torch.testing.assert_close(again(ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+# Of a layer in flash-linear-attention, by its public source: what its modules are called beside projections and MLP.
+OWN = {
+    "retnet": {"attn.g_proj.weight", "attn.g_norm_swish_gate.weight"},
+    "gla": {"attn.g_proj.weight", "attn.g_norm_swish_gate.weight", "attn.gk_proj.0.weight", "attn.gk_proj.1.weight",
+            "attn.gk_proj.1.bias"},
+    "delta_net": {"attn.b_proj.weight", "attn.o_norm.weight", *(f"attn.{x}_conv1d.weight" for x in "qkv")},
+    "gated_deltanet": {"attn.b_proj.weight", "attn.a_proj.weight", "attn.A_log", "attn.dt_bias", "attn.g_proj.weight",
+                       "attn.o_norm.weight", *(f"attn.{x}_conv1d.weight" for x in "qkv")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLA)
+def test_flash_linear_attention_and_back(tmp_path, name):
+    config = tiny.config(FLA[name], hidden_size=64, tie_word_embeddings=False)
+    ours = tiny.trained(HeadraceForCausalLM(config)).float()
+    take_out(ours, name, tmp_path / "theirs")
+    found = {key.removeprefix("model.layers.1.") for key in load_file(tmp_path / "theirs" / "model.safetensors")}
+    common = {*(f"attn.{x}_proj.weight" for x in "qkvo"), *(f"mlp.{x}_proj.weight" for x in ("gate", "up", "down"))}
+    assert {key for key in found if key.startswith(("attn.", "mlp."))} == common | OWN[name]
+    back = bring_in(tmp_path / "theirs")
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), back.parameters(), strict=True))
+    assert back.config.mixers == ours.config.mixers
+
+
+def changed(path, **settings):
+    described = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(described | settings))
+
+
+MISTAKES = {
+    "another model": ({"model_type": "bloom"}, "model_type='bloom'; expected one of llama"),
+    "a bias": ({"attention_bias": True}, "attention_bias=True; expected False"),
+    "scaled positions": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
+    "other widths": ({"intermediate_size": 32}, "which does not fit"),
+    "more layers": ({"num_hidden_layers": 3}, "has no tensor 'model.layers.2"),
+    "fewer layers": ({"num_hidden_layers": 1}, "has a tensor we have no place for: 'model.layers.1"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(checkpoint, mistake):
+    _, path = checkpoint("llama")
+    settings, sentence = MISTAKES[mistake]
+    changed(path, **settings)
+    with pytest.raises(InputError) as refused:
+        bring_in(path)
+    assert sentence in str(refused.value)
+
+
+def test_what_a_format_cannot_say(tmp_path):
+    for mixer, form in (("softmax-gla", "gla"), ("gla", "retnet"), (["gla", "transformer"], "gla"), ("rwkv6", "llama")):
+        with pytest.raises(InputError, match="cannot say what this model is"):
+            take_out(HeadraceForCausalLM(tiny.config(mixer)), form, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="--to 'gpt2' is unknown"):
+        take_out(HeadraceForCausalLM(tiny.config("gla")), "gpt2", tmp_path / "out")
+
+
+def test_a_checkpoint_in_pieces(checkpoint):
+    _, path = checkpoint("llama")
+    whole, expected = load_file(path / "model.safetensors"), bring_in(path)
+    names = sorted(whole)
+    for i, part in enumerate((names[:5], names[5:])):
+        save_file({name: whole[name] for name in part}, path / f"part{i}.safetensors")
+    (path / "model.safetensors").unlink()
+    weight_map = {name: f"part{int(i >= 5)}.safetensors" for i, name in enumerate(names)}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert all(torch.equal(a, b) for a, b in zip(bring_in(path).parameters(), expected.parameters(), strict=True))
