@@ -81,7 +81,7 @@ def interleaved(name: str, groups: int, sizes: dict[str, int]) -> dict[str, View
 
 
 def key_heads(spec: Any, heads: int) -> int:
-    return spec.heads.qkkey_heads or heads
+    return spec.heads.qk_groups or heads
 
 
 def conv_width(spec: Any) -> int:
