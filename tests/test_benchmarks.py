@@ -7,6 +7,7 @@ import torch
 
 import decode
 import op
+import taylor
 
 
 @pytest.fixture
@@ -36,3 +37,19 @@ def test_decode_finds_a_constant_state_as_large_as_promised(lines):
     assert sizes["retnet", "100"] == sizes["retnet", "1000"]
     assert int(sizes["transformer", "1000"]) == 10 * int(sizes["transformer", "100"])
     assert all(row["state_bytes"] == row["promised_bytes"] for row in read())
+
+
+def test_taylor_finds_errors_that_fall_with_the_order(tmp_path, monkeypatch):
+    for place in ("RESULTS", "DOCS"):
+        monkeypatch.setattr(taylor, place, tmp_path)
+    taylor.error(tokens=12, heads=2, dim=4)
+    rows = list(csv.DictReader((tmp_path / "taylor_error.csv").read_text().splitlines()))
+    small = [float(row["by_norm"]) for row in rows if row["logits"] == "0.25"]
+    assert len(small) == 11 and small == sorted(small, reverse=True) and (tmp_path / "taylor-error.png").stat().st_size
+
+
+def test_taylor_compares_mixers_that_there_are(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("what is compared must exist " * 100)
+    for plan in taylor.plan((str(text),), steps=3, seeds=1).plans:
+        plan.check()

@@ -175,6 +175,8 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     first, second = found["arms"]
     assert [point["step"] for point in first["curve"]] == [0, 2, 3]
     assert first["curve"][0]["scores"] == second["curve"][0]["scores"], "they start as one"
+    untrained, *trained = (point["train_loss"] for point in first["curve"])
+    assert untrained is None and all(loss > 0 for loss in trained)
     assert second["gate_parameters"] == 2 * 16 and second["parameters"] == first["parameters"] + 32
     assert second["curve"][0]["gates"] and first["state_bytes"] == 4 * 16 * 4
     assert json.loads((tmp_path / "results.json").read_text()) == found

@@ -2,7 +2,7 @@
 denominators. All are T×T: a form to study, not a fast one.
 
 The order of things is that of the paper's code: q and k rotate, then their functions act, logits are divided by √d and
-clamped from above, gates are one number per token and head. Its cosine attention alone differs: normalised over heads.
+clamped from above, gates are one number per token and head. Cosine attention differs: there, the norm is over heads.
 
 Dimensions: B batch, T new tokens, L all tokens so far, D hidden size, H heads, d head dimension.
 """

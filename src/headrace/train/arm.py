@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from ..model_spec import ModelSpec, RecurrentSpec
@@ -29,6 +29,7 @@ def train(arm: Arm, path: Path, tell: Tell) -> None:
     set_seed(arm.seed)
     model = build(arm)
     curve = Curve(arm, tell)
+    model.register_forward_hook(curve.hear)
     sample = lambda generator, rows: as_read(arm, plan.task.sample(generator, rows))  # noqa: E731
     rows = Rows(sample, arm.seed, plan.recipe.steps * plan.recipe.batch_size)
     trainer = Trainer(
@@ -83,7 +84,18 @@ class Curve(TrainerCallback):
         self.every = math.ceil(arm.plan.recipe.steps / arm.plan.recipe.evaluations)
         self.held_out = as_read(arm, arm.plan.task.held_out(arm.plan.recipe.held_out))
         self.points: list[dict[str, Any]] = []
+        self.losses: list[Tensor] = []  # of the training steps since the last point
         self.seconds_per_step = math.inf  # in the fastest stretch between evaluations: others may use the machine too
+
+    def hear(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if model.training:
+            self.losses.append(output.loss.detach())
+
+    def train_loss(self) -> float | None:
+        """The mean of what was heard; None: nothing, or no number."""
+        mean = torch.stack(self.losses).mean().item() if self.losses else math.nan
+        self.losses.clear()
+        return mean if math.isfinite(mean) else None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.point(0, model)
@@ -103,7 +115,7 @@ class Curve(TrainerCallback):
         recipe, task = self.arm.plan.recipe, self.arm.plan.task
         answers, gates = evaluate(model, self.held_out, recipe.batch_size)
         scores = task.scores(answers) if math.isfinite(answers.loss) else {}
-        self.points.append({"step": step, "scores": scores, "gates": gates})
+        self.points.append({"step": step, "scores": scores, "train_loss": self.train_loss(), "gates": gates})
         self.tell(step, scores)
         self.resumed = time.perf_counter()
 

@@ -1,0 +1,204 @@
+"""Softmax attention cut off after the n-th order, and taken apart: how far from softmax, and how well it learns.
+
+    python benchmarks/taylor.py error                               relative errors by order and size of the logits
+    python benchmarks/taylor.py curves book.txt.gz [more ...]       train and held-out loss on a text, in CPU minutes
+
+Both write a CSV file beside the other results and draw figures for docs/: figures 4 to 6 of arXiv 2507.23632 in small.
+`curves` is a comparison as `headrace compare` makes them: interrupted, the same command continues.
+"""
+
+import csv
+import gzip
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import torch
+import typer
+from matplotlib.figure import Figure
+from rich.console import Console
+from torch import Tensor
+
+from headrace.mixers.softmax_rnn import numerator
+from headrace.mixers.taylor import truncated_exp
+from headrace.report.plots import PALETTE, STYLE
+from headrace.softmax_rnn_spec import SoftmaxRNNSpec
+from headrace.tasks import Text
+from headrace.train.compare import complete
+from headrace.train.folder import claim
+from headrace.train.plan import Plan, Recipe, Shape, Study
+from record import append, environment
+
+HERE = Path(__file__).parent
+RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
+ORDERS, LOGITS = range(11), (0.25, 0.5, 1.0, 2.0, 4.0)
+NORM, RELU = "softmax-rnn-norm", "softmax-rnn-norm(denominator=sum, numerator=relu{})"
+COSINE = "softmax-rnn-norm(denominator=none, by_length=true, numerator=cosine{})"
+# Panel -> label -> expression. Softmax attention is in each.
+PANELS: dict[str, dict[str, str]] = {
+    "e^x by order, over an L2 norm": {
+        **{f"order {n}": f"{NORM}(order={n})" for n in (1, 2, 4, 10)},
+        "e^x": NORM,
+    },
+    "relu and cosine": {
+        "relu": RELU.format(""),
+        **{f"relu, order {n}": RELU.format(f", order={n}") for n in (2, 10)},
+        "cosine": COSINE.format(""),
+        **{f"cosine, order {n}": COSINE.format(f", order={n}") for n in (2, 10)},
+    },
+    "e^x by denominator": {
+        "L2 norm": NORM,
+        "gate and length": "softmax-rnn-gate",
+        "length alone": "softmax-rnn-gate(denominator=none)",
+        "detached sum": f"{NORM}(denominator=detached)",
+    },
+}
+SOFTMAX = "transformer"
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+console = Console(width=None if Console().is_terminal else 120)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Error:
+    """Mean squared distance from softmax attention over its mean square, as a root."""
+
+    order: int
+    logits: float  # their standard deviation
+    by_sum: float
+    by_norm: float  # both divided by their L2 norm
+
+
+@app.command()
+def error(tokens: int = 256, heads: int = 16, dim: int = 32, seed: int = 0) -> None:
+    """Random q, k and v, causal, float64."""
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(3, 1, tokens, heads, dim, dtype=torch.float64)
+    allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None]
+    rows = [distance(q * size, k, v, allowed, order, size) for size in LOGITS for order in ORDERS]
+    append(RESULTS / "taylor_error.csv", {"tokens": tokens, "dim": dim} | environment("cpu"), rows)
+    draw_errors(rows).savefig(DOCS / "taylor-error.png")
+    for row in rows:
+        console.print(row)
+
+
+def distance(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, order: int, size: float) -> Error:
+    exact = numerator(q, k, SoftmaxRNNSpec(), allowed) @ v.transpose(1, 2)
+    logits = torch.einsum("bthd,blhd->bhtl", q, k) / q.shape[-1] ** 0.5
+    weights = truncated_exp(logits, order) * allowed
+    found = weights @ v.transpose(1, 2)
+    total = numerator(q, k, SoftmaxRNNSpec(), allowed).sum(-1, keepdim=True)
+    by_sum = relative(found / weights.sum(-1, keepdim=True), exact / total)
+    return Error(order, size, by_sum, relative(unit(found), unit(exact)))
+
+
+def relative(x: Tensor, y: Tensor) -> float:
+    return ((x - y).norm() / y.norm()).item()
+
+
+def unit(x: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(x, dim=-1)
+
+
+def draw_errors(rows: list[Error]) -> Figure:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 3.8), layout="constrained")
+        titles = {"by_sum": "over its sum", "by_norm": "over its L2 norm"}
+        for ax, name in zip(figure.subplots(1, 2, sharey=True), titles, strict=True):
+            for colour, size in zip(PALETTE, LOGITS, strict=False):
+                points = [(row.order, getattr(row, name)) for row in rows if row.logits == size]
+                ax.semilogy(*zip(*points, strict=True), "o-", color=colour, ms=4, label=f"{size:g}")
+            ax.set(title=titles[name], xlabel="order", ylim=(1e-9, 1e2), xticks=list(ORDERS))
+        figure.axes[0].set_ylabel("error relative to softmax attention")
+        figure.axes[1].legend(title="logits' std")
+    return figure
+
+
+# --- curves ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Point:
+    panel: str
+    label: str
+    mixer: str
+    seed: int
+    step: int
+    train_loss: float | None
+    held_out_loss: float
+
+
+@app.command()
+def curves(
+    texts: Annotated[list[str], typer.Argument(help="Text files, .gz or not.")],
+    steps: int = 240,
+    output: Annotated[Path, typer.Option(help="The folder of the runs.")] = Path("runs/taylor"),
+    seeds: int = 1,
+) -> None:
+    """A language model of bytes for every mixer, one after another in one process."""
+    study = plan(tuple(unpacked(Path(text), output.parent) for text in texts), steps, seeds)
+    claim(output, study)
+    results = complete(study, output, listen, workers=1)
+    points = list(collect(results))
+    with (RESULTS / "taylor_curves.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(vars(points[0])), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(vars, points))
+    draw_curves(points).savefig(DOCS / "taylor-curves.png")
+
+
+def plan(texts: tuple[str, ...], steps: int, seeds: int) -> Study:
+    mixers = dict.fromkeys([SOFTMAX, *(m for panel in PANELS.values() for m in panel.values())])
+    recipe = Recipe(steps=steps, batch_size=16, lr=4e-3, evaluations=12, held_out=48)
+    shape = Shape(hidden_size=64, layers=2, heads=4, mlp=176)
+    return Study("taylor", "Softmax attention taken apart", (
+        Plan("taylor", tuple(mixers), Text(texts, length=128), shape, recipe, seeds),
+    ))  # fmt: skip
+
+
+def unpacked(text: Path, folder: Path) -> str:
+    if text.suffix != ".gz":
+        return str(text)
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = folder / text.stem
+    plain.write_bytes(gzip.decompress(text.read_bytes()))
+    return str(plain)
+
+
+def listen(arm: Any, step: int, scores: dict[str, float] | None) -> None:
+    if scores:
+        console.print(f"{arm.mixer}, seed {arm.seed}, step {step}: {scores['loss']:.3f}", highlight=False)
+
+
+def collect(results: dict[str, Any]):
+    for panel, members in PANELS.items():
+        for label, mixer in {"softmax attention": SOFTMAX, **members}.items():
+            for arm in (a for a in results["arms"] if a["mixer"] == mixer):
+                for point in (p for p in arm["curve"] if p["scores"]):
+                    loss = point["scores"]["loss"]
+                    yield Point(panel, label, mixer, arm["seed"], point["step"], point["train_loss"], loss)
+
+
+def draw_curves(points: list[Point]) -> Figure:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 6.4), layout="constrained")
+        axes = figure.subplots(2, len(PANELS), sharex=True, sharey=True)
+        for column, panel in enumerate(PANELS):
+            own = [p for p in points if p.panel == panel and p.step and p.seed == 0]
+            for row, loss in enumerate(("train_loss", "held_out_loss")):
+                ax = axes[row, column]
+                for i, label in enumerate(dict.fromkeys(p.label for p in own)):
+                    line = [(p.step, getattr(p, loss)) for p in own if p.label == label]
+                    ax.plot(*zip(*line, strict=True), color="black" if i == 0 else PALETTE[i - 1], lw=1.5, label=label)
+                ax.set(title=panel if row == 0 else "", xlabel="step" if row else "", ylim=(None, 3.2))
+            axes[0, column].legend(fontsize=8)
+        axes[0, 0].set_ylabel("train loss (nats/byte)")
+        axes[1, 0].set_ylabel("held-out loss (nats/byte)")
+    return figure
+
+
+if __name__ == "__main__":
+    app()
