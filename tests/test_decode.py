@@ -189,7 +189,7 @@ def test_no_field_of_a_spec_is_overlooked():
     known = {
         MixerSpec: "heads inputs decay write read competition", Heads: "expand_k expand_v qk_groups count key_dim",
         Inputs: "conv conv_bias shift feature_map qk_norm rotary", Decay: "kind rank", Write: "rule beta look",
-        Read: "norm gate order scale bonus skip", Competition: "read write source activation scale temperature",
+        Read: "norm gate order scale bonus skip", Competition: "read write source activation scale temperature rank",
     }  # fmt: skip
     assert all([f.name for f in fields(record)] == names.split() for record, names in known.items())
 

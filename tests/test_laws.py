@@ -34,6 +34,9 @@ CASES = [
     *("softmax-rnn-norm(numerator=cosine, order=2, denominator=detached)",),
     *("residual-delta(write.look=1)", "kda(write.look=5)"),
     *("softmax-residual-delta(heads.qk_groups=2, decay.kind=retnet, competition.write=beta)",),
+    *(f"softmax-{name}(competition.rank=3)" for name in ("linear-attention", "mamba2", "rwkv6", "residual-delta")),
+    *("softmax-kda(competition.rank=2, competition.write=beta, competition.source=diag)",),
+    *("softmax-retnet(competition.rank=2, competition.read=none, heads.qk_groups=2, competition.activation=null)",),
     *("sliding-window(pattern.window=2)", "longformer(pattern.window=7)", "gqa(null=true)", "mqa(buckets=8)"),
     *(
         f"bigbird(pattern.block=4, pattern.window=8, pattern.first={n}, kv_heads=2, null=true, buckets=8)"
@@ -67,7 +70,7 @@ def test_a_law_can_fail():
     assert all(relative(way(mixer, x), y) > 1e-10 for way in (FORMS | WAYS).values())
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", [*zoo.names(), "softmax-residual-delta(competition.rank=3)"])
 def test_the_state_is_what_the_spec_says(name):
     mixer, x = specimen(name, 0)
     named = mixer(x)[1]._asdict()

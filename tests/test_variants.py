@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from headrace import linear_attention, mixers, zoo
 from headrace.errors import InputError
 from headrace.gates import FEATURE_MAPS, sum_norm
+from headrace.mixers.decode import owned
 from headrace.mixers.residual import ResidualDelta
 from headrace.packing import Sequences
 
@@ -148,3 +149,66 @@ def test_a_positive_weight_writes_what_is_new_and_a_negative_one_keeps_what_is_h
 def test_a_look_needs_a_delta_rule_and_a_beta(setting):
     with pytest.raises(InputError, match="look"):
         zoo.get(f"residual-delta({setting})")
+
+
+# --- a joint gate of low rank ----------------------------------------------------------------------------------------
+
+
+def gates(mixer, x):
+    """G^Q [B, T, H], P(r | h, q) and G^K [B, T, H, R], as softmaxes of the scores."""
+    R = mixer.spec.rank
+    q, k = heads(mixer, x, "qk")
+    read = H * torch.einsum("bthk,hk->bth", q, mixer.read_competition.weight).softmax(-1)
+    choice = torch.einsum("bthk,hrk->bthr", q, mixer.choice.weight).softmax(-1)
+    scores = torch.einsum("bthk,hrk->bthr", k, mixer.write_competition.weight.unflatten(0, (H, R)))
+    return read, choice, H * R * scores.flatten(2).softmax(-1).unflatten(-1, (H, R))
+
+
+PLAIN = "decay.kind=none, inputs.rotary=false, read.norm=none, read.gate=none"
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_a_joint_gate_is_a_table_of_its_rank(rank):
+    """All pairs of tokens, weighted by P(h | q_t, k_s)."""
+    mixer, x = build(f"softmax-retnet({PLAIN}, competition.rank={rank})"), torch.randn(2, T, D).double()
+    read, choice, write = gates(mixer, x)
+    joint = torch.einsum("bth,bthr,bshr->bhts", read, choice, write)
+    assert (torch.linalg.matrix_rank(joint, rtol=1e-9) == rank).all()
+    q, k, v = heads(mixer, x)
+    scores = (torch.einsum("bthk,bshk->bhts", q, k) * mixer.K**-0.5 * joint).tril()
+    assert error(mixer(x)[0], mixer.o_proj(torch.einsum("bhts,bshv->bthv", scores, v).flatten(-2))) <= 1e-12
+
+
+@pytest.mark.parametrize("name", zoo.LINEAR)
+def test_a_joint_gate_starts_as_the_backbone_and_its_memories_part(name):
+    def start(name):
+        torch.manual_seed(0)
+        return mixers.build(zoo.get(name), hidden_size=D, num_heads=H).double()
+
+    plain, joint = start(name), start(f"softmax-{name}(competition.rank=3)")
+    shared = plain.state_dict()
+    added = {key for key in joint.state_dict() if key not in shared and "residual" not in key}
+    assert added == {"read_competition.weight", "write_competition.weight", "choice.weight"}
+    x = torch.randn(2, T, D).double()
+    y = joint(x)[0]
+    assert error(y, plain(x)[0]) <= 1e-12
+    (gradient,) = torch.autograd.grad((y * torch.randn_like(y)).sum(), joint.write_competition.weight)
+    first, second, third = gradient.unflatten(0, (H, 3)).unbind(1)
+    assert min(error(first, second), error(second, third), error(third, first)) > 0.1
+
+
+@pytest.mark.parametrize("setting", ["competition.rank=0", "competition.rank=2, competition.write=none"])
+def test_memories_that_could_not_differ_are_refused(setting):
+    with pytest.raises(InputError, match="rank"):
+        zoo.get(f"softmax-gla({setting})")
+
+
+def test_a_token_by_itself_has_all_its_memories_where_the_state_may_be_written_into():
+    """The native call for a whole layer knows one memory per head; the layer's separate steps know them all."""
+    mixer = build("softmax-gla(competition.rank=2)").float()
+    x = torch.randn(2, 8, D)
+    with torch.no_grad():
+        y, state = mixer(x)[0], None
+        for t in range(8):
+            here, state = mixer(x[:, t : t + 1], owned(state))
+            assert error(here, y[:, t : t + 1]) <= 1e-5

@@ -211,7 +211,11 @@ DECAYS: dict[str, Callable[..., nn.Module]] = {
 # --- head competition ------------------------------------------------------------------------------------------------
 
 
-class HeadCompetition(SelfInitialised):
+class Gate(SelfInitialised):
+    """What head competition adds to a backbone: its parameters do not decay, and retrofitting begins them."""
+
+
+class HeadCompetition(Gate):
     """One gate per token and head, by a softmax over the heads (arXiv 2602.01744, equation 4), as its logarithm.
 
     The scores s_h come from: "head" ⟨q_h, w_h⟩; "diag" entry h of softmax(q_h W); "query" all heads' q together;
@@ -219,9 +223,13 @@ class HeadCompetition(SelfInitialised):
     divided by its value at zero scores, so that a layer starts as its backbone, to the bit.
     """
 
-    def __init__(self, spec: Competition, hidden_size: int, num_heads: int, key_heads: int, key_dim: int):
+    def __init__(
+        self, spec: Competition, hidden_size: int, num_heads: int, key_heads: int, key_dim: int, memories: int = 1
+    ):
+        """memories: of each head, every one of which competes with all others; they come in the place of heads."""
         super().__init__()
-        self.spec, self.num_heads = spec, num_heads
+        self.spec, self.memories = spec, memories
+        self.num_heads = num_heads = num_heads * memories
         shapes = {
             "head": (num_heads, key_dim),
             "diag": (key_dim, num_heads),

@@ -8,7 +8,7 @@ import torch
 from . import zoo
 from .config import HeadraceConfig
 from .errors import InputError
-from .gates import HeadCompetition
+from .gates import Gate
 from .hf import HeadraceForCausalLM, load
 from .spec import Competition, MixerSpec, to_json
 
@@ -34,8 +34,8 @@ def retrofit(checkpoint: Path, competition: Competition | None = None) -> Headra
 
 def _fill(gated: Any, model: Any) -> None:
     missing = gated.load_state_dict(model.state_dict(), strict=False).missing_keys
-    gates = {name for name, module in gated.named_modules() if isinstance(module, HeadCompetition)}
+    gates = {name for name, module in gated.named_modules() if isinstance(module, Gate)}
     assert all(name.rpartition(".")[0] in gates for name in missing), missing
     with torch.no_grad():
         for name in gates:
-            gated.get_submodule(name).weight.zero_()
+            gated.get_submodule(name).reset_parameters()

@@ -99,6 +99,7 @@ class Competition:
     activation: Literal["softmax", "sigmoid", "null"] = "softmax"  # null: softmax with one more, empty, slot
     scale: Literal["identity", "one"] = "identity"  # identity: zero scores give a gate of 1; one: as the paper
     temperature: float = 1.0
+    rank: int = 1  # memories of each head, which compete too: a joint gate of this rank, at as many times the cost
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,11 @@ class MixerSpec:
             gate.write == "beta" and write.beta != "sigmoid",
             f"competition.write='beta' acts inside β's logit and needs write.beta='sigmoid'; got {write.beta!r}",
         )
+        yield (gate.rank < 1, f"competition.rank={gate.rank}; expected at least 1 memory per head")
+        yield (
+            gate.rank > 1 and gate.write == "none",
+            f"competition.rank={gate.rank} with competition.write='none': the memories of a head would hold the same",
+        )
         yield (gate.temperature <= 0, f"competition.temperature must be positive; got {gate.temperature}")
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
@@ -179,13 +185,18 @@ class MixerSpec:
                 "out again: the read gate acts only where it is below sqrt(ε / mean square of the readout); "
                 "competition.read='norm' puts it after the norm"
             )
-        if (self.heads.count or num_heads) == 1 and gate.activation == "softmax":
+        if (self.heads.count or num_heads) == 1 and gate.activation == "softmax" and gate.rank == 1:
             found.append("a softmax over num_heads=1 head is always 1: this competition is the identity")
         return found
 
     # --- derived, never stored -----------------------------------------------------------------------------------
     def num_heads(self, default: int) -> int:
         return self.heads.count or default
+
+    @property
+    def rank(self) -> int:
+        """Memories per head."""
+        return 1 if self.competition is None else self.competition.rank
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """(K, V) per head. Raises InputError where the widths do not divide."""
@@ -222,9 +233,10 @@ class MixerSpec:
         """What one sequence carries from token to token, without the batch dimension."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        shapes: dict[str, tuple[int, ...]] = {"memory": (H, self.memory_rows(K), V + (self.read.norm == "sum"))}
+        memory = H * self.rank, self.memory_rows(K), V + (self.read.norm == "sum")
+        shapes: dict[str, tuple[int, ...]] = {"memory": memory}
         if (self.write.look or 1) > 1:
-            shapes["before"] = shapes["memory"]
+            shapes["before"] = memory
         if self.inputs.conv:
             groups = self.heads.qk_groups or H
             shapes["conv"] = (self.inputs.conv - 1, 2 * groups * K + H * V)
@@ -242,7 +254,7 @@ class MixerSpec:
         K, V = self.head_dims(hidden_size, num_heads)
         K, V = self.memory_rows(K), V + (self.read.norm == "sum")
         decay = 0 if self.decay.kind == "none" else K * V
-        return H * (4 * K * V + decay + (2 * K * V if self.write.rule == "delta" else 0))
+        return H * self.rank * (4 * K * V + decay + (2 * K * V if self.write.rule == "delta" else 0))
 
 
 # --- JSON --------------------------------------------------------------------------------------------------------

@@ -119,7 +119,8 @@ def _kinds(spec: MixerSpec) -> dict[str, str]:
     return {
         "feature_map": spec.inputs.feature_map, "qk_norm": spec.inputs.qk_norm, "decay": spec.decay.kind,
         "rule": spec.write.rule, "beta": beta, "norm": spec.read.norm, "gate": spec.read.gate,
-        "order": spec.read.order, "read": read, "write": write, "source": gate.source,
+        "order": spec.read.order, "read": read, "write": write,
+        "source": gate.source if gate.rank == 1 else f"{gate.rank} memories of each head",
         "activation": gate.activation, "gate_scale": gate.scale,
     }  # fmt: skip
 

@@ -17,7 +17,7 @@ from ..recurrence import accumulator
 from ..spec import Decay, MatrixSpec
 from .base import Mixer
 from .chunks import CHUNK, carry, recur
-from .layer import MixerState
+from .decode import MixerState
 
 
 class Operands(NamedTuple):

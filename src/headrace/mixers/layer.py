@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backends.tiles import product
 from ..errors import GateWarning
 from ..gates import (
     DECAYS,
@@ -27,6 +28,7 @@ from ..recurrence import accumulator, linear_attention, step
 from ..spec import MixerSpec
 from .base import Mixer
 from .decode import GROUP_NORM_EPS, FusedStep, MixerState, OwnState
+from .joint import MemoryChoice
 from .residual import ResidualDelta
 from .taylor import TaylorFeatures
 
@@ -49,6 +51,7 @@ class LinearMixer(Mixer):
     decay: Any
     bonus: Any
     residual: Any
+    choice: Any
     norm_weight: Any
     norm_bias: Any
     skip: Any
@@ -93,7 +96,7 @@ class LinearMixer(Mixer):
         if spec.write.beta == "sigmoid":
             self.parts["beta"] = self.H
         if spec.write.look is not None:
-            self.residual = ResidualDelta(spec.write.look, self.H)
+            self.residual = ResidualDelta(spec.write.look, self.H * spec.rank)
         if spec.read.bonus:
             self.bonus = nn.Parameter(torch.empty(self.H, rows))
 
@@ -112,7 +115,9 @@ class LinearMixer(Mixer):
         spec, sizes = self.spec.competition, (hidden_size, self.H, self.Hq, self.K)
         self.read_place, self.write_place = (spec.read, spec.write) if spec else ("none", "none")
         self.read_competition = HeadCompetition(spec, *sizes) if spec and spec.read != "none" else None
-        self.write_competition = HeadCompetition(spec, *sizes) if spec and spec.write != "none" else None
+        rank = self.spec.rank
+        self.write_competition = HeadCompetition(spec, *sizes, rank) if spec and spec.write != "none" else None
+        self.choice = MemoryChoice(rank, self.H, self.K) if rank > 1 else None
         for sentence in self.spec.idle_gates(self.H):
             warnings.warn(sentence, GateWarning, stacklevel=4)
 
@@ -151,6 +156,8 @@ class LinearMixer(Mixer):
         tokens = state.tokens if state is not None else None
         q, k = self._shape(q, k, sequences.positions(tokens, x) if self.spec.inputs.rotary else None)
         out, memory, memory_before = self._recur(q, k, v, inputs, gates, state, sequences)
+        if self.choice is not None:
+            out = out.unflatten(2, (self.H, -1)).sum(3)
         y = self._read_out(out, v, inputs.get("gate"), gates[0])
         if self.spec.counts_tokens:
             tokens = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
@@ -189,11 +196,15 @@ class LinearMixer(Mixer):
             conv,
         )
 
-    def _compete(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Logarithms of the read and the write gate, [B, T, H]."""
+    def _compete(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Logarithms of the read and the write gate [B, T, H], the latter and the choice among them by memory."""
         read = None if self.read_competition is None else self.read_competition(q, x)
         write = None if self.write_competition is None else self.write_competition(k, x)
-        return read, write
+        return read, write, None if self.choice is None else self.choice(q)
+
+    def _spread(self, x: Tensor | None) -> Any:
+        """What is told by head, [H, ·] or [B, T, H, ·], by memory: each head's stand together."""
+        return x if x is None or self.choice is None else x.repeat_interleave(self.spec.rank, 2 if x.dim() > 2 else 0)
 
     def _shape(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.features is not None:
@@ -217,15 +228,17 @@ class LinearMixer(Mixer):
         return 1.0 if self.spec.read.scale == "one" else self.K**-0.5
 
     def _recur(self, q, k, v, inputs, gates, state, sequences) -> tuple[Tensor, Tensor, Tensor | None]:
-        spec, (log_read, log_write) = self.spec, gates
+        spec, (log_read, log_write, choice) = self.spec, gates
         log_decay, beta = self._decay_and_beta(inputs, log_write)
+        read_gate = log_read.exp() if log_read is not None and self._read_gate_inside() else None
         arguments: dict[str, Any] = {
             "log_decay": log_decay,
             "beta": beta,
             "write_gate": log_write.exp() if log_write is not None and self.write_place == "value" else None,
-            "read_gate": log_read.exp() if log_read is not None and self._read_gate_inside() else None,
+            "read_gate": product(self._spread(read_gate), choice),
         }
-        fixed: dict[str, Any] = {"rule": spec.write.rule, "bonus": self.bonus, "normalise": spec.read.norm == "sum"}
+        v, bonus = self._spread(v), self._spread(self.bonus)
+        fixed: dict[str, Any] = {"rule": spec.write.rule, "bonus": bonus, "normalise": spec.read.norm == "sum"}
         fixed["scale"] = self._scale() if self.features is None else 1.0
         if self.residual is not None:
             return self.residual(partial(self.op, **fixed), {"q": q, "k": k, "v": v, **arguments}, state, sequences)
@@ -240,11 +253,11 @@ class LinearMixer(Mixer):
         """log_decay, and β or, where it also depends on the memory, its logit."""
         if self.spec.write.beta == "dt":
             dt = self.decay.step_size(inputs["decay"])
-            return self.decay.decay(dt), dt
-        log_decay = None if self.decay is None else self.decay(inputs["decay"])
+            return self._spread(self.decay.decay(dt)), self._spread(dt)
+        log_decay = None if self.decay is None else self._spread(self.decay(inputs["decay"]))
         if "beta" not in inputs:
             return log_decay, None
-        logits = inputs["beta"].to(accumulator(inputs["beta"]))
+        logits = self._spread(inputs["beta"].to(accumulator(inputs["beta"])))
         if log_write is not None and self.write_place == "beta":
             logits = logits + log_write
         return log_decay, logits if self.residual is not None else torch.sigmoid(logits)

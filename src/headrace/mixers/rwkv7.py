@@ -22,7 +22,7 @@ from ..recurrence import accumulator
 from ..spec import MatrixSpec
 from .base import Mixer
 from .chunks import CHUNK, carry, recur
-from .layer import GROUP_NORM_EPS, MixerState
+from .decode import GROUP_NORM_EPS, MixerState
 
 FASTEST = math.exp(-0.5)  # of all rates −log_decay: a memory fades by e^−0.61 per token at most
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..gates import HeadCompetition
+from ..gates import Gate
 from ..hf import HeadraceConfig, HeadraceForCausalLM
 from ..recipes import Recipe
 from ..spec import MixerSpec
@@ -41,7 +41,7 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
 
 
 def gate_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [p for module in model.modules() if isinstance(module, HeadCompetition) for p in module.parameters()]
+    return [p for module in model.modules() if isinstance(module, Gate) for p in module.parameters()]
 
 
 def estimate(recipe: Recipe) -> dict[str, Any]:

@@ -64,8 +64,9 @@ class GateWatch:
         self.statistics: dict[str, GateStatistics] = {}
 
     def _record(self, name: str, module: nn.Module, args: Any, log_gates: Tensor) -> None:
-        if log_gates.shape[-1] > 1:
-            self.statistics[name].add(log_gates.detach(), self.asked)
+        by_head = log_gates.detach().unflatten(-1, (-1, module.memories)).logsumexp(-1)  # type: ignore[arg-type]
+        if by_head.shape[-1] > 1:
+            self.statistics[name].add(by_head, self.asked)
 
     def summary(self) -> list[dict[str, Any]]:
         return [found.summary() for found in self.statistics.values() if found.count]

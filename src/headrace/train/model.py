@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import models
-from ..gates import HeadCompetition
+from ..gates import Gate
 from ..hf import HeadraceConfig, HeadraceForCausalLM
 from ..model_spec import ModelSpec
 from ..models import EncoderDecoder, shift_right
@@ -80,5 +80,5 @@ def build(arm: Arm) -> Learner | Translator:
 
 def gate_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
-        if isinstance(module, HeadCompetition):
+        if isinstance(module, Gate):
             yield from module.parameters()
