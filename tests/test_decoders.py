@@ -3,7 +3,16 @@
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, OpenAIGPTConfig, OpenAIGPTLMHeadModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    JambaConfig,
+    JambaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    ZambaConfig,
+    ZambaForCausalLM,
+)
 
 from headrace.errors import InputError
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
@@ -13,7 +22,6 @@ from tiny import build, close, tokens
 
 VOCABULARY, D, H, LAYERS, T = 29, 32, 4, 2, 9
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": D, "num_heads": H, "num_hidden_layers": LAYERS}
-GPT = {"norm": "layer", "mlp": "gelu-tanh", "bias": True, "positions": "learned"}
 BIASED = "transformer(rotary=false, bias=true)"
 
 
@@ -78,16 +86,88 @@ def from_gpt(theirs, words, places):
 def test_gpt_is_transformers_gpt2():
     sizes = {"n_positions": 12, "n_embd": D, "n_layer": LAYERS, "n_head": H}
     theirs = randomised(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)))
-    gpt = ours(BIASED, style=GPT, max_position_embeddings=12, norm_eps=1e-5)
+    gpt = ours("gpt", max_position_embeddings=12, norm_eps=1e-5)
     agree(gpt, theirs, lambda p: from_gpt(p, "transformer.wte.weight", "transformer.wpe.weight"))
 
 
 def test_with_post_norm_it_is_the_first_gpt():
     sizes = {"n_positions": 12, "n_embd": D, "n_layer": LAYERS, "n_head": H}
     theirs = randomised(OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCABULARY, **sizes)))
-    gpt = ours(BIASED, style=GPT | {"order": "post"}, max_position_embeddings=12, norm_eps=1e-5)
+    gpt = ours("gpt(style.order=post)", max_position_embeddings=12, norm_eps=1e-5)
     words, places = "transformer.tokens_embed.weight", "transformer.positions_embed.weight"
     agree(gpt, theirs, lambda p: from_gpt(p, words, places))
+
+
+# --- hybrids ---------------------------------------------------------------------------------------------------------
+
+
+def from_mamba(path, value):
+    """A parameter of a Mamba mixer under our names, or nothing that is ours."""
+    ours = {"conv1d.weight": "conv.weight", "conv1d.bias": "conv.bias", "D": "skip", "dt_proj.weight": "dt_weight",
+            "dt_proj.bias": "dt_bias", "dt_proj_weight": "dt_weight", "dt_proj_bias": "dt_bias",
+            "x_proj_weight": "x_proj.weight"}  # fmt: skip
+    return ours.get(path, path), value.squeeze(0).mT if path == "A_log" else value.squeeze(0)
+
+
+def from_hybrid(theirs, rules):
+    """Their names with `rules` applied in turn, Mamba's parts by `from_mamba`."""
+    mine = {}
+    for path, value in theirs.items():
+        for old, new in rules.items():
+            path = path.replace(old, new)
+        before, mamba, part = path.partition(".mamba.")
+        if mamba:
+            part, value = from_mamba(part, value)
+            path = f"{before}.mixer.{part}"
+        mine[path] = value
+    return mine
+
+
+def from_jamba(theirs):
+    rules = {
+        "model.layers": "model.backbone.layers", "final_layernorm": "backbone.norm", "input_layernorm": "mixer_norm",
+        "pre_ff_layernorm": "mlp_norm", "self_attn": "mixer", "feed_forward.experts.gate_up_proj": "mlp.up",
+        "feed_forward.experts.down_proj": "mlp.down", "feed_forward": "mlp",
+    }  # fmt: skip
+    mine = from_hybrid(theirs, rules)
+    for layer in {path.partition(".dt_layernorm")[0] for path in mine if ".dt_layernorm" in path}:
+        norms = [mine.pop(f"{layer}.{part}_layernorm.weight") for part in ("dt", "b", "c")]
+        mine[f"{layer}.norm_weight"] = torch.cat(norms)
+    return mine
+
+
+def test_jamba_is_transformers():
+    config = JambaConfig(
+        vocab_size=VOCABULARY, hidden_size=D, intermediate_size=24, num_hidden_layers=8, num_attention_heads=H,
+        num_key_value_heads=2, num_experts=4, pad_token_id=None,
+    )  # fmt: skip
+    theirs = randomised(JambaForCausalLM(config))
+    settings = {"num_hidden_layers": 8, "intermediate_size": 24, "tie_word_embeddings": False}
+    agree(ours("jamba", style={"experts": {"count": 4}}, **settings), theirs, from_jamba)
+
+
+def from_zamba(theirs):
+    """Their shared block is the first one's; x and z of a Mamba layer alternate, ours come one after the other."""
+    mine = {}
+    rules = {
+        "model.layers": "model.backbone.layers", "final_layernorm": "backbone.norm", ".mamba_decoder.": ".",
+        "input_layernorm": "mixer_norm", "pre_ff_layernorm": "mlp_norm", "self_attn": "mixer", "feed_forward": "mlp",
+        "layers.2.shared_transf": "shared", ".linear.": ".link.",
+    }  # fmt: skip
+    for path, value in from_hybrid(theirs, rules).items():
+        mine[path] = torch.cat([value[::2], value[1::2]]) if path.endswith("in_proj.weight") else value
+    mine["lm_head.weight"] = mine["model.embed_tokens.weight"]
+    return mine
+
+
+def test_zamba_is_transformers():
+    kinds = ["hybrid" if i % 6 == 2 else "mamba" for i in range(12)]
+    config = ZambaConfig(
+        vocab_size=VOCABULARY, hidden_size=D, intermediate_size=24, num_hidden_layers=12, num_attention_heads=H,
+        num_key_value_heads=H, layers_block_type=kinds, n_mamba_heads=1, pad_token_id=None, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    theirs = randomised(ZambaForCausalLM(config))
+    agree(ours("zamba", num_hidden_layers=12, intermediate_size=24), theirs, from_zamba)
 
 
 # --- positions -------------------------------------------------------------------------------------------------------
@@ -95,7 +175,7 @@ def test_with_post_norm_it_is_the_first_gpt():
 
 @torch.no_grad()
 def test_learned_positions_end():
-    gpt = build(BIASED, style=GPT, max_position_embeddings=8)
+    gpt = build("gpt", max_position_embeddings=8)
     cache = HeadraceCache()
     gpt(tokens(2, 6), past_key_values=cache)
     gpt(tokens(2, 2), past_key_values=cache)

@@ -229,13 +229,20 @@ def test_checkpointing_changes_no_gradient(model, reentrant):
     kept = gradients(model, ids)
     calls = []
     for layer in model.model.backbone.layers:
-        layer.mixer.register_forward_hook(lambda *_: calls.append(1))
+        layer.mixer.register_forward_pre_hook(lambda *_: calls.append(1))
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
+    if reentrant and model.config.sizes.style.experts:
+        with pytest.raises(InputError, match="expected use_reentrant=False"):
+            gradients(model, ids)
+        return
     again = gradients(model, ids)
     assert len(calls) == 2 * len(model.model.backbone.layers), "nothing was computed again"
     for name, gradient in kept.items():
-        assert torch.equal(again[name], gradient), name
+        if model.config.sizes.style.shared:  # what flows into the embeddings is summed in another order
+            close(again[name], gradient, 1e-12)
+        else:
+            assert torch.equal(again[name], gradient), name
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

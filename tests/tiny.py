@@ -19,20 +19,18 @@ MIXERS = {
     "mamba and s4": ["mamba", "s4"],
     "rwkv4 and s4d": ["rwkv4", "s4d"],
     "hybrid": ["softmax-gated-deltanet", "transformer"],
-    "gpt": "transformer(rotary=false, bias=true)",
-    "first gpt": "transformer(rotary=false, bias=true)",
+    "gpt": "gpt",
+    "first gpt": "gpt(style.order=post)",
+    "experts": "jamba",
+    "shared": "zamba",
 }
 SIZES = {"vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 16}
 T = 9
 
 
-GPT = {"norm": "layer", "mlp": "gelu-tanh", "bias": True, "positions": "learned"}
-STYLES = {"gpt": GPT, "first gpt": GPT | {"order": "post"}}
-
-
 def config(mixer, **changes):
-    if isinstance(mixer, str) and mixer in STYLES:
-        changes = {"style": STYLES[mixer], **changes}
+    if mixer == "shared":
+        changes = {"num_hidden_layers": 3, **changes}
     mixer = MIXERS.get(mixer, mixer) if isinstance(mixer, str) else mixer
     return HeadraceConfig(**{"mixer": mixer, **SIZES, **changes})
 

@@ -46,7 +46,7 @@ class AttentionSpec:
     count: int | None = None  # None: the model's num_heads
     buckets: int | None = None  # of distances, with a learned bias per head each (T5); None: no bias
     null: bool = False  # one more logit, of 0, whose value is 0: a head may read nothing
-    scale: Literal["key", "one"] = "key"  # of the logits: d^-1/2, or 1 (T5)
+    scale: Literal["key", "one", "half-key"] = "key"  # of the logits: d^-1/2, 1 (T5), (d/2)^-1/2 (Zamba)
     form: Literal["sdpa", "tiles"] = "sdpa"  # tiles: FlashAttention's, written out
     pattern: Pattern | None = None  # None: every earlier token
     bias: bool = False  # of the four projections

@@ -10,18 +10,19 @@ from . import zoo
 from .errors import InputError
 from .model import Sizes, default_intermediate_size
 from .spec import Spec, from_json, to_json
-from .stack_spec import as_style
+from .stack_spec import BlockStyle, Decoder, Layer, as_decoder, as_layers, as_style
 
 
 class HeadraceConfig(PreTrainedConfig):
     """Sizes of a model and a mixer for each of its layers.
 
     Args:
-        mixer: a name or expression of the zoo, a spec, or its JSON; or a list of them, repeated over the depth. Kept,
-            and saved, as JSON in full, so that a checkpoint does not depend on what a name means later.
+        mixer: a name or expression of the zoo, a spec, or its JSON; or a list of them (or of Layers), repeated over the
+            depth. Kept, and saved, as JSON in full, so that a checkpoint does not depend on what a name means later.
         num_heads: of every mixer that does not set its own.
         intermediate_size: the MLP's width; None: `model.default_intermediate_size`.
-        style: what stands around the mixers: a BlockStyle, or a dict of what differs from it. mlp: its `mlp` in short.
+        style: what stands around the mixers: a BlockStyle, or a dict of what differs from the mixer's own.
+            mlp: its `mlp`, in short.
         initializer_range: standard deviation of linear layers and embeddings at the start.
         max_position_embeddings: the longest sequence of a style with learned positions; otherwise for tools that ask.
     Raises InputError for an unknown mixer and for sizes that do not fit.
@@ -53,42 +54,50 @@ class HeadraceConfig(PreTrainedConfig):
         for name in self.attribute_map.keys() & kwargs.keys():
             setattr(self, name, kwargs.pop(name))
         _refuse_typos(kwargs)
-        self._set_style()
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise InputError(f"{name}={value!r}; expected a positive integer")
-        self._set_mixers()
+        self._set_style(self._set_mixers())
+        self.stack.head_dims(self.hidden_size, self.num_heads)
         super().__post_init__(**kwargs)
 
-    def _set_style(self) -> None:
-        style = as_style(self.style)
-        if self.mlp is not None:
-            style = as_style(vars(style) | {"mlp": self.mlp})
-        self.style, self.mlp = dict(vars(style)), style.mlp
-        if self.mlp == "none" and self.intermediate_size is not None:
-            raise InputError(f"mlp='none' has no width; expected intermediate_size=None, got {self.intermediate_size}")
-        if self.mlp != "none" and self.intermediate_size is None and isinstance(self.hidden_size, int):
-            self.intermediate_size = default_intermediate_size(self.hidden_size, style.gated)
-
-    def _set_mixers(self) -> None:
-        several = isinstance(self.mixer, list | tuple)
-        given = list(self.mixer) if several else [self.mixer]
-        if not given or self.num_hidden_layers % len(given):
+    def _set_mixers(self) -> BlockStyle:
+        """Replaces what was given by its JSON; returns the style that goes with it."""
+        if not isinstance(self.mixer, list | tuple):
+            spec = _known(self.mixer, Spec | Decoder)
+            self.mixer = to_json(spec)
+            return as_decoder(spec).style
+        specs = [_known(mixer, Spec | Layer) for mixer in self.mixer]
+        if not specs or self.num_hidden_layers % len(specs):
             raise InputError(
-                f"mixer lists {len(given)} mixers for num_hidden_layers={self.num_hidden_layers}; "
+                f"mixer lists {len(specs)} mixers for num_hidden_layers={self.num_hidden_layers}; "
                 "expected a number that divides it"
             )
-        specs = [_spec(mixer) for mixer in given]
-        for spec in specs:
-            spec.head_dims(self.hidden_size, self.num_heads)
-        self.mixer = [to_json(spec) for spec in specs] if several else to_json(specs[0])
+        self.mixer = [to_json(spec) for spec in specs]
+        return BlockStyle()
+
+    def _set_style(self, base: BlockStyle) -> None:
+        style = as_style(self.style, base)
+        if self.mlp is not None:
+            style = as_style({"mlp": self.mlp}, style)
+        self.style, self.mlp = to_json(style), style.mlp
+        if self.mlp == "none" and self.intermediate_size is not None:
+            raise InputError(f"mlp='none' has no width; expected intermediate_size=None, got {self.intermediate_size}")
+        if self.mlp != "none" and self.intermediate_size is None:
+            self.intermediate_size = default_intermediate_size(self.hidden_size, style.gated)
+
+    @property
+    def stack(self) -> Decoder:
+        """The layers that repeat over the depth, and the style of all."""
+        given = self.mixer if isinstance(self.mixer, list) else [self.mixer]
+        layers = [layer for data in given for layer in as_layers(from_json(data))]
+        return Decoder(tuple(layers), as_style(self.style))
 
     @property
     def mixers(self) -> list[Spec]:
-        """The spec of each layer."""
-        specs = [from_json(data) for data in (self.mixer if isinstance(self.mixer, list) else [self.mixer])]
-        return specs * (self.num_hidden_layers // len(specs))
+        """The spec of each layer's mixer."""
+        return [layer.mixer for layer in self.stack.over(self.num_hidden_layers)]
 
     @property
     def sizes(self) -> Sizes:
@@ -98,9 +107,9 @@ class HeadraceConfig(PreTrainedConfig):
         )  # fmt: skip
 
 
-def _spec(mixer) -> Spec:
+def _known(mixer, kinds):
     spec = zoo.mixer(mixer)
-    if isinstance(spec, Spec):
+    if isinstance(spec, kinds):
         return spec
     raise InputError(f"mixer={mixer!r}; expected a name of the zoo, a spec or its JSON, or a list of them")
 

@@ -6,6 +6,7 @@ Dimensions: B batch, T tokens, D hidden size, N sequences (B, or those of a pack
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
@@ -17,6 +18,7 @@ from .cache import HeadraceCache
 from .config import HeadraceConfig
 from .errors import InputError
 from .model import Backbone, Block, initialise, padding_mask
+from .moe import balance_loss, routings
 
 
 class HeadraceBlock(GradientCheckpointingLayer, Block):
@@ -41,7 +43,7 @@ class HeadraceModel(HeadracePreTrainedModel):
     def __init__(self, config: HeadraceConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.backbone = Backbone(config.mixers, config.sizes, HeadraceBlock)
+        self.backbone = Backbone(config.stack.over(config.num_hidden_layers), config.sizes, HeadraceBlock)
         self.post_init()
 
     @can_return_tuple
@@ -149,9 +151,20 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None or loss_kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_kwargs)
+            loss = loss + self._balance(attention_mask)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
         )
+
+    def _balance(self, attention_mask: Tensor | None) -> Tensor | float:
+        """What uneven loads of the experts of a mixture cost in training."""
+        routed, experts = routings(self), self.config.sizes.style.experts
+        if not routed:
+            return 0.0
+        if torch.is_grad_enabled() and not routed[0].shares.requires_grad:
+            raise InputError("use_reentrant=True hides what routers do from the loss; expected use_reentrant=False")
+        mask = padding_mask(attention_mask, routed[0].shares, None)
+        return experts.balance * torch.stack([balance_loss(routing, mask) for routing in routed]).mean()
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if (kind := generation_config.cache_implementation) is not None:

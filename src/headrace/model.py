@@ -6,6 +6,7 @@ Dimensions: B batch, T tokens, D hidden size, N sequences.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,10 @@ from .checks import require
 from .gates import SelfInitialised
 from .mixers.attention import AttentionState
 from .mixers.positions import sinusoidal
+from .moe import MixtureOfExperts
 from .packing import count_tokens
 from .spec import AttentionSpec, Spec
-from .stack_spec import BlockStyle
+from .stack_spec import BlockStyle, Layer, as_layers
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,12 @@ class MLP(nn.Module):
         return self.down_proj(hidden)
 
 
-def build_norm(sizes: Sizes) -> nn.Module:
+def build_norm(sizes: Sizes, inputs: int = 1) -> nn.Module:
+    """Of as many hidden sizes side by side."""
+    width = inputs * sizes.hidden_size
     if sizes.style.norm == "layer":
-        return nn.LayerNorm(sizes.hidden_size, eps=sizes.norm_eps, bias=sizes.style.bias)
-    return nn.RMSNorm(sizes.hidden_size, eps=sizes.norm_eps)
+        return nn.LayerNorm(width, eps=sizes.norm_eps, bias=sizes.style.bias)
+    return nn.RMSNorm(width, eps=sizes.norm_eps)
 
 
 class Seen(NamedTuple):
@@ -107,44 +111,51 @@ class Positions(nn.Module):
         return x + self.table(places), Seen(tokens)
 
 
+def build_mlp(kind: str, sizes: Sizes) -> nn.Module | None:
+    """kind: a Layer's `mlp`."""
+    style, width = sizes.style, sizes.intermediate_size
+    if kind == "none" or width is None:
+        return None
+    if kind == "one":
+        return MLP(sizes)
+    assert style.experts is not None
+    return MixtureOfExperts(style.experts, sizes.hidden_size, width, ACTIVATIONS[style.mlp], style.gated)
+
+
+def mixer_settings(sizes: Sizes, layer_idx: int = 0, num_layers: int = 1) -> dict[str, Any]:
+    return {
+        "hidden_size": sizes.hidden_size, "num_heads": sizes.num_heads, "layer_idx": layer_idx,
+        "num_layers": num_layers, "norm_eps": sizes.norm_eps, "rope_theta": sizes.rope_theta,
+    }  # fmt: skip
+
+
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)); with post-norm norm(x + mixer(x)), then norm(x + mlp(x)). Cross
     attention, where there is any, stands between the two in the same way."""
 
-    def __init__(self, spec: Spec, sizes: Sizes, layer_idx: int = 0, num_layers: int = 1):
+    def __init__(self, layer: Layer | Spec, sizes: Sizes, layer_idx: int = 0, num_layers: int = 1):
         super().__init__()
+        layer = as_layers(layer)[0]
         self.post = sizes.style.order == "post"
         self.mixer_norm = build_norm(sizes)
-        self.mixer = mixers.build(
-            spec,
-            causal=sizes.causal,
-            hidden_size=sizes.hidden_size,
-            num_heads=sizes.num_heads,
-            layer_idx=layer_idx,
-            num_layers=num_layers,
-            norm_eps=sizes.norm_eps,
-            rope_theta=sizes.rope_theta,
-        )
-        self.cross = self.mlp = None
+        self.mixer = mixers.build(layer.mixer, causal=sizes.causal, **mixer_settings(sizes, layer_idx, num_layers))
+        self.cross = None
         if sizes.cross is not None:
             self.cross_norm = build_norm(sizes)
-            widths = {"hidden_size": sizes.hidden_size, "num_heads": sizes.num_heads}
-            self.cross = mixers.SoftmaxAttention(sizes.cross, causal=False, **widths)
-        if sizes.intermediate_size is not None:
+            self.cross = mixers.SoftmaxAttention(sizes.cross, causal=False, **mixer_settings(sizes))
+        self.mlp = build_mlp(layer.mlp, sizes)
+        if self.mlp is not None:
             self.mlp_norm = build_norm(sizes)
-            self.mlp = MLP(sizes)
+        self.link = nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False) if layer.shared else None
 
     def forward(
-        self,
-        x: Tensor,
-        state: Any = None,
-        *,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        memory: Any = None,
-    ) -> tuple[Tensor, Any]:
-        """x [B, T, D] -> (x [B, T, D], the mixer's state). memory: what `cross` remembers of the other sequence."""
-        y, state = self.mixer(self._before(self.mixer_norm, x), state, mask=mask, cu_seqlens=cu_seqlens)
+        self, x: Tensor, state: Any = None, beside: Tensor | None = None, *,
+        mask: Tensor | None = None, cu_seqlens: Tensor | None = None, memory: Any = None,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """x [B, T, D] -> (x [B, T, D], the mixer's state). beside [B, T, D]: what the shared block gave; memory: what
+        `cross` remembers of the other sequence."""
+        read = x if self.link is None else x + self.link(beside)
+        y, state = self.mixer(self._before(self.mixer_norm, read), state, mask=mask, cu_seqlens=cu_seqlens)
         x = self._after(self.mixer_norm, x + y)
         if self.cross is not None:
             require(
@@ -162,12 +173,38 @@ class Block(nn.Module):
         return norm(x) if self.post else x
 
 
-class Backbone(nn.Module):
-    """Positions, a block per spec, and a norm: everything of a language model but its vocabulary."""
+class Shared(nn.Module):
+    """One attention block that several layers share (Zamba, arXiv 2405.16712), which reads x and the embeddings side by
+    side."""
 
-    def __init__(self, specs: Sequence[Spec], sizes: Sizes, block: type[Block] = Block):
+    def __init__(self, sizes: Sizes):
         super().__init__()
-        self.layers = nn.ModuleList(block(spec, sizes, i, len(specs)) for i, spec in enumerate(specs))
+        assert sizes.style.shared is not None
+        D = sizes.hidden_size
+        self.mixer_norm = build_norm(sizes, 2)
+        settings = mixer_settings(sizes) | {"hidden_size": 2 * D}
+        self.mixer = mixers.SoftmaxAttention(sizes.style.shared, out_size=D, **settings)
+        self.mlp_norm = build_norm(sizes)
+        self.mlp = build_mlp("one", sizes)
+
+    def forward(
+        self, x: Tensor, embedded: Tensor, state: Any = None, *,
+        mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """x and the embeddings [B, T, D] -> (y [B, T, D], state). Nothing is added to x here."""
+        both = self.mixer_norm(torch.cat([x, embedded], -1))
+        y, state = self.mixer(both, state, mask=mask, cu_seqlens=cu_seqlens)
+        y = self.mlp_norm(y)
+        return y if self.mlp is None else self.mlp(y), state
+
+
+class Backbone(nn.Module):
+    """Positions, a block per layer, and a norm: everything of a language model but its vocabulary."""
+
+    def __init__(self, layers: Sequence[Layer | Spec], sizes: Sizes, block: type[Block] = Block):
+        super().__init__()
+        self.layers = nn.ModuleList(block(layer, sizes, i, len(layers)) for i, layer in enumerate(layers))
+        self.shared: Any = Shared(sizes) if any(layer.link is not None for layer in self.layers) else None
         self.positions = None if sizes.style.positions == "none" else Positions(sizes)
         self.norm = build_norm(sizes) if sizes.style.order == "pre" else nn.Identity()
 
@@ -181,7 +218,8 @@ class Backbone(nn.Module):
         inputs: list[Tensor] | None = None,
         memories: Sequence[Any] | None = None,
     ) -> tuple[Tensor, list[Any]]:
-        """x [B, T, D] -> (x [B, T, D], a state per layer, and one of the positions where the style has them).
+        """x [B, T, D] -> (x [B, T, D], states: of the positions where the style has them, then of every layer, and
+        before it of the shared block where the layer reads it).
 
         Args:
             states: of the tokens before x, as they were returned; None: x begins its sequences.
@@ -190,16 +228,21 @@ class Backbone(nn.Module):
             inputs: a list that receives every block's input.
             memories: of the other sequence, from `remember`, where blocks have cross attention.
         """
-        before = list(states or [None] * (len(self.layers) + (self.positions is not None)))
-        after: list[Any] = []
+        before, after = repeat(None) if states is None else iter(states), []
+        where = {"mask": mask, "cu_seqlens": cu_seqlens}
         if self.positions is not None:
-            x, seen = self.positions(x, before.pop(), mask=mask, cu_seqlens=cu_seqlens)
-        for layer, state, memory in zip(self.layers, before, memories or [None] * len(self.layers), strict=True):
+            x, state = self.positions(x, next(before), **where)
+            after.append(state)
+        embedded, beside = x, None
+        for layer, memory in zip(self.layers, memories or [None] * len(self.layers), strict=True):
             if inputs is not None:
                 inputs.append(x)
-            x, state = layer(x, state, mask=mask, cu_seqlens=cu_seqlens, memory=memory)
+            if layer.link is not None:
+                beside, state = self.shared(x, embedded, next(before), **where)
+                after.append(state)
+            x, state = layer(x, next(before), beside, **where, memory=memory)
             after.append(state)
-        return self.norm(x), after if self.positions is None else [*after, seen]
+        return self.norm(x), after
 
     def remember(self, other: Tensor, mask: Tensor | None = None) -> list[AttentionState]:
         """The other sequence [B, L, D] as the cross attention of each block sees it; mask [B, L]: False is padding."""

@@ -1,5 +1,6 @@
 """Head competition for a model that is trained already: the same function at first, with gates that can learn."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,11 @@ def retrofit(checkpoint: Path, competition: Competition | None = None) -> Headra
         raise InputError(f"checkpoint {str(checkpoint)!r} has competition already")
     if not any(isinstance(spec, MixerSpec) for spec in specs):
         raise InputError(f"checkpoint {str(checkpoint)!r} has no layer of linear attention; it has nothing to gate")
-    mixers = [to_json(zoo.compete(spec, wanted) if isinstance(spec, MixerSpec) else spec) for spec in specs]
+    layers = model.config.stack.over(model.config.num_hidden_layers)
+    mixers = [
+        to_json(replace(layer, mixer=zoo.compete(layer.mixer, wanted)) if isinstance(layer.mixer, MixerSpec) else layer)
+        for layer in layers
+    ]
     gated: Any = HeadraceForCausalLM(HeadraceConfig.from_dict(model.config.to_dict() | {"mixer": mixers}))  # type: ignore[arg-type]
     _fill(gated.to(model.dtype), model)
     return gated.eval()

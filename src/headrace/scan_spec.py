@@ -24,6 +24,7 @@ class ScanSpec:
     conv: int | None = None  # width of the causal depthwise convolution before the recurrence
     expand: float = 1.0  # channels of the recurrence over hidden size
     rank: int | None = None  # of the projection to mamba's step size; None: hidden size / 16
+    norm: bool = False  # of mamba's step sizes, B and C, as they come from their projection (Jamba)
 
     def __post_init__(self) -> None:
         for condition, reason in self._objections():
@@ -43,6 +44,7 @@ class ScanSpec:
         mamba = self.kind == "mamba"
         yield not mamba and self.expand != 1, f"kind={self.kind!r} has no expand; got {self.expand}"
         yield not mamba and self.rank is not None, f"kind={self.kind!r} has no rank; got {self.rank}"
+        yield not mamba and self.norm, f"kind={self.kind!r} has no norm; expected norm=False"
         yield self.expand <= 0, f"expand={self.expand}; expected a positive number"
         yield self.rank is not None and self.rank < 1, f"rank={self.rank}; expected at least 1"
 

@@ -266,11 +266,14 @@ Spec = MixerSpec | AttentionSpec | ScanSpec | MatrixSpec | SoftmaxRNNSpec
 CACHED = (AttentionSpec, SoftmaxRNNSpec)  # whose state has tokens in it
 
 
-def to_json(spec) -> dict[str, Any]:
-    """A spec as plain dicts and literals; `from_json` reads it back to an equal spec."""
-    kind = next(name for name, cls in TYPES.items() if type(spec) is cls)
-    inner = {f.name: to_json(x) for f in fields(spec) if type(x := getattr(spec, f.name)) in TYPES.values()}
-    return {"type": kind, **dataclasses.asdict(spec), **inner}
+def to_json(spec) -> Any:
+    """A spec as plain dicts, lists and literals; `from_json` reads it back to an equal spec."""
+    if isinstance(spec, tuple):
+        return [to_json(item) for item in spec]
+    if not dataclasses.is_dataclass(spec):
+        return spec
+    kind = next((name for name, cls in TYPES.items() if type(spec) is cls), None)
+    return ({"type": kind} if kind else {}) | {f.name: to_json(getattr(spec, f.name)) for f in fields(spec)}
 
 
 def from_json(data: dict[str, Any]):
@@ -288,14 +291,17 @@ def record(cls, data: dict[str, Any], where: str):
     for name, value in data.items():
         if name not in known:
             raise InputError(f"{where} has no field {name!r}; expected one of {', '.join(known)}")
-        if isinstance(value, dict) and "type" in value:
-            value = from_json(value)
-        nested = next((t for t in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(t)), None)
-        if nested is not None and isinstance(value, dict):
-            values[name] = record(nested, value, f"{where}.{name}")
-        else:
-            values[name] = _check(value, hints[name], f"{where}.{name}")
+        values[name] = _value(value, hints[name], f"{where}.{name}")
     return cls(**values)
+
+
+def _value(value, hint, where: str):
+    nested = next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)
+    if nested is None or not isinstance(value, dict | list):
+        return value if dataclasses.is_dataclass(value) else _check(value, hint, where)
+    if isinstance(value, list):
+        return tuple(_value(item, nested, f"{where}.{i}") for i, item in enumerate(value))
+    return from_json(value) if "type" in value else record(nested, value, where)
 
 
 def _check(value, hint, where: str):

@@ -1,11 +1,25 @@
-"""What stands around the token mixers of a model, as data; and whole models of blocks."""
+"""What a model is beside its token mixers, as data: its layers, what stands around them; and whole models of blocks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from .errors import InputError
 from .model_spec import ModelSpec
-from .spec import TYPES, AttentionSpec, Spec, record
+from .spec import CACHED, TYPES, AttentionSpec, Spec, record
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of MLPs: of `count`, every token goes to the `chosen` ones that its router likes best."""
+
+    count: int = 16
+    chosen: int = 2
+    balance: float = 0.001  # weight of the load-balancing loss in training
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chosen <= self.count:
+            raise InputError(f"experts.chosen={self.chosen} of experts.count={self.count}; expected 1 to all of them")
 
 
 @dataclass(frozen=True)
@@ -17,19 +31,82 @@ class BlockStyle:
     mlp: Literal["swiglu", "geglu", "gelu", "gelu-tanh", "relu", "none"] = "swiglu"
     bias: bool = False  # of the MLP and of layer norms
     positions: Literal["none", "sinusoidal", "learned"] = "none"  # added to the embeddings
+    experts: Experts | None = None  # of the layers that have them in place of one MLP
+    shared: AttentionSpec | None = None  # of the one block that some layers share
 
     @property
     def gated(self) -> bool:
         return self.mlp in ("swiglu", "geglu")
 
 
-def as_style(given: Any) -> BlockStyle:
-    """A style given as one, as a dict of what differs from the default, or as None. Raises InputError."""
+@dataclass(frozen=True)
+class Layer:
+    """One layer. With `shared` its mixer reads, beside x, what the style's shared block makes of x and embeddings."""
+
+    mixer: Spec
+    mlp: Literal["one", "experts", "none"] = "one"
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A language model: a pattern of layers, repeated over the depth, and their style."""
+
+    layers: tuple[Layer, ...]
+    style: BlockStyle = field(default_factory=BlockStyle)
+
+    def __post_init__(self) -> None:
+        for wanted, given in (("experts", self.style.experts), ("shared", self.style.shared)):
+            used = any(layer.mlp == "experts" if wanted == "experts" else layer.shared for layer in self.layers)
+            if used and given is None:
+                raise InputError(f"a layer has {wanted} and style.{wanted} is none; expected to be told which")
+
+    def over(self, depth: int) -> list[Layer]:
+        """The layers of a model of this depth. It may end within the pattern."""
+        return [self.layers[i % len(self.layers)] for i in range(depth)]
+
+    def num_heads(self, default: int) -> int:
+        return default
+
+    def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
+        """Of the first mixer. Raises InputError where the widths of any do not divide."""
+        if self.style.shared is not None:
+            self.style.shared.head_dims(2 * hidden_size, num_heads)
+        dims = [layer.mixer.head_dims(hidden_size, num_heads) for layer in self.layers]
+        return dims[0]
+
+    def idle_gates(self, num_heads: int | None = None) -> list[str]:
+        return list(dict.fromkeys(idle for layer in self.layers for idle in layer.mixer.idle_gates(num_heads)))
+
+    def state_bytes(self, hidden_size: int, num_heads: int, tokens: int, layers: int, itemsize: int = 4) -> int:
+        """What one sequence carries after `tokens` tokens, in a model of so many layers."""
+        held = [(layer.mixer, hidden_size) for layer in self.over(layers)]
+        if self.style.shared is not None:
+            held += [(self.style.shared, 2 * hidden_size)] * sum(layer.shared for layer in self.over(layers))
+        at = [{"tokens": tokens} if isinstance(mixer, CACHED) else {} for mixer, _ in held]
+        return sum(m.state_bytes(w, num_heads, itemsize, **kw) for (m, w), kw in zip(held, at, strict=True))
+
+
+def as_decoder(spec: Spec | Decoder) -> Decoder:
+    """A spec as a model: a mixer is the pattern of one layer."""
+    return spec if isinstance(spec, Decoder) else Decoder((Layer(spec),))
+
+
+def as_layers(spec: Spec | Layer | Decoder) -> Sequence[Layer]:
+    if isinstance(spec, Decoder):
+        return spec.layers
+    return (spec if isinstance(spec, Layer) else Layer(spec),)
+
+
+def as_style(given: Any, base: BlockStyle | None = None) -> BlockStyle:
+    """A style given as one, as a dict of what differs from the base, or as None. Raises InputError."""
+    base = base or BlockStyle()
     if given is None or isinstance(given, BlockStyle):
-        given = {} if given is None else vars(given)
+        return given or base
     if not isinstance(given, dict):
         raise InputError(f"style={given!r}; expected a BlockStyle or a dict of its fields")
-    return record(BlockStyle, given, "style")
+    changed = record(BlockStyle, given, "style")
+    return replace(base, **{name: getattr(changed, name) for name in given})
 
 
 @dataclass(frozen=True)
@@ -77,4 +154,4 @@ class BertSpec(StackSpec):
         return 0  # nothing is carried from token to token
 
 
-TYPES |= {"transformer": TransformerSpec, "bert": BertSpec}
+TYPES |= {"layer": Layer, "decoder": Decoder, "transformer": TransformerSpec, "bert": BertSpec}

@@ -27,7 +27,7 @@ from .spec import (
     from_json,
     to_json,
 )
-from .stack_spec import BlockStyle, TransformerSpec
+from .stack_spec import BlockStyle, Decoder, Experts, Layer, TransformerSpec, as_layers
 
 PAPER = Competition(read="query", write="value", scale="one")  # the literal equations 3-16 of arXiv 2602.01744
 
@@ -121,8 +121,8 @@ MATRICES: dict[str, MatrixSpec] = {
 }
 
 
-# Whole models from sequence to sequence, which are no mixers: `headrace.models.build` makes them.
-MODELS: dict[str, ModelSpec] = {
+# Whole models: `headrace.models.build` makes those from sequence to sequence, HeadraceConfig(mixer=…) the decoders.
+MODELS: dict[str, ModelSpec | Decoder] = {
     # The source is one vector, the encoder's last state. https://arxiv.org/abs/1409.3215
     "rnn": RecurrentSpec(),
     # + every decoder step reads a weighted mean of what the encoder saw. https://arxiv.org/abs/1508.04025
@@ -135,12 +135,40 @@ MODELS: dict[str, ModelSpec] = {
     ),
     # + norms before, without means and biases; a bias for each distance; nothing divides by √d. https://arxiv.org/abs/1910.10683
     "t5": TransformerSpec(AttentionSpec(rotary=False, buckets=32, scale="one"), BlockStyle(mlp="relu"), "output"),
+    # Causal softmax attention with learned positions; GPT-2. https://openai.com/research/better-language-models
+    "gpt": Decoder(
+        (Layer(AttentionSpec(rotary=False, bias=True)),),
+        BlockStyle("layer", mlp="gelu-tanh", bias=True, positions="learned"),
+    ),
+    # Mamba, with attention in one layer of eight and experts in every other one. https://arxiv.org/abs/2403.19887
+    "jamba": Decoder(
+        tuple(
+            Layer(
+                AttentionSpec(kv_heads=2, rotary=False) if i == 4 else replace(SCANS["mamba"], norm=True),
+                "experts" if i % 2 else "one",
+            )
+            for i in range(8)
+        ),
+        BlockStyle(experts=Experts()),
+    ),
+    # Mamba, and one attention block that every sixth layer shares. https://arxiv.org/abs/2405.16712
+    "zamba": Decoder(
+        tuple(Layer(SCANS["mamba"], "none", shared=i == 2) for i in range(6)),
+        BlockStyle(mlp="geglu", shared=AttentionSpec(rotary=False, scale="half-key")),
+    ),
 }
 
 
 def compete(spec: MixerSpec, competition: Competition | None = None) -> MixerSpec:
     """The Softmax version of a linear mixer: its heads compete for what is written and what is read."""
     return replace(spec, competition=competition or Competition())
+
+
+def plain(spec):
+    """Without competition: what X and softmax-X share."""
+    if isinstance(spec, Decoder):
+        return replace(spec, layers=tuple(replace(layer, mixer=plain(layer.mixer)) for layer in spec.layers))
+    return replace(spec, competition=None) if isinstance(spec, MixerSpec) else spec
 
 
 def names() -> list[str]:
@@ -153,12 +181,14 @@ def get(mixer):
 
     An expression changes fields of a named mixer: `softmax-gla(competition.activation=sigmoid, heads.count=8)`;
     `competition=paper` takes the paper's literal equations, `competition=none` takes the gates away;
-    `bert(mixer=softmax-gla)` builds a whole model of another mixer.
+    `bert(mixer=softmax-gla)` builds a whole model of another mixer. `a+b` is a model whose layers are a and b in turn.
     """
     if isinstance(mixer, dict):
         return from_json(mixer)
     if not isinstance(mixer, str):
         return mixer
+    if len(parts := split(mixer, "+")) > 1:
+        return Decoder(tuple(layer for part in parts for layer in as_layers(get(part))))
     match = re.fullmatch(r"\s*([^()\s]+)\s*(?:\((.*)\))?\s*", mixer)
     if not match:
         raise InputError(f"mixer {mixer!r} is not of the form NAME or NAME(field=value, ...)")
@@ -174,12 +204,12 @@ def get(mixer):
     return change_all(_named(match[1]), changes)
 
 
-def split(text: str) -> tuple[str, ...]:
+def split(text: str, mark: str = ",") -> tuple[str, ...]:
     """ "a, b(c=1, d=2), e" -> ("a", "b(c=1, d=2)", "e")."""
     parts, depth = [""], 0
     for character in text:
         depth += (character == "(") - (character == ")")
-        if character == "," and depth == 0:
+        if character == mark and depth == 0:
             parts.append("")
         else:
             parts[-1] += character

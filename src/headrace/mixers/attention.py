@@ -42,12 +42,12 @@ class SoftmaxAttention(nn.Module):
     (arXiv 2305.13245), with Llama's projections and conventions; and what else an AttentionSpec can say.
 
     Args: as LinearMixer's; the layer's place and norm_eps mean nothing here. causal: False for an encoder, whose tokens
-        see all others; and for `cross`.
+        see all others; and for `cross`. out_size: of y; None: hidden_size.
     """
 
     def __init__(
         self, spec: AttentionSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1,
-        norm_eps: float = 1e-6, rope_theta: float = 10000.0, causal: bool = True,
+        norm_eps: float = 1e-6, rope_theta: float = 10000.0, causal: bool = True, out_size: int | None = None,
     ):  # fmt: skip
         super().__init__()
         require(
@@ -59,7 +59,7 @@ class SoftmaxAttention(nn.Module):
         self.q_proj = nn.Linear(hidden_size, H * self.head_dim, bias=spec.bias)
         self.k_proj = nn.Linear(hidden_size, kv_width, bias=spec.bias)
         self.v_proj = nn.Linear(hidden_size, kv_width, bias=spec.bias)
-        self.o_proj = nn.Linear(H * self.head_dim, hidden_size, bias=spec.bias)
+        self.o_proj = nn.Linear(H * self.head_dim, out_size or hidden_size, bias=spec.bias)
         self.bias = None
         if spec.buckets is not None:
             self.bias = DistanceBias(spec.buckets, H, hidden_size=hidden_size, bidirectional=not causal)
@@ -100,7 +100,9 @@ class SoftmaxAttention(nn.Module):
 
     def _query(self, x: Tensor) -> Tensor:
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        return q * self.head_dim**0.5 if self.spec.scale == "one" else q  # PyTorch's kernels divide by it
+        if self.spec.scale == "key":
+            return q
+        return q * (self.head_dim if self.spec.scale == "one" else 2) ** 0.5  # PyTorch's kernels divide by √d
 
     def _key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
         k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.k_proj, self.v_proj))

@@ -4,6 +4,8 @@ cannot say.
 Dimensions: B batch, T tokens, D hidden size, E channels (expand · D), S numbers per channel, R rank, N sequences.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,12 +24,12 @@ class Mamba(Mixer):
     Args: as LinearMixer's; what it does not name means nothing here.
     """
 
-    def __init__(self, spec: ScanSpec, *, hidden_size: int, num_heads: int = 1, **place):
+    def __init__(self, spec: ScanSpec, *, hidden_size: int, num_heads: int = 1, norm_eps: float = 1e-6, **place):
         super().__init__()
         S, E = spec.head_dims(hidden_size, num_heads)
         rank = spec.step_rank(hidden_size)
         assert spec.conv is not None
-        self.split = [rank, S, S]
+        self.split, self.norm_eps = [rank, S, S], norm_eps
         self.in_proj = nn.Linear(hidden_size, 2 * E, bias=False)
         self.conv = nn.Conv1d(E, E, spec.conv, groups=E)
         self.x_proj = nn.Linear(E, rank + 2 * S, bias=False)
@@ -35,6 +37,7 @@ class Mamba(Mixer):
         self.dt_bias = nn.Parameter(torch.empty(E))
         self.A_log = nn.Parameter(torch.empty(S, E))
         self.skip = nn.Parameter(torch.empty(E))
+        self.norm_weight = nn.Parameter(torch.empty(sum(self.split))) if spec.norm else None
         self.out_proj = nn.Linear(E, hidden_size, bias=False)
         self.reset_parameters()
 
@@ -46,6 +49,8 @@ class Mamba(Mixer):
         draw_step_bias_(self.dt_bias)
         self.A_log.copy_(torch.arange(1, len(self.A_log) + 1).log()[:, None].expand_as(self.A_log))
         self.skip.fill_(1)
+        if self.norm_weight is not None:
+            self.norm_weight.fill_(1)
 
     def run(self, x: Tensor, state: ScanState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ScanState]:
         sequences = Sequences(x, cu_seqlens)
@@ -62,8 +67,14 @@ class Mamba(Mixer):
     def _operands(self, u: Tensor, memory: Tensor | None, sequences: Sequences) -> Operands:
         """What the scan reads from u [B, T, E], as one pack."""
         acc, flat = accumulator(u), u.flatten(0, 1).contiguous()  # a convolution leaves time last
-        dt, B, C = self.x_proj(flat).split(self.split, -1)
+        dt, B, C = self._normalised(self.x_proj(flat).split(self.split, -1))
         dt = F.softplus(F.linear(dt, self.dt_weight).to(acc) + self.dt_bias.to(acc))
         A = -self.A_log.to(acc).exp()
         memory = A.new_zeros(sequences.count, *A.shape) if memory is None else memory
         return Operands(flat.to(acc), dt, A, B.to(acc), C.to(acc), memory)
+
+    def _normalised(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self.norm_weight is None:
+            return parts
+        weights = self.norm_weight.split(self.split)
+        return [F.rms_norm(x, w.shape, w, self.norm_eps) for x, w in zip(parts, weights, strict=True)]

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from .. import zoo
 from ..model_spec import ModelSpec
 from ..spec import CACHED, AttentionSpec, MixerSpec, Spec, change
 from .summary import Comparison, Contender, show, show_contender
@@ -66,7 +67,7 @@ def words(comparison: Comparison) -> list[str]:
 
 def duels(comparison: Comparison) -> Iterator[str]:
     for winner in competing(comparison):
-        if (base := find(comparison, without_gates(winner.spec))) and common_seeds(winner, base):
+        if (base := find(comparison, zoo.plain(winner.spec))) and common_seeds(winner, base):
             difference = Difference(winner, base)
             yield (
                 f"{winner.label} {show_contender(winner)} against {base.label} {show_contender(base)} "
@@ -77,7 +78,7 @@ def duels(comparison: Comparison) -> Iterator[str]:
 def controls(comparison: Comparison) -> Iterator[str]:
     """Is it competition, or would gates that do not compete have done as well?"""
     for winner in competing(comparison):
-        base = find(comparison, without_gates(winner.spec))
+        base = find(comparison, zoo.plain(winner.spec))
         control = find(comparison, as_control(winner.spec))
         if not (base and control and common_seeds(winner, base, control)):
             continue
@@ -109,7 +110,7 @@ def fewer_heads(comparison: Comparison) -> Iterator[str]:
         H = winner.spec.num_heads(default)
         for plain in comparison.finished:
             h = plain.spec.num_heads(default)
-            same = without_count(plain.spec) == without_count(without_gates(winner.spec))
+            same = without_count(plain.spec) == without_count(zoo.plain(winner.spec))
             if h >= H or not same or not common_seeds(winner, plain):
                 continue
             difference = Difference(plain, winner)
@@ -123,7 +124,7 @@ def fewer_heads(comparison: Comparison) -> Iterator[str]:
 
 def ranking(comparison: Comparison) -> Iterator[str]:
     ranked = comparison.finished
-    backbones = {without_count(without_gates(c.spec)) for c in ranked}
+    backbones = {without_count(zoo.plain(c.spec)) for c in ranked}
     if len(backbones) > 1:
         places = ", ".join(f"{c.label} {show(c.metric, c.mean)}" for c in ranked)
         yield f"In order of the mean: {places}."
@@ -194,7 +195,7 @@ def has_sink(arm: dict) -> bool:
 
 def costs(comparison: Comparison) -> Iterator[str]:
     for contender in competing(comparison):
-        if base := find(comparison, without_gates(contender.spec)):
+        if base := find(comparison, zoo.plain(contender.spec)):
             added, slower = contender.constant("gate_parameters"), 1 - contender.speed / base.speed
             share = added / base.constant("parameters")
             time = f"cost {slower:.0%} of the tokens per second" if slower > 0.005 else "cost no measurable time"
@@ -239,10 +240,6 @@ def competing(comparison: Comparison) -> list[Contender]:
 
 def find(comparison: Comparison, spec: Spec) -> Contender | None:
     return next((c for c in comparison.finished if c.spec == spec), None)
-
-
-def without_gates(spec: Spec) -> Spec:
-    return replace(spec, competition=None) if isinstance(spec, MixerSpec) else spec
 
 
 def as_control(spec: Spec) -> Spec:

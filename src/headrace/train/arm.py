@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from ..model_spec import ModelSpec, RecurrentSpec
-from ..spec import CACHED, from_json
+from ..spec import from_json
+from ..stack_spec import as_decoder
 from ..tasks import IGNORED, Answers, Rows, Sequences
 from ..tasks.base import Batch
 from .environment import environment
@@ -201,7 +202,5 @@ def alignment(arm: Arm, model: nn.Module) -> dict[str, Any] | None:
 def state_bytes(arm: Arm, tokens: int) -> int:
     """Of one sequence, at the end of a row of so many tokens."""
     spec, shape = from_json(arm.spec), arm.plan.shape
-    if isinstance(spec, ModelSpec):
-        return spec.state_bytes(shape.hidden_size, shape.heads, tokens, shape.layers)
-    at = {"tokens": tokens} if isinstance(spec, CACHED) else {}
-    return shape.layers * spec.state_bytes(shape.hidden_size, shape.heads, **at)
+    model = spec if isinstance(spec, ModelSpec) else as_decoder(spec)
+    return model.state_bytes(shape.hidden_size, shape.heads, tokens, shape.layers)

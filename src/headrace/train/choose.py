@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import zoo
 from ..errors import InputError
+from ..stack_spec import Decoder
 from ..tasks import Text
 from .defaults import DEFAULTS, DEMO
 from .plan import Plan, Recipe, Shape, Study
@@ -35,9 +36,13 @@ def default(task: str) -> Plan:
 
 def changed(plan: Plan, changes: dict[str, Any]) -> Plan:
     own = lambda record: {f.name: changes[f.name] for f in fields(record) if f.name in changes}  # noqa: E731
+    mixers = zoo.split(changes["mixers"]) if "mixers" in changes else plan.mixers
+    # A hybrid needs the depth of its pattern, and the others are compared with it at that.
+    patterns = (len(spec.layers) if isinstance(spec := zoo.get(mixer), Decoder) else 1 for mixer in mixers)
+    changes = {"layers": max(plan.shape.layers, *patterns), **changes}
     return replace(
         plan,
-        mixers=zoo.split(changes["mixers"]) if "mixers" in changes else plan.mixers,
+        mixers=mixers,
         seeds=changes.get("seeds", plan.seeds),
         task=plan.task.resized(changes["length"]) if "length" in changes else plan.task,
         shape=replace(plan.shape, **own(Shape)),

@@ -70,8 +70,9 @@ def build(arm: Arm) -> Learner | Translator:
         hidden_size=shape.hidden_size,
         num_hidden_layers=shape.layers,
         num_heads=shape.heads,
-        mlp="none" if arm.width is None else "swiglu",
+        mlp="none" if arm.width is None else None,
         intermediate_size=arm.width,
+        max_position_embeddings=arm.plan.positions,
         tie_word_embeddings=False,
         use_cache=False,
     )

@@ -4,13 +4,14 @@ with one report; the demo is one of them.
 
 import json
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .. import zoo
 from ..errors import InputError
 from ..model_spec import ModelSpec
-from ..spec import MixerSpec, to_json
+from ..spec import to_json
+from ..stack_spec import as_decoder
 from ..tasks import Sequences, Task, Text
 from .widths import match
 
@@ -84,11 +85,16 @@ class Plan:
         return [f"{mixer}: {idle}" for mixer in self.mixers for idle in zoo.get(mixer).idle_gates(self.shape.heads)]
 
     def widths(self) -> dict[str, int | None]:
-        """Whole models have none: they are as large as they are."""
-        specs = {mixer: backbone(zoo.get(mixer)) for mixer in self.mixers}
-        blocks = {mixer: spec for mixer, spec in specs.items() if not isinstance(spec, ModelSpec)}
-        widths = match(blocks, self.shape.hidden_size, self.shape.heads, self.shape.layers, self.shape.mlp)
+        """Models from sequence to sequence have none: they are as large as they are."""
+        specs = {mixer: zoo.plain(zoo.get(mixer)) for mixer in self.mixers}
+        decoders = {mixer: as_decoder(spec) for mixer, spec in specs.items() if not isinstance(spec, ModelSpec)}
+        widths = match(decoders, self.shape, self.positions)
         return {mixer: widths.get(mixer) for mixer in self.mixers}
+
+    @property
+    def positions(self) -> int:
+        """Room for the longest row, source and target after one another and held-out lengths too."""
+        return self.task.length * (4 if isinstance(self.task, Sequences) else 1)
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
@@ -129,8 +135,3 @@ class Study:
     def to_json(self) -> dict[str, Any]:
         data = {"name": self.name, "title": self.title, "plans": [plan.to_json() for plan in self.plans]}
         return json.loads(json.dumps(data))  # as it is read back: lists for tuples
-
-
-def backbone(spec):
-    """A mixer's spec without its gates: what X and softmax-X share."""
-    return replace(spec, competition=None) if isinstance(spec, MixerSpec) else spec
