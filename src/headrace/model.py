@@ -206,6 +206,7 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(block(layer, sizes, i, len(layers)) for i, layer in enumerate(layers))
         self.shared: Any = Shared(sizes) if any(layer.link is not None for layer in self.layers) else None
         self.positions = None if sizes.style.positions == "none" else Positions(sizes)
+        self.embedding_norm = build_norm(sizes) if sizes.style.embedding_norm else nn.Identity()
         self.norm = build_norm(sizes) if sizes.style.order == "pre" else nn.Identity()
 
     def forward(
@@ -233,6 +234,7 @@ class Backbone(nn.Module):
         if self.positions is not None:
             x, state = self.positions(x, next(before), **where)
             after.append(state)
+        x = self.embedding_norm(x)
         embedded, beside = x, None
         for layer, memory in zip(self.layers, memories or [None] * len(self.layers), strict=True):
             if inputs is not None:

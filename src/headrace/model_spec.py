@@ -1,17 +1,14 @@
 """What a whole model from sequence to sequence is, as data. Each family has a record of its own."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from .errors import InputError
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole model: `headrace.models.build` makes it, and `headrace compare` trains it beside mixers if it answers a
-    sequence with another."""
-
-    answers: ClassVar[bool] = True
+    """A whole model: `headrace.models.build` makes it, and `headrace compare` trains it beside mixers."""
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """(key, value) dimensions of a head. Raises InputError where the widths do not divide."""

@@ -33,6 +33,7 @@ class BlockStyle:
     positions: Literal["none", "sinusoidal", "learned"] = "none"  # added to the embeddings
     experts: Experts | None = None  # of the layers that have them in place of one MLP
     shared: AttentionSpec | None = None  # of the one block that some layers share
+    embedding_norm: bool = False  # after the positions (BERT, BLOOM)
 
     @property
     def gated(self) -> bool:
@@ -147,8 +148,6 @@ class TransformerSpec(StackSpec):
 @dataclass(frozen=True)
 class BertSpec(StackSpec):
     """An encoder alone, with heads for masked tokens and for whether two segments belong together."""
-
-    answers = False
 
     def state_bytes(self, hidden_size: int, num_heads: int, tokens: int, layers: int, itemsize: int = 4) -> int:
         return 0  # nothing is carried from token to token

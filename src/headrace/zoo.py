@@ -27,7 +27,7 @@ from .spec import (
     from_json,
     to_json,
 )
-from .stack_spec import BlockStyle, Decoder, Experts, Layer, TransformerSpec, as_layers
+from .stack_spec import BertSpec, BlockStyle, Decoder, Experts, Layer, TransformerSpec, as_layers
 
 PAPER = Competition(read="query", write="value", scale="one")  # the literal equations 3-16 of arXiv 2602.01744
 
@@ -135,6 +135,11 @@ MODELS: dict[str, ModelSpec | Decoder] = {
     ),
     # + norms before, without means and biases; a bias for each distance; nothing divides by √d. https://arxiv.org/abs/1910.10683
     "t5": TransformerSpec(AttentionSpec(rotary=False, buckets=32, scale="one"), BlockStyle(mlp="relu"), "output"),
+    # The encoder alone, that fills gaps in a text. https://arxiv.org/abs/1810.04805
+    "bert": BertSpec(
+        AttentionSpec(rotary=False, bias=True),
+        BlockStyle("layer", "post", "gelu", True, "learned", embedding_norm=True),
+    ),
     # Causal softmax attention with learned positions; GPT-2. https://openai.com/research/better-language-models
     "gpt": Decoder(
         (Layer(AttentionSpec(rotary=False, bias=True)),),

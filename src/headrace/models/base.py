@@ -83,11 +83,7 @@ class EncoderDecoder(nn.Module):
         decoded = self.decode(decoder_input_ids, source, align=output_alignments)
         loss = None
         if labels is not None:
-            wide = decoded.logits.to(accumulator(decoded.logits))
-            smoothing = self.label_smoothing if self.training else 0.0
-            loss = F.cross_entropy(
-                wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, label_smoothing=smoothing
-            )
+            loss = mean_loss(decoded.logits, labels, self.label_smoothing if self.training else 0.0)
         return EncoderDecoderOutput(loss, decoded.logits, decoded.alignments if output_alignments else None)
 
     @torch.no_grad()
@@ -105,6 +101,12 @@ class EncoderDecoder(nn.Module):
             written.append(token)
             ended = ended | (token == end)
         return torch.cat(written, 1) if written else token[:, :0]
+
+
+def mean_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy of logits [..., V] where labels [...] are not -100, in float32 or better."""
+    wide = logits.to(accumulator(logits)).flatten(0, -2)
+    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, label_smoothing=label_smoothing)
 
 
 def shift_right(labels: Tensor, start: int) -> Tensor:

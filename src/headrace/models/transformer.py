@@ -18,11 +18,16 @@ from ..stack_spec import StackSpec, TransformerSpec
 from .base import Decoded, EncoderDecoder, ModelSizes
 
 
+def block_sizes(spec: StackSpec, sizes: ModelSizes) -> Sizes:
+    width = sizes.intermediate_size or default_intermediate_size(sizes.hidden_size, spec.style.gated)
+    return Sizes(
+        sizes.hidden_size, sizes.num_heads, width, sizes.norm_eps, max_positions=sizes.max_positions, style=spec.style
+    )
+
+
 def stack(spec: StackSpec, sizes: ModelSizes, **changes: Any) -> Backbone:
     """The blocks of a model; changes are other fields of `Sizes`. A bias for distances is one for all of them."""
-    width = sizes.intermediate_size or default_intermediate_size(sizes.hidden_size, spec.style.gated)
-    blocks = Sizes(sizes.hidden_size, sizes.num_heads, width, sizes.norm_eps, style=spec.style)
-    made = Backbone([spec.mixer] * sizes.num_layers, replace(blocks, **changes))
+    made = Backbone([spec.mixer] * sizes.num_layers, replace(block_sizes(spec, sizes), **changes))
     for layer in made.layers:
         if isinstance(mixer := layer.mixer, SoftmaxAttention):
             mixer.bias = made.layers[0].mixer.bias  # type: ignore[union-attr, assignment]
@@ -30,8 +35,7 @@ def stack(spec: StackSpec, sizes: ModelSizes, **changes: Any) -> Backbone:
 
 
 class TransformerModel(EncoderDecoder):
-    """One embedding for source, target and logits. InputError for a source of padding alone, and for alignments, which
-    PyTorch's attention kernels do not keep."""
+    """One embedding for source, target and logits. No alignments are kept. InputError for a source of padding alone."""
 
     def __init__(self, spec: TransformerSpec, sizes: ModelSizes):
         super().__init__(sizes, spec.label_smoothing)
@@ -59,7 +63,6 @@ class TransformerModel(EncoderDecoder):
         return self.decoder.remember(self.encoder(x, mask=mask)[0], mask)
 
     def decode(self, ids: Tensor, source: Any, state: Any = None, *, align: bool = False) -> Decoded:
-        require(not align, "output_alignments=True, and attention keeps no alignments; expected False")
         x, state = self.decoder(self._embed(ids), state, memories=source)
         x = x * self.sizes.hidden_size**-0.5 if self.spec.scaled == "output" else x
         return Decoded(F.linear(x, self.embedding.weight), None, state)

@@ -183,7 +183,7 @@ def cost(comparison: Comparison) -> Figure | None:
         values = [value(c) for c in contenders]
         bars = ax.barh(range(len(values)), values, color=[colour[c.mixer] for c in contenders], height=0.65)
         ax.bar_label(bars, [compact(v) for v in values], padding=3, fontsize=8)
-        ax.set(title=title, xlim=(0, 1.22 * max(values)))
+        ax.set(title=title, xlim=(0, 1.22 * max(values) or 1))  # none of them may keep a state
         ax.title.set_size(10)
         ax.grid(False)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: compact(v)))

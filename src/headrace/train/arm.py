@@ -139,7 +139,7 @@ def evaluate(model: nn.Module, rows: Batch, batch_size: int) -> tuple[Answers, l
     with GateWatch().on(model) as watch:
         for batch in batches(rows, batch_size, device):
             labels = batch["shift_labels"]
-            watch.asked = labels != IGNORED
+            watch.asked, watch.mask = labels != IGNORED, batch.get("attention_mask", labels)
             output = model(**batch)
             loss += output.loss.item() * int(watch.asked.sum())
             right.append((output.logits.argmax(-1) == labels).cpu())

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..tasks import Dates, Mqar, Pair, Reverse, Text
+from ..tasks import Dates, Masked, Mqar, Pair, Reverse, Text
 from .plan import Plan, Recipe, Shape, Study
 
 PAIR = Plan(
@@ -30,13 +30,21 @@ TEXT = Plan(
     Recipe(batch_size=16, lr=6e-3, held_out=256),
     seeds=2,
 )
+MASKED = Plan(
+    "masked",
+    ("bert", "bert(mixer=gla)", "bert(mixer=softmax-gla)"),
+    Masked(length=64),
+    Shape(layers=2, heads=4),
+    Recipe(batch_size=32, lr=3e-3, held_out=256),
+    seeds=2,
+)
 REVERSE = Plan(
     "reverse",
-    ("rnn", "luong", "bahdanau", "transformer", "gated-deltanet"),
+    ("rnn", "luong", "bahdanau", "transformer-2017", "t5", "transformer", "gated-deltanet"),
     Reverse(),
     Shape(layers=2, heads=4),
     Recipe(steps=1000, lr=3e-3),
 )
 DATES = replace(REVERSE, name="dates", task=Dates())
-DEFAULTS: dict[str, Plan] = {plan.task.name: plan for plan in (PAIR, MQAR, TEXT, REVERSE, DATES)}
+DEFAULTS: dict[str, Plan] = {plan.task.name: plan for plan in (PAIR, MQAR, TEXT, MASKED, REVERSE, DATES)}
 DEMO = Study("demo", "Does head competition help?", (PAIR, TEXT))

@@ -57,16 +57,24 @@ def mean(shares: Tensor) -> list[float] | None:
 
 
 class GateWatch:
-    """Collects statistics of all competitions of more than one head; `asked` [B, T] is set before each forward pass."""
+    """Collects statistics of all competitions of more than one head. Before each forward pass `asked` [B, T] is set,
+    and `mask` [B, T] where rows have padding, which takes a mixer's tokens into a pack."""
 
     def __init__(self) -> None:
-        self.asked = torch.empty(0)
+        self.asked, self.mask = torch.empty(0), torch.empty(0)
         self.statistics: dict[str, GateStatistics] = {}
 
     def _record(self, name: str, module: nn.Module, args: Any, log_gates: Tensor) -> None:
         by_head = log_gates.detach().unflatten(-1, (-1, module.memories)).logsumexp(-1)  # type: ignore[arg-type]
         if by_head.shape[-1] > 1:
-            self.statistics[name].add(by_head, self.asked)
+            self.statistics[name].add(by_head, self._asked(name, by_head))
+
+    def _asked(self, name: str, log_gates: Tensor) -> Tensor:
+        """Which gates are of a token that is asked for an answer: of an encoder none, it reads what is given."""
+        shape = log_gates.shape[:2]
+        if "encoder." in name:
+            return torch.zeros(shape, dtype=torch.bool, device=log_gates.device)
+        return self.asked if self.asked.shape == shape else self.asked[self.mask.bool()][None]
 
     def summary(self) -> list[dict[str, Any]]:
         return [found.summary() for found in self.statistics.values() if found.count]

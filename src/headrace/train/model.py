@@ -1,6 +1,7 @@
 """From an arm to a model: an MLP width that matches parameters, and the inputs of a task."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from .. import models
 from ..gates import Gate
 from ..hf import HeadraceConfig, HeadraceForCausalLM
 from ..model_spec import ModelSpec
-from ..models import EncoderDecoder, shift_right
+from ..models import shift_right
 from ..spec import from_json
 from ..tasks import IGNORED, Sequences
 from ..tasks.base import Batch
@@ -33,15 +34,15 @@ class Learner(nn.Module):
         return self.lm(inputs_embeds=(embedded * (input_ids >= 0)[..., None]).sum(2), **labels)
 
 
-class Translator(nn.Module):
-    """A whole model from sequence to sequence."""
+class Whole(nn.Module):
+    """A whole model that reads a task's rows."""
 
-    def __init__(self, model: EncoderDecoder):
+    def __init__(self, model: models.Model):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, shift_labels: Tensor, output_alignments: bool = False):
-        return self.model(input_ids, attention_mask, shift_labels, output_alignments=output_alignments)
+    def forward(self, shift_labels: Tensor, **rows: Any):
+        return self.model(labels=shift_labels, **rows)
 
 
 def as_read(arm: Arm, rows: Batch) -> Batch:
@@ -56,14 +57,14 @@ def as_read(arm: Arm, rows: Batch) -> Batch:
     }
 
 
-def build(arm: Arm) -> Learner | Translator:
+def build(arm: Arm) -> Learner | Whole:
     """The arm's model, its parameters drawn from torch's generator as it stands.
 
     Gates are drawn from nothing, so that a mixer and its softmax version start from the same weights."""
     shape, spec = arm.plan.shape, from_json(arm.spec)
     if isinstance(spec, ModelSpec):
         sizes = {"hidden_size": shape.hidden_size, "num_heads": shape.heads, "num_layers": shape.layers}
-        return Translator(models.build(spec, vocab_size=arm.plan.task.vocab_size, **sizes))
+        return Whole(models.build(spec, vocab_size=arm.plan.task.vocab_size, **sizes))
     config = HeadraceConfig(
         mixer=arm.spec,
         vocab_size=arm.plan.task.vocab_size,

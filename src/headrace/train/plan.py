@@ -11,8 +11,8 @@ from .. import zoo
 from ..errors import InputError
 from ..model_spec import ModelSpec
 from ..spec import to_json
-from ..stack_spec import as_decoder
-from ..tasks import Sequences, Task, Text
+from ..stack_spec import BertSpec, as_decoder
+from ..tasks import Masked, Sequences, Task, Text
 from .widths import match
 
 
@@ -61,12 +61,10 @@ class Plan:
             raise InputError(f"--mixers names {len(self.mixers)} mixers; expected at least one, and each once")
         for mixer in self.mixers:
             zoo.get(mixer).head_dims(self.shape.hidden_size, self.shape.heads)
-            if isinstance(spec := zoo.get(mixer), ModelSpec) and not (
-                spec.answers and isinstance(self.task, Sequences)
-            ):
+            if not answers(zoo.get(mixer), self.task):
                 raise InputError(
-                    f"mixer {mixer!r} is a whole model, and --task {self.task.name} with it is none; expected an "
-                    "encoder-decoder and reverse or dates"
+                    f"mixer {mixer!r} cannot answer --task {self.task.name}: masked is for bert alone, reverse and "
+                    "dates are for all others, the rest is for mixers and decoders"
                 )
         if isinstance(self.task, Text):
             assert self.task.corpus
@@ -135,3 +133,10 @@ class Study:
     def to_json(self) -> dict[str, Any]:
         data = {"name": self.name, "title": self.title, "plans": [plan.to_json() for plan in self.plans]}
         return json.loads(json.dumps(data))  # as it is read back: lists for tuples
+
+
+def answers(spec, task: Task) -> bool:
+    """Whether rows of the task are what the mixer or whole model of the spec reads."""
+    if isinstance(spec, BertSpec) or isinstance(task, Masked):
+        return isinstance(spec, BertSpec) and isinstance(task, Masked)
+    return isinstance(task, Sequences) or not isinstance(spec, ModelSpec)

@@ -1,0 +1,176 @@
+"""BERT against transformers', weights copied; its task; encoders of other mixers."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForPreTraining
+
+from headrace import models, zoo
+from headrace.errors import InputError
+from headrace.tasks import IGNORED, Masked
+
+V, D, H, WIDTH, LAYERS = 29, 32, 4, 48, 2
+MODELS = ["bert", "bert(mixer=softmax-gla)", "bert(mixer=mamba, style.positions=none)"]
+
+
+def build(name, **changes):
+    sizes = {"vocab_size": V, "hidden_size": D, "num_heads": H, "num_layers": LAYERS, "intermediate_size": WIDTH}
+    return models.build(zoo.get(name), **sizes | changes)
+
+
+def randomised(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return model.eval()
+
+
+def batch():
+    """Two segments; the second row is shorter."""
+    ids, mask = torch.randint(V, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    labels = torch.where(torch.rand(2, 9) < 0.5, ids, IGNORED).masked_fill(mask == 0, IGNORED)
+    labels[0, 0] = 3
+    segments, apart = (torch.arange(9) > torch.tensor([[4], [2]])).long(), torch.tensor([0, 1])
+    return {
+        "input_ids": ids, "attention_mask": mask, "token_type_ids": segments, "labels": labels,
+        "next_sentence_label": apart,
+    }  # fmt: skip
+
+
+RENAMED = {
+    "bert.embeddings.word_embeddings": "embedding", "bert.embeddings.token_type_embeddings": "segments",
+    "bert.embeddings.position_embeddings": "encoder.positions.table",
+    "bert.embeddings.LayerNorm": "encoder.embedding_norm", "bert.pooler.dense": "next_head.0",
+    "cls.seq_relationship": "next_head.2", "cls.predictions.transform.dense": "token_head.0",
+    "cls.predictions.transform.LayerNorm": "token_head.2", "cls.predictions.bias": "token_bias",
+    "bert.encoder.layer": "encoder.layers", "attention.output.LayerNorm": "mixer_norm",
+    "attention.output.dense": "mixer.o_proj", "attention.self.query": "mixer.q_proj",
+    "attention.self.key": "mixer.k_proj", "attention.self.value": "mixer.v_proj", "output.LayerNorm": "mlp_norm",
+    "intermediate.dense": "mlp.up_proj", "output.dense": "mlp.down_proj",
+}  # fmt: skip
+
+
+def from_bert(theirs):
+    """Their parameters under our names."""
+    mine = {}
+    for name, value in theirs.items():
+        for old, new in RENAMED.items():
+            name = name.replace(old, new)
+        mine[name] = value
+    return mine
+
+
+def test_bert_is_that_of_transformers():
+    """Both heads' logits, the loss, and every gradient of the loss."""
+    config = BertConfig(
+        vocab_size=V, hidden_size=D, num_hidden_layers=LAYERS, num_attention_heads=H, intermediate_size=WIDTH,
+        max_position_embeddings=16, layer_norm_eps=1e-6,
+    )  # fmt: skip
+    ours, theirs = build("bert", max_positions=16).eval(), randomised(BertForPreTraining(config))
+    ours.load_state_dict(from_bert({name: p.detach() for name, p in theirs.named_parameters()}))
+    rows = batch()
+    found, expected = ours(**rows), theirs(**rows)
+    kept = rows["attention_mask"] == 1
+    for a, b in (
+        (found.logits[kept], expected.prediction_logits[kept]),
+        (found.next_logits, expected.seq_relationship_logits),
+        (found.loss, expected.loss),
+    ):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+    found.loss.backward()
+    expected.loss.backward()
+    theirs = from_bert({name: p.grad for name, p in theirs.named_parameters()})
+    largest = max(g.norm() for g in theirs.values())
+    for name, p in ours.named_parameters():
+        floor = largest if name.endswith("k_proj.bias") else 1e-3 * largest  # a softmax does not see it: rounding
+        assert (p.grad - theirs[name]).norm() <= 1e-5 * max(theirs[name].norm(), floor), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_padding_does_not_matter(name):
+    model, rows = randomised(build(name)).double(), batch()
+    together = model(**rows)
+    alone = model(rows["input_ids"][1:, :5], token_type_ids=rows["token_type_ids"][1:, :5])
+    torch.testing.assert_close(together.logits[1:, :5], alone.logits, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(together.next_logits[1:], alone.next_logits, rtol=1e-9, atol=1e-9)
+
+
+def test_the_first_token_is_no_padding():
+    rows = batch()
+    with pytest.raises(InputError, match="expected padding last"):
+        build("bert")(rows["input_ids"], 1 - rows["attention_mask"])
+
+
+# --- the task --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"{i} and {i * i % 97}; " for i in range(3000)), encoding="utf-8")
+    return path
+
+
+def drawn(task, rows):
+    """The rows as they stood before masking, and what was done to them."""
+    batch = task.sample(torch.Generator().manual_seed(3), rows)
+    asked = batch["shift_labels"] != IGNORED
+    return batch, asked, torch.where(asked, batch["shift_labels"], batch["input_ids"])
+
+
+def test_rows_are_two_pieces_of_text_of_which_half_belong_together(book):
+    task = Masked((str(book),), length=40)
+    batch, _, whole = drawn(task, 400)
+    text = book.read_bytes()
+    apart = batch["next_sentence_label"]
+    assert 0.4 < apart.float().mean() < 0.6
+    for row, segments, other in zip(whole.tolist(), batch["token_type_ids"].tolist(), apart.tolist(), strict=True):
+        assert row[0] == 256 and row[-1] == 257 and row.count(257) == 2 and row.count(256) == 1
+        cut = row.index(257)
+        first, second = bytes(row[1:cut]), bytes(row[cut + 1 : -1])
+        assert segments == [0] * (cut + 1) + [1] * (39 - cut)
+        assert first in text and second in text and (first + second in text) == (not other)
+
+
+def test_masking_is_that_of_the_paper(book):
+    task = Masked((str(book),), length=103)
+    batch, asked, whole = drawn(task, 500)
+    assert (asked.sum(1) == 15).all() and (whole[asked] < 256).all()
+    given, stood = batch["input_ids"][asked], whole[asked]
+    assert abs((given == 258).float().mean() - 0.8) < 0.02
+    assert abs((given == stood).float().mean() - 0.1) < 0.02
+    assert torch.equal(batch["input_ids"][~asked], whole[~asked]) and (whole != 258).all()
+
+
+def test_held_out_rows_are_from_the_end(book):
+    task = Masked((str(book),), length=40)
+    rows, text = task.held_out(50), book.read_bytes()
+    assert torch.equal(rows["input_ids"], task.held_out(50)["input_ids"])
+    whole = torch.where(rows["shift_labels"] != IGNORED, rows["shift_labels"], rows["input_ids"])
+    for row in whole.tolist():
+        assert bytes(row[1 : row.index(257)]) in text[-len(text) // 10 - 1 :]
+
+
+def test_a_row_too_short_is_refused():
+    with pytest.raises(InputError, match="length=7; expected at least 8"):
+        Masked(length=7)
+
+
+@pytest.mark.parametrize("name", MODELS[:2])
+def test_it_learns_to_fill_gaps(name, book):
+    torch.manual_seed(0)
+    task = Masked((str(book),), length=24)
+    model = build(name, vocab_size=task.vocab_size).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    losses, generator = [], torch.Generator().manual_seed(0)
+    for _ in range(30):
+        rows = task.sample(generator, 32)
+        loss = model(labels=rows.pop("shift_labels"), **rows).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) / 5 < 0.75 * sum(losses[:3]) / 3
