@@ -39,7 +39,7 @@ def changed(plan: Plan, changes: dict[str, Any]) -> Plan:
     mixers = zoo.split(changes["mixers"]) if "mixers" in changes else plan.mixers
     # A hybrid needs the depth of its pattern, and the others are compared with it at that.
     patterns = (len(spec.layers) if isinstance(spec := zoo.get(mixer), Decoder) else 1 for mixer in mixers)
-    changes = {"layers": max(plan.shape.layers, *patterns), **changes}
+    changes = {"layers": max((plan.shape.layers, *patterns)), **changes}
     return replace(
         plan,
         mixers=mixers,
