@@ -102,7 +102,7 @@ def test_evaluation_is_the_mean_over_answers():
     from headrace.train.arm import evaluate
     from headrace.train.model import build
 
-    model, rows = build(SMALL.arms()[0]), SMALL.task.held_out(7)
+    model, rows = build(SMALL.arms()[0]).eval(), SMALL.task.held_out(7)
     answers, gates = evaluate(model, rows, 3)
     output, asked = model(**rows), rows["shift_labels"] >= 0
     right = (output.logits.argmax(-1) == rows["shift_labels"]) & asked

@@ -30,6 +30,7 @@ ORDER = [
     "recurrence",
     "packing",
     "gates",
+    "loss",
     "mixers",
     "moe",
     "model",

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -17,6 +18,7 @@ from transformers.utils import can_return_tuple
 from .cache import HeadraceCache
 from .config import HeadraceConfig
 from .errors import InputError
+from .loss import causal_loss
 from .model import Backbone, Block, initialise, padding_mask
 from .moe import balance_loss, routings
 
@@ -120,7 +122,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
+        logits_to_keep: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -130,7 +132,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
 
         Args:
             labels: [B, T], shifted here (−100: ignored). In a pack, set the first label of each sequence to −100.
-            logits_to_keep: the number of last positions, or the positions, to compute logits for; 0: all.
+            logits_to_keep: the number of last positions, or the positions, to compute logits for; 0: all; None: all,
+                but none (`logits` is None) in training with labels. The loss is always that of all positions.
             loss_kwargs: `num_items_in_batch` to divide the loss by, `shift_labels` instead of labels.
         """
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate`, which hands it on; a server always gives it one
@@ -146,15 +149,25 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
         )
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(output.last_hidden_state[:, keep])
-        loss = None
-        if labels is not None or loss_kwargs.get("shift_labels") is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_kwargs)
+        hidden, loss, logits = output.last_hidden_state, None, None
+        asked = labels is not None or loss_kwargs.get("shift_labels") is not None
+        if logits_to_keep is not None or not (asked and self.training):
+            keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-(logits_to_keep or 0), None)
+            logits = self.lm_head(hidden[:, keep])
+        if asked:
+            everything = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
+            loss = self._loss(hidden, logits if everything else None, labels=labels, **loss_kwargs)
             loss = loss + self._balance(attention_mask)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
         )
+
+    def _loss(self, hidden: Tensor, logits: Tensor | None, **loss_kwargs) -> Tensor:
+        """Without logits it is found in pieces, unless the head or the loss were replaced."""
+        if logits is None and type(self.lm_head) is nn.Linear and self.loss_function is ForCausalLMLoss:
+            return causal_loss(hidden, self.lm_head.weight, **loss_kwargs)
+        logits = self.lm_head(hidden) if logits is None else logits
+        return self.loss_function(logits=logits, vocab_size=self.config.vocab_size, **loss_kwargs)
 
     def _balance(self, attention_mask: Tensor | None) -> Tensor | float:
         """What uneven loads of the experts of a mixture cost in training."""

@@ -1,0 +1,119 @@
+"""The loss in pieces is F.cross_entropy's, and the model's the one that transformers' Trainer expects."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headrace import loss as module
+from headrace.laws import relative
+from headrace.loss import IGNORED, linear_cross_entropy
+from tiny import build, close, tokens
+
+N, D, V = 23, 12, 17
+
+
+@pytest.fixture(autouse=True)
+def _pieces_of_five_tokens(monkeypatch):
+    monkeypatch.setattr(module, "PIECE", 5 * V)
+
+
+def given(dtype, scale=1.0):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(N, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64) * scale
+    labels = torch.randint(V, (N,))
+    labels[[0, 3, 5, 6, 7, 8, 9, -1]] = IGNORED  # a whole piece among them
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
+)
+def test_is_the_cross_entropy_of_all_logits(dtype, tolerance, scale):
+    hidden, weight, labels = given(dtype, scale)
+    ours = linear_cross_entropy(hidden, weight, labels)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    theirs = F.cross_entropy(F.linear(*exact), labels, reduction="sum")
+    assert ours.dtype == torch.promote_types(dtype, torch.float32)
+    assert relative(ours.double(), theirs) <= tolerance
+    gradients = torch.autograd.grad(3 * ours, [hidden, weight])
+    for mine, their in zip(gradients, torch.autograd.grad(3 * theirs, exact), strict=True):
+        assert mine.dtype == dtype
+        assert relative(mine.double(), their) <= 10 * tolerance
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(hidden, weight, labels), ours)
+
+
+def test_what_needs_no_gradient_gets_none():
+    hidden, weight, labels = given(torch.float32)
+    linear_cross_entropy(hidden, weight.detach(), labels).backward()
+    half = hidden.grad.clone()
+    hidden.grad = None
+    linear_cross_entropy(hidden, weight, labels).backward()
+    assert torch.equal(hidden.grad, half)
+
+
+def test_autocast_makes_the_logits_and_not_the_loss_in_bfloat16():
+    hidden, weight, labels = given(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = linear_cross_entropy(hidden, weight, labels)
+    ours.backward()
+    rounded = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), labels)
+    assert ours.dtype == weight.grad.dtype == torch.float32
+    assert torch.equal(ours, rounded)
+
+
+def test_gradients_are_those_of_all_logits_to_finite_differences():
+    hidden, weight, labels = given(torch.float64)
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels), (hidden, weight))
+
+
+# --- in the model -------------------------------------------------------------------------------------------
+
+
+def labelled(shift=False):
+    labels = tokens(2)
+    labels[0, :4] = IGNORED
+    return {"shift_labels" if shift else "labels": labels}
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("count", [None, 5, torch.tensor(7)])
+def test_in_training_the_loss_and_its_gradients_are_transformers(shift, count):
+    model, ids, labels = build("gla"), tokens(2), labelled(shift)
+    options = labels | ({} if count is None else {"num_items_in_batch": count})
+    gradients = []
+    for keep in (None, 0):
+        output = model.train()(ids, logits_to_keep=keep, **options)
+        assert (output.logits is None) == (keep is None)
+        model.zero_grad()
+        output.loss.backward()
+        gradients.append([output.loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for mine, theirs in zip(*gradients, strict=True):
+        close(mine.double(), theirs.double(), 1e-5)  # transformers computes its loss in float32
+
+
+def test_logits_are_there_unless_it_trains():
+    model, ids, labels = build("gla"), tokens(2), labelled()
+    whole = model(ids, **labels)
+    assert whole.logits.shape[1] == ids.shape[1]
+    close(model(ids, logits_to_keep=2, **labels).logits, whole.logits[:, -2:])
+    close(model(ids, logits_to_keep=torch.tensor([3, 1]), **labels).logits, whole.logits[:, [3, 1]])
+    for keep in (2, torch.tensor([3, 1]), torch.arange(ids.shape[1]).flip(0)):
+        assert relative(model(ids, logits_to_keep=keep, **labels).loss, whole.loss) < 1e-6
+    assert model.train()(ids).logits is not None
+
+
+def test_another_head_or_loss_is_not_passed_over():
+    class Louder(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model, ids, labels = build("gla").train(), tokens(2), labelled()
+    plain = model(ids, **labels).loss
+    louder = Louder(model.lm_head.in_features, model.lm_head.out_features, bias=False).double()
+    louder.weight, model.lm_head = model.lm_head.weight, louder
+    assert relative(model(ids, **labels).loss, plain) > 1e-2
+    model.loss_function = lambda logits, **_: logits.sum()
+    assert model(ids, **labels).loss == model(ids).logits.sum()
