@@ -43,7 +43,7 @@ REVERSE = Plan(
     ("rnn", "luong", "bahdanau", "transformer-2017", "t5", "transformer", "gated-deltanet"),
     Reverse(),
     Shape(layers=2, heads=4),
-    Recipe(steps=1000, lr=3e-3),
+    Recipe(steps=600, lr=3e-3),
 )
 DATES = replace(REVERSE, name="dates", task=Dates())
 DEFAULTS: dict[str, Plan] = {plan.task.name: plan for plan in (PAIR, MQAR, TEXT, MASKED, REVERSE, DATES)}
