@@ -147,7 +147,7 @@ def curves(
         writer = csv.DictWriter(file, list(vars(points[0])), lineterminator="\n")
         writer.writeheader()
         writer.writerows(map(vars, points))
-    draw_curves(points).savefig(DOCS / "taylor-curves.png")
+    draw_curves(points).savefig(DOCS / "taylor-curves.png", dpi=72, pil_kwargs={"optimize": True})
 
 
 def plan(texts: tuple[str, ...], steps: int, seeds: int) -> Study:
@@ -184,7 +184,7 @@ def collect(results: dict[str, Any]):
 
 def draw_curves(points: list[Point]) -> Figure:
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 6.4), layout="constrained")
+        figure = Figure(figsize=(12, 6.4), layout="constrained")
         axes = figure.subplots(2, len(PANELS), sharex=True, sharey=True)
         for column, panel in enumerate(PANELS):
             own = [p for p in points if p.panel == panel and p.step and p.seed == 0]
