@@ -176,6 +176,9 @@ def test_what_it_refuses_goes_through_separate_steps(monkeypatch):
         assert "autocast is on" in refusal(made, x)
     assert "float32 and bfloat16; x is torch.float64 on cpu" in refusal(made, x.double())
     assert "not all weights are contiguous and torch.bfloat16" in refusal(made, x.bfloat16())
+    other = layer("softmax-gla")
+    other.decay.up = torch.nn.Sequential(other.decay.up)  # as whoever adapts a model may put something around a part
+    assert "where they were" in refusal(other, x)
     monkeypatch.setattr(native, "missing", "it is not here")
     assert refusal(made, x) == "it is not here"
     state = made(torch.randn(2, 5, 32))[1]

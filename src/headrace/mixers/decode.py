@@ -76,8 +76,9 @@ class FusedStep:
             1.0 if spec.read.scale == "one" else mixer.K**-0.5, mixer.norm_eps, GROUP_NORM_EPS, NORMALISER_EPS,
             gate.temperature, mixer.rope_theta if spec.inputs.rotary else 0.0,
         ]  # fmt: skip
-        paths = ([place.split(".") for place in places] for places in PLACES.values())
-        self._places = [next((p for p in found if isinstance(_at(mixer, p), Tensor)), None) for found in paths]
+        paths = [next((p for p in places if isinstance(_at(mixer, p), Tensor)), "") for places in PLACES.values()]
+        self._filled = [place for place, path in enumerate(paths) if path]
+        self._places = [(path.split(".")[:-1], path.split(".")[-1]) for path in paths if path]
         self._reads_input = gate.source == "hidden" and spec.competition is not None
 
     def refuses(self, mixer: Any, x: Tensor, cu_seqlens: Tensor | None = None) -> str | None:
@@ -94,20 +95,29 @@ class FusedStep:
             return "the mixer has an `op` of its own"
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on"
-        if any(w is not None and not (w.dtype is x.dtype and w.is_contiguous()) for w in self._weights(mixer)):
-            return f"not all weights are contiguous and {x.dtype}, as x is"
+        if any(w is None or w.dtype is not x.dtype or not w.is_contiguous() for w in self._weights(mixer)):
+            return f"not all weights are contiguous and {x.dtype}, as x is, and where they were"
         return None
 
     def _weights(self, mixer: Any) -> list[Any]:
-        return [None if path is None else _at(mixer, path) for path in self._places]
+        """None where a module was replaced by another kind of module. (An nn.Module's attributes are slow.)"""
+        found = []
+        for parents, name in self._places:
+            module = mixer
+            for parent in parents:
+                module = module._modules[parent]
+            found.append(module._parameters.get(name))
+        return found
 
     def run(self, mixer: Any, projected: Tensor, x: Tensor, state: OwnState) -> Tensor:
         """projected [B, parts], all that the input projection makes of x [B, 1, D] -> [B, H V]."""
         hidden = x[:, 0].contiguous() if self._reads_input else None
+        weights: list[Tensor | None] = [None] * len(PLACES)
+        for place, weight in zip(self._filled, self._weights(mixer), strict=True):
+            weights[place] = weight
         return native_layer.run(
-            projected, hidden, self._weights(mixer), state.memory, state.conv, state.tokens, self.kinds, self.sizes,
-            self.numbers,
-        )  # fmt: skip
+            projected, hidden, weights, state.memory, state.conv, state.tokens, self.kinds, self.sizes, self.numbers
+        )
 
 
 def _kinds(spec: MixerSpec) -> dict[str, str]:
@@ -125,7 +135,7 @@ def _kinds(spec: MixerSpec) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _at(module: Any, path: list[str]) -> Any:
-    for name in path:
+def _at(module: Any, path: str) -> Any:
+    for name in path.split("."):
         module = getattr(module, name, None)
     return module
