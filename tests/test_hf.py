@@ -1,12 +1,14 @@
 """The model on Hugging Face's interfaces: its states, generation, padding, packs and training."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
 from headrace.errors import InputError
-from headrace.hf import HeadraceCache
+from headrace.hf import HeadraceCache, HeadraceForCausalLM
 from tiny import MIXERS, SIZES, T, build, close, tokens
 
 
@@ -286,3 +288,59 @@ def test_outputs():
             model(**wrong)
     with pytest.raises(InputError, match="no attention maps"):
         model(ids, output_attentions=True)
+
+
+@pytest.mark.parametrize("mixer", ["softmax-gated-deltanet", "retnet", "transformer", "mamba"])
+def test_generate_gives_transformers_tokens(mixer, monkeypatch):
+    """The short loop against the long one: greedy and sampled, with processors, ends within a batch and padding."""
+    model = build(mixer).float().eval()
+    ids = torch.randint(3, SIZES["vocab_size"], (3, 9))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    settings = [
+        {}, {"do_sample": True}, {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.3},
+        {"eos_token_id": list(range(20)), "do_sample": True, "pad_token_id": 1},
+        {"num_return_sequences": 2, "do_sample": True},
+    ]  # fmt: skip
+
+    def tokens():
+        torch.manual_seed(0)
+        return [
+            model.generate(ids, attention_mask=mask, **{"max_new_tokens": 12, "pad_token_id": 0} | s) for s in settings
+        ]
+
+    short = []
+    monkeypatch.setattr(HeadraceForCausalLM, "_continue", _noted(HeadraceForCausalLM._continue, short))
+    found = tokens()
+    assert len(short) == len(settings)
+    monkeypatch.setattr(HeadraceForCausalLM, "_alone", lambda *_: False)
+    assert all(torch.equal(x, y) for x, y in zip(found, tokens(), strict=True))
+    assert len(short) == len(settings)
+
+
+@torch.no_grad()
+def test_a_copied_cache_goes_on_by_itself():
+    """A token is written into the states of the cache that it is given, not into a copy's."""
+    model, ids = build("softmax-gla").float(), tokens(2)
+    cache = model(ids[:, :-1], use_cache=True).past_key_values
+    other = deepcopy(cache)
+    expected = model(ids[:, -1:], past_key_values=cache).logits
+    assert cache.states[0].memory is not other.states[0].memory
+    assert torch.equal(model(ids[:, -1:], past_key_values=other).logits, expected)
+
+
+def _noted(function, calls):
+    return lambda *args: (calls.append(1), function(*args))[1]
+
+
+def test_the_long_loop_where_somebody_looks_on():
+    model, ids = build("gla").eval(), torch.randint(3, SIZES["vocab_size"], (1, 5))
+    seen = []
+    handle = model.model.register_forward_hook(lambda *_: seen.append(1))
+    model.generate(ids, max_new_tokens=6, pad_token_id=0, eos_token_id=None)
+    assert len(seen) == 6
+    handle.remove()
+    found = model.generate(
+        ids, max_new_tokens=6, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True
+    )
+    assert len(found.logits) == 6

@@ -185,6 +185,50 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = HeadraceCache()
 
+    def _sample(
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
+        **model_kwargs,
+    ):  # fmt: skip
+        """transformers' greedy search and sampling, with its processors and criteria and to the same tokens; what it does
+        for every token that a recurrence needs once is left out, where nobody looks on."""
+        cache: Any = model_kwargs.get("past_key_values")
+        mask = model_kwargs.get("attention_mask")
+        options = (logits_processor, stopping_criteria, generation_config)
+        if synced_gpus or streamer or not self._alone(input_ids, generation_config, model_kwargs):
+            return super()._sample(input_ids, *options, synced_gpus, streamer, **model_kwargs)  # type: ignore[misc]
+        first = self(input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return self._continue(input_ids, first.logits, cache, *options)
+
+    def _alone(self, input_ids: Tensor, config, given: dict[str, Any]) -> bool:
+        """Whether a generation begins here, on a CPU, and nobody waits for more than its tokens or has a hook on the way."""
+        usual = {"attention_mask", "past_key_values", "use_cache", "logits_to_keep"}
+        cache, there = given.get("past_key_values"), {name for name, value in given.items() if value is not None}
+        fresh = isinstance(cache, HeadraceCache) and cache.states is None and given["use_cache"] and there <= usual
+        more = config.return_dict_in_generate or config.is_assistant or config.prefill_chunk_size
+        ours = type(self).forward is HeadraceForCausalLM.forward and "forward" not in vars(self)
+        hooks = any(m._forward_hooks or m._forward_pre_hooks for m in (self, self.model))
+        return bool(fresh and ours and not more and not hooks and input_ids.device.type == "cpu")
+
+    def _continue(self, ids: Tensor, logits: Tensor, cache: HeadraceCache, processor, criteria, config) -> Tensor:
+        """ids [B, T] and the logits [B, 1, vocabulary] after them -> ids with what follows, till the criteria are met."""
+        unfinished, pad = ids.new_ones(ids.shape[0]), config._pad_token_tensor
+        ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        while True:
+            scores = processor(ids, logits[:, -1].to(torch.float32, copy=True))
+            if config.do_sample:
+                token = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+            else:
+                token = scores.argmax(-1)
+            if ends:
+                token = token * unfinished + pad * (1 - unfinished)
+            ids = torch.cat([ids, token[:, None]], 1)
+            unfinished = unfinished & ~criteria(ids, None)
+            if not unfinished.any():
+                return ids
+            x, states = self.model.backbone(self.model.embed_tokens(token[:, None]), cache.states)
+            cache.replace(states, 1)
+            logits = self.lm_head(x)
+
 
 def load(path: str | Path) -> HeadraceForCausalLM:
     """The model that `save_pretrained` wrote to path, in evaluation mode and the precision it was saved in.
