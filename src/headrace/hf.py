@@ -189,8 +189,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
         **model_kwargs,
     ):  # fmt: skip
-        """transformers' greedy search and sampling, with its processors and criteria and to the same tokens; what it does
-        for every token that a recurrence needs once is left out, where nobody looks on."""
+        """transformers' greedy search and sampling, with its processors and criteria, to the same tokens; where nobody
+        looks on, without what it does for every token and a recurrence needs once."""
         cache: Any = model_kwargs.get("past_key_values")
         mask = model_kwargs.get("attention_mask")
         options = (logits_processor, stopping_criteria, generation_config)
@@ -200,7 +200,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         return self._continue(input_ids, first.logits, cache, *options)
 
     def _alone(self, input_ids: Tensor, config, given: dict[str, Any]) -> bool:
-        """Whether a generation begins here, on a CPU, and nobody waits for more than its tokens or has a hook on the way."""
+        """Whether a generation begins, on a CPU, and nobody waits for more than its tokens or has a hook on the way."""
         usual = {"attention_mask", "past_key_values", "use_cache", "logits_to_keep"}
         cache, there = given.get("past_key_values"), {name for name, value in given.items() if value is not None}
         fresh = isinstance(cache, HeadraceCache) and cache.states is None and given["use_cache"] and there <= usual
@@ -210,7 +210,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         return bool(fresh and ours and not more and not hooks and input_ids.device.type == "cpu")
 
     def _continue(self, ids: Tensor, logits: Tensor, cache: HeadraceCache, processor, criteria, config) -> Tensor:
-        """ids [B, T] and the logits [B, 1, vocabulary] after them -> ids with what follows, till the criteria are met."""
+        """ids [B, T] and the logits [B, 1, vocabulary] after them -> ids and what follows, till criteria are met."""
         unfinished, pad = ids.new_ones(ids.shape[0]), config._pad_token_tensor
         ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         while True:
