@@ -8,7 +8,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1
 TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint format native clean
+.PHONY: demo test lint format native lines clean
 
 demo: $(VENV)/.models
 	$(BIN)/headrace compare
@@ -40,6 +40,12 @@ $(VENV)/.torch:
 $(VENV)/.%: pyproject.toml $(wildcard native/*) $(VENV)/.torch
 	$(PIP) -e ".[$*]"
 	touch $@
+
+# Lines of Python, by module.
+lines:
+	@cd src/headrace && for module in *.py */; do \
+	    find $$module -name '*.py' -exec cat {} + | wc -l | xargs printf "%6d  $$module\n"; done | sort -rn
+	@find src -name '*.py' -exec cat {} + | wc -l | xargs printf "%6d  in all\n"
 
 clean:
 	rm -rf $(VENV) build dist

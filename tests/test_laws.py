@@ -20,6 +20,7 @@ BACKBONES = ["retnet", "gla", "gated-deltanet"]
 CASES = [
     *zoo.names(),
     *(f"softmax-{backbone}({option})" for backbone in BACKBONES for option in OPTIONS),
+    *("jamba", "zamba", "softmax-gla+sliding-window"),
     *("softmax-gated-deltanet(competition.write=beta)", "softmax-kda(competition.write=beta)"),
     *("softmax-gated-deltanet(competition.write=beta, competition.activation=null)",),
     *("softmax-gated-deltanet(decay.kind=none, competition=paper)", "softmax-linear-attention(competition=paper)"),

@@ -35,6 +35,7 @@ ORDER = [
     "moe",
     "model",
     "laws",
+    "account",
     "cache",
     "config",
     "hf",

@@ -5,26 +5,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from . import __version__, cli_train, zoo
+from . import __version__, account, cli_train, zoo
 from .dispatch import BACKENDS
 from .errors import InputError
-from .spec import CACHED, AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, SoftmaxRNNSpec, to_json
-
-ZOO_WIDTH, ZOO_HEADS = 1024, 4  # at which `headrace zoo` counts
-DECAYS = {AttentionSpec: "none", SoftmaxRNNSpec: "none", ScanSpec: "per channel", MatrixSpec: "matrix"}
-RULES = {
-    AttentionSpec: "softmax attention",
-    SoftmaxRNNSpec: "parts of softmax attention",
-    ScanSpec: "add",
-    MatrixSpec: "add",
-}
+from .spec import to_json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -120,36 +112,34 @@ def compare(
 
 
 @app.command(name="zoo")
-def list_zoo(as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False) -> None:
-    """List the named mixers and whole models."""
+def list_zoo(
+    show: Annotated[str, typer.Option(help="update, axes, cost or paper.")] = "update",
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Everything, as in docs/zoo.md.")] = False,
+) -> None:
+    """List the named mixers, each as an update of a memory, by four axes or by its cost; and whole models."""
+    if show not in account.VIEWS:
+        raise InputError(f"--show={show!r}; expected one of {', '.join(account.VIEWS)}")
+    if as_markdown:
+        print(account.markdown())
+        return
+    rows = {name: account.account(name) for name in zoo.names()}
     if as_json:
         whole = {name: {"spec": to_json(spec)} for name, spec in zoo.MODELS.items()}
-        print(json.dumps({name: describe(name) for name in zoo.names()} | whole, indent=1, ensure_ascii=False))
+        print(json.dumps(rows | whole, indent=1, ensure_ascii=False))
         return
-    columns = ("decay", "rule", "competition", "state bytes")
-    table = Table(caption=f"State of one layer of width {ZOO_WIDTH} with {ZOO_HEADS} heads, float32.")
-    for column in ("name", *columns):
-        table.add_column(column, justify="right" if column == "state bytes" else "left")
-    for name in zoo.names():
-        row = describe(name)
-        table.add_row(name, *(f"{row[c]:,}" if isinstance(row[c], int) else row[c] for c in columns))
+    columns = account.VIEWS[show]
+    table = Table(
+        caption=f"Views: --show {', '.join(account.VIEWS)}. {account.COUNTED}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("mixer", no_wrap=True)
+    for column in columns:
+        number = column in ("bytes", "training", "decoding")
+        table.add_column(column, justify="right" if number else "left", overflow="fold", no_wrap=number)
+    for name, row in rows.items():
+        table.add_row(name, *(account.cell(row[column]) for column in columns))
     terminal().print(table)
     terminal().print(f"Whole models: {', '.join(zoo.MODELS)}")
-
-
-def describe(name: str) -> dict[str, Any]:
-    """What `zoo` says of a mixer."""
-    spec = zoo.get(name)
-    linear, size = isinstance(spec, MixerSpec), spec.state_bytes(ZOO_WIDTH, ZOO_HEADS)
-    gate = spec.competition if linear else None
-    grows = isinstance(spec, CACHED) and getattr(spec, "pattern", None) is None
-    return {
-        "decay": spec.decay.kind if linear else DECAYS[type(spec)],
-        "rule": spec.write.rule if linear else RULES[type(spec)],
-        "competition": f"{gate.activation}: read {gate.read}, write {gate.write}" if gate else "none",
-        "state bytes": f"{size:,} per token" if grows else size,
-        "spec": to_json(spec),
-    }
 
 
 @app.command()

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from . import mixers, zoo
 from .literal import literal
+from .model import Backbone, Sizes
 from .recurrence import linear_attention
+from .stack_spec import Decoder
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 BATCH, TOKENS, HIDDEN, HEADS = 2, 67, 64, 4  # a whole chunk of 64 and a piece of one
@@ -60,11 +62,18 @@ def specimen(name: str, seed: int) -> tuple[nn.Module, Tensor]:
     """A float64 mixer with every parameter away from its initial value, and an input."""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-    mixer = mixers.build(zoo.mixer(name), hidden_size=HIDDEN, num_heads=HEADS, layer_idx=1, num_layers=3).double()
+    mixer = subject(zoo.mixer(name)).double()
     with torch.no_grad():
         for path, parameter in mixer.named_parameters():
             parameter.add_(draw(parameter.shape), alpha=1.0 if "competition" in path else 0.1)
     return mixer, draw(BATCH, TOKENS, HIDDEN)
+
+
+def subject(spec) -> nn.Module:
+    """A mixer as a layer builds it; of a whole decoder its layers, which continue from states as a mixer does."""
+    if isinstance(spec, Decoder):
+        return Backbone(spec.layers, Sizes(HIDDEN, HEADS, HIDDEN, style=spec.style))
+    return mixers.build(spec, hidden_size=HIDDEN, num_heads=HEADS, layer_idx=1, num_layers=3)
 
 
 def literal_op(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, **arguments):
@@ -137,6 +146,19 @@ WAYS: dict[str, Way] = {
     "padded": padded,
     "rows apart": alone,
 }
+
+
+def semiseparable(log_decay: Tensor) -> Tensor:
+    """The mask L [T, T] of a scalar decay [T]: what is left at t of what was written at s, 0 before it was. Its blocks
+    below the diagonal have rank 1 (arXiv 2405.21060, section 3)."""
+    later = torch.ones(len(log_decay), len(log_decay), dtype=torch.bool, device=log_decay.device).tril()
+    total = log_decay.cumsum(0)
+    return (total[:, None] - total).masked_fill(~later, -torch.inf).exp()
+
+
+def masked_matrix(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+    """L ∘ (q kᵀ): one head of Mamba-2 as a matrix [T, T] that multiplies v (q is the paper's C, k its B)."""
+    return semiseparable(log_decay) * (q @ k.mT)
 
 
 def relative(x: Tensor, reference: Tensor, floor: float = 0.0) -> float:

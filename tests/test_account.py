@@ -1,0 +1,67 @@
+"""The unifying table: it is derived, complete and in the docs; and Mamba-2 as a masked matrix."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace import account, linear_attention, zoo
+from headrace.laws import masked_matrix, semiseparable
+from headrace.spec import MixerSpec
+
+COLUMNS = {column for columns in account.VIEWS.values() for column in columns}
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_mixer_has_a_whole_row(name):
+    row = account.account(name)
+    assert row.keys() > COLUMNS and all(row[column] not in ("", None) for column in COLUMNS)
+    assert row["paper"].startswith("https://")
+    assert zoo.get(row["spec"]) == zoo.get(name)
+    assert row["competes"] == (name.removeprefix("softmax-") in zoo.LINEAR and name not in zoo.LINEAR)
+    json.dumps(row)
+
+
+@pytest.mark.parametrize("name", zoo.LINEAR)
+def test_costs_and_updates_follow_from_the_spec(name):
+    row, spec = account.account(name), zoo.get(name)
+    assert isinstance(spec, MixerSpec)
+    assert row["decoding"] == spec.flops_per_token(account.WIDTH, account.HEADS)
+    assert row["bytes"] == spec.state_bytes(account.WIDTH, account.HEADS)
+    assert row["overwrites"] == ("kᵀk" in row["A_t"]) == (row["objective"] == "½‖v − kS‖²")
+    assert row["forgets"] == any(letter in row["A_t"] for letter in "αγ")
+    softmax = account.account(f"softmax-{name}")
+    assert "w" in softmax["b_t"] and softmax["A_t"] == row["A_t"] and softmax["paper"] == row["paper"]
+
+
+def test_the_docs_hold_the_table():
+    written = (Path(__file__).parent.parent / "docs" / "zoo.md").read_text()
+    assert written == account.markdown() + "\n", "headrace zoo --markdown > docs/zoo.md"
+
+
+# --- Mamba-2's other form (arXiv 2405.21060, section 3) ---------------------------------------------------------------
+
+
+def ssd(T=24, N=3, P=5):
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    return draw(T, N), draw(T, N), draw(T, P), -torch.rand(T, dtype=torch.float64)
+
+
+def test_the_masked_matrix_is_the_op():
+    C, B, x, log_decay = ssd()
+    batch = lambda a: a[None, :, None]  # noqa: E731
+    out, _ = linear_attention(batch(C), batch(B), batch(x), log_decay=log_decay[None, :, None], scale=1.0)
+    torch.testing.assert_close(masked_matrix(C, B, log_decay) @ x, out[0, :, 0], rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_below_the_diagonal():
+    """Every block below the diagonal: of rank 1 in the mask, of the state's size in the whole matrix, and no more."""
+    C, B, _, log_decay = ssd()
+    mask, matrix = semiseparable(log_decay), masked_matrix(C, B, log_decay)
+    assert not mask.triu(1).any() and torch.equal(mask.diagonal(), torch.ones(24, dtype=torch.float64))
+    for cut in range(3, 22):
+        for below in (slice(cut, None), slice(cut, cut + 3)):
+            assert torch.linalg.matrix_rank(mask[below, :cut]) == 1
+            assert torch.linalg.matrix_rank(matrix[below, :cut]) == min(3, 24 - cut)
+    assert torch.linalg.matrix_rank(matrix) == 24
