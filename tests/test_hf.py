@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
+from headrace import model as stack
 from headrace.errors import InputError
 from headrace.hf import HeadraceCache, HeadraceForCausalLM
+from headrace.mixers.base import Mixer
+from headrace.moe import MixtureOfExperts
 from tiny import MIXERS, SIZES, T, build, close, tokens
 
 
@@ -31,6 +34,27 @@ def test_decoding_is_the_full_forward(model):
     close(torch.cat(steps, 1), full)
     forgetful = model(ids[:, 4:5]).logits
     assert (forgetful - full[:, 4:5]).abs().max() > 1e-2, "the state does not matter: this test has no teeth"
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_a_long_prompt_is_read_in_pieces(model, padded, monkeypatch):
+    ids, mask = tokens(2), torch.ones(2, T, dtype=torch.long)
+    if padded:
+        mask[0, :5] = mask[1, 6:] = 0
+    whole = model(ids, attention_mask=mask)
+    lengths = []
+    model.model.backbone.layers[0].register_forward_hook(lambda layer, args, out: lengths.append(out[0].shape[1]))
+    monkeypatch.setattr(stack, "PIECE", 4)
+    pieces = model(ids, attention_mask=mask)
+    layers = model.model.backbone.layers
+    recurrent = all(isinstance(layer.mixer, Mixer) for layer in layers)
+    whole_only = model.model.backbone.shared is not None or any(isinstance(x.mlp, MixtureOfExperts) for x in layers)
+    assert lengths == ([4, 4, 1] if recurrent and not whole_only else [T])
+    close(pieces.logits[mask > 0], whole.logits[mask > 0])
+    assert pieces.past_key_values.get_seq_length() == T
+    after = [model(tokens(2, 1) * 0 + 3, past_key_values=x.past_key_values).logits for x in (pieces, whole)]
+    close(*after)
 
 
 @torch.no_grad()

@@ -81,7 +81,10 @@ class HeadraceModel(HeadracePreTrainedModel):
             cache = HeadraceCache()
         hidden: list[Tensor] | None = [] if self._wants_hidden_states(output_hidden_states) else None
         past = None if cache is None else cache.states
-        last, states = self.backbone(x, past, mask=mask, cu_seqlens=cu_seqlens, inputs=hidden)
+        if use_cache and hidden is None and cu_seqlens is None and not torch.is_grad_enabled():
+            last, states = self.backbone.prefill(x, past, mask)
+        else:
+            last, states = self.backbone(x, past, mask=mask, cu_seqlens=cu_seqlens, inputs=hidden)
         if cache is not None and use_cache:
             cache.replace(states, x.shape[1])
         return BaseModelOutputWithPast(

@@ -17,11 +17,14 @@ from . import mixers
 from .checks import require
 from .gates import SelfInitialised
 from .mixers.attention import AttentionState
+from .mixers.base import Mixer
 from .mixers.positions import sinusoidal
 from .moe import MixtureOfExperts
 from .packing import count_tokens
 from .spec import AttentionSpec, Spec
 from .stack_spec import BlockStyle, Layer, as_layers
+
+PIECE = 2048  # tokens of a long prompt at a time
 
 
 @dataclass(frozen=True)
@@ -245,6 +248,25 @@ class Backbone(nn.Module):
             x, state = layer(x, next(before), beside, **where, memory=memory)
             after.append(state)
         return self.norm(x), after
+
+    def prefill(self, x: Tensor, states: Sequence[Any] | None, mask: Tensor | None) -> tuple[Tensor, list[Any]]:
+        """`forward` without a gradient. Where all layers are recurrent it takes PIECE tokens at a time: what they hold
+        of every token does not grow with T."""
+        if x.shape[1] <= PIECE or not self._recurrent():
+            return self(x, states, mask=mask)
+        y, after = None, states
+        for start in range(0, x.shape[1], PIECE):
+            piece = slice(start, start + PIECE)
+            part, after = self(x[:, piece], after, mask=None if mask is None else mask[:, piece])
+            y = part.new_empty(x.shape) if y is None else y
+            y[:, piece] = part
+        return y, after  # type: ignore[return-value]
+
+    def _recurrent(self) -> bool:
+        # A mixture's balance is that of all tokens.
+        return self.shared is None and all(
+            isinstance(layer.mixer, Mixer) and not isinstance(layer.mlp, MixtureOfExperts) for layer in self.layers
+        )
 
     def remember(self, other: Tensor, mask: Tensor | None = None) -> list[AttentionState]:
         """The other sequence [B, L, D] as the cross attention of each block sees it; mask [B, L]: False is padding."""
