@@ -82,7 +82,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         hidden: list[Tensor] | None = [] if self._wants_hidden_states(output_hidden_states) else None
         past = None if cache is None else cache.states
         if use_cache and hidden is None and cu_seqlens is None and not torch.is_grad_enabled():
-            last, states = self.backbone.prefill(x, past, mask)
+            last, states = self.backbone.prefill(x if inputs_embeds is None else x.clone(), past, mask)
         else:
             last, states = self.backbone(x, past, mask=mask, cu_seqlens=cu_seqlens, inputs=hidden)
         if cache is not None and use_cache:

@@ -251,16 +251,13 @@ class Backbone(nn.Module):
 
     def prefill(self, x: Tensor, states: Sequence[Any] | None, mask: Tensor | None) -> tuple[Tensor, list[Any]]:
         """`forward` without a gradient. Where all layers are recurrent it takes PIECE tokens at a time: what they hold
-        of every token does not grow with T."""
+        of every token does not grow with T. What comes out is then written over x."""
         if x.shape[1] <= PIECE or not self._recurrent():
             return self(x, states, mask=mask)
-        y, after = None, states
         for start in range(0, x.shape[1], PIECE):
             piece = slice(start, start + PIECE)
-            part, after = self(x[:, piece], after, mask=None if mask is None else mask[:, piece])
-            y = part.new_empty(x.shape) if y is None else y
-            y[:, piece] = part
-        return y, after  # type: ignore[return-value]
+            x[:, piece], states = self(x[:, piece], states, mask=None if mask is None else mask[:, piece])
+        return x, states  # type: ignore[return-value]
 
     def _recurrent(self) -> bool:
         # A mixture's balance is that of all tokens.
