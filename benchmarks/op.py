@@ -3,20 +3,19 @@
     python benchmarks/op.py --quick                            a minute, to see that everything runs
     python benchmarks/op.py                                    the real thing, on an otherwise idle machine
     python benchmarks/op.py --family scalar --peers mamba2     one family, only the peers whose name has this in it
+    python benchmarks/op.py --ggml …/libggml.so --idiap …      with compiled peers: see compiled.py
 
-All implementations run in one process, in turn, round after round, so that a busy moment hits them alike; a ratio is
-the median over rounds of a time over that of our first backend here, which "auto" takes. Times are CPU time of the
-process (wall time on a GPU). Every peer is first compared with the literal equation, and not timed if it disagrees.
-Rows are appended to a CSV file, each with what it takes to repeat it.
+All implementations run in one process, in turn; a ratio is the median over rounds of a time over that of our first
+backend here, which "auto" takes. Times are CPU time of the process (wall time on a GPU, and with several threads).
+Every peer is first compared with the literal equation, and not timed if it disagrees. Rows are appended to a CSV file,
+each with what it takes to repeat it.
 """
 
 import itertools
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Annotated
 
 import torch
@@ -25,9 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from compiled import PATHS
 from headrace import InputError, backends, linear_attention
 from headrace.literal import literal
 from peers import ATTENTION, FAMILIES, PEERS, Family, Peer
+from race import Runner, flops, peak, peak_flops, race, spread
 from record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "op.csv"
@@ -37,45 +38,6 @@ QUICK = {"lengths": (128, 512), "sizes": ((16, 32), (16, 16))}
 SEED, HEADS = 0, 4
 WRONG = 1e-4  # relative error in float32 above which a call is not the call that was meant
 console = Console(width=None if Console().is_terminal else 160)
-
-
-@dataclass
-class Runner:
-    """One implementation with its own leaf tensors, and the seconds that each round took it."""
-
-    name: str
-    call: Callable[[dict[str, Tensor]], Tensor]
-    tensors: dict[str, Tensor]
-    seconds: list[tuple[float, float]] = field(default_factory=list)  # process, wall
-    error: float = 0.0
-
-    def __post_init__(self):
-        self.tensors = {n: x.detach().clone().requires_grad_(x.requires_grad) for n, x in self.tensors.items()}
-
-    def once(self, backward: bool) -> tuple[float, float]:
-        trained = [x for x in self.tensors.values() if x.requires_grad]
-        synchronise(trained[0])
-        start = time.process_time(), time.perf_counter()
-        with torch.set_grad_enabled(backward):
-            out = self.call(self.tensors)
-            if backward:
-                torch.autograd.grad(out, trained, torch.ones_like(out))
-        synchronise(trained[0])
-        return time.process_time() - start[0], time.perf_counter() - start[1]
-
-    def saved(self) -> float:
-        """Bytes kept for backward over the bytes of the inputs; a storage that several tensors share counts once."""
-        kept = {}
-
-        def pack(x):
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no address is used twice
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = self.call(self.tensors)
-        given = sum(x.nbytes for x in self.tensors.values())
-        del out
-        return sum(storage.nbytes() for storage in kept.values()) / given
 
 
 @dataclass(frozen=True)
@@ -93,13 +55,9 @@ class Row:
     wall_ms: float
     spread: float  # interquartile range over median, of the time that the ratio is made of
     ratio: float  # this runner over ours, the median over rounds
+    of_floor: float  # the time that the flops take at the machine's best rate, over this one's (race.py)
     saved_over_inputs: float
     error: float  # against the literal equation, relative
-
-
-def synchronise(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize()
 
 
 def ours(family: Family, backend: str, tensors: dict[str, Tensor]) -> Tensor:
@@ -136,6 +94,8 @@ def objection(peer: Peer, T: int, K: int, V: int, backward: bool) -> str | None:
         return reason
     if peer.square and K != V:
         return f"needs K = V; here {K}×{V}"
+    if K % peer.multiple:
+        return f"needs K in multiples of {peer.multiple}; here {K}"
     if backward and not peer.backward:
         return "its backward raises"
     if peer.upto[backward] < T:
@@ -171,32 +131,23 @@ def contestants(name: str, shape: dict, backward: bool, wanted: str) -> tuple[li
             found.append(Runner(peer.name, lambda x, peer=peer: peer(x)[0], peer.arguments(tensors), error=error))
         else:
             refused.append(f"{name}: {peer.name}: {reason}")
+    found.append(peak(torch.get_num_threads(), shape["device"]))
+    for runner in found:
+        runner.threads = torch.get_num_threads()
     return found, refused
 
 
-def race(runners: list[Runner], backward: bool, rounds: int, budget: float) -> None:
-    """Rounds in turn after one to warm up. Whoever has used its budget of seconds sits out the rest."""
-    for runner in runners:
-        runner.once(backward)
-    for _ in range(rounds):
-        for runner in runners:
-            if sum(wall for _, wall in runner.seconds) < budget:
-                runner.seconds.append(runner.once(backward))
-
-
-def rows(runners: list[Runner], backward: bool, cell: dict) -> list[Row]:
-    clock = int(next(iter(runners[0].tensors.values())).is_cuda)  # process time says nothing about a GPU
-    base = [s[clock] for s in runners[0].seconds]
+def rows(runners: list[Runner], backward: bool, cell: dict, clock: int) -> list[Row]:
+    """A line for each runner; the first is ours, the last the matrix product that says what the machine can do."""
+    *runners, machine = runners
+    flop = flops(FAMILIES[cell["family"]], cell["T"] * HEADS, cell["K"], cell["V"], backward)
     result = []
     for runner in runners:
-        times = [s[clock] for s in runner.seconds]
-        spread = quantiles(times, n=4) if len(times) > 1 else (0.0, 0.0, 0.0)
         row = Row(
-            **cell, mode=MODES[backward], runner=runner.name, rounds=len(times),
-            cpu_ms=round(1e3 * median(s[0] for s in runner.seconds), 3),
-            wall_ms=round(1e3 * median(s[1] for s in runner.seconds), 3),
-            spread=round((spread[2] - spread[0]) / median(times), 3),
-            ratio=round(median(theirs / mine for theirs, mine in zip(times, base, strict=False)), 3),
+            **cell, mode=MODES[backward], runner=runner.name, rounds=len(runner.seconds),
+            cpu_ms=round(1e3 * median(runner.times(0)), 3), wall_ms=round(1e3 * median(runner.times(1)), 3),
+            spread=round(spread(runner.times(clock)), 3), ratio=round(runner.over(runners[0], clock), 3),
+            of_floor=round(flop / peak_flops() / runner.over(machine, clock), 3),
             saved_over_inputs=round(runner.saved(), 2) if backward else 0.0, error=float(f"{runner.error:.1e}"),
         )  # fmt: skip
         result.append(row)
@@ -212,15 +163,16 @@ def show(found: list[Row], clock: str) -> None:
         for title in ("", *(f"{mode}\nT={T}" for mode in MODES for T in lengths)):
             table.add_column(title, justify="right" if title else "left")
         table.add_column(f"growth\n×{lengths[-1] // lengths[0]} tokens", justify="right")
-        table.add_column("saved /\ninputs", justify="right")
-        table.add_column("error", justify="right")
+        for title in ("of the floor", "saved /\ninputs", "error"):
+            table.add_column(title, justify="right")
         for runner in dict.fromkeys(name for name, _, _ in cells):
             own = {(mode, T): cells.get((runner, mode, T)) for mode in MODES for T in lengths}
             grown = [growth(own[mode, lengths[0]], own[mode, lengths[-1]], clock) for mode in MODES]
             some = [row for row in own.values() if row]
             saved = max(row.saved_over_inputs for row in some)
             table.add_row(
-                runner, *(text(row, clock) for row in own.values()), " ".join(grown), f"{saved:.1f}" if saved else "",
+                runner, *(text(row, clock) for row in own.values()), " ".join(grown), floors(some),
+                f"{saved:.1f}" if saved else "",
                 f"{max(row.error for row in some):.0e}" if "headrace" not in runner else "",
             )  # fmt: skip
         console.print(table)
@@ -228,6 +180,11 @@ def show(found: list[Row], clock: str) -> None:
 
 def text(row: Row | None, clock: str) -> str:
     return f"[bold]{row.ratio:.2f}[/]  {getattr(row, clock):.1f} ±{row.spread:.0%}" if row else ""
+
+
+def floors(some: list[Row]) -> str:
+    shortest = min(row.T for row in some)
+    return " ".join(f"{row.of_floor:.0%}" for row in some if shortest == row.T)
 
 
 def growth(short: Row | None, long: Row | None, clock: str) -> str:
@@ -242,6 +199,8 @@ def main(
     budget: Annotated[float, typer.Option(help="Seconds per peer and cell after which it sits out.")] = 30.0,
     threads: int = 1,
     device: str = "cpu",
+    ggml: Annotated[Path | None, typer.Option(help="libggml.so, for its operators.")] = None,
+    idiap: Annotated[Path | None, typer.Option(help="causal_product_cpu.cpp of fast-transformers.")] = None,
     output: Annotated[Path, typer.Option(help="The CSV file to append to.")] = RESULTS,
 ) -> None:
     """Time the op beside its peers."""
@@ -249,6 +208,8 @@ def main(
         if name not in FAMILIES:
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(FAMILIES)}", param_hint="--family")
     torch.set_num_threads(threads)
+    PATHS.update(ggml=ggml, idiap=idiap)
+    clock = int(device == "cuda" or threads > 1)  # process time says nothing about a GPU, and adds threads up
     plan = QUICK if quick else FULL
     about, skipped, found = environment(device), {}, []
     for name, (K, V), T, backward in itertools.product(family, plan["sizes"], plan["lengths"], (False, True)):
@@ -257,10 +218,10 @@ def main(
             racing, refused = contestants(name, shape, backward, peers)
             skipped |= dict.fromkeys(refused)
             race(racing, backward, 2 if quick else rounds, budget)
-            new = rows(racing, backward, {"family": name, "T": T, "K": K, "V": V})
+            new = rows(racing, backward, {"family": name, "T": T, "K": K, "V": V}, clock)
             append(output, about, new)
             found += new
-    show(found, "wall_ms" if device == "cuda" else "cpu_ms")
+    show(found, ("cpu_ms", "wall_ms")[clock])
     for reason in skipped:
         console.print(f"[dim]not timed: {reason}[/]")
     console.print(f"{len(found)} rows appended to {output}; {about['machine']}, {threads} thread(s), {about['date']}")

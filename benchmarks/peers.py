@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import compiled
+
 
 @dataclass(frozen=True)
 class Family:
@@ -85,6 +87,7 @@ class Peer:
     exact: bool = False  # computes in float64 when given float64
     backward: bool = True
     square: bool = False  # K = V only
+    multiple: int = 1  # K must be one of this
     upto: tuple[int, int] = (8192, 8192)  # the longest T worth its time: forward, forward and backward
 
     @property
@@ -120,6 +123,8 @@ def load(source: str) -> Callable:
     library, module, function = source.split(":")
     if library == "fla":
         return getattr(_fla(module), function)
+    if library in compiled.LIBRARIES:
+        return compiled.LIBRARIES[library](function)
     package = {"transformers": f"transformers.models.{module}.modeling_{module}", "torch": f"torch.{module}"}[library]
     return inspect.unwrap(getattr(importlib.import_module(package), function))
 
@@ -202,7 +207,45 @@ def _stateless(f, S, **tensors):
     return (result[0] if isinstance(result, tuple) else result), None
 
 
+def _unscaled(q, **tensors):
+    """For a peer without a scale."""
+    return tensors | {"q": q * q.shape[-1] ** -0.5}
+
+
+def _multiplied(log_decay, **tensors):
+    """For a peer that multiplies by the decay as it is given."""
+    return tensors | {"decay": log_decay.exp()}
+
+
+def _delta_net(log_decay, beta, **tensors):
+    """For ggml, whose numbers per head have a dimension of their own."""
+    return tensors | {"log_decay": log_decay if log_decay.dim() == 4 else log_decay[..., None], "beta": beta[..., None]}
+
+
+def _wkv7(q, k, v, log_decay, beta):
+    """RWKV-7 erases along a and writes along b, both free, and has no scale: a = −e^g k and b = β k make it KDA."""
+    decay, written = log_decay.exp(), beta[..., None] * k
+    return _unscaled(q) | {"decay": decay, "k": written, "v": v, "a": -decay * k, "b": written}
+
+
+def ggml(family: str, function: str, prepare: Callable, **fields) -> Peer:
+    """One of ggml's operators: C, token by token, forward alone."""
+    return Peer(
+        family, f"ggml:ops:{function}", prepare=prepare, call=_stateless, states=False, backward=False, square=True,
+        **fields,
+    )  # fmt: skip
+
+
 PEERS = [
+    Peer(
+        "linear", "idiap:causal_product:causal_product", prepare=_unscaled, states=False, heads_first=True,
+        call=lambda f, S, q, k, v: (f(q, k, v), None),
+    ),
+    ggml("vector", "gated_linear_attn", _multiplied),
+    ggml("bonus", "rwkv_wkv6", lambda **x: _multiplied(**_unscaled(**x))),
+    ggml("gated-delta", "gated_delta_net", _delta_net),
+    ggml("kda", "gated_delta_net", _delta_net, note="a decay per key"),
+    ggml("kda", "rwkv_wkv7", _wkv7, multiple=64),
     Peer("linear", "fla:linear_attn/naive:naive_chunk_linear_attn", call=_stateless, states=False, exact=True),
     Peer("linear", "fla:linear_attn/naive:naive_recurrent_linear_attn", upto=LOOP),
     Peer(
@@ -240,8 +283,8 @@ PEERS = [
     Peer("bonus", "fla:rwkv6/recurrent_naive:naive_recurrent_rwkv6", RWKV, heads_first=True, upto=(2048, 512)),
     Peer(
         # Its backward writes over what it needs; it has no scale.
-        "bonus", "fla:rwkv6/chunk_naive:naive_chunk_rwkv6", RWKV, lambda q, **x: {"q": q * q.shape[-1] ** -0.5, **x},
-        _stateless, heads_first=True, states=False, backward=False,
+        "bonus", "fla:rwkv6/chunk_naive:naive_chunk_rwkv6", RWKV, _unscaled, _stateless,
+        heads_first=True, states=False, backward=False,
     ),
     Peer(
         "delta", "fla:delta_rule/naive:delta_rule_chunkwise", call=lambda f, S, **x: f(**x), heads_first=True,

@@ -41,9 +41,11 @@ def processor() -> str:
 def append(path: Path, about: dict, rows: list) -> None:
     """Add dataclass instances as lines; the file's columns are `about`'s, then theirs."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
+    columns, fresh = [*about, *(f.name for f in fields(rows[0]))], not path.exists()
+    if not fresh and (found := path.open().readline().strip().split(",")) != columns:
+        raise ValueError(f"{path} has the columns {', '.join(found)}; expected {', '.join(columns)}")
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*about, *(f.name for f in fields(rows[0]))], lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         if fresh:
             writer.writeheader()
         writer.writerows(about | asdict(row) for row in rows)

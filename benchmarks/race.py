@@ -1,0 +1,121 @@
+"""Implementations timed in turn, round after round, so that a busy moment hits them alike."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+
+import torch
+from torch import Tensor
+
+from peers import Family
+
+
+@dataclass
+class Runner:
+    """One implementation with its own leaf tensors, and the seconds that each round took it."""
+
+    name: str
+    call: Callable[[dict[str, Tensor]], Tensor]
+    tensors: dict[str, Tensor]
+    threads: int = 1
+    seconds: list[tuple[float, float]] = field(default_factory=list)  # process, wall
+    error: float = 0.0
+
+    def __post_init__(self):
+        self.tensors = {n: x.detach().clone().requires_grad_(x.requires_grad) for n, x in self.tensors.items()}
+
+    def once(self, backward: bool) -> tuple[float, float]:
+        torch.set_num_threads(self.threads)
+        trained = [x for x in self.tensors.values() if x.requires_grad]
+        synchronise(self.tensors)
+        start = time.process_time(), time.perf_counter()
+        with torch.set_grad_enabled(backward):
+            out = self.call(self.tensors)
+            if backward and trained:
+                torch.autograd.grad(out, trained, torch.ones_like(out))
+        synchronise(self.tensors)
+        return time.process_time() - start[0], time.perf_counter() - start[1]
+
+    def saved(self) -> float:
+        """Bytes kept for backward over the bytes of the inputs; a storage that several tensors share counts once."""
+        kept = {}
+
+        def pack(x):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no address is used twice
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = self.call(self.tensors)
+        given = sum(x.nbytes for x in self.tensors.values())
+        del out
+        return sum(storage.nbytes() for storage in kept.values()) / given
+
+    def times(self, clock: int) -> list[float]:
+        """Seconds of each round: clock 0 is the process's, 1 the wall's."""
+        return [s[clock] for s in self.seconds]
+
+    def over(self, other: "Runner", clock: int) -> float:
+        """The median over rounds of this one's time over the other's."""
+        return median(mine / theirs for mine, theirs in zip(self.times(clock), other.times(clock), strict=False))
+
+
+def synchronise(tensors: dict[str, Tensor]) -> None:
+    if any(x.is_cuda for x in tensors.values()):
+        torch.cuda.synchronize()
+
+
+def race(runners: list[Runner], backward: bool, rounds: int, budget: float = float("inf")) -> None:
+    """Rounds in turn after one to warm up. Whoever has used its budget of seconds sits out the rest."""
+    for runner in runners:
+        runner.once(backward)
+    for _ in range(rounds):
+        for runner in runners:
+            if sum(wall for _, wall in runner.seconds) < budget:
+                runner.seconds.append(runner.once(backward))
+
+
+def spread(times: list[float]) -> float:
+    """The interquartile range over the median."""
+    if len(times) < 2:
+        return 0.0
+    low, _, high = quantiles(times, n=4)
+    return (high - low) / median(times)
+
+
+# --- the floor: no program that computes by chunks can be faster than its flops at the machine's best rate -----------
+# Flops a token and head by rule and backward: a · K V + chunk · (k K + v V), causal halves counted once. Backward of
+# the additive rules computes the states again, that of the delta rules keeps them.
+FLOPS = {
+    ("add", False): (4, 1, 1), ("add", True): (14, 4, 3), ("delta", False): (6, 2, 2), ("delta", True): (18, 8, 6)
+}  # fmt: skip
+CHUNK = {("add", False): 64, ("add", True): 64, ("delta", False): 32, ("delta", True): 64}
+VECTOR_CHUNK = 16  # a decay per key and token lets no longer chunk be one product
+PEAK = "matrix product"
+PEAK_SHAPE, PEAK_TIMES = (4, 128, 256, 128), 16  # heads, rows, inner, columns: within cache, the rate is the best here
+
+
+def flops(family: Family, tokens_heads: int, K: int, V: int, backward: bool) -> float:
+    square, k, v = FLOPS[family.rule, backward]
+    vector = family.decay == "BTHK" and family.rule == "add"
+    chunk = VECTOR_CHUNK if vector else CHUNK[family.rule, backward]
+    return tokens_heads * (square * K * V + chunk * (k * K + v * V))
+
+
+def peak(threads: int, device: str) -> Runner:
+    """Batched float32 matrix products, by torch (MKL on a CPU): what is called 100 %."""
+    batch, m, n, p = PEAK_SHAPE
+    draw = torch.Generator().manual_seed(0)
+    factors = {"a": torch.randn(batch, m, n, generator=draw), "b": torch.randn(batch, n, p, generator=draw)}
+
+    def call(x):
+        for _ in range(PEAK_TIMES):
+            out = torch.bmm(x["a"], x["b"])
+        return out
+
+    return Runner(PEAK, call, {name: x.to(device) for name, x in factors.items()}, threads)
+
+
+def peak_flops() -> float:
+    batch, m, n, p = PEAK_SHAPE
+    return 2.0 * PEAK_TIMES * batch * m * n * p
