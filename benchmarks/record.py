@@ -42,7 +42,7 @@ def append(path: Path, about: dict, rows: list) -> None:
     """Add dataclass instances as lines; the file's columns are `about`'s, then theirs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     columns, fresh = [*about, *(f.name for f in fields(rows[0]))], not path.exists()
-    if not fresh and (found := path.open().readline().strip().split(",")) != columns:
+    if not fresh and (found := path.read_text().partition("\n")[0].split(",")) != columns:
         raise ValueError(f"{path} has the columns {', '.join(found)}; expected {', '.join(columns)}")
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")

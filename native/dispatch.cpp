@@ -316,3 +316,14 @@ int hr_layer_step(const hr_layer* p) {
     if (!known(*p)) return HR_UNSUPPORTED;
     return guarded([&] { return LayerStep(*p).run_all(); });
 }
+
+int hr_int8(const hr_int8_product* p) {
+    constexpr std::int64_t SHARE = 64;  // rows of the weight that a thread takes at a time
+    if (p->abi != HR_ABI) return HR_WRONG_ABI;
+    return guarded([&] {
+        const auto share = [&](std::int64_t i, void*) {
+            kernels().int8_rows(*p, i * SHARE, std::min((i + 1) * SHARE, p->outputs));
+        };
+        return run_units((p->outputs + SHARE - 1) / SHARE, p->threads, 0, share) ? HR_OK : HR_NO_MEMORY;
+    });
+}

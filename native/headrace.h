@@ -95,6 +95,17 @@ typedef struct hr_layer {
     void* out;                                     /* [B, H V] */
 } hr_layer;
 
+/* out[r, n] = scale[n] sum_i x[r, i] weight[n, i], all contiguous: for few rows. */
+typedef struct hr_int8_product {
+    int32_t abi;     /* HR_ABI */
+    int32_t threads; /* at least 1 */
+    int64_t rows, inputs, outputs;
+    const float* x;       /* [rows, inputs] */
+    const int8_t* weight; /* [outputs, inputs] */
+    const float* scale;   /* [outputs] */
+    float* out;           /* [rows, outputs] */
+} hr_int8_product;
+
 HR_EXPORT int32_t hr_abi(void);
 
 /* The kinds that hr_layer_step knows: a line for each field of hr_layer that is one, its name and those of its values. */
@@ -125,6 +136,8 @@ HR_EXPORT int hr_convolve(const hr_problem* problem, const hr_convolution* convo
 HR_EXPORT int hr_convolve_backward(const hr_problem* problem, const hr_convolution* convolution, const hr_tensor* d_out,
                                    const hr_tensor* d_x, float* d_weight, float* d_history);
 HR_EXPORT int hr_layer_step(const hr_layer* layer);
+
+HR_EXPORT int hr_int8(const hr_int8_product* product);
 
 #ifdef __cplusplus
 }

@@ -10,6 +10,7 @@
 #include "convolution.h"
 #include "forward.h"
 #include "gather.h"
+#include "gemv.h"
 #include "layer_step.h"
 #include "step.h"
 
@@ -75,6 +76,7 @@ const Kernels kernels = {
     Entry<Convolution, measure_or_run<ConvolutionUnit, Convolution>>::work,
     layer_row<&LayerRow<float>::enter, &LayerRow<std::uint16_t>::enter>,
     layer_row<&LayerRow<float>::leave, &LayerRow<std::uint16_t>::leave>,
+    int8_rows,
 };
 
 }  // namespace HR_ISA

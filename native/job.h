@@ -102,4 +102,5 @@ struct Kernels {
     Work<Convolution> convolution;
     void (*enter)(const Layer&, std::int64_t row); // what comes before the recurrence
     void (*leave)(const Layer&, std::int64_t row); // and after it
+    void (*int8_rows)(const hr_int8_product&, std::int64_t first, std::int64_t last);
 };

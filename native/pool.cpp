@@ -67,7 +67,7 @@ private:
     bool provide(std::size_t count, std::size_t bytes) {
         if (memory_.size() < count) memory_.resize(count);
         for (std::size_t i = 0; i < count; i++)
-            if (!memory_[i].at_least(bytes)) return false;
+            if (bytes && !memory_[i].at_least(bytes)) return false;
         return true;
     }
     void work(std::size_t thread) {

@@ -39,6 +39,7 @@ ORDER = [
     "cache",
     "config",
     "hf",
+    "quantized",
     "models",
     "retrofit",
     "convert",

@@ -16,6 +16,7 @@ _LAZY = {
     "HeadraceForCausalLM": "hf",
     "HeadraceCache": "hf",
     "load": "hf",
+    "quantize": "quantized",
     "verify": "laws",
 }
 

@@ -21,6 +21,7 @@ KEEP_ERRORS = 0  # keeping V floats a token would save the delta rules 3 to 6 % 
 _TENSOR = "Pqqq"  # hr_tensor
 _PROBLEM = struct.Struct("@7if7qP" + 7 * _TENSOR + "P")  # hr_problem
 _GRADIENTS = struct.Struct("@" + 7 * _TENSOR + "P")  # hr_gradients
+_INT8_PRODUCT = struct.Struct("@2i3q4P")
 PLACE = struct.Struct("@" + _TENSOR)
 _ABSENT = (0, 0, 0, 0)
 
@@ -53,7 +54,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.hr_convolve.argtypes = [struct_] * 3
     library.hr_convolve_backward.argtypes = [struct_] * 4 + [pointer] * 2
     library.hr_kinds.restype = ctypes.c_char_p
-    library.hr_layer_step.argtypes = [struct_]
+    library.hr_layer_step.argtypes = library.hr_int8.argtypes = [struct_]
 
 
 library, _found = _load()
@@ -171,6 +172,15 @@ def backward(d_out: Tensor, d_final: Tensor, *args) -> list[Tensor | None]:
 def kinds() -> str:
     """The kinds of a layer's parts that `layer_step` knows: a line each, its name and its values'; "" without it."""
     return "" if library is None else library.hr_kinds().decode()
+
+
+def int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """x [rows, inputs], scale [outputs] float32, weight [outputs, inputs] int8, contiguous -> [rows, outputs]."""
+    assert library is not None, missing
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    sizes = (ABI, torch.get_num_threads(), x.shape[0], *weight.shape[::-1])
+    check(library.hr_int8(_INT8_PRODUCT.pack(*sizes, *map(address, (x, weight, scale, out)))))
+    return out
 
 
 def layer_step(packed: bytes) -> None:
