@@ -26,8 +26,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from headrace import HeadraceConfig, HeadraceForCausalLM, zoo
+from headrace import HeadraceConfig, HeadraceForCausalLM, quantize, zoo
 from headrace.model import default_intermediate_size
+from headrace.quantized import Int8Linear
 from race import spread
 from record import append, environment
 
@@ -100,13 +101,20 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
+DECODED = MODELS | {
+    "headrace gla, weights in bfloat16": lambda layers: headrace("gla", layers).bfloat16(),
+    "headrace gla, weights in int8": lambda layers: quantize(headrace("gla", layers)),
+}
+
+
 def built(name: str, layers: int) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[name](layers)
+    return DECODED[name](layers)
 
 
 def parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
+    buffers = (layer.integers.numel() for layer in model.modules() if isinstance(layer, Int8Linear))
+    return sum(p.numel() for p in model.parameters()) + sum(buffers)
 
 
 def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int) -> float:
@@ -206,8 +214,8 @@ Models = Annotated[list[str], typer.Option("--model", help="Only those whose nam
 Output = Annotated[Path, typer.Option(help="The CSV file to append to.")]
 
 
-def chosen(wanted: list[str]) -> list[str]:
-    return [name for name in MODELS if any(part in name for part in wanted)]
+def chosen(wanted: list[str], among: dict[str, Callable[[int], nn.Module]] = MODELS) -> list[str]:
+    return [name for name in among if any(part in name for part in wanted)]
 
 
 @app.command()
@@ -241,7 +249,7 @@ def decode(
     output: Output = RESULTS,
 ) -> None:
     torch.set_num_threads(threads)
-    decoders = [Decoder(name, layers, context) for name in chosen(model)]
+    decoders = [Decoder(name, layers, context) for name in chosen(model, DECODED)]
     for decoder in decoders:
         decoder.token()
     times = {decoder.name: [] for decoder in decoders}

@@ -7,13 +7,15 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 PAGE = RESULTS.parent.parent / "docs" / "results.md"
 MODES = ("forward", "forward+backward")
+DEPTH = 24
 
 INTRODUCTION = """# Measured
 
-Written by `python benchmarks/tables.py` from `benchmarks/results/`, which `benchmarks/op.py` and `benchmarks/decode.py`
-fill. Batch 1, 4 heads, float32; each cell is the ratio of the median to headrace's, then milliseconds of CPU time. All
-implementations ran in turn in one process, and each peer's output was first compared with the literal equation. These
-machines are shared: trust ratios to 10 %.
+Written by `python benchmarks/tables.py` from `benchmarks/results/`, which the programs beside it fill. 4 heads,
+float32, batch 1 unless said. In the op's tables each cell is the ratio of the median to headrace's, then milliseconds
+of CPU time, then the floor's share of it: the flops of the chunkwise form at the rate that the machine's matrix
+product had in the same run (`benchmarks/race.py`). All implementations ran in turn in one process, and each peer's
+output was first compared with the literal equation. These machines are shared: trust ratios to 10 %.
 """
 
 
@@ -56,7 +58,10 @@ def op() -> str:
 
 
 def cell(row: dict | None) -> str:
-    return f"**{float(row['ratio']):.2f}** {float(row['cpu_ms']):.0f}" if row else ""
+    if not row:
+        return ""
+    floor = f" {float(row['of_floor']):.0%}" if row["of_floor"] else ""
+    return f"**{float(row['ratio']):.2f}** {float(row['cpu_ms']):.0f}{floor}"
 
 
 def saved(cells: dict, runner: str) -> str:
@@ -77,5 +82,59 @@ def decoding() -> str:
     return f"## Decoding, µs per token\n\n{about(rows)}.\n\n{table(header, lines)}"
 
 
+def threads() -> str:
+    rows = newest(read("threads.csv"), ("threads", "family", "B", "mode"))
+    lines = [
+        [f"{r['family']}, {r['mode']}, B={r['B']}", f"**{float(r['speedup']):.2f}**", r["one_ms"], r["several_ms"]]
+        for r in rows
+    ]
+    header = ["", "times as fast", "one thread, ms", "several, ms"]
+    return f"## Several threads against one, by the wall clock\n\n{about(rows)}.\n\n{table(header, lines)}"
+
+
+def stepping() -> str:
+    rows = newest(read("step.csv"), ("family", "K", "V", "runner"))
+    lines = [
+        [f"{r['family']}, {r['K']}×{r['V']}: {r['runner']}", f"**{float(r['over_floor']):.2f}**", r["ratio"],
+         r["us_per_layer"]]
+        for r in rows
+    ]  # fmt: skip
+    header = ["", "over reading and writing the state", "over headrace", "µs a layer"]
+    return f"## One token of the op, 24 layers in turn\n\n{about(rows)}.\n\n{table(header, lines)}"
+
+
+def models() -> str:
+    rows = newest(read("model.csv"), ("threads", "what", "name", "layers", "tokens"))
+    lines = [
+        [f"{r['what']}, {r['layers']} layers, {r['tokens']} tokens, {r['threads']} thread(s): {r['name']}",
+         f"**{float(r['ratio']):.2f}**", r["tokens_per_second"], f"{int(r['parameters']) / 1e6:.0f} M",
+         r["peak_mb"] if r["what"] == "prefill" else ""]
+        for r in rows
+    ]  # fmt: skip
+    header = ["", "time over the first", "tokens/s", "parameters", "peak MB over the weights"]
+    parts = [f"## Language models\n\n{about(rows)}.\n\n{table(header, lines)}"]
+    return "\n\n".join([*parts, *extrapolated([r for r in rows if r["what"] == "train"])])
+
+
+def extrapolated(rows: list[dict]) -> list[str]:
+    """Training at 24 layers, on the straight line through two depths: an estimate, not a measurement."""
+    lines = []
+    rows = sorted(rows, key=lambda r: (r["threads"], r["tokens"], r["name"]))
+    for (threads, tokens, name), group in groupby(rows, lambda r: (r["threads"], r["tokens"], r["name"])):
+        at = {int(r["layers"]): float(r["seconds"]) for r in group}
+        if len(at) > 1 and DEPTH not in at:
+            low, high = min(at), max(at)
+            seconds = at[low] + (at[high] - at[low]) * (DEPTH - low) / (high - low)
+            lines.append([f"{name}, {threads} thread(s)", f"{int(tokens) / seconds:.1f}", f"{low} and {high} layers"])
+    header = ["", f"tokens/s at {DEPTH} layers", "from"]
+    return [f"### Training extrapolated, not measured\n\n{table(header, lines)}"] if lines else []
+
+
+SECTIONS = {
+    "op.csv": op, "threads.csv": threads, "step.csv": stepping, "decode.csv": decoding, "model.csv": models,
+}  # fmt: skip
+
+
 if __name__ == "__main__":
-    PAGE.write_text("\n\n".join([INTRODUCTION.strip(), op(), decoding()]) + "\n")
+    found = [write() for name, write in SECTIONS.items() if (RESULTS / name).exists()]
+    PAGE.write_text("\n\n".join([INTRODUCTION.strip(), *found]) + "\n")
