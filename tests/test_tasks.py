@@ -222,3 +222,23 @@ def test_a_bad_tokenizer_is_refused(book, tmp_path, content):
         path.write_text(content)
     with pytest.raises(InputError, match="`tokenizers` JSON file"):
         assert Text((str(book),), str(path)).corpus
+
+
+def test_spans_give_the_text_back(tmp_path):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and the dog lets it. " * 40)
+    task = TASKS["spans"]((str(tmp_path / "text.txt"),), length=64)
+    rows, marks = task.sample(torch.Generator().manual_seed(0), 200), 2 + task.corpus.vocab_size
+    whole = task.corpus.train.tolist()
+    assert rows["input_ids"].shape == (200, 64 - task.taken + task.spans) and task.taken == 10 and task.spans == 3
+    for source, target in zip(rows["input_ids"].tolist(), rows["shift_labels"].tolist(), strict=True):
+        assert target[-1] == 1 and target[0] == marks
+        spans: dict[int, list[int]] = {}
+        for token in target[:-1]:
+            if token >= marks:
+                mark = token
+                spans[mark] = []
+            else:
+                spans[mark].append(token)
+        filled = [t - 2 for token in source for t in (spans[token] if token >= marks else [token])]
+        assert len(filled) == 64 and all(spans.values())
+        assert any(whole[i : i + 64] == filled for i in range(len(whole) - 63))

@@ -65,7 +65,7 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
 def compare(
     files: Annotated[list[str] | None, typer.Argument(help="More text files.", show_default=False)] = None,
     mixers: Annotated[str | None, typer.Option(help="Names or expressions, with commas between: see `zoo`.")] = None,
-    task: Annotated[str | None, typer.Option(help="pair, mqar, text, masked, reverse or dates.")] = None,
+    task: Annotated[str | None, typer.Option(help="pair, mqar, text, masked, reverse, dates or spans.")] = None,
     text: Annotated[list[str] | None, typer.Option(help="A text file for language modelling.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A `tokenizers` JSON file; bytes without one.")] = None,
     seeds: Annotated[int | None, typer.Option(help="How many.")] = None,

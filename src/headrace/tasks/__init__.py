@@ -7,11 +7,12 @@ from .mqar import Mqar
 from .pair import Pair
 from .reverse import Reverse
 from .sequences import Sequences
+from .spans import Spans
 from .text import Text
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Pair, Mqar, Text, Masked, Reverse, Dates)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Pair, Mqar, Text, Masked, Reverse, Dates, Spans)}
 
 __all__ = [
-    "IGNORED", "TASKS", "Answers", "Dates", "Masked", "Metric", "Mqar", "Pair", "Reverse", "Rows", "Sequences", "Task",
-    "Text",
+    "IGNORED", "TASKS", "Answers", "Dates", "Masked", "Metric", "Mqar", "Pair", "Reverse", "Rows", "Sequences", "Spans",
+    "Task", "Text",
 ]  # fmt: skip

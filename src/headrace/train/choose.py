@@ -22,7 +22,9 @@ def choose(task: str | None, files: list[str], tokenizer: str | None, changes: d
     plan = default(task or ("text" if files else "pair"))
     if files or tokenizer is not None:
         if not isinstance(plan.task, Text):
-            raise InputError(f"--task {task} reads no text; text files and --tokenizer go with --task text or masked")
+            raise InputError(
+                f"--task {task} reads no text; text files and --tokenizer go with --task text, masked or spans"
+            )
         plan = replace(plan, task=replace(plan.task, files=tuple(files), tokenizer=tokenizer))
     return Study(plan.name, f"Mixers compared: {plan.name}", (changed(plan, changes),))
 

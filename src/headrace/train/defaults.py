@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..tasks import Dates, Masked, Mqar, Pair, Reverse, Text
+from ..tasks import Dates, Masked, Mqar, Pair, Reverse, Spans, Text
 from .plan import Plan, Recipe, Shape, Study
 
 PAIR = Plan(
@@ -46,5 +46,6 @@ REVERSE = Plan(
     Recipe(steps=600, lr=3e-3),
 )
 DATES = replace(REVERSE, name="dates", task=Dates())
-DEFAULTS: dict[str, Plan] = {plan.task.name: plan for plan in (PAIR, MQAR, TEXT, MASKED, REVERSE, DATES)}
+SPANS = replace(MASKED, name="spans", mixers=("t5", "t5(mixer=gla)", "t5(mixer=softmax-gla)"), task=Spans(length=64))
+DEFAULTS: dict[str, Plan] = {plan.task.name: plan for plan in (PAIR, MQAR, TEXT, MASKED, REVERSE, DATES, SPANS)}
 DEMO = Study("demo", "Does head competition help?", (PAIR, TEXT))

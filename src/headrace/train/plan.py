@@ -63,8 +63,8 @@ class Plan:
             zoo.get(mixer).head_dims(self.shape.hidden_size, self.shape.heads)
             if not answers(zoo.get(mixer), self.task):
                 raise InputError(
-                    f"mixer {mixer!r} cannot answer --task {self.task.name}: masked is for bert alone, reverse and "
-                    "dates are for all others, the rest is for mixers and decoders"
+                    f"mixer {mixer!r} cannot answer --task {self.task.name}: masked is for bert alone, reverse, dates "
+                    "and spans are for all others, the rest is for mixers and decoders"
                 )
         if isinstance(self.task, Text):
             assert self.task.corpus

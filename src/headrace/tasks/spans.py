@@ -1,0 +1,85 @@
+"""T5's question about a text (arXiv 1910.10683, section 3.1.4): what stood in the gaps?
+
+    text     T h a n k _ y o u _ f o r _ c o m i n g
+    source   T h <0> _ y o u _ f <1> c o m i n g
+    target   <0> a n k <1> o r _ end
+
+15 % of the tokens are taken out, in spans of three on average; each span leaves a mark of its own.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .base import Answers, Batch, Metric, held_out
+from .sequences import END, FIRST, Sequences
+from .text import Text
+
+TAKEN, SPAN = 0.15, 3  # of the tokens; tokens in a span, on average
+SHORTEST = 8
+
+
+@dataclass(frozen=True)
+class Spans(Sequences, Text):
+    name: ClassVar[str] = "spans"
+    metric: ClassVar[Metric] = Metric("accuracy", "%", 100.0, solved=0.99)
+
+    def __post_init__(self) -> None:
+        if self.length < SHORTEST:
+            raise InputError(f"length={self.length}; expected at least {SHORTEST}")
+
+    @property
+    def taken(self) -> int:
+        return max(round(TAKEN * self.length), 1)
+
+    @property
+    def spans(self) -> int:
+        return max(round(self.taken / SPAN), 1)
+
+    @property
+    def vocab_size(self) -> int:
+        return FIRST + self.corpus.vocab_size + self.spans
+
+    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+        return self._rows(self.corpus.train, generator, rows)
+
+    def held_out(self, rows: int) -> Batch:
+        return held_out(partial(self._rows, self.corpus.tail), rows)
+
+    def _rows(self, tokens: Tensor, generator: torch.Generator, rows: int) -> Batch:
+        start = torch.randint(len(tokens) - self.length, (rows, 1), generator=generator)
+        text = FIRST + tokens[start + torch.arange(self.length)].long()
+        kept = parts(self.length - self.taken, self.spans, rows, generator)
+        ends = torch.stack([kept, parts(self.taken, self.spans, rows, generator)], 2).flatten(1).cumsum(1)
+        stretch = (torch.arange(self.length)[:, None] >= ends[:, None]).sum(2)  # kept, taken, kept, taken, …
+        gone, mark = stretch % 2 == 1, FIRST + self.corpus.vocab_size + stretch // 2
+        first = gone & (stretch.diff(dim=1, prepend=stretch[:, :1]) > 0)
+        source = torch.where(gone, mark, text)[~gone | first].view(rows, -1)
+        target = torch.stack([mark, text], 2)[torch.stack([first, gone], 2)].view(rows, -1)
+        labels = torch.cat([target, torch.full((rows, 1), END)], 1)
+        return {
+            "input_ids": source,
+            "attention_mask": torch.ones_like(source, dtype=torch.bool),
+            "shift_labels": labels,
+        }
+
+    def text(self, ids: Tensor) -> list[str]:
+        """A string per token; those of a tokenizer by their numbers."""
+        marks = FIRST + self.corpus.vocab_size
+        names = [f"<{i - marks}>" if i >= marks else f"{i - FIRST}" for i in ids.tolist()]
+        plain = self.tokenizer is None
+        return [chr(i - FIRST) if plain and FIRST <= i < marks else n for i, n in zip(ids.tolist(), names, strict=True)]
+
+    def scores(self, answers: Answers) -> dict[str, float]:
+        return {"accuracy": answers.accuracy, "loss": answers.loss}
+
+
+def parts(total: int, count: int, rows: int, generator: torch.Generator) -> Tensor:
+    """[rows, count] positive numbers that sum to total, every such division as likely as any other."""
+    cuts = torch.rand(rows, total - 1, generator=generator).argsort(1)[:, : count - 1].sort(1).values + 1
+    ends = torch.cat([cuts, torch.full((rows, 1), total)], 1)
+    return ends.diff(dim=1, prepend=torch.zeros(rows, 1, dtype=torch.long))
