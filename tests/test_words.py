@@ -148,3 +148,33 @@ def test_a_report_of_forty_arms_is_one_file(tmp_path):
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     assert [base64.b64decode(picture)[1:4] for picture in pictures] == [b"PNG"] * 3
     assert {path.name for path in tmp_path.glob("*.png")} == {"pair-curves.png", "pair-scores.png", "pair-cost.png"}
+
+
+def crowd(seeds):
+    """The whole zoo; competition adds 0.1 to every backbone, but takes 0.1 from GLA."""
+    names = zoo.several("all")
+    gain = {name: 0.1 * (name.startswith("softmax-") and "rnn" not in name) for name in names} | {"softmax-gla": -0.1}
+    return results(
+        [[0.5 + gain[name] + 0.001 * s for s in range(seeds)] for name in names], replace(PAIR, mixers=names)
+    )
+
+
+def test_a_crowd_is_counted():
+    (comparison,) = summarise(crowd(2))
+    sentences = words(comparison)
+    assert comparison.crowded and len(sentences) < 10
+    n = len(zoo.LINEAR)
+    assert f"Of {n} backbones, with heads that compete: {n - 1} better (" in sentences[0]
+    assert "; 1 worse (gla)." in sentences[0]
+    assert "one seed is a hint" in words(summarise(crowd(1))[0])[0]
+    assert comparison.shown == comparison.finished and comparison.shown[0].gated
+    families = dict(comparison.families())
+    assert [c.label for c in families["gla"]] == ["gla", "softmax-gla"] and len(families) == len(
+        comparison.plan["mixers"]
+    ) - n
+
+
+def test_a_crowd_is_drawn_backbone_by_backbone(tmp_path):
+    page = write_report(crowd(1), tmp_path).read_text()
+    assert all(f">{name}</td>" in page for name in zoo.names())
+    assert (tmp_path / "pair-curves.png").stat().st_size > 10_000

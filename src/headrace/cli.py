@@ -64,7 +64,9 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
 @app.command()
 def compare(
     files: Annotated[list[str] | None, typer.Argument(help="More text files.", show_default=False)] = None,
-    mixers: Annotated[str | None, typer.Option(help="Names or expressions, with commas between: see `zoo`.")] = None,
+    mixers: Annotated[
+        str | None, typer.Option(help="Names or expressions, with commas between (see `zoo`), or all.")
+    ] = None,
     task: Annotated[str | None, typer.Option(help="pair, mqar, text, masked, reverse, dates or spans.")] = None,
     text: Annotated[list[str] | None, typer.Option(help="A text file for language modelling.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A `tokenizers` JSON file; bytes without one.")] = None,

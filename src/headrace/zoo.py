@@ -209,6 +209,11 @@ def get(mixer):
     return change_all(_named(match[1]), changes)
 
 
+def several(text: str) -> tuple[str, ...]:
+    """What a user lists, with commas between; "all" is every mixer that has a name."""
+    return tuple(names()) if text.strip() == "all" else split(text)
+
+
 def split(text: str, mark: str = ",") -> tuple[str, ...]:
     """ "a, b(c=1, d=2), e" -> ("a", "b(c=1, d=2)", "e")."""
     parts, depth = [""], 0

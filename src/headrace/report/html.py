@@ -30,7 +30,7 @@ def section(comparison: Comparison, folder: Path) -> dict[str, Any]:
     return {
         "plan": plan,
         "sentences": words(comparison),
-        "rows": [row(contender, comparison) for contender in comparison.contenders],
+        "rows": [row(contender, comparison) for contender in comparison.shown],
         "pictures": pictures,
     }
 

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from . import panels
 from .summary import Comparison, Contender
 
 PALETTE = ("#2f6f9f", "#d1495b", "#edae49", "#3a8f6b", "#7b5ea7", "#8c6d46", "#d07ab5", "#6c757d", "#a3b233", "#35b0c4")
@@ -34,6 +35,8 @@ def draw(comparison: Comparison) -> dict[str, tuple[str, Figure]]:
 
 
 def colours(comparison: Comparison) -> dict[str, str]:
+    if comparison.crowded:
+        return {c.mixer: panels.colour(c) for c in comparison.contenders}
     return {c.mixer: PALETTE[i % len(PALETTE)] for i, c in enumerate(comparison.contenders)}
 
 
@@ -50,6 +53,8 @@ def legend(figure: Figure, ax: Axes, entries: int) -> None:
 
 
 def learning_curves(comparison: Comparison) -> Figure | None:
+    if comparison.crowded:
+        return panels.curves(comparison)
     figure, ax = axes(comparison, 7.5, 4.2)
     colour, metric = colours(comparison), comparison.metric
     for i, contender in enumerate(comparison.contenders):
@@ -122,8 +127,8 @@ def alignments(comparison: Comparison) -> Figure | None:
 def gate_entropy(comparison: Comparison) -> Figure | None:
     lines = [(c, gate, c.entropy(gate)) for c in comparison.contenders for gate in ("write", "read")]
     lines = [line for line in lines if line[2]]
-    if not lines:
-        return None
+    if not lines or comparison.crowded:
+        return panels.entropy(comparison) if lines else None
     figure, ax = axes(comparison, 7.5, 3.6)
     colour = colours(comparison)
     for contender, gate, points in lines:
@@ -170,7 +175,7 @@ def head_rows(contender: Contender) -> list[tuple[str, list[float]]]:
 
 
 def cost(comparison: Comparison) -> Figure | None:
-    contenders = comparison.contenders[::-1]
+    contenders = comparison.shown[::-1]
     columns: dict[str, Callable[[Contender], float]] = {
         "parameters": lambda c: c.constant("parameters"),
         "state (bytes per sequence)": lambda c: c.constant("state_bytes"),

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..spec import Spec, from_json
+from .. import zoo
+from ..spec import MixerSpec, Spec, from_json
 from ..tasks import TASKS, Metric
+
+CROWD = 12  # more contenders than this are shown backbone by backbone
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,10 @@ class Contender:
     def by_seed(self) -> dict[int, float]:
         """Final scores; a seed that diverged has none."""
         return {arm["seed"]: arm["scores"][self.metric.name] for arm in self.arms if not arm["diverged"]}
+
+    @property
+    def gated(self) -> bool:
+        return isinstance(self.spec, MixerSpec) and self.spec.competition is not None
 
     @property
     def mean(self) -> float:
@@ -89,6 +96,24 @@ class Comparison:
         """Contenders with a score, the best first."""
         scored = [c for c in self.contenders if c.by_seed]
         return sorted(scored, key=lambda c: c.mean, reverse=self.metric.higher_is_better)
+
+    @property
+    def crowded(self) -> bool:
+        return len(self.contenders) > CROWD
+
+    @property
+    def shown(self) -> list[Contender]:
+        """In the order of tables: a crowd by its scores."""
+        lost = [c for c in self.contenders if not c.by_seed]
+        return [*self.finished, *lost] if self.crowded else self.contenders
+
+    def families(self) -> list[tuple[str, list[Contender]]]:
+        """Contenders by their backbone, under the name of the first; the backbone with the best of them first."""
+        found: dict[Spec, list[Contender]] = {}
+        for contender in self.shown:
+            found.setdefault(zoo.plain(contender.spec), []).append(contender)
+        plain = [sorted(members, key=lambda c: c.gated) for members in found.values()]
+        return [(members[0].label, members) for members in plain]
 
 
 def summarise(results: dict[str, Any]) -> list[Comparison]:

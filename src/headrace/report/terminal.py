@@ -54,7 +54,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     table.add_column("mixer")
     for column in ("score", "parameters", "gates", "state bytes", "tokens/s"):
         table.add_column(column, justify="right")
-    for c in comparison.contenders:
+    for c in comparison.shown:
         score = show_contender(c) if c.by_seed else "diverged"
         numbers = (c.constant("parameters"), c.constant("gate_parameters"), c.constant("state_bytes"), c.speed)
         table.add_row(c.label, score, *(f"{number:,.0f}" for number in numbers))

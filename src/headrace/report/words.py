@@ -1,13 +1,12 @@
 """What a comparison showed, in plain words, negatives included. Every sentence follows from results by a rule."""
 
-import math
-import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 
 from .. import zoo
 from ..model_spec import ModelSpec
-from ..spec import CACHED, AttentionSpec, MixerSpec, Spec, change
+from ..spec import CACHED
+from .crowd import best_and_last, range_of_costs, tally
+from .duels import Difference, as_control, common_seeds, competing, count, find, gated, pairs, without_count
 from .summary import Comparison, Contender, show, show_contender
 
 MATCHED = 0.01  # parameters within this part of each other are matched
@@ -16,63 +15,21 @@ HELD = 0.9  # a score that holds at a length
 EVEN = 0.95  # gates of at least this part of the largest entropy hardly choose
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How much better a is than b, seed by seed."""
-
-    a: Contender
-    b: Contender
-
-    @property
-    def gains(self) -> list[float]:
-        sign = 1 if self.a.metric.higher_is_better else -1
-        return [sign * (self.a.by_seed[s] - self.b.by_seed[s]) for s in self.a.by_seed if s in self.b.by_seed]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.gains)
-
-    @property
-    def clear(self) -> bool:
-        """More than the spread over seeds, all of which agree."""
-        spread = math.sqrt((self.a.spread**2 + self.b.spread**2) / 2)
-        return abs(self.mean) > spread and (min(self.gains) > 0 or max(self.gains) < 0)
-
-    @property
-    def better(self) -> bool:
-        return self.clear and self.mean > 0
-
-    @property
-    def worse(self) -> bool:
-        return self.clear and self.mean < 0
-
-    def verdict(self) -> str:
-        wins, n, solved = sum(gain > 0 for gain in self.gains), len(self.gains), self.a.metric.solved
-        if solved is not None and min(self.a.mean, self.b.mean) >= solved:
-            return "both solve the task, which is too easy to tell them apart"
-        if n == 1:
-            return f"{'better' if wins else 'no better'} in the only seed, which is a hint and no finding"
-        if self.clear:
-            return f"every seed {'better' if self.better else 'worse'}"
-        return f"no difference beyond the spread over seeds (better in {wins} of {n})"
-
-
 def words(comparison: Comparison) -> list[str]:
     """Sentences, the most important first."""
     if not comparison.finished:
         return ["No arm of this comparison has a score."]
-    rules = (duels, controls, fewer_heads, ranking, lengths, alignments, what_gates_do, costs, cautions)
+    rules = CROWD_RULES if comparison.crowded else RULES
     return [sentence for rule in rules for sentence in rule(comparison)]
 
 
 def duels(comparison: Comparison) -> Iterator[str]:
-    for winner in competing(comparison):
-        if (base := find(comparison, zoo.plain(winner.spec))) and common_seeds(winner, base):
-            difference = Difference(winner, base)
-            yield (
-                f"{winner.label} {show_contender(winner)} against {base.label} {show_contender(base)} "
-                f"over {count(len(difference.gains), 'seed')}: {difference.verdict()}."
-            )
+    for winner, base in pairs(comparison):
+        difference = Difference(winner, base)
+        yield (
+            f"{winner.label} {show_contender(winner)} against {base.label} {show_contender(base)} "
+            f"over {count(len(difference.gains), 'seed')}: {difference.verdict()}."
+        )
 
 
 def controls(comparison: Comparison) -> Iterator[str]:
@@ -213,7 +170,8 @@ def cautions(comparison: Comparison) -> Iterator[str]:
     if (apart := sizes[large] / sizes[small] - 1) > MATCHED:
         yield f"Not matched: {large} has {apart:.1%} more parameters than {small} (gates apart)."
     if learning := [c.label for c in comparison.finished if still_learning(c)]:
-        yield f"Still learning when training ended: {', '.join(learning)}. More steps would change the figures."
+        who = f"{len(learning)} of {len(comparison.finished)}" if comparison.crowded else ", ".join(learning)
+        yield f"Still learning when training ended: {who}. More steps would change the figures."
     recipe, arm = comparison.plan["recipe"], comparison.contenders[0].arms[0]
     tokens = recipe["steps"] * recipe["batch_size"] * comparison.plan["length"]
     yield (
@@ -228,34 +186,8 @@ def still_learning(contender: Contender) -> bool:
     return len(means) > 2 and abs(means[-1] - means[-2]) > LATE * abs(means[-1] - means[0])
 
 
-# --- who is compared with whom ---------------------------------------------------------------------------------------
-def gated(comparison: Comparison) -> list[Contender]:
-    return [c for c in comparison.contenders if c.by_seed and isinstance(c.spec, MixerSpec) and c.spec.competition]
-
-
-def competing(comparison: Comparison) -> list[Contender]:
-    """Contenders whose heads compete; sigmoid gates do not."""
-    return [c for c in gated(comparison) if c.spec.competition.activation != "sigmoid"]  # type: ignore[union-attr]
-
-
-def find(comparison: Comparison, spec: Spec) -> Contender | None:
-    return next((c for c in comparison.finished if c.spec == spec), None)
-
-
-def as_control(spec: Spec) -> Spec:
-    """The same gates, each of them by itself."""
-    return change(spec, "competition.activation", "sigmoid")
-
-
-def without_count(spec: Spec) -> Spec:
-    if isinstance(spec, MixerSpec):
-        return replace(spec, heads=replace(spec.heads, count=None))
-    return replace(spec, count=None) if isinstance(spec, AttentionSpec) else spec
-
-
-def common_seeds(*contenders: Contender) -> bool:
-    return bool(set.intersection(*(set(c.by_seed) for c in contenders)))
-
-
-def count(n: int, noun: str) -> str:
-    return f"{n} {noun}" + ("s" if n != 1 else "")
+Rule = Callable[[Comparison], Iterator[str]]
+RULES: tuple[Rule, ...] = (
+    duels, controls, fewer_heads, ranking, lengths, alignments, what_gates_do, costs, cautions,
+)  # fmt: skip
+CROWD_RULES: tuple[Rule, ...] = (tally, best_and_last, range_of_costs, cautions)

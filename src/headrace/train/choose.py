@@ -38,7 +38,7 @@ def default(task: str) -> Plan:
 
 def changed(plan: Plan, changes: dict[str, Any]) -> Plan:
     own = lambda record: {f.name: changes[f.name] for f in fields(record) if f.name in changes}  # noqa: E731
-    mixers = zoo.split(changes["mixers"]) if "mixers" in changes else plan.mixers
+    mixers = zoo.several(changes["mixers"]) if "mixers" in changes else plan.mixers
     # A hybrid needs the depth of its pattern, and the others are compared with it at that.
     patterns = (len(spec.layers) if isinstance(spec := zoo.get(mixer), Decoder) else 1 for mixer in mixers)
     changes = {"layers": max((plan.shape.layers, *patterns)), **changes}
