@@ -99,5 +99,5 @@ def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     ids = torch.zeros(1, recipe.length, dtype=torch.long, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        model(input_ids=ids, labels=ids, use_cache=False)
+        model(input_ids=ids, use_cache=False)  # the loss keeps as much as the last hidden states
     return recipe.micro_batch * sum(s.nbytes() for key, s in storages.items() if key not in weights)
