@@ -1,7 +1,10 @@
 """What a second thread gives the op: the same calls on one thread and on several, in turn, by the wall clock.
 
-python benchmarks/threads.py --quick
-python benchmarks/threads.py --threads 2                   on an otherwise idle machine with as many cores
+    python benchmarks/threads.py --quick
+    python benchmarks/threads.py --threads 2                   on an otherwise idle machine with as many cores
+
+PyTorch's own matrix product goes first. Where it gains nothing, the machine had no core to spare, and the other lines
+say nothing of us.
 """
 
 import itertools
@@ -19,7 +22,7 @@ from rich.table import Table
 from headrace import backends
 from op import HEADS, MODES, can, ours
 from peers import FAMILIES
-from race import Runner, race, spread
+from race import PEAK, Runner, peak, race, spread
 from record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "threads.csv"
@@ -48,11 +51,19 @@ def first_backend(family, tensors) -> str:
     return next(name for name, missing in backends().items() if missing is None and can(family, name, tensors))
 
 
-def measure(name: str, B: int, tokens: int, backward: bool, threads: int, rounds: int) -> Row:
+def pair(name: str, B: int, tokens: int, threads: int) -> tuple[str, list[Runner]]:
+    """Who computes, and the call on one thread and on several."""
+    counts = (1, threads)
+    if name == PEAK:
+        return "torch", [peak(n, "cpu") for n in counts]
     family = FAMILIES[name]
     tensors = family.inputs(B=B, T=tokens, H=HEADS, K=K, V=V)
     backend = first_backend(family, tensors)
-    one, several = (Runner(f"{n}", partial(ours, family, backend), tensors, n) for n in (1, threads))
+    return backend, [Runner(f"{n}", partial(ours, family, backend), tensors, n) for n in counts]
+
+
+def measure(name: str, B: int, tokens: int, backward: bool, threads: int, rounds: int) -> Row:
+    backend, (one, several) = pair(name, B, tokens, threads)
     race([one, several], backward, rounds)
     return Row(
         name, backend, B, tokens, K, V, MODES[backward], rounds, round(1e3 * median(one.times(WALL)), 3),
@@ -71,7 +82,7 @@ def main(
     """Time the op on one thread and on several."""
     torch.set_num_threads(threads)
     about, found = environment("cpu"), []
-    for name, B, backward in itertools.product(family, BATCHES, (False, True)):
+    for name, B, backward in itertools.product([PEAK, *family], BATCHES, (False, True)):
         found.append(measure(name, B, 64 if quick else T, backward, threads, 2 if quick else rounds))
         append(output, about, found[-1:])
     table = Table(title=f"{threads} threads: times as fast as one, ms", title_justify="left")
