@@ -8,7 +8,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1
 TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint format native lines clean
+.PHONY: demo test lint format native bench lines clean
 
 demo: $(VENV)/.models
 	$(BIN)/headrace compare
@@ -30,6 +30,21 @@ format: $(VENV)/.dev
 
 # The native library again, after an edit of its sources.
 native: $(VENV)/.dev
+
+# What docs/results.md shows of the op and of whole models, on an otherwise idle machine. GGML and IDIAP are the paths of
+# compiled peers, see benchmarks/compiled.py.
+BENCHMARK := $(BIN)/python benchmarks
+GGML_PEER = $(if $(GGML),--ggml $(GGML))
+IDIAP_PEER = $(if $(IDIAP),--idiap $(IDIAP))
+RACED := $(addprefix --family ,linear scalar vector gated-delta)
+bench: $(VENV)/.dev
+	$(BENCHMARK)/op.py $(RACED) --rounds 5 --budget 6 $(GGML_PEER) $(IDIAP_PEER)
+	$(BENCHMARK)/threads.py $(RACED)
+	$(BENCHMARK)/step.py $(GGML_PEER)
+	$(BENCHMARK)/model.py train --layers 1 --layers 4 --rounds 1
+	$(BENCHMARK)/model.py decode --threads 2
+	$(BENCHMARK)/model.py prefill --layers 4 --threads 2
+	$(BENCHMARK)/tables.py
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
