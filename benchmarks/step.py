@@ -19,6 +19,7 @@ from rich.table import Table
 
 from compiled import PATHS, Graph
 from headrace import step
+from headrace.backends import native
 from op import HEADS
 from peers import FAMILIES, PEERS
 from race import Runner, race, spread
@@ -63,6 +64,24 @@ def ours(family: str, layers: list[dict], V: int, competing: bool) -> Runner:
     return Runner(f"headrace{', heads competing' * competing}", call, {})
 
 
+def kernel(family: str, layers: list[dict], V: int) -> Runner:
+    """What a layer's token runs inside its one native call: the state changed where it lies, no Python around it."""
+    options = FAMILIES[family].options()
+    states = [torch.zeros(1, HEADS, own["k"].shape[-1], V) for own in layers]
+    calls = []
+    for own, state in zip(layers, states, strict=True):
+        tensors = [own.get(name) for name in ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate")]
+        settings = (None, None, options.get("rule") == "delta", options.get("scale", 1.0), 0)
+        problem, out = native.Problem(*tensors, *settings), torch.empty_like(own["v"])
+        calls.append((problem, native.PLACE.pack(*native.place(out)), state.data_ptr(), (out, state)))
+
+    def call(_):
+        for problem, into, state, _alive in calls:
+            native.check(native.library.hr_step(problem.packed, into, state))
+
+    return Runner("headrace's kernel, in place", call, {})
+
+
 def floor(K: int, V: int) -> Runner:
     states = [torch.ones(1, HEADS, K, V) for _ in range(LAYERS)]
     return Runner("the state, read and written", lambda _: [state.mul_(1.0) for state in states], {})
@@ -72,6 +91,8 @@ def contestants(family: str, K: int, V: int) -> list[Runner]:
     """Ours first, the floor last."""
     layers = [token(family, K, V, seed) for seed in range(LAYERS)]
     found = [ours(family, layers, V, competing) for competing in (False, True)]
+    if native.missing is None and not FAMILIES[family].options().get("normalise") and "bonus" not in layers[0]:
+        found.append(kernel(family, layers, V))
     for peer in (p for p in PEERS if p.family == family and p.source.startswith("ggml")):
         if peer.missing() is None and K == V and K % peer.multiple == 0:
             graph = Graph(peer.source.split(":")[-1], [peer.arguments(own) for own in layers])
