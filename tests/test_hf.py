@@ -58,7 +58,7 @@ def test_a_long_prompt_is_read_in_pieces(model, padded, monkeypatch):
 
 
 @torch.no_grad()
-def test_states_are_replaced_and_never_written_into(model):
+def test_separate_steps_replace_states(model):
     cache = model(tokens(2)).past_key_values
     before = [[None if x is None else x.clone() for x in state] for state in cache.states]
     held = cache.states
