@@ -24,7 +24,7 @@ from .packing import count_tokens
 from .spec import AttentionSpec, Spec
 from .stack_spec import BlockStyle, Layer, as_layers
 
-PIECE = 2048  # tokens of a long prompt at a time
+PIECE = 1024  # tokens of a long prompt at a time
 
 
 @dataclass(frozen=True)
