@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#define HR_ABI 3
+#define HR_ABI 4
 #define HR_WIDEST 32 /* of a short convolution */
 
 #if defined(_WIN32)

@@ -15,8 +15,9 @@ from headrace.data import Preparation, open_data, prepare
 from headrace.errors import InputError
 from headrace.hf import load
 from headrace.pretraining import checkpoints, run
-from headrace.pretraining.model import build, gate_parameters
+from headrace.pretraining.model import build
 from headrace.pretraining.optimizer import CarefulAdamW, optimizer
+from headrace.train.model import gate_parameters
 
 TINY = {
     "hidden_size": 16, "layers": 2, "heads": 2, "vocab_size": 257, "length": 32, "batch_tokens": 128,
@@ -179,14 +180,16 @@ def test_a_loss_that_is_not_finite_names_its_layer(data, tmp_path, monkeypatch, 
     assert "step 1: the loss is nan, first in layer 1" in capsys.readouterr().err
 
 
-def test_gates_have_a_rate_of_their_own_and_do_not_decay():
-    chosen = recipe(gate_lr=3.0, gate_std=0.5)[0]
+@pytest.mark.parametrize("mixer", ["softmax-gla", "softmax-gla(competition.rank=2)"])
+def test_gates_have_a_rate_of_their_own_and_do_not_decay(mixer):
+    chosen = recipe(gate_lr=3.0, gate_std=0.5, mixer=mixer)[0]
     model = build(chosen)
     groups = optimizer(model, chosen).param_groups
-    gates = gate_parameters(model)
+    gates = list(gate_parameters(model))
     assert {id(p) for p in groups[-1]["params"]} == {id(p) for p in gates}
     assert groups[-1]["lr"] == 3 * chosen.lr and groups[-1]["weight_decay"] == 0
-    assert all(p.std() > 0.2 for p in gates)
+    scores = [p for name, p in model.named_parameters() if "_competition" in name]
+    assert scores and all(p.std() > 0.2 for p in scores)
     assert sum(len(group["params"]) for group in groups) == len([*model.parameters()])
 
 

@@ -165,7 +165,7 @@ def retrofit(
     tokenizer = read_tokenizer(checkpoint)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    print(f"{output} computes what {checkpoint} does; train its gates with --set from={output}")
+    print(f"{output} computes what {checkpoint} does; its gates are ready to be trained")
 
 
 def list_recipes() -> None:

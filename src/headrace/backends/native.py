@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-ABI = 3
+ABI = 4
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: 1, 3: 2, 4: 3}  # hr_decay by the number of dimensions
 NO_MEMORY = 3

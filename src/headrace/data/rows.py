@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..errors import InputError
-
-IGNORED = -100
+from ..loss import IGNORED
 
 
 @dataclass(frozen=True)

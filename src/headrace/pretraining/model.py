@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..gates import Gate
+from ..gates import HeadCompetition
 from ..hf import HeadraceConfig, HeadraceForCausalLM
 from ..recipes import Recipe
 from ..spec import MixerSpec
+from ..train.model import gate_parameters
 
 BYTES_PER_PARAMETER = 16  # weight, gradient and AdamW's two moments in float32
 
@@ -35,13 +36,10 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
     """The model with its initial weights, drawn from torch's generator as it stands."""
     model = HeadraceForCausalLM(config(recipe))
     if recipe.gate_std:
-        for parameter in gate_parameters(model):
-            nn.init.normal_(parameter, std=recipe.gate_std)
+        for module in model.modules():
+            if isinstance(module, HeadCompetition):
+                nn.init.normal_(module.weight, std=recipe.gate_std)
     return model
-
-
-def gate_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [p for module in model.modules() if isinstance(module, Gate) for p in module.parameters()]
 
 
 def estimate(recipe: Recipe) -> dict[str, Any]:

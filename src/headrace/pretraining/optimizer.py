@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recipes import Recipe
-from .model import gate_parameters
+from ..train.model import gate_parameters
 
 
 class CarefulAdamW(torch.optim.AdamW):
@@ -36,7 +36,7 @@ def optimizer(model: nn.Module, recipe: Recipe) -> CarefulAdamW:
     groups = [
         {"params": [p for p in rest if p.dim() > 1], "weight_decay": recipe.weight_decay},
         {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
-        {"params": gate_parameters(model), "weight_decay": 0.0, "lr": recipe.gate_lr * recipe.lr},
+        {"params": list(gate_parameters(model)), "weight_decay": 0.0, "lr": recipe.gate_lr * recipe.lr},
     ]
     groups = [group for group in groups if group["params"]]
     return CarefulAdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
