@@ -1,0 +1,119 @@
+"""What `headrace train` adds to a step: the Trainer's time for one, over that of the same model, data and optimiser in
+a bare loop.
+
+    python benchmarks/trainer.py --data books          laptop-5m; rounds of both in turn, in one process
+
+A step of the Trainer is counted from one step's beginning to the next one's: loading, logging and all its callbacks are
+in it. Evaluation and checkpoints are not: neither happens within a round.
+"""
+
+import tempfile
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+
+from headrace import recipes
+from headrace.data import Collator, open_data
+from headrace.pretraining.model import build
+from headrace.pretraining.optimizer import optimizer
+from headrace.pretraining.run import arguments, make_trainer
+from headrace.pretraining.watch import Watch
+from race import spread
+from record import append, environment
+
+RESULTS = Path(__file__).parent / "results" / "trainer.csv"
+console = Console(width=None if Console().is_terminal else 120)
+
+
+@dataclass(frozen=True)
+class Row:
+    recipe: str
+    mixer: str
+    rounds: int
+    steps: int  # of a round; the first is not counted
+    bare: float  # seconds a step
+    trainer: float
+    overhead: float  # median of the rounds' ratios, less 1
+    spread: float  # of these ratios
+
+
+class Clock(TrainerCallback):
+    def __init__(self):
+        self.begins = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.begins.append(time.perf_counter())
+
+
+def differences(moments: list[float]) -> float:
+    """Seconds a step, without the first, which warms up."""
+    return median(b - a for a, b in pairwise(moments[1:]))
+
+
+def by_trainer(recipe, data, steps: int) -> float:
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = arguments(recipe, Path(folder), False, "tensorboard")
+        settings.max_steps, settings.save_strategy, settings.eval_strategy = steps + 2, "no", "no"
+        settings.disable_tqdm, settings.logging_steps = False, 10
+        trainer = make_trainer(recipe, data, settings)
+        trainer.add_callback(Watch(trainer, recipe.warmup_steps))
+        trainer.add_callback(clock)
+        trainer.train()
+    return differences(clock.begins)
+
+
+def bare(recipe, data, steps: int) -> float:
+    model = build(recipe).train()
+    update = optimizer(model, recipe)
+    loader = iter(DataLoader(data.train, recipe.micro_batch, shuffle=True, collate_fn=Collator(0), drop_last=True))
+    parts = recipe.rows // recipe.micro_batch
+    moments = []
+    for _ in range(steps + 2):
+        moments.append(time.perf_counter())
+        for _ in range(parts):
+            (model(**next(loader)).loss / parts).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        update.step()
+        update.zero_grad()
+    return differences(moments)
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="What `headrace prepare --length 512` made.")],
+    recipe: Annotated[str, typer.Option()] = "laptop-5m",
+    mixer: Annotated[str, typer.Option()] = "softmax-gla",
+    rounds: Annotated[int, typer.Option()] = 5,
+    steps: Annotated[int, typer.Option()] = 8,
+    threads: Annotated[int, typer.Option()] = 1,
+) -> None:
+    torch.set_num_threads(threads)
+    chosen, _ = recipes.load(recipe, {"mixer": mixer})
+    rows = open_data(data)
+    times = [(bare(chosen, rows, steps), by_trainer(chosen, rows, steps)) for _ in range(rounds)]
+    ratios = [ours / floor for floor, ours in times]
+    row = Row(
+        recipe, mixer, rounds, steps, median(floor for floor, _ in times), median(ours for _, ours in times),
+        median(ratios) - 1, spread(ratios),
+    )  # fmt: skip
+    append(RESULTS, environment("cpu"), [row])
+    table = Table("", "seconds a step", title=f"{recipe}, {mixer}, {threads} threads, {rounds} rounds of {steps} steps")
+    table.add_row("bare loop", f"{row.bare:.3f}")
+    table.add_row("Trainer", f"{row.trainer:.3f}")
+    table.add_row("overhead", f"{100 * row.overhead:.1f} % (spread {100 * row.spread:.1f})")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
