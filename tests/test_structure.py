@@ -51,7 +51,9 @@ ORDER = [
     "train",
     "report",
     "pretraining",
+    "lab",
     "cli_train",
+    "cli_eval",
     "cli",
 ]
 

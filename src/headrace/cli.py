@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from . import __version__, account, cli_train, zoo
+from . import __version__, account, cli_eval, cli_train, zoo
 from .dispatch import BACKENDS
 from .errors import InputError
 from .spec import to_json
@@ -50,6 +50,7 @@ app.command()(cli_train.serve)
 app.command()(cli_train.convert)
 app.command()(cli_train.retrofit)
 app.command(name="recipes")(cli_train.list_recipes)
+app.command()(cli_eval.lab)
 
 
 @app.callback(invoke_without_command=True)

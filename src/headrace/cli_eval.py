@@ -1,0 +1,41 @@
+"""The commands that look at what models and memories do."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def lab(
+    name: Annotated[str | None, typer.Argument(help="An experiment, or all; a list of them without it.")] = None,
+    output: Annotated[Path, typer.Option(help="The folder for NAME.png and NAME.json.")] = Path("runs/lab"),
+    seed: Annotated[int, typer.Option(help="Of the random keys and values.")] = 0,
+) -> None:
+    """Theory as laws and pictures: what is seen against what the law says. Exit code 1 where a law does not hold."""
+    from .errors import InputError
+
+    try:
+        from . import lab as laboratory
+    except ModuleNotFoundError as error:
+        raise InputError(f'lab needs {error.name}, which is not installed: pip install "headrace[models]"') from None
+
+    console, broken = Console(), 0
+    if name is None:
+        table = Table("experiment", "what it shows")
+        for known in laboratory.EXPERIMENTS:
+            table.add_row(known, laboratory.about(known))
+        console.print(table)
+        return
+    for known in laboratory.chosen(name):
+        finding = laboratory.experiment(known, seed)
+        picture = laboratory.save(known, seed, finding, output)
+        broken += sum(not row.holds for row in finding.rows)
+        table = Table("law", "seen", "", "the law says", "", title=known, title_justify="left")
+        for row in finding.rows:
+            mark = "holds" if row.holds else "[red]BROKEN"
+            table.add_row(row.law, f"{row.seen:.3g}", row.relation, f"{row.bound:.3g}", mark)
+        console.print(table)
+        console.print(f"{finding.sentence}\nThe picture is {picture}\n", soft_wrap=True, highlight=False)
+    raise typer.Exit(1 if broken else 0)
