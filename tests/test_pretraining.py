@@ -1,10 +1,14 @@
 """A run: exact after whatever interrupted it, honest about what went wrong."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -28,12 +32,17 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     text = "".join(json.dumps({"text": f"{i} times {i} is {i * i}. " * 3}) + "\n" for i in range(150))
     (folder / "texts.jsonl").write_text(text)
     prepare(Preparation((str(folder / "texts.jsonl"),), length=32, held_out=0.05), folder / "data")
-    return open_data(folder / "data")
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def data(prepared):
+    return open_data(prepared)
 
 
 def recipe(**changes):
@@ -116,6 +125,50 @@ def test_what_a_run_leaves(data, tmp_path):
     assert (tmp_path / "run" / "model" / "curves.png").stat().st_size > 1000
     assert trainer.careful().skipped == 0
     assert any("eval_write_entropy_1" in point for point in points)
+    assert ModelCard(card).data.eval_results[0].metric_value == pytest.approx(final)
+
+
+def test_every_head_s_load_is_kept_and_the_console_says_only_losses(data, tmp_path, capsys):
+    train(data, tmp_path / "run")
+    history = json.loads((tmp_path / "run" / "model" / "history.json").read_text())
+    last = next(point for point in reversed(history) if "eval_loss" in point)
+    for layer in range(TINY["layers"]):
+        loads = [last[f"eval_write_load_{layer}_{head}"] for head in range(TINY["heads"])]
+        assert sum(loads) == pytest.approx(1, abs=1e-4) and min(loads) > 0
+    said = capsys.readouterr().out
+    assert "eval_loss" in said and "eval_write" not in said
+
+
+@pytest.mark.parametrize("trackers", ["tensorbord", "wandb,tensorbord"])
+def test_a_tracker_that_is_none(data, tmp_path, trackers):
+    with pytest.raises(InputError, match=f"--trackers='{trackers}'; expected tensorboard"):
+        run.train(*recipe(), data, tmp_path / "run", trackers=trackers)
+
+
+def test_what_was_asked_for_has_started(data, tmp_path, monkeypatch):
+    settings = run.arguments(recipe()[0], tmp_path, False, "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of a launcher whose processes never met
+    with pytest.raises(InputError, match="processes: 2 was asked for, and accelerate started with 1"):
+        run.make_trainer(recipe()[0], data, settings)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(prepared, tmp_path):
+    """Twice the rows on each step's devices, and the same step: the losses are one process's."""
+    settings = [f"{name}={value}" for name, value in TINY.items() if name != "micro_batch"]
+    found = {}
+    for name, micro, launcher in (
+        ("one", 4, [sys.executable]),
+        ("two", 2, [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]),
+    ):
+        script = tmp_path / "headrace.py"
+        script.write_text("from headrace.cli import main\nmain()\n")
+        command = [*launcher, str(script), "train", "laptop-1m", *settings, f"micro_batch={micro}"]
+        command += ["--data", str(prepared), "--output", str(tmp_path / name), "--trackers", "none"]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr[-2000:]
+        found[name] = [point["loss"] for point in losses(tmp_path / name) if "loss" in point]
+    assert found["two"] == pytest.approx(found["one"], rel=1e-5)
 
 
 def test_a_folder_belongs_to_one_recipe_and_one_data_set(data, tmp_path):

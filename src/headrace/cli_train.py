@@ -45,7 +45,7 @@ def train(
     output: Annotated[Path | None, typer.Option(help="The run's folder; runs/<recipe>-<mixer> without one.")] = None,
     mixer: Annotated[str | None, typer.Option(help="A name or expression: see `headrace zoo`.")] = None,
     fsdp: Annotated[bool, typer.Option("--fsdp", help="Shard the model over the processes of torchrun.")] = False,
-    trackers: Annotated[str, typer.Option(help="tensorboard, wandb, trackio, or several with commas.")] = "tensorboard",
+    trackers: Annotated[str, typer.Option(help="tensorboard, wandb, trackio, none, or several.")] = "tensorboard",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would cost.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The dry run as JSON.")] = False,
 ) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..recipes import About, Recipe, to_yaml
 from ..train.environment import environment
@@ -50,7 +50,14 @@ def write_card(
         f"After {recipe.tokens:g} tokens: {final['final_loss']:.4f} nats per held-out token, perplexity "
         f"{final['final_perplexity']:.2f}, {final['final_bits_per_byte']:.4f} bits per byte."
     )
-    card = ModelCardData(library_name="transformers", license="other", tags=["headrace", "linear-attention"])
+    results = [
+        EvalResult("text-generation", "text", "held-out documents", metric, final[f"final_{metric}"])
+        for metric in ("loss", "perplexity", "bits_per_byte")
+    ]
+    card = ModelCardData(
+        library_name="transformers", license="other", tags=["headrace", "linear-attention"],
+        model_name=recipe.mixer, eval_results=results,
+    )  # fmt: skip
     rows = "\n".join(
         f"| {e['step']} | {e['eval_loss']:.4f} | {e['eval_perplexity']:.2f} | {e['eval_bits_per_byte']:.4f} |"
         for e in evaluations

@@ -8,13 +8,15 @@ runs/                      TensorBoard
 
 import errno
 import math
+import os
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import TrainerState, TrainingArguments, set_seed
+from transformers import ProgressCallback, TrainerState, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..data import Collator, PackedData
@@ -25,9 +27,10 @@ from . import checkpoints
 from .card import write_card
 from .model import build, estimate
 from .optimizer import optimizer
-from .trainer import HeadraceTrainer, Measures
+from .trainer import HeadraceTrainer, Measures, Progress
 from .watch import Watch
 
+TRACKERS = ("tensorboard", "wandb", "trackio", "none")
 LOG_EVERY = 10  # steps, where save_every is a multiple
 
 
@@ -36,6 +39,7 @@ def train(
 ):
     """Train to the end, from the newest checkpoint where there is one. Raises InputError where that cannot be."""
     check_data(recipe, data)
+    check_trackers(trackers)
     settings = arguments(recipe, folder, fsdp, trackers)  # from here on the processes of torchrun know each other
     with settings.main_process_first(local=False):
         claim(folder, recipe, data)
@@ -82,6 +86,14 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
             raise InputError(f"the data were prepared with {name}={there}; the recipe has {name}={wanted}")
 
 
+def check_trackers(trackers: str) -> None:
+    for name in trackers.split(","):
+        if name not in TRACKERS:
+            raise InputError(f"--trackers={trackers!r}; expected {', '.join(TRACKERS)}, or several with commas")
+        if name != "none" and find_spec(name) is None:
+            raise InputError(f"--trackers={trackers!r}: {name} is not installed (pip install {name})")
+
+
 def claim(folder: Path, recipe: Recipe, data: PackedData) -> None:
     """Make the folder this run's own. InputError where it holds another."""
     told = {name: value for name, value in data.manifest.items() if name not in ("seconds", "megabytes_per_second")}
@@ -112,11 +124,29 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
         optimizers=(optimizer(model, recipe), None),
         measures=Measures(recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], counted, peak_flops()),
     )
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(Progress)
+    check_started(trainer, recipe)
+    return trainer
+
+
+def check_started(trainer: HeadraceTrainer, recipe: Recipe) -> None:
+    """accelerate may start as something else than it was asked for, and does not say so. InputError where it did."""
+    started, settings = trainer.accelerator, trainer.args
     if settings.fsdp and not trainer.is_fsdp_enabled:
         raise InputError(
             "--fsdp was asked for, and accelerate started without it; it needs several GPUs under torchrun"
         )
-    return trainer
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    precision = "bf16" if recipe.precision == "bfloat16" else "no"
+    compiled = started.state.dynamo_plugin.backend.value != "NO"
+    for name, wanted, there in (
+        ("processes", processes, started.num_processes),
+        ("mixed precision", precision, started.mixed_precision),
+        ("compile", recipe.compile, compiled),
+    ):
+        if there != wanted:
+            raise InputError(f"{name}: {wanted} was asked for, and accelerate started with {there}")
 
 
 def some(rows: Dataset, count: int) -> Dataset:

@@ -1,6 +1,7 @@
 """transformers' Trainer with an exact held-out loss, and with what a run should say about itself."""
 
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -11,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import ProgressCallback, Trainer
 
 from ..data.rows import IGNORED
 from ..model import Block
 from ..train.gates import GateWatch
 from .optimizer import CarefulAdamW
 
-WATCHED = ("entropy", "specialisation")  # of each gate, in what is logged
+GATE = re.compile(r"_(read|write)_(entropy|specialisation|load)_")  # what is logged of one
 
 
 class HeadraceTrainer(Trainer):
@@ -43,7 +44,8 @@ class HeadraceTrainer(Trainer):
             "perplexity": math.exp(min(loss, 700.0)),
             "bits_per_byte": loss / math.log(2) / self.measures.bytes_per_token,
         }
-        metrics |= {f"{gate['gate']}_{what}_{gate['layer']}": gate[what] for gate in gates for what in WATCHED}
+        for gate in gates:
+            metrics |= told_of(gate)
         found = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(found)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
@@ -107,6 +109,21 @@ class Measures:
     bytes_per_token: float  # of the held-out text
     flops_per_token: int  # of training
     peak_flops: float | None  # of all devices together; None: not known
+
+
+def told_of(gate: dict[str, Any]) -> dict[str, float]:
+    """{"write_entropy_<layer>", "write_specialisation_<layer>", "write_load_<layer>_<head>"}, see GateStatistics."""
+    kind, layer = gate["gate"], gate["layer"]
+    loads = {f"{kind}_load_{layer}_{head}": load for head, load in enumerate(gate["load"])}
+    return {f"{kind}_{what}_{layer}": gate[what] for what in ("entropy", "specialisation")} | loads
+
+
+class Progress(ProgressCallback):
+    """The Trainer's, without a line of numbers for every gate: these are in TensorBoard and in history.json."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        said = {name: value for name, value in (logs or {}).items() if not GATE.search(name)}
+        super().on_log(args, state, control, said, **kwargs)
 
 
 @contextmanager
