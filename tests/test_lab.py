@@ -4,14 +4,22 @@ import json
 import sys
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from headrace import cli, lab
 from headrace.errors import InputError
+from headrace.lab.base import entropy, weights
+from headrace.lab.remembering import probed
+from headrace.lab.sharpness import gates_of
+from headrace.literal import literal
+
+SEVERAL = [(name, seed) for name in lab.EXPERIMENTS if name != "past" for seed in (0, 1, 2)]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("name", lab.EXPERIMENTS)
+@pytest.mark.parametrize(("name", "seed"), [*SEVERAL, pytest.param("past", 0, marks=pytest.mark.slow)])
 def test_every_law_holds(name, seed):
     finding = lab.experiment(name, seed)
     assert finding.rows
@@ -45,3 +53,37 @@ def test_the_list_and_unknown_names():
     assert listed.exit_code == 0 and all(name in listed.stdout for name in lab.EXPERIMENTS)
     with pytest.raises(InputError, match="NAME='winer' is unknown; expected all, or one of magnitude"):
         lab.chosen("winer")
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**32), st.sampled_from(["overwriting", "angle", "fading", "polarity"]))
+def test_exact_laws_hold_for_any_keys_and_values(seed, name):
+    exact = [row for row in lab.experiment(name, seed).rows if row.bound == lab.EXACT]
+    assert exact
+    assert all(row.holds for row in exact)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-20, 20), min_size=2, max_size=9), st.floats(0, 50), st.floats(0, 50))
+def test_entropy_of_the_gates_never_rises_with_the_scores(scores, a, b):
+    """Theorem 4.2, ties included: there the entropy stays above 0."""
+    s, (low, high) = torch.tensor(scores, dtype=torch.float64), sorted((a, b))
+    assert entropy(gates_of(high * s)) <= entropy(gates_of(low * s)) + lab.EXACT
+
+
+def test_weights_read_from_the_op_are_those_of_the_literal_loop():
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 1, 2, 4).double(), torch.nn.functional.normalize(torch.randn(1, 9, 2, 4).double(), dim=-1)
+    log_decay, beta = -torch.rand(1, 9, 2).double(), torch.rand(1, 9, 2).double()
+    names = torch.eye(9).double()[None, :, None].expand(1, 9, 2, 9)
+    state = literal(k, k, names, log_decay=log_decay, beta=beta, rule="delta", scale=1.0)[1]
+    expected = torch.einsum("bqhk,bhkt->bqht", q, state)
+    torch.testing.assert_close(weights(q, k, log_decay=log_decay, beta=beta, rule="delta"), expected)
+
+
+def test_the_probe_reads_back_what_is_there_and_nothing_else():
+    torch.manual_seed(0)
+    targets = torch.randn(300, 3, 4).double()
+    memory = torch.cat([targets[:, 1] @ torch.randn(4, 4).double(), torch.randn(300, 5).double()], 1)
+    known = probed(memory, targets)
+    assert known[1] > 0.9 and known[[0, 2]].abs().max() < 0.1

@@ -15,13 +15,26 @@ from ..report.plots import STYLE
 from ..train.environment import environment
 from ..train.folder import write_json
 from .base import EXACT, Experiment, Finding, Row
+from .capacity import backbones, capacity
+from .pathologies import collapse, polarity
+from .remembering import past
 from .sharpness import magnitude, winner
+from .storage import angle, crosstalk, fading, overwriting
 
 __all__ = ["EXACT", "EXPERIMENTS", "Finding", "Row", "about", "chosen", "experiment", "save"]
 
 EXPERIMENTS: dict[str, Experiment] = {
     "magnitude": magnitude,
     "winner": winner,
+    "polarity": polarity,
+    "collapse": collapse,
+    "crosstalk": crosstalk,
+    "overwriting": overwriting,
+    "angle": angle,
+    "fading": fading,
+    "capacity": capacity,
+    "backbones": backbones,
+    "past": past,
 }
 
 
