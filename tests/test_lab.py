@@ -1,7 +1,9 @@
 """The laws of the laboratory hold for any seed, and what it writes can be read back."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +48,11 @@ def test_the_command_draws_and_writes_every_number(tmp_path, monkeypatch):
 def test_another_seed_is_another_finding_and_the_same_the_same():
     first, again, other = (lab.experiment("magnitude", seed) for seed in (0, 0, 1))
     assert first.rows == again.rows and first.sentence == again.sentence != other.sentence
+
+
+def test_the_page_on_theory_has_every_experiment():
+    page = (Path(__file__).parent.parent / "docs" / "theory.md").read_text()
+    assert re.findall(r"^`headrace lab (\w+)`:$", page, re.MULTILINE) == list(lab.EXPERIMENTS)
 
 
 def test_the_list_and_unknown_names():

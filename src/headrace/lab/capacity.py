@@ -11,7 +11,8 @@ from .. import mixers, zoo
 from ..recurrence import linear_attention
 from .base import BLUE, RED, YELLOW, Finding, Row, competition, draw, panels, read, unit, written
 
-BATCH, HEADS = 8, 4
+BATCH, HEADS, WIDTH = 8, 4, 32
+COUNTS = (2, 4, 8, 16, 32, 64, 128, 256)
 SHARES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # pairs per row of memory
 
 
@@ -89,7 +90,8 @@ def recognised(out: Tensor, v: Tensor) -> Tensor:
 def backbones(generator: Generator) -> Finding:
     """Capacity by mixer: the pairs of which each mixer of the zoo, with its first weights, recognises half, with and
     without competition."""
-    found = {name: (half(name, generator), half(f"softmax-{name}", generator)) for name in zoo.LINEAR}
+    seeds = seeds_of(generator, 3)
+    found = {name: (half(name, seeds), half(f"softmax-{name}", seeds)) for name in zoo.LINEAR}
     names = sorted(found, key=lambda name: found[name][0])
     figure, (ax,) = panels(1, 6.6, 4.6)
     for i, (label, colour, mark) in enumerate((("plain", BLUE, "o"), ("heads compete", RED, "D"))):
@@ -113,30 +115,38 @@ def backbones(generator: Generator) -> Finding:
     )
 
 
-def half(name: str, generator: Generator, D: int = 32) -> tuple[float, float]:
-    """(pairs per row at which a layer with random inputs recognises half of its values, what noise allows)."""
-    layer = first_weights(name, D, generator)
-    score, counts = [], (2, 4, 8, 16, 32, 64, 128, 256)
-    for n in counts:
-        k, v, gate, state, normalise = pairs_of(layer, draw(generator, 4, n, D))
-        out = linear_attention(k, 0 * k, 0 * v, initial_state=state, normalise=normalise, read_gate=gate)[0]
-        score.append(float(recognised(out.flatten(2), v.flatten(2)).mean()))
-    rows, columns = k.shape[2] * k.shape[3], v.shape[2] * v.shape[3]
-    i = next((i for i, s in enumerate(score) if s < 0.5), len(counts) - 1)
+def half(name: str, seeds: list[int]) -> tuple[float, float]:
+    """(pairs per row at which layers with random inputs recognise half of their values, what noise allows)."""
+    score = torch.tensor([[recalled_by(name, n, seed) for n in COUNTS] for seed in seeds]).mean(0).tolist()
+    layer = first_weights(name, WIDTH, 0)
+    k, v, *_ = pairs_of(layer, torch.zeros(1, 2, WIDTH, dtype=torch.float64))
+    i = next((i for i, s in enumerate(score) if s < 0.5), len(COUNTS) - 1)
     share = (score[i - 1] - 0.5) / (score[i - 1] - score[i]) if i else 0.0
-    pairs = counts[max(i - 1, 0)] * 2**share
-    return pairs / rows, columns / (2 * math.log(pairs))
+    pairs = COUNTS[max(i - 1, 0)] * 2**share
+    return pairs / k[0, 0].numel(), v[0, 0].numel() / (2 * math.log(pairs))
 
 
-def first_weights(name: str, D: int, generator: Generator) -> torch.nn.Module:
-    """A layer as it begins, but with random scores for its competition."""
+def recalled_by(name: str, n: int, seed: int) -> float:
+    """The share of n values that a layer recognises by their keys."""
+    x = draw(torch.Generator().manual_seed(seed + n), 4, n, WIDTH)
+    k, v, gate, state, normalise = pairs_of(first_weights(name, WIDTH, seed), x)
+    out = linear_attention(k, 0 * k, 0 * v, initial_state=state, normalise=normalise, read_gate=gate)[0]
+    return float(recognised(out.flatten(2), v.flatten(2)).mean())
+
+
+def first_weights(name: str, D: int, seed: int) -> torch.nn.Module:
+    """A layer as it begins, but with random scores for its competition: X and softmax-X have the same weights."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        torch.manual_seed(seed)
         layer = mixers.build(zoo.get(name), hidden_size=D, num_heads=2).double()
-    for path, parameter in layer.named_parameters():
-        if "competition" in path:
-            parameter.copy_(draw(generator, *parameter.shape))
+        for path, parameter in layer.named_parameters():
+            if "competition" in path:
+                parameter.normal_()
     return layer
+
+
+def seeds_of(generator: Generator, count: int) -> list[int]:
+    return torch.randint(2**31, (count,), generator=generator).tolist()
 
 
 def pairs_of(layer: Any, x: Tensor) -> tuple[Any, ...]:
