@@ -71,11 +71,11 @@ def test_what_decays():
     from headrace.train.model import build, gate_parameters
 
     model = build(SMALL.arms()[1])
-    decayed, free = optimizer(model, SMALL.recipe).param_groups
-    assert decayed["weight_decay"] > 0 == free["weight_decay"]
-    assert len(decayed["params"]) + len(free["params"]) == len(list(model.parameters()))
+    decayed, free, gates = optimizer(model, SMALL.recipe).param_groups
+    assert decayed["weight_decay"] > 0 == free["weight_decay"] == gates["weight_decay"]
+    assert sum(len(group["params"]) for group in (decayed, free, gates)) == len(list(model.parameters()))
     assert all(p.dim() > 1 for p in decayed["params"])
-    assert {id(p) for p in gate_parameters(model)} <= {id(p) for p in free["params"]}
+    assert {id(p) for p in gate_parameters(model)} == {id(p) for p in gates["params"]}
 
 
 # --- what heads do ------------------------------------------------------------------------------------------

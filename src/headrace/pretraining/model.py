@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..gates import HeadCompetition
 from ..hf import HeadraceConfig, HeadraceForCausalLM
 from ..recipes import Recipe
 from ..spec import MixerSpec
-from ..train.model import gate_parameters
+from ..train.model import gate_parameters, initialise_gates
 
 BYTES_PER_PARAMETER = 16  # weight, gradient and AdamW's two moments in float32
 
@@ -35,10 +34,7 @@ def config(recipe: Recipe) -> HeadraceConfig:
 def build(recipe: Recipe) -> HeadraceForCausalLM:
     """The model with its initial weights, drawn from torch's generator as it stands."""
     model = HeadraceForCausalLM(config(recipe))
-    if recipe.gate_std:
-        for module in model.modules():
-            if isinstance(module, HeadCompetition):
-                nn.init.normal_(module.weight, std=recipe.gate_std)
+    initialise_gates(model, recipe.gate_std, recipe.gate_init)
     return model
 
 

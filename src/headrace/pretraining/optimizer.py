@@ -1,10 +1,10 @@
-"""AdamW that leaves out an update that is not finite, and groups of parameters for it."""
+"""AdamW that leaves out an update that is not finite."""
 
 import torch
 from torch import Tensor, nn
 
 from ..recipes import Recipe
-from ..train.model import gate_parameters
+from ..train.model import parameter_groups
 
 
 class CarefulAdamW(torch.optim.AdamW):
@@ -30,13 +30,5 @@ def full(x: Tensor) -> Tensor:
 
 
 def optimizer(model: nn.Module, recipe: Recipe) -> CarefulAdamW:
-    """Matrices decay; norms, biases and gates do not: a gate that decays is pulled towards no competition."""
-    gates = {id(p) for p in gate_parameters(model)}
-    rest = [p for p in model.parameters() if id(p) not in gates]
-    groups = [
-        {"params": [p for p in rest if p.dim() > 1], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
-        {"params": list(gate_parameters(model)), "weight_decay": 0.0, "lr": recipe.gate_lr * recipe.lr},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = parameter_groups(model, recipe.weight_decay, recipe.gate_lr * recipe.lr)
     return CarefulAdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)

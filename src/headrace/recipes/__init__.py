@@ -47,6 +47,7 @@ class Recipe:
     clip_when: Literal["always", "gated"] = "always"  # gated: mixers with an output gate or head competition alone
     gate_lr: float = 1.0  # of the competition's weights, times lr
     gate_std: float = 0.0  # of their initial values
+    gate_init: Literal["normal", "orthogonal"] = "normal"
     # the run
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     micro_batch: int = 8  # rows of a device at a time; the rest of a step is accumulated

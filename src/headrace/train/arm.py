@@ -18,7 +18,7 @@ from ..tasks.base import Batch
 from .environment import environment
 from .folder import write_json
 from .gates import GateWatch
-from .model import as_read, build, gate_parameters
+from .model import as_read, build, gate_parameters, parameter_groups
 from .plan import Arm, Recipe
 
 Tell = Callable[[int, dict[str, float] | None], None]  # step, scores where there are new ones
@@ -69,11 +69,7 @@ def arguments(recipe: Recipe, seed: int, folder: Path) -> TrainingArguments:
 
 
 def optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW; norms, biases and gates do not decay: a gate that decays is pulled towards no competition."""
-    gates = {id(p) for p in gate_parameters(model)}
-    decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in gates]
-    free = [p for p in model.parameters() if p.dim() <= 1 or id(p) in gates]
-    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": free, "weight_decay": 0.0}]
+    groups = parameter_groups(model, recipe.weight_decay, recipe.gate_lr * recipe.lr)
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)
 
 

@@ -1,13 +1,14 @@
 """From an arm to a model: an MLP width that matches parameters, and the inputs of a task."""
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .. import models
-from ..gates import Gate
+from ..gates import Gate, HeadCompetition
 from ..hf import HeadraceConfig, HeadraceForCausalLM
 from ..model_spec import ModelSpec
 from ..models import shift_right
@@ -60,7 +61,7 @@ def as_read(arm: Arm, rows: Batch) -> Batch:
 def build(arm: Arm) -> Learner | Whole:
     """The arm's model, its parameters drawn from torch's generator as it stands.
 
-    Gates are drawn from nothing, so that a mixer and its softmax version start from the same weights."""
+    Gates are drawn last, if at all, so that a mixer and its softmax version start from the same weights."""
     shape, spec = arm.plan.shape, from_json(arm.spec)
     if isinstance(spec, ModelSpec):
         sizes = {"hidden_size": shape.hidden_size, "num_heads": shape.heads, "num_layers": shape.layers}
@@ -77,10 +78,40 @@ def build(arm: Arm) -> Learner | Whole:
         tie_word_embeddings=False,
         use_cache=False,
     )
-    return Learner(HeadraceForCausalLM(config))
+    model = Learner(HeadraceForCausalLM(config))
+    initialise_gates(model, arm.plan.recipe.gate_std, arm.plan.recipe.gate_init)
+    return model
 
 
 def gate_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if isinstance(module, Gate):
             yield from module.parameters()
+
+
+GateInit = Literal["normal", "orthogonal"]
+
+
+def initialise_gates(model: nn.Module, std: float, kind: GateInit) -> None:
+    """Draw the weights of all scores with this standard deviation; of orthogonal ones, heads ask for directions that
+    have nothing in common, each as long as a normal one is expected to be. 0 leaves them at zero, as they are built."""
+    for module in model.modules():
+        if std and isinstance(module, HeadCompetition):
+            if kind == "normal":
+                nn.init.normal_(module.weight, std=std)
+            else:
+                nn.init.orthogonal_(module.weight, gain=std * math.sqrt(module.weight.shape[-1]))
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, gate_lr: float) -> list[dict[str, Any]]:
+    """For AdamW: matrices decay; norms, biases and gates do not: a gate that decays is pulled towards no competition.
+    The last group are the gates, where there are any, at a learning rate of their own."""
+    gates = list(gate_parameters(model))
+    known = {id(p) for p in gates}
+    rest = [p for p in model.parameters() if id(p) not in known]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in rest if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": gates, "weight_decay": 0.0, "lr": gate_lr},
+    ]
+    return [group for group in groups if group["params"]]

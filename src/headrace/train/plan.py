@@ -5,7 +5,7 @@ with one report; the demo is one of them.
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from .. import zoo
 from ..errors import InputError
@@ -37,6 +37,9 @@ class Recipe:
     weight_decay: float = 0.1
     evaluations: int = 10
     held_out: int = 512  # rows
+    gate_lr: float = 1.0  # of the competition's weights, times lr
+    gate_std: float = 0.0  # of their initial values
+    gate_init: Literal["normal", "orthogonal"] = "normal"
 
 
 @dataclass(frozen=True)
