@@ -14,11 +14,11 @@ from transformers import TrainerCallback
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
-from headrace import recipes
+from headrace import cli_train, recipes
 from headrace.data import Preparation, open_data, prepare
 from headrace.errors import InputError
 from headrace.hf import load
-from headrace.pretraining import checkpoints, run
+from headrace.pretraining import card, checkpoints, run
 from headrace.pretraining.model import build
 from headrace.pretraining.optimizer import CarefulAdamW, optimizer
 from headrace.train.model import gate_parameters
@@ -126,6 +126,23 @@ def test_what_a_run_leaves(data, tmp_path):
     assert trainer.careful().skipped == 0
     assert any("eval_write_entropy_1" in point for point in points)
     assert ModelCard(card).data.eval_results[0].metric_value == pytest.approx(final)
+
+
+def test_curves_of_a_run_that_ended_and_of_one_that_is_at_work(data, tmp_path):
+    train(data, tmp_path / "ended")
+    shutil.copytree(tmp_path / "ended", tmp_path / "at work")
+    shutil.rmtree(tmp_path / "at work" / "model")
+    (tmp_path / "at work" / "checkpoint-99").mkdir()
+    runs = card.named([tmp_path / "ended", tmp_path / "at work"])
+    points = {name: [p["loss"] for p in card.read_history(run) if "loss" in p] for name, run in runs.items()}
+    assert list(points) == ["ended", "at work"] and points["ended"] == points["at work"]
+    assert (tmp_path / "at work" / "checkpoint-99").exists()
+    cli_train.curves(list(runs.values()), tmp_path / "both.png")
+    assert (tmp_path / "both.png").stat().st_size > 5000
+    with pytest.raises(InputError, match="holds neither"):
+        card.read_history(tmp_path)
+    with pytest.raises(InputError, match="given twice"):
+        card.named([tmp_path / "ended", tmp_path / "ended"])
 
 
 def test_every_head_s_load_is_kept_and_the_console_says_only_losses(data, tmp_path, capsys):

@@ -45,6 +45,7 @@ def interruptible(farewell: str) -> Iterator[None]:
 
 app.command()(cli_train.prepare)
 app.command()(cli_train.train)
+app.command()(cli_train.curves)
 app.command()(cli_train.generate)
 app.command()(cli_train.serve)
 app.command()(cli_train.convert)

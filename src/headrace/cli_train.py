@@ -67,6 +67,17 @@ def train(
     run(chosen, about, open_data(data), folder, fsdp, trackers)
 
 
+def curves(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that `train` wrote, or is still writing.")],
+    output: Annotated[Path, typer.Option(help="The picture, a PNG, PDF or SVG file.")] = Path("curves.png"),
+) -> None:
+    """Draw the loss of several runs by step, in one picture."""
+    from .pretraining.card import draw_curves, named, read_history
+
+    draw_curves(output, {name: read_history(run) for name, run in named(runs).items()})
+    print(f"{output} shows {len(runs)} run{'s' if len(runs) > 1 else ''}")
+
+
 def say_costs(recipe: Any, about: Any, as_json: bool) -> None:
     from dataclasses import asdict
 

@@ -4,9 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..errors import InputError
 from ..recipes import About, Recipe, to_yaml
 from ..train.environment import environment
+from ..train.folder import read_json
+from .checkpoints import MARKER
 
 TEXT = """---
 {data}
@@ -72,6 +77,29 @@ def write_card(
     ModelCard(text).save(folder / "README.md")
 
 
+def read_history(run: Path) -> list[dict[str, Any]]:
+    """What a run logged: all of it where it has ended, else up to its newest whole checkpoint. Deletes nothing: the
+    run may be at work."""
+    ended = run / "model" / "history.json"
+    if ended.is_file():
+        return read_json(ended)
+    found = [path.parent for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MARKER}")]
+    if not found:
+        raise InputError(
+            f"{str(run)!r} holds neither model/history.json nor a whole checkpoint; expected a run's folder"
+        )
+    newest = max(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    return read_json(newest / TRAINER_STATE_NAME)["log_history"]
+
+
+def named(runs: list[Path]) -> dict[str, Path]:
+    """By their folders' names, or by their whole paths where two folders have one name."""
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise InputError("a run is given twice; expected each once")
+    names = [run.resolve().name for run in runs]
+    return {name if names.count(name) == 1 else str(run): run for name, run in zip(names, runs, strict=True)}
+
+
 def draw_curves(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
     """Loss by step of one run or several: training text thin, held-out text with dots."""
     import matplotlib
@@ -83,7 +111,7 @@ def draw_curves(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
     for i, (name, history) in enumerate(runs.items()):
         train = [(point["step"], point["loss"]) for point in history if "loss" in point]
         held = [(point["step"], point["eval_loss"]) for point in history if "eval_loss" in point]
-        axes.plot(*zip(*train, strict=True), color=f"C{i}", linewidth=0.8, alpha=0.6)
+        axes.plot(*zip(*train, strict=True), color=f"C{i}", linewidth=0.8, alpha=0.6, label=f"{name}, training")
         if held:
             axes.plot(*zip(*held, strict=True), color=f"C{i}", marker="o", markersize=3, label=f"{name}, held out")
     axes.set(xlabel="step", ylabel="loss, nats per token")
