@@ -18,10 +18,11 @@ from headrace.lab.remembering import probed
 from headrace.lab.sharpness import gates_of
 from headrace.literal import literal
 
-SEVERAL = [(name, seed) for name in lab.EXPERIMENTS if name != "past" for seed in (0, 1, 2)]
+LONG = ("backbones", "past")
+SEVERAL = [(name, seed) for name in lab.EXPERIMENTS if name not in LONG for seed in (0, 1, 2)]
 
 
-@pytest.mark.parametrize(("name", "seed"), [*SEVERAL, pytest.param("past", 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "seed"), [*SEVERAL, *(pytest.param(x, 0, marks=pytest.mark.slow) for x in LONG)])
 def test_every_law_holds(name, seed):
     finding = lab.experiment(name, seed)
     assert finding.rows

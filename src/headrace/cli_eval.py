@@ -11,7 +11,7 @@ from rich.table import Table
 def lab(
     name: Annotated[str | None, typer.Argument(help="An experiment, or all; a list of them without it.")] = None,
     output: Annotated[Path, typer.Option(help="The folder for NAME.png and NAME.json.")] = Path("runs/lab"),
-    seed: Annotated[int, typer.Option(help="Of the random keys and values.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random keys and values.", min=0, max=2**32)] = 0,
 ) -> None:
     """Theory as laws and pictures: what is seen against what the law says. Exit code 1 where a law does not hold."""
     from .errors import InputError

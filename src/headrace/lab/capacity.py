@@ -32,8 +32,8 @@ KINDS = {
 
 
 def capacity(generator: Generator) -> Finding:
-    """Capacity: a memory of d_k rows has as much error as signal once it holds d_k pairs, whatever its rule; which
-    value it was can be told for longer."""
+    """Capacity: sums of d_k random pairs, in a memory of d_k rows, have as much error as signal; other rules and
+    competition have no room for more, but which value it was can be told for longer."""
     figure, (left, right) = panels(2)
     recalls = {(name, d): recalled(kind, d, generator) for name, (kind, *_) in KINDS.items() for d in (32, 64)}
     for (name, d), (wrong, right_ones) in recalls.items():

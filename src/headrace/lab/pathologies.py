@@ -20,7 +20,7 @@ from .base import (
     softmax_weights,
     unit,
     weights,
-)  # fmt: skip
+)
 
 H, K, T = 4, 16, 400
 RINGS = ("#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#084594")  # from short queries to long ones

@@ -24,7 +24,7 @@ from .base import (
     softmax_weights,
     weights,
     written,
-)  # fmt: skip
+)
 
 H, K, T = 8, 16, 32
 LOOKS = {"relu": BLUE, "identity": PURPLE, "elu+1": YELLOW, "silu": GREEN}

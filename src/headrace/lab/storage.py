@@ -24,7 +24,7 @@ from .base import (
     unit,
     weights,
     written,
-)  # fmt: skip
+)
 
 K, V = 16, 16
 
@@ -76,7 +76,7 @@ def overwriting(generator: Generator) -> Finding:
         "delta, β = 0.5": again(times, k, v, 0.5, rule="delta"),
     }  # fmt: skip
     laws = (times.double(), torch.ones(6), 1 - 0.5 ** times.double())
-    old = (k[:, :, None] @ state).squeeze(2)
+    old = read_at(k, state)
     blends = torch.stack([delta(state, beta=b.view(1, 1))[0] for b in strengths])
     blend = (1 - strengths[:, None, None, None]) * old + strengths[:, None, None, None] * v
     other = unit(generator, 1, 1, K)
@@ -123,7 +123,7 @@ def again(times: Tensor, k: Tensor, v: Tensor, beta: float = 1.0, **rule) -> Ten
 def descended(state: Tensor, k: Tensor, v: Tensor, rate: Tensor) -> Tensor:
     with torch.enable_grad():
         S = state.clone().requires_grad_()
-        loss = 0.5 * (v - (k[:, :, None] @ S).squeeze(2)).square().sum()
+        loss = 0.5 * (v - read_at(k, S)).square().sum()
         return S.detach() - rate * torch.autograd.grad(loss, S)[0]
 
 
