@@ -1,10 +1,12 @@
 """Recipes: what is shipped, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 
 from headrace import recipes
 from headrace.errors import InputError
-from headrace.pretraining.model import build, count, estimate
+from headrace.pretraining.model import blank, build, count, estimate
 
 # Body, tied and untied, in millions, of GLA at table 5's layers and widths (arXiv 2602.01744), vocabulary 32,000.
 GLA = {"paper-80m": (81.5, 102.0, 122.5), "paper-110m": (91.7, 112.2, 132.7), "paper-170m": (170.4, 194.9, 219.5)}
@@ -18,6 +20,14 @@ def test_parameters_are_those_of_the_papers(name, mixer):
     found = estimate(recipe)["parameters"]
     expected = (GLA | LLAMA)[name]
     assert [round(found[part] / 1e6, 1) for part in ("body", "tied", "untied")] == list(expected)
+
+
+@pytest.mark.parametrize("row", ["laptop-5m | softmax-gla", "paper-80m | mamba2", "paper-110m-h8 | softmax-retnet"])
+def test_the_table_of_parameters_is_of_today(row):
+    name, mixer = row.split(" | ")
+    counted = count(blank(recipes.load(name, {"mixer": mixer})[0]))
+    numbers = " | ".join(f"{counted[part] / 1e6:,.2f}" for part in ("body", "competition", "tied", "untied"))
+    assert f"| {row} | {numbers} |" in (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
 
 
 def test_competition_adds_as_many_as_the_paper_says():

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -179,12 +180,40 @@ def retrofit(
     print(f"{output} computes what {checkpoint} does; its gates are ready to be trained")
 
 
-def list_recipes() -> None:
-    """List the recipes that come with headrace."""
-    from . import recipes
+def list_recipes(
+    mixers: Annotated[str | None, typer.Option(help="With commas between: count the parameters of each.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="The counts as in docs/recipes.md.")] = False,
+) -> None:
+    """List the recipes that come with headrace, or what models of them would hold."""
+    from . import recipes, zoo
 
+    if mixers is not None:
+        say_parameters(zoo.several(mixers), as_markdown)
+        return
     table = Table("recipe", "width", "layers", "heads", "tokens", "tokens a step")
     for name in recipes.names():
         one, _ = recipes.load(name)
         table.add_row(name, *map(str, (one.hidden_size, one.layers, one.heads, f"{one.tokens:g}", one.batch_tokens)))
+    Console().print(table)
+
+
+def say_parameters(mixers: tuple[str, ...], as_markdown: bool) -> None:
+    """Millions, of every shipped recipe with every mixer."""
+    from . import recipes
+    from .pretraining.model import blank, count
+
+    head = ("recipe", "mixer", "body", "competition", "tied", "untied")
+    rows = []
+    for name, mixer in product(recipes.names(), mixers):
+        counted = count(blank(recipes.load(name, {"mixer": mixer})[0]))
+        rows.append((name, mixer, *(f"{counted[part] / 1e6:,.2f}" for part in head[2:])))
+    if as_markdown:
+        for line in (head, ("---", "---", *["--:"] * 4), *rows):
+            print(f"| {' | '.join(line)} |")
+        return
+    table = Table(*head[:2], title="parameters, millions")
+    for part in head[2:]:
+        table.add_column(part, justify="right")
+    for row in rows:
+        table.add_row(*row)
     Console().print(table)

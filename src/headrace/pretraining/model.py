@@ -38,10 +38,15 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
     return model
 
 
+def blank(recipe: Recipe) -> HeadraceForCausalLM:
+    """The model without storage."""
+    with torch.device("meta"):
+        return HeadraceForCausalLM(config(recipe)).train()
+
+
 def estimate(recipe: Recipe) -> dict[str, Any]:
     """Parameters by part, operations, steps and memory, counted on a model without storage."""
-    with torch.device("meta"):
-        model = HeadraceForCausalLM(config(recipe)).train()
+    model = blank(recipe)
     parameters = count(model)
     trained = parameters["tied" if recipe.tie else "untied"]
     kept = _kept_for_backward(model, recipe)

@@ -1,0 +1,176 @@
+"""Which part of softmax linear attention does the work? The runs behind docs/competition.md.
+
+    python benchmarks/competition.py run main …     the studies named, or all of them; what is done is not repeated
+    python benchmarks/competition.py show main …    their tables: mean ± spread, and the gain over the backbone of the
+                                                    same seed with its 95 % interval (Student's t over seeds)
+
+A study's folder under --output also holds the report that `headrace compare` writes.
+"""
+
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import t as student
+
+from headrace.report.html import write_report
+from headrace.report.summary import Comparison, Contender, summarise
+from headrace.report.terminal import board
+from headrace.tasks import Pair
+from headrace.train.compare import complete
+from headrace.train.folder import claim, read_json
+from headrace.train.plan import Plan, Recipe, Shape, Study
+
+console = Console(width=None if Console().is_terminal else 140)
+app = typer.Typer(add_completion=False, help=__doc__)
+Names = Annotated[list[str] | None, typer.Argument(help="Studies; all without any.", show_default=False)]
+Folder = Annotated[Path, typer.Option("--output", help="Of all studies.")]
+
+SQUARE = "heads.expand_k=1, heads.expand_v=1"  # keys as wide as values: the states of all backbones are equally large
+BACKBONES = ("linear-attention", "retnet", "gla", "deltanet", "gated-deltanet")
+ACTIVATIONS = ("sigmoid", "softmax", "null")
+SIDES = {"both": "", "write": ", competition.read=none", "read": ", competition.write=none"}
+
+
+def gated(backbone: str, activation: str = "softmax", side: str = "both", more: str = "") -> str:
+    chosen = "" if activation == "softmax" else f", competition.activation={activation}"
+    return f"softmax-{backbone}({SQUARE}{more}{chosen}{SIDES[side]})"
+
+
+def plain(backbone: str, more: str = "") -> str:
+    return f"{backbone}({SQUARE}{more})"
+
+
+def trio(backbone: str, more: str = "") -> tuple[str, ...]:
+    return plain(backbone, more), gated(backbone, "sigmoid", more=more), gated(backbone, more=more)
+
+
+def trios(backbones: Sequence[str] = BACKBONES, more: str = "") -> tuple[str, ...]:
+    return tuple(mixer for backbone in backbones for mixer in trio(backbone, more))
+
+
+BASE = Plan("pair", trios(), Pair(), Shape(), Recipe(evaluations=5, held_out=256), seeds=3)
+WHOLE = tuple(
+    mixer
+    for backbone in BACKBONES
+    for mixer in (plain(backbone), *(gated(backbone, *pair) for pair in product(ACTIVATIONS, SIDES)))
+)
+
+
+def shaped(name: str, mixers: Sequence[str], **shape: int) -> Plan:
+    return replace(BASE, name=name, mixers=tuple(mixers), shape=replace(BASE.shape, **shape))
+
+
+def trained(name: str, mixers: Sequence[str], **recipe: Any) -> Plan:
+    return replace(BASE, name=name, mixers=tuple(mixers), recipe=replace(BASE.recipe, **recipe))
+
+
+COMPETING = tuple(gated(backbone) for backbone in ("retnet", "gla", "gated-deltanet"))
+STUDIES = {
+    "main": (replace(BASE, name="pairs-24", mixers=WHOLE, seeds=5),),
+    "pairs": tuple(replace(BASE, name=f"pairs-{n}", task=Pair(keys=max(n, 32), pairs=n, queries=n)) for n in (12, 48)),
+    "heads": tuple(shaped(f"heads-{h}", trios(BACKBONES[1:]), heads=h) for h in (2, 4, 16)),
+    "state": tuple(
+        shaped(f"width-{d}-heads-{h}", trios(("retnet", "gla")), hidden_size=d, heads=h)
+        for d, h in ((32, 2), (128, 32))
+    ),
+    "gates": (
+        *(
+            trained(f"{kind}-{std:g}", COMPETING, gate_std=std, gate_init=kind)
+            for kind, std in (("normal", 0.02), ("normal", 0.3), ("orthogonal", 0.3))
+        ),
+        *(trained(f"rate-{rate:g}", COMPETING, gate_lr=rate) for rate in (0.1, 0.3, 3.0, 10.0)),
+    ),
+    "rotary": (
+        replace(BASE, name="rotary", mixers=trios(("gla", "gated-deltanet"), ", inputs.rotary=true")),
+        replace(BASE, name="plain", mixers=trios(("retnet",), ", inputs.rotary=false")),
+    ),
+}
+
+
+def study(name: str) -> Study:
+    return Study(name, f"Which part does the work? {name}", STUDIES[name])
+
+
+def chosen(names: list[str] | None) -> list[str]:
+    return names or list(STUDIES)
+
+
+@app.command()
+def run(
+    names: Names = None,
+    output: Folder = Path("runs/competition"),
+    workers: Annotated[int, typer.Option()] = 2,
+) -> None:
+    for name in chosen(names):
+        folder, asked = output / name, study(name)
+        claim(folder, asked)
+        with board(asked, console) as progress:
+            results = complete(asked, folder, progress.listen, workers)
+        console.print(f"{name}: {write_report(results, folder)}")
+
+
+@app.command()
+def show(
+    names: Annotated[list[str] | None, typer.Argument()] = None, output: Folder = Path("runs/competition")
+) -> None:
+    for name in chosen(names):
+        if (output / name / "results.json").exists():
+            for comparison in read(output / name):
+                print_table(comparison)
+
+
+def read(folder: Path) -> list[Comparison]:
+    return summarise(read_json(folder / "results.json"))
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+def parts(mixer: str) -> tuple[str, str, str]:
+    """(backbone, activation, side) of one of the expressions above."""
+    name = mixer.partition("(")[0]
+    if not name.startswith("softmax-"):
+        return name, "none", ""
+    activation = re.search(r"activation=(\w+)", mixer)
+    side = next((side for side, text in SIDES.items() if text and text in mixer), "both")
+    return name.removeprefix("softmax-"), activation[1] if activation else "softmax", side
+
+
+def gains(contender: Contender, base: Contender) -> list[float]:
+    shared = sorted(set(contender.by_seed) & set(base.by_seed))
+    return [contender.by_seed[seed] - base.by_seed[seed] for seed in shared]
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean, and half of its 95 % interval."""
+    if len(values) < 2:
+        return statistics.fmean(values), float("nan")
+    half = student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return statistics.fmean(values), half
+
+
+def print_table(comparison: Comparison) -> None:
+    plan = comparison.plan
+    table = Table(title=f"{plan['name']}: accuracy in %, {plan['seeds']} seeds", title_justify="left")
+    for column in ("backbone", "gates", "on", "accuracy", "gain", "95 %", "state bytes"):
+        table.add_column(column)
+    bases = {parts(c.mixer)[0]: c for c in comparison.contenders if parts(c.mixer)[1] == "none"}
+    for contender in comparison.contenders:
+        backbone, activation, side = parts(contender.mixer)
+        score = f"{100 * contender.mean:.1f} ± {100 * contender.spread:.1f}" if contender.by_seed else "diverged"
+        gain = ("", "")
+        if activation != "none" and backbone in bases and contender.by_seed:
+            mean, half = interval(gains(contender, bases[backbone]))
+            gain = (f"{100 * mean:+.1f}", f"{100 * (mean - half):+.1f} … {100 * (mean + half):+.1f}")
+        table.add_row(backbone, activation, side, score, *gain, f"{contender.constant('state_bytes'):,}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    app()
