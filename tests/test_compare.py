@@ -126,6 +126,24 @@ def test_choosing():
     assert isinstance(plan.task, Text) and plan.task.files == ("a.txt",) and plan.recipe.steps == 7
 
 
+def test_tasks_are_expressions_and_sweeps_are_plans_with_names_of_their_own():
+    (plan,) = choose("pair(keys=50, length=48)", [], None, {}).plans
+    assert plan.task == Pair(keys=50, pairs=24, queries=24)
+    (plan,) = choose("text(files=a.txt, length=20)", [], None, {}).plans
+    assert plan.task == Text(("a.txt",), length=20)
+    study = choose("mqar(length=128)", [], None, {"seeds": 2}, "pairs=4, 32")
+    assert [(p.name, p.task.pairs, p.task.length, p.seeds) for p in study.plans] == [
+        ("mqar-pairs-4", 4, 128, 2), ("mqar-pairs-32", 32, 128, 2),
+    ]  # fmt: skip
+    assert study.name == "mqar-by-pairs" and study.to_json()["sweep"] == {"field": "pairs", "values": [4, 32]}
+    assert len({arm.slug for arm in study.arms()}) == len(study.arms())
+    shapes = choose("mqar", [], None, {}, "hidden_size=32,64").plans
+    assert [plan.shape.hidden_size for plan in shapes] == [32, 64]
+    assert [plan.recipe.lr for plan in choose("mqar", [], None, {}, "lr=1e-3,1").plans] == [1e-3, 1.0]
+    assert [plan.task.length for plan in choose("pair", [], None, {}, "length=8,16").plans] == [8, 16]
+    assert "sweep" not in choose("mqar", [], None, {}).to_json(), "folders made before there were sweeps go on"
+
+
 def test_a_folder_serves_one_study(tmp_path):
     study = Study("s", "S", (SMALL,))
     claim(tmp_path / "new", study)

@@ -69,7 +69,7 @@ def compare(
     mixers: Annotated[
         str | None, typer.Option(help="Names or expressions, with commas between (see `zoo`), or all.")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="pair, mqar, text, masked, reverse, dates or spans.")] = None,
+    task: Annotated[str | None, typer.Option(help="A name, with fields if need be: mqar(pairs=16).")] = None,
     text: Annotated[list[str] | None, typer.Option(help="A text file for language modelling.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A `tokenizers` JSON file; bytes without one.")] = None,
     seeds: Annotated[int | None, typer.Option(help="How many.")] = None,
@@ -77,6 +77,7 @@ def compare(
     batch_size: Annotated[int | None, typer.Option(help="Rows per step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
+    sweep: Annotated[str | None, typer.Option(help="FIELD=VALUE,VALUE,… of the task, shape or recipe.")] = None,
     hidden_size: Annotated[int | None, typer.Option()] = None,
     layers: Annotated[int | None, typer.Option()] = None,
     heads: Annotated[int | None, typer.Option()] = None,
@@ -88,8 +89,7 @@ def compare(
     The same command continues what was interrupted.
     """
     from .report.html import write_report
-    from .report.summary import summarise
-    from .report.terminal import board, print_comparison
+    from .report.terminal import board, print_results
     from .train.choose import choose
     from .train.compare import complete
     from .train.folder import claim
@@ -99,7 +99,7 @@ def compare(
         "mixers": mixers, "seeds": seeds, "steps": steps, "batch_size": batch_size, "lr": lr, "length": length,
         "hidden_size": hidden_size, "layers": layers, "heads": heads,
     }  # fmt: skip
-    study = choose(task, [*(text or []), *(files or [])], tokenizer, changes)
+    study = choose(task, [*(text or []), *(files or [])], tokenizer, changes, sweep)
     folder, console = output or Path("runs", study.name), terminal()
     for plan in study.plans:
         for sentence in plan.idle_gates():
@@ -110,8 +110,7 @@ def compare(
         with board(study, console) as progress:
             results = complete(study, folder, progress.listen, workers)
         report = write_report(results, folder)
-    for comparison in summarise(results):
-        print_comparison(comparison, console)
+    print_results(results, console)
     console.print(f"The report is {report}", soft_wrap=True, highlight=False)
 
 

@@ -1,6 +1,7 @@
 """What models are compared on. A task is a frozen record of literals: JSON-able, cheap to send to a worker."""
 
-from .base import IGNORED, Answers, Metric, Rows, Task
+from ..loss import IGNORED
+from .base import Answers, Metric, Rows, Task
 from .dates import Dates
 from .masked import Masked
 from .mqar import Mqar

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-IGNORED = -100  # the label of a position without a question
 BLOCK = 1024  # rows drawn at once
 
 Batch = dict[str, Tensor]

@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 
 from ..errors import InputError
-from .base import IGNORED, Answers, Batch, Metric, held_out
+from ..loss import IGNORED
+from .base import Answers, Batch, Metric, held_out
 
 GAP_EXPONENT = -0.99  # of the density of a query's distance from the pairs
 

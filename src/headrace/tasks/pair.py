@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 
 from ..errors import InputError
-from .base import IGNORED, Answers, Batch, Metric, held_out
+from ..loss import IGNORED
+from .base import Answers, Batch, Metric, held_out
 
 
 @dataclass(frozen=True)

@@ -129,12 +129,18 @@ class Study:
     name: str
     title: str
     plans: tuple[Plan, ...]
+    sweep: dict[str, Any] | None = None  # {field, values: one for each plan}
 
     def arms(self) -> list[Arm]:
         return [arm for plan in self.plans for arm in plan.arms()]
 
     def to_json(self) -> dict[str, Any]:
-        data = {"name": self.name, "title": self.title, "plans": [plan.to_json() for plan in self.plans]}
+        data: dict[str, Any] = {
+            "name": self.name,
+            "title": self.title,
+            "plans": [plan.to_json() for plan in self.plans],
+        }
+        data |= {"sweep": self.sweep} if self.sweep else {}
         return json.loads(json.dumps(data))  # as it is read back: lists for tuples
 
 
