@@ -15,7 +15,7 @@ import torch
 
 from headrace import zoo
 from headrace.errors import InputError
-from headrace.tasks import Answers, Masked, Pair, Reverse, Text
+from headrace.tasks import Answers, Digits, Induction, Masked, Pair, Reverse, Text
 from headrace.train.arm import train
 from headrace.train.choose import choose
 from headrace.train.compare import complete
@@ -246,8 +246,28 @@ def test_bert_is_compared_on_gaps_in_a_text(tmp_path):
         assert set(found["scores"]) == {"accuracy", "loss"} and found["state_bytes"] == 0
 
 
+def test_digits_are_read_one_way_and_both_ways(tmp_path):
+    pytest.importorskip("sklearn", reason="the extra [eval] is not installed")
+    plan = replace(SMALL, mixers=("softmax-gla", "bert(mixer=softmax-gla)"), task=Digits(), seeds=1)
+    plan.check()
+    for arm in plan.arms():
+        train(arm, path := tmp_path / f"{arm.slug}.json", lambda *news: None)
+        assert set(json.loads(path.read_text())["scores"]) == {"accuracy", "loss"}
+
+
+def test_a_score_at_every_length_by_a_model_of_one(tmp_path):
+    plan = replace(SMALL, mixers=("gla", "gpt"), task=Induction(length=6), seeds=1)
+    assert plan.positions == 48
+    for arm in plan.arms():
+        train(arm, path := tmp_path / f"{arm.slug}.json", lambda *news: None)
+        found = json.loads(path.read_text())
+        assert list(found["by_length"]) == ["6", "12", "24", "48"]
+        assert all(0 <= score <= 1 for score in found["by_length"].values())
+
+
 @pytest.mark.parametrize(
-    ("mixer", "task"), [("gla", Masked()), ("bert", Pair()), ("bert", Reverse()), ("t5", Masked()), ("t5", Pair())]
+    ("mixer", "task"),
+    [("gla", Masked()), ("t5", Digits()), ("bert", Pair()), ("bert", Reverse()), ("t5", Masked()), ("t5", Pair())],
 )
 def test_what_cannot_answer_a_task_is_refused(mixer, task):
     with pytest.raises(InputError, match=f"'{mixer}' cannot answer --task {task.name}"):

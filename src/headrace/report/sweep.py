@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from .duels import Difference, pairs
-from .plots import STYLE, axes, colours, legend
+from .plots import STYLE, axes, colours, compact, legend, spread
 from .summary import Comparison, Contender, show, show_contender, summarise
 
-WIDE = 4  # values whose largest is so many times the smallest are drawn on a logarithmic axis
+APART = 1.03  # mixers of equal state stand side by side
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def draw(sweep: Sweep) -> dict[str, tuple[str, Figure]]:
         return {
             "score": (f"Score against {sweep.field}: the mean with its standard deviation over seeds.", curve(sweep)),
             "capacity": (
-                f"Score against the bytes of the state, by {sweep.field}; mean and spread.",
+                f"Score against the bytes of the state, at each {sweep.field}. Equal states stand side by side.",
                 capacity(sweep),
             ),
         }
@@ -60,33 +60,32 @@ def draw(sweep: Sweep) -> dict[str, tuple[str, Figure]]:
 def curve(sweep: Sweep) -> Figure:
     figure, ax = axes(sweep.comparisons[0], 7.5, 4.4)
     numbers = all(isinstance(value, int | float) for value in sweep.values)
-    place = {value: value if numbers else i for i, value in enumerate(sweep.values)}
+    place = {value: value if numbers else i for i, value in enumerate(sweep.values)}  # and what it is called
     colour = colours(sweep.comparisons[0])
     for label, points in sweep.mixers.items():
         spots = [(place[value], contender) for value, contender in points]
         line(ax, spots, label=label, color=colour[points[0][1].mixer] if points else None)
-    if numbers and min(sweep.values) > 0 and max(sweep.values) > WIDE * min(sweep.values):
-        ax.set_xscale("log")
-        ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_xticks(list(place.values()), [str(value) for value in sweep.values])
+    spread(ax, place)
     ax.set(xlabel=sweep.field, ylabel=held_out(sweep))
     legend(figure, ax, len(sweep.mixers))
     return figure
 
 
 def capacity(sweep: Sweep) -> Figure:
-    """A line for each mixer where the field changes its state, otherwise one for each value."""
     figure, ax = axes(sweep.comparisons[0], 7.5, 4.4)
-    lines = {label: [contender for _, contender in points] for label, points in sweep.mixers.items()}
-    if all(len({c.constant("state_bytes") for c in line}) <= 1 for line in lines.values()):
-        names = [f"{sweep.field}={value}" for value in sweep.values]
-        lines = {name: found.finished for name, found in zip(names, sweep.comparisons, strict=True)}
-    for label, contenders in lines.items():
-        spots = sorted(((c.constant("state_bytes"), c) for c in contenders), key=lambda spot: spot[0])
-        line(ax, spots, label=label)
+    colour, states = colours(sweep.comparisons[0]), set()
+    for i, (label, points) in enumerate(sweep.mixers.items()):
+        spots = [(c.constant("state_bytes") * APART**i, c) for _, c in points]
+        line(ax, spots, label=label, color=colour[points[0][1].mixer] if points else None)
+        states |= {c.constant("state_bytes") for _, c in points}
+        for (value, c), (x, _) in zip(points, spots, strict=True):
+            named: Any = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7, "color": "#666"}
+            ax.annotate(str(value), (x, c.mean * c.metric.scale), **named)
     ax.set_xscale("symlog", linthresh=1)  # some keep no state
+    ax.set_xticks(sorted(states), [compact(state) for state in sorted(states)])
+    ax.xaxis.set_minor_locator(NullLocator())
     ax.set(xlabel="state (bytes per sequence)", ylabel=held_out(sweep))
-    legend(figure, ax, len(lines))
+    legend(figure, ax, len(sweep.mixers))
     return figure
 
 

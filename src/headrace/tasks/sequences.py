@@ -51,7 +51,6 @@ class Sequences:
         return held_out(self.sample, rows)
 
     def by_length(self, rows: int) -> dict[int, Batch]:
-        """Held-out rows of single lengths, beyond that of training too, where length is what makes the task hard."""
         return {}
 
     def scores(self, answers: Answers) -> dict[str, float]:
