@@ -39,3 +39,34 @@ def lab(
         console.print(table)
         console.print(f"{finding.sentence}\nThe picture is {picture}\n", soft_wrap=True, highlight=False)
     raise typer.Exit(1 if broken else 0)
+
+
+def bench(
+    mixers: Annotated[
+        str, typer.Option(help="With commas between: names of the zoo, and transformers-llama, -mamba2, -qwen3-next.")
+    ] = "retnet,gla,gated-deltanet,mamba2,transformer,transformers-llama,transformers-mamba2,transformers-qwen3-next",
+    what: Annotated[str, typer.Option(help="With commas between.")] = "memory,training,prefill,decoding",
+    layers: Annotated[int | None, typer.Option(help="24 without it; 2 on a CPU.")] = None,
+    hidden_size: Annotated[int, typer.Option()] = 1024,
+    heads: Annotated[int, typer.Option()] = 4,
+    lengths: Annotated[str, typer.Option(help="Tokens of a row in training, and of a prompt.")] = "512,2048",
+    batch_sizes: Annotated[str, typer.Option(help="Rows of a training step.")] = "1,2",
+    contexts: Annotated[str, typer.Option(help="Tokens before the one decoded.")] = "1024,16384,131072,1048576",
+    rounds: Annotated[int, typer.Option(help="That count; one more warms up.")] = 5,
+    threads: Annotated[int, typer.Option()] = 1,
+    device: Annotated[str | None, typer.Option(help="The accelerator without it, where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 without it; float32 on a CPU.")] = None,
+    output: Annotated[Path, typer.Option(help="The folder for bench.csv and report.html.")] = Path("runs/bench"),
+) -> None:
+    """Memory, throughput and latency of mixers with and without competition, beside transformers' own models.
+
+    The same command continues what was interrupted; further lengths and contexts add to the folder."""
+    from .bench import complete, report, results
+    from .bench.models import Shape, named
+    from .bench.plan import Plan, claim, on_device, points
+    from .cli import interruptible
+
+    device = on_device(device)
+    cpu = device == "cpu"
+    shape = Shape(layers or (2 if cpu else 24), hidden_size, heads)
+    plan = Plan(named(mixers), shape, device, dtype or ("float32" if cpu else "bfloat16"), threads, rounds)
