@@ -2,18 +2,16 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from . import __version__, account, cli_eval, cli_train, zoo
+from .console import interruptible, terminal
 from .dispatch import BACKENDS
 from .errors import InputError
 from .spec import to_json
@@ -29,20 +27,6 @@ def main() -> None:
         sys.exit(2)
 
 
-def terminal() -> Console:
-    """Wide where the output goes to a file, so that no table is cut."""
-    return Console() if sys.stdout.isatty() else Console(width=140)
-
-
-@contextmanager
-def interruptible(farewell: str) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(f"\ninterrupted: {farewell}", file=sys.stderr)
-        raise typer.Exit(130) from None
-
-
 app.command()(cli_train.prepare)
 app.command()(cli_train.train)
 app.command()(cli_train.curves)
@@ -52,6 +36,7 @@ app.command()(cli_train.convert)
 app.command()(cli_train.retrofit)
 app.command(name="recipes")(cli_train.list_recipes)
 app.command()(cli_eval.lab)
+app.command()(cli_eval.bench)
 
 
 @app.callback(invoke_without_command=True)

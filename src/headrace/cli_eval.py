@@ -1,5 +1,7 @@
 """The commands that look at what models and memories do."""
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -61,12 +63,39 @@ def bench(
     """Memory, throughput and latency of mixers with and without competition, beside transformers' own models.
 
     The same command continues what was interrupted; further lengths and contexts add to the folder."""
-    from .bench import complete, report, results
     from .bench.models import Shape, named
     from .bench.plan import Plan, claim, on_device, points
-    from .cli import interruptible
+    from .bench.report import OVERHEAD, overheads, write_report
+    from .bench.results import complete, rows, write_csv
+    from .console import interruptible, terminal
 
-    device = on_device(device)
-    cpu = device == "cpu"
-    shape = Shape(layers or (2 if cpu else 24), hidden_size, heads)
-    plan = Plan(named(mixers), shape, device, dtype or ("float32" if cpu else "bfloat16"), threads, rounds)
+    device, console = on_device(device), terminal()
+    shape = Shape(layers or (2 if device == "cpu" else 24), hidden_size, heads)
+    if layers is None and device == "cpu":
+        console.print(
+            f"{shape.layers} layers of the paper's 24, for this is a CPU: --layers 24 for all", style="yellow"
+        )
+    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    plan = Plan(named(mixers), shape, device, dtype, threads, rounds)
+    wanted = points(what.split(","), numbers(lengths), numbers(batch_sizes), numbers(contexts))
+    claim(output, plan)
+    with interruptible(f"what is finished is in {output}; the same command continues"), console.status("") as status:
+        held = complete(plan, wanted, output, status.update)
+    lines = rows(held, plan)
+    write_csv(output / "bench.csv", lines)
+    report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))
+    section = overheads(held, plan)
+    table = Table(*section.header, title="With competition over without", caption=OVERHEAD, title_justify="left")
+    for row in section.rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"The report is {report}, the numbers {output / 'bench.csv'}", soft_wrap=True, highlight=False)
+
+
+def numbers(text: str) -> list[int]:
+    from .errors import InputError
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"{text!r} are no numbers; expected whole ones with commas between, as 512,2048") from None

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..cache import HeadraceCache
 from ..mixers.attention import AttentionState
 from ..mixers.decode import MixerState
 
-READ = 64  # tokens that are always read
+READ = 64  # tokens that are read in any case
 PIECE = 4096
 RECURRENT, CACHED, READ_ALL = f"{READ} tokens read", "cache filled at random", "read in full"
 
@@ -30,36 +30,38 @@ class PositionlessCache(transformers.DynamicCache):
 
 
 class Decoder:
-    """model after `position` tokens; `how` it got there is RECURRENT, CACHED or READ_ALL."""
+    """A model and what it has read. After `reach`, `how` it got there is RECURRENT, CACHED or READ_ALL."""
 
-    def __init__(self, model: nn.Module, position: int):
-        self.model, self.position, self.how = model.eval(), position, READ_ALL
-        kind = type(model.config).__name__
+    def __init__(self, model: Any):
+        self.model, self.how = model.eval(), READ_ALL
+        kind = type(self.model.config).__name__
         self.argument = "cache_params" if kind == "Mamba2Config" else "past_key_values"
-        self.cache: Any = PositionlessCache(config=model.config) if kind == "Qwen3NextConfig" else None
+        self.cache: Any = PositionlessCache(config=self.model.config) if kind == "Qwen3NextConfig" else None
+
+    def reach(self, position: int) -> None:
         self.read(min(READ, position))
         if isinstance(self.cache, HeadraceCache):
-            self.move()
-        elif any(getattr(layer, "keys", None) is not None for layer in self.cache.layers):
-            self.how = CACHED
-            for layer in self.cache.layers:
+            self.move(position)
+            return
+        self.how = RECURRENT
+        for layer in self.cache.layers:
+            if getattr(layer, "keys", None) is not None:
+                self.how = CACHED
                 layer.keys, layer.values = (longer(x, position, 2) for x in (layer.keys, layer.values))
-        else:
-            self.how = RECURRENT
 
-    def move(self) -> None:
+    def move(self, position: int) -> None:
         states = self.cache.states
         if any(not isinstance(state, MixerState | AttentionState) for state in states):
-            for begin in range(min(READ, self.position), self.position, PIECE):
-                self.read(min(PIECE, self.position - begin))
+            for begin in range(READ, position, PIECE):
+                self.read(min(PIECE, position - begin))
             return
         self.how = CACHED if any(isinstance(state, AttentionState) for state in states) else RECURRENT
         self.cache = HeadraceCache()
-        self.cache.replace([moved(state, self.position) for state in states], self.position)
+        self.cache.replace([moved(state, position) for state in states], position)
 
     def read(self, tokens: int) -> None:
-        vocabulary = self.model.config.vocab_size
-        self.forward(torch.randint(vocabulary, (1, tokens), device=next(self.model.parameters()).device))
+        device = next(self.model.parameters()).device
+        self.forward(torch.randint(self.model.config.vocab_size, (1, tokens), device=device))
 
     def forward(self, ids: Tensor) -> None:
         past = {} if self.cache is None else {self.argument: self.cache}
@@ -70,8 +72,9 @@ class Decoder:
         self.forward(self.next)
 
     def state_bytes(self) -> int:
-        layers = self.cache.states if isinstance(self.cache, HeadraceCache) else map(vars, self.cache.layers)
-        return sum(x.nbytes for layer in layers for x in tensors(layer) if x.is_floating_point())
+        """Of the numbers in it; the count of tokens that rotary positions need is not one of them."""
+        layers = self.cache.states if isinstance(self.cache, HeadraceCache) else [vars(x) for x in self.cache.layers]
+        return sum(x.nbytes for x in tensors(layers) if x.is_floating_point())
 
 
 def moved(state: Any, position: int) -> Any:

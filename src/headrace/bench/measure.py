@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -40,7 +40,7 @@ def training(point: Point, plan: Plan) -> dict[str, Measured]:
         given = ids(point.length, point.batch, plan)
         return timed(lambda: step.run(given), plan)
 
-    return taking_turns({name: lambda name=name: turn(name) for name in plan.models}, plan)
+    return taking_turns(plan.models, turn, plan)
 
 
 @torch.inference_mode()
@@ -48,31 +48,37 @@ def prefill(point: Point, plan: Plan) -> dict[str, Measured]:
     """From a prompt to the first token after it."""
 
     def turn(name: str) -> float:
-        model = built(name, plan).eval()
-        given = ids(point.length, 1, plan)
-        model(input_ids=given[:, :WARM], use_cache=True, logits_to_keep=1)
-        return timed(lambda: model(input_ids=given, use_cache=True, logits_to_keep=1), plan)
+        model, given = built(name, plan), ids(point.length, 1, plan)
+        Decoder(model).forward(given[:, :WARM])
+        return timed(lambda: Decoder(model).forward(given), plan)
 
-    return taking_turns({name: lambda name=name: turn(name) for name in plan.models}, plan)
+    return taking_turns(plan.models, turn, plan)
 
 
 @torch.inference_mode()
 def decoding(point: Point, plan: Plan) -> dict[str, Measured]:
     """One token after a context."""
-    limit, found, decoders = free(plan) // SHARE, {}, {}
+    limit, decoders = free(plan) // SHARE, {}
+    found: dict[str, Measured] = {}
     for name in plan.models:
         if (needed := cache_bytes(name, plan.shape, point.length, plan.itemsize)) > limit:
             found[name] = {"left_out": f"its cache would take {needed / 2**30:.1f} GiB of {SHARE * limit / 2**30:.1f}"}
         else:
-            decoders[name] = Decoder(built(name, plan), point.length)
+            decoders[name] = Decoder(built(name, plan))
+            decoders[name].reach(point.length)
     about = {name: {"how": each.how, "bytes": each.state_bytes()} for name, each in decoders.items()}
-    found |= taking_turns({name: lambda each=each: several(each, plan) for name, each in decoders.items()}, plan)
+    found |= taking_turns(decoders, lambda name: several(decoders[name], plan), plan)
     return {name: about.get(name, {}) | found[name] for name in plan.models}
 
 
 def several(decoder: Decoder, plan: Plan) -> float:
     """Seconds of a token, over several."""
-    return timed(lambda: [decoder.token() for _ in range(TOKENS)], plan) / TOKENS
+
+    def tokens() -> None:
+        for _ in range(TOKENS):
+            decoder.token()
+
+    return timed(tokens, plan) / TOKENS
 
 
 def memory(point: Point, plan: Plan) -> dict[str, Measured]:
@@ -121,20 +127,22 @@ class Step:
         self.optimizer.zero_grad()
 
 
-def taking_turns(turns: dict[str, Callable[[], float]], plan: Plan) -> dict[str, Measured]:
-    """A round that warms up, then those that count. Whoever runs out of memory is left out."""
-    found: dict[str, Measured] = {name: {"seconds": []} for name in turns}
+def taking_turns(names: Iterable[str], turn: Callable[[str], float], plan: Plan) -> dict[str, Measured]:
+    """A round that warms up, then those that count; turn(name) is seconds. Whoever runs out of memory is left out."""
+    found: dict[str, Measured] = {name: {"seconds": []} for name in names}
+    gc.freeze()  # what is there by now need not be looked through again
     for i in range(plan.rounds + 1):
-        for name, turn in turns.items():
+        for name in found:
             if "left_out" in found[name]:
                 continue
             try:
-                seconds = turn()
+                seconds = turn(name)
                 if i:
                     found[name]["seconds"].append(seconds)
             except torch.OutOfMemoryError:
                 found[name] = {"left_out": "out of memory"}
             gc.collect()
+    gc.unfreeze()
     return found
 
 

@@ -21,6 +21,18 @@ MEASURED = ("memory", "training", "prefill", "decoding")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
 
 
+def on_device(name: str | None) -> str:
+    """The device of this name, or without one the accelerator where there is one. InputError where it is not here."""
+    if name is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return "cpu" if found is None else str(found)
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device={name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return name
+
+
 @dataclass(frozen=True)
 class Plan:
     models: tuple[str, ...]
@@ -33,13 +45,9 @@ class Plan:
     def __post_init__(self):
         if self.dtype not in DTYPES:
             raise InputError(f"--dtype={self.dtype!r}; expected one of {', '.join(DTYPES)}")
-        for name in ("threads", "rounds"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name}={getattr(self, name)}; expected at least 1")
-        try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise InputError(f"--device={self.device!r} cannot be used: {str(error).splitlines()[0]}") from None
+        for name, value in (vars(self.shape) | {"threads": self.threads, "rounds": self.rounds}).items():
+            if value < 1:
+                raise InputError(f"--{name.replace('_', '-')}={value}; expected at least 1")
 
     @property
     def itemsize(self) -> int:
