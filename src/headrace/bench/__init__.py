@@ -1,1 +1,0 @@
-"""Efficiency: memory, throughput and latency of our mixers, with and without competition, beside others' models."""
