@@ -20,21 +20,20 @@ from statistics import median
 from typing import Annotated
 
 import torch
-import transformers
 import typer
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from headrace import HeadraceConfig, HeadraceForCausalLM, quantize, zoo
-from headrace.model import default_intermediate_size
+from headrace import quantize
+from headrace.bench.decoding import Decoder
+from headrace.bench.models import Shape, llama, mamba2, ours, qwen3_next
 from headrace.quantized import Int8Linear
 from race import spread
 from record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "model.csv"
-HIDDEN, HEADS, VOCABULARY, DEPTH = 1024, 4, 32000, 24
-WIDTH = default_intermediate_size(HIDDEN)
+VOCABULARY, DEPTH = Shape.vocab_size, Shape.layers
 TOKENS, CONTEXT, PREFILL = 2048, 4096, 100_000
 OURS = ("gla", "softmax-gla", "gated-deltanet", "mamba2")
 console = Console(width=None if Console().is_terminal else 120)
@@ -56,45 +55,8 @@ class Row:
     peak_mb: float  # prefill: the process's peak over what it took with the weights alone
 
 
-def headrace(mixer: str, layers: int) -> nn.Module:
-    """Mamba-2 has no MLP, here as in transformers; all others have."""
-    config = HeadraceConfig(
-        mixer=mixer, vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=layers, num_heads=HEADS,
-        mlp="none" if mixer == "mamba2" else "swiglu",
-    )  # fmt: skip
-    return HeadraceForCausalLM(config)
-
-
-def mamba2(layers: int) -> nn.Module:
-    config = transformers.Mamba2Config(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=layers, num_heads=2 * HIDDEN // 64, head_dim=64,
-        n_groups=1, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    return transformers.Mamba2ForCausalLM(config)
-
-
-def qwen3_next(layers: int) -> nn.Module:
-    """Its gated delta net in every layer, with our gated-deltanet's heads, and a dense MLP instead of experts."""
-    key, value = zoo.get("gated-deltanet").head_dims(HIDDEN, HEADS)[-2:]
-    config = transformers.Qwen3NextConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=layers, intermediate_size=WIDTH,
-        layer_types=["linear_attention"] * layers, mlp_only_layers=list(range(layers)), linear_key_head_dim=key,
-        linear_value_head_dim=value, linear_num_key_heads=HEADS, linear_num_value_heads=HEADS,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    return transformers.Qwen3NextForCausalLM(config)
-
-
-def llama(layers: int) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=layers, intermediate_size=WIDTH,
-        num_attention_heads=16, tie_word_embeddings=True, max_position_embeddings=2 * CONTEXT,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
-MODELS: dict[str, Callable[[int], nn.Module]] = {
-    **{f"headrace {name}": lambda layers, name=name: headrace(name, layers) for name in OURS},
+MODELS: dict[str, Callable[[Shape], nn.Module]] = {
+    **{f"headrace {name}": lambda shape, name=name: ours(name, shape) for name in OURS},
     "transformers Mamba2": mamba2,
     "transformers Qwen3Next, linear layers alone": qwen3_next,
     "transformers Llama": llama,
@@ -102,14 +64,14 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 
 
 DECODED = MODELS | {
-    "headrace gla, weights in bfloat16": lambda layers: headrace("gla", layers).bfloat16(),
-    "headrace gla, weights in int8": lambda layers: quantize(headrace("gla", layers)),
+    "headrace gla, weights in bfloat16": lambda shape: ours("gla", shape).bfloat16(),
+    "headrace gla, weights in int8": lambda shape: quantize(ours("gla", shape)),
 }
 
 
 def built(name: str, layers: int) -> nn.Module:
     torch.manual_seed(0)
-    return DECODED[name](layers)
+    return DECODED[name](Shape(layers))
 
 
 def parameters(model: nn.Module) -> int:
@@ -148,34 +110,17 @@ def rows(what: str, layers: int, tokens: int, per: int, times: dict[str, list[fl
     ]  # fmt: skip
 
 
-class PositionlessCache(transformers.DynamicCache):
-    """transformers' own raises when it is asked for its length and no layer attends; then none needs that either."""
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
-
-
-class Decoder:
+class Reader(Decoder):
     """A model that has read its context and goes on, token by token."""
 
     def __init__(self, name: str, layers: int, context: int):
-        self.model = built(name, layers).eval()
+        super().__init__(built(name, layers))
         self.name, self.size = name, parameters(self.model)
-        self.argument = "cache_params" if "Mamba2" in name else "past_key_values"
-        attends = "Qwen3Next" not in name
-        empty = {} if attends else {self.argument: PositionlessCache(config=self.model.config)}
-        self.forward(torch.randint(VOCABULARY, (1, context)), empty)
+        self.read(context)
 
-    def forward(self, ids: torch.Tensor, past: dict) -> None:
-        out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **past)
-        self.past, self.next = {self.argument: getattr(out, self.argument)}, out.logits[:, -1:].argmax(-1)
-
-    def token(self) -> float:
+    def timed(self) -> float:
         start = time.perf_counter()
-        self.forward(self.next, self.past)
+        self.token()
         return time.perf_counter() - start
 
 
@@ -214,7 +159,7 @@ Models = Annotated[list[str], typer.Option("--model", help="Only those whose nam
 Output = Annotated[Path, typer.Option(help="The CSV file to append to.")]
 
 
-def chosen(wanted: list[str], among: dict[str, Callable[[int], nn.Module]] = MODELS) -> list[str]:
+def chosen(wanted: list[str], among: dict[str, Callable[[Shape], nn.Module]] = MODELS) -> list[str]:
     return [name for name in among if any(part in name for part in wanted)]
 
 
@@ -249,13 +194,13 @@ def decode(
     output: Output = RESULTS,
 ) -> None:
     torch.set_num_threads(threads)
-    decoders = [Decoder(name, layers, context) for name in chosen(model, DECODED)]
+    decoders = [Reader(name, layers, context) for name in chosen(model, DECODED)]
     for decoder in decoders:
-        decoder.token()
+        decoder.timed()
     times = {decoder.name: [] for decoder in decoders}
     for _ in range(rounds):
         for decoder in decoders:
-            times[decoder.name].append(decoder.token())
+            times[decoder.name].append(decoder.timed())
     sizes = {decoder.name: decoder.size for decoder in decoders}
     report(output, threads, rows("decode", layers, context, 1, times, sizes))
 

@@ -15,7 +15,7 @@ import torch
 
 from headrace import zoo
 from headrace.errors import InputError
-from headrace.tasks import Answers, Masked, Pair, Reverse, Text
+from headrace.tasks import Answers, Digits, Induction, Masked, Pair, Reverse, Text
 from headrace.train.arm import train
 from headrace.train.choose import choose
 from headrace.train.compare import complete
@@ -126,6 +126,24 @@ def test_choosing():
     assert isinstance(plan.task, Text) and plan.task.files == ("a.txt",) and plan.recipe.steps == 7
 
 
+def test_tasks_are_expressions_and_sweeps_are_plans_with_names_of_their_own():
+    (plan,) = choose("pair(keys=50, length=48)", [], None, {}).plans
+    assert plan.task == Pair(keys=50, pairs=24, queries=24)
+    (plan,) = choose("text(files=a.txt, length=20)", [], None, {}).plans
+    assert plan.task == Text(("a.txt",), length=20)
+    study = choose("mqar(length=128)", [], None, {"seeds": 2}, "pairs=4, 32")
+    assert [(p.name, p.task.pairs, p.task.length, p.seeds) for p in study.plans] == [
+        ("mqar-pairs-4", 4, 128, 2), ("mqar-pairs-32", 32, 128, 2),
+    ]  # fmt: skip
+    assert study.name == "mqar-by-pairs" and study.to_json()["sweep"] == {"field": "pairs", "values": [4, 32]}
+    assert len({arm.slug for arm in study.arms()}) == len(study.arms())
+    shapes = choose("mqar", [], None, {}, "hidden_size=32,64").plans
+    assert [plan.shape.hidden_size for plan in shapes] == [32, 64]
+    assert [plan.recipe.lr for plan in choose("mqar", [], None, {}, "lr=1e-3,1").plans] == [1e-3, 1.0]
+    assert [plan.task.length for plan in choose("pair", [], None, {}, "length=8,16").plans] == [8, 16]
+    assert "sweep" not in choose("mqar", [], None, {}).to_json(), "folders made before there were sweeps go on"
+
+
 def test_a_folder_serves_one_study(tmp_path):
     study = Study("s", "S", (SMALL,))
     claim(tmp_path / "new", study)
@@ -228,8 +246,28 @@ def test_bert_is_compared_on_gaps_in_a_text(tmp_path):
         assert set(found["scores"]) == {"accuracy", "loss"} and found["state_bytes"] == 0
 
 
+def test_digits_are_read_one_way_and_both_ways(tmp_path):
+    pytest.importorskip("sklearn", reason="the extra [eval] is not installed")
+    plan = replace(SMALL, mixers=("softmax-gla", "bert(mixer=softmax-gla)"), task=Digits(), seeds=1)
+    plan.check()
+    for arm in plan.arms():
+        train(arm, path := tmp_path / f"{arm.slug}.json", lambda *news: None)
+        assert set(json.loads(path.read_text())["scores"]) == {"accuracy", "loss"}
+
+
+def test_a_score_at_every_length_by_a_model_of_one(tmp_path):
+    plan = replace(SMALL, mixers=("gla", "gpt"), task=Induction(length=6), seeds=1)
+    assert plan.positions == 48
+    for arm in plan.arms():
+        train(arm, path := tmp_path / f"{arm.slug}.json", lambda *news: None)
+        found = json.loads(path.read_text())
+        assert list(found["by_length"]) == ["6", "12", "24", "48"]
+        assert all(0 <= score <= 1 for score in found["by_length"].values())
+
+
 @pytest.mark.parametrize(
-    ("mixer", "task"), [("gla", Masked()), ("bert", Pair()), ("bert", Reverse()), ("t5", Masked()), ("t5", Pair())]
+    ("mixer", "task"),
+    [("gla", Masked()), ("t5", Digits()), ("bert", Pair()), ("bert", Reverse()), ("t5", Masked()), ("t5", Pair())],
 )
 def test_what_cannot_answer_a_task_is_refused(mixer, task):
     with pytest.raises(InputError, match=f"'{mixer}' cannot answer --task {task.name}"):

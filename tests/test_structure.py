@@ -52,6 +52,8 @@ ORDER = [
     "report",
     "pretraining",
     "lab",
+    "bench",
+    "console",
     "inspection",
     "cli_train",
     "cli_eval",

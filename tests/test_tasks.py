@@ -12,11 +12,28 @@ import torch
 from headrace import zoo
 from headrace.errors import InputError
 from headrace.spec import to_json
-from headrace.tasks import IGNORED, TASKS, Answers, Dates, Mqar, Pair, Reverse, Rows, Text
+from headrace.tasks import (
+    IGNORED,
+    TASKS,
+    Answers,
+    Copy,
+    Dates,
+    Digits,
+    Induction,
+    Mqar,
+    Pair,
+    Reverse,
+    Rows,
+    SelectiveCopy,
+    Text,
+)
 from headrace.tasks.base import BLOCK
 from headrace.train.plan import Arm
 
-SYNTHETIC = (Pair(), Pair(keys=9, pairs=7, queries=3), Mqar(), Mqar(keys=12, pairs=5, length=23), Reverse(), Dates())
+SYNTHETIC = (
+    Pair(), Pair(keys=9, pairs=7, queries=3), Mqar(), Mqar(keys=12, pairs=5, length=23), Reverse(), Dates(), Copy(),
+    SelectiveCopy(), Induction(),
+)  # fmt: skip
 
 
 def nats(loss):
@@ -54,6 +71,48 @@ def test_mqar_asks_sooner_more_often_than_late():
     assert asked[16:48].sum() > 2 * asked[96:].sum() > 0
 
 
+@pytest.mark.parametrize("task", [Copy(), Copy(symbols=3, length=6)], ids=repr)
+def test_copy_asks_for_what_stood_before_the_mark(task):
+    n = task.length // 2
+    for ids, labels in rows_of(task):
+        assert labels == [IGNORED] * n + ids[:n] and ids[n:] == [task.symbols, *ids[: n - 1]]
+
+
+@pytest.mark.parametrize("task", [SelectiveCopy(), SelectiveCopy(symbols=3, copied=4, length=9)], ids=repr)
+def test_selective_copy_asks_for_the_symbols_in_their_order(task):
+    noise, mark = task.symbols, task.symbols + 1
+    for ids, labels in rows_of(task):
+        read, asked = ids[: -task.copied], ids[-task.copied :]
+        assert labels == [IGNORED] * len(read) + [i for i in read if i != noise] and asked == [mark] * task.copied
+    first = task.sample(torch.Generator().manual_seed(3), 200)["input_ids"][:, 0] != noise
+    assert 0 < first.float().mean() < 1, "symbols stand anywhere"
+
+
+@pytest.mark.parametrize("task", [Induction(), Induction(symbols=4, length=3), Induction(length=9)], ids=repr)
+def test_induction_asks_what_followed_the_special_token(task):
+    for ids, labels in rows_of(task):
+        place = ids.index(task.symbols)
+        assert ids.count(task.symbols) == 2 and ids[-1] == task.symbols
+        assert labels == [IGNORED] * (task.length - 1) + [ids[place + 1]]
+
+
+def test_digits_are_pixels_in_order_and_a_digit():
+    datasets = pytest.importorskip("sklearn.datasets", reason="the extra [eval] is not installed")
+    known = {tuple(x): digit for x, digit in zip(*datasets.load_digits(return_X_y=True), strict=True)}
+    rows = [(tuple(ids), labels) for ids, labels in rows_of(Digits())]
+    assert all(labels == [IGNORED] * 63 + [17 + known[ids]] for ids, labels in rows)
+    held_out = Digits().held_out(512)["input_ids"]
+    assert len(held_out) == 359 and not {ids for ids, _ in rows} & {tuple(ids) for ids in held_out.tolist()}
+
+
+@pytest.mark.parametrize("task", [Mqar(), Copy(), SelectiveCopy(), Induction()], ids=repr)
+def test_what_is_learnt_at_one_length_is_tested_at_others(task):
+    parts = task.by_length(5)
+    assert list(parts) == [task.length * times for times in (1, 2, 4, 8)]
+    for length, rows in parts.items():
+        assert rows["input_ids"].shape == (5, length) and int(rows["input_ids"].max()) < task.vocab_size
+
+
 @pytest.mark.parametrize("task", SYNTHETIC, ids=repr)
 def test_rows_depend_on_the_seed_alone(task):
     rows, again, other = (
@@ -74,6 +133,10 @@ def test_rows_depend_on_the_seed_alone(task):
         lambda: Pair(keys=4, pairs=5),
         lambda: Pair().resized(7),
         lambda: Mqar(pairs=8, length=20),
+        lambda: Copy(length=7),
+        lambda: SelectiveCopy(copied=5, length=9),
+        lambda: Induction(length=2),
+        lambda: Digits().resized(63) and pytest.fail("a picture of another size"),
         lambda: Reverse(length=3, shortest=4),
         lambda: Dates().resized(9),
     ],

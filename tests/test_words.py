@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from headrace import zoo
+from headrace.report import sweep
 from headrace.report.html import write_report
 from headrace.report.summary import labels, summarise
 from headrace.report.words import words
@@ -178,3 +179,36 @@ def test_a_crowd_is_drawn_backbone_by_backbone(tmp_path):
     page = write_report(crowd(1), tmp_path).read_text()
     assert all(f">{name}</td>" in page for name in zoo.names())
     assert (tmp_path / "pair-curves.png").stat().st_size > 10_000
+
+
+def sweep_results(by_value, **settings):
+    """Results of a sweep over pairs: for each value the scores that `results` takes."""
+    plans = {value: replace(PAIR, name=f"pair-pairs-{value}") for value in by_value}
+    parts = [results(scores, replace(plans[value]), **settings) for value, scores in by_value.items()]
+    study = {"name": "s", "title": "S", "plans": [part["study"]["plans"][0] for part in parts]}
+    study["sweep"] = {"field": "pairs", "values": list(by_value)}
+    return parts[0] | {"study": study, "arms": [arm for part in parts for arm in part["arms"]]}
+
+
+def test_a_sweep_has_a_table_words_and_a_curve_before_everything_else(tmp_path):
+    found = sweep_results(
+        {4: [[0.99, 0.98], [1.0, 0.995]], 16: [[0.5, 0.52], [0.8, 0.84]], 32: [[0.1, None], [0.3, 0.2]]}
+    )
+    over = sweep.read(found)
+    assert over.table()[0] == ["retnet", "98.5 ± 0.7 %", "51.0 ± 1.4 %", "10.0 %"]
+    assert sweep.words(over) == [
+        "retnet: 98.5 % at pairs=4, 10.0 % at pairs=32.",
+        "softmax-retnet: 99.8 % at pairs=4, 25.0 % at pairs=32.",
+        "softmax-retnet against retnet, by pairs: better at 4, 16, 32.",
+    ]
+    page = write_report(found, tmp_path).read_text()
+    first = re.search(r'<img alt="([^"]+)"', page)
+    assert first is not None and first[1].startswith("Score against pairs")
+    assert page.index("<td>51.0 ± 1.4 %</td>") < page.index("<h2>pair-pairs-4</h2>")
+    assert {path.name for path in tmp_path.glob("by-pairs-*.png")} == {"by-pairs-score.png", "by-pairs-capacity.png"}
+
+
+def test_a_sweep_with_a_mixer_that_never_finished_is_drawn(tmp_path):
+    found = sweep_results({"a": [[0.5], [None]], "b": [[0.4], [None]]})
+    assert sweep.read(found).table()[1] == ["softmax-retnet", "diverged", "diverged"]
+    assert write_report(found, tmp_path).is_file()

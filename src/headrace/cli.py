@@ -2,18 +2,16 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from . import __version__, account, cli_eval, cli_train, zoo
+from .console import interruptible, terminal
 from .dispatch import BACKENDS
 from .errors import InputError
 from .spec import to_json
@@ -29,20 +27,6 @@ def main() -> None:
         sys.exit(2)
 
 
-def terminal() -> Console:
-    """Wide where the output goes to a file, so that no table is cut."""
-    return Console() if sys.stdout.isatty() else Console(width=140)
-
-
-@contextmanager
-def interruptible(farewell: str) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(f"\ninterrupted: {farewell}", file=sys.stderr)
-        raise typer.Exit(130) from None
-
-
 app.command()(cli_train.prepare)
 app.command()(cli_train.train)
 app.command()(cli_train.curves)
@@ -52,6 +36,7 @@ app.command()(cli_train.convert)
 app.command()(cli_train.retrofit)
 app.command(name="recipes")(cli_train.list_recipes)
 app.command()(cli_eval.lab)
+app.command()(cli_eval.bench)
 app.command()(cli_eval.inspect)
 
 
@@ -70,7 +55,7 @@ def compare(
     mixers: Annotated[
         str | None, typer.Option(help="Names or expressions, with commas between (see `zoo`), or all.")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="pair, mqar, text, masked, reverse, dates or spans.")] = None,
+    task: Annotated[str | None, typer.Option(help="A name, with fields if need be: mqar(pairs=16).")] = None,
     text: Annotated[list[str] | None, typer.Option(help="A text file for language modelling.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A `tokenizers` JSON file; bytes without one.")] = None,
     seeds: Annotated[int | None, typer.Option(help="How many.")] = None,
@@ -78,6 +63,7 @@ def compare(
     batch_size: Annotated[int | None, typer.Option(help="Rows per step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
+    sweep: Annotated[str | None, typer.Option(help="FIELD=VALUE,VALUE,… of the task, shape or recipe.")] = None,
     hidden_size: Annotated[int | None, typer.Option()] = None,
     layers: Annotated[int | None, typer.Option()] = None,
     heads: Annotated[int | None, typer.Option()] = None,
@@ -89,8 +75,7 @@ def compare(
     The same command continues what was interrupted.
     """
     from .report.html import write_report
-    from .report.summary import summarise
-    from .report.terminal import board, print_comparison
+    from .report.terminal import board, print_results
     from .train.choose import choose
     from .train.compare import complete
     from .train.folder import claim
@@ -100,7 +85,7 @@ def compare(
         "mixers": mixers, "seeds": seeds, "steps": steps, "batch_size": batch_size, "lr": lr, "length": length,
         "hidden_size": hidden_size, "layers": layers, "heads": heads,
     }  # fmt: skip
-    study = choose(task, [*(text or []), *(files or [])], tokenizer, changes)
+    study = choose(task, [*(text or []), *(files or [])], tokenizer, changes, sweep)
     folder, console = output or Path("runs", study.name), terminal()
     for plan in study.plans:
         for sentence in plan.idle_gates():
@@ -111,8 +96,7 @@ def compare(
         with board(study, console) as progress:
             results = complete(study, folder, progress.listen, workers)
         report = write_report(results, folder)
-    for comparison in summarise(results):
-        print_comparison(comparison, console)
+    print_results(results, console)
     console.print(f"The report is {report}", soft_wrap=True, highlight=False)
 
 

@@ -1,5 +1,7 @@
 """The commands that look at what models and memories do."""
 
+import shlex
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -41,6 +43,64 @@ def lab(
         console.print(table)
         console.print(f"{finding.sentence}\nThe picture is {picture}\n", soft_wrap=True, highlight=False)
     raise typer.Exit(1 if broken else 0)
+
+
+def bench(
+    mixers: Annotated[
+        str, typer.Option(help="With commas between: names of the zoo, and transformers-llama, -mamba2, -qwen3-next.")
+    ] = "retnet,gla,gated-deltanet,mamba2,transformer,transformers-llama,transformers-mamba2,transformers-qwen3-next",
+    what: Annotated[str, typer.Option(help="With commas between.")] = "memory,training,prefill,decoding",
+    layers: Annotated[int | None, typer.Option(help="24 without it; 2 on a CPU.")] = None,
+    hidden_size: Annotated[int, typer.Option()] = 1024,
+    heads: Annotated[int, typer.Option()] = 4,
+    lengths: Annotated[str, typer.Option(help="Tokens of a row in training, and of a prompt.")] = "512,2048",
+    batch_sizes: Annotated[str, typer.Option(help="Rows of a training step.")] = "1,2",
+    contexts: Annotated[str, typer.Option(help="Tokens before the one decoded.")] = "1024,16384,131072,1048576",
+    rounds: Annotated[int, typer.Option(help="That count; one more warms up.")] = 5,
+    threads: Annotated[int, typer.Option()] = 1,
+    device: Annotated[str | None, typer.Option(help="The accelerator without it, where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 without it; float32 on a CPU.")] = None,
+    output: Annotated[Path, typer.Option(help="The folder for bench.csv and report.html.")] = Path("runs/bench"),
+) -> None:
+    """Memory, throughput and latency of mixers with and without competition, beside transformers' own models.
+
+    The same command continues what was interrupted; further lengths and contexts add to the folder."""
+    from .bench.models import Shape, named
+    from .bench.plan import Plan, claim, on_device, points
+    from .bench.report import OVERHEAD, overheads, write_report
+    from .bench.results import complete, rows, write_csv
+    from .console import interruptible, terminal
+
+    device, console = on_device(device), terminal()
+    shape = Shape(layers or (2 if device == "cpu" else 24), hidden_size, heads)
+    if layers is None and device == "cpu":
+        console.print(
+            f"{shape.layers} layers of the paper's 24, for this is a CPU: --layers 24 for all", style="yellow"
+        )
+    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    plan = Plan(named(mixers), shape, device, dtype, threads, rounds)
+    wanted = points(what.split(","), numbers(lengths), numbers(batch_sizes), numbers(contexts))
+    claim(output, plan)
+    with interruptible(f"what is finished is in {output}; the same command continues"), console.status("") as status:
+        held = complete(plan, wanted, output, status.update)
+    lines = rows(held, plan)
+    write_csv(output / "bench.csv", lines)
+    report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))
+    section = overheads(held, plan)
+    table = Table(*section.header, title="With competition over without", caption=OVERHEAD, title_justify="left")
+    for row in section.rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"The report is {report}, the numbers {output / 'bench.csv'}", soft_wrap=True, highlight=False)
+
+
+def numbers(text: str) -> list[int]:
+    from .errors import InputError
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"{text!r} are no numbers; expected whole ones with commas between, as 512,2048") from None
 
 
 def inspect(

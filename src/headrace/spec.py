@@ -286,13 +286,18 @@ def from_json(data: dict[str, Any]):
 
 def record(cls, data: dict[str, Any], where: str):
     """A record of literals and records from plain dicts. Raises InputError for what its fields do not admit."""
+    return cls(**admitted(cls, data, where))
+
+
+def admitted(cls, data: dict[str, Any], where: str) -> dict[str, Any]:
+    """Values of fields as a record holds them. InputError, which calls it `where`, for what the fields do not admit."""
     known = {f.name: f for f in fields(cls)}
     hints, values = get_type_hints(cls), {}
     for name, value in data.items():
         if name not in known:
             raise InputError(f"{where} has no field {name!r}; expected one of {', '.join(known)}")
         values[name] = _value(value, hints[name], f"{where}.{name}")
-    return cls(**values)
+    return values
 
 
 def _value(value, hint, where: str):
@@ -306,6 +311,8 @@ def _value(value, hint, where: str):
 
 def _check(value, hint, where: str):
     """Refuse a value that the field's type does not admit (an int is a float, nothing else is converted)."""
+    if get_origin(hint) is tuple:  # of one
+        return (_check(value, get_args(hint)[0], where),)
     options = [hint] if get_origin(hint) is Literal or not get_args(hint) else list(get_args(hint))
     if value == "none" and type(None) in options:
         return None
@@ -342,5 +349,6 @@ def change_all(spec, values: dict[str, Any]):
 
 __all__ = [
     "CACHED", "AttentionSpec", "Competition", "Decay", "Heads", "Inputs", "MatrixSpec", "MixerSpec", "Pattern", "Read",
-    "ScanSpec", "SoftmaxRNNSpec", "Spec", "Write", "change", "change_all", "from_json", "record", "replace", "to_json",
+    "ScanSpec", "SoftmaxRNNSpec", "Spec", "Write", "admitted", "change", "change_all", "from_json", "record", "replace",
+    "to_json",
 ]  # fmt: skip

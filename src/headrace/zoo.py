@@ -194,19 +194,25 @@ def get(mixer):
         return mixer
     if len(parts := split(mixer, "+")) > 1:
         return Decoder(tuple(layer for part in parts for layer in as_layers(get(part))))
-    match = re.fullmatch(r"\s*([^()\s]+)\s*(?:\((.*)\))?\s*", mixer)
-    if not match:
-        raise InputError(f"mixer {mixer!r} is not of the form NAME or NAME(field=value, ...)")
+    name, settings = expression(mixer, "mixer")
     changes: dict[str, object] = {}
-    for setting in split(match[2] or ""):
-        path, equals, text = (part.strip() for part in setting.partition("="))
-        if not equals:
-            raise InputError(f"{setting!r} in mixer {mixer!r} is not of the form field=value")
+    for path, text in settings.items():
         named = {"paper": asdict(PAPER), "default": asdict(Competition()), "none": None}
-        changes[path] = named.get(text, text) if path == "competition" else _literal(text)
+        changes[path] = named.get(text, text) if path == "competition" else literal(text)
         if path == "mixer":  # of a whole model
             changes[path] = to_json(get(text))
-    return change_all(_named(match[1]), changes)
+    return change_all(_named(name), changes)
+
+
+def expression(text: str, kind: str) -> tuple[str, dict[str, str]]:
+    """ "a(b=1, c=d)" -> ("a", {"b": "1", "c": "d"}); kind: what the sentences of an InputError call it."""
+    match = re.fullmatch(r"\s*([^()\s]+)\s*(?:\((.*)\))?\s*", text)
+    if not match:
+        raise InputError(f"{kind} {text!r} is not of the form NAME or NAME(field=value, ...)")
+    settings = [[part.strip() for part in setting.partition("=")] for setting in split(match[2] or "")]
+    if wrong := next(("".join(setting) for setting in settings if not setting[1]), None):
+        raise InputError(f"{wrong!r} in {kind} {text!r} is not of the form field=value")
+    return match[1], {path: value for path, _, value in settings}
 
 
 def several(text: str) -> tuple[str, ...]:
@@ -248,7 +254,7 @@ def _named(name: str):
     raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)}")
 
 
-def _literal(text: str):
+def literal(text: str):
     for convert in (int, float):
         try:
             return convert(text)

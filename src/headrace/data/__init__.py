@@ -1,6 +1,6 @@
 """From text to packed tokens on disk, and from there to batches."""
 
 from .preparation import Preparation, prepare
-from .rows import Collator, PackedData, open_data
+from .rows import Collator, PackedData, open_data, unigram_loss
 
-__all__ = ["Collator", "PackedData", "Preparation", "open_data", "prepare"]
+__all__ = ["Collator", "PackedData", "Preparation", "open_data", "prepare", "unigram_loss"]

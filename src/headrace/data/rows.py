@@ -46,6 +46,12 @@ def open_data(folder: Path) -> PackedData:
     return PackedData(parts[0], parts[1], tokens, manifest)
 
 
+def unigram_loss(rows: Dataset) -> float:
+    """Nats per token of the best model that knows nothing but how frequent each token of these very rows is."""
+    counts = torch.cat([torch.as_tensor(row) for row in rows["input_ids"]]).bincount().double()
+    return float(torch.special.entr(counts / counts.sum()).sum())
+
+
 @dataclass(frozen=True)
 class Collator:
     """Rows -> {"input_ids", "labels"}.

@@ -99,9 +99,7 @@ def collapse(generator: Generator) -> Finding:
         singular = torch.linalg.svdvals(slopes)
         kept[name] = float((singular[:, 1] / singular[:, 0]).median())
         along[name] = float((slopes @ plane.flatten(0, 1)[..., None]).abs().max())
-        for ring, colour in zip(
-            out.view(5, 96, 2), ("#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#084594"), strict=True
-        ):
+        for ring, colour in zip(out.view(5, 96, 2), RINGS, strict=True):
             ax.plot(*ring[[*range(96), 0]].T, color=colour, lw=1.6)
         ax.set(title=name, xlabel="read by head 1")
         ax.title.set_fontsize(10)

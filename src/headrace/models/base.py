@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ..checks import require
+from ..loss import IGNORED
 from ..recurrence import accumulator
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)

@@ -46,14 +46,16 @@ Sources: {sources}.
 
 
 def write_card(
-    folder: Path, recipe: Recipe, about: About, manifest: dict[str, Any], history: list[dict[str, Any]]
+    folder: Path, recipe: Recipe, about: About, manifest: dict[str, Any], history: list[dict[str, Any]], unigram: float
 ) -> None:
+    """unigram: what a model would lose on the held-out text that knew how frequent its tokens are, and no more."""
     draw_curves(folder / "curves.png", {recipe.mixer: history})
     evaluations = [point for point in history if "eval_loss" in point]
     final = next(point for point in reversed(history) if "final_loss" in point)
     sentence = (
         f"After {recipe.tokens:g} tokens: {final['final_loss']:.4f} nats per held-out token, perplexity "
-        f"{final['final_perplexity']:.2f}, {final['final_bits_per_byte']:.4f} bits per byte."
+        f"{final['final_perplexity']:.2f}, {final['final_bits_per_byte']:.4f} bits per byte. "
+        + beside(final["final_loss"], unigram)
     )
     results = [
         EvalResult("text-generation", "text", "held-out documents", metric, final[f"final_{metric}"])
@@ -98,6 +100,12 @@ def named(runs: list[Path]) -> dict[str, Path]:
         raise InputError("a run is given twice; expected each once")
     names = [run.resolve().name for run in runs]
     return {name if names.count(name) == 1 else str(run): run for name, run in zip(names, runs, strict=True)}
+
+
+def beside(loss: float, unigram: float) -> str:
+    if loss >= unigram:
+        return f"It learnt nothing: the frequencies of these tokens alone give {unigram:.4f} nats."
+    return f"The frequencies of these tokens alone give {unigram:.4f} nats."
 
 
 def draw_curves(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:

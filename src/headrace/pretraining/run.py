@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import ProgressCallback, TrainerState, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..data import Collator, PackedData
+from ..data import Collator, PackedData, unigram_loss
 from ..errors import InputError
 from ..recipes import About, Recipe
 from ..train.folder import difference, read_json, write_json
@@ -219,4 +219,4 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
         data.tokenizer.save_pretrained(folder)
         history: list[dict[str, Any]] = trainer.state.log_history
         write_json(folder / "history.json", history)
-        write_card(folder, recipe, about, data.manifest, history)
+        write_card(folder, recipe, about, data.manifest, history, unigram_loss(data.held_out))

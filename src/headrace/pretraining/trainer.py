@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import ProgressCallback, Trainer
 
-from ..data.rows import IGNORED
+from ..loss import IGNORED
 from ..model import Block
 from ..train.gates import GateWatch
 from .optimizer import CarefulAdamW

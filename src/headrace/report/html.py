@@ -7,6 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from matplotlib.figure import Figure
 
+from . import sweep
 from .plots import draw
 from .summary import Comparison, Contender, show, show_contender, summarise
 from .words import words
@@ -15,24 +16,40 @@ from .words import words
 def write_report(results: dict[str, Any], folder: Path) -> Path:
     """Draw and write everything; the path of report.html."""
     sections = [section(comparison, folder) for comparison in summarise(results)]
+    over = sweep.read(results)
+    whole = whole_sweep(over, folder) if over else None
     templates = Environment(loader=PackageLoader("headrace.report", "."), autoescape=True, trim_blocks=True)
     page, beside = folder / "report.html", folder / ".report.html"
-    beside.write_text(templates.get_template("template.html").render(results=results, sections=sections), "utf-8")
+    beside.write_text(
+        templates.get_template("template.html").render(results=results, sweep=whole, sections=sections), "utf-8"
+    )
     return beside.replace(page)
 
 
 def section(comparison: Comparison, folder: Path) -> dict[str, Any]:
     plan = comparison.plan
-    pictures = [
-        {"caption": caption, "png": inline(figure, folder / f"{plan['name']}-{name}.png")}
-        for name, (caption, figure) in draw(comparison).items()
-    ]
     return {
         "plan": plan,
         "sentences": words(comparison),
         "rows": [row(contender, comparison) for contender in comparison.shown],
-        "pictures": pictures,
+        "pictures": saved(draw(comparison), folder, plan["name"]),
     }
+
+
+def whole_sweep(over: sweep.Sweep, folder: Path) -> dict[str, Any]:
+    return {
+        "heads": [f"{over.field}={value}" for value in over.values],
+        "rows": over.table(),
+        "sentences": sweep.words(over),
+        "pictures": saved(sweep.draw(over), folder, f"by-{over.field}"),
+    }
+
+
+def saved(drawn: dict[str, tuple[str, Figure]], folder: Path, name: str) -> list[dict[str, str]]:
+    return [
+        {"caption": caption, "png": inline(figure, folder / f"{name}-{kind}.png")}
+        for kind, (caption, figure) in drawn.items()
+    ]
 
 
 def inline(figure: Figure, path: Path) -> str:

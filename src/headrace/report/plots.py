@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from . import panels
 from .summary import Comparison, Contender
@@ -24,6 +24,7 @@ STYLE: Any = {
     "legend.frameon": False,
     "figure.dpi": 110,
 }
+WIDE = 4  # values whose largest is so many times the smallest are drawn on a logarithmic axis
 LABELLED = 8  # so many curves can be told apart by a legend inside the plot
 
 
@@ -50,6 +51,15 @@ def legend(figure: Figure, ax: Axes, entries: int) -> None:
         ax.legend()
     else:
         ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
+
+
+def spread(ax: Axes, places: dict[Any, float]) -> None:
+    """Ticks at places under their names; far ones on a logarithmic axis."""
+    values = list(places.values())
+    if min(values) > 0 and max(values) > WIDE * min(values):
+        ax.set_xscale("log")
+        ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xticks(values, [str(name) for name in places])
 
 
 def learning_curves(comparison: Comparison) -> Figure | None:
@@ -104,7 +114,11 @@ def by_length(comparison: Comparison) -> Figure | None:
         scores = np.array(list(c.by_length.values())) * metric.scale
         ax.plot(list(c.by_length), scores, "o-", color=colour[c.mixer], label=c.label, lw=2)
     ax.axvline(comparison.plan["length"], color="#888", ls=":")
-    ax.set(xlabel="length of the source; dotted: the longest of training", ylabel=f"{metric.name} ({metric.unit})")
+    spread(ax, {n: n for n in contenders[0].by_length})
+    ax.set(
+        xlabel="length of the row, or source; dotted: training's",
+        ylabel=f"{metric.name} ({metric.unit})",
+    )
     legend(figure, ax, len(contenders))
     return figure
 
@@ -207,7 +221,7 @@ def compact(value: float) -> str:
 PLOTS: dict[str, tuple[str, Callable[[Comparison], Figure | None]]] = {
     "curves": ("Learning curves: the mean over seeds, and from the worst seed to the best.", learning_curves),
     "scores": ("Final scores: the mean with its standard deviation over seeds, and every seed.", final_scores),
-    "lengths": ("By the length of the source: the mean over seeds.", by_length),
+    "lengths": ("By the length of the row, or of the source: the mean over seeds.", by_length),
     "alignments": (
         "Alignment: what each character of the target (rows, from above) read of the source (columns), first seed.",
         alignments,

@@ -67,13 +67,9 @@ class Contender:
 
     @property
     def by_length(self) -> dict[int, float]:
-        """Mean score over seeds by the length of the source; empty where the task has no such thing."""
-        arms = [arm for arm in self.arms if not arm["diverged"]]
-        return (
-            {int(n): statistics.fmean(arm["by_length"][n] for arm in arms) for n in arms[0].get("by_length", {})}
-            if arms
-            else {}
-        )
+        """Mean score over seeds by the length of the row or source; empty where the task has no such thing."""
+        arms = [arm["by_length"] for arm in self.arms if arm.get("by_length")]
+        return {int(n): statistics.fmean(arm[n] for arm in arms) for n in arms[0]} if arms else {}
 
     def curve(self) -> list[tuple[int, float, float, float]]:
         """(step, mean, smallest, largest score over seeds)."""

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..train.plan import Arm, Study
-from .summary import Comparison, labels, show, show_contender
+from . import sweep
+from .summary import Comparison, labels, show, show_contender, summarise
 from .words import words
 
 COLUMNS = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total:.0f}", "{task.fields[score]}")
@@ -46,6 +48,25 @@ def board(study: Study, console: Console) -> Iterator[Board]:
     columns = [TextColumn(column) if isinstance(column, str) else column for column in COLUMNS]
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
         yield Board(progress, study)
+
+
+def print_results(results: dict[str, Any], console: Console) -> None:
+    if over := sweep.read(results):
+        print_sweep(over, console)
+        return
+    for comparison in summarise(results):
+        print_comparison(comparison, console)
+
+
+def print_sweep(over: sweep.Sweep, console: Console) -> None:
+    table = Table("mixer", title=f"by {over.field}", title_justify="left", title_style="bold")
+    for value in over.values:
+        table.add_column(f"{over.field}={value}", justify="right")
+    for row in over.table():
+        table.add_row(*row)
+    console.print(table)
+    for sentence in sweep.words(over):
+        console.print(f"- {sentence}", highlight=False, soft_wrap=True)
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:

@@ -96,7 +96,7 @@ def ranking(comparison: Comparison) -> Iterator[str]:
 
 
 def lengths(comparison: Comparison) -> Iterator[str]:
-    """How far each one's score holds as sources get longer."""
+    """How far each one's score holds as rows or sources get longer."""
     longest = comparison.plan["length"]
     for contender in comparison.contenders:
         held = [n for n, score in contender.by_length.items() if score >= HELD]

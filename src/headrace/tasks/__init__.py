@@ -1,18 +1,26 @@
 """What models are compared on. A task is a frozen record of literals: JSON-able, cheap to send to a worker."""
 
-from .base import IGNORED, Answers, Metric, Rows, Task
+from ..loss import IGNORED
+from .base import Answers, Metric, Rows, Task
+from .copy import Copy
 from .dates import Dates
+from .digits import Digits
+from .induction import Induction
 from .masked import Masked
 from .mqar import Mqar
 from .pair import Pair
 from .reverse import Reverse
+from .selective_copy import SelectiveCopy
 from .sequences import Sequences
 from .spans import Spans
 from .text import Text
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Pair, Mqar, Text, Masked, Reverse, Dates, Spans)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task
+    for task in (Pair, Mqar, Copy, SelectiveCopy, Induction, Digits, Text, Masked, Reverse, Dates, Spans)
+}
 
 __all__ = [
-    "IGNORED", "TASKS", "Answers", "Dates", "Masked", "Metric", "Mqar", "Pair", "Reverse", "Rows", "Sequences", "Spans",
-    "Task", "Text",
+    "IGNORED", "TASKS", "Answers", "Copy", "Dates", "Digits", "Induction", "Masked", "Metric", "Mqar", "Pair",
+    "Reverse", "Rows", "SelectiveCopy", "Sequences", "Spans", "Task", "Text",
 ]  # fmt: skip

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-IGNORED = -100  # the label of a position without a question
+LONGER = (1, 2, 4, 8)  # times the length of training: where a task is tested besides
 BLOCK = 1024  # rows drawn at once
 
 Batch = dict[str, Tensor]
@@ -69,8 +69,30 @@ class Task(Protocol):
     def held_out(self, rows: int) -> Batch:
         """The same rows for every seed and every mixer, at most `rows` of them."""
 
+    def by_length(self, rows: int) -> dict[int, Batch]:
+        """Held-out rows of single lengths, beyond that of training too; none where length is not what is asked."""
+
     def scores(self, answers: Answers) -> dict[str, float]:
         """Scores by name, `metric.name` among them."""
+
+
+class Drawn:
+    """What tasks share whose rows are drawn from nothing but a generator, and whose answers are single tokens."""
+
+    metric: ClassVar[Metric] = Metric("accuracy", "%", 100.0, solved=0.99)
+    length: Any  # int
+    resized: Any
+    sample: Any
+
+    def held_out(self, rows: int) -> Batch:
+        return held_out(self.sample, rows)
+
+    def by_length(self, rows: int) -> dict[int, Batch]:
+        """Held-out rows as long as those of training, and longer."""
+        return {times * self.length: self.resized(times * self.length).held_out(rows) for times in LONGER}
+
+    def scores(self, answers: Answers) -> dict[str, float]:
+        return {"accuracy": answers.accuracy, "loss": answers.loss}
 
 
 class Rows(Dataset):

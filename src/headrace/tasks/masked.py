@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .base import IGNORED, Answers, Batch, Metric, held_out
+from ..loss import IGNORED
+from .base import Answers, Batch, Metric, held_out
 from .text import Text
 
 ASKED, MASKED, RANDOM = 0.15, 0.8, 0.1  # shares: of the tokens, and of those asked for

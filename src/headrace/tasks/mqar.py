@@ -14,19 +14,19 @@ from typing import ClassVar
 import torch
 
 from ..errors import InputError
-from .base import IGNORED, Answers, Batch, Metric, held_out
+from ..loss import IGNORED
+from .base import Batch, Drawn
 
 GAP_EXPONENT = -0.99  # of the density of a query's distance from the pairs
 
 
 @dataclass(frozen=True)
-class Mqar:
+class Mqar(Drawn):
     keys: int = 64  # and as many values
     pairs: int = 8
     length: int = 64
 
     name: ClassVar[str] = "mqar"
-    metric: ClassVar[Metric] = Metric("accuracy", "%", 100.0, solved=0.99)
 
     def __post_init__(self) -> None:
         if not (1 <= self.pairs <= self.keys and 3 * self.pairs <= self.length):
@@ -56,9 +56,3 @@ class Mqar:
         """Different distances from the pairs, [rows, pairs]."""
         weights = torch.arange(1.0, self.length - 2 * self.pairs + 1).pow(GAP_EXPONENT)
         return torch.multinomial(weights.expand(rows, -1), self.pairs, generator=generator)
-
-    def held_out(self, rows: int) -> Batch:
-        return held_out(self.sample, rows)
-
-    def scores(self, answers: Answers) -> dict[str, float]:
-        return {"accuracy": answers.accuracy, "loss": answers.loss}

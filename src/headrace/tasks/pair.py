@@ -14,17 +14,17 @@ from typing import ClassVar
 import torch
 
 from ..errors import InputError
-from .base import IGNORED, Answers, Batch, Metric, held_out
+from ..loss import IGNORED
+from .base import Batch, Drawn
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(Drawn):
     keys: int = 32  # and as many values
     pairs: int = 24  # stored, with different keys
     queries: int = 24  # asked afterwards, each pair at most once
 
     name: ClassVar[str] = "pair"
-    metric: ClassVar[Metric] = Metric("accuracy", "%", 100.0, solved=0.99)
 
     def __post_init__(self) -> None:
         if not 1 <= self.queries <= self.pairs <= self.keys:
@@ -58,8 +58,5 @@ class Pair:
             "shift_labels": torch.cat([unasked, values.gather(1, asked)], 1),
         }
 
-    def held_out(self, rows: int) -> Batch:
-        return held_out(self.sample, rows)
-
-    def scores(self, answers: Answers) -> dict[str, float]:
-        return {"accuracy": answers.accuracy, "loss": answers.loss}
+    def by_length(self, rows: int) -> dict[int, Batch]:
+        return {}  # a longer row has more keys, which are tokens of their own

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import IGNORED, Answers, Batch, Metric, held_out
+from ..loss import IGNORED
+from .base import Answers, Batch, Metric, held_out
 
 START, END, FIRST = 0, 1, 2  # before a target and where a source has ended; after a target; the first character
 
@@ -50,7 +51,6 @@ class Sequences:
         return held_out(self.sample, rows)
 
     def by_length(self, rows: int) -> dict[int, Batch]:
-        """Held-out rows of single lengths, beyond that of training too, where length is what makes the task hard."""
         return {}
 
     def scores(self, answers: Answers) -> dict[str, float]:

@@ -65,6 +65,9 @@ class Text:
         windows = (len(tail) - 1) // self.length
         return self._windows(tail, torch.linspace(0, windows - 1, min(rows, windows)).long() * self.length)
 
+    def by_length(self, rows: int) -> dict[int, Batch]:
+        return {}
+
     def _windows(self, tokens: Tensor, starts: Tensor) -> Batch:
         window = tokens[starts[:, None] + torch.arange(self.length + 1)].long()
         return {"input_ids": window[:, :-1].contiguous(), "shift_labels": window[:, 1:].contiguous()}

@@ -171,12 +171,11 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
 
 
 def by_length(arm: Arm, model: nn.Module) -> dict[str, Any]:
-    """Of a task from sequence to sequence: scores by the length of the source, and what one target was aligned to."""
-    task, recipe = arm.plan.task, arm.plan.recipe
-    if not isinstance(task, Sequences):
-        return {}
-    parts = {n: as_read(arm, rows) for n, rows in task.by_length(recipe.held_out // 2).items()}
-    scores = {str(n): evaluate(model, rows, recipe.batch_size)[0].exact for n, rows in parts.items()}
+    """Scores by the length of a row or source, where a task asks for it, and what one target was aligned to."""
+    task, recipe, scores = arm.plan.task, arm.plan.recipe, {}
+    for n, rows in task.by_length(recipe.held_out // 2).items():
+        answers, _ = evaluate(model, as_read(arm, rows), max(recipe.batch_size * task.length // n, 1))
+        scores[str(n)] = task.scores(answers)[task.metric.name]
     return {"by_length": scores, "alignment": alignment(arm, model)}
 
 

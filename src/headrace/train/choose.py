@@ -1,21 +1,27 @@
 """From what a user asked for to a study: the task's defaults, changed where the user says so."""
 
 import difflib
+import re
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
 from .. import zoo
 from ..errors import InputError
+from ..spec import admitted
 from ..stack_spec import Decoder
-from ..tasks import Text
+from ..tasks import Task, Text
 from .defaults import DEFAULTS, DEMO
 from .plan import Plan, Recipe, Shape, Study
 
 
-def choose(task: str | None, files: list[str], tokenizer: str | None, changes: dict[str, Any]) -> Study:
-    """`changes` are values of the plan's, the shape's and the recipe's fields and `length`; None leaves the default."""
+def choose(
+    task: str | None, files: list[str], tokenizer: str | None, changes: dict[str, Any], sweep: str | None = None
+) -> Study:
+    """`changes` are values of the plan's, the shape's and the recipe's fields and `length`; None leaves the default.
+    `sweep`, FIELD=VALUE,…, asks for a plan at each value of a field."""
     changes = {name: value for name, value in changes.items() if value is not None}
-    if task is None and not files and "mixers" not in changes:
+    if task is None and not files and "mixers" not in changes and sweep is None:
         if tokenizer is not None:
             raise InputError(f"--tokenizer {tokenizer} is for language modelling; add --text FILE or --task text")
         return replace(DEMO, plans=tuple(changed(plan, changes) for plan in DEMO.plans))
@@ -26,14 +32,63 @@ def choose(task: str | None, files: list[str], tokenizer: str | None, changes: d
                 f"--task {task} reads no text; text files and --tokenizer go with --task text, masked or spans"
             )
         plan = replace(plan, task=replace(plan.task, files=tuple(files), tokenizer=tokenizer))
-    return Study(plan.name, f"Mixers compared: {plan.name}", (changed(plan, changes),))
+    plan = changed(plan, changes)
+    return swept(plan, sweep) if sweep else Study(plan.name, f"Mixers compared: {plan.name}", (plan,))
 
 
 def default(task: str) -> Plan:
-    if task not in DEFAULTS:
-        near = difflib.get_close_matches(task, DEFAULTS, 1) or DEFAULTS
-        raise InputError(f"--task {task!r} is unknown; expected {' or '.join(near)}")
-    return DEFAULTS[task]
+    """The plan of a task given as an expression, which changes fields of its task: `mqar(pairs=16, length=128)`."""
+    name, settings = zoo.expression(task, "--task")
+    if name not in DEFAULTS:
+        near = difflib.get_close_matches(name, DEFAULTS, 1) or DEFAULTS
+        raise InputError(f"--task {name!r} is unknown; expected {' or '.join(near)}")
+    plan = DEFAULTS[name]
+    values = {field: zoo.literal(value) for field, value in settings.items()}
+    return replace(plan, task=refined(plan.task, values)) if values else plan
+
+
+def refined(task: Task, values: dict[str, Any]) -> Task:
+    """The task with some fields changed, and its length, which every task has."""
+    names = [f.name for f in fields(task)]  # type: ignore[arg-type]
+    if unknown := next((name for name in values if name not in (*names, "length")), None):
+        raise InputError(f"the task {task.name} has no field {unknown!r}; the nearest is {nearest(unknown, names)!r}")
+    if "length" in values and "length" not in names:
+        task, values = task.resized(values["length"]), {k: v for k, v in values.items() if k != "length"}
+    return replace(task, **admitted(type(task), values, task.name))  # type: ignore[type-var]
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    return max(names, key=lambda known: difflib.SequenceMatcher(None, name, known).ratio())
+
+
+def swept(plan: Plan, sweep: str) -> Study:
+    """A study with a plan for each value of a field of the task, the shape or the recipe."""
+    name, _, listed = (part.strip() for part in sweep.partition("="))
+    values = [zoo.literal(value) for value in zoo.split(listed)]
+    if len(set(values)) < len(values) or not values:
+        raise InputError(f"--sweep {sweep!r} is not of the form FIELD=VALUE,VALUE,… with each value once")
+    plans = tuple(at(plan, name, value) for value in values)
+    about = {"field": name, "values": values}
+    return Study(f"{plan.name}-by-{name}", f"Mixers compared: {plan.name}, by {name}", plans, about)
+
+
+def at(plan: Plan, name: str, value: Any) -> Plan:
+    """The plan with one field at a value, and a name that says so."""
+    own = {part: {f.name for f in fields(getattr(plan, part))} for part in ("task", "shape", "recipe")}
+    own["task"].add("length")
+    part = next((part for part, names in own.items() if name in names), None)
+    if part is None:
+        near = nearest(name, set.union(*own.values()))
+        raise InputError(
+            f"--sweep {name}={value}: no task, shape or recipe here has such a field; the nearest is {near!r}"
+        )
+    record: Any = getattr(plan, part)
+    values = {name: value}
+    changed: Any = (
+        refined(record, values) if part == "task" else replace(record, **admitted(type(record), values, part))
+    )
+    spelt = re.sub(r"[^A-Za-z0-9.+]+", "-", str(value))
+    return replace(plan, name=f"{plan.name}-{name}-{spelt}", **{part: changed})
 
 
 def changed(plan: Plan, changes: dict[str, Any]) -> Plan:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..tasks import Dates, Masked, Mqar, Pair, Reverse, Spans, Text
+from ..tasks import Copy, Dates, Digits, Induction, Masked, Mqar, Pair, Reverse, SelectiveCopy, Spans, Text
 from .plan import Plan, Recipe, Shape, Study
 
 PAIR = Plan(
@@ -21,6 +21,16 @@ MQAR = Plan(
     Mqar(),
     Shape(layers=2, heads=4),
     Recipe(steps=1000, lr=3e-3),
+)
+COPY = replace(MQAR, name="copy", task=Copy())
+SELECTIVE_COPY = replace(MQAR, name="selective-copy", mixers=("mamba", *MQAR.mixers), task=SelectiveCopy())
+INDUCTION = replace(SELECTIVE_COPY, name="induction", task=Induction())
+DIGITS = Plan(
+    "digits",
+    ("gla", "softmax-gla", "bert(mixer=gla)", "bert(mixer=softmax-gla)", "transformer"),
+    Digits(),
+    Shape(layers=2, heads=4),
+    Recipe(steps=500, lr=3e-3, held_out=359),
 )
 TEXT = Plan(
     "text",
@@ -47,5 +57,8 @@ REVERSE = Plan(
 )
 DATES = replace(REVERSE, name="dates", task=Dates())
 SPANS = replace(MASKED, name="spans", mixers=("t5", "t5(mixer=gla)", "t5(mixer=softmax-gla)"), task=Spans(length=64))
-DEFAULTS: dict[str, Plan] = {plan.task.name: plan for plan in (PAIR, MQAR, TEXT, MASKED, REVERSE, DATES, SPANS)}
+DEFAULTS: dict[str, Plan] = {
+    plan.task.name: plan
+    for plan in (PAIR, MQAR, COPY, SELECTIVE_COPY, INDUCTION, DIGITS, TEXT, MASKED, REVERSE, DATES, SPANS)
+}
 DEMO = Study("demo", "Does head competition help?", (PAIR, TEXT))

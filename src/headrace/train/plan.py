@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..model_spec import ModelSpec
 from ..spec import to_json
 from ..stack_spec import BertSpec, as_decoder
-from ..tasks import Masked, Sequences, Task, Text
+from ..tasks import Digits, Masked, Sequences, Task, Text
 from .widths import match
 
 
@@ -66,11 +66,10 @@ class Plan:
             zoo.get(mixer).head_dims(self.shape.hidden_size, self.shape.heads)
             if not answers(zoo.get(mixer), self.task):
                 raise InputError(
-                    f"mixer {mixer!r} cannot answer --task {self.task.name}: masked is for bert alone, reverse, dates "
-                    "and spans are for all others, the rest is for mixers and decoders"
+                    f"mixer {mixer!r} cannot answer --task {self.task.name}: masked is for bert alone, digits for bert "
+                    "and for mixers, reverse, dates and spans are for all but bert, the rest is for mixers and decoders"
                 )
-        if isinstance(self.task, Text):
-            assert self.task.corpus
+        self.task.held_out(1)  # what it is made from is there
 
     def arms(self) -> list["Arm"]:
         """Seed by seed, so that an interrupted comparison has something to say about every mixer."""
@@ -95,7 +94,8 @@ class Plan:
     @property
     def positions(self) -> int:
         """Room for the longest row, source and target after one another and held-out lengths too."""
-        return self.task.length * (4 if isinstance(self.task, Sequences) else 1)
+        longest = max([*self.task.by_length(1), self.task.length])
+        return 2 * longest + 1 if isinstance(self.task, Sequences) else longest
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
@@ -129,17 +129,25 @@ class Study:
     name: str
     title: str
     plans: tuple[Plan, ...]
+    sweep: dict[str, Any] | None = None  # {field, values: one for each plan}
 
     def arms(self) -> list[Arm]:
         return [arm for plan in self.plans for arm in plan.arms()]
 
     def to_json(self) -> dict[str, Any]:
-        data = {"name": self.name, "title": self.title, "plans": [plan.to_json() for plan in self.plans]}
+        data: dict[str, Any] = {
+            "name": self.name,
+            "title": self.title,
+            "plans": [plan.to_json() for plan in self.plans],
+        }
+        data |= {"sweep": self.sweep} if self.sweep else {}
         return json.loads(json.dumps(data))  # as it is read back: lists for tuples
 
 
 def answers(spec, task: Task) -> bool:
     """Whether rows of the task are what the mixer or whole model of the spec reads."""
-    if isinstance(spec, BertSpec) or isinstance(task, Masked):
-        return isinstance(spec, BertSpec) and isinstance(task, Masked)
+    if isinstance(spec, BertSpec):
+        return isinstance(task, Masked | Digits)
+    if isinstance(task, Masked):
+        return False
     return isinstance(task, Sequences) or not isinstance(spec, ModelSpec)

@@ -1,0 +1,105 @@
+"""What is measured: models of one shape at points of length and batch; the folder it is kept in.
+
+plan.json           what fixes the numbers; the folder serves no others
+points/<point>.json one point, all models in turn in one process
+bench.csv           every point, a line for each model
+report.html, *.png  the report
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..laws import TOLERANCE
+from ..train.folder import difference, read_json, write_json
+from .models import Shape
+
+MEASURED = ("memory", "training", "prefill", "decoding")
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
+
+
+def on_device(name: str | None) -> str:
+    """The device of this name, or without one the accelerator where there is one. InputError where it is not here."""
+    if name is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return "cpu" if found is None else str(found)
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device={name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return name
+
+
+@dataclass(frozen=True)
+class Plan:
+    models: tuple[str, ...]
+    shape: Shape = field(default_factory=Shape)
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    rounds: int = 5
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise InputError(f"--dtype={self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        for name, value in (vars(self.shape) | {"threads": self.threads, "rounds": self.rounds}).items():
+            if value < 1:
+                raise InputError(f"--{name.replace('_', '-')}={value}; expected at least 1")
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def clock(self) -> str:
+        """One thread's own time knows nothing of what else runs here; several threads, or a device, have none."""
+        return "cpu time" if self.device == "cpu" and self.threads == 1 else "wall clock"
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    what: str  # memory, training, prefill or decoding
+    length: int  # tokens of a row, of the prompt, or of the context that was read
+    batch: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.length * self.batch if self.what != "decoding" else 1
+
+    def path(self, folder: Path) -> Path:
+        return folder / "points" / f"{self.what}-{self.length}x{self.batch}.json"
+
+
+def points(what: list[str], lengths: list[int], batches: list[int], contexts: list[int]) -> list[Point]:
+    for name, given in (("lengths", lengths), ("batch-sizes", batches), ("contexts", contexts)):
+        if not given or min(given) < 1:
+            raise InputError(f"--{name}={','.join(map(str, given))}; expected positive integers with commas between")
+    axes = {
+        "memory": [(length, batch) for length in lengths for batch in batches],
+        "training": [(length, batch) for length in lengths for batch in batches],
+        "prefill": [(length, 1) for length in lengths],
+        "decoding": [(context, 1) for context in contexts],
+    }
+    if unknown := [name for name in what if name not in axes]:
+        raise InputError(f"--what: {unknown[0]!r} is unknown; expected some of {', '.join(axes)}")
+    return [Point(name, *place) for name in axes if name in what for place in axes[name]]
+
+
+def claim(folder: Path, plan: Plan) -> None:
+    """Make the folder this plan's own. InputError where it holds another, or something else."""
+    wanted: dict[str, Any] = asdict(plan) | {"models": list(plan.models)}
+    path = folder / "plan.json"
+    if path.exists():
+        if (held := read_json(path)) != wanted:
+            where, there, here = difference(held, wanted)
+            raise InputError(
+                f"{str(folder)!r} holds other measurements ({where} is {there} there and {here} here); name another "
+                "--output"
+            )
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{str(folder)!r} exists and holds no measurements; name another --output")
+    else:
+        write_json(path, wanted)

@@ -1,0 +1,45 @@
+"""Copying: a row of symbols, a mark, and the symbols again (https://arxiv.org/abs/2402.01032).
+
+    position   1  2  3  4  5  6  7  8
+    input      c  a  a  b  |  c  a  a
+    answer                 c  a  a  b
+
+All of what was read is asked for, in its order: a state of fixed size is full at some length.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from ..errors import InputError
+from ..loss import IGNORED
+from .base import Batch, Drawn
+
+
+@dataclass(frozen=True)
+class Copy(Drawn):
+    symbols: int = 16
+    length: int = 64  # of the row: the symbols twice
+
+    name: ClassVar[str] = "copy"
+
+    def __post_init__(self) -> None:
+        if self.symbols < 2 or self.length < 2 or self.length % 2:
+            raise InputError(f"{self}; expected at least 2 symbols and an even length: the symbols stand in it twice")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.symbols + 1
+
+    def resized(self, length: int) -> "Copy":
+        return replace(self, length=length)
+
+    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+        source = torch.randint(self.symbols, (rows, self.length // 2), generator=generator)
+        mark = torch.full((rows, 1), self.symbols)
+        unasked = torch.full_like(source, IGNORED)
+        return {
+            "input_ids": torch.cat([source, mark, source[:, :-1]], 1),
+            "shift_labels": torch.cat([unasked, source], 1),
+        }

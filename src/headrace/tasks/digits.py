@@ -1,0 +1,69 @@
+"""Which digit is this? scikit-learn's handwritten digits, 8 × 8 pixels of 17 greys, row by row.
+
+    input      0  0  5  13  9  1  0  0  0  0  …  0
+    answer                                       7        at the last pixel
+
+Mixers read them in that order; bert and bert(mixer=gla) from both ends at once. A fifth of the 1,797 pictures is held
+out, the same ones always.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..loss import IGNORED
+from .base import Answers, Batch, Metric
+
+GREYS, PIXELS, CLASSES = 17, 64, 10
+
+
+@dataclass(frozen=True)
+class Digits:
+    name: ClassVar[str] = "digits"
+    metric: ClassVar[Metric] = Metric("accuracy", "%", 100.0, solved=0.99)
+    vocab_size: ClassVar[int] = GREYS + CLASSES
+    length: ClassVar[int] = PIXELS
+
+    def resized(self, length: int) -> "Digits":
+        if length != PIXELS:
+            raise InputError(f"length={length}; expected {PIXELS}, the pixels of a picture of the task digits")
+        return self
+
+    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+        pictures, digits = load()[0]
+        return asked(pictures, digits, torch.randint(len(digits), (rows,), generator=generator))
+
+    def held_out(self, rows: int) -> Batch:
+        pictures, digits = load()[1]
+        return asked(pictures, digits, torch.arange(min(rows, len(digits))))
+
+    def by_length(self, rows: int) -> dict[int, Batch]:
+        return {}
+
+    def scores(self, answers: Answers) -> dict[str, float]:
+        return {"accuracy": answers.accuracy, "loss": answers.loss}
+
+
+def asked(pictures: Tensor, digits: Tensor, which: Tensor) -> Batch:
+    labels = torch.full((len(which), PIXELS), IGNORED)
+    labels[:, -1] = GREYS + digits[which]
+    return {"input_ids": pictures[which], "shift_labels": labels}
+
+
+@lru_cache(maxsize=1)
+def load() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(pictures [n, 64], digits [n]) for training, and of those that are held out."""
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError:
+        raise InputError('the task digits needs scikit-learn: pip install "headrace[eval]"') from None
+    data = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.target))
+    pictures, digits = (torch.from_numpy(x[order]).long() for x in (data.data, data.target))
+    cut = len(digits) // 5
+    return (pictures[cut:], digits[cut:]), (pictures[:cut], digits[:cut])

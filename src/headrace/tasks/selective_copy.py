@@ -1,0 +1,47 @@
+"""Selective copying (https://arxiv.org/abs/2312.00752, section 3.1): some symbols in noise, to be said in their order.
+
+    position   1  2  3  4  5  6  7  8  9  10
+    input      .  c  .  .  a  b  .  ?  ?  ?
+    answer                          c  a  b
+
+Where the symbols stand differs from row to row, so that what is written must depend on what is read.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from ..errors import InputError
+from ..loss import IGNORED
+from .base import Batch, Drawn
+
+
+@dataclass(frozen=True)
+class SelectiveCopy(Drawn):
+    symbols: int = 14
+    copied: int = 16  # of a row
+    length: int = 128
+
+    name: ClassVar[str] = "selective-copy"
+
+    def __post_init__(self) -> None:
+        if not (self.symbols >= 2 and self.copied >= 1 and 2 * self.copied <= self.length):
+            raise InputError(f"{self}; expected at least 2 symbols, and 1 <= copied <= length / 2")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.symbols + 2  # noise, and the mark that asks
+
+    def resized(self, length: int) -> "SelectiveCopy":
+        return replace(self, length=length)
+
+    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+        source = torch.randint(self.symbols, (rows, self.copied), generator=generator)
+        read = self.length - self.copied
+        places = torch.rand(rows, read, generator=generator).argsort(1)[:, : self.copied].sort(1).values
+        noise = torch.full((rows, read), self.symbols)
+        return {
+            "input_ids": torch.cat([noise.scatter(1, places, source), torch.full_like(source, self.symbols + 1)], 1),
+            "shift_labels": torch.cat([torch.full_like(noise, IGNORED), source], 1),
+        }

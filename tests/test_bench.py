@@ -1,0 +1,128 @@
+"""What competition costs is measured in pairs, resumed where it was, and told with how it was reached."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+from headrace import InputError, cli_eval
+from headrace.bench import measure, results
+from headrace.bench.decoding import CACHED, READ_ALL, RECURRENT, Decoder
+from headrace.bench.models import Shape, build, cache_bytes, named
+from headrace.bench.plan import Plan, Point, claim, points
+
+SHAPE = Shape(layers=1, hidden_size=64, heads=2, vocab_size=50)
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_each_linear_mixer_is_followed_by_its_softmax_version():
+    assert named("gla,transformer,transformers-llama") == ("gla", "softmax-gla", "transformer", "transformers-llama")
+    assert named("gla,softmax-gla") == ("gla", "softmax-gla")
+    with pytest.raises(InputError, match="transformers-mamba"):
+        named("transformers-mamba")
+
+
+@pytest.mark.parametrize("name, how", [
+    ("softmax-retnet", RECURRENT), ("mamba", READ_ALL), ("transformer", CACHED), ("transformers-llama", CACHED),
+    ("transformers-mamba2", RECURRENT), ("transformers-qwen3-next", RECURRENT),
+])  # fmt: skip
+@torch.inference_mode()
+def test_a_position_is_reached_with_a_state_as_large_as_it_should_be(name, how):
+    decoders = {position: Decoder(build(name, SHAPE)) for position in (100, 200)}
+    for position, decoder in decoders.items():
+        decoder.reach(position)
+        assert decoder.how == how
+        if how == CACHED:
+            assert decoder.state_bytes() == cache_bytes(name, SHAPE, position, itemsize=4)
+        decoder.token()
+        decoder.token()
+    sizes = {position: decoder.state_bytes() for position, decoder in decoders.items()}
+    assert (sizes[100] == sizes[200]) == (how != CACHED)
+
+
+@torch.inference_mode()
+def test_a_recurrence_that_is_moved_knows_its_position():
+    """Rotary positions: the same 64 tokens, then one that stands at 1,000."""
+    moved, read = (Decoder(build("retnet", SHAPE)) for _ in range(2))
+    torch.manual_seed(1)
+    moved.reach(1000)
+    torch.manual_seed(1)
+    read.read(64)
+    assert torch.equal(moved.cache.states[0].memory, read.cache.states[0].memory)
+    assert moved.cache.states[0].tokens.item() == moved.cache.columns == 1000
+
+
+@pytest.mark.slow
+def test_a_peak_is_at_least_weights_gradients_and_moments():
+    shape = Shape(layers=1, hidden_size=64, heads=2, vocab_size=100_000)
+    weights = sum(x.nbytes for x in build("gla", shape).parameters())
+    found = measure.memory(Point("memory", 16), Plan(("gla",), shape))
+    assert 4 * weights < found["gla"]["bytes"] < 10 * weights
+
+
+@pytest.mark.slow
+def test_what_is_measured_is_kept_and_continued(tmp_path, monkeypatch):
+    monkeypatch.setitem(measure.MEASUREMENTS, "memory", lambda point, plan: {n: {"bytes": 7} for n in plan.models})
+    arguments = {
+        "mixers": "gla,transformers-llama", "what": "memory,training,prefill,decoding", "layers": 1, "hidden_size": 32,
+        "heads": 2, "batch_sizes": "1", "contexts": "80", "rounds": 2, "threads": 1, "device": "cpu", "dtype": None,
+        "output": tmp_path / "bench",
+    }  # fmt: skip
+    cli_eval.bench(lengths="16", **arguments)
+    first = (tmp_path / "bench" / "points" / "training-16x1.json").read_text()
+    cli_eval.bench(lengths="16,24", **arguments)
+    assert (tmp_path / "bench" / "points" / "training-16x1.json").read_text() == first
+    rows = list(csv.DictReader((tmp_path / "bench" / "bench.csv").read_text().splitlines()))
+    assert [row["what"] for row in rows[::3]] == [*2 * ["memory"], *2 * ["training"], *2 * ["prefill"], "decoding"]
+    assert {row["model"] for row in rows} == {"gla", "softmax-gla", "transformers-llama"}
+    assert all(row["torch"] and row["commit"] and row["threads"] == "1" for row in rows)
+    page = (tmp_path / "bench" / "report.html").read_text()
+    assert "What competition costs" in page and "Compression" in page and page.count("data:image/png") == 5
+    with pytest.raises(InputError, match="other measurements"):
+        cli_eval.bench(lengths="16", **arguments | {"hidden_size": 64})
+
+
+def test_the_cost_of_competition_is_of_pairs_and_compression_is_as_derived():
+    plan = Plan(("gla", "softmax-gla"), SHAPE)
+    models = {"gla": {"seconds": [1.0, 2.0, 4.0]}, "softmax-gla": {"seconds": [1.1, 2.2, 4.4]}}
+    held = [{"point": vars(Point("training", 16)), "models": models}]
+    assert str(results.overhead(held, "gla", "training")) == "+10.0% ± 0.0%"
+    state = {"bytes": 4 * 2 * 16 * 32, "seconds": [1.0]}
+    (found,) = results.compressions([{"point": vars(Point("decoding", 640)), "models": {"gla": state}}], plan)
+    assert found.said == 640 * (16 + 32) / (16 * 32) and found.found == 640 * 2 * 64 / (2 * 16 * 32)
+
+
+def test_a_cache_that_would_not_fit_is_left_out_and_named(monkeypatch):
+    monkeypatch.setattr(measure, "free", lambda plan: 2**20)
+    plan = Plan(("gla", "transformer"), SHAPE, rounds=1)
+    found = measure.measure(Point("decoding", 10**6), plan)
+    assert "GiB" in found["transformer"]["left_out"] and found["gla"]["seconds"]
+
+
+MISTAKES = {
+    "--what": lambda: points(["speed"], [1], [1], [1]),
+    "--lengths": lambda: points(["training"], [0], [1], [1]),
+    "--rounds": lambda: Plan(("gla",), rounds=0),
+    "--dtype": lambda: Plan(("gla",), dtype="float8"),
+    "no numbers": lambda: cli_eval.numbers("a"),
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_a_mistake_is_named(said):
+    with pytest.raises(InputError, match=said):
+        MISTAKES[said]()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(InputError, match="holds no measurements"):
+        claim(tmp_path, Plan(("gla",)))
+    assert json.dumps([path.name for path in tmp_path.iterdir()]) == '["notes.txt"]'
