@@ -8,6 +8,7 @@ from .digits import Digits
 from .induction import Induction
 from .masked import Masked
 from .mqar import Mqar
+from .needle import Needle
 from .pair import Pair
 from .reverse import Reverse
 from .selective_copy import SelectiveCopy
@@ -17,10 +18,10 @@ from .text import Text
 
 TASKS: dict[str, type[Task]] = {
     task.name: task
-    for task in (Pair, Mqar, Copy, SelectiveCopy, Induction, Digits, Text, Masked, Reverse, Dates, Spans)
+    for task in (Pair, Mqar, Copy, SelectiveCopy, Induction, Needle, Digits, Text, Masked, Reverse, Dates, Spans)
 }
 
 __all__ = [
-    "IGNORED", "TASKS", "Answers", "Copy", "Dates", "Digits", "Induction", "Masked", "Metric", "Mqar", "Pair",
-    "Reverse", "Rows", "SelectiveCopy", "Sequences", "Spans", "Task", "Text",
+    "IGNORED", "TASKS", "Answers", "Copy", "Dates", "Digits", "Induction", "Masked", "Metric", "Mqar", "Needle",
+    "Pair",    "Reverse", "Rows", "SelectiveCopy", "Sequences", "Spans", "Task", "Text",
 ]  # fmt: skip

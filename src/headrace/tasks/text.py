@@ -50,6 +50,10 @@ class Text:
     def vocab_size(self) -> int:
         return self.corpus.vocab_size
 
+    @property
+    def sha256(self) -> str:
+        return self.corpus.sha256
+
     def resized(self, length: int) -> "Text":
         if length < 1:
             raise InputError(f"length={length}; expected at least 1")

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..tasks import Copy, Dates, Digits, Induction, Masked, Mqar, Pair, Reverse, SelectiveCopy, Spans, Text
+from ..tasks import Copy, Dates, Digits, Induction, Masked, Mqar, Needle, Pair, Reverse, SelectiveCopy, Spans, Text
 from .plan import Plan, Recipe, Shape, Study
 
 PAIR = Plan(
@@ -25,6 +25,14 @@ MQAR = Plan(
 COPY = replace(MQAR, name="copy", task=Copy())
 SELECTIVE_COPY = replace(MQAR, name="selective-copy", mixers=("mamba", *MQAR.mixers), task=SelectiveCopy())
 INDUCTION = replace(SELECTIVE_COPY, name="induction", task=Induction())
+NEEDLE = Plan(
+    "needle",
+    ("gla", "softmax-gla", "gated-deltanet", "softmax-gated-deltanet", "transformer"),
+    Needle(length=512),
+    Shape(layers=2, heads=4, mlp=128),
+    Recipe(steps=1000, batch_size=16, lr=3e-3, held_out=128),
+    seeds=1,
+)
 DIGITS = Plan(
     "digits",
     ("gla", "softmax-gla", "bert(mixer=gla)", "bert(mixer=softmax-gla)", "transformer"),
@@ -59,6 +67,6 @@ DATES = replace(REVERSE, name="dates", task=Dates())
 SPANS = replace(MASKED, name="spans", mixers=("t5", "t5(mixer=gla)", "t5(mixer=softmax-gla)"), task=Spans(length=64))
 DEFAULTS: dict[str, Plan] = {
     plan.task.name: plan
-    for plan in (PAIR, MQAR, COPY, SELECTIVE_COPY, INDUCTION, DIGITS, TEXT, MASKED, REVERSE, DATES, SPANS)
+    for plan in (PAIR, MQAR, COPY, SELECTIVE_COPY, INDUCTION, NEEDLE, DIGITS, TEXT, MASKED, REVERSE, DATES, SPANS)
 }
 DEMO = Study("demo", "Does head competition help?", (PAIR, TEXT))

@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..model_spec import ModelSpec
 from ..spec import to_json
 from ..stack_spec import BertSpec, as_decoder
-from ..tasks import Digits, Masked, Sequences, Task, Text
+from ..tasks import Digits, Masked, Sequences, Task
 from .widths import match
 
 
@@ -100,8 +100,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
         data["task"] = {"name": self.task.name, **data["task"]}
-        if isinstance(self.task, Text):
-            data["task"]["sha256"] = self.task.corpus.sha256
+        if sha256 := getattr(self.task, "sha256", None):  # of what is read from files
+            data["task"]["sha256"] = sha256
         data["length"] = self.task.length
         data["widths"] = self.widths()
         data["specs"] = {mixer: to_json(zoo.get(mixer)) for mixer in self.mixers}
