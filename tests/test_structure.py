@@ -53,6 +53,7 @@ ORDER = [
     "pretraining",
     "lab",
     "bench",
+    "evaluate",
     "console",
     "inspection",
     "cli_train",

@@ -38,6 +38,7 @@ app.command(name="recipes")(cli_train.list_recipes)
 app.command()(cli_eval.lab)
 app.command()(cli_eval.bench)
 app.command()(cli_eval.inspect)
+app.command(name="eval")(cli_eval.evaluate)
 
 
 @app.callback(invoke_without_command=True)

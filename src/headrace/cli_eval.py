@@ -124,3 +124,34 @@ def inspect(
     page = inspection.inspect(checkpoint, inspection.read_text(text, file), tokens, progress)
     inspection.write(page, output)
     print(f"{output}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser")
+
+
+def evaluate(
+    checkpoints: Annotated[list[str], typer.Argument(help="Folders or names on the Hub, ours or any causal LM.")],
+    suite: Annotated[str, typer.Option(help="language, recall, needle, blimp or tasks of the harness, with commas.")],
+    data: Annotated[Path | None, typer.Option(help="A folder of local files in place of the Hub.")] = None,
+    lengths: Annotated[str, typer.Option(help="Of needles' prompts, in tokens.")] = "1024,2048,4096,8192",
+    limit: Annotated[int | None, typer.Option(help="Rows of each task; all without it.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of context; the config's without it.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows at once.", min=1)] = 8,
+    device: Annotated[str, typer.Option()] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of needles and their places.", min=0, max=2**32 - 1)] = 1234,
+    output: Annotated[Path | None, typer.Option(help="The report's folder; runs/eval-<suite> without one.")] = None,
+) -> None:
+    """Evaluate by lm-evaluation-harness, side by side, with standard errors and paired differences.
+
+    The same command continues what was interrupted, and another checkpoint joins those that are done."""
+    from .console import interruptible, terminal
+    from .errors import InputError
+
+    try:
+        from .evaluate import checkpoint, report, run
+    except ModuleNotFoundError as error:
+        raise InputError(f'eval needs {error.name}, which is not installed: pip install "headrace[eval]"') from None
+    folder, console = output or Path("runs", f"eval-{run.slug(suite)}"), terminal()
+    plan = run.Plan(suite, tuple(numbers(lengths)), None if data is None else str(data), limit, max_length, seed)
+    with interruptible(f"what is finished is in {folder}; the same command continues"):
+        found = run.evaluate(checkpoints, plan, run.Machine(device, batch_size), folder)
+    page = report.write_report(found, checkpoint.named(checkpoints), folder)
+    report.print_evaluation(found, console)
+    console.print(f"The report is {page}", soft_wrap=True, highlight=False)

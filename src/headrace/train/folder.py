@@ -33,11 +33,15 @@ def read_json(path: Path) -> Any:
 
 
 def claim(folder: Path, study: Study) -> None:
-    """Make the folder this study's own. InputError where the study cannot be, the folder holds another one, or it
-    cannot be written."""
+    """Make the folder this study's own. InputError where the study cannot be, and as `own` does."""
     for plan in study.plans:
         plan.check()
-    wanted, path = study.to_json(), folder / "plan.json"
+    own(folder, study.to_json())
+
+
+def own(folder: Path, wanted: Any) -> None:
+    """Make the folder a plan's own. InputError where it holds another one, something else, or cannot be written."""
+    path = folder / "plan.json"
     if path.exists():
         held = read_json(path)
         if held != wanted:

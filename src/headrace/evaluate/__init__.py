@@ -1,0 +1,1 @@
+"""Checkpoints on what the papers evaluate on, by lm-evaluation-harness."""

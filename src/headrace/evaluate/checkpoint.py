@@ -1,0 +1,76 @@
+"""A model to evaluate: ours or any causal language model of transformers, from a folder or the Hub."""
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ..errors import InputError
+from ..hf import HeadraceConfig, load
+
+LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length")
+ROOM = 128  # tokens that the harness lets a needle's answer take
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: str
+    model: Any
+    tokenizer: Any
+
+    def harness(self, max_length: int, batch_size: int) -> HFLM:
+        """The harness's view of it. Its cache of logits would make rolling likelihoods depend on the batch size."""
+        return HFLM(
+            pretrained=self.model,
+            tokenizer=self.tokenizer,
+            backend="causal",
+            max_length=max_length,
+            batch_size=batch_size,
+            logits_cache=False,
+        )
+
+    @property
+    def trained_length(self) -> int | None:
+        """Tokens of context, as its config says."""
+        found = (getattr(self.model.config, name, None) for name in LENGTHS)
+        return next((length for length in found if length), None)
+
+
+def read_checkpoint(path: str, device: str) -> Checkpoint:
+    """Raises InputError for what is no causal language model with a tokenizer, or a device that is not here."""
+    folder = Path(path)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise InputError(f"checkpoint {path!r} has no config.json; expected a folder written by save_pretrained")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        ours = isinstance(config, HeadraceConfig) and folder.is_dir()
+        model: Any = load(folder) if ours else AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"checkpoint {path!r} cannot be read: {str(error).strip().splitlines()[0]}") from error
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise InputError(f"checkpoint {path!r} has a tokenizer without bos and eos; expected one to begin a text with")
+    try:
+        return Checkpoint(path, model.to(device).eval(), tokenizer)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device={device!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def fingerprint(path: str) -> str:
+    """Changes when the files of a folder do; a model of the Hub is known by its name."""
+    files = sorted(file for file in Path(path).glob("*") if file.suffix in (".json", ".safetensors", ".bin"))
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return sha256(repr((path, stats)).encode()).hexdigest()[:16]
+
+
+def named(paths: list[str]) -> dict[str, str]:
+    """By short names: the folder's, or its parent's where it is called `model`; by whole paths where those clash."""
+    if len({str(Path(path)) for path in paths}) < len(paths):
+        raise InputError("a checkpoint is given twice; expected each once")
+    shorts = [Path(path).parent.name if Path(path).name == "model" else Path(path).name for path in paths]
+    return {short if shorts.count(short) == 1 else path: path for short, path in zip(shorts, paths, strict=True)}

@@ -1,0 +1,311 @@
+"""The harness on our checkpoints and others': as computed by hand, on local files, resumed, and with failures named."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+pytest.importorskip("lm_eval")
+
+from headrace import cli
+from headrace.config import HeadraceConfig
+from headrace.data.tokenizer import byte_level
+from headrace.errors import InputError
+from headrace.evaluate import local, words
+from headrace.evaluate.checkpoint import named, read_checkpoint
+from headrace.evaluate.run import Evaluation, Machine, Plan, evaluate
+from headrace.evaluate.scores import Pair, Score, pair, scores
+from headrace.evaluate.suites import items
+from headrace.hf import HeadraceForCausalLM
+from tiny import trained
+
+LENGTH = 48
+MACHINE = Machine("cpu", 3)
+ROWS = {
+    "lambada_openai": [{"text": text} for text in ("she saw the sea", "a stone is a stone", "who are you now")],
+    "piqa": [
+        {"goal": f"open jar {n}", "sol1": "twist the lid", "sol2": "eat it " * (1 + n % 3), "label": n % 2}
+        for n in range(6)
+    ],
+    "winogrande": [
+        {"sentence": f"Ann met Bo so _ was glad {n}.", "option1": "Ann", "option2": "Bo", "answer": str(1 + n % 2)}
+        for n in range(4)
+    ],
+    "hellaswag": [{"query": "Swim: A man dives. he", "endings": ["sinks.", "flies.", "Pays.", "is in."], "label": 0}]
+    * 3,
+    "arc_easy": [
+        {
+            "question": {
+                "stem": "What is wet?",
+                "choices": [{"text": t, "label": x} for t, x in zip("pqr", "ABC", strict=True)],
+            },
+            "answerKey": "B",
+        }
+    ]
+    * 3,
+}
+PAGE = (
+    " = {0} = \n \n {0} is a thing , and it is {0} again . \n \n = = Part = = \n \n It is . It is . It is . It is . \n"
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for name, rows in ROWS.items():
+        (folder / f"{name}_some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "wiki.test.raw").write_text(" \n" + "".join(PAGE.format(title) for title in ("Sea", "Stone", "Jar")))
+    return folder
+
+
+def build(kind):
+    tokenizer = byte_level()
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, intermediate_size=48))
+    else:
+        model = HeadraceForCausalLM(HeadraceConfig(mixer=kind, **sizes, num_heads=4, intermediate_size=48))
+    return trained(model).float(), tokenizer
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    for kind in ("softmax-gla", "llama"):
+        for part in build(kind):
+            part.save_pretrained(folder / kind)
+    return {kind: str(folder / kind) for kind in ("softmax-gla", "llama")}
+
+
+@torch.no_grad()
+def likelihood(model, before, scored):
+    """Of `scored` after `before`, both token ids: the plain computation, one row at a time."""
+    ids = torch.tensor([before + scored])
+    log_p = model(ids[:, :-1]).logits.double().log_softmax(-1)
+    return log_p[0, len(before) - 1 :].gather(-1, torch.tensor(scored)[:, None]).sum().item()
+
+
+def rolling(model, tokens, start):
+    """Every token once, in windows; the last one reaches back as far as the context goes."""
+    total = likelihood(model, [start], tokens[:LENGTH])
+    for at in range(LENGTH, len(tokens), LENGTH):
+        end = min(at + LENGTH, len(tokens))
+        total += likelihood(model, tokens[end - LENGTH - 1 : at], tokens[at:end])
+    return total
+
+
+@pytest.mark.parametrize("kind", ["softmax-gla", "llama"])
+def test_scores_are_those_of_a_plain_computation(kind, checkpoints, data, tmp_path):
+    path = checkpoints[kind]
+    found = evaluate([path], Plan("wikitext,lambada_openai,piqa", data=str(data)), MACHINE, tmp_path).items[kind]
+    checkpoint = read_checkpoint(path, "cpu")
+    model, encode = checkpoint.model, lambda text: checkpoint.tokenizer(text, add_special_tokens=False).input_ids
+    start = checkpoint.tokenizer.eos_token_id
+
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    pages = local.pages((data / "wiki.test.raw").read_text())
+    expected = [rolling(model, encode(wikitext_detokenizer({"page": page})), start) for page in pages]
+    kept = [row["scores"]["word_perplexity"] for row in found["wikitext"]["samples"]]
+    assert [row[0] for row in kept] == pytest.approx(expected, rel=1e-5)
+    perplexity = math.exp(-sum(expected) / sum(len(page.split()) + page.startswith(" ") + 1 for page in pages))
+    assert scores(found["wikitext"])["word_perplexity"].value == pytest.approx(perplexity, rel=1e-5)
+
+    texts = [row["text"].rsplit(" ", 1) for row in ROWS["lambada_openai"]]
+    expected = [likelihood(model, encode(before), encode(" " + last)) for before, last in texts]
+    assert [r["scores"]["perplexity"] for r in found["lambada_openai"]["samples"]] == pytest.approx(expected, rel=1e-5)
+
+    right = {"acc": [], "acc_norm": []}
+    for row in ROWS["piqa"]:
+        before = encode(f"Question: {row['goal']}\nAnswer:")
+        log_p = [likelihood(model, before, encode(" " + row[name])) for name in ("sol1", "sol2")]
+        shares = [p / max(len(row[name]), 1) for p, name in zip(log_p, ("sol1", "sol2"), strict=True)]
+        right["acc"].append(log_p.index(max(log_p)) == row["label"])
+        right["acc_norm"].append(shares.index(max(shares)) == row["label"])
+    for metric, expected in right.items():
+        assert [row["scores"][metric] for row in found["piqa"]["samples"]] == expected
+
+
+def test_the_standard_error_of_the_harness_is_ours(checkpoints, data, tmp_path):
+    found = evaluate([checkpoints["llama"]], Plan("piqa", data=str(data)), MACHINE, tmp_path).items["llama"]["piqa"]
+    theirs, ours = found["results"]["results"]["piqa"], scores(found)
+    for metric in ("acc", "acc_norm"):
+        assert ours[metric].value == pytest.approx(theirs[f"{metric},none"])
+        assert ours[metric].stderr == pytest.approx(theirs[f"{metric}_stderr,none"])
+
+
+def test_rolling_perplexity_does_not_depend_on_the_batch_size(checkpoints, data, tmp_path):
+    plan, path = Plan("wikitext", data=str(data)), checkpoints["softmax-gla"]
+    values = [
+        scores(evaluate([path], plan, Machine("cpu", size), tmp_path / str(size)).items["softmax-gla"]["wikitext"])
+        for size in (1, 4)
+    ]
+    assert values[0]["bits_per_byte"].value == pytest.approx(values[1]["bits_per_byte"].value, rel=1e-6)
+
+
+def test_local_rows_have_the_stock_columns():
+    row = local.hellaswag(ROWS["hellaswag"][0])
+    assert (row["activity_label"], row["ctx_a"], row["ctx_b"]) == ("Swim", "A man dives.", "he")
+    assert local.hellaswag({"query": "How to swim: [header] Dive.", "endings": [], "label": 0})["ctx_b"] == ""
+    assert local.arc(ROWS["arc_easy"][0])["choices"] == {"text": ["p", "q", "r"], "label": ["A", "B", "C"]}
+
+
+def test_what_the_folder_lacks_is_named_and_the_rest_is_run(checkpoints, data, tmp_path):
+    plan = Plan("language", data=str(data), limit=2)
+    found = evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path)
+    assert list(found.missing) == ["arc_challenge"]
+    assert list(found.items["llama"]) == ["wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy"]
+    assert words.words(found)[0].startswith("arc_challenge was not run: ")
+    whole = json.loads((tmp_path / "llama" / "results.json").read_text())
+    assert set(whole["results"]) == set(found.items["llama"])
+    assert whole["results"]["winogrande"]["acc,none"] == scores(found.items["llama"]["winogrande"])["acc"].value
+    with pytest.raises(InputError, match="nothing of --suite='recall' can be run"):
+        evaluate([checkpoints["llama"]], Plan("recall", data=str(data)), MACHINE, tmp_path / "recall")
+
+
+def test_recall_on_local_rows(checkpoints, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    row = {
+        "doc_id": "1",
+        "key": "born",
+        "text": "Ann was born in Rome.\nborn:",
+        "value": "Rome",
+        "title": "",
+        "context": "",
+    }
+    for name in ("swde", "fda", "squad_completion"):
+        (data / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    found = evaluate([checkpoints["softmax-gla"]], Plan("recall", data=str(data)), MACHINE, tmp_path / "out")
+    assert {name: record["max_length"] for name, record in found.items["softmax-gla"].items()} == dict.fromkeys(
+        ("swde", "squad_completion", "fda"), 4096
+    )
+    assert any("fda (0 of 1 rows)" in sentence for sentence in words.words(found))
+
+
+def test_what_is_finished_is_not_done_again(checkpoints, data, tmp_path, monkeypatch):
+    plan, path = Plan("winogrande,lambada_openai", data=str(data), limit=2), checkpoints["llama"]
+    first = evaluate([path], plan, MACHINE, tmp_path)
+    (tmp_path / "llama" / "items" / "winogrande.json").unlink()
+    kept = tmp_path / "llama" / "items" / "lambada_openai.json"
+    written = kept.stat().st_mtime_ns
+    again = evaluate([path], plan, MACHINE, tmp_path)
+    assert kept.stat().st_mtime_ns == written
+    assert again.items["llama"]["winogrande"]["samples"] == first.items["llama"]["winogrande"]["samples"]
+    monkeypatch.setattr("headrace.evaluate.run.read_checkpoint", lambda *_: pytest.fail("loaded for nothing"))
+    evaluate([path], plan, MACHINE, tmp_path)
+    with pytest.raises(InputError, match="holds another run"):
+        evaluate([path], Plan("piqa", data=str(data)), MACHINE, tmp_path)
+
+
+def test_a_checkpoint_that_changed_is_evaluated_again(checkpoints, data, tmp_path):
+    plan, path = Plan("winogrande", data=str(data), limit=2), checkpoints["llama"]
+    before = evaluate([path], plan, MACHINE, tmp_path).items["llama"]["winogrande"]["fingerprint"]
+    os.utime(Path(path) / "model.safetensors", ns=(1, 1))
+    assert evaluate([path], plan, MACHINE, tmp_path).items["llama"]["winogrande"]["fingerprint"] != before
+
+
+def test_the_command_writes_a_report(checkpoints, data, tmp_path):
+    arguments = [
+        *checkpoints.values(),
+        "--suite",
+        "piqa,lambada_openai",
+        "--data",
+        str(data),
+        "--output",
+        str(tmp_path),
+    ]
+    ran = CliRunner().invoke(cli.app, ["eval", *arguments])
+    assert ran.exit_code == 0, ran.output
+    page = (tmp_path / "report.html").read_text()
+    for text in (
+        "llama",
+        "acc_norm",
+        "too few rows to tell them apart",
+        "chance level",
+        "lm-evaluation-harness 0.",
+        "row by row",
+    ):
+        assert text in page
+    assert "too few rows to tell them apart" in ran.output
+
+
+def record(values, metric="acc", choices=4, unigram=None):
+    samples = [
+        {"doc_id": n, "doc_hash": str(n), "choices": choices, "answer": [], "scores": {metric: value}}
+        for n, value in enumerate(values)
+    ]
+    return {"samples": samples, "unigram": unigram or {}, "max_length": 8, "trained_length": 8, "seconds": 0}
+
+
+def said(**records):
+    return words.words(Evaluation(Plan("x"), {model: {"task": r} for model, r in records.items()}, {}))
+
+
+def test_failures_are_named():
+    assert "chance level" in said(a=record([1.0, 0.0, 0.0, 0.0] * 9))[0]
+    assert said(a=record([1.0] * 8 + [0.0])) == []
+    assert "0 of 5 rows" in said(a=record([0.0] * 5, "contains", 1))[0]
+    assert "the unigram's" in said(a=record([-9.0, -8.0], "perplexity", 1, {"perplexity": 50.0}))[0]
+    assert said(a=record([-2.0, -3.0], "perplexity", 1, {"perplexity": 50.0})) == []
+
+
+def test_two_models_are_told_apart_only_where_the_rows_suffice():
+    few = said(a=record([1.0, 1.0, 0.0, 1.0, 1.0], choices=1), b=record([1.0, 1.0, 1.0, 1.0, 1.0], choices=1))
+    assert "too few rows to tell them apart" in few[-1]
+    many = said(a=record([1.0, 0.0] * 50, choices=1), b=record([1.0, 1.0] * 50, choices=1))
+    assert "better" in many[-1]
+    other = record([1.0, 0.0])
+    other["samples"][0]["doc_hash"] = "another"
+    assert pair(record([1.0, 0.0]), other, "acc") is None
+
+
+def test_pairs_and_ratios_against_the_textbook():
+    a, b = torch.randn(50).double(), torch.randn(50).double()
+    difference = Pair(*(Score("acc", [(x, 1.0) for x in side.tolist()]) for side in (a, b))).difference
+    assert difference.mean == pytest.approx((b - a).mean().item())
+    assert difference.error == pytest.approx((b - a).std().item() / 50**0.5)
+    weights = torch.rand(50).double() + 0.5
+    score = Score("word_perplexity", list(zip(a.tolist(), weights.tolist(), strict=True)))
+    jackknife = torch.stack([torch.exp(-(a.sum() - x) / (weights.sum() - w)) for x, w in zip(a, weights, strict=True)])
+    error = (49 / 50 * ((jackknife - jackknife.mean()) ** 2).sum()).sqrt().item()
+    assert score.value == pytest.approx(math.exp(-(a.sum() / weights.sum())))
+    assert score.stderr == pytest.approx(error, rel=0.1)
+
+
+def test_needles_are_rows_by_length():
+    assert [item.name for item in items("niah_single_1", [1024, 2048])] == ["niah_single_1@1024", "niah_single_1@2048"]
+    assert len(items("needle,piqa", [1024])) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere/at/all", "--suite", "piqa"], "cannot be read"),
+        (["--suite", "piqa", "--limit", "0"], "--limit=0"),
+        (["--suite", "piqa", "--data", "nowhere"], "expected a folder"),
+        (["--suite", "needle", "--lengths", "a"], "'a' are no numbers"),
+        (["--suite", "piqa", "--device", "nothing"], "--device='nothing' cannot be used"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence, checkpoints, data, tmp_path):
+    if not arguments[0].startswith("nowhere"):
+        arguments = [checkpoints["llama"], *arguments]
+    if "--data" not in arguments:
+        arguments += ["--data", str(data)]
+    ran = CliRunner().invoke(cli.app, ["eval", *arguments, "--output", str(tmp_path)])
+    assert isinstance(ran.exception, InputError)
+    assert sentence in str(ran.exception)
+
+
+def test_names_of_checkpoints_are_short_and_differ():
+    assert named(["runs/a/model", "b"]) == {"a": "runs/a/model", "b": "b"}
+    assert named(["x/a", "y/a"]) == {"x/a": "x/a", "y/a": "y/a"}
+    with pytest.raises(InputError, match="given twice"):
+        named(["a", "a/"])
