@@ -18,9 +18,13 @@ from headrace import cli_train, recipes
 from headrace.data import Preparation, open_data, prepare
 from headrace.errors import InputError
 from headrace.hf import load
+from headrace.loss import IGNORED
 from headrace.pretraining import card, checkpoints, run
 from headrace.pretraining.model import build
 from headrace.pretraining.optimizer import CarefulAdamW, optimizer
+from headrace.tasks import Mqar, Needle, Pair, Reverse, Text
+from headrace.tasks import prepared as prepared_task
+from headrace.tasks.base import generator
 from headrace.train.model import gate_parameters
 
 TINY = {
@@ -51,6 +55,38 @@ def recipe(**changes):
 
 def train(data, folder, **changes):
     return run.train(*recipe(**changes), data, folder, trackers="none")
+
+
+@pytest.mark.parametrize(
+    ("task", "changes"),
+    [(Mqar(keys=8, pairs=3, length=32), {}), (Needle(length=800), {"length": 800, "batch_tokens": 1600})],
+    ids=["no text", "bytes"],
+)
+def test_a_task_is_trained_on_its_answers_alone(task, changes, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared_task, "HELD_OUT", 8)
+    manifest = prepared_task.prepare(task, task.name, 300, 0, 1, tmp_path / "data")
+    data = open_data(tmp_path / "data")
+    first = task.sample(generator(0, 0), 256)
+    assert data.train[:256] == {name: values.tolist() for name, values in first.items()} and len(data.train) == 300
+    answers = sum(label != IGNORED for row in data.held_out["shift_labels"] for label in row)
+    assert (manifest["held_out"]["rows"], manifest["held_out"]["tokens"]) == (8, answers)
+    steps = 2 * changes.get("batch_tokens", 128)
+    trainer = train(data, tmp_path / "run", tokens=steps, warmup_tokens=0, save_every=2, evaluate_every=2, **changes)
+    model = load(tmp_path / "run" / "model")
+    assert (
+        (data.tokenizer is None) == (task.name == "mqar") != (tmp_path / "run" / "model" / "tokenizer.json").is_file()
+    )
+    rows = {name: torch.tensor(data.held_out[:8][name]) for name in ("input_ids", "shift_labels")}
+    asked = rows["shift_labels"] != IGNORED
+    logits = model(rows["input_ids"]).logits[asked].double()
+    expected = torch.nn.functional.cross_entropy(logits, rows["shift_labels"][asked]).item()
+    assert trainer.evaluate(data.held_out.select(range(8)))["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("task", [Pair(), Reverse(), Text()], ids=repr)
+def test_tasks_that_are_more_than_tokens_and_answers_are_not_prepared(task, tmp_path):
+    with pytest.raises(InputError, match=f"--task {task.name} cannot be prepared"):
+        prepared_task.prepare(task, task.name, 300, 0, 1, tmp_path / "data")
 
 
 class Killed(Exception):

@@ -15,28 +15,56 @@ GIGA = 1e9
 
 
 def prepare(
-    sources: Annotated[list[str], typer.Argument(help="Text, jsonl or parquet files, or one data set of the Hub.")],
     output: Annotated[Path, typer.Option(help="The folder to make.")],
+    sources: Annotated[
+        list[str] | None, typer.Argument(help="Text, jsonl or parquet files, or one data set of the Hub.")
+    ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="File, folder or Hub name; bytes without one.")] = None,
     train_bpe: Annotated[int | None, typer.Option(help="Learn a vocabulary of this size from the data.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens per row.")] = 4096,
+    length: Annotated[int | None, typer.Option(help="Tokens per row; 4096 of text without it.")] = None,
     held_out: Annotated[float, typer.Option(help="Share of the documents that is kept apart.")] = 0.001,
     column: Annotated[str, typer.Option(help="Of the text, in jsonl, parquet and on the Hub.")] = "text",
     seed: Annotated[int, typer.Option(help="Of the choice of held-out documents.")] = 0,
     workers: Annotated[int, typer.Option(help="Processes.")] = 1,
+    task: Annotated[str | None, typer.Option(help="In place of text: needle(kind=2, length=1024), mqar, …")] = None,
+    rows: Annotated[int, typer.Option(help="Of the task.")] = 10000,
 ) -> None:
-    """Tokenise and pack text for training."""
+    """Tokenise and pack text for training, or draw rows of a task whose answers alone are learnt."""
     from .data import Preparation
     from .data import prepare as run
+    from .errors import InputError
 
-    plan = Preparation(tuple(sources), tokenizer, train_bpe, length, held_out, seed, workers, column)
-    manifest = run(plan, output)
+    if bool(sources) == (task is not None):
+        raise InputError("prepare takes sources of text, or --task; expected one of them")
+    if task is not None and train_bpe is not None:
+        raise InputError(f"--train-bpe {train_bpe} with --task {task}; a tokenizer is learnt from text alone")
+    if task is None:
+        plan = Preparation(
+            tuple(sources or ()),
+            tokenizer,
+            train_bpe,
+            4096 if length is None else length,
+            held_out,
+            seed,
+            workers,
+            column,
+        )
+        manifest = run(plan, output)
+    else:
+        from .tasks.prepared import prepare as draw
+        from .train.choose import default, refined
+
+        chosen = default(task).task
+        given = {"tokenizer": tokenizer, "length": length}
+        chosen = refined(chosen, {name: value for name, value in given.items() if value is not None})
+        manifest = draw(chosen, task, rows, seed, workers, output)
     table = Table("", "documents", "tokens", "rows", "bytes")
     for part in ("train", "held_out"):
         counts = manifest[part]
         table.add_row(part, *(f"{counts[name]:,}" for name in ("documents", "tokens", "rows", "bytes")))
     Console().print(table)
-    print(f"{manifest['megabytes_per_second']} MB/s; {output} is ready")
+    speed = f"{manifest['megabytes_per_second']} MB/s; " if task is None else ""
+    print(f"{speed}{output} is ready")
 
 
 def train(

@@ -12,7 +12,9 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,12 +64,17 @@ class Preparation:
 
 def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
     """Prepare into `output`, which must not exist; returns the manifest."""
+    return finished(output, partial(_prepare, plan))
+
+
+def finished(output: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Make a folder that is whole or not there; `fill` writes into it and returns its manifest, and so does this."""
     if output.exists():
         raise InputError(f"--output {str(output)!r} exists; name another, or delete it")
     beside = output.with_name(f".{output.name}.unfinished")
     shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed
     beside.mkdir(parents=True)
-    manifest = _prepare(plan, beside)
+    manifest = fill(beside)
     with (beside / "manifest.json").open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
@@ -93,8 +100,12 @@ def _prepare(plan: Preparation, folder: Path) -> dict[str, Any]:
         **counts,
         "seconds": round(seconds, 1),
         "megabytes_per_second": round(sum(part["bytes"] for part in counts.values()) / 1e6 / seconds, 2),
-        "versions": {name: version(name) for name in ("headrace", "datasets", "tokenizers", "transformers")},
+        "versions": versions(),
     }
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("headrace", "datasets", "tokenizers", "transformers")}
 
 
 def split(texts: Dataset, held_out: float, seed: int) -> dict[str, Dataset]:

@@ -5,6 +5,7 @@ Dimensions: B rows, L tokens in a row.
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class PackedData:
 
     train: Dataset
     held_out: Dataset
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast | None  # None: of a task whose tokens are no text
     manifest: dict[str, Any]
 
 
@@ -32,9 +33,8 @@ def open_data(folder: Path) -> PackedData:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         parts: list[Any] = [load_from_disk(str(folder / name)) for name in ("train", "held_out")]
-        tokens: Any = AutoTokenizer.from_pretrained(
-            folder / "tokenizer", local_files_only=True, trust_remote_code=False
-        )
+        read = partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
+        tokens: Any = None if manifest["tokenizer_sha256"] is None else read(folder / "tokenizer")
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"--data {str(folder)!r} is not what `headrace prepare` writes: {reason}") from error
@@ -48,13 +48,15 @@ def open_data(folder: Path) -> PackedData:
 
 def unigram_loss(rows: Dataset) -> float:
     """Nats per token of the best model that knows nothing but how frequent each token of these very rows is."""
-    counts = torch.cat([torch.as_tensor(row) for row in rows["input_ids"]]).bincount().double()
+    column = "shift_labels" if "shift_labels" in rows.column_names else "input_ids"
+    tokens = torch.cat([torch.as_tensor(row) for row in rows[column]])
+    counts = tokens[tokens != IGNORED].bincount().double()
     return float(torch.special.entr(counts / counts.sum()).sum())
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Rows -> {"input_ids", "labels"}.
+    """Rows -> {"input_ids", "labels"}, and "shift_labels" where rows have answers, which are then all that is learnt.
 
     apart: documents do not see each other: the batch becomes one pack [1, B·L] with `cu_seqlens`, and no label crosses
     a boundary. Otherwise rows stay rows, [B, L], as most recipes train.
@@ -65,6 +67,9 @@ class Collator:
 
     def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
         ids = [torch.tensor(row["input_ids"], dtype=torch.long) for row in rows]
+        if "shift_labels" in rows[0]:
+            labels = torch.tensor([row["shift_labels"] for row in rows])
+            return {"input_ids": torch.stack(ids), "labels": labels, "shift_labels": labels}
         if self.apart:
             return self._pack(ids, [row["starts"] for row in rows])
         filled = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad)

@@ -112,13 +112,14 @@ def claim(folder: Path, recipe: Recipe, data: PackedData) -> None:
 
 def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) -> HeadraceTrainer:
     model = build(recipe)
-    model.config.eos_token_id = model.generation_config.eos_token_id = data.tokenizer.eos_token_id
+    end = None if data.tokenizer is None else data.tokenizer.eos_token_id
+    model.config.eos_token_id = model.generation_config.eos_token_id = end
     held_out = data.manifest["held_out"]
     counted = estimate(recipe)["flops_per_token"]
     trainer = HeadraceTrainer(
         model,
         settings,
-        data_collator=Collator(data.tokenizer.eos_token_id, recipe.apart),
+        data_collator=Collator(end or 0, recipe.apart),
         train_dataset=data.train,
         eval_dataset=some(data.held_out, recipe.evaluate_rows),
         optimizers=(optimizer(model, recipe), None),
@@ -216,7 +217,8 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
     trainer.evaluate(data.held_out, metric_key_prefix="final")
     trainer.save_model(str(folder))
     if trainer.is_world_process_zero():
-        data.tokenizer.save_pretrained(folder)
+        if data.tokenizer is not None:
+            data.tokenizer.save_pretrained(folder)
         history: list[dict[str, Any]] = trainer.state.log_history
         write_json(folder / "history.json", history)
         write_card(folder, recipe, about, data.manifest, history, unigram_loss(data.held_out))

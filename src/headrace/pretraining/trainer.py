@@ -61,7 +61,7 @@ class HeadraceTrainer(Trainer):
             for batch in self.get_eval_dataloader(rows):
                 batch = self._prepare_inputs(batch)
                 watch.asked = batch["labels"] != IGNORED
-                count = (batch["labels"][:, 1:] != IGNORED).sum()
+                count = (batch.get("shift_labels", batch["labels"][:, 1:]) != IGNORED).sum()
                 with self.compute_loss_context_manager():
                     loss = model(**batch).loss
                 total += torch.stack([loss.double() * count, count.double()])

@@ -1,0 +1,80 @@
+"""A task's rows as a folder of prepared data, for `headrace train`: answers alone are learnt.
+
+train/, held_out/    Arrow: input_ids and shift_labels, as long as the task's rows
+tokenizer/           the task's, where it has one
+manifest.json        tokens and bytes are those of the answers
+"""
+
+import hashlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features, Sequence, Value
+
+from ..data.preparation import finished, versions
+from ..errors import InputError
+from ..loss import IGNORED
+from .base import Task, generator
+from .text import Text
+
+BLOCK = 256  # rows drawn at a time
+HELD_OUT = 512
+
+
+def prepare(task: Task, name: str, rows: int, seed: int, workers: int, output: Path) -> dict[str, Any]:
+    """So many rows drawn from a seed, and at most 512 held out, into `output`, which must not exist; the manifest.
+
+    InputError for a task whose rows are more than tokens and answers."""
+    if rows < 1 or workers < 1:
+        raise InputError(f"--rows {rows} and --workers {workers}; expected at least 1")
+    row = task.held_out(1)
+    if row.keys() != {"input_ids", "shift_labels"} or row["input_ids"].dim() > 2 or isinstance(task, Text):
+        raise InputError(f"--task {name} cannot be prepared; expected one whose rows are tokens, some of them answers")
+    return finished(output, partial(_fill, task, name, rows, seed, workers))
+
+
+def _fill(task: Any, name: str, rows: int, seed: int, workers: int, folder: Path) -> dict[str, Any]:
+    tokens = getattr(task, "tokens", None)
+    if tokens is not None:
+        tokens.save_pretrained(folder / "tokenizer")
+    sample = partial(_block, task=task, seed=seed, rows=rows)
+    columns = Features({"input_ids": Sequence(Value("int32")), "shift_labels": Sequence(Value("int32"))})
+    blocks = Dataset.from_dict({"block": range(-(-rows // BLOCK))})
+    processes = min(workers, len(blocks))
+    drawn = blocks.map(
+        sample, batched=True, batch_size=1, remove_columns=["block"], features=columns,
+        num_proc=processes if processes > 1 else None, desc="drawing rows",
+    )  # fmt: skip
+    apart = Dataset.from_dict({k: v.tolist() for k, v in task.held_out(HELD_OUT).items()}, features=columns)
+    counts = {}
+    for part, data in (("train", drawn), ("held_out", apart)):
+        data.save_to_disk(folder / part)
+        counts[part] = count(data, tokens)
+    for file in {part["filename"] for part in drawn.cache_files}:
+        Path(file).unlink(missing_ok=True)
+    return {
+        "sources": [{"name": name}],
+        "tokenizer_sha256": tokens and hashlib.sha256(tokens.backend_tokenizer.to_str().encode()).hexdigest(),
+        "vocab_size": task.vocab_size,
+        "length": task.length,
+        "seed": seed,
+        **counts,
+        "versions": versions(),
+    }
+
+
+def _block(batch: dict[str, list[int]], task: Task, seed: int, rows: int) -> dict[str, Any]:
+    (number,) = batch["block"]
+    drawn = task.sample(generator(seed, number), min(BLOCK, rows - number * BLOCK))
+    return {name: values.numpy() for name, values in drawn.items()}
+
+
+def count(data: Dataset, tokens: Any) -> dict[str, int]:
+    """Without a tokenizer a token counts as a byte."""
+    answers = [[label for label in row if label != IGNORED] for row in data["shift_labels"]]
+    total = sum(map(len, answers))
+    written = (
+        total if tokens is None else sum(len(tokens.decode(a, skip_special_tokens=True).encode()) for a in answers)
+    )
+    return {"documents": len(data), "rows": len(data), "tokens": total, "bytes": written}
