@@ -123,7 +123,8 @@ function around(canvas, l, head) {
   const n = Math.min(AROUND, T), start = corner(), colour = signed(), values = new Float64Array(n * n);
   for (let row = 0; row < n; row++)
     for (const [s, share] of reads(start + row, l, head).list) if (s >= start) values[row * n + s - start] = share;
-  paint(canvas, n, n, (i) => colour(Math.sign(values[i]) * Math.sqrt(Math.abs(values[i]))));
+  const most = values.reduce((a, x) => Math.max(a, Math.abs(x)), 1e-9);
+  paint(canvas, n, n, (i) => colour(Math.sign(values[i]) * Math.sqrt(Math.abs(values[i]) / most)));
 }
 const AROUND = 64;
 const corner = () => Math.max(0, Math.min(T - AROUND, (view.token ?? 0) - (AROUND * 3) / 4));
