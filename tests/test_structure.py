@@ -54,6 +54,7 @@ ORDER = [
     "lab",
     "bench",
     "evaluate",
+    "reproduce",
     "console",
     "inspection",
     "cli_train",

@@ -39,6 +39,7 @@ app.command()(cli_eval.lab)
 app.command()(cli_eval.bench)
 app.command()(cli_eval.inspect)
 app.command(name="eval")(cli_eval.evaluate)
+app.command()(cli_eval.reproduce)
 
 
 @app.callback(invoke_without_command=True)

@@ -155,3 +155,58 @@ def evaluate(
     page = report.write_report(found, checkpoint.named(checkpoints), folder)
     report.print_evaluation(found, console)
     console.print(f"The report is {page}", soft_wrap=True, highlight=False)
+
+
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="A table or figure; a list of them without it.")] = None,
+    scale: Annotated[str, typer.Option(help="paper (eight GPUs) or laptop.")] = "laptop",
+    run: Annotated[bool, typer.Option("--run", help="Execute the steps; without it they are only printed.")] = False,
+    text: Annotated[
+        list[str] | None, typer.Option(help="What to train on; the Hub's without it, by the scale.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Shared by experiments; runs/reproduce/<scale> without it.")
+    ] = None,
+) -> None:
+    """The steps that make a table or a figure of a paper, and our numbers beside the published ones.
+
+    With --run the steps are executed; the same command continues what was interrupted."""
+    from .console import interruptible, terminal
+    from .errors import InputError
+    from .reproduce import experiment, show
+    from .reproduce.execute import execute
+    from .reproduce.numbers import cells
+
+    console = terminal()
+    if name is None:
+        table = Table("name", "what it is", "source")
+        for known in experiment.names():
+            table.add_row(known, experiment.load(known).title, experiment.load(known).source)
+        console.print(table)
+        return
+    if scale not in experiment.SCALES:
+        raise InputError(f"--scale={scale!r}; expected {' or '.join(experiment.SCALES)}")
+    chosen, folder = experiment.load(name), output or Path("runs", "reproduce", scale)
+    steps = experiment.commands(chosen.scales[scale], folder, text or [])
+
+    def tell(line: str) -> None:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    if run:
+        with interruptible("the steps that have ended are kept; the same command continues"):
+            execute(steps, folder, tell)
+    else:
+        for step in steps:
+            tell(shlex.join(step))
+    found = cells(chosen, scale, folder, text or [])
+    table = Table(*show.HEADER, title=f"{chosen.title} ({chosen.source})", title_justify="left")
+    for row in show.shown(found):
+        table.add_row(*row)
+    if table.row_count:
+        console.print(table)
+        tell(show.verdict(found))
+    for sentence in [chosen.scales[scale].note, *chosen.notes]:
+        tell(f"- {sentence}" if sentence else "")
+    if run:
+        command = shlex.join(["headrace", *sys.argv[1:]])
+        tell(f"The report is {show.write_page(chosen, scale, found, folder / f'{name}.html', command)}")

@@ -1,0 +1,51 @@
+"""The steps one after the other. What has ended well is not done again: done/<step>.json says that it has."""
+
+import hashlib
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..train.folder import read_json, write_json
+
+HEADRACE = [sys.executable, "-c", "from headrace.cli import main; main()"]
+
+
+def mark(root: Path, command: list[str]) -> Path:
+    return root / "done" / f"{hashlib.sha256(shlex.join(command).encode()).hexdigest()[:16]}.json"
+
+
+def done(root: Path, command: list[str]) -> dict[str, Any] | None:
+    """What is kept of a step: its seconds, and what it printed where that is JSON; None where it is to be done."""
+    path = mark(root, command)
+    return read_json(path) if path.exists() else None
+
+
+def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None]) -> None:
+    """Raises InputError where a step fails; the steps before it are kept."""
+    for i, command in enumerate(steps, 1):
+        said = f"step {i} of {len(steps)}: {shlex.join(command)}"
+        if done(root, command) is not None:
+            tell(f"{said}: done before")
+            continue
+        tell(said)
+        root.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        result = subprocess.run(started_by(command), stdout=subprocess.PIPE if "--json" in command else None, text=True)
+        if result.returncode:
+            raise InputError(f"step {i} ended with {result.returncode}: {shlex.join(command)}")
+        kept = {"command": shlex.join(command), "seconds": round(time.monotonic() - started, 1), "said": result.stdout}
+        write_json(mark(root, command), kept)
+
+
+def started_by(command: list[str]) -> list[str]:
+    if command[0] == "headrace":
+        return [*HEADRACE, *command[1:]]
+    if shutil.which(command[0]) is None:
+        raise InputError(f"{command[0]} is not installed; the steps of --scale laptop do without it")
+    return command

@@ -1,0 +1,48 @@
+"""Ours beside the published, on the terminal and as a page."""
+
+from pathlib import Path
+
+from ..report.page import Page, Section
+from ..train.environment import environment
+from .experiment import Experiment
+from .numbers import Cell
+
+HEADER = ("", "", "published", "ours, ± 95 %", "difference", "within ours")
+
+
+def shown(cells: list[Cell]) -> list[tuple[str, ...]]:
+    """A line for each number that is published or found."""
+    return [line(cell) for cell in cells if cell.published is not None or cell.ours is not None]
+
+
+def line(cell: Cell) -> tuple[str, ...]:
+    ours, within = "–", "–" if cell.within is None else "yes" if cell.within else "no"
+    if cell.ours is not None:
+        ours = f"{cell.ours.value:.4g}" + ("" if cell.ours.reach is None else f" ± {cell.ours.reach:.2g}")
+    published = "–" if cell.published is None else f"{cell.published:g}"
+    difference = "–" if cell.difference is None else f"{cell.difference:+.3g}"
+    return cell.row, cell.column, published, ours, difference, within
+
+
+def verdict(cells: list[Cell]) -> str:
+    published = sum(cell.published is not None for cell in cells)
+    there = sum(cell.ours is not None for cell in cells)
+    judged = [cell.within for cell in cells if cell.within is not None]
+    if not there:
+        return f"{published} numbers are published; none of ours is there yet."
+    said = f"{published} numbers are published, {there} of ours are there"
+    if not judged:
+        return f"{said}; none of the differences can be judged, for want of a spread."
+    return f"{said}; {sum(judged)} of the {len(judged)} that can be judged lie within ours ± 95 %."
+
+
+def write_page(experiment: Experiment, scale: str, cells: list[Cell], path: Path, command: str) -> Path:
+    note = experiment.scales[scale].note
+    sentences = [
+        *([verdict(cells)] if cells else []),
+        *([f"--scale {scale}: {note}."] if note else []),
+        *experiment.notes,
+    ]
+    about = f"{experiment.source}; at the scale of the {scale}."
+    section = Section(sentences=sentences, header=HEADER, rows=shown(cells))
+    return Page(experiment.title, about, [section], command, [environment()]).write(path)

@@ -1,0 +1,121 @@
+"""Every step of every experiment is a command that exists; published numbers are as read; ours are laid beside them."""
+
+import json
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import typer
+
+from headrace import InputError, cli, cli_eval
+from headrace.reproduce import execute, experiment, numbers, show
+
+COMMANDS = typer.main.get_command(cli.app).commands
+EVERY = [(name, scale) for name in experiment.names() for scale in experiment.SCALES]
+
+
+@pytest.mark.parametrize("name, scale", EVERY)
+def test_every_step_is_a_command_that_exists(name, scale, tmp_path):
+    steps = experiment.commands(experiment.load(name).scales[scale], tmp_path, [])
+    assert steps and len({json.dumps(step) for step in steps}) == len(steps)
+    for step in steps:
+        assert step[0] == "headrace" or scale == "paper"
+        command, *arguments = step[step.index("headrace") + 1 :]
+        context = COMMANDS[command].make_context(command, arguments)
+        assert not any("{" in str(value) for value in context.params.values())
+
+
+@pytest.mark.parametrize("name", experiment.names())
+def test_every_row_is_of_a_model_that_is_trained_and_has_a_number_per_column(name):
+    chosen = experiment.load(name)
+    for row in chosen.rows:
+        scales = [scale for scale in chosen.scales.values() if row.at.keys() <= scale.axes.keys()]
+        assert any(all(value in scale.axes[key] for key, value in row.at.items()) for scale in scales), row
+        assert row.published is None or len(row.published) == len(chosen.columns)
+    assert chosen.title and chosen.source and (not chosen.columns or chosen.rows)
+
+
+@pytest.mark.parametrize("name, columns", [("table-2", slice(0, 3)), ("table-4", slice(2, 8))])
+def test_the_averages_that_were_published_are_of_what_was_published(name, columns):
+    for row in experiment.load(name).rows:
+        assert fmean(row.published[columns]) == pytest.approx(row.published[-1], abs=0.0051)
+
+
+def test_steps_are_repeated_over_the_axes_that_they_name(tmp_path):
+    steps = experiment.commands(experiment.load("figure-2").scales["laptop"], tmp_path, ["a.txt", "b.txt"])
+    assert steps[0][:4] == ["headrace", "prepare", "a.txt", "b.txt"]
+    assert len(steps) == 1 + 2 * 3 * 2 + 1 and sum(part.endswith("/model") for part in steps[-1]) == 12
+    assert "heads=16" in steps[-2] and str(tmp_path / "1m-h16-softmax-gla-1") in steps[-2]
+
+
+def test_tables_share_their_training(tmp_path):
+    train = [
+        {
+            json.dumps(s)
+            for s in experiment.commands(experiment.load(name).scales["paper"], tmp_path, [])
+            if "train" in s
+        }
+        for name in ("table-2", "table-3", "table-4", "figure-1")
+    ]
+    assert train[0] == train[1] == train[2] and len(train[0] & train[3]) == 2  # GLA and Softmax GLA of 340M
+
+
+def wrote(folder: Path, results: dict) -> None:
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps({"results": results}))
+
+
+def test_ours_is_laid_beside_the_published_over_seeds(tmp_path):
+    for seed, swde in enumerate((0.30, 0.34)):
+        item = {"contains,none": swde, "contains_stderr,none": 0.01}
+        wrote(tmp_path / "recall" / f"5m-gla-{seed}", {"swde": item, "squad_completion": item})
+    found = {(c.row, c.column): c for c in numbers.cells(experiment.load("table-2"), "laptop", tmp_path, [])}
+    swde = found["GLA", "SWDE"]
+    assert swde.published == 22.41 and swde.ours.value == pytest.approx(32) and swde.ours.error == pytest.approx(2)
+    assert swde.difference == pytest.approx(32 - 22.41) and swde.within is False
+    assert found["GLA", "FDA"].ours is None and found["GLA", "Avg."].ours is None
+    assert show.line(swde) == ("GLA", "SWDE", "22.41", "32 ± 3.9", "+9.59", "no")
+    assert "0 of the 2" in show.verdict(list(found.values()))
+
+
+def test_a_gain_is_a_difference_of_two_models(tmp_path):
+    for mixer, perplexity in (("gla", 40.0), ("softmax-gla", 37.5)):
+        wrote(tmp_path / "wikitext" / f"110m-{mixer}-0", {"wikitext": {"word_perplexity,none": perplexity}})
+    found = numbers.cells(experiment.load("figure-2"), "paper", tmp_path, [])
+    assert found[0].published == 2.37 and found[0].ours.value == 2.5 and found[0].within is None
+
+
+def test_a_comparison_s_scores_are_found(tmp_path):
+    (tmp_path / "rnn-figure-4").mkdir()
+    arms = [{"mixer": "softmax-rnn-norm", "scores": {"loss": loss}} for loss in (2.0, 3.0)]
+    (tmp_path / "rnn-figure-4" / "results.json").write_text(json.dumps({"arms": arms}))
+    found = numbers.cells(experiment.load("rnn-figure-4"), "laptop", tmp_path, [])
+    assert [cell.ours.value for cell in found if cell.ours] == [2.5]
+
+
+def test_what_has_ended_is_not_done_again_and_what_fails_is_named(tmp_path):
+    count = tmp_path / "count"
+    step = [sys.executable, "-c", f"open({str(count)!r}, 'a').write('x')"]
+    said = []
+    for _ in range(2):
+        execute.execute([step], tmp_path, said.append)
+    assert count.read_text() == "x" and said[1].endswith("done before")
+    with pytest.raises(InputError, match="step 2 ended with 3"):
+        execute.execute([step, [sys.executable, "-c", "raise SystemExit(3)"]], tmp_path, said.append)
+    with pytest.raises(InputError, match="no-such-program is not installed"):
+        execute.execute([["no-such-program"]], tmp_path, said.append)
+
+
+@pytest.mark.slow
+def test_a_table_is_made_from_end_to_end(tmp_path, capsys):
+    cli_eval.reproduce("table-5", "laptop", True, None, tmp_path)
+    assert "341.7" in capsys.readouterr().out
+    assert "30.8" not in (page := (tmp_path / "table-5.html").read_text()) and "no single way of counting" in page
+
+
+def test_a_mistake_is_named(tmp_path):
+    with pytest.raises(InputError, match="the nearest are table-"):
+        cli_eval.reproduce("tabel-2", "laptop", False, None, tmp_path)
+    with pytest.raises(InputError, match="--scale='cluster'; expected paper or laptop"):
+        cli_eval.reproduce("table-2", "cluster", False, None, tmp_path)
