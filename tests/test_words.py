@@ -8,10 +8,11 @@ import pytest
 
 from headrace import zoo
 from headrace.report import sweep
+from headrace.report.failures import level
 from headrace.report.html import write_report
 from headrace.report.summary import labels, summarise
 from headrace.report.words import words
-from headrace.train.defaults import PAIR, REVERSE, TEXT
+from headrace.train.defaults import DEFAULTS, PAIR, REVERSE, TEXT
 from headrace.train.plan import Study
 
 
@@ -212,3 +213,38 @@ def test_a_sweep_with_a_mixer_that_never_finished_is_drawn(tmp_path):
     found = sweep_results({"a": [[0.5], [None]], "b": [[0.4], [None]]})
     assert sweep.read(found).table()[1] == ["softmax-retnet", "diverged", "diverged"]
     assert write_report(found, tmp_path).is_file()
+
+
+def gates(load):
+    return [{"layer": 0, "gate": "write", "load": load, "load_asked": [], "load_other": [], "entropy": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("scores", "load", "expected"),
+    [
+        ([[0.03, 0.04], [0.9, 0.91]], [0.5, 0.5], "No recall: retnet 3.5 %; guessing gives 3.1 %."),
+        (
+            [[0.5, 0.5], [0.9, 0.91]],
+            [0.94, 0.06],
+            "Collapsed: in 2 of 2 gates of softmax-retnet one head takes nearly all",
+        ),
+        ([[0.5, 0.5], [0.9, 0.91]], [0.6, 0.38, 0.02], "Dead: 2 of 6 heads of softmax-retnet take under a tenth"),
+        ([[0.5, 0.5], [0.9, 0.91]], [0.5, 0.5], "2 seeds are few: of two mixers that are alike, one is ahead"),
+    ],
+)
+def test_a_failure_reads_as_a_failure(scores, load, expected):
+    assert expected in said(scores, gates=gates(load))
+
+
+def test_what_did_not_fail_is_not_named():
+    five = said([[0.5] * 5, [0.9] * 5], gates=gates([0.6, 0.4]))
+    assert not any(word in five for word in ("No recall", "Collapsed", "Dead", "are few"))
+
+
+def test_every_task_of_recall_knows_what_guessing_gives():
+    levels = {name: level(plan.to_json()["task"]) for name, plan in DEFAULTS.items() if name not in ("text", "masked")}
+    known = {"pair": 1 / 32, "mqar": 1 / 64, "copy": 1 / 16, "selective-copy": 1 / 14, "induction": 1 / 15}
+    assert {name: found for name, found in levels.items() if found is not None} == known | {
+        "digits": 0.1,
+        "needle": 0.0,
+    }

@@ -7,6 +7,7 @@ from ..model_spec import ModelSpec
 from ..spec import CACHED
 from .crowd import best_and_last, range_of_costs, tally
 from .duels import Difference, as_control, common_seeds, competing, count, find, gated, pairs, without_count
+from .failures import at_chance, failures
 from .summary import Comparison, Contender, show, show_contender
 
 MATCHED = 0.01  # parameters within this part of each other are matched
@@ -188,6 +189,6 @@ def still_learning(contender: Contender) -> bool:
 
 Rule = Callable[[Comparison], Iterator[str]]
 RULES: tuple[Rule, ...] = (
-    duels, controls, fewer_heads, ranking, lengths, alignments, what_gates_do, costs, cautions,
+    failures, duels, controls, fewer_heads, ranking, lengths, alignments, what_gates_do, costs, cautions,
 )  # fmt: skip
-CROWD_RULES: tuple[Rule, ...] = (tally, best_and_last, range_of_costs, cautions)
+CROWD_RULES: tuple[Rule, ...] = (at_chance, tally, best_and_last, range_of_costs, cautions)

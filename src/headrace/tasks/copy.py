@@ -29,6 +29,10 @@ class Copy(Drawn):
             raise InputError(f"{self}; expected at least 2 symbols and an even length: the symbols stand in it twice")
 
     @property
+    def chance(self) -> float:
+        return 1 / self.symbols
+
+    @property
     def vocab_size(self) -> int:
         return self.symbols + 1
 

@@ -28,6 +28,7 @@ class Digits:
     metric: ClassVar[Metric] = Metric("accuracy", "%", 100.0, solved=0.99)
     vocab_size: ClassVar[int] = GREYS + CLASSES
     length: ClassVar[int] = PIXELS
+    chance: ClassVar[float] = 1 / CLASSES
 
     def resized(self, length: int) -> "Digits":
         if length != PIXELS:

@@ -30,6 +30,10 @@ class Induction(Drawn):
             raise InputError(f"{self}; expected at least 2 symbols and a length of at least 3")
 
     @property
+    def chance(self) -> float:
+        return 1 / self.symbols
+
+    @property
     def vocab_size(self) -> int:
         return self.symbols + 1
 

@@ -36,6 +36,10 @@ class Mqar(Drawn):
             )
 
     @property
+    def chance(self) -> float:
+        return 1 / self.keys
+
+    @property
     def vocab_size(self) -> int:
         return 2 * self.keys
 

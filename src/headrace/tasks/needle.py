@@ -52,6 +52,7 @@ class Needle(Drawn):
 
     name: ClassVar[str] = "needle"
     metric: ClassVar[Metric] = Metric("exact match", "%", 100.0, solved=0.99)
+    chance: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in (1, 2, 3):

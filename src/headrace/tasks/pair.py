@@ -34,6 +34,10 @@ class Pair(Drawn):
             )
 
     @property
+    def chance(self) -> float:
+        return 1 / self.keys
+
+    @property
     def vocab_size(self) -> int:
         return 2 * self.keys
 

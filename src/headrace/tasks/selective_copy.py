@@ -30,6 +30,10 @@ class SelectiveCopy(Drawn):
             raise InputError(f"{self}; expected at least 2 symbols, and 1 <= copied <= length / 2")
 
     @property
+    def chance(self) -> float:
+        return 1 / self.symbols
+
+    @property
     def vocab_size(self) -> int:
         return self.symbols + 2  # noise, and the mark that asks
 
