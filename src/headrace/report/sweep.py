@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from .duels import Difference, pairs
+from .failures import at_chance
 from .plots import STYLE, axes, colours, compact, legend, spread
 from .summary import Comparison, Contender, show, show_contender, summarise
 
@@ -102,7 +103,12 @@ def held_out(sweep: Sweep) -> str:
 
 
 def words(sweep: Sweep) -> list[str]:
-    return [*reaches(sweep), *duels(sweep)]
+    lost = [
+        f"At {sweep.field}={value}: {sentence}"
+        for value, comparison in zip(sweep.values, sweep.comparisons, strict=True)
+        for sentence in at_chance(comparison)
+    ]
+    return [*lost, *reaches(sweep), *duels(sweep)]
 
 
 def reaches(sweep: Sweep) -> Iterator[str]:
