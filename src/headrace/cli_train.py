@@ -22,12 +22,12 @@ def prepare(
     tokenizer: Annotated[str | None, typer.Option(help="File, folder or Hub name; bytes without one.")] = None,
     train_bpe: Annotated[int | None, typer.Option(help="Learn a vocabulary of this size from the data.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row; 4096 of text without it.")] = None,
-    held_out: Annotated[float, typer.Option(help="Share of the documents that is kept apart.")] = 0.001,
-    column: Annotated[str, typer.Option(help="Of the text, in jsonl, parquet and on the Hub.")] = "text",
-    seed: Annotated[int, typer.Option(help="Of the choice of held-out documents.")] = 0,
+    held_out: Annotated[float | None, typer.Option(help="Share of the documents kept apart; 0.001 without it.")] = None,
+    column: Annotated[str | None, typer.Option(help="In jsonl, parquet and on the Hub; text without it.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the choice of held-out documents, or of the rows.")] = 0,
     workers: Annotated[int, typer.Option(help="Processes.")] = 1,
     task: Annotated[str | None, typer.Option(help="In place of text: needle(kind=2, length=1024), mqar, …")] = None,
-    rows: Annotated[int, typer.Option(help="Of the task.")] = 10000,
+    rows: Annotated[int | None, typer.Option(help="Of the task; 10,000 without it.")] = None,
 ) -> None:
     """Tokenise and pack text for training, or draw rows of a task whose answers alone are learnt."""
     from .data import Preparation
@@ -36,28 +36,21 @@ def prepare(
 
     if bool(sources) == (task is not None):
         raise InputError("prepare takes sources of text, or --task; expected one of them")
-    if task is not None and train_bpe is not None:
-        raise InputError(f"--train-bpe {train_bpe} with --task {task}; a tokenizer is learnt from text alone")
+    ours = {"tokenizer": tokenizer, "length": length}
+    of_text, of_task = {"bpe": train_bpe, "held_out": held_out, "column": column}, {"rows": rows}
+    idle = given(of_text if task is not None else of_task)
+    if idle:
+        name = "train-bpe" if "bpe" in idle else next(iter(idle)).replace("_", "-")
+        raise InputError(f"--{name} means nothing {'to a task' if task is not None else 'without --task'}")
     if task is None:
-        plan = Preparation(
-            tuple(sources or ()),
-            tokenizer,
-            train_bpe,
-            4096 if length is None else length,
-            held_out,
-            seed,
-            workers,
-            column,
-        )
+        plan = Preparation(tuple(sources or ()), seed=seed, workers=workers, **given(ours | of_text))
         manifest = run(plan, output)
     else:
         from .tasks.prepared import prepare as draw
         from .train.choose import default, refined
 
-        chosen = default(task).task
-        given = {"tokenizer": tokenizer, "length": length}
-        chosen = refined(chosen, {name: value for name, value in given.items() if value is not None})
-        manifest = draw(chosen, task, rows, seed, workers, output)
+        chosen = refined(default(task).task, given(ours))
+        manifest = draw(chosen, task, 10000 if rows is None else rows, seed, workers, output)
     table = Table("", "documents", "tokens", "rows", "bytes")
     for part in ("train", "held_out"):
         counts = manifest[part]
@@ -65,6 +58,10 @@ def prepare(
     Console().print(table)
     speed = f"{manifest['megabytes_per_second']} MB/s; " if task is None else ""
     print(f"{speed}{output} is ready")
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def train(
