@@ -72,11 +72,13 @@ def test_ours_is_laid_beside_the_published_over_seeds(tmp_path):
         wrote(tmp_path / "recall" / f"5m-gla-{seed}", {"swde": item, "squad_completion": item})
     found = {(c.row, c.column): c for c in numbers.cells(experiment.load("table-2"), "laptop", tmp_path, [])}
     swde = found["GLA", "SWDE"]
-    assert swde.published == 22.41 and swde.ours.value == pytest.approx(32) and swde.ours.error == pytest.approx(2)
-    assert swde.difference == pytest.approx(32 - 22.41) and swde.within is False
+    assert (
+        swde.published == 22.41 and swde.ours.value == pytest.approx(32) and swde.ours.reach == pytest.approx(2 * 12.71)
+    )
+    assert swde.difference == pytest.approx(32 - 22.41) and swde.within is True
     assert found["GLA", "FDA"].ours is None and found["GLA", "Avg."].ours is None
-    assert show.line(swde) == ("GLA", "SWDE", "22.41", "32 ± 3.9", "+9.59", "no")
-    assert "0 of the 2" in show.verdict(list(found.values()))
+    assert show.line(swde) == ("GLA", "SWDE", "22.41", "32 ± 25", "+9.59", "yes")
+    assert "2 of the 2" in show.verdict(list(found.values()))
 
 
 def test_a_gain_is_a_difference_of_two_models(tmp_path):

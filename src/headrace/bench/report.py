@@ -6,7 +6,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ..report.page import Page, Section, picture
 from ..report.plots import PALETTE, STYLE, compact
@@ -33,7 +33,8 @@ def write_report(
 ) -> Path:
     shape = plan.shape
     about = (
-        f"{len(plan.models)} models of {shape.layers} layers, {shape.hidden_size} wide, {shape.heads} heads and a "
+        f"{len(plan.models)} models of {shape.layers} layer{'s' * (shape.layers > 1)}, {shape.hidden_size} wide, "
+        f"{shape.heads} heads and a "
         f"vocabulary of {shape.vocab_size:,}, in {plan.dtype} on {plan.device} with {plan.threads} "
         f"thread{'s' * (plan.threads > 1)}; times are {plan.clock}, medians of {plan.rounds} rounds in which all "
         "models took turns in one process, ± half the distance of the quartiles."
@@ -137,7 +138,8 @@ def draw(ax: Axes, series: dict[str, list[tuple[int, float | None]]]) -> None:
     ax.minorticks_off()
     low, high = ax.get_ylim()
     steps = [n * 10.0**power for power in range(-7, 13) for n in (1, 2, 5)]
-    ax.set_yticks([y for y in steps if low <= y <= high])
+    narrow = MaxNLocator(5).tick_values(low, high)  # where decades say too little
+    ax.set_yticks([y for y in (steps if high > 8 * low else narrow) if low <= y <= high])
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: compact(y)))
 
 

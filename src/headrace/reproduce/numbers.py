@@ -14,16 +14,13 @@ from .execute import done
 from .experiment import Experiment, Scale, combinations, commands, run_folder
 
 INTERVAL = 1.96  # standard errors on either side hold 95 % of a normal distribution
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # and of one known from 2, 3, … seeds
 
 
 @dataclass(frozen=True)
 class Number:
     value: float
-    error: float | None = None  # standard error, where it is known
-
-    @property
-    def reach(self) -> float | None:
-        return None if self.error is None else INTERVAL * self.error
+    reach: float | None = None  # 95 % lie within it on either side; None: not known
 
 
 @dataclass(frozen=True)
@@ -72,14 +69,15 @@ def mean(numbers: list[Number]) -> Number:
     if len(numbers) == 1:
         return numbers[0]
     values = [one.value for one in numbers]
-    return Number(fmean(values), stdev(values) / math.sqrt(len(values)))
+    t = STUDENT[min(len(values) - 2, len(STUDENT) - 1)]
+    return Number(fmean(values), t * stdev(values) / math.sqrt(len(values)))
 
 
 def less(first: Number | None, second: Number | None) -> Number | None:
     if first is None or second is None:
         return None
-    error = None if first.error is None or second.error is None else math.hypot(first.error, second.error)
-    return Number(first.value - second.value, error)
+    reach = None if first.reach is None or second.reach is None else math.hypot(first.reach, second.reach)
+    return Number(first.value - second.value, reach)
 
 
 def evaluated(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path, text: list[str]) -> Number | None:
@@ -93,16 +91,16 @@ def evaluated(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Pat
     there = [one for one in scores if one is not None]
     if len(there) < len(scores):
         return None
-    errors = [one.error for one in there if one.error is not None]
-    error = math.hypot(*errors) / len(there) * factor if len(errors) == len(there) else None
-    return Number(factor * fmean(one.value for one in there), error)
+    reaches = [one.reach for one in there if one.reach is not None]
+    reach = math.hypot(*reaches) / len(there) * factor if len(reaches) == len(there) else None
+    return Number(factor * fmean(one.value for one in there), reach)
 
 
 def score(result: dict[str, Any], metric: str) -> Number | None:
     if f"{metric},none" not in result:
         return None
     error = result.get(f"{metric}_stderr,none")
-    return Number(result[f"{metric},none"], error if isinstance(error, float) else None)
+    return Number(result[f"{metric},none"], INTERVAL * error if isinstance(error, float) else None)
 
 
 def logged(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path, text: list[str]) -> Number | None:
