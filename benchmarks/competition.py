@@ -1,6 +1,7 @@
 """Which part of softmax linear attention does the work? The runs behind docs/competition.md.
 
     python benchmarks/competition.py run main …     the studies named, or all of them; what is done is not repeated
+    python benchmarks/competition.py draw           the picture of the main one
     python benchmarks/competition.py show main …    their tables: mean ± spread, and the gain over the backbone of the
                                                     same seed with its 95 % interval (Student's t over seeds)
 
@@ -15,12 +16,15 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
+import matplotlib
 import typer
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import t as student
 
 from headrace.report.html import write_report
+from headrace.report.plots import PALETTE, STYLE
 from headrace.report.summary import Comparison, Contender, summarise
 from headrace.report.terminal import board
 from headrace.tasks import Pair
@@ -34,6 +38,7 @@ Names = Annotated[list[str] | None, typer.Argument(help="Studies; all without an
 Folder = Annotated[Path, typer.Option("--output", help="Of all studies.")]
 
 SQUARE = "heads.expand_k=1, heads.expand_v=1"  # keys as wide as values: the states of all backbones are equally large
+CONVOLVED = ("deltanet", "gated-deltanet")  # a short convolution mixes pairs here, which are one to a position: off
 BACKBONES = ("linear-attention", "retnet", "gla", "deltanet", "gated-deltanet")
 ACTIVATIONS = ("sigmoid", "softmax", "null")
 SIDES = {"both": "", "write": ", competition.read=none", "read": ", competition.write=none"}
@@ -41,11 +46,15 @@ SIDES = {"both": "", "write": ", competition.read=none", "read": ", competition.
 
 def gated(backbone: str, activation: str = "softmax", side: str = "both", more: str = "") -> str:
     chosen = "" if activation == "softmax" else f", competition.activation={activation}"
-    return f"softmax-{backbone}({SQUARE}{more}{chosen}{SIDES[side]})"
+    return f"softmax-{backbone}({square(backbone)}{more}{chosen}{SIDES[side]})"
 
 
 def plain(backbone: str, more: str = "") -> str:
-    return f"{backbone}({SQUARE}{more})"
+    return f"{backbone}({square(backbone)}{more})"
+
+
+def square(backbone: str) -> str:
+    return f"{SQUARE}, inputs.conv=0" if backbone in CONVOLVED else SQUARE
 
 
 def trio(backbone: str, more: str = "") -> tuple[str, ...]:
@@ -119,12 +128,14 @@ def run(
 
 @app.command()
 def show(
-    names: Annotated[list[str] | None, typer.Argument()] = None, output: Folder = Path("runs/competition")
+    names: Names = None,
+    output: Folder = Path("runs/competition"),
+    markdown: Annotated[bool, typer.Option("--markdown")] = False,
 ) -> None:
     for name in chosen(names):
         if (output / name / "results.json").exists():
             for comparison in read(output / name):
-                print_table(comparison)
+                print_table(comparison, markdown)
 
 
 def read(folder: Path) -> list[Comparison]:
@@ -155,21 +166,70 @@ def interval(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), half
 
 
-def print_table(comparison: Comparison) -> None:
-    plan = comparison.plan
-    table = Table(title=f"{plan['name']}: accuracy in %, {plan['seeds']} seeds", title_justify="left")
-    for column in ("backbone", "gates", "on", "accuracy", "gain", "95 %", "state bytes"):
-        table.add_column(column)
+HEAD = ("backbone", "gates", "on", "accuracy, %", "gain, points", "95 % interval", "state, bytes")
+
+
+def table(comparison: Comparison) -> list[tuple[str, ...]]:
     bases = {parts(c.mixer)[0]: c for c in comparison.contenders if parts(c.mixer)[1] == "none"}
-    for contender in comparison.contenders:
+    rows = []
+    for contender in (c for c in comparison.contenders if c.by_seed):
         backbone, activation, side = parts(contender.mixer)
-        score = f"{100 * contender.mean:.1f} ± {100 * contender.spread:.1f}" if contender.by_seed else "diverged"
-        gain = ("", "")
-        if activation != "none" and backbone in bases and contender.by_seed:
+        gain, around = "", ""
+        if activation != "none" and backbone in bases:
             mean, half = interval(gains(contender, bases[backbone]))
-            gain = (f"{100 * mean:+.1f}", f"{100 * (mean - half):+.1f} … {100 * (mean + half):+.1f}")
-        table.add_row(backbone, activation, side, score, *gain, f"{contender.constant('state_bytes'):,}")
-    console.print(table)
+            gain, around = f"{100 * mean:+.1f}", f"{100 * (mean - half):+.1f} … {100 * (mean + half):+.1f}"
+        score = f"{100 * contender.mean:.1f} ± {100 * contender.spread:.1f}"
+        rows.append((backbone, activation, side, score, gain, around, f"{contender.constant('state_bytes'):,}"))
+    return rows
+
+
+def print_table(comparison: Comparison, markdown: bool) -> None:
+    title = f"{comparison.plan['name']}, {comparison.plan['seeds']} seeds"
+    if markdown:
+        print(f"{title}:\n")
+        for row in (HEAD, ["---"] * len(HEAD), *table(comparison)):
+            print(f"| {' | '.join(row)} |")
+        print()
+        return
+    shown = Table(*HEAD, title=title, title_justify="left")
+    for row in table(comparison):
+        shown.add_row(*row)
+    console.print(shown)
+
+
+# --- the picture -----------------------------------------------------------------------------------------------------
+def gain_of(contender: Contender, comparison: Comparison) -> tuple[float, float]:
+    """Points over the backbone, and half of their 95 % interval."""
+    base = find(comparison, plain(parts(contender.mixer)[0]))
+    mean, half = interval(gains(contender, base))
+    return 100 * mean, 100 * half
+
+
+@app.command()
+def draw(output: Folder = Path("runs/competition"), to: Path = Path("docs/competition.png")) -> None:
+    (comparison,) = read(output / "main")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 3.6), layout="constrained")
+        panels = figure.subplots(1, len(BACKBONES), sharey=True)
+        for ax, backbone in zip(panels, BACKBONES, strict=True):
+            for i, activation in enumerate(ACTIVATIONS):
+                own = {side: find(comparison, gated(backbone, activation, side)) for side in SIDES}
+                means, halves = zip(*(gain_of(contender, comparison) for contender in own.values()), strict=True)
+                at = [place + 0.22 * (i - 1) for place in range(len(SIDES))]
+                ax.errorbar(at, means, halves, fmt="o", ms=5, capsize=3, color=PALETTE[i], label=activation)
+            base = find(comparison, plain(backbone))
+            ax.axhline(0, color="#333", lw=1)
+            ax.set(title=f"{backbone}\n{100 * base.mean:.0f} % without gates")
+            ax.title.set_fontsize(10)
+            ax.set_xticks(range(len(SIDES)), list(SIDES))
+        panels[0].set_ylabel("gain in recall (points, 95 % interval)")
+        panels[0].legend(fontsize=8, title="gates")
+        figure.savefig(to, dpi=120)
+    console.print(f"{to}: {comparison.plan['seeds']} seeds")
+
+
+def find(comparison: Comparison, mixer: str) -> Contender:
+    return next(contender for contender in comparison.contenders if contender.mixer == mixer)
 
 
 if __name__ == "__main__":
