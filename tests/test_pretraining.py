@@ -195,7 +195,7 @@ def test_every_head_s_load_is_kept_and_the_console_says_only_losses(data, tmp_pa
     assert "eval_loss" in said and "eval_write" not in said
 
 
-@pytest.mark.parametrize("trackers", ["tensorbord", "wandb,tensorbord"])
+@pytest.mark.parametrize("trackers", ["tensorbord", "tensorboard,tensorbord"])
 def test_a_tracker_that_is_none(data, tmp_path, trackers):
     with pytest.raises(InputError, match=f"--trackers='{trackers}'; expected tensorboard"):
         run.train(*recipe(), data, tmp_path / "run", trackers=trackers)
