@@ -23,6 +23,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if hidden.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere their number would be waited for
+        asked = (labels != IGNORED).nonzero()[:, 0]
+        hidden, labels = hidden.index_select(0, asked), labels[asked]
     with torch.autocast(hidden.device.type, enabled=False):
         if torch.is_grad_enabled():
             return _LinearCrossEntropy.apply(hidden, weight, labels)
