@@ -22,6 +22,7 @@ from headrace.loss import IGNORED
 from headrace.pretraining import card, checkpoints, run
 from headrace.pretraining.model import build
 from headrace.pretraining.optimizer import CarefulAdamW, optimizer
+from headrace.retrofit import retrofit
 from headrace.tasks import Mqar, Needle, Pair, Reverse, Text
 from headrace.tasks import prepared as prepared_task
 from headrace.tasks.base import generator
@@ -225,6 +226,45 @@ def test_two_processes_train_as_one_does(prepared, tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         found[name] = [point["loss"] for point in losses(tmp_path / name) if "loss" in point]
     assert found["two"] == pytest.approx(found["one"], rel=1e-5)
+
+
+def test_a_run_begins_from_a_checkpoint_retrofitted_or_not(data, prepared, tmp_path):
+    train(data, tmp_path / "first", tokens=128 * 8, mixer="gla")
+    first = tmp_path / "first" / "model"
+    again = build(recipe(mixer="gla", weights=str(first), length=64)[0])
+    torch.testing.assert_close(again.state_dict(), load(first).state_dict(), rtol=0, atol=0)
+    retrofit(first).save_pretrained(tmp_path / "competing")
+    weights = str(tmp_path / "competing")
+    trainer = train(data, tmp_path / "second", tokens=128 * 8, mixer="softmax-gla", weights=weights)
+    before, after = json.loads((first / "history.json").read_text()), trainer.state.log_history
+    assert after[-1]["final_loss"] < before[-1]["final_loss"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"mixer": "softmax-gla"}, "mixers="),
+        ({"hidden_size": 32}, "hidden_size=16; the recipe has 32"),
+        ({"weights": "nowhere"}, "'nowhere' has no config.json"),
+    ],
+)
+def test_weights_of_another_model_are_refused(data, tmp_path, changes, sentence):
+    train(data, tmp_path / "first", tokens=128 * 2, mixer="gla")
+    wanted = {"mixer": "gla", "weights": str(tmp_path / "first" / "model")} | changes
+    with pytest.raises(InputError, match=sentence):
+        build(recipe(**wanted)[0])
+
+
+def test_weights_with_another_tokenizer_are_refused(data, tmp_path):
+    train(data, tmp_path / "first", tokens=128 * 2)
+    path = tmp_path / "first" / "model" / "tokenizer.json"
+    told = json.loads(path.read_text())
+    ids = told["model"]["vocab"]
+    (a, first), (b, second) = list(ids.items())[10:12]
+    ids[a], ids[b] = second, first
+    path.write_text(json.dumps(told))
+    with pytest.raises(InputError, match="another tokenizer"):
+        train(data, tmp_path / "second", weights=str(path.parent))
 
 
 def test_a_folder_belongs_to_one_recipe_and_one_data_set(data, tmp_path):

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..hf import HeadraceConfig, HeadraceForCausalLM
+from ..errors import InputError
+from ..hf import HeadraceConfig, HeadraceForCausalLM, load
 from ..recipes import Recipe
 from ..spec import MixerSpec
 from ..train.model import gate_parameters, initialise_gates
 
 BYTES_PER_PARAMETER = 16  # weight, gradient and AdamW's two moments in float32
+MODEL = (
+    "mixers", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size", "tie_word_embeddings"
+)  # fmt: skip
 
 
 def config(recipe: Recipe) -> HeadraceConfig:
@@ -32,9 +36,22 @@ def config(recipe: Recipe) -> HeadraceConfig:
 
 
 def build(recipe: Recipe) -> HeadraceForCausalLM:
-    """The model with its initial weights, drawn from torch's generator as it stands."""
+    """The model with a checkpoint's weights, or with initial ones drawn from torch's generator as it stands.
+
+    InputError for a checkpoint of another model."""
     model = HeadraceForCausalLM(config(recipe))
-    initialise_gates(model, recipe.gate_std, recipe.gate_init)
+    if recipe.weights is None:
+        initialise_gates(model, recipe.gate_std, recipe.gate_init)
+        return model
+    given = load(recipe.weights)
+    for name in MODEL:
+        there, wanted = getattr(given.config, name), getattr(model.config, name)
+        if there != wanted:
+            raise InputError(f"weights={recipe.weights!r} has {name}={there}; the recipe has {wanted}")
+    try:
+        model.load_state_dict(given.state_dict())
+    except RuntimeError as error:  # a table of positions, for rows of another length
+        raise InputError(f"weights={recipe.weights!r}: {str(error).splitlines()[-1].strip()}") from error
     return model
 
 

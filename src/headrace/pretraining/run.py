@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import ProgressCallback, TrainerState, TrainingArguments, set_seed
+from transformers import AutoTokenizer, ProgressCallback, TrainerState, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..data import Collator, PackedData, unigram_loss
@@ -39,6 +39,7 @@ def train(
 ):
     """Train to the end, from the newest checkpoint where there is one. Raises InputError where that cannot be."""
     check_data(recipe, data)
+    check_tokenizer(recipe, data)
     check_trackers(trackers)
     settings = arguments(recipe, folder, fsdp, trackers)  # from here on the processes of torchrun know each other
     with settings.main_process_first(local=False):
@@ -84,6 +85,16 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
     ):
         if there != wanted and not (name == "vocab_size" and there < wanted):
             raise InputError(f"the data were prepared with {name}={there}; the recipe has {name}={wanted}")
+
+
+def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
+    """A checkpoint's tokens must mean what they mean in the data."""
+    file = Path(recipe.weights or "", "tokenizer.json")
+    if recipe.weights is None or data.tokenizer is None or not file.is_file():
+        return
+    there = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
+    if there.get_vocab() != data.tokenizer.get_vocab():
+        raise InputError(f"weights={recipe.weights!r} has another tokenizer than the data; prepare them with its own")
 
 
 def check_trackers(trackers: str) -> None:

@@ -30,6 +30,7 @@ class Recipe:
     intermediate_size: int | None = None  # None: 8/3 of hidden_size, rounded up
     vocab_size: int = 32000
     tie: bool = True  # one matrix for the embedding and the output
+    weights: str | None = None  # the checkpoint to begin from; None: at random
     # what it sees
     length: int = 4096
     tokens: float = 15e9
