@@ -17,6 +17,7 @@ from headrace.lab.base import entropy, weights
 from headrace.lab.remembering import probed
 from headrace.lab.sharpness import gates_of
 from headrace.literal import literal
+from tiny import build
 
 LONG = ("backbones", "past")
 SEVERAL = [(name, seed) for name in lab.EXPERIMENTS if name not in LONG for seed in (0, 1, 2)]
@@ -61,6 +62,38 @@ def test_the_list_and_unknown_names():
     assert listed.exit_code == 0 and all(name in listed.stdout for name in lab.EXPERIMENTS)
     with pytest.raises(InputError, match="NAME='winer' is unknown; expected all, or one of magnitude"):
         lab.chosen("winer")
+
+
+def test_a_trained_model_is_probed_by_age_and_layer(tmp_path):
+    build(["softmax-gla", "transformer", "mamba"], num_hidden_layers=3).save_pretrained(tmp_path)
+    finding = lab.experiment("past", 1, tmp_path)
+    assert [row.law for row in finding.rows] == ["layer 0: tokens read back", "layer 2: tokens read back"]
+    assert all(row.holds for row in finding.rows) and finding.figure.axes[0].images[0].get_array().shape == (2, 32)
+    assert f"{finding.rows[0].seen:.1f} (layer 0), {finding.rows[1].seen:.1f} (layer 2)" in finding.sentence
+
+
+def test_a_checkpoint_without_a_fixed_memory_or_with_few_tokens_is_refused(tmp_path):
+    build("transformer").save_pretrained(tmp_path / "attention")
+    build("gla", vocab_size=9).save_pretrained(tmp_path / "few")
+    for folder, said in (("attention", "has no layer with a memory of fixed size"), ("few", "has 9 tokens; expected")):
+        with pytest.raises(InputError, match=said):
+            lab.experiment("past", 0, tmp_path / folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["winer"], "NAME='winer' is unknown"),
+        (["winner", "--checkpoint", "here"], "--checkpoint 'here' with lab winner; expected it with lab past alone"),
+        (["all", "--checkpoint", "here"], "--checkpoint 'here' with lab all"),
+        (["--checkpoint", "here"], "--checkpoint 'here' without an experiment"),
+        (["past", "--checkpoint", "/none"], "checkpoint '/none' has no config.json"),
+        (["winner", "--output", "/dev/null/lab"], "--output '/dev/null/lab' cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(arguments, said):
+    error = CliRunner().invoke(cli.app, ["lab", *arguments]).exception
+    assert isinstance(error, InputError) and said in str(error) and "\n" not in str(error)
 
 
 @settings(deadline=None, max_examples=20)

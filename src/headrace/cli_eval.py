@@ -16,6 +16,7 @@ def lab(
     name: Annotated[str | None, typer.Argument(help="An experiment, or all; a list of them without it.")] = None,
     output: Annotated[Path, typer.Option(help="The folder for NAME.png and NAME.json.")] = Path("runs/lab"),
     seed: Annotated[int, typer.Option(help="Of the random keys and values.", min=0, max=2**32)] = 0,
+    checkpoint: Annotated[Path | None, typer.Option(help="With `past`: a trained model to look into.")] = None,
 ) -> None:
     """Theory as laws and pictures: what is seen against what the law says. Exit code 1 where a law does not hold."""
     from .errors import InputError
@@ -26,14 +27,16 @@ def lab(
         raise InputError(f'lab needs {error.name}, which is not installed: pip install "headrace[models]"') from None
 
     console, broken = Console(), 0
+    if name is None and checkpoint is not None:
+        raise InputError(f"--checkpoint {str(checkpoint)!r} without an experiment; expected it with lab past")
     if name is None:
         table = Table("experiment", "what it shows")
         for known in laboratory.EXPERIMENTS:
             table.add_row(known, laboratory.about(known))
         console.print(table)
         return
-    for known in laboratory.chosen(name):
-        finding = laboratory.experiment(known, seed)
+    for known in laboratory.chosen(name, checkpoint):
+        finding = laboratory.experiment(known, seed, checkpoint)
         picture = laboratory.save(known, seed, finding, output)
         broken += sum(not row.holds for row in finding.rows)
         table = Table("law", "seen", "", "the law says", "", title=known, title_justify="left")

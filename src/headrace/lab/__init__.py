@@ -15,26 +15,28 @@ from ..report.plots import STYLE
 from ..train.environment import environment
 from ..train.folder import write_json
 from .base import EXACT, Experiment, Finding, Row
-from .capacity import backbones, capacity
-from .pathologies import collapse, polarity
-from .remembering import past
-from .sharpness import magnitude, winner
-from .storage import angle, crosstalk, fading, overwriting
+from .capacity import Capacity
+from .crowding import Backbones
+from .pathologies import Collapse, Polarity
+from .remembering import Past, Trained
+from .rewriting import Angle, Overwriting
+from .sharpness import Magnitude, Winner
+from .storage import Crosstalk, Fading
 
 __all__ = ["EXACT", "EXPERIMENTS", "Finding", "Row", "about", "chosen", "experiment", "save"]
 
-EXPERIMENTS: dict[str, Experiment] = {
-    "magnitude": magnitude,
-    "winner": winner,
-    "polarity": polarity,
-    "collapse": collapse,
-    "crosstalk": crosstalk,
-    "overwriting": overwriting,
-    "angle": angle,
-    "fading": fading,
-    "capacity": capacity,
-    "backbones": backbones,
-    "past": past,
+EXPERIMENTS: dict[str, type[Experiment]] = {
+    "magnitude": Magnitude,
+    "winner": Winner,
+    "polarity": Polarity,
+    "collapse": Collapse,
+    "crosstalk": Crosstalk,
+    "overwriting": Overwriting,
+    "angle": Angle,
+    "fading": Fading,
+    "capacity": Capacity,
+    "backbones": Backbones,
+    "past": Past,
 }
 
 
@@ -43,16 +45,24 @@ def about(name: str) -> str:
     return " ".join((EXPERIMENTS[name].__doc__ or "").split())
 
 
-def chosen(name: str) -> list[str]:
-    """The experiments of a name; "all" of them. Raises InputError for a name that is unknown."""
+def chosen(name: str, checkpoint: Path | None = None) -> list[str]:
+    """The experiments of a name; "all" of them. Raises InputError for a name that is unknown, and for a checkpoint
+    where it has no place."""
     if name not in (*EXPERIMENTS, "all"):
         raise InputError(f"lab: NAME={name!r} is unknown; expected all, or one of {', '.join(EXPERIMENTS)}")
+    if checkpoint is not None and name != "past":
+        raise InputError(f"--checkpoint {str(checkpoint)!r} with lab {name}; expected it with lab past alone")
     return list(EXPERIMENTS) if name == "all" else [name]
 
 
-def experiment(name: str, seed: int = 0) -> Finding:
+def experiment(name: str, seed: int = 0, checkpoint: Path | None = None) -> Finding:
+    """Args:
+    checkpoint: a trained model to look into, in place of layers at their first weights; for `past` alone.
+    """
+    generator = torch.Generator().manual_seed(seed)
     with matplotlib.rc_context(STYLE), torch.no_grad():
-        return EXPERIMENTS[name](torch.Generator().manual_seed(seed))
+        seen = EXPERIMENTS[name].measure(generator) if checkpoint is None else Trained.measure(generator, checkpoint)
+        return Finding(seen.laws(), seen.sentence(), seen.figure())
 
 
 def save(name: str, seed: int, finding: Finding, folder: Path) -> Path:

@@ -1,11 +1,12 @@
-"""What experiments are made of: a memory written and read by the library's own op, rows to check, a picture.
+"""What experiments are made of: a memory written and read by the library's own op, laws to check, a picture.
 
-Everything is float64. Shapes are the op's: [1, T, H, ·].
+An experiment is a record of what was measured, made from a generator; from it alone come its laws, what it says in a
+sentence, and its picture. Everything is float64. Shapes are the op's: [1, T, H, ·].
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -35,13 +36,29 @@ class Row(NamedTuple):
         return self.seen <= self.bound if self.relation == "≤" else self.seen >= self.bound
 
 
+class Experiment(Protocol):
+    """Its docstring says what it is about. `measure` alone computes; the rest is read off what it returns."""
+
+    @classmethod
+    def measure(cls, generator: torch.Generator) -> Self: ...
+
+    def laws(self) -> list[Row]: ...
+
+    def sentence(self) -> str:
+        """What is seen, from the numbers."""
+
+    def figure(self) -> Figure: ...
+
+
 class Finding(NamedTuple):
     rows: list[Row]
     sentence: str
     figure: Figure
 
 
-Experiment = Callable[[torch.Generator], Finding]
+def listed(values: Mapping[str, float], form: str = ".2f", empty: str = "none") -> str:
+    """What was found by name: "0.41 (softmax attention), 0.13 (…)"."""
+    return ", ".join(f"{value:{form}} ({name})" for name, value in values.items()) or empty
 
 
 def exact(law: str, seen: Tensor, said: Tensor) -> Row:
@@ -55,6 +72,10 @@ def draw(generator: torch.Generator, *shape: int) -> Tensor:
 
 def unit(generator: torch.Generator, *shape: int) -> Tensor:
     return F.normalize(draw(generator, *shape), dim=-1)
+
+
+def full(value: float, *shape: int) -> Tensor:
+    return torch.full(shape, value, dtype=torch.float64)
 
 
 def written(k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
@@ -104,8 +125,26 @@ def panels(count: int, width: float = 4.4, height: float = 3.7) -> tuple[Figure,
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
-def compared(ax: Axes, x: Tensor, law: Tensor, seen: Tensor, **look: Any) -> None:
-    """The law as a line, and what is seen as dots upon it."""
-    ax.plot(x, law, lw=1.6, **look)
+def curves(ax: Axes, x: Tensor, ys: Mapping[str, Tensor], colours: Sequence[str], **settings: Any) -> None:
+    """A line and its name for each."""
+    for (label, y), colour in zip(ys.items(), colours, strict=True):
+        ax.plot(x, y, label=label, color=colour, lw=2)
+    finish(ax, **settings)
+
+
+def compared(
+    ax: Axes, x: Tensor, pairs: Mapping[str, tuple[Tensor, Tensor]], colours: Sequence[str], **settings: Any
+) -> None:
+    """Name -> (the law, a line; what is seen, dots upon it)."""
     every = max(len(x) // 16, 1)
-    ax.plot(x[::every], seen[::every], "o", ms=5, color=look["color"])
+    for (label, (law, seen)), colour in zip(pairs.items(), colours, strict=True):
+        ax.plot(x, law, lw=1.6, label=label, color=colour)
+        ax.plot(x[::every], seen[::every], "o", ms=5, color=colour)
+    finish(ax, **settings)
+
+
+def finish(ax: Axes, **settings: Any) -> None:
+    """`legend`: where it stands; the rest are the axes' own settings."""
+    where = settings.pop("legend", "best")
+    ax.set(**settings)
+    ax.legend(fontsize=8, loc=where)
