@@ -1,5 +1,6 @@
 """Softmax attention and its options against other implementations and its equation."""
 
+import copy
 import math
 
 import pytest
@@ -12,6 +13,8 @@ from attention_layers import D, H, agree, d, error, layer, plain
 from headrace import mixers, zoo
 from headrace.errors import InputError
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
+from headrace.mixers.attention import OwnAttentionState
+from headrace.mixers.decode import owned
 from headrace.mixers.flash import flash_attention
 from headrace.mixers.positions import DistanceBias, bucket, sinusoidal
 from headrace.mixers.sdpa import attend
@@ -176,3 +179,48 @@ def test_what_makes_no_sense_is_refused(mixer, sentence):
 def test_groups_of_heads_divide_the_heads():
     with pytest.raises(InputError, match="kv_heads=2 does not divide num_heads=3"):
         mixers.build(zoo.get("gqa"), hidden_size=48, num_heads=3)
+
+
+# --- a state that its holder lets be written into -------------------------------------------------------------------
+@pytest.mark.parametrize("lengths", [[1] * 40, [3, 1, 7, 1, 1, 20, 2]], ids=["tokens", "pieces"])
+def test_an_own_state_is_the_copied_one_in_one_storage(lengths):
+    made, x = mixers.build(zoo.get("gqa"), hidden_size=32, num_heads=4), torch.randn(2, 8 + sum(lengths), 32)
+    with torch.no_grad():
+        copied = made(x[:, :8])[1]
+        own, storages = owned(copied), set()
+        for piece in x[:, 8:].split(lengths, 1):
+            expected, copied = made(piece, copied)
+            found, own = made(piece, own)
+            assert torch.equal(found, expected)
+            assert all(map(torch.equal, own[:2], copied[:2])) and owned(own) is own
+            storages.add(own.k.untyped_storage().data_ptr())
+    assert 1 < len(storages) < len(lengths)
+
+
+def test_an_own_state_is_copied_where_it_may_not_be_written_into():
+    made, x = mixers.build(zoo.get("transformer"), hidden_size=32, num_heads=4), torch.randn(1, 12, 32)
+    with torch.inference_mode():
+        own = owned(made(x[:, :8])[1])
+        own = made(x[:, 8:9], own)[1]
+    expected = made(x)[0]
+    with torch.no_grad():  # PyTorch lets no inference tensor be written into here
+        torch.testing.assert_close(made(x[:, 9:10], own)[0], expected[:, 9:10])
+    y, after = made(x[:, 9:10].requires_grad_(), own)
+    y.sum().backward()
+    assert not isinstance(after, OwnAttentionState)
+
+
+@torch.no_grad()
+def test_a_copied_and_a_reordered_cache_go_on_by_themselves():
+    model = HeadraceForCausalLM(HeadraceConfig(mixer="transformer", vocab_size=50, hidden_size=32, num_hidden_layers=2))
+    ids = torch.randint(50, (2, 12))
+    cache = model(ids[:, :6], use_cache=True).past_key_values
+    model(ids[:, 6:7], past_key_values=cache)
+    other = copy.deepcopy(cache)
+    other.reorder_cache(torch.tensor([1, 0]))
+    for at in range(7, 12):
+        mine = model(ids[:, at : at + 1], past_key_values=cache).logits
+        swapped = model(ids.flip(0)[:, at : at + 1], past_key_values=other).logits
+        expected = model(ids[:, : at + 1], use_cache=False).logits[:, -1:]
+        torch.testing.assert_close(mine, expected)
+        torch.testing.assert_close(swapped.flip(0), expected)

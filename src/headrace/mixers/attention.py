@@ -34,6 +34,10 @@ class AttentionState(NamedTuple):
         return _valid(self.k, self.valid).sum(1)
 
 
+class OwnAttentionState(AttentionState):
+    """One that its holder has no other use for: the next tokens may be written behind it."""
+
+
 State = AttentionState | WindowState
 
 
@@ -146,9 +150,34 @@ def _valid(k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def extended(state: AttentionState | None, k: Tensor, v: Tensor, mask: Tensor | None) -> AttentionState:
+    """The state with k and v [N, T, Hkv, d] behind its own, in its own memory where it may be written into."""
     if state is None:
         return AttentionState(k, v, mask)
     valid = None
     if state.valid is not None or mask is not None:
         valid = torch.cat([_valid(state.k, state.valid), _valid(k, mask)], 1)
+    if _may_write(state):
+        return OwnAttentionState(grown(state.k, k), grown(state.v, v), valid)
     return AttentionState(torch.cat([state.k, k], 1), torch.cat([state.v, v], 1), valid)
+
+
+def _may_write(state: AttentionState) -> bool:
+    if type(state) is not OwnAttentionState or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return torch.is_inference_mode_enabled() or not state.k.is_inference()
+
+
+def grown(past: Tensor, new: Tensor) -> Tensor:
+    """past [N, L, …] and new [N, T, …] in one tensor, without copying past where its storage has room for both.
+
+    past begins its storage, which is dense [N, at least L, …] and nobody else's. Where that is full, past is copied
+    into one with a quarter more."""
+    (N, L), rest, total = past.shape[:2], past.shape[2:], past.shape[1] + new.shape[1]
+    room = past.untyped_storage().nbytes() // (N * rest.numel() * past.element_size())
+    if room >= total:
+        buffer = past.as_strided((N, room, *rest), (room * rest.numel(), *past.stride()[1:]))
+    else:
+        buffer = past.new_empty(N, total + total // 4, *rest)
+        buffer[:, :L] = past
+    buffer[:, L:total] = new
+    return buffer[:, :total]

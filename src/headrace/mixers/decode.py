@@ -13,6 +13,7 @@ from torch import Tensor
 from ..backends import native, native_layer
 from ..recurrence import NORMALISER_EPS, linear_attention
 from ..spec import Competition, MixerSpec
+from .attention import AttentionState, OwnAttentionState
 
 GROUP_NORM_EPS = 64e-5  # RWKV-6's: 1e-5 times its head size divisor squared
 
@@ -31,11 +32,15 @@ class OwnState(MixerState):
     """A state that its holder has no other use for: the next token may be written into it."""
 
 
+OWN: dict[type, Any] = {MixerState: OwnState, AttentionState: OwnAttentionState}
+
+
 def owned(state: Any) -> Any:
-    """A linear mixer's state, as one that may be written into; any other state as it is.
+    """A linear mixer's or softmax attention's state, as one that may be written into; any other state as it is.
 
     Views are copied: the short convolution's is the end of all that went through it."""
-    return OwnState._make(map(_alone, state)) if type(state) is MixerState else state
+    kind = OWN.get(type(state))
+    return state if kind is None else kind._make(map(_alone, state))
 
 
 def _alone(x: Tensor | None) -> Tensor | None:
