@@ -19,12 +19,10 @@ def lab(
     checkpoint: Annotated[Path | None, typer.Option(help="With `past`: a trained model to look into.")] = None,
 ) -> None:
     """Theory as laws and pictures: what is seen against what the law says. Exit code 1 where a law does not hold."""
-    from .errors import InputError
+    from .console import extra
 
-    try:
+    with extra("lab", "models"):
         from . import lab as laboratory
-    except ModuleNotFoundError as error:
-        raise InputError(f'lab needs {error.name}, which is not installed: pip install "headrace[models]"') from None
 
     console, broken = Console(), 0
     if name is None and checkpoint is not None:
@@ -68,11 +66,13 @@ def bench(
     """Memory, throughput and latency of mixers with and without competition, beside transformers' own models.
 
     The same command continues what was interrupted; further lengths and contexts add to the folder."""
-    from .bench.models import Shape, named
-    from .bench.plan import Plan, claim, on_device, points
-    from .bench.report import OVERHEAD, overheads, write_report
-    from .bench.results import complete, rows, write_csv
-    from .console import interruptible, terminal
+    from .console import extra, interruptible, terminal
+
+    with extra("bench", "models"):
+        from .bench.models import Shape, named
+        from .bench.plan import Plan, claim, on_device, points
+        from .bench.report import OVERHEAD, overheads, write_report
+        from .bench.results import complete, rows, write_csv
 
     device, console = on_device(device), terminal()
     shape = Shape(layers or (2 if device == "cpu" else 24), hidden_size, heads)
@@ -114,14 +114,10 @@ def inspect(
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("inspect.html"),
 ) -> None:
     """What a model does with a text, token by token, as one interactive page: gates, horizons, effective attention."""
-    from .errors import InputError
+    from .console import extra
 
-    try:
+    with extra("inspect", "models"):
         from . import inspection
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f'inspect needs {error.name}, which is not installed: pip install "headrace[models]"'
-        ) from None
 
     progress = partial(track, description="layers", console=Console(stderr=True), transient=True)
     page = inspection.inspect(checkpoint, inspection.read_text(text, file), tokens, progress)
@@ -144,13 +140,10 @@ def evaluate(
     """Evaluate by lm-evaluation-harness, side by side, with standard errors and paired differences.
 
     The same command continues what was interrupted, and another checkpoint joins those that are done."""
-    from .console import interruptible, terminal
-    from .errors import InputError
+    from .console import extra, interruptible, terminal
 
-    try:
+    with extra("eval", "eval"):
         from .evaluate import checkpoint, report, run
-    except ModuleNotFoundError as error:
-        raise InputError(f'eval needs {error.name}, which is not installed: pip install "headrace[eval]"') from None
     folder, console = output or Path("runs", f"eval-{run.slug(suite)}"), terminal()
     plan = run.Plan(suite, tuple(numbers(lengths)), None if data is None else str(data), limit, max_length, seed)
     with interruptible(f"what is finished is in {folder}; the same command continues"):
@@ -164,52 +157,44 @@ def reproduce(
     name: Annotated[str | None, typer.Argument(help="A table or figure; a list of them without it.")] = None,
     scale: Annotated[str, typer.Option(help="paper (eight GPUs) or laptop.")] = "laptop",
     run: Annotated[bool, typer.Option("--run", help="Execute the steps; without it they are only printed.")] = False,
-    text: Annotated[
-        list[str] | None, typer.Option(help="What to train on; the Hub's without it, by the scale.")
-    ] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Files to train on in place of the Hub's.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A folder of rows to evaluate on in place of the Hub's.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="AXIS=VALUE,VALUE: a part of the work, as seed=0.")] = None,
+    add: Annotated[list[str] | None, typer.Option(help='More for a command: "train tokens=1e6".')] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Shared by experiments; runs/reproduce/<scale> without it.")
+        Path | None, typer.Option(help="Shared by experiments; runs/reproduce/<scale> by itself.")
     ] = None,
 ) -> None:
     """The steps that make a table or a figure of a paper, and our numbers beside the published ones.
 
     With --run the steps are executed; the same command continues what was interrupted."""
-    from .console import interruptible, terminal
-    from .errors import InputError
-    from .reproduce import experiment, show
-    from .reproduce.execute import execute
-    from .reproduce.numbers import cells
+    from .console import extra, interruptible, terminal
+
+    with extra("reproduce", "train"):
+        from .reproduce import experiment, numbers, show
+        from .reproduce.execute import downloads, execute
 
     console = terminal()
     if name is None:
-        table = Table("name", "what it is", "source")
-        for known in experiment.names():
-            table.add_row(known, experiment.load(known).title, experiment.load(known).source)
-        console.print(table)
+        show.print_list(console)
         return
-    if scale not in experiment.SCALES:
-        raise InputError(f"--scale={scale!r}; expected {' or '.join(experiment.SCALES)}")
     chosen, folder = experiment.load(name), output or Path("runs", "reproduce", scale)
-    steps = experiment.commands(chosen.scales[scale], folder, text or [])
+    additions = [*(add or []), *([] if data is None else [shlex.join(["eval", "--data", str(data)])])]
+    wanted = experiment.tailored(chosen.at(scale), text or [], only or [], additions)
+    steps = experiment.commands(wanted, folder)
 
     def tell(line: str) -> None:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     if run:
+        tell(downloads(steps))
         with interruptible("the steps that have ended are kept; the same command continues"):
             execute(steps, folder, tell)
     else:
         for step in steps:
             tell(shlex.join(step))
-    found = cells(chosen, scale, folder, text or [])
-    table = Table(*show.HEADER, title=f"{chosen.title} ({chosen.source})", title_justify="left")
-    for row in show.shown(found):
-        table.add_row(*row)
-    if table.row_count:
-        console.print(table)
-        tell(show.verdict(found))
-    for sentence in [chosen.scales[scale].note, *chosen.notes]:
-        tell(f"- {sentence}" if sentence else "")
+    found = numbers.cells(chosen, wanted, folder)
+    show.print_cells(chosen, scale, found, console)
     if run:
         command = shlex.join(["headrace", *sys.argv[1:]])
         tell(f"The report is {show.write_page(chosen, scale, found, folder / f'{name}.html', command)}")

@@ -1,6 +1,7 @@
 """The steps one after the other. What has ended well is not done again: done/<step>.json says that it has."""
 
 import hashlib
+import itertools
 import shlex
 import shutil
 import subprocess
@@ -12,8 +13,33 @@ from typing import Any
 
 from ..errors import InputError
 from ..train.folder import read_json, write_json
+from .experiment import called
 
 HEADRACE = [sys.executable, "-c", "from headrace.cli import main; main()"]
+
+
+def downloads(steps: list[list[str]]) -> str:
+    """A sentence: what they take from the internet. InputError where a file or folder that they read is not there."""
+    found: dict[str, None] = {}
+    for name, *arguments in map(called, steps):
+        options = dict(itertools.pairwise(arguments))
+        texts = itertools.takewhile(lambda argument: not argument.startswith("--"), arguments)
+        if name in ("prepare", "compare"):
+            named = [*texts, *([options["--tokenizer"]] if "--tokenizer" in options else [])]
+            found |= {one: None for one in named if not is_local(one)}
+        elif name == "eval" and "--data" not in options:
+            found[f"the rows of {options['--suite']}"] = None
+        elif name == "eval" and not Path(options["--data"]).is_dir():
+            raise InputError(f"--data={options['--data']!r}; expected a folder")
+    if not found:
+        return "Nothing comes from the internet."
+    return f"From the internet: {', '.join(found)}. Local files take their place: --text FILE …, --data FOLDER."
+
+
+def is_local(name: str) -> bool:
+    if not Path(name).exists() and Path(name).suffix:
+        raise InputError(f"{name!r} is not a file; name with --text what is trained on")
+    return Path(name).exists()
 
 
 def mark(root: Path, command: list[str]) -> Path:

@@ -42,24 +42,24 @@ class Cell:
         return abs(self.difference) <= self.ours.reach
 
 
-def cells(experiment: Experiment, scale: str, root: Path, text: list[str]) -> list[Cell]:
+def cells(experiment: Experiment, scale: Scale, root: Path) -> list[Cell]:
     found = []
     for row in experiment.rows:
         for i, (column, place) in enumerate(experiment.columns.items()):
-            ours = number(experiment.scales[scale], place, row.at, root, text)
+            ours = number(scale, place, row.at, root)
             if row.minus is not None:
-                ours = less(ours, number(experiment.scales[scale], place, row.at | row.minus, root, text))
+                ours = less(ours, number(scale, place, row.at | row.minus, root))
             found.append(Cell(row.name, column, row.published[i] if row.published else None, ours))
     return found
 
 
-def number(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path, text: list[str]) -> Number | None:
+def number(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
     """The mean over what `at` leaves open (seeds). None where a step is missing, or the scale has no such model."""
     if any(value not in scale.axes.get(name, []) for name, value in at.items()):
         return None
     open_axes = {name: [at[name]] if name in at else values for name, values in scale.axes.items()}
     read = next(READERS[kind] for kind in READERS if kind in place)
-    each = [read(scale, place, one, root, text) for one in combinations(open_axes)]
+    each = [read(scale, place, one, root) for one in combinations(open_axes)]
     there = [one for one in each if one is not None]
     return mean(there) if there and len(there) == len(each) else None
 
@@ -80,7 +80,7 @@ def less(first: Number | None, second: Number | None) -> Number | None:
     return Number(first.value - second.value, reach)
 
 
-def evaluated(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path, text: list[str]) -> Number | None:
+def evaluated(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
     """From what `eval` wrote, in the harness's own format. {"mean": [...]}: over several of its tasks."""
     path = root / place["eval"] / run_folder(scale, root, at).name / "results.json"
     if not path.exists():
@@ -103,17 +103,17 @@ def score(result: dict[str, Any], metric: str) -> Number | None:
     return Number(result[f"{metric},none"], INTERVAL * error if isinstance(error, float) else None)
 
 
-def logged(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path, text: list[str]) -> Number | None:
+def logged(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
     """The last of a number in a run's history."""
     path = run_folder(scale, root, at) / "model" / "history.json"
     points = read_json(path) if path.exists() else []
     return next((Number(point[place["history"]]) for point in reversed(points) if place["history"] in point), None)
 
 
-def printed(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path, text: list[str]) -> Number | None:
+def printed(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
     """From what the step printed, as JSON, that has these words in it."""
     words = place["words"].format(**at)
-    command = next(one for one in commands(scale, root, text) if words in shlex.join(one))
+    command = next(one for one in commands(scale, root) if words in shlex.join(one))
     kept = done(root, command)
     if kept is None:
         return None
@@ -123,7 +123,7 @@ def printed(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path,
     return Number(found * place.get("times", 1))
 
 
-def compared(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path, text: list[str]) -> Number | None:
+def compared(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
     """From a comparison's results: the mean over its seeds."""
     path = root / place["compare"] / "results.json"
     arms = read_json(path)["arms"] if path.exists() else []

@@ -2,12 +2,33 @@
 
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
 from ..report.page import Page, Section
 from ..train.environment import environment
-from .experiment import Experiment
+from .experiment import Experiment, load, names
 from .numbers import Cell
 
-HEADER = ("", "", "published", "ours, ± 95 %", "difference", "within ours")
+HEADER = ("model", "metric", "published", "ours, ± 95 %", "difference", "within ours")
+
+
+def print_list(console: Console) -> None:
+    table = Table("name", "what it is", "source")
+    for experiment in map(load, names()):
+        table.add_row(experiment.name, experiment.title, experiment.source)
+    console.print(table)
+
+
+def print_cells(experiment: Experiment, scale: str, cells: list[Cell], console: Console) -> None:
+    if rows := shown(cells):
+        table = Table(*HEADER, title=f"{experiment.title} ({experiment.source})", title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        console.print(verdict(cells), soft_wrap=True, highlight=False)
+    for sentence in notes(experiment, scale):
+        console.print(f"- {sentence}", soft_wrap=True, highlight=False, markup=False)
 
 
 def shown(cells: list[Cell]) -> list[tuple[str, ...]]:
@@ -38,13 +59,13 @@ def verdict(cells: list[Cell]) -> str:
     return f"{said}; {sum(judged)} of the {len(judged)} that can be judged lie within ours ± 95 %."
 
 
-def write_page(experiment: Experiment, scale: str, cells: list[Cell], path: Path, command: str) -> Path:
+def notes(experiment: Experiment, scale: str) -> list[str]:
     note = experiment.scales[scale].note
-    sentences = [
-        *([verdict(cells)] if cells else []),
-        *([f"--scale {scale}: {note}."] if note else []),
-        *experiment.notes,
-    ]
+    return [*([f"At the scale of the {scale}: {note}."] if note else []), *experiment.notes]
+
+
+def write_page(experiment: Experiment, scale: str, cells: list[Cell], path: Path, command: str) -> Path:
+    sentences = [*([verdict(cells)] if cells else []), *notes(experiment, scale)]
     about = f"{experiment.source}; at the scale of the {scale}."
     section = Section(sentences=sentences, header=HEADER, rows=shown(cells))
     return Page(experiment.title, about, [section], command, [environment()]).write(path)
