@@ -230,7 +230,9 @@ def test_the_command_writes_a_report(checkpoints, data, tmp_path):
         "too few rows to tell them apart",
         "chance level",
         "lm-evaluation-harness 0.",
-        "row by row",
+        "llama against softmax-gla",
+        "standard error",
+        "data:image/png",
     ):
         assert text in page
     assert "too few rows to tell them apart" in ran.output
@@ -269,8 +271,8 @@ def test_two_models_are_told_apart_only_where_the_rows_suffice():
 def test_pairs_and_ratios_against_the_textbook():
     a, b = torch.randn(50).double(), torch.randn(50).double()
     difference = Pair(*(Score("acc", [(x, 1.0) for x in side.tolist()]) for side in (a, b))).difference
-    assert difference.mean == pytest.approx((b - a).mean().item())
-    assert difference.error == pytest.approx((b - a).std().item() / 50**0.5)
+    assert difference.mean == pytest.approx(100 * (b - a).mean().item())  # points
+    assert difference.error == pytest.approx(100 * (b - a).std().item() / 50**0.5)
     weights = torch.rand(50).double() + 0.5
     score = Score("word_perplexity", list(zip(a.tolist(), weights.tolist(), strict=True)))
     jackknife = torch.stack([torch.exp(-(a.sum() - x) / (weights.sum() - w)) for x, w in zip(a, weights, strict=True)])

@@ -1,6 +1,7 @@
 """Every step of every experiment is a command that exists; published numbers are as read; ours are laid beside them."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -9,7 +10,9 @@ import pytest
 import typer
 
 from headrace import InputError, cli, cli_eval
+from headrace.data.tokenizer import byte_level
 from headrace.reproduce import execute, experiment, numbers, show
+from tiny import build
 
 COMMANDS = typer.main.get_command(cli.app).commands
 EVERY = [(name, scale) for name in experiment.names() for scale in experiment.SCALES]
@@ -17,7 +20,7 @@ EVERY = [(name, scale) for name in experiment.names() for scale in experiment.SC
 
 @pytest.mark.parametrize("name, scale", EVERY)
 def test_every_step_is_a_command_that_exists(name, scale, tmp_path):
-    steps = experiment.commands(experiment.load(name).scales[scale], tmp_path, [])
+    steps = experiment.commands(experiment.load(name).at(scale), tmp_path)
     assert steps and len({json.dumps(step) for step in steps}) == len(steps)
     for step in steps:
         assert step[0] == "headrace" or scale == "paper"
@@ -43,7 +46,8 @@ def test_the_averages_that_were_published_are_of_what_was_published(name, column
 
 
 def test_steps_are_repeated_over_the_axes_that_they_name(tmp_path):
-    steps = experiment.commands(experiment.load("figure-2").scales["laptop"], tmp_path, ["a.txt", "b.txt"])
+    scale = experiment.tailored(experiment.load("figure-2").at("laptop"), ["a.txt", "b.txt"], [], [])
+    steps = experiment.commands(scale, tmp_path)
     assert steps[0][:4] == ["headrace", "prepare", "a.txt", "b.txt"]
     assert len(steps) == 1 + 2 * 3 * 2 + 1 and sum(part.endswith("/model") for part in steps[-1]) == 12
     assert "heads=16" in steps[-2] and str(tmp_path / "1m-h16-softmax-gla-1") in steps[-2]
@@ -51,11 +55,7 @@ def test_steps_are_repeated_over_the_axes_that_they_name(tmp_path):
 
 def test_tables_share_their_training(tmp_path):
     train = [
-        {
-            json.dumps(s)
-            for s in experiment.commands(experiment.load(name).scales["paper"], tmp_path, [])
-            if "train" in s
-        }
+        {json.dumps(s) for s in experiment.commands(experiment.load(name).at("paper"), tmp_path) if "train" in s}
         for name in ("table-2", "table-3", "table-4", "figure-1")
     ]
     assert train[0] == train[1] == train[2] and len(train[0] & train[3]) == 2  # GLA and Softmax GLA of 340M
@@ -66,11 +66,15 @@ def wrote(folder: Path, results: dict) -> None:
     (folder / "results.json").write_text(json.dumps({"results": results}))
 
 
+def ours(name: str, scale: str, root: Path) -> list[numbers.Cell]:
+    return numbers.cells(experiment.load(name), experiment.load(name).at(scale), root)
+
+
 def test_ours_is_laid_beside_the_published_over_seeds(tmp_path):
     for seed, swde in enumerate((0.30, 0.34)):
         item = {"contains,none": swde, "contains_stderr,none": 0.01}
         wrote(tmp_path / "recall" / f"5m-gla-{seed}", {"swde": item, "squad_completion": item})
-    found = {(c.row, c.column): c for c in numbers.cells(experiment.load("table-2"), "laptop", tmp_path, [])}
+    found = {(c.row, c.column): c for c in ours("table-2", "laptop", tmp_path)}
     swde = found["GLA", "SWDE"]
     assert (
         swde.published == 22.41 and swde.ours.value == pytest.approx(32) and swde.ours.reach == pytest.approx(2 * 12.71)
@@ -84,7 +88,7 @@ def test_ours_is_laid_beside_the_published_over_seeds(tmp_path):
 def test_a_gain_is_a_difference_of_two_models(tmp_path):
     for mixer, perplexity in (("gla", 40.0), ("softmax-gla", 37.5)):
         wrote(tmp_path / "wikitext" / f"110m-{mixer}-0", {"wikitext": {"word_perplexity,none": perplexity}})
-    found = numbers.cells(experiment.load("figure-2"), "paper", tmp_path, [])
+    found = ours("figure-2", "paper", tmp_path)
     assert found[0].published == 2.37 and found[0].ours.value == 2.5 and found[0].within is None
 
 
@@ -92,7 +96,7 @@ def test_a_comparison_s_scores_are_found(tmp_path):
     (tmp_path / "rnn-figure-4").mkdir()
     arms = [{"mixer": "softmax-rnn-norm", "scores": {"loss": loss}} for loss in (2.0, 3.0)]
     (tmp_path / "rnn-figure-4" / "results.json").write_text(json.dumps({"arms": arms}))
-    found = numbers.cells(experiment.load("rnn-figure-4"), "laptop", tmp_path, [])
+    found = ours("rnn-figure-4", "laptop", tmp_path)
     assert [cell.ours.value for cell in found if cell.ours] == [2.5]
 
 
@@ -111,13 +115,66 @@ def test_what_has_ended_is_not_done_again_and_what_fails_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_table_is_made_from_end_to_end(tmp_path, capsys):
-    cli_eval.reproduce("table-5", "laptop", True, None, tmp_path)
+    cli_eval.reproduce("table-5", run=True, output=tmp_path)
     assert "341.7" in capsys.readouterr().out
     assert "30.8" not in (page := (tmp_path / "table-5.html").read_text()) and "no single way of counting" in page
 
 
-def test_a_mistake_is_named(tmp_path):
-    with pytest.raises(InputError, match="the nearest are table-"):
-        cli_eval.reproduce("tabel-2", "laptop", False, None, tmp_path)
-    with pytest.raises(InputError, match="--scale='cluster'; expected paper or laptop"):
-        cli_eval.reproduce("table-2", "cluster", False, None, tmp_path)
+MISTAKES = {
+    "the nearest are table-": {"name": "tabel-2"},
+    "--scale='cluster'; expected paper or laptop": {"scale": "cluster"},
+    "--only heads=4: there is no such axis; expected mixer, size, seed": {"only": ["heads=4"]},
+    "--only seed=7: expected some of 0, 1": {"only": ["seed=7"]},
+    "--only mixer=: expected some of gla": {"only": ["mixer="]},
+    "'seed' is not of the form": {"only": ["seed"]},
+    "--add 'bench --rounds 1' is for no step; expected one that begins with eval, prepare, train": {
+        "add": ["bench --rounds 1"]
+    },
+    "cannot be split into words": {"add": ["train 'x"]},
+    "is read by no step": {"name": "figure-3", "text": ["a.txt"]},
+    "'no-such.txt' is not a file": {"run": True, "text": ["no-such.txt"]},
+    "--data='no-such'; expected a folder": {"run": True, "text": [__file__], "data": Path("no-such")},
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_a_mistake_is_named(said, tmp_path):
+    with pytest.raises(InputError, match=re.escape(said)):
+        cli_eval.reproduce(**{"name": "figure-1", "output": tmp_path} | MISTAKES[said])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_of_the_work_with_arguments_of_one_s_own(tmp_path):
+    scale = experiment.load("figure-1").at("laptop")
+    tailored = experiment.tailored(scale, [], ["mixer=gla", "seed=0"], ["eval --data 'a {b}'", "train tokens=1e6"])
+    prepare, *train, evaluate = experiment.commands(tailored, tmp_path)
+    assert "tokens=1e6" not in prepare and [step[-1] for step in train] == ["tokens=1e6"] * 2
+    assert evaluate[-2:] == ["--data", "a {b}"] and sum("model" in part for part in evaluate) == 2
+
+
+def test_what_comes_from_the_internet_is_said(tmp_path):
+    steps = experiment.commands(experiment.load("figure-1").at("laptop"), tmp_path)
+    assert "roneneldan/TinyStories, the rows of wikitext" in execute.downloads(steps)
+    scale = experiment.tailored(experiment.load("figure-1").at("laptop"), [__file__], [], [f"eval --data {tmp_path}"])
+    assert execute.downloads(experiment.commands(scale, tmp_path)) == "Nothing comes from the internet."
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_a_step_and_its_number_is_found(tmp_path, capsys):
+    """Prepared and evaluated as the laptop does; in place of training, two models at random."""
+    pytest.importorskip("lm_eval")
+    pages = "".join(f" = {title} = \n \n It is a {title} , and it is so . \n" for title in ("Sea", "Stone", "Jar"))
+    (tmp_path / "wiki.test.raw").write_text(pages)
+    root = tmp_path / "out"
+    for mixer in ("gla", "softmax-gla"):
+        model = build(mixer, vocab_size=len(byte_level()), max_position_embeddings=32).float()
+        for part in (model, byte_level()):
+            part.save_pretrained(root / f"1m-{mixer}-0" / "model")
+    scale = experiment.load("figure-1").at("laptop")
+    wanted = experiment.tailored(scale, [], ["size=1m", "seed=0"], [f"eval --data {tmp_path}"])
+    evaluation = experiment.commands(wanted, root)[-1]
+    execute.execute([evaluation], root, print)
+    gla, softmax = (cell.ours.value for cell in numbers.cells(experiment.load("figure-1"), wanted, root) if cell.ours)
+    assert gla != softmax and min(gla, softmax) > 100
+    execute.execute([evaluation], root, print)
+    assert "done before" in capsys.readouterr().out

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 INTERVAL = 1.96  # standard errors on either side hold 95 % of a normal distribution
+TOO_FEW = "too few rows to tell them apart"
 Rows = list[tuple[float, float]]  # of each row: what is summed, and its weight
 
 
@@ -61,15 +62,22 @@ def scores(record: dict[str, Any]) -> dict[str, Score]:
 
 @dataclass(frozen=True)
 class Pair:
-    """One score less another, row by row. In log-perplexity (nats per unit) for perplexities: better is above 0."""
+    """One score less another, row by row: in points of per cent, or in nats of log-likelihood per word, byte or row.
+
+    Above 0 is better."""
 
     first: Score
     second: Score
 
     @property
+    def unit(self) -> str:
+        return "nats" if self.first.likelihood else "points"
+
+    @property
     def difference(self) -> Score:
-        rows = [(b - a, weight) for (a, weight), (b, _) in zip(self.first.rows, self.second.rows, strict=True)]
-        return Score("difference", rows)
+        factor = 1 if self.first.likelihood else 100
+        rows = zip(self.first.rows, self.second.rows, strict=True)
+        return Score("difference", [(factor * (b - a), weight) for (a, weight), (b, _) in rows])
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -77,9 +85,9 @@ class Pair:
         return mean - reach, mean + reach
 
     @property
-    def clear(self) -> bool:
+    def verdict(self) -> str:
         low, high = self.interval
-        return low > 0 or high < 0
+        return "better" if low > 0 else "worse" if high < 0 else TOO_FEW
 
 
 def pair(first: dict[str, Any], second: dict[str, Any], metric: str) -> Pair | None:

@@ -1,12 +1,12 @@
 """What an evaluation showed, in plain words: failures first. Every sentence follows from the scores by a rule."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from .run import Evaluation
-from .scores import INTERVAL, Pair, Score, guessing, pair, scores
+from .scores import INTERVAL, TOO_FEW, Pair, Score, guessing, pair, scores
 
-TOO_FEW = "too few rows to tell them apart"
 OTHER_ROWS = "not the same rows, so nothing is paired,"
 
 
@@ -32,8 +32,12 @@ def failures(evaluation: Evaluation) -> Iterator[str]:
         every = [(item, record, score) for item, record in records.items() for score in scores(record).values()]
         if guessed := [text for row in every for text in at_chance(*row)]:
             yield f"{model} is at chance level in {', '.join(guessed)}."
-        for item, record, score in every:
-            yield from worse_than_frequencies(model, item, record, score)
+        for item, record in records.items():
+            if above := list(above_the_unigram(record)):
+                yield (
+                    f"{model} on {item}: {' and '.join(above)}, the unigram's: the frequencies of the text's own "
+                    "tokens, without any context, predict it better."
+                )
 
 
 def at_chance(item: str, record: dict[str, Any], score: Score) -> Iterator[str]:
@@ -46,69 +50,83 @@ def at_chance(item: str, record: dict[str, Any], score: Score) -> Iterator[str]:
         yield f"{item} ({score.metric} {show(score)}; guessing {100 * chance:.1f} %)"
 
 
-def worse_than_frequencies(model: str, item: str, record: dict[str, Any], score: Score) -> Iterator[str]:
-    if score.value > (bound := record["unigram"].get(score.metric, float("inf"))):
-        yield (
-            f"{model} on {item}: {score.metric.replace('_', ' ')} {score.value:,.4g} is above {bound:,.4g}, "
-            "the unigram's: the frequencies of the text's own tokens, without any context, predict it better."
-        )
+def above_the_unigram(record: dict[str, Any]) -> Iterator[str]:
+    for metric, score in scores(record).items():
+        if score.value > (bound := record["unigram"].get(metric, float("inf"))):
+            yield f"{metric.replace('_', ' ')} {number(score.value)} is above {number(bound)}"
 
 
 def duels(evaluation: Evaluation) -> Iterator[str]:
-    for model, rows in against_the_first(evaluation).items():
+    for model, found in against_the_first(evaluation).items():
         first = next(iter(evaluation.items))
         for verdict in ("better", "worse", TOO_FEW, OTHER_ROWS):
-            if named := [f"{row['item']} {row['metric']}" for row in rows if row["verdict"] == verdict]:
+            if named := [duel.name for duel in found if duel.verdict == verdict]:
                 yield f"{model} against {first}: {verdict} in {', '.join(named)}."
 
 
-def against_the_first(evaluation: Evaluation) -> dict[str, list[dict[str, str]]]:
-    """By model: item, metric, paired difference and verdict, of every metric."""
+@dataclass(frozen=True)
+class Duel:
+    """A model against the first in one metric. Without a pair they did not see the same rows."""
+
+    item: str
+    metric: str
+    pair: Pair | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.item} {shown_metric(self.item, self.metric)}"
+
+    @property
+    def verdict(self) -> str:
+        return OTHER_ROWS if self.pair is None else self.pair.verdict
+
+    def cells(self) -> tuple[str, ...]:
+        """For a table: task, metric, difference, its standard error, its 95 % interval, verdict."""
+        names = self.item, shown_metric(self.item, self.metric)
+        if self.pair is None:
+            return *names, "–", "–", "–", self.verdict
+        digits = ".4f" if self.pair.first.likelihood else ".1f"
+        low, high = self.pair.interval
+        mean, error = self.pair.difference.mean, self.pair.difference.error
+        interval = f"{low:+{digits}} to {high:+{digits}}"
+        return *names, f"{mean:+{digits}} {self.pair.unit}", f"± {error:{digits}}", interval, self.verdict
+
+
+def against_the_first(evaluation: Evaluation) -> dict[str, list[Duel]]:
+    """By model, in every metric."""
     (_, base), *others = evaluation.items.items()
     return {
         model: [
-            {"item": item, "metric": metric, **judged(pair(base[item], record, metric))}
+            Duel(item, name, pair(base[item], record, name))
             for item, record in records.items()
-            for metric in scores(record)
+            for name in scores(record)
         ]
         for model, records in others
     }
 
 
-def judged(found: Pair | None) -> dict[str, str]:
-    if found is None:
-        return {"difference": "", "verdict": OTHER_ROWS}
-    low, _ = found.interval
-    verdict = ("better" if low > 0 else "worse") if found.clear else TOO_FEW
-    return {"difference": difference(found), "verdict": verdict}
-
-
-def difference(found: Pair) -> str:
-    """In points of per cent, or nats of log-likelihood per word, byte or row; above 0 is better."""
-    likelihood = found.first.likelihood
-    factor, unit = (1, "nats") if likelihood else (100, "points")
-    low, high = (factor * end for end in found.interval)
-    digits = ".4f" if likelihood else ".1f"
-    return f"{factor * found.difference.mean:+{digits}} {unit} (95 % interval {low:+{digits}} to {high:+{digits}})"
-
-
 def show(score: Score) -> str:
     """With the standard error."""
     if score.likelihood:
-        return f"{score.value:,.4g} ± {score.stderr:.2g}"
+        return f"{number(score.value)} ± {number(score.stderr, 2)}"
     return f"{100 * score.value:.1f} ± {100 * score.stderr:.1f} %"
 
 
-def table(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """A row for each item and metric: its name, its number of rows, and what each model scored."""
+def number(value: float, digits: int = 4) -> str:
+    return f"{value:,.0f}" if 1000 <= value < 1e12 else f"{value:.{digits}g}"
+
+
+def shown_metric(item: str, metric: str) -> str:
+    """The harness names a needle's metric by its length."""
+    return "found" if metric == item.rpartition("@")[2] else metric
+
+
+def table(evaluation: Evaluation) -> list[list[str]]:
+    """A row for each item and metric: their names, the number of rows, and what each model scored."""
     first = next(iter(evaluation.items.values()))
     return [
-        {
-            "item": item,
-            "metric": metric if metric != item.rpartition("@")[2] else "found",
-            "rows": len(score.rows),
-            "shown": [show(scores(records[item])[metric]) for records in evaluation.items.values()],
-        }
+        [item, shown_metric(item, metric), f"{len(score.rows):,}"]
+        + [show(scores(records[item])[metric]) for records in evaluation.items.values()]
         for item, record in first.items()
         for metric, score in scores(record).items()
     ]

@@ -99,8 +99,8 @@ def evaluated(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Pat
 def score(result: dict[str, Any], metric: str) -> Number | None:
     if f"{metric},none" not in result:
         return None
-    error = result.get(f"{metric}_stderr,none")
-    return Number(result[f"{metric},none"], INTERVAL * error if isinstance(error, float) else None)
+    error = result.get(f"{metric}_stderr,none")  # "N/A" for some; 0 where all rows agree, which is no spread
+    return Number(result[f"{metric},none"], INTERVAL * error if isinstance(error, float) and error else None)
 
 
 def logged(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:

@@ -48,12 +48,13 @@ def line(cell: Cell) -> tuple[str, ...]:
 def verdict(cells: list[Cell]) -> str:
     published = sum(cell.published is not None for cell in cells)
     there = sum(cell.ours is not None for cell in cells)
+    both = sum(cell.difference is not None for cell in cells)
     judged = [cell.within for cell in cells if cell.within is not None]
     if not published:
         return f"No number is published as text; {there} of ours are there."
-    if not there:
-        return f"{published} numbers are published; none of ours is there yet."
-    said = f"{published} numbers are published, {there} of ours are there"
+    if not both:
+        return f"{published} numbers are published; of ours there are {there}, none for the same model and metric."
+    said = f"{published} numbers are published; beside {both} of them are ours"
     if not judged:
         return f"{said}; none of the differences can be judged, for want of a spread of ours."
     return f"{said}; {sum(judged)} of the {len(judged)} that can be judged lie within ours ± 95 %."
