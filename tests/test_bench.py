@@ -1,7 +1,9 @@
 """What competition costs is measured in pairs, resumed where it was, and told with how it was reached."""
 
 import csv
-import json
+import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from headrace import InputError, cli_eval
 from headrace.bench import measure, results
 from headrace.bench.decoding import CACHED, READ_ALL, RECURRENT, Decoder
 from headrace.bench.models import Shape, build, cache_bytes, named
-from headrace.bench.plan import Plan, Point, claim, points
+from headrace.bench.plan import Plan, Point
 
 SHAPE = Shape(layers=1, hidden_size=64, heads=2, vocab_size=50)
 
@@ -85,7 +87,7 @@ def test_what_is_measured_is_kept_and_continued(tmp_path, monkeypatch):
     assert all(row["torch"] and row["commit"] and row["threads"] == "1" for row in rows)
     page = (tmp_path / "bench" / "report.html").read_text()
     assert "What competition costs" in page and "Compression" in page and page.count("data:image/png") == 5
-    with pytest.raises(InputError, match="other measurements"):
+    with pytest.raises(InputError, match="holds another run"):
         cli_eval.bench(lengths="16", **arguments | {"hidden_size": 64})
 
 
@@ -107,22 +109,31 @@ def test_a_cache_that_would_not_fit_is_left_out_and_named(monkeypatch):
 
 
 MISTAKES = {
-    "--what": lambda: points(["speed"], [1], [1], [1]),
-    "--lengths": lambda: points(["training"], [0], [1], [1]),
-    "--rounds": lambda: Plan(("gla",), rounds=0),
-    "--dtype": lambda: Plan(("gla",), dtype="float8"),
-    "no numbers": lambda: cli_eval.numbers("a"),
+    "--what=speed; expected some of memory": {"what": "memory,speed"},
+    "--lengths=0; expected positive integers": {"lengths": "0"},
+    "--lengths=; expected positive integers": {"lengths": ""},
+    "--batch-sizes=1,-2; expected positive": {"batch_sizes": "1,-2"},
+    "--contexts=1e4; expected positive": {"contexts": "1e4"},
+    "--layers=0; expected at least 1": {"layers": 0},
+    "--rounds=0; expected at least 1": {"rounds": 0},
+    "--dtype='float8'; expected one of": {"dtype": "float8"},
+    "--device='gpu' cannot be used": {"device": "gpu"},
+    "'glaa'": {"mixers": "glaa"},
+    "--mixers='' names none": {"mixers": ""},
+    "transformers-mamba' is unknown": {"mixers": "transformers-mamba"},
+    "heads=3": {"heads": 3},
+    "--hidden-size=1000; expected a multiple of 64": {"mixers": "transformers-llama", "hidden_size": 1000},
+    "is no report folder": {"output": Path(__file__).parent},
 }
 
 
 @pytest.mark.parametrize("said", MISTAKES)
-def test_a_mistake_is_named(said):
-    with pytest.raises(InputError, match=said):
-        MISTAKES[said]()
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
-    (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(InputError, match="holds no measurements"):
-        claim(tmp_path, Plan(("gla",)))
-    assert json.dumps([path.name for path in tmp_path.iterdir()]) == '["notes.txt"]'
+def test_a_mistake_is_named_before_anything_is_measured(said, tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "complete", lambda *_: pytest.fail("measured"))
+    defaults = {name: parameter.default for name, parameter in inspect.signature(cli_eval.bench).parameters.items()} | {
+        "device": "cpu",
+        "output": tmp_path / "bench",
+    }
+    with pytest.raises(InputError, match=re.escape(said)):
+        cli_eval.bench(**defaults | MISTAKES[said])
+    assert not (tmp_path / "bench").exists()

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -70,40 +71,40 @@ def bench(
 
     with extra("bench", "models"):
         from .bench.models import Shape, named
-        from .bench.plan import Plan, claim, on_device, points
-        from .bench.report import OVERHEAD, overheads, write_report
+        from .bench.plan import Plan, on_device, points
+        from .bench.report import print_overheads, write_report
         from .bench.results import complete, rows, write_csv
+        from .train.folder import own
 
     device, console = on_device(device), terminal()
-    shape = Shape(layers or (2 if device == "cpu" else 24), hidden_size, heads)
     if layers is None and device == "cpu":
-        console.print(
-            f"{shape.layers} layers of the paper's 24, for this is a CPU: --layers 24 for all", style="yellow"
-        )
+        console.print("2 layers of the paper's 24, for this is a CPU: --layers 24 for all", style="yellow")
+    depth = layers if layers is not None else 2 if device == "cpu" else 24
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    plan = Plan(named(mixers), shape, device, dtype, threads, rounds)
-    wanted = points(what.split(","), numbers(lengths), numbers(batch_sizes), numbers(contexts))
-    claim(output, plan)
+    plan = Plan(named(mixers), Shape(depth, hidden_size, heads), device, dtype, threads, rounds)
+    wanted = points(
+        what.split(","),
+        numbers("lengths", lengths),
+        numbers("batch-sizes", batch_sizes),
+        numbers("contexts", contexts),
+    )
+    own(output, asdict(plan) | {"models": list(plan.models)})
     with interruptible(f"what is finished is in {output}; the same command continues"), console.status("") as status:
         held = complete(plan, wanted, output, status.update)
     lines = rows(held, plan)
     write_csv(output / "bench.csv", lines)
     report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))
-    section = overheads(held, plan)
-    table = Table(*section.header, title="With competition over without", caption=OVERHEAD, title_justify="left")
-    for row in section.rows:
-        table.add_row(*row)
-    console.print(table)
+    print_overheads(held, plan, console)
     console.print(f"The report is {report}, the numbers {output / 'bench.csv'}", soft_wrap=True, highlight=False)
 
 
-def numbers(text: str) -> list[int]:
+def numbers(option: str, text: str) -> list[int]:
     from .errors import InputError
 
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"{text!r} are no numbers; expected whole ones with commas between, as 512,2048") from None
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise InputError(f"--{option}={text}; expected positive integers with commas between, as 512,2048")
+    return [int(part) for part in parts]
 
 
 def inspect(
@@ -145,7 +146,9 @@ def evaluate(
     with extra("eval", "eval"):
         from .evaluate import checkpoint, report, run
     folder, console = output or Path("runs", f"eval-{run.slug(suite)}"), terminal()
-    plan = run.Plan(suite, tuple(numbers(lengths)), None if data is None else str(data), limit, max_length, seed)
+    plan = run.Plan(
+        suite, tuple(numbers("lengths", lengths)), None if data is None else str(data), limit, max_length, seed
+    )
     with interruptible(f"what is finished is in {folder}; the same command continues"):
         found = run.evaluate(checkpoints, plan, run.Machine(device, batch_size), folder)
     page = report.write_report(found, checkpoint.named(checkpoints), folder)

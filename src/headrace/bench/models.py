@@ -1,7 +1,7 @@
 """Language models of one shape: ours, and transformers' own of equal width and depth, with weights at random."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import transformers
@@ -78,6 +78,14 @@ def build(name: str, shape: Shape) -> nn.Module:
     """One of ours, by a name or expression of the zoo, or one of PEERS. The same weights each time."""
     torch.manual_seed(0)
     return PEERS[name](shape) if name in PEERS else ours(name, shape)
+
+
+def check(name: str, shape: Shape) -> None:
+    """InputError for a width that the heads cannot share."""
+    if name in PEERS and shape.hidden_size % min(64, shape.hidden_size):
+        raise InputError(f"--hidden-size={shape.hidden_size}; expected a multiple of 64 for {name}")
+    with torch.device("meta"):
+        build(name, replace(shape, layers=1))
 
 
 def named(text: str) -> tuple[str, ...]:

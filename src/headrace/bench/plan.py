@@ -6,16 +6,14 @@ bench.csv           every point, a line for each model
 report.html, *.png  the report
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..errors import InputError
 from ..laws import TOLERANCE
-from ..train.folder import difference, read_json, write_json
-from .models import Shape
+from .models import Shape, check
 
 MEASURED = ("memory", "training", "prefill", "decoding")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
@@ -48,6 +46,8 @@ class Plan:
         for name, value in (vars(self.shape) | {"threads": self.threads, "rounds": self.rounds}).items():
             if value < 1:
                 raise InputError(f"--{name.replace('_', '-')}={value}; expected at least 1")
+        for name in self.models:
+            check(name, self.shape)
 
     @property
     def itemsize(self) -> int:
@@ -74,32 +74,14 @@ class Point:
 
 
 def points(what: list[str], lengths: list[int], batches: list[int], contexts: list[int]) -> list[Point]:
-    for name, given in (("lengths", lengths), ("batch-sizes", batches), ("contexts", contexts)):
-        if not given or min(given) < 1:
-            raise InputError(f"--{name}={','.join(map(str, given))}; expected positive integers with commas between")
+    """In the order in which they are measured. InputError for an unknown measurement."""
+    rows = [(length, batch) for length in lengths for batch in batches]
     axes = {
-        "memory": [(length, batch) for length in lengths for batch in batches],
-        "training": [(length, batch) for length in lengths for batch in batches],
+        "memory": rows,
+        "training": rows,
         "prefill": [(length, 1) for length in lengths],
         "decoding": [(context, 1) for context in contexts],
     }
     if unknown := [name for name in what if name not in axes]:
-        raise InputError(f"--what: {unknown[0]!r} is unknown; expected some of {', '.join(axes)}")
+        raise InputError(f"--what={unknown[0]}; expected some of {', '.join(axes)}")
     return [Point(name, *place) for name in axes if name in what for place in axes[name]]
-
-
-def claim(folder: Path, plan: Plan) -> None:
-    """Make the folder this plan's own. InputError where it holds another, or something else."""
-    wanted: dict[str, Any] = asdict(plan) | {"models": list(plan.models)}
-    path = folder / "plan.json"
-    if path.exists():
-        if (held := read_json(path)) != wanted:
-            where, there, here = difference(held, wanted)
-            raise InputError(
-                f"{str(folder)!r} holds other measurements ({where} is {there} there and {here} here); name another "
-                "--output"
-            )
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{str(folder)!r} exists and holds no measurements; name another --output")
-    else:
-        write_json(path, wanted)

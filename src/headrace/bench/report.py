@@ -7,6 +7,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from rich.console import Console
+from rich.table import Table
 
 from ..report.page import Page, Section, picture
 from ..report.plots import PALETTE, STYLE, compact
@@ -62,6 +64,14 @@ def overheads(held: list[dict[str, Any]], plan: Plan) -> Section:
     header = ("backbone", *(COSTS[what] for what in present(held)))
     rows = [(name, *(str(overhead(held, name, what)) for what in present(held))) for name in backbones(plan)]
     return Section("What competition costs", OVERHEAD, header=header, rows=rows)
+
+
+def print_overheads(held: list[dict[str, Any]], plan: Plan, console: Console) -> None:
+    section = overheads(held, plan)
+    table = Table(*section.header, title="With competition over without", caption=OVERHEAD, title_justify="left")
+    for row in section.rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def measured(what: str, lines: list[dict[str, Any]], plan: Plan, folder: Path) -> Section:

@@ -40,8 +40,6 @@ class Plan:
         for name in ("limit", "max_length"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')}={getattr(self, name)}; expected at least 1")
-        if not self.lengths or min(self.lengths) < 1:
-            raise InputError(f"--lengths={self.lengths}; expected numbers of tokens with commas between")
         if self.data is not None and not Path(self.data).is_dir():
             raise InputError(f"--data={self.data!r}; expected a folder")
 

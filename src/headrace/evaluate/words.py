@@ -29,8 +29,7 @@ def beyond(evaluation: Evaluation) -> Iterator[str]:
 
 def failures(evaluation: Evaluation) -> Iterator[str]:
     for model, records in evaluation.items.items():
-        every = [(item, record, score) for item, record in records.items() for score in scores(record).values()]
-        if guessed := [text for row in every for text in at_chance(*row)]:
+        if guessed := [text for item, record in records.items() if (text := at_chance(item, record))]:
             yield f"{model} is at chance level in {', '.join(guessed)}."
         for item, record in records.items():
             if above := list(above_the_unigram(record)):
@@ -40,14 +39,13 @@ def failures(evaluation: Evaluation) -> Iterator[str]:
                 )
 
 
-def at_chance(item: str, record: dict[str, Any], score: Score) -> Iterator[str]:
-    if score.likelihood:
-        return
-    chance = guessing(record)
-    if chance is None and score.value == 0:
-        yield f"{item} (0 of {len(score.rows)} rows)"
-    elif chance is not None and score.value - INTERVAL * score.stderr <= chance:
-        yield f"{item} ({score.metric} {show(score)}; guessing {100 * chance:.1f} %)"
+def at_chance(item: str, record: dict[str, Any]) -> str:
+    """The item with its accuracies that guessing reaches; empty where there are none."""
+    chance, found = guessing(record), [score for score in scores(record).values() if not score.likelihood]
+    if chance is None:
+        return f"{item} (0 of {len(found[0].rows)} rows)" if any(score.value == 0 for score in found) else ""
+    low = [f"{score.metric} {show(score)}" for score in found if score.value - INTERVAL * score.stderr <= chance]
+    return f"{item} ({', '.join(low)}; guessing {100 * chance:.1f} %)" if low else ""
 
 
 def above_the_unigram(record: dict[str, Any]) -> Iterator[str]:
@@ -61,7 +59,8 @@ def duels(evaluation: Evaluation) -> Iterator[str]:
         first = next(iter(evaluation.items))
         for verdict in ("better", "worse", TOO_FEW, OTHER_ROWS):
             if named := [duel.name for duel in found if duel.verdict == verdict]:
-                yield f"{model} against {first}: {verdict} in {', '.join(named)}."
+                where = ", ".join(named) if len(named) < len(found) else "every metric"
+                yield f"{model} against {first}: {verdict} in {where}."
 
 
 @dataclass(frozen=True)
