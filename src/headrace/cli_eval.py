@@ -21,6 +21,7 @@ def lab(
 ) -> None:
     """Theory as laws and pictures: what is seen against what the law says. Exit code 1 where a law does not hold."""
     from .console import extra
+    from .errors import InputError
 
     with extra("lab", "models"):
         from . import lab as laboratory
