@@ -230,6 +230,12 @@ def test_what_is_wrong_is_one_sentence(checkpoint, text, tokens, said):
         inspection.inspect(checkpoint, text, tokens)
 
 
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
+    build("gla", vocab_size=257).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"has no tokenizer that can be read; expected its tokenizer\.json"):
+        inspection.inspect(tmp_path, "some text")
+
+
 def test_the_command_reads_text_a_file_or_standard_input(checkpoint, tmp_path):
     (tmp_path / "text").write_text("from a file")
     (tmp_path / "latin").write_bytes(b"\xff\xfe")

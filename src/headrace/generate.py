@@ -35,7 +35,9 @@ def read_tokenizer(checkpoint: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise InputError(f"checkpoint {str(checkpoint)!r} has no tokenizer: {str(error).splitlines()[0]}") from error
+        raise InputError(
+            f"checkpoint {str(checkpoint)!r} has no tokenizer that can be read; expected its tokenizer.json"
+        ) from error
 
 
 def read_prompt(given: str | None) -> str:

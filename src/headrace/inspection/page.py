@@ -106,7 +106,7 @@ def name_of(spec: Spec) -> str:
 
 
 def thin(A: Tensor, strongest: int, side: int) -> dict[str, Any]:
-    """What is kept of weights [H, T, T]: of every row its sum of sizes, the largest as shares of it, what they cover
+    """What is kept of weights [H, T, T]: of every row the largest as shares of its sum of sizes, what they cover
     and the mean distance; and a picture of all shares, of means over blocks, as signed roots."""
     T = A.shape[-1]
     total = A.abs().sum(-1)
@@ -121,7 +121,7 @@ def thin(A: Tensor, strongest: int, side: int) -> dict[str, Any]:
     ends = torch.tensor([-1.0, 1.0], dtype=A.dtype)  # so that all pictures have one scale, and 0 is its middle
     return {
         "strongest": strongest, "places": integers(places), "shares": pack(kept), "covered": pack(kept.abs().sum(-1)),
-        "total": pack(total, log=True), "reach": pack((share.abs() * distance).sum(-1)),
+        "reach": pack((share.abs() * distance).sum(-1)),
         "profile": pack(F.avg_pool1d(profile(share.abs(), distance), moments, ceil_mode=True), bits=8),
         "block": block, "side": picture.shape[-1],
         "picture": pack(torch.cat([roots.flatten(), ends]), bits=8),
