@@ -3,10 +3,13 @@
 import json
 import math
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -289,10 +292,12 @@ def test_needles_are_rows_by_length():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere/at/all", "--suite", "piqa"], "cannot be read"),
+        (["nowhere/at/all", "--suite", "piqa"], "is no folder here"),
+        (["--suite", "piqa", "--max-length", "0"], "--max-length=0"),
+        (["--suite", "piqa", "--lengths", "0"], "--lengths=0; expected positive integers"),
         (["--suite", "piqa", "--limit", "0"], "--limit=0"),
         (["--suite", "piqa", "--data", "nowhere"], "expected a folder"),
-        (["--suite", "needle", "--lengths", "a"], "'a' are no numbers"),
+        (["--suite", "needle", "--lengths", "a"], "--lengths=a; expected positive integers"),
         (["--suite", "piqa", "--device", "nothing"], "--device='nothing' cannot be used"),
     ],
 )
@@ -304,6 +309,54 @@ def test_bad_input_is_one_sentence(arguments, sentence, checkpoints, data, tmp_p
     ran = CliRunner().invoke(cli.app, ["eval", *arguments, "--output", str(tmp_path)])
     assert isinstance(ran.exception, InputError)
     assert sentence in str(ran.exception)
+
+
+def spoil(folder: Path, how: str) -> None:
+    weights = folder / "model.safetensors"
+    if how == "corrupt":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "no head":
+        tensors = load_file(weights)
+        save_file({name: x for name, x in tensors.items() if "lm_head" not in name}, weights, {"format": "pt"})
+    else:
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "sentence"),
+    [
+        ("softmax-gla", "corrupt", "cannot be read"),
+        ("softmax-gla", "no weights", "cannot be read"),
+        ("softmax-gla", "no tokenizer", "has no tokenizer that can be read"),
+        ("llama", "no head", "is no causal language model: it holds no weights of lm_head.weight"),
+    ],
+)
+def test_a_spoilt_checkpoint_is_refused(kind, how, sentence, checkpoints, tmp_path):
+    folder = tmp_path / "spoilt"
+    shutil.copytree(checkpoints[kind], folder)
+    spoil(folder, how)
+    with pytest.raises(InputError, match=sentence):
+        read_checkpoint(str(folder), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ("[1]", "line 1 is no JSON object"),
+        ("{", "line 1 is not JSON"),
+        ('{"goal": "a"}', "has goal; expected goal, sol1, sol2, label, as piqa has"),
+    ],
+)
+def test_a_row_that_is_not_the_task_s_is_refused(row, sentence, tmp_path):
+    (tmp_path / "piqa.jsonl").write_text(row + "\n")
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        local.read("piqa", tmp_path)
+    (tmp_path / "hellaswag.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(InputError, match="expected activity_label, ctx_a"):
+        local.read("hellaswag", tmp_path)
 
 
 def test_names_of_checkpoints_are_short_and_differ():

@@ -41,24 +41,41 @@ class Checkpoint:
 
 def read_checkpoint(path: str, device: str) -> Checkpoint:
     """Raises InputError for what is no causal language model with a tokenizer, or a device that is not here."""
-    folder = Path(path)
-    if folder.exists() and not (folder / "config.json").is_file():
+    if Path(path).exists() and not Path(path, "config.json").is_file():
         raise InputError(f"checkpoint {path!r} has no config.json; expected a folder written by save_pretrained")
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        ours = isinstance(config, HeadraceConfig) and folder.is_dir()
-        model: Any = load(folder) if ours else AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except InputError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"checkpoint {path!r} cannot be read: {str(error).strip().splitlines()[0]}") from error
-    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        raise InputError(f"checkpoint {path!r} has a tokenizer without bos and eos; expected one to begin a text with")
+    model, tokenizer = read_model(path), read_tokenizer(path)
     try:
         return Checkpoint(path, model.to(device).eval(), tokenizer)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"--device={device!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def read_model(path: str) -> Any:
+    folder = Path(path)
+    where = "cannot be read" if folder.exists() else "is no folder here, and the Hub does not give it"
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if isinstance(config, HeadraceConfig) and folder.is_dir():
+            return load(folder)
+        found: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"checkpoint {path!r} {where}: {str(error).strip().splitlines()[0]}") from error
+    model, loaded = found
+    if missing := sorted(loaded["missing_keys"]):
+        raise InputError(f"checkpoint {path!r} is no causal language model: it holds no weights of {missing[0]}")
+    return model
+
+
+def read_tokenizer(path: str) -> Any:
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"checkpoint {path!r} has no tokenizer that can be read; expected one beside it") from error
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise InputError(f"checkpoint {path!r} has a tokenizer without bos and eos; expected one to begin a text with")
+    return tokenizer
 
 
 def fingerprint(path: str) -> str:

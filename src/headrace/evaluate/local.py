@@ -19,6 +19,16 @@ from .suites import NEEDLE, RECALL, Item
 
 Row = dict[str, Any]
 CLASSES = {"swde": "SWDE", "squad_completion": "SQUADCompletion", "fda": "FDA"}
+STOCK = {  # columns of the harness's data sets
+    "lambada_openai": ("text",),
+    "piqa": ("goal", "sol1", "sol2", "label"),
+    "hellaswag": ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+    "winogrande": ("sentence", "option1", "option2", "answer"),
+    "arc_easy": ("question", "choices", "answerKey"),
+    "arc_challenge": ("question", "choices", "answerKey"),
+    "blimp": ("sentence_good", "sentence_bad"),
+    **dict.fromkeys(CLASSES, ("text", "value")),
+}
 SPLITS = ("train", "validation", "test")
 TITLE = re.compile(r"^ = [^=].*[^=] = \n$")
 
@@ -61,12 +71,11 @@ def local_class(name: str, source: dict[str, Any]) -> Task:
 
 
 def read(task: str, data: Path) -> list[Row]:
-    """The rows of a task in the columns of its stock data set."""
+    """The rows of a task in the columns of its stock data set. Raises InputError where a row lacks one of them."""
     blimp = task.startswith("blimp_")
-    if not blimp and (path := find(data, f"{task}*.jsonl*")):
-        return [COLUMNS.get(task, lambda row: row)(row) for row in lines(path)]
-    if blimp and (path := find(data, "blimp*.jsonl*")):
-        rows = [row for row in lines(path) if row["UID"] == task.removeprefix("blimp_")]
+    if path := find(data, "blimp*.jsonl*" if blimp else f"{task}*.jsonl*"):
+        of_task = [row for row in lines(path) if not blimp or row.get("UID") == task.removeprefix("blimp_")]
+        rows = [in_columns(task, row, path) for row in of_task]
     elif task == "wikitext" and (path := find(data, "test.raw.txt") or find(data, "wiki.test.raw")):
         rows = [{"page": page} for page in pages(path.read_text(encoding="utf-8"))]
     else:
@@ -74,6 +83,17 @@ def read(task: str, data: Path) -> list[Row]:
     if not rows:
         raise Missing(f"{str(data)!r} has no rows for it")
     return rows
+
+
+def in_columns(task: str, row: Row, path: Path) -> Row:
+    expected = STOCK.get("blimp" if task.startswith("blimp_") else task, ())
+    try:
+        found = COLUMNS.get(task, lambda row: row)(row)
+        if all(name in found for name in expected):
+            return found
+    except (KeyError, TypeError):
+        pass
+    raise InputError(f"a row of {str(path)!r} has {', '.join(row)}; expected {', '.join(expected)}, as {task} has")
 
 
 def find(data: Path, pattern: str) -> Path | None:
@@ -85,9 +105,12 @@ def lines(path: Path) -> Iterator[Row]:
     with opened(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield json.loads(line)
+                row = json.loads(line)
             except ValueError as error:
                 raise InputError(f"{str(path)!r}, line {number} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise InputError(f"{str(path)!r}, line {number} is no JSON object; expected a row with its columns")
+            yield row
 
 
 def pages(text: str) -> list[str]:

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def run_item(checkpoint: Checkpoint, item: Item, spec: Any, plan: Plan, machine:
     needle = {} if item.length is None else {"max_seq_lengths": [item.length], "tokenizer": checkpoint.path}
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     started = time.perf_counter()
-    with haystacks(item, None if plan.data is None else Path(plan.data)):
+    with haystacks(item, None if plan.data is None else Path(plan.data)), roomy(item):
         out: Any = lm_eval.simple_evaluate(
             model,
             tasks=[spec],
@@ -129,6 +130,19 @@ def run_item(checkpoint: Checkpoint, item: Item, spec: Any, plan: Plan, machine:
         "samples": [scored(sample) for sample in samples],
         "results": plain(renamed(out, item)),
     }
+
+
+@contextmanager
+def roomy(item: Item) -> Iterator[None]:
+    """The harness's own error for a length that no needle fits in, as an InputError."""
+    try:
+        yield
+    except ValueError as error:
+        if item.length is None or "Could not generate any sample" not in str(error):
+            raise
+        raise InputError(
+            f"--lengths={item.length} leaves no room for a needle and its {ROOM} tokens of answer"
+        ) from None
 
 
 def context(item: Item, checkpoint: Checkpoint, plan: Plan) -> int:
