@@ -21,6 +21,7 @@ from headrace.tasks import (
     Digits,
     Induction,
     Mqar,
+    Needle,
     Pair,
     Reverse,
     Rows,
@@ -99,6 +100,7 @@ def test_induction_asks_what_followed_the_special_token(task):
 def test_digits_are_pixels_in_order_and_a_digit():
     datasets = pytest.importorskip("sklearn.datasets", reason="the extra [eval] is not installed")
     known = {tuple(x): digit for x, digit in zip(*datasets.load_digits(return_X_y=True), strict=True)}
+    assert next(known[x] for x in known if x[:6] == (0, 0, 5, 13, 9, 1)) == 0, "the one that is drawn in the docstring"
     rows = [(tuple(ids), labels) for ids, labels in rows_of(Digits())]
     assert all(labels == [IGNORED] * 63 + [17 + known[ids]] for ids, labels in rows)
     held_out = Digits().held_out(512)["input_ids"]
@@ -139,6 +141,8 @@ def test_rows_depend_on_the_seed_alone(task):
         lambda: Digits().resized(63) and pytest.fail("a picture of another size"),
         lambda: Reverse(length=3, shortest=4),
         lambda: Dates().resized(9),
+        lambda: Needle(length=-5),
+        lambda: Text(length=0),
     ],
 )
 def test_impossible_rows_are_refused(make):
@@ -289,6 +293,8 @@ def test_a_bad_tokenizer_is_refused(book, tmp_path, content):
 
 def test_spans_give_the_text_back(tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and the dog lets it. " * 40)
+    drawn = TASKS["spans"]((str(tmp_path / "text.txt"),), length=len("Thank_you_for_coming_to_my_party_tonight"))
+    assert (drawn.taken, drawn.spans) == (6, 2), "as in the docstring"
     task = TASKS["spans"]((str(tmp_path / "text.txt"),), length=64)
     rows, marks = task.sample(torch.Generator().manual_seed(0), 200), 2 + task.corpus.vocab_size
     whole = task.corpus.train.tolist()

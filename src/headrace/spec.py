@@ -325,7 +325,8 @@ def _check(value, hint, where: str):
         elif type(value) is option:
             return value
     allowed = get_args(hint) if get_origin(hint) is Literal else [getattr(o, "__name__", str(o)) for o in options]
-    raise InputError(f"{where}={value!r} is not allowed; expected one of {', '.join(map(str, allowed))}")
+    among = "one of " if len(allowed) > 1 else ""
+    raise InputError(f"{where}={value!r} is not allowed; expected {among}{', '.join(map(str, allowed))}")
 
 
 def change(spec, path: str, value):

@@ -1,7 +1,7 @@
 """What all tasks share: the protocol, the metric, and a data set that is drawn from a seed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -76,13 +76,32 @@ class Task(Protocol):
         """Scores by name, `metric.name` among them."""
 
 
-class Drawn:
-    """What tasks share whose rows are drawn from nothing but a generator, and whose answers are single tokens."""
+class ByToken:
+    """Each answer counts."""
 
     metric: ClassVar[Metric] = Metric("accuracy", "%", 100.0, solved=0.99)
+
+    def scores(self, answers: Answers) -> dict[str, float]:
+        return {"accuracy": answers.accuracy, "loss": answers.loss}
+
+
+class ByRow:
+    """A row is right where all of its answers are."""
+
+    metric: ClassVar[Metric] = Metric("exact match", "%", 100.0, solved=0.99)
+
+    def scores(self, answers: Answers) -> dict[str, float]:
+        return {"exact match": answers.exact, "accuracy": answers.accuracy, "loss": answers.loss}
+
+
+class Drawn(ByToken):
+    """What tasks share whose rows are drawn from nothing but a generator."""
+
     length: Any  # int
-    resized: Any
     sample: Any
+
+    def resized(self, length: int) -> Any:
+        return replace(self, length=length)  # type: ignore[type-var]
 
     def held_out(self, rows: int) -> Batch:
         return held_out(self.sample, rows)
@@ -90,9 +109,6 @@ class Drawn:
     def by_length(self, rows: int) -> dict[int, Batch]:
         """Held-out rows as long as those of training, and longer."""
         return {times * self.length: self.resized(times * self.length).held_out(rows) for times in LONGER}
-
-    def scores(self, answers: Answers) -> dict[str, float]:
-        return {"accuracy": answers.accuracy, "loss": answers.loss}
 
 
 class Rows(Dataset):

@@ -7,7 +7,7 @@
 All of what was read is asked for, in its order: a state of fixed size is full at some length.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -35,9 +35,6 @@ class Copy(Drawn):
     @property
     def vocab_size(self) -> int:
         return self.symbols + 1
-
-    def resized(self, length: int) -> "Copy":
-        return replace(self, length=length)
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         source = torch.randint(self.symbols, (rows, self.length // 2), generator=generator)

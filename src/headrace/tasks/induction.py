@@ -8,7 +8,7 @@ followed the special token when it was last seen?
 One thing is to be kept, through everything that comes after it, however long that is.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -36,9 +36,6 @@ class Induction(Drawn):
     @property
     def vocab_size(self) -> int:
         return self.symbols + 1
-
-    def resized(self, length: int) -> "Induction":
-        return replace(self, length=length)
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         ids = torch.randint(self.symbols, (rows, self.length), generator=generator)

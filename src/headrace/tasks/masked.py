@@ -1,9 +1,9 @@
 """BERT's two questions about a text (arXiv 1810.04805, section 3.1): what stood in the gaps, and do two pieces belong
 together?
 
-    input      [CLS] T h [MASK] _ c [SEP] a t [MASK] s q t [SEP]
-    answer               e                    _      a            and: the second piece follows the first
-    segment      0   0 0   0    0 0   0   1 1   1    1 1 1   1
+    input      [CLS] T h e _ c [SEP] a t [MASK] s q t [SEP]
+    answer                                 _      a            and: the second piece follows the first
+    segment      0   0 0 0 0 0   0   1 1   1    1 1 1   1
 
 15 % of a row's tokens are asked for: of them 80 % are masked, 10 % replaced by a random token, and 10 % stay. In half
 of the rows the second piece is from elsewhere. Rows are full: pieces differ in length, their sum does not.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..loss import IGNORED
-from .base import Answers, Batch, Metric, held_out
+from .base import Batch, ByToken, held_out
 from .text import Text
 
 ASKED, MASKED, RANDOM = 0.15, 0.8, 0.1  # shares: of the tokens, and of those asked for
@@ -27,9 +27,8 @@ SHORTEST = 8
 
 
 @dataclass(frozen=True)
-class Masked(Text):
+class Masked(ByToken, Text):
     name: ClassVar[str] = "masked"
-    metric: ClassVar[Metric] = Metric("accuracy", "%", 100.0, solved=0.99)
 
     def __post_init__(self) -> None:
         if self.length < SHORTEST:
@@ -59,9 +58,6 @@ class Masked(Text):
         segments = (torch.arange(self.length) > first + 1).long()
         answers = {"shift_labels": labels, "next_sentence_label": apart[:, 0]}
         return {"input_ids": masked, "token_type_ids": segments, **answers}
-
-    def scores(self, answers: Answers) -> dict[str, float]:
-        return {"accuracy": answers.accuracy, "loss": answers.loss}
 
 
 def mask(ids: Tensor, ordinary: int, mask_id: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

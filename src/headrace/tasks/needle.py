@@ -29,7 +29,7 @@ import torch
 
 from ..errors import InputError
 from ..loss import IGNORED
-from .base import Answers, Batch, Drawn, Metric
+from .base import Batch, ByRow, Drawn
 from .text import read
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -44,19 +44,20 @@ DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # of a needle in prose
 
 
 @dataclass(frozen=True)
-class Needle(Drawn):
+class Needle(ByRow, Drawn):
     kind: Literal[1, 2, 3] = 1
     length: int = 1024  # tokens: of the prompt, the answer and the end
     haystack: str | None = None  # a text file, from anywhere in it, around its end if need be; none: random sentences
     tokenizer: str | None = None  # as `headrace prepare` takes it; none: bytes
 
     name: ClassVar[str] = "needle"
-    metric: ClassVar[Metric] = Metric("exact match", "%", 100.0, solved=0.99)
     chance: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in (1, 2, 3):
             raise InputError(f"needle.kind={self.kind}; expected 1, 2 or 3")
+        if self.length < 1:
+            raise InputError(f"needle.length={self.length}; expected at least 1, and room for a prompt and its answer")
         if self.kind == 1 and self.haystack is not None:
             raise InputError(f"needle.haystack={self.haystack!r} with kind=1, which is noise; expected kind=2 or 3")
 
@@ -72,9 +73,6 @@ class Needle(Drawn):
     def sha256(self) -> str | None:
         return self.haystack and hashlib.sha256(read(Path(self.haystack)).encode()).hexdigest()
 
-    def resized(self, length: int) -> "Needle":
-        return replace(self, length=length)
-
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         rng = random.Random(int(torch.randint(2**62, (), generator=generator)))
         ids = torch.full((rows, self.length), self.tokens.eos_token_id)
@@ -86,9 +84,6 @@ class Needle(Drawn):
             labels[i, len(prompt) - 1 : end - 1] = torch.tensor(answer)
         return {"input_ids": ids, "shift_labels": labels}
 
-    def scores(self, answers: Answers) -> dict[str, float]:
-        return {"exact match": answers.exact, "accuracy": answers.accuracy, "loss": answers.loss}
-
     def row(self, rng: random.Random) -> tuple[list[int], list[int]]:
         """(tokens of a prompt, tokens of its answer and the end), together at most `length`."""
         adjectives, nouns, _ = vocabulary()
@@ -96,7 +91,7 @@ class Needle(Drawn):
         uuid4 = str(uuid.UUID(int=rng.getrandbits(128), version=4))
         value = uuid4 if self.kind == 3 else str(rng.randint(10**6, 10**7 - 1))
         depth = rng.random() if self.kind == 1 else rng.choice(DEPTHS)
-        each, rest = tokens_taken(replace(self, length=0))
+        each, rest = tokens_taken(replace(self, length=1))
         hay = list(islice(self.pieces(rng), max(math.ceil((self.length - rest) / each), 1)))
         while hay:
             prompt = self.prompt(hay, key, value, depth)

@@ -7,7 +7,7 @@
 Where the symbols stand differs from row to row, so that what is written must depend on what is read.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -36,9 +36,6 @@ class SelectiveCopy(Drawn):
     @property
     def vocab_size(self) -> int:
         return self.symbols + 2  # noise, and the mark that asks
-
-    def resized(self, length: int) -> "SelectiveCopy":
-        return replace(self, length=length)
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         source = torch.randint(self.symbols, (rows, self.copied), generator=generator)

@@ -4,22 +4,21 @@ Their rows are {"input_ids": [rows, L], "attention_mask": [rows, L], "shift_labe
 """
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..loss import IGNORED
-from .base import Answers, Batch, Metric, held_out
+from .base import Batch, ByRow, held_out
 
 START, END, FIRST = 0, 1, 2  # before a target and where a source has ended; after a target; the first character
 
 
-class Sequences:
+class Sequences(ByRow):
     """A row is right where all of its target is, each character predicted after the true ones before it: greedy
     decoding writes just these rows without a mistake."""
 
-    metric: ClassVar[Metric] = Metric("exact match", "%", 100.0, solved=0.99)
     alphabet: Any  # a string
     length: Any  # int, of the longest source
     written: Any  # int, length of the longest target
@@ -52,6 +51,3 @@ class Sequences:
 
     def by_length(self, rows: int) -> dict[int, Batch]:
         return {}
-
-    def scores(self, answers: Answers) -> dict[str, float]:
-        return {"exact match": answers.exact, "accuracy": answers.accuracy, "loss": answers.loss}

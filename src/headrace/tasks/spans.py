@@ -1,10 +1,11 @@
 """T5's question about a text (arXiv 1910.10683, section 3.1.4): what stood in the gaps?
 
-    text     T h a n k _ y o u _ f o r _ c o m i n g
-    source   T h <0> _ y o u _ f <1> c o m i n g
-    target   <0> a n k <1> o r _ end
+    text     T h a n k _ y o u _ f o r _ c o m i n g _ t o _ m y _ p a r t y _ t o n i g h t
+    source   T h a n k _ y o u _ f <0> _ c o m i n g _ t o _ m y _ p a r t y _ t o n <1>
+    target   <0> o r <1> i g h t end
 
-15 % of the tokens are taken out, in spans of three on average; each span leaves a mark of its own.
+15 % of the tokens are taken out, in spans of three on average; each span leaves a mark of its own. As in T5's own
+rows, what is kept comes first and the last span ends the row.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .base import Answers, Batch, Metric, held_out
+from .base import Batch, ByToken, held_out
 from .sequences import END, FIRST, Sequences
 from .text import Text
 
@@ -24,9 +25,8 @@ SHORTEST = 8
 
 
 @dataclass(frozen=True)
-class Spans(Sequences, Text):
+class Spans(ByToken, Sequences, Text):
     name: ClassVar[str] = "spans"
-    metric: ClassVar[Metric] = Metric("accuracy", "%", 100.0, solved=0.99)
 
     def __post_init__(self) -> None:
         if self.length < SHORTEST:
@@ -73,9 +73,6 @@ class Spans(Sequences, Text):
         names = [f"<{i - marks}>" if i >= marks else f"{i - FIRST}" for i in ids.tolist()]
         plain = self.tokenizer is None
         return [chr(i - FIRST) if plain and FIRST <= i < marks else n for i, n in zip(ids.tolist(), names, strict=True)]
-
-    def scores(self, answers: Answers) -> dict[str, float]:
-        return {"accuracy": answers.accuracy, "loss": answers.loss}
 
 
 def parts(total: int, count: int, rows: int, generator: torch.Generator) -> Tensor:

@@ -34,6 +34,10 @@ class Text:
     name: ClassVar[str] = "text"
     metric: ClassVar[Metric] = Metric("loss", "nats/token", digits=3, higher_is_better=False)
 
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise InputError(f"length={self.length}; expected at least 1")
+
     @property
     def corpus(self) -> "Corpus":
         """The text itself. InputError where a file is missing, empty or not UTF-8, or the text is too short."""
@@ -55,8 +59,6 @@ class Text:
         return self.corpus.sha256
 
     def resized(self, length: int) -> "Text":
-        if length < 1:
-            raise InputError(f"length={length}; expected at least 1")
         return replace(self, length=length)
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:

@@ -23,8 +23,14 @@ MQAR = Plan(
     Recipe(steps=1000, lr=3e-3),
 )
 COPY = replace(MQAR, name="copy", task=Copy())
-SELECTIVE_COPY = replace(MQAR, name="selective-copy", mixers=("mamba", *MQAR.mixers), task=SelectiveCopy())
-INDUCTION = replace(SELECTIVE_COPY, name="induction", task=Induction())
+SELECTIVE_COPY = replace(
+    MQAR,
+    name="selective-copy",
+    mixers=("mamba", *MQAR.mixers),
+    task=SelectiveCopy(symbols=8, copied=4, length=24),
+    recipe=Recipe(steps=300, batch_size=32, lr=3e-3),
+)
+INDUCTION = replace(MQAR, name="induction", mixers=SELECTIVE_COPY.mixers, task=Induction())
 NEEDLE = Plan(
     "needle",
     ("gla", "softmax-gla", "gated-deltanet", "softmax-gated-deltanet", "transformer"),
