@@ -84,7 +84,7 @@ def trained(name: str, mixers: Sequence[str], **recipe: Any) -> Plan:
 COMPETING = tuple(gated(backbone) for backbone in ("retnet", "gla", "gated-deltanet"))
 STUDIES = {
     "main": (replace(BASE, name="pairs-24", mixers=WHOLE, seeds=5),),
-    "pairs": tuple(replace(BASE, name=f"pairs-{n}", task=Pair(keys=max(n, 32), pairs=n, queries=n)) for n in (12, 48)),
+    "pairs": tuple(replace(BASE, name=f"pairs-{n}", task=Pair(keys=max(n, 32), pairs=n)) for n in (12, 48)),
     "heads": tuple(shaped(f"heads-{h}", trios(BACKBONES[1:]), heads=h) for h in (2, 4, 16)),
     "state": tuple(
         shaped(f"width-{d}-heads-{h}", trios(("retnet", "gla")), hidden_size=d, heads=h)

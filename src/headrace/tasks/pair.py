@@ -22,16 +22,20 @@ from .base import Batch, Drawn
 class Pair(Drawn):
     keys: int = 32  # and as many values
     pairs: int = 24  # stored, with different keys
-    queries: int = 24  # asked afterwards, each pair at most once
+    queries: int | None = None  # asked afterwards, each pair at most once; None: all
 
     name: ClassVar[str] = "pair"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.queries <= self.pairs <= self.keys:
+        if not 1 <= self.asked <= self.pairs <= self.keys:
             raise InputError(
-                f"the task pair asks {self.queries} of {self.pairs} pairs with {self.keys} different keys; "
+                f"the task pair asks {self.asked} of {self.pairs} pairs with {self.keys} different keys; "
                 "expected 1 <= queries <= pairs <= keys"
             )
+
+    @property
+    def asked(self) -> int:
+        return self.pairs if self.queries is None else self.queries
 
     @property
     def chance(self) -> float:
@@ -43,17 +47,17 @@ class Pair(Drawn):
 
     @property
     def length(self) -> int:
-        return self.pairs + self.queries
+        return self.pairs + self.asked
 
     def resized(self, length: int) -> "Pair":
         if length < 2 or length % 2:
             raise InputError(f"length={length}: a row of the task pair is pairs and as many queries; expected even")
-        return replace(self, keys=max(self.keys, length // 2), pairs=length // 2, queries=length // 2)
+        return replace(self, keys=max(self.keys, length // 2), pairs=length // 2, queries=None)
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         keys = torch.rand(rows, self.keys, generator=generator).argsort(1)[:, : self.pairs]
         values = torch.randint(self.keys, 2 * self.keys, (rows, self.pairs), generator=generator)
-        asked = torch.rand(rows, self.pairs, generator=generator).argsort(1)[:, : self.queries]
+        asked = torch.rand(rows, self.pairs, generator=generator).argsort(1)[:, : self.asked]
         nothing = torch.full_like(asked, -1)
         stored, queried = torch.stack([keys, values], 2), torch.stack([keys.gather(1, asked), nothing], 2)
         unasked = torch.full((rows, self.pairs), IGNORED)
