@@ -27,7 +27,7 @@ from headrace.report.html import write_report
 from headrace.report.plots import PALETTE, STYLE
 from headrace.report.summary import Comparison, Contender, summarise
 from headrace.report.terminal import board
-from headrace.tasks import Pair
+from headrace.tasks import Digits, Pair
 from headrace.train.compare import complete
 from headrace.train.folder import claim, read_json
 from headrace.train.plan import Plan, Recipe, Shape, Study
@@ -81,6 +81,14 @@ def trained(name: str, mixers: Sequence[str], **recipe: Any) -> Plan:
     return replace(BASE, name=name, mixers=tuple(mixers), recipe=replace(BASE.recipe, **recipe))
 
 
+DIGITS = replace(
+    BASE,
+    name="digits",
+    task=Digits(),
+    shape=Shape(layers=2),
+    recipe=Recipe(steps=300, batch_size=32, lr=3e-3, evaluations=5, held_out=359),
+)
+BOTH_WAYS = tuple(f"bert(mixer={mixer})" for mixer in trios(("retnet", "gla", "gated-deltanet")))
 COMPETING = tuple(gated(backbone) for backbone in ("retnet", "gla", "gated-deltanet"))
 STUDIES = {
     "main": (replace(BASE, name="pairs-24", mixers=WHOLE, seeds=5),),
@@ -101,6 +109,7 @@ STUDIES = {
         replace(BASE, name="rotary", mixers=trios(("gla", "gated-deltanet"), ", inputs.rotary=true")),
         replace(BASE, name="plain", mixers=trios(("retnet",), ", inputs.rotary=false")),
     ),
+    "digits": (replace(DIGITS, seeds=5), replace(DIGITS, name="digits-both-ways", mixers=BOTH_WAYS)),
 }
 
 
@@ -145,6 +154,7 @@ def read(folder: Path) -> list[Comparison]:
 # --- tables ----------------------------------------------------------------------------------------------------------
 def parts(mixer: str) -> tuple[str, str, str]:
     """(backbone, activation, side) of one of the expressions above."""
+    mixer = mixer.removeprefix("bert(mixer=")
     name = mixer.partition("(")[0]
     if not name.startswith("softmax-"):
         return name, "none", ""
