@@ -266,6 +266,8 @@ def test_two_models_are_told_apart_only_where_the_rows_suffice():
     assert "too few rows to tell them apart" in few[-1]
     many = said(a=record([1.0, 0.0] * 50, choices=1), b=record([1.0, 1.0] * 50, choices=1))
     assert "better" in many[-1]
+    same = said(a=record([1.0, 0.0], choices=1), b=record([1.0, 0.0], choices=1))
+    assert "alike on every row in every metric" in same[-1]
     other = record([1.0, 0.0])
     other["samples"][0]["doc_hash"] = "another"
     assert pair(record([1.0, 0.0]), other, "acc") is None

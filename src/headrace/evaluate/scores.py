@@ -7,6 +7,7 @@ from typing import Any
 
 INTERVAL = 1.96  # standard errors on either side hold 95 % of a normal distribution
 TOO_FEW = "too few rows to tell them apart"
+ALIKE = "alike on every row"
 Rows = list[tuple[float, float]]  # of each row: what is summed, and its weight
 
 
@@ -87,6 +88,8 @@ class Pair:
     @property
     def verdict(self) -> str:
         low, high = self.interval
+        if not any(difference for difference, _ in self.difference.rows):
+            return ALIKE
         return "better" if low > 0 else "worse" if high < 0 else TOO_FEW
 
 

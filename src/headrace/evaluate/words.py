@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .run import Evaluation
-from .scores import INTERVAL, TOO_FEW, Pair, Score, guessing, pair, scores
+from .scores import ALIKE, INTERVAL, TOO_FEW, Pair, Score, guessing, pair, scores
 
 OTHER_ROWS = "not the same rows, so nothing is paired,"
 
@@ -57,7 +57,7 @@ def above_the_unigram(record: dict[str, Any]) -> Iterator[str]:
 def duels(evaluation: Evaluation) -> Iterator[str]:
     for model, found in against_the_first(evaluation).items():
         first = next(iter(evaluation.items))
-        for verdict in ("better", "worse", TOO_FEW, OTHER_ROWS):
+        for verdict in ("better", "worse", TOO_FEW, ALIKE, OTHER_ROWS):
             if named := [duel.name for duel in found if duel.verdict == verdict]:
                 where = ", ".join(named) if len(named) < len(found) else "every metric"
                 yield f"{model} against {first}: {verdict} in {where}."
