@@ -285,7 +285,9 @@ def test_a_run_that_diverges_says_so(tmp_path, mixer, task):
     assert result["diverged"] and result["scores"] == {} and result["curve"][-1]["step"] < 9
 
 
-HEADRACE = [sys.executable, "-c", "from headrace.cli import main; main()"]
+# In a job in the background, whose shell has it ignore the signal, this hears SIGINT all the same.
+HEARING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+HEADRACE = [sys.executable, "-c", f"{HEARING}; from headrace.cli import main; main()"]
 RUN = [*HEADRACE, "compare", "--task", "pair", "--mixers", "retnet", "--seeds", "3", "--steps", "200", "--workers", "1"]
 RUN += ["--hidden-size", "16", "--heads", "4", "--batch-size", "8", "--length", "8"]
 
