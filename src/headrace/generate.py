@@ -31,10 +31,12 @@ def generate(checkpoint: Path, prompt: str, seed: int | None, stream: bool, **sa
     return {"text": tokenizer.decode(new), "tokens": new, "tokens_per_second": len(new) / seconds}
 
 
-def read_tokenizer(checkpoint: Path) -> Any:
+def read_tokenizer(checkpoint: Path | str) -> Any:
+    """Of a folder, and of a name on the Hub where it is given as text."""
+    local = isinstance(checkpoint, Path)
     try:
-        return AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        return AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
         raise InputError(
             f"checkpoint {str(checkpoint)!r} has no tokenizer that can be read; expected its tokenizer.json"
         ) from error

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..errors import InputError
+from ..generate import read_tokenizer
 from ..hf import HeadraceConfig, load
 
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length")
@@ -44,6 +45,8 @@ def read_checkpoint(path: str, device: str) -> Checkpoint:
     if Path(path).exists() and not Path(path, "config.json").is_file():
         raise InputError(f"checkpoint {path!r} has no config.json; expected a folder written by save_pretrained")
     model, tokenizer = read_model(path), read_tokenizer(path)
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise InputError(f"checkpoint {path!r} has a tokenizer without bos and eos; expected one to begin a text with")
     try:
         return Checkpoint(path, model.to(device).eval(), tokenizer)
     except (RuntimeError, AssertionError) as error:
@@ -66,16 +69,6 @@ def read_model(path: str) -> Any:
     if missing := sorted(loaded["missing_keys"]):
         raise InputError(f"checkpoint {path!r} is no causal language model: it holds no weights of {missing[0]}")
     return model
-
-
-def read_tokenizer(path: str) -> Any:
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"checkpoint {path!r} has no tokenizer that can be read; expected one beside it") from error
-    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        raise InputError(f"checkpoint {path!r} has a tokenizer without bos and eos; expected one to begin a text with")
-    return tokenizer
 
 
 def fingerprint(path: str) -> str:

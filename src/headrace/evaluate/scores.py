@@ -87,9 +87,9 @@ class Pair:
 
     @property
     def verdict(self) -> str:
-        low, high = self.interval
         if not any(difference for difference, _ in self.difference.rows):
             return ALIKE
+        low, high = self.interval
         return "better" if low > 0 else "worse" if high < 0 else TOO_FEW
 
 
