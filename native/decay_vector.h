@@ -23,7 +23,7 @@ public:
     VectorDecay(Arena& arena, int C, int K, bool gradient)
         : end(arena.floats(K)), K_(K), g_(arena.tile(C, K)), in_(arena.tile(C, K)), out_(arena.tile(C, K)),
           whole_(arena.tile(C / BLOCK, K)), back_(arena.tile(C / BLOCK, K)), steep_(arena.array<bool>(C / BLOCK)),
-          y_(arena.tile(C, K)), y_t_(arena.tile(K, C)), x_(arena.tile(BLOCK, K)), channel_(arena.floats(K)),
+          y_(arena.tile(C, K)), y_t_(arena.tile(K, C)), x_(arena.tile(BLOCK, K)), fade_(arena.tile(BLOCK, K)), channel_(arena.floats(K)),
           gradient_(gradient), dg_(arena.tile(C, K)), dx_(arena.tile(C, K)), dy_(arena.tile(C, K)),
           part_(arena.tile(BLOCK, K)) {}
 
@@ -115,17 +115,18 @@ private:
     void prepare_block(int b) {
         bool steep = false;
         for (int j = 0; j < K_; j += W) {
-            vf before{}, after{};
+            Sum before, after;
             for (int i = 0; i < BLOCK; i++) {
                 const int last = b + BLOCK - 1 - i;
-                store(out_.row(last) + j, exponential(after));
-                after += load(g_.row(last) + j);
-                before += load(g_.row(b + i) + j);
-                store(in_.row(b + i) + j, exponential(before));
+                store(out_.row(last) + j, after.exponential());
+                after.add(load(g_.row(last) + j));
+                before.add(load(g_.row(b + i) + j));
+                store(in_.row(b + i) + j, before.exponential());
             }
-            store(whole_.row(b / BLOCK) + j, exponential(before));
-            store(back_.row(b / BLOCK) + j, exponential(-before));
-            for (int i = 0; i < W; i++) steep |= before[i] < -STEEP;
+            store(whole_.row(b / BLOCK) + j, before.exponential());
+            store(back_.row(b / BLOCK) + j, before.negative().exponential());
+            // NaN too: pair by pair it reaches no earlier token.
+            for (int i = 0; i < W; i++) steep |= !(before.total[i] >= -STEEP);
         }
         steep_[b / BLOCK] = steep;
     }
@@ -149,21 +150,26 @@ private:
         multiply(A.below(b).right(a), BLOCK, BLOCK, Zero{}, Nothing{}, Plus{x, y_t_.right(a), K_, Part::all});
     }
 
-    // Exponents summed from writer j on: f(i, column, e^{G_i − G_j}) for i = j … the block's end.
+    // What is left of each token of block b at the next, into fade_.
+    void find_fades(int b) const {
+        map(fade_, BLOCK, K_, [&](int i, int j) { return exponential(load(g_.row(b + i) + j)); });
+    }
+    // f(i, e^{G_i − G_j}) from writer j on, for i = j … the end of the block that fade_ is of.
     template <class F>
-    HR_INLINE void from_writer(int b, int j, int column, F f) const {
-        vf G{};
+    HR_INLINE void from_writer(int j, int column, F f) const {
+        vf left = splat(1);
         for (int i = j; i < BLOCK; i++) {
-            if (i > j) G += load(g_.row(b + i) + column);
-            f(i, exponential(G));
+            if (i > j) left *= load(fade_.row(i) + column);
+            f(i, left);
         }
     }
     void scores_by_pair(Tile x, Tile k, Tile A, int b) const {
+        find_fades(b);
         for (int j = 0; j < BLOCK; j++) {
             vf totals[BLOCK] = {};
             for (int c = 0; c < K_; c += W) {
                 const vf y = load(k.row(b + j) + c);
-                from_writer(b, j, c, [&](int i, vf e) { totals[i] += load(x.row(b + i) + c) * y * e; });
+                from_writer(j, c, [&](int i, vf e) { totals[i] += load(x.row(b + i) + c) * y * e; });
             }
             for (int i = j; i < BLOCK; i++) A.row(b + i)[b + j] = sum(totals[i]);
         }
@@ -223,11 +229,12 @@ private:
         add(dy.below(b), dy_out, out_.below(b), BLOCK);
     }
     void by_pair(Tile X, Tile x, Tile y, Tile dx, Tile dy, int b) {
+        find_fades(b);
         for (int j = 0; j < BLOCK; j++)
             for (int c = 0; c < K_; c += W) {
                 const vf y_j = load(y.row(b + j) + c);
                 vf passing[BLOCK], dy_j{};
-                from_writer(b, j, c, [&](int i, vf e) {
+                from_writer(j, c, [&](int i, vf e) {
                     const vf weight = e * splat(X.row(b + i)[b + j]), x_i = load(x.row(b + i) + c);
                     dy_j += weight * x_i;
                     store(dx.row(b + i) + c, load(dx.row(b + i) + c) + weight * y_j);
@@ -274,6 +281,7 @@ private:
     bool* steep_;
     Tile y_, y_t_;    // y out_ for the tile y last given to keys(), and its transpose
     Tile x_;          // a block of x, scaled
+    Tile fade_;       // [BLOCK, K], e^{log_decay}
     float* channel_;  // [K], in passing
     bool gradient_;
     Tile dg_, dx_, dy_, part_;

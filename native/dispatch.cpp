@@ -1,6 +1,7 @@
 // The C ABI: what is refused, which instruction set runs, how a problem is cut into units for the threads.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -8,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "denormals.h"
 #include "job.h"
 #include "pool.h"
 
@@ -53,11 +55,28 @@ int chunk_of(const hr_problem& p) {
     return p.K + p.V < 96 ? 16 : p.K + p.V < 768 || p.delta ? 32 : 64;
 }
 
+// Threads for which there is work: waking one takes as long as a million products.
+int threads_for(double products, int most) {
+    return static_cast<int>(std::clamp(products / 1e6, 1.0, static_cast<double>(most)));
+}
+
+// Chunks from one kept state to the next. By the first bound the kept states weigh a tenth of the inputs; the backward
+// finds those between again, side by side: where they would take more than AGAIN, as many are kept as found again.
+std::int64_t run_of(const hr_problem& p, int chunk, std::int64_t tokens) {
+    constexpr double AGAIN = 64 << 20;
+    const double state = static_cast<double>(p.K) * static_cast<double>(p.V), chunks = std::ceil(tokens / double(chunk));
+    const double per_token = static_cast<double>(2 * p.K + p.V) / (p.dtype == HR_BFLOAT16 ? 2 : 1);
+    const double tenth = std::ceil(10 * state / (chunk * per_token));
+    const double most = std::max(AGAIN / (sizeof(float) * state), std::ceil(std::sqrt(chunks)));
+    return static_cast<std::int64_t>(std::max(1.0, std::min({tenth, most, chunks})));
+}
+
 class Cut {
 public:
     explicit Cut(const hr_problem& p) : plan{&p, chunk_of(p), 1, nullptr, 0}, kept_at_(p.sequences) {
-        const std::int64_t per_token = p.dtype == HR_BFLOAT16 ? (2 * p.K + p.V) / 2 + 1 : 2 * p.K + p.V;
-        plan.run = (10 * p.K * p.V + plan.chunk * per_token - 1) / (plan.chunk * per_token);
+        std::int64_t longest = 0;
+        for (std::int64_t n = 0; n < p.sequences; n++) longest = std::max(longest, plan.length(n));
+        plan.run = run_of(p, plan.chunk, longest);
         for (std::int64_t n = 0; n < p.sequences; n++) {
             kept_at_[n] = plan.kept_states;
             plan.kept_states += std::max<std::int64_t>(plan.length(n) - 1, 0) / (plan.run * plan.chunk);
@@ -65,11 +84,9 @@ public:
         plan.kept_at = kept_at_.data();
     }
 
-    // Threads for which there is work: waking one takes as long as a million products.
     int threads() const {
         const hr_problem& p = *plan.problem;
-        const double products = 2.0 * p.B * p.T * p.H * p.K * p.V;
-        return static_cast<int>(std::clamp(products / 1e6, 1.0, static_cast<double>(p.threads)));
+        return threads_for(2.0 * p.B * p.T * p.H * p.K * p.V, p.threads);
     }
 
     // Into how many blocks of columns a head is cut, multiples of 16, so that there is a unit for every thread.
@@ -125,7 +142,7 @@ public:
             separate(&hr_gradients::read_gate, 1);
             if (p.decay != HR_DECAY_FIXED) separate(&hr_gradients::log_decay, p.decay == HR_DECAY_VECTOR ? p.K : 1);
         }
-        if (p.decay == HR_DECAY_FIXED && wanted.log_decay.data) {
+        if (fixed_decay_wanted()) {
             fixed_decay_.resize(count * p.sequences * p.H);
             job_.fixed_decay = fixed_decay_.data();
         }
@@ -136,11 +153,12 @@ public:
         for (const Gather& gather : gathers_)
             if (const int status = run(kernels().gather, cut_, gather, cut_.units(p_.H / gather.shared, 1)))
                 return status;
-        if (job_.fixed_decay) add_up_decay();
+        if (fixed_decay_wanted()) add_up_decay();
         return HR_OK;
     }
 
 private:
+    bool fixed_decay_wanted() const { return p_.decay == HR_DECAY_FIXED && wanted_.log_decay.data; }
     void separate(hr_tensor hr_gradients::* which, std::int64_t width, std::int64_t shared = 1, bool half = false) {
         if (!(wanted_.*which).data) return;
         const std::int64_t token = p_.H * width, batch = p_.T * token, size = p_.B * batch;
@@ -239,6 +257,7 @@ private:
 
 template <class F>
 int guarded(F f) {
+    const FlushDenormals flush;
     try {
         return f();
     } catch (const std::bad_alloc&) {
@@ -320,10 +339,12 @@ int hr_layer_step(const hr_layer* p) {
 int hr_int8(const hr_int8_product* p) {
     constexpr std::int64_t SHARE = 64;  // rows of the weight that a thread takes at a time
     if (p->abi != HR_ABI) return HR_WRONG_ABI;
+    if (p->rows < 0 || p->inputs < 0 || p->outputs < 0 || p->threads < 1) return HR_UNSUPPORTED;
     return guarded([&] {
         const auto share = [&](std::int64_t i, void*) {
             kernels().int8_rows(*p, i * SHARE, std::min((i + 1) * SHARE, p->outputs));
         };
-        return run_units((p->outputs + SHARE - 1) / SHARE, p->threads, 0, share) ? HR_OK : HR_NO_MEMORY;
+        const int threads = threads_for(1.0 * p->rows * p->inputs * p->outputs, p->threads);
+        return run_units((p->outputs + SHARE - 1) / SHARE, threads, 0, share) ? HR_OK : HR_NO_MEMORY;
     });
 }

@@ -31,7 +31,7 @@ struct Term {
     Part part;
 
     int first(int m) const { return part == Part::from ? m : part == Part::after ? m + TILE_ROWS : 0; }
-    int last(int m) const { return part == Part::up_to ? m + TILE_ROWS : part == Part::before ? m : depth; }
+    int last(int m) const { return part == Part::up_to || part == Part::before ? m : depth; }
 };
 
 using Plus = Term<false, false>;    // left right
@@ -42,6 +42,18 @@ using MinusT = Term<true, true>;    // −leftᵀ right
 template <int NV>
 using Block = vf[TILE_ROWS][NV];
 
+// acc += a column of left times a row of right, from the block's row `top` on: what lies above the diagonal is not looked
+// at, since 0 times a later token's NaN would be NaN.
+template <int NV, class T>
+HR_INLINE void one_more(Block<NV>& acc, const T& t, const float* a, const float* b, int top) {
+    vf right[NV];
+    for (int j = 0; j < NV; j++) right[j] = load(b + j * W);
+    for (int i = top; i < TILE_ROWS; i++) {
+        const vf left = splat(T::transposed ? a[i] : a[i * t.left.ld]);
+        for (int j = 0; j < NV; j++) acc[i][j] += (T::minus ? -left : left) * right[j];
+    }
+}
+
 template <int NV, class T>
 HR_INLINE void accumulate(Block<NV>& acc, const T& t, int m, int n) {
     const int first = t.first(m), depth = t.last(m) - first;
@@ -49,15 +61,12 @@ HR_INLINE void accumulate(Block<NV>& acc, const T& t, int m, int n) {
     const float* a = T::transposed ? t.left.row(first) + m : t.left.row(m) + first;
     const float* b = t.right.row(first) + n;
     for (int d = 0; d < depth; d++) {
-        vf right[NV];
-        for (int j = 0; j < NV; j++) right[j] = load(b + j * W);
-        for (int i = 0; i < TILE_ROWS; i++) {
-            const vf left = splat(T::transposed ? a[i] : a[i * lda]);
-            for (int j = 0; j < NV; j++) acc[i][j] += (T::minus ? -left : left) * right[j];
-        }
+        one_more(acc, t, a, b, 0);
         a += T::transposed ? lda : 1;
         b += ldb;
     }
+    if (t.part == Part::up_to)
+        for (int d = 0; d < TILE_ROWS; d++) one_more(acc, t, a + d * (T::transposed ? lda : 1), b + d * ldb, d);
 }
 
 // What a result starts from.

@@ -14,22 +14,32 @@
 #include <pthread.h>
 #endif
 
+#include "denormals.h"
+
 namespace {
 
-constexpr std::size_t LINE = 64;
+using Body = std::function<void(std::int64_t, void*)>;
 
-// Memory that a thread keeps between calls.
+constexpr std::size_t LINE = 64;
+constexpr std::size_t KEPT = std::size_t{16} << 20;  // bytes that a thread holds on to between calls, at most
+
+// A thread's working memory.
 class Memory {
 public:
+    // Null where the system has not as many bytes.
     void* at_least(std::size_t bytes) {
         if (bytes <= size_) return p_.get();
-        p_.reset();
+        release();
         p_.reset(::operator new(bytes, std::align_val_t(LINE), std::nothrow));
         size_ = p_ ? bytes : 0;
         return p_.get();
     }
+    void release_if_large() {
+        if (size_ > KEPT) release();
+    }
 
 private:
+    void release() { p_.reset(), size_ = 0; }
     struct Release {
         void operator()(void* p) const { ::operator delete(p, std::align_val_t(LINE)); }
     };
@@ -37,49 +47,60 @@ private:
     std::size_t size_ = 0;
 };
 
+// One call's units, which its threads take one by one.
+struct Units {
+    const Body& body;
+    const std::int64_t count;
+    std::atomic<std::int64_t> next{0};
+
+    void work(void* memory) {
+        for (std::int64_t i; (i = next++) < count;) body(i, memory);
+    }
+};
+
 class Pool {
 public:
-    bool run(std::int64_t units, int threads, std::size_t bytes, const std::function<void(std::int64_t, void*)>& body) {
-        std::lock_guard<std::mutex> one_call(calls_);
-        std::size_t helpers = threads > 1 ? static_cast<std::size_t>(threads - 1) : 0;
-        if (!provide(helpers + 1, bytes)) return false;
-        helpers = start(helpers);
-        {
-            std::lock_guard<std::mutex> lock(state_);
-            body_ = &body, units_ = units, next_ = 0, helpers_ = helpers, busy_ = helpers, round_++;
-        }
-        if (helpers) begin_.notify_all();
-        work(0);
-        std::unique_lock<std::mutex> lock(state_);
-        end_.wait(lock, [&] { return busy_ == 0; });
-        return true;
+    // Works on the units here and on up to `helpers` threads of the pool; without these while they help another call.
+    void run(Units& units, std::size_t helpers, std::size_t bytes, void* memory) {
+        const std::unique_lock<std::mutex> call(calls_, std::try_to_lock);
+        if (call) begin(units, ready(helpers, bytes));
+        units.work(memory);
+        if (call) finish();
     }
 
 private:
-    // Starts threads until there are `count`; returns how many of these there are where the system gives no more.
-    std::size_t start(std::size_t count) {
+    // How many of `count` helpers there are: fewer where the system gives no more threads or no memory for them.
+    std::size_t ready(std::size_t count, std::size_t bytes) {
+        if (memory_.size() < count) memory_.resize(count);
         try {
-            while (threads_.size() < count) threads_.emplace_back(&Pool::wait_for_work, this, threads_.size());
+            while (threads_.size() < count) threads_.emplace_back(&Pool::help, this, threads_.size());
         } catch (const std::system_error&) {
         }
-        return std::min(count, threads_.size());
+        std::size_t found = 0;
+        while (found < std::min(count, threads_.size()) && (!bytes || memory_[found].at_least(bytes))) found++;
+        return found;
     }
-    bool provide(std::size_t count, std::size_t bytes) {
-        if (memory_.size() < count) memory_.resize(count);
-        for (std::size_t i = 0; i < count; i++)
-            if (bytes && !memory_[i].at_least(bytes)) return false;
-        return true;
+    void begin(Units& units, std::size_t helpers) {
+        {
+            std::lock_guard<std::mutex> lock(state_);
+            units_ = &units, helpers_ = busy_ = helpers, round_++;
+        }
+        if (helpers) begin_.notify_all();
     }
-    void work(std::size_t thread) {
-        for (std::int64_t i; (i = next_++) < units_;) (*body_)(i, memory_[thread].at_least(0));
+    void finish() {
+        std::unique_lock<std::mutex> lock(state_);
+        end_.wait(lock, [&] { return busy_ == 0; });
+        for (Memory& memory : memory_) memory.release_if_large();
     }
-    void wait_for_work(std::size_t index) {
+    void help(std::size_t index) {
+        const FlushDenormals flush;
         for (std::uint64_t seen = 0;;) {
             std::unique_lock<std::mutex> lock(state_);
             begin_.wait(lock, [&] { return round_ != seen && index < helpers_; });
             seen = round_;
+            void* memory = memory_[index].at_least(0);
             lock.unlock();
-            work(index + 1);
+            units_->work(memory);
             lock.lock();
             if (--busy_ == 0) end_.notify_one();
         }
@@ -89,11 +110,9 @@ private:
     std::condition_variable begin_, end_;
     std::vector<std::thread> threads_;
     std::vector<Memory> memory_;
-    const std::function<void(std::int64_t, void*)>* body_ = nullptr;
-    std::int64_t units_ = 0;
-    std::atomic<std::int64_t> next_{0};
-    std::size_t helpers_ = 0, busy_ = 0;
+    Units* units_ = nullptr;
     std::uint64_t round_ = 0;
+    std::size_t helpers_ = 0, busy_ = 0;
 };
 
 // Never destroyed: its threads wait until the process ends. A forked child has none of them, and locks in
@@ -113,10 +132,20 @@ Pool& current() {
     return *(pool.compare_exchange_strong(found, made.get()) ? made.release() : found);
 }
 
+thread_local Memory own;
+
 }  // namespace
 
-bool run_units(std::int64_t units, int threads, std::size_t bytes,
-               const std::function<void(std::int64_t, void*)>& body) {
+bool run_units(std::int64_t units, int threads, std::size_t bytes, const Body& body) {
     if (units <= 0) return true;
-    return current().run(units, static_cast<int>(std::min<std::int64_t>(threads, units)), bytes, body);
+    void* memory = own.at_least(bytes);
+    if (bytes && !memory) return false;
+    Units all{body, units};
+    const std::int64_t helpers = std::min<std::int64_t>(threads, units) - 1;
+    if (helpers > 0)
+        current().run(all, static_cast<std::size_t>(helpers), bytes, memory);
+    else
+        all.work(memory);
+    own.release_if_large();
+    return true;
 }

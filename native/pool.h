@@ -6,7 +6,8 @@
 #include <functional>
 
 // Calls body(i, memory) for i = 0 … units − 1, on up to `threads` threads of which the caller is one. Each has `bytes`
-// of memory of its own, aligned to a cache line, not cleared. Which thread does which unit is not determined.
-// Returns false if memory is lacking; then nothing has run. One call runs at a time; others wait.
+// of memory of its own, aligned to a cache line, not cleared. Which thread does which unit is not determined. While the
+// other threads work for another call, the caller does all units: no call waits for another.
+// Returns false if memory is lacking; then nothing has run.
 bool run_units(std::int64_t units, int threads, std::size_t bytes,
                const std::function<void(std::int64_t, void*)>& body);

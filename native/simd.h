@@ -58,6 +58,23 @@ HR_INLINE vf exponential(vf x) {
     return gone ? vf{} : p * power;
 }
 
+// A sum and what its rounding has left out so far (Knuth's two-sum).
+struct Sum {
+    vf total{}, rest{};
+
+    HR_INLINE void add(vf x) {
+        const vf before = total, now = total + x, added = now - before;
+        rest += (before - (now - added)) + (x - added);
+        total = now;
+    }
+    HR_INLINE Sum negative() const { return {-total, -rest}; }
+    // An infinite total has a NaN for a rest.
+    HR_INLINE vf exponential() const {
+        const vf power = HR_ISA::exponential(total);
+        return power > vf{} ? power + power * rest : power;
+    }
+};
+
 HR_INLINE vf load(const std::uint16_t* p) {
     const vh x = *reinterpret_cast<const vh_anywhere*>(p);
     return bits(__builtin_convertvector(x, vu) << 16);

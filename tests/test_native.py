@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +14,7 @@ from equation import DECAYS, NATIVE, B, H, T, assert_same, inputs, skip_if_missi
 from headrace import InputError, backends, linear_attention, step
 from headrace.backends import native
 from headrace.laws import relative
+from headrace.literal import literal
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +180,130 @@ def test_only_one_result_is_used():
         names = ("k", "v", "log_decay", "initial_state")
         found, exact = (torch.autograd.grad(y.sum(), [x[name] for name in names]) for y in (result, expected))
         assert all(relative(g, e.double()) < 1e-5 for g, e in zip(found, exact, strict=True))
+
+
+def faint(tokens=400):
+    """A call of the op with denormal numbers: what every 50th token writes fades by e^−3 a token, and is read alone."""
+    x = {name: y if y is None else y.detach().float() for name, y in inputs("scalar", rows=1, tokens=tokens).items()}
+    written = (torch.arange(tokens) % 50 == 0)[None, :, None, None]
+    return x | {"v": x["v"] * written, "log_decay": torch.full((1, tokens, H), -3.0)}
+
+
+def test_denormal_numbers_are_zero_in_every_thread():
+    """Whatever the caller's own thread does with them, which stays as it was."""
+    x, tiny = faint(), torch.tensor([2.0**-126])
+    expected = linear_attention(**x, backend="native")
+    for threads, flush in itertools.product((1, 2, 5), (False, True)):
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(flush)
+        try:
+            found = [linear_attention(**x, backend="native") for _ in range(5)]
+            assert bool((tiny * 0.5 == 0).all()) == flush
+        finally:
+            torch.set_flush_denormal(False)
+        assert all(torch.equal(a, b) for pair in found for a, b in zip(pair, expected, strict=True))
+    assert all(bool(((y == 0) | (y.abs() >= tiny)).all()) for y in expected)
+
+
+def test_a_short_call_does_not_wait_for_a_long_one():
+    """A token's call at any moment of the long call takes a small part of it; behind a lock one would take the rest."""
+    torch.set_num_threads(2)
+    key, token = torch.randn(1, 20_000, 4, 256).expand(4, -1, -1, -1), torch.randn(1, 1, 2, 16)
+    with ThreadPoolExecutor(1) as other:
+        times = [time.perf_counter()]
+        running = other.submit(linear_attention, key, key, key[..., :64], backend="native")
+        while not running.done():
+            linear_attention(token, token, token, backend="native")
+            times.append(time.perf_counter())
+    longest = max(later - earlier for earlier, later in itertools.pairwise(times))
+    assert longest < (times[-1] - times[0]) / 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_working_memory_is_what_the_sequence_needs():
+    """16 tokens of large heads: at most ten states of 16 MiB for the backward, and none of them kept after it."""
+    script = """
+import re, torch
+from pathlib import Path
+from headrace import linear_attention
+torch.set_num_threads(1)
+mebibytes = lambda key: int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+def run(size, tokens):
+    q, k, v = torch.randn(3, 1, tokens, 1, size).unbind()
+    out, state = linear_attention(q.requires_grad_(), k, v, log_decay=-torch.rand(1), rule="delta", backend="native")
+    (out.sum() + state.sum()).backward()
+run(64, 64)
+before = mebibytes("VmSize")
+run(2048, 16)
+print(mebibytes("VmPeak") - before, mebibytes("VmSize") - before)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    peak, left = map(float, found.stdout.split())
+    assert peak < 10 * 16 and left < 3 * 16
+
+
+@pytest.mark.parametrize("rule", ["add", "delta"])
+def test_without_rows_a_fixed_decay_has_no_gradient(rule):
+    x = floats(inputs("fixed", rows=0, state=False))
+    assert torch.equal(called(x, rule=rule)[2]["log_decay"], torch.zeros(H))
+
+
+GIVEN = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial_state")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("q", torch.zeros(B, T, H, 7)), ("q", torch.zeros(B, T, H, 6, dtype=torch.bfloat16)),
+        ("k", torch.zeros(B, T - 1, H, 6)), ("log_decay", torch.zeros(B, T)), ("log_decay", torch.zeros(H + 1)),
+        ("log_decay", torch.zeros(B, T, H, 5)), ("beta", torch.zeros(B, T)), ("write_gate", torch.zeros(B, T, H, 6)),
+        ("read_gate", torch.zeros(T, B, H)), ("initial_state", torch.zeros(B, H, 5, 6)),
+    ],
+)  # fmt: skip
+def test_no_address_goes_to_the_library_unchecked(name, wrong):
+    """The operator itself, as exported programs call it, without the checks of `linear_attention`."""
+    x = floats(inputs("scalar"))
+    given = [x[n].detach() for n in GIVEN]
+    run = torch.ops.headrace.native
+    rest = (None, False, 1.0, 0)
+    run(*given, *rest)
+    given[GIVEN.index(name)] = wrong
+    with pytest.raises(ValueError, match=f"{name} has shape .* expected"):
+        run(*given, *rest)
+
+
+def test_no_address_of_a_gradient_goes_to_the_library_unchecked():
+    x = floats(inputs("scalar", rows=1, tokens=40))
+    given, rest = [x[n].detach() for n in GIVEN], (None, False, 1.0, 0)
+    out, final, kept = torch.ops.headrace.native_kept(*given, *rest)
+    good = {"d_out": torch.randn_like(out), "d_final": torch.randn_like(final), "kept": kept}
+
+    def gradients(changed):
+        d_out, d_final, kept = (good | changed).values()
+        return torch.ops.headrace.native_backward(d_out, d_final, *given, *rest, kept, [True] * 8)
+
+    expected = gradients({})
+    apart = {name: x.mT.contiguous().mT for name, x in good.items() if x.dim() == 4}
+    assert all(torch.equal(a, b) for a, b in zip(gradients(apart), expected, strict=True))
+    for name, x in good.items():
+        for wrong in (x[..., 1:], x.bfloat16()) if x.numel() else (x.new_zeros(3),):
+            with pytest.raises(ValueError, match=f"{name} has shape"):
+                gradients({name: wrong})
+
+
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_nan_reaches_what_the_equation_says_and_no_earlier_token(decay, rule):
+    x = {name: y if y is None else y.detach() for name, y in inputs(decay, tokens=40, key=17, value=20).items()}
+    x.pop("bonus")
+    for name, y in x.items():
+        for t in (0, 5, 21, 39) if y is not None and y.shape[:2] == (B, 40) else ():
+            given = x | {name: y.clone()}
+            given[name].view(B, 40, H, -1)[1, t, 1, -1] = torch.nan
+            found = linear_attention(**{n: z if z is None else z.float() for n, z in given.items()}, rule=rule)
+            for ours, exact in zip(found, literal(**given, rule=rule), strict=True):
+                assert torch.equal(ours.isnan(), exact.isnan()), (name, t)
 
 
 @pytest.mark.parametrize("isa", ["avx2", "portable"])

@@ -82,6 +82,16 @@ def test_hostile_decays(backend, rule, kind):
 
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
+def test_a_decay_per_channel_costs_no_digits(backend, rule):
+    """Exponents of up to −20 within a block: their rounding would leave 20 · 2⁻²⁴ = 1.2e-6 of each factor."""
+    arguments = long_inputs(tokens=512, key=64)
+    arguments["log_decay"] = F.logsigmoid(torch.randn(1, 512, 2, 64).double())
+    forward, backward = errors_in_float32(arguments, backend, rule)
+    assert forward <= 5 * 2.0**-24  # of rounding to float32
+    assert backward <= 10 * 2.0**-24
+
+
+@pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("shape", [(1, 128, 2, 32), (1, 128, 2)], ids=["vector", "scalar"])
 def test_the_gradient_through_a_steep_decay(backend, rule, shape):
     """With log_decay g = −e^z (RWKV-6), what rounding leaves in the gradient to g, where

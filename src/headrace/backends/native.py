@@ -71,6 +71,14 @@ class Problem:
         (B, T, H, V), (Hq, K) = v.shape, k.shape[2:]
         self.sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.shape = (self.sequences, H, K, V)
+        expect("q", q, (B, T, Hq, K), v.dtype)
+        expect("k", k, (B, T, Hq, K), v.dtype)
+        if log_decay is not None:
+            dimensions = log_decay.dim()
+            expect("log_decay", log_decay, (H,) if dimensions == 1 else (B, T, H, K)[: max(dimensions, 3)])
+        for name, x in (("beta", beta), ("write_gate", write_gate), ("read_gate", read_gate)):
+            expect(name, x, (B, T, H))
+        expect("initial_state", initial_state, self.shape)
         per_token = [_floats(x) for x in (log_decay, beta, write_gate, read_gate)]
         self.tensors: list[Tensor | None] = [_rows(q), _rows(k), _rows(v), *per_token]
         ends = None if cu_seqlens is None else _ends(cu_seqlens, T)
@@ -81,6 +89,14 @@ class Problem:
             ABI, DTYPES[v.dtype], decay, delta, chunk_size, torch.get_num_threads(), KEEP_ERRORS, scale,
             B, T, H, Hq, K, V, self.sequences, address(ends), *_places(self.tensors), address(state),
         )  # fmt: skip
+
+
+def expect(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    """Looked at before an address goes to C, whoever calls: the kernels would read and write what is not theirs."""
+    if x is None or (x.shape == shape and (dtype is None or x.dtype is dtype)):
+        return
+    of_dtype = "" if dtype is None else f" in {dtype}"
+    raise ValueError(f"{name} has shape {list(x.shape)} in {x.dtype}; expected {list(shape)}{of_dtype}")
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -97,6 +113,7 @@ def _floats(x: Tensor | None) -> Tensor | None:
 def _ends(cu_seqlens: Tensor, T: int) -> Tensor:
     """Looked at even where values are not: the kernels would read what is not theirs."""
     ends = cu_seqlens.to(torch.int64).contiguous()
+    expect("cu_seqlens", ends, (len(ends),))
     if ends[0] != 0 or ends[-1] != T or bool((ends.diff() < 0).any()):
         raise ValueError(f"cu_seqlens={ends.tolist()}; expected 0 = c_0 ≤ … ≤ c_N = T = {T}")
     return ends
@@ -154,18 +171,17 @@ def backward(d_out: Tensor, d_final: Tensor, *args) -> list[Tensor | None]:
     """Gradients of the eight differentiable inputs, None where not `wanted`, the last argument."""
     assert library is not None, missing
     *given, kept, wanted = args
-    problem = Problem(*given)
+    problem, d_out, d_final, kept = Problem(*given), _rows(d_out), d_final.contiguous(), kept.contiguous()
+    expect("d_out", d_out, given[2].shape, given[2].dtype)
+    expect("d_final", d_final, problem.shape, torch.float32)
+    expect("kept", kept, (library.hr_kept_floats(problem.packed),), torch.float32)
     new = [
         torch.empty_like(x, memory_format=torch.contiguous_format) if x is not None and needed else None
         for x, needed in zip(problem.tensors, wanted[:7], strict=True)
     ]
     d_initial = torch.empty_like(d_final) if wanted[7] else None
-    gradients = _GRADIENTS.pack(*_places(new), address(d_initial))
-    check(
-        library.hr_backward(
-            problem.packed, PLACE.pack(*place(_rows(d_out))), d_final.data_ptr(), kept.data_ptr(), gradients
-        )
-    )
+    addresses = d_final.data_ptr(), kept.data_ptr(), _GRADIENTS.pack(*_places(new), address(d_initial))
+    check(library.hr_backward(problem.packed, PLACE.pack(*place(d_out)), *addresses))
     return [*new, d_initial]
 
 
