@@ -8,7 +8,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1
 TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint format native bench lines clean
+.PHONY: demo test lint format native sanitize bench lines clean
 
 demo: $(VENV)/.models
 	$(BIN)/headrace compare
@@ -30,6 +30,15 @@ format: $(VENV)/.dev
 
 # The native library again, after an edit of its sources.
 native: $(VENV)/.dev
+
+# Random calls, good and bad, over a native library that finds memory errors and undefined behaviour (GCC).
+CASES ?= 10000
+SANITIZED := build/sanitized
+SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so):$(shell $(CXX) -print-file-name=libubsan.so)
+sanitize: $(VENV)/.dev
+	$(PIP) --no-deps --target $(SANITIZED) --upgrade . -C cmake.define.HEADRACE_SANITIZE=ON
+	HEADRACE_LIBRARY=$(SANITIZED)/headrace/libheadrace.so LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0 \
+	    $(BIN)/python tests/fuzz.py --cases $(CASES)
 
 # What docs/results.md shows of the op and of whole models, on an otherwise idle machine. GGML and IDIAP are the paths of
 # compiled peers, see benchmarks/compiled.py.

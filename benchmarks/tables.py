@@ -92,6 +92,18 @@ def threads() -> str:
     return f"## Several threads against one, by the wall clock\n\n{about(rows)}.\n\n{table(header, lines)}"
 
 
+def decays() -> str:
+    rows = newest(read("decays.csv"), ("family", "backend", "mode", "log_decay"))
+    found = {key: list(group) for key, group in groupby(rows, lambda r: (r["family"], r["backend"], r["mode"]))}
+    lines = [
+        [f"{family}, {backend}, {mode}", *(f"**{float(r['ratio']):.2f}** {float(r['cpu_ms']):.0f}" for r in own)]
+        for (family, backend, mode), own in found.items()
+    ]
+    header = ["", *dict.fromkeys(r["log_decay"] for r in rows)]
+    title = "## At any decay: the time over that at the first, ms, by log_decay a token"
+    return f"{title}\n\n{about(rows)}.\n\n{table(header, lines)}"
+
+
 def stepping() -> str:
     rows = newest(read("step.csv"), ("family", "K", "V", "runner"))
     lines = [
@@ -131,7 +143,8 @@ def extrapolated(rows: list[dict]) -> list[str]:
 
 
 SECTIONS = {
-    "op.csv": op, "threads.csv": threads, "step.csv": stepping, "decode.csv": decoding, "model.csv": models,
+    "op.csv": op, "decays.csv": decays, "threads.csv": threads, "step.csv": stepping, "decode.csv": decoding,
+    "model.csv": models,
 }  # fmt: skip
 
 

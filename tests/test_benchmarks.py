@@ -5,6 +5,7 @@ import csv
 import pytest
 import torch
 
+import decays
 import decode
 import op
 import taylor
@@ -37,6 +38,14 @@ def test_decode_finds_a_constant_state_as_large_as_promised(lines):
     assert sizes["retnet", "100"] == sizes["retnet", "1000"]
     assert int(sizes["transformer", "1000"]) == 10 * int(sizes["transformer", "100"])
     assert all(row["state_bytes"] == row["promised_bytes"] for row in read())
+
+
+def test_decays_are_held_against_the_first(lines):
+    path, read = lines
+    decays.main(quick=True, family=["scalar"], backend=["torch"], rounds=2, output=path)
+    rows = read()
+    assert [float(row["log_decay"]) for row in rows] == [*decays.DECAYS] * 2
+    assert all(float(row["ratio"]) == 1 for row in rows if float(row["log_decay"]) == decays.DECAYS[0])
 
 
 def test_taylor_finds_errors_that_fall_with_the_order(tmp_path, monkeypatch):

@@ -5,10 +5,12 @@ structs hold; tensors are read where they lie.
 """
 
 import ctypes
+import os
 import struct
 from collections.abc import Iterable
 from importlib.resources import as_file, files
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,8 +29,12 @@ _ABSENT = (0, 0, 0, 0)
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
-    """(the library, the instruction set that it uses here), or (None, why it is not here)."""
-    resource = files("headrace") / "libheadrace.so"
+    """(the library, the instruction set that it uses here), or (None, why it is not here). The environment's
+    HEADRACE_LIBRARY names the file of another build."""
+    named = os.environ.get("HEADRACE_LIBRARY")
+    resource = Path(named) if named else files("headrace") / "libheadrace.so"
+    if named and not resource.is_file():
+        raise FileNotFoundError(f"HEADRACE_LIBRARY={named}: there is no such file")
     if not resource.is_file():
         return None, "headrace was installed without its native kernels: no C++ compiler, or HEADRACE_NATIVE=off"
     with as_file(resource) as path:
