@@ -8,7 +8,7 @@ import torch
 
 from headrace import account, linear_attention, zoo
 from headrace.laws import masked_matrix, semiseparable
-from headrace.spec import MixerSpec
+from headrace.spec import AttentionSpec, Decay, Heads, MatrixSpec, MixerSpec, Read, ScanSpec, SoftmaxRNNSpec
 
 COLUMNS = {column for columns in account.VIEWS.values() for column in columns}
 
@@ -33,6 +33,42 @@ def test_costs_and_updates_follow_from_the_spec(name):
     assert row["forgets"] == any(letter in row["A_t"] for letter in "αγ")
     softmax = account.account(f"softmax-{name}")
     assert "w" in softmax["b_t"] and softmax["A_t"] == row["A_t"] and softmax["paper"] == row["paper"]
+
+
+ADDED = {
+    "LINEAR": MixerSpec(decay=Decay("softplus"), read=Read("rms", "silu")),
+    "SCANS": ScanSpec("s4d", state_size=8),
+    "MATRICES": MatrixSpec("rwkv7"),
+    "ATTENTION": AttentionSpec(kv_heads=4),
+    "SOFTMAX_RNNS": SoftmaxRNNSpec(denominator="rms"),
+}
+
+
+@pytest.mark.parametrize("table", ADDED)
+def test_a_mixer_added_at_run_time_has_a_row(monkeypatch, table):
+    monkeypatch.setitem(getattr(zoo, table), "mine", ADDED[table])
+    for name in ("mine", "softmax-mine") if table == "LINEAR" else ("mine",):
+        row = account.account(name)
+        assert name in zoo.names() and row["paper"] == "–" and all(row[column] not in ("", None) for column in COLUMNS)
+        assert zoo.get(row["spec"]) == zoo.get(name)
+        assert account.markdown().count(f"| `{name}` |") == len(account.VIEWS)
+
+
+def test_a_name_of_the_zoo_may_begin_with_softmax(monkeypatch):
+    monkeypatch.setitem(zoo.LINEAR, "softmax-mine", ADDED["LINEAR"])
+    assert zoo.get("softmax-mine") == ADDED["LINEAR"]
+    assert zoo.get("softmax-softmax-mine") == zoo.compete(ADDED["LINEAR"])
+
+
+def test_a_mixer_that_does_not_fit_the_width_of_the_table_says_so(monkeypatch):
+    monkeypatch.setitem(zoo.LINEAR, "mine", MixerSpec(Heads(count=3)))
+    row = account.account("mine")
+    assert row["state"].startswith("num_heads=3 does not divide") and row["bytes"] is row["decoding"] is None
+    assert "| `mine` | num_heads=3 does not divide" in account.markdown()
+
+
+def test_an_expression_has_the_paper_of_what_it_changes():
+    assert account.account("softmax-gla(heads.expand_k=1)")["paper"] == account.account("gla")["paper"]
 
 
 def test_the_docs_hold_the_table():

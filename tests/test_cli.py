@@ -8,7 +8,8 @@ import sys
 import pytest
 
 import headrace
-from headrace import cli, zoo
+from headrace import account, cli, zoo
+from headrace.spec import AttentionSpec, Decay, MixerSpec, Read
 
 
 def run(capsys, monkeypatch, *arguments):
@@ -106,6 +107,26 @@ def test_zoo_as_json_reads_back(headrace_):
     listed = json.loads(headrace_("zoo", "--json")[1])
     specs = {name: zoo.get(row["spec"]) for name, row in listed.items()}
     assert specs == {name: zoo.get(name) for name in (*zoo.names(), *zoo.MODELS)}
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    monkeypatch.setitem(zoo.LINEAR, "mine", MixerSpec(decay=Decay("softplus"), read=Read("rms", "silu")))
+    monkeypatch.setitem(zoo.ATTENTION, "mine-too", AttentionSpec(kv_heads=4))
+
+
+@pytest.mark.parametrize("view", ["", "--json", "--markdown", *(f"--show {view}" for view in account.VIEWS)])
+def test_zoo_lists_mixers_added_at_run_time(headrace_, mine, view):
+    code, out, _ = headrace_("zoo", *view.split())
+    assert code == 0 and all(name in out for name in ("mine", "softmax-mine", "mine-too"))
+
+
+def test_verify_and_compare_take_mixers_added_at_run_time(headrace_, mine, tmp_path):
+    mixers = "mine,softmax-mine(competition.rank=2),mine-too(kv_heads=2),mine+mine-too"
+    code, out, _ = headrace_("verify", "--mixers", mixers)
+    assert code == 0 and "0 of" in out and "mine+mine-too" in out
+    code, out, _ = headrace_("compare", "--mixers", mixers, *"--task pair --steps 2 --seeds 1 --workers 1".split())
+    assert code == 0 and "softmax-mine(competition.rank=2)" in (tmp_path / "runs" / "pair" / "report.html").read_text()
 
 
 def test_zoo_does_not_import_transformers():

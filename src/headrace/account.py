@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from . import zoo
+from .errors import InputError
 from .spec import CACHED, AttentionSpec, MixerSpec, SoftmaxRNNSpec, to_json
 
 WIDTH, HEADS, TOKENS, CHUNK = 1024, 4, 2048, 64  # at which the table counts
@@ -47,16 +48,19 @@ def papers() -> dict[str, str]:
 
 
 def account(name: str) -> dict[str, Any]:
-    """A row of the table, and the spec."""
+    """A row of the table, and the spec. `paper` is "–" for a mixer that was added at run time. The costs of a mixer that
+    does not fit the table's width and heads are None, and its `state` says why."""
     spec = zoo.get(name)
     outside = _cached if isinstance(spec, CACHED) else _outside
-    row, known = _linear(spec) if isinstance(spec, MixerSpec) else outside(spec), papers()
+    row = _linear(spec) if isinstance(spec, MixerSpec) else outside(spec)
     row["can"] = ", ".join(verb[:-1] for verb in ("forgets", "overwrites", "competes") if row[verb]) or "–"
-    return (
-        row
-        | _cost(spec, row)
-        | {"paper": known.get(name) or known[name.removeprefix("softmax-")], "spec": to_json(spec)}
-    )
+    try:
+        cost = _cost(spec, row)
+    except InputError as reason:
+        cost = dict.fromkeys(COST) | {"state": str(reason)}
+    base, known = name.partition("(")[0], papers()
+    paper = known.get(base) or known.get(base.removeprefix("softmax-"), "–")
+    return row | cost | {"paper": paper, "spec": to_json(spec)}
 
 
 def _linear(spec: MixerSpec) -> dict[str, Any]:
@@ -122,7 +126,7 @@ def _state(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def cell(value: Any) -> str:
-    if isinstance(value, bool):
+    if value is None or isinstance(value, bool):
         return "yes" if value else "–"
     return f"{value:,}" if isinstance(value, int) else str(value)
 

@@ -240,11 +240,10 @@ def mixer(given):
 
 
 def _named(name: str):
-    base = name.removeprefix("softmax-")
-    if base in LINEAR:
-        return LINEAR[base] if base == name else compete(LINEAR[base])
-    if name in (others := SCANS | MATRICES | ATTENTION | SOFTMAX_RNNS | MODELS):
-        return others[name]
+    if name in (known := LINEAR | SCANS | MATRICES | ATTENTION | SOFTMAX_RNNS | MODELS):
+        return known[name]
+    if (base := name.removeprefix("softmax-")) in LINEAR:
+        return compete(LINEAR[base])
     if base in SCANS:
         raise InputError(
             f"mixer {name!r} cannot be: it is heads that compete, and {base} has none; expected {base!r}, or softmax- "
