@@ -125,7 +125,7 @@ def test_verify_and_compare_take_mixers_added_at_run_time(headrace_, mine, tmp_p
     mixers = "mine,softmax-mine(competition.rank=2),mine-too(kv_heads=2),mine+mine-too"
     code, out, _ = headrace_("verify", "--mixers", mixers)
     assert code == 0 and "0 of" in out and "mine+mine-too" in out
-    code, out, _ = headrace_("compare", "--mixers", mixers, *"--task pair --steps 2 --seeds 1 --workers 1".split())
+    code, _, _ = headrace_("compare", "--mixers", mixers, "--steps", 2, "--seeds", 1, "--workers", 1)
     assert code == 0 and "softmax-mine(competition.rank=2)" in (tmp_path / "runs" / "pair" / "report.html").read_text()
 
 

@@ -48,8 +48,8 @@ def papers() -> dict[str, str]:
 
 
 def account(name: str) -> dict[str, Any]:
-    """A row of the table, and the spec. `paper` is "–" for a mixer that was added at run time. The costs of a mixer that
-    does not fit the table's width and heads are None, and its `state` says why."""
+    """A row of the table, and the spec. `paper` is "–" for a mixer that was added at run time. The costs of a mixer
+    that does not fit the table's width and heads are None, and its `state` says why."""
     spec = zoo.get(name)
     outside = _cached if isinstance(spec, CACHED) else _outside
     row = _linear(spec) if isinstance(spec, MixerSpec) else outside(spec)
