@@ -13,6 +13,24 @@ from .spec import Spec, from_json, to_json
 from .stack_spec import BlockStyle, Decoder, Layer, as_decoder, as_layers, as_style
 
 
+# What transformers itself keeps in any config.json, or takes when one is made. Nothing of it changes a model.
+TRANSFORMERS = frozenset({
+    "_commit_hash", "_name_or_path", "architectures", "attn_implementation", "auto_map", "chunk_size_feed_forward",
+    "dtype", "experts_implementation", "id2label", "is_encoder_decoder", "label2id", "model_type", "name_or_path",
+    "num_labels", "output_attentions", "output_hidden_states", "problem_type", "quantization_config", "return_dict",
+    "tie_last_hidden_states", "torch_dtype", "transformers_version",
+})  # fmt: skip
+# Our fields by the names that other models have for them.
+ELSEWHERE = {
+    "d_model": "hidden_size", "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_heads",
+    "n_inner": "intermediate_size", "ffn_dim": "intermediate_size", "n_positions": "max_position_embeddings",
+    "n_ctx": "max_position_embeddings", "rms_norm_eps": "norm_eps", "layer_norm_eps": "norm_eps",
+    "layer_norm_epsilon": "norm_eps", "activation_function": "mlp", "hidden_act": "mlp", "rope_parameters": "rope_theta",
+    "rope_scaling": "rope_theta", "num_key_value_heads": "mixer", "head_dim": "mixer", "per_layer_config": "mixer",
+    "layer_types": "mixer",
+}  # fmt: skip
+
+
 class HeadraceConfig(PreTrainedConfig):
     """Sizes of a model and a mixer for each of its layers.
 
@@ -53,7 +71,7 @@ class HeadraceConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         for name in self.attribute_map.keys() & kwargs.keys():
             setattr(self, name, kwargs.pop(name))
-        _refuse_typos(kwargs)
+        _refuse_unknown(kwargs)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -114,8 +132,13 @@ def _known(mixer, kinds):
     raise InputError(f"mixer={mixer!r}; expected a name of the zoo, a spec or its JSON, or a list of them")
 
 
-def _refuse_typos(names: Iterable[str]) -> None:
-    """transformers keeps every key it is given: right for those of other tools, wrong for a misspelt one."""
+def _refuse_unknown(names: Iterable[str]) -> None:
+    """transformers keeps every field it is given, so that a model of other sizes than were asked for would be built."""
     for name in names:
-        if near := difflib.get_close_matches(name, HeadraceConfig.__annotations__, 1, 0.65):
-            raise InputError(f"HeadraceConfig has no field {name!r}; did you mean {near[0]!r}?")
+        if name not in TRANSFORMERS:
+            raise InputError(f"HeadraceConfig has no field {name!r}; the nearest is {_nearest(name)!r}")
+
+
+def _nearest(name: str) -> str:
+    own = HeadraceConfig.__annotations__
+    return ELSEWHERE.get(name) or max(own, key=lambda known: difflib.SequenceMatcher(None, name, known).ratio())

@@ -5,6 +5,8 @@ from that. Only safetensors are read, nothing is unpickled, and no foreign code 
 """
 
 import json
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ from ..errors import InputError
 from ..hf import HeadraceForCausalLM
 from ..mixers import LinearMixer
 from . import flash, hugging_face
-from .form import Format, View
+from .form import SHARED, Format, View
 
 FORMATS = hugging_face.FORMATS | flash.FORMATS
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # the head is called so in every format
+PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def bring_in(checkpoint: Path) -> HeadraceForCausalLM:
@@ -37,16 +41,17 @@ def bring_in(checkpoint: Path) -> HeadraceForCausalLM:
             f"checkpoint {str(checkpoint)!r} has model_type={described.get('model_type')!r}; "
             f"expected one of {', '.join(FORMATS)}"
         )
+    model: Any = HeadraceForCausalLM(HeadraceConfig(**form.arguments(described))).eval()
     tensors = _read_tensors(checkpoint)
-    model: Any = HeadraceForCausalLM(HeadraceConfig(**form.config({**form.defaults, **described}))).eval()
-    model.to(next(iter(tensors.values())).dtype)
+    model.to(_precision(tensors))
     left, ours = set(tensors), slots(model)
     for name, view in views(form, model).items():
         if view.name not in tensors:
             raise InputError(f"checkpoint {str(checkpoint)!r} has no tensor {view.name!r}")
         _fill(ours[name], view, tensors[view.name])
         left.discard(view.name)
-    left -= {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    if model.config.tie_word_embeddings and HEAD in left:
+        left -= {HEAD} if torch.equal(tensors[HEAD], tensors[form.whole[EMBEDDING].name]) else set()
     if left:
         raise InputError(f"checkpoint {str(checkpoint)!r} has a tensor we have no place for: {min(left)!r}")
     return model
@@ -76,13 +81,13 @@ def take_out(model: HeadraceForCausalLM, name: str, folder: Path) -> None:
 def _described(model: Any, name: str) -> dict[str, Any]:
     """The foreign config.json; what it means to us must be the model again."""
     form, config = FORMATS[name], model.config
-    described = {**form.defaults, **form.describe(config), "model_type": name, "architectures": [form.architecture]}
-    described |= {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
-    described |= {"num_hidden_layers": config.num_hidden_layers, "tie_word_embeddings": config.tie_word_embeddings}
-    described |= {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    described = {field: values[0] for field, values in form.only.items()} | form.describe(config)
+    described |= {field: getattr(config, field) for field in SHARED if field in form.read}
+    described |= {"model_type": name, "architectures": [form.architecture]}
     described["dtype"] = str(model.dtype).removeprefix("torch.")
-    again = HeadraceConfig(**form.config(described))
-    if again.mixers != config.mixers or again.sizes != config.sizes:
+    again = HeadraceConfig(**form.arguments(described))
+    sizes = replace(again.sizes, max_positions=config.sizes.max_positions)  # which is of learned positions alone
+    if again.mixers != config.mixers or sizes != config.sizes:
         raise InputError(f"--to {name!r} cannot say what this model is: its mixers or its blocks are others")
     return described
 
@@ -91,7 +96,7 @@ def views(form: Format, model: Any) -> dict[str, View]:
     """By our names, where each of our tensors, or part of one, stands in theirs."""
     found = dict(form.whole)
     if model.config.tie_word_embeddings:
-        del found["lm_head.weight"]
+        del found[HEAD]
     for i in range(model.config.num_hidden_layers):
         for name, view in form.layer(model.config).items():
             found[f"model.backbone.layers.{i}.{name}"] = view._replace(name=view.name.replace("#", str(i)))
@@ -113,9 +118,18 @@ def slots(model: Any) -> dict[str, Tensor]:
     return found
 
 
+def _precision(tensors: dict[str, Tensor]) -> torch.dtype:
+    """The least that holds every tensor without rounding it."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in PRECISIONS:
+            expected = ", ".join(str(dtype) for dtype in PRECISIONS)
+            raise InputError(f"tensor {name!r} has dtype {tensor.dtype}; expected one of {expected}")
+    return reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
+
+
 def _fill(slot: Tensor, view: View, tensor: Tensor) -> None:
     value = tensor if view.rows is None else tensor[view.rows]
-    if value.numel() != slot.numel():
+    if [n for n in value.shape if n > 1] != [n for n in slot.shape if n > 1]:
         raise InputError(f"tensor {view.name!r} has shape {list(tensor.shape)}, which does not fit {list(slot.shape)}")
     with torch.no_grad():
         slot.copy_(value.reshape(slot.shape) + view.offset)
@@ -123,9 +137,12 @@ def _fill(slot: Tensor, view: View, tensor: Tensor) -> None:
 
 def _read_config(checkpoint: Path) -> dict[str, Any]:
     try:
-        return json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        described = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"checkpoint {str(checkpoint)!r} has no config.json that can be read: {error}") from error
+    if not isinstance(described, dict):
+        raise InputError(f"checkpoint {str(checkpoint)!r}: config.json holds {described!r}; expected fields by name")
+    return described
 
 
 def _read_tensors(checkpoint: Path) -> dict[str, Tensor]:

@@ -1,12 +1,14 @@
 """What a format is: what its config.json means to us, and where our tensors stand in its own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
+from ..config import TRANSFORMERS
 from ..errors import InputError
 
 Config = dict[str, Any]
@@ -24,31 +26,54 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """config: config.json -> the arguments of HeadraceConfig; describe: a HeadraceConfig -> config.json, what all
-    formats share aside; layer: a HeadraceConfig -> the views of a layer; whole: those outside of layers."""
+    """config: the fields of `read` -> the arguments of HeadraceConfig; describe: a HeadraceConfig -> those fields of
+    config.json that not all formats share; layer: a HeadraceConfig -> the views of a layer; whole: those outside of
+    layers. Every field that the foreign library knows is in one of:
+
+    read: the fields that `config` takes, and what the library takes where config.json has none;
+    only: the fields of which a model of ours is but some values, the library's default first;
+    ignored: the fields that change no logits."""
 
     architecture: str
     config: Callable[[Config], Config]
     describe: Callable[[Any], Config]
     layer: Callable[[Any], dict[str, View]]
     whole: dict[str, View]
-    defaults: Config = field(default_factory=dict)
+    read: Config
+    only: dict[str, tuple[Any, ...]]
+    ignored: frozenset[str]
+
+    def arguments(self, described: Config) -> Config:
+        """config.json as the arguments of HeadraceConfig. Raises InputError for a field or a value that is not known."""
+        for name, value in described.items():
+            if name not in self.read.keys() | self.only.keys() | self.ignored:
+                raise InputError(
+                    f"config.json has {name}={value!r}, which may change what the model computes; expected fields that "
+                    f"the conversion from {self.architecture} knows"
+                )
+            if name in self.only:
+                demand({name: value}, name, *self.only[name])
+        given = self.read | {name: value for name, value in described.items() if name in self.read}
+        same = {name: given[name] for name in SHARED if name in given}
+        return same | {"norm_eps": given[next(name for name in NORM_EPS if name in given)]} | self.config(given)
 
 
-def shared(c: Config, norm_eps: str) -> Config:
-    """What every config.json says alike."""
-    names = (
-        "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings", "bos_token_id", "eos_token_id",
-        "pad_token_id",
-    )  # fmt: skip
-    return {name: c[name] for name in names if name in c} | {"norm_eps": c[norm_eps]}
+# Fields that every config.json says alike, and what it calls the epsilon of the norms.
+SHARED = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings", "bos_token_id",
+    "eos_token_id", "pad_token_id",
+)  # fmt: skip
+NORM_EPS = ("norm_eps", "rms_norm_eps", "layer_norm_epsilon")
+# Fields of any config.json that change no logits: what transformers keeps, and how it initialises and generates.
+COMMON = TRANSFORMERS | GenerationConfig().to_dict().keys() | {"initializer_range", "use_cache"}
+COMMON -= {*SHARED, "quantization_config"}
 
 
-def demand(c: Config, **wanted: Any) -> None:
+def demand(c: Config, name: str, *wanted: Any) -> None:
     """Raise InputError where a config asks for what we do not have."""
-    for name, value in wanted.items():
-        if c.get(name, value) != value:
-            raise InputError(f"config.json has {name}={c[name]!r}; expected {value!r}: nothing else can be converted")
+    if c[name] not in wanted:
+        expected = " or ".join(repr(value) for value in wanted)
+        raise InputError(f"config.json has {name}={c[name]!r}; expected {expected}: nothing else can be converted")
 
 
 def outside(prefix: str, embedding: str, norm: str, offset: float = 0.0) -> dict[str, View]:

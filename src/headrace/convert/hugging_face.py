@@ -4,6 +4,7 @@ from typing import Any
 
 from ..errors import InputError
 from .form import (
+    COMMON,
     SWIGLU,
     Config,
     Format,
@@ -15,22 +16,27 @@ from .form import (
     key_heads,
     named,
     outside,
-    shared,
 )
 
 
 def llama_config(c: Config) -> Config:
-    heads = c["num_attention_heads"]
-    rope = c.get("rope_parameters") or {"rope_theta": c.get("rope_theta", 10000.0), **(c.get("rope_scaling") or {})}
-    demand(c, attention_bias=False, mlp_bias=False, hidden_act="silu")
-    demand(rope, rope_type="default")
-    demand({"head_dim": c.get("head_dim") or c["hidden_size"] // heads}, head_dim=c["hidden_size"] // heads)
-    shared_heads = c.get("num_key_value_heads") or heads
-    mixer = "transformer" if shared_heads == heads else f"transformer(kv_heads={shared_heads})"
-    return shared(c, "rms_norm_eps") | {
-        "mixer": mixer, "num_heads": heads, "intermediate_size": c["intermediate_size"],
-        "rope_theta": rope["rope_theta"], "max_position_embeddings": c["max_position_embeddings"],
+    heads, grouped = c["num_attention_heads"], c["num_key_value_heads"] or c["num_attention_heads"]
+    demand({"head_dim": c["head_dim"] or c["hidden_size"] // heads}, "head_dim", c["hidden_size"] // heads)
+    return {
+        "mixer": "transformer" if grouped == heads else f"transformer(kv_heads={grouped})", "num_heads": heads,
+        "intermediate_size": c["intermediate_size"], "rope_theta": rope_theta(c),
     }  # fmt: skip
+
+
+def rope_theta(c: Config) -> float:
+    """The base of rotary positions. Before transformers 5 it stood alone, and what scales positions in rope_scaling."""
+    field = "rope_scaling" if c["rope_scaling"] else "rope_parameters"
+    rope = c[field] or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" or rope.keys() - {"rope_theta", "rope_type", "type"}:
+        given = ", ".join(f"{name}={value!r}" for name, value in rope.items())
+        raise InputError(f"config.json has {field} of {given}; expected rope_type='default' and a rope_theta alone")
+    return rope.get("rope_theta", c["rope_theta"])
 
 
 def llama_describe(config: Any) -> Config:
@@ -52,14 +58,14 @@ def llama_layer(config: Any) -> dict[str, View]:
 
 
 def mamba2_config(c: Config) -> Config:
-    heads, hidden = c["num_heads"], c["hidden_size"]
-    demand(c, use_bias=False, hidden_act="silu", use_conv_bias=True, n_groups=1)  # theirs norms each group by itself
-    limits = [float(x["__float__"] if isinstance(x, dict) else x) for x in c.get("time_step_limit", [])]
-    if limits not in ([], [0.0, float("inf")]):
-        raise InputError(f"config.json has time_step_limit={limits}; expected no limit")
-    widths = f"heads.expand_k={c['state_size'] * heads / hidden}, heads.expand_v={float(c['expand'])}"
+    heads, hidden, V = c["num_heads"], c["hidden_size"], c["head_dim"]
+    demand(c, "n_groups", 1)  # theirs norms each group by itself
+    limit = [float(x["__float__"] if isinstance(x, dict) else x) for x in c["time_step_limit"]]
+    demand({"time_step_limit": limit}, "time_step_limit", [0.0, float("inf")])
+    demand({"head_dim": V}, "head_dim", c["expand"] * hidden / heads)
+    widths = f"heads.expand_k={c['state_size'] * heads / hidden}, heads.expand_v={V * heads / hidden}"
     mixer = f"mamba2({widths}, inputs.conv={c['conv_kernel']})"
-    return shared(c, "layer_norm_epsilon") | {"mixer": mixer, "num_heads": heads, "mlp": "none"}
+    return {"mixer": mixer, "num_heads": heads, "mlp": "none"}
 
 
 def mamba2_describe(config: Any) -> Config:
@@ -96,16 +102,18 @@ def mamba2_layer(config: Any) -> dict[str, View]:
 
 def qwen_config(c: Config) -> Config:
     """Layers of Gated DeltaNet and dense MLPs; its softmax attention, which is gated, is not ours."""
-    demand({"layer_types": sorted(set(c["layer_types"]))}, layer_types=["linear_attention"])
-    if c["num_experts"] and len(c.get("mlp_only_layers") or []) < c["num_hidden_layers"]:
-        raise InputError(f"config.json has num_experts={c['num_experts']}; expected 0: dense MLPs alone")
-    demand(c, hidden_act="silu")
+    depth, every = c["num_hidden_layers"], c["full_attention_interval"]
+    kinds = c["layer_types"] or [("linear" if i % every else "full") + "_attention" for i in range(1, depth + 1)]
+    demand({"layer_types": kinds}, "layer_types", ["linear_attention"] * depth)
+    sparse = set(range(c["decoder_sparse_step"] - 1, depth, c["decoder_sparse_step"])) - {*(c["mlp_only_layers"] or [])}
+    if sparse:
+        demand(c, "num_experts", 0)
     H, hidden = c["linear_num_value_heads"], c["hidden_size"]
     K, V = c["linear_key_head_dim"], c["linear_value_head_dim"]
     widths = f"heads.expand_k={K * H / hidden}, heads.expand_v={V * H / hidden}"
     groups = "none" if c["linear_num_key_heads"] == H else c["linear_num_key_heads"]
     mixer = f"gated-deltanet({widths}, heads.qk_groups={groups}, inputs.conv={c['linear_conv_kernel_dim']})"
-    return shared(c, "rms_norm_eps") | {"mixer": mixer, "num_heads": H, "intermediate_size": c["intermediate_size"]}
+    return {"mixer": mixer, "num_heads": H, "intermediate_size": c["intermediate_size"]}
 
 
 def qwen_describe(config: Any) -> Config:
@@ -143,17 +151,53 @@ def qwen_layer(config: Any) -> dict[str, View]:
     return {name: view._replace(name=f"model.layers.#.{view.name}") for name, view in found.items()}
 
 
+OF_ATTENTION = {
+    "num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "attention_dropout", "rope_parameters",
+    "rope_theta", "rope_scaling", "partial_rotary_factor",
+}  # fmt: skip
+OF_EXPERTS = {
+    "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "norm_topk_prob",
+    "output_router_logits", "router_aux_loss_coef",
+}  # fmt: skip
+OF_INITIAL_VALUES = {"time_step_rank", "time_step_min", "time_step_max", "time_step_floor"}
+
 FORMATS: dict[str, Format] = {
     "llama": Format(
         "LlamaForCausalLM", llama_config, llama_describe, llama_layer, outside("model", "embed_tokens", "norm"),
-        {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "max_position_embeddings": 2048},
+        read={
+            "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6, "rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": None,
+            "tie_word_embeddings": False, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+        },
+        only={"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)},
+        ignored=COMMON | {"attention_dropout", "pretraining_tp"},
     ),
     "mamba2": Format(
         "Mamba2ForCausalLM", mamba2_config, mamba2_describe, mamba2_layer, outside("backbone", "embeddings", "norm_f"),
-        {"hidden_act": "silu", "use_bias": False, "use_conv_bias": True},
+        read={
+            "vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128, "head_dim": 64,
+            "state_size": 128, "expand": 2, "n_groups": 8, "conv_kernel": 4, "layer_norm_epsilon": 1e-5,
+            "time_step_limit": (0.0, float("inf")), "tie_word_embeddings": False, "pad_token_id": 1, "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
+        only={
+            "hidden_act": ("silu", "swish"), "use_bias": (False,), "use_conv_bias": (True,),
+            "rescale_prenorm_residual": (False,),  # transformers rescales again whenever it loads
+        },
+        ignored=COMMON | OF_INITIAL_VALUES | {"chunk_size", "residual_in_fp32"},
     ),
     "qwen3_next": Format(
         "Qwen3NextForCausalLM", qwen_config, qwen_describe, qwen_layer, outside("model", "embed_tokens", "norm", 1.0),
-        {"hidden_act": "silu", "mlp_only_layers": []},
+        read={
+            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
+            "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6, "layer_types": None, "full_attention_interval": 4, "num_experts": 512,
+            "decoder_sparse_step": 1, "mlp_only_layers": None, "tie_word_embeddings": False, "pad_token_id": None,
+            "bos_token_id": None, "eos_token_id": None,
+        },
+        only={"hidden_act": ("silu", "swish")},
+        ignored=COMMON | OF_ATTENTION | OF_EXPERTS,
     ),
 }  # fmt: skip
