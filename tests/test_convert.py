@@ -116,6 +116,44 @@ def test_mistakes(checkpoint, mistake):
     assert sentence in str(refused.value)
 
 
+def retyped(path, change):
+    tensors = load_file(path / "model.safetensors")
+    save_file({name: change(name, tensor).contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+
+
+def test_tensors_of_several_precisions_keep_what_they_hold(checkpoint):
+    """A layer's decay is kept in float32 by libraries that keep everything else in bfloat16."""
+    _, path = checkpoint("mamba2")
+    expected = bring_in(path)
+    retyped(path, lambda name, x: x if name.endswith("dt_bias") else x.bfloat16())
+    found = bring_in(path)
+    assert found.dtype == torch.float32
+    ours, before = (dict(model.named_parameters()) for model in (found, expected))
+    assert all(torch.equal(ours[name], before[name]) for name in ours if "dt_bias" in name)
+
+
+TENSORS = {
+    "which does not fit [32, 48]": lambda name, x: x.T if name.endswith("down_proj.weight") else x,
+    "has dtype torch.int8; expected one of torch.float64": lambda name, x: x.to(torch.int8),
+}
+
+
+@pytest.mark.parametrize("sentence", TENSORS)
+def test_tensors_that_are_refused(checkpoint, sentence):
+    _, path = checkpoint("llama")
+    retyped(path, TENSORS[sentence])
+    with pytest.raises(InputError) as refused:
+        bring_in(path)
+    assert sentence in str(refused.value)
+
+
+def test_a_config_that_is_no_record(checkpoint):
+    _, path = checkpoint("llama")
+    (path / "config.json").write_text("[]")
+    with pytest.raises(InputError, match="expected fields by name"):
+        bring_in(path)
+
+
 def test_what_a_format_cannot_say(tmp_path):
     for mixer, form in (("softmax-gla", "gla"), ("gla", "retnet"), (["gla", "transformer"], "gla"), ("rwkv6", "llama")):
         with pytest.raises(InputError, match="cannot say what this model is"):

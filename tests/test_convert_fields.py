@@ -14,6 +14,7 @@ from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextCon
 
 from headrace.convert import FORMATS, bring_in
 from headrace.errors import InputError
+from headrace.spec import MatrixSpec, ScanSpec
 
 FLASH = ("retnet", "gla", "delta_net", "gated_deltanet")
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
@@ -168,6 +169,15 @@ REFUSED = {
 def test_a_config_of_another_version_is_read_as_theirs(edit, tmp_path):
     form, without, settings = EDITED[edit]
     assert error(rewrite(save(CLASSES[form](**BASE[form]), tmp_path), without, **settings)) < 1e-12
+
+
+def test_a_width_that_no_ratio_gives_exactly(tmp_path):
+    """58 / 56 · 56 is 58.00000000000001 in float64."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 29}
+    config = Qwen3NextConfig(**BASE["qwen3_next"] | heads | {"hidden_size": 56, "linear_value_head_dim": 61})
+    assert error(save(config, tmp_path)) < 1e-12
+    assert ScanSpec("mamba", state_size=4, conv=4, expand=58 / 56).head_dims(56, 1)[1] == 58
+    assert MatrixSpec("gla-outer", expand_k=58 / 56, expand_v=61 / 56).head_dims(56, 1) == (58, 61)
 
 
 @pytest.mark.parametrize("sentence", REFUSED)

@@ -34,7 +34,7 @@ class MatrixSpec:
         """(K, V) per head. Raises InputError where the widths do not divide."""
         H, dims = self.num_heads(num_heads), []
         for name in ("expand_k", "expand_v"):
-            width = getattr(self, name) * hidden_size
+            width = round(getattr(self, name) * hidden_size, 6)  # 58 / 56 · 56 is not 58 in float64
             if width % H or width < H:
                 raise InputError(f"num_heads={H} does not divide {name} · hidden_size = {width:g}")
             dims.append(int(width) // H)

@@ -56,7 +56,7 @@ class ScanSpec:
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """(numbers that a channel carries, channels). Raises InputError where expand gives no whole number of them."""
-        width = self.expand * hidden_size
+        width = round(self.expand * hidden_size, 6)  # 58 / 56 · 56 is not 58 in float64
         if width % 1:
             raise InputError(f"expand={self.expand} times hidden_size={hidden_size} is no whole number of channels")
         return self.state_size or 3, int(width)

@@ -210,7 +210,7 @@ class MixerSpec:
         return dims
 
     def _share(self, name: str, hidden_size: int, H: int) -> int:
-        width = getattr(self.heads, name) * hidden_size
+        width = round(getattr(self.heads, name) * hidden_size, 6)  # 58 / 56 · 56 is not 58 in float64
         if width % H:
             raise InputError(
                 f"num_heads={H} does not divide heads.{name} · hidden_size = {width:g}; expected a multiple of {H}"
