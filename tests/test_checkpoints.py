@@ -1,5 +1,6 @@
 """How a model begins, is saved, loaded and configured, and what is said when a file or an argument is wrong."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from headrace import zoo
+from headrace.config import TRANSFORMERS
 from headrace.errors import InputError
 from headrace.gates import HeadCompetition, SelfInitialised
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel, load
@@ -230,6 +232,17 @@ WRONG = {
     "style.mlp='tanh' is not allowed; expected one of swiglu, geglu": {"mlp": "tanh"},
     "mlp='none' has no width": {"mlp": "none", "intermediate_size": 3},
     "no field 'num_layers'; did you mean 'num_hidden_layers'": {"num_layers": 3},
+    "no field 'n_layer'; did you mean 'num_hidden_layers'": {"n_layer": 3, "n_embd": 64},
+    "no field 'n_embd'; did you mean 'hidden_size'": {"n_embd": 64},
+    "no field 'rope_scaling'; did you mean 'rope_theta'": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "no field 'per_layer_config'; did you mean 'mixer'": {"per_layer_config": {"1": {"num_heads": 2}}},
+    "no field 'temperature'": {"temperature": 0.7},
+    "hidden_size=None; expected a positive integer": {"hidden_size": None},
+    "num_heads=True; expected a positive integer": {"num_heads": True},
+    "max_position_embeddings=0; expected a positive integer": {"max_position_embeddings": 0},
+    "norm_eps=nan; expected a positive number": {"norm_eps": float("nan")},
+    "rope_theta='10000'; expected a positive number": {"rope_theta": "10000"},
+    "tie_word_embeddings='false'; expected True or False": {"tie_word_embeddings": "false"},
 }
 
 
@@ -238,3 +251,41 @@ def test_wrong_configurations(sentence):
     with pytest.raises(InputError) as caught:
         HeadraceConfig(**{**SIZES, "mixer": "gla", **WRONG[sentence]})
     assert sentence in str(caught.value)
+
+
+def test_what_transformers_keeps_in_any_config_is_taken():
+    """A new version of it may keep more."""
+    own = {field.name for field in dataclasses.fields(PreTrainedConfig)} | PreTrainedConfig().to_dict().keys()
+    assert own <= TRANSFORMERS
+    given = {"num_labels": 3, "architectures": ["A"], "torch_dtype": "float32", "auto_map": {}, "name_or_path": "here"}
+    assert config("gla", **given).num_labels == 3
+
+
+CHANGES = {
+    "mixer": ({"mixer": "retnet"}, lambda c: c.mixers == [zoo.get("retnet")] * 2),
+    "heads": ({"num_attention_heads": 2}, lambda c: c.num_heads == 2),
+    "style": ({"style": {"norm": "layer", "mlp": "gelu"}}, lambda c: (c.sizes.style.norm, c.mlp) == ("layer", "gelu")),
+    "mlp": ({"mlp": "gelu"}, lambda c: c.sizes.style.mlp == "gelu"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("read", [HeadraceConfig.from_pretrained, AutoConfig.from_pretrained])
+def test_a_stored_config_is_changed_as_a_whole(tmp_path, read, change):
+    config("gla").save_pretrained(tmp_path)
+    changes, holds = CHANGES[change]
+    assert holds(read(tmp_path, **changes))
+
+
+def test_a_change_of_a_stored_config_is_checked(tmp_path):
+    build("gla").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="num_heads=-1; expected a positive integer"):
+        HeadraceForCausalLM.from_pretrained(tmp_path, num_heads=-1)
+
+
+def test_an_unknown_field_of_a_stored_config_is_refused(tmp_path):
+    build("gla").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"output_gate_activation": "sigmoid"}))
+    with pytest.raises(InputError, match="no field 'output_gate_activation'"):
+        load(tmp_path)

@@ -16,7 +16,7 @@ from test_convert_fields import FLASH, float64_throughout
 
 pytest.importorskip("einops", reason="flash-linear-attention's references need it")
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 40}
-BASE = {form: SMALL for form in FLASH} | {"gated_deltanet": SMALL | {"head_dim": 8}}
+BASE = dict.fromkeys(FLASH, SMALL) | {"gated_deltanet": SMALL | {"head_dim": 8}}
 ALL = {
     "vocab_size": 53, "hidden_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 16, "hidden_ratio": 3,
     "intermediate_size": None, "norm_eps": 0.3, "tie_word_embeddings": True, "pad_token_id": 3, "bos_token_id": 5,

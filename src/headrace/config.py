@@ -1,18 +1,20 @@
 """What a model is made of, as transformers' configuration: written to a checkpoint's config.json."""
 
-import difflib
+import math
 from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from . import zoo
-from .errors import InputError
+from .errors import InputError, nearest
 from .model import Sizes, default_intermediate_size
 from .spec import Spec, from_json, to_json
 from .stack_spec import BlockStyle, Decoder, Layer, as_decoder, as_layers, as_style
 
-
+SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size", "max_position_embeddings",
+)  # fmt: skip
 # What transformers itself keeps in any config.json, or takes when one is made. Nothing of it changes a model.
 TRANSFORMERS = frozenset({
     "_commit_hash", "_name_or_path", "architectures", "attn_implementation", "auto_map", "chunk_size_feed_forward",
@@ -25,9 +27,9 @@ ELSEWHERE = {
     "d_model": "hidden_size", "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_heads",
     "n_inner": "intermediate_size", "ffn_dim": "intermediate_size", "n_positions": "max_position_embeddings",
     "n_ctx": "max_position_embeddings", "rms_norm_eps": "norm_eps", "layer_norm_eps": "norm_eps",
-    "layer_norm_epsilon": "norm_eps", "activation_function": "mlp", "hidden_act": "mlp", "rope_parameters": "rope_theta",
-    "rope_scaling": "rope_theta", "num_key_value_heads": "mixer", "head_dim": "mixer", "per_layer_config": "mixer",
-    "layer_types": "mixer",
+    "layer_norm_epsilon": "norm_eps", "activation_function": "mlp", "hidden_act": "mlp",
+    "rope_parameters": "rope_theta", "rope_scaling": "rope_theta", "num_key_value_heads": "mixer", "head_dim": "mixer",
+    "per_layer_config": "mixer", "layer_types": "mixer",
 }  # fmt: skip
 
 
@@ -72,13 +74,32 @@ class HeadraceConfig(PreTrainedConfig):
         for name in self.attribute_map.keys() & kwargs.keys():
             setattr(self, name, kwargs.pop(name))
         _refuse_unknown(kwargs)
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise InputError(f"{name}={value!r}; expected a positive integer")
+        self._check_values()
         self._set_style(self._set_mixers())
         self.stack.head_dims(self.hidden_size, self.num_heads)
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """As of any config; but what is changed of our fields is checked with the others, and means what it does when
+        a config is made."""
+        own = cls.__annotations__.keys() | cls.attribute_map.keys()
+        changed = {name: kwargs.pop(name) for name in own & kwargs.keys()}
+        kept = config_dict | ({"mlp": None} if "style" in changed else {})
+        return super().from_dict(kept | changed, **kwargs)
+
+    def _check_values(self) -> None:
+        for name in SIZES:
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and (name, value) != ("intermediate_size", None):
+                raise InputError(f"{name}={value!r}; expected a positive integer")
+        for name in ("norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise InputError(f"{name}={value!r}; expected a positive number")
+        for name in ("tie_word_embeddings", "use_cache"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InputError(f"{name}={value!r}; expected True or False")
 
     def _set_mixers(self) -> BlockStyle:
         """Replaces what was given by its JSON; returns the style that goes with it."""
@@ -133,12 +154,8 @@ def _known(mixer, kinds):
 
 
 def _refuse_unknown(names: Iterable[str]) -> None:
-    """transformers keeps every field it is given, so that a model of other sizes than were asked for would be built."""
+    """transformers keeps every field it is given, and would build a model of other sizes than were asked for."""
     for name in names:
         if name not in TRANSFORMERS:
-            raise InputError(f"HeadraceConfig has no field {name!r}; the nearest is {_nearest(name)!r}")
-
-
-def _nearest(name: str) -> str:
-    own = HeadraceConfig.__annotations__
-    return ELSEWHERE.get(name) or max(own, key=lambda known: difflib.SequenceMatcher(None, name, known).ratio())
+            meant = ELSEWHERE.get(name) or nearest(name, HeadraceConfig.__annotations__)
+            raise InputError(f"HeadraceConfig has no field {name!r}; did you mean {meant!r}?")

@@ -44,7 +44,7 @@ class Format:
     ignored: frozenset[str]
 
     def arguments(self, described: Config) -> Config:
-        """config.json as the arguments of HeadraceConfig. Raises InputError for a field or a value that is not known."""
+        """config.json as the arguments of HeadraceConfig. Raises InputError for a field or value that is not known."""
         for name, value in described.items():
             if name not in self.read.keys() | self.only.keys() | self.ignored:
                 raise InputError(

@@ -31,12 +31,12 @@ def llama_config(c: Config) -> Config:
 def rope_theta(c: Config) -> float:
     """The base of rotary positions. Before transformers 5 it stood alone, and what scales positions in rope_scaling."""
     field = "rope_scaling" if c["rope_scaling"] else "rope_parameters"
-    rope = c[field] or {}
+    rope: Config = c[field] or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" or rope.keys() - {"rope_theta", "rope_type", "type"}:
         given = ", ".join(f"{name}={value!r}" for name, value in rope.items())
         raise InputError(f"config.json has {field} of {given}; expected rope_type='default' and a rope_theta alone")
-    return rope.get("rope_theta", c["rope_theta"])
+    return rope["rope_theta"] if "rope_theta" in rope else c["rope_theta"]
 
 
 def llama_describe(config: Any) -> Config:

@@ -2,12 +2,11 @@
 
 import difflib
 import re
-from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
 from .. import zoo
-from ..errors import InputError
+from ..errors import InputError, nearest
 from ..spec import admitted
 from ..stack_spec import Decoder
 from ..tasks import Task, Text
@@ -55,10 +54,6 @@ def refined(task: Task, values: dict[str, Any]) -> Task:
     if "length" in values and "length" not in names:
         task, values = task.resized(values["length"]), {k: v for k, v in values.items() if k != "length"}
     return replace(task, **admitted(type(task), values, task.name))  # type: ignore[type-var]
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    return max(names, key=lambda known: difflib.SequenceMatcher(None, name, known).ratio())
 
 
 def swept(plan: Plan, sweep: str) -> Study:
