@@ -39,7 +39,7 @@ def agree(conv, wide, history, ends=None, tolerance=1e-6):
     narrow = [x.detach().to(own).requires_grad_() for x in (wide, history)]
     exact = called(conv.double(), *(x.detach().double().requires_grad_() for x in narrow), ends)
     conv = conv.to(own)
-    assert convolution.takes(conv, narrow[0])
+    assert convolution.refuses(conv, narrow[0]) is None
     for ours, theirs in zip(called(conv, *narrow, ends), exact, strict=True):
         assert ours.dtype == own and ours.shape == theirs.shape
         assert relative(ours.double(), theirs) <= tolerance
@@ -71,6 +71,15 @@ def test_threads_change_nothing():
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
+
+
+def test_what_the_library_cannot_take_goes_to_pytorch():
+    """Its structs hold up to 65,536 channels; x is a view of one number to keep the test small."""
+    conv, x = nn.Conv1d(2**16 + 1, 2**16 + 1, 2, groups=2**16 + 1), torch.ones(1).expand(1, 3, 2**16 + 1)
+    assert "65536 channels, and they are 2 and 65537" in convolution.refuses(conv, x)
+    found, expected = Sequences(x, None).convolve(conv, x, None)[0], conv(x.mT)
+    assert torch.equal(found[:, 1:], torch.nn.functional.silu(expected).mT)
+    assert "torch.float64" in convolution.refuses(conv, x.double())
 
 
 def test_opcheck():

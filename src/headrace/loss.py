@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .backends.derivatives import check_transforms, first_order, transformed
 from .recurrence import accumulator
 
+NAMES = "linear_cross_entropy", "; expected F.cross_entropy of the logits"
 IGNORED = -100
 PIECE = 2**24  # logits held at a time
 
@@ -28,6 +30,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
         hidden, labels = hidden.index_select(0, asked), labels[asked]
     with torch.autocast(hidden.device.type, enabled=False):
         if torch.is_grad_enabled():
+            if transformed():
+                check_transforms(*NAMES, (hidden, weight))
             return _LinearCrossEntropy.apply(hidden, weight, labels)
         return _in_pieces(hidden, weight, labels, None, None)
 
@@ -43,7 +47,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return _in_pieces(hidden, weight, labels, d_hidden, d_weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order(*NAMES)
     def backward(ctx, d_loss):
         d_hidden, d_weight = (None if x is None else x * d_loss for x in ctx.saved_tensors)
         return d_hidden, None if d_weight is None else d_weight.to(ctx.dtype), None

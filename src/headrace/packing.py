@@ -89,10 +89,10 @@ class Sequences:
 
         history [N, width − 1, D]: the tokens before x; None: zeros."""
         history = self._before(x, history, conv.kernel_size[0] - 1)
-        if convolution.takes(conv, x):
-            y = convolution.run(conv, x, history, self.cu_seqlens)
-        else:
+        if convolution.refuses(conv, x):
             y = self.own(F.silu(conv(self.extend(x, history).mT).mT), history.shape[1])
+        else:
+            y = convolution.run(conv, x, history, self.cu_seqlens)
         return y, self.last(x, history)
 
     def shift(self, x: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .backends import native
+from .backends import derivatives, native
 from .errors import InputError
 
 FEW = 8  # rows up to which reading the weights is what takes the time
@@ -35,11 +35,21 @@ class Int8Linear(nn.Module):
     def weight(self) -> Tensor:
         return (self.integers * self.scale[:, None]).to(self.dtype)
 
+    def _refuses(self, x: Tensor) -> str | None:
+        """Why PyTorch multiplies x with `weight`, or None."""
+        if native.missing or not x.is_cpu:
+            return native.missing or f"the kernel runs on the CPU, and x is on {x.device.type}"
+        if x.numel() > FEW * self.in_features:
+            return f"the kernel is for up to {FEW} rows"
+        if derivatives.transformed() or not derivatives.has_address(x):
+            return f"the kernel reads memory, and x is transformed or a {type(x).__name__}"
+        return None
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]. Raises InputError where a gradient through it is wanted."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise InputError("a quantised layer got an input that requires a gradient; expected torch.no_grad()")
-        if native.missing or not x.is_cpu or x.numel() > FEW * self.in_features:
+        if self._refuses(x):
             return F.linear(x, self.weight, self.bias)
         rows = x.float().reshape(-1, self.in_features).contiguous()
         out = native.int8_product(rows, self.integers, self.scale).to(x.dtype).unflatten(0, x.shape[:-1])

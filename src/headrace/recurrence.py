@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .backends.derivatives import transformed
 from .checks import check_combination, check_shapes, check_values
 from .dispatch import Backend, Call, choose
 from .errors import InputError
@@ -64,7 +65,8 @@ def linear_attention(
         scale: multiplies q; None: K^-1/2.
         initial_state: [B, H, K, V] (V + 1 with normalise); [N, H, K, V] when packed; None: zeros.
         cu_seqlens: [N + 1] integers 0 = c_0 ≤ … ≤ c_N = T: B is 1 and tokens c_n … c_{n+1} − 1 are sequence n.
-        form: "chunkwise"; "recurrent", token by token; "parallel", T×T, for study: above a memory limit it raises.
+        form: "chunkwise"; "parallel", T×T, for study: above a memory limit it raises; "recurrent", token by token. The
+            last has derivatives of every order and mode; of the others all but first gradients are refused.
         chunk_size: tokens per chunk of the chunkwise form; None: the backend's choice.
         backend: "auto", or a name from `backends()`, which raises if it cannot be honoured.
         check: also look at the values (NaN, infinities, log_decay > 0, β out of range). Stalls a GPU.
@@ -194,7 +196,7 @@ def step(
     tensors = (_one_row(x) for x in (q, k, v, log_decay, beta, write_gate, read_gate))
     call = Call._make((*tensors, state, None, rule == "delta", factor, None))
     backend = choose(call, "auto")
-    if backend.steps and bonus is None:
+    if backend.steps and bonus is None and not transformed():
         check_shapes(call.q, call.k, call.v, dict(zip(OPTIONAL, call[3:8], strict=True)), normalise)
         out, state = _normalised(call, backend) if normalise else backend.run(*call)
         return out.squeeze(1), state

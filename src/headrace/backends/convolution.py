@@ -8,17 +8,27 @@ import struct
 import torch
 from torch import Tensor, nn
 
-from . import native
+from . import derivatives, native
 from .operator import define, library
 
 INPUTS = "Tensor x, Tensor weight, Tensor history, Tensor? cu_seqlens"
 WIDEST = 32
+MOST_CHANNELS = 2**16
 _CONVOLUTION = struct.Struct("@qPP")  # hr_convolution
 
 
-def takes(conv: nn.Conv1d, x: Tensor) -> bool:
-    here = native.missing is None and x.device.type == "cpu" and x.dtype in native.DTYPES
-    return here and conv.kernel_size[0] <= WIDEST
+def refuses(conv: nn.Conv1d, x: Tensor) -> str | None:
+    """Why PyTorch's operators convolve x [B, T, C], or None."""
+    if native.missing is not None:
+        return native.missing
+    if x.device.type != "cpu" or x.dtype not in native.DTYPES:
+        return f"it runs on the CPU, in float32 and bfloat16, and x is {x.dtype} on {x.device.type}"
+    if conv.kernel_size[0] > WIDEST or x.shape[2] > MOST_CHANNELS:
+        found = f"{conv.kernel_size[0]} and {x.shape[2]}"
+        return f"it takes a width up to {WIDEST} and {MOST_CHANNELS} channels, and they are {found}"
+    if derivatives.transformed():
+        return "it knows no transform of torch.func and no forward-mode differentiation"
+    return None
 
 
 def run(conv: nn.Conv1d, x: Tensor, history: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -81,6 +91,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
+@derivatives.first_order("the native convolution", "; expected float64, for which PyTorch convolves")
 def _gradients(ctx, d_out):
     found = zip(_gradient(d_out, *ctx.saved_tensors), ctx.saved_tensors, strict=False)
     return *(grad.to(x.dtype) for grad, x in found), None

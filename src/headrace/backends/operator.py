@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import derivatives
 from .tiles import accumulator_dtype
 
 INPUTS = (
@@ -17,6 +18,7 @@ INPUTS = (
     "Tensor? initial_state, Tensor? cu_seqlens, bool delta, float scale, int chunk_size"
 )
 DIFFERENTIABLE = 8  # of INPUTS, the first
+NAMES = "linear_attention", "; expected form='recurrent', which has all derivatives"
 library = torch.library.Library("headrace", "DEF")
 
 
@@ -42,7 +44,11 @@ def register(name: str, key: str, forward: Callable, backward: Callable, kept: l
     torch.library.register_autograd(f"headrace::{name}_kept", _gradient(gradient), setup_context=_save, lib=library)
 
     def run(*inputs) -> tuple[Tensor, Tensor]:
-        return keeping(*inputs)[:2] if _wants_gradient(inputs) else plain(*inputs)
+        transformed = derivatives.transformed()
+        if transformed:
+            derivatives.check_transforms(*NAMES, inputs)
+        wanted = torch.is_grad_enabled() and (transformed or _any_requires_grad(inputs))  # a vmapped tensor may not say
+        return keeping(*inputs)[:2] if wanted else plain(*inputs)
 
     return run
 
@@ -54,8 +60,8 @@ def define(name: str, arguments: str, results: int, real: Callable, fake: Callab
     return getattr(torch.ops.headrace, name).default
 
 
-def _wants_gradient(inputs) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+def _any_requires_grad(inputs: tuple) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
 def _like_inputs(backward: Callable) -> Callable:
@@ -99,6 +105,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradient(backward: Callable) -> Callable:
+    @derivatives.first_order(*NAMES)
     def run(ctx, d_out, d_final, *_):
         saved = list(ctx.saved_tensors)
         tensors: list[Any] = [saved.pop(0) if present else None for present in ctx.present]

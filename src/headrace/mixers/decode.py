@@ -5,12 +5,14 @@ It writes into the state it is given, so it runs only where the state's owner al
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..backends import native, native_layer
+from ..backends.derivatives import has_address, transformed
 from ..recurrence import NORMALISER_EPS, linear_attention
 from ..spec import Competition, MixerSpec
 from .attention import AttentionState, OwnAttentionState
@@ -100,7 +102,9 @@ class FusedStep:
             return "the mixer has an `op` of its own"
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on"
-        if any(w is None or w.dtype is not x.dtype or not w.is_contiguous() for w in self._weights(mixer)):
+        if transformed() or not has_address(x):
+            return f"it reads memory, and x is transformed or a {type(x).__name__}"
+        if not all(map(partial(_as_is, x.dtype), self._weights(mixer))):
             return f"not all weights are contiguous and {x.dtype}, as x is, and where they were"
         return None
 
@@ -123,6 +127,10 @@ class FusedStep:
         return native_layer.run(
             projected, hidden, weights, state.memory, state.conv, state.tokens, self.kinds, self.sizes, self.numbers
         )
+
+
+def _as_is(dtype: torch.dtype, weight: Tensor | None) -> bool:
+    return weight is not None and weight.dtype is dtype and weight.is_contiguous() and has_address(weight)
 
 
 def _kinds(spec: MixerSpec) -> dict[str, str]:

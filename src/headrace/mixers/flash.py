@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends.derivatives import first_order
 from ..recurrence import accumulator
 
 TILE = 64
@@ -98,7 +99,7 @@ class Flash(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("flash_attention")
     def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
         return *backward(q, k, v, out, lse, dout, ctx.mask), None

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..backends.derivatives import first_order
+
 COLUMNS = {"cpu": 1 << 12}  # of a piece: as large as a cache. A GPU wants fewer and larger pieces.
 COLUMNS_ELSEWHERE = 1 << 17
 
@@ -48,7 +50,7 @@ class Gathered(torch.autograd.Function):
         return torch.cat([dense(*piece.gather(q, k, v), piece) for piece in groups.pieces()])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("attention of gathered keys")
     def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
         stores, done = ctx.saved_tensors, 0
         totals = [torch.zeros_like(x) for x in (*stores, *ctx.parameters)]

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ..backends.derivatives import first_order
 
 
 def affine_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
@@ -89,7 +90,7 @@ class Scan(torch.autograd.Function):
         return h
 
     @staticmethod
-    @once_differentiable
+    @first_order("a scan over time")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         a, h = ctx.saved_tensors
         dh = backwards(a, grads[0])

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..backends.derivatives import first_order
 from .scan import Pack, Tile, backwards, scan_
 
 TILE = 2**19  # elements of a tile's states: the few such tensors that are alive at once stay near a core
@@ -57,7 +57,7 @@ class SelectiveScan(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    @once_differentiable
+    @first_order("the selective scan")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x = Operands(*ctx.saved_tensors)
         d = Operands(*map(torch.zeros_like, x))
