@@ -84,41 +84,6 @@ def test_step_is_one_token(decay, kind):
 # --- as an operator --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rule", "decay", "packed"), [("add", "none", False), ("add", "vector", True), ("delta", "scalar", False)]
-)
-def test_opcheck(backend, rule, decay, packed):
-    x = inputs(decay, rows=1 if packed else B, n=2 if packed else None)
-    x.pop("bonus")
-    tensors = [x[n] for n in ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial_state")]
-    given = [y if y is None else y.detach().float().requires_grad_() for y in tensors]
-    linear_attention(*(y.detach() for y in given[:3]), backend=backend)  # registers the operator
-    name = {"torch": "chunkwise", "native": "native"}[backend]
-    ends = torch.tensor([0, 5, T]) if packed else None
-    for operator, arguments in ((name, [y if y is None else y.detach() for y in given]), (f"{name}_kept", given)):
-        torch.library.opcheck(
-            getattr(torch.ops.headrace, operator).default, (*arguments, ends, rule == "delta", 0.5, 16)
-        )
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("packed", [False, True])
-def test_compiles_as_one_graph(backend, packed):
-    arguments = inputs("vector", rows=1 if packed else B, n=3 if packed else None)
-    arguments = {name: x if x is None else x.detach().float().requires_grad_() for name, x in arguments.items()}
-    ends = torch.tensor([0, 3, 9, T]) if packed else None
-
-    def run(q, v):
-        given = {**arguments, "q": q, "v": v}
-        out, state = linear_attention(**given, rule="delta", cu_seqlens=ends, backend=backend)
-        return out.sum() + state.square().sum()
-
-    q, v = arguments["q"], arguments["v"]
-    expected = torch.autograd.grad(run(q, v), [q, v])
-    found = torch.autograd.grad(torch.compile(run, fullgraph=True, backend="aot_eager")(q, v), [q, v])
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-
-
 def test_bfloat16_keeps_its_state_in_float32(backend):
     x = {name: None if y is None else y.detach().bfloat16() for name, y in inputs("scalar").items()}
     out, state = linear_attention(**x, backend=backend)

@@ -113,6 +113,12 @@ def kept_stride(K: int, V: int, chunk_size: int) -> int:
     return max(1, -(-K * V // (chunk_size * (2 * K + V))))
 
 
+def kept_states(T: int, sequences: int, tokens: int) -> int:
+    """A state for each run of so many tokens, and for a sequence's last ones, as if all sequences but one had one token:
+    by shapes alone, which are known while tracing."""
+    return (T - 1) // tokens + sequences
+
+
 def default_chunk(K: int, V: int) -> int:
     """A power of two between 16 and 64 near the mean of K and V: beyond it the C×C work inside a chunk costs more than
     the K×V work between chunks saves."""
@@ -174,7 +180,7 @@ class Gradients:
             small |= {"beta": product(small["factor"], x.write), "write_gate": product(small["factor"], x.beta)}
         gathered = {n: g.squeeze(-1).unflatten(0, (x.B, x.H)).transpose(1, 2) for n, g in small.items()}
         found = self.large | {
-            n: g.to(given.dtype) for n, g in gathered.items() if (given := self.inputs.get(n)) is not None
+            n: g.to(given.dtype).contiguous() for n, g in gathered.items() if (given := self.inputs.get(n)) is not None
         }
         return [found.get(name) for name in self.inputs]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .decay import NoDecay, earlier, later
-from .tiles import Gradients, Inputs, Span, Tile, product, row_dot, store
+from .tiles import Gradients, Inputs, Span, Tile, kept_states, product, row_dot, store
 
 
 def solver(tile: Tile) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,8 @@ def forward(
     settings = (initial_state, cu_seqlens, delta, scale, chunk_size)
     x = Inputs(q, k, v, log_decay, beta, write_gate, read_gate, *settings)
     out, final = torch.empty_like(v, memory_format=torch.contiguous_format), x.states(initial_state)
-    states = final.new_empty((x.kept, *final.shape[1:]) if keep else 0)
+    room = kept_states(v.shape[1], len(x.sequences), chunk_size * x.stride)
+    states = final.new_empty((room, *final.shape[1:]) if keep else 0)
     errors = final.new_empty(v.shape if keep and delta else 0)
     slot = 0
     for S, chunks in zip(final, x.sequences, strict=True):
@@ -123,7 +124,7 @@ def backward(
     inputs = (q, k, v, log_decay, beta, write_gate, read_gate)
     x = Inputs(*inputs, initial_state, cu_seqlens, delta, scale, chunk_size)
     grads = Gradients(x, dict(zip(GRADIENTS, inputs, strict=True)))
-    d_initial, slot = x.states(d_final), len(states)
+    d_initial, slot = x.states(d_final), x.kept
     for dS, chunks in zip(reversed(d_initial.unbind()), reversed(x.sequences), strict=True):
         for run in reversed(x.runs(chunks)):
             slot -= 1

@@ -1,0 +1,129 @@
+"""The operators under torch.compile, with the default compiler where strides matter, and what opcheck says of them."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from equation import B, T, inputs
+from headrace import linear_attention, zoo
+from headrace.backends.operator import DIFFERENTIABLE
+from headrace.laws import relative, worst
+from headrace.mixers import build
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of compilers, which are not ours
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    torch._dynamo.reset()
+
+
+NAMES = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial_state")
+
+
+def drawn(decay, packed, dtype=torch.float32, tokens=T):
+    """The operator's differentiable arguments in order, and where packed sequences end."""
+    x = inputs(decay, rows=1 if packed else B, n=3 if packed else None, tokens=tokens)
+    given = [x[name] if x[name] is None else x[name].detach().to(dtype).requires_grad_() for name in NAMES]
+    return given, torch.tensor([0, 3, 9, tokens]) if packed else None
+
+
+@pytest.mark.parametrize(("rule", "decay"), [("add", "none"), ("add", "fixed"), ("add", "vector"), ("delta", "scalar")])
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck(backend, rule, decay, packed):
+    given, ends = drawn(decay, packed)
+    constant = [x if x is None else x.detach() for x in given]
+    linear_attention(*constant[:3], backend=backend)  # registers the operator
+    operators = {
+        name: getattr(torch.ops.headrace, {"torch": "chunkwise", "native": "native"}[backend] + name).default
+        for name in ("", "_kept", "_backward")
+    }
+    settings = (ends, rule == "delta", 0.5, 16)
+    out, state, *kept = operators["_kept"](*constant, *settings)
+    torch.library.opcheck(operators[""], (*constant, *settings))
+    torch.library.opcheck(operators["_kept"], (*given, *settings))
+    for wanted in ([x is not None for x in given], [False] * DIFFERENTIABLE):
+        torch.library.opcheck(operators["_backward"], (out, state, *constant, *settings, *kept, wanted))
+
+
+def scalar(given, ends, backend, rule):
+    out, state = linear_attention(**dict(zip(NAMES, given, strict=True)), rule=rule, cu_seqlens=ends, backend=backend)
+    return out.sum() + state.square().sum()
+
+
+def assert_compiled_is_eager(given, *rest, **settings):
+    """Gradients to all of `given`. The operator gets what it gets in eager mode, so they are equal."""
+    tensors = [x for x in given if x is not None]
+    found, expected = (
+        torch.autograd.grad(f(given, *rest), tensors)
+        for f in (torch.compile(scalar, fullgraph=True, **settings), scalar)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("rule", "decay"), [("add", "vector"), ("add", "fixed"), ("delta", "scalar")])
+def test_compiles_as_one_graph(backend, rule, decay, packed):
+    for dtype in (torch.float32, torch.float64) if backend == "torch" else (torch.float32,):
+        given, ends = drawn(decay, packed, dtype)
+        assert_compiled_is_eager(given, ends, backend, rule)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_another_length_is_not_compiled_again(backend, packed):
+    """But where a size becomes 0 or 1, of which PyTorch makes special cases: chunks, or states kept."""
+    counter = CompileCounterWithBackend("aot_eager")
+    for tokens, rule in itertools.product((13, 40, 200, 77, 91, 333), ("add", "delta")):
+        given, ends = drawn("scalar", packed, tokens=tokens)
+        for x in given[:-1]:
+            torch._dynamo.mark_dynamic(x, 1)
+        assert_compiled_is_eager(given, ends, backend, rule, backend=counter)
+    assert counter.frame_count <= 6
+
+
+def test_packed_sequences_do_not_break_the_graph():
+    """Nor would they with the native library if the size of what it keeps were known from shapes."""
+    given, ends = drawn("scalar", packed=True)
+    assert torch._dynamo.explain(scalar)(given, ends, "torch", "delta").graph_break_count == 0
+
+
+def layer(mixer, dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = build(zoo.get(mixer), hidden_size=16, num_heads=2, layer_idx=1, num_layers=3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return made.to(dtype)
+
+
+def assert_a_layer_compiles(mixer, dtype, backend):
+    made, x = layer(mixer, dtype), torch.randn(2, T, 16, dtype=dtype, requires_grad=True)
+    weight, given = torch.randn(2, T, 16, dtype=dtype), [x, *made.parameters()]
+    outs = [f(x)[0] for f in (torch.compile(made, fullgraph=True, backend=backend), made)]
+    gradients = [list(torch.autograd.grad((y * weight).sum(), given)) for y in outs]
+    # Fused elementwise operations round some 30 intermediate results in other places.
+    tolerance = 32 * torch.finfo(dtype).eps
+    assert relative(*outs) <= tolerance and worst(*gradients) <= tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mixer", "dtype"),
+    [
+        ("softmax-gated-deltanet", torch.float32),
+        ("softmax-gated-deltanet", torch.float64),
+        ("rwkv6", torch.float32),
+    ],
+)
+def test_layers_compile(mixer, dtype):
+    assert_a_layer_compiles(mixer, dtype, "inductor")
+
+
+@pytest.mark.parametrize("mixer", ["linear-attention", "retnet", "softmax-gla", "softmax-mamba2", "kda", "deltanet"])
+def test_layers_are_one_graph(mixer):
+    assert_a_layer_compiles(mixer, torch.float32, "aot_eager")
