@@ -114,8 +114,8 @@ def kept_stride(K: int, V: int, chunk_size: int) -> int:
 
 
 def kept_states(T: int, sequences: int, tokens: int) -> int:
-    """A state for each run of so many tokens, and for a sequence's last ones, as if all sequences but one had one token:
-    by shapes alone, which are known while tracing."""
+    """The most states that are kept, one for each run of so many tokens of a sequence and for what is left of it. Known
+    from shapes alone: what depends on cu_seqlens would break a traced graph."""
     return (T - 1) // tokens + sequences
 
 

@@ -22,9 +22,8 @@ def _kept_shapes(q, k, v, log_decay, beta, write_gate, read_gate, state, cu_seql
     """Of the states and of E."""
     (B, T, H, V), K = v.shape, k.shape[-1]
     sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return (tiles.kept_states(T, sequences, chunk_size * tiles.kept_stride(K, V, chunk_size)), B * H, K, V), (
-        v.shape if delta else (0,)
-    )
+    states = tiles.kept_states(T, sequences, chunk_size * tiles.kept_stride(K, V, chunk_size))
+    return (states, B * H, K, V), (v.shape if delta else (0,))
 
 
 _run = register("chunkwise", "CompositeExplicitAutograd", _forward, _backward, ["states", "errors"], _kept_shapes)
