@@ -86,12 +86,12 @@ def error(tokens: int = 256, heads: int = 16, dim: int = 32, seed: int = 0) -> N
 
 
 def distance(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, order: int, size: float) -> Error:
-    exact = numerator(q, k, SoftmaxRNNSpec(), allowed) @ v.transpose(1, 2)
+    softmax, _ = numerator(q, k, SoftmaxRNNSpec(), allowed)
+    exact = softmax @ v.transpose(1, 2)
     logits = torch.einsum("bthd,blhd->bhtl", q, k) / q.shape[-1] ** 0.5
     weights = truncated_exp(logits, order) * allowed
     found = weights @ v.transpose(1, 2)
-    total = numerator(q, k, SoftmaxRNNSpec(), allowed).sum(-1, keepdim=True)
-    by_sum = relative(found / weights.sum(-1, keepdim=True), exact / total)
+    by_sum = relative(found / weights.sum(-1, keepdim=True), exact / softmax.sum(-1, keepdim=True))
     return Error(order, size, by_sum, relative(unit(found), unit(exact)))
 
 

@@ -33,6 +33,8 @@ CASES = [
     *("softmax-rnn-norm(numerator=relu, denominator=layer, affine=true)", "softmax-rnn-gate(denominator=none)"),
     *("softmax-rnn-gate(order=3, denominator=input-gate)", "softmax-rnn-norm(numerator=elu+1, denominator=sum)"),
     *("softmax-rnn-norm(numerator=cosine, order=2, denominator=detached)",),
+    *(f"softmax-rnn-norm(numerator=cosine, denominator=input-length{more})" for more in ("", ", order=2")),
+    *(f"softmax-rnn-norm(denominator={kind})" for kind in ("detached", "rms", "layer")),
     *("residual-delta(write.look=1)", "kda(write.look=5)"),
     *("softmax-residual-delta(heads.qk_groups=2, decay.kind=retnet, competition.write=beta)",),
     *(f"softmax-{name}(competition.rank=3)" for name in ("linear-attention", "mamba2", "rwkv6", "residual-delta")),

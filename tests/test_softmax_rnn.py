@@ -108,7 +108,7 @@ NUMERATORS = [
     *(("elu+1", order) for order in (None, 2)),
     *(("cosine", order) for order in (None, 4)),
 ]
-DENOMINATORS = ["sum", "detached", "none", "output-gate", "input-gate", "l2", "rms", "layer"]
+DENOMINATORS = ["sum", "detached", "none", "output-gate", "input-gate", "input-length", "l2", "rms", "layer"]
 
 
 def specs(denominator):
@@ -134,20 +134,21 @@ def weight(spec, q, k):
 
 
 def readout(spec, layer, weights, values, gate):
-    """Of one token and head: weights [L], values [L, d]."""
-    out = weights @ values
-    if spec.denominator in ("sum", "detached"):
-        total = weights.sum().clamp(min=1e-6)
-        out = out / (total.detach() if spec.denominator == "detached" else total)
+    """Of one token and head: weights [L], values [L, d]. Norms are PyTorch's own, with their default ε in float32."""
+    out, size = weights @ values, values.shape[1:]
+    if spec.denominator == "sum":
+        out = out / weights.sum().clamp(min=1e-6)
+    if spec.denominator == "detached":
+        out = out / weights.sum().clamp(min=1).detach()
     out = out / len(weights) if spec.by_length else out
     if spec.denominator == "output-gate":
         out = out * gate
+    if spec.denominator == "l2":
+        out = F.normalize(out, dim=-1)
+    if spec.denominator == "rms":
+        out = F.rms_norm(out, size, eps=torch.finfo(torch.float32).eps)
     if spec.denominator == "layer":
-        out = out - out.mean()
-    # What ε is small beside: the row's largest e^x is taken as 1 before a norm.
-    eps = layer.norm_eps * (weights.max().detach() ** 2 if (spec.numerator, spec.order) == ("exp", None) else 1)
-    out = out / {"l2": (out.square().sum() + eps).sqrt()}.get(spec.denominator, 1)
-    out = out / (out.square().mean() + eps).sqrt() if spec.denominator in ("rms", "layer") else out
+        out = F.layer_norm(out, size)
     out = out * layer.norm_weight if spec.affine else out
     return out + layer.norm_bias if spec.affine and spec.denominator == "layer" else out
 
@@ -159,6 +160,9 @@ def literal(layer, x, causal):
     q, k = (rotary(y[None], torch.arange(T)[None], layer.rope_theta)[0] for y in (q, k))
     gate = torch.sigmoid(layer.gate(x)) if spec.denominator.endswith("gate") else torch.ones(T, H, dtype=x.dtype)
     v = v * gate[..., None] if spec.denominator == "input-gate" else v
+    if spec.denominator == "input-length":
+        seen = torch.arange(1, T + 1) if causal else torch.full((T,), T)
+        v = torch.stack([v[s] / (seen[s] ** torch.sigmoid(layer.power))[:, None] for s in range(T)])
     rows = []
     for t, h in itertools.product(range(T), range(H)):
         end = t + 1 if causal else T
@@ -191,12 +195,52 @@ def test_with_the_parts_of_softmax_it_is_softmax_attention(causal):
     agree(lambda x: ours(x)[0], lambda x: sdpa(x)[0], 3 * torch.randn(2, 60, D), 1e-6)
 
 
+def raw(spec, q, k, v):
+    """Σ_s e^{q_t·k_s / √d} v_s over s ≤ t, and the sum of its weights, as they are written: nothing is factored out."""
+    logits = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[-1] ** 0.5
+    weights = (logits if spec.clamp is None else logits.clamp(max=spec.clamp)).exp().tril()
+    return torch.einsum("bhts,bshd->bthd", weights, v), weights.sum(-1).transpose(1, 2)[..., None]
+
+
+@pytest.mark.parametrize("clamp", [None, 5.0])
+@pytest.mark.parametrize("logit", [-60.0, -20.0, -8.0, -2.0, 0.0, 30.0])
+@pytest.mark.parametrize("denominator", ["detached", "l2", "rms", "layer"])
+def test_a_denominator_is_the_authors_whatever_the_size_of_the_logits(denominator, logit, clamp):
+    """theirs: softmax_detach_denom, gated_softmax_no_gate and its _L2norm and _rmsnorm, of the paper's repository."""
+    layer = mixers.build(SoftmaxRNNSpec(denominator=denominator, clamp=clamp), hidden_size=D, num_heads=H).double()
+    direction = F.normalize(torch.ones(d, dtype=torch.float64), dim=0)
+    q, k, v = (0.3 * draw(2, 6, H, d) for _ in range(3))
+    q, k = q + 8 * direction, k + logit * d**0.5 / 8 * direction
+    found = layer.read(q, k, v)
+    out, total = raw(layer.spec, q, k, v)
+    theirs = {
+        "detached": lambda: out / total.clamp(min=1),
+        "l2": lambda: F.normalize(out, dim=-1),
+        "rms": lambda: F.rms_norm(out, (d,), eps=torch.finfo(torch.float32).eps),
+        "layer": lambda: F.layer_norm(out, (d,)),
+    }[denominator]()
+    assert error(found, theirs) <= 1e-12
+    narrow = layer.float().read(q.float(), k.float(), v.float())
+    # Logits are sums of d products of up to 8 |logit| √d / 8: d rounding errors of 2^-24, and e^x has their sum.
+    assert error(narrow, theirs) <= 4 * d * 2**-24 * max(1, abs(logit)) and narrow.isfinite().all()
+
+
+@pytest.mark.parametrize("denominator", NORMS)
+def test_a_norm_of_nothing_is_nothing(denominator):
+    layer = mixers.build(SoftmaxRNNSpec(denominator=denominator), hidden_size=D, num_heads=H)
+    q, v = torch.full((1, 3, H, d), 6.0), torch.zeros(1, 3, H, d, requires_grad=True)
+    out = layer.read(q, q, v)
+    assert not out.any() and torch.autograd.grad(out.sum(), v)[0].isfinite().all()
+
+
 def test_a_detached_sum_is_the_same_forward_and_another_backward():
     sum_, detached = (
         mixers.build(SoftmaxRNNSpec(denominator=kind), hidden_size=D, num_heads=H).double()
         for kind in ("sum", "detached")
     )
     detached.load_state_dict(sum_.state_dict())
+    for layer in (sum_, detached):
+        layer.k_proj.weight = layer.q_proj.weight  # a token's logit with itself is not negative, so no sum is below 1
     x = draw(2, 20, D).requires_grad_()
     outs = [layer(x)[0] for layer in (sum_, detached)]
     assert torch.equal(*outs)
@@ -204,11 +248,26 @@ def test_a_detached_sum_is_the_same_forward_and_another_backward():
     assert error(one, other) > 0.01
 
 
-def test_an_encoder_with_padding_sees_each_row_alone():
-    layer, x = (
-        mixers.build(zoo.get("softmax-rnn-gate"), hidden_size=D, num_heads=H, causal=False).double(),
-        draw(2, 9, D),
-    )
+def test_cosine_attention_is_the_authors():
+    """linear_cosine of the paper's repository, value by value: Σ_s cos(q_t, k_s) v_s / s^σ(c), c = 0.5 at first."""
+    spec = SoftmaxRNNSpec(numerator="cosine", denominator="input-length")
+    layer, x = mixers.build(spec, hidden_size=D, num_heads=H).double(), draw(1, 12, D)
+    assert layer.power.tolist() == [0.5] * H and set(layer.state_dict()) == {
+        *(f"{name}_proj.weight" for name in "qkvo"), "power",
+    }  # fmt: skip
+    q, k, v = (p(x).unflatten(-1, (H, -1))[0] for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = (rotary(y[None], torch.arange(12)[None], layer.rope_theta)[0] for y in (q, k))
+    power, out = 1 / (1 + math.exp(-0.5)), torch.zeros(12, H, d, dtype=torch.float64)
+    for t, h in itertools.product(range(12), range(H)):
+        for s in range(t + 1):
+            out[t, h] += F.cosine_similarity(q[t, h], k[s, h], dim=0) * v[s, h] / (s + 1) ** power
+    # A length is √(|x|² + 1e-6) here, of vectors whose |x|² is about 1/3 d.
+    assert error(layer(x)[0][0], layer.o_proj(out.flatten(1))) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["softmax-rnn-gate", "softmax-rnn-norm(numerator=cosine, denominator=input-length)"])
+def test_an_encoder_with_padding_sees_each_row_alone(name):
+    layer, x = mixers.build(zoo.get(name), hidden_size=D, num_heads=H, causal=False).double(), draw(2, 9, D)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, :4] = False
     y = layer(x, mask=mask)[0]

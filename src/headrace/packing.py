@@ -74,6 +74,11 @@ class Sequences:
             return torch.full((self.B,), self.T, device=like.device)
         return self.cu_seqlens.diff()
 
+    def totals(self, like: Tensor) -> Tensor:
+        """The length of each token's own sequence, [B or 1, T]."""
+        lengths = self.lengths(like)
+        return lengths[:, None].expand(-1, self.T) if self.cu_seqlens is None else lengths[self.owner][None]
+
     def extend(self, x: Tensor, history: Tensor) -> Tensor:
         """x with the h tokens of history [N, h, D] before each sequence: [B, h + T, D], or [1, N h + T, D] packed."""
         if self.cu_seqlens is None:

@@ -20,8 +20,11 @@ class SoftmaxRNNSpec:
     numerator: Literal["exp", "relu", "elu+1", "cosine"] = "exp"
     order: int | None = None
     clamp: float | None = None  # largest logit; None: any
-    # detached: the sum, without a gradient; gates: σ of the token's input, per head, on what is read or on v
-    denominator: Literal["sum", "detached", "none", "output-gate", "input-gate", "l2", "rms", "layer"] = "sum"
+    # detached: the sum, at least 1, without a gradient; gates: σ of the token's input, per head, on what is read or on
+    # v; input-length: v_s over n^σ(c), n the number of tokens that token s sees, c a parameter per head
+    denominator: Literal[
+        "sum", "detached", "none", "output-gate", "input-gate", "input-length", "l2", "rms", "layer"
+    ] = "sum"  # fmt: skip
     affine: bool = False  # a norm has a weight per channel of a head ("layer": and a bias)
     by_length: bool = False  # also divided by the number of tokens seen
 

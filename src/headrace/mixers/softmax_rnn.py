@@ -2,15 +2,16 @@
 denominators. All are T×T: a form to study, not a fast one.
 
 The order of things is that of the paper's code: q and k rotate, then their functions act, logits are divided by √d and
-clamped from above, gates are one number per token and head. Cosine attention differs: there, the norm is over heads.
+clamped from above, gates are one number per token and head. In cosine attention its vectors of norm 1 are those of one
+channel of all heads; here they are those of one head.
 
 Dimensions: B batch, T new tokens, L all tokens so far, D hidden size, H heads, d head dimension.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import require
@@ -30,21 +31,24 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int], float]]] 
     "elu+1": (FEATURE_MAPS["elu+1"], lambda d: d**0.5),
     "cosine": (l2_norm, lambda d: 1.0),
 }
+# The least that a denominator is, as in the paper's code: of a sum, of a length, of the root of a mean square plus ε.
+# Norms are F.normalize, nn.RMSNorm and nn.LayerNorm there, with the defaults that they have in float32.
+FLOORS = {"detached": 1.0, "l2": 1e-12, "rms": torch.finfo(torch.float32).eps ** 0.5, "layer": 1e-5**0.5}
 
 
 class SoftmaxRNN(Mixer):
     """Any numerator over any denominator that a SoftmaxRNNSpec names; with those of softmax, the zoo's transformer.
 
-    Args: as LinearMixer's; norm_eps is that of the norm in the denominator's place. causal: False
-        for an encoder, whose tokens see all others.
+    Args: as LinearMixer's; norm_eps means nothing here, the norms in the denominator's place have the paper's.
+        causal: False for an encoder, whose tokens see all others.
     """
 
     def __init__(
-        self, spec: SoftmaxRNNSpec, *, hidden_size: int, num_heads: int, norm_eps: float = 1e-6,
-        rope_theta: float = 10000.0, causal: bool = True, **unused,
+        self, spec: SoftmaxRNNSpec, *, hidden_size: int, num_heads: int, rope_theta: float = 10000.0,
+        causal: bool = True, **unused,
     ):  # fmt: skip
         super().__init__()
-        self.spec, self.norm_eps, self.rope_theta, self.causal = spec, norm_eps, rope_theta, causal
+        self.spec, self.rope_theta, self.causal = spec, rope_theta, causal
         self.head_dim = spec.head_dims(hidden_size, num_heads)[0]
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -52,6 +56,7 @@ class SoftmaxRNN(Mixer):
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.gate = nn.Linear(hidden_size, num_heads) if spec.denominator.endswith("gate") else None
         self.norm_weight = nn.Parameter(torch.empty(self.head_dim)) if spec.affine else None
+        self.power = nn.Parameter(torch.empty(num_heads)) if spec.denominator == "input-length" else None
         centred = spec.affine and spec.denominator == "layer"
         self.norm_bias = nn.Parameter(torch.empty(self.head_dim)) if centred else None
         self.reset_parameters()
@@ -62,62 +67,83 @@ class SoftmaxRNN(Mixer):
             self.norm_weight.fill_(1)
         if self.norm_bias is not None:
             self.norm_bias.zero_()
+        if self.power is not None:
+            self.power.fill_(0.5)
 
     def run(self, x: Tensor, state: AttentionState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, AttentionState]:
         require(self.causal or state is None, "an encoder sees a whole sequence at once; expected state=None")
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        positions = Sequences(x, cu_seqlens).positions(None if state is None else state.seen, x)
+        sequences = Sequences(x, cu_seqlens)
+        positions = sequences.positions(None if state is None else state.seen, x)
         q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
         gate = None if self.gate is None else torch.sigmoid(self.gate(x))[..., None]
         if gate is not None and self.spec.denominator == "input-gate":
             v, gate = v * gate, None
+        if self.power is not None:
+            seen = positions + 1 if self.causal else sequences.totals(x)
+            v = v / seen[..., None, None].to(accumulator(v)) ** torch.sigmoid(self.power)[:, None]
         if cu_seqlens is None:
-            state = extended(state, k, v, None)
-            out = self._attend(q, *state)
+            state = extended(state, k, v.to(x.dtype), None)
+            out = self.read(q, *state)
         else:
-            out, state = attend_packed(self._attend, q, k, v, state, cu_seqlens.diff().tolist())
-        out = self._normalised(out)
+            out, state = attend_packed(self.read, q, k, v.to(x.dtype), state, cu_seqlens.diff().tolist())
         out = out if gate is None else out * gate
         return self.o_proj(out.to(x.dtype).flatten(-2)), state
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
-        """q [B, T, H, d]; k, v [B, L, H, d] -> [B, T, H, d], in the accumulator's precision."""
+    def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Weighted values over their denominator: q [B, T, H, d]; k, v [B, L, H, d]; valid [B, L] is False at padding
+        -> [B, T, H, d], in the accumulator's precision. Gates are applied outside."""
+        return self._normalised(*self._attend(q, k, v, valid))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What a norm divides, [B, T, H, d], which is linear in v; and the least that the norm is, [B, T, H, 1]."""
         allowed = visible(q, k, valid, self.causal)[:, None]
-        weights = numerator(q, k, self.spec, allowed)
-        if self.spec.denominator in ("sum", "detached"):
-            total = weights.sum(-1, keepdim=True).clamp(min=NORMALISER_EPS)  # zero where no product of relus is not
-            weights = weights / (total.detach() if self.spec.denominator == "detached" else total)
+        weights, log_scale = numerator(q, k, self.spec, allowed)
+        floor = FLOORS.get(self.spec.denominator, 0.0) * torch.exp(-log_scale)
+        if self.spec.denominator == "sum":
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=NORMALISER_EPS)  # 0 where no relus meet
+        if self.spec.denominator == "detached":
+            weights = weights / torch.maximum(weights.sum(-1, keepdim=True), floor).detach()
         if self.spec.by_length:
             weights = weights / allowed.sum(-1, keepdim=True)
-        return torch.einsum("bhtl,blhd->bthd", weights, v.to(weights.dtype))
+        return torch.einsum("bhtl,blhd->bthd", weights, v.to(weights.dtype)), floor.transpose(1, 2)
 
-    def _normalised(self, out: Tensor) -> Tensor:
-        kind, size = self.spec.denominator, (self.head_dim,)
-        if kind == "l2":
-            out = l2_norm(out, self.norm_eps)
-        elif kind == "rms":
-            out = F.rms_norm(out, size, eps=self.norm_eps)
-        elif kind == "layer":
-            out = F.layer_norm(out, size, eps=self.norm_eps)
+    def _normalised(self, out: Tensor, floor: Tensor) -> Tensor:
+        if self.spec.denominator in NORMS:  # where all values are 0, a floor of e^-m alone has no finite gradient
+            out = normalised(out, self.spec.denominator, floor.clamp(min=1e-12))
         out = out if self.norm_weight is None else out * self.norm_weight
         return out if self.norm_bias is None else out + self.norm_bias
 
 
-def numerator(q: Tensor, k: Tensor, spec: SoftmaxRNNSpec, allowed: Tensor) -> Tensor:
-    """The weight of every pair of tokens before it is divided, 0 where not allowed: q [B, T, H, d], k [B, L, H, d],
-    allowed [B or 1, 1, T, L] -> [B, H, T, L].
+def normalised(x: Tensor, kind: str, floor: Tensor) -> Tensor:
+    """x [..., d] over its length ("l2"), its root mean square ("rms") or, centred, its standard deviation ("layer"),
+    which are at least floor [..., 1]: of a length the larger of both, else the root of the sum of both squares."""
+    if kind == "l2":
+        return x / torch.maximum(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
+    if kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + floor.square())
 
-    Where a sum or a norm divides out any factor of a row, e^x is e^(x − m), m the row's largest logit."""
+
+def numerator(q: Tensor, k: Tensor, spec: SoftmaxRNNSpec, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight of every pair of tokens before it is divided, 0 where not allowed, without a factor e^m of its row,
+    and m: q [B, T, H, d], k [B, L, H, d], allowed [B or 1, 1, T, L] -> [B, H, T, L], [B, H, T, 1].
+
+    Where a sum or a norm divides the factor out, weights are e^(x − m). m is the row's largest logit, or the logarithm
+    of the least denominator where that is larger: so neither the weights nor the denominator over e^m can overflow."""
     function, divisor = FUNCTIONS[spec.numerator]
     q, k = (function(x.to(accumulator(x))) for x in (q, k))
     logits = torch.einsum("bthd,blhd->bhtl", q, k) / divisor(q.shape[-1])
     if spec.clamp is not None:
         logits = logits.clamp(max=spec.clamp)
+    m = torch.zeros_like(logits[..., :1])
     if spec.order is not None:
-        return truncated_exp(logits, spec.order) * allowed
+        return truncated_exp(logits, spec.order) * allowed, m
     if spec.numerator != "exp":
-        return logits * allowed
+        return logits * allowed, m
     logits = logits.masked_fill(~allowed, -torch.inf)
-    if spec.denominator in ("sum", "detached", *NORMS):
-        logits = logits - logits.amax(-1, keepdim=True).detach()
-    return logits.exp()
+    if spec.denominator in ("sum", *FLOORS):
+        m = logits.amax(-1, keepdim=True).detach()
+    if floor := FLOORS.get(spec.denominator):
+        m = m.clamp(min=math.log(floor))
+    return (logits - m).exp(), m
