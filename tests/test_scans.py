@@ -247,6 +247,26 @@ def test_s4_begins_as_hippo():
         x, z = A @ x, dynamics @ z
 
 
+@pytest.mark.parametrize("S", [4, 64])
+def test_s4_begins_with_a_clipped_input(S):
+    """nplr of state-spaces/s4, transcribed: V diagonalises A + P Pᵀ, its first row is real; |Im V* B| is at most 2."""
+    k = np.arange(S)
+    A = -np.sqrt(np.outer(2 * k + 1, 2 * k + 1)) * np.tri(S, k=-1) - np.diag(k + 1)
+    P, B = np.sqrt(k + 0.5), np.sqrt(2 * k + 1)
+    _, V = np.linalg.eigh((A + np.outer(P, P)) * -1j)
+    V = V[:, : S // 2].conj()  # their frequencies are negative, ours positive
+    V = V * (np.abs(V[0]) / V[0])
+    theirs = V.conj().T @ B
+    assert (np.abs(theirs.imag) > 2).any()
+    clipped = theirs.real + 1j * theirs.imag.clip(-2, 2)
+    layer, order = build(f"s4(state_size={S})"), np.argsort(np.abs(theirs))
+    ours, low_rank = (torch.view_as_complex(x.detach())[3].numpy() for x in (layer.B, layer.P))
+    ours, low_rank = ours[np.argsort(np.abs(low_rank))], np.sort(np.abs(low_rank))
+    sign = np.sign(ours.real / clipped.real[order])  # an eigenvector has none
+    np.testing.assert_allclose(ours * sign, clipped[order], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(low_rank, np.sort(np.abs(V.conj().T @ P)), rtol=1e-6)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 65, 200])
 def test_the_kernel_is_its_powers(tokens):
     for name in ("s4", "s4d"):

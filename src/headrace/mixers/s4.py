@@ -79,7 +79,9 @@ class S4D(Mixer):
 
 
 class S4(S4D):
-    """The systems of S4: HiPPO-LegS as a diagonal minus a matrix of rank one, which S4D leaves out."""
+    """The systems of S4: HiPPO-LegS as a diagonal minus a matrix of rank one, which S4D leaves out.
+
+    B begins as that of HiPPO-LegS with imaginary parts of at most 2, as in the authors' code, not in their paper."""
 
     def _build_input(self) -> None:
         self.P = nn.Parameter(torch.empty(*self.shape, 2))
@@ -91,6 +93,7 @@ class S4(S4D):
         frequency, P, B = legs(2 * self.shape[1])
         self.frequency.copy_(frequency.expand(self.shape))
         self.P.copy_(torch.view_as_real(P).expand_as(self.P))
+        B = torch.complex(B.real, B.imag.clamp(-2, 2))  # B grows with the frequency; clipped so in state-spaces/s4
         self.B.copy_(torch.view_as_real(B).expand_as(self.B))
 
     def system(self, dtype: torch.dtype) -> LowRank:
@@ -108,11 +111,13 @@ def hippo(S: int) -> tuple[Tensor, Tensor]:
 def legs(S: int) -> tuple[Tensor, Tensor, Tensor]:
     """HiPPO-LegS in the basis where A = diag(−½ + i frequency) − P P*: (frequency, P, B), one for each pair, [S / 2].
 
-    A + P Pᵀ + ½ is skew-symmetric for P_k = √(k + ½) (appendix C.1), so its eigenvectors are orthogonal."""
+    A + P Pᵀ + ½ is skew-symmetric for P_k = √(k + ½) (appendix C.1), so its eigenvectors are orthogonal. Their first
+    entries are made real: that is the phase which LAPACK gives them, and which the clip of B depends on."""
     A, B = hippo(S)
     P = (torch.arange(S, dtype=A.dtype, device=A.device) + 0.5).sqrt()
     skew = A + P[:, None] * P + 0.5 * torch.eye(S, dtype=A.dtype, device=A.device)
     frequency, basis = torch.linalg.eigh(-1j * skew)
     above = frequency > 0
-    to_basis = basis[:, above].conj().T
+    basis = basis[:, above] * basis[0, above].sgn().conj()
+    to_basis = basis.conj().T
     return frequency[above], to_basis @ P.to(basis), to_basis @ B.to(basis)
