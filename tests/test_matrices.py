@@ -188,6 +188,23 @@ def test_rwkv7_is_its_authors(monkeypatch):
     agree([x], ours(x)[0], torch.stack([layer(row) for row in x]))
 
 
+@pytest.mark.parametrize("name", ["rwkv6", "rwkv7"])
+def test_rwkvs_norm_begins_smaller_in_earlier_layers(name):
+    """ln_x.weight of the author's generate_init_weight: ((layer + 1) / layers)^0.7."""
+    for i in range(5):
+        layer = mixers.build(zoo.get(name), hidden_size=D, num_heads=4, layer_idx=i, num_layers=5)
+        torch.testing.assert_close(layer.norm_weight.detach(), torch.full((D,), ((i + 1) / 5) ** 0.7))
+    assert mixers.build(zoo.get(name), hidden_size=D, num_heads=4).norm_weight.eq(1).all()
+
+
+@pytest.mark.parametrize(("hidden_size", "gain"), [(16, 2**0.5), (64, 1.0)])
+def test_rwkv7s_low_rank_maps_begin_orthogonal(hidden_size, gain):
+    """ortho_init of the author's code: 0.1, times the root of rank over width where that is above 1."""
+    up = mixers.build(zoo.get("rwkv7"), hidden_size=hidden_size, num_heads=4).decay.up.detach()
+    assert len(up) == 32
+    torch.testing.assert_close(torch.linalg.svdvals(up), torch.full((min(up.shape),), 0.1 * gain))
+
+
 def test_in_one_direction_rwkv7_is_kda():
     """What is read, erased and written being the same k, up to a strength β; KDA's correction reads after the decay."""
     x = goose()

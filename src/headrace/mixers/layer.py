@@ -68,6 +68,7 @@ class LinearMixer(Mixer):
         self.Hq = spec.heads.qk_groups or self.H
         self.parts = {"q": self.Hq * self.K, "k": self.Hq * self.K, "v": self.H * self.V}  # of in_proj
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
+        self.share = (layer_idx + 1) / num_layers  # of the layers, up to this one
         self._build_inputs(hidden_size)
         self._build_memory()
         self._build_readout()
@@ -127,7 +128,8 @@ class LinearMixer(Mixer):
         for ones in (self.norm_weight, self.skip):
             if ones is not None:
                 ones.fill_(1)
-        if self.norm_bias is not None:
+        if self.spec.read.norm == "group":  # RWKV-6's
+            self.norm_weight.fill_(self.share**0.7)
             self.norm_bias.zero_()
         if self.spec.decay.kind == "exp":
             self.part("decay").zero_()  # memory fades alike for all tokens, at first

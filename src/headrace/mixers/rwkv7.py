@@ -86,7 +86,8 @@ class LowRank(SelfInitialised):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.down.zero_()
-        nn.init.orthogonal_(self.up, 0.1)
+        rank, width = self.up.shape
+        nn.init.orthogonal_(self.up, 0.1 * max(rank / width, 1) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x @ self.down) @ self.up
@@ -107,6 +108,7 @@ class RWKV7(Mixer):
         D, self.H = hidden_size, spec.num_heads(num_heads)
         self.K, _ = spec.head_dims(D, num_heads)
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
+        self.share = (layer_idx + 1) / num_layers  # of the layers, up to this one
         self.mix = nn.Parameter(torch.empty(len(self.STREAMS), D))  # of the token before, in what each stream reads
         self.q_proj = nn.Linear(D, D, bias=False)
         self.k_proj = nn.Linear(D, D, bias=False)
@@ -139,7 +141,7 @@ class RWKV7(Mixer):
         self.k_read.copy_(0.71 - 0.1 * (place - 0.5))
         self.k_rate.fill_(1.02)
         self.bonus.fill_(-0.04)
-        self.norm_weight.fill_(1)
+        self.norm_weight.fill_(self.share**0.7)
         self.norm_bias.zero_()
 
     def run(self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, MixerState]:
