@@ -60,7 +60,7 @@ def train(data, folder, **changes):
 
 @pytest.mark.parametrize(
     ("task", "changes"),
-    [(Mqar(keys=8, pairs=3, length=32), {}), (Needle(length=800), {"length": 800, "batch_tokens": 1600})],
+    [(Mqar(vocabulary=48, pairs=3, length=32), {}), (Needle(length=800), {"length": 800, "batch_tokens": 1600})],
     ids=["no text", "bytes"],
 )
 def test_a_task_is_trained_on_its_answers_alone(task, changes, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import math
 import re
 from datetime import datetime
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from headrace.tasks import (
     Dates,
     Digits,
     Induction,
+    KeyValue,
     Mqar,
     Needle,
     Pair,
@@ -32,8 +34,8 @@ from headrace.tasks.base import BLOCK
 from headrace.train.plan import Arm
 
 SYNTHETIC = (
-    Pair(), Pair(keys=9, pairs=7, queries=3), Mqar(), Mqar(keys=12, pairs=5, length=23), Reverse(), Dates(), Copy(),
-    SelectiveCopy(), Induction(),
+    Pair(), Pair(keys=9, pairs=7, queries=3), KeyValue(), KeyValue(keys=12, pairs=5, length=23), Mqar(),
+    Mqar(vocabulary=33, pairs=8, length=32), Reverse(), Dates(), Copy(), SelectiveCopy(), Induction(),
 )  # fmt: skip
 
 
@@ -57,8 +59,8 @@ def test_pair_asks_for_the_value_that_came_with_the_key(task):
         assert {nothing for _, nothing in ids[task.pairs :]} == {-1}
 
 
-@pytest.mark.parametrize("task", [Mqar(), Mqar(keys=12, pairs=5, length=23)], ids=repr)
-def test_mqar_asks_every_pair_once_and_fills_with_what_is_no_key(task):
+@pytest.mark.parametrize("task", [KeyValue(), KeyValue(keys=12, pairs=5, length=23)], ids=repr)
+def test_key_value_asks_every_pair_once_and_fills_with_what_is_no_key(task):
     for ids, labels in rows_of(task):
         stored = dict(zip(ids[: 2 * task.pairs : 2], ids[1 : 2 * task.pairs : 2], strict=True))
         asked = {ids[t]: label for t, label in enumerate(labels) if label != IGNORED}
@@ -66,10 +68,71 @@ def test_mqar_asks_every_pair_once_and_fills_with_what_is_no_key(task):
         assert all(i >= task.keys for i, label in zip(ids, labels, strict=True) if label == IGNORED and i not in stored)
 
 
-def test_mqar_asks_sooner_more_often_than_late():
-    labels = Mqar(length=128).sample(torch.Generator().manual_seed(0), 500)["shift_labels"]
+def test_key_value_asks_sooner_more_often_than_late():
+    labels = KeyValue(length=128).sample(torch.Generator().manual_seed(0), 500)["shift_labels"]
     asked = (labels != IGNORED).sum(0)
     assert asked[16:48].sum() > 2 * asked[96:].sum() > 0
+
+
+SMALL_MQAR = Mqar(vocabulary=40, pairs=3, length=24, power_a=0.3)
+
+
+@pytest.mark.parametrize("task", [Mqar(), Mqar(vocabulary=33, pairs=8, length=32), SMALL_MQAR], ids=repr)
+def test_mqar_asks_every_key_once_at_an_even_distance(task):
+    half, context = task.vocabulary // 2, 2 * task.pairs
+    for ids, labels in rows_of(task, 200):
+        keys, values = ids[:context:2], ids[1:context:2]
+        assert len(set(keys)) == len(set(values)) == task.pairs
+        assert min(keys) >= 1 and max(keys) < half <= min(values) and max(values) < task.vocabulary
+        asked = [t for t, label in enumerate(labels) if label != IGNORED]
+        assert sorted((ids[t], labels[t]) for t in asked) == sorted(zip(keys, values, strict=True))
+        assert all(t >= context and t % 2 == 0 for t in asked)
+    assert task.chance == 1 / len(range(half, task.vocabulary)) and task.vocab_size == task.vocabulary
+
+
+def mqar_literally(task, rng):
+    """One row of Zoology's law: tokens, and the gap of each pair's query."""
+    half, space = task.vocabulary // 2, (task.length - 2 * task.pairs) // 2
+    keys = rng.choice(np.arange(1, half), task.pairs, replace=False)
+    values = rng.choice(np.arange(half, task.vocabulary), task.pairs, replace=False)
+    law = task.power_a * np.arange(1, space + 1) ** (task.power_a - 1)
+    gaps = rng.choice(space, task.pairs, replace=False, p=law / law.sum())
+    row = [token for pair in zip(keys, values, strict=True) for token in pair]
+    for place in range(task.length - len(row)):
+        asked = [key for key, gap in zip(keys, gaps, strict=True) if place == 2 * gap]
+        row.append(asked[0] if asked else rng.integers(task.vocabulary))
+    return row, gaps
+
+
+def test_mqar_is_zoologys_law():
+    """How often every token stands at every place, and each pair's query at each gap, in as many rows of both."""
+    task, rows, rng = SMALL_MQAR, 4000, np.random.default_rng(0)
+    batch = task.sample(torch.Generator().manual_seed(0), rows)
+    ids, labels = batch["input_ids"].numpy(), batch["shift_labels"].numpy()
+    values = ids[:, 1 : 2 * task.pairs : 2]
+    gaps = ((labels[:, None] == values[..., None]).argmax(2) - 2 * task.pairs) // 2
+    theirs, their_gaps = (np.array(x) for x in zip(*(mqar_literally(task, rng) for _ in range(rows)), strict=True))
+    count = lambda x, size: np.stack([np.bincount(column, minlength=size) for column in x.T])  # noqa: E731
+    for ours, other in (
+        (count(ids, task.vocabulary), count(theirs, task.vocabulary)),
+        (count(gaps, 9), count(their_gaps, 9)),
+    ):
+        assert ours.shape == other.shape and ((ours == 0) == (other == 0)).all()
+        # Two counts of one law differ by a normal variable of variance at most their sum; 987 of them: 1e-6 beyond 6.
+        assert (np.abs(ours - other) <= 6 * np.sqrt(ours + other)).all()
+
+
+def test_mqar_asks_by_a_power_law():
+    """The first of 31 gaps is drawn with weights g^(a − 1), g = 1, 2, …: exactly so, to 6 standard errors."""
+    task, rows = Mqar(vocabulary=256, pairs=1, length=64), 4000
+    labels = task.sample(torch.Generator().manual_seed(0), rows)["shift_labels"] != IGNORED
+    law = torch.arange(1, 32, dtype=torch.float64) ** (0.01 - 1)
+    share, expected = labels[:, 2::2].double().mean(0), law / law.sum()
+    assert ((share - expected).abs() <= 6 * (expected * (1 - expected) / rows).sqrt()).all()
+
+
+def test_mqar_is_asked_beyond_its_length_as_far_as_its_vocabulary_admits():
+    assert list(Mqar(vocabulary=200).by_length(2)) == [64, 128]
 
 
 @pytest.mark.parametrize("task", [Copy(), Copy(symbols=3, length=6)], ids=repr)
@@ -107,7 +170,7 @@ def test_digits_are_pixels_in_order_and_a_digit():
     assert len(held_out) == 359 and not {ids for ids, _ in rows} & {tuple(ids) for ids in held_out.tolist()}
 
 
-@pytest.mark.parametrize("task", [Mqar(), Copy(), SelectiveCopy(), Induction()], ids=repr)
+@pytest.mark.parametrize("task", [KeyValue(), Mqar(), Copy(), SelectiveCopy(), Induction()], ids=repr)
 def test_what_is_learnt_at_one_length_is_tested_at_others(task):
     parts = task.by_length(5)
     assert list(parts) == [task.length * times for times in (1, 2, 4, 8)]
@@ -134,7 +197,13 @@ def test_rows_depend_on_the_seed_alone(task):
     [
         lambda: Pair(keys=4, pairs=5),
         lambda: Pair().resized(7),
-        lambda: Mqar(pairs=8, length=20),
+        lambda: KeyValue(pairs=8, length=20),
+        lambda: Mqar(pairs=8, length=30),
+        lambda: Mqar(pairs=8, length=33),
+        lambda: Mqar(pairs=0),
+        lambda: Mqar(vocabulary=64),
+        lambda: Mqar(power_a=0.0),
+        lambda: Mqar(power_a=math.nan),
         lambda: Copy(length=7),
         lambda: SelectiveCopy(copied=5, length=9),
         lambda: Induction(length=2),
@@ -152,7 +221,10 @@ def test_impossible_rows_are_refused(make):
 
 @pytest.mark.parametrize(
     "task",
-    [Pair().resized(10), Pair().resized(100), Mqar().resized(12), Text().resized(9), Reverse().resized(12)],
+    [
+        *(Pair().resized(10), Pair().resized(100), KeyValue().resized(12), Mqar().resized(12)),
+        *(Text().resized(9), Reverse().resized(12)),
+    ],
     ids=repr,
 )
 def test_a_task_at_another_length(task):

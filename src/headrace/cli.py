@@ -57,7 +57,7 @@ def compare(
     mixers: Annotated[
         str | None, typer.Option(help="Names or expressions, with commas between (see `zoo`), or all.")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="A name, with fields if need be: mqar(pairs=16).")] = None,
+    task: Annotated[str | None, typer.Option(help="A name, with fields if need be: key-value(pairs=16).")] = None,
     text: Annotated[list[str] | None, typer.Option(help="A text file for language modelling.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A `tokenizers` JSON file; bytes without one.")] = None,
     seeds: Annotated[int | None, typer.Option(help="How many.")] = None,

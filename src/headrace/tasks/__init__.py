@@ -6,6 +6,7 @@ from .copy import Copy
 from .dates import Dates
 from .digits import Digits
 from .induction import Induction
+from .key_value import KeyValue
 from .masked import Masked
 from .mqar import Mqar
 from .needle import Needle
@@ -16,12 +17,11 @@ from .sequences import Sequences
 from .spans import Spans
 from .text import Text
 
-TASKS: dict[str, type[Task]] = {
-    task.name: task
-    for task in (Pair, Mqar, Copy, SelectiveCopy, Induction, Needle, Digits, Text, Masked, Reverse, Dates, Spans)
-}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (
+    Pair, KeyValue, Mqar, Copy, SelectiveCopy, Induction, Needle, Digits, Text, Masked, Reverse, Dates, Spans,
+)}  # fmt: skip
 
 __all__ = [
-    "IGNORED", "TASKS", "Answers", "Copy", "Dates", "Digits", "Induction", "Masked", "Metric", "Mqar", "Needle",
-    "Pair",    "Reverse", "Rows", "SelectiveCopy", "Sequences", "Spans", "Task", "Text",
+    "IGNORED", "TASKS", "Answers", "Copy", "Dates", "Digits", "Induction", "KeyValue", "Masked", "Metric", "Mqar",
+    "Needle", "Pair", "Reverse", "Rows", "SelectiveCopy", "Sequences", "Spans", "Task", "Text",
 ]  # fmt: skip

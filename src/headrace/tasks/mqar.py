@@ -1,11 +1,13 @@
-"""Multi-query associative recall (https://arxiv.org/abs/2312.04927): keys and values are tokens of their own.
+"""Multi-query associative recall (https://arxiv.org/abs/2312.04927), as HazyResearch/zoology draws it.
 
-    position   1   2   3   4   5   6   7   8   9   10
-    input      k3  v7  k1  v2  v5  k1  v4  v9  k3  v1        pairs, then queries among values that mean nothing
-    answer                         v2          v7
+    position   1   2   3   4   5   6   7   8   9   10  11  12
+    input      k3  v7  k1  v2  k1  x   x   x   k3  x   x   x        pairs, then queries; x is any token
+    answer                     v2              v7
 
-The model has first to learn that a value belongs to the key before it, then to store, find and say it. Most queries
-come soon after the pairs, some late: gaps follow a power law.
+The lower half of the vocabulary without 0 is keys, the upper half values. All keys of a row differ, as do its values,
+and every key is asked for once. A query is an even number of positions after the pairs, 2g, where the different g of a
+row are drawn one after another with weights (g + 1)^(power_a − 1): most come soon, some late. All else is noise
+from the whole vocabulary, keys of the row among it.
 """
 
 from dataclasses import dataclass, replace
@@ -15,48 +17,55 @@ import torch
 
 from ..errors import InputError
 from ..loss import IGNORED
-from .base import Batch, Drawn
-
-GAP_EXPONENT = -0.99  # of the density of a query's distance from the pairs
+from .base import LONGER, Batch, Drawn
 
 
 @dataclass(frozen=True)
 class Mqar(Drawn):
-    keys: int = 64  # and as many values
+    vocabulary: int = 8192
     pairs: int = 8
     length: int = 64
+    power_a: float = 0.01  # 1: all distances are equally likely
 
     name: ClassVar[str] = "mqar"
 
     def __post_init__(self) -> None:
-        if not (1 <= self.pairs <= self.keys and 3 * self.pairs <= self.length):
+        even = self.length % 2 == 0
+        if not (even and self.pairs >= 1 and 4 * self.pairs <= self.length < self.vocabulary):
             raise InputError(
-                f"the task mqar has {self.pairs} pairs of {self.keys} different keys in a row of {self.length}; "
-                "expected pairs <= keys and length >= 3 * pairs"
+                f"the task mqar has {self.pairs} pairs in a row of {self.length} with a vocabulary of "
+                f"{self.vocabulary}; expected pairs >= 1, an even length >= 4 * pairs and a vocabulary > length"
             )
+        if not 0 < self.power_a <= 1:
+            raise InputError(f"mqar.power_a={self.power_a}; expected more than 0 and at most 1")
 
     @property
     def chance(self) -> float:
-        return 1 / self.keys
+        return 1 / (self.vocabulary - self.vocabulary // 2)
 
     @property
     def vocab_size(self) -> int:
-        return 2 * self.keys
+        return self.vocabulary
 
     def resized(self, length: int) -> "Mqar":
-        return replace(self, length=length, pairs=min(self.pairs, max(length // 3, 1)))
+        return replace(self, length=length, pairs=min(self.pairs, max(length // 4, 1)))
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
-        start, stop = self.keys, 2 * self.keys
-        keys = torch.rand(rows, self.keys, generator=generator).argsort(1)[:, : self.pairs]
-        values = torch.randint(start, stop, (rows, self.pairs), generator=generator)
-        ids = torch.randint(start, stop, (rows, self.length), generator=generator)
+        half, space = self.vocabulary // 2, self.length // 2 - self.pairs
+        keys = self._different(torch.ones(half - 1), generator, rows) + 1
+        values = self._different(torch.ones(self.vocabulary - half), generator, rows) + half
+        gaps = self._different(torch.arange(1.0, space + 1).pow(self.power_a - 1), generator, rows)
+        asked_at = 2 * (self.pairs + gaps)
+        ids = torch.randint(self.vocabulary, (rows, self.length), generator=generator)
         ids[:, : 2 * self.pairs] = torch.stack([keys, values], 2).flatten(1)
-        asked_at = 2 * self.pairs + self._gaps(generator, rows)
         labels = torch.full_like(ids, IGNORED)
         return {"input_ids": ids.scatter(1, asked_at, keys), "shift_labels": labels.scatter(1, asked_at, values)}
 
-    def _gaps(self, generator: torch.Generator, rows: int) -> torch.Tensor:
-        """Different distances from the pairs, [rows, pairs]."""
-        weights = torch.arange(1.0, self.length - 2 * self.pairs + 1).pow(GAP_EXPONENT)
+    def _different(self, weights: torch.Tensor, generator: torch.Generator, rows: int) -> torch.Tensor:
+        """As many different indices as there are pairs, drawn one after another by these weights, [rows, pairs]."""
         return torch.multinomial(weights.expand(rows, -1), self.pairs, generator=generator)
+
+    def by_length(self, rows: int) -> dict[int, Batch]:
+        """As far as the vocabulary admits."""
+        lengths = [times * self.length for times in LONGER if times * self.length < self.vocabulary]
+        return {length: self.resized(length).held_out(rows) for length in lengths}
