@@ -332,3 +332,11 @@ def test_order_one_by_length_is_the_running_mean_and_linear_attention():
     length = torch.arange(1, 31)[:, None, None]
     mean = (v.cumsum(1) + linear_attention(q, k, v)[0]) / length
     assert error(layer(x)[0], layer.o_proj(mean.flatten(-2))) <= 1e-12
+
+
+def test_what_is_kept_of_values_has_the_precision_of_keys():
+    spec = SoftmaxRNNSpec(numerator="cosine", denominator="input-length")
+    layer = mixers.build(spec, hidden_size=D, num_heads=H)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = layer(torch.randn(2, 5, D))
+    assert state.k.dtype == state.v.dtype == torch.bfloat16 and y.isfinite().all()

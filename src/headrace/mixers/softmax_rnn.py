@@ -31,9 +31,14 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int], float]]] 
     "elu+1": (FEATURE_MAPS["elu+1"], lambda d: d**0.5),
     "cosine": (l2_norm, lambda d: 1.0),
 }
-# The least that a denominator is, as in the paper's code: of a sum, of a length, of the root of a mean square plus ε.
-# Norms are F.normalize, nn.RMSNorm and nn.LayerNorm there, with the defaults that they have in float32.
-FLOORS = {"detached": 1.0, "l2": 1e-12, "rms": torch.finfo(torch.float32).eps ** 0.5, "layer": 1e-5**0.5}
+# The least that a denominator is, as a logarithm: of a sum, of a length, of the root of a mean square plus ε. As in the
+# paper's code, where norms are F.normalize, nn.RMSNorm and nn.LayerNorm with the defaults that they have in float32.
+LOG_FLOORS = {
+    "detached": 0.0,
+    "l2": math.log(1e-12),
+    "rms": math.log(torch.finfo(torch.float32).eps) / 2,
+    "layer": math.log(1e-5) / 2,
+}
 
 
 class SoftmaxRNN(Mixer):
@@ -81,12 +86,12 @@ class SoftmaxRNN(Mixer):
             v, gate = v * gate, None
         if self.power is not None:
             seen = positions + 1 if self.causal else sequences.totals(x)
-            v = v / seen[..., None, None].to(accumulator(v)) ** torch.sigmoid(self.power)[:, None]
+            v = (v / seen[..., None, None].to(accumulator(v)) ** torch.sigmoid(self.power)[:, None]).to(v.dtype)
         if cu_seqlens is None:
-            state = extended(state, k, v.to(x.dtype), None)
+            state = extended(state, k, v, None)
             out = self.read(q, *state)
         else:
-            out, state = attend_packed(self.read, q, k, v.to(x.dtype), state, cu_seqlens.diff().tolist())
+            out, state = attend_packed(self.read, q, k, v, state, cu_seqlens.diff().tolist())
         out = out if gate is None else out * gate
         return self.o_proj(out.to(x.dtype).flatten(-2)), state
 
@@ -98,8 +103,8 @@ class SoftmaxRNN(Mixer):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What a norm divides, [B, T, H, d], which is linear in v; and the least that the norm is, [B, T, H, 1]."""
         allowed = visible(q, k, valid, self.causal)[:, None]
-        weights, log_scale = numerator(q, k, self.spec, allowed)
-        floor = FLOORS.get(self.spec.denominator, 0.0) * torch.exp(-log_scale)
+        weights, m = numerator(q, k, self.spec, allowed)
+        floor = torch.exp(LOG_FLOORS.get(self.spec.denominator, -math.inf) - m)
         if self.spec.denominator == "sum":
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=NORMALISER_EPS)  # 0 where no relus meet
         if self.spec.denominator == "detached":
@@ -142,8 +147,6 @@ def numerator(q: Tensor, k: Tensor, spec: SoftmaxRNNSpec, allowed: Tensor) -> tu
     if spec.numerator != "exp":
         return logits * allowed, m
     logits = logits.masked_fill(~allowed, -torch.inf)
-    if spec.denominator in ("sum", *FLOORS):
-        m = logits.amax(-1, keepdim=True).detach()
-    if floor := FLOORS.get(spec.denominator):
-        m = m.clamp(min=math.log(floor))
+    if spec.denominator in ("sum", *LOG_FLOORS):
+        m = logits.amax(-1, keepdim=True).detach().clamp(min=LOG_FLOORS.get(spec.denominator, -math.inf))
     return (logits - m).exp(), m
