@@ -166,7 +166,7 @@ def test_sinusoids():
 @pytest.mark.parametrize(
     ("mixer", "sentence"),
     [
-        ("sliding-window(pattern.window=0)", "expected window and block of at least 1"),
+        ("sliding-window(pattern.window=0)", "window=0; expected at least 1"),
         ("flash-reference(null=true)", "form='tiles' knows neither"),
         ("gqa(buckets=3)", "buckets=3; expected at least 4"),
     ],

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from headrace import zoo
 from headrace.errors import InputError
 from headrace.moe import MixtureOfExperts, Routing, balance_loss
 from headrace.stack_spec import BlockStyle, Decoder, Experts, Layer
@@ -78,6 +79,7 @@ def test_training_pays_for_an_uneven_load():
 def test_what_cannot_be():
     with pytest.raises(InputError, match=r"experts\.chosen=3 of experts\.count=2"):
         Experts(2, 3)
-    for layer, missing in ((Layer(None, "experts"), "experts"), (Layer(None, shared=True), "shared")):
+    gla = zoo.get("gla")
+    for layer, missing in ((Layer(gla, "experts"), "experts"), (Layer(gla, shared=True), "shared")):
         with pytest.raises(InputError, match=rf"style\.{missing} is none"):
             Decoder((layer,), BlockStyle())

@@ -15,6 +15,7 @@ SOURCE = ROOT / "src" / "headrace"
 # Each part may import those before it.
 ORDER = [
     "errors",
+    "records",
     "literal",
     "attention_spec",
     "scan_spec",

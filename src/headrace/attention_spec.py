@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from .errors import InputError
+from .records import NonNegativeInt, PositiveInt, Range, Record, require_positive
 
 
 @dataclass(frozen=True)
-class Pattern:
+class Pattern(Record):
     """The tokens seen, when they are not all: the last `window` (the token itself is one of them), the first `first`
     of the sequence, and `random` blocks of those between.
 
@@ -16,15 +17,11 @@ class Pattern:
     probability, which lets a sequence without end be decoded with a bounded cache.
     """
 
-    window: int
-    first: int = 0
-    random: int = 0
-    block: int = 16  # tokens of a random block
+    window: PositiveInt
+    first: NonNegativeInt = 0
+    random: NonNegativeInt = 0
+    block: PositiveInt = 16  # tokens of a random block
     seed: int = 0  # of the choice of random blocks; the same for all heads and sequences
-
-    def __post_init__(self) -> None:
-        if min(self.window, self.block) < 1 or min(self.first, self.random) < 0:
-            raise InputError(f"{self}: expected window and block of at least 1, first and random of at least 0")
 
     @property
     def far(self) -> int:
@@ -38,24 +35,25 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(Record):
     """Softmax attention. As it stands, with rotary positions and every earlier token seen: the yardstick."""
 
-    kv_heads: int | None = None  # each shared by consecutive query heads; None: as many as query heads
+    kv_heads: PositiveInt | None = None  # each shared by consecutive query heads; None: as many as query heads
     rotary: bool = True
-    count: int | None = None  # None: the model's num_heads
-    buckets: int | None = None  # of distances, with a learned bias per head each (T5); None: no bias
+    count: PositiveInt | None = None  # None: the model's num_heads
+    # of distances, with a learned bias per head each (T5), half of them for single distances; None: no bias
+    buckets: Annotated[int, Range("at least 4", lambda n: n >= 4)] | None = None
     null: bool = False  # one more logit, of 0, whose value is 0: a head may read nothing
     scale: Literal["key", "one", "half-key"] = "key"  # of the logits: d^-1/2, 1 (T5), (d/2)^-1/2 (Zamba)
     form: Literal["sdpa", "tiles"] = "sdpa"  # tiles: FlashAttention's, written out
     pattern: Pattern | None = None  # None: every earlier token
     bias: bool = False  # of the four projections
 
-    def __post_init__(self) -> None:
-        if self.form == "tiles" and (self.buckets is not None or self.null or self.pattern is not None):
-            raise InputError("form='tiles' knows neither buckets, null nor pattern; expected none of them")
-        if self.buckets is not None and self.buckets < 4:
-            raise InputError(f"buckets={self.buckets}; expected at least 4, half of them for single distances")
+    def _objections(self):
+        yield (
+            self.form == "tiles" and (self.buckets is not None or self.null or self.pattern is not None),
+            "form='tiles' knows neither buckets, null nor pattern; expected none of them",
+        )
 
     def num_heads(self, default: int) -> int:
         return self.count or default
@@ -64,6 +62,7 @@ class AttentionSpec:
         return []
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
+        require_positive(hidden_size=hidden_size, num_heads=num_heads)
         H = self.num_heads(num_heads)
         if hidden_size % H:
             raise InputError(f"num_heads={H} does not divide hidden_size={hidden_size}")

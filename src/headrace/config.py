@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from . import zoo
 from .errors import InputError, nearest
 from .model import Sizes, default_intermediate_size
+from .records import require_positive
 from .spec import Spec, from_json, to_json
 from .stack_spec import BlockStyle, Decoder, Layer, as_decoder, as_layers, as_style
 
@@ -89,10 +90,8 @@ class HeadraceConfig(PreTrainedConfig):
         return super().from_dict(kept | changed, **kwargs)
 
     def _check_values(self) -> None:
-        for name in SIZES:
-            value = getattr(self, name)
-            if (type(value) is not int or value < 1) and (name, value) != ("intermediate_size", None):
-                raise InputError(f"{name}={value!r}; expected a positive integer")
+        sizes = {name: getattr(self, name) for name in SIZES}
+        require_positive(**{name: n for name, n in sizes.items() if (name, n) != ("intermediate_size", None)})
         for name in ("norm_eps", "rope_theta"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value < math.inf:

@@ -6,23 +6,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import InputError
+from .records import PositiveFloat, PositiveInt, Record, require_positive
 
 
 @dataclass(frozen=True)
-class MatrixSpec:
+class MatrixSpec(Record):
     """S ← A_t S + kᵀ v, with an A_t that is neither a decay per key channel nor that with a delta rule."""
 
     kind: Literal["rwkv7", "gla-outer"]
-    rank: int | None = None  # of the low-rank projections; None: what the papers take at this hidden size
-    expand_k: float = 1.0
-    expand_v: float = 1.0
-    count: int | None = None  # heads; None: the model's num_heads
+    rank: PositiveInt | None = None  # of the low-rank projections; None: what the papers take at this hidden size
+    expand_k: PositiveFloat = 1.0
+    expand_v: PositiveFloat = 1.0
+    count: PositiveInt | None = None  # heads; None: the model's num_heads
 
-    def __post_init__(self) -> None:
-        if self.rank is not None and self.rank < 1:
-            raise InputError(f"rank={self.rank}; expected at least 1")
-        if self.kind == "rwkv7" and (self.expand_k != 1 or self.expand_v != 1):
-            raise InputError(f"kind='rwkv7' has no expand_k and expand_v; got {self.expand_k} and {self.expand_v}")
+    def _objections(self):
+        yield (
+            self.kind == "rwkv7" and (self.expand_k != 1 or self.expand_v != 1),
+            f"kind='rwkv7' has no expand_k and expand_v; got {self.expand_k} and {self.expand_v}",
+        )
 
     def num_heads(self, default: int) -> int:
         return self.count or default
@@ -32,6 +33,7 @@ class MatrixSpec:
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """(K, V) per head. Raises InputError where the widths do not divide."""
+        require_positive(hidden_size=hidden_size, num_heads=num_heads)
         H, dims = self.num_heads(num_heads), []
         for name in ("expand_k", "expand_v"):
             width = round(getattr(self, name) * hidden_size, 6)  # 58 / 56 · 56 is not 58 in float64

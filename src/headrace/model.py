@@ -21,6 +21,7 @@ from .mixers.base import Mixer
 from .mixers.positions import sinusoidal
 from .moe import MixtureOfExperts
 from .packing import count_tokens
+from .records import NonNegativeFloat, PositiveFloat, PositiveInt, Record
 from .spec import AttentionSpec, Spec
 from .stack_spec import BlockStyle, Layer, as_layers
 
@@ -28,15 +29,15 @@ PIECE = 1024  # tokens of a long prompt at a time
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(Record):
     """What all blocks of a stack share."""
 
-    hidden_size: int
-    num_heads: int
-    intermediate_size: int | None  # the MLP's width; None: blocks without an MLP
-    norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    max_positions: int = 2048  # of a learned table
+    hidden_size: PositiveInt
+    num_heads: PositiveInt
+    intermediate_size: PositiveInt | None  # the MLP's width; None: blocks without an MLP
+    norm_eps: NonNegativeFloat = 1e-6
+    rope_theta: PositiveFloat = 10000.0
+    max_positions: PositiveInt = 2048  # of a learned table
     style: BlockStyle = field(default_factory=BlockStyle)
     causal: bool = True  # False: an encoder's, whose tokens see all others
     cross: AttentionSpec | None = None  # how a block reads another sequence between mixer and MLP; None: not at all

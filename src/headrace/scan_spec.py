@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from .errors import InputError
+from .records import PositiveFloat, PositiveInt, Range, Record, require_positive
 
 # The fields that mean something to each kind, and must be given; the others must be left alone.
 FIELDS: dict[str, set[str]] = {
@@ -16,20 +17,16 @@ FIELDS: dict[str, set[str]] = {
 
 
 @dataclass(frozen=True)
-class ScanSpec:
+class ScanSpec(Record):
     """A mixer that runs one small recurrence per channel."""
 
     kind: Literal["mamba", "s4", "s4d", "rwkv4"]
-    state_size: int | None = None  # numbers that a channel carries; for s4 and s4d pairs of them are complex
-    conv: int | None = None  # width of the causal depthwise convolution before the recurrence
-    expand: float = 1.0  # channels of the recurrence over hidden size
-    rank: int | None = None  # of the projection to mamba's step size; None: hidden size / 16
+    state_size: PositiveInt | None = None  # numbers that a channel carries; for s4 and s4d pairs of them are complex
+    # width of the causal depthwise convolution before the recurrence
+    conv: Annotated[int, Range("at least 2", lambda n: n >= 2)] | None = None
+    expand: PositiveFloat = 1.0  # channels of the recurrence over hidden size
+    rank: PositiveInt | None = None  # of the projection to mamba's step size; None: hidden size / 16
     norm: bool = False  # of mamba's step sizes, B and C, as they come from their projection (Jamba)
-
-    def __post_init__(self) -> None:
-        for condition, reason in self._objections():
-            if condition:
-                raise InputError(reason)
 
     def _objections(self):
         wanted = FIELDS[self.kind]
@@ -37,16 +34,12 @@ class ScanSpec:
             value = getattr(self, name)
             yield name in wanted and value is None, f"kind={self.kind!r} needs {name}; got none"
             yield name not in wanted and value is not None, f"kind={self.kind!r} has no {name}; got {value}"
-        least = {"mamba": 1, "s4": 2, "s4d": 2, "rwkv4": 0}[self.kind]
-        size = self.state_size or 0
-        yield size < least or size % max(least, 1), f"state_size={size}; expected a positive multiple of {least}"
-        yield self.conv is not None and self.conv < 2, f"conv={self.conv}; expected a width of at least 2"
+        pairs = self.kind in ("s4", "s4d")
+        yield pairs and (self.state_size or 0) % 2 == 1, f"state_size={self.state_size}; expected a multiple of 2"
         mamba = self.kind == "mamba"
         yield not mamba and self.expand != 1, f"kind={self.kind!r} has no expand; got {self.expand}"
         yield not mamba and self.rank is not None, f"kind={self.kind!r} has no rank; got {self.rank}"
         yield not mamba and self.norm, f"kind={self.kind!r} has no norm; expected norm=False"
-        yield self.expand <= 0, f"expand={self.expand}; expected a positive number"
-        yield self.rank is not None and self.rank < 1, f"rank={self.rank}; expected at least 1"
 
     def num_heads(self, default: int) -> int:
         return 1
@@ -56,6 +49,7 @@ class ScanSpec:
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """(numbers that a channel carries, channels). Raises InputError where expand gives no whole number of them."""
+        require_positive(hidden_size=hidden_size, num_heads=num_heads)
         width = round(self.expand * hidden_size, 6)  # 58 / 56 · 56 is not 58 in float64
         if width % 1:
             raise InputError(f"expand={self.expand} times hidden_size={hidden_size} is no whole number of channels")

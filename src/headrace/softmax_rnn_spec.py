@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import InputError
+from .records import NonNegativeInt, Record, require_positive
 
 NORMS = ("l2", "rms", "layer")
 
 
 @dataclass(frozen=True)
-class SoftmaxRNNSpec:
+class SoftmaxRNNSpec(Record):
     """Σ_s w(q_t, k_s) v_s over a denominator (arXiv 2507.23632, section 4.5). As it stands: softmax attention.
 
     With x the logit of a query and a key, w is e^x ("exp"), or x itself where "relu", "elu+1" or "cosine" is first
@@ -18,7 +19,7 @@ class SoftmaxRNNSpec:
     """
 
     numerator: Literal["exp", "relu", "elu+1", "cosine"] = "exp"
-    order: int | None = None
+    order: NonNegativeInt | None = None
     clamp: float | None = None  # largest logit; None: any
     # detached: the sum, at least 1, without a gradient; gates: σ of the token's input, per head, on what is read or on
     # v; input-length: v_s over n^σ(c), n the number of tokens that token s sees, c a parameter per head
@@ -28,14 +29,8 @@ class SoftmaxRNNSpec:
     affine: bool = False  # a norm has a weight per channel of a head ("layer": and a bias)
     by_length: bool = False  # also divided by the number of tokens seen
 
-    def __post_init__(self) -> None:
-        for condition, reason in self._objections():
-            if condition:
-                raise InputError(reason)
-
     def _objections(self):
         order = self.order
-        yield order is not None and order < 0, f"order={order}; expected at least 0"
         signed = {"exp": order is not None and order % 2 == 1, "cosine": order is None or order % 2 == 1}
         yield (
             self.denominator in ("sum", "detached") and signed.get(self.numerator, False),
@@ -60,6 +55,7 @@ class SoftmaxRNNSpec:
         return []
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
+        require_positive(hidden_size=hidden_size, num_heads=num_heads)
         if hidden_size % num_heads or (hidden_size // num_heads) % 2:
             raise InputError(
                 f"num_heads={num_heads} does not divide hidden_size={hidden_size} into even heads, which rotate"

@@ -6,37 +6,40 @@ Each kind named here is a key of a table of small modules in `gates.py` (or a br
 
 import dataclasses
 import math
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, replace
+from types import NoneType
+from typing import Annotated, Any, Literal
 
 from .attention_spec import AttentionSpec, Pattern
 from .errors import InputError
 from .matrix_spec import MatrixSpec
 from .model_spec import RecurrentSpec
+from .records import Kind, PositiveFloat, PositiveInt, Range, Record, checked, fields, require_positive
 from .scan_spec import ScanSpec
 from .softmax_rnn_spec import SoftmaxRNNSpec
 
 
 @dataclass(frozen=True)
-class Heads:
+class Heads(Record):
     """Widths: all heads together have expand_k · hidden size key and expand_v · hidden size value dimensions."""
 
-    expand_k: float = 1.0
-    expand_v: float = 1.0
-    qk_groups: int | None = None  # heads of q and k, each shared by consecutive value heads; None: one for each
-    count: int | None = None  # None: the model's num_heads
-    key_dim: int | None = None  # of each head; None: what expand_k gives
+    expand_k: PositiveFloat = 1.0
+    expand_v: PositiveFloat = 1.0
+    qk_groups: PositiveInt | None = None  # heads of q and k, each shared by consecutive value heads; None: one for each
+    count: PositiveInt | None = None  # None: the model's num_heads
+    key_dim: PositiveInt | None = None  # of each head; None: what expand_k gives
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(Record):
     """From the layer's input to q, k, v, in this order: short convolution with SiLU, feature map, norm, rotation.
 
     taylor-n: features whose products are e^x cut off after order n, x the logit. It is taken of q and k after their
     rotation, and of read.scale's logits.
     """
 
-    conv: int = 0  # width of the causal depthwise convolution over q, k and v; 0: none
+    # width of the causal depthwise convolution over q, k and v; 0: none
+    conv: Annotated[int, Range("0 or at least 2", lambda n: n == 0 or n >= 2)] = 0
     conv_bias: bool = False
     shift: Literal["none", "ddlerp"] = "none"  # RWKV-6's data-dependent mix with the previous token
     feature_map: Literal[
@@ -59,24 +62,25 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Decay:
+class Decay(Record):
     """How memory fades. The kind fixes the shape of log_decay: [H] retnet, [B,T,H] softplus, [B,T,H,K] the others."""
 
     kind: Literal["none", "retnet", "xpos", "softplus", "sigmoid", "exp", "softplus-vector"] = "none"
-    rank: int | None = None  # of the low-rank projection of a vector decay; None: the head's key dimension
+    rank: PositiveInt | None = None  # of the low-rank projection of a vector decay; None: the head's key dimension
 
 
 @dataclass(frozen=True)
-class Write:
+class Write(Record):
     """What is added to memory: k ᵀ v ("add"), or k ᵀ (v − what is stored under k) ("delta"), with strength β."""
 
     rule: Literal["add", "delta"] = "add"
     beta: Literal["one", "sigmoid", "dt"] = "one"  # "dt": the step size of the softplus decay
-    look: int | None = None  # β also sees what memory lacks of v, as it was at the start of a chunk of so many tokens
+    # β also sees what memory lacks of v, as it was at the start of a chunk of so many tokens
+    look: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
-class Read:
+class Read(Record):
     """From memory to the layer's output: bonus and scale inside the op, then D skip, norm and output gate."""
 
     norm: Literal["none", "sum", "rms", "group", "rms-joint"] = "rms"  # rms, group: per head; rms-joint: over all heads
@@ -88,7 +92,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Competition:
+class Competition(Record):
     """Softmax linear attention: heads compete for what is written and read (arXiv 2602.01744, equations 3-16)."""
 
     read: Literal["none", "query", "norm"] = (
@@ -98,12 +102,13 @@ class Competition:
     source: Literal["head", "diag", "query", "hidden"] = "head"  # what the scores are computed from
     activation: Literal["softmax", "sigmoid", "null"] = "softmax"  # null: softmax with one more, empty, slot
     scale: Literal["identity", "one"] = "identity"  # identity: zero scores give a gate of 1; one: as the paper
-    temperature: float = 1.0
-    rank: int = 1  # memories of each head, which compete too: a joint gate of this rank, at as many times the cost
+    temperature: PositiveFloat = 1.0
+    # memories of each head, which compete too: a joint gate of this rank, at as many times the cost
+    rank: PositiveInt = 1
 
 
 @dataclass(frozen=True)
-class MixerSpec:
+class MixerSpec(Record):
     """A linear-time token mixer. `competition=None` is the plain backbone."""
 
     heads: Heads = field(default_factory=Heads)
@@ -112,11 +117,6 @@ class MixerSpec:
     write: Write = field(default_factory=Write)
     read: Read = field(default_factory=Read)
     competition: Competition | None = None
-
-    def __post_init__(self) -> None:
-        for condition, reason in self._objections():
-            if condition:
-                raise InputError(reason)
 
     def _objections(self):
         inputs, decay, write, read, gate = self.inputs, self.decay, self.write, self.read, self.competition
@@ -155,10 +155,6 @@ class MixerSpec:
             f"write.look={write.look} makes β depend on what the delta rule corrects; expected write.rule='delta' and "
             f"write.beta='sigmoid', got {write.rule!r} and {write.beta!r}",
         )
-        yield (write.look is not None and write.look < 1, f"write.look={write.look}; expected at least 1 token")
-        yield (inputs.conv < 0 or inputs.conv == 1, f"inputs.conv must be 0 or at least 2; got {inputs.conv}")
-        key_dim = self.heads.key_dim
-        yield (key_dim is not None and key_dim < 1, f"heads.key_dim must be at least 1; got {key_dim}")
         if gate is None:
             return
         yield (gate.read == gate.write == "none", "competition with read='none' and write='none' gates nothing")
@@ -166,12 +162,10 @@ class MixerSpec:
             gate.write == "beta" and write.beta != "sigmoid",
             f"competition.write='beta' acts inside β's logit and needs write.beta='sigmoid'; got {write.beta!r}",
         )
-        yield (gate.rank < 1, f"competition.rank={gate.rank}; expected at least 1 memory per head")
         yield (
             gate.rank > 1 and gate.write == "none",
             f"competition.rank={gate.rank} with competition.write='none': the memories of a head would hold the same",
         )
-        yield (gate.temperature <= 0, f"competition.temperature must be positive; got {gate.temperature}")
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
         """Sentences naming each gate of this spec that cannot act, or hardly (empty: all gates act)."""
@@ -200,6 +194,7 @@ class MixerSpec:
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """(K, V) per head. Raises InputError where the widths do not divide."""
+        require_positive(hidden_size=hidden_size, num_heads=num_heads)
         H = self.num_heads(num_heads)
         dims = self.heads.key_dim or self._share("expand_k", hidden_size, H), self._share("expand_v", hidden_size, H)
         groups = self.heads.qk_groups
@@ -211,7 +206,7 @@ class MixerSpec:
 
     def _share(self, name: str, hidden_size: int, H: int) -> int:
         width = round(getattr(self.heads, name) * hidden_size, 6)  # 58 / 56 · 56 is not 58 in float64
-        if width % H:
+        if width % H or width < H:
             raise InputError(
                 f"num_heads={H} does not divide heads.{name} · hidden_size = {width:g}; expected a multiple of {H}"
             )
@@ -270,63 +265,56 @@ def to_json(spec) -> Any:
     """A spec as plain dicts, lists and literals; `from_json` reads it back to an equal spec."""
     if isinstance(spec, tuple):
         return [to_json(item) for item in spec]
-    if not dataclasses.is_dataclass(spec):
+    if not isinstance(spec, Record):
         return spec
-    kind = next((name for name, cls in TYPES.items() if type(spec) is cls), None)
-    return ({"type": kind} if kind else {}) | {f.name: to_json(getattr(spec, f.name)) for f in fields(spec)}
+    cls: Any = type(spec)
+    data = {name: to_json(getattr(spec, name)) for name in fields(cls)}
+    kind = next((name for name, of in TYPES.items() if of is cls), None)
+    return {"type": kind} | data if kind else data
 
 
-def from_json(data: dict[str, Any]):
-    data = dict(data)
-    kind = data.pop("type", "linear")
-    if kind not in TYPES:
+def from_json(data: Any, where: str = ""):
+    """The spec that `to_json` wrote. Raises InputError, which calls it `where`, for anything that is none."""
+    if not isinstance(data, dict):
+        raise InputError(f"{where or 'mixer'}={data!r}; expected a dict as to_json returns it")
+    kind = data.get("type", "linear")
+    if not isinstance(kind, str) or kind not in TYPES:
         raise InputError(f"mixer type {kind!r} is unknown; expected one of {', '.join(TYPES)}")
-    return record(TYPES[kind], data, kind)
+    return record(TYPES[kind], {name: value for name, value in data.items() if name != "type"}, where or kind)
 
 
 def record(cls, data: dict[str, Any], where: str):
     """A record of literals and records from plain dicts. Raises InputError for what its fields do not admit."""
-    return cls(**admitted(cls, data, where))
+    values = admitted(cls, data, where)
+    needed = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := next((name for name in needed if name not in values), None):
+        raise InputError(f"{where} has no {missing}; expected one")
+    return cls(**values)
 
 
 def admitted(cls, data: dict[str, Any], where: str) -> dict[str, Any]:
     """Values of fields as a record holds them. InputError, which calls it `where`, for what the fields do not admit."""
-    known = {f.name: f for f in fields(cls)}
-    hints, values = get_type_hints(cls), {}
+    known, values = fields(cls), {}
     for name, value in data.items():
         if name not in known:
             raise InputError(f"{where} has no field {name!r}; expected one of {', '.join(known)}")
-        values[name] = _value(value, hints[name], f"{where}.{name}")
+        path = f"{where}.{name}"
+        values[name] = checked(_value(value, known[name], path), known[name], path)
     return values
 
 
-def _value(value, hint, where: str):
-    nested = next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)
-    if nested is None or not isinstance(value, dict | list):
-        return value if dataclasses.is_dataclass(value) else _check(value, hint, where)
-    if isinstance(value, list):
-        return tuple(_value(item, nested, f"{where}.{i}") for i, item in enumerate(value))
-    return from_json(value) if "type" in value else record(nested, value, where)
-
-
-def _check(value, hint, where: str):
-    """Refuse a value that the field's type does not admit (an int is a float, nothing else is converted)."""
-    if get_origin(hint) is tuple:  # of one
-        return (_check(value, get_args(hint)[0], where),)
-    options = [hint] if get_origin(hint) is Literal or not get_args(hint) else list(get_args(hint))
-    if value == "none" and type(None) in options:
+def _value(value: Any, kinds: tuple[Kind, ...], where: str) -> Any:
+    """What plain data stand for, where a field admits these kinds: dicts for records, "none" for None, and an item for
+    the tuple of it."""
+    if value == "none" and any(kind.type is NoneType for kind in kinds):
         return None
-    for option in options:
-        if get_origin(option) is Literal:
-            if value in get_args(option):
-                return value
-        elif option is float and type(value) in (int, float):
-            return float(value)
-        elif type(value) is option:
-            return value
-    allowed = get_args(hint) if get_origin(hint) is Literal else [getattr(o, "__name__", str(o)) for o in options]
-    among = "one of " if len(allowed) > 1 else ""
-    raise InputError(f"{where}={value!r} is not allowed; expected {among}{', '.join(map(str, allowed))}")
+    if items := next((kind.items for kind in kinds if kind.items), ()):
+        listed = value if isinstance(value, list | tuple) else [value]
+        return tuple(_value(item, items, f"{where}.{i}") for i, item in enumerate(listed))
+    nested = next((kind.type for kind in kinds if issubclass(kind.type, Record)), None)
+    if nested is None or not isinstance(value, dict):
+        return value
+    return from_json(value, where) if "type" in value else record(nested, value, where)
 
 
 def change(spec, path: str, value):

@@ -2,28 +2,29 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from .errors import InputError
 from .model_spec import ModelSpec
+from .records import NonNegativeFloat, PositiveInt, Range, Record, require_positive
 from .spec import CACHED, TYPES, AttentionSpec, Spec, record
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(Record):
     """A mixture of MLPs: of `count`, every token goes to the `chosen` ones that its router likes best."""
 
-    count: int = 16
-    chosen: int = 2
-    balance: float = 0.001  # weight of the load-balancing loss in training
+    count: PositiveInt = 16
+    chosen: PositiveInt = 2
+    balance: NonNegativeFloat = 0.001  # weight of the load-balancing loss in training
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.chosen <= self.count:
-            raise InputError(f"experts.chosen={self.chosen} of experts.count={self.count}; expected 1 to all of them")
+    def _objections(self):
+        chosen, count = self.chosen, self.count
+        yield chosen > count, f"experts.chosen={chosen} of experts.count={count}; expected 1 to all of them"
 
 
 @dataclass(frozen=True)
-class BlockStyle:
+class BlockStyle(Record):
     """What all blocks of a stack have in common beside their mixers."""
 
     norm: Literal["rms", "layer"] = "rms"
@@ -41,7 +42,7 @@ class BlockStyle:
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(Record):
     """One layer. With `shared` its mixer reads, beside x, what the style's shared block makes of x and embeddings."""
 
     mixer: Spec
@@ -50,17 +51,18 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Decoder:
+class Decoder(Record):
     """A language model: a pattern of layers, repeated over the depth, and their style."""
 
     layers: tuple[Layer, ...]
     style: BlockStyle = field(default_factory=BlockStyle)
 
-    def __post_init__(self) -> None:
+    def _objections(self):
+        yield not self.layers, "layers=(); expected at least one layer"
         for wanted, given in (("experts", self.style.experts), ("shared", self.style.shared)):
             used = any(layer.mlp == "experts" if wanted == "experts" else layer.shared for layer in self.layers)
-            if used and given is None:
-                raise InputError(f"a layer has {wanted} and style.{wanted} is none; expected to be told which")
+            reason = f"a layer has {wanted} and style.{wanted} is none; expected to be told which"
+            yield used and given is None, reason
 
     def over(self, depth: int) -> list[Layer]:
         """The layers of a model of this depth. It may end within the pattern."""
@@ -71,6 +73,7 @@ class Decoder:
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Of the first mixer. Raises InputError where the widths of any do not divide."""
+        require_positive(hidden_size=hidden_size, num_heads=num_heads)
         if self.style.shared is not None:
             self.style.shared.head_dims(2 * hidden_size, num_heads)
         dims = [layer.mixer.head_dims(hidden_size, num_heads) for layer in self.layers]
@@ -132,7 +135,8 @@ class TransformerSpec(StackSpec):
     """An encoder, and a decoder that reads it by cross attention, which has no positions."""
 
     scaled: Literal["input", "output"] = "input"  # where the shared embedding is: input: · D^½; output: logits · D^-½
-    label_smoothing: float = 0.0  # of the loss in training
+    # of the loss in training
+    label_smoothing: Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)] = 0.0
 
     @property
     def cross(self) -> AttentionSpec:

@@ -24,6 +24,7 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
     """The mixer of a spec; settings are hidden_size, num_heads, layer_idx, num_layers, norm_eps, rope_theta.
 
     causal: False for an encoder's, whose tokens see all others of their sequence."""
+    spec.head_dims(settings["hidden_size"], settings.get("num_heads", 1))  # raises for what no layer can be made of
     if isinstance(spec, AttentionSpec | SoftmaxRNNSpec):
         settings["causal"] = causal
     elif not causal:

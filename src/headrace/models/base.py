@@ -16,22 +16,23 @@ from transformers.utils import ModelOutput
 
 from ..checks import require
 from ..loss import IGNORED
+from ..records import NonNegativeFloat, NonNegativeInt, PositiveInt, Record
 from ..recurrence import accumulator
 
 
 @dataclass(frozen=True)
-class ModelSizes:
+class ModelSizes(Record):
     """Sizes of a whole model, and the tokens that mean something to it: by default T5's."""
 
-    vocab_size: int
-    hidden_size: int = 64
-    num_heads: int = 4
-    num_layers: int = 1
-    intermediate_size: int | None = None  # of an MLP, where there is one; None: the family's usual one
-    max_positions: int = 512  # of learned ones
-    norm_eps: float = 1e-6
-    start_token_id: int = 0  # before the first target token, and after the last
-    end_token_id: int = 1
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt = 64
+    num_heads: PositiveInt = 4
+    num_layers: PositiveInt = 1
+    intermediate_size: PositiveInt | None = None  # of an MLP, where there is one; None: the family's usual one
+    max_positions: PositiveInt = 512  # of learned ones
+    norm_eps: NonNegativeFloat = 1e-6
+    start_token_id: NonNegativeInt = 0  # before the first target token, and after the last
+    end_token_id: NonNegativeInt = 1
 
 
 @dataclass
