@@ -199,10 +199,21 @@ def kinds() -> str:
 def int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x [rows, inputs], scale [outputs] float32, weight [outputs, inputs] int8, contiguous -> [rows, outputs]."""
     assert library is not None, missing
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    sizes = (ABI, torch.get_num_threads(), x.shape[0], *weight.shape[::-1])
+    rows, inputs, outputs = len(x), x.shape[-1], len(weight)
+    _expect("x", x, torch.float32, (rows, inputs))
+    _expect("weight", weight, torch.int8, (outputs, inputs))
+    _expect("scale", scale, torch.float32, (outputs,))
+    out = x.new_empty(rows, outputs)
+    sizes = (ABI, torch.get_num_threads(), rows, inputs, outputs)
     check(library.hr_int8(_INT8_PRODUCT.pack(*sizes, *map(address, (x, weight, scale, out)))))
     return out
+
+
+def _expect(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """RuntimeError for a tensor that C would read otherwise than it lies."""
+    if x.dtype is not dtype or x.shape != shape or not x.is_cpu or not x.is_contiguous():
+        found = f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
+        raise RuntimeError(f"{name} is {found}; expected contiguous {dtype} {list(shape)} on the CPU")
 
 
 def layer_step(packed: bytes) -> None:
