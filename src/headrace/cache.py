@@ -23,7 +23,7 @@ class HeadraceCache(Cache):
         self.reset()
 
     def reset(self) -> None:
-        self.states: list[Any] | None = None
+        self.states: list[Any] | None = None  # a layer's is None where it has not seen a token yet
         self.columns = 0
 
     def replace(self, states: list[Any], columns: int) -> None:
@@ -36,8 +36,8 @@ class HeadraceCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        """How many sequences are held; −1 before the first forward."""
-        return -1 if self.states is None else len(self.states[0][0])
+        """How many sequences are held; −1 before their first token."""
+        return next((len(state[0]) for state in self.states or [] if state is not None), -1)
 
     @property
     def is_initialized(self) -> bool:
@@ -74,4 +74,6 @@ class HeadraceCache(Cache):
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.states is not None:
-            self.states = [type(s)(*(x if x is None else function(x) for x in s)) for s in self.states]
+            self.states = [
+                s if s is None else type(s)(*(x if x is None else function(x) for x in s)) for s in self.states
+            ]

@@ -100,7 +100,7 @@ class HeadraceModel(HeadracePreTrainedModel):
 def _checked_cache(cache: Any, sequences: int) -> HeadraceCache | None:
     if cache is not None and not isinstance(cache, HeadraceCache):
         raise InputError(f"past_key_values is a {type(cache).__name__}; expected a HeadraceCache")
-    if cache is not None and cache.states is not None and cache.batch_size != sequences:
+    if cache is not None and cache.batch_size not in (-1, sequences):
         raise InputError(f"past_key_values holds {cache.batch_size} sequences; expected {sequences} as in the input")
     return cache
 

@@ -121,6 +121,8 @@ class SoftmaxAttention(nn.Module):
         """Attention to what the pattern shows: rows of a batch are a pack of sequences of one length."""
         assert self.spec.pattern is not None
         B, T = q.shape[:2]
+        if T == 0:
+            return q, state
         ends = torch.arange(0, B * T + 1, T, device=q.device) if cu_seqlens is None else cu_seqlens
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         softmax = PatternSoftmax(self.spec.pattern, self.bias, self.spec.null)

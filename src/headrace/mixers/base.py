@@ -20,7 +20,7 @@ class ScanState(NamedTuple):
 
 
 class Mixer(SelfInitialised):
-    """A layer that only has to say what it does to sequences without padding, in `run`."""
+    """A layer that only has to say what it does to tokens, at least one and none of them padding, in `run`."""
 
     def forward(
         self,
@@ -30,10 +30,15 @@ class Mixer(SelfInitialised):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """x [B, T, D] -> (y [B, T, D], state). mask [B, T]: False is padding; cu_seqlens [N + 1]: x is a pack."""
-        if mask is None:
-            return self.run(x, state, cu_seqlens)
-        return without_padding(self.run, x, state, mask)
+        """x [B, T, D] -> (y [B, T, D], state). mask [B, T]: False is padding; cu_seqlens [N + 1]: x is a pack.
+
+        Where there is no token, or padding alone, the state is the one given."""
+        if mask is not None:
+            return without_padding(self._run, x, state, mask)
+        return self._run(x, state, cu_seqlens)
+
+    def _run(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
+        return self.run(x, state, cu_seqlens) if x.shape[1] else (x, state)
 
     def run(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
         raise TypeError(f"{type(self).__name__} does not say what it computes")
