@@ -1,4 +1,4 @@
-"""What `linear_attention` refuses, each with a sentence. Shapes and dtypes are always looked at, values on request."""
+"""What `linear_attention` and `step` refuse, each with a sentence: shapes, dtypes, devices always; values if asked."""
 
 from torch import Tensor
 
@@ -13,34 +13,44 @@ def require(condition: bool, message: str) -> None:
 # The sentences below are made only where they are needed: this runs for every token that is decoded.
 
 
-def check_shapes(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], normalise: bool) -> None:
-    """options: the optional tensors of `linear_attention` by name."""
+def check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], normalise: bool, axes: tuple[str, ...]
+) -> None:
+    """Raise InputError for tensors that `linear_attention` or `step` cannot take.
+
+    options: the optional tensors by name. axes: the dimensions before that of heads, ("B", "T"), or ("B",) for a step.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise InputError(f"{name} has shape {list(x.shape)}; expected four dimensions, [B, T, heads, ·]")
-        if not x.is_floating_point():
-            raise InputError(f"{name} has dtype {x.dtype}; expected a floating-point dtype")
-        if x.dtype != q.dtype:
-            raise InputError(f"{name} has dtype {x.dtype} and q has {q.dtype}; expected the same")
-        _check_device(name, x, q)
-    (B, T, H, V), (Hq, K) = v.shape, k.shape[2:]
-    if T == 0:
-        raise InputError(f"v has shape {list(v.shape)}; expected at least one token")
-    if k.shape[:2] != v.shape[:2]:
-        raise InputError(f"k has shape {list(k.shape)}; expected [B, T] = {[B, T]} as v has")
+        _check_input(name, x, q, axes)
+    *lead, H, V = v.shape
+    *before, Hq, K = k.shape
+    if before != lead:
+        raise InputError(f"k has shape {list(k.shape)}; expected [{', '.join(axes)}] = {lead} as v has")
     if q.shape != k.shape:
         raise InputError(f"q has shape {list(q.shape)}; expected that of k, {list(k.shape)}")
-    if Hq == 0 or H % Hq:
+    if H % Hq:
         raise InputError(f"q and k have {Hq} heads; expected a number that divides v's {H}")
-    N = _check_sequences(options.get("cu_seqlens"), B)
-    expected = {
-        "log_decay": ((H,), (B, T, H), (B, T, H, K)),
-        "bonus": ((H, K),),
-        "initial_state": ((N, H, K, V + normalise),),
-    }
+    state = ((_check_sequences(options.get("cu_seqlens"), lead[0]), H, K, V + normalise),)
+    decay = ((H,), (*lead, H), (*lead, H, K))
+    expected = {"log_decay": decay, "bonus": ((H, K),), "initial_state": state, "state": state}
     for name, given in options.items():
         if given is not None and name != "cu_seqlens":
-            _check_option(name, given, expected.get(name, ((B, T, H),)), q)
+            _check_option(name, given, expected.get(name, ((*lead, H),)), q)
+
+
+def _check_input(name: str, x: Tensor, q: Tensor, axes: tuple[str, ...]) -> None:
+    if x.dim() != len(axes) + 2:
+        number = {1: "three", 2: "four"}[len(axes)]
+        raise InputError(
+            f"{name} has shape {list(x.shape)}; expected {number} dimensions, [{', '.join(axes)}, heads, ·]"
+        )
+    if 0 in x.shape:
+        raise InputError(f"{name} has shape {list(x.shape)}; expected no dimension of 0")
+    if not x.is_floating_point():
+        raise InputError(f"{name} has dtype {x.dtype}; expected a floating-point dtype")
+    if x.dtype != q.dtype:
+        raise InputError(f"{name} has dtype {x.dtype} and q has {q.dtype}; expected the same")
+    _check_device(name, x, q)
 
 
 def _check_option(name: str, x: Tensor, expected: tuple[tuple[int, ...], ...], q: Tensor) -> None:
@@ -69,16 +79,19 @@ def _check_sequences(cu_seqlens: Tensor | None, B: int) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def check_combination(rule: str, form: str, chunk_size: int | None, bonus: Tensor | None, normalise: bool) -> None:
-    require(rule in ("add", "delta"), f"rule={rule!r} is unknown; expected 'add' or 'delta'")
+def check_form(form: str, chunk_size: int | None) -> None:
     forms = ("chunkwise", "recurrent", "parallel")
     require(form in forms, f"form={form!r} is unknown; expected one of {', '.join(forms)}")
     require(chunk_size is None or chunk_size >= 1, f"chunk_size={chunk_size}; expected at least 1")
-    require(
-        rule == "add" or (bonus is None and not normalise),
-        "rule='delta' has no bonus and no normaliser; expected bonus=None and normalise=False",
-    )
-    require(bonus is None or not normalise, "bonus and normalise=True exclude each other: z would need its own bonus")
+
+
+def check_rule(rule: str, bonus: Tensor | None, normalise: bool) -> None:
+    if rule not in ("add", "delta"):
+        raise InputError(f"rule={rule!r} is unknown; expected 'add' or 'delta'")
+    if rule == "delta" and (bonus is not None or normalise):
+        raise InputError("rule='delta' has no bonus and no normaliser; expected bonus=None and normalise=False")
+    if bonus is not None and normalise:
+        raise InputError("bonus and normalise=True exclude each other: z would need its own bonus")
 
 
 def check_values(

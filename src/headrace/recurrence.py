@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .backends.derivatives import transformed
-from .checks import check_combination, check_shapes, check_values
+from .checks import check_form, check_rule, check_shapes, check_values
 from .dispatch import Backend, Call, choose
 from .errors import InputError
 
@@ -81,8 +81,9 @@ def linear_attention(
         "log_decay": log_decay, "beta": beta, "read_gate": read_gate, "write_gate": write_gate, "bonus": bonus,
         "initial_state": initial_state, "cu_seqlens": cu_seqlens,
     }  # fmt: skip
-    check_combination(rule, form, chunk_size, bonus, normalise)
-    check_shapes(q, k, v, optional, normalise)
+    check_rule(rule, bonus, normalise)
+    check_form(form, chunk_size)
+    check_shapes(q, k, v, optional, normalise, ("B", "T"))
     if check:
         check_values(q, k, v, optional, rule, normalise)
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -189,21 +190,24 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """One token of `linear_attention`: the same arguments without T, state in, state out.
 
-    q, k [B, Hq, K]; v [B, H, V]; log_decay None, [H], [B, H] or [B, H, K]; beta and gates [B, H]; bonus [H, K]; state
-    [B, H, K, V] (V + 1 with normalise; None: zeros). Returns (out [B, H, V], state).
+    q, k [B, Hq, K]; v [B, H, V]; log_decay None, [H] (fixed), [B, H] or [B, H, K]; beta and gates [B, H]; bonus [H, K];
+    state [B, H, K, V] (V + 1 with normalise; None: zeros). Returns (out [B, H, V], state) in the precisions that
+    `linear_attention` returns. Raises InputError as it does.
     """
-    factor = k.shape[-1] ** -0.5 if scale is None else scale
+    optional = {
+        "log_decay": log_decay, "beta": beta, "read_gate": read_gate, "write_gate": write_gate, "bonus": bonus,
+        "state": state,
+    }  # fmt: skip
+    check_rule(rule, bonus, normalise)
+    check_shapes(q, k, v, optional, normalise, ("B",))
+    factor = k.shape[-1] ** -0.5 if scale is None else float(scale)
     tensors = (_one_row(x) for x in (q, k, v, log_decay, beta, write_gate, read_gate))
     call = Call._make((*tensors, state, None, rule == "delta", factor, None))
     backend = choose(call, "auto")
     if backend.steps and bonus is None and not transformed():
-        check_shapes(call.q, call.k, call.v, dict(zip(OPTIONAL, call[3:8], strict=True)), normalise)
         out, state = _normalised(call, backend) if normalise else backend.run(*call)
         return out.squeeze(1), state
     return _step(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, rule, normalise, factor)
-
-
-OPTIONAL = Call._fields[3:8]
 
 
 def _one_row(x: Tensor | None) -> Tensor | None:
@@ -218,6 +222,8 @@ def _step(q, k, v, state, *rest):
 def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, rule, normalise, scale):
     acc, H = accumulator(v), v.shape[1]
     q, k, target = (x.to(acc) for x in (q, k, v))
+    rest = (state, log_decay, beta, write_gate, read_gate, bonus)
+    state, log_decay, beta, write_gate, read_gate, bonus = (x if x is None else x.to(acc) for x in rest)
     q, k = (x.repeat_interleave(H // x.shape[1], 1) if x.shape[1] != H else x for x in (q, k))
     q = q * scale
     if normalise:
@@ -226,7 +232,7 @@ def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, rule,
     S = k.new_zeros(*k.shape, target.shape[-1]) if state is None else state
     before = S
     if log_decay is not None:
-        decay = log_decay.to(acc).exp()
+        decay = log_decay.exp()
         S = S * (decay[..., None] if decay.dim() == 3 else decay[..., None, None])
     if rule == "delta":
         target = target - torch.matmul(k[:, :, None], S).squeeze(2)
