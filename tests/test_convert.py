@@ -1,6 +1,7 @@
 """Checkpoints of other libraries: equal logits where theirs run here, and the way back gives what came."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
 import tiny
+from headrace import cli
 from headrace.convert import bring_in, take_out
 from headrace.errors import InputError
-from headrace.hf import HeadraceForCausalLM
+from headrace.hf import HeadraceForCausalLM, load
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
 LINEAR = {
@@ -179,3 +181,22 @@ def test_a_checkpoint_in_pieces(checkpoint):
     expected = bring_in(path)
     in_pieces(path, lambda name: name > "model.layers.0.self_attn")
     assert all(torch.equal(a, b) for a, b in zip(bring_in(path).parameters(), expected.parameters(), strict=True))
+
+
+def test_the_files_beside_the_weights_come_along(checkpoint, tmp_path, monkeypatch):
+    """A tokenizer in any of its forms, and what ends a generation."""
+    _, path = checkpoint("llama")
+    beside = {"tokenizer.model": "a", "vocab.json": "b", "merges.txt": "c", "chat_template.jinja": "d"}
+    beside |= {"generation_config.json": json.dumps({"eos_token_id": [5, 6], "temperature": 0.5, "do_sample": True})}
+    for name, text in beside.items():
+        (path / name).write_text(text)
+    for arguments in (
+        f"{path} --output {tmp_path / 'ours'}",
+        f"{tmp_path / 'ours'} --output {tmp_path / 'out'} --to llama",
+    ):
+        monkeypatch.setattr(sys, "argv", ["headrace", "convert", *arguments.split()])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+    assert load(tmp_path / "ours").generation_config.eos_token_id == [5, 6]
+    assert {name: (tmp_path / "out" / name).read_text() for name in beside} == beside

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+import tiny
 from headrace import recipes
 from headrace.errors import InputError
 from headrace.pretraining.model import blank, build, count, estimate
@@ -79,6 +81,9 @@ MISTAKES = {
     "mixer=glaa": "mixer 'glaa' is unknown",
     "heads=7": "num_heads=7 does not divide",
     "lr": "'lr' is not of the form FIELD=VALUE",
+    "warmup_tokens=nan": "warmup_tokens='nan'; expected float",
+    "tokens=inf": "tokens='inf'; expected float",
+    "mixer=gla(heads.count=2, heads.count=4)": "sets 'heads.count' twice",
 }
 
 
@@ -94,6 +99,9 @@ def test_files_that_are_no_recipes(tmp_path):
         ("- a", "is not a list of field: value"),
         ("a: [", "is not YAML"),
         ("base: nowhere", "neither"),
+        ("<<: {lr: 1e-3}\nbase: laptop-1m\nlayer: 1e-4", "has no field 'layer'"),
+        ("lr: 1e-3\nlr: 1e-4", "'lr' stands twice"),
+        ("base: laptop-1m\non: 3", "has no field 'True'"),
     ):
         (tmp_path / "r.yaml").write_text(text)
         with pytest.raises(InputError, match=message):
@@ -101,3 +109,20 @@ def test_files_that_are_no_recipes(tmp_path):
     (tmp_path / "loop.yaml").write_text(f"base: {tmp_path / 'loop.yaml'}")
     with pytest.raises(InputError, match="is its own base"):
         recipes.load(str(tmp_path / "loop.yaml"))
+
+
+def test_a_field_that_is_set_twice_is_refused():
+    with pytest.raises(InputError, match="'lr' is set twice"):
+        recipes.changes(["lr=1e-3", "layers=2", "lr=1e-4"])
+
+
+@torch.no_grad()
+def test_a_model_begun_from_a_checkpoint_is_the_checkpoint(tmp_path):
+    """Also in what no recipe has a field for."""
+    style = {"mlp": "geglu", "order": "pre"}
+    theirs = tiny.build("transformer", rope_theta=50.0, norm_eps=0.3, style=style, intermediate_size=None)
+    theirs.save_pretrained(tmp_path)
+    sizes = {"hidden_size": 32, "layers": 2, "heads": 4, "vocab_size": 29, "length": 16, "batch_tokens": 64}
+    recipe, _ = recipes.load("laptop-1m", sizes | {"mixer": "transformer", "weights": str(tmp_path)})
+    ids = tiny.tokens(2)
+    assert torch.equal(build(recipe).double().eval()(ids).logits, theirs(ids).logits)

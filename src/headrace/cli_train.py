@@ -151,6 +151,13 @@ def generate(
         print(f"{len(result['tokens'])} tokens, {result['tokens_per_second']:.1f} a second", file=sys.stderr)
 
 
+# Of a checkpoint, what is no weight and no config: its tokenizer in any of its forms, and how it generates.
+BESIDE = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
 def convert(
     checkpoint: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors.")],
     output: Annotated[Path, typer.Option(help="The folder to make.")],
@@ -169,7 +176,7 @@ def convert(
         bring_in(checkpoint).save_pretrained(output)
     else:
         take_out(load(checkpoint), to, output)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+    for name in BESIDE:
         if (checkpoint / name).is_file():
             shutil.copy(checkpoint / name, output / name)
     print(f"{output} is what {checkpoint} is, as {to or 'headrace'}")

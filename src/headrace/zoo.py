@@ -212,7 +212,17 @@ def expression(text: str, kind: str) -> tuple[str, dict[str, str]]:
     settings = [[part.strip() for part in setting.partition("=")] for setting in split(match[2] or "")]
     if wrong := next(("".join(setting) for setting in settings if not setting[1]), None):
         raise InputError(f"{wrong!r} in {kind} {text!r} is not of the form field=value")
+    _refuse_overwriting([path for path, *_ in settings], f"{kind} {text!r}")
     return match[1], {path: value for path, _, value in settings}
+
+
+def _refuse_overwriting(paths: list[str], where: str) -> None:
+    """A field that is set again, or a record after one of its fields, would leave nothing of what was set first."""
+    for i, path in enumerate(paths):
+        if path in paths[:i]:
+            raise InputError(f"{where} sets {path!r} twice; expected each field once")
+        if lost := next((earlier for earlier in paths[:i] if earlier.startswith(f"{path}.")), None):
+            raise InputError(f"{where} sets {lost!r} and {path!r}, which it is part of; expected {path!r} first")
 
 
 def several(text: str) -> tuple[str, ...]:

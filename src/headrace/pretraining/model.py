@@ -21,7 +21,11 @@ MODEL = (
 )  # fmt: skip
 
 
-def config(recipe: Recipe) -> HeadraceConfig:
+KEPT = ("style", "mlp", "norm_eps", "rope_theta")  # what a recipe has no field for
+
+
+def config(recipe: Recipe, **kept: Any) -> HeadraceConfig:
+    """kept: what a checkpoint says that the recipe cannot."""
     return HeadraceConfig(
         mixer=recipe.mixer,
         vocab_size=recipe.vocab_size,
@@ -32,6 +36,7 @@ def config(recipe: Recipe) -> HeadraceConfig:
         tie_word_embeddings=recipe.tie,
         max_position_embeddings=recipe.length,
         use_cache=False,
+        **kept,
     )
 
 
@@ -39,11 +44,12 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
     """The model with a checkpoint's weights, or with initial ones drawn from torch's generator as it stands.
 
     InputError for a checkpoint of another model."""
-    model = HeadraceForCausalLM(config(recipe))
     if recipe.weights is None:
+        model = HeadraceForCausalLM(config(recipe))
         initialise_gates(model, recipe.gate_std, recipe.gate_init)
         return model
     given = load(recipe.weights)
+    model = HeadraceForCausalLM(config(recipe, **{name: getattr(given.config, name) for name in KEPT}))
     for name in MODEL:
         there, wanted = getattr(given.config, name), getattr(model.config, name)
         if there != wanted:

@@ -5,6 +5,7 @@ The shipped ones stand beside this file; `base` names the one that a recipe star
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -120,7 +121,7 @@ def load(name: str, changes: dict[str, Any] | None = None) -> tuple[Recipe, Abou
     data = _merged(name) | (changes or {})
     about = About(data.pop("source", ""), data.pop("data", ""), tuple(data.pop("assumed", ())))
     hints = get_type_hints(Recipe)
-    unknown = next((field for field in (*data, *about.assumed) if field not in hints), None)
+    unknown = next((str(field) for field in (*data, *about.assumed) if field not in hints), None)
     if unknown is not None:
         near = difflib.get_close_matches(unknown, hints, 1)
         raise InputError(f"recipe {name!r} has no field {unknown!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
@@ -146,12 +147,27 @@ def _read(name: str) -> dict[str, Any]:
         near = difflib.get_close_matches(name, names(), 1) or names()
         raise InputError(f"recipe {name!r} is neither a file nor one of ours; the nearest names are {', '.join(near)}")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = read_yaml(path)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"recipe {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise InputError(f"recipe {str(path)!r} is not a list of field: value")
     return data
+
+
+class _EachFieldOnce(yaml.SafeLoader):
+    """YAML's own takes the last of two fields with one name."""
+
+    def construct_mapping(self, node, deep=False):
+        names = [name.value for name, _ in node.value]
+        if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+            raise yaml.YAMLError(f"{twice!r} stands twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> Any:
+    """Raises yaml.YAMLError for what is no YAML, or has a field twice."""
+    return yaml.load(path.read_text(encoding="utf-8"), _EachFieldOnce)
 
 
 def _value(name: str, value: Any, hint: Any) -> Any:
@@ -182,6 +198,8 @@ def _converted(value: Any, kind: Any) -> Any:
         number = float(value) if kind is not str else None
     except (TypeError, ValueError):
         return None
+    if number is not None and not math.isfinite(number):
+        return None
     if kind is int:
         return int(number) if number is not None and number.is_integer() else None
     return str(value) if kind is str else number
@@ -189,10 +207,15 @@ def _converted(value: Any, kind: Any) -> Any:
 
 def changes(settings: list[str]) -> dict[str, str]:
     """["lr=1e-4", …] -> {"lr": "1e-4", …}"""
-    parts = {setting: setting.partition("=") for setting in settings}
-    if wrong := next((setting for setting, (_, equals, _v) in parts.items() if not equals), None):
-        raise InputError(f"{wrong!r} is not of the form FIELD=VALUE")
-    return {name.strip(): value.strip() for name, _, value in parts.values()}
+    found: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = (part.strip() for part in setting.partition("="))
+        if not equals:
+            raise InputError(f"{setting!r} is not of the form FIELD=VALUE")
+        if name in found:
+            raise InputError(f"{name!r} is set twice, to {found[name]!r} and to {value!r}; expected each field once")
+        found[name] = value
+    return found
 
 
 def to_yaml(recipe: Recipe, about: About) -> str:

@@ -17,8 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from .. import recipes, zoo
 from ..errors import InputError
 
@@ -72,7 +70,7 @@ def load(name: str) -> Experiment:
     if name not in names():
         near = difflib.get_close_matches(name, names(), 3) or names()
         raise InputError(f"{name!r} is not known; the nearest are {', '.join(near)}")
-    given, common = (read(FOLDER / f"{file}.yaml") for file in (name, "common"))
+    given, common = (recipes.read_yaml(FOLDER / f"{file}.yaml") for file in (name, "common"))
     scales = {}
     for scale in SCALES:
         own = common["scales"][scale] | given.pop(scale)
@@ -80,10 +78,6 @@ def load(name: str) -> Experiment:
         scales[scale] = Scale(**own)
     rows = [Row(**row) for row in given.pop("rows", [])]
     return Experiment(name=name, scales=scales, rows=rows, **given)
-
-
-def read(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def combinations(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
