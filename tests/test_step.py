@@ -43,9 +43,6 @@ WRONG = {
     r"v has shape \[4, 0, 5\]; expected no dimension of 0": {"v": torch.randn(B, 0, V)},
     r"q has shape \[4, 4, 0\]; expected no dimension of 0": dict.fromkeys("qk", torch.randn(B, H, 0)),
     r"v has shape \[4, 4, 0\]; expected no dimension of 0": {"v": torch.randn(B, H, 0)},
-    r"shape \[0, 4, .\]; expected no dimension of 0": {
-        "q": torch.randn(0, H, K), "k": torch.randn(0, H, K), "v": torch.randn(0, H, V),
-    },
     r"rule='dleta' is unknown; expected 'add' or 'delta'": {"rule": "dleta"},
     r"bonus has shape \[4, 5\]; expected \[4, 6\]": {"bonus": torch.randn(H, V), "normalise": False},
     r"rule='delta' has no bonus and no normaliser": {"rule": "delta", "normalise": True, "bonus": None},
@@ -99,7 +96,6 @@ def test_precisions_beside_that_of_the_values_do_not_reach_the_state(route):
     ("sizes", "sentence"),
     [
         ((2, 3, 0, K, V), r"v has shape \[2, 3, 0, 5\]; expected no dimension of 0"),
-        ((0, 3, H, K, V), r"shape \[0, 3, .*; expected no dimension of 0"),
         ((2, 0, H, K, V), r"shape \[2, 0, .*; expected no dimension of 0"),
         ((2, 3, H, 0, V), r"shape \[2, 3, 4, 0\]; expected no dimension of 0"),
         ((2, 3, H, K, 0), r"v has shape \[2, 3, 4, 0\]; expected no dimension of 0"),
@@ -110,3 +106,21 @@ def test_the_op_refuses_what_has_no_size(sizes, sentence, dtype, form):
     q, v = torch.randn(B, T, H or 1, K, dtype=dtype), torch.randn(B, T, H, V, dtype=dtype)
     with pytest.raises(InputError, match=sentence):
         linear_attention(q, q, v, form=form)
+
+
+@pytest.mark.parametrize("decay", [None, (H,), (0, 3, H), (0, 3, H, K)])
+@pytest.mark.parametrize(
+    "settings", [{}, {"rule": "delta"}, {"normalise": True}, {"form": "recurrent"}, {"form": "parallel"}]
+)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_batch_without_rows(backend, settings, decay):
+    """Results without rows, and gradients of 0 to what the rows would share."""
+    q, v = torch.rand(0, 3, H, K, requires_grad=True), torch.rand(0, 3, H, V)
+    shared = None if decay is None else (-torch.rand(decay)).requires_grad_()
+    settings = settings | ({} if "form" in settings else {"backend": backend})
+    out, state = linear_attention(q, q, v, log_decay=shared, **settings)
+    assert out.shape == v.shape and state.shape == (0, H, K, V + settings.get("normalise", False))
+    given = [x for x in (q, shared) if x is not None]
+    assert all(
+        torch.equal(g, torch.zeros_like(x)) for g, x in zip(torch.autograd.grad(out.sum(), given), given, strict=True)
+    )

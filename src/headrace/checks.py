@@ -44,8 +44,8 @@ def _check_input(name: str, x: Tensor, q: Tensor, axes: tuple[str, ...]) -> None
         raise InputError(
             f"{name} has shape {list(x.shape)}; expected {number} dimensions, [{', '.join(axes)}, heads, ·]"
         )
-    if 0 in x.shape:
-        raise InputError(f"{name} has shape {list(x.shape)}; expected no dimension of 0")
+    if 0 in x.shape[1:]:
+        raise InputError(f"{name} has shape {list(x.shape)}; expected no dimension of 0 but B")
     if not x.is_floating_point():
         raise InputError(f"{name} has dtype {x.dtype}; expected a floating-point dtype")
     if x.dtype != q.dtype:
