@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from equation import inputs, skip_if_missing
 from headrace import linear_attention
 from headrace.laws import relative
 from headrace.literal import literal
@@ -139,3 +140,27 @@ def test_70001_tokens_in_one_go_and_in_two(backend):
     tail = {name: x[:, -500:].double() for name, x in {"q": q, "k": k, "v": v, "log_decay": g}.items()}
     _, before = op(q[:, :-500], k[:, :-500], v[:, :-500], log_decay=g[:, :-500])
     assert relative(whole[:, -500:], literal(**tail, rule="delta", initial_state=before.double())[0]) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
+@pytest.mark.parametrize("decay", ["fixed", "scalar", "vector"])
+@pytest.mark.parametrize(("name", "form"), [("torch", "chunkwise"), ("torch", "recurrent"), ("native", "chunkwise")])
+def test_bfloat16_is_rounded_once(name, form, decay, kind):
+    """Gradients of heads that share q and k, of a fixed decay and of the bonus are sums over 4,096 tokens and more."""
+    skip_if_missing(name)
+    options = {kind: True} if kind in ("bonus", "normalise") else {}
+    settings = {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
+    drawn = inputs(decay, tokens=2048, groups=2, key=8, value=8, **options)
+    drawn["log_decay"] = drawn["log_decay"] / 20
+    results = []
+    for dtype, way in ((torch.bfloat16, {"backend": name, "form": form}), (torch.float64, {"backend": "torch"})):
+        x = {n: y.detach().bfloat16().to(dtype).requires_grad_() for n, y in drawn.items() if y is not None}
+        pair = linear_attention(**x, **settings, **way)
+        generator = torch.Generator().manual_seed(0)
+        weights = [torch.randn(y.shape, generator=generator).bfloat16().to(y.dtype) for y in pair]
+        loss = sum((y * w).sum() for y, w in zip(pair, weights, strict=True))
+        results.append(dict(zip(("out", *x), (pair[0], *torch.autograd.grad(loss, list(x.values()))), strict=True)))
+    # Half a unit in the last of eight bits is 2^-8 of a number at most. Over many numbers it is 0.42 · 2^-8 in norm;
+    # √2 times as much, 0.6 · 2^-8, where they are rounded twice.
+    for name, y in results[0].items():
+        assert relative(y, results[1][name]) <= (0.5 if y.numel() > 1000 else 1) * 2**-8, name

@@ -94,7 +94,9 @@ def linear_attention(
     if form == "recurrent":
         if backend not in ("auto", "torch"):
             raise InputError(f"backend={backend!r} cannot run here: form='recurrent' is PyTorch's")
-        return _recurrent(call, bonus, normalise)
+        # In the accumulator's precision, for gradients to what all tokens share are summed token by token.
+        out, state = _recurrent(_wide(call), None if bonus is None else bonus.to(accumulator(v)), normalise)
+        return out.to(v.dtype), state
     chosen = choose(call, backend)
     if normalise:
         return _normalised(call, chosen)
@@ -131,7 +133,9 @@ def _normalised(call: Call, backend: Backend) -> tuple[Tensor, Tensor]:
 
 def _with_bonus(call: Call, bonus: Tensor, backend: Backend) -> tuple[Tensor, Tensor]:
     """Reading S_{t-1} is reading S_t with the writes one token late: each sequence grows by one token, in which the
-    first query reads the initial state and the last write reaches the final one. The present token's term is added."""
+    first query reads the initial state and the last write reaches the final one. The present token's term is added:
+    both in the accumulator's precision, so that outputs and gradients are rounded once."""
+    dtype, call, bonus = call.v.dtype, _wide(call), bonus.to(accumulator(call.v))
     starts = call.k.new_zeros(1, dtype=torch.long) if call.cu_seqlens is None else call.cu_seqlens[:-1]
     T, N = call.k.shape[1], starts.shape[0]
     tokens = torch.arange(T, device=call.k.device)
@@ -150,11 +154,16 @@ def _with_bonus(call: Call, bonus: Tensor, backend: Backend) -> tuple[Tensor, Te
     if call.cu_seqlens is not None:
         shifted = shifted._replace(cu_seqlens=call.cu_seqlens + torch.arange(N + 1).to(call.cu_seqlens))
     out, state = backend.run(*shifted)
-    acc = accumulator(call.v)
-    weight = (_per_head(call.q, bonus).to(acc) * bonus * _per_head(call.k, bonus)).sum(-1) * call.scale
+    weight = (_per_head(call.q, bonus) * bonus * _per_head(call.k, bonus)).sum(-1) * call.scale
     for factor in (call.beta, call.write_gate, call.read_gate):
         weight = weight if factor is None else weight * factor
-    return (out[:, place] + weight[..., None] * call.v).to(call.v.dtype), state
+    return (out[:, place] + weight[..., None] * call.v).to(dtype), state
+
+
+def _wide(call: Call) -> Call:
+    """What is given by token, in the accumulator's precision."""
+    acc = accumulator(call.v)
+    return call._replace(**{name: x.to(acc) for name in TOKENWISE if (x := getattr(call, name)) is not None})
 
 
 def _per_head(x: Tensor, bonus: Tensor) -> Tensor:
@@ -229,7 +238,7 @@ def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, rule,
     if normalise:
         target = torch.cat([target, torch.ones_like(target[..., :1])], -1)
     target = _gated(target, write_gate)
-    S = k.new_zeros(*k.shape, target.shape[-1]) if state is None else state
+    S = k.new_zeros(*k.shape, target.shape[-1]) if state is None else state.to(acc)
     before = S
     if log_decay is not None:
         decay = log_decay.exp()

@@ -141,7 +141,7 @@ class Gradients:
     def __init__(self, x: Inputs, inputs: dict[str, Tensor | None]):
         self.x, self.inputs = x, inputs
         self.large = {
-            n: empty_like(g) for n, g in inputs.items() if g is not None and n in ("q", "k", "v", "log_decay")
+            n: empty_like(g, x.dtype) for n, g in inputs.items() if g is not None and n in ("q", "k", "v", "log_decay")
         }
         whole = (x.B * x.H, x.v.shape[1], 1)
         per_token = {"beta": x.beta, "write_gate": x.write, "read_gate": x.read, "factor": x.factor}
@@ -185,9 +185,11 @@ class Gradients:
         return [found.get(name) for name in self.inputs]
 
 
-def empty_like(x: Tensor) -> Tensor:
-    """Zeros for a fixed decay [H], whose gradient is summed into."""
-    return torch.zeros_like(x) if x.dim() == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+def empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros in this dtype for a fixed decay [H], whose gradient is summed over all tokens."""
+    if x.dim() == 1:
+        return torch.zeros_like(x, dtype=dtype)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def store(into: Tensor, span: Span, x: Tensor) -> None:
