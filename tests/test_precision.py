@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from equation import inputs, skip_if_missing
+from equation import H, inputs, skip_if_missing
 from headrace import linear_attention
 from headrace.laws import relative
 from headrace.literal import literal
+from headrace.mixers.residual import ResidualDelta
+from headrace.packing import Sequences
+from headrace.recurrence import TOKENWISE
 
 
 def errors_in_float32(arguments, backend, rule="add", **settings):
@@ -164,3 +167,16 @@ def test_bfloat16_is_rounded_once(name, form, decay, kind):
     # √2 times as much, 0.6 · 2^-8, where they are rounded twice.
     for name, y in results[0].items():
         assert relative(y, results[1][name]) <= (0.5 if y.numel() > 1000 else 1) * 2**-8, name
+
+
+def test_a_weight_that_all_chunks_share_is_summed_in_float32():
+    x = {name: y for name, y in inputs("scalar", rows=1, tokens=512, state=False).items() if name in TOKENWISE}
+    drawn = {**x, "k": F.normalize(x["k"], dim=-1)} | dict.fromkeys(("read_gate", "write_gate"))
+    found = []
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        module = ResidualDelta(1, H).to(dtype)
+        given = {name: None if y is None else y.detach().to(wide) for name, y in drawn.items()}
+        op = partial(linear_attention, rule="delta", backend="torch")
+        out, *_ = module(op, given, None, Sequences(given["v"], None))
+        found.append(torch.autograd.grad(out.square().sum(), module.weight)[0])
+    assert relative(*found) <= 2**-8  # rounded once

@@ -75,10 +75,11 @@ class ResidualDelta(SelfInitialised):
 
     def _run(self, op: Callable, x: dict[str, Tensor], memories: Tensor, places: Tensor, sequences: Sequences):
         out: list[Tensor] = []
+        weight = self.weight.to(memories.dtype)  # here, for its gradient is summed chunk by chunk
 
         def advance(memories: Tensor, *pieces: Tensor) -> Tensor:
             now, before = memories.unbind(1)
-            y, *after = self.look(op, dict(zip(x, pieces, strict=True)), now, now if out else before)
+            y, *after = self.look(op, dict(zip(x, pieces, strict=True)), now, now if out else before, weight)
             out.append(y)
             return torch.stack(after, 1)
 
@@ -90,7 +91,7 @@ class ResidualDelta(SelfInitialised):
         _, memories = carry(advance, memories[chunks.order], chunks.counts, *(chunks.lay_out(y) for y in x.values()))
         return chunks.take_back(torch.cat([v.new_zeros(0, self.chunk, *v.shape[2:]), *out])), memories[chunks.rank]
 
-    def look(self, op: Callable, x: dict[str, Tensor], now: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def look(self, op: Callable, x: dict[str, Tensor], now: Tensor, before: Tensor, weight: Tensor):
         """A chunk of every sequence, [n, C, ·]: (out, the memory after it, that before it faded to its end)."""
         acc, faded = accumulator(x["v"]), before
         k, v = x["k"].to(acc).repeat_interleave(x["v"].shape[2] // x["k"].shape[2], 2), x["v"].to(acc)
@@ -102,5 +103,5 @@ class ResidualDelta(SelfInitialised):
         wrong = (v - torch.einsum("nthk,nhkv->nthv", k, before)).square().sum(-1)
         size = v.square().sum(-1)
         surprise = (wrong - size) / (wrong + size + TINY)
-        beta = torch.sigmoid(x["beta"] + self.weight.to(acc) * surprise)
+        beta = torch.sigmoid(x["beta"] + weight * surprise)
         return *op(**x | {"beta": beta}, initial_state=now), faded
