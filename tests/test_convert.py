@@ -11,7 +11,7 @@ from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextCon
 
 import tiny
 from headrace import cli
-from headrace.convert import bring_in, take_out
+from headrace.convert import FORMATS, bring_in, take_out
 from headrace.errors import InputError
 from headrace.hf import HeadraceForCausalLM, load
 
@@ -155,6 +155,19 @@ def test_a_config_that_is_no_record(checkpoint):
     (path / "config.json").write_text("[]")
     with pytest.raises(InputError, match="expected fields by name"):
         bring_in(path)
+
+
+OTHERS = ["transformer(count=2)", "mamba", "rwkv7", "softmax-rnn-norm", "residual-delta", "gpt", "jamba", "bigbird",
+          "deltanet(inputs.conv=0)", "mamba2(heads.qk_groups=2)", "mamba2(heads.expand_v=1.5)"]  # fmt: skip
+
+
+@pytest.mark.parametrize("mixer", OTHERS)
+def test_no_format_takes_what_it_cannot_say(tmp_path, mixer):
+    """Nor does another error come of it."""
+    config = tiny.config(mixer, mlp="none" if "mamba2" in mixer else None, intermediate_size=None)
+    for form in FORMATS:
+        with pytest.raises(InputError, match=f"--to '{form}' cannot say what this model is"):
+            take_out(HeadraceForCausalLM(config), form, tmp_path / form)
 
 
 def test_what_a_format_cannot_say(tmp_path):

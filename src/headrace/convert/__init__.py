@@ -81,11 +81,16 @@ def take_out(model: HeadraceForCausalLM, name: str, folder: Path) -> None:
 def _described(model: Any, name: str) -> dict[str, Any]:
     """The foreign config.json; what it means to us must be the model again."""
     form, config = FORMATS[name], model.config
+    if not all(isinstance(spec, form.mixer) for spec in config.mixers):
+        raise InputError(f"--to {name!r} cannot say what this model is: its mixers are no {form.mixer.__name__}")
     described = {field: values[0] for field, values in form.only.items()} | form.describe(config)
     described |= {field: getattr(config, field) for field in SHARED if field in form.read}
     described |= {"model_type": name, "architectures": [form.architecture]}
     described["dtype"] = str(model.dtype).removeprefix("torch.")
-    again = HeadraceConfig(**form.arguments(described))
+    try:
+        again = HeadraceConfig(**form.arguments(described))
+    except InputError as reason:
+        raise InputError(f"--to {name!r} cannot say what this model is: {reason}") from None
     sizes = replace(again.sizes, max_positions=config.sizes.max_positions)  # which is of learned positions alone
     if again.mixers != config.mixers or sizes != config.sizes:
         raise InputError(f"--to {name!r} cannot say what this model is: its mixers or its blocks are others")

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from .form import COMMON, SWIGLU, Config, Format, conv_width, demand, key_heads, named, outside
+from ..spec import MixerSpec
+from .form import COMMON, SWIGLU, Config, Format, conv_size, conv_width, demand, key_heads, named, outside
 
 READ = {
     "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "max_position_embeddings": 2048,
@@ -40,8 +41,8 @@ def widths(c: Config) -> str:
 
 
 def expanded(config: Any) -> Config:
-    spec = config.mixers[0]
-    return {"expand_k": spec.heads.expand_k, "expand_v": spec.heads.expand_v} if hasattr(spec, "heads") else {}
+    heads = config.mixers[0].heads
+    return {"expand_k": heads.expand_k, "expand_v": heads.expand_v}
 
 
 def gated(config: Any) -> bool:
@@ -60,15 +61,16 @@ def gla_config(c: Config) -> Config:
 
 def deltanet_config(c: Config) -> Config:
     gate = "silu" if c["use_gate"] else "none"
-    return fla_config(c, f"deltanet({widths(c)}, inputs.conv={c['conv_size']}, read.gate={gate})")
+    return fla_config(c, f"deltanet({widths(c)}, inputs.conv={conv_size(c, 'conv_size')}, read.gate={gate})")
 
 
 def gated_deltanet_config(c: Config) -> Config:
     values = c["num_v_heads"] or c["num_heads"]
-    unit = c["head_dim"] * values / c["hidden_size"]
+    K, V = c["head_dim"], round(c["head_dim"] * c["expand_v"], 6)
     groups = "none" if values == c["num_heads"] else c["num_heads"]
-    mixer = f"heads.expand_k={unit}, heads.expand_v={unit * c['expand_v']}, heads.qk_groups={groups}"
-    return fla_config(c, f"gated-deltanet({mixer}, inputs.conv={c['conv_size']})") | {"num_heads": values}
+    expand_k, expand_v = (width * values / c["hidden_size"] for width in (K, V))
+    mixer = f"heads.expand_k={expand_k}, heads.expand_v={expand_v}, heads.qk_groups={groups}"
+    return fla_config(c, f"gated-deltanet({mixer}, inputs.conv={conv_size(c, 'conv_size')})") | {"num_heads": values}
 
 
 def gated_deltanet_describe(config: Any) -> Config:
@@ -82,7 +84,9 @@ def fla(architecture: str, config, describe, pairs, read: Config, only: dict[str
     """pairs: a HeadraceConfig -> names of a layer's tensors beside those that all layers have."""
     layer = lambda c: named("model.layers.#", BLOCK | PROJECTIONS | pairs(c))  # noqa: E731
     whole = outside("model", "embeddings", "norm")
-    return Format(architecture, config, describe, layer, whole, READ | read, ONLY | only, IGNORED | {*ignored})
+    return Format(
+        architecture, MixerSpec, config, describe, layer, whole, READ | read, ONLY | only, IGNORED | {*ignored}
+    )
 
 
 FUSED_NORM = {"mixer.norm_weight": "attn.g_norm_swish_gate.weight"}

@@ -26,7 +26,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """config: the fields of `read` -> the arguments of HeadraceConfig; describe: a HeadraceConfig -> those fields of
+    """mixer: the kind of mixer that its layers have; config: the fields of `read` -> the arguments of HeadraceConfig; describe: a HeadraceConfig -> those fields of
     config.json that not all formats share; layer: a HeadraceConfig -> the views of a layer; whole: those outside of
     layers. Every field that the foreign library knows is in one of:
 
@@ -35,6 +35,7 @@ class Format:
     ignored: the fields that change no logits."""
 
     architecture: str
+    mixer: type
     config: Callable[[Config], Config]
     describe: Callable[[Any], Config]
     layer: Callable[[Any], dict[str, View]]
@@ -74,6 +75,12 @@ def demand(c: Config, name: str, *wanted: Any) -> None:
     if c[name] not in wanted:
         expected = " or ".join(repr(value) for value in wanted)
         raise InputError(f"config.json has {name}={c[name]!r}; expected {expected}: nothing else can be converted")
+
+
+def conv_size(c: Config, name: str) -> int:
+    if c[name] < 2:
+        raise InputError(f"config.json has {name}={c[name]!r}; expected at least 2: nothing else can be converted")
+    return c[name]
 
 
 def outside(prefix: str, embedding: str, norm: str, offset: float = 0.0) -> dict[str, View]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..errors import InputError
+from ..spec import AttentionSpec, MixerSpec
 from .form import (
     COMMON,
     SWIGLU,
@@ -10,6 +11,7 @@ from .form import (
     Format,
     View,
     consecutive,
+    conv_size,
     conv_width,
     demand,
     interleaved,
@@ -43,7 +45,7 @@ def llama_describe(config: Any) -> Config:
     spec = config.mixers[0]
     return {
         "num_attention_heads": config.num_heads,
-        "num_key_value_heads": getattr(spec, "kv_heads", None) or config.num_heads,
+        "num_key_value_heads": spec.kv_heads or config.num_heads,
         "intermediate_size": config.intermediate_size,
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
@@ -64,7 +66,7 @@ def mamba2_config(c: Config) -> Config:
     demand({"time_step_limit": limit}, "time_step_limit", [0.0, float("inf")])
     demand({"head_dim": V}, "head_dim", c["expand"] * hidden / heads)
     widths = f"heads.expand_k={c['state_size'] * heads / hidden}, heads.expand_v={V * heads / hidden}"
-    mixer = f"mamba2({widths}, inputs.conv={c['conv_kernel']})"
+    mixer = f"mamba2({widths}, inputs.conv={conv_size(c, 'conv_kernel')})"
     return {"mixer": mixer, "num_heads": heads, "mlp": "none"}
 
 
@@ -112,7 +114,7 @@ def qwen_config(c: Config) -> Config:
     K, V = c["linear_key_head_dim"], c["linear_value_head_dim"]
     widths = f"heads.expand_k={K * H / hidden}, heads.expand_v={V * H / hidden}"
     groups = "none" if c["linear_num_key_heads"] == H else c["linear_num_key_heads"]
-    mixer = f"gated-deltanet({widths}, heads.qk_groups={groups}, inputs.conv={c['linear_conv_kernel_dim']})"
+    mixer = f"gated-deltanet({widths}, heads.qk_groups={groups}, inputs.conv={conv_size(c, 'linear_conv_kernel_dim')})"
     return {"mixer": mixer, "num_heads": H, "intermediate_size": c["intermediate_size"]}
 
 
@@ -163,7 +165,8 @@ OF_INITIAL_VALUES = {"time_step_rank", "time_step_min", "time_step_max", "time_s
 
 FORMATS: dict[str, Format] = {
     "llama": Format(
-        "LlamaForCausalLM", llama_config, llama_describe, llama_layer, outside("model", "embed_tokens", "norm"),
+        "LlamaForCausalLM", AttentionSpec, llama_config, llama_describe, llama_layer,
+        outside("model", "embed_tokens", "norm"),
         read={
             "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048,
@@ -174,7 +177,8 @@ FORMATS: dict[str, Format] = {
         ignored=COMMON | {"attention_dropout", "pretraining_tp"},
     ),
     "mamba2": Format(
-        "Mamba2ForCausalLM", mamba2_config, mamba2_describe, mamba2_layer, outside("backbone", "embeddings", "norm_f"),
+        "Mamba2ForCausalLM", MixerSpec, mamba2_config, mamba2_describe, mamba2_layer,
+        outside("backbone", "embeddings", "norm_f"),
         read={
             "vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128, "head_dim": 64,
             "state_size": 128, "expand": 2, "n_groups": 8, "conv_kernel": 4, "layer_norm_epsilon": 1e-5,
@@ -188,7 +192,8 @@ FORMATS: dict[str, Format] = {
         ignored=COMMON | OF_INITIAL_VALUES | {"chunk_size", "residual_in_fp32"},
     ),
     "qwen3_next": Format(
-        "Qwen3NextForCausalLM", qwen_config, qwen_describe, qwen_layer, outside("model", "embed_tokens", "norm", 1.0),
+        "Qwen3NextForCausalLM", MixerSpec, qwen_config, qwen_describe, qwen_layer,
+        outside("model", "embed_tokens", "norm", 1.0),
         read={
             "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
             "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
