@@ -83,10 +83,8 @@ def gated_deltanet_describe(config: Any) -> Config:
 def fla(architecture: str, config, describe, pairs, read: Config, only: dict[str, Any], *ignored: str) -> Format:
     """pairs: a HeadraceConfig -> names of a layer's tensors beside those that all layers have."""
     layer = lambda c: named("model.layers.#", BLOCK | PROJECTIONS | pairs(c))  # noqa: E731
-    whole = outside("model", "embeddings", "norm")
-    return Format(
-        architecture, MixerSpec, config, describe, layer, whole, READ | read, ONLY | only, IGNORED | {*ignored}
-    )
+    fields = READ | read, ONLY | only, IGNORED | {*ignored}
+    return Format(architecture, MixerSpec, config, describe, layer, outside("model", "embeddings", "norm"), *fields)
 
 
 FUSED_NORM = {"mixer.norm_weight": "attn.g_norm_swish_gate.weight"}

@@ -26,13 +26,16 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """mixer: the kind of mixer that its layers have; config: the fields of `read` -> the arguments of HeadraceConfig; describe: a HeadraceConfig -> those fields of
-    config.json that not all formats share; layer: a HeadraceConfig -> the views of a layer; whole: those outside of
-    layers. Every field that the foreign library knows is in one of:
+    """A foreign architecture, whose layers have `mixer`s of one kind.
 
-    read: the fields that `config` takes, and what the library takes where config.json has none;
-    only: the fields of which a model of ours is but some values, the library's default first;
-    ignored: the fields that change no logits."""
+    config: the fields of `read` -> the arguments of HeadraceConfig, beside those that all formats share
+    describe: a HeadraceConfig -> the fields of config.json, beside the same
+    layer: a HeadraceConfig -> the views of a layer; whole: those outside of layers
+    read: the fields that `config` takes, with what the foreign library takes where config.json has none
+    only: the fields that must have one of these values, the library's default first
+    ignored: the fields that change no logits
+
+    Any other field of a config.json is refused."""
 
     architecture: str
     mixer: type
