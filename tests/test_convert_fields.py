@@ -193,7 +193,7 @@ def test_what_is_not_honoured_is_named(sentence, tmp_path):
 def test_every_field_of_the_installed_library_is_known(form):
     """A new version of transformers may add fields, or change what they are where config.json has none."""
     known, defaults = FORMATS[form], {field.name: field.default for field in fields(CLASSES[form])}
-    assert defaults.keys() == CHANGED[form].keys()
+    assert defaults.keys() <= CHANGED[form].keys()
     assert_known(known, defaults)
 
 

@@ -46,7 +46,8 @@ class HeadraceConfig(PreTrainedConfig):
             mlp: its `mlp`, in short.
         initializer_range: standard deviation of linear layers and embeddings at the start.
         max_position_embeddings: the longest sequence of a style with learned positions; otherwise for tools that ask.
-    Raises InputError for an unknown mixer and for sizes that do not fit.
+    Raises InputError for an unknown mixer, sizes that do not fit, and a field that is neither one of these nor one that
+    transformers keeps in any config.
     """
 
     model_type = "headrace"
