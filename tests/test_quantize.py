@@ -10,6 +10,7 @@ import tiny
 from equation import skip_if_missing
 from headrace import InputError, quantize
 from headrace.backends import native
+from headrace.laws import relative
 from headrace.quantized import FEW, Int8Linear
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -77,11 +78,9 @@ def test_a_quantised_model_in_half_precision_is_as_good_as_one_of_its_weights(mi
             model.get_submodule(name).weight = nn.Parameter(layer.weight)  # unties the head, which is quantised
     ids = torch.randint(29, (3, FEW))
     expected, half = deepcopy(model).double()(ids).logits, deepcopy(model).to(dtype)(ids).logits
-    error = lambda y: ((y.double() - expected).norm() / expected.norm()).item()  # noqa: E731
     found = quantised.to(dtype)(ids).logits
-    assert found.dtype is dtype and error(found) <= 2 * error(half)
-    out = quantised(ids[:1, :1], use_cache=True)
-    assert ((out.logits.double() - expected[:1, :1]).norm() / expected[:1, :1].norm()).item() <= 2 * error(half)
+    assert found.dtype is dtype and relative(found, expected) <= 2 * relative(half, expected)
+    assert relative(quantised(ids[:1, :1]).logits, expected[:1, :1]) <= 2 * relative(half, expected)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -155,14 +154,20 @@ def test_strides_and_dtypes_of_the_input():
 @pytest.mark.parametrize("mixer", ["gla", "softmax-gla", "gated-deltanet", "rwkv6", "transformer"])
 @torch.no_grad()
 def test_a_quantised_model_decodes_what_it_says_in_full(mixer):
+    """In float64 to rounding; in float32, where a product with few rows has a kernel, as near to that as the full
+    forward is: some of these models amplify a rounding a hundred times, whatever computes them."""
     model = quantize(tiny.build(mixer).float())
     assert not any(type(module) is nn.Linear for module in model.modules())
     ids = torch.randint(29, (2, 12))
-    full, cache = model(ids).logits, None
-    for t in range(ids.shape[1]):
-        out = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        assert (out.logits[:, 0] - full[:, t]).norm() / full[:, t].norm() < 1e-5
+    wide = deepcopy(model).double()
+    exact = wide(ids).logits
+    rounded = max(relative(y, z) for y, z in zip(model(ids).logits.unbind(1), exact.unbind(1), strict=True))
+    for each, tolerance in ((wide, 1e-10), (model, max(1e-5, 10 * rounded))):
+        cache = None
+        for t in range(ids.shape[1]):
+            out = each(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            assert relative(out.logits[:, 0], exact[:, t]) < tolerance
 
 
 def test_training_and_other_kinds_are_refused():

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from .backends.modules import untouched
 from .cache import HeadraceCache
 from .config import HeadraceConfig
 from .errors import InputError
@@ -166,8 +167,9 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         )
 
     def _loss(self, hidden: Tensor, logits: Tensor | None, **loss_kwargs) -> Tensor:
-        """Without logits it is found in pieces, unless the head or the loss were replaced."""
-        if logits is None and type(self.lm_head) is nn.Linear and self.loss_function is ForCausalLMLoss:
+        """Without logits it is found in pieces, unless the head or the loss were replaced, or the head is looked on."""
+        plain = untouched(self.lm_head, nn.Linear) and self.lm_head.bias is None
+        if logits is None and plain and self.loss_function is ForCausalLMLoss:
             return causal_loss(hidden, self.lm_head.weight, **loss_kwargs)
         logits = self.lm_head(hidden) if logits is None else logits
         return self.loss_function(logits=logits, vocab_size=self.config.vocab_size, **loss_kwargs)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import derivatives, native
+from .modules import untouched
 from .operator import define, library
 
 INPUTS = "Tensor x, Tensor weight, Tensor history, Tensor? cu_seqlens"
@@ -26,6 +27,8 @@ def refuses(conv: nn.Conv1d, x: Tensor) -> str | None:
     if conv.kernel_size[0] > WIDEST or x.shape[2] > MOST_CHANNELS:
         found = f"{conv.kernel_size[0]} and {x.shape[2]}"
         return f"it takes a width up to {WIDEST} and {MOST_CHANNELS} channels, and they are {found}"
+    if not untouched(conv, nn.Conv1d):
+        return f"a hook, a parametrisation or an adapter of {type(conv).__name__} would not run"
     if derivatives.transformed():
         return "it knows no transform of torch.func and no forward-mode differentiation"
     return None

@@ -30,6 +30,7 @@ from .base import Mixer
 from .decode import GROUP_NORM_EPS, FusedStep, MixerState, OwnState
 from .joint import MemoryChoice
 from .residual import ResidualDelta
+from .streams import project
 from .taylor import TaylorFeatures
 
 
@@ -180,8 +181,8 @@ class LinearMixer(Mixer):
             return self._split(self.in_proj(x), -1), None
         before, history = sequences.shift(x, None if state is None else state.shift)
         streams = self.shift(x, before)
-        weights = self._split(self.in_proj.weight, 0)
-        return {name: F.linear(streams.get(name, x), weight) for name, weight in weights.items()}, history
+        found = project(self.in_proj, [streams.get(name, x) for name in self.parts], list(self.parts.values()))
+        return dict(zip(self.parts, found, strict=True)), history
 
     def _convolve(self, inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences):
         """q, k [B, T, Hq, K] and v [B, T, H, V] after the short convolution, and the convolution's state."""

@@ -1,0 +1,120 @@
+"""Layers are called and their weights not read past them: hooks, adapters and replacements see every token."""
+
+import warnings
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from headrace import mixers, zoo
+from headrace.hf import HeadraceForCausalLM
+from headrace.laws import relative
+from headrace.quantized import Int8Linear
+from tiny import SIZES, build, close, config, tokens
+
+D, T = 32, 6
+WITH_IN_PROJ = [*zoo.LINEAR, *(f"softmax-{name}" for name in zoo.LINEAR), "mamba", "gla-outer"]
+
+
+def layer(name, dtype=torch.float32):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of gates that cannot act
+        made = mixers.build(zoo.get(name), hidden_size=D, num_heads=4)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return made.to(dtype)
+
+
+def layers_of(module):
+    return {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Embedding)}
+
+
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
+@pytest.mark.parametrize("name", zoo.names())
+@torch.no_grad()
+def test_what_changes_a_layer_of_a_mixer_changes_the_mixer(name, how):
+    """In float32, which takes every short cut that there is, several tokens at a time and one by one."""
+    made, x = layer(name), torch.randn(2, T, D)
+    halves = lambda y: (y[:, :-1], y[:, -1:])  # noqa: E731
+    plain, found = made(x)[0], layers_of(made)
+    assert found
+    for where, module in found.items():
+        undo = []
+        if how == "forward":  # as accelerate does it
+            original = module.forward
+            module.forward = lambda y, original=original: original(y).sin()
+            undo.append(lambda module=module: vars(module).pop("forward"))
+        elif how == "hook":
+            undo.append(module.register_forward_hook(lambda m, args, y: y.sin()).remove)
+        else:
+            undo.append(module.register_forward_pre_hook(lambda m, args: (args[0].sin(),)).remove)
+        y, state = made(x[:, :-1])
+        changed = (y, made(x[:, -1:], state)[0])
+        assert all(relative(y, z) > 1e-4 for y, z in zip(changed, halves(plain), strict=True)), where
+        undo[0]()
+    assert torch.equal(made(x)[0], plain)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it by its old name
+@pytest.mark.parametrize("name", WITH_IN_PROJ)
+@torch.no_grad()
+def test_an_adapter_of_the_input_projection_is_its_merged_weight(name):
+    """LoRA adds to what the layer's forward gives: to every part of it, for any number of tokens."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of gates that cannot act
+        model = HeadraceForCausalLM(config(name))
+    settings = peft.LoraConfig(r=3, target_modules=["in_proj"], init_lora_weights=False)
+    adapted, ids = peft.get_peft_model(model.double().eval(), settings).eval(), tokens(2)
+    with adapted.disable_adapter():
+        plain = adapted(ids).logits
+    first = adapted(ids[:, :-1], use_cache=True)
+    last = adapted(ids[:, -1:], past_key_values=first.past_key_values).logits
+    found = torch.cat([first.logits, last], 1)
+    assert relative(found, plain) > 1e-2
+    close(found, adapted.merge_and_unload()(ids).logits)
+
+
+class Negated(nn.Conv1d):
+    """A convolution of another kind, which the native one is not."""
+
+    def forward(self, x):
+        return -super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["gated-deltanet", "mamba"])
+@torch.no_grad()
+def test_another_kind_of_convolution_is_called(name):
+    made, x = layer(name), torch.randn(2, T, D)
+    plain = made(x)[0]
+    made.conv.__class__ = Negated
+    assert relative(made(x)[0], plain) > 1e-2
+    for parameter in made.conv.parameters():
+        parameter.neg_()
+    assert relative(made(x)[0], plain) < 1e-5
+
+
+@pytest.mark.parametrize("how", ["hook", "replaced", "bias"])
+def test_a_changed_head_changes_the_loss_in_training(how):
+    """Which is otherwise found in pieces, from the head's weight."""
+    model, ids = build("gla").train(), tokens(2)
+    plain = model(ids, labels=ids).loss
+    if how == "hook":
+        model.lm_head.register_forward_hook(lambda m, args, y: 2 * y)
+    elif how == "replaced":
+        model.lm_head = nn.Sequential(model.lm_head, nn.Tanh())
+    else:
+        model.lm_head.bias = nn.Parameter(torch.randn(SIZES["vocab_size"]).double())
+    loss, logits = model(ids, labels=ids, logits_to_keep=0)[:2]
+    close(model(ids, labels=ids).loss, loss)
+    assert abs(loss - plain) > 1e-3 and logits is not None
+
+
+@torch.no_grad()
+def test_the_input_projection_may_be_quantised():
+    made, x = layer("rwkv6"), torch.randn(2, T, D)
+    quantised = Int8Linear(made.in_proj)
+    made.in_proj.weight.copy_(quantised.weight)
+    expected, made.in_proj = made(x)[0], quantised
+    assert relative(made(x)[0], expected) < 1e-5
