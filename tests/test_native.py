@@ -85,7 +85,9 @@ def test_bfloat16(rule, decay):
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
 def test_any_number_of_threads(rule):
-    x = floats(inputs("vector", rows=1, tokens=200, key=24, value=40))
+    x = floats(
+        inputs("vector", rows=1, tokens=500, key=64, value=72)
+    )  # 2 · 500 · 4 · 64 · 72 products: 18 threads' work
     out, state, gradients = called(x, rule=rule)
     for threads in (2, 3, 16):
         torch.set_num_threads(threads)
@@ -111,7 +113,8 @@ def _in_a_child(x, expected, answer):
 def test_a_fork_has_threads_of_its_own():
     """As the workers of a DataLoader: the parent's threads are not in the child."""
     torch.set_num_threads(2)
-    x = {name: y if y is None else y.detach() for name, y in floats(inputs("scalar")).items()}
+    large = inputs("scalar", rows=1, tokens=80, key=64, value=64)  # 2 · 80 · 4 · 64² products: work for two threads
+    x = {name: y if y is None else y.detach() for name, y in floats(large).items()}
     expected = linear_attention(**x, backend="native")[0]
     context = multiprocessing.get_context("fork")
     answer = context.SimpleQueue()
