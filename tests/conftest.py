@@ -1,12 +1,17 @@
 import os
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch is there: what is tested is the CPU, on every machine
+
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from equation import skip_if_missing
 
 # Two processes of two threads on two cores wait for each other more than they compute.
 THREADS = int(os.environ.get("HEADRACE_TEST_THREADS", "1"))
+settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any load")
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,13 @@ class Way(NamedTuple):
     tokens: int = T
 
 
+# Two ways of summing in one precision make errors of one size, not one error: over seeds and instruction sets one was
+# at most 3.5 times the other.
+LUCK = 10
 CHUNKWISE = Way({"backend": "torch", "chunk_size": 5})
-NATIVE = Way({"backend": "native", "chunk_size": 16}, torch.float32, 1e-6, 1e-5, 37)
+# Four times the worst over seeds, shapes and instruction sets: 7.5e-7, and 6.4e-6 in the gradient of a fixed decay, a
+# sum over all tokens.
+NATIVE = Way({"backend": "native", "chunk_size": 16}, torch.float32, 3e-6, 3e-5, 37)
 WAYS = {
     "chunkwise": CHUNKWISE,
     "recurrent": Way({"form": "recurrent"}),

@@ -72,7 +72,7 @@ def test_an_expression_has_the_paper_of_what_it_changes():
 
 
 def test_the_docs_hold_the_table():
-    written = (Path(__file__).parent.parent / "docs" / "zoo.md").read_text()
+    written = (Path(__file__).parent.parent / "docs" / "zoo.md").read_text("utf-8")
     assert written == account.markdown() + "\n", "headrace zoo --markdown > docs/zoo.md"
 
 

@@ -17,13 +17,6 @@ from headrace.bench.plan import Plan, Point
 SHAPE = Shape(layers=1, hidden_size=64, heads=2, vocab_size=50)
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def test_each_linear_mixer_is_followed_by_its_softmax_version():
     assert named("gla,transformer,transformers-llama") == ("gla", "softmax-gla", "transformer", "transformers-llama")
     assert named("gla,softmax-gla") == ("gla", "softmax-gla")
@@ -78,14 +71,14 @@ def test_what_is_measured_is_kept_and_continued(tmp_path, monkeypatch):
         "output": tmp_path / "bench",
     }  # fmt: skip
     cli_eval.bench(lengths="16", **arguments)
-    first = (tmp_path / "bench" / "points" / "training-16x1.json").read_text()
+    first = (tmp_path / "bench" / "points" / "training-16x1.json").read_text("utf-8")
     cli_eval.bench(lengths="16,24", **arguments)
-    assert (tmp_path / "bench" / "points" / "training-16x1.json").read_text() == first
-    rows = list(csv.DictReader((tmp_path / "bench" / "bench.csv").read_text().splitlines()))
+    assert (tmp_path / "bench" / "points" / "training-16x1.json").read_text("utf-8") == first
+    rows = list(csv.DictReader((tmp_path / "bench" / "bench.csv").read_text("utf-8").splitlines()))
     assert [row["what"] for row in rows[::3]] == [*2 * ["memory"], *2 * ["training"], *2 * ["prefill"], "decoding"]
     assert {row["model"] for row in rows} == {"gla", "softmax-gla", "transformers-llama"}
     assert all(row["torch"] and row["commit"] and row["threads"] == "1" for row in rows)
-    page = (tmp_path / "bench" / "report.html").read_text()
+    page = (tmp_path / "bench" / "report.html").read_text("utf-8")
     assert "What competition costs" in page and "Compression" in page and page.count("data:image/png") == 5
     with pytest.raises(InputError, match="holds another run"):
         cli_eval.bench(lengths="16", **arguments | {"hidden_size": 64})

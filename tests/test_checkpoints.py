@@ -18,7 +18,7 @@ from headrace.errors import InputError
 from headrace.gates import HeadCompetition, SelfInitialised
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel, load
 from headrace.spec import to_json
-from tiny import SIZES, build, close, config, tokens
+from tiny import SIZES, build, close, config, in_memory, tokens
 
 # --- beginnings ---------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ def test_buffers_that_are_not_saved_are_made_again(tmp_path):
 def test_save_and_load_to_the_bit(tmp_path, mixer, dtype):
     model = build(mixer).to(dtype)
     model.save_pretrained(tmp_path)
-    again, ids = load(tmp_path), tokens(2)
+    again, ids = in_memory(load(tmp_path)), tokens(2)
     assert again.dtype == dtype
     assert not again.training
     assert again.config.mixers == model.config.mixers
@@ -121,7 +121,7 @@ def test_gates_can_be_added_to_a_trained_backbone(tmp_path):
     build("gated-deltanet").save_pretrained(tmp_path)
     gated = HeadraceForCausalLM.from_pretrained(tmp_path, config=config("softmax-gated-deltanet"))
     ids = tokens(2)
-    assert torch.equal(gated(ids).logits, load(tmp_path)(ids).logits)
+    assert torch.equal(in_memory(gated)(ids).logits, in_memory(load(tmp_path))(ids).logits)
     assert sum(isinstance(m, HeadCompetition) for m in gated.modules()) == 4
 
 
@@ -131,7 +131,9 @@ def test_a_checkpoint_means_what_it_meant(tmp_path, monkeypatch):
     before.save_pretrained(tmp_path)
     monkeypatch.setitem(zoo.LINEAR, "gla", zoo.LINEAR["retnet"])
     assert HeadraceConfig.from_pretrained(tmp_path).mixers == before.mixers
-    assert json.loads((tmp_path / "config.json").read_text())["mixer"] == [to_json(spec) for spec in before.mixers]
+    assert json.loads((tmp_path / "config.json").read_text("utf-8"))["mixer"] == [
+        to_json(spec) for spec in before.mixers
+    ]
 
 
 def test_a_new_process_loads_it_through_the_auto_classes(tmp_path):
@@ -168,7 +170,7 @@ def without(key):
 def configured(**changes):
     def damage(folder):
         path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **changes}))
 
     return damage
 

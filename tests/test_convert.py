@@ -94,7 +94,7 @@ def test_flash_linear_attention_and_back(tmp_path, name):
 
 
 def changed(path, **settings):
-    described = json.loads((path / "config.json").read_text())
+    described = json.loads((path / "config.json").read_text("utf-8"))
     (path / "config.json").write_text(json.dumps(described | settings))
 
 

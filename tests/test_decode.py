@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 import subprocess
 import sys
 import warnings
@@ -10,7 +11,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from equation import skip_if_missing
+from equation import LUCK, skip_if_missing
 from headrace import zoo
 from headrace.backends import native, native_layer
 from headrace.laws import relative
@@ -65,11 +66,12 @@ def test_200_tokens(mixer):
     if made.fused.unknown:
         pytest.skip(made.fused.unknown)
     (expected, final), (found, state) = in_float64(made, mixer, x), token_by_token(made, x, first=5)
-    assert relative(found, expected) < 1e-6
+    separate, last = made(x)
+    assert relative(found, expected) <= LUCK * relative(separate, expected)
     assert isinstance(state, OwnState)
-    for mine, exact in zip(state, final, strict=True):
+    for mine, other, exact in zip(state, last, final, strict=True):
         assert (mine is None) == (exact is None)
-        assert mine is None or relative(mine.double(), exact.double()) < 1e-6
+        assert mine is None or relative(mine, exact) <= LUCK * relative(other, exact)
 
 
 @pytest.mark.parametrize("mixer", ["gated-deltanet", "mamba2", "linear-attention", "gla(read.norm=group)"])
@@ -84,7 +86,7 @@ def test_every_competition(mixer):
         whole = f"softmax-{name}({rest.removesuffix(')')}{',' if paren else ''}{changes})"
         made, x = layer(whole), torch.randn(2, 4, 32)
         found, expected = token_by_token(made, x, 1)[0], in_float64(made, whole, x)[0]
-        assert relative(found, expected) <= max(1e-6, 1.5 * relative(made(x)[0], expected)), whole
+        assert relative(found, expected) <= LUCK * relative(made(x)[0], expected), whole
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_every_part(change):
     mixer = f"softmax-gla({change})"
     made, x = layer(mixer, width=64), torch.randn(3, 12, 64)
     found, expected = token_by_token(made, x, 2)[0], in_float64(made, mixer, x, width=64)[0]
-    assert relative(found, expected) <= max(1e-6, 1.5 * relative(made(x)[0], expected))
+    assert relative(found, expected) <= LUCK * relative(made(x)[0], expected)
 
 
 @pytest.mark.parametrize("mixer", ["softmax-gated-deltanet", "kda", "rwkv6", "softmax-mamba2", "retnet"])
@@ -112,7 +114,8 @@ def test_bfloat16_is_no_worse_than_in_steps(mixer):
     expected, separate = in_float64(made, mixer, x, width=64)[0], made(x)[0]
     found = token_by_token(made, x, 5)[0]
     assert found.dtype == torch.bfloat16
-    assert relative(found.double(), expected) <= 1.1 * relative(separate.double(), expected)
+    # Almost all of it is the rounding of what both keep in bfloat16: 0.94 to 0.97 over seeds and instruction sets.
+    assert relative(found, expected) <= 1.1 * relative(separate, expected)
 
 
 @torch.no_grad()
@@ -243,14 +246,15 @@ def test_compiles_as_one_graph():
 def test_every_instruction_set(isa):
     script = """
 import torch
-from test_decode import in_float64, layer, relative, token_by_token
+from test_decode import LUCK, in_float64, layer, relative, token_by_token
 torch.manual_seed(0), torch.set_num_threads(1), torch.set_grad_enabled(False)
 for mixer in ("linear-attention", "retnet", "softmax-mamba2", "softmax-gla", "rwkv6", "softmax-kda"):
     made, x = layer(mixer), torch.randn(2, 8, 32)
-    assert relative(token_by_token(made, x, 2)[0], in_float64(made, mixer, x)[0]) < 1e-6, mixer
+    expected = in_float64(made, mixer, x)[0]
+    assert relative(token_by_token(made, x, 2)[0], expected) <= LUCK * relative(made(x)[0], expected), mixer
 """
     run = subprocess.run(
-        [sys.executable, "-c", script], cwd=__file__.rpartition("/")[0], env={"HEADRACE_ISA": isa}, capture_output=True,
-        text=True,
+        [sys.executable, "-c", script], cwd=__file__.rpartition("/")[0], env=os.environ | {"HEADRACE_ISA": isa},
+        capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

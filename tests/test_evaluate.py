@@ -113,7 +113,7 @@ def test_scores_are_those_of_a_plain_computation(kind, checkpoints, data, tmp_pa
 
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-    pages = local.pages((data / "wiki.test.raw").read_text())
+    pages = local.pages((data / "wiki.test.raw").read_text("utf-8"))
     expected = [rolling(model, encode(wikitext_detokenizer({"page": page})), start) for page in pages]
     kept = [row["scores"]["word_perplexity"] for row in found["wikitext"]["samples"]]
     assert [row[0] for row in kept] == pytest.approx(expected, rel=1e-5)
@@ -165,7 +165,7 @@ def test_what_the_folder_lacks_is_named_and_the_rest_is_run(checkpoints, data, t
     assert list(found.missing) == ["arc_challenge"]
     assert list(found.items["llama"]) == ["wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy"]
     assert words.words(found)[0].startswith("arc_challenge was not run: ")
-    whole = json.loads((tmp_path / "llama" / "results.json").read_text())
+    whole = json.loads((tmp_path / "llama" / "results.json").read_text("utf-8"))
     assert set(whole["results"]) == set(found.items["llama"])
     assert whole["results"]["winogrande"]["acc,none"] == scores(found.items["llama"]["winogrande"])["acc"].value
     with pytest.raises(InputError, match="nothing of --suite='recall' can be run"):
@@ -226,7 +226,7 @@ def test_the_command_writes_a_report(checkpoints, data, tmp_path):
     ]
     ran = CliRunner().invoke(cli.app, ["eval", *arguments])
     assert ran.exit_code == 0, ran.output
-    page = (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text("utf-8")
     for text in (
         "llama",
         "acc_norm",

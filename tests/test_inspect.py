@@ -250,7 +250,7 @@ def test_the_command_reads_text_a_file_or_standard_input(checkpoint, tmp_path):
     ):
         done = CliRunner().invoke(cli.app, [*command, *more], input=given)
         assert done.exit_code == 0 and "page.html: 0." in done.stdout
-        assert "".join(data_of(page.read_text())["labels"]) == expected
+        assert "".join(data_of(page.read_text("utf-8"))["labels"]) == expected
     for more, said in (
         (["--text", "a", "--file", "b"], "--text and --file are both given"),
         (["--file", str(tmp_path / "none")], "cannot be read: No such file"),

@@ -39,7 +39,7 @@ def test_the_command_draws_and_writes_every_number(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["headrace", "lab", "winner"])
     done = CliRunner().invoke(cli.app, ["lab", "winner", "--output", str(tmp_path), "--seed", "3"])
     assert done.exit_code == 0 and "holds" in done.stdout and "BROKEN" not in done.stdout
-    record = json.loads((tmp_path / "winner.json").read_text())
+    record = json.loads((tmp_path / "winner.json").read_text("utf-8"))
     assert record["seed"] == 3 and record["sentence"] in done.stdout
     assert all(law["holds"] for law in record["laws"])
     assert {"torch", "processor", "headrace"} <= set(record["environment"])
@@ -53,7 +53,7 @@ def test_another_seed_is_another_finding_and_the_same_the_same():
 
 
 def test_the_page_on_theory_has_every_experiment():
-    page = (Path(__file__).parent.parent / "docs" / "theory.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "theory.md").read_text("utf-8")
     assert re.findall(r"^`headrace lab (\w+)`:$", page, re.MULTILINE) == list(lab.EXPERIMENTS)
 
 
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_one_sentence(arguments, said):
     assert isinstance(error, InputError) and said in str(error) and "\n" not in str(error)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32), st.sampled_from(["overwriting", "angle", "fading", "polarity"]))
 def test_exact_laws_hold_for_any_keys_and_values(seed, name):
     exact = [row for row in lab.experiment(name, seed).rows if row.bound == lab.EXACT]
@@ -104,7 +104,6 @@ def test_exact_laws_hold_for_any_keys_and_values(seed, name):
     assert all(row.holds for row in exact)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-20, 20), min_size=2, max_size=9), st.floats(0, 50), st.floats(0, 50))
 def test_entropy_of_the_gates_never_rises_with_the_scores(scores, a, b):
     """Theorem 4.2, ties included: there the entropy stays above 0."""

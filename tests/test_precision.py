@@ -14,6 +14,8 @@ from headrace.mixers.residual import ResidualDelta
 from headrace.packing import Sequences
 from headrace.recurrence import TOKENWISE
 
+ROUNDED = 3e-6  # 2^-24 · √2048: the roundings of 2,048 tokens, as a random walk
+
 
 def errors_in_float32(arguments, backend, rule="add", **settings):
     """(worst of output and state, worst gradient) of the float32 op against the literal loop in float64."""
@@ -42,7 +44,9 @@ def long_inputs(tokens=2048, heads=2, key=32, value=16, beta=1.0):
     }
 
 
-@pytest.mark.parametrize(("rule", "beta", "bound"), [("add", 1.0, 2e-6), ("delta", 1.0, 2e-6), ("delta", 1.9, 1e-5)])
+@pytest.mark.parametrize(
+    ("rule", "beta", "bound"), [("add", 1.0, ROUNDED), ("delta", 1.0, ROUNDED), ("delta", 1.9, 1e-5)]
+)
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
 def test_float32_over_2048_tokens(backend, rule, beta, bound, decay):
     arguments = long_inputs(beta=beta)
@@ -115,7 +119,7 @@ def test_one_key_repeated(backend):
     arguments["k"] = arguments["k"][:, :1].expand(-1, 128, -1, -1)
     del arguments["log_decay"]  # nothing old is left to decay: its gradient is zero
     forward, backward = errors_in_float32(arguments, backend, "delta")
-    assert forward <= 2e-6
+    assert forward <= ROUNDED
     assert backward <= 1e-5
 
 

@@ -117,7 +117,7 @@ def killed_at(data, folder, step, monkeypatch, **changes):
 
 
 def losses(folder):
-    history = json.loads((folder / "model" / "history.json").read_text())
+    history = json.loads((folder / "model" / "history.json").read_text("utf-8"))
     kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "final_loss", "eval_write_entropy_1")
     return [{k: v for k, v in point.items() if k in kept} for point in history]
 
@@ -157,7 +157,7 @@ def test_what_a_run_leaves(data, tmp_path):
     final = next(point["final_loss"] for point in points if "final_loss" in point)
     assert final == pytest.approx(total / count, rel=1e-5)
     assert points[0]["loss"] > final
-    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    card = (tmp_path / "run" / "model" / "README.md").read_text("utf-8")
     assert f"{final:.4f} nats" in card and "micro_batch: 2" in card and "![Loss" in card
     assert (tmp_path / "run" / "model" / "curves.png").stat().st_size > 1000
     assert trainer.careful().skipped == 0
@@ -187,7 +187,7 @@ def test_curves_of_a_run_that_ended_and_of_one_that_is_at_work(data, tmp_path):
 
 def test_every_head_s_load_is_kept_and_the_console_says_only_losses(data, tmp_path, capsys):
     train(data, tmp_path / "run")
-    history = json.loads((tmp_path / "run" / "model" / "history.json").read_text())
+    history = json.loads((tmp_path / "run" / "model" / "history.json").read_text("utf-8"))
     last = next(point for point in reversed(history) if "eval_loss" in point)
     for layer in range(TINY["layers"]):
         loads = [last[f"eval_write_load_{layer}_{head}"] for head in range(TINY["heads"])]
@@ -218,7 +218,7 @@ def test_two_processes_train_as_one_does(prepared, tmp_path):
         ("one", 4, [sys.executable]),
         ("two", 2, [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]),
     ):
-        script = tmp_path / "headrace.py"
+        script = tmp_path / "launched.py"  # not the name of the package, which it would hide
         script.write_text("from headrace.cli import main\nmain()\n")
         command = [*launcher, str(script), "train", "laptop-1m", *settings, f"micro_batch={micro}"]
         command += ["--data", str(prepared), "--output", str(tmp_path / name), "--trackers", "none"]
@@ -236,7 +236,7 @@ def test_a_run_begins_from_a_checkpoint_retrofitted_or_not(data, prepared, tmp_p
     retrofit(first).save_pretrained(tmp_path / "competing")
     weights = str(tmp_path / "competing")
     trainer = train(data, tmp_path / "second", tokens=128 * 8, mixer="softmax-gla", weights=weights)
-    before, after = json.loads((first / "history.json").read_text()), trainer.state.log_history
+    before, after = json.loads((first / "history.json").read_text("utf-8")), trainer.state.log_history
     assert after[-1]["final_loss"] < before[-1]["final_loss"]
 
 
@@ -258,7 +258,7 @@ def test_weights_of_another_model_are_refused(data, tmp_path, changes, sentence)
 def test_weights_with_another_tokenizer_are_refused(data, tmp_path):
     train(data, tmp_path / "first", tokens=128 * 2)
     path = tmp_path / "first" / "model" / "tokenizer.json"
-    told = json.loads(path.read_text())
+    told = json.loads(path.read_text("utf-8"))
     ids = told["model"]["vocab"]
     (a, first), (b, second) = list(ids.items())[10:12]
     ids[a], ids[b] = second, first

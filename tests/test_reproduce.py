@@ -106,7 +106,7 @@ def test_what_has_ended_is_not_done_again_and_what_fails_is_named(tmp_path):
     said = []
     for _ in range(2):
         execute.execute([step], tmp_path, said.append)
-    assert count.read_text() == "x" and said[1].endswith("done before")
+    assert count.read_text("utf-8") == "x" and said[1].endswith("done before")
     with pytest.raises(InputError, match="step 2 ended with 3"):
         execute.execute([step, [sys.executable, "-c", "raise SystemExit(3)"]], tmp_path, said.append)
     with pytest.raises(InputError, match="no-such-program is not installed"):
@@ -117,7 +117,9 @@ def test_what_has_ended_is_not_done_again_and_what_fails_is_named(tmp_path):
 def test_a_table_is_made_from_end_to_end(tmp_path, capsys):
     cli_eval.reproduce("table-5", run=True, output=tmp_path)
     assert "341.7" in capsys.readouterr().out
-    assert "30.8" not in (page := (tmp_path / "table-5.html").read_text()) and "no single way of counting" in page
+    assert (
+        "30.8" not in (page := (tmp_path / "table-5.html").read_text("utf-8")) and "no single way of counting" in page
+    )
 
 
 MISTAKES = {

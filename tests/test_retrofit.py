@@ -8,6 +8,7 @@ from headrace.errors import InputError
 from headrace.retrofit import retrofit
 from headrace.spec import Competition
 from headrace.train.model import gate_parameters
+from tiny import in_memory
 
 LINEAR = ["linear-attention", "retnet", "mamba2", "gla", "rwkv6", "deltanet", "gated-deltanet", "kda"]
 
@@ -21,7 +22,7 @@ def checkpoint(folder, mixer, **changes):
 
 def both(folder, competition=None):
     ids = torch.randint(64, (2, 30), generator=torch.Generator().manual_seed(1))
-    before, after = HeadraceForCausalLM.from_pretrained(folder).eval(), retrofit(folder, competition)
+    before, after = map(in_memory, (HeadraceForCausalLM.from_pretrained(folder).eval(), retrofit(folder, competition)))
     return before(ids).logits, after(ids).logits, after
 
 
@@ -51,7 +52,7 @@ def test_gates_learn(tmp_path):
 def test_what_is_saved_is_what_was_made(tmp_path):
     _, after, model = both(checkpoint(tmp_path / "plain", "gla"))
     model.save_pretrained(tmp_path / "gated")
-    again = HeadraceForCausalLM.from_pretrained(tmp_path / "gated").eval()
+    again = in_memory(HeadraceForCausalLM.from_pretrained(tmp_path / "gated").eval())
     ids = torch.randint(64, (2, 30), generator=torch.Generator().manual_seed(1))
     assert torch.equal(again(ids).logits, after)
     assert all(spec.competition is not None for spec in again.config.mixers)

@@ -38,9 +38,11 @@ def server(checkpoint):
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
+        assert thread.is_alive()
         time.sleep(0.05)
     port = server.servers[0].sockets[0].getsockname()[1]
-    with httpx2.Client(base_url=f"http://127.0.0.1:{port}/v1", timeout=60) as client:
+    # No proxy of the environment's stands between, and fifty at once on a busy machine wait for each other.
+    with httpx2.Client(base_url=f"http://127.0.0.1:{port}/v1", timeout=600, trust_env=False) as client:
         yield client
     server.should_exit = True
     thread.join()

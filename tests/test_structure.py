@@ -68,7 +68,7 @@ def parts_imported(path: Path) -> set[str]:
     """Names of headrace's parts that a file imports, whether at its top or inside a function."""
     package = ["headrace", *path.relative_to(SOURCE).parent.parts]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
             names = [alias.name for alias in node.names] if base[-1] == "" else [base[1]]
@@ -86,7 +86,7 @@ def test_imports_go_one_way(path):
 
 
 def test_the_literal_equation_imports_torch_alone_and_backends_only_errors():
-    assert "import torch" in (SOURCE / "literal.py").read_text()
+    assert "import torch" in (SOURCE / "literal.py").read_text("utf-8")
     assert not parts_imported(SOURCE / "literal.py")
     for path in (SOURCE / "backends").glob("*.py"):
         assert parts_imported(path) <= {"backends", "errors"}
@@ -102,7 +102,7 @@ def test_no_module_hides_a_function_of_its_name():
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))

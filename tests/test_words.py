@@ -145,7 +145,7 @@ def test_a_report_of_forty_arms_is_one_file(tmp_path):
     mixers = tuple(zoo.LINEAR) + tuple(f"softmax-{name}" for name in zoo.LINEAR) + ("transformer",)
     page = write_report(
         results([[0.5, 0.6, 0.7]] * len(mixers), plan=replace(PAIR, mixers=mixers)), tmp_path
-    ).read_text()
+    ).read_text("utf-8")
     assert "softmax-gated-deltanet" in page and not re.search(r"(src|href)=.?(http|/)", page)
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     assert [base64.b64decode(picture)[1:4] for picture in pictures] == [b"PNG"] * 3
@@ -177,7 +177,7 @@ def test_a_crowd_is_counted():
 
 
 def test_a_crowd_is_drawn_backbone_by_backbone(tmp_path):
-    page = write_report(crowd(1), tmp_path).read_text()
+    page = write_report(crowd(1), tmp_path).read_text("utf-8")
     assert all(f">{name}</td>" in page for name in zoo.names())
     assert (tmp_path / "pair-curves.png").stat().st_size > 10_000
 
@@ -202,7 +202,7 @@ def test_a_sweep_has_a_table_words_and_a_curve_before_everything_else(tmp_path):
         "softmax-retnet: 99.8 % at pairs=4, 25.0 % at pairs=32.",
         "softmax-retnet against retnet, by pairs: better at 4, 16, 32.",
     ]
-    page = write_report(found, tmp_path).read_text()
+    page = write_report(found, tmp_path).read_text("utf-8")
     first = re.search(r'<img alt="([^"]+)"', page)
     assert first is not None and first[1].startswith("Score against pairs")
     assert page.index("<td>51.0 ± 1.4 %</td>") < page.index("<h2>pair-pairs-4</h2>")

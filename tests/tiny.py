@@ -48,6 +48,14 @@ def build(mixer, **changes):
     return trained(HeadraceForCausalLM(config(mixer, **changes)))
 
 
+def in_memory(model):
+    """A model that was loaded, its weights no longer in the file, where they lie at any address: a BLAS may sum in
+    another order what is aligned otherwise."""
+    for p in model.parameters():
+        p.data = p.data.clone()
+    return model
+
+
 def tokens(B, length=T):
     return torch.randint(1, SIZES["vocab_size"], (B, length))  # 0 is for padding: generate looks for it
 

@@ -257,7 +257,10 @@ class HeadCompetition(Gate):
         log_gate = self._activate(scores)
         if self.spec.source == "diag":
             log_gate = log_gate.diagonal(dim1=-2, dim2=-1)
-        return log_gate if self.spec.scale == "one" else log_gate + math.log(self._slots())
+        if self.spec.scale == "one":
+            return log_gate
+        # Computed as the gate is: another logarithm of as many heads may differ in its last bit.
+        return log_gate - self._activate(scores.new_zeros(self.num_heads))
 
     def _activate(self, scores: Tensor) -> Tensor:
         if self.spec.activation == "sigmoid":
@@ -265,10 +268,6 @@ class HeadCompetition(Gate):
         if self.spec.activation == "null":
             return F.log_softmax(F.pad(scores, (0, 1)), -1)[..., :-1]
         return F.log_softmax(scores, -1)
-
-    def _slots(self) -> int:
-        """One over the gate at zero scores."""
-        return {"softmax": self.num_heads, "null": self.num_heads + 1, "sigmoid": 2}[self.spec.activation]
 
 
 # --- token shift -----------------------------------------------------------------------------------------------------
