@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .errors import InputError
-from .mixers.decode import owned
+from .mixers.decode import MixerState
 
 
 class HeadraceCache(Cache):
@@ -27,8 +28,9 @@ class HeadraceCache(Cache):
         self.columns = 0
 
     def replace(self, states: list[Any], columns: int) -> None:
-        """The states after `columns` more columns."""
-        self.states = [owned(state) for state in states]
+        """The states after `columns` more columns, which belong to the cache from now on."""
+        held = self.states or [None] * len(states)
+        self.states = [new if new is old else _apart(new) for new, old in zip(states, held, strict=True)]
         self.columns += columns
 
     def __len__(self) -> int:
@@ -74,6 +76,20 @@ class HeadraceCache(Cache):
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.states is not None:
-            self.states = [
-                s if s is None else type(s)(*(x if x is None else function(x) for x in s)) for s in self.states
-            ]
+            self.states = [_changed(s, function) for s in self.states]
+
+
+def _apart(state: Any) -> Any:
+    """The state of a linear mixer, whose tensors are written into, with a copy of each that is a part of another: the
+    rest of that is not the cache's. (Behind keys and values nothing is written but in memory made for it.)"""
+    return MixerState._make(map(_alone, state)) if isinstance(state, MixerState) else state
+
+
+def _alone(x: Tensor | None) -> Tensor | None:
+    if x is None or (x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _changed(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    return None if state is None else type(state)(*(function(x) if isinstance(x, Tensor) else None for x in state))

@@ -65,7 +65,8 @@ class HeadraceModel(HeadracePreTrainedModel):
 
         Args:
             attention_mask: [B, T] or, after a cache, [B, all columns]: 0 is padding, anywhere.
-            past_key_values: what `use_cache` returned for the columns before these; it is brought up to date in place.
+            past_key_values: what `use_cache` returned for the columns before these; it is brought up to date in place,
+                unless use_cache=False, which leaves it as it is.
             use_cache: None: where past_key_values is given; else as config.use_cache says, but not in training.
             cu_seqlens: [N + 1], where the sequences of a pack (B = 1) begin and end.
         """
@@ -82,10 +83,12 @@ class HeadraceModel(HeadracePreTrainedModel):
             cache = HeadraceCache()
         hidden: list[Tensor] | None = [] if self._wants_hidden_states(output_hidden_states) else None
         past = None if cache is None else cache.states
-        if use_cache and hidden is None and cu_seqlens is None and not torch.is_grad_enabled():
-            last, states = self.backbone.prefill(x if inputs_embeds is None else x.clone(), past, mask)
+        in_place = use_cache and not torch.is_grad_enabled()  # said here: a reentrant checkpoint hides it from layers
+        if in_place and hidden is None and cu_seqlens is None:
+            last, states = self.backbone.prefill(x if inputs_embeds is None else x.clone(), past, mask, in_place)
         else:
-            last, states = self.backbone(x, past, mask=mask, cu_seqlens=cu_seqlens, inputs=hidden)
+            where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
+            last, states = self.backbone(x, past, **where, inputs=hidden)
         if cache is not None and use_cache:
             cache.replace(states, x.shape[1])
         return BaseModelOutputWithPast(
@@ -230,7 +233,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             unfinished = unfinished & ~criteria(ids, None)
             if not unfinished.any():
                 return ids
-            x, states = self.model.backbone(self.model.embed_tokens(token[:, None]), cache.states)
+            x, states = self.model.backbone(self.model.embed_tokens(token[:, None]), cache.states, in_place=True)
             cache.replace(states, 1)
             logits = self.lm_head(x)
 

@@ -154,12 +154,13 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, state: Any = None, beside: Tensor | None = None, *,
-        mask: Tensor | None = None, cu_seqlens: Tensor | None = None, memory: Any = None,
+        mask: Tensor | None = None, cu_seqlens: Tensor | None = None, memory: Any = None, in_place: bool = False,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         """x [B, T, D] -> (x [B, T, D], the mixer's state). beside [B, T, D]: what the shared block gave; memory: what
-        `cross` remembers of the other sequence."""
+        `cross` remembers of the other sequence; in_place: `state` may be written into."""
         read = x if self.link is None else x + self.link(beside)
-        y, state = self.mixer(self._before(self.mixer_norm, read), state, mask=mask, cu_seqlens=cu_seqlens)
+        where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
+        y, state = self.mixer(self._before(self.mixer_norm, read), state, **where)
         x = self._after(self.mixer_norm, x + y)
         if self.cross is not None:
             require(
@@ -193,11 +194,11 @@ class Shared(nn.Module):
 
     def forward(
         self, x: Tensor, embedded: Tensor, state: Any = None, *,
-        mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None, cu_seqlens: Tensor | None = None, in_place: bool = False,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         """x and the embeddings [B, T, D] -> (y [B, T, D], state). Nothing is added to x here."""
         both = self.mixer_norm(torch.cat([x, embedded], -1))
-        y, state = self.mixer(both, state, mask=mask, cu_seqlens=cu_seqlens)
+        y, state = self.mixer(both, state, mask=mask, cu_seqlens=cu_seqlens, in_place=in_place)
         y = self.mlp_norm(y)
         return y if self.mlp is None else self.mlp(y), state
 
@@ -222,6 +223,7 @@ class Backbone(nn.Module):
         cu_seqlens: Tensor | None = None,
         inputs: list[Tensor] | None = None,
         memories: Sequence[Any] | None = None,
+        in_place: bool = False,
     ) -> tuple[Tensor, list[Any]]:
         """x [B, T, D] -> (x [B, T, D], states: of the positions where the style has them, then of every layer, and
         before it of the shared block where the layer reads it).
@@ -232,6 +234,7 @@ class Backbone(nn.Module):
             cu_seqlens: [N + 1], where the sequences of a pack (B = 1) begin and end.
             inputs: a list that receives every block's input.
             memories: of the other sequence, from `remember`, where blocks have cross attention.
+            in_place: `states` may be written into, and must not be used again; otherwise they are never changed.
         """
         before, after = repeat(None) if states is None else iter(states), []
         where = {"mask": mask, "cu_seqlens": cu_seqlens}
@@ -244,20 +247,23 @@ class Backbone(nn.Module):
             if inputs is not None:
                 inputs.append(x)
             if layer.link is not None:
-                beside, state = self.shared(x, embedded, next(before), **where)
+                beside, state = self.shared(x, embedded, next(before), **where, in_place=in_place)
                 after.append(state)
-            x, state = layer(x, next(before), beside, **where, memory=memory)
+            x, state = layer(x, next(before), beside, **where, memory=memory, in_place=in_place)
             after.append(state)
         return self.norm(x), after
 
-    def prefill(self, x: Tensor, states: Sequence[Any] | None, mask: Tensor | None) -> tuple[Tensor, list[Any]]:
+    def prefill(
+        self, x: Tensor, states: Sequence[Any] | None, mask: Tensor | None, in_place: bool = False
+    ) -> tuple[Tensor, list[Any]]:
         """`forward` without a gradient. Where all layers are recurrent it takes PIECE tokens at a time: what they hold
         of every token does not grow with T. What comes out is then written over x."""
         if x.shape[1] <= PIECE or not self._recurrent():
-            return self(x, states, mask=mask)
+            return self(x, states, mask=mask, in_place=in_place)
         for start in range(0, x.shape[1], PIECE):
             piece = slice(start, start + PIECE)
-            x[:, piece], states = self(x[:, piece], states, mask=None if mask is None else mask[:, piece])
+            now = None if mask is None else mask[:, piece]
+            x[:, piece], states = self(x[:, piece], states, mask=now, in_place=in_place or start > 0)
         return x, states  # type: ignore[return-value]
 
     def _recurrent(self) -> bool:

@@ -119,10 +119,10 @@ class Sequences:
     def last(self, x: Tensor, history: Tensor) -> Tensor:
         """The last h tokens of each sequence of x, after those of history [N, h, D]: the history of what comes next."""
         h = history.shape[1]
+        if self.cu_seqlens is None:
+            return torch.cat([history[:, self.T :], x[:, -h:]], 1)  # in memory of its own
         if self.T == 0:
             return history
-        if self.cu_seqlens is None:
-            return torch.cat([history, x[:, -h:]], 1)[:, -h:]
         places = self.cu_seqlens.diff()[:, None] + torch.arange(-h, 0, device=x.device)  # negative: in the history
         recent = x[0, (self.cu_seqlens[:-1, None] + places).clamp(min=0)]
         earlier = history.gather(1, (h + places).clamp(max=h - 1)[..., None].expand_as(history))

@@ -15,6 +15,7 @@ from ..checks import require
 from ..gates import rotary
 from ..packing import count_tokens, without_padding
 from ..spec import AttentionSpec
+from .base import ANY, check_state, may_write
 from .flash import flash_attention
 from .positions import DistanceBias
 from .sdpa import attend
@@ -27,15 +28,12 @@ class AttentionState(NamedTuple):
     k: Tensor  # [N, L, Hkv, d]
     v: Tensor  # [N, L, Hkv, d]
     valid: Tensor | None = None  # [N, L] bool: False is padding; None: no padding
+    room: int | None = None  # tokens that the memory of k and v has room for, these L among them; None: for these alone
 
     @property
     def seen(self) -> Tensor:
         """[N], how many tokens came before."""
         return _valid(self.k, self.valid).sum(1)
-
-
-class OwnAttentionState(AttentionState):
-    """One that its holder has no other use for: the next tokens may be written behind it."""
 
 
 State = AttentionState | WindowState
@@ -58,6 +56,8 @@ class SoftmaxAttention(nn.Module):
             causal or spec.pattern is None, f"{spec.pattern} is of earlier tokens; expected pattern=None in an encoder"
         )
         self.spec, self.rope_theta, self.causal = spec, rope_theta, causal
+        self.state_kind = AttentionState if spec.pattern is None else WindowState
+        self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,), "seen": ()}
         H, (self.head_dim, _) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
         kv_width = (spec.kv_heads or H) * self.head_dim
         self.q_proj = nn.Linear(hidden_size, H * self.head_dim, bias=spec.bias)
@@ -75,9 +75,12 @@ class SoftmaxAttention(nn.Module):
         *,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        in_place: bool = False,
     ) -> tuple[Tensor, State]:
-        """x [B, T, D] -> (y [B, T, D], state). mask [B, T]: False is padding; cu_seqlens [N + 1]: x is a pack."""
+        """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state)."""
         require(self.causal or state is None, "an encoder sees a whole sequence at once; expected state=None")
+        if state is not None:
+            check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
         if self.spec.pattern is not None and mask is not None:
             return without_padding(lambda pack, state, ends: self.forward(pack, state, cu_seqlens=ends), x, state, mask)
         q, k, v = self._query(x), *self._key_value(x)
@@ -87,8 +90,8 @@ class SoftmaxAttention(nn.Module):
         if self.spec.pattern is not None:
             out, state = self._attend_within(q, k, v, state, cu_seqlens)
         elif cu_seqlens is None:
-            state = extended(state, k, v, mask)
-            out = self._attend(q, *state)
+            state = extended(state, k, v, mask, in_place)
+            out = self._attend(q, *state[:3])
         else:
             out, state = attend_packed(self._attend, q, k, v, state, cu_seqlens.diff().tolist())
         return self.o_proj(out.flatten(-2)), state
@@ -100,7 +103,7 @@ class SoftmaxAttention(nn.Module):
 
     def cross(self, x: Tensor, memory: AttentionState) -> Tensor:
         """x [B, T, D] reads the sequence that is remembered -> [B, T, D]. Positions have no part in it."""
-        return self.o_proj(self._attend(self._query(x), *memory).flatten(-2))
+        return self.o_proj(self._attend(self._query(x), *memory[:3]).flatten(-2))
 
     def _query(self, x: Tensor) -> Tensor:
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -113,6 +116,7 @@ class SoftmaxAttention(nn.Module):
         return k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
+        k, v = k.to(q.dtype), v.to(q.dtype)  # what is held may be of a pass in another precision
         if self.spec.form == "tiles":
             return flash_attention(q, k, v, causal=self.causal, valid=valid)
         return attend(q, k, v, valid, causal=self.causal, bias=self.bias, null=self.spec.null)
@@ -151,35 +155,39 @@ def _valid(k: Tensor, mask: Tensor | None) -> Tensor:
     return torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if mask is None else mask
 
 
-def extended(state: AttentionState | None, k: Tensor, v: Tensor, mask: Tensor | None) -> AttentionState:
+def extended(
+    state: AttentionState | None, k: Tensor, v: Tensor, mask: Tensor | None, in_place: bool = False
+) -> AttentionState:
     """The state with k and v [N, T, Hkv, d] behind its own, in its own memory where it may be written into."""
     if state is None:
         return AttentionState(k, v, mask)
     valid = None
     if state.valid is not None or mask is not None:
         valid = torch.cat([_valid(state.k, state.valid), _valid(k, mask)], 1)
-    if _may_write(state):
-        return OwnAttentionState(grown(state.k, k), grown(state.v, v), valid)
-    return AttentionState(torch.cat([state.k, k], 1), torch.cat([state.v, v], 1), valid)
+    if not (in_place and may_write(state.k) and may_write(state.v)) or torch.compiler.is_compiling():
+        return AttentionState(torch.cat([state.k, k], 1), torch.cat([state.v, v], 1), valid)
+    total = state.k.shape[1] + k.shape[1]
+    dtypes = [torch.promote_types(x.dtype, y.dtype) for x, y in ((state.k, k), (state.v, v))]
+    if not _has_room(state.k, state.room, total, dtypes[0]) or not _has_room(state.v, state.room, total, dtypes[1]):
+        room = total + total // 4
+        state = AttentionState(*(_moved(x, room, d) for x, d in zip(state[:2], dtypes, strict=True)), room=room)
+    return AttentionState(_behind(state.k, k, state.room), _behind(state.v, v, state.room), valid, state.room)
 
 
-def _may_write(state: AttentionState) -> bool:
-    if type(state) is not OwnAttentionState or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    return torch.is_inference_mode_enabled() or not state.k.is_inference()
+def _has_room(past: Tensor, room: int | None, total: int, dtype: torch.dtype) -> bool:
+    """Whether past [N, L, …] begins memory for `room` tokens per sequence, which is enough for `total` of this dtype."""
+    return room is not None and room >= total and past.stride(0) == room * past[0, 0].numel() and past.dtype is dtype
 
 
-def grown(past: Tensor, new: Tensor) -> Tensor:
-    """past [N, L, …] and new [N, T, …] in one tensor, without copying past where its storage has room for both.
+def _moved(past: Tensor, room: int, dtype: torch.dtype) -> Tensor:
+    buffer = past.new_empty(len(past), room, *past.shape[2:], dtype=dtype)
+    buffer[:, : past.shape[1]] = past
+    return buffer[:, : past.shape[1]]
 
-    past begins its storage, which is dense [N, at least L, …] and nobody else's. Where that is full, past is copied
-    into one with a quarter more."""
-    (N, L), rest, total = past.shape[:2], past.shape[2:], past.shape[1] + new.shape[1]
-    room = past.untyped_storage().nbytes() // (N * rest.numel() * past.element_size())
-    if room >= total:
-        buffer = past.as_strided((N, room, *rest), (room * rest.numel(), *past.stride()[1:]))
-    else:
-        buffer = past.new_empty(N, total + total // 4, *rest)
-        buffer[:, :L] = past
+
+def _behind(past: Tensor, new: Tensor, room: int) -> Tensor:
+    """past [N, L, …] and new [N, T, …] in one tensor: new is written into the memory behind past."""
+    L, total = past.shape[1], past.shape[1] + new.shape[1]
+    buffer = past.as_strided((len(past), room, *past.shape[2:]), past.stride())
     buffer[:, L:total] = new
     return buffer[:, :total]

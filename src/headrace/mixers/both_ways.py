@@ -15,7 +15,13 @@ class BothWays(nn.Module):
         self.forwards, self.backwards = forwards, backwards
 
     def forward(
-        self, x: Tensor, state: None = None, *, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        state: None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        in_place: bool = False,
     ) -> tuple[Tensor, None]:
         """x [B, T, D] -> (y [B, T, D], None): there is no going on from the middle of a sequence."""
         require(state is None, "an encoder sees a whole sequence at once; expected state=None")

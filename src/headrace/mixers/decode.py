@@ -1,6 +1,6 @@
 """A token of a linear mixer in one native call, from its input projection to its output projection.
 
-It writes into the state it is given, so it runs only where the state's owner allows that: see `owned`.
+It writes into the state it is given, so it runs only where the state's holder allows that, by `in_place=True`.
 
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..backends import native, native_layer
 from ..backends.derivatives import has_address, transformed
+from ..errors import InputError
 from ..recurrence import NORMALISER_EPS, linear_attention
 from ..spec import Competition, MixerSpec
-from .attention import AttentionState, OwnAttentionState
+from .base import may_write
 
 GROUP_NORM_EPS = 64e-5  # RWKV-6's: 1e-5 times its head size divisor squared
 
@@ -28,27 +29,6 @@ class MixerState(NamedTuple):
     shift: Tensor | None = None  # [N, 1, D]
     tokens: Tensor | None = None  # [N], how many were seen, for rotary and chunks that are counted
     before: Tensor | None = None  # [N, H, K, V], the memory before the present chunk, for a β that sees it
-
-
-class OwnState(MixerState):
-    """A state that its holder has no other use for: the next token may be written into it."""
-
-
-OWN: dict[type, Any] = {MixerState: OwnState, AttentionState: OwnAttentionState}
-
-
-def owned(state: Any) -> Any:
-    """A linear mixer's or softmax attention's state, as one that may be written into; any other state as it is.
-
-    Views are copied: the short convolution's is the end of all that went through it."""
-    kind = OWN.get(type(state))
-    return state if kind is None else kind._make(map(_alone, state))
-
-
-def _alone(x: Tensor | None) -> Tensor | None:
-    if x is None or (x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 # Where a mixer keeps what the native call takes, in its order: the first of these that is there.
@@ -69,28 +49,31 @@ PLACES = {
 }
 
 
+MOVED = object()
+
+
 class FusedStep:
     """The native call for one LinearMixer: what it is told of the spec, and where the weights are."""
 
     def __init__(self, mixer: Any):
         spec, parts, gate = mixer.spec, mixer.parts, mixer.spec.competition or Competition()
-        self.kinds, self.unknown = native_layer.numbered(_kinds(spec))
-        self.sizes = [
+        kinds, self.unknown = native_layer.numbered(_kinds(spec))
+        sizes = [
             mixer.in_proj.in_features, mixer.H, mixer.Hq, mixer.K, mixer.V, spec.inputs.conv, parts.get("decay", 0),
             parts.get("gate", 0),
         ]  # fmt: skip
-        self.numbers = [
+        numbers = [
             1.0 if spec.read.scale == "one" else mixer.K**-0.5, mixer.norm_eps, GROUP_NORM_EPS, NORMALISER_EPS,
             gate.temperature, mixer.rope_theta if spec.inputs.rotary else 0.0,
         ]  # fmt: skip
+        self.layer = native_layer.Layer(kinds, sizes, numbers)
         paths = [next((p for p in places if isinstance(_at(mixer, p), Tensor)), "") for places in PLACES.values()]
-        self._filled = [place for place, path in enumerate(paths) if path]
-        self._places = [(path.split(".")[:-1], path.split(".")[-1]) for path in paths if path]
+        self._places = [(path.split(".")[:-1], path.split(".")[-1]) if path else None for path in paths]
         self._reads_input = gate.source == "hidden" and spec.competition is not None
 
-    def refuses(self, mixer: Any, x: Tensor, cu_seqlens: Tensor | None = None) -> str | None:
-        """Why x [B, T, D] goes through the layer's separate steps, or None. (So it does with a state of another's.)"""
-        if x.shape[1] != 1 or cu_seqlens is not None:
+    def refuses(self, mixer: Any, x: Tensor, weights: list[Any]) -> str | None:
+        """Why x [B, T, D] goes through the layer's separate steps, or None. weights: what `self.weights` found."""
+        if x.shape[1] != 1:
             return "it takes one token of each sequence"
         if torch.is_grad_enabled():
             return "it has no gradient: torch.no_grad() is needed"
@@ -104,33 +87,55 @@ class FusedStep:
             return "autocast is on"
         if transformed() or not has_address(x):
             return f"it reads memory, and x is transformed or a {type(x).__name__}"
-        if not all(map(partial(_as_is, x.dtype), self._weights(mixer))):
+        if not all(w is None or _as_is(x.dtype, w) for w in weights):
             return f"not all weights are contiguous and {x.dtype}, as x is, and where they were"
         return None
 
-    def _weights(self, mixer: Any) -> list[Any]:
-        """None where a module was replaced by another kind of module. (An nn.Module's attributes are slow.)"""
-        found = []
-        for parents, name in self._places:
+    def weights(self, mixer: Any) -> list[Any]:
+        """In the order of PLACES: None where the layer has no such part, MOVED where a module was replaced by another
+        kind of module. (An nn.Module's attributes are slow.)"""
+        found: list[Any] = []
+        for place in self._places:
+            if place is None:
+                found.append(None)
+                continue
             module = mixer
-            for parent in parents:
+            for parent in place[0]:
                 module = module._modules[parent]
-            found.append(module._parameters.get(name))
+            found.append(module._parameters.get(place[1], MOVED))
         return found
 
-    def run(self, mixer: Any, projected: Tensor, x: Tensor, state: OwnState) -> Tensor:
-        """projected [B, parts], all that the input projection makes of x [B, 1, D] -> [B, H V]."""
+    def run(self, weights: list[Any], projected: Tensor, x: Tensor, state: MixerState) -> Tensor:
+        """projected [B, parts], all that the input projection makes of x [B, 1, D] -> [B, H V]. The state is what
+        `writable` made of the layer's."""
         hidden = x[:, 0].contiguous() if self._reads_input else None
-        weights: list[Tensor | None] = [None] * len(PLACES)
-        for place, weight in zip(self._filled, self._weights(mixer), strict=True):
-            weights[place] = weight
-        return native_layer.run(
-            projected, hidden, weights, state.memory, state.conv, state.tokens, self.kinds, self.sizes, self.numbers
-        )
+        tensors = projected.contiguous(), hidden, weights, state.memory, state.conv, state.tokens
+        try:
+            return native_layer.run(self.layer, *tensors)
+        except ValueError as error:
+            raise InputError(str(error)) from None
 
 
-def _as_is(dtype: torch.dtype, weight: Tensor | None) -> bool:
-    return weight is not None and weight.dtype is dtype and weight.is_contiguous() and has_address(weight)
+def writable(state: MixerState, dtype: torch.dtype) -> MixerState:
+    """The state in the form that a native call for activations of this dtype writes into: itself, unless a tensor
+    has another dtype, is no dense block of memory, or belongs to autograd; such a tensor is copied."""
+    memory, conv, tokens = (
+        _writable(x, wanted)
+        for x, wanted in ((state.memory, torch.float32), (state.conv, dtype), (state.tokens, torch.int64))
+    )
+    if memory is state.memory and conv is state.conv and tokens is state.tokens:
+        return state
+    return state._replace(memory=memory, conv=conv, tokens=tokens)
+
+
+def _writable(x: Any, dtype: torch.dtype) -> Any:
+    if x is None or (x.dtype is dtype and x.is_contiguous() and may_write(x)):
+        return x
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format).copy_(x)
+
+
+def _as_is(dtype: torch.dtype, weight: Any) -> bool:
+    return has_address(weight) and weight.dtype is dtype and weight.is_contiguous()
 
 
 def _kinds(spec: MixerSpec) -> dict[str, str]:

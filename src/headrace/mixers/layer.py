@@ -27,7 +27,7 @@ from ..packing import Sequences
 from ..recurrence import accumulator, linear_attention, step
 from ..spec import MixerSpec
 from .base import Mixer
-from .decode import GROUP_NORM_EPS, FusedStep, MixerState, OwnState
+from .decode import GROUP_NORM_EPS, FusedStep, MixerState, writable
 from .joint import MemoryChoice
 from .residual import ResidualDelta
 from .streams import project
@@ -44,6 +44,7 @@ class LinearMixer(Mixer):
         norm_eps, rope_theta: of the norm after the readout, of the rotation.
     """
 
+    state_kind = MixerState
     op: Callable[..., tuple[Tensor, Tensor]]
     # None where the spec has no such part.
     conv: Any
@@ -67,6 +68,7 @@ class LinearMixer(Mixer):
         self.op = linear_attention  # or a partial of it with a form, chunk size or backend
         self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
         self.Hq = spec.heads.qk_groups or self.H
+        self.state_shapes = spec.state_shapes(hidden_size, num_heads) | ({"tokens": ()} if spec.counts_tokens else {})
         self.parts = {"q": self.Hq * self.K, "k": self.Hq * self.K, "v": self.H * self.V}  # of in_proj
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
         self.share = (layer_idx + 1) / num_layers  # of the layers, up to this one
@@ -151,8 +153,6 @@ class LinearMixer(Mixer):
 
     def run(self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, MixerState]:
         sequences = Sequences(x, cu_seqlens)
-        if isinstance(state, OwnState) and self.fused.refuses(self, x, cu_seqlens) is None:
-            return self._one_token(x, state, sequences)
         inputs, shift = self._project(x, state, sequences)
         q, k, v, conv = self._convolve(inputs, state, sequences)
         gates = self._compete(q, k, x)
@@ -166,13 +166,17 @@ class LinearMixer(Mixer):
             tokens = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
         return y, MixerState(memory, conv, shift, tokens, memory_before)
 
-    def _one_token(self, x: Tensor, state: OwnState, sequences: Sequences) -> tuple[Tensor, MixerState]:
+    def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
+        weights = self.fused.weights(self)
+        if self.fused.refuses(self, x, weights) is not None:
+            return self.run(x, state, None)
+        state = writable(state, x.dtype)
         if self.shift is None:
             projected = self.in_proj(x)
         else:
-            inputs, shift = self._project(x, state, sequences)
+            inputs, shift = self._project(x, state, Sequences(x, None))
             projected, state = torch.cat(list(inputs.values()), -1), state._replace(shift=shift)
-        return self.o_proj(self.fused.run(self, projected[:, 0], x, state)[:, None]), state
+        return self.o_proj(self.fused.run(weights, projected[:, 0], x, state)[:, None]), state
 
     def _project(self, x: Tensor, state: MixerState | None, sequences: Sequences):
         """The parts of in_proj, each [B, T, size], and the state of the token shift, which gives parts inputs of their

@@ -24,10 +24,13 @@ class Mamba(Mixer):
     Args: as LinearMixer's; what it does not name means nothing here.
     """
 
+    state_kind = ScanState
+
     def __init__(self, spec: ScanSpec, *, hidden_size: int, num_heads: int = 1, norm_eps: float = 1e-6, **place):
         super().__init__()
         S, E = spec.head_dims(hidden_size, num_heads)
         rank = spec.step_rank(hidden_size)
+        self.state_shapes = spec.state_shapes(hidden_size, num_heads)
         assert spec.conv is not None
         self.split, self.norm_eps = [rank, S, S], norm_eps
         self.in_proj = nn.Linear(hidden_size, 2 * E, bias=False)

@@ -22,9 +22,12 @@ class RWKV4(Mixer):
     Args: as LinearMixer's; what it does not name means nothing here.
     """
 
+    state_kind = ScanState
+
     def __init__(self, spec: ScanSpec, *, hidden_size: int, layer_idx: int = 0, num_layers: int = 1, **unused):
         super().__init__()
         D = hidden_size
+        self.state_shapes = spec.state_shapes(D, 1)
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
         self.mix = nn.Parameter(torch.empty(3, D))  # of the present token, in what r, k and v are projected from
         self.log_rate = nn.Parameter(torch.empty(D))

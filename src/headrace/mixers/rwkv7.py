@@ -99,6 +99,7 @@ class RWKV7(Mixer):
     Args: as LinearMixer's; what it does not name means nothing here.
     """
 
+    state_kind = MixerState
     STREAMS = ("q", "decay", "k", "v", "rate", "gate")
 
     def __init__(
@@ -107,6 +108,7 @@ class RWKV7(Mixer):
         super().__init__()
         D, self.H = hidden_size, spec.num_heads(num_heads)
         self.K, _ = spec.head_dims(D, num_heads)
+        self.state_shapes = spec.state_shapes(D, num_heads)
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
         self.share = (layer_idx + 1) / num_layers  # of the layers, up to this one
         self.mix = nn.Parameter(torch.empty(len(self.STREAMS), D))  # of the token before, in what each stream reads

@@ -23,10 +23,13 @@ class S4D(Mixer):
     Args: as LinearMixer's; what it does not name means nothing here.
     """
 
+    state_kind = ScanState
+
     def __init__(self, spec: ScanSpec, *, hidden_size: int, **unused):
         super().__init__()
         assert spec.state_size is not None
         self.shape = (hidden_size, spec.state_size // 2)
+        self.state_shapes = spec.state_shapes(hidden_size, 1)
         self.log_dt = nn.Parameter(torch.empty(hidden_size))
         self.log_damping = nn.Parameter(torch.empty(self.shape))  # poles are −e^damping + i frequency
         self.frequency = nn.Parameter(torch.empty(self.shape))

@@ -20,7 +20,7 @@ from ..packing import Sequences
 from ..recurrence import NORMALISER_EPS, accumulator
 from ..softmax_rnn_spec import NORMS, SoftmaxRNNSpec
 from .attention import AttentionState, attend_packed, extended
-from .base import Mixer
+from .base import ANY, Mixer
 from .sdpa import visible
 from .taylor import truncated_exp
 
@@ -48,6 +48,8 @@ class SoftmaxRNN(Mixer):
         causal: False for an encoder, whose tokens see all others.
     """
 
+    state_kind = AttentionState
+
     def __init__(
         self, spec: SoftmaxRNNSpec, *, hidden_size: int, num_heads: int, rope_theta: float = 10000.0,
         causal: bool = True, **unused,
@@ -55,6 +57,7 @@ class SoftmaxRNN(Mixer):
         super().__init__()
         self.spec, self.rope_theta, self.causal = spec, rope_theta, causal
         self.head_dim = spec.head_dims(hidden_size, num_heads)[0]
+        self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,)}
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -75,7 +78,12 @@ class SoftmaxRNN(Mixer):
         if self.power is not None:
             self.power.fill_(0.5)
 
-    def run(self, x: Tensor, state: AttentionState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, AttentionState]:
+    def run_in_place(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
+        return self.run(x, state, None, in_place=True)
+
+    def run(
+        self, x: Tensor, state: AttentionState | None, cu_seqlens: Tensor | None, in_place: bool = False
+    ) -> tuple[Tensor, AttentionState]:
         require(self.causal or state is None, "an encoder sees a whole sequence at once; expected state=None")
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         sequences = Sequences(x, cu_seqlens)
@@ -88,8 +96,8 @@ class SoftmaxRNN(Mixer):
             seen = positions + 1 if self.causal else sequences.totals(x)
             v = (v / seen[..., None, None].to(accumulator(v)) ** torch.sigmoid(self.power)[:, None]).to(v.dtype)
         if cu_seqlens is None:
-            state = extended(state, k, v, None)
-            out = self.read(q, *state)
+            state = extended(state, k, v, None, in_place)
+            out = self.read(q, *state[:3])
         else:
             out, state = attend_packed(self.read, q, k, v, state, cu_seqlens.diff().tolist())
         out = out if gate is None else out * gate
