@@ -13,8 +13,6 @@ from attention_layers import D, H, agree, d, error, layer, plain
 from headrace import mixers, zoo
 from headrace.errors import InputError
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from headrace.mixers.attention import OwnAttentionState
-from headrace.mixers.decode import owned
 from headrace.mixers.flash import flash_attention
 from headrace.mixers.positions import DistanceBias, bucket, sinusoidal
 from headrace.mixers.sdpa import attend
@@ -182,35 +180,34 @@ def test_groups_of_heads_divide_the_heads():
         mixers.build(zoo.get("gqa"), hidden_size=48, num_heads=3)
 
 
-# --- a state that its holder lets be written into -------------------------------------------------------------------
+# --- a state that may be written into -------------------------------------------------------------------------------
 @pytest.mark.parametrize("lengths", [[1] * 40, [3, 1, 7, 1, 1, 20, 2]], ids=["tokens", "pieces"])
-def test_an_own_state_is_the_copied_one_in_one_storage(lengths):
+def test_a_state_in_place_is_the_copied_one_in_one_storage(lengths):
     """What is kept, to the bit; what is read of it, up to the order of sums over keys that lie elsewhere."""
     made = mixers.build(zoo.get("gqa"), hidden_size=32, num_heads=4).double()
     x = torch.randn(2, 8 + sum(lengths), 32, dtype=torch.float64)
     with torch.no_grad():
-        copied = made(x[:, :8])[1]
-        own, storages = owned(copied), set()
+        copied, storages = made(x[:, :8])[1], set()
+        own = copied
         for piece in x[:, 8:].split(lengths, 1):
             expected, copied = made(piece, copied)
-            found, own = made(piece, own)
+            found, own = made(piece, own, in_place=True)
             assert error(found, expected) <= 1e-12
-            assert all(map(torch.equal, own[:2], copied[:2])) and owned(own) is own
+            assert all(map(torch.equal, own[:2], copied[:2]))
             storages.add(own.k.untyped_storage().data_ptr())
     assert 1 < len(storages) < len(lengths)
 
 
-def test_an_own_state_is_copied_where_it_may_not_be_written_into():
+def test_a_state_is_copied_where_autograd_lets_nothing_be_written_into_it():
     made, x = mixers.build(zoo.get("transformer"), hidden_size=32, num_heads=4), torch.randn(1, 12, 32)
     with torch.inference_mode():
-        own = owned(made(x[:, :8])[1])
-        own = made(x[:, 8:9], own)[1]
+        own = made(x[:, 8:9], made(x[:, :8])[1], in_place=True)[1]
     expected = made(x)[0]
     with torch.no_grad():  # PyTorch lets no inference tensor be written into here
-        torch.testing.assert_close(made(x[:, 9:10], own)[0], expected[:, 9:10])
-    y, after = made(x[:, 9:10].requires_grad_(), own)
+        torch.testing.assert_close(made(x[:, 9:10], own, in_place=True)[0], expected[:, 9:10])
+    y, after = made(x[:, 9:10].requires_grad_(), own, in_place=True)
     y.sum().backward()
-    assert not isinstance(after, OwnAttentionState)
+    assert after.room is None
 
 
 @torch.no_grad()

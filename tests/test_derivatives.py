@@ -15,7 +15,6 @@ from headrace import InputError, linear_attention, step, zoo
 from headrace.laws import relative
 from headrace.loss import linear_cross_entropy
 from headrace.mixers import build
-from headrace.mixers.decode import owned
 from headrace.mixers.flash import flash_attention
 from headrace.mixers.gathered import Gathered, Groups
 from headrace.mixers.scan import Scan
@@ -250,6 +249,6 @@ def test_a_token_through_a_layer_has_a_forward_derivative():
     made, x = build(zoo.get("gla"), hidden_size=32, num_heads=4, layer_idx=1, num_layers=3), torch.randn(2, 5, 32)
     state, exact, token = made(x)[1], copy.deepcopy(made).double(), torch.randn(2, 1, 32)
     wide = type(state)(*(y if y is None else y.double() for y in state))
-    run = lambda token: made(token, owned(state))[0]  # noqa: E731
+    run = lambda token: made(token, state, in_place=True)[0]  # noqa: E731
     expected = torch.func.jvp(lambda token: exact(token, wide)[0], (token.double(),), (token.double(),))[1]
     assert relative(torch.func.jvp(run, (token,), (token,))[1], expected) < 1e-5

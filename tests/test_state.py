@@ -3,7 +3,6 @@
 And what a state may be: of this mixer, of these sequences, in any precision.
 """
 
-import copy
 import subprocess
 import sys
 import warnings
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from headrace import mixers, zoo
-from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 
 D, H = 32, 4
 ZOO = zoo.names()

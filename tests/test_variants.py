@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from headrace import linear_attention, mixers, zoo
 from headrace.errors import InputError
 from headrace.gates import FEATURE_MAPS, sum_norm
-from headrace.mixers.decode import owned
 from headrace.mixers.residual import ResidualDelta
 from headrace.packing import Sequences
 
@@ -210,5 +209,5 @@ def test_a_token_by_itself_has_all_its_memories_where_the_state_may_be_written_i
     with torch.no_grad():
         y, state = mixer(x)[0], None
         for t in range(8):
-            here, state = mixer(x[:, t : t + 1], owned(state))
+            here, state = mixer(x[:, t : t + 1], state, in_place=True)
             assert error(here, y[:, t : t + 1]) <= 1e-5

@@ -164,7 +164,7 @@ def extended(
     valid = None
     if state.valid is not None or mask is not None:
         valid = torch.cat([_valid(state.k, state.valid), _valid(k, mask)], 1)
-    if not (in_place and may_write(state.k) and may_write(state.v)) or torch.compiler.is_compiling():
+    if not in_place or not may_write(state[:2]) or torch.compiler.is_compiling():
         return AttentionState(torch.cat([state.k, k], 1), torch.cat([state.v, v], 1), valid)
     total = state.k.shape[1] + k.shape[1]
     dtypes = [torch.promote_types(x.dtype, y.dtype) for x, y in ((state.k, k), (state.v, v))]
@@ -175,7 +175,7 @@ def extended(
 
 
 def _has_room(past: Tensor, room: int | None, total: int, dtype: torch.dtype) -> bool:
-    """Whether past [N, L, …] begins memory for `room` tokens per sequence, which is enough for `total` of this dtype."""
+    """Whether past [N, L, …] begins memory for `room` tokens per sequence, enough for `total` of this dtype."""
     return room is not None and room >= total and past.stride(0) == room * past[0, 0].numel() and past.dtype is dtype
 
 

@@ -4,6 +4,7 @@ padding is taken out before them and put back after them.
 Dimensions: B batch, T tokens, D hidden size, N sequences; E channels, S numbers that each of them carries.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -59,17 +60,18 @@ def _shape(x: Any) -> str:
     return "[" + ", ".join("L" if n == ANY else str(n) for n in (x.shape if isinstance(x, Tensor) else x)) + "]"
 
 
-def may_write(x: Tensor) -> bool:
-    """Whether autograd lets a tensor be written into: nothing is differentiated through it, and where it was made in
+def may_write(state: Iterable[Tensor | None]) -> bool:
+    """Whether autograd lets tensors be written into: nothing is differentiated through them, and where one was made in
     inference mode that is still on."""
-    return not (
-        torch.is_grad_enabled() or x.requires_grad or (x.is_inference() and not torch.is_inference_mode_enabled())
-    )
+    if torch.is_grad_enabled():
+        return False
+    anywhere = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+    return all(x is None or not (x.requires_grad or (not anywhere and x.is_inference())) for x in state)
 
 
 class Mixer(SelfInitialised):
-    """A layer that only has to say what it does to tokens, at least one and none of them padding, in `run`, and what its
-    state is."""
+    """A layer that only has to say what its state is and, in `run`, what it does to tokens: at least one, and none of
+    them padding."""
 
     state_kind: type
     state_shapes: Shapes
@@ -88,12 +90,12 @@ class Mixer(SelfInitialised):
         in_place: `state` may be written into, and must not be used again; otherwise it is never changed.
         Where there is no token, or padding alone, the state is the one given.
         Raises InputError for a state of another mixer or of another number of sequences."""
+        if in_place and state is not None and mask is None and cu_seqlens is None and x.shape[1]:
+            return self.run_in_place(x, state)
         if state is not None:
             check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
         if mask is not None:
             return without_padding(self._run, x, state, mask)
-        if in_place and state is not None and cu_seqlens is None and x.shape[1]:
-            return self.run_in_place(x, state)
         return self._run(x, state, cu_seqlens)
 
     def _run(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
@@ -103,5 +105,5 @@ class Mixer(SelfInitialised):
         raise TypeError(f"{type(self).__name__} does not say what it computes")
 
     def run_in_place(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """`run` for rows without padding that may write into `state`. Most mixers have no use for that."""
-        return self.run(x, state, None)
+        """`forward` of rows without padding that may write into `state`. Most mixers have no use for that."""
+        return self(x, state)

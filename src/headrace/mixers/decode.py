@@ -5,7 +5,6 @@ It writes into the state it is given, so it runs only where the state's holder a
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +12,10 @@ from torch import Tensor
 
 from ..backends import native, native_layer
 from ..backends.derivatives import has_address, transformed
-from ..errors import InputError
+from ..checks import require
 from ..recurrence import NORMALISER_EPS, linear_attention
 from ..spec import Competition, MixerSpec
-from .base import may_write
+from .base import check_state, may_write
 
 GROUP_NORM_EPS = 64e-5  # RWKV-6's: 1e-5 times its head size divisor squared
 
@@ -49,9 +48,6 @@ PLACES = {
 }
 
 
-MOVED = object()
-
-
 class FusedStep:
     """The native call for one LinearMixer: what it is told of the spec, and where the weights are."""
 
@@ -66,18 +62,21 @@ class FusedStep:
             1.0 if spec.read.scale == "one" else mixer.K**-0.5, mixer.norm_eps, GROUP_NORM_EPS, NORMALISER_EPS,
             gate.temperature, mixer.rope_theta if spec.inputs.rotary else 0.0,
         ]  # fmt: skip
-        self.layer = native_layer.Layer(kinds, sizes, numbers)
-        paths = [next((p for p in places if isinstance(_at(mixer, p), Tensor)), "") for places in PLACES.values()]
-        self._places = [(path.split(".")[:-1], path.split(".")[-1]) if path else None for path in paths]
+        paths = {n: next((p for p in places if isinstance(_at(mixer, p), Tensor)), "") for n, places in PLACES.items()}
+        paths = {name: path for name, path in paths.items() if path}
+        self._places = [(path.split(".")[:-1], path.split(".")[-1]) for path in paths.values()]
+        self.layer: Any = None if self.unknown else native_layer.Layer(kinds, sizes, numbers, list(paths))
         self._reads_input = gate.source == "hidden" and spec.competition is not None
 
-    def refuses(self, mixer: Any, x: Tensor, weights: list[Any]) -> str | None:
-        """Why x [B, T, D] goes through the layer's separate steps, or None. weights: what `self.weights` found."""
+    def refuses(self, mixer: Any, x: Tensor, weights: list[Any] | None) -> str | None:
+        """Why x [B, T, D] goes through the layer's separate steps, or None. weights: what `self.weights` found.
+
+        Raises InputError for a weight of another shape than the layer's."""
         if x.shape[1] != 1:
             return "it takes one token of each sequence"
         if torch.is_grad_enabled():
             return "it has no gradient: torch.no_grad() is needed"
-        if x.device.type != "cpu" or x.dtype not in native.DTYPES:
+        if not x.is_cpu or x.dtype not in native.DTYPES:
             return f"it runs on the CPU, in float32 and bfloat16; x is {x.dtype} on {x.device.type}"
         if native.missing or self.unknown:
             return native.missing or self.unknown
@@ -85,57 +84,54 @@ class FusedStep:
             return "the mixer has an `op` of its own"
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on"
-        if transformed() or not has_address(x):
-            return f"it reads memory, and x is transformed or a {type(x).__name__}"
-        if not all(w is None or _as_is(x.dtype, w) for w in weights):
-            return f"not all weights are contiguous and {x.dtype}, as x is, and where they were"
-        return None
+        if weights is None:
+            return "not all weights are where they were"
+        if transformed() or not all(map(has_address, (x, *weights))):
+            return (
+                f"it reads memory, and x or a weight is transformed or a subclass of Tensor; x is a {type(x).__name__}"
+            )
+        expected = self.layer.call(x.shape[0], x.dtype).weights
+        if (n := native_layer.unfit(weights, expected)) is None:
+            return None
+        require(weights[n].shape == expected[n].shape, expected[n].fault(weights[n]))
+        return expected[n].fault(weights[n])
 
-    def weights(self, mixer: Any) -> list[Any]:
-        """In the order of PLACES: None where the layer has no such part, MOVED where a module was replaced by another
-        kind of module. (An nn.Module's attributes are slow.)"""
-        found: list[Any] = []
-        for place in self._places:
-            if place is None:
-                found.append(None)
-                continue
+    def weights(self, mixer: Any) -> list[Any] | None:
+        """Those that the call takes; None where a module was replaced by another kind of module. (An nn.Module's
+        attributes are slow.)"""
+        found = []
+        for parents, name in self._places:
             module = mixer
-            for parent in place[0]:
+            for parent in parents:
                 module = module._modules[parent]
-            found.append(module._parameters.get(place[1], MOVED))
+            weight = module._parameters.get(name)
+            if weight is None:
+                return None
+            found.append(weight)
         return found
 
-    def run(self, weights: list[Any], projected: Tensor, x: Tensor, state: MixerState) -> Tensor:
-        """projected [B, parts], all that the input projection makes of x [B, 1, D] -> [B, H V]. The state is what
-        `writable` made of the layer's."""
+    def taken(self, state: Any, mixer: Any, x: Tensor) -> MixerState:
+        """The state as the call writes into it: itself or, where a tensor has another dtype, is no dense block of
+        memory or belongs to autograd, with copies. Raises InputError for a state of another mixer or batch."""
+        expected = self.layer.call(x.shape[0], x.dtype).state
+        if isinstance(state, MixerState):
+            given = state.memory, state.conv, state.tokens
+            if native_layer.unfit(given, expected) is None and may_write(given):
+                return state
+        check_state(state, MixerState, mixer.state_shapes, x, None)
+        return state._replace(
+            **{
+                name: y if y is None else torch.empty(shape, dtype=dtype).copy_(y)
+                for y, (shape, dtype, name) in zip((state.memory, state.conv, state.tokens), expected, strict=True)
+            }
+        )
+
+    def run(self, weights: Any, projected: Tensor, x: Tensor, state: MixerState) -> Tensor:
+        """projected [B, parts], all that the input projection makes of x [B, 1, D] -> [B, H V]. weights: what
+        `self.weights` found, state: what `self.taken` returned."""
         hidden = x[:, 0].contiguous() if self._reads_input else None
-        tensors = projected.contiguous(), hidden, weights, state.memory, state.conv, state.tokens
-        try:
-            return native_layer.run(self.layer, *tensors)
-        except ValueError as error:
-            raise InputError(str(error)) from None
-
-
-def writable(state: MixerState, dtype: torch.dtype) -> MixerState:
-    """The state in the form that a native call for activations of this dtype writes into: itself, unless a tensor
-    has another dtype, is no dense block of memory, or belongs to autograd; such a tensor is copied."""
-    memory, conv, tokens = (
-        _writable(x, wanted)
-        for x, wanted in ((state.memory, torch.float32), (state.conv, dtype), (state.tokens, torch.int64))
-    )
-    if memory is state.memory and conv is state.conv and tokens is state.tokens:
-        return state
-    return state._replace(memory=memory, conv=conv, tokens=tokens)
-
-
-def _writable(x: Any, dtype: torch.dtype) -> Any:
-    if x is None or (x.dtype is dtype and x.is_contiguous() and may_write(x)):
-        return x
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format).copy_(x)
-
-
-def _as_is(dtype: torch.dtype, weight: Any) -> bool:
-    return has_address(weight) and weight.dtype is dtype and weight.is_contiguous()
+        token = projected.contiguous(), hidden
+        return native_layer.run(self.layer, weights, token, (state.memory, state.conv, state.tokens))
 
 
 def _kinds(spec: MixerSpec) -> dict[str, str]:

@@ -27,7 +27,7 @@ from ..packing import Sequences
 from ..recurrence import accumulator, linear_attention, step
 from ..spec import MixerSpec
 from .base import Mixer
-from .decode import GROUP_NORM_EPS, FusedStep, MixerState, writable
+from .decode import GROUP_NORM_EPS, FusedStep, MixerState
 from .joint import MemoryChoice
 from .residual import ResidualDelta
 from .streams import project
@@ -169,8 +169,8 @@ class LinearMixer(Mixer):
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         weights = self.fused.weights(self)
         if self.fused.refuses(self, x, weights) is not None:
-            return self.run(x, state, None)
-        state = writable(state, x.dtype)
+            return self(x, state)
+        state = self.fused.taken(state, self, x)
         if self.shift is None:
             projected = self.in_proj(x)
         else:

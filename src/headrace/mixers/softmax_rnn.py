@@ -20,7 +20,7 @@ from ..packing import Sequences
 from ..recurrence import NORMALISER_EPS, accumulator
 from ..softmax_rnn_spec import NORMS, SoftmaxRNNSpec
 from .attention import AttentionState, attend_packed, extended
-from .base import ANY, Mixer
+from .base import ANY, Mixer, check_state
 from .sdpa import visible
 from .taylor import truncated_exp
 
@@ -79,6 +79,7 @@ class SoftmaxRNN(Mixer):
             self.power.fill_(0.5)
 
     def run_in_place(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
+        check_state(state, self.state_kind, self.state_shapes, x, None)
         return self.run(x, state, None, in_place=True)
 
     def run(
