@@ -6,12 +6,14 @@ is expressed through what every kernel does know; dispatch.py chooses one.
 Shapes: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N packed sequences.
 """
 
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .backends.derivatives import transformed
+from .backends.derivatives import has_address, transformed
+from .backends.tiles import sequence_ends
 from .checks import check_form, check_rule, check_shapes, check_values
 from .dispatch import Backend, Call, choose
 from .errors import InputError
@@ -135,6 +137,8 @@ def _with_bonus(call: Call, bonus: Tensor, backend: Backend) -> tuple[Tensor, Te
     """Reading S_{t-1} is reading S_t with the writes one token late: each sequence grows by one token, in which the
     first query reads the initial state and the last write reaches the final one. The present token's term is added:
     both in the accumulator's precision, so that outputs and gradients are rounded once."""
+    if call.cu_seqlens is not None and not torch.compiler.is_compiling() and has_address(call.cu_seqlens):
+        sequence_ends(call.cu_seqlens, call.v.shape[1])  # here, for the kernel sees them moved
     dtype, call, bonus = call.v.dtype, _wide(call), bonus.to(accumulator(call.v))
     starts = call.k.new_zeros(1, dtype=torch.long) if call.cu_seqlens is None else call.cu_seqlens[:-1]
     T, N = call.k.shape[1], starts.shape[0]
@@ -277,7 +281,8 @@ def _recurrent(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tenso
 
 
 def _each_sequence(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
-    lengths = call.cu_seqlens.diff().tolist()  # type: ignore[union-attr]
+    assert call.cu_seqlens is not None
+    lengths = [end - start for start, end in pairwise(sequence_ends(call.cu_seqlens, call.v.shape[1]))]
     per_token = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor) and name in TOKENWISE}
     per_token = {name: x.split(lengths, 1) for name, x in per_token.items() if x.dim() > 1}
     results = []

@@ -64,8 +64,7 @@ class ScalarDecay:
 
     def __init__(self, log_decay: Tensor, dtype: torch.dtype):
         G = log_decay.double().clamp(min=LEAST).cumsum(1)
-        # Cut off before exp: above the diagonal e^{G_i − G_j} overflows, and inf · 0 is NaN. (exp of −inf is slow.)
-        self.pairs = (G - G.mT).clamp_(max=0).to(dtype).exp_().tril_()
+        self.pairs = (G - G.mT).tril_().to(dtype).exp_()  # above the diagonal, which would overflow, 1
         self.seen = G.to(dtype).exp()
         self.left = self.pairs[:, -1, :, None]
         self.all = self.seen[:, -1:]
@@ -80,14 +79,14 @@ class ScalarDecay:
         return S.mul_(self.all)
 
     def scores(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.bmm(x, y.mT).mul_(self.pairs)
+        return torch.bmm(x, y.mT).mul_(self.pairs).tril_()
 
     def scores_backward(self, dA: Tensor, x: Tensor, y: Tensor, A: Tensor, decay_gradient: bool) -> Scored:
         dg = None
         if decay_gradient:
             passing = torch.matmul(later(A), dA * A).tril_(-1)
             dg = passing.sum(-1, keepdim=True)
-        dA = dA.mul_(self.pairs)
+        dA = dA.mul_(self.pairs).tril_()
         return torch.bmm(dA, y), torch.bmm(dA.mT, x), dg
 
     def per_channel(self, x: Tensor) -> Tensor:

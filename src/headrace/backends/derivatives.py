@@ -44,6 +44,6 @@ def check_transforms(what: str, instead: str, inputs: tuple) -> None:
         raise InputError(f"{what} has no gradient inside a transform of torch.func{instead}")
 
 
-def has_address(x: Tensor | None) -> bool:
+def has_address(x: Tensor) -> bool:
     """Whether x can be read at its address: a subclass of Tensor may be made of others and have none."""
-    return type(x) in (Tensor, nn.Parameter)
+    return type(x) in (Tensor, nn.Parameter) and not x.is_meta

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from .decay import NoDecay, ScalarDecay, VectorDecay
 
 Span = tuple[int, int]
@@ -17,7 +18,9 @@ Span = tuple[int, int]
 class Tile(NamedTuple):
     """One chunk's inputs in the accumulator's dtype, by head: [N, C, K], [N, C, V] and per token [N, C, 1].
 
-    q is q', and under the additive rule k is β w k, and beta and write are None."""
+    q is q', and under the additive rule k is β w k, and beta and write are None. A token that writes NaN or an infinity
+    has a key of NaN: scores take that to the tokens after it, and what it writes may be left out of products over the
+    chunk, in which 0 · NaN would take it to those before."""
 
     q: Tensor
     k: Tensor
@@ -41,7 +44,11 @@ class Inputs:
         self.strength = scale if self.read is None else self.read * scale
         # Under the additive rule β and w may as well scale k, which has fewer columns than v.
         self.factor = None if delta else product(self.beta, self.write)
-        ends = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
+        # NaN for a token with NaN or an infinity in what it writes, else 0: see `Tile`.
+        self.taint = self.per_token((v * 0).sum(-1))
+        for gate in (self.beta, self.write):
+            self.taint = self.taint if gate is None else self.taint + gate * 0
+        ends = [0, T] if cu_seqlens is None else sequence_ends(cu_seqlens, T)
         self.sequences = [
             [(t, min(t + chunk_size, end)) for t in range(start, end, chunk_size)] for start, end in pairwise(ends)
         ]
@@ -53,6 +60,10 @@ class Inputs:
     def runs(self, chunks: list[Span]) -> list[list[Span]]:
         """A sequence's chunks in runs of `stride`: a state is kept at the start of each."""
         return [chunks[i : i + self.stride] for i in range(0, len(chunks), self.stride)]
+
+    def by_sequence(self, states: Tensor) -> Tensor:
+        """[sequences, N, K, V] -> [B or sequences, H, K, V]."""
+        return states.view(states.shape[0] * states.shape[1] // self.H, self.H, self.K, self.V)
 
     def states(self, like: Tensor | None) -> Tensor:
         """A fresh copy of the states given (zeros for None), [sequences, N, K, V]."""
@@ -69,7 +80,7 @@ class Inputs:
             x = x.repeat_interleave(self.H // x.shape[1], 1)
         return x.flatten(0, 1)
 
-    def per_token(self, x: Tensor | None) -> Tensor | None:
+    def per_token(self, x: Tensor | None) -> Any:
         """[B, T, H] -> [N, T, 1]."""
         return None if x is None else x.to(self.dtype).transpose(1, 2).flatten(0, 1)[..., None].contiguous()
 
@@ -87,9 +98,17 @@ class Inputs:
 
     def tile(self, span: Span) -> Tile:
         q, k, v = (self.lay_out(x, span) for x in (self.q, self.k, self.v))
-        q, k = q * during(self.strength, span), product(k, during(self.factor, span))
+        q, k = q * during(self.strength, span), product(k, during(self.factor, span)) + during(self.taint, span)
         beta, write = (during(x, span) if self.delta else None for x in (self.beta, self.write))
         return Tile(q, k, v, beta, write, self.decay(span))
+
+
+def sequence_ends(cu_seqlens: Tensor, T: int) -> list[int]:
+    """cu_seqlens as numbers. Raises InputError where they are not 0 = c_0 ≤ … ≤ c_N = T."""
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != T or ends != sorted(ends):
+        raise InputError(f"cu_seqlens={ends}; expected 0 = c_0 ≤ … ≤ c_N = T = {T}")
+    return ends
 
 
 def product(x: Tensor | None, y: Tensor | None) -> Any:
@@ -126,9 +145,17 @@ def default_chunk(K: int, V: int) -> int:
 
 
 def block_of(log_decay: Tensor, longest: int = 16, most: float = 64.0) -> int:
-    """The base of VectorDecay: the longest block, a power of two, over which no decay can exceed e^most."""
-    tokens = most / max(float(-log_decay.min()), most / longest)
-    return 1 << max(int(tokens), 1).bit_length() - 1
+    """The base of VectorDecay: the longest block, a power of two, over which no decay can exceed e^most; where NaN is
+    among the decays, 1, so that it stays with its own token."""
+    low, high = log_decay.aminmax() if log_decay.numel() else (log_decay.new_zeros(()),) * 2
+    steepest = float(torch.maximum(-low, high))
+    tokens = longest if steepest * longest <= most else most / steepest
+    return 1 << int(tokens).bit_length() - 1 if tokens >= 1 else 1
+
+
+def finite(x: Tensor) -> Tensor:
+    """Zeros for NaN and infinities."""
+    return x.nan_to_num(0.0, 0.0, 0.0)
 
 
 def row_dot(x: Tensor, y: Tensor) -> Tensor:
@@ -194,4 +221,4 @@ def empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def store(into: Tensor, span: Span, x: Tensor) -> None:
     """[N, C, V] into [B, T, H, V]."""
-    into[:, span[0] : span[1]] = x.unflatten(0, (into.shape[0], -1)).transpose(1, 2)
+    into[:, span[0] : span[1]] = x.unflatten(0, (into.shape[0], into.shape[2])).transpose(1, 2)

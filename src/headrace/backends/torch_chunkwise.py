@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .decay import NoDecay, earlier, later
-from .tiles import Gradients, Inputs, Span, Tile, kept_states, product, row_dot, store
+from .tiles import Gradients, Inputs, Span, Tile, finite, kept_states, product, row_dot, store
 
 
 def solver(tile: Tile) -> tuple[Tensor, Tensor]:
@@ -43,8 +43,9 @@ def chunk_forward(tile: Tile, S: Tensor, delta: bool) -> tuple[Tensor, Tensor]:
     decay, E = tile.decay, tile.v
     if delta:
         wanted = torch.baddbmm(product(E, tile.write), decay.rows(tile.k), S, alpha=-1)
-        E = torch.bmm(solver(tile)[1], wanted)
-    return torch.bmm(decay.scores(tile.q, tile.k), product(E, tile.beta)).baddbmm_(decay.rows(tile.q), S), E
+        E = torch.bmm(solver(tile)[1], finite(wanted))
+    U = finite(product(E, tile.beta))
+    return torch.bmm(decay.scores(tile.q, tile.k), U).baddbmm_(decay.rows(tile.q), S), E
 
 
 def chunk_backward(
@@ -112,7 +113,7 @@ def forward(
             if len(errors):
                 store(errors, span, E)
             advance_(S, tile, E)
-    return out, final.view(-1, x.H, x.K, x.V), states, errors
+    return out, x.by_sequence(final), states, errors
 
 
 def backward(
@@ -130,7 +131,7 @@ def backward(
             slot -= 1
             for span, tile, E, S in reversed(list(replay(x, run, states[slot], errors))):
                 grads.add(span, chunk_backward(tile, E, S, dS, x.lay_out(d_out, span), delta, decay_gradient))
-    return [*grads.all(), d_initial.view(-1, x.H, x.K, x.V)]
+    return [*grads.all(), x.by_sequence(d_initial)]
 
 
 GRADIENTS = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate")

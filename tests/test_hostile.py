@@ -1,0 +1,91 @@
+"""Inputs that a caller should not have made: NaN, infinities, growth, empty batches, sequences that end elsewhere."""
+
+import itertools
+
+import pytest
+import torch
+
+from equation import DECAYS, WAYS, B, H, K, T, V, assert_same, inputs, skip_if_missing
+from headrace import InputError, linear_attention
+
+FORMS = {name: way.settings for name, way in WAYS.items()}
+KINDS = ["add", "delta", "bonus", "normalise"]
+
+
+@pytest.fixture(params=FORMS)
+def form(request):
+    if request.param == "native":
+        skip_if_missing("native")
+    return FORMS[request.param]
+
+
+def settings_of(kind):
+    return {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
+
+
+@pytest.mark.parametrize("ends", [[0, 5], [1, T], [0, 9, 4, T], [0, T + 9, T], [0, 5, T + 1]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_must_end_where_the_tokens_do(form, kind, ends):
+    x = inputs(rows=1, n=len(ends) - 1, **({kind: True} if kind in ("bonus", "normalise") else {}))
+    x = {name: y if y is None else y.detach().float() for name, y in x.items()}
+    sentence = rf"cu_seqlens=\[.*{ends[-1]}\]; expected 0 = c_0 ≤ … ≤ c_N = T = {T}"
+    with pytest.raises(ValueError, match=sentence) as error:
+        linear_attention(**x, cu_seqlens=torch.tensor(ends), **settings_of(kind), **form)
+    assert isinstance(error.value, InputError) or form.get("backend") == "native"
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_of_none(form, decay, kind):
+    x = inputs(decay, rows=0, **({kind: True} if kind in ("bonus", "normalise") else {}))
+    x = {name: y if y is None else y.detach().float().requires_grad_() for name, y in x.items()}
+    out, state = linear_attention(**x, **settings_of(kind), **form)
+    assert out.shape == (0, T, H, V) and state.shape == (0, H, K, V + (kind == "normalise"))
+    own = [] if form.get("backend") == "native" and decay == "fixed" else ["log_decay"]  # the library leaves it unset
+    given = [y for name, y in x.items() if y is not None and name in ("q", "k", "v", "beta", "bonus", *own)]
+    for y, gradient in zip(given, torch.autograd.grad(out.sum() + state.sum(), given), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(y))
+
+
+@pytest.mark.parametrize("decay", ["fixed", "scalar", "vector"])
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("name", ["chunkwise", "native"])
+def test_a_memory_that_grows(name, decay, rule):
+    """log_decay > 0 is no decay, and the equation holds."""
+    skip_if_missing({"chunkwise": "torch"}.get(name, name))
+    x = inputs(decay, tokens=WAYS[name].tokens)
+    x["log_decay"] = (-x["log_decay"].detach() / 2).requires_grad_()
+    assert_same(x, WAYS[name], check=False, rule=rule)
+
+
+NAMES = ["q", "k", "v", "log_decay", "beta", "write_gate", "read_gate"]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("name", ["chunkwise", "parallel", "recurrent"])
+def test_what_is_not_finite_stays_in_its_head_and_out_of_the_past(name, decay, rule, bad):
+    """One number in the second chunk of three. Afterwards, but for q and the read gate, it is in the memory."""
+    drawn, token = {name: y if y is None else y.detach() for name, y in inputs(decay, tokens=64).items()}, 37
+    settings = FORMS[name] | ({"chunk_size": 24} if name == "chunkwise" else {})
+    fine, _ = linear_attention(**drawn, rule=rule, **settings)
+    for spoilt in NAMES if decay != "none" else set(NAMES) - {"log_decay"}:
+        x = drawn | {spoilt: drawn[spoilt].clone()}
+        x[spoilt][(1, token, 2, 3)[: x[spoilt].dim()]] = bad
+        out, state = linear_attention(**x, rule=rule, **settings)
+        own = torch.zeros(B, 64, H, dtype=torch.bool)
+        own[1, token:, 2] = True
+        assert torch.allclose(out[~own], fine[~own], rtol=0, atol=1e-10), spoilt
+        if spoilt in ("q", "read_gate"):
+            assert not out[1, token, 2].isfinite().any() and out[1, token + 1 :, 2].isfinite().all()
+        else:
+            assert not out[1, token:, 2, 3].isfinite().any() and not state[1, 2, :, 3].isfinite().all(), spoilt
+
+
+def test_a_decay_of_nan_is_no_crash(form):
+    for decay, rule in itertools.product(("fixed", "scalar", "vector"), ("add", "delta")):
+        x = {name: y if y is None else y.detach().float() for name, y in inputs(decay).items()}
+        x["log_decay"][..., 1] = torch.nan
+        out, _ = linear_attention(**x, rule=rule, **form)
+        assert out.isnan().any()
