@@ -97,8 +97,14 @@ def test_importing_headrace_does_not_import_transformers():
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
-def test_no_module_hides_a_function_of_its_name():
-    check = "import headrace, headrace.backends.torch_op, headrace.laws; headrace.backends(); headrace.verify(['gla'])"
+def test_no_module_hides_a_function_of_its_name_nor_a_function_a_module():
+    check = """
+import headrace.backends.native as native, headrace.backends.torch_op, headrace.laws
+from headrace import backends
+assert headrace.backends.native is native and backends.torch_op
+assert headrace.backends() == backends() and headrace.backends()["torch"] is None
+headrace.verify(["gla"])
+"""
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 

@@ -1,9 +1,10 @@
 """headrace: linear-time sequence models whose heads compete by a softmax for what is written and what is read."""
 
 from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from . import backends as _package  # first: whoever imported it later would put it in the place of the function
-from .dispatch import backends
+from . import dispatch
 from .errors import GateWarning, InputError
 from .recurrence import linear_attention, step
 
@@ -20,7 +21,19 @@ _LAZY = {
     "verify": "laws",
 }
 
-del _package
+if TYPE_CHECKING:
+    from .dispatch import backends
+else:
+    from . import backends
+
+    class _Backends(ModuleType):
+        """The package of the backends, which has the name of a function: called, it is that function."""
+
+        def __call__(self, q=None, k=None, v=None, **kwargs):
+            return dispatch.backends(q, k, v, **kwargs)
+
+    backends.__class__, backends.__doc__ = _Backends, dispatch.backends.__doc__
+
 __all__ = ["GateWarning", "InputError", "backends", "linear_attention", "step", *_LAZY]
 
 
