@@ -8,7 +8,9 @@ With G_i the sum of log_decay over the chunk's tokens up to and including i (per
     scores(x,y)  Σ_k x_ik y_jk e^{G_i − G_j}     for j ≤ i, zero elsewhere
 
 G is summed, and differences of it are taken, in float64: −50 followed by −0.01 keeps its digits. Nothing overflows at
-any decay: exponents are never positive, but inside blocks so short that it cannot matter.
+any decay: exponents are never positive, but inside blocks so short that it cannot matter. (A positive log_decay makes
+the memory grow, and overflows only where that does.) What is above the diagonal of scores is cut off, not multiplied by
+zero: NaN stays with the tokens after it.
 
 The gradient to a token's log_decay is the sum, over all pairs of a writer before it and a reader at or after it, of
 what passes between them. These crossing pairs are summed as such: differences of larger sums (q·dq − k·dk, accumulated)
