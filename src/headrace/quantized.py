@@ -85,9 +85,12 @@ def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
     """The model, its linear layers replaced in place by Int8Linear: for inference alone.
 
     The embedding stays as it is, also where it is tied to the head; so do norms, gates and decays. Such a model cannot
-    be trained, nor be loaded from what it saves: save the one it was made from. Raises InputError for another kind."""
+    be trained, nor be loaded from what it saves: save the one it was made from. Raises InputError for another kind, and
+    for a model that is nothing but a linear layer."""
     if kind != "int8":
         raise InputError(f"kind={kind!r} is unknown; expected 'int8'")
+    if type(model) is nn.Linear:
+        raise InputError("model is a linear layer itself; expected a module that holds it, or use Int8Linear")
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear:
