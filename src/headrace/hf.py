@@ -118,6 +118,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = HeadraceModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        experts = config.sizes.style.experts
+        self.balance = 0.0 if experts is None else experts.balance
         self.post_init()
 
     @can_return_tuple
@@ -179,13 +181,14 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
 
     def _balance(self, attention_mask: Tensor | None) -> Tensor | float:
         """What uneven loads of the experts of a mixture cost in training."""
-        routed, experts = routings(self), self.config.sizes.style.experts
+        routed = routings(self)
         if not routed:
             return 0.0
         if torch.is_grad_enabled() and not routed[0].shares.requires_grad:
             raise InputError("use_reentrant=True hides what routers do from the loss; expected use_reentrant=False")
         mask = padding_mask(attention_mask, routed[0].shares, None)
-        return experts.balance * torch.stack([balance_loss(routing, mask) for routing in routed]).mean()
+        losses = torch.stack([balance_loss(routing, mask) for routing in routed])
+        return self.balance * losses.mean()
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if (kind := generation_config.cache_implementation) is not None:

@@ -53,9 +53,11 @@ class MixtureOfExperts(SelfInitialised):
         weights, chosen = shares.topk(self.spec.chosen, -1)
         self.routing = Routing(shares, chosen) if self.training else None
         # Every (token, expert) pair in the order of experts, so that each of them sees its tokens in one piece.
-        order = chosen.flatten().argsort(stable=True)
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
         tokens = order // self.spec.chosen
-        counts = chosen.flatten().bincount(minlength=self.spec.count).tolist()
+        # Not bincount: under torch.compile the length of what it returns is not known.
+        counts = flat.new_zeros(self.spec.count).index_add(0, flat, torch.ones_like(flat)).tolist()
         parts = x.flatten(0, 1)[tokens].split(counts)
         out = torch.cat([self._expert(*each) for each in zip(parts, self.up.unbind(), self.down.unbind(), strict=True)])
         out = out * weights.flatten()[order, None].to(x.dtype)

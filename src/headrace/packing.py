@@ -79,6 +79,10 @@ class Sequences:
         lengths = self.lengths(like)
         return lengths[:, None].expand(-1, self.T) if self.cu_seqlens is None else lengths[self.owner][None]
 
+    def counts(self) -> list[int]:
+        """The lengths as numbers, which a pack's tensor on a GPU has to be waited for."""
+        return [self.T] * self.B if self.cu_seqlens is None else self.cu_seqlens.diff().tolist()
+
     def extend(self, x: Tensor, history: Tensor) -> Tensor:
         """x with the h tokens of history [N, h, D] before each sequence: [B, h + T, D], or [1, N h + T, D] packed."""
         if self.cu_seqlens is None:

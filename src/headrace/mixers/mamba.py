@@ -63,7 +63,7 @@ class Mamba(Mixer):
         if x.shape[1] == 1 and cu_seqlens is None:
             out, memory = selective_step(operands)
         else:
-            out, memory = selective_scan(operands, sequences.lengths(x).tolist())
+            out, memory = selective_scan(operands, sequences.counts())
         y = (out.view_as(u) + self.skip * u).to(x.dtype) * F.silu(z)
         return self.out_proj(y), ScanState(memory, conv)
 

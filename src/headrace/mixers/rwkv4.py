@@ -57,7 +57,7 @@ class RWKV4(Mixer):
         acc = accumulator(x)
         k, v, bonus, rate = k.to(acc), v.to(acc), self.bonus.to(acc), self.log_rate.to(acc).exp()
         memory = blank(k, sequences.count) if state is None else state.memory
-        lengths = None if x.shape[1] == 1 and cu_seqlens is None else sequences.lengths(x).tolist()
+        lengths = None if x.shape[1] == 1 and cu_seqlens is None else sequences.counts()
         out, memory = wkv(k.flatten(0, 1), v.flatten(0, 1), rate, bonus, memory, lengths)
         y = torch.sigmoid(r) * out.view_as(k).to(x.dtype)
         return self.o_proj(y), ScanState(memory, shift=shift)

@@ -74,7 +74,7 @@ class S4D(Mixer):
         system = self.system(torch.float64)
         if cu_seqlens is None:
             return Response(system, u.shape[1])(u, memory)
-        lengths = Sequences(u, cu_seqlens).lengths(u).tolist()
+        lengths = Sequences(u, cu_seqlens).counts()
         response = Response(system, max(lengths))
         befores = [None] * len(lengths) if memory is None else memory.split(1)
         answers = [response(piece, x) for piece, x in zip(u.split(lengths, 1), befores, strict=True)]

@@ -6,7 +6,6 @@ that are only ever multiplied together, so nothing overflows and nothing is divi
 Dimensions: T tokens of a pack, n sequences, D channels.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -63,8 +62,8 @@ class Pack:
         self.T, self.device = sum(lengths), device
 
     def tile(self, low: int, high: int) -> Tile:
-        begun = slice(bisect_left(self.starts, low), bisect_left(self.starts, high))
-        ended = slice(bisect_left(self.ends, low + 1), bisect_left(self.ends, high + 1))
+        begun = slice(sum(start < low for start in self.starts), sum(start < high for start in self.starts))
+        ended = slice(sum(end <= low for end in self.ends), sum(end <= high for end in self.ends))
         return Tile(
             slice(low, high),
             self._index([start - low for start in self.starts[begun]]), self._index(self.held[begun]),
