@@ -8,7 +8,7 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..backends import native, native_layer
 from ..backends.derivatives import has_address, transformed
