@@ -1,3 +1,4 @@
+import json
 import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch is there: what is tested is the CPU, on every machine
@@ -24,3 +25,22 @@ def _a_number_of_threads_and_a_fixed_seed():
 def backend(request):
     skip_if_missing(request.param)
     return request.param
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+    """The folder of a text, prepared."""
+    from headrace.data import Preparation, prepare
+
+    folder = tmp_path_factory.mktemp("data")
+    text = "".join(json.dumps({"text": f"{i} times {i} is {i * i}. " * 3}) + "\n" for i in range(150))
+    (folder / "texts.jsonl").write_text(text)
+    prepare(Preparation((str(folder / "texts.jsonl"),), length=32, held_out=0.05), folder / "data")
+    return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def data(prepared):
+    from headrace.data import open_data
+
+    return open_data(prepared)

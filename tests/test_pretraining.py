@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
-from headrace import cli_train, recipes
-from headrace.data import Preparation, open_data, prepare
+from headrace import cli_train
+from headrace.data import open_data
 from headrace.errors import InputError
 from headrace.hf import load
 from headrace.loss import IGNORED
@@ -27,35 +27,9 @@ from headrace.tasks import Mqar, Needle, Pair, Reverse, Text
 from headrace.tasks import prepared as prepared_task
 from headrace.tasks.base import generator
 from headrace.train.model import gate_parameters
+from training import TINY, recipe, train
 
-TINY = {
-    "hidden_size": 16, "layers": 2, "heads": 2, "vocab_size": 257, "length": 32, "batch_tokens": 128,
-    "tokens": 128 * 24, "warmup_tokens": 128, "micro_batch": 2, "save_every": 5, "evaluate_every": 10,
-    "evaluate_rows": 8,
-}  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    text = "".join(json.dumps({"text": f"{i} times {i} is {i * i}. " * 3}) + "\n" for i in range(150))
-    (folder / "texts.jsonl").write_text(text)
-    prepare(Preparation((str(folder / "texts.jsonl"),), length=32, held_out=0.05), folder / "data")
-    return folder / "data"
-
-
-@pytest.fixture(scope="module")
-def data(prepared):
-    return open_data(prepared)
-
-
-def recipe(**changes):
-    return recipes.load("laptop-1m", TINY | changes)
-
-
-def train(data, folder, **changes):
-    return run.train(*recipe(**changes), data, folder, trackers="none")
 
 
 @pytest.mark.parametrize(

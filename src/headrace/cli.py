@@ -1,5 +1,6 @@
 """The command line. What a user gets wrong is one sentence on stderr and exit code 2; Ctrl-C is exit code 130."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ from .dispatch import BACKENDS
 from .errors import InputError
 from .spec import to_json
 
+# What a disk, or whoever owns a folder, refuses.
+UNWRITABLE = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "ENOTDIR")}
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -24,6 +28,11 @@ def main() -> None:
         app()
     except InputError as error:
         print(f"headrace: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        print(f"headrace: {error.filename or 'what was to be written'}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -76,6 +85,7 @@ def compare(
 
     The same command continues what was interrupted.
     """
+    from .processes import locked
     from .report.html import write_report
     from .report.terminal import board, print_results
     from .train.choose import choose
@@ -93,8 +103,8 @@ def compare(
         for sentence in plan.idle_gates():
             console.print(f"Note: {sentence}", style="yellow", highlight=False, soft_wrap=True)
     workers = worker_count(workers)
-    claim(folder, study)
-    with interruptible(f"what is finished is in {folder}; the same command continues"):
+    with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
+        claim(folder, study)
         with board(study, console) as progress:
             results = complete(study, folder, progress.listen, workers)
         report = write_report(results, folder)

@@ -22,6 +22,7 @@ def lab(
     """Theory as laws and pictures: what is seen against what the law says. Exit code 1 where a law does not hold."""
     from .console import extra
     from .errors import InputError
+    from .processes import locked
 
     with extra("lab", "models"):
         from . import lab as laboratory
@@ -37,7 +38,8 @@ def lab(
         return
     for known in laboratory.chosen(name, checkpoint):
         finding = laboratory.experiment(known, seed, checkpoint)
-        picture = laboratory.save(known, seed, finding, output)
+        with locked(output):
+            picture = laboratory.save(known, seed, finding, output)
         broken += sum(not row.holds for row in finding.rows)
         table = Table("law", "seen", "", "the law says", "", title=known, title_justify="left")
         for row in finding.rows:
@@ -69,6 +71,7 @@ def bench(
 
     The same command continues what was interrupted; further lengths and contexts add to the folder."""
     from .console import extra, interruptible, terminal
+    from .processes import locked
 
     with extra("bench", "models"):
         from .bench.models import Shape, named
@@ -89,12 +92,13 @@ def bench(
         numbers("batch-sizes", batch_sizes),
         numbers("contexts", contexts),
     )
-    own(output, asdict(plan) | {"models": list(plan.models)})
-    with interruptible(f"what is finished is in {output}; the same command continues"), console.status("") as status:
-        held = complete(plan, wanted, output, status.update)
-    lines = rows(held, plan)
-    write_csv(output / "bench.csv", lines)
-    report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))
+    with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
+        own(output, asdict(plan) | {"models": list(plan.models)})
+        with console.status("") as status:
+            held = complete(plan, wanted, output, status.update)
+        lines = rows(held, plan)
+        write_csv(output / "bench.csv", lines)
+        report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))
     print_overheads(held, plan, console)
     console.print(f"The report is {report}, the numbers {output / 'bench.csv'}", soft_wrap=True, highlight=False)
 
@@ -143,6 +147,7 @@ def evaluate(
 
     The same command continues what was interrupted, and another checkpoint joins those that are done."""
     from .console import extra, interruptible, terminal
+    from .processes import locked
 
     with extra("eval", "eval"):
         from .evaluate import checkpoint, report, run
@@ -150,9 +155,9 @@ def evaluate(
     plan = run.Plan(
         suite, tuple(numbers("lengths", lengths)), None if data is None else str(data), limit, max_length, seed
     )
-    with interruptible(f"what is finished is in {folder}; the same command continues"):
+    with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
         found = run.evaluate(checkpoints, plan, run.Machine(device, batch_size), folder)
-    page = report.write_report(found, checkpoint.named(checkpoints), folder)
+        page = report.write_report(found, checkpoint.named(checkpoints), folder)
     report.print_evaluation(found, console)
     console.print(f"The report is {page}", soft_wrap=True, highlight=False)
 
@@ -173,6 +178,7 @@ def reproduce(
 
     With --run the steps are executed; the same command continues what was interrupted."""
     from .console import extra, interruptible, terminal
+    from .processes import locked
 
     with extra("reproduce", "train"):
         from .reproduce import experiment, numbers, show
@@ -192,7 +198,7 @@ def reproduce(
 
     if run:
         tell(downloads(steps))
-        with interruptible("the steps that have ended are kept; the same command continues"):
+        with interruptible("the steps that have ended are kept; the same command continues"), locked(folder):
             execute(steps, folder, tell)
     else:
         for step in steps:

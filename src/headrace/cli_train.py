@@ -30,6 +30,7 @@ def prepare(
     rows: Annotated[int | None, typer.Option(help="Of the task; 10,000 without it.")] = None,
 ) -> None:
     """Tokenise and pack text for training, or draw rows of a task whose answers alone are learnt."""
+    from .console import interruptible
     from .data import Preparation
     from .data import prepare as run
     from .errors import InputError
@@ -42,15 +43,16 @@ def prepare(
     if idle:
         name = "train-bpe" if "bpe" in idle else next(iter(idle)).replace("_", "-")
         raise InputError(f"--{name} means nothing {'to a task' if task is not None else 'without --task'}")
-    if task is None:
-        plan = Preparation(tuple(sources or ()), seed=seed, workers=workers, **given(ours | of_text))
-        manifest = run(plan, output)
-    else:
-        from .tasks.prepared import prepare as draw
-        from .train.choose import default, refined
+    with interruptible(f"{output} was not made; nothing was kept"):
+        if task is None:
+            plan = Preparation(tuple(sources or ()), seed=seed, workers=workers, **given(ours | of_text))
+            manifest = run(plan, output)
+        else:
+            from .tasks.prepared import prepare as draw
+            from .train.choose import default, refined
 
-        chosen = refined(default(task).task, given(ours))
-        manifest = draw(chosen, task, 10000 if rows is None else rows, seed, workers, output)
+            chosen = refined(default(task).task, given(ours))
+            manifest = draw(chosen, task, 10000 if rows is None else rows, seed, workers, output)
     table = Table("", "documents", "tokens", "rows", "bytes")
     for part in ("train", "held_out"):
         counts = manifest[part]
@@ -75,8 +77,11 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would cost.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The dry run as JSON.")] = False,
 ) -> None:
-    """Train a language model. The same command, after whatever interrupted it, goes on where the last checkpoint is."""
+    """Train a language model. The same command, after whatever interrupted it, goes on where the last checkpoint is.
+
+    Ctrl-C and SIGTERM end the run after the step at hand, with a checkpoint: exit codes 130 and 143."""
     from . import recipes
+    from .console import interruptible
     from .errors import InputError
 
     changes = recipes.changes(settings or []) | ({} if mixer is None else {"mixer": mixer})
@@ -90,7 +95,8 @@ def train(
     from .pretraining.run import train as run
 
     folder = output or Path("runs", f"{Path(recipe).stem}-{chosen.mixer}")
-    run(chosen, about, open_data(data), folder, fsdp, trackers)
+    with interruptible(f"{folder} keeps what was learnt up to its newest checkpoint; the same command goes on"):
+        run(chosen, about, open_data(data), folder, fsdp, trackers)
 
 
 def curves(

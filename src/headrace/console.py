@@ -1,4 +1,4 @@
-"""What the commands share: a terminal, and an end by Ctrl-C."""
+"""What the commands share: a terminal, and an end by Ctrl-C or SIGTERM."""
 
 import sys
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from .errors import InputError
+from .processes import Terminated, terminable
 
 
 def terminal() -> Console:
@@ -17,11 +18,14 @@ def terminal() -> Console:
 
 @contextmanager
 def interruptible(farewell: str) -> Iterator[None]:
+    """Ctrl-C ends with the farewell and exit code 130, SIGTERM with 143: what follows must not take it for the end."""
     try:
-        yield
-    except KeyboardInterrupt:
-        print(f"\ninterrupted: {farewell}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        with terminable():
+            yield
+    except KeyboardInterrupt as stop:
+        what, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        print(f"\n{what}: {farewell}", file=sys.stderr)
+        raise typer.Exit(code) from None
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     train/, held_out/    Arrow: input_ids, `length` tokens a row (fewer in the last), and starts, where documents begin
     tokenizer/           what made them
-    manifest.json        from what, by what, how many; written last
+    manifest.json        from what, by what, how many, and the SHA-256 of every file; written last
 
 Every document ends with the tokenizer's end token. Rows follow each other: no token is lost, none stands twice.
 """
@@ -24,6 +24,8 @@ from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedTokenizerFast
 
 from ..errors import InputError
+from ..integrity import record
+from ..processes import forks_end_with_parent, locked
 from . import sources, tokenizer
 
 BATCH = 64  # rows, or documents, that a worker takes at a time
@@ -69,17 +71,20 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
 
 def finished(output: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Make a folder that is whole or not there; `fill` writes into it and returns its manifest, and so does this."""
-    if output.exists():
-        raise InputError(f"--output {str(output)!r} exists; name another, or delete it")
-    beside = output.with_name(f".{output.name}.unfinished")
-    shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed
-    beside.mkdir(parents=True)
-    manifest = fill(beside)
-    with (beside / "manifest.json").open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.rename(output)
+    with locked(output, output.with_name(f".{output.name}.lock")), forks_end_with_parent():
+        if output.exists():
+            raise InputError(f"--output {str(output)!r} exists; name another, or delete it")
+        beside = output.with_name(f".{output.name}.unfinished")
+        if beside.exists():  # of a run that was killed
+            shutil.rmtree(beside)
+        beside.mkdir()
+        manifest = fill(beside)
+        manifest["files"] = record(beside)
+        with (beside / "manifest.json").open("w", encoding="utf-8") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.rename(output)
     return manifest
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..errors import InputError
+from ..integrity import damage
 from ..loss import IGNORED
 
 
@@ -29,12 +30,16 @@ class PackedData:
 
 
 def open_data(folder: Path) -> PackedData:
-    """InputError where the folder was not prepared, or not to its end."""
+    """InputError where the folder was not prepared, or not to its end, or is not what it was then."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        if wrong := damage(folder, manifest.get("files", {})):
+            raise InputError(f"--data {str(folder)!r} is damaged: {wrong}; prepare it again")
         parts: list[Any] = [load_from_disk(str(folder / name)) for name in ("train", "held_out")]
         read = partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
         tokens: Any = None if manifest["tokenizer_sha256"] is None else read(folder / "tokenizer")
+    except InputError:
+        raise
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"--data {str(folder)!r} is not what `headrace prepare` writes: {reason}") from error

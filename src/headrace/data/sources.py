@@ -1,6 +1,5 @@
 """What a user names as text -> documents: a data set with the one column `text`."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +7,10 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 
 from ..errors import InputError
+from ..integrity import sha256
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 PACKED = {".gz", ".zst", ".bz2", ".xz"}
-PIECE = 1 << 20
 
 
 def documents(sources: list[str], column: str) -> Dataset:
@@ -80,11 +79,3 @@ def fingerprint(sources: list[str]) -> list[dict[str, Any]]:
         else {"name": source}
         for source in sources
     ]
-
-
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            digest.update(piece)
-    return digest.hexdigest()

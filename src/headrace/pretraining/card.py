@@ -5,13 +5,12 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import InputError
 from ..recipes import About, Recipe, to_yaml
 from ..train.environment import environment
 from ..train.folder import read_json
-from .checkpoints import MARKER
+from .checkpoints import whole
 
 TEXT = """---
 {data}
@@ -85,13 +84,12 @@ def read_history(run: Path) -> list[dict[str, Any]]:
     ended = run / "model" / "history.json"
     if ended.is_file():
         return read_json(ended)
-    found = [path.parent for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MARKER}")]
+    found = whole(run)
     if not found:
         raise InputError(
             f"{str(run)!r} holds neither model/history.json nor a whole checkpoint; expected a run's folder"
         )
-    newest = max(found, key=lambda path: int(path.name.rpartition("-")[2]))
-    return read_json(newest / TRAINER_STATE_NAME)["log_history"]
+    return read_json(found[-1] / TRAINER_STATE_NAME)["log_history"]
 
 
 def named(runs: list[Path]) -> dict[str, Path]:

@@ -9,28 +9,35 @@ runs/                      TensorBoard
 import errno
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, ProgressCallback, TrainerState, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..data import Collator, PackedData, unigram_loss
 from ..errors import InputError
+from ..processes import end_with_parent, is_free
 from ..recipes import About, Recipe
 from ..train.folder import difference, read_json, write_json
 from . import checkpoints
+from .agreement import agreed
 from .card import write_card
 from .model import build, estimate
 from .optimizer import optimizer
-from .trainer import HeadraceTrainer, Measures, Progress
-from .watch import Watch
+from .trainer import HeadraceTrainer, Measures, Progress, answers
+from .watch import Stop, Watch
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "none")
+BESIDE = ("seconds", "megabytes_per_second", "files")  # in a manifest, and not what the data are
 LOG_EVERY = 10  # steps, where save_every is a multiple
 
 
@@ -41,34 +48,53 @@ def train(
     check_data(recipe, data)
     check_tokenizer(recipe, data)
     check_trackers(trackers)
+    check_launcher(fsdp)
     settings = arguments(recipe, folder, fsdp, trackers)  # from here on the processes of torchrun know each other
-    with settings.main_process_first(local=False):
-        claim(folder, recipe, data)
-        last = checkpoints.newest(folder)
-    set_seed(recipe.seed)
-    trainer = make_trainer(recipe, data, settings)
-    watch = Watch(trainer, recipe.warmup_steps)
-    for callback in (watch, checkpoints.MarkComplete()):
-        trainer.add_callback(callback)
-    try:
-        go_on(trainer, last)
-        if watch.broken:
-            kept = checkpoints.newest(folder)
-            raise InputError(
-                f"training broke off at step {trainer.state.global_step}; the last good checkpoint is {kept}"
-            )
-        finish(trainer, recipe, about, data, folder / "model")
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        kept = checkpoints.newest(folder)
-        raise InputError(
-            f"the disk is full at step {trainer.state.global_step}; the last good checkpoint is {kept}"
-        ) from error
+    with agreed(folder, partial(begin, folder, recipe, data)) as last:
+        set_seed(recipe.seed)
+        trainer = make_trainer(recipe, data, settings)
+        with told_of_full_disks(trainer, folder):
+            go_on(trainer, last, recipe, folder)
+            finish(trainer, recipe, about, data, folder / "model")
     return trainer
 
 
-def go_on(trainer: HeadraceTrainer, last: Path | None) -> None:
+def begin(folder: Path, recipe: Recipe, data: PackedData) -> Path | None:
+    """In the first process alone: the checkpoint to go on from."""
+    claim(folder, recipe, data)
+    checkpoints.discard_unfinished(folder)
+    return checkpoints.newest(folder)
+
+
+@contextmanager
+def told_of_full_disks(trainer: HeadraceTrainer, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not of torch.save
+            raise
+        full = getattr(error, "errno", None) == errno.ENOSPC
+        reason = "the disk is full" if full else f"what is kept cannot be written ({str(error).splitlines()[0]})"
+        raise broken_off(f"{reason} at step {trainer.state.global_step}", folder) from error
+
+
+def broken_off(what: str, folder: Path) -> InputError:
+    return InputError(f"{what}; the last good checkpoint is {checkpoints.newest(folder)}")
+
+
+def go_on(trainer: HeadraceTrainer, last: Path | None, recipe: Recipe, folder: Path) -> None:
+    """Train to the last step. InputError where updates were not finite; KeyboardInterrupt where it was told to stop."""
+    stop, watch = Stop(), Watch(trainer, recipe.warmup_steps)
+    for callback in (stop, watch, checkpoints.MarkComplete()):
+        trainer.add_callback(callback)
+    with stop.listening():
+        train_from(trainer, last)
+    if watch.broken:
+        raise broken_off(f"training broke off at step {trainer.state.global_step}", folder)
+    stop.end()
+
+
+def train_from(trainer: HeadraceTrainer, last: Path | None) -> None:
     """Train on from a checkpoint, if any is there. From the last step's the Trainer would go one step too far."""
     state = None if last is None else TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))
     if state is None or state.global_step < trainer.args.max_steps:
@@ -85,6 +111,14 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
     ):
         if there != wanted and not (name == "vocab_size" and there < wanted):
             raise InputError(f"the data were prepared with {name}={there}; the recipe has {name}={wanted}")
+    if recipe.rows > len(data.train):
+        raise InputError(
+            f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows a step, and the data hold {len(data.train)}; "
+            "expected no more"
+        )
+    collate, evaluated = Collator(0, recipe.apart), some(data.held_out, recipe.evaluate_rows)
+    if not any(answers(collate([row])).any() for row in evaluated):
+        raise InputError("the held-out rows ask for no token; expected a document of at least 2 tokens among them")
 
 
 def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
@@ -97,6 +131,14 @@ def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
         raise InputError(f"weights={recipe.weights!r} has another tokenizer than the data; prepare them with its own")
 
 
+def check_launcher(fsdp: bool) -> None:
+    """A process of torchrun ends with it."""
+    if fsdp and "WORLD_SIZE" not in os.environ:
+        raise InputError("--fsdp shards a model over several processes; expected a start by torchrun")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid())
+
+
 def check_trackers(trackers: str) -> None:
     for name in trackers.split(","):
         if name not in TRACKERS:
@@ -107,7 +149,7 @@ def check_trackers(trackers: str) -> None:
 
 def claim(folder: Path, recipe: Recipe, data: PackedData) -> None:
     """Make the folder this run's own. InputError where it holds another."""
-    told = {name: value for name, value in data.manifest.items() if name not in ("seconds", "megabytes_per_second")}
+    told = {name: value for name, value in data.manifest.items() if name not in BESIDE}
     wanted = {"recipe": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(recipe).items()}, "data": told}
     path = folder / "run.json"
     if path.exists():
@@ -115,7 +157,7 @@ def claim(folder: Path, recipe: Recipe, data: PackedData) -> None:
         if held != wanted:
             where, there, here = difference(held, wanted)
             raise InputError(f"{str(folder)!r} holds another run ({where} is {there} there and {here} here)")
-    elif folder.exists() and any(folder.iterdir()):
+    elif not is_free(folder):
         raise InputError(f"--output {str(folder)!r} exists and holds no run; name another")
     else:
         write_json(path, wanted)
@@ -190,7 +232,6 @@ def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> Traini
         eval_strategy="steps",
         eval_steps=recipe.evaluate_every,
         save_steps=recipe.save_every,
-        save_total_limit=2,
         logging_steps=math.gcd(recipe.save_every, LOG_EVERY),
         logging_nan_inf_filter=False,
         report_to=trackers.split(","),
@@ -225,8 +266,8 @@ def peak_flops() -> float | None:
 
 def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedData, folder: Path) -> None:
     """The whole model, gathered where it was spread, with its tokenizer and card."""
-    trainer.evaluate(data.held_out, metric_key_prefix="final")
     trainer.save_model(str(folder))
+    trainer.evaluate(data.held_out, metric_key_prefix="final")
     if trainer.is_world_process_zero():
         if data.tokenizer is not None:
             data.tokenizer.save_pretrained(folder)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import ProgressCallback, Trainer
 from ..loss import IGNORED
 from ..model import Block
 from ..train.gates import GateWatch
+from .checkpoints import UNFINISHED
 from .optimizer import CarefulAdamW
 
 GATE = re.compile(r"_(read|write)_(entropy|specialisation|load)_")  # what is logged of one
@@ -58,14 +60,29 @@ class HeadraceTrainer(Trainer):
         """(the sum of losses and the number of tokens, over all processes; the gates of this one)"""
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         with evaluating(model), GateWatch().on(model) as watch:
-            for batch in self.get_eval_dataloader(rows):
-                batch = self._prepare_inputs(batch)
+            for batch in map(self._prepare_inputs, self._share(self.eval_dataset if rows is None else rows)):
                 watch.asked = batch["labels"] != IGNORED
-                count = (batch.get("shift_labels", batch["labels"][:, 1:]) != IGNORED).sum()
+                count = answers(batch).sum()
                 with self.compute_loss_context_manager():
                     loss = model(**batch).loss
-                total += torch.stack([loss.double() * count, count.double()])
+                total += torch.stack([(loss.double() * count).where(count > 0, 0.0), count.double()])
         return self.accelerator.reduce(total, "sum"), watch.summary()
+
+    def _share(self, rows: Any) -> Iterator[dict[str, Tensor]]:
+        """This process's batches of rows, of which each is in one batch of one process."""
+        args = self.args
+        for chosen in shares(len(rows), args.eval_batch_size, args.process_index, args.world_size):
+            batch = self.data_collator([rows[i] for i in chosen or [0]])  # type: ignore[misc]
+            if not chosen:
+                for name in {"labels", "shift_labels"} & batch.keys():
+                    batch[name] = torch.full_like(batch[name], IGNORED)
+            yield batch
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial) -> str:
+        """Where `MarkComplete` looks for a checkpoint."""
+        return str(Path(str(self.args.output_dir), UNFINISHED))
 
     # --- what is logged ----------------------------------------------------------------------------------------------
 
@@ -109,6 +126,18 @@ class Measures:
     bytes_per_token: float  # of the held-out text
     flops_per_token: int  # of training
     peak_flops: float | None  # of all devices together; None: not known
+
+
+def answers(batch: dict[str, Tensor]) -> Tensor:
+    """Where a batch asks for a token."""
+    return batch.get("shift_labels", batch["labels"][:, 1:]) != IGNORED
+
+
+def shares(rows: int, size: int, process: int, processes: int) -> list[range]:
+    """The rows in each batch of a process. All processes have as many batches, for those of a sharded model meet in
+    each; the last may be empty."""
+    own, most = range(process, rows, processes), -(-rows // processes)
+    return [own[i : i + size] for i in range(0, most, size)]
 
 
 def told_of(gate: dict[str, Any]) -> dict[str, float]:

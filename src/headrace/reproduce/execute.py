@@ -2,16 +2,19 @@
 
 import hashlib
 import itertools
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..processes import end_with_parent
 from ..train.folder import read_json, write_json
 from .experiment import called
 
@@ -62,11 +65,24 @@ def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None]) -> 
         tell(said)
         root.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
-        result = subprocess.run(started_by(command), stdout=subprocess.PIPE if "--json" in command else None, text=True)
-        if result.returncode:
-            raise InputError(f"step {i} ended with {result.returncode}: {shlex.join(command)}")
-        kept = {"command": shlex.join(command), "seconds": round(time.monotonic() - started, 1), "said": result.stdout}
+        code, printed = run(started_by(command), "--json" in command)
+        if code:
+            raise InputError(f"step {i} ended with {code}: {shlex.join(command)}")
+        kept = {"command": shlex.join(command), "seconds": round(time.monotonic() - started, 1), "said": printed}
         write_json(mark(root, command), kept)
+
+
+def run(command: list[str], listen: bool) -> tuple[int, str | None]:
+    """(exit code, what it printed where somebody listens). A step ends with us, and is waited for: it may have
+    something to keep."""
+    pipe, with_us = subprocess.PIPE if listen else None, partial(end_with_parent, os.getpid())
+    with subprocess.Popen(command, stdout=pipe, text=True, preexec_fn=with_us) as step:
+        try:
+            printed, _ = step.communicate()
+        except BaseException:
+            step.terminate()
+            raise  # after the step has ended
+    return step.returncode, printed
 
 
 def started_by(command: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..processes import is_free
 from .plan import Arm, Study
 
 
@@ -50,7 +51,7 @@ def own(folder: Path, wanted: Any) -> None:
                 f"{str(folder)!r} holds another run ({where} is {there} there and {here} here); name another --output"
             )
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_free(folder):
         raise InputError(f"{str(folder)!r} exists and is no report folder; name another --output")
     try:
         write_json(path, wanted)

@@ -1,0 +1,305 @@
+"""What a command leaves whom it was killed, told to stop, started twice, or had its files damaged."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+from transformers import TrainerCallback
+
+from headrace import cli
+from headrace import data as data_module
+from headrace.data import Preparation, open_data, prepare
+from headrace.errors import InputError
+from headrace.hf import load
+from headrace.pretraining import checkpoints, run
+from headrace.pretraining.trainer import shares
+from headrace.processes import LOCK, locked
+from training import arguments, train
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
+HEADRACE = [sys.executable, "-c", "from headrace.cli import main; main()"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+QUIET = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def headrace_(capsys, monkeypatch):
+    """(exit code, standard error) of `headrace ARGUMENTS` in this process."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["headrace", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, capsys.readouterr().err
+
+    return call
+
+
+# --- two in one folder -----------------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "train": lambda data, folder: arguments(data, folder),
+    "compare": lambda data, folder: ["compare", "--mixers", "gla", "--steps", 1, "--seeds", 1, "--output", folder],
+    "bench": lambda data, folder: ["bench", "--mixers", "gla", "--output", folder],
+    "eval": lambda data, folder: ["eval", "nowhere", "--suite", "recall", "--output", folder],
+    "lab": lambda data, folder: ["lab", "capacity", "--output", folder],
+    "reproduce": lambda data, folder: [
+        "reproduce", "table-2", "--run", "--text", __file__, "--output", folder
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_in_use_is_refused(prepared, tmp_path, headrace_, command):
+    with locked(tmp_path / "folder"):
+        code, said = headrace_(*COMMANDS[command](prepared, tmp_path / "folder"))
+    assert code == 2
+    assert re.search(
+        rf"^headrace: --output '.*folder' is in use by process {os.getpid()} on \S+ since \S+;", said, re.M
+    )
+    assert not any((tmp_path / "folder").iterdir())
+
+
+def test_a_folder_that_is_being_prepared_is_refused(prepared, tmp_path, headrace_):
+    with locked(tmp_path / "d", tmp_path / ".d.lock"):
+        code, said = headrace_("prepare", __file__, __file__, "--output", tmp_path / "d")
+    assert code == 2 and f"in use by process {os.getpid()}" in said
+
+
+def test_the_lock_of_a_process_that_was_killed_holds_nobody_off(tmp_path):
+    program = f"""
+        from pathlib import Path; from headrace.processes import locked; import os
+        with locked(Path({str(tmp_path / "d")!r})): os.kill(os.getpid(), 9)
+    """
+    program = "\n".join(line[8:] for line in program.splitlines())
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    assert (tmp_path / "d" / LOCK).exists()
+    with locked(tmp_path / "d"):
+        pass
+    assert not (tmp_path / "d" / LOCK).exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(prepared, tmp_path, headrace_):
+    (tmp_path / "file").touch()
+    for command in COMMANDS.values():
+        code, said = headrace_(*command(prepared, tmp_path / "file" / "folder"))
+        assert code == 2 and "cannot be written: Not a directory" in said, said
+
+
+# --- processes that outlive another ----------------------------------------------------------------------------------
+
+
+def children(pid):
+    """All processes below one."""
+    told = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    found, below = {pid}, [tuple(map(int, line.split())) for line in told.splitlines()]
+    while more := {child for child, parent in below if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def wait_for(true, seconds=120):
+    end = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans go on to their end")
+@pytest.mark.parametrize("launcher", ["prepare", "torchrun", "reproduce"])
+def test_what_a_killed_process_started_ends_with_it(prepared, tmp_path, launcher):
+    script, text = tmp_path / "program.py", tmp_path / "text.jsonl"
+    script.write_text("from headrace.cli import main\nmain()\n")
+    text.write_text((json.dumps({"text": "some words " * 200}) + "\n") * 20000)
+    folder = tmp_path / "folder"
+    command = {
+        "prepare": [*HEADRACE, "prepare", str(text), "--workers", "2", "--output", str(folder)],
+        "torchrun": [*TORCHRUN, str(script), *arguments(prepared, folder, tokens=1e9)],
+        "reproduce": [*HEADRACE, "reproduce", "table-2", "--run", "--text", __file__, "--output", str(folder)],
+    }[launcher]
+    process = subprocess.Popen(command, env=QUIET, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    at_work = {"prepare": 2, "torchrun": 2, "reproduce": 1}[launcher]
+    sign = {"torchrun": lambda: list(folder.glob("checkpoint-*"))}.get(launcher, lambda: True)
+    below = wait_for(lambda: sign() and len(found := children(process.pid)) >= at_work and found)
+    if launcher == "prepare":
+        time.sleep(1)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(map(alive, below)), 10)
+
+
+# --- the same checkpoint for all -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_processes_with_folders_of_their_own_are_refused(prepared, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, sys\nfrom headrace.cli import main\nat = sys.argv.index('--output') + 1\n"
+        "sys.argv[at] += os.environ['RANK']\nmain()\n"
+    )
+    command = [*TORCHRUN, str(script), *arguments(prepared, tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env=QUIET, timeout=300, check=False)
+    assert done.returncode and "process 1 does not see the folder" in done.stderr
+    assert not list(tmp_path.glob("run*/checkpoint-*"))
+
+
+# --- every held-out row, once ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "size", "processes"), [(10, 4, 1), (10, 4, 3), (2, 8, 4), (1, 1, 2), (12, 2, 2)])
+def test_every_row_has_one_place(rows, size, processes):
+    parts = [shares(rows, size, process, processes) for process in range(processes)]
+    assert sorted(row for part in parts for batch in part for row in batch) == list(range(rows))
+    assert len({len(part) for part in parts}) == 1
+    assert all(len(batch) <= size for part in parts for batch in part)
+
+
+def plain_loss(model, rows):
+    """Nats per token, row by row."""
+    total = count = 0
+    with torch.no_grad():
+        for row in rows["input_ids"]:
+            logits = model(torch.tensor([row])).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum").item()
+            count += len(row) - 1
+    return total / count
+
+
+def final_loss(folder):
+    history = json.loads((folder / "model" / "history.json").read_text())
+    return next(point["final_loss"] for point in history if "final_loss" in point)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 18])
+def test_the_held_out_loss_is_of_every_row(data, tmp_path, rows):
+    """4 rows at a time: the last batch is not full, or none is."""
+    changed = data_module.PackedData(data.train, data.held_out.select(range(rows)), data.tokenizer, data.manifest)
+    train(changed, tmp_path / "run", micro_batch=4, tokens=128 * 2)
+    model = load(tmp_path / "run" / "model")
+    assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, changed.held_out), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_held_out_loss_is_of_every_row_for_two_processes(data, prepared, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text("from headrace.cli import main\nmain()\n")
+    command = [*TORCHRUN, str(script), *arguments(prepared, tmp_path / "run", tokens=128 * 2)]
+    subprocess.run(command, check=True, capture_output=True, env=QUIET)
+    model = load(tmp_path / "run" / "model")
+    assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=1e-5)
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def flip(path):
+    """A bit of the byte in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+def test_a_flipped_bit_of_a_checkpoint_is_named(data, tmp_path, name):
+    train(data, tmp_path / "run", tokens=128 * 2)
+    flip(tmp_path / "run" / "checkpoint-2" / name)
+    with pytest.raises(InputError, match=rf"checkpoint-2' is damaged: {name} has another SHA-256 than when it was"):
+        train(data, tmp_path / "run", tokens=128 * 2)
+
+
+@pytest.mark.parametrize("part", ["train/data-*.arrow", "held_out/data-*.arrow", "tokenizer/tokenizer.json"])
+def test_a_flipped_bit_of_the_data_is_named(tmp_path, part):
+    (tmp_path / "texts.jsonl").write_text((json.dumps({"text": "some words"}) + "\n") * 100)
+    prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16), tmp_path / "d")
+    open_data(tmp_path / "d")
+    (file,) = (tmp_path / "d").glob(part)
+    flip(file)
+    with pytest.raises(
+        InputError, match=rf"--data .*d' is damaged: {file.parent.name}/{file.name} has another SHA-256"
+    ):
+        open_data(tmp_path / "d")
+
+
+def test_what_a_user_keeps_beside_checkpoints_stays(data, tmp_path):
+    train(data, tmp_path / "run", tokens=128 * 6)
+    for name in ("checkpoint-1", "checkpoint-9", "checkpoint-10", "checkpoint-99", "checkpoint-old", "checkpoint-6"):
+        (tmp_path / "run" / name).mkdir(exist_ok=True)
+        (tmp_path / "run" / name / "notes.txt").write_text("mine")
+    run_json = tmp_path / "run" / "run.json"
+    run_json.write_text(run_json.read_text().replace('"tokens": 768.0', '"tokens": 3072.0'))
+    train(data, tmp_path / "run")
+    assert len([path for path in (tmp_path / "run").rglob("notes.txt") if path.read_text() == "mine"]) == 6
+    whole = sorted(path.parent.name for path in (tmp_path / "run").glob(f"*/{checkpoints.MARKER}"))
+    assert whole == ["checkpoint-20", "checkpoint-24"]
+
+
+# --- told to stop ----------------------------------------------------------------------------------------------------
+
+
+class SignalAt(TrainerCallback):
+    def __init__(self, step, number):
+        self.step, self.number = step, number
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_told_to_stop_a_run_saves_and_goes_on_bit_for_bit(
+    data, prepared, tmp_path, monkeypatch, headrace_, number, code
+):
+    train(data, tmp_path / "whole")
+    make = run.make_trainer
+
+    def with_signal(*given):
+        trainer = make(*given)
+        trainer.add_callback(SignalAt(12, number))
+        return trainer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "make_trainer", with_signal)
+        ended, said = headrace_(*arguments(prepared, tmp_path / "cut"))
+    assert ended == code and "the same command" in said and "Traceback" not in said
+    assert checkpoints.newest(tmp_path / "cut").name == "checkpoint-13"
+    train(data, tmp_path / "cut")
+    whole, cut = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert final_loss(tmp_path / "whole") == final_loss(tmp_path / "cut")
+
+
+def test_a_disk_that_is_full_is_one_sentence(prepared, tmp_path):
+    """Files may not grow beyond what a checkpoint's largest takes: safetensors, then torch.save, find no room."""
+    for kilobytes in (8, 40):
+        program = (
+            f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({kilobytes * 1024},) * 2);"
+            "from headrace.cli import main; main()"
+        )
+        command = [sys.executable, "-c", program, *arguments(prepared, tmp_path / f"run{kilobytes}", tokens=128 * 6)]
+        done = subprocess.run(command, capture_output=True, text=True, env=QUIET, check=False)
+        assert done.returncode == 2, done.stderr[-3000:]
+        assert "Traceback" not in done.stderr
+        assert re.search(
+            r"^headrace: what is kept cannot be written \(.*\) at step 5; the last good", done.stderr, re.M
+        )

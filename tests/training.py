@@ -1,0 +1,24 @@
+"""A training run of a second, for tests."""
+
+from headrace import recipes
+from headrace.pretraining import run
+
+TINY = {
+    "hidden_size": 16, "layers": 2, "heads": 2, "vocab_size": 257, "length": 32, "batch_tokens": 128,
+    "tokens": 128 * 24, "warmup_tokens": 128, "micro_batch": 2, "save_every": 5, "evaluate_every": 10,
+    "evaluate_rows": 8,
+}  # fmt: skip
+
+
+def recipe(**changes):
+    return recipes.load("laptop-1m", TINY | changes)
+
+
+def train(data, folder, **changes):
+    return run.train(*recipe(**changes), data, folder, trackers="none")
+
+
+def arguments(data, folder, **changes):
+    """Of the command that trains the same."""
+    settings = [f"{name}={value}" for name, value in (TINY | changes).items()]
+    return ["train", "laptop-1m", *settings, "--data", str(data), "--output", str(folder), "--trackers", "none"]
