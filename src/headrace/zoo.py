@@ -206,7 +206,7 @@ def get(mixer):
 
 def expression(text: str, kind: str) -> tuple[str, dict[str, str]]:
     """ "a(b=1, c=d)" -> ("a", {"b": "1", "c": "d"}); kind: what the sentences of an InputError call it."""
-    match = re.fullmatch(r"\s*([^()\s]+)\s*(?:\((.*)\))?\s*", text)
+    match = re.fullmatch(r"([^()\s]+)\s*(?:\((.*)\))?", text.strip())  # no two \s* could share a run of spaces
     if not match:
         raise InputError(f"{kind} {text!r} is not of the form NAME or NAME(field=value, ...)")
     settings = [[part.strip() for part in setting.partition("=")] for setting in split(match[2] or "")]

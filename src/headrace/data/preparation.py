@@ -58,6 +58,8 @@ class Preparation:
             raise InputError(f"--length {self.length}; expected at least 2 tokens")
         if not 0 < self.held_out < 1:
             raise InputError(f"--held-out {self.held_out}; expected a share between 0 and 1")
+        if self.seed < 0:
+            raise InputError(f"--seed {self.seed}; expected at least 0")
         if self.workers < 1:
             raise InputError(f"--workers {self.workers}; expected at least 1")
         if self.bpe is not None and self.tokenizer is not None:
@@ -156,6 +158,7 @@ def _processes(plan: Preparation, items: int) -> int | None:
 
 
 def _encode(batch: dict[str, list[str]], tokens: PreTrainedTokenizerFast) -> dict[str, list[Any]]:
+    tokens.backend_tokenizer.encode_special_tokens = True  # as text: only we end a document
     encoded = tokens.backend_tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
     return {
         "ids": [[*text.ids, tokens.eos_token_id] for text in encoded],

@@ -10,6 +10,7 @@ from ..errors import InputError
 from ..integrity import sha256
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+TEXT = ("string", "large_string", "string_view")
 PACKED = {".gz", ".zst", ".bz2", ".xz"}
 
 
@@ -30,6 +31,12 @@ def documents(sources: list[str], column: str) -> Dataset:
     if column not in found.column_names:
         raise InputError(f"--column {column!r} is not in the data; expected one of {', '.join(found.column_names)}")
     found = found.select_columns([column])
+    kind = getattr(found.features[column], "dtype", found.features[column])
+    if kind not in TEXT:
+        raise InputError(f"--column {column!r} holds {kind}; expected text")
+    if (texts := found.data.column(column)).null_count:
+        first = texts.is_null().index(True).as_py() + 1
+        raise InputError(f"document {first} of --column {column!r} is null; expected text")
     return found if column == "text" else found.rename_column(column, "text")
 
 

@@ -17,6 +17,10 @@ from ..errors import InputError
 from ..spec import MixerSpec
 
 FOLDER = Path(__file__).parent
+POSITIVE = {
+    "hidden_size", "layers", "heads", "intermediate_size", "vocab_size", "tokens", "batch_tokens", "length", "lr",
+    "micro_batch", "evaluate_every", "evaluate_rows", "save_every", "eps",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,30 +65,31 @@ class Recipe:
     save_every: int = 500
 
     def __post_init__(self) -> None:
-        for name in (
-            "tokens",
-            "batch_tokens",
-            "length",
-            "lr",
-            "micro_batch",
-            "evaluate_every",
-            "evaluate_rows",
-            "save_every",
-            "eps",
-        ):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name}={getattr(self, name)}; expected more than 0")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise InputError(f"{field.name}={value}; expected a finite number")
+            if field.name in POSITIVE and not (value is None or value > 0):
+                raise InputError(f"{field.name}={value}; expected more than 0")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"seed={self.seed}; expected 0 to {2**32 - 1}")
+        if self.warmup_tokens < 0:
+            raise InputError(f"warmup_tokens={self.warmup_tokens}; expected at least 0")
         if self.batch_tokens % self.length:
             raise InputError(f"batch_tokens={self.batch_tokens} is no whole number of rows of length={self.length}")
         if self.schedule == "linear" and self.min_lr:
             raise InputError(f"min_lr={self.min_lr} with schedule='linear', which ends at 0; expected min_lr=0")
         if self.warmup_tokens >= self.tokens:
             raise InputError(f"warmup_tokens={self.warmup_tokens:g}; expected fewer than tokens={self.tokens:g}")
+        if round(self.tokens / self.batch_tokens) < 1:
+            raise InputError(
+                f"tokens={self.tokens:g} is less than half of a step of batch_tokens={self.batch_tokens}; expected more"
+            )
         zoo.get(self.mixer).head_dims(self.hidden_size, self.heads)
 
     @property
     def steps(self) -> int:
-        return max(round(self.tokens / self.batch_tokens), 1)
+        return round(self.tokens / self.batch_tokens)
 
     @property
     def warmup_steps(self) -> int:

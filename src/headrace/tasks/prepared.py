@@ -28,6 +28,8 @@ def prepare(task: Task, name: str, rows: int, seed: int, workers: int, output: P
     InputError for a task whose rows are more than tokens and answers."""
     if rows < 1 or workers < 1:
         raise InputError(f"--rows {rows} and --workers {workers}; expected at least 1")
+    if seed < 0:
+        raise InputError(f"--seed {seed}; expected at least 0")
     row = task.held_out(1)
     if row.keys() != {"input_ids", "shift_labels"} or row["input_ids"].dim() > 2 or isinstance(task, Text):
         raise InputError(f"--task {name} cannot be prepared; expected one whose rows are tokens, some of them answers")

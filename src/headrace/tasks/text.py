@@ -142,6 +142,7 @@ def encoder(tokenizer: str | None):
         known = Tokenizer.from_file(tokenizer)
     except Exception as error:  # tokenizers raises no narrower class
         raise InputError(f"tokenizer {tokenizer!r} is not a `tokenizers` JSON file: {error}") from None
+    known.encode_special_tokens = True  # as the text that they are
 
     def encode(text: str) -> Tensor:
         return torch.tensor(known.encode(text, add_special_tokens=False).ids, dtype=torch.int32)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .folder import read_json, result_path, write_json
+from .folder import read_result, result_path, write_json
 from .plan import Study
 from .pool import Listen, train_all
 
@@ -20,7 +20,7 @@ def complete(study: Study, folder: Path, listen: Listen, workers: int) -> dict[s
     for arm in study.arms():
         path = result_path(folder, arm)
         if path.exists():
-            listen(arm, arm.plan.recipe.steps, read_json(path)["scores"])
+            listen(arm, arm.plan.recipe.steps, read_result(path)["scores"])
         else:
             pending.append(arm)
     if pending:
@@ -32,7 +32,7 @@ def complete(study: Study, folder: Path, listen: Listen, workers: int) -> dict[s
 
 def collect(study: Study, folder: Path) -> dict[str, Any]:
     """All finished arms as one record."""
-    arms = [read_json(result_path(folder, arm)) for arm in study.arms()]
+    arms = [read_result(result_path(folder, arm)) for arm in study.arms()]
     environments: list[dict[str, Any]] = []
     for environment in (arm.pop("environment") for arm in arms):
         if environment not in environments:

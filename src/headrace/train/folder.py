@@ -33,6 +33,14 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{str(path)!r} is not JSON ({error}); delete it and run the command again") from None
 
 
+def read_result(path: Path) -> dict[str, Any]:
+    """What an arm left. InputError where the file is something else."""
+    result = read_json(path)
+    if not isinstance(result, dict) or not {"mixer", "seed", "scores", "environment"} <= result.keys():
+        raise InputError(f"{str(path)!r} is not the result of an arm; delete it and run the command again")
+    return result
+
+
 def claim(folder: Path, study: Study) -> None:
     """Make the folder this study's own. InputError where the study cannot be, and as `own` does."""
     for plan in study.plans:
