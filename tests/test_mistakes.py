@@ -99,5 +99,5 @@ def test_a_name_of_any_length_is_read_in_no_time(name):
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"scores": {}}'])
 def test_a_result_that_is_none_is_named(tmp_path, content):
     (tmp_path / "result.json").write_text(content)
-    with pytest.raises(InputError, match="result.json' .*; delete it and run the command again"):
+    with pytest.raises(InputError, match=r"result.json' .*; delete it and run the command again"):
         read_result(tmp_path / "result.json")
