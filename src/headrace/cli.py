@@ -90,7 +90,7 @@ def compare(
     from .report.terminal import board, print_results
     from .train.choose import choose
     from .train.compare import complete
-    from .train.folder import claim
+    from .train.folder import check, claim
     from .train.pool import worker_count
 
     changes = {
@@ -103,6 +103,7 @@ def compare(
         for sentence in plan.idle_gates():
             console.print(f"Note: {sentence}", style="yellow", highlight=False, soft_wrap=True)
     workers = worker_count(workers)
+    check(folder, study)
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
         claim(folder, study)
         with board(study, console) as progress:

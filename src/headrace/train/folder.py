@@ -43,9 +43,20 @@ def read_result(path: Path) -> dict[str, Any]:
 
 def claim(folder: Path, study: Study) -> None:
     """Make the folder this study's own. InputError where the study cannot be, and as `own` does."""
+    check(folder, study)
+    own(folder, study.to_json())
+
+
+def check(folder: Path, study: Study) -> None:
+    """InputError where the study cannot be, or not in this folder. Writes nothing."""
     for plan in study.plans:
         plan.check()
-    own(folder, study.to_json())
+    refuse_foreign(folder)
+
+
+def refuse_foreign(folder: Path) -> None:
+    if not (folder / "plan.json").exists() and not is_free(folder):
+        raise InputError(f"{str(folder)!r} exists and is no report folder; name another --output")
 
 
 def own(folder: Path, wanted: Any) -> None:
@@ -59,8 +70,7 @@ def own(folder: Path, wanted: Any) -> None:
                 f"{str(folder)!r} holds another run ({where} is {there} there and {here} here); name another --output"
             )
         return
-    if not is_free(folder):
-        raise InputError(f"{str(folder)!r} exists and is no report folder; name another --output")
+    refuse_foreign(folder)
     try:
         write_json(path, wanted)
     except OSError as error:
