@@ -133,6 +133,7 @@ def test_what_a_run_leaves(data, tmp_path):
     assert points[0]["loss"] > final
     card = (tmp_path / "run" / "model" / "README.md").read_text("utf-8")
     assert f"{final:.4f} nats" in card and "micro_batch: 2" in card and "![Loss" in card
+    assert "trust_remote_code=True" in card and (tmp_path / "run" / "model" / "modeling_headrace.py").is_file()
     assert (tmp_path / "run" / "model" / "curves.png").stat().st_size > 1000
     assert trainer.careful().skipped == 0
     assert any("eval_write_entropy_1" in point for point in points)
@@ -140,6 +141,16 @@ def test_what_a_run_leaves(data, tmp_path):
     frequencies = torch.distributions.Categorical(counts.double()).entropy()
     assert f"alone give {frequencies:.4f}" in card and ("It learnt nothing" in card) == (final >= frequencies)
     assert ModelCard(card).data.eval_results[0].metric_value == pytest.approx(final)
+
+
+def test_a_trained_model_decodes_token_by_token(data, tmp_path):
+    train(data, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["use_cache"] is True
+    for folder in (tmp_path / "run" / "model", checkpoints.newest(tmp_path / "run")):
+        model, seen = load(folder), []
+        model.model.backbone.layers[0].register_forward_pre_hook(lambda _, args, to=seen: to.append(args[0].shape[1]))
+        model.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=4, eos_token_id=None)
+        assert seen == [5, 1, 1, 1]
 
 
 def test_curves_of_a_run_that_ended_and_of_one_that_is_at_work(data, tmp_path):

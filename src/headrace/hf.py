@@ -121,6 +121,19 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         experts = config.sizes.style.experts
         self.balance = 0.0 if experts is None else experts.balance
         self.post_init()
+        self.generation_config.use_cache = None
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """transformers' own; but a stored use_cache=False does not slow generation down.
+
+        The Trainer sets use_cache=False in the config of every model that it trains, and the saved folder keeps it.
+        An argument of `generate`, or the generation_config given here, still turns the cache off."""
+        loaded: Any = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if kwargs.get("generation_config") is None:
+            model.generation_config.use_cache = None
+        return loaded
 
     @can_return_tuple
     def forward(

@@ -35,7 +35,6 @@ def config(recipe: Recipe, **kept: Any) -> HeadraceConfig:
         intermediate_size=recipe.intermediate_size,
         tie_word_embeddings=recipe.tie,
         max_position_embeddings=recipe.length,
-        use_cache=False,
         **kept,
     )
 

@@ -266,6 +266,8 @@ def peak_flops() -> float | None:
 
 def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedData, folder: Path) -> None:
     """The whole model, gathered where it was spread, with its tokenizer and card."""
+    model: Any = trainer.model
+    model.config.use_cache = True  # the Trainer turned it off
     trainer.save_model(str(folder))
     trainer.evaluate(data.held_out, metric_key_prefix="final")
     if trainer.is_world_process_zero():

@@ -1,0 +1,111 @@
+"""A saved model in the hands of others: fast whatever its config says, and read where headrace is not known."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import tiny
+from headrace.data.tokenizer import byte_level
+from headrace.hf import HeadraceForCausalLM, load
+
+PROMPT, NEW = 5, 4
+
+
+def counted(model, **options):
+    """How many tokens pass through a mixer at each of its calls while the model generates."""
+    seen = []
+    model.model.backbone.layers[1].mixer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    ids = torch.randint(1, tiny.SIZES["vocab_size"], (1, PROMPT))
+    model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
+    return seen
+
+
+WITH, WITHOUT = [PROMPT, *[1] * (NEW - 1)], [*range(PROMPT, PROMPT + NEW)]
+
+
+@pytest.fixture(params=["with generation_config.json", "without"])
+def uncached(request, tmp_path):
+    """A folder as the Trainer wrote it, with use_cache=False in its files."""
+    tiny.build("gla", use_cache=False).save_pretrained(tmp_path / "model")
+    generation = tmp_path / "model" / "generation_config.json"
+    generation.unlink() if request.param == "without" else generation.write_text(json.dumps({"use_cache": False}))
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("read", [load, HeadraceForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained])
+def test_a_folder_that_says_use_cache_false_decodes_token_by_token(uncached, read):
+    assert counted(read(uncached)) == WITH
+
+
+def test_the_cache_is_turned_off_by_whoever_asks(uncached):
+    assert counted(load(uncached), use_cache=False) == WITHOUT
+    off = GenerationConfig(use_cache=False)
+    assert counted(load(uncached), generation_config=off) == WITHOUT
+    assert counted(HeadraceForCausalLM.from_pretrained(uncached, generation_config=off)) == WITHOUT
+
+
+def test_a_model_that_is_not_saved_decodes_token_by_token():
+    assert counted(tiny.build("hybrid", use_cache=False)) == WITH
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path, tokenizer = tmp_path_factory.mktemp("folder") / "model", byte_level()
+    tiny.build("softmax-gla", vocab_size=len(tokenizer)).float().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def in_a_fresh_process(code, folder, cache):
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+WAYS = {
+    "transformers first": "from transformers import AutoModelForCausalLM; import headrace; "
+    "model = AutoModelForCausalLM.from_pretrained(folder)",
+    "headrace first": "import headrace; from transformers import AutoModelForCausalLM; "
+    "model = AutoModelForCausalLM.from_pretrained(folder)",
+    "in the middle": "import headrace; from transformers import LlamaForCausalLM, AutoModelForCausalLM; "
+    "model = AutoModelForCausalLM.from_pretrained(folder)",
+    "from a config": "import headrace; from transformers import AutoConfig, AutoModelForCausalLM; "
+    "model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))",
+    "for a model type": "import headrace; from transformers import AutoConfig, AutoModelForCausalLM; "
+    "model = AutoModelForCausalLM.from_config(AutoConfig.for_model('headrace', hidden_size=32, num_hidden_layers=2))",
+    "a pipeline": "import headrace; from transformers import pipeline; "
+    "model = pipeline('text-generation', model=folder).model",
+    "headrace unknown": "from transformers import AutoModelForCausalLM; "
+    "model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)",
+    "a pipeline, headrace unknown": "from transformers import pipeline; "
+    "model = pipeline('text-generation', model=folder, trust_remote_code=True).model",
+    "lm-evaluation-harness, headrace unknown": "from lm_eval.models.huggingface import HFLM; "
+    "model = HFLM(folder, backend='causal', device='cpu', trust_remote_code=True).model",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_transformers_reads_a_folder_in_a_fresh_process(way, folder, tmp_path):
+    if "harness" in way:
+        pytest.importorskip("lm_eval", reason="the extra [eval] is not installed")
+    code = f"import sys; folder = sys.argv[1]; {WAYS[way]}; print(type(model).__module__, type(model).__name__)"
+    assert in_a_fresh_process(code, folder, tmp_path).split("\n")[-2] == "headrace.hf HeadraceForCausalLM"
+
+
+def test_what_was_read_by_its_code_is_saved_as_it_was(folder, tmp_path):
+    code = (
+        "import sys; from transformers import AutoModelForCausalLM as Auto; "
+        "model = Auto.from_pretrained(sys.argv[1], trust_remote_code=True); "
+        f"model.save_pretrained({str(tmp_path / 'again')!r})"
+    )
+    in_a_fresh_process(code, folder, tmp_path / "modules")
+    written = {file.name for file in (tmp_path / "again").iterdir()}
+    assert written == {"config.json", "generation_config.json", "model.safetensors", "modeling_headrace.py"}
+    one, two = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "again"))
+    assert one == two and one["auto_map"]["AutoModelForCausalLM"] == "modeling_headrace.HeadraceForCausalLM"
