@@ -40,6 +40,7 @@ ORDER = [
     "cache",
     "config",
     "hf",
+    "auto",
     "quantized",
     "models",
     "retrofit",

@@ -4,13 +4,13 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from . import dispatch
+from . import auto, dispatch
 from .errors import GateWarning, InputError
 from .recurrence import linear_attention, step
 
 __version__ = "0.1.0"
 
-# transformers takes seconds to import: its classes are loaded, and registered with its Auto classes, on first use.
+# transformers takes seconds to import: what needs it is loaded on first use.
 _LAZY = {
     "HeadraceConfig": "hf",
     "HeadraceModel": "hf",
@@ -33,6 +33,9 @@ else:
             return dispatch.backends(q, k, v, **kwargs)
 
     backends.__class__, backends.__doc__ = _Backends, dispatch.backends.__doc__
+
+auto.install()
+del auto
 
 __all__ = ["GateWarning", "InputError", "backends", "linear_attention", "step", *_LAZY]
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -32,6 +33,18 @@ ELSEWHERE = {
     "rope_parameters": "rope_theta", "rope_scaling": "rope_theta", "num_key_value_heads": "mixer", "head_dim": "mixer",
     "per_layer_config": "mixer", "layer_types": "mixer",
 }  # fmt: skip
+# What a saved folder holds for processes that do not import headrace, and the names that transformers looks for in it.
+CODE = '''"""For transformers with trust_remote_code=True. It needs: pip install "headrace[models]"."""
+
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadraceModel
+
+__all__ = ["HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel"]
+'''
+AUTO_MAP = {
+    "AutoConfig": "modeling_headrace.HeadraceConfig",
+    "AutoModel": "modeling_headrace.HeadraceModel",
+    "AutoModelForCausalLM": "modeling_headrace.HeadraceForCausalLM",
+}
 
 
 class HeadraceConfig(PreTrainedConfig):
@@ -89,6 +102,18 @@ class HeadraceConfig(PreTrainedConfig):
         changed = {name: kwargs.pop(name) for name in own & kwargs.keys()}
         kept = config_dict | ({"mlp": None} if "style" in changed else {})
         return super().from_dict(kept | changed, **kwargs)
+
+    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs) -> None:
+        """As of any config; with the code by which transformers reads the folder where headrace is not imported."""
+        self.auto_map = dict(AUTO_MAP)
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "modeling_headrace.py").write_text(CODE, encoding="utf-8")
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig") -> None:
+        """Nothing: transformers would copy this file into what is saved after it was read by the folder's code."""
 
     def _check_values(self) -> None:
         sizes = {name: getattr(self, name) for name in SIZES}

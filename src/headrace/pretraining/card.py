@@ -26,6 +26,16 @@ TEXT = """---
 |---:|---:|---:|---:|
 {rows}
 
+## Use
+
+It needs `pip install "headrace[models]"`; `trust_remote_code=True` lets transformers import that package.
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("PATH OR NAME OF THIS MODEL", trust_remote_code=True)
+```
+
 ## Data
 
 {documents:,} documents and {tokens:,} tokens for training, {held_documents:,} held out; rows of {length} tokens.
