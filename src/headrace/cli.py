@@ -3,6 +3,7 @@
 import errno
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from . import __version__, account, cli_eval, cli_train, zoo
-from .console import interruptible, terminal
+from .console import interruptible, needing, terminal
 from .dispatch import BACKENDS
 from .errors import InputError
 from .spec import to_json
@@ -36,21 +37,6 @@ def main() -> None:
         sys.exit(2)
 
 
-app.command()(cli_train.prepare)
-app.command()(cli_train.train)
-app.command()(cli_train.curves)
-app.command()(cli_train.generate)
-app.command()(cli_train.serve)
-app.command()(cli_train.convert)
-app.command()(cli_train.retrofit)
-app.command(name="recipes")(cli_train.list_recipes)
-app.command()(cli_eval.lab)
-app.command()(cli_eval.bench)
-app.command()(cli_eval.inspect)
-app.command(name="eval")(cli_eval.evaluate)
-app.command()(cli_eval.reproduce)
-
-
 @app.callback(invoke_without_command=True)
 def top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Linear-time sequence models whose heads compete for what is written and what is read."""
@@ -60,7 +46,6 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
         raise typer.Exit
 
 
-@app.command()
 def compare(
     files: Annotated[list[str] | None, typer.Argument(help="More text files.", show_default=False)] = None,
     mixers: Annotated[
@@ -189,3 +174,24 @@ def print_backends() -> None:
     for name, backend in BACKENDS.items():
         reason = backend.missing()
         print(f"{name}: {f'not here: {reason}' if reason else f'available ({backend.about()})'}")
+
+
+# name: the extra that it needs, and the command
+EXTRAS: dict[str, tuple[str, Callable]] = {
+    "compare": ("models", compare),
+    "prepare": ("train", cli_train.prepare),
+    "train": ("train", cli_train.train),
+    "curves": ("train", cli_train.curves),
+    "generate": ("models", cli_train.generate),
+    "serve": ("serve", cli_train.serve),
+    "convert": ("models", cli_train.convert),
+    "retrofit": ("models", cli_train.retrofit),
+    "recipes": ("train", cli_train.list_recipes),
+    "lab": ("models", cli_eval.lab),
+    "bench": ("models", cli_eval.bench),
+    "inspect": ("models", cli_eval.inspect),
+    "eval": ("eval", cli_eval.evaluate),
+    "reproduce": ("train", cli_eval.reproduce),
+}
+for name, (extra, command) in EXTRAS.items():
+    app.command(name=name)(needing(extra, name, command))

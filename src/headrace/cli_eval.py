@@ -20,12 +20,9 @@ def lab(
     checkpoint: Annotated[Path | None, typer.Option(help="With `past`: a trained model to look into.")] = None,
 ) -> None:
     """Theory as laws and pictures: what is seen against what the law says. Exit code 1 where a law does not hold."""
-    from .console import extra
+    from . import lab as laboratory
     from .errors import InputError
     from .processes import locked
-
-    with extra("lab", "models"):
-        from . import lab as laboratory
 
     console, broken = Console(), 0
     if name is None and checkpoint is not None:
@@ -70,15 +67,13 @@ def bench(
     """Memory, throughput and latency of mixers with and without competition, beside transformers' own models.
 
     The same command continues what was interrupted; further lengths and contexts add to the folder."""
-    from .console import extra, interruptible, terminal
+    from .bench.models import Shape, named
+    from .bench.plan import Plan, on_device, points
+    from .bench.report import print_overheads, write_report
+    from .bench.results import complete, rows, write_csv
+    from .console import interruptible, terminal
     from .processes import locked
-
-    with extra("bench", "models"):
-        from .bench.models import Shape, named
-        from .bench.plan import Plan, on_device, points
-        from .bench.report import print_overheads, write_report
-        from .bench.results import complete, rows, write_csv
-        from .train.folder import own
+    from .train.folder import own
 
     device, console = on_device(device), terminal()
     if layers is None and device == "cpu":
@@ -120,10 +115,7 @@ def inspect(
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("inspect.html"),
 ) -> None:
     """What a model does with a text, token by token, as one interactive page: gates, horizons, effective attention."""
-    from .console import extra
-
-    with extra("inspect", "models"):
-        from . import inspection
+    from . import inspection
 
     progress = partial(track, description="layers", console=Console(stderr=True), transient=True)
     page = inspection.inspect(checkpoint, inspection.read_text(text, file), tokens, progress)
@@ -146,11 +138,10 @@ def evaluate(
     """Evaluate by lm-evaluation-harness, side by side, with standard errors and paired differences.
 
     The same command continues what was interrupted, and another checkpoint joins those that are done."""
-    from .console import extra, interruptible, terminal
+    from .console import interruptible, terminal
+    from .evaluate import checkpoint, report, run
     from .processes import locked
 
-    with extra("eval", "eval"):
-        from .evaluate import checkpoint, report, run
     folder, console = output or Path("runs", f"eval-{run.slug(suite)}"), terminal()
     plan = run.Plan(
         suite, tuple(numbers("lengths", lengths)), None if data is None else str(data), limit, max_length, seed
@@ -177,12 +168,10 @@ def reproduce(
     """The steps that make a table or a figure of a paper, and our numbers beside the published ones.
 
     With --run the steps are executed; the same command continues what was interrupted."""
-    from .console import extra, interruptible, terminal
+    from .console import interruptible, terminal
     from .processes import locked
-
-    with extra("reproduce", "train"):
-        from .reproduce import experiment, numbers, show
-        from .reproduce.execute import downloads, execute
+    from .reproduce import experiment, numbers, show
+    from .reproduce.execute import downloads, execute
 
     console = terminal()
     if name is None:

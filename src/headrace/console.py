@@ -1,8 +1,9 @@
-"""What the commands share: a terminal, and an end by Ctrl-C or SIGTERM."""
+"""What the commands share: a terminal, an end by Ctrl-C or SIGTERM, and a sentence where a package is missing."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 
 import typer
 from rich.console import Console
@@ -28,12 +29,29 @@ def interruptible(farewell: str) -> Iterator[None]:
         raise typer.Exit(code) from None
 
 
-@contextmanager
-def extra(command: str, name: str) -> Iterator[None]:
-    """Around what a command imports. InputError where a package of the extra is not there."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f'{command} needs {error.name}, which is not installed: pip install "headrace[{name}]"'
-        ) from None
+def needing(extra: str, name: str, command: Callable) -> Callable:
+    """The command of this name, which ends with an InputError where a package of the extra is not there."""
+
+    @wraps(command)
+    def run(*args, **kwargs):
+        try:
+            return command(*args, **kwargs)
+        except ImportError as error:
+            if (package := missing(error)) is None:
+                raise
+            raise InputError(
+                f'{name} needs {package}, which is not installed: pip install "headrace[{extra}]"'
+            ) from error
+
+    return run
+
+
+def missing(error: BaseException | None) -> str | None:
+    """The package that could not be imported, also where transformers says so in an ImportError of its own."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(__package__):
+            return error.name.partition(".")[0]
+        if "requires `accelerate" in str(error):
+            return "accelerate"
+        error = error.__cause__ or error.__context__
+    return None
