@@ -11,8 +11,8 @@ from headrace.errors import InputError
 
 # Of each extra the packages that those before it do not bring.
 EXTRAS = {
-    "models": ("transformers", "accelerate", "matplotlib", "huggingface_hub", "tokenizers", "yaml"),
-    "train": ("datasets", "tensorboard", "pandas", "pyarrow"),
+    "models": ("transformers", "accelerate", "matplotlib", "huggingface_hub", "tokenizers"),
+    "train": ("yaml", "datasets", "tensorboard", "pandas", "pyarrow"),
     "serve": ("uvicorn", "fastapi", "starlette"),
     "eval": ("lm_eval", "html2text", "bs4", "sklearn"),
 }

@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache
+from transformers import DataCollatorWithFlattening, DynamicCache
 
 from headrace import model as stack
 from headrace.errors import InputError
@@ -368,3 +368,93 @@ def test_the_long_loop_where_somebody_looks_on():
         ids, max_new_tokens=6, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True
     )
     assert len(found.logits) == 6
+
+
+# --- positions and labels ---------------------------------------------------------------------------------------------
+
+PACK = [[0, 1, 2, 3, 0, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@torch.no_grad()
+def test_positions_that_restart_are_a_pack(model, rows):
+    ids, positions = tokens(rows), torch.tensor(PACK * rows)
+    if rows == 2:
+        positions[1] = torch.tensor([0, 1, 0, 1, 2, 3, 4, 5, 6])
+    given = {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+    packed = model(**given)
+    starts = (positions.flatten() == 0).nonzero()[1:, 0].tolist()
+    pieces = ids.flatten().tensor_split(starts)
+    alone = [model(piece[None]).logits[0] for piece in pieces]
+    close(packed.logits.flatten(0, 1), torch.cat(alone))
+    if not model.config.sizes.style.experts:  # whose balance is that of all tokens
+        close(packed.loss, summed(alone, pieces) / (positions != 0).sum(), 1e-6)
+
+
+def summed(logits, pieces):
+    """The loss of sequences that do not see each other."""
+    pairs = zip(logits, pieces, strict=True)
+    return sum(F.cross_entropy(x[:-1].float(), piece[1:], reduction="sum") for x, piece in pairs)
+
+
+def test_the_batches_of_transformers_flattening_collator():
+    model, documents = build("softmax-gla"), tokens(1)[0].split([4, 1, 4])
+    expected = summed([model(x[None]).logits[0] for x in documents], documents) / 6
+    for flash in (False, True):
+        collator = DataCollatorWithFlattening(return_position_ids=not flash, return_flash_attn_kwargs=flash)
+        batch = collator([{"input_ids": x.tolist()} for x in documents])
+        assert ("cu_seq_lens_q" in batch) == flash != ("position_ids" in batch)
+        close(model(**batch).loss, expected, 1e-6)
+    both = DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": x.tolist()} for x in documents])
+    close(model(**both).loss, expected, 1e-6)
+
+
+@torch.no_grad()
+def test_positions_that_say_nothing_new_change_nothing(model):
+    ids, counted = tokens(2), torch.arange(T).expand(2, T)
+    expected = model(ids).logits
+    for positions in (counted, counted[:1]):
+        assert torch.equal(model(ids, position_ids=positions).logits, expected)
+    mask = torch.tensor(MASKS["left"])
+    padded = model(ids, attention_mask=mask).logits
+    for filler in (0, 1):
+        positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, filler)
+        assert torch.equal(model(ids, attention_mask=mask, position_ids=positions).logits, padded)
+    cache = model(ids[:, :4], use_cache=True).past_key_values
+    after = model(ids[:, 4:], past_key_values=cache, position_ids=counted[:, 4:]).logits
+    close(after, expected[:, 4:])
+
+
+@pytest.mark.parametrize(
+    ("positions", "sentence"),
+    [
+        ([[0, 1, 2, 3, 5, 6, 7, 8, 9]], "position_ids of row 0 go from 3 to 5"),
+        ([[4, 5, 6, 7, 8, 9, 10, 11, 12]], "position_ids of row 0 begin with 4"),
+        ([[0, 1, 2]], r"position_ids has shape \[1, 3\]; expected \[1, 9\]"),
+    ],
+)
+def test_other_positions_are_refused(positions, sentence):
+    model, ids = build("gla"), tokens(1)
+    with pytest.raises(InputError, match=sentence):
+        model(ids, position_ids=torch.tensor(positions))
+
+
+def test_positions_that_cannot_be_a_pack():
+    model, ids, pack = build("gla"), tokens(1), torch.tensor(PACK)
+    cache = model(ids).past_key_values
+    with pytest.raises(InputError, match="position_ids of row 0 begin with 0; expected 9"):
+        model(ids, position_ids=pack, past_key_values=cache)
+    ends = torch.tensor([0, 4, 9])
+    with pytest.raises(InputError, match="position_ids mark other sequences than cu_seqlens"):
+        model(ids, position_ids=pack, cu_seqlens=ends)
+    with pytest.raises(InputError, match="cu_seq_lens_k differs from cu_seq_lens_q"):
+        model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=torch.tensor([0, 5, 9]))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_labels_of_another_shape_are_refused(training, name):
+    model, ids = build("gla").train(training), torch.randint(1, SIZES["vocab_size"], (2, 64))
+    for shape in ((2, 3), (1, 64), (128,)):
+        with pytest.raises(InputError, match=rf"{name} has shape .*; expected \[2, 64\]"):
+            model(ids, **{name: torch.ones(shape, dtype=torch.long)})

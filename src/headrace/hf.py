@@ -17,11 +17,13 @@ from transformers.utils import can_return_tuple
 
 from .backends.modules import untouched
 from .cache import HeadraceCache
+from .checks import require
 from .config import HeadraceConfig
 from .errors import InputError
 from .loss import causal_loss
 from .model import Backbone, Block, initialise, padding_mask
 from .moe import balance_loss, routings
+from .packing import flash_bounds, pack_rows, restarts
 
 
 class HeadraceBlock(GradientCheckpointingLayer, Block):
@@ -60,6 +62,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         cu_seqlens: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        position_ids: Tensor | None = None,
     ) -> BaseModelOutputWithPast:
         """input_ids [B, T] or inputs_embeds [B, T, D] -> last_hidden_state [B, T, D].
 
@@ -69,12 +72,20 @@ class HeadraceModel(HeadracePreTrainedModel):
                 unless use_cache=False, which leaves it as it is.
             use_cache: None: where past_key_values is given; else as config.use_cache says, but not in training.
             cu_seqlens: [N + 1], where the sequences of a pack (B = 1) begin and end.
+            position_ids: [B or 1, T]. Where they begin again at 0 within a row, another sequence begins; otherwise they
+                have to be the places of the tokens, which changes nothing.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("expected either input_ids or inputs_embeds, not both")
         if output_attentions:
             raise InputError("output_attentions=True is not available: a recurrence has no attention maps")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        shape = x.shape
+        if position_ids is not None:
+            padding_mask(attention_mask, x, None)  # its shape is right
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            x, cu_seqlens = pack_rows(x, restarts(position_ids, x, attention_mask, seen), attention_mask, cu_seqlens)
+            attention_mask = attention_mask if x.shape == shape else None
         mask = padding_mask(attention_mask, x, cu_seqlens)
         cache = _checked_cache(past_key_values, x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
         if use_cache is None:
@@ -92,9 +103,9 @@ class HeadraceModel(HeadracePreTrainedModel):
         if cache is not None and use_cache:
             cache.replace(states, x.shape[1])
         return BaseModelOutputWithPast(
-            last_hidden_state=last,
+            last_hidden_state=last.view(shape),
             past_key_values=cache if use_cache else None,
-            hidden_states=None if hidden is None else (*hidden, last),
+            hidden_states=None if hidden is None else tuple(each.view(shape) for each in (*hidden, last)),
         )
 
     def _wants_hidden_states(self, asked: bool | None) -> bool:
@@ -156,8 +167,11 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             labels: [B, T], shifted here (−100: ignored). In a pack, set the first label of each sequence to −100.
             logits_to_keep: the number of last positions, or the positions, to compute logits for; 0: all; None: all,
                 but none (`logits` is None) in training with labels. The loss is always that of all positions.
-            loss_kwargs: `num_items_in_batch` to divide the loss by, `shift_labels` instead of labels.
+            loss_kwargs: `num_items_in_batch` to divide the loss by, `shift_labels` instead of labels; `position_ids` as
+                HeadraceModel; `cu_seq_lens_q` and `_k`, `max_length_q` and `_k` of transformers' collators: cu_seqlens.
         """
+        position_ids, bounds = loss_kwargs.pop("position_ids", None), flash_bounds(loss_kwargs)
+        require(bounds is None or cu_seqlens is None, "cu_seqlens and cu_seq_lens_q are both given; expected one")
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate`, which hands it on; a server always gives it one
         if unknown := loss_kwargs.keys() - {"num_items_in_batch", "shift_labels"}:
             raise TypeError(f"forward() got an unexpected argument {min(unknown)!r}")
@@ -167,12 +181,18 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=cu_seqlens if bounds is None else bounds,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
+            position_ids=position_ids,
         )
         hidden, loss, logits = output.last_hidden_state, None, None
-        asked = labels is not None or loss_kwargs.get("shift_labels") is not None
+        targets = {"labels": labels, "shift_labels": loss_kwargs.get("shift_labels")}
+        asked = any(target is not None for target in targets.values())
+        for name, target in targets.items():
+            B, T = hidden.shape[:2]
+            given = None if target is None else list(target.shape)
+            require(given in (None, [B, T]), f"{name} has shape {given}; expected [{B}, {T}]")
         if logits_to_keep is not None or not (asked and self.training):
             keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-(logits_to_keep or 0), None)
             logits = self.lm_head(hidden[:, keep])

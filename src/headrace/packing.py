@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .backends import convolution
+from .checks import require
+from .errors import InputError
 
 
 def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,6 +27,53 @@ def pad(x: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     """The inverse of `unpad`, with zeros at the padding. shape: (B, T)."""
     full = x.new_zeros(shape[0] * shape[1], *x.shape[2:])
     return full.index_copy(0, places, x[0]).unflatten(0, tuple(shape))
+
+
+def restarts(position_ids: Tensor, x: Tensor, attention_mask: Tensor | None = None, seen: int = 0) -> Tensor | None:
+    """Where positions [B or 1, T] begin again at 0 within a row: the bounds [N + 1] of the sequences of x [B, T, D],
+    row after row. None: position_ids count what attention_mask keeps, or all columns after the `seen` first.
+
+    Raises InputError for any other positions, which no recurrence has."""
+    B, T = x.shape[:2]
+    shape = list(position_ids.shape)
+    require(shape in ([B, T], [1, T]), f"position_ids has shape {shape}; expected [{B}, {T}]")
+    positions = position_ids.to(x.device).expand(B, T)
+    kept = x.new_ones(B, seen + T, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    expected = (kept.cumsum(1) - 1)[:, -T:]
+    if ((positions == expected) | ~kept[:, -T:]).all():
+        return None
+    follows = F.pad(positions[:, 1:] == positions[:, :-1] + 1, (1, 0)) | ((positions == 0) & (seen == 0))
+    if not follows.all():
+        row, at = follows.logical_not().nonzero()[0].tolist()
+        last, wrong = positions[row, max(at - 1, 0)].item(), positions[row, at].item()
+        found = f"go from {last} to {wrong}; expected {last + 1}" if at else f"begin with {wrong}; expected {seen}"
+        raise InputError(f"position_ids of row {row} {found}" + (", or 0 where a sequence begins" if at else ""))
+    return F.pad((positions.flatten() == 0).nonzero()[:, 0], (0, 1), value=B * T)
+
+
+def pack_rows(
+    x: Tensor, bounds: Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """x [B, T, D] and the bounds of its sequences, from `restarts` -> (one pack [1, B T, D], cu_seqlens); without
+    bounds both are as they were."""
+    if cu_seqlens is not None:
+        found = cu_seqlens.new_tensor([0, x.shape[1]]) if bounds is None else bounds.to(cu_seqlens)
+        require(torch.equal(found, cu_seqlens), "position_ids mark other sequences than cu_seqlens; expected the same")
+        return x, cu_seqlens
+    if bounds is None:
+        return x, None
+    padded = attention_mask is not None and not attention_mask.all()
+    require(not padded, "attention_mask marks padding where position_ids mark a pack; expected one of them")
+    return x.reshape(1, -1, x.shape[2]), bounds
+
+
+def flash_bounds(arguments: dict[str, Any]) -> Tensor | None:
+    """The cu_seqlens in arguments that transformers' collators make for FlashAttention, which are taken out."""
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    q, k, *_ = (arguments.pop(name, None) for name in names)
+    same = q is k or (q is not None and k is not None and torch.equal(q, k))
+    require(same, "cu_seq_lens_k differs from cu_seq_lens_q; expected the same sequences for both")
+    return q
 
 
 def without_padding(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: Any, mask: Tensor) -> tuple[Tensor, Any]:
