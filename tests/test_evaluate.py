@@ -366,3 +366,10 @@ def test_names_of_checkpoints_are_short_and_differ():
     assert named(["x/a", "y/a"]) == {"x/a": "x/a", "y/a": "y/a"}
     with pytest.raises(InputError, match="given twice"):
         named(["a", "a/"])
+
+
+@pytest.mark.parametrize("max_length", [2, 3])
+def test_answers_longer_than_the_context_are_one_sentence(max_length, checkpoints, data, tmp_path):
+    plan = Plan("piqa", data=str(data), max_length=max_length)
+    with pytest.raises(InputError, match=f"the answers of piqa do not fit in a context of {max_length} tokens"):
+        evaluate([checkpoints["softmax-gla"]], plan, MACHINE, tmp_path)

@@ -144,12 +144,9 @@ def generate(
 ) -> None:
     """Continue a text, token by token."""
     from .generate import generate as run
-    from .generate import read_prompt
+    from .generate import read_prompt, sampling_settings
 
-    sampling: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": temperature > 0}
-    sampling["repetition_penalty"] = repetition_penalty
-    if temperature > 0:
-        sampling |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    sampling = sampling_settings(tokens, temperature, top_p, top_k, repetition_penalty)
     result = run(checkpoint, read_prompt(prompt), seed, not as_json, **sampling)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
@@ -195,8 +192,11 @@ def serve(
     longest: Annotated[int, typer.Option(help="Tokens of a prompt; longer ones are refused.")] = 32768,
 ) -> None:
     """Serve a model as OpenAI's API does: transformers' own server, one stream at a time."""
+    from .errors import InputError
     from .serve import serve as run
 
+    if longest < 1:
+        raise InputError(f"--longest={longest}; expected at least 1")
     run(checkpoint, host, port, longest)
 
 

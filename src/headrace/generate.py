@@ -1,5 +1,6 @@
 """Text from a checkpoint: a prompt in, tokens out as they come."""
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,28 @@ def generate(checkpoint: Path, prompt: str, seed: int | None, stream: bool, **sa
         out = model.generate(ids, streamer=streamer, pad_token_id=tokenizer.eos_token_id, **sampling)
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
     return {"text": tokenizer.decode(new), "tokens": new, "tokens_per_second": len(new) / seconds}
+
+
+def sampling_settings(
+    tokens: int, temperature: float, top_p: float, top_k: int, repetition_penalty: float
+) -> dict[str, Any]:
+    """Those of transformers' `generate`, for the options of the command line. InputError for what they cannot be."""
+    for name, value, holds, wanted in (
+        ("tokens", tokens, tokens >= 1, "at least 1"),
+        ("temperature", temperature, 0 <= temperature < math.inf, "a number of at least 0"),
+        ("top-p", top_p, 0 < top_p <= 1, "more than 0 and at most 1"),
+        ("top-k", top_k, top_k >= 0, "at least 0"),
+        ("repetition-penalty", repetition_penalty, 0 < repetition_penalty < math.inf, "more than 0"),
+    ):
+        if not holds:
+            raise InputError(f"--{name}={value}; expected {wanted}")
+    settings = {"max_new_tokens": tokens, "do_sample": temperature > 0, "repetition_penalty": repetition_penalty}
+    if temperature > 0:
+        return settings | {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    for name, given in (("top-p", top_p != 1), ("top-k", top_k != 0)):
+        if given:
+            raise InputError(f"--{name} means nothing at --temperature 0, which takes the likeliest token")
+    return settings
 
 
 def read_tokenizer(checkpoint: Path | str) -> Any:

@@ -231,7 +231,7 @@ def several(text: str) -> tuple[str, ...]:
 
 
 def split(text: str, mark: str = ",") -> tuple[str, ...]:
-    """ "a, b(c=1, d=2), e" -> ("a", "b(c=1, d=2)", "e")."""
+    """ "a, b(c=1, d=2), e" -> ("a", "b(c=1, d=2)", "e"). InputError for "a,,b"."""
     parts, depth = [""], 0
     for character in text:
         depth += (character == "(") - (character == ")")
@@ -239,7 +239,10 @@ def split(text: str, mark: str = ",") -> tuple[str, ...]:
             parts.append("")
         else:
             parts[-1] += character
-    return tuple(part.strip() for part in parts if part.strip())
+    found = tuple(part.strip() for part in parts)
+    if any(found) and not all(found):
+        raise InputError(f"{text!r} has nothing on one side of a {'plus' if mark == '+' else 'comma'}")
+    return tuple(part for part in found if part)
 
 
 def mixer(given):

@@ -8,6 +8,7 @@ plan.json                     what is evaluated; the folder serves no other plan
 import os
 import re
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -112,7 +113,7 @@ def run_item(checkpoint: Checkpoint, item: Item, spec: Any, plan: Plan, machine:
     needle = {} if item.length is None else {"max_seq_lengths": [item.length], "tokenizer": checkpoint.path}
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     started = time.perf_counter()
-    with haystacks(item, None if plan.data is None else Path(plan.data)), roomy(item):
+    with haystacks(item, None if plan.data is None else Path(plan.data)), roomy(item, max_length):
         out: Any = lm_eval.simple_evaluate(
             model,
             tasks=[spec],
@@ -133,10 +134,16 @@ def run_item(checkpoint: Checkpoint, item: Item, spec: Any, plan: Plan, machine:
 
 
 @contextmanager
-def roomy(item: Item) -> Iterator[None]:
-    """The harness's own error for a length that no needle fits in, as an InputError."""
+def roomy(item: Item, max_length: int) -> Iterator[None]:
+    """The harness's own errors for a length that no needle, or no answer, fits in, as an InputError."""
     try:
         yield
+    except AssertionError as error:
+        if traceback.extract_tb(error.__traceback__)[-1].name not in ("_loglikelihood_tokens", "generate_until"):
+            raise
+        raise InputError(
+            f"the answers of {item.name} do not fit in a context of {max_length} tokens; expected a larger --max-length"
+        ) from error
     except ValueError as error:
         if item.length is None or "Could not generate any sample" not in str(error):
             raise

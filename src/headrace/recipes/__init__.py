@@ -80,7 +80,10 @@ class Recipe:
         if self.schedule == "linear" and self.min_lr:
             raise InputError(f"min_lr={self.min_lr} with schedule='linear', which ends at 0; expected min_lr=0")
         if self.warmup_tokens >= self.tokens:
-            raise InputError(f"warmup_tokens={self.warmup_tokens:g}; expected fewer than tokens={self.tokens:g}")
+            raise InputError(
+                f"warmup_tokens={self.warmup_tokens:g}; expected fewer than tokens={self.tokens:g}; add "
+                f"warmup_tokens={self.tokens / 20:g}, a twentieth of them"
+            )
         if round(self.tokens / self.batch_tokens) < 1:
             raise InputError(
                 f"tokens={self.tokens:g} is less than half of a step of batch_tokens={self.batch_tokens}; expected more"
