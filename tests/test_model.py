@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import headrace
 from headrace import zoo
 from headrace.errors import InputError
 from headrace.mixers import SoftmaxAttention
@@ -171,3 +172,23 @@ def test_masks_that_do_not_fit():
         padding_mask(None, x, ends)
     with pytest.raises(InputError, match="marks padding in a pack"):
         padding_mask(torch.tensor([[0, 1, 1]]), x[:1], ends)
+
+
+@pytest.mark.parametrize(
+    "mixer", ["softmax-gla", "gla(heads.count=2)", "transformer", "mamba", zoo.get("kda")], ids=str
+)
+def test_a_layer_by_itself(mixer):
+    layer, x = headrace.Mixer(mixer, hidden_size=32, num_heads=4).double(), torch.randn(2, 9, 32).double()
+    whole, _ = layer(x)
+    first, state = layer(x[:, :5])
+    rest, _ = layer(x[:, 5:], state)
+    torch.testing.assert_close(torch.cat([first, rest], 1), whole, rtol=1e-9, atol=1e-9)
+    assert "Mixer" in dir(headrace) and {*headrace.__all__} <= {*dir(headrace)}
+
+
+@pytest.mark.parametrize(
+    ("mixer", "sentence"), [("sofmax-gla", "is unknown"), ("bert", "whole model"), ("jamba", "several layers")]
+)
+def test_what_is_no_layer(mixer, sentence):
+    with pytest.raises(InputError, match=sentence):
+        headrace.Mixer(mixer, hidden_size=32)

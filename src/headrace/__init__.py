@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 # transformers takes seconds to import: what needs it is loaded on first use.
 _LAZY = {
+    "Mixer": "mixers",
     "HeadraceConfig": "hf",
     "HeadraceModel": "hf",
     "HeadraceForCausalLM": "hf",
@@ -44,3 +45,7 @@ def __getattr__(name: str):
     if name in _LAZY:
         return getattr(import_module(f".{_LAZY[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

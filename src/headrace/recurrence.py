@@ -55,7 +55,8 @@ def linear_attention(
         q, k: [B, T, Hq, K], Hq dividing H (each shared by H / Hq consecutive value heads).
         v: [B, T, H, V].
         log_decay: g ≤ 0, natural logarithm. None: no decay; [H]: fixed (RetNet); [B, T, H]: per token (Mamba-2, Gated
-            DeltaNet); [B, T, H, K]: per token and key channel (GLA, RWKV-6, KDA).
+            DeltaNet); [B, T, H, K]: per token and key channel (GLA, RWKV-6, KDA). Above 0, which no layer here makes,
+            the result may be NaN; only check=True refuses it.
         beta: write strength β [B, T, H]; None: 1.
         rule: "add", or "delta" (arXiv 2406.06484): what memory holds under k is replaced. The recurrence itself
             diverges unless β‖k‖² ≤ 2.

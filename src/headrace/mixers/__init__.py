@@ -2,7 +2,10 @@
 
 from torch import nn
 
+from .. import zoo
+from ..errors import InputError
 from ..spec import AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, SoftmaxRNNSpec, Spec
+from ..stack_spec import Decoder
 from .attention import SoftmaxAttention
 from .both_ways import BothWays
 from .gla_outer import GLAOuter
@@ -34,4 +37,27 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
     return mixer(spec, **settings)
 
 
-__all__ = ["BothWays", "LinearMixer", "MixerState", "SoftmaxAttention", "build"]
+def Mixer(mixer, *, hidden_size: int, num_heads: int = 4, causal: bool = True, **settings) -> nn.Module:
+    """The layer of a mixer, to build models of one's own with.
+
+        layer = headrace.Mixer("softmax-gla", hidden_size=256, num_heads=4)
+        y, state = layer(x)                             # x and y [B, T, hidden_size]
+        y, state = layer(x, state)                      # the tokens after those, one or many
+        y, state = layer(x, mask=mask)                  # mask [B, T], bool: False is padding, anywhere
+        y, state = layer(x, cu_seqlens=cu_seqlens)      # x [1, T, D]: sequences with the bounds cu_seqlens [N + 1]
+
+    Args:
+        mixer: a name or an expression of the zoo (`headrace zoo`), or a spec.
+        num_heads: unless the mixer sets its own.
+        causal: False lets every token see all others of its sequence.
+        settings: norm_eps, rope_theta; layer_idx and num_layers, for initialisations that depend on the place.
+    Raises InputError for an unknown mixer, a whole model, and sizes that do not fit.
+    """
+    spec = zoo.mixer(mixer)
+    if isinstance(spec, Decoder):
+        raise InputError(f"mixer {mixer!r} is several layers; expected the mixer of one")
+    spec.head_dims(hidden_size, num_heads)
+    return build(spec, causal=causal, hidden_size=hidden_size, num_heads=num_heads, **settings)
+
+
+__all__ = ["BothWays", "LinearMixer", "Mixer", "MixerState", "SoftmaxAttention", "build"]
