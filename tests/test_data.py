@@ -56,6 +56,22 @@ def test_documents_begin_where_starts_say(jsonl, tmp_path):
     assert begins == [0, *(np.flatnonzero(tokens == end)[:-1] + 1)]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_few_books_the_end_of_one_is_held_out(count, tmp_path):
+    books = [f"{i} " + "All happy families are alike. " * 500 for i in range(count)]
+    for i, book in enumerate(books):
+        (tmp_path / f"{i}.txt").write_text(book)
+    sources = tuple(str(tmp_path / f"{i}.txt") for i in range(count))
+    manifest = prepare(Preparation(sources, length=16, held_out=0.01), tmp_path / "d")
+    data = open_data(tmp_path / "d")
+    end, wanted = data.tokenizer.eos_token_id, round(0.01 * sum(map(len, books)))
+    assert manifest["held_out"]["bytes"] == wanted and manifest["train"]["documents"] == count
+    trained, held = (
+        data.tokenizer.decode([t for t in tokens_of(part) if t != end]) for part in (data.train, data.held_out)
+    )
+    assert held == books[0][-wanted:] and sorted(trained) == sorted("".join(books)[:-wanted])
+
+
 def test_two_workers_write_what_one_does(jsonl, tmp_path):
     for workers in (1, 2):
         prepare(Preparation((str(jsonl),), length=16, workers=workers), tmp_path / str(workers))

@@ -383,3 +383,18 @@ def test_spans_give_the_text_back(tmp_path):
         filled = [t - 2 for token in source for t in (spans[token] if token >= marks else [token])]
         assert len(filled) == 64 and all(spans.values())
         assert any(whole[i : i + 64] == filled for i in range(len(whole) - 63))
+
+
+def test_text_files_may_be_gzip(tmp_path):
+    import gzip
+
+    from headrace.tasks import text
+
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("café".encode()))
+    assert text.read(tmp_path / "a.txt.gz") == "café"
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"a" * 999)[:-12])
+    (tmp_path / "c.txt.gz").write_bytes(b"no gzip")
+    (tmp_path / "d.txt.zst").write_bytes(b"(\xb5/\xfd")
+    for name, sentence in (("b.txt.gz", "cannot be read"), ("c.txt.gz", "cannot be read"), ("d.txt.zst", "compressed")):
+        with pytest.raises(InputError, match=f"text file '.*{name}' (is )?{sentence}"):
+            text.read(tmp_path / name)

@@ -22,7 +22,9 @@ def prepare(
     tokenizer: Annotated[str | None, typer.Option(help="File, folder or Hub name; bytes without one.")] = None,
     train_bpe: Annotated[int | None, typer.Option(help="Learn a vocabulary of this size from the data.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row; 4096 of text without it.")] = None,
-    held_out: Annotated[float | None, typer.Option(help="Share of the documents kept apart; 0.001 without it.")] = None,
+    held_out: Annotated[
+        float | None, typer.Option(help="Share of the documents, or of the text of a few; 0.001 without it.")
+    ] = None,
     column: Annotated[str | None, typer.Option(help="In jsonl, parquet and on the Hub; text without it.")] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of held-out documents, or of the rows.")] = 0,
     workers: Annotated[int, typer.Option(help="Processes.")] = 1,

@@ -39,7 +39,8 @@ class Preparation:
         sources: files of one kind (text, jsonl, parquet), or the name of a data set on the Hub.
         tokenizer: a file, a folder or a name on the Hub; None: bytes. bpe: train one of so many tokens instead.
         length: tokens in a row.
-        held_out: the share of the documents that is kept apart, at least one; seed: of their choice.
+        held_out: the share of the documents that is kept apart; of the text, where it is less than half a document,
+            as of one book; seed: of their choice.
         workers: processes.
         column: of the text in jsonl, parquet and on the Hub.
     """
@@ -116,14 +117,33 @@ def versions() -> dict[str, str]:
 
 
 def split(texts: Dataset, held_out: float, seed: int) -> dict[str, Dataset]:
-    """Documents for training and others to be held out, in the order in which they stand in the source."""
+    """Documents for training and others to be held out, in the order in which they stand in the source.
+
+    Where the share is less than half a document, the end of one document is held out, as much text as the share says.
+    """
     count = len(texts)
-    if count < 2:
-        raise InputError(f"the sources hold {count} documents; expected at least 2, of which one is held out")
-    apart = np.random.default_rng(seed).permutation(count)[: min(max(round(held_out * count), 1), count - 1)]
+    if not count:
+        raise InputError("the sources hold no documents; expected at least 1")
+    apart = np.random.default_rng(seed).permutation(count)[: min(round(held_out * count), count - 1)]
+    if not len(apart):
+        return _cut(texts, held_out, seed)
     chosen = np.zeros(count, dtype=bool)
     chosen[apart] = True
     return {"train": texts.select(np.flatnonzero(~chosen)), "held_out": texts.select(np.flatnonzero(chosen))}
+
+
+def _cut(texts: Dataset, held_out: float, seed: int) -> dict[str, Dataset]:
+    """Of the first document, in an order drawn from seed, that is longer than the share: its end is held out."""
+    documents = texts["text"][:]
+    wanted = max(round(held_out * sum(map(len, documents))), 1)
+    order = np.random.default_rng(seed).permutation(len(documents))
+    at = next((i for i in order if len(documents[i]) > wanted), None)
+    if at is None:
+        raise InputError(f"--held-out {held_out} is {wanted} characters of text; expected a document that is longer")
+    text = documents[at]
+    documents[at] = text[:-wanted]
+    parts = {"train": documents, "held_out": [text[-wanted:]]}
+    return {name: Dataset.from_dict({"text": part}) for name, part in parts.items()}
 
 
 def _trained(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:

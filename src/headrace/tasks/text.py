@@ -7,9 +7,11 @@ Bytes are the tokens, or those of a `tokenizers` JSON file. The last tenth of th
 text is the source of Python's standard library, with its documentation strings: real text that every machine has.
 """
 
+import gzip
 import hashlib
 import math
 import sysconfig
+import zlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +25,7 @@ from ..errors import InputError
 from .base import Answers, Batch, Metric
 
 HELD_OUT_SHARE = 0.1
+PACKED = (".zst", ".bz2", ".xz", ".zip")  # what is not unpacked here
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,13 @@ def load(files: tuple[str, ...], tokenizer: str | None) -> Corpus:
 def read(path: Path) -> str:
     try:
         data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"text file {str(path)!r} cannot be read: {error.strerror}") from None
+        if path.suffix.lower() == ".gz":
+            data = gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"text file {str(path)!r} cannot be read: {reason}") from None
+    if path.suffix.lower() in PACKED:
+        raise InputError(f"text file {str(path)!r} is compressed; expected plain text or .gz")
     if not data.strip():
         raise InputError(f"text file {str(path)!r} is empty; expected text in UTF-8")
     try:
