@@ -16,6 +16,7 @@ SOURCE = ROOT / "src" / "headrace"
 ORDER = [
     "errors",
     "records",
+    "device",
     "literal",
     "attention_spec",
     "scan_spec",

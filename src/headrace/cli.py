@@ -14,6 +14,7 @@ from rich.table import Table
 
 from . import __version__, account, cli_eval, cli_train, zoo
 from .console import interruptible, needing, terminal
+from .device import on_device
 from .dispatch import BACKENDS
 from .errors import InputError
 from .spec import to_json
@@ -64,7 +65,9 @@ def compare(
     layers: Annotated[int | None, typer.Option()] = None,
     heads: Annotated[int | None, typer.Option()] = None,
     output: Annotated[Path | None, typer.Option(help="The report's folder; runs/<task> without one.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes; one per core without it.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes; one per core, or on an accelerator one, without it.")
+    ] = None,
 ) -> None:
     """Train mixers under matched conditions and write a report. Without arguments: a demonstration of a few minutes.
 
@@ -132,22 +135,17 @@ def list_zoo(
 @app.command()
 def verify(
     mixers: Annotated[str | None, typer.Option(help="With commas between; all of them without it.")] = None,
-    device: Annotated[str, typer.Option()] = "cpu",
+    device: Annotated[str | None, typer.Option(help="The accelerator without it, where there is one.")] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
 ) -> None:
     """Check every way of running a mixer on this machine against the literal equation."""
-    import torch
-
     from .laws import TOLERANCE
     from .laws import verify as check
 
     dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCE}
     if dtype not in dtypes:
         raise InputError(f"--dtype={dtype!r}; expected one of {', '.join(dtypes)}")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device={device!r} cannot be used: {str(error).splitlines()[0]}") from None
+    device = on_device(device, float64=dtype == "float64")
     names = zoo.split(mixers) if mixers else zoo.names()
     for name in names:
         zoo.mixer(name)  # a name that is unknown is so before the first check

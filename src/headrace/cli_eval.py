@@ -68,10 +68,11 @@ def bench(
 
     The same command continues what was interrupted; further lengths and contexts add to the folder."""
     from .bench.models import Shape, named
-    from .bench.plan import Plan, on_device, points
+    from .bench.plan import Plan, points
     from .bench.report import print_overheads, write_report
     from .bench.results import complete, rows, write_csv
     from .console import interruptible, terminal
+    from .device import on_device
     from .processes import locked
     from .train.folder import own
 
@@ -131,7 +132,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Rows of each task; all without it.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of context; the config's without it.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows at once.", min=1)] = 8,
-    device: Annotated[str, typer.Option()] = "cpu",
+    device: Annotated[str | None, typer.Option(help="The accelerator without it, where there is one.")] = None,
     seed: Annotated[int, typer.Option(help="Of needles and their places.", min=0, max=2**32 - 1)] = 1234,
     output: Annotated[Path | None, typer.Option(help="The report's folder; runs/eval-<suite> without one.")] = None,
 ) -> None:
@@ -139,6 +140,7 @@ def evaluate(
 
     The same command continues what was interrupted, and another checkpoint joins those that are done."""
     from .console import interruptible, terminal
+    from .device import on_device
     from .evaluate import checkpoint, report, run
     from .processes import locked
 
@@ -147,7 +149,7 @@ def evaluate(
         suite, tuple(numbers("lengths", lengths)), None if data is None else str(data), limit, max_length, seed
     )
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
-        found = run.evaluate(checkpoints, plan, run.Machine(device, batch_size), folder)
+        found = run.evaluate(checkpoints, plan, run.Machine(on_device(device), batch_size), folder)
         page = report.write_report(found, checkpoint.named(checkpoints), folder)
     report.print_evaluation(found, console)
     console.print(f"The report is {page}", soft_wrap=True, highlight=False)

@@ -142,6 +142,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Of the likeliest tokens, so many; 0: all.")] = 0,
     repetition_penalty: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int | None, typer.Option()] = None,
+    device: Annotated[str | None, typer.Option(help="The accelerator without it, where there is one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Text, tokens and speed, at the end.")] = False,
 ) -> None:
     """Continue a text, token by token."""
@@ -149,7 +150,7 @@ def generate(
     from .generate import read_prompt, sampling_settings
 
     sampling = sampling_settings(tokens, temperature, top_p, top_k, repetition_penalty)
-    result = run(checkpoint, read_prompt(prompt), seed, not as_json, **sampling)
+    result = run(checkpoint, read_prompt(prompt), seed, not as_json, device, **sampling)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:

@@ -9,15 +9,19 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, TextStreamer, set_seed
 
+from .device import on_device
 from .errors import InputError
 from .hf import load
 
 
-def generate(checkpoint: Path, prompt: str, seed: int | None, stream: bool, **sampling: Any) -> dict[str, Any]:
+def generate(
+    checkpoint: Path, prompt: str, seed: int | None, stream: bool, device: str | None = None, **sampling: Any
+) -> dict[str, Any]:
     """What follows the prompt, printed as it comes if `stream`; `sampling` are settings of transformers' `generate`.
 
     Returns the text, its tokens, and tokens per second. Raises InputError for what the checkpoint cannot do."""
     model: Any = load(checkpoint)
+    model.to(on_device(device))
     tokenizer = read_tokenizer(checkpoint)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device)
     if not ids.numel():

@@ -9,26 +9,12 @@ report.html, *.png  the report
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from ..errors import InputError
 from ..laws import TOLERANCE
 from .models import Shape, check
 
 MEASURED = ("memory", "training", "prefill", "decoding")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
-
-
-def on_device(name: str | None) -> str:
-    """The device of this name, or without one the accelerator where there is one. InputError where it is not here."""
-    if name is None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return "cpu" if found is None else str(found)
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device={name!r} cannot be used: {str(error).splitlines()[0]}") from None
-    return name
 
 
 @dataclass(frozen=True)

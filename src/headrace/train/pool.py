@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 
+from ..device import on_device
 from ..errors import GateWarning, InputError
 from .folder import result_path
 from .plan import Arm
@@ -19,11 +20,14 @@ Listen = Callable[[Arm, int, dict[str, float] | None], None]  # arm, step, score
 
 
 def worker_count(wanted: int | None) -> int:
-    """One per core that this process may use, or as many as are wanted. InputError for none."""
+    """As many as are wanted; without a wish one for an accelerator, which they would share, or else one per core that
+    this process may use. InputError for none."""
     if wanted is not None:
         if wanted < 1:
             raise InputError(f"--workers={wanted}; expected at least 1")
         return wanted
+    if on_device(None) != "cpu":
+        return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
