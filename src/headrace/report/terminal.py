@@ -13,11 +13,13 @@ from . import sweep
 from .summary import Comparison, labels, show, show_contender, summarise
 from .words import words
 
+LINES = 20  # of progress, where there is no terminal to draw bars on
 COLUMNS = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total:.0f}", "{task.fields[score]}")
 
 
 class Board:
-    """One bar for all steps, one for each arm at work, one line for each arm that is done."""
+    """One bar for all steps, one for each arm at work, one line for each arm that is done. Without a terminal there are
+    no bars, and LINES lines say how many steps are done."""
 
     def __init__(self, progress: Progress, study: Study):
         self.progress = progress
@@ -25,6 +27,7 @@ class Board:
         self.total = progress.add_task("all arms", total=sum(arm.plan.recipe.steps for arm in study.arms()), score="")
         self.bars: dict[str, TaskID] = {}
         self.steps: dict[str, int] = {}
+        self.lines = 0
 
     def listen(self, arm: Arm, step: int, scores: dict[str, float] | None) -> None:
         name = f"{arm.plan.name}: {self.names[arm.plan.name][arm.mixer]}, seed {arm.seed}"
@@ -33,6 +36,7 @@ class Board:
         self.progress.advance(self.total, step - self.steps.get(arm.slug, 0))
         self.steps[arm.slug] = step
         self.progress.update(self.bars[arm.slug], completed=step)
+        self._say_steps()
         if scores is None:
             return
         metric = arm.plan.task.metric
@@ -41,6 +45,13 @@ class Board:
         if step == arm.plan.recipe.steps or not scores:
             self.progress.console.print(f"{name}: {score}", highlight=False)
             self.progress.remove_task(self.bars[arm.slug])
+
+    def _say_steps(self) -> None:
+        done, total = sum(self.steps.values()), sum(task.total or 0 for task in self.progress.tasks[:1])
+        lines = int(LINES * done / total)
+        if lines > self.lines and not self.progress.console.is_terminal:
+            self.lines = lines
+            self.progress.console.print(f"{done} of {total:.0f} steps of all arms", highlight=False)
 
 
 @contextmanager
