@@ -17,7 +17,7 @@ from . import mixers
 from .checks import require
 from .gates import SelfInitialised
 from .mixers.attention import AttentionState
-from .mixers.base import Mixer
+from .mixers.base import Mixer, check_state
 from .mixers.positions import sinusoidal
 from .moe import MixtureOfExperts
 from .packing import count_tokens
@@ -107,6 +107,8 @@ class Positions(nn.Module):
         self, x: Tensor, state: Seen | None = None, *, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Seen]:
         """x [B, T, D] -> (x [B, T, D], state)."""
+        if state is not None:
+            check_state(state, Seen, {"tokens": ()}, x, cu_seqlens)
         places, tokens = count_tokens(x, None if state is None else state.tokens, mask, cu_seqlens)
         if self.table is None:
             return x + sinusoidal(places, x.shape[2]).to(x.dtype), Seen(tokens)
@@ -236,6 +238,9 @@ class Backbone(nn.Module):
             memories: of the other sequence, from `remember`, where blocks have cross attention.
             in_place: `states` may be written into, and must not be used again; otherwise they are never changed.
         """
+        count = len(self.layers) + (self.positions is not None) + sum(layer.link is not None for layer in self.layers)
+        given = count if states is None else len(states)
+        require(given == count, f"states has {given} entries; expected {count}, as this stack returns them")
         before, after = repeat(None) if states is None else iter(states), []
         where = {"mask": mask, "cu_seqlens": cu_seqlens}
         if self.positions is not None:

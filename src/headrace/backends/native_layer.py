@@ -125,10 +125,10 @@ class Expected(NamedTuple):
 
     def fault(self, x: Tensor | None) -> str:
         """What is wrong with a tensor."""
-        if x is None or x.shape != self.shape:
-            return (
-                f"{self.name} {'is None' if x is None else f'has shape {list(x.shape)}'}; expected {_words(self.shape)}"
-            )
+        if x is None:
+            return f"{self.name} is None; expected {_words(self.shape)}"
+        if x.shape != self.shape:
+            return f"{self.name} has shape {list(x.shape)}; expected {_words(self.shape)}"
         if x.dtype is not self.dtype:
             return f"{self.name} has dtype {x.dtype}; expected {self.dtype}"
         return f"{self.name} is on {x.device} with strides {x.stride()}; expected contiguous memory of the CPU"

@@ -166,20 +166,20 @@ def extended(
         valid = torch.cat([_valid(state.k, state.valid), _valid(k, mask)], 1)
     if not in_place or not may_write(state[:2]) or torch.compiler.is_compiling():
         return AttentionState(torch.cat([state.k, k], 1), torch.cat([state.v, v], 1), valid)
-    total = state.k.shape[1] + k.shape[1]
-    dtypes = [torch.promote_types(x.dtype, y.dtype) for x, y in ((state.k, k), (state.v, v))]
-    if not _has_room(state.k, state.room, total, dtypes[0]) or not _has_room(state.v, state.room, total, dtypes[1]):
+    total, room = state.k.shape[1] + k.shape[1], state.room or 0
+    if room < total or not _lies_in(room, state.k, k) or not _lies_in(room, state.v, v):
         room = total + total // 4
-        state = AttentionState(*(_moved(x, room, d) for x, d in zip(state[:2], dtypes, strict=True)), room=room)
-    return AttentionState(_behind(state.k, k, state.room), _behind(state.v, v, state.room), valid, state.room)
+        state = AttentionState(_moved(state.k, room, k), _moved(state.v, room, v))
+    return AttentionState(_behind(state.k, k, room), _behind(state.v, v, room), valid, room)
 
 
-def _has_room(past: Tensor, room: int | None, total: int, dtype: torch.dtype) -> bool:
-    """Whether past [N, L, …] begins memory for `room` tokens per sequence, enough for `total` of this dtype."""
-    return room is not None and room >= total and past.stride(0) == room * past[0, 0].numel() and past.dtype is dtype
+def _lies_in(room: int, past: Tensor, new: Tensor) -> bool:
+    """Whether past [N, L, …] begins memory for `room` tokens of each sequence, which can hold what new has."""
+    return past.stride(0) == room * past[0, 0].numel() and past.dtype is torch.promote_types(past.dtype, new.dtype)
 
 
-def _moved(past: Tensor, room: int, dtype: torch.dtype) -> Tensor:
+def _moved(past: Tensor, room: int, new: Tensor) -> Tensor:
+    dtype = torch.promote_types(past.dtype, new.dtype)
     buffer = past.new_empty(len(past), room, *past.shape[2:], dtype=dtype)
     buffer[:, : past.shape[1]] = past
     return buffer[:, : past.shape[1]]

@@ -29,18 +29,16 @@ INTEGERS = ("tokens", "seen", "valid")
 OPTIONAL = ("valid", "room")
 
 
-def check_state(state: Any, kind: type, shapes: Shapes, x: Tensor, cu_seqlens: Tensor | None) -> None:
+def check_state(state: Any, kind: Any, shapes: Shapes, x: Tensor, cu_seqlens: Tensor | None) -> None:
     """Raises InputError unless `state` is a `kind` with exactly the tensors of `shapes`, for the sequences of x."""
     if not isinstance(state, kind):
-        raise InputError(f"state is a {type(state).__name__}; expected a {kind.__name__}, as this mixer returns it")
+        raise InputError(f"state is a {type(state).__name__}; expected a {kind.__name__}, as from this mixer")
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    for name, found in zip(kind._fields, state, strict=True):  # type: ignore[attr-defined]
+    for name, found in zip(kind._fields, state, strict=True):
         wanted = (sequences, *shapes[name]) if name in shapes else None
         if found is None or wanted is None:
             if (found is None) != (wanted is None) and name not in OPTIONAL:
-                raise InputError(
-                    f"state.{name} is {_shape(found)}; expected {_shape(wanted)}, as this mixer returns it"
-                )
+                raise InputError(f"state.{name} is {_shape(found)}; expected {_shape(wanted)}, as from this mixer")
         elif found.shape != wanted and not _fits(found.shape, wanted):
             raise InputError(f"state.{name} has shape {_shape(found)}; expected {_shape(wanted)}")
         elif found.device != x.device:
@@ -73,7 +71,7 @@ class Mixer(SelfInitialised):
     """A layer that only has to say what its state is and, in `run`, what it does to tokens: at least one, and none of
     them padding."""
 
-    state_kind: type
+    state_kind: Any  # a NamedTuple
     state_shapes: Shapes
 
     def forward(

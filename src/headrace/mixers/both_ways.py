@@ -22,7 +22,7 @@ class BothWays(nn.Module):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         in_place: bool = False,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """x [B, T, D] -> (y [B, T, D], None): there is no going on from the middle of a sequence."""
         require(state is None, "an encoder sees a whole sequence at once; expected state=None")
         y, _ = self.forwards(x, mask=mask, cu_seqlens=cu_seqlens)

@@ -8,7 +8,7 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..backends import native, native_layer
 from ..backends.derivatives import has_address, transformed
@@ -97,7 +97,7 @@ class FusedStep:
         return expected[n].fault(weights[n])
 
     def weights(self, mixer: Any) -> list[Any] | None:
-        """Those that the call takes; None where a module was replaced by another kind of module. (An nn.Module's
+        """Those that the call takes; None where one is no plain parameter of the module that had it. (An nn.Module's
         attributes are slow.)"""
         found = []
         for parents, name in self._places:
@@ -105,7 +105,7 @@ class FusedStep:
             for parent in parents:
                 module = module._modules[parent]
             weight = module._parameters.get(name)
-            if weight is None:
+            if type(weight) is not nn.Parameter:
                 return None
             found.append(weight)
         return found
@@ -128,10 +128,14 @@ class FusedStep:
 
     def run(self, weights: Any, projected: Tensor, x: Tensor, state: MixerState) -> Tensor:
         """projected [B, parts], all that the input projection makes of x [B, 1, D] -> [B, H V]. weights: what
-        `self.weights` found, state: what `self.taken` returned."""
+        `self.weights` found, state: what `self.taken` returned. Raises InputError where a tensor of the state shares
+        memory with what is read."""
         hidden = x[:, 0].contiguous() if self._reads_input else None
         token = projected.contiguous(), hidden
-        return native_layer.run(self.layer, weights, token, (state.memory, state.conv, state.tokens))
+        try:
+            return native_layer.run(self.layer, weights, token, (state.memory, state.conv, state.tokens))
+        except ValueError as error:
+            raise InputError(str(error)) from None
 
 
 def _kinds(spec: MixerSpec) -> dict[str, str]:

@@ -128,9 +128,10 @@ def window_attention(
         none = k.new_zeros(len(cu_seqlens) - 1, pattern.slots, *k.shape[1:])
         state = WindowState(none, none, torch.zeros_like(cu_seqlens[1:], dtype=torch.long))
     places = Places(pattern, cu_seqlens, state.seen)
-    k, v = (torch.cat([old.flatten(0, 1).to(new.dtype), new]) for old, new in ((state.k, k), (state.v, v)))
+    k, v = (torch.cat([old.flatten(0, 1), new]) for old, new in ((state.k, k), (state.v, v)))
     groups, mine = places.gathering(places.size())
-    out = attend_gathered(softmax, groups, q, k, v, softmax.parameters)
+    # What is held may be of a pass in another precision.
+    out = attend_gathered(softmax, groups, q, k.to(q.dtype), v.to(q.dtype), softmax.parameters)
     end = state.seen + places.lengths
     return out[mine], WindowState(places.keep(k, end), places.keep(v, end), end)
 
