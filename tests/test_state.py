@@ -3,6 +3,7 @@
 And what a state may be: of this mixer, of these sequences, in any precision.
 """
 
+import copy
 import subprocess
 import sys
 import warnings

@@ -70,7 +70,7 @@ class Int8Linear(nn.Module):
         rows = x.float().reshape(-1, self.in_features).contiguous()
         out = native.int8_product(rows, self.integers, self.scale)
         out = out if self.bias is None else out + self.bias
-        return out.to(x.dtype).unflatten(0, x.shape[:-1])
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _check(self, x: Tensor) -> None:
         if torch.is_grad_enabled() and x.requires_grad:
@@ -79,6 +79,8 @@ class Int8Linear(nn.Module):
             raise InputError(f"x has shape {list(x.shape)}; expected [..., {self.in_features}]")
         if not x.is_floating_point():
             raise InputError(f"x has dtype {x.dtype}; expected a floating-point dtype")
+        if x.device != self.integers.device:
+            raise InputError(f"x is on {x.device} and the weights are on {self.integers.device}; expected the same")
 
 
 def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:

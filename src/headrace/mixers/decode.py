@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..backends import native, native_layer
 from ..backends.derivatives import has_address, transformed
 from ..checks import require
+from ..errors import InputError
 from ..recurrence import NORMALISER_EPS, linear_attention
 from ..spec import Competition, MixerSpec
 from .base import check_state, may_write
