@@ -29,8 +29,8 @@ class HeadraceCache(Cache):
 
     def replace(self, states: list[Any], columns: int) -> None:
         """The states after `columns` more columns, which belong to the cache from now on."""
-        held = self.states or [None] * len(states)
-        self.states = [new if new is old else _apart(new) for new, old in zip(states, held, strict=True)]
+        held = {id(state) for state in self.states or ()}
+        self.states = [state if id(state) in held else _apart(state) for state in states]
         self.columns += columns
 
     def __len__(self) -> int:

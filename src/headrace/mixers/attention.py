@@ -175,7 +175,7 @@ def extended(
 
 def _lies_in(room: int, past: Tensor, new: Tensor) -> bool:
     """Whether past [N, L, …] begins memory for `room` tokens of each sequence, which can hold what new has."""
-    return past.stride(0) == room * past[0, 0].numel() and past.dtype is torch.promote_types(past.dtype, new.dtype)
+    return past.stride(0) == room * past.shape[2:].numel() and past.dtype is torch.promote_types(past.dtype, new.dtype)
 
 
 def _moved(past: Tensor, room: int, new: Tensor) -> Tensor:

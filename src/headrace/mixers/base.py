@@ -104,4 +104,4 @@ class Mixer(SelfInitialised):
 
     def run_in_place(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """`forward` of rows without padding that may write into `state`. Most mixers have no use for that."""
-        return self(x, state)
+        return self.forward(x, state)

@@ -66,7 +66,8 @@ class FusedStep:
         paths = {n: next((p for p in places if isinstance(_at(mixer, p), Tensor)), "") for n, places in PLACES.items()}
         paths = {name: path for name, path in paths.items() if path}
         self._places = [(path.split(".")[:-1], path.split(".")[-1]) for path in paths.values()]
-        self.layer: Any = None if self.unknown else native_layer.Layer(kinds, sizes, numbers, list(paths))
+        here = not (native.missing or self.unknown)
+        self.layer: Any = native_layer.Layer(kinds, sizes, numbers, list(paths)) if here else None
         self._reads_input = gate.source == "hidden" and spec.competition is not None
 
     def refuses(self, mixer: Any, x: Tensor, weights: list[Any] | None) -> str | None:
@@ -114,18 +115,16 @@ class FusedStep:
     def taken(self, state: Any, mixer: Any, x: Tensor) -> MixerState:
         """The state as the call writes into it: itself or, where a tensor has another dtype, is no dense block of
         memory or belongs to autograd, with copies. Raises InputError for a state of another mixer or batch."""
+        if not isinstance(state, MixerState) or not (state.shift is state.before is mixer.shift):
+            check_state(state, MixerState, mixer.state_shapes, x, None)
         expected = self.layer.call(x.shape[0], x.dtype).state
-        if isinstance(state, MixerState):
-            given = state.memory, state.conv, state.tokens
-            if native_layer.unfit(given, expected) is None and may_write(given):
-                return state
+        given = state.memory, state.conv, state.tokens
+        if native_layer.unfit(given, expected) is None and may_write(given):
+            return state
         check_state(state, MixerState, mixer.state_shapes, x, None)
-        return state._replace(
-            **{
-                name: y if y is None else torch.empty(shape, dtype=dtype).copy_(y)
-                for y, (shape, dtype, name) in zip((state.memory, state.conv, state.tokens), expected, strict=True)
-            }
-        )
+        named = zip(given, expected, strict=True)
+        copies = {name: torch.empty(shape, dtype=dtype).copy_(y) for y, (shape, dtype, name) in named if y is not None}
+        return state._replace(**copies)
 
     def run(self, weights: Any, projected: Tensor, x: Tensor, state: MixerState) -> Tensor:
         """projected [B, parts], all that the input projection makes of x [B, 1, D] -> [B, H V]. weights: what

@@ -169,7 +169,7 @@ class LinearMixer(Mixer):
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         weights = self.fused.weights(self)
         if self.fused.refuses(self, x, weights) is not None:
-            return self(x, state)
+            return self.forward(x, state)
         state = self.fused.taken(state, self, x)
         if self.shift is None:
             projected = self.in_proj(x)
