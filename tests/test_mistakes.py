@@ -72,7 +72,10 @@ def test_the_end_of_a_document_is_never_read_from_its_text(tmp_path):
     texts = [f"before {tokenizer.END} after, {i}" for i in range(20)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for workers in (1, 2):
-        prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16, workers=workers), tmp_path / f"d{workers}")
+        prepare(
+            Preparation((str(tmp_path / "texts.jsonl"),), length=16, workers=workers, held_out=0.05),
+            tmp_path / f"d{workers}",
+        )
         data = open_data(tmp_path / f"d{workers}")
         tokens = [token for row in data.train["input_ids"] for token in row]
         assert tokens.count(data.tokenizer.eos_token_id) == 19

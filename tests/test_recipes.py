@@ -70,7 +70,7 @@ def test_what_is_written_reads_back(tmp_path):
 
 MISTAKES = {
     "lrr=1": "no field 'lrr'; did you mean 'lr'?",
-    "lr=high": "lr='high'; expected float",
+    "lr=high": "lr='high'; expected a finite number",
     "lr=-1": "lr=-1.0; expected more than 0",
     "layers=1.5": "layers='1.5'; expected int",
     "schedule=flat": "schedule='flat'; expected 'cosine' or 'linear'",
@@ -81,8 +81,8 @@ MISTAKES = {
     "mixer=glaa": "mixer 'glaa' is unknown",
     "heads=7": "num_heads=7 does not divide",
     "lr": "'lr' is not of the form FIELD=VALUE",
-    "warmup_tokens=nan": "warmup_tokens='nan'; expected float",
-    "tokens=inf": "tokens='inf'; expected float",
+    "warmup_tokens=nan": "warmup_tokens='nan'; expected a finite number",
+    "tokens=inf": "tokens='inf'; expected a finite number",
     "mixer=gla(heads.count=2, heads.count=4)": "sets 'heads.count' twice",
 }
 

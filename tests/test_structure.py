@@ -17,6 +17,8 @@ ORDER = [
     "errors",
     "records",
     "device",
+    "processes",
+    "integrity",
     "literal",
     "attention_spec",
     "scan_spec",

@@ -143,7 +143,7 @@ def attend_packed(
         if state is not None:
             past = _valid(state.k, state.valid)[n]
             kn, vn = torch.cat([state.k[n, past], kn]), torch.cat([state.v[n, past], vn])
-        out.append(attend(qn[None], kn[None], vn[None])[0])
+        out.append(attend(qn[None], kn[None], vn[None])[0] if len(qn) else vn.new_empty(0, qn.shape[1], vn.shape[2]))
         keys.append(kn)
         values.append(vn)
     seen = torch.tensor([len(kn) for kn in keys], device=k.device)

@@ -193,7 +193,10 @@ def _value(name: str, value: Any, hint: Any) -> Any:
     for option in options:
         if (found := _converted(value, option)) is not None:
             return found
-    wanted = " or ".join(repr(o) if isinstance(o, str) else getattr(o, "__name__", str(o)) for o in options)
+    words = {float: "a finite number"}
+    wanted = " or ".join(
+        repr(o) if isinstance(o, str) else words.get(o, getattr(o, "__name__", str(o))) for o in options
+    )
     raise InputError(f"{name}={value!r}; expected {wanted}")
 
 
