@@ -118,3 +118,16 @@ def test_the_input_projection_may_be_quantised():
     made.in_proj.weight.copy_(quantised.weight)
     expected, made.in_proj = made(x)[0], quantised
     assert relative(made(x)[0], expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["conv", "decay.up", "gate.up"])
+@torch.no_grad()
+def test_hooks_inside_a_layer_see_every_token(name):
+    """Those of a prompt, and those that are decoded one by one."""
+    made = mixers.build(zoo.get("kda"), hidden_size=32, num_heads=4)
+    calls = []
+    made.get_submodule(name).register_forward_hook(lambda *_: calls.append(name))
+    _, state = made(torch.randn(2, 5, 32))
+    for _ in range(3):
+        _, state = made(torch.randn(2, 1, 32), state, in_place=True)
+    assert len(calls) == 4

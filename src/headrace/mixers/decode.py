@@ -97,15 +97,15 @@ class FusedStep:
         return expected[n].fault(weights[n])
 
     def weights(self, mixer: Any) -> list[Any] | None:
-        """Those that the call takes; None where one is no plain parameter of the module that had it. (An nn.Module's
-        attributes are slow.)"""
+        """Those that the call takes; None where one is no plain parameter of the module that had it, or where a hook
+        waits for that module's call. (An nn.Module's attributes are slow.)"""
         found = []
         for parents, name in self._places:
             module = mixer
             for parent in parents:
                 module = module._modules[parent]
             weight = module._parameters.get(name)
-            if type(weight) is not nn.Parameter:
+            if type(weight) is not nn.Parameter or (parents and (module._forward_hooks or module._forward_pre_hooks)):
                 return None
             found.append(weight)
         return found
