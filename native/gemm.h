@@ -42,10 +42,9 @@ using MinusT = Term<true, true>;    // −leftᵀ right
 template <int NV>
 using Block = vf[TILE_ROWS][NV];
 
-// acc += a column of left times a row of right, from the block's row `top` on: what lies above the diagonal is not looked
-// at, since 0 times a later token's NaN would be NaN.
-template <int NV, class T>
-HR_INLINE void one_more(Block<NV>& acc, const T& t, const float* a, const float* b, int top) {
+// acc += a column of left times a row of right, from the block's row `top` on.
+template <int top, int NV, class T>
+HR_INLINE void one_more(Block<NV>& acc, const T& t, const float* a, const float* b) {
     vf right[NV];
     for (int j = 0; j < NV; j++) right[j] = load(b + j * W);
     for (int i = top; i < TILE_ROWS; i++) {
@@ -54,19 +53,23 @@ HR_INLINE void one_more(Block<NV>& acc, const T& t, const float* a, const float*
     }
 }
 
+// The block on the diagonal: what lies above it is not looked at, since 0 times a later token's NaN would be NaN.
+template <int NV, class T, int... d>
+HR_INLINE void diagonal(Block<NV>& acc, const T& t, const float* a, const float* b, std::integer_sequence<int, d...>) {
+    (one_more<d>(acc, t, a + d * (T::transposed ? t.left.ld : 1), b + d * t.right.ld), ...);
+}
+
 template <int NV, class T>
 HR_INLINE void accumulate(Block<NV>& acc, const T& t, int m, int n) {
     const int first = t.first(m), depth = t.last(m) - first;
-    const Stride lda = t.left.ld, ldb = t.right.ld;
     const float* a = T::transposed ? t.left.row(first) + m : t.left.row(m) + first;
     const float* b = t.right.row(first) + n;
-    for (int d = 0; d < depth; d++) {
-        one_more(acc, t, a, b, 0);
-        a += T::transposed ? lda : 1;
-        b += ldb;
+    for (int i = 0; i < depth; i++) {
+        one_more<0>(acc, t, a, b);
+        a += T::transposed ? t.left.ld : 1;
+        b += t.right.ld;
     }
-    if (t.part == Part::up_to)
-        for (int d = 0; d < TILE_ROWS; d++) one_more(acc, t, a + d * (T::transposed ? lda : 1), b + d * ldb, d);
+    if (t.part == Part::up_to) diagonal(acc, t, a, b, std::make_integer_sequence<int, TILE_ROWS>());
 }
 
 // What a result starts from.
