@@ -171,7 +171,7 @@ def test_a_step_keeps_the_state_it_was_given():
 @pytest.mark.parametrize("ends", [[0, 5], [1, T], [0, 9, 4, T], [0, T + 9, T]])
 def test_packed_sequences_stay_inside_their_tensors(ends):
     x = torch.randn(1, T, H, 4)
-    with pytest.raises(ValueError, match="expected 0 = c_0"):
+    with pytest.raises(InputError, match="expected 0 = c_0"):
         linear_attention(x, x, x, cu_seqlens=torch.tensor(ends), backend="native")
 
 

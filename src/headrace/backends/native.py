@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .tiles import sequence_ends
+
 ABI = 4
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: 1, 3: 2, 4: 3}  # hr_decay by the number of dimensions
@@ -118,11 +120,8 @@ def _floats(x: Tensor | None) -> Tensor | None:
 
 def _ends(cu_seqlens: Tensor, T: int) -> Tensor:
     """Looked at even where values are not: the kernels would read what is not theirs."""
-    ends = cu_seqlens.to(torch.int64).contiguous()
-    expect("cu_seqlens", ends, (len(ends),))
-    if ends[0] != 0 or ends[-1] != T or bool((ends.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens={ends.tolist()}; expected 0 = c_0 ≤ … ≤ c_N = T = {T}")
-    return ends
+    expect("cu_seqlens", cu_seqlens, (len(cu_seqlens),))
+    return torch.tensor(sequence_ends(cu_seqlens, T), dtype=torch.int64)
 
 
 def address(x: Tensor | None) -> int:

@@ -44,7 +44,8 @@ LOG_FLOORS = {
 class SoftmaxRNN(Mixer):
     """Any numerator over any denominator that a SoftmaxRNNSpec names; with those of softmax, the zoo's transformer.
 
-    Args: as LinearMixer's; norm_eps means nothing here, the norms in the denominator's place have the paper's.
+    Args: as LinearMixer's; norm_eps has no effect: norms in the denominator's place use the paper's
+        epsilons.
         causal: False for an encoder, whose tokens see all others.
     """
 
