@@ -199,6 +199,22 @@ def test_a_state_in_another_form(name, how):
         assert storages(state) == before, "nothing could be written into it"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ZOO)
+@torch.no_grad()
+def test_a_state_in_another_precision(name, dtype):
+    """Every mixer, by a token, by several and in a pack, goes on from the numbers that it is given."""
+    made, exact, x = layer(name), layer(name, torch.float64), torch.randn(2, 11, D)
+    exact.load_state_dict(made.state_dict())
+    state = changed(made(x[:, :6])[1], lambda y: y.to(dtype))
+    for piece, pack in ((x[:, 6:7], None), (x[:, 6:], None), (x[:, 6:].reshape(1, 10, D), torch.tensor([0, 5, 10]))):
+        expected = exact(piece.double(), in_float64(state), cu_seqlens=pack)[0]
+        found, after = made(piece, state, cu_seqlens=pack)
+        assert found.dtype == x.dtype and relative(found, expected) < 1e-5
+        assert relative(made(piece, copy.deepcopy(state), cu_seqlens=pack, in_place=True)[0], expected) < 1e-5
+        assert all(torch.isfinite(y).all() for y in tensors(after) if y.is_floating_point())
+
+
 @torch.no_grad()
 def test_a_state_whose_rows_are_one_row():
     for name in ZOO:

@@ -44,6 +44,13 @@ def check_transforms(what: str, instead: str, inputs: tuple) -> None:
         raise InputError(f"{what} has no gradient inside a transform of torch.func{instead}")
 
 
+def apply_function(function: type[torch.autograd.Function], what: str, *inputs):
+    """function.apply(*inputs); raises InputError in transforms of torch.func, for which it has no rules."""
+    if transformed():
+        raise InputError(f"{what} has no rules for torch.func or forward-mode derivatives; expected torch.autograd")
+    return function.apply(*inputs)
+
+
 def has_address(x: Tensor) -> bool:
     """Whether x can be read at its address: a subclass of Tensor may be made of others and have none."""
     return type(x) in (Tensor, nn.Parameter) and not x.is_meta

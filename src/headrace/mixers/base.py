@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..gates import SelfInitialised
 from ..packing import without_padding
+from ..recurrence import accumulator
 
 
 class ScanState(NamedTuple):
@@ -97,7 +98,11 @@ class Mixer(SelfInitialised):
         return self._run(x, state, cu_seqlens)
 
     def _run(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
-        return self.run(x, state, cu_seqlens) if x.shape[1] else (x, state)
+        if not x.shape[1]:
+            return x, state
+        if isinstance(memory := getattr(state, "memory", None), Tensor):  # perhaps from a layer in another precision
+            state = state._replace(memory=memory.to(accumulator(x)))
+        return self.run(x, state, cu_seqlens)
 
     def run(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
         raise TypeError(f"{type(self).__name__} does not say what it computes")

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.derivatives import first_order
+from ..backends.derivatives import apply_function, first_order
 from ..recurrence import accumulator
 
+NAME = "flash_attention"
 TILE = 64
 
 
@@ -99,7 +100,7 @@ class Flash(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order("flash_attention")
+    @first_order(NAME)
     def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
         return *backward(q, k, v, out, lse, dout, ctx.mask), None
@@ -113,5 +114,5 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, val
     mask = Mask(causal, k.shape[1] - q.shape[1], valid)
     k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):
-        out = Flash.apply(*(x.transpose(1, 2).to(acc) for x in (q, k, v)), mask)
+        out = apply_function(Flash, NAME, *(x.transpose(1, 2).to(acc) for x in (q, k, v)), mask)
     return out.transpose(1, 2).to(q.dtype)

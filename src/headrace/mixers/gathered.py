@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..backends.derivatives import first_order
+from ..backends.derivatives import apply_function, first_order
 
+NAME = "attention of gathered keys"
 COLUMNS = {"cpu": 1 << 12}  # of a piece: as large as a cache. A GPU wants fewer and larger pieces.
 COLUMNS_ELSEWHERE = 1 << 17
 
@@ -50,7 +51,7 @@ class Gathered(torch.autograd.Function):
         return torch.cat([dense(*piece.gather(q, k, v), piece) for piece in groups.pieces()])
 
     @staticmethod
-    @first_order("attention of gathered keys")
+    @first_order(NAME)
     def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
         stores, done = ctx.saved_tensors, 0
         totals = [torch.zeros_like(x) for x in (*stores, *ctx.parameters)]
@@ -79,4 +80,5 @@ def attend_gathered(
 
     parameters: all that dense uses."""
     with torch.autocast(q.device.type, enabled=False):  # the backward would not know of it
-        return Gathered.apply(dense, groups, q, k, v, *(p for p in parameters if p.requires_grad))
+        trained = [p for p in parameters if p.requires_grad]
+        return apply_function(Gathered, NAME, dense, groups, q, k, v, *trained)

@@ -69,9 +69,10 @@ class ResidualDelta(SelfInitialised):
             zeros = q.new_zeros(sequences.count, 2, v.shape[2], q.shape[-1], v.shape[-1], dtype=accumulator(v))
             return zeros, torch.zeros(sequences.count, dtype=torch.long, device=q.device)
         places = state.tokens % self.chunk
-        before = state.memory if state.before is None else state.before
-        before = torch.where((places == 0)[:, None, None, None], state.memory, before)
-        return torch.stack([state.memory, before], 1), places
+        memory = state.memory.to(accumulator(v))
+        before = memory if state.before is None else state.before.to(memory)
+        before = torch.where((places == 0)[:, None, None, None], memory, before)
+        return torch.stack([memory, before], 1), places
 
     def _run(self, op: Callable, x: dict[str, Tensor], memories: Tensor, places: Tensor, sequences: Sequences):
         out: list[Tensor] = []

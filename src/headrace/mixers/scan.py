@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.derivatives import first_order
+from ..backends.derivatives import apply_function, first_order
+
+NAME = "a scan over time"
 
 
 def affine_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
@@ -89,7 +91,7 @@ class Scan(torch.autograd.Function):
         return h
 
     @staticmethod
-    @first_order("a scan over time")
+    @first_order(NAME)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         a, h = ctx.saved_tensors
         dh = backwards(a, grads[0])
@@ -107,7 +109,7 @@ def packed_scan(a: Tensor, b: Tensor, initial: Tensor, whole: Tile) -> tuple[Ten
     """(h_{t−1}, h_t) of h_t = a_t h_{t−1} + b_t for all tokens of a pack, [T, D], from initial [n, D]."""
     begun = initial[whole.begun]
     b = b.index_add(0, whole.first, a[whole.first] * begun)
-    h = Scan.apply(a.index_fill(0, whole.first, 0.0), b)
+    h = apply_function(Scan, NAME, a.index_fill(0, whole.first, 0.0), b)
     return h.roll(1, 0).index_copy(0, whole.first, begun), h
 
 

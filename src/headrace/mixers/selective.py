@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.derivatives import first_order
+from ..backends.derivatives import apply_function, first_order
 from .scan import Pack, Tile, backwards, scan_
 
+NAME = "the selective scan"
 TILE = 2**19  # elements of a tile's states: the few such tensors that are alive at once stay near a core
 
 
@@ -31,7 +32,7 @@ def selective_scan(operands: Operands, lengths: list[int]) -> tuple[Tensor, Tens
 
     Returns (y [T, D], the last state of each sequence [n, S, D])."""
     with torch.autocast(operands.u.device.type, enabled=False):
-        return SelectiveScan.apply(lengths, *operands)  # type: ignore[no-any-return]
+        return apply_function(SelectiveScan, NAME, lengths, *operands)
 
 
 def selective_step(operands: Operands) -> tuple[Tensor, Tensor]:
@@ -57,7 +58,7 @@ class SelectiveScan(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    @first_order("the selective scan")
+    @first_order(NAME)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x = Operands(*ctx.saved_tensors)
         d = Operands(*map(torch.zeros_like, x))

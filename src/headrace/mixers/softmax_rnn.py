@@ -147,7 +147,8 @@ def numerator(q: Tensor, k: Tensor, spec: SoftmaxRNNSpec, allowed: Tensor) -> tu
     Where a sum or a norm divides the factor out, weights are e^(x − m). m is the row's largest logit, or the logarithm
     of the least denominator where that is larger: so neither the weights nor the denominator over e^m can overflow."""
     function, divisor = FUNCTIONS[spec.numerator]
-    q, k = (function(x.to(accumulator(x))) for x in (q, k))
+    precision = torch.promote_types(accumulator(q), accumulator(k))
+    q, k = (function(x.to(precision)) for x in (q, k))
     logits = torch.einsum("bthd,blhd->bhtl", q, k) / divisor(q.shape[-1])
     if spec.clamp is not None:
         logits = logits.clamp(max=spec.clamp)
