@@ -1,0 +1,66 @@
+"""Configurations, weights and checkpoints written by earlier versions are read as what they were.
+
+`python tests/test_stored.py` writes tests/stored/models.json anew; a change of what it holds breaks stored models.
+"""
+
+import json
+import math
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace import zoo
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM
+
+STORED = Path(__file__).parent / "stored" / "models.json"
+SIZES = {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 12}
+KEPT = ("mixer", "style")  # what a configuration holds beside SIZES and the values that a class gives it
+
+
+def filled(model):
+    """With weights that their names and places decide."""
+    for name, weight in model.state_dict().items():
+        if weight.is_floating_point():
+            place = torch.arange(weight.numel(), dtype=torch.float64).view(weight.shape)
+            weight.add_(0.1 * torch.sin(0.7 * place + zlib.crc32(name.encode()) % 628 / 100))
+    return model
+
+
+@torch.no_grad()
+def described(config):
+    """Its configuration, its parameters' names and shapes, and two logits of each of three tokens."""
+    torch.manual_seed(0)  # of nothing that is kept: every weight at its first value is written over or a constant
+    model = HeadraceForCausalLM(config).double().eval()
+    for weight in model.parameters():
+        weight.zero_()
+    ids = torch.arange(1, 13)[None] * 7 % 23
+    logits = filled(model)(ids).logits[0, [0, 5, 11], :2].flatten()
+    stored = {name: value for name, value in json.loads(config.to_json_string()).items() if name in KEPT}
+    shapes = {name: "x".join(map(str, weight.shape)) for name, weight in model.state_dict().items()}
+    return {"config": stored, "weights": shapes, "logits": logits.tolist()}
+
+
+def write():
+    every = {name: described(HeadraceConfig(mixer=name, **SIZES)) for name in zoo.names()}
+    STORED.parent.mkdir(exist_ok=True)
+    lines = (f"{json.dumps(name)}: {json.dumps(one, separators=(',', ':'))}" for name, one in every.items())
+    STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+MODELS = json.loads(STORED.read_text("utf-8")) if STORED.is_file() else {}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stored_model_is_what_it_was(name):
+    stored = MODELS[name]
+    found = described(HeadraceConfig(**stored["config"], **SIZES))
+    assert found["config"] == stored["config"] and found["weights"] == stored["weights"]
+    # Some hundred float64 operations on numbers near one, in another order on another processor.
+    for now, then in zip(found["logits"], stored["logits"], strict=True):
+        assert math.isclose(now, then, rel_tol=1e-9, abs_tol=1e-9)
+
+
+if __name__ == "__main__":
+    write()
