@@ -20,6 +20,7 @@ from rich.table import Table
 from compiled import PATHS, Graph
 from headrace import step
 from headrace.backends import native
+from headrace.backends.call import Call
 from op import HEADS
 from peers import FAMILIES, PEERS
 from race import Runner, race, spread
@@ -70,9 +71,9 @@ def kernel(family: str, layers: list[dict], V: int) -> Runner:
     states = [torch.zeros(1, HEADS, own["k"].shape[-1], V) for own in layers]
     calls = []
     for own, state in zip(layers, states, strict=True):
-        tensors = [own.get(name) for name in ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate")]
-        settings = (None, None, options.get("rule") == "delta", options.get("scale", 1.0), 0)
-        problem, out = native.Problem(*tensors, *settings), torch.empty_like(own["v"])
+        tensors = {name: own.get(name) for name in Call._fields[:9]}
+        settings = {"delta": options.get("rule") == "delta", "scale": options.get("scale", 1.0), "chunk_size": None}
+        problem, out = native.Problem(Call(**tensors, **settings)), torch.empty_like(own["v"])
         calls.append((problem, native.PLACE.pack(*native.place(out)), state.data_ptr(), (out, state)))
 
     def call(_):

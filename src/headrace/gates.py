@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .recurrence import accumulator
+from .backends.call import accumulator
 from .spec import Competition, Decay
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .backends.call import accumulator
 from .backends.derivatives import check_transforms, first_order, transformed
-from .recurrence import accumulator
 
 NAMES = "linear_cross_entropy", "; expected F.cross_entropy of the logits"
 IGNORED = -100

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .backends.call import accumulator
 from .gates import SelfInitialised
-from .recurrence import accumulator
 from .stack_spec import Experts
 
 

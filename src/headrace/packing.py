@@ -77,9 +77,10 @@ def flash_bounds(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def without_padding(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: Any, mask: Tensor) -> tuple[Tensor, Any]:
-    """run(pack, state, cu_seqlens) on the tokens of x [B, T, D] that mask [B, T] keeps -> (y [B, T, D], state)."""
+    """run(pack, state, cu_seqlens) on the tokens of x [B, T, D] that mask [B, T] keeps, if there are any
+    -> (y [B, T, D], state)."""
     packed, cu_seqlens, places = unpad(x, mask)
-    y, state = run(packed, state, cu_seqlens)
+    y, state = run(packed, state, cu_seqlens) if packed.shape[1] else (packed, state)
     return pad(y, places, x.shape[:2]), state
 
 

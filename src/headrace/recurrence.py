@@ -12,10 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .backends.call import Call, accumulator
 from .backends.derivatives import has_address, transformed
+from .backends.table import Backend
 from .backends.tiles import sequence_ends
 from .checks import check_form, check_rule, check_shapes, check_values
-from .dispatch import Backend, Call, choose
+from .dispatch import choose
 from .errors import InputError
 
 NORMALISER_EPS = 1e-6
@@ -91,8 +93,8 @@ def linear_attention(
         check_values(q, k, v, optional, rule, normalise)
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
     call = Call(
-        q, k, v, log_decay, beta, write_gate, read_gate, initial_state, cu_seqlens, rule == "delta", scale,
-        _chunk(form, chunk_size, v, cu_seqlens),
+        q, k, v, log_decay, beta, write_gate, read_gate, initial_state, cu_seqlens,
+        delta=rule == "delta", scale=scale, chunk_size=_chunk(form, chunk_size, v, cu_seqlens),
     )  # fmt: skip
     if form == "recurrent":
         if backend not in ("auto", "torch"):
@@ -105,7 +107,7 @@ def linear_attention(
         return _normalised(call, chosen)
     if bonus is not None:
         return _with_bonus(call, bonus, chosen)
-    return chosen.run(*call)
+    return chosen.run(call)
 
 
 def _chunk(form: str, chunk_size: int | None, v: Tensor, cu_seqlens: Tensor | None) -> int | None:
@@ -129,7 +131,7 @@ def _normalised(call: Call, backend: Backend) -> tuple[Tensor, Tensor]:
     """The normaliser is a column of ones beside v: the same decay, β and write gate act on it."""
     acc = accumulator(call.v)
     v = torch.cat([call.v.to(acc), torch.ones_like(call.v[..., :1], dtype=acc)], -1)
-    out, state = backend.run(*call._replace(q=call.q.to(acc), k=call.k.to(acc), v=v, read_gate=None))
+    out, state = backend.run(call._replace(q=call.q.to(acc), k=call.k.to(acc), v=v, read_gate=None))
     out = out[..., :-1] / (out[..., -1:] + NORMALISER_EPS)
     return _gated(out, call.read_gate).to(call.v.dtype), state
 
@@ -158,7 +160,7 @@ def _with_bonus(call: Call, bonus: Tensor, backend: Backend) -> tuple[Tensor, Te
     )  # fmt: skip
     if call.cu_seqlens is not None:
         shifted = shifted._replace(cu_seqlens=call.cu_seqlens + torch.arange(N + 1).to(call.cu_seqlens))
-    out, state = backend.run(*shifted)
+    out, state = backend.run(shifted)
     weight = (_per_head(call.q, bonus) * bonus * _per_head(call.k, bonus)).sum(-1) * call.scale
     for factor in (call.beta, call.write_gate, call.read_gate):
         weight = weight if factor is None else weight * factor
@@ -177,11 +179,6 @@ def _per_head(x: Tensor, bonus: Tensor) -> Tensor:
 
 def _gated(x: Tensor, gate: Tensor | None) -> Tensor:
     return x if gate is None else x * gate[..., None]
-
-
-def accumulator(x: Tensor) -> torch.dtype:
-    """States, gates, norms and sums are float64 for float64 inputs, else float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 # --- token by token --------------------------------------------------------------------------------------------------
@@ -215,11 +212,13 @@ def step(
     check_rule(rule, bonus, normalise)
     check_shapes(q, k, v, optional, normalise, ("B",))
     factor = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    tensors = (_one_row(x) for x in (q, k, v, log_decay, beta, write_gate, read_gate))
-    call = Call._make((*tensors, state, None, rule == "delta", factor, None))
+    call = Call(
+        q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), _one_row(log_decay), _one_row(beta), _one_row(write_gate),
+        _one_row(read_gate), state, None, delta=rule == "delta", scale=factor, chunk_size=None,
+    )  # fmt: skip
     backend = choose(call, "auto")
     if backend.steps and bonus is None and not transformed():
-        out, state = _normalised(call, backend) if normalise else backend.run(*call)
+        out, state = _normalised(call, backend) if normalise else backend.run(call)
         return out.squeeze(1), state
     return _step(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, rule, normalise, factor)
 

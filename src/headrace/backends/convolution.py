@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import derivatives, native
+from .call import Call
 from .modules import untouched
 from .operator import define, library
 
@@ -47,10 +48,10 @@ class _Given:
     def __init__(self, x: Tensor, weight: Tensor, history: Tensor, cu_seqlens: Tensor | None):
         x = x[:, :, None]
         one = x[..., :1]  # q and k, which nothing reads
-        self.problem = native.Problem(one, one, x, None, None, None, None, None, cu_seqlens, False, 1.0, 0)
-        channels, width = x.shape[-1], len(weight) - 1
+        call = Call(one, one, x, cu_seqlens=cu_seqlens)
+        self.problem, channels, width = native.Problem(call), x.shape[-1], len(weight) - 1
         native.expect("weight", weight, (width + 1, channels))
-        native.expect("history", history, (self.problem.sequences, width - 1, channels))
+        native.expect("history", history, (call.sequences, width - 1, channels))
         self.weight, self.history = (y.to(torch.float32).contiguous() for y in (weight, history))
         addresses = self.weight.data_ptr(), self.history.data_ptr()
         self.packed = self.problem.packed, _CONVOLUTION.pack(width, *addresses)
@@ -71,7 +72,7 @@ def _backward(d_out: Tensor, *args) -> tuple[Tensor, Tensor, Tensor]:
     assert native.library is not None
     given, d_out = _Given(*args), d_out.contiguous()
     native.expect("d_out", d_out, args[0].shape, args[0].dtype)
-    d_x, d_weight = _like(d_out), given.weight.new_empty(given.problem.sequences, *given.weight.shape)
+    d_x, d_weight = _like(d_out), given.weight.new_empty(len(given.history), *given.weight.shape)
     d_history = torch.empty_like(given.history)
     into = _place(d_x), d_weight.data_ptr(), d_history.data_ptr()
     native.check(native.library.hr_convolve_backward(*given.packed, _place(d_out), *into))

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .call import Call
 from .tiles import sequence_ends
 
 ABI = 4
@@ -73,29 +74,25 @@ instructions = "" if library is None else _found
 class Problem:
     """hr_problem for a call, and the tensors that it points into, kept alive."""
 
-    def __init__(
-        self, q, k, v, log_decay, beta, write_gate, read_gate, initial_state, cu_seqlens, delta, scale, chunk_size
-    ):  # fmt: skip
-        (B, T, H, V), (Hq, K) = v.shape, k.shape[2:]
-        self.sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        self.shape = (self.sequences, H, K, V)
-        expect("q", q, (B, T, Hq, K), v.dtype)
-        expect("k", k, (B, T, Hq, K), v.dtype)
+    def __init__(self, call: Call):
+        (B, T, H, V), (Hq, K), log_decay = call.v.shape, call.k.shape[2:], call.log_decay
+        for name, x in (("q", call.q), ("k", call.k)):
+            expect(name, x, (B, T, Hq, K), call.v.dtype)
         if log_decay is not None:
             dimensions = log_decay.dim()
             expect("log_decay", log_decay, (H,) if dimensions == 1 else (B, T, H, K)[: max(dimensions, 3)])
-        for name, x in (("beta", beta), ("write_gate", write_gate), ("read_gate", read_gate)):
-            expect(name, x, (B, T, H))
-        expect("initial_state", initial_state, self.shape)
-        per_token = [_floats(x) for x in (log_decay, beta, write_gate, read_gate)]
-        self.tensors: list[Tensor | None] = [_rows(q), _rows(k), _rows(v), *per_token]
-        ends = None if cu_seqlens is None else _ends(cu_seqlens, T)
-        state = None if initial_state is None else initial_state.to(torch.float32).contiguous()
+        for name, gate in (("beta", call.beta), ("write_gate", call.write_gate), ("read_gate", call.read_gate)):
+            expect(name, gate, (B, T, H))
+        expect("initial_state", call.initial_state, call.state_shape)
+        per_token = [_floats(x) for x in (log_decay, call.beta, call.write_gate, call.read_gate)]
+        self.tensors: list[Tensor | None] = [_rows(call.q), _rows(call.k), _rows(call.v), *per_token]
+        ends = None if call.cu_seqlens is None else _ends(call.cu_seqlens, T)
+        state = None if call.initial_state is None else call.initial_state.to(torch.float32).contiguous()
         self.alive = (ends, state)
         decay = 0 if log_decay is None else DECAYS[log_decay.dim()]
         self.packed = _PROBLEM.pack(
-            ABI, DTYPES[v.dtype], decay, delta, chunk_size, torch.get_num_threads(), KEEP_ERRORS, scale,
-            B, T, H, Hq, K, V, self.sequences, address(ends), *_places(self.tensors), address(state),
+            ABI, DTYPES[call.v.dtype], decay, call.delta, call.chunk_size or 0, torch.get_num_threads(), KEEP_ERRORS,
+            call.scale, B, T, H, Hq, K, V, call.sequences, address(ends), *_places(self.tensors), address(state),
         )  # fmt: skip
 
 
@@ -147,16 +144,14 @@ def check(status: int) -> None:
     raise MemoryError(sentence) if status == NO_MEMORY else RuntimeError(sentence)
 
 
-def forward(*args) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(out, final state, what the backward needs if the last argument, `keep`, is true)."""
+def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, final state, what the backward needs if `keep`)."""
     assert library is not None, missing
-    *given, keep = args
-    problem, v = Problem(*given), given[2]
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    final = v.new_empty(problem.shape, dtype=torch.float32)
+    problem, out = Problem(call), torch.empty_like(call.v, memory_format=torch.contiguous_format)
+    final = call.v.new_empty(call.state_shape, dtype=torch.float32)
     into, kept = PLACE.pack(*place(out)), None
-    if v.shape[1] == 1 and not keep and given[8] is None:
-        _set_state(final, given[7])
+    if call.v.shape[1] == 1 and not keep and call.cu_seqlens is None:
+        _set_state(final, call.initial_state)
         check(library.hr_step(problem.packed, into, final.data_ptr()))
         return out, final, None
     if keep:
@@ -172,13 +167,12 @@ def _set_state(state: Tensor, initial: Tensor | None) -> None:
         state.copy_(initial)
 
 
-def backward(d_out: Tensor, d_final: Tensor, *args) -> list[Tensor | None]:
-    """Gradients of the eight differentiable inputs, None where not `wanted`, the last argument."""
+def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], wanted: list[bool]):
+    """Gradients of the eight differentiable inputs, None where not `wanted`."""
     assert library is not None, missing
-    *given, kept, wanted = args
-    problem, d_out, d_final, kept = Problem(*given), _rows(d_out), d_final.contiguous(), kept.contiguous()
-    expect("d_out", d_out, given[2].shape, given[2].dtype)
-    expect("d_final", d_final, problem.shape, torch.float32)
+    problem, d_out, d_final, kept = Problem(call), _rows(d_out), d_final.contiguous(), kept_[0].contiguous()
+    expect("d_out", d_out, call.v.shape, call.v.dtype)
+    expect("d_final", d_final, call.state_shape, torch.float32)
     expect("kept", kept, (library.hr_kept_floats(problem.packed),), torch.float32)
     new = [
         torch.empty_like(x, memory_format=torch.contiguous_format) if x is not None and needed else None

@@ -1,24 +1,17 @@
 """The native library as a PyTorch operator, `torch.ops.headrace.native`, on the CPU."""
 
 import torch
-from torch import Tensor
 
 from . import native
+from .call import Call
 from .operator import register
+from .table import Backend
 
 CHUNKS = range(16, 129, 16)
 LARGEST = 2**16
 
 
-def missing() -> str | None:
-    return native.missing
-
-
-def about() -> str:
-    return f"C++, {native.instructions}"
-
-
-def refuses(call) -> str | None:
+def _refuses(call: Call) -> str | None:
     """Why the library cannot take a Call, or None."""
     device, dtype, (K, V) = call.v.device.type, call.v.dtype, (call.k.shape[-1], call.v.shape[-1])
     if device != "cpu":
@@ -32,15 +25,15 @@ def refuses(call) -> str | None:
     return None
 
 
-def _kept_shapes(*args):
+def _kept_shapes(call: Call):
     """The library knows how much, for sizes that are numbers; while tracing they may not be."""
     return ((torch.library.get_ctx().new_dynamic_size(),),)
 
 
-_run = register("native", "CPU", native.forward, native.backward, ["kept"], _kept_shapes)
-
-
-def run(*args) -> tuple[Tensor, Tensor]:
-    """(out, final state); the arguments are those of INPUTS in order; chunk_size None: the library's choice."""
-    *given, chunk_size = args
-    return _run(*given, chunk_size or 0)
+BACKEND = Backend(
+    run=register("native", "CPU", native.forward, native.backward, ["kept"], _kept_shapes),
+    missing=lambda: native.missing,
+    refuses=_refuses,
+    about=lambda: f"C++, {native.instructions}",
+    steps=True,
+)

@@ -11,44 +11,40 @@ import torch
 from torch import Tensor
 
 from . import derivatives
-from .tiles import accumulator_dtype
+from .call import DIFFERENTIABLE, SCHEMA, Call, accumulator
 
-INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta, Tensor? write_gate, Tensor? read_gate, "
-    "Tensor? initial_state, Tensor? cu_seqlens, bool delta, float scale, int chunk_size"
-)
-DIFFERENTIABLE = 8  # of INPUTS, the first
 NAMES = "linear_attention", "; expected form='recurrent', which has all derivatives"
 library = torch.library.Library("headrace", "DEF")
 
 
 def register(name: str, key: str, forward: Callable, backward: Callable, kept: list[str], kept_shapes: Callable) -> Any:
-    """A function of INPUTS to (out, final state) with a gradient, computed for the dispatch key by:
+    """A function of a Call to (out, final state) with a gradient, computed for the dispatch key by:
 
-    forward(*INPUTS, keep) -> (out, final state, *kept), the kept ones for the backward if `keep`;
-    backward(d_out, d_final, *INPUTS, *kept, wanted) -> eight gradients in any dtype, or None where not `wanted`;
-    kept_shapes(*INPUTS) -> the shapes of the kept ones, which have the final state's dtype.
+    forward(call, keep) -> (out, final state, *kept), the kept ones for the backward if `keep`;
+    backward(d_out, d_final, call, kept, wanted) -> eight gradients in any dtype, or None where not `wanted`;
+    kept_shapes(call) -> the shapes of the kept ones, which have the final state's dtype.
 
     Two operators in `torch.ops.headrace`: `<name>`, and `<name>_kept`, which has the gradient and costs twice as much
     to call.
     """
-    arguments = ", ".join(f"Tensor {x}" for x in kept)
-    plain = define(name, f"({INPUTS})", 2, lambda *args: forward(*args, False)[:2], _fake_results, key)
+    plain = define(name, f"({SCHEMA})", 2, lambda *args: forward(Call(*args), False)[:2], _fake_results, key)
     keeping = define(
-        f"{name}_kept", f"({INPUTS})", 2 + len(kept), lambda *args: forward(*args, True), _fake_kept(kept_shapes), key
-    )
+        f"{name}_kept", f"({SCHEMA})", 2 + len(kept), lambda *args: forward(Call(*args), True),
+        _fake_kept(kept_shapes), key,
+    )  # fmt: skip
+    arguments = ", ".join(f"Tensor {x}" for x in kept)
     gradient = define(
-        f"{name}_backward", f"(Tensor d_out, Tensor d_final, {INPUTS}, {arguments}, bool[] wanted)", DIFFERENTIABLE,
+        f"{name}_backward", f"(Tensor d_out, Tensor d_final, {SCHEMA}, {arguments}, bool[] wanted)", DIFFERENTIABLE,
         _like_inputs(backward), _like_inputs(_fake_backward), key,
     )  # fmt: skip
     torch.library.register_autograd(f"headrace::{name}_kept", _gradient(gradient), setup_context=_save, lib=library)
 
-    def run(*inputs) -> tuple[Tensor, Tensor]:
+    def run(call: Call) -> tuple[Tensor, Tensor]:
         transformed = derivatives.transformed()
         if transformed:
-            derivatives.check_transforms(*NAMES, inputs)
-        wanted = torch.is_grad_enabled() and (transformed or _any_requires_grad(inputs))  # a vmapped tensor may not say
-        return keeping(*inputs)[:2] if wanted else plain(*inputs)
+            derivatives.check_transforms(*NAMES, call)
+        wanted = torch.is_grad_enabled() and (transformed or _any_requires_grad(call))  # a vmapped tensor may not say
+        return keeping(*call)[:2] if wanted else plain(*call)
 
     return run
 
@@ -60,40 +56,39 @@ def define(name: str, arguments: str, results: int, real: Callable, fake: Callab
     return getattr(torch.ops.headrace, name).default
 
 
-def _any_requires_grad(inputs: tuple) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+def _any_requires_grad(call: Call) -> bool:
+    return any(x is not None and x.requires_grad for x in call.tensors)
 
 
-def _like_inputs(backward: Callable) -> Callable:
+def _like_inputs(backward: Callable[..., Any]) -> Callable:
     """Gradients in the dtypes of the inputs; an empty tensor where none is wanted."""
 
     def run(d_out, d_final, *args):
-        grads, wanted = backward(d_out, d_final, *args), args[-1]
-        given = zip(grads, args[:DIFFERENTIABLE], wanted, strict=True)
+        n = len(Call._fields)
+        call, kept, wanted = Call(*args[:n]), args[n:-1], args[-1]
+        grads = backward(d_out, d_final, call, kept, wanted)
+        given: Any = zip(grads, call.tensors, wanted, strict=True)
         return tuple(grad.to(x.dtype) if needed else d_out.new_empty(0) for grad, x, needed in given)
 
     return run
 
 
-def _fake_results(q, k, v, *rest):
-    cu_seqlens = rest[5]
-    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = q.new_empty(sequences, v.shape[2], k.shape[3], v.shape[3], dtype=accumulator_dtype(q))
-    return torch.empty_like(v, memory_format=torch.contiguous_format), final
+def _fake_results(*args):
+    call = Call(*args)
+    final = call.q.new_empty(call.state_shape, dtype=accumulator(call.q))
+    return torch.empty_like(call.v, memory_format=torch.contiguous_format), final
 
 
 def _fake_kept(kept_shapes: Callable) -> Callable:
     def run(*args):
         out, final = _fake_results(*args)
-        return out, final, *(final.new_empty(shape) for shape in kept_shapes(*args))
+        return out, final, *(final.new_empty(shape) for shape in kept_shapes(Call(*args)))
 
     return run
 
 
-def _fake_backward(d_out, d_final, *args):
-    return [
-        x if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in args[:DIFFERENTIABLE]
-    ]
+def _fake_backward(d_out, d_final, call, kept, wanted):
+    return [x if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in call.tensors]
 
 
 def _save(ctx, inputs, output) -> None:

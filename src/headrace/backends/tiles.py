@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from .call import DIFFERENTIABLE, Call, accumulator
 from .decay import NoDecay, ScalarDecay, VectorDecay
 
 Span = tuple[int, int]
@@ -33,28 +34,23 @@ class Tile(NamedTuple):
 class Inputs:
     """The op's inputs and how they are cut: a batch is one run of chunks, a pack of sequences is a run for each."""
 
-    def __init__(
-        self, q, k, v, log_decay, beta, write_gate, read_gate, initial_state, cu_seqlens, delta, scale, chunk_size
-    ):
-        self.q, self.k, self.v, self.log_decay, self.delta, self.scale = q, k, v, log_decay, delta, scale
-        (self.B, T, self.H, self.V), self.K = v.shape, k.shape[-1]
-        self.dtype = accumulator_dtype(q)
+    def __init__(self, call: Call):
+        self.call, self.chunk_size, self.dtype = call, chunk_size(call), accumulator(call.q)
+        (self.B, T, self.H, self.V), self.K = call.v.shape, call.k.shape[-1]
         # Laid out once for all tokens: small tensors cost as much as large ones to take apart.
-        self.beta, self.write, self.read = (self.per_token(x) for x in (beta, write_gate, read_gate))
-        self.strength = scale if self.read is None else self.read * scale
+        self.beta, self.write, self.read = (self.per_token(x) for x in (call.beta, call.write_gate, call.read_gate))
+        self.strength = call.scale if self.read is None else self.read * call.scale
         # Under the additive rule β and w may as well scale k, which has fewer columns than v.
-        self.factor = None if delta else product(self.beta, self.write)
+        self.factor = None if call.delta else product(self.beta, self.write)
         # NaN for a token with NaN or an infinity in what it writes, else 0: see `Tile`.
-        self.taint = self.per_token((v * 0).sum(-1))
+        self.taint = self.per_token((call.v * 0).sum(-1))
         for gate in (self.beta, self.write):
             self.taint = self.taint if gate is None else self.taint + gate * 0
-        ends = [0, T] if cu_seqlens is None else sequence_ends(cu_seqlens, T)
-        self.sequences = [
-            [(t, min(t + chunk_size, end)) for t in range(start, end, chunk_size)] for start, end in pairwise(ends)
-        ]
-        self.stride = kept_stride(self.K, self.V, chunk_size)
+        ends, C = [0, T] if call.cu_seqlens is None else sequence_ends(call.cu_seqlens, T), self.chunk_size
+        self.sequences = [[(t, min(t + C, end)) for t in range(start, end, C)] for start, end in pairwise(ends)]
+        self.stride = kept_stride(self.K, self.V, C)
         self.kept = sum(len(self.runs(chunks)) for chunks in self.sequences)
-        self.base = 1 if log_decay is None or log_decay.dim() < 4 else block_of(log_decay)
+        self.base = 1 if call.log_decay is None or call.log_decay.dim() < 4 else block_of(call.log_decay)
         self._fixed: dict[int, ScalarDecay] = {}
 
     def runs(self, chunks: list[Span]) -> list[list[Span]]:
@@ -70,7 +66,7 @@ class Inputs:
         N = self.B * self.H if len(self.sequences) == 1 else self.H
         shape = (len(self.sequences), N, self.K, self.V)
         if like is None:
-            return self.q.new_zeros(shape, dtype=self.dtype)
+            return self.call.q.new_zeros(shape, dtype=self.dtype)
         return like.to(self.dtype, copy=True, memory_format=torch.contiguous_format).view(shape)
 
     def lay_out(self, x: Tensor, span: Span) -> Tensor:
@@ -85,7 +81,7 @@ class Inputs:
         return None if x is None else x.to(self.dtype).transpose(1, 2).flatten(0, 1)[..., None].contiguous()
 
     def decay(self, span: Span) -> NoDecay | ScalarDecay | VectorDecay:
-        g, C = self.log_decay, span[1] - span[0]
+        g, C = self.call.log_decay, span[1] - span[0]
         if g is None:
             return NoDecay()
         if g.dim() == 4:
@@ -97,9 +93,9 @@ class Inputs:
         return self._fixed[C]
 
     def tile(self, span: Span) -> Tile:
-        q, k, v = (self.lay_out(x, span) for x in (self.q, self.k, self.v))
+        q, k, v = (self.lay_out(x, span) for x in self.call[:3])
         q, k = q * during(self.strength, span), product(k, during(self.factor, span)) + during(self.taint, span)
-        beta, write = (during(x, span) if self.delta else None for x in (self.beta, self.write))
+        beta, write = (during(x, span) if self.call.delta else None for x in (self.beta, self.write))
         return Tile(q, k, v, beta, write, self.decay(span))
 
 
@@ -123,10 +119,6 @@ def during(x: Tensor | float | None, span: Span) -> Any:
     return x[:, span[0] : span[1]] if isinstance(x, Tensor) else x
 
 
-def accumulator_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def kept_stride(K: int, V: int, chunk_size: int) -> int:
     """Chunks between two kept states, so that these weigh at most as much as q, k and v."""
     return max(1, -(-K * V // (chunk_size * (2 * K + V))))
@@ -138,10 +130,10 @@ def kept_states(T: int, sequences: int, tokens: int) -> int:
     return (T - 1) // tokens + sequences
 
 
-def default_chunk(K: int, V: int) -> int:
-    """A power of two between 16 and 64 near the mean of K and V: beyond it the C×C work inside a chunk costs more than
-    the K×V work between chunks saves."""
-    return min(64, max(16, 1 << ((K + V) // 2 - 1).bit_length()))
+def chunk_size(call: Call) -> int:
+    """The call's, or a power of two between 16 and 64 near the mean of K and V: beyond it the C×C work inside a chunk
+    costs more than the K×V work between chunks saves."""
+    return call.chunk_size or min(64, max(16, 1 << ((call.k.shape[-1] + call.v.shape[-1]) // 2 - 1).bit_length()))
 
 
 def block_of(log_decay: Tensor, longest: int = 16, most: float = 64.0) -> int:
@@ -165,23 +157,22 @@ def row_dot(x: Tensor, y: Tensor) -> Tensor:
 class Gradients:
     """Gradients to the op's inputs, filled chunk by chunk; those per token are gathered by head, [N, T, 1]."""
 
-    def __init__(self, x: Inputs, inputs: dict[str, Tensor | None]):
-        self.x, self.inputs = x, inputs
-        self.large = {
-            n: empty_like(g, x.dtype) for n, g in inputs.items() if g is not None and n in ("q", "k", "v", "log_decay")
-        }
-        whole = (x.B * x.H, x.v.shape[1], 1)
+    def __init__(self, x: Inputs, call: Call):
+        self.x, self.call = x, call
+        large = {"q": call.q, "k": call.k, "v": call.v, "log_decay": call.log_decay}
+        self.large = {name: empty_like(given, x.dtype) for name, given in large.items() if given is not None}
+        whole = (x.B * x.H, call.v.shape[1], 1)
         per_token = {"beta": x.beta, "write_gate": x.write, "read_gate": x.read, "factor": x.factor}
-        self.small = {n: x.q.new_empty(whole, dtype=x.dtype) for n, given in per_token.items() if given is not None}
+        self.small = {n: call.q.new_empty(whole, dtype=x.dtype) for n, given in per_token.items() if given is not None}
 
     def add(self, span: Span, grads: dict[str, Tensor]) -> None:
         """One chunk's, from those to its tile to those to the inputs."""
         x = self.x
         if x.read is not None:
-            grads["read_gate"] = x.scale * row_dot(x.lay_out(x.q, span), grads["q"])
+            grads["read_gate"] = self.call.scale * row_dot(x.lay_out(self.call.q, span), grads["q"])
         grads["q"] = grads["q"] * during(x.strength, span)
         if x.factor is not None:
-            grads["factor"] = row_dot(x.lay_out(x.k, span), grads["k"])
+            grads["factor"] = row_dot(x.lay_out(self.call.k, span), grads["k"])
             grads["k"] = grads["k"] * during(x.factor, span)
         for name, grad in grads.items():
             if name in self.small:
@@ -201,15 +192,14 @@ class Gradients:
         into[:, span[0] : span[1]] = x
 
     def all(self) -> list[Tensor | None]:
-        """In the order of the inputs; None for an input that is."""
+        """Of q … read_gate, in the order of a call; None for an input that is."""
         small, x = self.small, self.x
         if "factor" in small:
             small |= {"beta": product(small["factor"], x.write), "write_gate": product(small["factor"], x.beta)}
         gathered = {n: g.squeeze(-1).unflatten(0, (x.B, x.H)).transpose(1, 2) for n, g in small.items()}
-        found = self.large | {
-            n: g.to(given.dtype).contiguous() for n, g in gathered.items() if (given := self.inputs.get(n)) is not None
-        }
-        return [found.get(name) for name in self.inputs]
+        given: Any = {name: getattr(self.call, name, None) for name in gathered}  # None: what two gates have in common
+        found = {n: g.to(given[n].dtype).contiguous() for n, g in gathered.items() if given[n] is not None}
+        return [(self.large | found).get(name) for name in Call._fields[: DIFFERENTIABLE - 1]]
 
 
 def empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:

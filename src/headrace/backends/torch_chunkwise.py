@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .call import Call
 from .decay import NoDecay, earlier, later
 from .tiles import Gradients, Inputs, Span, Tile, finite, kept_states, product, row_dot, store
 
@@ -89,26 +90,21 @@ def _delta_backward_(grads: dict[str, Tensor], tile: Tile, E: Tensor, S: Tensor,
         grads["write_gate"] = row_dot(tile.v, dP)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, write_gate: Tensor | None,
-    read_gate: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    delta: bool, scale: float, chunk_size: int, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, final state, states kept for the backward, E kept for the backward). The kept ones are empty unless `keep`;
     E is also for the additive rule, where it is v."""
-    settings = (initial_state, cu_seqlens, delta, scale, chunk_size)
-    x = Inputs(q, k, v, log_decay, beta, write_gate, read_gate, *settings)
-    out, final = torch.empty_like(v, memory_format=torch.contiguous_format), x.states(initial_state)
-    room = kept_states(v.shape[1], len(x.sequences), chunk_size * x.stride)
+    x, v = Inputs(call), call.v
+    out, final = torch.empty_like(v, memory_format=torch.contiguous_format), x.states(call.initial_state)
+    room = kept_states(v.shape[1], len(x.sequences), x.chunk_size * x.stride)
     states = final.new_empty((room, *final.shape[1:]) if keep else 0)
-    errors = final.new_empty(v.shape if keep and delta else 0)
+    errors = final.new_empty(v.shape if keep and call.delta else 0)
     slot = 0
     for S, chunks in zip(final, x.sequences, strict=True):
         for i, span in enumerate(chunks):
             if keep and i % x.stride == 0:
                 states[slot], slot = S, slot + 1
             tile = x.tile(span)
-            o, E = chunk_forward(tile, S, delta)
+            o, E = chunk_forward(tile, S, call.delta)
             store(out, span, o)
             if len(errors):
                 store(errors, span, E)
@@ -117,31 +113,24 @@ def forward(
 
 
 def backward(
-    d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None,
-    write_gate: Tensor | None, read_gate: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    delta: bool, scale: float, chunk_size: int, states: Tensor, errors: Tensor, decay_gradient: bool,
-) -> list[Tensor | None]:  # fmt: skip
+    d_out: Tensor, d_final: Tensor, call: Call, states: Tensor, errors: Tensor, decay_gradient: bool
+) -> list[Tensor | None]:
     """Gradients to q, k, v, log_decay, beta, write_gate, read_gate (None where the input is) and the initial state."""
-    inputs = (q, k, v, log_decay, beta, write_gate, read_gate)
-    x = Inputs(*inputs, initial_state, cu_seqlens, delta, scale, chunk_size)
-    grads = Gradients(x, dict(zip(GRADIENTS, inputs, strict=True)))
-    d_initial, slot = x.states(d_final), x.kept
+    x = Inputs(call)
+    grads, d_initial, slot = Gradients(x, call), x.states(d_final), x.kept
     for dS, chunks in zip(reversed(d_initial.unbind()), reversed(x.sequences), strict=True):
         for run in reversed(x.runs(chunks)):
             slot -= 1
             for span, tile, E, S in reversed(list(replay(x, run, states[slot], errors))):
-                grads.add(span, chunk_backward(tile, E, S, dS, x.lay_out(d_out, span), delta, decay_gradient))
+                grads.add(span, chunk_backward(tile, E, S, dS, x.lay_out(d_out, span), call.delta, decay_gradient))
     return [*grads.all(), x.by_sequence(d_initial)]
-
-
-GRADIENTS = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate")
 
 
 def replay(x: Inputs, run: list[Span], S: Tensor, errors: Tensor) -> Iterator[tuple[Span, Tile, Tensor, Tensor]]:
     """A run of chunks again, from the state kept at its start: (span, tile, E, state before the chunk)."""
     for i, span in enumerate(run):
         tile = x.tile(span)
-        E = x.lay_out(errors, span) if x.delta else tile.v
+        E = x.lay_out(errors, span) if x.call.delta else tile.v
         yield span, tile, E, S
         if i + 1 < len(run):
             S = advance_(S.clone(), tile, E)

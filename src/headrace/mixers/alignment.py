@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..backends.call import accumulator
 from ..model_spec import Alignment
-from ..recurrence import accumulator
 
 # --- scores: (query [B, T, n], keys of annotations [B, L, M]) -> [B, T, L] --------------------------------------------
 

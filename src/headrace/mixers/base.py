@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends.call import accumulator
 from ..errors import InputError
 from ..gates import SelfInitialised
 from ..packing import without_padding
-from ..recurrence import accumulator
 
 
 class ScanState(NamedTuple):
@@ -93,16 +93,11 @@ class Mixer(SelfInitialised):
             return self.run_in_place(x, state)
         if state is not None:
             check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
+            if "memory" in state._fields:  # perhaps from a layer in another precision
+                state = state._replace(memory=state.memory.to(accumulator(x)))
         if mask is not None:
-            return without_padding(self._run, x, state, mask)
-        return self._run(x, state, cu_seqlens)
-
-    def _run(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
-        if not x.shape[1]:
-            return x, state
-        if isinstance(memory := getattr(state, "memory", None), Tensor):  # perhaps from a layer in another precision
-            state = state._replace(memory=memory.to(accumulator(x)))
-        return self.run(x, state, cu_seqlens)
+            return without_padding(self.run, x, state, mask)
+        return self.run(x, state, cu_seqlens) if x.shape[1] else (x, state)
 
     def run(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
         raise TypeError(f"{type(self).__name__} does not say what it computes")

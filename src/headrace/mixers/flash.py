@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends.call import accumulator
 from ..backends.derivatives import apply_function, first_order
-from ..recurrence import accumulator
 
 NAME = "flash_attention"
 TILE = 64

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backends.call import accumulator
 from ..gates import SigmoidDecay
 from ..packing import Sequences
-from ..recurrence import accumulator
 from ..spec import Decay, MatrixSpec
 from .base import Mixer
 from .chunks import CHUNK, carry, recur

@@ -19,8 +19,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..backends.call import accumulator
 from ..gates import Gate
-from ..recurrence import accumulator
 
 
 class MemoryChoice(Gate):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backends.call import accumulator
 from ..backends.tiles import product
 from ..errors import GateWarning
 from ..gates import (
@@ -24,7 +25,7 @@ from ..gates import (
     rotary,
 )
 from ..packing import Sequences
-from ..recurrence import accumulator, linear_attention, step
+from ..recurrence import linear_attention, step
 from ..spec import MixerSpec
 from .base import Mixer
 from .decode import GROUP_NORM_EPS, FusedStep, MixerState
@@ -158,13 +159,23 @@ class LinearMixer(Mixer):
         gates = self._compete(q, k, x)
         tokens = state.tokens if state is not None else None
         q, k = self._shape(q, k, sequences.positions(tokens, x) if self.spec.inputs.rotary else None)
-        out, memory, memory_before = self._recur(q, k, v, inputs, gates, state, sequences)
+        tensors: dict[str, Any] = {"q": q, "k": k, "v": self._spread(v), **self._decay_and_gates(inputs, gates)}
+        memory, before = None if state is None else state.memory, None
+        if self.residual is not None:
+            op = partial(self.op, **self._settings())
+            out, memory, before = self.residual(op, tensors, state, sequences)
+        elif x.shape[1] == 1 and cu_seqlens is None:
+            token: dict[str, Any] = {name: _now(y) for name, y in tensors.items()}
+            out, memory = step(**token, state=memory, **self._settings())
+            out = out[:, None]
+        else:
+            out, memory = self.op(**tensors, initial_state=memory, cu_seqlens=cu_seqlens, **self._settings())
         if self.choice is not None:
             out = out.unflatten(2, (self.H, -1)).sum(3)
         y = self._read_out(out, v, inputs.get("gate"), gates[0])
         if self.spec.counts_tokens:
             tokens = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
-        return y, MixerState(memory, conv, shift, tokens, memory_before)
+        return y, MixerState(memory, conv, shift, tokens, before)
 
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         weights = self.fused.weights(self)
@@ -234,27 +245,25 @@ class LinearMixer(Mixer):
         """Of the logits."""
         return 1.0 if self.spec.read.scale == "one" else self.K**-0.5
 
-    def _recur(self, q, k, v, inputs, gates, state, sequences) -> tuple[Tensor, Tensor, Tensor | None]:
-        spec, (log_read, log_write, choice) = self.spec, gates
+    def _settings(self) -> dict[str, Any]:
+        """What `linear_attention` and `step` take that no token changes."""
+        scale = self._scale() if self.features is None else 1.0
+        normalise = self.spec.read.norm == "sum"
+        return {
+            "rule": self.spec.write.rule, "bonus": self._spread(self.bonus), "normalise": normalise, "scale": scale,
+        }  # fmt: skip
+
+    def _decay_and_gates(self, inputs: dict[str, Tensor], gates: tuple) -> dict[str, Tensor | None]:
+        """What `linear_attention` takes per token beside q, k and v."""
+        log_read, log_write, choice = gates
         log_decay, beta = self._decay_and_beta(inputs, log_write)
         read_gate = log_read.exp() if log_read is not None and self._read_gate_inside() else None
-        arguments: dict[str, Any] = {
+        return {
             "log_decay": log_decay,
             "beta": beta,
             "write_gate": log_write.exp() if log_write is not None and self.write_place == "value" else None,
             "read_gate": product(self._spread(read_gate), choice),
         }
-        v, bonus = self._spread(v), self._spread(self.bonus)
-        fixed: dict[str, Any] = {"rule": spec.write.rule, "bonus": bonus, "normalise": spec.read.norm == "sum"}
-        fixed["scale"] = self._scale() if self.features is None else 1.0
-        if self.residual is not None:
-            return self.residual(partial(self.op, **fixed), {"q": q, "k": k, "v": v, **arguments}, state, sequences)
-        memory, cu_seqlens = None if state is None else state.memory, sequences.cu_seqlens
-        if v.shape[1] == 1 and cu_seqlens is None:
-            now = {n: a if a is None or a.dim() == 1 else a[:, 0] for n, a in arguments.items()}
-            out, memory = step(q[:, 0], k[:, 0], v[:, 0], memory, **now, **fixed)
-            return out[:, None], memory, None
-        return *self.op(q, k, v, **arguments, **fixed, initial_state=memory, cu_seqlens=cu_seqlens), None
 
     def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
         """log_decay, and β or, where it also depends on the memory, its logit."""
@@ -303,3 +312,8 @@ class LinearMixer(Mixer):
             weight, bias = self.norm_weight.view(self.H, self.V), self.norm_bias.view(self.H, self.V)
             return (centred * weight + bias).to(out.dtype)
         return out
+
+
+def _now(x: Tensor | None) -> Tensor | None:
+    """The one token of [B, 1, ·]; a fixed decay as it is."""
+    return x if x is None or x.dim() == 1 else x[:, 0]

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backends.call import accumulator
 from ..gates import draw_step_bias_
 from ..packing import Sequences
-from ..recurrence import accumulator
 from ..spec import ScanSpec
 from .base import Mixer, ScanState
 from .selective import Operands, selective_scan, selective_step

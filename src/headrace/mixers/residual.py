@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..backends.call import accumulator
 from ..gates import SelfInitialised
 from ..packing import Sequences
-from ..recurrence import accumulator
 from .chunks import Chunks, carry
 
 TINY = 1e-12  # added to the squares: an empty memory and a value of zero are no surprise

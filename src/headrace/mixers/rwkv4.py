@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..backends.call import accumulator
 from ..packing import Sequences
-from ..recurrence import accumulator
 from ..spec import ScanSpec
 from .base import Mixer, ScanState
 from .scan import Pack, packed_scan, running_maximum

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backends.call import accumulator
 from ..gates import SelfInitialised
 from ..packing import Sequences
-from ..recurrence import accumulator
 from ..spec import MatrixSpec
 from .base import Mixer
 from .chunks import CHUNK, carry, recur

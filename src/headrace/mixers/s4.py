@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backends.call import accumulator
 from ..packing import Sequences
-from ..recurrence import accumulator
 from ..spec import ScanSpec
 from .base import Mixer, ScanState
 from .state_space import Diagonal, LowRank, Response

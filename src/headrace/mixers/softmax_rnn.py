@@ -14,10 +14,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..backends.call import accumulator
 from ..checks import require
 from ..gates import FEATURE_MAPS, l2_norm, rotary
 from ..packing import Sequences
-from ..recurrence import NORMALISER_EPS, accumulator
+from ..recurrence import NORMALISER_EPS
 from ..softmax_rnn_spec import NORMS, SoftmaxRNNSpec
 from .attention import AttentionState, attend_packed, extended
 from .base import ANY, Mixer, check_state

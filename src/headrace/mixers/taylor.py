@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..backends.call import accumulator
 from ..gates import SelfInitialised
-from ..recurrence import accumulator
 
 
 def truncated_exp(x: Tensor, order: int) -> Tensor:

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from ..backends.call import accumulator
 from ..checks import require
 from ..loss import IGNORED
 from ..records import NonNegativeFloat, NonNegativeInt, PositiveInt, Record
-from ..recurrence import accumulator
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,52 @@
+"""The arguments of the recurrence as one object: what `linear_attention` hands to a backend."""
+
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+DIFFERENTIABLE = 8  # the first arguments of a call, which have gradients
+
+
+class Call(NamedTuple):
+    """The arguments of every backend's operator, in the order of its schema. Shapes are those of `linear_attention`;
+    a normaliser and a bonus are already expressed through these."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None = None
+    beta: Tensor | None = None
+    write_gate: Tensor | None = None
+    read_gate: Tensor | None = None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    delta: bool = False
+    scale: float = 1.0
+    chunk_size: int | None = None  # None: the backend's choice
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The differentiable arguments: all tensors but cu_seqlens."""
+        return self[:DIFFERENTIABLE]  # type: ignore[return-value]
+
+    @property
+    def sequences(self) -> int:
+        """N, the number of sequences: rows of the batch, or sequences of the pack."""
+        return self.v.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """[N, H, K, V]"""
+        return self.sequences, self.v.shape[2], self.k.shape[3], self.v.shape[3]
+
+
+TYPES: dict[Any, str] = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", float: "float", int | None: "int?",
+}  # fmt: skip
+SCHEMA = ", ".join(f"{TYPES[kind]} {name}" for name, kind in get_type_hints(Call).items())
+
+
+def accumulator(x: Tensor) -> torch.dtype:
+    """The dtype of states, gates, norms and sums: float64 for float64 inputs, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
