@@ -1,5 +1,5 @@
-"""An OpenAI-compatible server of one model: requests.py, what may be asked; engine.py, what generates; application.py,
-the routes between them.
+"""An OpenAI-compatible server of one model: requests.py, what may be asked; engine.py, what generates; routes.py,
+what is between them.
 
 Requests wait for each other; nothing is batched.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import uvicorn
 
 from ..errors import InputError
-from .application import Limits, application
+from .routes import Limits, application
 
 
 def serve(checkpoint: Path, host: str, port: int, limits: Limits, device: str | None = None) -> None:
@@ -25,9 +25,10 @@ def serve(checkpoint: Path, host: str, port: int, limits: Limits, device: str | 
 
 def listening(host: str, port: int) -> socket.socket:
     """A socket that listens there. Bound before the model is read: an address that is taken is said at once."""
+    if not 0 <= port <= 65535:
+        raise InputError(f"--port={port}; expected 0 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"--host={host!r} and --port={port} cannot be listened on: {reason}") from None
+    except OSError as error:
+        raise InputError(f"--host={host!r} and --port={port} cannot be listened on: {error.strerror}") from None

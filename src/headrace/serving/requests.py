@@ -29,8 +29,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Refused(HTTPException):
     """A request that is not answered; `param` is the field that is wrong."""
 
-    def __init__(self, status: int, sentence: str, param: str | None = None, code: str | None = None, **headers: str):
-        super().__init__(status, sentence, {name.replace("_", "-"): value for name, value in headers.items()})
+    def __init__(
+        self,
+        status: int,
+        sentence: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(status, sentence, headers)
         self.param, self.code = param, code
 
 
@@ -48,7 +55,7 @@ class Known(BaseModel):
     def _nothing_else(self) -> Self:
         for name, value in (self.model_extra or {}).items():
             if name not in IGNORED and value not in NEUTRAL.get(name, ()):
-                raise Refused(400, f"{name}={reprlib.repr(value)} is not available; leave it out", name)
+                raise Refused(400, f"{name[:40]}={reprlib.repr(value)} is not available; leave it out", name[:40])
         return self
 
 
@@ -59,6 +66,10 @@ def _listed(given: Any) -> Any:
 def _prompts(given: Any) -> Any:
     tokens = isinstance(given, list) and given and isinstance(given[0], int)
     return [given] if tokens or isinstance(given, str) else given
+
+
+def _parts(given: Any) -> Any:
+    return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -83,7 +94,7 @@ class Generation(Known):
     max_tokens: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
-    def _hot_enough(self) -> Self:
+    def _finite_when_divided(self) -> Self:
         if 0 < self.temperature < 0.01:  # logits divided by less may be infinite
             raise Refused(400, f"temperature={self.temperature}; expected 0, or 0.01 to 2", "temperature")
         return self
@@ -138,13 +149,11 @@ class Part(Known):
 
 class Message(Known):
     role: str
-    content: str | list[Part]
+    content: Annotated[list[Part], BeforeValidator(_parts)]
 
     def plain(self) -> dict[str, str]:
         """The parts of a content become its lines."""
-        content = self.content
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return {"role": self.role, "content": text}
+        return {"role": self.role, "content": "\n".join(part.text for part in self.content)}
 
 
 class Chat(Generation):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import reprlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Iterator
@@ -68,14 +69,16 @@ class Service:
 
     def _named(self, name: str | None) -> None:
         if name not in (None, self.name):
-            raise Refused(404, f"model={name!r} is not served; expected {self.name!r}", "model", "model_not_found")
+            raise Refused(
+                404, f"model={reprlib.repr(name)} is not served; expected {self.name!r}", "model", "model_not_found"
+            )
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
         """Counts a request that waits or is generated."""
         if self.requests > self.limits.waiting:
             sentence = f"{self.limits.waiting} requests are waiting already; ask again later"
-            raise Refused(429, sentence, code="rate_limit_exceeded", Retry_After="1")
+            raise Refused(429, sentence, code="rate_limit_exceeded", headers={"Retry-After": "1"})
         self.requests += 1
         try:
             yield
@@ -87,7 +90,7 @@ class Service:
         asked = kind.read(await read_body(request, self.limits.body))
         self._named(asked.model)
         if (asked.max_tokens or 1) > self.limits.tokens:
-            sentence = f"max_tokens={asked.max_tokens}; expected at most {self.limits.tokens}"
+            sentence = f"max_tokens={reprlib.repr(asked.max_tokens)}; expected at most {self.limits.tokens}"
             raise Refused(400, sentence, "max_tokens")
         async with self.tokenising:  # a text takes some hundred times its size while it is tokenised
             prompts = await asyncio.to_thread(asked.prompts, self.tokenizer)
@@ -102,7 +105,8 @@ class Service:
             sentence = f"the prompt has {len(ids)} tokens; expected at most {self.limits.prompt}"
             raise Refused(400, sentence, "prompt", "context_length_exceeded")
         if unknown := next((i for i in ids if not 0 <= i < self.vocab_size), None):
-            raise Refused(400, f"the prompt has the token {unknown}; the model has {self.vocab_size}", "prompt")
+            sentence = f"the prompt has the token {reprlib.repr(unknown)}; the model has {self.vocab_size}"
+            raise Refused(400, sentence, "prompt")
 
     async def generate(self, asked: Asked, prompts: list[list[int]]) -> AsyncGenerator[tuple[int, Piece], None]:
         """The pieces of all choices, each with the choice's index."""
@@ -148,10 +152,11 @@ class Answers:
         """One JSON object."""
         texts = [""] * (len(prompts) * asked.n)
         ends: list[Piece] = []
-        async for index, piece in self.service.generate(asked, prompts):
-            texts[index] += piece.text
-            if piece.finish:
-                ends.append(piece)
+        async with aclosing(self.service.generate(asked, prompts)) as pieces:
+            async for index, piece in pieces:
+                texts[index] += piece.text
+                if piece.finish:
+                    ends.append(piece)
         choices = [_choice(i, asked.choice(text), end) for i, (text, end) in enumerate(zip(texts, ends, strict=True))]
         usage = _usage(prompts, sum(end.tokens for end in ends))
         yield json.dumps(self._head(asked.object[0]) | {"choices": choices, "usage": usage}).encode()
@@ -159,10 +164,11 @@ class Answers:
     async def stream(self, asked: Asked, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
         """Server-sent events, a piece in each."""
         head, latest, tokens = self._head(asked.object[1]), -1, 0
-        async for index, piece in self.service.generate(asked, prompts):
-            choice = _choice(index, asked.delta(piece.text, first=index != latest), piece)
-            latest, tokens = index, tokens + (piece.tokens if piece.finish else 0)
-            yield _event(head | {"choices": [choice]})
+        async with aclosing(self.service.generate(asked, prompts)) as pieces:
+            async for index, piece in pieces:
+                choice = _choice(index, asked.delta(piece.text, first=index != latest), piece)
+                latest, tokens = index, tokens + (piece.tokens if piece.finish else 0)
+                yield _event(head | {"choices": [choice]})
         if asked.stream_options.include_usage:
             yield _event(head | {"choices": [], "usage": _usage(prompts, tokens)})
         yield b"data: [DONE]\n\n"
@@ -186,15 +192,22 @@ def _event(content: dict[str, Any]) -> bytes:
 
 async def send_all(chunks: AsyncGenerator[bytes, None], kind: bytes, send: Send) -> None:
     """The answer begins with its first chunk: what fails before it has a status of its own."""
-    start: dict[str, Any] | None = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]}
+
+    async def sent(part: str, **message: Any) -> None:
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await send({"type": f"http.response.{part}", **message})
+        except TimeoutError:
+            raise ClientDisconnect from None
+
+    begun = False
     async with aclosing(chunks):
         async for chunk in chunks:
-            async with asyncio.timeout(SEND_SECONDS):
-                if start is not None:
-                    await send(start)
-                    start = None
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    await send({"type": "http.response.body", "body": b""})
+            if not begun:
+                await sent("start", status=200, headers=[(b"content-type", kind)])
+                begun = True
+            await sent("body", body=chunk, more_body=True)
+    await sent("body")
 
 
 async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
