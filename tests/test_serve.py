@@ -23,8 +23,9 @@ from starlette.requests import ClientDisconnect
 from headrace.data.tokenizer import byte_level
 from headrace.errors import InputError
 from headrace.generate import generate, sampling_settings
-from headrace.hf import HeadraceForCausalLM
+from headrace.hf import HeadraceForCausalLM, load
 from headrace.serving import Limits, application, routes, serve
+from headrace.serving.engine import Engine, Sampling
 from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving
 
 PROMPTS = [f"question{i}:" for i in range(50)]
@@ -211,6 +212,16 @@ def test_a_client_that_goes_away_ends_its_generation(server, client, checkpoint,
             assert gone.recv(15) == b"HTTP/1.1 200 OK"
     until_free(server)
     assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
+
+
+def test_a_prompt_is_not_read_on_for_a_client_that_has_gone(checkpoint):
+    model, tokenizer, reached = load(checkpoint), byte_level(), []
+    engine = Engine(model, tokenizer)
+    for number, block in enumerate(model.model.backbone.layers):
+        block.register_forward_hook(lambda *_, number=number: reached.append(number) or engine.gone.set())
+    with pytest.raises(InterruptedError):
+        engine._run([1, 2, 3], Sampling(4), threading.Event(), print)
+    assert reached == [0]
 
 
 def test_fifty_clients_that_go_away(server, client, checkpoint):

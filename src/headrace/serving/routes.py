@@ -40,8 +40,8 @@ class Limits:
 
     @property
     def body(self) -> int:
-        """Bytes: of a token in JSON, with its escapes, and of all else."""
-        return 32 * self.prompt + 2**16
+        """Bytes: more than a token takes in JSON, and those of the other fields."""
+        return 16 * self.prompt + 2**16
 
 
 class Service:
