@@ -54,6 +54,8 @@ MISTAKES = {
     "generate notes --prompt a --repetition-penalty 0": "--repetition-penalty=0.0; expected more than 0",
     "generate notes --prompt a --top-p 0.5": "--top-p means nothing at --temperature 0",
     "serve notes --longest 0": "--longest=0; expected at least 1",
+    "serve notes --tokens 0": "--tokens=0; expected at least 1",
+    "serve notes --waiting -1": "--waiting=-1; expected at least 0",
     "train laptop-1m tokens=20480 --dry-run": "expected fewer than tokens=20480; add warmup_tokens=1024",
     "compare --heads 7": "num_heads=7 does not divide",
     "compare --mixers bahdanau": "'bahdanau' cannot answer --task pair",

@@ -13,7 +13,7 @@ from headrace.errors import InputError
 EXTRAS = {
     "models": ("transformers", "accelerate", "matplotlib", "huggingface_hub", "tokenizers"),
     "train": ("yaml", "datasets", "tensorboard", "pandas", "pyarrow"),
-    "serve": ("uvicorn", "fastapi", "starlette"),
+    "serve": ("uvicorn", "starlette"),
     "eval": ("lm_eval", "html2text", "bs4", "sklearn"),
 }
 COMMANDS = {

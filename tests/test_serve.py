@@ -1,6 +1,11 @@
-"""The server: right answers to many at once, one sentence to whoever asks wrongly."""
+"""The server: right answers to many at once, no work for who has gone."""
 
+import asyncio
 import json
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,94 +13,322 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytest.importorskip("openai", reason="the extra [dev] is not installed")
 
-import httpx2
-import uvicorn
+import httpx
+import openai
+import torch
+from starlette.requests import ClientDisconnect
 
-import tiny
 from headrace.data.tokenizer import byte_level
 from headrace.errors import InputError
-from headrace.generate import generate
-from headrace.hf import HeadraceForCausalLM
-from headrace.serve import application
+from headrace.generate import generate, sampling_settings
+from headrace.hf import HeadraceForCausalLM, load
+from headrace.serving import Limits, application, routes, serve
+from headrace.serving.engine import Engine, Sampling
+from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving
 
 PROMPTS = [f"question{i}:" for i in range(50)]
-ASCII = 94  # tokens; beyond them a random model writes bytes that are no text
 NEW = 8
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder, tokens = tmp_path_factory.mktemp("model") / "tiny", byte_level()
-    tiny.trained(HeadraceForCausalLM(tiny.config("softmax-gla", vocab_size=ASCII))).float().save_pretrained(folder)
-    tokens.save_pretrained(folder)
-    return folder
+    return save(tmp_path_factory.mktemp("model") / "tiny", ASCII)
 
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    server = uvicorn.Server(uvicorn.Config(application(checkpoint, longest=64), port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.05)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    # No proxy of the environment's stands between, and fifty at once on a busy machine wait for each other.
-    with httpx2.Client(base_url=f"http://127.0.0.1:{port}/v1", timeout=600, trust_env=False) as client:
-        yield client
-    server.should_exit = True
-    thread.join()
+    with serving(checkpoint) as base:
+        yield base
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A client of a model of all bytes, with a chat template."""
+    with serving(save(tmp_path_factory.mktemp("model") / "chat", 257, TEMPLATE)) as base:
+        yield connect(base)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return connect(server)
 
 
 def greedy(checkpoint, prompt):
     return generate(checkpoint, prompt, None, False, max_new_tokens=NEW, do_sample=False)["text"]
 
 
-def asked(checkpoint, **changes):
-    return {"model": str(checkpoint), "max_tokens": NEW, "temperature": 0} | changes
+def ask(client, prompt, **changes):
+    model = client.models.list().data[0].id
+    return client.completions.create(
+        **{"model": model, "prompt": prompt, "max_tokens": NEW, "temperature": 0} | changes
+    )
 
 
-def streamed(server, checkpoint, prompt):
-    pieces = []
-    with server.stream("POST", "/completions", json=asked(checkpoint, prompt=prompt, stream=True)) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                pieces.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"] or "")
-    return "".join(pieces)
+def text_of(stream):
+    return "".join(chunk.choices[0].text for chunk in stream)
 
 
-def test_fifty_at_once_get_what_each_would_alone(server, checkpoint):
+def test_fifty_at_once_get_what_each_would_alone(client, checkpoint):
     with ThreadPoolExecutor(len(PROMPTS)) as many:
-        answers = [*many.map(lambda prompt: streamed(server, checkpoint, prompt), PROMPTS)]
+        answers = [*many.map(lambda prompt: text_of(ask(client, prompt, stream=True)), PROMPTS)]
     assert answers == [greedy(checkpoint, prompt) for prompt in PROMPTS]
     assert len({*answers}) > 1
 
 
-def test_without_a_stream(server, checkpoint):
-    answer = server.post("/completions", json=asked(checkpoint, prompt="question7:")).json()
-    assert answer["choices"][0]["text"] == greedy(checkpoint, "question7:")
-    assert answer["usage"]["completion_tokens"] == NEW
+def test_without_a_stream(client, checkpoint):
+    answer = ask(client, "question7:")
+    assert answer.choices[0].text == greedy(checkpoint, "question7:")
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == NEW and answer.usage.prompt_tokens == len("question7:")
 
 
-MISTAKES = {
-    "malformed JSON": ("/completions", {"content": "{bad", "headers": {"content-type": "application/json"}}, "JSON"),
-    "another model": ("/completions", {"json": {"model": "gpt-9", "prompt": "a"}}, "requested 'gpt-9'"),
-    "too long a prompt": ("/completions", {"json": {"prompt": "a" * 65}}, "has 65 tokens; expected at most 64"),
-    "no prompt": ("/completions", {"json": {"prompt": ""}}, "the prompt has no tokens"),
-    "no text": ("/completions", {"json": {"prompt": [1, 2]}}, "prompt must be a string"),
-    "a chat": ("/chat/completions", {"json": {"messages": [{"role": "user", "content": "?"}]}}, "no chat template"),
-}
+def test_the_models(client, checkpoint):
+    (model,) = client.models.list().data
+    assert model.id == str(checkpoint) and client.models.retrieve(model.id) == model
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(server, checkpoint, mistake):
-    where, request, sentence = MISTAKES[mistake]
-    answer = server.post(where, **request)
-    assert 400 <= answer.status_code < 500 and sentence in answer.text
-    assert server.post("/completions", json=asked(checkpoint, prompt="still_there?")).status_code == 200
+def test_usage_of_a_stream(client):
+    *pieces, last = ask(client, "question7:", stream=True, stream_options={"include_usage": True})
+    assert [piece.choices[0].finish_reason for piece in pieces][-1] == "length"
+    assert last.choices == [] and last.usage.completion_tokens == NEW and last.usage.total_tokens == NEW + 10
+
+
+def test_several_prompts_of_text_and_tokens_with_several_choices(client, checkpoint):
+    tokens = byte_level()("question1:").input_ids
+    answer = ask(client, ["question0:", "question2:"], n=2)
+    assert [choice.text for choice in answer.choices] == [greedy(checkpoint, f"question{i}:") for i in (0, 0, 2, 2)]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.completion_tokens == 4 * NEW
+    assert ask(client, tokens).choices[0].text == greedy(checkpoint, "question1:")
+    drawn = ask(client, "question1:", n=2, temperature=1, seed=1, max_tokens=32).choices
+    assert drawn[0].text != drawn[1].text
+
+
+def test_sampling_is_that_of_generate(client, checkpoint):
+    answer = ask(client, "question7:", temperature=0.7, top_p=0.9, seed=5)
+    expected = generate(checkpoint, "question7:", 5, False, **sampling_settings(NEW, 0.7, 0.9, 0, 1.0))
+    assert answer.choices[0].text == expected["text"]
+
+
+def test_a_seed_gives_the_same_text_whatever_else_draws(client):
+    ended = threading.Event()
+
+    def draw():
+        while not ended.is_set():
+            torch.rand(10)
+
+    sampled = {"temperature": 1, "max_tokens": 32}
+    other = threading.Thread(target=draw)
+    other.start()
+    try:
+        with ThreadPoolExecutor(8) as many:
+            seeds = [5, None, 5, 6, 5, None, 5, 6]
+            answers = many.map(lambda seed: ask(client, "a", **sampled, seed=seed).choices[0].text, seeds)
+            texts = [*zip(seeds, answers, strict=True)]
+    finally:
+        ended.set()
+        other.join()
+    assert len({text for seed, text in texts if seed == 5}) == 1
+    assert len({text for seed, text in texts}) == 4
+
+
+def test_a_stop_string_is_cut_off_in_a_stream_too(client, checkpoint):
+    whole = greedy(checkpoint, "question7:")
+    stop = whole[3:5]
+    assert whole.find(stop) > 0
+    answer = ask(client, "question7:", stop=[stop, "never in there"])
+    assert answer.choices[0].text == whole[: whole.find(stop)] and answer.choices[0].finish_reason == "stop"
+    assert text_of(ask(client, "question7:", stop=stop, stream=True)) == answer.choices[0].text
+
+
+def test_chats(chat):
+    model = chat.models.list().data[0].id
+    asked = {"model": model, "messages": [{"role": "user", "content": "who?"}], "temperature": 0}
+    answer = chat.chat.completions.create(**asked, max_tokens=NEW)
+    text = answer.choices[0].message.content
+    assert text == ask(chat, "user:who?;assistant:").choices[0].text and answer.object == "chat.completion"
+    chunks = [*chat.chat.completions.create(**asked, max_completion_tokens=NEW, stream=True)]
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == text
+    assert [chunk.choices[0].delta.role for chunk in chunks][:1] == ["assistant"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "who?"}]}]
+    assert (
+        chat.chat.completions.create(**asked | {"messages": parts}, max_tokens=NEW).choices[0].message.content == text
+    )
+    again = [*asked["messages"], answer.choices[0].message.model_dump(), *asked["messages"]]
+    assert chat.chat.completions.create(**asked | {"messages": again[:1]}, max_tokens=1).usage.completion_tokens == 1
+    assert chat.chat.completions.create(**asked | {"messages": again}, max_tokens=1, user="me").usage.prompt_tokens < 64
+
+
+def test_what_is_streamed_are_whole_characters(chat):
+    for seed in range(3):
+        asked = {"temperature": 1, "seed": seed, "max_tokens": 200}
+        assert text_of(ask(chat, "a", **asked, stream=True)) == ask(chat, "a", **asked).choices[0].text
+
+
+def test_the_errors_of_the_client(client):
+    with pytest.raises(openai.BadRequestError) as wrong:
+        ask(client, "a", temperature=3)
+    assert wrong.value.param == "temperature" and wrong.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError) as wrong:
+        ask(client, "a", model="gpt-9")
+    assert wrong.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+
+
+def test_fields_that_change_nothing_are_taken(client, checkpoint):
+    neutral = {"user": "me", "echo": False, "best_of": 1, "logit_bias": {}, "presence_penalty": 0, "seed": None}
+    assert ask(client, "question7:", **neutral).choices[0].text == greedy(checkpoint, "question7:")
+
+
+def test_no_web_page_may_read_or_ask(server):
+    asked = httpx.options(
+        f"{server}/v1/completions",
+        headers={"origin": "http://evil.example", "access-control-request-method": "POST"},
+        trust_env=False,
+    )
+    assert asked.status_code == 405 and not [name for name in asked.headers if name.startswith("access-control")]
+
+
+def until_free(base):
+    while httpx.get(f"{base}/health", timeout=600, trust_env=False).json()["requests"]:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_goes_away_ends_its_generation(server, client, checkpoint, streamed):
+    asked = {"prompt": "a", "max_tokens": ENDLESS, "temperature": 0, "stream": streamed}
+    with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2]))) as gone:
+        body = json.dumps(asked).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        gone.sendall(head.encode() + b"\r\n\r\n" + body)
+        while not httpx.get(f"{server}/health", timeout=600, trust_env=False).json()["requests"]:
+            time.sleep(0.02)
+        if streamed:
+            assert gone.recv(15) == b"HTTP/1.1 200 OK"
+    until_free(server)
+    assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
+
+
+def test_a_prompt_is_not_read_on_for_a_client_that_has_gone(checkpoint):
+    model, tokenizer, reached = load(checkpoint), byte_level(), []
+    engine = Engine(model, tokenizer)
+    for number, block in enumerate(model.model.backbone.layers):
+        block.register_forward_hook(lambda *_, number=number: reached.append(number) or engine.gone.set())
+    with pytest.raises(InterruptedError):
+        engine._run([1, 2, 3], Sampling(4), threading.Event(), print)
+    assert reached == [0]
+
+
+def test_fifty_clients_that_go_away(server, client, checkpoint):
+    async def all_of_them():
+        async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="none", timeout=600, max_retries=0) as many:
+
+            async def one():
+                async with await many.completions.create(model=str(checkpoint), prompt="a", stream=True) as stream:
+                    async for _ in stream:
+                        return
+
+            tasks = [
+                asyncio.create_task(one() if i % 2 else many.completions.create(model=str(checkpoint), prompt="a"))
+                for i in range(50)
+            ]
+            await asyncio.sleep(0.2)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(all_of_them())
+    until_free(server)
+    assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
+
+
+def test_more_than_may_wait_are_told_to_come_again(checkpoint):
+    with serving(checkpoint, waiting=1) as base:
+        client = connect(base)
+        with ask(client, "a", stream=True, max_tokens=ENDLESS) as first:
+            next(iter(first))
+            with ThreadPoolExecutor(1) as other:
+                waits = other.submit(ask, client, "question7:")
+                while httpx.get(f"{base}/health", timeout=600, trust_env=False).json()["requests"] < 2:
+                    time.sleep(0.02)
+                with pytest.raises(openai.RateLimitError) as refused:
+                    ask(client, "a")
+                assert int(refused.value.response.headers["retry-after"]) >= 1
+                assert client.models.list().data  # whoever does not generate does not wait
+                first.close()
+                assert waits.result().choices[0].text == greedy(checkpoint, "question7:")
+
+
+def test_a_client_that_does_not_read_is_given_up(monkeypatch):
+    monkeypatch.setattr(routes, "SEND_SECONDS", 0.01)
+    closed = []
+
+    async def chunks():
+        try:
+            yield b"more"
+        finally:
+            closed.append(True)
+
+    async def send(message):
+        await asyncio.Event().wait()
+
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(routes.send_all(chunks(), b"text/plain", send))
+    assert closed
+
+
+def test_a_failure_is_an_error_of_the_server(checkpoint, monkeypatch):
+    def fails(*_, **__):
+        raise OSError("a disk")
+
+    with serving(checkpoint) as base:
+        monkeypatch.setattr(HeadraceForCausalLM, "generate", fails)
+        with pytest.raises(openai.InternalServerError, match="failed with OSError"):
+            ask(connect(base), "a")
+
+
+def test_what_the_model_cannot_do_is_the_fault_of_the_request(tmp_path):
+    gpt = save(tmp_path, ASCII, mixer="gpt", max_position_embeddings=16)
+    with serving(gpt) as base, pytest.raises(openai.BadRequestError, match="16"):
+        ask(connect(base), "a" * 20)
 
 
 def test_what_cannot_be_served_is_said_before(tmp_path):
     with pytest.raises(InputError, match=r"has no config\.json"):
-        application(tmp_path, longest=10)
+        application(tmp_path)
+
+
+def start(*arguments):
+    command = [sys.executable, "-c", "from headrace.cli import main; main()", "serve", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_ends_it_while_it_generates(checkpoint, number, code, word):
+    server = start(checkpoint, "--port", 0, "--tokens", ENDLESS)
+    base = server.stdout.readline().split()[-1]
+    with ask(connect(base.removesuffix("/v1")), "a", stream=True, max_tokens=ENDLESS) as stream:
+        next(iter(stream))
+        server.send_signal(number)
+        with pytest.raises(openai.APIConnectionError):
+            list(stream)
+    said = server.communicate()[1]
+    assert server.returncode == code and f"{word}: the server has ended" in said and "Traceback" not in said
+
+
+def test_an_address_that_cannot_be_had(checkpoint):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"--port={port} cannot be listened on: .* in use"):
+            serve(checkpoint, "127.0.0.1", port, Limits())
+    with pytest.raises(InputError, match="--port=70000; expected 0 to 65535"):
+        serve(checkpoint, "127.0.0.1", 70000, Limits())
+    with pytest.raises(InputError, match="--host='no host' and"):
+        serve(checkpoint, "no host", 0, Limits())

@@ -49,7 +49,7 @@ ORDER = [
     "retrofit",
     "convert",
     "generate",
-    "serve",
+    "serving",
     "data",
     "recipes",
     "tasks",

@@ -191,16 +191,25 @@ def convert(
 def serve(
     checkpoint: Annotated[Path, typer.Argument(help="A folder written by `train` or save_pretrained.")],
     host: Annotated[str, typer.Option()] = "127.0.0.1",
-    port: Annotated[int, typer.Option()] = 8000,
+    port: Annotated[int, typer.Option(help="0: one that is free.")] = 8000,
     longest: Annotated[int, typer.Option(help="Tokens of a prompt; longer ones are refused.")] = 32768,
+    tokens: Annotated[int, typer.Option(help="Of an answer; requests for more are refused.")] = 4096,
+    waiting: Annotated[int, typer.Option(help="Requests; more are refused for the moment.")] = 64,
+    device: Annotated[str | None, typer.Option(help="The accelerator without it, where there is one.")] = None,
 ) -> None:
-    """Serve a model as OpenAI's API does: transformers' own server, one stream at a time."""
-    from .errors import InputError
-    from .serve import serve as run
+    """Serve a model as OpenAI's API does: completions, and chats where its tokenizer has a template; one at a time.
 
-    if longest < 1:
-        raise InputError(f"--longest={longest}; expected at least 1")
-    run(checkpoint, host, port, longest)
+    There is no password and no encryption: beyond this machine, put it behind a proxy that has them."""
+    from .console import interruptible
+    from .errors import InputError
+    from .serving import Limits
+    from .serving import serve as run
+
+    for name, value, least in (("longest", longest, 1), ("tokens", tokens, 1), ("waiting", waiting, 0)):
+        if value < least:
+            raise InputError(f"--{name}={value}; expected at least {least}")
+    with interruptible("the server has ended"):
+        run(checkpoint, host, port, Limits(longest, tokens, waiting), device)
 
 
 def retrofit(

@@ -1,0 +1,182 @@
+"""What a client may ask for: the bodies of OpenAI's completions and chat completions, checked.
+
+A field that would change the answer and is not implemented is refused by name, never ignored.
+"""
+
+import reprlib
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from jinja2 import TemplateError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+
+from .engine import Sampling
+
+# Fields that are not implemented: those that change nothing of the text, and values at which the others change nothing.
+IGNORED = {
+    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
+}  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("none",),
+    "functions": ([],), "logit_bias": ({},), "logprobs": (), "modalities": (["text"],), "presence_penalty": (0,),
+    "response_format": ({"type": "text"},), "suffix": ("",), "tool_calls": ([],), "tool_choice": ("none", "auto"),
+    "tools": ([],), "top_logprobs": (),
+}  # fmt: skip
+
+
+class Refused(HTTPException):
+    """A request that is not answered; `param` is the field that is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        sentence: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(status, sentence, headers)
+        self.param, self.code = param, code
+
+
+class Known(BaseModel):
+    """Fields that are implemented; what else is given must change nothing. Null is a field's default."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _nothing_else(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name not in IGNORED and value not in NEUTRAL.get(name, ()):
+                raise Refused(400, f"{name[:40]}={reprlib.repr(value)} is not available; leave it out", name[:40])
+        return self
+
+
+def _listed(given: Any) -> Any:
+    return [given] if isinstance(given, str) else given
+
+
+def _prompts(given: Any) -> Any:
+    tokens = isinstance(given, list) and given and isinstance(given[0], int)
+    return [given] if tokens or isinstance(given, str) else given
+
+
+def _parts(given: Any) -> Any:
+    return [{"type": "text", "text": given}] if isinstance(given, str) else given
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StreamOptions(Known):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # of what others may guess from the sizes of packets: nothing is added
+
+
+class Generation(Known):
+    """What both kinds of requests share."""
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=16)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[list[Stop], BeforeValidator(_listed)] = Field([], max_length=4)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
+    max_tokens: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _finite_when_divided(self) -> Self:
+        if 0 < self.temperature < 0.01:  # logits divided by less may be infinite
+            raise Refused(400, f"temperature={self.temperature}; expected 0, or 0.01 to 2", "temperature")
+        return self
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """Of a body of JSON; Refused names the first field that is wrong."""
+        try:
+            return cls.model_validate(from_json(body, allow_inf_nan=False))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the body"
+            value = "" if first["type"] == "missing" else f"={reprlib.repr(first['input'])}"
+            param = str(first["loc"][0]) if first["loc"] else None
+            raise Refused(400, f"{where}{value}: {first['msg']}", param) from None
+        except ValueError as error:
+            raise Refused(400, f"the body is no JSON: {error}") from None
+
+    def sampling(self, longest: int, choice: int) -> Sampling:
+        """Of one of the n choices; none has more than `longest` tokens."""
+        seed = None if self.seed is None else self.seed + choice
+        return Sampling(self.max_tokens or longest, self.temperature, self.top_p, seed, tuple(self.stop))
+
+
+class Completion(Generation):
+    """The body of /v1/completions."""
+
+    object: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")  # whole, and a piece of a stream
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)] = Field(min_length=1, max_length=64)
+    max_tokens: int | None = Field(16, ge=1)
+
+    def prompts(self, tokenizer: Any) -> list[list[int]]:
+        """The tokens of every prompt."""
+        return [
+            tokenizer(prompt, add_special_tokens=False).input_ids if isinstance(prompt, str) else prompt
+            for prompt in self.prompt
+        ]
+
+    @staticmethod
+    def choice(text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    @staticmethod
+    def delta(text: str, first: bool) -> dict[str, Any]:
+        return {"text": text}
+
+
+class Part(Known):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Known):
+    role: str
+    content: Annotated[list[Part], BeforeValidator(_parts)]
+
+    def plain(self) -> dict[str, str]:
+        """The parts of a content become its lines."""
+        return {"role": self.role, "content": "\n".join(part.text for part in self.content)}
+
+
+class Chat(Generation):
+    """The body of /v1/chat/completions."""
+
+    object: ClassVar[tuple[str, str]] = ("chat.completion", "chat.completion.chunk")
+    messages: list[Message] = Field(min_length=1)
+    logprobs: Literal[False] = False
+    max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+
+    def prompts(self, tokenizer: Any) -> list[list[int]]:
+        """The tokens of the one prompt that the chat template makes of the messages."""
+        messages = [message.plain() for message in self.messages]
+        try:
+            made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except TemplateError as error:
+            raise Refused(400, f"the chat template refuses the messages: {error}", "messages") from None
+        return [made["input_ids"]]
+
+    @staticmethod
+    def choice(text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    @staticmethod
+    def delta(text: str, first: bool) -> dict[str, Any]:
+        return {"delta": {"role": "assistant"} | {"content": text} if first else {"content": text}}

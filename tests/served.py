@@ -1,0 +1,49 @@
+"""A small model behind the server, in a thread of the test's process."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import openai
+import uvicorn
+
+import tiny
+from headrace.data.tokenizer import byte_level
+from headrace.hf import HeadraceForCausalLM
+from headrace.serving import Limits, application
+
+ASCII = 94  # tokens; beyond them a random model writes bytes that are no text
+ENDLESS = 10**6  # tokens, which take many minutes: a test that ends did not wait for them
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def save(folder, vocab_size, template=None, mixer="softmax-gla", **changes):
+    model = tiny.trained(HeadraceForCausalLM(tiny.config(mixer, vocab_size=vocab_size, **changes)))
+    tokenizer = byte_level()
+    tokenizer.chat_template = template
+    model.float().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def serving(checkpoint, **limits):
+    """The base of the URLs of a server in a thread."""
+    app = application(checkpoint, Limits(**{"prompt": 64, "tokens": ENDLESS, **limits}))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.05)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+def connect(base):
+    # Fifty at once on a busy machine wait for each other.
+    return openai.OpenAI(base_url=f"{base}/v1", api_key="none", timeout=600, max_retries=0)
