@@ -13,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from . import __version__, account, cli_eval, cli_train, zoo
-from .console import interruptible, needing, terminal
+from .console import AcceptOld, interruptible, needing, terminal
 from .device import on_device
 from .dispatch import BACKENDS
 from .errors import InputError
@@ -68,6 +68,7 @@ def compare(
     workers: Annotated[
         int | None, typer.Option(help="Processes; one per core, or on an accelerator one, without it.")
     ] = None,
+    accept_old: AcceptOld = False,
 ) -> None:
     """Train mixers under matched conditions and write a report. Without arguments: a demonstration of a few minutes.
 
@@ -93,7 +94,7 @@ def compare(
     workers = worker_count(workers)
     check(folder, study)
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
-        claim(folder, study)
+        claim(folder, study, accept_old)
         with board(study, console) as progress:
             results = complete(study, folder, progress.listen, workers)
         report = write_report(results, folder)

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from .console import AcceptOld
+
 
 def lab(
     name: Annotated[str | None, typer.Argument(help="An experiment, or all; a list of them without it.")] = None,
@@ -63,6 +65,7 @@ def bench(
     device: Annotated[str | None, typer.Option(help="The accelerator without it, where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 without it; float32 on a CPU.")] = None,
     output: Annotated[Path, typer.Option(help="The folder for bench.csv and report.html.")] = Path("runs/bench"),
+    accept_old: AcceptOld = False,
 ) -> None:
     """Memory, throughput and latency of mixers with and without competition, beside transformers' own models.
 
@@ -74,6 +77,7 @@ def bench(
     from .console import interruptible, terminal
     from .device import on_device
     from .processes import locked
+    from .train.environment import environment
     from .train.folder import own
 
     device, console = on_device(device), terminal()
@@ -89,7 +93,7 @@ def bench(
         numbers("contexts", contexts),
     )
     with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
-        own(output, asdict(plan) | {"models": list(plan.models)})
+        own(output, asdict(plan) | {"models": list(plan.models)}, accept_old, machine=environment()["processor"])
         with console.status("") as status:
             held = complete(plan, wanted, output, status.update)
         lines = rows(held, plan)
@@ -135,6 +139,7 @@ def evaluate(
     device: Annotated[str | None, typer.Option(help="The accelerator without it, where there is one.")] = None,
     seed: Annotated[int, typer.Option(help="Of needles and their places.", min=0, max=2**32 - 1)] = 1234,
     output: Annotated[Path | None, typer.Option(help="The report's folder; runs/eval-<suite> without one.")] = None,
+    accept_old: AcceptOld = False,
 ) -> None:
     """Evaluate by lm-evaluation-harness, side by side, with standard errors and paired differences.
 
@@ -149,7 +154,7 @@ def evaluate(
         suite, tuple(numbers("lengths", lengths)), None if data is None else str(data), limit, max_length, seed
     )
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
-        found = run.evaluate(checkpoints, plan, run.Machine(on_device(device), batch_size), folder)
+        found = run.evaluate(checkpoints, plan, run.Machine(on_device(device), batch_size), folder, accept_old)
         page = report.write_report(found, checkpoint.named(checkpoints), folder)
     report.print_evaluation(found, console)
     console.print(f"The report is {page}", soft_wrap=True, highlight=False)
@@ -166,6 +171,7 @@ def reproduce(
     output: Annotated[
         Path | None, typer.Option(help="Shared by experiments; runs/reproduce/<scale> by itself.")
     ] = None,
+    accept_old: AcceptOld = False,
 ) -> None:
     """The steps that make a table or a figure of a paper, and our numbers beside the published ones.
 
@@ -190,7 +196,7 @@ def reproduce(
     if run:
         tell(downloads(steps))
         with interruptible("the steps that have ended are kept; the same command continues"), locked(folder):
-            execute(steps, folder, tell)
+            execute(steps, folder, tell, accept_old)
     else:
         for step in steps:
             tell(shlex.join(step))

@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .console import AcceptOld
+
 GIGA = 1e9
 
 
@@ -78,6 +80,7 @@ def train(
     trackers: Annotated[str, typer.Option(help="tensorboard, wandb, trackio, none, or several.")] = "tensorboard",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would cost.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The dry run as JSON.")] = False,
+    accept_old: AcceptOld = False,
 ) -> None:
     """Train a language model. The same command, after whatever interrupted it, goes on where the last checkpoint is.
 
@@ -98,7 +101,7 @@ def train(
 
     folder = output or Path("runs", f"{Path(recipe).stem}-{chosen.mixer}")
     with interruptible(f"{folder} keeps what was learnt up to its newest checkpoint; the same command goes on"):
-        run(chosen, about, open_data(data), folder, fsdp, trackers)
+        run(chosen, about, open_data(data), folder, fsdp, trackers, accept_old)
 
 
 def curves(

@@ -4,12 +4,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from .errors import InputError
 from .processes import Terminated, terminable
+
+AcceptOld = Annotated[
+    bool, typer.Option("--accept-old", help="Go on with results that another version made; the report says so.")
+]
 
 
 def terminal() -> Console:

@@ -3,6 +3,7 @@
 import ctypes
 import fcntl
 import os
+import re
 import signal
 import sys
 import threading
@@ -17,6 +18,8 @@ from typing import IO
 from .errors import InputError
 
 LOCK = ".lock"
+MADE_BY = "made-by.json"  # see provenance.py
+LEFT = re.compile(rf"{re.escape(LOCK)}|{MADE_BY}|\.[\w-]+\.json\.\d+")  # by a process killed before it began
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -85,8 +88,8 @@ def terminable() -> Iterator[None]:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether a folder is not there, or holds nothing but the lock of a process that was killed."""
-    return not folder.exists() or (folder.is_dir() and all(path.name == LOCK for path in folder.iterdir()))
+    """Whether a folder is not there, or holds nothing but what a process leaves that was killed before it began."""
+    return not folder.exists() or (folder.is_dir() and all(LEFT.fullmatch(path.name) for path in folder.iterdir()))
 
 
 def end_with_parent(parent: int) -> None:
