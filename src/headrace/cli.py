@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.progress import track
 from rich.table import Table
 
 from . import __version__, account, cli_eval, cli_train, zoo
-from .console import AcceptOld, interruptible, needing, terminal
+from .console import AcceptOld, interruptible, needing, telling, terminal, track
 from .device import on_device
 from .dispatch import BACKENDS
 from .errors import InputError
@@ -152,8 +151,8 @@ def verify(
         zoo.mixer(name)  # a name that is unknown is so before the first check
     console, broken = terminal(), 0
     table = Table("mixer", "law", "relative error", "tolerance", "")
-    with interruptible("nothing was kept"):
-        checked = track(names, "checking", console=console, transient=True)
+    with interruptible("nothing was kept"), telling(console) as tell:
+        checked = track(names, "mixer", tell)
         for row in (row for name in checked for row in check([name], device, dtypes[dtype])):
             broken += not row.holds
             mark = "holds" if row.holds else "[red]BROKEN"

@@ -20,6 +20,7 @@ from .cache import HeadraceCache
 from .checks import require
 from .config import HeadraceConfig
 from .errors import InputError
+from .integrity import check_weights, seal, unseal
 from .loss import causal_loss
 from .model import Backbone, Block, initialise, padding_mask
 from .moe import balance_loss, routings
@@ -40,6 +41,14 @@ class HeadracePreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         initialise(module, self.config.initializer_range)
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, **options):  # type: ignore[override]
+        """As in transformers, with checksums of the weights, which `load` checks."""
+        if is_main_process:
+            unseal(Path(save_directory))
+        super().save_pretrained(save_directory, is_main_process, **options)
+        if is_main_process:
+            seal(Path(save_directory))
 
 
 class HeadraceModel(HeadracePreTrainedModel):
@@ -281,6 +290,7 @@ def load(path: str | Path) -> HeadraceForCausalLM:
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
+    check_weights(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not isinstance(config, HeadraceConfig):

@@ -36,9 +36,9 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def record(folder: Path, pattern: str = "*") -> Recorded:
-    """Size and SHA-256 of every file in a folder whose name fits a pattern."""
-    files = sorted(path for path in folder.rglob(pattern) if path.is_file())
+def record(folder: Path, pattern: str = "**/*") -> Recorded:
+    """Size and SHA-256 of every file in a folder, or of those that a pattern fits."""
+    files = sorted(path for path in folder.glob(pattern) if path.is_file())
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files
     }
@@ -65,6 +65,11 @@ def damage(folder: Path, recorded: Recorded) -> str | None:
 def seal(folder: Path) -> None:
     """Keep the checksums of a model's weights beside them."""
     write_json(folder / CHECKSUMS, record(folder, "*.safetensors"))
+
+
+def unseal(folder: Path) -> None:
+    """Before weights are written anew."""
+    (folder / CHECKSUMS).unlink(missing_ok=True)
 
 
 def check_weights(folder: Path) -> None:

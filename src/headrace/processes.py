@@ -4,11 +4,12 @@ import ctypes
 import fcntl
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
@@ -44,6 +45,27 @@ def locked(folder: Path, file: Path | None = None) -> Iterator[str]:
             yield holder
         finally:
             file.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A folder to fill within the block, at whose end it becomes `output`: whole or not there. Holds the lock.
+
+    InputError where output exists, or is being made."""
+    with locked_beside(output):
+        if output.exists():
+            raise InputError(f"--output {str(output)!r} exists; name another, or delete it")
+        beside = output.with_name(f".{output.name}.unfinished")
+        if beside.exists():  # of a process that was killed
+            shutil.rmtree(beside)
+        beside.mkdir()
+        yield beside
+        beside.rename(output)
+
+
+def locked_beside(output: Path) -> AbstractContextManager[str]:
+    """Hold a file or folder that is not there yet."""
+    return locked(output, output.with_name(f".{output.name}.lock"))
 
 
 def _acquire(folder: Path, file: Path) -> IO[str]:
