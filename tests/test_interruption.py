@@ -238,6 +238,13 @@ def test_the_held_out_loss_is_of_every_row(data, tmp_path, rows):
     assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, changed.held_out), rel=1e-5)
 
 
+def test_the_held_out_loss_of_a_mixture_of_experts_is_cross_entropy(data, tmp_path):
+    """Uneven loads cost in training alone."""
+    train(data, tmp_path / "run", tokens=128 * 2, mixer="jamba", layers=8)
+    model = load(tmp_path / "run" / "model")
+    assert model.balance and final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=1e-5)
+
+
 @pytest.mark.slow
 def test_the_held_out_loss_is_of_every_row_for_two_processes(data, prepared, tmp_path):
     script = tmp_path / "program.py"

@@ -21,7 +21,7 @@ from .checks import require
 from .config import HeadraceConfig
 from .errors import InputError
 from .integrity import check_weights, seal, unseal
-from .loss import causal_loss
+from .loss import IGNORED, causal_loss
 from .model import Backbone, Block, initialise, padding_mask
 from .moe import balance_loss, routings
 from .packing import flash_bounds, pack_rows, restarts
@@ -208,7 +208,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         if asked:
             everything = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
             loss = self._loss(hidden, logits if everything else None, labels=labels, **loss_kwargs)
-            loss = loss + self._balance(attention_mask)
+            loss = loss + self._balance(attention_mask, labels, **loss_kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
         )
@@ -221,8 +221,10 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden) if logits is None else logits
         return self.loss_function(logits=logits, vocab_size=self.config.vocab_size, **loss_kwargs)
 
-    def _balance(self, attention_mask: Tensor | None) -> Tensor | float:
-        """What uneven loads of the experts of a mixture cost in training."""
+    def _balance(
+        self, attention_mask: Tensor | None, labels: Any, shift_labels: Any = None, num_items_in_batch: Any = None
+    ) -> Tensor | float:
+        """What uneven loads of experts cost in training; a part of a step pays by its share of items."""
         routed = routings(self)
         if not routed:
             return 0.0
@@ -230,7 +232,9 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             raise InputError("use_reentrant=True hides what routers do from the loss; expected use_reentrant=False")
         mask = padding_mask(attention_mask, routed[0].shares, None)
         losses = torch.stack([balance_loss(routing, mask) for routing in routed])
-        return self.balance * losses.mean()
+        asked = labels[:, 1:] if shift_labels is None else shift_labels
+        share = 1 if num_items_in_batch is None else (asked != IGNORED).sum().to(losses) / num_items_in_batch
+        return self.balance * losses.mean() * share
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if (kind := generation_config.cache_implementation) is not None:

@@ -112,9 +112,9 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
     ):
         if there != wanted and not (name == "vocab_size" and there < wanted):
             raise InputError(f"the data were prepared with {name}={there}; the recipe has {name}={wanted}")
-    if recipe.rows > len(data.train):
+    if recipe.rows > (count := len(full(data.train, recipe.length))):
         raise InputError(
-            f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows a step, and the data hold {len(data.train)}; "
+            f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows a step, and the data hold {count} full ones; "
             "expected no more"
         )
     collate, evaluated = Collator(0, recipe.apart), some(data.held_out, recipe.evaluate_rows)
@@ -165,7 +165,7 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
         model,
         settings,
         data_collator=Collator(end or 0, recipe.apart),
-        train_dataset=data.train,
+        train_dataset=full(data.train, recipe.length),
         eval_dataset=some(data.held_out, recipe.evaluate_rows),
         optimizers=(optimizer(model, recipe), None),
         measures=Measures(recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], counted, peak_flops()),
@@ -193,6 +193,11 @@ def check_started(trainer: HeadraceTrainer, recipe: Recipe) -> None:
     ):
         if there != wanted:
             raise InputError(f"{name}: {wanted} was asked for, and accelerate started with {there}")
+
+
+def full(rows: Dataset, length: int) -> Dataset:
+    """Without the last row, where the text ended before it was full: it would make a step smaller."""
+    return rows if len(rows[-1]["input_ids"]) == length else rows.select(range(len(rows) - 1))
 
 
 def some(rows: Dataset, count: int) -> Dataset:

@@ -87,9 +87,13 @@ def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None], acc
 
 def inputs(root: Path, command: list[str]) -> dict[str, str]:
     """Digests of the files, and of those in folders, that a step reads and no step before it wrote."""
-    words = called(command) if "headrace" in command else []
-    paths = {word: Path(word) for word in words if os.path.exists(word) and not Path(word).is_relative_to(root)}
-    return {word: sha256(path) if path.is_file() else digest(record(path)) for word, path in paths.items()}
+    made, found = root.resolve(), {}
+    for word in called(command) if "headrace" in command else []:
+        path = Path(word).resolve()
+        if os.path.exists(word) and not path.is_relative_to(made):
+            files = {word: sha256(path)} if path.is_file() else record(path)
+            found[word] = digest({name: of for name, of in files.items() if not (path / name).is_relative_to(made)})
+    return found
 
 
 def run(command: list[str], listen: bool) -> tuple[int, str | None]:
