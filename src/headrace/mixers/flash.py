@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..backends.derivatives import first_order
+from ..device import without_autocast
 from ..recurrence import accumulator
 
 TILE = 64
@@ -112,6 +113,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, val
     groups, acc = q.shape[2] // k.shape[2], accumulator(q)
     mask = Mask(causal, k.shape[1] - q.shape[1], valid)
     k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         out = Flash.apply(*(x.transpose(1, 2).to(acc) for x in (q, k, v)), mask)
     return out.transpose(1, 2).to(q.dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.derivatives import first_order
+from ..device import without_autocast
 
 COLUMNS = {"cpu": 1 << 12}  # of a piece: as large as a cache. A GPU wants fewer and larger pieces.
 COLUMNS_ELSEWHERE = 1 << 17
@@ -78,5 +79,5 @@ def attend_gathered(
     """dense(q [G, size, H, d], k, v [G, C, Hkv, d], groups) of all groups -> [G, size, H, d].
 
     parameters: all that dense uses."""
-    with torch.autocast(q.device.type, enabled=False):  # the backward would not know of it
+    with without_autocast(q):  # the backward would not know of it
         return Gathered.apply(dense, groups, q, k, v, *(p for p in parameters if p.requires_grad))
