@@ -116,7 +116,7 @@ MISTAKES = {
     "transformers-mamba' is unknown": {"mixers": "transformers-mamba"},
     "heads=3": {"heads": 3},
     "--hidden-size=1000; expected a multiple of 64": {"mixers": "transformers-llama", "hidden_size": 1000},
-    "is no report folder": {"output": Path(__file__).parent},
+    "is no folder of reports or runs": {"output": Path(__file__).parent},
 }
 
 

@@ -153,9 +153,9 @@ def test_a_folder_serves_one_study(tmp_path):
         claim(tmp_path / "new", Study("s", "S", (replace(SMALL, recipe=replace(SMALL.recipe, steps=4)),)))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
-    with pytest.raises(InputError, match="is no report folder"):
+    with pytest.raises(InputError, match="is no folder of reports or runs"):
         claim(tmp_path / "other", study)
-    with pytest.raises(InputError, match="is no report folder"):
+    with pytest.raises(InputError, match="is no folder of reports or runs"):
         claim(tmp_path / "other" / "thesis.tex", study)
 
 

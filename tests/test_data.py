@@ -129,7 +129,7 @@ def test_what_was_killed_does_not_look_finished(jsonl, tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headrace.data.preparation.os.fsync", killed)
+    monkeypatch.setattr("headrace.integrity.os.fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare(Preparation((str(jsonl),), length=16), tmp_path / "d")
     with pytest.raises(InputError, match="is not what `headrace prepare` writes"):

@@ -25,6 +25,7 @@ from headrace.evaluate.run import Evaluation, Machine, Plan, evaluate
 from headrace.evaluate.scores import Pair, Score, pair, scores
 from headrace.evaluate.suites import items
 from headrace.hf import HeadraceForCausalLM
+from test_interruption import flip
 from tiny import trained
 
 LENGTH = 48
@@ -208,10 +209,24 @@ def test_what_is_finished_is_not_done_again(checkpoints, data, tmp_path, monkeyp
 
 
 def test_a_checkpoint_that_changed_is_evaluated_again(checkpoints, data, tmp_path):
-    plan, path = Plan("winogrande", data=str(data), limit=2), checkpoints["llama"]
-    before = evaluate([path], plan, MACHINE, tmp_path).items["llama"]["winogrande"]["fingerprint"]
-    os.utime(Path(path) / "model.safetensors", ns=(1, 1))
-    assert evaluate([path], plan, MACHINE, tmp_path).items["llama"]["winogrande"]["fingerprint"] != before
+    """Of the same size and time."""
+    path = Path(shutil.copytree(checkpoints["llama"], tmp_path / "llama-copy"))
+    plan, weights = Plan("winogrande", data=str(data), limit=2), path / "model.safetensors"
+    run = lambda: evaluate([str(path)], plan, MACHINE, tmp_path / "out").items["llama-copy"]["winogrande"]  # noqa: E731
+    before, at = run()["fingerprint"], weights.stat()
+    flip(weights)
+    os.utime(weights, ns=(at.st_atime_ns, at.st_mtime_ns))
+    assert run()["fingerprint"] != before
+
+
+def test_rows_that_changed_are_evaluated_again(checkpoints, data, tmp_path):
+    plan = Plan("winogrande", data=str(shutil.copytree(data, tmp_path / "rows")), limit=2)
+    run = lambda: evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path / "out").items["llama"]["winogrande"]  # noqa: E731
+    first = run()
+    (file,) = (tmp_path / "rows").rglob("winogrande*")
+    file.write_text(file.read_text().replace("Ann", "Eve"))
+    hashes = [[sample["doc_hash"] for sample in record["samples"]] for record in (first, run())]
+    assert hashes[0] != hashes[1]
 
 
 def test_the_command_writes_a_report(checkpoints, data, tmp_path):

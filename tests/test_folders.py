@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import tiny
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM, load
+from headrace.integrity import CHECKSUMS
 
 PROMPT, NEW = 5, 4
 
@@ -106,6 +107,6 @@ def test_what_was_read_by_its_code_is_saved_as_it_was(folder, tmp_path):
     )
     in_a_fresh_process(code, folder, tmp_path / "modules")
     written = {file.name for file in (tmp_path / "again").iterdir()}
-    assert written == {"config.json", "generation_config.json", "model.safetensors", "modeling_headrace.py"}
+    assert written == {"config.json", "generation_config.json", "model.safetensors", "modeling_headrace.py", CHECKSUMS}
     one, two = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "again"))
     assert one == two and one["auto_map"]["AutoModelForCausalLM"] == "modeling_headrace.HeadraceForCausalLM"

@@ -425,6 +425,40 @@ def test_positions_that_say_nothing_new_change_nothing(model):
     close(after, expected[:, 4:])
 
 
+@pytest.mark.parametrize("seq_idx", [[[0, 0, 0, 0, 3, 3, 4, 4, 4]], [[0] * 4 + [1] * 5, [5] * 2 + [6] * 7]])
+def test_sequences_that_are_numbered_are_packs(seq_idx):
+    seq_idx = torch.tensor(seq_idx, dtype=torch.int32)
+    model, ids = build("softmax-gla"), tokens(9)[:1].expand(seq_idx.shape).contiguous()
+    logits = model(ids, seq_idx=seq_idx).logits
+    for row, numbers in enumerate(seq_idx.tolist()):
+        for number in set(numbers):
+            own = seq_idx[row] == number
+            close(logits[row, own], model(ids[row, own][None]).logits[0])
+
+
+def test_sequences_are_numbered_as_positions_say():
+    model, ids = build("gla"), tokens(9)[:1]
+    batch = DataCollatorWithFlattening(return_seq_idx=True)([{"input_ids": ids[0, :4]}, {"input_ids": ids[0, 4:]}])
+    both, one = model(**batch), model(**{name: x for name, x in batch.items() if name != "seq_idx"})
+    close(both.loss, one.loss)
+    with pytest.raises(InputError, match="seq_idx marks other sequences than position_ids"):
+        model(ids, seq_idx=torch.zeros(1, 9, dtype=torch.int32), position_ids=batch["position_ids"])
+
+
+@pytest.mark.parametrize(
+    ("seq_idx", "sentence"),
+    [
+        ([[0] * 8], r"seq_idx has shape \[1, 8\]; expected \[1, 9\]"),
+        ([[0] * 8 + [-1]], "seq_idx of row 0 falls from 0 to -1"),
+        ([[-1] * 9], "seq_idx of row 0 begins with -1"),
+        ([[0.0] * 9], "seq_idx has dtype torch.float32; expected integers"),
+    ],
+)
+def test_numbers_of_sequences_that_cannot_be(seq_idx, sentence):
+    with pytest.raises(InputError, match=sentence):
+        build("gla")(tokens(9)[:1], seq_idx=torch.tensor(seq_idx))
+
+
 @pytest.mark.parametrize(
     ("positions", "sentence"),
     [

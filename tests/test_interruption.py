@@ -1,8 +1,10 @@
 """What a command leaves whom it was killed, told to stop, started twice, or had its files damaged."""
 
+import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +18,14 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 from transformers import TrainerCallback
 
+import tiny
 from headrace import cli
 from headrace import data as data_module
 from headrace.data import Preparation, open_data, prepare
+from headrace.data.tokenizer import byte_level
 from headrace.errors import InputError
 from headrace.hf import load
+from headrace.integrity import CHECKSUMS
 from headrace.pretraining import checkpoints, run
 from headrace.pretraining.trainer import shares
 from headrace.processes import LOCK, locked
@@ -43,6 +48,14 @@ def headrace_(capsys, monkeypatch):
         return ended.value.code or 0, capsys.readouterr().err
 
     return call
+
+
+@pytest.fixture(scope="module")
+def model_of_bytes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "gla"
+    tiny.build("gla", vocab_size=257).save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    return folder
 
 
 # --- two in one folder -----------------------------------------------------------------------------------------------
@@ -70,10 +83,35 @@ def test_a_folder_in_use_is_refused(prepared, tmp_path, headrace_, command):
     assert not any((tmp_path / "folder").iterdir())
 
 
-def test_a_folder_that_is_being_prepared_is_refused(prepared, tmp_path, headrace_):
+MAKERS = {
+    "prepare": lambda model: [__file__],
+    "convert": lambda model: [model, "--to", "llama"],
+    "retrofit": lambda model: [model],
+    "inspect": lambda model: [model, "--text", "1 times 1"],
+}
+
+
+@pytest.mark.parametrize("command", MAKERS)
+def test_what_is_being_made_is_refused(command, model_of_bytes, tmp_path, headrace_):
     with locked(tmp_path / "d", tmp_path / ".d.lock"):
-        code, said = headrace_("prepare", __file__, __file__, "--output", tmp_path / "d")
+        code, said = headrace_(command, *MAKERS[command](model_of_bytes), "--output", tmp_path / "d")
     assert code == 2 and f"in use by process {os.getpid()}" in said
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("command", ["convert", "retrofit"])
+def test_a_folder_is_made_whole_or_not_at_all(command, model_of_bytes, tmp_path, headrace_, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    options = [command, model_of_bytes, "--output", tmp_path / "d"]
+    options += ["--to", "gla"] * (command == "convert")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copy" if command == "convert" else "headrace.hf.seal", full)
+        code, said = headrace_(*options)
+    assert code == 2 and "No space left" in said and not (tmp_path / "d").exists()
+    code, said = headrace_(*options)
+    assert code == 0 and (tmp_path / "d" / CHECKSUMS).exists() and not list(tmp_path.glob(".d*"))
 
 
 def test_the_lock_of_a_process_that_was_killed_holds_nobody_off(tmp_path):
@@ -200,6 +238,19 @@ def test_the_held_out_loss_is_of_every_row(data, tmp_path, rows):
     assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, changed.held_out), rel=1e-5)
 
 
+@pytest.mark.parametrize("mixer", ["mamba", "s4"])
+def test_layers_that_leave_autocast_can_be_trained(data, tmp_path, mixer):
+    """What a run costs is counted on the meta device, which has no autocast."""
+    train(data, tmp_path / "run", tokens=128 * 2, mixer=mixer)
+
+
+def test_the_held_out_loss_of_a_mixture_of_experts_is_cross_entropy(data, tmp_path):
+    """Uneven loads cost in training alone."""
+    train(data, tmp_path / "run", tokens=128 * 2, mixer="jamba", layers=8)
+    model = load(tmp_path / "run" / "model")
+    assert model.balance and final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=1e-5)
+
+
 @pytest.mark.slow
 def test_the_held_out_loss_is_of_every_row_for_two_processes(data, prepared, tmp_path):
     script = tmp_path / "program.py"
@@ -239,6 +290,61 @@ def test_a_flipped_bit_of_the_data_is_named(tmp_path, part):
         InputError, match=rf"--data .*d' is damaged: {file.parent.name}/{file.name} has another SHA-256"
     ):
         open_data(tmp_path / "d")
+
+
+@pytest.fixture(scope="module")
+def trained_model(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(data, folder, tokens=128 * 2, evaluate_rows=2)
+    return folder / "model"
+
+
+READERS = {
+    "generate": lambda model, tmp: ["generate", model, "--prompt", "1"],
+    "eval": lambda model, tmp: ["eval", model, "--suite", "wikitext", "--data", tmp, "--output", tmp / "out"],
+    "inspect": lambda model, tmp: ["inspect", model, "--text", "1 times 1", "--output", tmp / "inspect.html"],
+    "retrofit": lambda model, tmp: ["retrofit", model, "--output", tmp / "out"],
+    "convert": lambda model, tmp: ["convert", model, "--to", "gla", "--output", tmp / "out"],
+    "lab": lambda model, tmp: ["lab", "past", "--checkpoint", model, "--output", tmp / "out"],
+    "serve": lambda model, tmp: ["serve", model],
+    "train": lambda model, tmp: arguments(tmp / "data", tmp / "out", weights=model),
+}
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_flipped_bit_of_a_model_is_refused(command, trained_model, prepared, tmp_path, headrace_, monkeypatch):
+    pytest.importorskip({"eval": "lm_eval", "serve": "fastapi"}.get(command, "torch"))
+    model = shutil.copytree(trained_model, tmp_path / "model")
+    (tmp_path / "data").symlink_to(prepared)
+    (tmp_path / "wiki.test.raw").write_text(" = Sea = \n \n The sea is a thing . \n")
+    flip(model / "model.safetensors")
+    if command == "serve":
+        monkeypatch.setattr("uvicorn.run", lambda *_, **__: None)
+    code, said = headrace_(*READERS[command](model, tmp_path))
+    assert code == 2 and "is damaged: model.safetensors has another SHA-256 than when it was written" in said, said
+
+
+def test_what_was_converted_is_checked_on_the_way_back(tmp_path, headrace_):
+    out = tmp_path / "theirs"
+    tiny.build("gla").save_pretrained(tmp_path / "model")
+    headrace_("convert", tmp_path / "model", "--to", "gla", "--output", out)
+    flip(out / "model.safetensors")
+    code, said = headrace_("convert", out, "--output", tmp_path / "ours")
+    assert code == 2 and "is damaged: model.safetensors" in said, said
+
+
+def test_a_model_that_is_saved_again_or_has_no_checksums_is_read(trained_model, tmp_path):
+    model = shutil.copytree(trained_model, tmp_path / "model")
+    changed = load(model)
+    with torch.no_grad():
+        changed.lm_head.weight.add_(1.0)
+    changed.save_pretrained(model)
+    load(model)
+    flip(model / "model.safetensors")
+    with pytest.raises(InputError, match=f"delete {CHECKSUMS} if"):
+        load(model)
+    (model / CHECKSUMS).unlink()
+    load(model)
 
 
 def test_what_a_user_keeps_beside_checkpoints_stays(data, tmp_path):

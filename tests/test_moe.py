@@ -7,6 +7,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from headrace import zoo
 from headrace.errors import InputError
+from headrace.loss import IGNORED
 from headrace.moe import MixtureOfExperts, Routing, balance_loss
 from headrace.stack_spec import BlockStyle, Decoder, Experts, Layer
 from tiny import build, close, tokens
@@ -74,6 +75,26 @@ def test_training_pays_for_an_uneven_load():
     model(input_ids=ids, attention_mask=mask)
     routing = model.model.backbone.layers[1].mlp.routing
     close(ours - theirs, 10 * balance_loss(routing, mask.bool()))
+
+
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_a_step_in_parts_pays_for_the_load_once(name):
+    """transformers' Trainer adds up the losses of a step's parts, each divided by the number of the whole's items."""
+    model, ids = build("jamba", style={"experts": {"count": 4, "balance": 10.0}}).train(), tokens(2)
+    plain = build("jamba", style={"experts": {"count": 4, "balance": 0.0}}).train()
+    plain.load_state_dict(model.state_dict())
+    targets = ids.clone()
+    targets[1, 3:] = IGNORED
+    kept = targets[:, 1:] if name == "labels" else targets
+    items = (kept != IGNORED).sum(1)
+    paid, balances = 0.0, 0.0
+    for i in range(2):
+        given = {name: targets[i : i + 1], "num_items_in_batch": items.sum()}
+        paid = paid + model(ids[i : i + 1], **given).loss - plain(ids[i : i + 1], **given).loss
+        model(ids[i : i + 1])
+        routing = model.model.backbone.layers[1].mlp.routing
+        balances = balances + 10 * balance_loss(routing) * items[i] / items.sum()
+    close(paid, balances)
 
 
 def test_what_cannot_be():

@@ -5,9 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import TrainerCallback
@@ -22,6 +24,7 @@ from headrace.loss import IGNORED
 from headrace.pretraining import card, checkpoints, run
 from headrace.pretraining.model import build
 from headrace.pretraining.optimizer import CarefulAdamW, optimizer
+from headrace.pretraining.trainer import HeadraceTrainer
 from headrace.retrofit import retrofit
 from headrace.tasks import Mqar, Needle, Pair, Reverse, Text
 from headrace.tasks import prepared as prepared_task
@@ -179,6 +182,26 @@ def test_every_head_s_load_is_kept_and_the_console_says_only_losses(data, tmp_pa
         assert sum(loads) == pytest.approx(1, abs=1e-4) and min(loads) > 0
     said = capsys.readouterr().out
     assert "eval_loss" in said and "eval_write" not in said
+
+
+@pytest.mark.parametrize("changes", [{}, {"micro_batch": 4}, {"apart": True}], ids=repr)
+def test_every_step_is_whole(data, tmp_path, monkeypatch, changes):
+    """Rows that fill no step are left to another epoch, where the order is another, as is the row that ends early."""
+    step = HeadraceTrainer.training_step
+    seen = []
+
+    def count(self, model, inputs, *rest):
+        seen.append((self.state.global_step, inputs["input_ids"].numel()))
+        return step(self, model, inputs, *rest)
+
+    monkeypatch.setattr(HeadraceTrainer, "training_step", count)
+    rows = data.train.select(range(13)).to_list()
+    changed = replace(data, train=Dataset.from_list([*rows, {"input_ids": rows[0]["input_ids"][:7], "starts": [0]}]))
+    train(changed, tmp_path / "run", tokens=128 * 9, **changes)
+    tokens = [sum(n for at, n in seen if at == i) for i in range(9)]
+    assert tokens == [128] * 9
+    with pytest.raises(InputError, match="is 14 rows a step, and the data hold 13 full ones"):
+        train(changed, tmp_path / "other", batch_tokens=14 * 32, tokens=14 * 32 * 2, **changes)
 
 
 @pytest.mark.parametrize("trackers", ["tensorbord", "tensorboard,tensorbord"])

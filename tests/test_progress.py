@@ -1,10 +1,16 @@
-"""What is said while a comparison runs."""
+"""What is said while a command runs."""
 
 import io
+import sys
+import time
 
 import pytest
 from rich.console import Console
 
+import tiny
+from headrace import cli, console
+from headrace.bench import measure
+from headrace.data.tokenizer import byte_level
 from headrace.report.terminal import LINES, board
 from headrace.train.choose import choose
 
@@ -25,3 +31,45 @@ def test_without_a_terminal_lines_say_how_far_it_is(terminal):
         assert not lines
     else:
         assert f"of {100 * len(arms)} steps of all arms" in first and 2 < len(lines) <= LINES
+
+
+@pytest.fixture
+def model(tmp_path):
+    for part in (tiny.build("gla", vocab_size=257).float(), byte_level()):
+        part.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+COMMANDS = {
+    "bench": (["--mixers", "gla", "--what", "memory", "--lengths", "8", "--batch-sizes", "1"], "1 of 1: memory, 8"),
+    "eval": (["MODEL", "--suite", "wikitext", "--data", "FOLDER", "--max-length", "64"], ": wikitext, 1 of 1"),
+    "lab": (["winner"], "experiment winner"),
+    "inspect": (["MODEL", "--text", "some text"], "layer 2 of"),
+    "verify": (["--mixers", "gla,retnet"], "mixer 2 of 2"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_a_terminal_a_line_says_what_is_at_work(command, model, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("lm_eval" if command == "eval" else "torch")
+    arguments, line = COMMANDS[command]
+    monkeypatch.setitem(measure.MEASUREMENTS, "memory", lambda point, plan: {n: {"bytes": 7} for n in plan.models})
+    (tmp_path / "wiki.test.raw").write_text(" = Sea = \n \n The sea is a thing . \n")
+    given = [{"MODEL": str(model), "FOLDER": str(tmp_path)}.get(word, word) for word in arguments]
+    output = [] if command == "verify" else ["--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["headrace", command, *given, *output])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    assert not ended.value.code and line in said.out + said.err
+
+
+def test_what_lasts_is_said_again(monkeypatch):
+    monkeypatch.setattr(console, "PATIENCE", 0.01)
+    said = Console(file=io.StringIO(), force_terminal=False, width=140)
+    with console.telling(said) as tell:
+        tell("a point")
+        end = time.monotonic() + 60
+        while said.file.getvalue().count("a point: at work for 0 min") < 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)

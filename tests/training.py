@@ -14,8 +14,8 @@ def recipe(**changes):
     return recipes.load("laptop-1m", TINY | changes)
 
 
-def train(data, folder, **changes):
-    return run.train(*recipe(**changes), data, folder, trackers="none")
+def train(data, folder, accept_old=False, **changes):
+    return run.train(*recipe(**changes), data, folder, trackers="none", accept_old=accept_old)
 
 
 def arguments(data, folder, **changes):

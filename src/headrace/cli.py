@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.progress import track
 from rich.table import Table
 
 from . import __version__, account, cli_eval, cli_train, zoo
-from .console import interruptible, needing, terminal
+from .console import AcceptOld, interruptible, needing, telling, terminal, track
 from .device import on_device
 from .dispatch import BACKENDS
 from .errors import InputError
@@ -68,6 +67,7 @@ def compare(
     workers: Annotated[
         int | None, typer.Option(help="Processes; one per core, or on an accelerator one, without it.")
     ] = None,
+    accept_old: AcceptOld = False,
 ) -> None:
     """Train mixers under matched conditions and write a report. Without arguments: a demonstration of a few minutes.
 
@@ -93,7 +93,7 @@ def compare(
     workers = worker_count(workers)
     check(folder, study)
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
-        claim(folder, study)
+        claim(folder, study, accept_old)
         with board(study, console) as progress:
             results = complete(study, folder, progress.listen, workers)
         report = write_report(results, folder)
@@ -151,8 +151,8 @@ def verify(
         zoo.mixer(name)  # a name that is unknown is so before the first check
     console, broken = terminal(), 0
     table = Table("mixer", "law", "relative error", "tolerance", "")
-    with interruptible("nothing was kept"):
-        checked = track(names, "checking", console=console, transient=True)
+    with interruptible("nothing was kept"), telling(console) as tell:
+        checked = track(names, "mixer", tell)
         for row in (row for name in checked for row in check([name], device, dtypes[dtype])):
             broken += not row.holds
             mark = "holds" if row.holds else "[red]BROKEN"

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
+
+from .console import AcceptOld
 
 
 def lab(
@@ -21,6 +22,7 @@ def lab(
 ) -> None:
     """Theory as laws and pictures: what is seen against what the law says. Exit code 1 where a law does not hold."""
     from . import lab as laboratory
+    from .console import telling
     from .errors import InputError
     from .processes import locked
 
@@ -34,7 +36,9 @@ def lab(
         console.print(table)
         return
     for known in laboratory.chosen(name, checkpoint):
-        finding = laboratory.experiment(known, seed, checkpoint)
+        with telling(console) as tell:
+            tell(f"experiment {known}")
+            finding = laboratory.experiment(known, seed, checkpoint)
         with locked(output):
             picture = laboratory.save(known, seed, finding, output)
         broken += sum(not row.holds for row in finding.rows)
@@ -63,6 +67,7 @@ def bench(
     device: Annotated[str | None, typer.Option(help="The accelerator without it, where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 without it; float32 on a CPU.")] = None,
     output: Annotated[Path, typer.Option(help="The folder for bench.csv and report.html.")] = Path("runs/bench"),
+    accept_old: AcceptOld = False,
 ) -> None:
     """Memory, throughput and latency of mixers with and without competition, beside transformers' own models.
 
@@ -71,9 +76,10 @@ def bench(
     from .bench.plan import Plan, points
     from .bench.report import print_overheads, write_report
     from .bench.results import complete, rows, write_csv
-    from .console import interruptible, terminal
+    from .console import interruptible, telling, terminal
     from .device import on_device
     from .processes import locked
+    from .train.environment import environment
     from .train.folder import own
 
     device, console = on_device(device), terminal()
@@ -89,9 +95,9 @@ def bench(
         numbers("contexts", contexts),
     )
     with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
-        own(output, asdict(plan) | {"models": list(plan.models)})
-        with console.status("") as status:
-            held = complete(plan, wanted, output, status.update)
+        own(output, asdict(plan) | {"models": list(plan.models)}, accept_old, machine=environment()["processor"])
+        with telling(console) as tell:
+            held = complete(plan, wanted, output, tell)
         lines = rows(held, plan)
         write_csv(output / "bench.csv", lines)
         report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))
@@ -117,10 +123,15 @@ def inspect(
 ) -> None:
     """What a model does with a text, token by token, as one interactive page: gates, horizons, effective attention."""
     from . import inspection
+    from .console import telling, track
+    from .processes import locked_beside
 
-    progress = partial(track, description="layers", console=Console(stderr=True), transient=True)
-    page = inspection.inspect(checkpoint, inspection.read_text(text, file), tokens, progress)
-    inspection.write(page, output)
+    with telling(Console(stderr=True)) as tell, locked_beside(output):
+        tell(f"reading {checkpoint}")
+        page = inspection.inspect(
+            checkpoint, inspection.read_text(text, file), tokens, partial(track, name="layer", tell=tell)
+        )
+        inspection.write(page, output)
     print(f"{output}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser")
 
 
@@ -135,11 +146,12 @@ def evaluate(
     device: Annotated[str | None, typer.Option(help="The accelerator without it, where there is one.")] = None,
     seed: Annotated[int, typer.Option(help="Of needles and their places.", min=0, max=2**32 - 1)] = 1234,
     output: Annotated[Path | None, typer.Option(help="The report's folder; runs/eval-<suite> without one.")] = None,
+    accept_old: AcceptOld = False,
 ) -> None:
     """Evaluate by lm-evaluation-harness, side by side, with standard errors and paired differences.
 
     The same command continues what was interrupted, and another checkpoint joins those that are done."""
-    from .console import interruptible, terminal
+    from .console import interruptible, telling, terminal
     from .device import on_device
     from .evaluate import checkpoint, report, run
     from .processes import locked
@@ -149,7 +161,10 @@ def evaluate(
         suite, tuple(numbers("lengths", lengths)), None if data is None else str(data), limit, max_length, seed
     )
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
-        found = run.evaluate(checkpoints, plan, run.Machine(on_device(device), batch_size), folder)
+        with telling(console) as tell:
+            found = run.evaluate(
+                checkpoints, plan, run.Machine(on_device(device), batch_size), folder, accept_old, tell
+            )
         page = report.write_report(found, checkpoint.named(checkpoints), folder)
     report.print_evaluation(found, console)
     console.print(f"The report is {page}", soft_wrap=True, highlight=False)
@@ -166,6 +181,7 @@ def reproduce(
     output: Annotated[
         Path | None, typer.Option(help="Shared by experiments; runs/reproduce/<scale> by itself.")
     ] = None,
+    accept_old: AcceptOld = False,
 ) -> None:
     """The steps that make a table or a figure of a paper, and our numbers beside the published ones.
 
@@ -190,7 +206,7 @@ def reproduce(
     if run:
         tell(downloads(steps))
         with interruptible("the steps that have ended are kept; the same command continues"), locked(folder):
-            execute(steps, folder, tell)
+            execute(steps, folder, tell, accept_old)
     else:
         for step in steps:
             tell(shlex.join(step))

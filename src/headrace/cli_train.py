@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .console import AcceptOld
+
 GIGA = 1e9
 
 
@@ -78,6 +80,7 @@ def train(
     trackers: Annotated[str, typer.Option(help="tensorboard, wandb, trackio, none, or several.")] = "tensorboard",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would cost.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The dry run as JSON.")] = False,
+    accept_old: AcceptOld = False,
 ) -> None:
     """Train a language model. The same command, after whatever interrupted it, goes on where the last checkpoint is.
 
@@ -98,7 +101,7 @@ def train(
 
     folder = output or Path("runs", f"{Path(recipe).stem}-{chosen.mixer}")
     with interruptible(f"{folder} keeps what was learnt up to its newest checkpoint; the same command goes on"):
-        run(chosen, about, open_data(data), folder, fsdp, trackers)
+        run(chosen, about, open_data(data), folder, fsdp, trackers, accept_old)
 
 
 def curves(
@@ -173,18 +176,17 @@ def convert(
 ) -> None:
     """Bring a checkpoint in from transformers or flash-linear-attention, or take one of ours out to them."""
     from .convert import bring_in, take_out
-    from .errors import InputError
     from .hf import load
+    from .processes import new_folder
 
-    if output.exists():
-        raise InputError(f"--output {str(output)!r} exists; name another")
-    if to is None:
-        bring_in(checkpoint).save_pretrained(output)
-    else:
-        take_out(load(checkpoint), to, output)
-    for name in BESIDE:
-        if (checkpoint / name).is_file():
-            shutil.copy(checkpoint / name, output / name)
+    with new_folder(output) as folder:
+        if to is None:
+            bring_in(checkpoint).save_pretrained(folder)
+        else:
+            take_out(load(checkpoint), to, folder)
+        for name in BESIDE:
+            if (checkpoint / name).is_file():
+                shutil.copy(checkpoint / name, folder / name)
     print(f"{output} is what {checkpoint} is, as {to or 'headrace'}")
 
 
@@ -217,16 +219,13 @@ def retrofit(
     output: Annotated[Path, typer.Option(help="The folder to make.")],
 ) -> None:
     """Let the heads of a trained model compete: the same outputs at first, gates that can learn."""
-    from .errors import InputError
     from .generate import read_tokenizer
+    from .processes import new_folder
     from .retrofit import retrofit as run
 
-    if output.exists():
-        raise InputError(f"--output {str(output)!r} exists; name another")
-    model = run(checkpoint)
-    tokenizer = read_tokenizer(checkpoint)
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    with new_folder(output) as folder:
+        for part in (run(checkpoint), read_tokenizer(checkpoint)):
+            part.save_pretrained(folder)
     print(f"{output} computes what {checkpoint} does; its gates are ready to be trained")
 
 

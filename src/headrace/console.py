@@ -1,9 +1,12 @@
 """What the commands share: a terminal, an end by Ctrl-C or SIGTERM, and a sentence where a package is missing."""
 
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -11,10 +14,54 @@ from rich.console import Console
 from .errors import InputError
 from .processes import Terminated, terminable
 
+T = TypeVar("T")
+PATIENCE = 60.0  # seconds without a line
+AcceptOld = Annotated[
+    bool, typer.Option("--accept-old", help="Go on with results that another version made; the report says so.")
+]
+
 
 def terminal() -> Console:
     """Wide where the output goes to a file, so that no table is cut."""
     return Console() if sys.stdout.isatty() else Console(width=140)
+
+
+@contextmanager
+def telling(console: Console) -> Iterator[Callable[[str], None]]:
+    """tell(what is at work now). On a terminal it stands until the next; elsewhere it is a line, which is said again
+    with its minutes while it lasts."""
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+        return
+    at: list[Any] = ["", 0.0]
+    ended = threading.Event()
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def tell(line: str) -> None:
+        at[:] = line, time.monotonic()
+        say(line)
+
+    def again() -> None:
+        while not ended.wait(PATIENCE):
+            line, since = at
+            if line:
+                say(f"{line}: at work for {(time.monotonic() - since) / 60:.0f} min")
+
+    threading.Thread(target=again, daemon=True).start()
+    try:
+        yield tell
+    finally:
+        ended.set()
+
+
+def track(items: Sequence[T], name: str, tell: Callable[[str], None]) -> Iterator[T]:
+    """The items, each told of: "layer 2 of 5"."""
+    for i, item in enumerate(items, 1):
+        tell(f"{name} {i} of {len(items)}")
+        yield item
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """The one rule for where a command computes."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from .errors import InputError
@@ -17,3 +19,8 @@ def on_device(name: str | None, float64: bool = False) -> str:
     except (RuntimeError, AssertionError, TypeError) as error:
         raise InputError(f"--device={name!r} cannot be used: {str(error).splitlines()[0]}") from None
     return name
+
+
+def without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Leaves autocast on the device of x; the meta device, on which a model is counted, has none."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

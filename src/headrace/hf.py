@@ -20,10 +20,11 @@ from .cache import HeadraceCache
 from .checks import require
 from .config import HeadraceConfig
 from .errors import InputError
-from .loss import causal_loss
+from .integrity import check_weights, seal, unseal
+from .loss import IGNORED, causal_loss
 from .model import Backbone, Block, initialise, padding_mask
 from .moe import balance_loss, routings
-from .packing import flash_bounds, pack_rows, restarts
+from .packing import flash_bounds, pack_rows, sequences
 
 
 class HeadraceBlock(GradientCheckpointingLayer, Block):
@@ -40,6 +41,14 @@ class HeadracePreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         initialise(module, self.config.initializer_range)
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, **options):  # type: ignore[override]
+        """As in transformers, with checksums of the weights, which `load` checks."""
+        if is_main_process:
+            unseal(Path(save_directory))
+        super().save_pretrained(save_directory, is_main_process, **options)
+        if is_main_process:
+            seal(Path(save_directory))
 
 
 class HeadraceModel(HeadracePreTrainedModel):
@@ -63,6 +72,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
     ) -> BaseModelOutputWithPast:
         """input_ids [B, T] or inputs_embeds [B, T, D] -> last_hidden_state [B, T, D].
 
@@ -74,6 +84,7 @@ class HeadraceModel(HeadracePreTrainedModel):
             cu_seqlens: [N + 1], where the sequences of a pack (B = 1) begin and end.
             position_ids: [B or 1, T]. Where they begin again at 0 within a row, another sequence begins; otherwise they
                 have to be the places of the tokens, which changes nothing.
+            seq_idx: [B, T], the number of each token's sequence; where it rises within a row, another begins.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("expected either input_ids or inputs_embeds, not both")
@@ -81,10 +92,11 @@ class HeadraceModel(HeadracePreTrainedModel):
             raise InputError("output_attentions=True is not available: a recurrence has no attention maps")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape = x.shape
-        if position_ids is not None:
+        if position_ids is not None or seq_idx is not None:
             padding_mask(attention_mask, x, None)  # its shape is right
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-            x, cu_seqlens = pack_rows(x, restarts(position_ids, x, attention_mask, seen), attention_mask, cu_seqlens)
+            bounds = sequences(x, position_ids, seq_idx, attention_mask, seen)
+            x, cu_seqlens = pack_rows(x, bounds, attention_mask, cu_seqlens)
             attention_mask = attention_mask if x.shape == shape else None
         mask = padding_mask(attention_mask, x, cu_seqlens)
         cache = _checked_cache(past_key_values, x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
@@ -167,10 +179,12 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             labels: [B, T], shifted here (−100: ignored). In a pack, set the first label of each sequence to −100.
             logits_to_keep: the number of last positions, or the positions, to compute logits for; 0: all; None: all,
                 but none (`logits` is None) in training with labels. The loss is always that of all positions.
-            loss_kwargs: `num_items_in_batch` to divide the loss by, `shift_labels` instead of labels; `position_ids` as
-                HeadraceModel; `cu_seq_lens_q` and `_k`, `max_length_q` and `_k` of transformers' collators: cu_seqlens.
+            loss_kwargs: `num_items_in_batch` to divide the loss by, `shift_labels` instead of labels; `position_ids`
+                and `seq_idx` as HeadraceModel; of transformers' collators `cu_seq_lens_q` and `_k`, `max_length_q` and
+                `_k`: cu_seqlens.
         """
-        position_ids, bounds = loss_kwargs.pop("position_ids", None), flash_bounds(loss_kwargs)
+        position_ids, seq_idx = (loss_kwargs.pop(name, None) for name in ("position_ids", "seq_idx"))
+        bounds = flash_bounds(loss_kwargs)
         require(bounds is None or cu_seqlens is None, "cu_seqlens and cu_seq_lens_q are both given; expected one")
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate`, which hands it on; a server always gives it one
         if unknown := loss_kwargs.keys() - {"num_items_in_batch", "shift_labels"}:
@@ -185,6 +199,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             position_ids=position_ids,
+            seq_idx=seq_idx,
         )
         hidden, loss, logits = output.last_hidden_state, None, None
         targets = {"labels": labels, "shift_labels": loss_kwargs.get("shift_labels")}
@@ -199,7 +214,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         if asked:
             everything = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
             loss = self._loss(hidden, logits if everything else None, labels=labels, **loss_kwargs)
-            loss = loss + self._balance(attention_mask)
+            loss = loss + self._balance(attention_mask, labels, **loss_kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
         )
@@ -212,8 +227,10 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden) if logits is None else logits
         return self.loss_function(logits=logits, vocab_size=self.config.vocab_size, **loss_kwargs)
 
-    def _balance(self, attention_mask: Tensor | None) -> Tensor | float:
-        """What uneven loads of the experts of a mixture cost in training."""
+    def _balance(
+        self, attention_mask: Tensor | None, labels: Any, shift_labels: Any = None, num_items_in_batch: Any = None
+    ) -> Tensor | float:
+        """What uneven loads of experts cost in training; a part of a step pays by its share of items."""
         routed = routings(self)
         if not routed:
             return 0.0
@@ -221,7 +238,9 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             raise InputError("use_reentrant=True hides what routers do from the loss; expected use_reentrant=False")
         mask = padding_mask(attention_mask, routed[0].shares, None)
         losses = torch.stack([balance_loss(routing, mask) for routing in routed])
-        return self.balance * losses.mean()
+        asked = labels[:, 1:] if shift_labels is None else shift_labels
+        share = 1 if num_items_in_batch is None else (asked != IGNORED).sum().to(losses) / num_items_in_batch
+        return self.balance * losses.mean() * share
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if (kind := generation_config.cache_implementation) is not None:
@@ -281,6 +300,7 @@ def load(path: str | Path) -> HeadraceForCausalLM:
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
+    check_weights(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not isinstance(config, HeadraceConfig):

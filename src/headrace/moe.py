@@ -57,8 +57,10 @@ class MixtureOfExperts(SelfInitialised):
         order = flat.argsort(stable=True)
         tokens = order // self.spec.chosen
         # Not bincount: under torch.compile the length of what it returns is not known.
-        counts = flat.new_zeros(self.spec.count).index_add(0, flat, torch.ones_like(flat)).tolist()
-        parts = x.flatten(0, 1)[tokens].split(counts)
+        counts = flat.new_zeros(self.spec.count).index_add(0, flat, torch.ones_like(flat))
+        # On the meta device, where only work is counted, it is the same however the tokens are spread.
+        sizes = [len(flat), *[0] * (self.spec.count - 1)] if x.is_meta else counts.tolist()
+        parts = x.flatten(0, 1)[tokens].split(sizes)
         out = torch.cat([self._expert(*each) for each in zip(parts, self.up.unbind(), self.down.unbind(), strict=True)])
         out = out * weights.flatten()[order, None].to(x.dtype)
         return torch.zeros_like(x).flatten(0, 1).index_add(0, tokens, out).view_as(x)

@@ -51,6 +51,37 @@ def restarts(position_ids: Tensor, x: Tensor, attention_mask: Tensor | None = No
     return F.pad((positions.flatten() == 0).nonzero()[:, 0], (0, 1), value=B * T)
 
 
+def numbered(seq_idx: Tensor, x: Tensor) -> Tensor | None:
+    """The same bounds from the number [B, T] of each token's sequence, as Mamba's kernels take it; None: each row is
+    one sequence. Raises InputError for numbers that fall within a row, or are negative, as of padding."""
+    B, T = x.shape[:2]
+    shape = list(seq_idx.shape)
+    require(shape == [B, T], f"seq_idx has shape {shape}; expected [{B}, {T}]")
+    require(seq_idx.dtype in (torch.int32, torch.int64), f"seq_idx has dtype {seq_idx.dtype}; expected integers")
+    rises = seq_idx.to(x.device).diff(dim=1, prepend=seq_idx.new_zeros(B, 1).to(x.device))
+    if (rises < 0).any():
+        row, at = (rises < 0).nonzero()[0].tolist()
+        last, wrong = seq_idx[row, max(at - 1, 0)].item(), seq_idx[row, at].item()
+        found = f"falls from {last} to {wrong}" if at else f"begins with {wrong}"
+        raise InputError(f"seq_idx of row {row} {found}; expected 0 or more, and more where a sequence begins")
+    begins = rises != 0
+    begins[:, :1] = True
+    return F.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=B * T) if begins[:, 1:].any() else None
+
+
+def sequences(
+    x: Tensor, position_ids: Tensor | None, seq_idx: Tensor | None, attention_mask: Tensor | None, seen: int
+) -> Tensor | None:
+    """The bounds that `restarts` or `numbered` finds. InputError where both are asked and differ."""
+    places = None if position_ids is None else restarts(position_ids, x, attention_mask, seen)
+    if seq_idx is None:
+        return places
+    found = numbered(seq_idx, x)
+    if position_ids is not None and (places is None or found is None or not torch.equal(places, found)):
+        require(places is found, "seq_idx marks other sequences than position_ids; expected the same")
+    return found
+
+
 def pack_rows(
     x: Tensor, bounds: Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:

@@ -3,11 +3,13 @@
 import ctypes
 import fcntl
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import IO
 from .errors import InputError
 
 LOCK = ".lock"
+MADE_BY = "made-by.json"  # see provenance.py
+LEFT = re.compile(rf"{re.escape(LOCK)}|{MADE_BY}|\.[\w-]+\.json\.\d+")  # by a process killed before it began
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -41,6 +45,27 @@ def locked(folder: Path, file: Path | None = None) -> Iterator[str]:
             yield holder
         finally:
             file.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A folder to fill within the block, at whose end it becomes `output`: whole or not there. Holds the lock.
+
+    InputError where output exists, or is being made."""
+    with locked_beside(output):
+        if output.exists():
+            raise InputError(f"--output {str(output)!r} exists; name another, or delete it")
+        beside = output.with_name(f".{output.name}.unfinished")
+        if beside.exists():  # of a process that was killed
+            shutil.rmtree(beside)
+        beside.mkdir()
+        yield beside
+        beside.rename(output)
+
+
+def locked_beside(output: Path) -> AbstractContextManager[str]:
+    """Hold a file or folder that is not there yet."""
+    return locked(output, output.with_name(f".{output.name}.lock"))
 
 
 def _acquire(folder: Path, file: Path) -> IO[str]:
@@ -85,8 +110,8 @@ def terminable() -> Iterator[None]:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether a folder is not there, or holds nothing but the lock of a process that was killed."""
-    return not folder.exists() or (folder.is_dir() and all(path.name == LOCK for path in folder.iterdir()))
+    """Whether a folder is not there, or holds nothing but what a process leaves that was killed before it began."""
+    return not folder.exists() or (folder.is_dir() and all(LEFT.fullmatch(path.name) for path in folder.iterdir()))
 
 
 def end_with_parent(parent: int) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..config import HeadraceConfig
 from ..errors import InputError
 from ..hf import HeadraceForCausalLM
+from ..integrity import check_weights, seal
 from ..mixers import LinearMixer
 from . import flash, hugging_face
 from .form import SHARED, Format, View
@@ -34,6 +35,7 @@ def bring_in(checkpoint: Path) -> HeadraceForCausalLM:
 
     Raises InputError where the format is unknown, its config asks for what we do not have, or a tensor is missing, left
     over or of another shape."""
+    check_weights(checkpoint)
     described = _read_config(checkpoint)
     form = FORMATS.get(described.get("model_type", ""))
     if form is None:
@@ -73,9 +75,10 @@ def take_out(model: HeadraceForCausalLM, name: str, folder: Path) -> None:
             continue
         whole = tensors.setdefault(view.name, value.new_zeros(view.height, *value.shape[1:]))
         whole[view.rows] = value
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
+    seal(folder)
 
 
 def _described(model: Any, name: str) -> dict[str, Any]:

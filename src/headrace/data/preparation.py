@@ -8,9 +8,6 @@ Every document ends with the tokenizer's end token. Rows follow each other: no t
 """
 
 import hashlib
-import json
-import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +21,8 @@ from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedTokenizerFast
 
 from ..errors import InputError
-from ..integrity import record
-from ..processes import forks_end_with_parent, locked
+from ..integrity import record, write_json
+from ..processes import forks_end_with_parent, new_folder
 from . import sources, tokenizer
 
 BATCH = 64  # rows, or documents, that a worker takes at a time
@@ -74,20 +71,10 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
 
 def finished(output: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Make a folder that is whole or not there; `fill` writes into it and returns its manifest, and so does this."""
-    with locked(output, output.with_name(f".{output.name}.lock")), forks_end_with_parent():
-        if output.exists():
-            raise InputError(f"--output {str(output)!r} exists; name another, or delete it")
-        beside = output.with_name(f".{output.name}.unfinished")
-        if beside.exists():  # of a run that was killed
-            shutil.rmtree(beside)
-        beside.mkdir()
-        manifest = fill(beside)
-        manifest["files"] = record(beside)
-        with (beside / "manifest.json").open("w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.rename(output)
+    with new_folder(output) as folder, forks_end_with_parent():
+        manifest = fill(folder)
+        manifest["files"] = record(folder)
+        write_json(folder / "manifest.json", manifest)
     return manifest
 
 

@@ -1,18 +1,20 @@
 """A model to evaluate: ours or any causal language model of transformers, from a folder or the Hub."""
 
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import CONFIG_NAME, cached_file
 
 from ..errors import InputError
 from ..generate import read_tokenizer
 from ..hf import HeadraceConfig, load
+from ..integrity import check_weights, digest, sha256
 
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length")
+READ = (".json", ".jinja", ".model", ".txt", ".safetensors", ".bin")  # files of a model and its tokenizer
 ROOM = 128  # tokens that the harness lets a needle's answer take
 
 
@@ -55,7 +57,7 @@ def read_checkpoint(path: str, device: str) -> Checkpoint:
 
 def read_model(path: str) -> Any:
     folder = Path(path)
-    where = "cannot be read" if folder.exists() else "is no folder here, and the Hub does not give it"
+    check_weights(folder)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if isinstance(config, HeadraceConfig) and folder.is_dir():
@@ -64,18 +66,32 @@ def read_model(path: str) -> Any:
     except InputError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"checkpoint {path!r} {where}: {str(error).strip().splitlines()[0]}") from error
+        raise unreadable(path, error) from error
     model, loaded = found
     if missing := sorted(loaded["missing_keys"]):
         raise InputError(f"checkpoint {path!r} is no causal language model: it holds no weights of {missing[0]}")
     return model
 
 
+def unreadable(path: str, error: Exception) -> InputError:
+    where = "cannot be read" if Path(path).exists() else "is no folder here, and the Hub does not give it"
+    return InputError(f"checkpoint {path!r} {where}: {str(error).strip().splitlines()[0]}")
+
+
 def fingerprint(path: str) -> str:
-    """Changes when the files of a folder do; a model of the Hub is known by its name."""
-    files = sorted(file for file in Path(path).glob("*") if file.suffix in (".json", ".safetensors", ".bin"))
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return sha256(repr((path, stats)).encode()).hexdigest()[:16]
+    """Changes when what a folder's files hold does; of a model of the Hub, with its commit."""
+    files = sorted(file for file in Path(path).glob("*") if file.suffix in READ)
+    if not files:
+        return digest([path, snapshot(path)])
+    return digest({file.name: sha256(file) for file in files})
+
+
+def snapshot(name: str) -> str:
+    """The commit of a model of the Hub, by which its cache is ordered."""
+    try:
+        return Path(str(cached_file(name, CONFIG_NAME))).parent.name
+    except OSError as error:
+        raise unreadable(name, error) from error
 
 
 def named(paths: list[str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ import yaml
 from lm_eval.api.task import Task
 
 from ..errors import InputError
+from ..integrity import digest, sha256
 from .suites import NEEDLE, RECALL, Item
 
 Row = dict[str, Any]
@@ -56,6 +57,12 @@ def localise(item: Item, data: Path, scratch: Path) -> str | Task:
     settings = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": source}
     derived.write_text(yaml.safe_dump({"include": str(item.stock), "task": item.task, **settings}), encoding="utf-8")
     return str(derived)
+
+
+def content(item: Item, data: Path, scratch: Path) -> str:
+    """A digest of the rows that `localise` found for an item."""
+    rows = scratch / f"{item.task}.jsonl"
+    return sha256(rows) if item.task not in NEEDLE else digest(essays(data) if item.task != "niah_single_1" else "")
 
 
 def local_class(name: str, source: dict[str, Any]) -> Task:

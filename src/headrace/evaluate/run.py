@@ -9,7 +9,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,13 +20,19 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
 
 from ..errors import InputError
+from ..integrity import digest
 from ..train.folder import own, read_json, write_json
 from .checkpoint import ROOM, Checkpoint, fingerprint, named, read_checkpoint
-from .local import Missing, haystacks, localise
+from .local import Missing, content, haystacks, localise
 from .suites import RECALL, RECALLED, Item, items
 from .unigram import unigram
 
+Tell = Callable[[str], None]
 DRAWS = 1000  # of the harness's bootstrap
+
+
+def silent(line: str) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -61,49 +67,66 @@ class Evaluation:
     missing: dict[str, str]  # items that were not run, and why
 
 
-def evaluate(paths: list[str], plan: Plan, machine: Machine, output: Path) -> Evaluation:
+def evaluate(
+    paths: list[str],
+    plan: Plan,
+    machine: Machine,
+    output: Path,
+    accept_old: bool = False,
+    tell: Tell = silent,
+) -> Evaluation:
     """Raises InputError for what cannot be read, and where no item at all can be run."""
     plan.check()
     models, wanted = named(paths), items(plan.suite, list(plan.lengths))
-    own(output, asdict(plan) | {"lengths": list(plan.lengths)})
-    specs, missing = find_rows(wanted, plan, output / "rows")
-    if not specs:
+    own(output, asdict(plan) | {"lengths": list(plan.lengths)}, accept_old, lm_eval=lm_eval.__version__)
+    found, missing = find_rows(wanted, plan, output / "rows")
+    if not found:
         raise InputError(f"nothing of --suite={plan.suite!r} can be run: {next(iter(missing.values()))}")
-    runnable = [item for item in wanted if item.name in specs]
-    recorded = {
-        name: dict(complete(path, runnable, specs, plan, machine, output / slug(name))) for name, path in models.items()
-    }
+    recorded = {}
+    for name, path in models.items():
+        folder = output / slug(name)
+        recorded[name] = dict(complete(path, found, plan, machine, folder, tell))
+        write_json(folder / "results.json", merged(recorded[name]))
     return Evaluation(plan, recorded, missing)
 
 
-def find_rows(wanted: list[Item], plan: Plan, scratch: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """By item: what the harness loads for it, or why it cannot be run."""
+@dataclass(frozen=True)
+class Rows:
+    """item's rows: what the harness loads, and a digest of them; None: they are the Hub's."""
+
+    item: Item
+    spec: Any
+    digest: str | None = None
+
+
+def find_rows(wanted: list[Item], plan: Plan, scratch: Path) -> tuple[list[Rows], dict[str, str]]:
+    """(what can be run, why the other items cannot)"""
     if plan.data is None:
-        return {item.name: str(item.stock) for item in wanted}, {}
-    specs, missing = {}, {}
+        return [Rows(item, str(item.stock)) for item in wanted], {}
+    found, missing, data = [], {}, Path(plan.data)
     for item in wanted:
         try:
-            specs[item.name] = localise(item, Path(plan.data), scratch)
+            found.append(Rows(item, localise(item, data, scratch), content(item, data, scratch)))
         except Missing as reason:
             missing[item.name] = str(reason)
-    return specs, missing
+    return found, missing
 
 
 def complete(
-    path: str, wanted: list[Item], specs: dict[str, Any], plan: Plan, machine: Machine, folder: Path
+    path: str, wanted: list[Rows], plan: Plan, machine: Machine, folder: Path, tell: Tell
 ) -> Iterator[tuple[str, Any]]:
     """The records of all items for one checkpoint, which is loaded only where one is not there yet."""
-    checkpoint, mark, records = None, fingerprint(path), {}
-    for item in wanted:
-        kept = folder / "items" / f"{slug(item.name)}.json"
+    checkpoint, model = None, fingerprint(path)
+    for i, rows in enumerate(wanted, 1):
+        name = rows.item.name
+        kept, mark = folder / "items" / f"{slug(name)}.json", digest([model, rows.digest])
         record = read_json(kept) if kept.exists() else {}
         if record.get("fingerprint") != mark:
+            tell(f"{folder.name}: {name}, {i} of {len(wanted)}")
             checkpoint = checkpoint or read_checkpoint(path, machine.device)
-            record = run_item(checkpoint, item, specs[item.name], plan, machine) | {"fingerprint": mark}
+            record = run_item(checkpoint, rows.item, rows.spec, plan, machine) | {"fingerprint": mark}
             write_json(kept, record)
-        records[item.name] = record
-        yield item.name, record
-    write_json(folder / "results.json", merged(records))
+        yield name, record
 
 
 def run_item(checkpoint: Checkpoint, item: Item, spec: Any, plan: Plan, machine: Machine) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..device import without_autocast
 from ..packing import Sequences
 
 CHUNK = 32  # tokens per chunk of the matrix memories; a power of two
@@ -103,7 +104,7 @@ def recur(step: Callable, form: Callable, x: Any, sequences: Sequences, S: Tenso
         S: the memory before the first tokens; None: zeros.
     """
     q, _, v = x[:3]
-    with torch.autocast(q.device.type, enabled=False):  # the precision of the memory is part of the definition
+    with without_autocast(q):  # the precision of the memory is part of the definition
         S = q.new_zeros(sequences.count, *q.shape[2:], v.shape[-1]) if S is None else S
         if q.shape[1] == 1 and sequences.cu_seqlens is None:
             return step(x, S)

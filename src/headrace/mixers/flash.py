@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..backends.call import accumulator
 from ..backends.derivatives import apply_function, first_order
+from ..device import without_autocast
 
 NAME = "flash_attention"
 TILE = 64
@@ -113,6 +114,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, val
     groups, acc = q.shape[2] // k.shape[2], accumulator(q)
     mask = Mask(causal, k.shape[1] - q.shape[1], valid)
     k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         out = apply_function(Flash, NAME, *(x.transpose(1, 2).to(acc) for x in (q, k, v)), mask)
     return out.transpose(1, 2).to(q.dtype)

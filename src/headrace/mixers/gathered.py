@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.derivatives import apply_function, first_order
+from ..device import without_autocast
 
 NAME = "attention of gathered keys"
 COLUMNS = {"cpu": 1 << 12}  # of a piece: as large as a cache. A GPU wants fewer and larger pieces.
@@ -79,6 +80,6 @@ def attend_gathered(
     """dense(q [G, size, H, d], k, v [G, C, Hkv, d], groups) of all groups -> [G, size, H, d].
 
     parameters: all that dense uses."""
-    with torch.autocast(q.device.type, enabled=False):  # the backward would not know of it
+    with without_autocast(q):  # the backward would not know of it
         trained = [p for p in parameters if p.requires_grad]
         return apply_function(Gathered, NAME, dense, groups, q, k, v, *trained)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.call import accumulator
+from ..device import without_autocast
 from ..gates import SelfInitialised
 from ..packing import Sequences
 from .chunks import Chunks, carry
@@ -55,7 +56,7 @@ class ResidualDelta(SelfInitialised):
         Returns:
             (out [B, T, H, V], the memory and, unless a chunk is one token, before, after the last tokens [N, H, K, V]).
         """
-        with torch.autocast(x["v"].device.type, enabled=False):  # the precision of the memory is part of the definition
+        with without_autocast(x["v"]):  # the precision of the memory is part of the definition
             # A fixed decay is told for every token: what a chunk lacks in tokens must not fade.
             given = {n: y.expand(x["v"].shape[:3]) if y.dim() == 1 else y for n, y in x.items() if y is not None}
             memories, places = self._start(given, state, sequences)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends.call import accumulator
+from ..device import without_autocast
 from ..packing import Sequences
 from ..spec import ScanSpec
 from .base import Mixer, ScanState
@@ -59,7 +60,7 @@ class S4D(Mixer):
         return self.log_dt.to(dtype).exp()[:, None], poles
 
     def run(self, x: Tensor, state: ScanState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ScanState]:
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             u = x.to(accumulator(x))
             y, memory = self._respond(u, None if state is None else state.memory.mT, cu_seqlens)
             y = F.gelu(y + self.skip.to(u.dtype) * u).to(x.dtype)

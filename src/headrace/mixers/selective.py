@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backends.derivatives import apply_function, first_order
+from ..device import without_autocast
 from .scan import Pack, Tile, backwards, scan_
 
 NAME = "the selective scan"
@@ -31,7 +32,7 @@ def selective_scan(operands: Operands, lengths: list[int]) -> tuple[Tensor, Tens
     """h_t = exp(dt_t A) h_{t−1} + dt_t u_t B_t, y_t = C_t h_t, for a pack of sequences of these lengths.
 
     Returns (y [T, D], the last state of each sequence [n, S, D])."""
-    with torch.autocast(operands.u.device.type, enabled=False):
+    with without_autocast(operands.u):
         return apply_function(SelectiveScan, NAME, lengths, *operands)
 
 

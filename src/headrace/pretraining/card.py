@@ -7,6 +7,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..errors import InputError
+from ..provenance import sentence
 from ..recipes import About, Recipe, to_yaml
 from ..train.environment import environment
 from ..train.folder import read_json
@@ -83,9 +84,14 @@ def write_card(
         documents=manifest["train"]["documents"], tokens=manifest["train"]["tokens"],
         held_documents=manifest["held_out"]["documents"], length=manifest["length"],
         sources=", ".join(source["name"] for source in manifest["sources"]),
-        where=", ".join(f"{name} {value}" for name, value in environment().items()),
+        where=", ".join(f"{name} {value}" for name, value in environment().items()) + mixed(folder.parent),
     )  # fmt: skip
     ModelCard(text).save(folder / "README.md")
+
+
+def mixed(run: Path) -> str:
+    told = sentence(run)
+    return f".\n\n{told}" if told else ""
 
 
 def read_history(run: Path) -> list[dict[str, Any]]:

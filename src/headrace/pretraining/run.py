@@ -25,9 +25,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..data import Collator, PackedData, unigram_loss
 from ..errors import InputError
-from ..processes import end_with_parent, is_free
+from ..processes import end_with_parent
 from ..recipes import About, Recipe
-from ..train.folder import difference, read_json, write_json
+from ..train.folder import own, write_json
 from . import checkpoints
 from .agreement import agreed
 from .card import write_card
@@ -42,15 +42,16 @@ LOG_EVERY = 10  # steps, where save_every is a multiple
 
 
 def train(
-    recipe: Recipe, about: About, data: PackedData, folder: Path, fsdp: bool = False, trackers: str = "tensorboard"
-):
+    recipe: Recipe, about: About, data: PackedData, folder: Path, fsdp: bool = False, trackers: str = "tensorboard",
+    accept_old: bool = False,
+):  # fmt: skip
     """Train to the end, from the newest checkpoint where there is one. Raises InputError where that cannot be."""
     check_data(recipe, data)
     check_tokenizer(recipe, data)
     check_trackers(trackers)
     check_launcher(fsdp)
     settings = arguments(recipe, folder, fsdp, trackers)  # from here on the processes of torchrun know each other
-    with agreed(folder, partial(begin, folder, recipe, data)) as last:
+    with agreed(folder, partial(begin, folder, recipe, data, accept_old)) as last:
         set_seed(recipe.seed)
         trainer = make_trainer(recipe, data, settings)
         with told_of_full_disks(trainer, folder):
@@ -59,9 +60,9 @@ def train(
     return trainer
 
 
-def begin(folder: Path, recipe: Recipe, data: PackedData) -> Path | None:
+def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = False) -> Path | None:
     """In the first process alone: the checkpoint to go on from."""
-    claim(folder, recipe, data)
+    claim(folder, recipe, data, accept_old)
     checkpoints.discard_unfinished(folder)
     return checkpoints.newest(folder)
 
@@ -111,9 +112,9 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
     ):
         if there != wanted and not (name == "vocab_size" and there < wanted):
             raise InputError(f"the data were prepared with {name}={there}; the recipe has {name}={wanted}")
-    if recipe.rows > len(data.train):
+    if recipe.rows > (count := len(full(data.train, recipe.length))):
         raise InputError(
-            f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows a step, and the data hold {len(data.train)}; "
+            f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows a step, and the data hold {count} full ones; "
             "expected no more"
         )
     collate, evaluated = Collator(0, recipe.apart), some(data.held_out, recipe.evaluate_rows)
@@ -147,20 +148,11 @@ def check_trackers(trackers: str) -> None:
             raise InputError(f"--trackers={trackers!r}: {name} is not installed (pip install {name})")
 
 
-def claim(folder: Path, recipe: Recipe, data: PackedData) -> None:
-    """Make the folder this run's own. InputError where it holds another."""
+def claim(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = False) -> None:
+    """Make the folder this run's own. InputError where it holds another, or one of another version."""
     told = {name: value for name, value in data.manifest.items() if name not in BESIDE}
     wanted = {"recipe": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(recipe).items()}, "data": told}
-    path = folder / "run.json"
-    if path.exists():
-        held = read_json(path)
-        if held != wanted:
-            where, there, here = difference(held, wanted)
-            raise InputError(f"{str(folder)!r} holds another run ({where} is {there} there and {here} here)")
-    elif not is_free(folder):
-        raise InputError(f"--output {str(folder)!r} exists and holds no run; name another")
-    else:
-        write_json(path, wanted)
+    own(folder, wanted, accept_old, "run.json")
 
 
 def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) -> HeadraceTrainer:
@@ -173,7 +165,7 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
         model,
         settings,
         data_collator=Collator(end or 0, recipe.apart),
-        train_dataset=data.train,
+        train_dataset=full(data.train, recipe.length),
         eval_dataset=some(data.held_out, recipe.evaluate_rows),
         optimizers=(optimizer(model, recipe), None),
         measures=Measures(recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], counted, peak_flops()),
@@ -201,6 +193,11 @@ def check_started(trainer: HeadraceTrainer, recipe: Recipe) -> None:
     ):
         if there != wanted:
             raise InputError(f"{name}: {wanted} was asked for, and accelerate started with {there}")
+
+
+def full(rows: Dataset, length: int) -> Dataset:
+    """Without the last row, where the text ended before it was full: it would make a step smaller."""
+    return rows if len(rows[-1]["input_ids"]) == length else rows.select(range(len(rows) - 1))
 
 
 def some(rows: Dataset, count: int) -> Dataset:

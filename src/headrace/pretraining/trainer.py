@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 from transformers import ProgressCallback, Trainer
 
 from ..loss import IGNORED
@@ -33,6 +34,12 @@ class HeadraceTrainer(Trainer):
         self.gates: list[dict[str, Any]] = []  # as the last evaluation saw them
         self.marked: tuple[float, int] | None = None
         self.resting = 0.0
+
+    def _get_train_sampler(self, train_dataset=None) -> RandomSampler:
+        """Every epoch in another order, without the rows at its end that fill no step."""
+        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return RandomSampler(rows, num_samples=len(rows) // step * step)
 
     # --- held-out text -----------------------------------------------------------------------------------------------
 

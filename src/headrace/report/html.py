@@ -7,6 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from matplotlib.figure import Figure
 
+from ..provenance import sentence
 from . import sweep
 from .plots import draw
 from .summary import Comparison, Contender, show, show_contender, summarise
@@ -21,7 +22,10 @@ def write_report(results: dict[str, Any], folder: Path) -> Path:
     templates = Environment(loader=PackageLoader("headrace.report", "."), autoescape=True, trim_blocks=True)
     page, beside = folder / "report.html", folder / ".report.html"
     beside.write_text(
-        templates.get_template("template.html").render(results=results, sweep=whole, sections=sections), "utf-8"
+        templates.get_template("template.html").render(
+            results=results, sweep=whole, sections=sections, mixed=sentence(folder)
+        ),
+        "utf-8",
     )
     return beside.replace(page)
 

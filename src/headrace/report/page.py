@@ -10,6 +10,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from matplotlib.figure import Figure
 
+from ..provenance import sentence
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -41,7 +43,7 @@ class Page:
         """Whole or not at all."""
         templates = Environment(loader=PackageLoader("headrace.report", "."), autoescape=True, trim_blocks=True)
         beside = path.with_name(f".{path.name}")
-        beside.write_text(templates.get_template("page.html").render(page=self), "utf-8")
+        beside.write_text(templates.get_template("page.html").render(page=self, mixed=sentence(path.parent)), "utf-8")
         return beside.replace(path)
 
 

@@ -13,11 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .. import provenance
 from ..errors import InputError
+from ..integrity import digest, record, sha256
 from ..processes import end_with_parent
 from ..train.folder import read_json, write_json
 from .experiment import called
 
+RESUMED = ("compare", "train", "bench", "eval")  # commands that go on with what is in a folder
 HEADRACE = [sys.executable, "-c", "from headrace.cli import main; main()"]
 
 
@@ -55,21 +58,42 @@ def done(root: Path, command: list[str]) -> dict[str, Any] | None:
     return read_json(path) if path.exists() else None
 
 
-def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None]) -> None:
-    """Raises InputError where a step fails; the steps before it are kept."""
+def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None], accept_old: bool = False) -> None:
+    """Raises InputError where a step fails, whose predecessors are kept, and where what is kept was made by another
+    version, without accept_old, or of other inputs."""
+    provenance.claim(root, not (root / "done").exists(), accept_old)
     for i, command in enumerate(steps, 1):
-        said = f"step {i} of {len(steps)}: {shlex.join(command)}"
-        if done(root, command) is not None:
+        said, given = f"step {i} of {len(steps)}: {shlex.join(command)}", inputs(root, command)
+        if (kept := done(root, command)) is not None:
+            before = kept.get("inputs", given)
+            if changed := [name for name, content in given.items() if before.get(name) != content]:
+                raise InputError(
+                    f"{str(mark(root, command))!r} is of step {i} with {changed[0]!r} as it was before; name another "
+                    "--output"
+                )
             tell(f"{said}: done before")
             continue
         tell(said)
-        root.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
-        code, printed = run(started_by(command), "--json" in command)
+        code, printed = run(started_by(command, accept_old), "--json" in command)
         if code:
             raise InputError(f"step {i} ended with {code}: {shlex.join(command)}")
-        kept = {"command": shlex.join(command), "seconds": round(time.monotonic() - started, 1), "said": printed}
-        write_json(mark(root, command), kept)
+        seconds = round(time.monotonic() - started, 1)
+        write_json(
+            mark(root, command),
+            {"command": shlex.join(command), "seconds": seconds, "said": printed, "inputs": given},
+        )
+
+
+def inputs(root: Path, command: list[str]) -> dict[str, str]:
+    """Digests of the files, and of those in folders, that a step reads and no step before it wrote."""
+    made, found = root.resolve(), {}
+    for word in called(command) if "headrace" in command else []:
+        path = Path(word).resolve()
+        if os.path.exists(word) and not path.is_relative_to(made):
+            files = {word: sha256(path)} if path.is_file() else record(path)
+            found[word] = digest({name: of for name, of in files.items() if not (path / name).is_relative_to(made)})
+    return found
 
 
 def run(command: list[str], listen: bool) -> tuple[int, str | None]:
@@ -85,7 +109,9 @@ def run(command: list[str], listen: bool) -> tuple[int, str | None]:
     return step.returncode, printed
 
 
-def started_by(command: list[str]) -> list[str]:
+def started_by(command: list[str], accept_old: bool = False) -> list[str]:
+    if accept_old and "headrace" in command and called(command)[0] in RESUMED:
+        command = [*command, "--accept-old"]
     if command[0] == "headrace":
         return [*HEADRACE, *command[1:]]
     if shutil.which(command[0]) is None:

@@ -12,12 +12,15 @@ import torch
 
 import headrace
 
+from ..provenance import source
+
 
 @lru_cache
 def environment() -> dict[str, Any]:
     return {
         "headrace": headrace.__version__,
         "commit": commit(),
+        "source": source(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "python": platform.python_version(),

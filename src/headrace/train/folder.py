@@ -6,31 +6,14 @@ results.json, report.html, *.png the report
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from .. import provenance
 from ..errors import InputError
+from ..integrity import read_json, write_json
 from ..processes import is_free
 from .plan import Arm, Study
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write beside, flush to the disk, rename: a reader finds the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        json.dump(data, file, indent=1, ensure_ascii=False, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{str(path)!r} is not JSON ({error}); delete it and run the command again") from None
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -41,10 +24,10 @@ def read_result(path: Path) -> dict[str, Any]:
     return result
 
 
-def claim(folder: Path, study: Study) -> None:
+def claim(folder: Path, study: Study, accept_old: bool = False) -> None:
     """Make the folder this study's own. InputError where the study cannot be, and as `own` does."""
     check(folder, study)
-    own(folder, study.to_json())
+    own(folder, study.to_json(), accept_old)
 
 
 def check(folder: Path, study: Study) -> None:
@@ -54,25 +37,26 @@ def check(folder: Path, study: Study) -> None:
     refuse_foreign(folder)
 
 
-def refuse_foreign(folder: Path) -> None:
-    if not (folder / "plan.json").exists() and not is_free(folder):
-        raise InputError(f"{str(folder)!r} exists and is no report folder; name another --output")
+def refuse_foreign(folder: Path, file: str = "plan.json") -> None:
+    if not (folder / file).exists() and not is_free(folder):
+        raise InputError(f"{str(folder)!r} exists and is no folder of reports or runs; name another --output")
 
 
-def own(folder: Path, wanted: Any) -> None:
-    """Make the folder a plan's own. InputError where it holds another one, something else, or cannot be written."""
-    path = folder / "plan.json"
-    if path.exists():
-        held = read_json(path)
-        if held != wanted:
-            where, there, here = difference(held, wanted)
-            raise InputError(
-                f"{str(folder)!r} holds another run ({where} is {there} there and {here} here); name another --output"
-            )
-        return
-    refuse_foreign(folder)
+def own(folder: Path, wanted: Any, accept_old: bool = False, file: str = "plan.json", **made: str) -> None:
+    """Make the folder a plan's own, which the file keeps. InputError where it holds another plan, something else or,
+    without accept_old, what other versions made (made: see `provenance`), and where it cannot be written."""
+    path = folder / file
+    if path.exists() and (held := read_json(path)) != wanted:
+        where, there, here = difference(held, wanted)
+        raise InputError(
+            f"{str(folder)!r} holds another run ({where} is {there} there and {here} here); name another --output"
+        )
+    if fresh := not path.exists():
+        refuse_foreign(folder, file)
     try:
-        write_json(path, wanted)
+        provenance.claim(folder, fresh, accept_old, **made)
+        if fresh:
+            write_json(path, wanted)
     except OSError as error:
         raise InputError(f"--output {str(folder)!r} cannot be written: {error.strerror}") from None
 

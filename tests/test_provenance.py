@@ -1,0 +1,134 @@
+"""No result is taken for one that other code, or another input, would give."""
+
+import json
+import os
+import sys
+
+import pytest
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+from headrace import provenance
+from headrace.errors import InputError
+from headrace.provenance import MADE_BY
+from headrace.reproduce import execute
+from headrace.train.defaults import DEMO
+from headrace.train.folder import claim, own
+from test_interruption import flip
+from training import train
+
+OTHER = "0" * 12
+
+
+@pytest.fixture
+def other_code(monkeypatch):
+    """Call it, and from then on other code runs."""
+    return lambda: monkeypatch.setattr(provenance, "source", lambda: OTHER)
+
+
+def test_an_edit_of_the_package_is_another_version(tmp_path, monkeypatch):
+    (tmp_path / "headrace" / "recipes").mkdir(parents=True)
+    recipe = tmp_path / "headrace" / "recipes" / "small.yaml"
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "headrace" / "provenance.py"))
+    found = []
+    for text in ("lr: 1", "lr: 2", "lr: 1"):
+        recipe.write_text(text)
+        found.append(provenance.source.__wrapped__())
+    assert found[0] == found[2] != found[1]
+
+
+CLAIMS = {
+    "compare": lambda folder, **more: claim(folder, DEMO, **more),
+    "bench": lambda folder, **more: own(folder, {"a": 1}, machine="x", **more),
+    "reproduce": lambda folder, **more: execute.execute([[sys.executable, "-c", ""]], folder, str, **more),
+}
+
+
+@pytest.mark.parametrize("command", CLAIMS)
+def test_results_of_other_code_are_refused_or_said(command, tmp_path, other_code):
+    CLAIMS[command](tmp_path)
+    CLAIMS[command](tmp_path)
+    now = provenance.source()
+    other_code()
+    said = rf"{MADE_BY}'.* made by .*source {now}.*now runs .*source {OTHER}.*--accept-old"
+    with pytest.raises(InputError, match=said):
+        CLAIMS[command](tmp_path)
+    assert not provenance.sentence(tmp_path)
+    CLAIMS[command](tmp_path, accept_old=True)
+    CLAIMS[command](tmp_path)
+    assert now in provenance.sentence(tmp_path) and OTHER in provenance.sentence(tmp_path)
+
+
+def test_results_that_do_not_say_what_made_them_are_refused(tmp_path):
+    own(tmp_path, {"a": 1})
+    (tmp_path / MADE_BY).unlink()
+    with pytest.raises(InputError, match="made by headrace of an unknown version"):
+        own(tmp_path, {"a": 1})
+
+
+def test_a_folder_that_was_left_before_anything_was_done_serves_other_code(tmp_path, other_code):
+    provenance.claim(tmp_path, True, False)
+    (tmp_path / ".plan.json.123").touch()
+    other_code()
+    own(tmp_path, {"a": 1})
+
+
+def test_a_measurement_on_another_machine_is_another(tmp_path):
+    own(tmp_path, {"a": 1}, machine="x")
+    with pytest.raises(InputError, match="machine x; now runs machine y"):
+        own(tmp_path, {"a": 1}, machine="y")
+
+
+def test_a_run_that_other_code_began_is_refused_or_said(data, tmp_path, other_code):
+    train(data, tmp_path / "run", tokens=128 * 5)
+    other_code()
+    with pytest.raises(InputError, match=f"now runs .*source {OTHER}"):
+        train(data, tmp_path / "run", tokens=128 * 5)
+    train(data, tmp_path / "run", accept_old=True, tokens=128 * 5)
+    assert OTHER in (tmp_path / "run" / "model" / "README.md").read_text("utf-8")
+
+
+def test_a_step_with_another_input_is_refused(tmp_path, monkeypatch):
+    text, root = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("one")
+    monkeypatch.setattr(execute, "HEADRACE", [sys.executable, "-c", ""])
+    for _ in range(2):
+        execute.execute([["headrace", "prepare", str(text)]], root, str)
+    text.write_text("two")
+    with pytest.raises(InputError, match=r"text\.txt' as it was before"):
+        execute.execute([["headrace", "prepare", str(text)]], root, str)
+
+
+def test_steps_are_told_to_accept_what_was_accepted():
+    assert execute.started_by(["headrace", "train", "x"], True)[-1] == "--accept-old"
+    assert execute.started_by(["headrace", "prepare", "x"], True)[-1] == "x"
+
+
+# --- of checkpoints and rows -----------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_known_by_what_its_files_hold(tmp_path):
+    checkpoint = pytest.importorskip("headrace.evaluate.checkpoint")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(8))
+    before, at = checkpoint.fingerprint(str(tmp_path)), weights.stat()
+    flip(weights)
+    os.utime(weights, ns=(at.st_atime_ns, at.st_mtime_ns))
+    assert checkpoint.fingerprint(str(tmp_path)) != before
+
+
+def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
+    checkpoint = pytest.importorskip("headrace.evaluate.checkpoint")
+    import huggingface_hub.constants as hub
+
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        repository = tmp_path / "models--some--model"
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+        found.append(checkpoint.fingerprint("some/model"))
+    assert found[0] != found[1]
