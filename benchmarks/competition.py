@@ -65,7 +65,7 @@ def trios(backbones: Sequence[str] = BACKBONES, more: str = "") -> tuple[str, ..
     return tuple(mixer for backbone in backbones for mixer in trio(backbone, more))
 
 
-BASE = Plan("pair", trios(), Pair(), Shape(), Recipe(evaluations=5, held_out=256), seeds=3)
+BASE = Plan("pair", trios(), Pair(), Shape(mlp=0), Recipe(evaluations=5, held_out=256), seeds=3)
 WHOLE = tuple(
     mixer
     for backbone in BACKBONES
@@ -85,7 +85,7 @@ DIGITS = replace(
     BASE,
     name="digits",
     task=Digits(),
-    shape=Shape(layers=2),
+    shape=Shape(layers=2, mlp=0),
     recipe=Recipe(steps=300, batch_size=32, lr=3e-3, evaluations=5, held_out=359),
 )
 BOTH_WAYS = tuple(f"bert(mixer={mixer})" for mixer in trios(("retnet", "gla", "gated-deltanet")))

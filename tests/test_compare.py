@@ -21,7 +21,7 @@ from headrace.train.choose import choose
 from headrace.train.compare import complete
 from headrace.train.defaults import DEFAULTS, DEMO, PAIR
 from headrace.train.folder import claim, result_path, write_json
-from headrace.train.plan import Plan, Recipe, Shape, Study
+from headrace.train.plan import MATCHED, Plan, Recipe, Shape, Study
 
 CONTROL = "softmax-retnet(competition.activation=sigmoid)"
 SMALL = Plan(
@@ -53,17 +53,41 @@ def test_a_mixer_and_its_softmax_version_start_as_one(backbone):
     assert torch.equal(plain(**rows).loss, softmax(**rows).loss)
 
 
-def test_parameters_are_matched_by_the_mlps_width():
+def sizes(plan):
+    """Parameters of every model, and without its gates, counted on the models themselves."""
     from headrace.train.model import build, gate_parameters
 
-    mixers = ("transformer", *zoo.LINEAR, "softmax-gla")
-    plan = replace(SMALL, mixers=mixers, shape=Shape(hidden_size=64, heads=4, layers=2, mlp=16), seeds=1)
-    size = {}
-    for arm in plan.arms():
-        model = build(arm)
-        size[arm.mixer] = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in gate_parameters(model))
-    assert max(size.values()) <= 1.01 * min(size.values())
+    built = {arm.mixer: build(arm) for arm in replace(plan, seeds=1).arms()}
+    whole = {mixer: sum(p.numel() for p in model.parameters()) for mixer, model in built.items()}
+    return whole, {mixer: whole[mixer] - sum(p.numel() for p in gate_parameters(m)) for mixer, m in built.items()}
+
+
+@pytest.mark.parametrize("mlp", [None, 16])
+def test_parameters_are_matched_by_the_mlps_width(mlp):
+    plan = replace(SMALL, mixers=("transformer", *zoo.LINEAR, "softmax-gla"), shape=Shape(heads=4, layers=2, mlp=mlp))
+    _, without_gates = sizes(plan)
+    assert max(without_gates.values()) <= 1.01 * min(without_gates.values())
     assert plan.widths()["softmax-gla"] == plan.widths()["gla"]
+
+
+@pytest.mark.parametrize("task", [task for task in DEFAULTS if task not in ("needle", "reverse", "dates")])
+def test_every_task_compares_matched_models_unless_told_otherwise(task):
+    whole, without_gates = sizes(DEFAULTS[task])
+    assert max(whole.values()) <= MATCHED * min(whole.values()), whole
+    assert max(without_gates.values()) <= 1.02 * min(without_gates.values()), without_gates
+
+
+def test_widths_that_are_not_free_or_not_wanted():
+    reverse, bert = DEFAULTS["reverse"], DEFAULTS["masked"].widths()
+    assert [mixer for mixer, width in reverse.widths().items() if width is None] == ["rnn", "luong", "bahdanau"]
+    whole, _ = sizes(reverse)
+    assert all(whole[mixer] == pytest.approx(whole["bahdanau"], rel=0.01) for mixer in reverse.mixers[3:])
+    assert bert["bert(mixer=gla)"] == bert["bert(mixer=softmax-gla)"] == 256 < bert["bert"]
+    assert set(DEFAULTS["pair"].widths().values()) == {None}, "matched without an MLP"
+    bare = replace(DEFAULTS["induction"], shape=Shape(layers=2, heads=4, mlp=0))
+    assert set(bare.widths().values()) == {None}
+    with pytest.raises(InputError, match=r"shape.mlp=-1; expected at least 0"):
+        replace(SMALL, shape=Shape(mlp=-1)).check()
 
 
 def test_what_decays():
@@ -222,7 +246,8 @@ def test_whole_models_and_mixers_learn_one_task(tmp_path):
         path = tmp_path / f"{arm.mixer}.json"
         train(arm, path, lambda *news: None)
         found[arm.mixer] = json.loads(path.read_text("utf-8"))
-    assert [arm.width for arm in arms] == [None] * len(WHOLE)
+    assert [arm.width is None for arm in arms] == [True, True, False, False, False, False]
+    assert arms[4].width == plan.widths()["softmax-gla"]
     for arm in found.values():
         assert set(arm["scores"]) == {"exact match", "accuracy", "loss"}
         assert list(map(int, arm["by_length"])) == [1, 2, 3, 4, 5, 6, 7, 8]

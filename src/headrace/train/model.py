@@ -1,4 +1,4 @@
-"""From an arm to a model: an MLP width that matches parameters, and the inputs of a task."""
+"""From an arm to a model that reads the rows of its task."""
 
 import math
 from collections.abc import Iterator
@@ -65,6 +65,7 @@ def build(arm: Arm) -> Learner | Whole:
     shape, spec = arm.plan.shape, from_json(arm.spec)
     if isinstance(spec, ModelSpec):
         sizes = {"hidden_size": shape.hidden_size, "num_heads": shape.heads, "num_layers": shape.layers}
+        sizes |= {"intermediate_size": arm.width}
         return Whole(models.build(spec, vocab_size=arm.plan.task.vocab_size, **sizes))
     config = HeadraceConfig(
         mixer=arm.spec,
