@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import t as student
 
-from headrace.report.html import write_report
+from headrace.report.comparison_page import write_report
 from headrace.report.plots import PALETTE, STYLE
 from headrace.report.summary import Comparison, Contender, summarise
 from headrace.report.terminal import board

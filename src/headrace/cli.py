@@ -74,7 +74,7 @@ def compare(
     The same command continues what was interrupted.
     """
     from .processes import locked
-    from .report.html import write_report
+    from .report.comparison_page import write_report
     from .report.terminal import board, print_results
     from .train.choose import choose
     from .train.compare import complete

@@ -15,7 +15,6 @@ from ..spec import to_json
 from ..stack_spec import BertSpec
 from ..tasks import Digits, Masked, Sequences, Task
 
-
 MATCHED = 1.05  # the most parameters over the fewest, from which on models are not called matched
 
 
