@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import t as student
 
+from headrace.device import all_devices
 from headrace.report.comparison_page import write_report
 from headrace.report.plots import PALETTE, STYLE
 from headrace.report.summary import Comparison, Contender, summarise
@@ -31,6 +32,7 @@ from headrace.tasks import Digits, Pair
 from headrace.train.compare import complete
 from headrace.train.folder import claim, read_json
 from headrace.train.plan import Plan, Recipe, Shape, Study
+from headrace.train.pool import place_workers
 
 console = Console(width=None if Console().is_terminal else 140)
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -131,7 +133,7 @@ def run(
         folder, asked = output / name, study(name)
         claim(folder, asked)
         with board(asked, console) as progress:
-            results = complete(asked, folder, progress.listen, workers)
+            results = complete(asked, folder, progress.listen, place_workers(all_devices(None), workers))
         console.print(f"{name}: {write_report(results, folder)}")
 
 

@@ -214,7 +214,7 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     plan = replace(SMALL, mixers=("mine", "softmax-mine"), seeds=1)
     study, heard = Study("s", "S", (plan,)), []
     claim(tmp_path, study)
-    found = complete(study, tmp_path, lambda *news: heard.append(news), 1)
+    found = complete(study, tmp_path, lambda *news: heard.append(news), ["cpu"])
     first, second = found["arms"]
     assert [point["step"] for point in first["curve"]] == [0, 2, 3]
     assert first["curve"][0]["scores"] == second["curve"][0]["scores"], "they start as one"
@@ -230,9 +230,9 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     lost = result_path(tmp_path, plan.arms()[1])
     kept = copy.deepcopy(found["arms"])
     lost.unlink()
-    again = complete(study, tmp_path, lambda *news: None, 1)["arms"]
+    again = complete(study, tmp_path, lambda *news: None, ["cpu"])["arms"]
     for arm in (*kept, *again):
-        del arm["seconds"], arm["tokens_per_second"]
+        del arm["seconds"], arm["speeds"]
     assert again == kept, "the same numbers, to the bit"
 
 

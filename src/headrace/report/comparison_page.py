@@ -71,12 +71,11 @@ def whole_sweep(over: sweep.Sweep, folder: Path) -> dict[str, Any]:
 
 
 def line(contender: Contender, comparison: Comparison, cells: list[str]) -> dict[str, Any]:
-    """A row of a table. The best is marked where it has a score."""
+    """A row of a table."""
     return {
         "label": contender.label,
         "mixer": contender.mixer,
         "colour": THEME[colours(comparison)[contender.mixer]],
-        "best": contender in comparison.finished[:1],
         "cells": cells,
     }
 

@@ -27,7 +27,7 @@ def at_chance(comparison: Comparison) -> Iterator[str]:
     lost = [c for c in comparison.finished if chance is not None and c.mean <= chance + NEAR]
     if chance is not None and lost:
         who = ", ".join(f"{c.label} {show_contender(c)}" for c in lost)
-        yield f"At chance: {who}; guessing gives {show(lost[0].metric, chance)}. Nothing here tells these apart."
+        yield f"At chance: {who}; guessing gives {show(lost[0].metric, chance)}."
 
 
 def level(task: dict[str, Any]) -> float | None:

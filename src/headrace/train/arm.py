@@ -24,8 +24,10 @@ from .plan import Arm, Recipe
 Tell = Callable[[int, dict[str, float] | None], None]  # step, scores where there are new ones
 
 
-def train(arm: Arm, path: Path, tell: Tell) -> None:
-    """Train and evaluate an arm; its result is written to `path` at the end, whole or not at all."""
+def train(arm: Arm, path: Path, tell: Tell, device: str = "cpu") -> None:
+    """Train and evaluate an arm; its result is written to `path` at the end, whole or not at all.
+
+    device: "cpu", or anything else for the accelerator that the process sees."""
     started, plan = time.perf_counter(), arm.plan
     set_seed(arm.seed)
     model = build(arm)
@@ -35,7 +37,7 @@ def train(arm: Arm, path: Path, tell: Tell) -> None:
     rows = Rows(sample, arm.seed, plan.recipe.steps * plan.recipe.batch_size)
     trainer = Trainer(
         model,
-        arguments(plan.recipe, arm.seed, path.parent),
+        arguments(plan.recipe, arm.seed, path.parent, device),
         train_dataset=rows,
         callbacks=[curve],
         optimizers=(optimizer(model, plan.recipe), None),
@@ -45,7 +47,7 @@ def train(arm: Arm, path: Path, tell: Tell) -> None:
     write_json(path, result(arm, model, curve) | {"seconds": time.perf_counter() - started})
 
 
-def arguments(recipe: Recipe, seed: int, folder: Path) -> TrainingArguments:
+def arguments(recipe: Recipe, seed: int, folder: Path, device: str) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=recipe.steps,
@@ -59,7 +61,7 @@ def arguments(recipe: Recipe, seed: int, folder: Path) -> TrainingArguments:
         train_sampling_strategy="sequential",  # rows are drawn at random already
         label_names=["shift_labels"],
         remove_unused_columns=False,
-        use_cpu=not torch.accelerator.is_available(),
+        use_cpu=device == "cpu",
         dataloader_pin_memory=False,
         save_strategy="no",
         logging_strategy="no",
