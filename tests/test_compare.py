@@ -90,6 +90,26 @@ def test_widths_that_are_not_free_or_not_wanted():
         replace(SMALL, shape=Shape(mlp=-1)).check()
 
 
+def test_flops_of_a_row_are_those_counted_by_hand():
+    """Two for a multiply-add: projections, MLP and logits of every token, and scores and sums over T tokens."""
+    from headrace.train.model import as_read, build, flops
+
+    D, T, V, width = 16, SMALL.task.length, SMALL.task.vocab_size, 24
+    shape = Shape(hidden_size=D, heads=4, layers=2, mlp=width)
+    plan = replace(SMALL, shape=shape)
+    row = SMALL.task.held_out(1)
+    blocks = lambda projections: T * 2 * (2 * (projections * D * D + 3 * D * width) + D * V)  # noqa: E731
+    counted = {}
+    for mixer in ("transformer", "retnet(heads.expand_v=1)"):
+        (arm,) = replace(plan, mixers=(mixer,), seeds=1).arms()
+        counted[mixer] = flops(build(arm), row, shape)
+    assert counted["transformer"] == blocks(4) + 2 * 2 * (2 * T * T * D)
+    # q, k, v, gate and output; of a memory of 4 × 4 × 4 numbers: read 2, write 2, forget 1
+    assert counted["retnet(heads.expand_v=1)"] == blocks(5) + 2 * T * 5 * 4 * 4 * 4
+    (rnn,) = replace(SMALL, mixers=("rnn",), task=Reverse(length=4), seeds=1).arms()
+    assert flops(build(rnn), as_read(rnn, rnn.plan.task.held_out(1)), rnn.plan.shape) is None
+
+
 def test_what_decays():
     from headrace.train.arm import optimizer
     from headrace.train.model import build, gate_parameters
@@ -226,6 +246,9 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     assert {(arm.mixer, step) for arm, step, scores in heard if scores} == {
         (m, s) for m in plan.mixers for s in (0, 2, 3)
     }
+
+    assert len(first["speeds"]) == 2 and all(speed > 0 for speed in first["speeds"]), "after steps 2 and 3"
+    assert first["flops"] == second["flops"] > 0
 
     lost = result_path(tmp_path, plan.arms()[1])
     kept = copy.deepcopy(found["arms"])

@@ -1,18 +1,23 @@
 """The report: every rule of its sentences, short names, and a page that needs nothing beside it."""
 
 import html
+import io
 import re
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from headrace import zoo
 from headrace.report import sweep
 from headrace.report.comparison_page import write_report
 from headrace.report.conditions import conditions
+from headrace.report.example import about, example, guessing
 from headrace.report.failures import level
 from headrace.report.findings import findings, headline
 from headrace.report.summary import labels, summarise
+from headrace.report.terminal import print_results
+from headrace.tasks import Copy, Induction, KeyValue, Masked, Pair, Reverse, Text
 from headrace.train.defaults import DEFAULTS, PAIR, REVERSE, TEXT
 from headrace.train.plan import Study
 
@@ -215,8 +220,72 @@ def test_what_is_matched(sizes, expected, tmp_path):
     assert all(page.index(sentence) < page.index("<h2>") for sentence in expected), "before everything else"
 
 
+def test_speed_is_a_median_with_its_quartiles():
+    (comparison,) = summarise(results([[0.5, 0.6]]))
+    assert comparison.contenders[0].speed == "12 ± 2", "of 10, 14, 10, 14"
+    one = results([[0.5]])
+    one["arms"][0]["speeds"] = [1234.5]
+    assert summarise(one)[0].contenders[0].speed == "1,234", "one stretch has no spread"
+
+
+def test_the_terminal_answers_first():
+    screen = Console(file=io.StringIO(), width=160)
+    found = results([[0.5, 0.5], [0.9, 0.91]])
+    print_results(found, screen)
+    lines = screen.file.getvalue().splitlines()
+    assert lines[0] == headline(summarise(found)) and lines[1].startswith("pair: Matched: parameters (within 0.0%)")
+    assert re.search(r"retnet +│ +50.0 ± 0.0 % │ +50.0 · 50.0 │ +1,000 │ +100 │ +12 ± 2 │", "\n".join(lines))
+
+
 def test_one_model_is_matched_with_nothing():
     assert conditions(summarise(results([[0.5]]))[0]) == []
+
+
+# --- the task ---------------------------------------------------------------------------------------------------------
+def drawn(task):
+    return [
+        token if isinstance(token, int) else " ".join("".join((text, "=", role)) for text, role in token.parts)
+        + (f" -> {token.answer}" if token.answer is not None else "")
+        for token in example(task)
+    ]  # fmt: skip
+
+
+def test_rows_are_drawn_with_roles_and_answers():
+    pair = drawn(Pair(keys=4, pairs=2))
+    stored = dict(token.replace("=key", "").replace("=value", "").split() for token in pair[:2])
+    assert [(f"{key}=query -> {stored[key]}") in pair[2:] for key in stored] == [True, True] and len(pair) == 4
+    recall = drawn(KeyValue(keys=4, pairs=2, length=8))
+    stored = {
+        key.removesuffix("=key"): value.removesuffix("=value")
+        for key, value in zip(recall[:4:2], recall[1:4:2], strict=True)
+    }
+    assert {token for token in recall[4:] if "query" in token} == {f"{k}=query -> {v}" for k, v in stored.items()}
+    assert all(token.endswith("=filler") for token in recall[4:] if "query" not in token)
+    induction = drawn(Induction(symbols=3, length=40))
+    at = induction.index("!=key")
+    assert induction[-1] == f"!=query -> {induction[at + 1].removesuffix('=value')}"
+    left_out = [token for token in induction if isinstance(token, int)]
+    assert left_out and len(induction) + sum(left_out) - len(left_out) == 40
+    assert drawn(Copy(symbols=2, length=2))[0] in ("a=value", "b=value")
+    assert drawn(Copy(symbols=2, length=2))[1] == "|=query -> " + drawn(Copy(symbols=2, length=2))[0][0]
+    reverse = drawn(Reverse(symbols=3, length=5, shortest=5))
+    assert [t[-1] for t in reverse[5:10]] == [t[0] for t in reverse[4::-1]] and reverse[10] == "?=query -> end"
+    text = drawn(Text(length=9))
+    assert [token[-1] for token in text[:-1]] == [token[0] for token in text[1:]], "each token answers the one before"
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [(Pair(), "3.1 %"), (Text(), "5.545 nats/token"), (Reverse(), "about 0 %"), (Masked(length=9), "0.4 %")],
+)  # fmt: skip
+def test_what_guessing_scores(task, expected):
+    """1 / 32; log 256; 1 / 259."""
+    assert expected in guessing(task)
+
+
+@pytest.mark.parametrize("task", [task for task in DEFAULTS if task != "needle"])
+def test_every_task_is_explained_and_drawn(task):
+    assert about(DEFAULTS[task].task).endswith((".", "?")) and example(DEFAULTS[task].task)
 
 
 def test_short_names():

@@ -76,16 +76,20 @@ def tokens(task: Any) -> Iterator[Token]:
     row = {name: values[0] for name, values in task.held_out(1).items()}
     ids, labels = row["input_ids"], row["shift_labels"]
     if isinstance(task, Sequences):
-        yield from (Token([(text, "value")]) for text in task.text(ids))
-        yield from (Token([("→" if i == 0 else "·", "query")], text) for i, text in enumerate(task.text(labels)))
+        yield from (Token([(visible(text), "value")]) for text in task.text(ids))
+        yield from (Token([("?", "query")], visible(text)) for text in task.text(labels))
         return
     for t, (label, at) in enumerate(zip(labels.tolist(), ids, strict=True)):
         parts = [i for i in torch.atleast_1d(at).tolist() if i >= 0]
         asked = label != IGNORED
         yield Token(
-            [(text(task, i), role(task, t + channel, i, ids, asked)) for channel, i in enumerate(parts)],
-            text(task, label) if asked else None,
+            [(visible(text(task, i)), role(task, t + channel, i, ids, asked)) for channel, i in enumerate(parts)],
+            visible(text(task, label)) if asked else None,
         )
+
+
+def visible(text: str) -> str:
+    return text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
 
 
 def text(task: Any, i: int) -> str:
@@ -109,7 +113,7 @@ def text(task: Any, i: int) -> str:
 
             return str(Tokenizer.from_file(task.tokenizer).id_to_token(i))
         case _:
-            return chr(i)
+            return chr(i) if i < 128 else f"\\x{i:02x}"  # a byte of a longer character
 
 
 def role(task: Any, t: int, i: int, ids: torch.Tensor, asked: bool) -> str:
