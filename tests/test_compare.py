@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -122,6 +124,44 @@ def test_what_decays():
     assert {id(p) for p in gate_parameters(model)} == {id(p) for p in gates["params"]}
 
 
+def test_rates_of_the_recipe():
+    from headrace.train.arm import arguments, optimizer
+    from headrace.train.model import build
+
+    recipe = replace(SMALL.recipe, lr=0.02, gate_lr=0.5, steps=300)
+    decayed, free, gates = optimizer(build(SMALL.arms()[1]), recipe).param_groups
+    assert (decayed["lr"], free["lr"], gates["lr"]) == (0.02, 0.02, 0.01) and decayed["betas"] == (0.9, 0.95)
+    given = arguments(recipe, 0, Path("nowhere"), "cpu")
+    assert (given.learning_rate, given.warmup_steps, given.max_grad_norm) == (0.02, 20, 1.0)
+    assert given.lr_scheduler_kwargs == {"min_lr_rate": 0.05}
+
+
+@pytest.mark.parametrize(("kind", "length"), [("normal", None), ("orthogonal", 0.3 * 2)])
+def test_gates_are_drawn_with_the_standard_deviation_that_is_asked_for(kind, length):
+    from headrace.train.model import build
+
+    shape = Shape(hidden_size=16, heads=4)
+    plan = replace(SMALL, shape=shape, recipe=replace(SMALL.recipe, gate_std=0.3, gate_init=kind))
+    weight = build(plan.arms()[1]).lm.model.backbone.layers[0].mixer.write_competition.weight
+    if kind == "orthogonal":  # a head scores its 4 channels: as long as 4 such numbers are expected to be
+        torch.testing.assert_close(weight @ weight.T, length**2 * torch.eye(4))
+    else:  # of 16 draws, within five standard errors of 0.3 / √32
+        assert weight.std().item() == pytest.approx(0.3, abs=5 * 0.3 / 32**0.5)
+
+
+def test_speeds_are_tokens_over_seconds(monkeypatch):
+    from headrace.train import arm as module
+
+    curve = module.Curve(SMALL.arms()[0], lambda *news: None)
+    monkeypatch.setattr(
+        module.Curve, "point", lambda self, step, model: self.points.append({"step": step, "scores": {1}})
+    )
+    monkeypatch.setattr(module.time, "perf_counter", lambda: 14.0)
+    curve.points, curve.resumed = [{"step": 1}], 10.0
+    curve.on_step_end(None, SimpleNamespace(global_step=3, max_steps=3), SimpleNamespace(should_training_stop=False))
+    assert curve.speeds == [2 * 4 * SMALL.task.length / 4.0], "two steps of four rows in four seconds"
+
+
 # --- what heads do ------------------------------------------------------------------------------------------
 def test_gate_statistics_of_even_and_of_decided_heads():
     from headrace.train.arm import evaluate
@@ -140,6 +180,19 @@ def test_gate_statistics_of_even_and_of_decided_heads():
     assert sum(write["load_asked"]) == pytest.approx(1) == sum(write["load_other"])
     both = (torch.tensor(write["load_asked"]) + torch.tensor(write["load_other"])) / 2
     assert both.tolist() == pytest.approx(write["load"], abs=1e-5)
+
+
+def test_gate_statistics_by_hand():
+    """Two tokens that choose different heads of two: no entropy in either, all of it between them."""
+    from headrace.train.gates import GateStatistics
+
+    found = GateStatistics(0, "write")
+    shares = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.5, 0.5]]])
+    found.add(shares.log(), torch.tensor([[True, False, False, False]]))
+    told = found.summary()
+    assert told["entropy"] == pytest.approx(0.5) and told["specialisation"] == pytest.approx(0.5)
+    assert told["load"] == pytest.approx([0.5, 0.5]) and told["load_asked"] == pytest.approx([1, 0])
+    assert told["load_other"] == pytest.approx([1 / 3, 2 / 3])
 
 
 def test_evaluation_is_the_mean_over_answers():

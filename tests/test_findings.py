@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from headrace import zoo
-from headrace.report import sweep
+from headrace.report import plots, sweep
 from headrace.report.comparison_page import write_report
 from headrace.report.conditions import conditions
 from headrace.report.example import about, example, guessing
@@ -417,6 +417,42 @@ def gates(load):
 )
 def test_a_failure_reads_as_a_failure(scores, load, expected):
     assert expected in said(scores, gates=gates(load))
+
+
+@pytest.mark.parametrize(
+    ("score", "load", "failed"),
+    [
+        (1 / 32 + 0.019, [0.5, 0.5], "At chance"), (1 / 32 + 0.021, [0.5, 0.5], None), (0.5, [0.91, 0.09], "Collapsed"),
+        (0.5, [0.89, 0.11], None), (0.5, [0.56, 0.4, 0.04], None), (0.5, [0.56, 0.41, 0.03], "Dead"),
+    ],
+)  # fmt: skip
+def test_where_a_failure_begins(score, load, failed):
+    """Two points above chance; nine tenths by one head; a tenth of an even share, a thirtieth of three heads."""
+    text = said([[score], [0.9]], gates=gates(load))
+    assert {word for word in ("At chance", "Collapsed", "Dead") if word in text} == ({failed} if failed else set())
+
+
+@pytest.mark.parametrize(("score", "held"), [(0.9, True), (0.89, False)])
+def test_what_holds_at_a_length(score, held):
+    found = results([[0.5]], plan=REVERSE)
+    found["arms"][0]["by_length"] = {"6": 1.0, "12": score}
+    assert (f"up to length {12 if held else 6};" in "\n".join(findings(summarise(found)[0]))) is True
+
+
+def test_pictures_show_the_numbers():
+    """Percent, means over seeds, quartiles of speeds, and states in bytes."""
+    learnt = results([[0.2, 0.4], [0.9, 0.9]], plan=REVERSE)
+    for arm in learnt["arms"]:
+        arm["by_length"] = {"6": arm["scores"]["exact match"], "12": 0.1}
+    (comparison,) = summarise(learnt)
+    drawn = {name: figure.axes for name, (_, figure) in plots.draw(comparison).items()}
+    (curves,), (scores,), (lengths,) = (drawn[name] for name in ("curves", "scores", "lengths"))
+    assert list(curves.lines[0].get_ydata()) == pytest.approx([30, 30])
+    assert list(lengths.lines[0].get_ydata()) == pytest.approx([30, 10])
+    assert [line.get_xdata()[0] for line in scores.lines[:3]] == pytest.approx([30, 30 - 200**0.5, 30 + 200**0.5])
+    assert [text.get_text() for text in drawn["cost"][0].texts] == ["1k", "1k"]
+    bars = drawn["cost"][2].collections[0].get_segments()
+    assert [sorted(x for x, _ in bar) for bar in bars] == [[10, 14], [10, 14]]
 
 
 def test_what_did_not_fail_is_not_named():
