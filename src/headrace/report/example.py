@@ -68,7 +68,7 @@ def example(task: Any) -> list[Token | int]:
     for role, run in groupby(tokens(task), key=lambda token: token.role):
         whole = list(run)
         limit = LONGEST.get(role, RUN)
-        drawn += whole[:limit] + ([len(whole) - limit] if len(whole) > limit else [])
+        drawn += whole if len(whole) <= limit + 2 else [*whole[:limit], len(whole) - limit]
     return drawn
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from .summary import Comparison, count, show, show_contender, task_of
 
-NEAR = 0.02  # above chance, a score is no more than chance
+NEAR = 0.02  # above chance, a score is named as one near it
 COLLAPSED = 0.9  # of all that is written or read, by one head
 DEAD = 0.1  # of an even share
 
@@ -27,7 +27,7 @@ def at_chance(comparison: Comparison) -> Iterator[str]:
     lost = [c for c in comparison.finished if chance is not None and c.mean <= chance + NEAR]
     if chance is not None and lost:
         who = ", ".join(f"{c.label} {show_contender(c)}" for c in lost)
-        yield f"At chance: {who}; guessing gives {show(lost[0].metric, chance)}."
+        yield f"Within {100 * NEAR:.0f} points of guessing ({show(lost[0].metric, chance)}): {who}."
 
 
 def level(task: dict[str, Any]) -> float | None:

@@ -212,10 +212,9 @@ def cost(comparison: Comparison) -> Figure | None:
     colour = [colours(comparison)[c.mixer] for c in contenders]
     for ax, (title, value) in zip(grid, columns.items(), strict=True):
         low, middle, high = np.array([value(c) for c in contenders]).T
-        bars = ax.barh(range(len(middle)), middle, color=colour, height=0.65)
-        if (low < high).any():
-            ax.errorbar(middle, range(len(middle)), xerr=[middle - low, high - middle], fmt="none", color=SOFT, lw=1)
-        ax.bar_label(bars, [compact(v) for v in middle], padding=8, fontsize=8)
+        reach: Any = {"xerr": [middle - low, high - middle], "ecolor": SOFT} if (low < high).any() else {}
+        bars = ax.barh(range(len(middle)), middle, color=colour, height=0.65, **reach)
+        ax.bar_label(bars, [compact(v) for v in middle], padding=3, fontsize=8)
         ax.set(title=title, xlim=(0, 1.25 * high.max() or 1))  # none of them may keep a state
         ax.title.set_size(10)
         ax.grid(False)
