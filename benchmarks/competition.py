@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import t as student
 
-from headrace.report.html import write_report
+from headrace.device import all_devices
+from headrace.report.comparison_page import write_report
 from headrace.report.plots import PALETTE, STYLE
 from headrace.report.summary import Comparison, Contender, summarise
 from headrace.report.terminal import board
@@ -31,6 +32,7 @@ from headrace.tasks import Digits, Pair
 from headrace.train.compare import complete
 from headrace.train.folder import claim, read_json
 from headrace.train.plan import Plan, Recipe, Shape, Study
+from headrace.train.pool import place_workers
 
 console = Console(width=None if Console().is_terminal else 140)
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -65,7 +67,7 @@ def trios(backbones: Sequence[str] = BACKBONES, more: str = "") -> tuple[str, ..
     return tuple(mixer for backbone in backbones for mixer in trio(backbone, more))
 
 
-BASE = Plan("pair", trios(), Pair(), Shape(), Recipe(evaluations=5, held_out=256), seeds=3)
+BASE = Plan("pair", trios(), Pair(), Shape(mlp=0), Recipe(evaluations=5, held_out=256), seeds=3)
 WHOLE = tuple(
     mixer
     for backbone in BACKBONES
@@ -85,7 +87,7 @@ DIGITS = replace(
     BASE,
     name="digits",
     task=Digits(),
-    shape=Shape(layers=2),
+    shape=Shape(layers=2, mlp=0),
     recipe=Recipe(steps=300, batch_size=32, lr=3e-3, evaluations=5, held_out=359),
 )
 BOTH_WAYS = tuple(f"bert(mixer={mixer})" for mixer in trios(("retnet", "gla", "gated-deltanet")))
@@ -131,7 +133,7 @@ def run(
         folder, asked = output / name, study(name)
         claim(folder, asked)
         with board(asked, console) as progress:
-            results = complete(asked, folder, progress.listen, workers)
+            results = complete(asked, folder, progress.listen, place_workers(all_devices(None), workers))
         console.print(f"{name}: {write_report(results, folder)}")
 
 

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
+from headrace.device import all_devices
 from headrace.mixers.softmax_rnn import numerator
 from headrace.mixers.taylor import truncated_exp
 from headrace.report.plots import PALETTE, STYLE
@@ -28,6 +29,7 @@ from headrace.tasks import Text
 from headrace.train.compare import complete
 from headrace.train.folder import claim
 from headrace.train.plan import Plan, Recipe, Shape, Study
+from headrace.train.pool import place_workers
 from record import append, environment
 
 HERE = Path(__file__).parent
@@ -141,7 +143,7 @@ def curves(
     """A language model of bytes for every mixer, one after another in one process."""
     study = plan(tuple(unpacked(Path(text), output.parent) for text in texts), steps, seeds)
     claim(output, study)
-    results = complete(study, output, listen, workers=1)
+    results = complete(study, output, listen, place_workers(all_devices(None), 1))
     points = list(collect(results))
     with (RESULTS / "taylor_curves.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(vars(points[0])), lineterminator="\n")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace import InputError, cli_eval
-from headrace.bench import measure, results
+from headrace.bench import measure, report, results
 from headrace.bench.decoding import CACHED, READ_ALL, RECURRENT, Decoder
 from headrace.bench.models import Shape, build, cache_bytes, named
 from headrace.bench.plan import Plan, Point
@@ -92,6 +92,25 @@ def test_the_cost_of_competition_is_of_pairs_and_compression_is_as_derived():
     state = {"bytes": 4 * 2 * 16 * 32, "seconds": [1.0]}
     (found,) = results.compressions([{"point": vars(Point("decoding", 640)), "models": {"gla": state}}], plan)
     assert found.said == 640 * (16 + 32) / (16 * 32) and found.found == 640 * 2 * 64 / (2 * 16 * 32)
+
+
+def test_one_measurement_has_no_spread():
+    """± 0 % would say that there is no noise."""
+    plan = Plan(("gla", "softmax-gla"), SHAPE, rounds=1)
+    one = {"point": vars(Point("training", 16)), "environment": {}, "clock": "CPU"}
+    held = [one | {"models": {"gla": {"seconds": [1.0]}, "softmax-gla": {"seconds": [1.1]}}}]
+    assert str(results.overhead(held, "gla", "training")) == "+10.0% (one pair)"
+    line = results.rows(held, plan)[0]
+    assert line["spread"] is None and report.cell("training", line) == "16 (one round)"
+
+
+def test_a_spread_is_half_the_distance_of_the_quartiles():
+    plan = Plan(("gla", "softmax-gla"), SHAPE)
+    one = {"point": vars(Point("training", 16)), "environment": {}, "clock": "CPU"}
+    held = [one | {"models": {"gla": {"seconds": [1.0] * 3}, "softmax-gla": {"seconds": [1.0, 1.25, 2.0]}}}]
+    assert str(results.overhead(held, "gla", "training")) == "+25.0% ± 50.0%"  # quartiles 1 and 2
+    line = results.rows(held, plan)[1]
+    assert float(line["spread"]) == 0.8 and report.cell("training", line) == "13 ±40%"
 
 
 def test_a_cache_that_would_not_fit_is_left_out_and_named(monkeypatch):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,7 +23,7 @@ from headrace.train.choose import choose
 from headrace.train.compare import complete
 from headrace.train.defaults import DEFAULTS, DEMO, PAIR
 from headrace.train.folder import claim, result_path, write_json
-from headrace.train.plan import Plan, Recipe, Shape, Study
+from headrace.train.plan import MATCHED, Plan, Recipe, Shape, Study
 
 CONTROL = "softmax-retnet(competition.activation=sigmoid)"
 SMALL = Plan(
@@ -53,17 +55,61 @@ def test_a_mixer_and_its_softmax_version_start_as_one(backbone):
     assert torch.equal(plain(**rows).loss, softmax(**rows).loss)
 
 
-def test_parameters_are_matched_by_the_mlps_width():
+def sizes(plan):
+    """Parameters of every model, and without its gates, counted on the models themselves."""
     from headrace.train.model import build, gate_parameters
 
-    mixers = ("transformer", *zoo.LINEAR, "softmax-gla")
-    plan = replace(SMALL, mixers=mixers, shape=Shape(hidden_size=64, heads=4, layers=2, mlp=16), seeds=1)
-    size = {}
-    for arm in plan.arms():
-        model = build(arm)
-        size[arm.mixer] = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in gate_parameters(model))
-    assert max(size.values()) <= 1.01 * min(size.values())
+    built = {arm.mixer: build(arm) for arm in replace(plan, seeds=1).arms()}
+    whole = {mixer: sum(p.numel() for p in model.parameters()) for mixer, model in built.items()}
+    return whole, {mixer: whole[mixer] - sum(p.numel() for p in gate_parameters(m)) for mixer, m in built.items()}
+
+
+@pytest.mark.parametrize("mlp", [None, 16])
+def test_parameters_are_matched_by_the_mlps_width(mlp):
+    plan = replace(SMALL, mixers=("transformer", *zoo.LINEAR, "softmax-gla"), shape=Shape(heads=4, layers=2, mlp=mlp))
+    _, without_gates = sizes(plan)
+    assert max(without_gates.values()) <= 1.01 * min(without_gates.values())
     assert plan.widths()["softmax-gla"] == plan.widths()["gla"]
+
+
+@pytest.mark.parametrize("task", [task for task in DEFAULTS if task not in ("needle", "reverse", "dates")])
+def test_every_task_compares_matched_models_unless_told_otherwise(task):
+    whole, without_gates = sizes(DEFAULTS[task])
+    assert max(whole.values()) <= MATCHED * min(whole.values()), whole
+    assert max(without_gates.values()) <= 1.02 * min(without_gates.values()), without_gates
+
+
+def test_widths_that_are_not_free_or_not_wanted():
+    reverse, bert = DEFAULTS["reverse"], DEFAULTS["masked"].widths()
+    assert [mixer for mixer, width in reverse.widths().items() if width is None] == ["rnn", "luong", "bahdanau"]
+    whole, _ = sizes(reverse)
+    assert all(whole[mixer] == pytest.approx(whole["bahdanau"], rel=0.01) for mixer in reverse.mixers[3:])
+    assert bert["bert(mixer=gla)"] == bert["bert(mixer=softmax-gla)"] == 256 < bert["bert"]
+    assert set(DEFAULTS["pair"].widths().values()) == {None}, "matched without an MLP"
+    bare = replace(DEFAULTS["induction"], shape=Shape(layers=2, heads=4, mlp=0))
+    assert set(bare.widths().values()) == {None}
+    with pytest.raises(InputError, match=r"shape.mlp=-1; expected at least 0"):
+        replace(SMALL, shape=Shape(mlp=-1)).check()
+
+
+def test_flops_of_a_row_are_those_counted_by_hand():
+    """Two for a multiply-add: projections, MLP and logits of every token, and scores and sums over T tokens."""
+    from headrace.train.model import as_read, build, flops
+
+    D, T, V, width = 16, SMALL.task.length, SMALL.task.vocab_size, 24
+    shape = Shape(hidden_size=D, heads=4, layers=2, mlp=width)
+    plan = replace(SMALL, shape=shape)
+    row = SMALL.task.held_out(1)
+    blocks = lambda projections: T * 2 * (2 * (projections * D * D + 3 * D * width) + D * V)  # noqa: E731
+    counted = {}
+    for mixer in ("transformer", "retnet(heads.expand_v=1)"):
+        (arm,) = replace(plan, mixers=(mixer,), seeds=1).arms()
+        counted[mixer] = flops(build(arm), row, shape)
+    assert counted["transformer"] == blocks(4) + 2 * 2 * (2 * T * T * D)
+    # q, k, v, gate and output; of a memory of 4 × 4 × 4 numbers: read 2, write 2, forget 1
+    assert counted["retnet(heads.expand_v=1)"] == blocks(5) + 2 * T * 5 * 4 * 4 * 4
+    (rnn,) = replace(SMALL, mixers=("rnn",), task=Reverse(length=4), seeds=1).arms()
+    assert flops(build(rnn), as_read(rnn, rnn.plan.task.held_out(1)), rnn.plan.shape) is None
 
 
 def test_what_decays():
@@ -76,6 +122,44 @@ def test_what_decays():
     assert sum(len(group["params"]) for group in (decayed, free, gates)) == len(list(model.parameters()))
     assert all(p.dim() > 1 for p in decayed["params"])
     assert {id(p) for p in gate_parameters(model)} == {id(p) for p in gates["params"]}
+
+
+def test_rates_of_the_recipe():
+    from headrace.train.arm import arguments, optimizer
+    from headrace.train.model import build
+
+    recipe = replace(SMALL.recipe, lr=0.02, gate_lr=0.5, steps=300)
+    decayed, free, gates = optimizer(build(SMALL.arms()[1]), recipe).param_groups
+    assert (decayed["lr"], free["lr"], gates["lr"]) == (0.02, 0.02, 0.01) and decayed["betas"] == (0.9, 0.95)
+    given = arguments(recipe, 0, Path("nowhere"), "cpu")
+    assert (given.learning_rate, given.warmup_steps, given.max_grad_norm) == (0.02, 20, 1.0)
+    assert given.lr_scheduler_kwargs == {"min_lr_rate": 0.05}
+
+
+@pytest.mark.parametrize(("kind", "length"), [("normal", None), ("orthogonal", 0.3 * 2)])
+def test_gates_are_drawn_with_the_standard_deviation_that_is_asked_for(kind, length):
+    from headrace.train.model import build
+
+    shape = Shape(hidden_size=16, heads=4)
+    plan = replace(SMALL, shape=shape, recipe=replace(SMALL.recipe, gate_std=0.3, gate_init=kind))
+    weight = build(plan.arms()[1]).lm.model.backbone.layers[0].mixer.write_competition.weight
+    if kind == "orthogonal":  # a head scores its 4 channels: as long as 4 such numbers are expected to be
+        torch.testing.assert_close(weight @ weight.T, length**2 * torch.eye(4))
+    else:  # of 16 draws, within five standard errors of 0.3 / √32
+        assert weight.std().item() == pytest.approx(0.3, abs=5 * 0.3 / 32**0.5)
+
+
+def test_speeds_are_tokens_over_seconds(monkeypatch):
+    from headrace.train import arm as module
+
+    curve = module.Curve(SMALL.arms()[0], lambda *news: None)
+    monkeypatch.setattr(
+        module.Curve, "point", lambda self, step, model: self.points.append({"step": step, "scores": {1}})
+    )
+    monkeypatch.setattr(module.time, "perf_counter", lambda: 14.0)
+    curve.points, curve.resumed = [{"step": 1}], 10.0
+    curve.on_step_end(None, SimpleNamespace(global_step=3, max_steps=3), SimpleNamespace(should_training_stop=False))
+    assert curve.speeds == [2 * 4 * SMALL.task.length / 4.0], "two steps of four rows in four seconds"
 
 
 # --- what heads do ------------------------------------------------------------------------------------------
@@ -96,6 +180,19 @@ def test_gate_statistics_of_even_and_of_decided_heads():
     assert sum(write["load_asked"]) == pytest.approx(1) == sum(write["load_other"])
     both = (torch.tensor(write["load_asked"]) + torch.tensor(write["load_other"])) / 2
     assert both.tolist() == pytest.approx(write["load"], abs=1e-5)
+
+
+def test_gate_statistics_by_hand():
+    """Two tokens that choose different heads of two: no entropy in either, all of it between them."""
+    from headrace.train.gates import GateStatistics
+
+    found = GateStatistics(0, "write")
+    shares = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.5, 0.5]]])
+    found.add(shares.log(), torch.tensor([[True, False, False, False]]))
+    told = found.summary()
+    assert told["entropy"] == pytest.approx(0.5) and told["specialisation"] == pytest.approx(0.5)
+    assert told["load"] == pytest.approx([0.5, 0.5]) and told["load_asked"] == pytest.approx([1, 0])
+    assert told["load_other"] == pytest.approx([1 / 3, 2 / 3])
 
 
 def test_evaluation_is_the_mean_over_answers():
@@ -190,7 +287,7 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     plan = replace(SMALL, mixers=("mine", "softmax-mine"), seeds=1)
     study, heard = Study("s", "S", (plan,)), []
     claim(tmp_path, study)
-    found = complete(study, tmp_path, lambda *news: heard.append(news), 1)
+    found = complete(study, tmp_path, lambda *news: heard.append(news), ["cpu"])
     first, second = found["arms"]
     assert [point["step"] for point in first["curve"]] == [0, 2, 3]
     assert first["curve"][0]["scores"] == second["curve"][0]["scores"], "they start as one"
@@ -203,12 +300,15 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
         (m, s) for m in plan.mixers for s in (0, 2, 3)
     }
 
+    assert len(first["speeds"]) == 2 and all(speed > 0 for speed in first["speeds"]), "after steps 2 and 3"
+    assert first["flops"] == second["flops"] > 0
+
     lost = result_path(tmp_path, plan.arms()[1])
     kept = copy.deepcopy(found["arms"])
     lost.unlink()
-    again = complete(study, tmp_path, lambda *news: None, 1)["arms"]
+    again = complete(study, tmp_path, lambda *news: None, ["cpu"])["arms"]
     for arm in (*kept, *again):
-        del arm["seconds"], arm["tokens_per_second"]
+        del arm["seconds"], arm["speeds"]
     assert again == kept, "the same numbers, to the bit"
 
 
@@ -222,7 +322,8 @@ def test_whole_models_and_mixers_learn_one_task(tmp_path):
         path = tmp_path / f"{arm.mixer}.json"
         train(arm, path, lambda *news: None)
         found[arm.mixer] = json.loads(path.read_text("utf-8"))
-    assert [arm.width for arm in arms] == [None] * len(WHOLE)
+    assert [arm.width is None for arm in arms] == [True, True, False, False, False, False]
+    assert arms[4].width == plan.widths()["softmax-gla"]
     for arm in found.values():
         assert set(arm["scores"]) == {"exact match", "accuracy", "loss"}
         assert list(map(int, arm["by_length"])) == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -1,12 +1,14 @@
 """Without --device every command computes on the accelerator, where there is one."""
 
+import os
+
 import pytest
 import torch
 
 from headrace import cli
-from headrace.device import on_device
+from headrace.device import all_devices, on_device, see_only
 from headrace.errors import InputError
-from headrace.train.pool import worker_count
+from headrace.train.pool import place_workers
 
 
 @pytest.fixture(params=["cuda", "mps", None])
@@ -21,12 +23,62 @@ def test_the_default(accelerator):
     assert on_device(None) == (accelerator or "cpu")
     assert on_device(None, float64=True) == ("cuda" if accelerator == "cuda" else "cpu")
     assert on_device("cpu") == "cpu"
+    assert on_device("auto") == on_device(None)
 
 
-def test_workers_do_not_share_an_accelerator(accelerator):
-    if accelerator is not None:
-        assert worker_count(None) == 1
-    assert worker_count(3) == 3
+@pytest.fixture
+def four_gpus(monkeypatch):
+    cuda, empty = torch.device("cuda"), torch.empty
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **more: empty(*size, **more))
+
+
+@pytest.mark.parametrize(
+    ("device", "workers", "places"),
+    [
+        (None, None, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ("auto", 2, ["cuda:0", "cuda:1"]),
+        ("cuda", 6, ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0", "cuda:1"]),
+        ("cuda:1", None, ["cuda:1"]),
+        ("cuda:1", 3, ["cuda:1"] * 3),
+        ("cpu", 3, ["cpu"] * 3),
+    ],
+)
+def test_workers_are_spread_over_the_gpus(four_gpus, device, workers, places):
+    assert place_workers(all_devices(device), workers) == places
+
+
+def test_workers_without_a_gpu(accelerator, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(5)), raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    places = {"cuda": ["cuda:0"], "mps": ["mps"], None: ["cpu"] * 5}
+    assert place_workers(all_devices(None), None) == places[accelerator]
+    with pytest.raises(InputError, match="--workers=0; expected at least 1"):
+        place_workers(["cpu"], 0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "seen"),
+    [(None, "cuda:2", "2"), ("5,7,6", "cuda:1", "7"), ("5,7", "cpu", ""), (None, "cpu", ""), ("5,7", "mps", "5,7")],
+)
+def test_a_worker_sees_its_own_gpu_alone(visible, device, seen, monkeypatch):
+    """Trainer would spread each batch over all GPUs that it sees."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    see_only(device)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_the_cpu_is_used_where_it_is_asked_for(monkeypatch, tmp_path):
+    from headrace.train.arm import arguments
+    from headrace.train.plan import Recipe
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert arguments(Recipe(), 0, tmp_path, "cpu").use_cpu and not arguments(Recipe(), 0, tmp_path, "mps").use_cpu
 
 
 @pytest.mark.parametrize("name", ["tpu7", "xpu:99"])
@@ -42,6 +94,8 @@ def test_a_device_that_is_not_here(name):
         ("eval model --suite piqa", "headrace.device.on_device"),
         ("bench --layers 1", "headrace.device.on_device"),
         ("verify --mixers gla", "headrace.cli.on_device"),
+        ("inspect model --text abc", "headrace.inspection.on_device"),
+        ("compare --mixers gla", "headrace.device.on_device"),
     ],
 )
 def test_every_command_asks_the_one_rule(command, seen_by, monkeypatch, tmp_path):

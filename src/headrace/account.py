@@ -12,7 +12,7 @@ from typing import Any
 
 from . import zoo
 from .errors import InputError
-from .spec import CACHED, AttentionSpec, MixerSpec, SoftmaxRNNSpec, to_json
+from .spec import CACHED, AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, SoftmaxRNNSpec, to_json
 
 WIDTH, HEADS, TOKENS, CHUNK = 1024, 4, 2048, 64  # at which the table counts
 DECAYS = {"none": "", "retnet": "γ", "xpos": "diag(γ)", "softplus": "α"}  # all others: one per key channel
@@ -30,6 +30,7 @@ OUTSIDE = {
     "gla-outer": ("α … βᵀ", "v", "−⟨kS, v⟩", "α βᵀ, per number"),
 }
 COUNTED = f"Costs: width {WIDTH}, {HEADS} heads, float32, chunks of {CHUNK}; attention after {TOKENS:,} tokens."
+RECURRENT = (MixerSpec, ScanSpec, MatrixSpec)  # whose memory does not grow
 UPDATE = ("A_t", "b_t", "features", "can")
 AXES = ("memory", "objective", "optimiser", "retention")
 COST = ("state", "bytes", "training", "decoding", "grows")
@@ -102,22 +103,28 @@ def _outside(spec) -> dict[str, Any]:
 
 
 def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
-    """State, and operations per token: for a number of the state 2 to read, 2 to write, 1 to forget, 2 to overwrite;
-    training adds what the tokens of a chunk do to each other. Attention reads a cache of TOKENS."""
+    """State, and operations per token; training adds what the tokens of a chunk do to each other. Attention reads a
+    cache of TOKENS."""
     if isinstance(spec, CACHED):
         bounded = getattr(spec, "pattern", None) is not None
         shapes = spec.state_shapes(WIDTH, HEADS, TOKENS)
         seen, wide = next(iter(shapes.values()))[0], WIDTH  # every query head reads, whoever shares its keys
         costs = {"training": 4 * wide * (seen if bounded else TOKENS // 2), "decoding": 4 * wide * seen}
         return {**_state(shapes), **costs, "grows": not bounded}
-    shapes = spec.state_shapes(WIDTH, HEADS)
-    numbers = math.prod(shapes["memory"])
-    decoding = numbers * (4 + row["forgets"] + 2 * row["overwrites"])
+    shapes, decoding = spec.state_shapes(WIDTH, HEADS), recurrence_flops(spec, WIDTH, HEADS)
     inside = 0
     if len(shapes["memory"]) == 3:
         H, K, V = shapes["memory"]
         inside = H * CHUNK * (K + V) * (2 if row["overwrites"] else 1)
     return {**_state(shapes), "training": decoding + inside, "decoding": decoding, "grows": False}
+
+
+def recurrence_flops(spec, hidden_size: int, num_heads: int) -> int:
+    """Operations per token on the memory of a recurrent mixer: for a number of it 2 to read, 2 to write, 1 to forget, 2
+    to overwrite."""
+    row = _linear(spec) if isinstance(spec, MixerSpec) else _outside(spec)
+    numbers = math.prod(spec.state_shapes(hidden_size, num_heads)["memory"])
+    return numbers * (4 + row["forgets"] + 2 * row["overwrites"])
 
 
 def _state(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:

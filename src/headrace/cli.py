@@ -13,7 +13,7 @@ from rich.table import Table
 
 from . import __version__, account, cli_eval, cli_train, zoo
 from .console import AcceptOld, interruptible, needing, telling, terminal, track
-from .device import on_device
+from .device import all_devices, on_device
 from .dispatch import BACKENDS
 from .errors import InputError
 from .spec import to_json
@@ -64,22 +64,23 @@ def compare(
     layers: Annotated[int | None, typer.Option()] = None,
     heads: Annotated[int | None, typer.Option()] = None,
     output: Annotated[Path | None, typer.Option(help="The report's folder; runs/<task> without one.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda (all GPUs), cuda:1, …. [default: auto]")] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Processes; one per core, or on an accelerator one, without it.")
+        int | None, typer.Option(help="Number of processes. [default: one for each GPU, or for each core of a CPU]")
     ] = None,
     accept_old: AcceptOld = False,
 ) -> None:
-    """Train mixers under matched conditions and write a report. Without arguments: a demonstration of a few minutes.
+    """Train mixers on one task, at equal numbers of parameters, and write a report. Without arguments: a demonstration.
 
     The same command continues what was interrupted.
     """
     from .processes import locked
-    from .report.html import write_report
+    from .report.comparison_page import write_report
     from .report.terminal import board, print_results
     from .train.choose import choose
     from .train.compare import complete
     from .train.folder import check, claim
-    from .train.pool import worker_count
+    from .train.pool import place_workers
 
     changes = {
         "mixers": mixers, "seeds": seeds, "steps": steps, "batch_size": batch_size, "lr": lr, "length": length,
@@ -90,12 +91,12 @@ def compare(
     for plan in study.plans:
         for sentence in plan.idle_gates():
             console.print(f"Note: {sentence}", style="yellow", highlight=False, soft_wrap=True)
-    workers = worker_count(workers)
+    places = place_workers(all_devices(device), workers)
     check(folder, study)
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
         claim(folder, study, accept_old)
         with board(study, console) as progress:
-            results = complete(study, folder, progress.listen, workers)
+            results = complete(study, folder, progress.listen, places)
         report = write_report(results, folder)
     print_results(results, console)
     console.print(f"The report is {report}", soft_wrap=True, highlight=False)

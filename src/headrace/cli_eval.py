@@ -119,6 +119,7 @@ def inspect(
     text: Annotated[str | None, typer.Option(help="What the model reads; standard input without it.")] = None,
     file: Annotated[Path | None, typer.Option(help="The same, from a file of UTF-8.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Cut the text after so many; without it, 2,000 at most.")] = None,
+    device: Annotated[str | None, typer.Option(help="The accelerator without it, where there is one.")] = None,
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("inspect.html"),
 ) -> None:
     """What a model does with a text, token by token, as one interactive page: gates, horizons, effective attention."""
@@ -129,7 +130,7 @@ def inspect(
     with telling(Console(stderr=True)) as tell, locked_beside(output):
         tell(f"reading {checkpoint}")
         page = inspection.inspect(
-            checkpoint, inspection.read_text(text, file), tokens, partial(track, name="layer", tell=tell)
+            checkpoint, inspection.read_text(text, file), tokens, partial(track, name="layer", tell=tell), device
         )
         inspection.write(page, output)
     print(f"{output}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser")

@@ -6,6 +6,7 @@ the model, the command line and the docs pick it up.
 
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from .errors import InputError
@@ -27,7 +28,7 @@ from .spec import (
     from_json,
     to_json,
 )
-from .stack_spec import BertSpec, BlockStyle, Decoder, Experts, Layer, TransformerSpec, as_layers
+from .stack_spec import BertSpec, BlockStyle, Decoder, Experts, Layer, StackSpec, TransformerSpec, as_layers
 
 PAPER = Competition(read="query", write="value", scale="one")  # the literal equations 3-16 of arXiv 2602.01744
 
@@ -171,9 +172,18 @@ def compete(spec: MixerSpec, competition: Competition | None = None) -> MixerSpe
 
 def plain(spec):
     """Without competition: what X and softmax-X share."""
+    return each_mixer(spec, lambda mixer: replace(mixer, competition=None))
+
+
+def each_mixer(spec, change: Callable[[MixerSpec], MixerSpec]):
+    """The spec with every linear mixer in it changed, those of hybrids and of whole models too."""
     if isinstance(spec, Decoder):
-        return replace(spec, layers=tuple(replace(layer, mixer=plain(layer.mixer)) for layer in spec.layers))
-    return replace(spec, competition=None) if isinstance(spec, MixerSpec) else spec
+        return replace(
+            spec, layers=tuple(replace(layer, mixer=each_mixer(layer.mixer, change)) for layer in spec.layers)
+        )
+    if isinstance(spec, StackSpec):
+        return replace(spec, mixer=each_mixer(spec.mixer, change))
+    return change(spec) if isinstance(spec, MixerSpec) else spec
 
 
 def names() -> list[str]:

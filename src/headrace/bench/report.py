@@ -24,8 +24,8 @@ TITLES = {  # and the unit, and what lies along the x axis
 }
 COSTS = {"memory": "peak memory", "training": "training step", "prefill": "first token", "decoding": "decoded token"}
 OVERHEAD = (
-    "Cost with competition over cost without it, in pairs of one round at one point: the median over all of them, ± "
-    "half the distance of the quartiles."
+    "Cost with competition over cost without it, in pairs of one round at one point: the median over all pairs, ± half "
+    "the distance of the quartiles, which holds the differences between points as well as the noise."
 )
 CAPTION = "Solid: the backbone; dashed: its heads compete; dotted: transformers' own model. Both axes are logarithmic."
 
@@ -112,7 +112,7 @@ def cell(what: str, line: dict[str, Any] | None) -> str:
     if what == "memory":
         return f"{number / 2**20:,.0f} MiB"
     text = f"{number:,.0f}" if what == "training" else f"{number * 1e3:,.1f} ms"
-    return f"{text} ±{float(line['spread']) / 2:.0%}"
+    return text + (f" ±{float(line['spread']) / 2:.0%}" if line["spread"] else " (one round)")
 
 
 def panels(what: str, by_model: dict[str, Any], xlabel: str, ylabel: str) -> Figure:

@@ -1,7 +1,7 @@
 """Every point once, then all of them as rows, as what competition costs, and as what memory a state saves."""
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -51,10 +51,14 @@ def rows(held: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
             row |= {"rounds": len(seconds), **{key: measured.get(key) for key in ("bytes", "how", "left_out")}}
             if seconds:
                 middle = median(seconds)
-                row |= {"seconds": f"{middle:.6g}", "spread": f"{spread(seconds):.3f}"}
+                row |= {"seconds": f"{middle:.6g}", "spread": rounded(spread(seconds))}
                 row["tokens_per_second"] = f"{point.tokens / middle:.5g}"
             found.append({name: row.get(name) for name in COLUMNS})
     return found
+
+
+def rounded(number: float | None) -> str | None:
+    return None if number is None else f"{number:.3f}"
 
 
 def write_csv(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -64,10 +68,10 @@ def write_csv(path: Path, lines: list[dict[str, Any]]) -> None:
         writer.writerows(lines)
 
 
-def spread(numbers: list[float]) -> float:
-    """The interquartile range over the median."""
+def spread(numbers: Sequence[float]) -> float | None:
+    """The interquartile range over the median. One number has none."""
     if len(numbers) < 2:
-        return 0.0
+        return None
     low, _, high = quantiles(numbers, n=4)
     return (high - low) / median(numbers)
 
@@ -83,8 +87,8 @@ class Overhead:
     def __str__(self) -> str:
         if not self.ratios:
             return "–"
-        middle = median(self.ratios)
-        return f"{middle - 1:+.1%} ± {spread(list(self.ratios)) * middle / 2:.1%}"
+        middle, around = median(self.ratios), spread(self.ratios)
+        return f"{middle - 1:+.1%} " + ("(one pair)" if around is None else f"± {around * middle / 2:.1%}")
 
 
 def backbones(plan: Plan) -> list[str]:

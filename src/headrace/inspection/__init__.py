@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..device import on_device
 from ..errors import InputError
 from ..generate import read_tokenizer
 from ..hf import load
@@ -17,17 +18,23 @@ LIMIT = 2000  # tokens of a page
 
 
 def inspect(
-    checkpoint: Path, text: str, tokens: int | None = None, track: Callable[[list[Any]], Iterable[Any]] = iter
+    checkpoint: Path,
+    text: str,
+    tokens: int | None = None,
+    track: Callable[[list[Any]], Iterable[Any]] = iter,
+    device: str | None = "cpu",
 ) -> str:
     """The page, as HTML, of a checkpoint of ours and a text. Everything is computed in float64.
 
     Args:
         tokens: the text is cut after so many; None: one longer than LIMIT is refused.
         track: shows how far the layers are that it is handed.
+        device: as `on_device` takes it, one that has float64.
     Raises InputError for a checkpoint that cannot be read and a text that is too short or too long.
     """
     if tokens is not None and not 2 <= tokens <= LIMIT:
         raise InputError(f"--tokens={tokens}; expected 2 to {LIMIT:,}")
+    device = on_device(device, float64=True)
     model: Any = load(checkpoint)
     tokenizer = read_tokenizer(checkpoint)
     ids, labels = tokens_of(tokenizer, text)
@@ -38,8 +45,8 @@ def inspect(
             f"the text is {len(ids):,} tokens long; expected at most {LIMIT:,}, or --tokens to cut it after so many"
         )
     kept = min(tokens or LIMIT, len(ids))
-    with torch.no_grad():
-        hidden, layers = record(model.double(), torch.tensor([ids[:kept]]))
+    with torch.no_grad(), torch.device(device):
+        hidden, layers = record(model.double().to(device), torch.tensor([ids[:kept]]))
         data = describe(model, tokenizer, hidden, ids[:kept], layers, track)
     return render(data | {"labels": labels[:kept], "cut": len(ids) - kept, "checkpoint": str(checkpoint)})
 

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from .summary import Comparison, Contender
 
 COLUMNS = 5
-PLAIN, COMPETING, OTHERS = "#2f6f9f", "#d1495b", "#dddddd"
+PLAIN, COMPETING, OTHERS = "#2f6f9f", "#d1495b", "#dfe5eb"
 
 
 def colour(contender: Contender) -> str:

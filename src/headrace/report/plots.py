@@ -10,19 +10,28 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from . import panels
-from .summary import Comparison, Contender
+from .summary import Comparison, Contender, quartiles
 
-PALETTE = ("#2f6f9f", "#d1495b", "#edae49", "#3a8f6b", "#7b5ea7", "#8c6d46", "#d07ab5", "#6c757d", "#a3b233", "#35b0c4")
+PALETTE = (
+    "#2f6f9f", "#d1495b", "#c98a1b", "#3a8f6b", "#7b5ea7", "#8c6d46", "#d07ab5", "#6c757d", "#8f9d1f", "#35a0b4",
+    "#e07b39", "#5b7fd4",
+)  # fmt: skip
+INK, SOFT, LINE = "#1d2733", "#5d6b7a", "#dfe5eb"  # as in style.css
 STYLE: Any = {
     "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": "#888",
+    "axes.edgecolor": SOFT,
     "axes.grid": True,
-    "grid.color": "#e6e6e6",
+    "grid.color": LINE,
     "axes.axisbelow": True,
     "legend.frameon": False,
     "figure.dpi": 110,
+    "svg.fonttype": "none",
 }
 WIDE = 4  # values whose largest is so many times the smallest are drawn on a logarithmic axis
 LABELLED = 8  # so many curves can be told apart by a legend inside the plot
@@ -36,9 +45,10 @@ def draw(comparison: Comparison) -> dict[str, tuple[str, Figure]]:
 
 
 def colours(comparison: Comparison) -> dict[str, str]:
-    if comparison.crowded:
+    """By mixer, the same in every picture and table of a study."""
+    if comparison.many:
         return {c.mixer: panels.colour(c) for c in comparison.contenders}
-    return {c.mixer: PALETTE[i % len(PALETTE)] for i, c in enumerate(comparison.contenders)}
+    return {mixer: PALETTE[number % len(PALETTE)] for mixer, number in comparison.numbers.items()}
 
 
 def axes(comparison: Comparison, width: float, height: float) -> tuple[Figure, Axes]:
@@ -63,16 +73,16 @@ def spread(ax: Axes, places: dict[Any, float]) -> None:
 
 
 def learning_curves(comparison: Comparison) -> Figure | None:
-    if comparison.crowded:
+    if comparison.many:
         return panels.curves(comparison)
-    figure, ax = axes(comparison, 7.5, 4.2)
+    figure, ax = axes(comparison, 5.2, 3.6)
     colour, metric = colours(comparison), comparison.metric
-    for i, contender in enumerate(comparison.contenders):
+    for contender in comparison.contenders:
         if points := contender.curve():
             step, mean, low, high = (np.array(column) for column in zip(*points, strict=True))
-            look: Any = {"color": colour[contender.mixer], "ls": ("-", "--", ":")[i // len(PALETTE) % 3]}
-            ax.plot(step, mean * metric.scale, label=contender.label, lw=2, **look)
-            ax.fill_between(step, low * metric.scale, high * metric.scale, color=look["color"], alpha=0.13, lw=0)
+            own = colour[contender.mixer]
+            ax.plot(step, mean * metric.scale, label=contender.label, lw=2, color=own)
+            ax.fill_between(step, low * metric.scale, high * metric.scale, color=own, alpha=0.13, lw=0)
     ax.set(xlabel="step", ylabel=f"held-out {metric.name} ({metric.unit})")
     if not metric.higher_is_better:
         zoom_past_start(ax, comparison)
@@ -93,7 +103,7 @@ def final_scores(comparison: Comparison) -> Figure | None:
     ranked = comparison.finished[::-1]
     if not ranked:
         return None
-    figure, ax = axes(comparison, 7.5, 0.9 + 0.36 * len(ranked))
+    figure, ax = axes(comparison, 4.6, 1.0 + 0.42 * len(ranked))
     colour, scale = colours(comparison), comparison.metric.scale
     for y, c in enumerate(ranked):
         scores = np.array(list(c.by_seed.values())) * scale
@@ -108,12 +118,14 @@ def by_length(comparison: Comparison) -> Figure | None:
     contenders = [c for c in comparison.contenders if c.by_length]
     if not contenders:
         return None
-    figure, ax = axes(comparison, 7.5, 3.8)
+    figure, ax = axes(comparison, 5.2, 3.6)
     colour, metric = colours(comparison), comparison.metric
     for c in contenders:
-        scores = np.array(list(c.by_length.values())) * metric.scale
-        ax.plot(list(c.by_length), scores, "o-", color=colour[c.mixer], label=c.label, lw=2)
-    ax.axvline(comparison.plan["length"], color="#888", ls=":")
+        scores = np.array(list(c.by_length.values())).T * metric.scale  # [seeds, lengths]
+        own: Any = {"color": colour[c.mixer], "lw": 2}
+        ax.plot(list(c.by_length), scores.mean(0), "o-", label=c.label, **own)
+        ax.fill_between(list(c.by_length), scores.min(0), scores.max(0), color=own["color"], alpha=0.13, lw=0)
+    ax.axvline(comparison.plan["length"], color=SOFT, ls=":")
     spread(ax, {n: n for n in contenders[0].by_length})
     ax.set(
         xlabel="length of the row, or source; dotted: training's",
@@ -141,9 +153,9 @@ def alignments(comparison: Comparison) -> Figure | None:
 def gate_entropy(comparison: Comparison) -> Figure | None:
     lines = [(c, gate, c.entropy(gate)) for c in comparison.contenders for gate in ("write", "read")]
     lines = [line for line in lines if line[2]]
-    if not lines or comparison.crowded:
+    if not lines or comparison.many:
         return panels.entropy(comparison) if lines else None
-    figure, ax = axes(comparison, 7.5, 3.6)
+    figure, ax = axes(comparison, 5.2, 3.6)
     colour = colours(comparison)
     for contender, gate, points in lines:
         step, entropy = zip(*points, strict=True)
@@ -190,24 +202,25 @@ def head_rows(contender: Contender) -> list[tuple[str, list[float]]]:
 
 def cost(comparison: Comparison) -> Figure | None:
     contenders = comparison.shown[::-1]
-    columns: dict[str, Callable[[Contender], float]] = {
-        "parameters": lambda c: c.constant("parameters"),
-        "state (bytes per sequence)": lambda c: c.constant("state_bytes"),
-        "tokens per second in training": lambda c: c.speed,
+    columns: dict[str, Callable[[Contender], list[float]]] = {
+        "parameters": lambda c: [c.constant("parameters")] * 3,
+        "state (bytes per sequence)": lambda c: [c.constant("state_bytes")] * 3,
+        "training tokens per second": lambda c: quartiles(c.speeds),
     }
     figure = Figure(figsize=(10, 0.9 + 0.34 * len(contenders)))
-    panels = figure.subplots(1, len(columns), sharey=True)
-    colour = colours(comparison)
-    for ax, (title, value) in zip(panels, columns.items(), strict=True):
-        values = [value(c) for c in contenders]
-        bars = ax.barh(range(len(values)), values, color=[colour[c.mixer] for c in contenders], height=0.65)
-        ax.bar_label(bars, [compact(v) for v in values], padding=3, fontsize=8)
-        ax.set(title=title, xlim=(0, 1.22 * max(values) or 1))  # none of them may keep a state
+    grid = figure.subplots(1, len(columns), sharey=True)
+    colour = [colours(comparison)[c.mixer] for c in contenders]
+    for ax, (title, value) in zip(grid, columns.items(), strict=True):
+        low, middle, high = np.array([value(c) for c in contenders]).T
+        reach: Any = {"xerr": [middle - low, high - middle], "ecolor": SOFT} if (low < high).any() else {}
+        bars = ax.barh(range(len(middle)), middle, color=colour, height=0.65, **reach)
+        ax.bar_label(bars, [compact(v) for v in middle], padding=3, fontsize=8)
+        ax.set(title=title, xlim=(0, 1.25 * high.max() or 1))  # none of them may keep a state
         ax.title.set_size(10)
         ax.grid(False)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: compact(v)))
         ax.locator_params(axis="x", nbins=4)
-    panels[0].set_yticks(range(len(contenders)), [c.label for c in contenders])
+    grid[0].set_yticks(range(len(contenders)), [c.label for c in contenders])
     return figure
 
 
@@ -221,7 +234,10 @@ def compact(value: float) -> str:
 PLOTS: dict[str, tuple[str, Callable[[Comparison], Figure | None]]] = {
     "curves": ("Learning curves: the mean over seeds, and from the worst seed to the best.", learning_curves),
     "scores": ("Final scores: the mean with its standard deviation over seeds, and every seed.", final_scores),
-    "lengths": ("By the length of the row, or of the source: the mean over seeds.", by_length),
+    "lengths": (
+        "By the length of the row, or of the source: the mean over seeds, and from the worst seed to the best.",
+        by_length,
+    ),
     "alignments": (
         "Alignment: what each character of the target (rows, from above) read of the source (columns), first seed.",
         alignments,
@@ -231,6 +247,10 @@ PLOTS: dict[str, tuple[str, Callable[[Comparison], Figure | None]]] = {
         "layers and seeds; sigmoid gates are first divided by their sum.",
         gate_entropy,
     ),
-    "heads": ("Who writes and who reads: each head's mean share, at the end of the first seed.", heads),
-    "cost": ("What each one costs. Speed is that of training on the machine below, in the fastest stretch.", cost),
+    "heads": ("Each head's mean share of what is written and of what is read, at the end of the first seed.", heads),
+    "cost": (
+        "Size and speed. Speed is the median over stretches of training, with its quartiles, while the models shared "
+        "the machine below: `headrace bench` compares speeds in turn.",
+        cost,
+    ),
 }

@@ -1,15 +1,15 @@
 """Results as the report sees them: a comparison is a list of contenders, a contender one mixer with all its seeds."""
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .. import zoo
-from ..spec import MixerSpec, Spec, from_json
+from ..spec import Spec, from_json
 from ..tasks import TASKS, Metric
 
-CROWD = 12  # more contenders than this are shown backbone by backbone
+MANY = 12  # more mixers than this are shown backbone by backbone
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Contender:
 
     @property
     def gated(self) -> bool:
-        return isinstance(self.spec, MixerSpec) and self.spec.competition is not None
+        return self.spec != zoo.plain(self.spec)
 
     @property
     def mean(self) -> float:
@@ -39,12 +39,18 @@ class Contender:
         return statistics.stdev(self.by_seed.values()) if len(self.by_seed) > 1 else 0.0
 
     @property
-    def speed(self) -> float:
-        """Tokens per second in training, in the fastest stretch of any seed."""
-        return max(arm["tokens_per_second"] for arm in self.arms)
+    def speeds(self) -> list[float]:
+        """Tokens per second in training, of every stretch between evaluations of every seed."""
+        return [speed for arm in self.arms for speed in arm["speeds"]]
+
+    @property
+    def speed(self) -> str:
+        """The median of them, and half the distance of their quartiles."""
+        low, middle, high = quartiles(self.speeds)
+        return f"{middle:,.0f}" + (f" ± {(high - low) / 2:,.0f}" if len(self.speeds) > 1 else "")
 
     def constant(self, name: str) -> Any:
-        """A field that no seed changes: parameters, gate_parameters, state_bytes, intermediate_size."""
+        """A field that no seed changes: parameters, gate_parameters, state_bytes, flops, intermediate_size."""
         return self.arms[0][name]
 
     @property
@@ -66,10 +72,10 @@ class Contender:
         return [(step, statistics.fmean(values)) for step, values in sorted(points.items()) if values]
 
     @property
-    def by_length(self) -> dict[int, float]:
-        """Mean score over seeds by the length of the row or source; empty where the task has no such thing."""
+    def by_length(self) -> dict[int, list[float]]:
+        """The score of every seed by the length of the row or source; empty where the task has no such thing."""
         arms = [arm["by_length"] for arm in self.arms if arm.get("by_length")]
-        return {int(n): statistics.fmean(arm[n] for arm in arms) for n in arms[0]} if arms else {}
+        return {int(n): [arm[n] for arm in arms] for n in arms[0]} if arms else {}
 
     def curve(self) -> list[tuple[int, float, float, float]]:
         """(step, mean, smallest, largest score over seeds)."""
@@ -86,22 +92,31 @@ class Comparison:
     plan: dict[str, Any]
     metric: Metric
     contenders: list[Contender]
+    numbers: dict[str, int]  # of a mixer, in the whole study: a mixer has one colour everywhere
 
     @property
     def finished(self) -> list[Contender]:
         """Contenders with a score, the best first."""
-        scored = [c for c in self.contenders if c.by_seed]
-        return sorted(scored, key=lambda c: c.mean, reverse=self.metric.higher_is_better)
+        return sorted(self.finished_in_order, key=lambda c: c.mean, reverse=self.metric.higher_is_better)
 
     @property
-    def crowded(self) -> bool:
-        return len(self.contenders) > CROWD
+    def finished_in_order(self) -> list[Contender]:
+        """Contenders with a score, as they were named."""
+        return [c for c in self.contenders if c.by_seed]
+
+    @property
+    def gated(self) -> list[Contender]:
+        return [c for c in self.finished_in_order if c.gated]
+
+    @property
+    def many(self) -> bool:
+        return len(self.contenders) > MANY
 
     @property
     def shown(self) -> list[Contender]:
-        """In the order of tables: a crowd by its scores."""
+        """In the order of tables: many mixers by their scores."""
         lost = [c for c in self.contenders if not c.by_seed]
-        return [*self.finished, *lost] if self.crowded else self.contenders
+        return [*self.finished, *lost] if self.many else self.contenders
 
     def families(self) -> list[tuple[str, list[Contender]]]:
         """Contenders by their backbone, under the name of the first; the backbone with the best of them first."""
@@ -114,10 +129,12 @@ class Comparison:
 
 def summarise(results: dict[str, Any]) -> list[Comparison]:
     """Comparisons from results.json; mixers without a finished arm are left out."""
-    return [comparison(plan, results["arms"]) for plan in results["study"]["plans"]]
+    plans = results["study"]["plans"]
+    mixers = dict.fromkeys(mixer for plan in plans for mixer in plan["mixers"])
+    return [comparison(plan, results["arms"], {m: i for i, m in enumerate(mixers)}) for plan in plans]
 
 
-def comparison(plan: dict[str, Any], arms: list[dict[str, Any]]) -> Comparison:
+def comparison(plan: dict[str, Any], arms: list[dict[str, Any]], numbers: dict[str, int]) -> Comparison:
     metric, names = TASKS[plan["task"]["name"]].metric, labels(plan["mixers"])
     contenders = []
     for mixer in plan["mixers"]:
@@ -125,7 +142,14 @@ def comparison(plan: dict[str, Any], arms: list[dict[str, Any]]) -> Comparison:
         if own:
             own.sort(key=lambda arm: arm["seed"])
             contenders.append(Contender(mixer, names[mixer], from_json(plan["specs"][mixer]), own, metric))
-    return Comparison(plan, metric, contenders)
+    return Comparison(plan, metric, contenders, numbers)
+
+
+def task_of(plan: dict[str, Any]) -> Any:
+    """The task that a plan writes."""
+    cls = TASKS[plan["name"]]
+    values = {f.name: plan[f.name] for f in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 # --- names and numbers -----------------------------------------------------------------------------------------------
@@ -156,6 +180,18 @@ def show(metric: Metric, score: float, spread: float | None = None) -> str:
     return f"{score * metric.scale:.{metric.digits}f}{around} {metric.unit}"
 
 
+def show_scores(metric: Metric, scores: Collection[float]) -> str:
+    """The mean and, of several seeds, the standard deviation."""
+    return show(metric, statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else None)
+
+
 def show_contender(contender: Contender) -> str:
-    several = len(contender.by_seed) > 1
-    return show(contender.metric, contender.mean, contender.spread if several else None)
+    return show_scores(contender.metric, contender.by_seed.values())
+
+
+def quartiles(numbers: Sequence[float]) -> list[float]:
+    return statistics.quantiles(numbers, n=4) if len(numbers) > 1 else [*numbers] * 3
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n} {noun}" + ("s" if n != 1 else "")

@@ -1,6 +1,5 @@
 """A study that repeats one comparison at several values of a field: score against the value, and against the state."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from .duels import Difference, pairs
 from .failures import at_chance
-from .plots import STYLE, axes, colours, compact, legend, spread
-from .summary import Comparison, Contender, show, show_contender, summarise
+from .pairwise import pairs
+from .plots import SOFT, STYLE, axes, colours, compact, legend, spread
+from .summary import Comparison, Contender, show_contender, summarise
 
 APART = 1.03  # mixers of equal state stand side by side
 
@@ -59,7 +58,7 @@ def draw(sweep: Sweep) -> dict[str, tuple[str, Figure]]:
 
 
 def curve(sweep: Sweep) -> Figure:
-    figure, ax = axes(sweep.comparisons[0], 7.5, 4.4)
+    figure, ax = axes(sweep.comparisons[0], 5.2, 3.8)
     numbers = all(isinstance(value, int | float) for value in sweep.values)
     place = {value: value if numbers else i for i, value in enumerate(sweep.values)}  # and what it is called
     colour = colours(sweep.comparisons[0])
@@ -73,14 +72,14 @@ def curve(sweep: Sweep) -> Figure:
 
 
 def capacity(sweep: Sweep) -> Figure:
-    figure, ax = axes(sweep.comparisons[0], 7.5, 4.4)
+    figure, ax = axes(sweep.comparisons[0], 5.2, 3.8)
     colour, states = colours(sweep.comparisons[0]), set()
     for i, (label, points) in enumerate(sweep.mixers.items()):
         spots = [(c.constant("state_bytes") * APART**i, c) for _, c in points]
         line(ax, spots, label=label, color=colour[points[0][1].mixer] if points else None)
         states |= {c.constant("state_bytes") for _, c in points}
         for (value, c), (x, _) in zip(points, spots, strict=True):
-            named: Any = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7, "color": "#666"}
+            named: Any = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7, "color": SOFT}
             ax.annotate(str(value), (x, c.mean * c.metric.scale), **named)
     ax.set_xscale("symlog", linthresh=1)  # some keep no state
     ax.set_xticks(sorted(states), [compact(state) for state in sorted(states)])
@@ -102,32 +101,40 @@ def held_out(sweep: Sweep) -> str:
     return f"held-out {metric.name} ({metric.unit})"
 
 
-def words(sweep: Sweep) -> list[str]:
+def answer(sweep: Sweep) -> str:
+    """Where heads that compete are better than their backbone, or else what each mixer reaches."""
+    return "; ".join(differences(sweep) or reaches(sweep)) or "no model has a score"
+
+
+def findings(sweep: Sweep) -> list[str]:
     lost = [
         f"At {sweep.field}={value}: {sentence}"
         for value, comparison in zip(sweep.values, sweep.comparisons, strict=True)
         for sentence in at_chance(comparison)
     ]
-    return [*lost, *reaches(sweep), *duels(sweep)]
+    return [*lost, *(f"{clause}." for clause in reaches(sweep) if differences(sweep))]
 
 
-def reaches(sweep: Sweep) -> Iterator[str]:
+def reaches(sweep: Sweep) -> list[str]:
+    """The best and the worst score of each mixer, and where."""
+    said = []
     for label, points in sweep.mixers.items():
-        if points:
-            ranked = sorted(points, key=lambda point: point[1].mean, reverse=points[0][1].metric.higher_is_better)
-            (best, high), (worst, low) = ranked[0], ranked[-1]
-            spots = ((best, high), (worst, low)) if len(ranked) > 1 else ((best, high),)
-            yield f"{label}: " + ", ".join(f"{show(c.metric, c.mean)} at {sweep.field}={v}" for v, c in spots) + "."
+        ranked = sorted(points, key=lambda point: point[1].mean, reverse=sweep.comparisons[0].metric.higher_is_better)
+        ends = ranked[:1] + ranked[1:][-1:]
+        if ends:
+            said.append(f"{label}: {', '.join(f'{show_contender(c)} at {sweep.field}={value}' for value, c in ends)}")
+    return said
 
 
-def duels(sweep: Sweep) -> Iterator[str]:
-    """Where heads that compete are better than their backbone, where worse, and where it cannot be told."""
+def differences(sweep: Sweep) -> list[str]:
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for value, comparison in zip(sweep.values, sweep.comparisons, strict=True):
-        for winner, base in pairs(comparison):
-            difference = Difference(winner, base)
-            verdict = "better" if difference.better else "worse" if difference.worse else "no clear difference"
-            found.setdefault((winner.label, base.label), {}).setdefault(verdict, []).append(str(value))
-    for (ours, theirs), said in found.items():
-        at = "; ".join(f"{verdict} at {', '.join(values)}" for verdict, values in said.items())
-        yield f"{ours} against {theirs}, by {sweep.field}: {at}."
+        for d in pairs(comparison):
+            verdict = "better" if d.better else "worse" if d.worse else "no clear difference"
+            found.setdefault((d.a.label, d.b.label), {}).setdefault(verdict, []).append(str(value))
+    return [
+        f"{a} against {b}, by {sweep.field}: "
+        + ", ".join(f"{verdict} at {', '.join(values)}" for verdict, values in said.items())
+        + " (by 95 % intervals over seeds)"
+        for (a, b), said in found.items()
+    ]

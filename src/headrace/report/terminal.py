@@ -1,6 +1,6 @@
 """Progress and results on the terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,10 @@ from rich.table import Table
 
 from ..train.plan import Arm, Study
 from . import sweep
-from .summary import Comparison, labels, show, show_contender, summarise
-from .words import words
+from .comparison_page import HEADER, SHOWN, cells
+from .conditions import conditions
+from .findings import findings, headline
+from .summary import labels, show, summarise
 
 LINES = 20  # of progress, where there is no terminal to draw bars on
 COLUMNS = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total:.0f}", "{task.fields[score]}")
@@ -62,35 +64,37 @@ def board(study: Study, console: Console) -> Iterator[Board]:
 
 
 def print_results(results: dict[str, Any], console: Console) -> None:
-    if over := sweep.read(results):
-        print_sweep(over, console)
+    """The answer, what is matched, and a table for each comparison with its first findings."""
+    comparisons, over = summarise(results), sweep.read(results)
+    say(console, f"{sweep.answer(over)}." if over else headline(comparisons), style="bold")
+    for comparison in comparisons:
+        say(console, " ".join([f"{comparison.plan['name']}:", *conditions(comparison)]))
+    if over:
+        print_table(console, f"by {over.field}", ["mixer", *(f"{over.field}={v}" for v in over.values)], over.table())
+        print_findings(console, sweep.findings(over))
         return
-    for comparison in summarise(results):
-        print_comparison(comparison, console)
+    for comparison in comparisons:
+        rows = [[c.label, *cells(c)] for c in comparison.shown]
+        print_table(console, comparison.plan["name"], HEADER, rows)
+        print_findings(console, findings(comparison))
 
 
-def print_sweep(over: sweep.Sweep, console: Console) -> None:
-    table = Table("mixer", title=f"by {over.field}", title_justify="left", title_style="bold")
-    for value in over.values:
-        table.add_column(f"{over.field}={value}", justify="right")
-    for row in over.table():
+def print_table(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for i, column in enumerate(header):
+        table.add_column(column, justify="right" if i else "left")
+    for row in rows:
         table.add_row(*row)
     console.print(table)
-    for sentence in sweep.words(over):
-        console.print(f"- {sentence}", highlight=False, soft_wrap=True)
 
 
-def print_comparison(comparison: Comparison, console: Console) -> None:
-    """A table of the contenders and what they showed, in words."""
-    table = Table(title=comparison.plan["name"], title_justify="left", title_style="bold")
-    table.add_column("mixer")
-    for column in ("score", "parameters", "gates", "state bytes", "tokens/s"):
-        table.add_column(column, justify="right")
-    for c in comparison.shown:
-        score = show_contender(c) if c.by_seed else "diverged"
-        numbers = (c.constant("parameters"), c.constant("gate_parameters"), c.constant("state_bytes"), c.speed)
-        table.add_row(c.label, score, *(f"{number:,.0f}" for number in numbers))
-    console.print(table)
-    for sentence in words(comparison):
-        console.print(f"- {sentence}", highlight=False, soft_wrap=True)
+def print_findings(console: Console, sentences: list[str]) -> None:
+    for sentence in sentences[:SHOWN]:
+        say(console, f"- {sentence}")
+    if more := sentences[SHOWN:]:
+        say(console, f"({len(more)} more in the report)")
     console.print()
+
+
+def say(console: Console, sentence: str, **style: Any) -> None:
+    console.print(sentence, highlight=False, soft_wrap=True, markup=False, **style)

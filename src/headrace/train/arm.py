@@ -18,14 +18,16 @@ from ..tasks.base import Batch
 from .environment import environment
 from .folder import write_json
 from .gates import GateWatch
-from .model import as_read, build, gate_parameters, parameter_groups
+from .model import as_read, build, flops, gate_parameters, parameter_groups
 from .plan import Arm, Recipe
 
 Tell = Callable[[int, dict[str, float] | None], None]  # step, scores where there are new ones
 
 
-def train(arm: Arm, path: Path, tell: Tell) -> None:
-    """Train and evaluate an arm; its result is written to `path` at the end, whole or not at all."""
+def train(arm: Arm, path: Path, tell: Tell, device: str = "cpu") -> None:
+    """Train and evaluate an arm; its result is written to `path` at the end, whole or not at all.
+
+    device: "cpu", or anything else for the accelerator that the process sees."""
     started, plan = time.perf_counter(), arm.plan
     set_seed(arm.seed)
     model = build(arm)
@@ -35,7 +37,7 @@ def train(arm: Arm, path: Path, tell: Tell) -> None:
     rows = Rows(sample, arm.seed, plan.recipe.steps * plan.recipe.batch_size)
     trainer = Trainer(
         model,
-        arguments(plan.recipe, arm.seed, path.parent),
+        arguments(plan.recipe, arm.seed, path.parent, device),
         train_dataset=rows,
         callbacks=[curve],
         optimizers=(optimizer(model, plan.recipe), None),
@@ -45,7 +47,7 @@ def train(arm: Arm, path: Path, tell: Tell) -> None:
     write_json(path, result(arm, model, curve) | {"seconds": time.perf_counter() - started})
 
 
-def arguments(recipe: Recipe, seed: int, folder: Path) -> TrainingArguments:
+def arguments(recipe: Recipe, seed: int, folder: Path, device: str) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=recipe.steps,
@@ -59,7 +61,7 @@ def arguments(recipe: Recipe, seed: int, folder: Path) -> TrainingArguments:
         train_sampling_strategy="sequential",  # rows are drawn at random already
         label_names=["shift_labels"],
         remove_unused_columns=False,
-        use_cpu=not torch.accelerator.is_available(),
+        use_cpu=device == "cpu",
         dataloader_pin_memory=False,
         save_strategy="no",
         logging_strategy="no",
@@ -74,7 +76,7 @@ def optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 class Curve(TrainerCallback):
-    """Evaluates at equal distances, from before the first step to after the last, and keeps time between."""
+    """Evaluates at equal distances, from before the first step to after the last, and times the training between."""
 
     def __init__(self, arm: Arm, tell: Tell):
         self.arm, self.tell = arm, tell
@@ -82,7 +84,7 @@ class Curve(TrainerCallback):
         self.held_out = as_read(arm, arm.plan.task.held_out(arm.plan.recipe.held_out))
         self.points: list[dict[str, Any]] = []
         self.losses: list[Tensor] = []  # of the training steps since the last point
-        self.seconds_per_step = math.inf  # in the fastest stretch between evaluations: others may use the machine too
+        self.speeds: list[float] = []  # training tokens per second between two evaluations
 
     def hear(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if model.training:
@@ -101,8 +103,8 @@ class Curve(TrainerCallback):
         step = state.global_step
         if step % self.every == 0 or step == state.max_steps:
             synchronise()
-            stretch = (time.perf_counter() - self.resumed) / (step - self.points[-1]["step"])
-            self.seconds_per_step = min(self.seconds_per_step, stretch)
+            tokens = (step - self.points[-1]["step"]) * self.arm.plan.recipe.batch_size * self.arm.plan.task.length
+            self.speeds.append(tokens / (time.perf_counter() - self.resumed))
             self.point(step, model)
             control.should_training_stop |= not finite(self.points[-1])
         elif step % max(state.max_steps // 100, 1) == 0:
@@ -165,7 +167,8 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
         "diverged": not finite(last),
         "curve": curve.points,
         **(by_length(arm, model) if finite(last) else {}),
-        "tokens_per_second": plan.recipe.batch_size * plan.task.length / curve.seconds_per_step,
+        "flops": flops(model, {name: values[:1] for name, values in curve.held_out.items()}, plan.shape),
+        "speeds": curve.speeds,
         "environment": environment(),
     }
 

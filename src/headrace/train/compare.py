@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ from .plan import Study
 from .pool import Listen, train_all
 
 
-def complete(study: Study, folder: Path, listen: Listen, workers: int) -> dict[str, Any]:
+def complete(study: Study, folder: Path, listen: Listen, workers: Sequence[str]) -> dict[str, Any]:
     """Run a study in the folder it has claimed; return its results, which are also in the folder's results.json.
 
     What the folder holds already is not done again: the call that was interrupted, repeated, goes on. `listen` hears of
-    progress, and first of the arms that are there. InputError where a worker dies.
+    progress, and first of the arms that are there; `workers` are the devices of as many processes. InputError where a
+    worker dies.
     """
     pending = []
     for arm in study.arms():

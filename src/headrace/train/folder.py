@@ -15,11 +15,13 @@ from ..integrity import read_json, write_json
 from ..processes import is_free
 from .plan import Arm, Study
 
+NEEDED = {"mixer", "seed", "scores", "environment", "flops", "speeds"}  # of an arm's result
+
 
 def read_result(path: Path) -> dict[str, Any]:
     """What an arm left. InputError where the file is something else."""
     result = read_json(path)
-    if not isinstance(result, dict) or not {"mixer", "seed", "scores", "environment"} <= result.keys():
+    if not isinstance(result, dict) or not result.keys() >= NEEDED:
         raise InputError(f"{str(path)!r} is not the result of an arm; delete it and run the command again")
     return result
 

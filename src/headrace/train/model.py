@@ -1,4 +1,4 @@
-"""From an arm to a model: an MLP width that matches parameters, and the inputs of a task."""
+"""From an arm to a model that reads the rows of its task."""
 
 import math
 from collections.abc import Iterator
@@ -6,8 +6,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from .. import models
+from ..account import RECURRENT, recurrence_flops
 from ..gates import Gate, HeadCompetition
 from ..hf import HeadraceConfig, HeadraceForCausalLM
 from ..model_spec import ModelSpec
@@ -16,7 +19,7 @@ from ..spec import from_json
 from ..tasks import IGNORED, Sequences
 from ..tasks.base import Batch
 from ..tasks.sequences import START
-from .plan import Arm
+from .plan import Arm, Shape
 
 
 class Learner(nn.Module):
@@ -64,8 +67,8 @@ def build(arm: Arm) -> Learner | Whole:
     Gates are drawn last, if at all, so that a mixer and its softmax version start from the same weights."""
     shape, spec = arm.plan.shape, from_json(arm.spec)
     if isinstance(spec, ModelSpec):
-        sizes = {"hidden_size": shape.hidden_size, "num_heads": shape.heads, "num_layers": shape.layers}
-        return Whole(models.build(spec, vocab_size=arm.plan.task.vocab_size, **sizes))
+        sizes = {"num_heads": shape.heads, "num_layers": shape.layers, "intermediate_size": arm.width}
+        return Whole(models.build(spec, vocab_size=arm.plan.task.vocab_size, hidden_size=shape.hidden_size, **sizes))
     config = HeadraceConfig(
         mixer=arm.spec,
         vocab_size=arm.plan.task.vocab_size,
@@ -115,3 +118,24 @@ def parameter_groups(model: nn.Module, weight_decay: float, gate_lr: float) -> l
         {"params": gates, "weight_decay": 0.0, "lr": gate_lr},
     ]
     return [group for group in groups if group["params"]]
+
+
+@torch.no_grad()
+def flops(model: nn.Module, row: Batch, shape: Shape) -> int | None:
+    """Floating-point operations of the forward pass of one row: its matrix products, and the updates of memories as
+    `account.recurrence_flops` counts them. None for a model with an LSTM or GRU, whose products are out of sight."""
+    if any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()):
+        return None
+    updates: list[int] = []
+
+    def count(mixer: nn.Module, args: Any) -> None:
+        updates.append(args[0].shape[1] * recurrence_flops(mixer.spec, shape.hidden_size, shape.heads))
+
+    mixers = [module for module in model.modules() if isinstance(getattr(module, "spec", None), RECURRENT)]
+    handles = [mixer.register_forward_pre_hook(count) for mixer in mixers]
+    device = next(model.parameters()).device
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.eval()(**{name: values.to(device) for name, values in row.items()})
+    for handle in handles:
+        handle.remove()
+    return counter.get_total_flops() + sum(updates)

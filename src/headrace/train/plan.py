@@ -5,20 +5,24 @@ with one report; the demo is one of them.
 import json
 import re
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from .. import zoo
 from ..errors import InputError
 from ..model_spec import ModelSpec
 from ..spec import to_json
-from ..stack_spec import BertSpec, as_decoder
+from ..stack_spec import BertSpec
 from ..tasks import Digits, Masked, Sequences, Task
-from .widths import match
+
+MATCHED = 1.05  # the most parameters over the fewest, from which on models are not called matched
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The model around the mixer. `mlp`: the heaviest mixer's intermediate size, the others' follow; None: no MLP."""
+    """The model around the mixer. `mlp`: MLP width of the model with the most parameters; the others' widths follow, so
+    that all have as many. None: no MLP where parameters are matched without one, and `hidden_size` elsewhere; 0: no
+    MLP, whether or not that matches."""
 
     hidden_size: int = 64
     layers: int = 1
@@ -57,6 +61,8 @@ class Plan:
         """Raise InputError for anything a user can have got wrong, before any work begins."""
         positive = {"steps": self.recipe.steps, "batch-size": self.recipe.batch_size, "lr": self.recipe.lr}
         positive |= {"layers": self.shape.layers, "heads": self.shape.heads, "hidden-size": self.shape.hidden_size}
+        if self.shape.mlp is not None and self.shape.mlp < 0:
+            raise InputError(f"shape.mlp={self.shape.mlp}; expected at least 0")
         for name, value in (positive | {"seeds": self.seeds}).items():
             if not value > 0:
                 raise InputError(f"--{name}={value}; expected more than 0")
@@ -85,13 +91,13 @@ class Plan:
         return [f"{mixer}: {idle}" for mixer in self.mixers for idle in zoo.get(mixer).idle_gates(self.shape.heads)]
 
     def widths(self) -> dict[str, int | None]:
-        """Models from sequence to sequence have none: they are as large as they are."""
-        specs = {mixer: zoo.plain(zoo.get(mixer)) for mixer in self.mixers}
-        decoders = {mixer: as_decoder(spec) for mixer, spec in specs.items() if not isinstance(spec, ModelSpec)}
-        widths = match(decoders, self.shape, self.positions)
-        return {mixer: widths.get(mixer) for mixer in self.mixers}
+        """MLP width by mixer. Gates are not counted: a mixer and its softmax version are equally wide."""
+        from .widths import match
 
-    @property
+        specs = tuple(zoo.plain(zoo.get(mixer)) for mixer in self.mixers)
+        return dict(zip(self.mixers, match(self, specs), strict=True))
+
+    @cached_property
     def positions(self) -> int:
         """Room for the longest row, source and target after one another and held-out lengths too."""
         longest = max([*self.task.by_length(1), self.task.length])

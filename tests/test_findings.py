@@ -1,0 +1,477 @@
+"""The report: every rule of its sentences, short names, and a page that needs nothing beside it."""
+
+import html
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from headrace import zoo
+from headrace.report import plots, sweep
+from headrace.report.comparison_page import write_report
+from headrace.report.conditions import conditions
+from headrace.report.example import about, example, guessing
+from headrace.report.failures import level
+from headrace.report.findings import findings, headline
+from headrace.report.summary import labels, summarise
+from headrace.report.terminal import print_results
+from headrace.tasks import Copy, Induction, KeyValue, Masked, Pair, Reverse, Text
+from headrace.train.defaults import DEFAULTS, PAIR, REVERSE, TEXT
+from headrace.train.plan import Study
+
+
+def results(scores, plan=PAIR, gates=()):
+    """Results as a run would leave them: a list of final scores (None: diverged) for each of the plan's mixers."""
+    plan = replace(plan, mixers=plan.mixers[: len(scores)], seeds=max(map(len, scores)))
+    arms = []
+    for mixer, finals in zip(plan.mixers, scores, strict=True):
+        spec = zoo.get(mixer)
+        state = 100 * plan.shape.heads // spec.num_heads(plan.shape.heads)
+        for seed, score in enumerate(finals):
+            point = {"scores": {} if score is None else {plan.task.metric.name: score}, "gates": list(gates)}
+            arms.append({
+                "comparison": plan.name, "mixer": mixer, "seed": seed, "parameters": 1000, "gate_parameters": 0,
+                "state_bytes": state, "intermediate_size": None, "scores": point["scores"], "diverged": score is None,
+                "curve": [{"step": step, **point} for step in (0, 5)], "seconds": 1.0, "speeds": [10.0, 14.0],
+                "flops": 500,
+            })  # fmt: skip
+    return {"study": Study("s", "S", (plan,)).to_json(), "command": "headrace", "environments": [], "arms": arms}
+
+
+def said(scores, **settings):
+    """The answer and all findings."""
+    (comparison,) = summarise(results(scores, **settings))
+    return "\n".join([headline([comparison]), *findings(comparison)])
+
+
+# Gains 0.12, 0.08, 0.04: mean 0.08, standard deviation 0.04, and 4.3027 of Student's t for 2 degrees of freedom:
+# 0.08 ± 4.3027 · 0.04 / √3, which is 0.08 ± 0.0994.
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        (
+            [[0.8, 0.85, 0.9], [0.92, 0.93, 0.94]],
+            "no clear difference between softmax-retnet and retnet (95 % interval of the gain −1.9 to 17.9 points, "
+            "3 seeds).",
+        ),
+        (  # 0.12 ± 0.0994 / 2
+            [[0.8, 0.85, 0.9], [0.94, 0.97, 1.0]],
+            "softmax-retnet is better than retnet by 12.0 points (95 % interval 7.0 to 17.0, 3 seeds).",
+        ),
+        (
+            [[0.94, 0.97, 1.0], [0.8, 0.85, 0.9]],
+            "softmax-retnet is worse than retnet by 12.0 points (95 % interval 7.0 to 17.0, 3 seeds).",
+        ),
+        ([[0.995, 1.0], [0.999, 1.0]], "both solve the task (100.0 % and 99.8 %)"),
+        ([[0.5], [0.9]], "softmax-retnet is ahead of retnet by 40.0 points in one seed, too few to tell them apart"),
+        ([[0.9], [0.5]], "softmax-retnet is behind retnet by 40.0 points in one seed"),
+        ([[0.5, 0.5, None], [0.9, 0.91, 0.92]], "interval 34.1 to 46.9, 2 seeds"),  # 0.405 ± 12.706 · 0.00707 / √2
+        ([[0.5, 0.5, None], [0.9, 0.91, 0.92]], "retnet diverged in seed 2"),
+        ([[None, None], [0.9, 0.91]], "retnet diverged in seed 0, 1"),
+        ([[None, None], [0.9, 0.91]], "Held-out accuracy: softmax-retnet reaches 90.5 ± 0.7 %."),
+        ([[None], [None]], "no model has a score"),
+    ],
+)
+def test_a_mixer_and_its_backbone(scores, expected):
+    assert expected in said(scores)
+
+
+def test_without_competition_the_best_is_compared_with_the_second():
+    text = said([[0.5, 0.5], [0.9, 0.8], [0.6, 0.61]], plan=REVERSE)
+    assert "of 3 mixers luong has the highest score: no clear difference between luong and bahdanau (95 %" in text
+    assert "By mean score: luong 85.0 ± 7.1 %, bahdanau 60.5 ± 0.7 %, rnn 50.0 ± 0.0 %." in text
+
+
+@pytest.mark.parametrize(
+    ("control", "gating", "rest"),
+    [
+        ([0.90, 0.91], "sigmoid-retnet is better than retnet by 40.5", "softmax-retnet is worse than sigmoid-retnet"),
+        ([0.60, 0.61], "sigmoid-retnet is better than retnet by 10.5", "softmax-retnet is better than sigmoid-retnet"),
+        ([0.50, 0.51], "no clear difference between sigmoid-retnet and retnet", "softmax-retnet is better than sig"),
+    ],
+)
+def test_the_control(control, gating, rest):
+    text = said([[0.5, 0.5], [0.88, 0.89], control])
+    assert f"Gates without competition (sigmoid-retnet, sigmoid): {gating}" in text and f"; {rest}" in text
+
+
+@pytest.mark.parametrize(
+    ("fewer", "expected"),
+    [([0.9, 0.9], "no clear difference between retnet (heads=2) and softmax-retnet"), ([0.1, 0.1], "is worse than"),
+     ([1, 1], "is better than")],
+)  # fmt: skip
+def test_fewer_heads(fewer, expected):
+    text = said([[0.5, 0.5], [0.9, 0.91], [0.5, 0.5], fewer])
+    assert f"Fewer heads without competition: {'' if 'between' in expected else 'retnet (heads=2) '}{expected}" in text
+    assert "(400 against 100 bytes)" in text
+
+
+def test_where_less_is_better():
+    text = said([[2.0, 2.1], [2.3, 2.4], [1.5, 1.5]], plan=TEXT)
+    assert "Held-out loss: softmax-gla is worse than gla by 0.300 nats/token (95 % interval 0.300 to 0.300" in text
+    assert "By mean score: transformer 1.500 ± 0.000 nats/token, gla 2.050 ± 0.071" in text
+    assert "A cache of keys and values grows with every token; at the end of a row: transformer 100 bytes." in text
+
+
+def test_gates_of_whole_models_are_compared():
+    """Those inside bert(mixer=softmax-gla) as any other."""
+    text = said([[0.1, 0.1], [0.5, 0.5], [0.7, 0.71]], plan=DEFAULTS["masked"])
+    assert "bert (mixer=softmax-gla) is better than bert (mixer=gla) by 20.5 points" in text
+
+
+def test_gates():
+    gate = {"layer": 0, "gate": "write", "entropy": 0.4, "load": [0.5, 0.5], "load_asked": None, "load_other": None}
+    expected = "Final entropy of softmax-retnet, as a part of its largest value: write gates 0.40"
+    assert f"{expected} (one seed)." in said([[0.5], [0.9]], gates=[gate])
+    two = results([[0.5, 0.5], [0.9, 0.9]], gates=[gate])
+    two["arms"][3]["curve"][-1]["gates"] = [gate | {"entropy": 0.5}, gate | {"entropy": 0.7}]
+    assert "write gates 0.50 ± 0.14." in "\n".join(findings(summarise(two)[0])), "of 0.4, and 0.6 over two layers"
+    assert "almost evenly" in said([[0.5], [0.9]], gates=[gate | {"entropy": 0.95}])
+    assert "almost evenly" not in said([[0.5], [0.9]], gates=[gate | {"entropy": 0.94}])
+    for asked, elsewhere, sink in ((0.51, 0.5, True), (0.5, 0.5, False), (0.9, 0.51, False)):
+        head = gate | {"load_asked": [asked, 1 - asked], "load_other": [elsewhere, 1 - elsewhere]}
+        assert ("In 1 of 1 seed of softmax-retnet one head" in said([[0.5], [0.9]], gates=[head])) == sink
+
+
+def test_gate_parameters():
+    found = results([[0.5], [0.9]])
+    found["arms"][1] |= {"parameters": 1026, "gate_parameters": 26}
+    sentences = findings(summarise(found)[0])
+    assert "Gates add at most 2.6% to a model's parameters (softmax-retnet)." in sentences
+    assert not any("per second" in sentence or "time" in sentence for sentence in sentences), "speed varies by the load"
+
+
+def test_an_end_that_came_too_soon():
+    assert "Still learning when training ended" not in said([[0.5], [0.9]])
+    for last, learning in ((0.495, False), (0.48, True)):  # a hundredth and a twenty-fifth of all that was learnt
+        rising = results([[0.5], [0.9]])
+        for arm, before in zip(rising["arms"], (0.5, last), strict=True):
+            scores = zip((0, 3, 5), (0.0, before, 0.5), strict=True)
+            arm["curve"] = [{"step": step, "scores": {"accuracy": score}, "gates": []} for step, score in scores]
+        sentences = "\n".join(findings(summarise(rising)[0]))
+        assert ("Still learning when training ended: softmax-retnet. More steps" in sentences) == learning
+
+
+def test_the_size_that_findings_hold_for():
+    assert "All of this is at 0.001 M parameters and 0.92 M tokens;" in said([[0.5]]), "300 steps of 64 rows of 48"
+
+
+def test_lengths_and_alignments(tmp_path):
+    learnt = results([[0.5], [1.0, 1.0], [0.9]], plan=REVERSE)
+    by_length = ((0.3, 0.0, 1.0), (1.0, 1.0, 0.0), (1.0, 0.9, 0.0), (1.0, 1.0, 1.0))
+    for arm, scores in zip(learnt["arms"], by_length, strict=True):
+        arm["by_length"] = dict(zip(("6", "12", "18"), scores, strict=True))
+    weights = [[0.1, 0.9], [0.4, 0.6], [0.5, 0.5]]
+    learnt["arms"][3]["alignment"] = {"source": ["a", "b"], "target": ["b", "a", "end"], "weights": weights}
+    sentences = "\n".join(findings(summarise(learnt)[0]))
+    assert "rnn: mean exact match (1 seed) is below 90% at length 6; at 12, the longest in training, it is 0.0 %" in (
+        sentences
+    ), "what holds at 18 does not hold up to 18"
+    assert (
+        "luong: mean exact match (2 seeds) is at least 90% up to length 12; at 12, the longest in training, it is "
+        in (sentences)
+    )
+    assert "it is 95.0 ± 7.1 %." in sentences
+    assert (
+        "bahdanau: mean exact match (1 seed) is at least 90% up to length 18, longer than any in training" in sentences
+    )
+    assert "bahdanau reads most of the character that it writes in 1 of 2 steps" in sentences
+    write_report(learnt, tmp_path)
+    assert {"reverse-lengths.png", "reverse-alignments.png"} < {path.name for path in tmp_path.glob("*.png")}
+
+
+# --- what is matched --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (
+            {"parameters": (1000, 1050), "state_bytes": (100, 475), "flops": (500, 520)},
+            [
+                "Matched: parameters (within 5.0%), FLOPs of a forward pass (within 4.0%).",
+                "Not matched: state sizes differ by up to 4.75× (retnet 100 bytes, softmax-retnet 475 bytes).",
+            ],
+        ),
+        (
+            {"parameters": (1670, 1000), "state_bytes": (0, 0), "flops": (None, 520)},
+            [
+                "Matched: state sizes (none).",
+                "Not matched: parameters differ by up to 1.67× (softmax-retnet 1,000, retnet 1,670); "
+                "FLOPs are not counted for retnet.",
+            ],
+        ),
+        (
+            {"parameters": (1000, 1051), "state_bytes": (0, 8), "flops": (500, 1000)},
+            [
+                "Not matched: parameters differ by up to 1.05× (retnet 1,000, softmax-retnet 1,051); "
+                "state sizes differ (retnet 0 bytes, softmax-retnet 8 bytes); "
+                "FLOPs of a forward pass differ by up to 2.00× (retnet 500 per row, softmax-retnet 1,000 per row).",
+            ],
+        ),
+    ],
+)
+def test_what_is_matched(sizes, expected, tmp_path):
+    found = results([[0.5], [0.9]])
+    for i, arm in enumerate(found["arms"]):
+        arm |= {field: values[i] for field, values in sizes.items()}
+    assert conditions(summarise(found)[0]) == expected
+    page = html.unescape(write_report(found, tmp_path).read_text("utf-8"))
+    assert all(page.index(sentence) < page.index("<h2>") for sentence in expected), "before everything else"
+
+
+def test_speed_is_a_median_with_its_quartiles():
+    (comparison,) = summarise(results([[0.5, 0.6]]))
+    assert comparison.contenders[0].speed == "12 ± 2", "of 10, 14, 10, 14"
+    one = results([[0.5]])
+    one["arms"][0]["speeds"] = [1234.5]
+    assert summarise(one)[0].contenders[0].speed == "1,234", "one stretch has no spread"
+
+
+def test_the_terminal_answers_first():
+    screen = Console(file=io.StringIO(), width=160)
+    found = results([[0.5, 0.5], [0.9, 0.91]])
+    print_results(found, screen)
+    lines = screen.file.getvalue().splitlines()
+    assert lines[0] == headline(summarise(found)) and lines[1].startswith("pair: Matched: parameters (within 0.0%)")
+    assert re.search(r"retnet +│ +50.0 ± 0.0 % │ +50.0 · 50.0 │ +1,000 │ +100 │ +12 ± 2 │", "\n".join(lines))
+
+
+def test_one_model_is_matched_with_nothing():
+    assert conditions(summarise(results([[0.5]]))[0]) == []
+
+
+# --- the task ---------------------------------------------------------------------------------------------------------
+def drawn(task):
+    return [
+        token if isinstance(token, int) else " ".join("".join((text, "=", role)) for text, role in token.parts)
+        + (f" -> {token.answer}" if token.answer is not None else "")
+        for token in example(task)
+    ]  # fmt: skip
+
+
+def test_rows_are_drawn_with_roles_and_answers():
+    pair = drawn(Pair(keys=4, pairs=2))
+    stored = dict(token.replace("=key", "").replace("=value", "").split() for token in pair[:2])
+    assert [(f"{key}=query -> {stored[key]}") in pair[2:] for key in stored] == [True, True] and len(pair) == 4
+    recall = drawn(KeyValue(keys=4, pairs=2, length=8))
+    stored = {
+        key.removesuffix("=key"): value.removesuffix("=value")
+        for key, value in zip(recall[:4:2], recall[1:4:2], strict=True)
+    }
+    assert {token for token in recall[4:] if "query" in token} == {f"{k}=query -> {v}" for k, v in stored.items()}
+    assert all(token.endswith("=filler") for token in recall[4:] if "query" not in token)
+    induction = drawn(Induction(symbols=3, length=40))
+    at = induction.index("!=key")
+    assert induction[-1] == f"!=query -> {induction[at + 1].removesuffix('=value')}"
+    left_out = [token for token in induction if isinstance(token, int)]
+    assert left_out and len(induction) + sum(left_out) - len(left_out) == 40
+    assert drawn(Copy(symbols=2, length=2))[0] in ("a=value", "b=value")
+    assert drawn(Copy(symbols=2, length=2))[1] == "|=query -> " + drawn(Copy(symbols=2, length=2))[0][0]
+    reverse = drawn(Reverse(symbols=3, length=5, shortest=5))
+    assert [t[-1] for t in reverse[5:10]] == [t[0] for t in reverse[4::-1]] and reverse[10] == "?=query -> end"
+    text = drawn(Text(length=9))
+    assert [token[-1] for token in text[:-1]] == [token[0] for token in text[1:]], "each token answers the one before"
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [(Pair(), "3.1 %"), (Text(), "5.545 nats/token"), (Reverse(), "about 0 %"), (Masked(length=9), "0.4 %")],
+)  # fmt: skip
+def test_what_guessing_scores(task, expected):
+    """1 / 32; log 256; 1 / 259."""
+    assert expected in guessing(task)
+
+
+@pytest.mark.parametrize("task", [task for task in DEFAULTS if task != "needle"])
+def test_every_task_is_explained_and_drawn(task):
+    assert about(DEFAULTS[task].task).endswith((".", "?")) and example(DEFAULTS[task].task)
+
+
+def test_short_names():
+    short = labels(PAIR.mixers)
+    assert list(short.values()) == ["retnet", "softmax-retnet", "sigmoid-retnet", "retnet (heads=2)"]
+    assert labels(["gla(heads.count=2)"]) == {"gla(heads.count=2)": "gla (heads=2)"}
+
+
+def test_a_report_of_forty_arms_is_one_file(tmp_path):
+    mixers = tuple(zoo.LINEAR) + tuple(f"softmax-{name}" for name in zoo.LINEAR) + ("transformer",)
+    page = write_report(
+        results([[0.5, 0.6, 0.7]] * len(mixers), plan=replace(PAIR, mixers=mixers)), tmp_path
+    ).read_text("utf-8")
+    assert "softmax-gated-deltanet" in page and not re.search(r"(src|href)=.?(http|/)", page)
+    assert page.count("</svg>") == 3
+    assert {path.name for path in tmp_path.glob("*.png")} == {"pair-curves.png", "pair-scores.png", "pair-cost.png"}
+
+
+def test_a_mixer_has_one_colour_in_every_table_and_picture(tmp_path):
+    """Also where another comparison of the study has other mixers, and where one of them never finished."""
+    parts = [results([[None], [0.9]]), results([[2.0], [2.1], [1.9]], plan=TEXT)]
+    plans = [part["study"]["plans"][0] for part in parts]
+    arms = parts[0]["arms"][1:] + parts[1]["arms"]
+    page = write_report(parts[0] | {"study": parts[0]["study"] | {"plans": plans}, "arms": arms}, tmp_path)
+    text = page.read_text("utf-8")
+    swatches = re.findall(r'background: ([^"]+)"></i>([\w-]+)<', text)
+    assert set(swatches) == {
+        ("var(--mixer-1)", "softmax-retnet"), ("var(--mixer-2)", "gla"), ("var(--mixer-3)", "softmax-gla"),
+        ("var(--mixer-4)", "transformer"),
+    }  # fmt: skip
+    drawn = text[text.index("</table>") :]
+    assert all(f"stroke: {colour}" in drawn for colour, _ in swatches) and "#2f6f9f" not in drawn, (
+        "themed, light or dark"
+    )
+
+
+def test_three_findings_are_shown_and_the_rest_folded(tmp_path):
+    gate = [{"layer": 0, "gate": "write", "entropy": 0.4, "load": [1.0, 0.0], "load_asked": None, "load_other": None}]
+    found = results([[0.5, 0.5], [0.9, 0.91], [0.7, 0.7]], gates=gate)
+    text = write_report(found, tmp_path).read_text("utf-8")
+    more = len(findings(summarise(found)[0])) - 3
+    assert more > 1 and f"<summary>{more} more findings</summary>" in text
+    assert text[: text.index("<details>")].count("<li>") == 3
+
+
+def whole_zoo(seeds):
+    """The whole zoo; competition adds 0.1 to every backbone, but takes 0.1 from GLA."""
+    names = zoo.several("all")
+    gain = {name: 0.1 * (name.startswith("softmax-") and "rnn" not in name) for name in names} | {"softmax-gla": -0.1}
+    return results(
+        [[0.5 + gain[name] + 0.001 * s for s in range(seeds)] for name in names], replace(PAIR, mixers=names)
+    )
+
+
+def test_many_mixers_are_counted():
+    (comparison,) = summarise(whole_zoo(2))
+    n = len(zoo.LINEAR)
+    told = headline([comparison])
+    assert comparison.many and told.startswith(
+        f"Held-out accuracy: with competition, of {n} backbones: {n - 1} better ("
+    )
+    assert told.endswith("; 1 worse (gla), by a 95 % interval for each.")
+    one = headline(summarise(whole_zoo(1)))
+    assert f"in one seed, too few to tell mixers apart, competition is ahead in {n - 1} of {n} backbones" in one
+    assert "the highest means are of" in findings(comparison)[0] and " 60.1 ± 0.1 %" in findings(comparison)[0]
+    assert comparison.shown == comparison.finished and comparison.shown[0].gated
+    families = dict(comparison.families())
+    assert [c.label for c in families["gla"]] == ["gla", "softmax-gla"] and len(families) == len(
+        comparison.plan["mixers"]
+    ) - n
+
+
+def test_many_mixers_are_drawn_backbone_by_backbone(tmp_path):
+    page = write_report(whole_zoo(1), tmp_path).read_text("utf-8")
+    assert all(f"</i>{name}</td>" in page for name in zoo.names())
+    assert (tmp_path / "pair-curves.png").stat().st_size > 10_000
+
+
+def sweep_results(by_value, **settings):
+    """Results of a sweep over pairs: for each value the scores that `results` takes."""
+    plans = {value: replace(PAIR, name=f"pair-pairs-{value}") for value in by_value}
+    parts = [results(scores, replace(plans[value]), **settings) for value, scores in by_value.items()]
+    study = {"name": "s", "title": "S", "plans": [part["study"]["plans"][0] for part in parts]}
+    study["sweep"] = {"field": "pairs", "values": list(by_value)}
+    return parts[0] | {"study": study, "arms": [arm for part in parts for arm in part["arms"]]}
+
+
+def test_a_sweep_has_a_table_words_and_a_curve_before_everything_else(tmp_path):
+    found = sweep_results(
+        {4: [[0.99, 0.98], [1.0, 0.995]], 16: [[0.5, 0.52], [0.8, 0.84]], 32: [[0.1, None], [0.3, 0.2]]}
+    )
+    over = sweep.read(found)
+    assert over.table()[0] == ["retnet", "98.5 ± 0.7 %", "51.0 ± 1.4 %", "10.0 %"]
+    assert sweep.answer(over) == (
+        "softmax-retnet against retnet, by pairs: no clear difference at 4, 32, better at 16 (by 95 % intervals over "
+        "seeds)"
+    )
+    assert sweep.findings(over) == [
+        "retnet: 98.5 ± 0.7 % at pairs=4, 10.0 % at pairs=32.",
+        "softmax-retnet: 99.8 ± 0.4 % at pairs=4, 25.0 ± 7.1 % at pairs=32.",
+    ]
+    page = write_report(found, tmp_path).read_text("utf-8")
+    assert page.index("Score against pairs") < page.index("<h2>pair-pairs-4</h2>")
+    assert page.index('<td data-name="pairs=16">51.0 ± 1.4 %</td>') < page.index("<h2>pair-pairs-4</h2>")
+    assert {path.name for path in tmp_path.glob("by-pairs-*.png")} == {"by-pairs-score.png", "by-pairs-capacity.png"}
+
+
+def test_a_sweep_with_a_mixer_that_never_finished_is_drawn(tmp_path):
+    found = sweep_results({"a": [[0.5], [None]], "b": [[0.4], [None]]})
+    assert sweep.read(found).table()[1] == ["softmax-retnet", "diverged", "diverged"]
+    assert write_report(found, tmp_path).is_file()
+
+
+def gates(load):
+    return [{"layer": 0, "gate": "write", "load": load, "load_asked": [], "load_other": [], "entropy": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("scores", "load", "expected"),
+    [
+        ([[0.03, 0.04], [0.9, 0.91]], [0.5, 0.5], "Within 2 points of guessing (3.1 %): retnet 3.5 ± 0.7 %."),
+        (
+            [[0.5, 0.5], [0.9, 0.91]],
+            [0.94, 0.06],
+            "Collapsed: in 2 of 2 gates of softmax-retnet one head takes nearly all",
+        ),
+        ([[0.5, 0.5], [0.9, 0.91]], [0.6, 0.38, 0.02], "Dead: 2 of 6 heads of softmax-retnet take under a tenth"),
+    ],
+)
+def test_a_failure_reads_as_a_failure(scores, load, expected):
+    assert expected in said(scores, gates=gates(load))
+
+
+@pytest.mark.parametrize(
+    ("score", "load", "failed"),
+    [
+        (1 / 32 + 0.019, [0.5, 0.5], "of guessing"), (1 / 32 + 0.021, [0.5, 0.5], None),
+        (0.5, [0.91, 0.09], "Collapsed"),
+        (0.5, [0.89, 0.11], None), (0.5, [0.56, 0.4, 0.04], None), (0.5, [0.56, 0.41, 0.03], "Dead"),
+    ],
+)  # fmt: skip
+def test_where_a_failure_begins(score, load, failed):
+    """Two points above chance; nine tenths by one head; a tenth of an even share, a thirtieth of three heads."""
+    text = said([[score], [0.9]], gates=gates(load))
+    assert {word for word in ("of guessing", "Collapsed", "Dead") if word in text} == ({failed} if failed else set())
+
+
+@pytest.mark.parametrize(("score", "held"), [(0.9, True), (0.89, False)])
+def test_what_holds_at_a_length(score, held):
+    found = results([[0.5]], plan=REVERSE)
+    found["arms"][0]["by_length"] = {"6": 1.0, "12": score}
+    assert (f"up to length {12 if held else 6};" in "\n".join(findings(summarise(found)[0]))) is True
+
+
+def test_pictures_show_the_numbers():
+    """Percent, means over seeds, quartiles of speeds, and states in bytes."""
+    learnt = results([[0.2, 0.4], [0.9, 0.9]], plan=REVERSE)
+    for arm in learnt["arms"]:
+        arm["by_length"] = {"6": arm["scores"]["exact match"], "12": 0.1}
+    (comparison,) = summarise(learnt)
+    drawn = {name: figure.axes for name, (_, figure) in plots.draw(comparison).items()}
+    (curves,), (scores,), (lengths,) = (drawn[name] for name in ("curves", "scores", "lengths"))
+    assert list(curves.lines[0].get_ydata()) == pytest.approx([30, 30])
+    assert list(lengths.lines[0].get_ydata()) == pytest.approx([30, 10])
+    assert [line.get_xdata()[0] for line in scores.lines[:3]] == pytest.approx([30, 30 - 200**0.5, 30 + 200**0.5])
+    assert [text.get_text() for text in drawn["cost"][0].texts] == ["1k", "1k"]
+    bars = drawn["cost"][2].collections[0].get_segments()
+    assert [sorted(x for x, _ in bar) for bar in bars] == [[10, 14], [10, 14]]
+
+
+def test_what_did_not_fail_is_not_named():
+    five = said([[0.5] * 5, [0.9] * 5], gates=gates([0.6, 0.4]))
+    assert not any(word in five for word in ("of guessing", "Collapsed", "Dead"))
+
+
+def test_every_task_of_recall_knows_what_guessing_gives():
+    levels = {name: level(plan.to_json()["task"]) for name, plan in DEFAULTS.items() if name not in ("text", "masked")}
+    known = {
+        "pair": 1 / 32,
+        "key-value": 1 / 64,
+        "mqar": 1 / 144,
+        "copy": 1 / 16,
+        "selective-copy": 1 / 8,
+        "induction": 1 / 15,
+    }
+    assert {name: found for name, found in levels.items() if found is not None} == known | {
+        "digits": 0.1,
+        "needle": 0.0,
+    }
