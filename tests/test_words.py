@@ -110,6 +110,14 @@ def test_words_on_parameters_that_differ():
     assert "Not matched: softmax-retnet has 8.0% more parameters than retnet" in "\n".join(words(summarise(uneven)[0]))
 
 
+def test_words_on_what_gates_cost():
+    slower = results([[0.5], [0.9]])
+    slower["arms"][1] |= {"parameters": 1025, "gate_parameters": 25, "tokens_per_second": 8.0}
+    told = "The gates of softmax-retnet add 25 parameters (2.5%) and cost 20% of the tokens per second in training."
+    assert told in words(summarise(slower)[0])
+    assert "and cost no measurable time in training." in said([[0.5], [0.9]])
+
+
 def test_words_on_an_end_that_came_too_soon():
     assert "Still learning when training ended" not in said([[0.5], [0.9]])
     rising = results([[0.5], [0.9]])
