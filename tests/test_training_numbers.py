@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+from headrace import recipes
 from headrace.pretraining import card, run, trainer
-from headrace.pretraining.model import build
+from headrace.pretraining.model import build, estimate
 from headrace.pretraining.watch import Watch
 from headrace.train.model import gate_parameters
 from training import recipe, train
@@ -151,3 +152,27 @@ def test_rows_to_evaluate_are_evenly_spread(data):
 def test_a_loss_as_large_as_the_unigrams_is_nothing_learnt():
     assert card.beside(2.0, 2.0) == "It learnt nothing: the frequencies of these tokens alone give 2.0000 nats."
     assert card.beside(1.9, 2.0) == "The frequencies of these tokens alone give 2.0000 nats."
+
+
+@pytest.mark.parametrize(
+    ("mixer", "per_layer"),
+    [
+        ("transformer", 2 * 4 * 128**2 + 4 * 512 * 128),  # q, k, v, output; each token weighs and adds 512 others
+        # q, k of 64, v, gate and output of 128, a decay of 64 by way of 16; 4 memories of 16 × 32, decayed
+        ("gla", 2 * (128 * (2 * 64 + 3 * 128 + 16) + 16 * 64) + 5 * 4 * 16 * 32),
+    ],
+)
+def test_an_estimate_is_what_paper_and_pencil_say(mixer, per_layer):
+    """laptop-1m: 4 layers of 128, an MLP of 352, a vocabulary of 4,096, rows of 512, 4e6 tokens in steps of 8,192."""
+    found = estimate(recipes.load("laptop-1m", {"mixer": mixer})[0])
+    forward = 4 * (per_layer + 2 * 3 * 128 * 352) + 2 * 128 * 4096
+    assert (found["flops_per_token"], found["flops"]) == (3 * forward, 3 * forward * 4_000_000)
+    assert [found[name] for name in ("steps", "warmup_steps", "rows_per_step", "tokens")] == [488, 24, 16, 4_000_000]
+    weights = found["bytes"]["weights, gradients, moments"]
+    assert weights == 4 * 4 * found["parameters"]["tied"]
+    untied, wide = (
+        estimate(recipes.load("laptop-1m", {"mixer": mixer} | change)[0])["bytes"]
+        for change in ({"tie": False}, {"micro_batch": 8})
+    )
+    assert untied["weights, gradients, moments"] == weights + 16 * 128 * 4096
+    assert wide["kept for the backward"] == 2 * found["bytes"]["kept for the backward"]
