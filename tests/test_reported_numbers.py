@@ -174,9 +174,9 @@ def test_perplexities_and_bits_of_a_text():
 
 
 def test_the_level_of_guessing_and_what_reaches_it():
-    """Of 100 rows with 2 and 5 choices in turn: 35 %. An error of 0.05: 44.8 % is 1.96 of them away."""
-    told = lambda right: words.at_chance("x", recorded([1.0] * right + [0.0] * (100 - right), choices=(2, 5)))  # noqa: E731
-    assert told(44) == f"x (acc 44.0 ± {100 * math.sqrt(0.44 * 0.56 / 99):.1f} %; guessing 35.0 %)" and told(45) == ""
+    """Of 100 rows with 2, 5, 5 and 5 choices in turn: 27.5 %. An error of 0.048: 37 % is 1.96 of them away."""
+    told = lambda right: words.at_chance("x", recorded([1.0] * right + [0.0] * (100 - right), choices=(2, 5, 5, 5)))  # noqa: E731
+    assert told(36) == f"x (acc 36.0 ± {100 * math.sqrt(0.36 * 0.64 / 99):.1f} %; guessing 27.5 %)" and told(38) == ""
     assert scores.guessing(recorded([1.0], choices=(1, 3))) is None
 
 
