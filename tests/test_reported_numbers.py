@@ -74,6 +74,19 @@ def test_cells_of_the_page(what, cost, gla, tmp_path):
     assert section.sentences == [f"{out}: out of memory."]
 
 
+def test_points_are_measured_once_and_in_order(tmp_path, monkeypatch):
+    measured, told = [], []
+    monkeypatch.setattr(results, "measure", lambda point, plan: measured.append(point) or {"gla": {"seconds": [1.0]}})
+    wanted = points(["decoding", "training"], [1600, 16], [4], [640])
+    results.complete(PLAN, wanted[1:], tmp_path, told.append)
+    held = results.complete(PLAN, wanted, tmp_path, told.append)
+    assert told[:3] == ["1 of 2: training, 16 × 4", "2 of 2: decoding, 640 × 1", "1 of 3: training, 1,600 × 4"]
+    assert measured == [wanted[1], wanted[2], wanted[0]]
+    assert [(one["point"]["what"], one["point"]["length"]) for one in held] == [
+        ("training", 16), ("training", 1600), ("decoding", 640),
+    ]  # fmt: skip
+
+
 def test_compression_is_of_what_was_measured():
     """Keys and values of 3 layers, 64 wide, 640 tokens in float32; GLA has K = 16, V = 32."""
     (plain, _) = results.compressions(HELD, PLAN)
@@ -171,6 +184,7 @@ def test_perplexities_and_bits_of_a_text():
     error = math.sqrt(2 * ((-2 + 3) ** 2 + (-6 + 5) ** 2)) / 8  # of a ratio of sums
     assert bits.stderr == pytest.approx(error / math.log(2)) and perplexity.stderr == pytest.approx(math.e * error)
     assert scores.Score("acc", [(1.0, 1.0)]).error == math.inf
+    assert words.show(perplexity) == "2.718 ± 0.68" and error == 0.25
 
 
 def test_the_level_of_guessing_and_what_reaches_it():
@@ -181,10 +195,13 @@ def test_the_level_of_guessing_and_what_reaches_it():
 
 
 def test_the_unigram_is_of_the_very_rows():
-    """Tokens a a b | a c, of which the last two are scored: −log 3/5 − log 1/5 over a weight of 4."""
-    samples = [{"arguments": [("aab", "ac")], "metrics": ["word_perplexity", "acc"], "word_perplexity": (-1.0, 4)}]
+    """Tokens a a b | a c and | c a, those after the bar scored: of 7 tokens 4 are a and 2 are c; weights of 4 and 2."""
+    samples = [
+        {"arguments": [text], "metrics": ["word_perplexity", "acc"], "word_perplexity": (-1.0, weight)}
+        for text, weight in ((("aab", "ac"), 4), (("ca",), 2))
+    ]
     found = unigram.unigram(samples, SimpleNamespace(tok_encode=lambda text: list(map(ord, text))))
-    assert found == {"word_perplexity": pytest.approx(math.exp(-(math.log(3 / 5) + math.log(1 / 5)) / 4))}
+    assert found == {"word_perplexity": pytest.approx(math.exp(-2 * (math.log(4 / 7) + math.log(2 / 7)) / 6))}
     assert (unigram.weight(-3.0), unigram.unigram([{"metrics": ["acc"]}], None)) == (1.0, {})
 
 
