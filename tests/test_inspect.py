@@ -159,6 +159,7 @@ def test_failures_are_named_by_head():
     assert ["uniform" in s for s in of_gate("read", even)] == [True]
     assert not list(of_gate("write", torch.rand(9, 4).double() + 0.1)) and not list(of_gate("write", even[:, :1]))
     assert [s.split(":")[0] for s in of_beta(torch.tensor([[0.5, 0.001]]).expand(9, 2))] == ["head 1 is dead"]
+    assert not list(of_gate("read", torch.tensor([[1.0, 0.0], [0.2, 0.8]])))  # one token uses head 1
     A = torch.stack([torch.zeros(9, 9), torch.eye(9), torch.ones(9, 9).tril()]).double()
     assert [s.split(":")[0] for s in of_weights(A)] == ["head 0 is dead", "head 1 is dead as a memory"]
 
@@ -180,6 +181,8 @@ def test_a_failure_is_told_with_its_number(rule, failed, sentence, sound):
         x = torch.tensor([heads, heads], dtype=torch.float64)
         if rule is of_weights:
             x = torch.tensor([[[0.0, 0.0], [1 - heads[0], heads[0]]]], dtype=torch.float64)
+        if rule is of_beta:
+            x[1] = 0.0
         return "\n".join(of_gate("", x) if rule is of_gate else rule(x))
 
     assert sentence in found(failed) and sentence.split(":")[0] not in found(sound)

@@ -1,6 +1,7 @@
 """Numbers of benchmarks, evaluations, reproductions and conversions, computed here a second time: by hand, by scipy, or
 by the closed formula."""
 
+import json
 import math
 import time
 from types import SimpleNamespace
@@ -226,19 +227,50 @@ def test_reaches_are_of_95_percent():
     assert numbers.less(numbers.Number(3.0, 0.3), numbers.Number(1.0)).reach is None
 
 
+def test_ours_are_read_where_the_steps_left_them(tmp_path, monkeypatch):
+    for path, data in {
+        "e/run/results.json": {
+            "results": {x: {"acc,none": v, "acc_stderr,none": e} for x, v, e in (("a", 0.5, 0.03), ("b", 0.7, 0.04))}
+        },
+        "run/model/history.json": [{"final_loss": 2.0}, {"final_loss": 1.5}, {"loss": 9.0}],
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(json.dumps(data))
+    monkeypatch.setattr(numbers, "run_folder", lambda scale, root, at: root / "run")
+    monkeypatch.setattr(numbers, "commands", lambda scale, root: [["recipes", "80m"], ["recipes", "340m"]])
+    kept = {"recipes 340m": {"said": '{"parameters": {"tied": 3e6}}'}}
+    monkeypatch.setattr(numbers, "done", lambda root, command: kept.get(" ".join(command)))
+    scale = SimpleNamespace(axes={"size": ["340m", "80m"], "seed": [0]})
+    read = lambda place, **at: numbers.number(scale, place, {"size": "340m"} | at, tmp_path)  # noqa: E731
+    mean = read({"eval": "e", "mean": ["a", "b"], "metric": "acc", "times": 100})
+    assert (mean.value, mean.reach) == (pytest.approx(60), pytest.approx(100 * 1.96 * 0.05 / 2))
+    assert read({"eval": "e", "mean": ["a", "c"], "metric": "acc"}) is None
+    assert read({"eval": "e", "item": "b", "metric": "acc"}).value == 0.7
+    assert read({"history": "final_loss"}).value == 1.5 and read({"history": "final_loss"}, seed=7) is None
+    printed = {"printed": "parameters.tied", "words": "recipes {size}", "times": 1e-6}
+    assert read(printed).value == 3.0 and read(printed, size="80m") is None
+
+
 def test_ours_beside_the_published():
     cells = [
         numbers.Cell("a", "x", 10.0, numbers.Number(10.5, 0.5)),
         numbers.Cell("a", "y", 10.0, numbers.Number(10.51, 0.5)),
         numbers.Cell("a", "z", 10.0, numbers.Number(1.0)),
         numbers.Cell("a", "w", 10.0, None),
+        numbers.Cell("a", "v", None, None),
+        numbers.Cell("a", "u", None, numbers.Number(1.0)),
     ]
-    assert [show.line(cell)[2:] for cell in cells] == [
+    shown = show.shown(cells)
+    assert [row[1] for row in shown] == ["x", "y", "z", "w", "u"]
+    assert [show.line(cell)[2:] for cell in cells[:4]] == [
         ("10", "10.5 ± 0.5", "+0.5", "yes"), ("10", "10.51 ± 0.5", "+0.51", "no"), ("10", "1", "-9", "–"),
         ("10", "–", "–", "–"),
     ]  # fmt: skip
     said = "4 numbers are published; beside 3 of them are ours; 1 of the 2 that can be judged lie within ours ± 95 %."
     assert show.verdict(cells) == said
+    assert show.verdict(cells[4:]) == "No number is published as text; 1 of ours are there."
+    none = "1 numbers are published; of ours there are 1, none for the same model and metric."
+    assert show.verdict([cells[3], cells[5]]) == none
 
 
 # --- inspect, convert ------------------------------------------------------------------------------------------------
