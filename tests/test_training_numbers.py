@@ -99,6 +99,21 @@ def test_the_card_says_bits_per_byte_of_the_held_out_text(data, tmp_path):
     assert f"142 documents and {data.manifest['train']['tokens']:,} tokens for training, 8 held out" in readme
 
 
+def test_a_loss_is_of_the_tokens_that_are_asked_for(data, tmp_path):
+    """Of rows in twos: two of 32 tokens, two of a single one, which ask for nothing, and then one answer."""
+    chosen = recipe(precision="float32")[0]
+    made = run.make_trainer(chosen, data, run.arguments(chosen, tmp_path, False, "none"))
+    rows = [*data.held_out["input_ids"][:2], [5], [5], [5, 6], [7]]
+    total, _ = made._held_out(made.model, [{"input_ids": row, "starts": [0]} for row in rows])
+    with torch.no_grad():
+        expected = sum(
+            F.cross_entropy(made.model(torch.tensor([row])).logits[0, :-1], torch.tensor(row[1:]), reduction="sum")
+            for row in rows
+            if len(row) > 1
+        )
+    assert total.tolist() == [pytest.approx(expected.item(), rel=1e-5), 31 + 31 + 1]
+
+
 def test_speed_is_of_training_alone(monkeypatch):
     clock = iter([10.0, 16.0, 18.0])
     monkeypatch.setattr(trainer.time, "perf_counter", lambda: next(clock))
