@@ -14,7 +14,7 @@ pytest.importorskip("lm_eval")
 
 from headrace.bench import measure, report, results
 from headrace.bench.models import Shape, build, cache_bytes
-from headrace.bench.plan import Plan, points
+from headrace.bench.plan import Plan, Point, points
 from headrace.convert.flash import fla_config
 from headrace.evaluate import scores, unigram, words
 from headrace.evaluate.report import draw
@@ -104,6 +104,23 @@ def test_seconds_are_of_one_token_and_the_first_round_warms_up(monkeypatch):
     clock = iter(range(100))
     found = measure.taking_turns(["a", "b"], lambda name: next(clock), PLAN)
     assert found == {"a": {"seconds": [2, 4, 6]}, "b": {"seconds": [3, 5, 7]}}
+
+
+@pytest.mark.parametrize(("what", "batch"), [("training", 3), ("prefill", 1)])
+def test_what_is_timed_reads_the_tokens_of_the_point(what, batch, monkeypatch):
+    seen = []
+
+    def listened(name, plan):
+        listener = build(name, plan.shape)
+        listener.register_forward_pre_hook(
+            lambda _, args, given: seen.append(given["input_ids"].shape), with_kwargs=True
+        )
+        return listener
+
+    monkeypatch.setattr(measure, "built", listened)
+    monkeypatch.setattr(measure, "timed", lambda call, plan: seen.append("timed") or call() or 2.0)
+    found = measure.measure(Point(what, 100, batch), Plan(("gla",), SHAPE, rounds=1))
+    assert seen == 2 * [(1, 64), "timed", (batch, 100)] and found == {"gla": {"seconds": [2.0]}}
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, 3.0), (2, 5.0)])
@@ -276,12 +293,15 @@ def test_ours_beside_the_published():
 # --- inspect, convert ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rank", [1, 3])
 @torch.no_grad()
-def test_a_gate_is_1_where_heads_are_alike_however_many_memories_they_have(rank):
-    competing = model(f"softmax-gla(competition.rank={rank})")
+def test_what_is_shown_of_a_head_is_of_one_however_many_memories_it_has(rank):
+    competing = model(f"softmax-gated-deltanet(competition.rank={rank})")
     _, (layer, *_) = record(competing, tokens(1, 20))
-    for gate in layer.gates.values():
+    for gate in layer.gates.values():  # 1 where heads are alike
         assert gate.shape == (20, 4) and gate.std() > 0.01
         torch.testing.assert_close(gate.sum(-1), torch.full((20,), 4.0, dtype=gate.dtype))
+    given, _ = layer.call
+    torch.testing.assert_close(layer.beta, given["beta"][0, :, ::rank])
+    torch.testing.assert_close(layer.horizon, -1 / given["log_decay"][0, :, ::rank])
 
 
 @pytest.mark.parametrize(
