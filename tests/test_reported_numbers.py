@@ -1,6 +1,7 @@
 """Numbers of benchmarks, evaluations, reproductions and conversions, computed here a second time: by hand, by scipy, or
 by the closed formula."""
 
+import html
 import json
 import math
 import time
@@ -19,7 +20,7 @@ from headrace.convert.flash import fla_config
 from headrace.evaluate import scores, unigram, words
 from headrace.evaluate.report import draw
 from headrace.inspection.recorder import record
-from headrace.reproduce import numbers, show
+from headrace.reproduce import experiment, numbers, show
 from tiny import build as model
 from tiny import tokens
 
@@ -30,7 +31,7 @@ HELD = [
     {
         "point": vars(point), "environment": {"torch": "2"}, "clock": "cpu time",
         "models": {
-            "gla": {"seconds": [4.0, 1.0, 2.0, 8.0, 2.0], "bytes": 2**20, "how": None},
+            "gla": {"seconds": [4.0, 1.0, 2.0, 8.0, 2.0], "bytes": 2**20, "how": "64 tokens read"},
             "softmax-gla": {"seconds": [8.0, 1.5, 3.0, 12.0, 6.0], "bytes": 3 * 2**20, "how": None},
             "transformer": {"left_out": "out of memory"},
         },
@@ -72,7 +73,8 @@ def test_cells_of_the_page(what, cost, gla, tmp_path):
     place = "640" if what == "decoding" else "16" if what == "prefill" else "16 × 4"
     assert section.header == ("model", place)
     out = f"transformer is left out at {640 if what == 'decoding' else 16:,} × {4 if place.endswith('4') else 1}"
-    assert section.sentences == [f"{out}: out of memory."]
+    how = ["Context by 64 tokens read: gla."] if what == "decoding" else []
+    assert section.sentences == [f"{out}: out of memory.", *how]
 
 
 def test_points_are_measured_once_and_in_order(tmp_path, monkeypatch):
@@ -141,6 +143,7 @@ def test_memory_is_in_bytes(monkeypatch, tmp_path):
 def test_peers_are_as_wide_and_deep():
     """Heads of 64 channels, as their published models have; an MLP of 8/3 of the width, 171 → 176."""
     llama, mamba, qwen = (build(f"transformers-{name}", SHAPE).config for name in ("llama", "mamba2", "qwen3-next"))
+    assert {config.vocab_size for config in (llama, mamba, qwen)} == {50}
     assert (llama.hidden_size, llama.num_hidden_layers, llama.num_attention_heads, llama.intermediate_size) == (
         64, 3, 1, 176,
     )  # fmt: skip
@@ -288,6 +291,16 @@ def test_ours_beside_the_published():
     assert show.verdict(cells[4:]) == "No number is published as text; 1 of ours are there."
     none = "1 numbers are published; of ours there are 1, none for the same model and metric."
     assert show.verdict([cells[3], cells[5]]) == none
+
+
+def test_the_page_of_a_reproduction_has_its_numbers(tmp_path):
+    chosen = experiment.load("figure-1")
+    cells = [numbers.Cell("GLA", "x", 10.0, numbers.Number(10.5, 0.5))]
+    page = show.write_page(chosen, "laptop", cells, tmp_path / "page.html", "headrace").read_text("utf-8")
+    told = [*show.line(cells[0]), show.verdict(cells)]
+    assert all(part in html.unescape(page) for part in told)
+    empty = show.write_page(chosen, "laptop", [], tmp_path / "empty.html", "headrace").read_text("utf-8")
+    assert "is published" not in empty and "are published" not in empty
 
 
 # --- inspect, convert ------------------------------------------------------------------------------------------------

@@ -194,6 +194,8 @@ def test_an_estimate_is_what_paper_and_pencil_say(mixer, per_layer):
         estimate(recipes.load("laptop-1m", {"mixer": mixer} | change)[0])["bytes"]
         for change in ({"tie": False}, {"micro_batch": 8})
     )
+    made = build(recipe(mixer=mixer, heads=1, tie=False)[0])
+    assert (made.config.num_heads, made.lm_head.weight is made.model.embed_tokens.weight) == (1, False)
     assert untied["weights, gradients, moments"] == weights + 16 * 128 * 4096
     assert wide["kept for the backward"] == 2 * found["bytes"]["kept for the backward"]
 
