@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import signal
 import subprocess
@@ -96,6 +97,22 @@ def test_gate_statistics_of_even_and_of_decided_heads():
     assert sum(write["load_asked"]) == pytest.approx(1) == sum(write["load_other"])
     both = (torch.tensor(write["load_asked"]) + torch.tensor(write["load_other"])) / 2
     assert both.tolist() == pytest.approx(write["load"], abs=1e-5)
+
+
+def test_gate_statistics_by_hand():
+    """Two tokens of two heads with shares of 1/4 and 3/4, 3/4 and 1/4, or the same twice; the first is asked."""
+    from headrace.train.gates import GateStatistics
+
+    entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)) / math.log(2)
+    for second, load, spread in (([0.75, 0.25], [0.5, 0.5], 1.0), ([0.25, 0.75], [0.25, 0.75], entropy)):
+        statistics = GateStatistics(0, "read")
+        statistics.add(torch.tensor([[[0.25, 0.75], second]]).log(), torch.tensor([[True, False]]))
+        found = statistics.summary()
+        assert found["entropy"] == pytest.approx(entropy, abs=1e-6)
+        assert found["specialisation"] == pytest.approx(spread - entropy, abs=1e-6)
+        assert [found["load"], found["load_asked"], found["load_other"]] == [
+            pytest.approx(x) for x in (load, [0.25, 0.75], second)
+        ]
 
 
 def test_evaluation_is_the_mean_over_answers():

@@ -148,6 +148,12 @@ def test_numbers_that_sentences_are_made_of():
     assert recognised(read, stored).tolist() == [[1, 0]]
 
 
+def test_half_lives_are_told():
+    """0.9^6 > 1/2 > 0.9^7; 0.99^63 > 1/2; what was written before token 40 of 64 is at least 24 tokens old."""
+    sentence = lab.experiment("fading").sentence
+    assert "over 63 (α = 0.99), 7 tokens (α = 0.9)" in sentence and "24 tokens (reset at one token)" in sentence
+
+
 def test_what_is_remembered_is_counted():
     past = Past({"a": torch.tensor([0.9, 0.2, 0.05])}, {"a": 2.0})
     assert (past.total["a"], past.reach["a"]) == (pytest.approx(1.15), 2)
