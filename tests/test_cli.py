@@ -174,8 +174,21 @@ def test_backends_and_version(headrace_):
     assert headrace_("--version")[1] == f"headrace {headrace.__version__}\n{headrace_('backends')[1]}"
 
 
-def test_a_gate_that_hardly_acts_is_named_before_the_run(headrace_, monkeypatch):
+IDLE = {
+    "softmax-retnet(competition.read=query)": "competition.read='query' scales q by one number per head",
+    "softmax-gla(heads.count=1)": "a softmax over num_heads=1 head is always 1",
+    "softmax-gla(heads.count=1,competition.rank=2)": None,
+    "softmax-retnet": None,
+}
+
+
+@pytest.mark.parametrize("mixer", IDLE)
+def test_a_gate_that_hardly_acts_is_named_before_the_run(capsys, monkeypatch, tmp_path, mixer):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("headrace.train.folder.claim", lambda *args: pytest.fail("stop here"))
-    monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--mixers", "softmax-retnet(competition.read=query)"])
+    monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--mixers", mixer])
     with pytest.raises(pytest.fail.Exception, match="stop here"):
         cli.main()
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Note: ")]
+    assert len(notes) == (IDLE[mixer] is not None)
+    assert all(note.startswith(f"Note: {mixer}: {IDLE[mixer]}") for note in notes)

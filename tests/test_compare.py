@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import signal
 import subprocess
@@ -183,16 +184,19 @@ def test_gate_statistics_of_even_and_of_decided_heads():
 
 
 def test_gate_statistics_by_hand():
-    """Two tokens that choose different heads of two: no entropy in either, all of it between them."""
+    """Two tokens of two heads with shares of 1/4 and 3/4, 3/4 and 1/4, or the same twice; the first is asked."""
     from headrace.train.gates import GateStatistics
 
-    found = GateStatistics(0, "write")
-    shares = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.5, 0.5]]])
-    found.add(shares.log(), torch.tensor([[True, False, False, False]]))
-    told = found.summary()
-    assert told["entropy"] == pytest.approx(0.5) and told["specialisation"] == pytest.approx(0.5)
-    assert told["load"] == pytest.approx([0.5, 0.5]) and told["load_asked"] == pytest.approx([1, 0])
-    assert told["load_other"] == pytest.approx([1 / 3, 2 / 3])
+    entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)) / math.log(2)
+    for second, load, spread in (([0.75, 0.25], [0.5, 0.5], 1.0), ([0.25, 0.75], [0.25, 0.75], entropy)):
+        statistics = GateStatistics(0, "read")
+        statistics.add(torch.tensor([[[0.25, 0.75], second]]).log(), torch.tensor([[True, False]]))
+        found = statistics.summary()
+        assert found["entropy"] == pytest.approx(entropy, abs=1e-6)
+        assert found["specialisation"] == pytest.approx(spread - entropy, abs=1e-6)
+        assert [found["load"], found["load_asked"], found["load_other"]] == [
+            pytest.approx(x) for x in (load, [0.25, 0.75], second)
+        ]
 
 
 def test_evaluation_is_the_mean_over_answers():

@@ -159,8 +159,33 @@ def test_failures_are_named_by_head():
     assert ["uniform" in s for s in of_gate("read", even)] == [True]
     assert not list(of_gate("write", torch.rand(9, 4).double() + 0.1)) and not list(of_gate("write", even[:, :1]))
     assert [s.split(":")[0] for s in of_beta(torch.tensor([[0.5, 0.001]]).expand(9, 2))] == ["head 1 is dead"]
+    assert not list(of_gate("read", torch.tensor([[1.0, 0.0], [0.2, 0.8]])))  # one token uses head 1
     A = torch.stack([torch.zeros(9, 9), torch.eye(9), torch.ones(9, 9).tril()]).double()
     assert [s.split(":")[0] for s in of_weights(A)] == ["head 0 is dead", "head 1 is dead as a memory"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "failed", "sentence", "sound"),
+    [
+        # of two heads: entropies 0.9991 and 0.9988 of log 2; mean shares; 0.01 of an even share is 0.005
+        (of_gate, [0.518, 0.482], "the  gate is uniform, its entropy 0.9991 of the largest: no head", [0.52, 0.48]),
+        (of_gate, [0.96, 0.04], "the  gate has collapsed: head 0 has 96.0% of it", [0.94, 0.06]),
+        (of_gate, [0.9951, 0.0049], "head 1 is dead: no token gives it more than 0.005 of the  gate", [0.9949, 0.0051]),
+        (of_beta, [0.5, 0.009], "head 1 is dead: β is 0.009 at most, and nothing is written", [0.5, 0.011]),
+        (of_weights, [0.995], "head 0 is dead as a memory: 99.5% of what it reads is the present token", [0.985]),
+    ],
+)
+def test_a_failure_is_told_with_its_number(rule, failed, sentence, sound):
+    def found(heads):
+        """Of every token the same heads; of weights: that share is the token's own, the rest of the one before."""
+        x = torch.tensor([heads, heads], dtype=torch.float64)
+        if rule is of_weights:
+            x = torch.tensor([[[0.0, 0.0], [1 - heads[0], heads[0]]]], dtype=torch.float64)
+        if rule is of_beta:
+            x[1] = 0.0
+        return "\n".join(of_gate("", x) if rule is of_gate else rule(x))
+
+    assert sentence in found(failed) and sentence.split(":")[0] not in found(sound)
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The laws of the laboratory hold for any seed, and what it writes can be read back."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -13,9 +14,13 @@ from typer.testing import CliRunner
 
 from headrace import cli, lab
 from headrace.errors import InputError
-from headrace.lab.base import entropy, weights
-from headrace.lab.remembering import probed
+from headrace.lab.base import entropy, exact, listed, shares, weights
+from headrace.lab.capacity import recognised
+from headrace.lab.crowding import halfway
+from headrace.lab.pathologies import rank_correlation
+from headrace.lab.remembering import Past, probed
 from headrace.lab.sharpness import gates_of
+from headrace.lab.storage import COUNTS, crossing
 from headrace.literal import literal
 from tiny import build
 
@@ -127,3 +132,29 @@ def test_the_probe_reads_back_what_is_there_and_nothing_else():
     memory = torch.cat([targets[:, 1] @ torch.randn(4, 4).double(), torch.randn(300, 5).double()], 1)
     known = probed(memory, targets)
     assert known[1] > 0.9 and known[[0, 2]].abs().max() < 0.1
+
+
+def test_numbers_that_sentences_are_made_of():
+    double = lambda *x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
+    assert crossing((double(*COUNTS) / 100).sqrt()) == pytest.approx(100)  # noise √(n / d) is 1 at n = d
+    assert halfway([1.0, 0.75, 0.25, 0, 0, 0, 0, 0]) == pytest.approx(4 * 2**0.5)  # of 2, 4, 8, …: halfway in log n
+    assert halfway([0.4] * 8) == 2 and halfway([1.0] * 6 + [0.9, 0.6]) == pytest.approx(128 * 2 ** (4 / 3))
+    assert entropy(double(0.5, 0.25, 0.25)) == pytest.approx(1.5 * math.log(2) / math.log(3))
+    assert shares(double(1, 3)).tolist() == [0.25, 0.75]
+    assert rank_correlation(double(1, 2, 9), double(-4, 0.5, 0.4)) == pytest.approx(0.5)  # Spearman's
+    assert exact("", double(1.0, 3.5), double(1.0, -4.0)).seen == pytest.approx(7.5 / 4)
+    assert listed({"a": 0.414, "b": 0.126}) == "0.41 (a), 0.13 (b)" and listed({}) == "none"
+    read, stored = double([[1, 0.1], [3, 2]]), double([[5, 0], [0, 1]])
+    assert recognised(read, stored).tolist() == [[1, 0]]
+
+
+def test_half_lives_are_told():
+    """0.9^6 > 1/2 > 0.9^7; 0.99^63 > 1/2; what was written before token 40 of 64 is at least 24 tokens old."""
+    sentence = lab.experiment("fading").sentence
+    assert "over 63 (α = 0.99), 7 tokens (α = 0.9)" in sentence and "24 tokens (reset at one token)" in sentence
+
+
+def test_what_is_remembered_is_counted():
+    past = Past({"a": torch.tensor([0.9, 0.2, 0.05])}, {"a": 2.0})
+    assert (past.total["a"], past.reach["a"]) == (pytest.approx(1.15), 2)
+    assert [row[1:] for row in lab.remembering.Probed.laws(past)] == [(pytest.approx(1.15), "≤", 2.0)]

@@ -58,6 +58,16 @@ def test_every_shipped_recipe_loads_and_steps_as_it_says():
 def test_the_rnn_recipe_clips_gated_models_alone():
     assert recipes.load("rnn-300m")[0].clips is None
     assert recipes.load("rnn-300m", {"mixer": "gla"})[0].clips == 1.0
+    assert recipes.load("rnn-300m", {"mixer": "softmax-linear-attention"})[0].clips == 1.0
+    assert recipes.load("rnn-300m", {"mixer": "linear-attention"})[0].clips is None
+
+
+def test_what_a_recipe_does_not_say():
+    default = recipes.Recipe()
+    assert (default.lr, default.min_lr, default.betas, default.eps) == (1e-3, 0.1, (0.9, 0.95), 1e-8)
+    assert (default.weight_decay, default.clip, default.gate_lr, default.gate_std) == (0.1, 1.0, 1.0, 0.0)
+    assert (default.length, default.batch_tokens, default.tokens, default.warmup_tokens) == (4096, 2**19, 15e9, 0.0)
+    assert (default.hidden_size, default.layers, default.heads, default.vocab_size) == (1024, 24, 4, 32000)
 
 
 def test_what_is_written_reads_back(tmp_path):
@@ -71,6 +81,7 @@ def test_what_is_written_reads_back(tmp_path):
 MISTAKES = {
     "lrr=1": "no field 'lrr'; did you mean 'lr'?",
     "lr=high": "lr='high'; expected a finite number",
+    "lr=0": "lr=0.0; expected more than 0",
     "lr=-1": "lr=-1.0; expected more than 0",
     "layers=1.5": "layers='1.5'; expected int",
     "schedule=flat": "schedule='flat'; expected 'cosine' or 'linear'",

@@ -6,7 +6,9 @@ Dimensions: B rows at a time, T tokens of a row.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import InputError
@@ -106,6 +108,15 @@ def _flops_per_token(model: HeadraceForCausalLM, recipe: Recipe) -> int:
     return 3 * per_token
 
 
+class _FusedAttention(TorchFunctionMode):
+    """Devices fuse attention; without storage PyTorch would keep the weights of every pair of tokens."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not F.scaled_dot_product_attention or any(mask is not None for mask in args[3:]):
+            return function(*args, **(kwargs or {}))
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3], is_causal=kwargs["is_causal"])[0]
+
+
 def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
     """Bytes that a pass over `micro_batch` rows keeps, in the recipe's precision; a storage counts once."""
     storages: dict[int, Any] = {}
@@ -119,6 +130,6 @@ def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
     nn.Module.to(model, getattr(torch, recipe.precision))
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     ids = torch.zeros(1, recipe.length, dtype=torch.long, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _FusedAttention():
         model(input_ids=ids, use_cache=False)  # the loss keeps as much as the last hidden states
     return recipe.micro_batch * sum(s.nbytes() for key, s in storages.items() if key not in weights)
