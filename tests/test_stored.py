@@ -5,16 +5,23 @@
 
 import json
 import math
+import shutil
+import tarfile
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from headrace import zoo
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM
+from headrace.data import open_data
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM, load
+from headrace.laws import relative
+from training import train
 
-STORED = Path(__file__).parent / "stored" / "models.json"
+FOLDER = Path(__file__).parent / "stored"
+STORED = FOLDER / "models.json"
 SIZES = {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 12}
 KEPT = ("mixer", "style")  # what a configuration holds beside SIZES and the values that a class gives it
 
@@ -60,6 +67,18 @@ def test_a_stored_model_is_what_it_was(name):
     # Some hundred float64 operations on numbers near one, in another order on another processor.
     for now, then in zip(found["logits"], stored["logits"], strict=True):
         assert math.isclose(now, then, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def test_a_stored_run_goes_on(tmp_path):
+    """It was trained to step 24 and is here with the checkpoint of step 20 alone."""
+    with tarfile.open(FOLDER / "run.tar.xz") as stored:
+        stored.extractall(tmp_path, filter="data")
+    folder, weights = tmp_path / "run", load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert load(folder / "model")(torch.arange(8)[None]).logits.isfinite().all()
+    shutil.rmtree(folder / "model")
+    train(open_data(tmp_path / "data"), folder, accept_old=True, mixer="softmax-gla")
+    for name, weight in load_file(folder / "model" / "model.safetensors").items():
+        assert relative(weight, weights[name]) < 1e-4  # four steps of AdamW in float32, on another processor
 
 
 if __name__ == "__main__":
