@@ -25,7 +25,7 @@ from scipy.stats import t as student
 
 from headrace.device import all_devices
 from headrace.report.comparison_page import write_report
-from headrace.report.plots import PALETTE, STYLE
+from headrace.report.style import PALETTE, STYLE
 from headrace.report.summary import Comparison, Contender, summarise
 from headrace.report.terminal import board
 from headrace.tasks import Digits, Pair

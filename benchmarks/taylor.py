@@ -23,7 +23,7 @@ from torch import Tensor
 from headrace.device import all_devices
 from headrace.mixers.softmax_rnn import numerator
 from headrace.mixers.taylor import truncated_exp
-from headrace.report.plots import PALETTE, STYLE
+from headrace.report.style import PALETTE, STYLE
 from headrace.softmax_rnn_spec import SoftmaxRNNSpec
 from headrace.tasks import Text
 from headrace.train.compare import complete

@@ -58,7 +58,8 @@ def test_a_mixer_and_its_softmax_version_start_as_one(backbone):
 
 def sizes(plan):
     """Parameters of every model, and without its gates, counted on the models themselves."""
-    from headrace.train.model import build, gate_parameters
+    from headrace.pretraining.parameters import gate_parameters
+    from headrace.train.model import build
 
     built = {arm.mixer: build(arm) for arm in replace(plan, seeds=1).arms()}
     whole = {mixer: sum(p.numel() for p in model.parameters()) for mixer, model in built.items()}
@@ -114,8 +115,9 @@ def test_flops_of_a_row_are_those_counted_by_hand():
 
 
 def test_what_decays():
+    from headrace.pretraining.parameters import gate_parameters
     from headrace.train.arm import optimizer
-    from headrace.train.model import build, gate_parameters
+    from headrace.train.model import build
 
     model = build(SMALL.arms()[1])
     decayed, free, gates = optimizer(model, SMALL.recipe).param_groups

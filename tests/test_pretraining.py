@@ -24,12 +24,12 @@ from headrace.loss import IGNORED
 from headrace.pretraining import card, checkpoints, run
 from headrace.pretraining.model import build
 from headrace.pretraining.optimizer import CarefulAdamW, optimizer
+from headrace.pretraining.parameters import gate_parameters
 from headrace.pretraining.trainer import HeadraceTrainer
 from headrace.retrofit import retrofit
 from headrace.tasks import Mqar, Needle, Pair, Reverse, Text
 from headrace.tasks import prepared as prepared_task
 from headrace.tasks.base import generator
-from headrace.train.model import gate_parameters
 from training import TINY, recipe, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own

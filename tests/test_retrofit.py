@@ -5,9 +5,9 @@ import torch
 
 from headrace import HeadraceConfig, HeadraceForCausalLM, zoo
 from headrace.errors import InputError
+from headrace.pretraining.parameters import gate_parameters
 from headrace.retrofit import retrofit
 from headrace.spec import Competition
-from headrace.train.model import gate_parameters
 from tiny import in_memory
 
 

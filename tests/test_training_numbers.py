@@ -13,8 +13,8 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 from headrace import recipes
 from headrace.pretraining import card, run, trainer
 from headrace.pretraining.model import build, estimate
+from headrace.pretraining.parameters import gate_parameters
 from headrace.pretraining.watch import Watch
-from headrace.train.model import gate_parameters
 from training import recipe, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..report.page import Page, Section, picture
-from ..report.plots import PALETTE, STYLE, compact
+from ..report.style import PALETTE, STYLE, compact
 from .models import PEERS
 from .plan import MEASURED, Plan
 from .results import backbones, compressions, overhead

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..report.page import Page, Section, picture
-from ..report.plots import PALETTE, STYLE
+from ..report.style import PALETTE, STYLE
 from ..train.environment import environment
 from .run import Evaluation
 from .scores import INTERVAL

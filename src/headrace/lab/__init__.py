@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 
 from ..errors import InputError
-from ..report.plots import STYLE
+from ..report.style import STYLE
 from ..train.environment import environment
 from ..train.folder import write_json
 from .base import EXACT, Experiment, Finding, Row

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..gates import HeadCompetition
 from ..recurrence import linear_attention
-from ..report.plots import PALETTE
+from ..report.style import PALETTE
 from ..spec import Competition
 
 BLUE, RED, YELLOW, GREEN, PURPLE = PALETTE[:5]

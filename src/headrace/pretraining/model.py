@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..hf import HeadraceConfig, HeadraceForCausalLM, load
 from ..recipes import Recipe
 from ..spec import MixerSpec
-from ..train.model import gate_parameters, initialise_gates
+from .parameters import gate_parameters, initialise_gates
 
 BYTES_PER_PARAMETER = 16  # weight, gradient and AdamW's two moments in float32
 MODEL = (

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recipes import Recipe
-from ..train.model import parameter_groups
+from .parameters import parameter_groups
 
 
 class CarefulAdamW(torch.optim.AdamW):

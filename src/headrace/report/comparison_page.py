@@ -13,7 +13,8 @@ from . import sweep
 from .conditions import conditions
 from .example import about, example, guessing
 from .findings import findings, headline
-from .plots import INK, LINE, PALETTE, SOFT, colours, draw
+from .plots import colours, draw
+from .style import INK, LINE, PALETTE, SOFT
 from .summary import Comparison, Contender, show, show_contender, summarise, task_of
 
 SHOWN = 3  # findings; the rest are folded

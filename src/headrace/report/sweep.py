@@ -10,7 +10,8 @@ from matplotlib.ticker import NullLocator
 
 from .failures import at_chance
 from .pairwise import pairs
-from .plots import SOFT, STYLE, axes, colours, compact, legend, spread
+from .plots import axes, colours, legend, spread
+from .style import SOFT, STYLE, compact
 from .summary import Comparison, Contender, show_contender, summarise
 
 APART = 1.03  # mixers of equal state stand side by side

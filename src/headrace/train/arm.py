@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from ..model_spec import ModelSpec, RecurrentSpec
+from ..pretraining.parameters import gate_parameters, parameter_groups
 from ..spec import from_json
 from ..stack_spec import as_decoder
 from ..tasks import IGNORED, Answers, Rows, Sequences
@@ -18,7 +19,7 @@ from ..tasks.base import Batch
 from .environment import environment
 from .folder import write_json
 from .gates import GateWatch
-from .model import as_read, build, flops, gate_parameters, parameter_groups
+from .model import as_read, build, flops
 from .plan import Arm, Recipe
 
 Tell = Callable[[int, dict[str, float] | None], None]  # step, scores where there are new ones
