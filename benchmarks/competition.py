@@ -23,16 +23,18 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import t as student
 
-from headrace.device import all_devices
-from headrace.report.comparison_page import write_report
 from headrace.report.style import PALETTE, STYLE
-from headrace.report.summary import Comparison, Contender, summarise
-from headrace.report.terminal import board
+from headrace.studies.compare.folder import claim
+from headrace.studies.compare.page import write_report
+from headrace.studies.compare.plan import Plan, Recipe, Shape, Study
+from headrace.studies.compare.pool import place_workers
+from headrace.studies.compare.run import complete
+from headrace.studies.compare.summary import Comparison, Contender, summarise
+from headrace.studies.compare.terminal import board
 from headrace.tasks import Digits, Pair
-from headrace.train.compare import complete
-from headrace.train.folder import claim, read_json
-from headrace.train.plan import Plan, Recipe, Shape, Study
-from headrace.train.pool import place_workers
+from headrace.utils.device import all_devices
+
+from .utils.integrity import read_json
 
 console = Console(width=None if Console().is_terminal else 140)
 app = typer.Typer(add_completion=False, help=__doc__)

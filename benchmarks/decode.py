@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace import linear_attention, step, zoo
-from headrace.cache import HeadraceCache
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
+from headrace.hf.cache import HeadraceCache
 from peers import FAMILIES, Family
 from record import append, environment
 

@@ -26,9 +26,9 @@ from rich.table import Table
 from torch import nn
 
 from headrace import quantize
-from headrace.bench.decoding import Decoder
-from headrace.bench.models import Shape, llama, mamba2, ours, qwen3_next
-from headrace.quantized import Int8Linear
+from headrace.layers.quantized import Int8Linear
+from headrace.studies.bench.decoding import Decoder
+from headrace.studies.bench.models import Shape, llama, mamba2, ours, qwen3_next
 from race import spread
 from record import append, environment
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from compiled import PATHS
 from headrace import InputError, backends, linear_attention
-from headrace.literal import literal
+from headrace.ops.reference import literal
 from peers import ATTENTION, FAMILIES, PEERS, Family, Peer
 from race import Runner, flops, peak, peak_flops, race, spread
 from record import append, environment

@@ -1,8 +1,8 @@
 """The families of the op, and for each the implementations of it that other libraries have, as two tables.
 
 A peer is an address, the names and the layout of its arguments, and what else it needs: `prepare` takes our tensors
-(see `headrace.literal`) to its own and is never timed, `call` runs it. Peers are imported, never copied. `op.py` asks
-of them whether we are faster, the tests whether we agree.
+(see `headrace.ops.reference`) to its own and is never timed, `call` runs it. Peers are imported, never copied. `op.py`
+asks of them whether we are faster, the tests whether we agree.
 """
 
 import importlib

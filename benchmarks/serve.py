@@ -94,7 +94,15 @@ def main(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         chosen = checkpoint or made(Path(folder))
-        command = [sys.executable, "-c", "from headrace.cli import main; main()", "serve", str(chosen), "--port", "0"]
+        command = [
+            sys.executable,
+            "-c",
+            "from headrace.cli import main; main()",
+            "serve",
+            str(chosen),
+            "--port",
+            "0",
+        ]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         try:
             base = server.stdout.readline().split()[-1].removesuffix("/v1")

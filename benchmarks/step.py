@@ -19,8 +19,8 @@ from rich.table import Table
 
 from compiled import PATHS, Graph
 from headrace import step
-from headrace.backends import native
-from headrace.backends.call import Call
+from headrace.ops.call import Call
+from headrace.ops.native import library as native
 from op import HEADS
 from peers import FAMILIES, PEERS
 from race import Runner, race, spread

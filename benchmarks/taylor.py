@@ -20,16 +20,16 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
-from headrace.device import all_devices
-from headrace.mixers.softmax_rnn import numerator
-from headrace.mixers.taylor import truncated_exp
+from headrace.layers.attention.softmax_rnn import numerator
+from headrace.layers.taylor import truncated_exp
 from headrace.report.style import PALETTE, STYLE
-from headrace.softmax_rnn_spec import SoftmaxRNNSpec
+from headrace.spec.softmax_rnn import SoftmaxRNNSpec
+from headrace.studies.compare.folder import claim
+from headrace.studies.compare.plan import Plan, Recipe, Shape, Study
+from headrace.studies.compare.pool import place_workers
+from headrace.studies.compare.run import complete
 from headrace.tasks import Text
-from headrace.train.compare import complete
-from headrace.train.folder import claim
-from headrace.train.plan import Plan, Recipe, Shape, Study
-from headrace.train.pool import place_workers
+from headrace.utils.device import all_devices
 from record import append, environment
 
 HERE = Path(__file__).parent

@@ -23,12 +23,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from headrace import recipes
 from headrace.data import Collator, open_data
-from headrace.pretraining.model import build
-from headrace.pretraining.optimizer import optimizer
-from headrace.pretraining.run import arguments, make_trainer
-from headrace.pretraining.watch import Watch
+from headrace.training import recipes
+from headrace.training.model import build
+from headrace.training.optimizer import optimizer
+from headrace.training.run import arguments, make_trainer
+from headrace.training.watch import Watch
 from race import spread
 from record import append, environment
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from headrace import mixers, zoo
+from headrace import layers, zoo
 
 D, H = 32, 4
 d = D // H
@@ -15,7 +15,7 @@ def error(ours, theirs):
 
 
 def layer(spec, dtype=torch.float64):
-    return mixers.build(zoo.get(spec), hidden_size=D, num_heads=H).to(dtype)
+    return layers.build(zoo.get(spec), hidden_size=D, num_heads=H).to(dtype)
 
 
 def agree(ours, theirs, x, tolerance, parameters=()):

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace import backends, linear_attention
-from headrace.laws import relative
-from headrace.literal import literal
+from headrace.ops.reference import literal
+from headrace.studies.verify import relative
 
 B, T, H, K, V = 2, 13, 4, 6, 5  # all different, so that no transposed axis passes
 DECAYS = ["none", "fixed", "scalar", "vector"]

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace import InputError, linear_attention, mixers, step, zoo
-from headrace.backends import native
-from headrace.literal import literal
-from headrace.packing import Sequences
-from headrace.quantized import Int8Linear
+from headrace import InputError, layers, linear_attention, step, zoo
+from headrace.layers.packing import Sequences
+from headrace.layers.quantized import Int8Linear
+from headrace.ops.native import library as native
+from headrace.ops.reference import literal
 
 DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float64]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of what random sizes and decays leave
@@ -234,7 +234,7 @@ def layer(dice: Dice) -> None:
     """A prefill, perhaps in another precision, and tokens one by one from its state, perhaps changed."""
     torch.manual_seed(dice.randrange(2**31))
     D, H, B, dtype = 32, 4, dice.choice([1, 2, 3]), dice.choice([torch.float32, torch.bfloat16])
-    mixer = mixers.build(zoo.mixer(dice.choice(MIXERS)), hidden_size=D, num_heads=H, layer_idx=0, num_layers=2).to(
+    mixer = layers.build(zoo.mixer(dice.choice(MIXERS)), hidden_size=D, num_heads=H, layer_idx=0, num_layers=2).to(
         dtype
     )
     x = torch.randn(B, dice.size(40), D).to(dtype)

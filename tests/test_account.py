@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace import account, linear_attention, zoo
-from headrace.laws import masked_matrix, semiseparable
+from headrace import linear_attention, zoo
 from headrace.spec import AttentionSpec, Decay, Heads, MatrixSpec, MixerSpec, Read, ScanSpec, SoftmaxRNNSpec
+from headrace.studies import catalog
+from headrace.studies.verify import masked_matrix, semiseparable
 
-COLUMNS = {column for columns in account.VIEWS.values() for column in columns}
+COLUMNS = {column for columns in catalog.VIEWS.values() for column in columns}
 
 
 @pytest.mark.parametrize("name", zoo.names())
 def test_every_mixer_has_a_whole_row(name):
-    row = account.account(name)
+    row = catalog.account(name)
     assert row.keys() > COLUMNS and all(row[column] not in ("", None) for column in COLUMNS)
     assert row["paper"].startswith("https://")
     assert zoo.get(row["spec"]) == zoo.get(name)
@@ -25,13 +26,13 @@ def test_every_mixer_has_a_whole_row(name):
 
 @pytest.mark.parametrize("name", zoo.LINEAR)
 def test_costs_and_updates_follow_from_the_spec(name):
-    row, spec = account.account(name), zoo.get(name)
+    row, spec = catalog.account(name), zoo.get(name)
     assert isinstance(spec, MixerSpec)
-    assert row["decoding"] == spec.flops_per_token(account.WIDTH, account.HEADS)
-    assert row["bytes"] == spec.state_bytes(account.WIDTH, account.HEADS)
+    assert row["decoding"] == spec.flops_per_token(catalog.WIDTH, catalog.HEADS)
+    assert row["bytes"] == spec.state_bytes(catalog.WIDTH, catalog.HEADS)
     assert row["overwrites"] == ("kᵀk" in row["A_t"]) == (row["objective"] == "½‖v − kS‖²")
     assert row["forgets"] == any(letter in row["A_t"] for letter in "αγ")
-    softmax = account.account(f"softmax-{name}")
+    softmax = catalog.account(f"softmax-{name}")
     assert "w" in softmax["b_t"] and softmax["A_t"] == row["A_t"] and softmax["paper"] == row["paper"]
 
 
@@ -48,10 +49,10 @@ ADDED = {
 def test_a_mixer_added_at_run_time_has_a_row(monkeypatch, table):
     monkeypatch.setitem(getattr(zoo, table), "mine", ADDED[table])
     for name in ("mine", "softmax-mine") if table == "LINEAR" else ("mine",):
-        row = account.account(name)
+        row = catalog.account(name)
         assert name in zoo.names() and row["paper"] == "–" and all(row[column] not in ("", None) for column in COLUMNS)
         assert zoo.get(row["spec"]) == zoo.get(name)
-        assert account.markdown().count(f"| `{name}` |") == len(account.VIEWS)
+        assert catalog.markdown().count(f"| `{name}` |") == len(catalog.VIEWS)
 
 
 def test_a_name_of_the_zoo_may_begin_with_softmax(monkeypatch):
@@ -62,18 +63,18 @@ def test_a_name_of_the_zoo_may_begin_with_softmax(monkeypatch):
 
 def test_a_mixer_that_does_not_fit_the_width_of_the_table_says_so(monkeypatch):
     monkeypatch.setitem(zoo.LINEAR, "mine", MixerSpec(Heads(count=3)))
-    row = account.account("mine")
+    row = catalog.account("mine")
     assert row["state"].startswith("num_heads=3 does not divide") and row["bytes"] is row["decoding"] is None
-    assert "| `mine` | num_heads=3 does not divide" in account.markdown()
+    assert "| `mine` | num_heads=3 does not divide" in catalog.markdown()
 
 
 def test_an_expression_has_the_paper_of_what_it_changes():
-    assert account.account("softmax-gla(heads.expand_k=1)")["paper"] == account.account("gla")["paper"]
+    assert catalog.account("softmax-gla(heads.expand_k=1)")["paper"] == catalog.account("gla")["paper"]
 
 
 def test_the_docs_hold_the_table():
     written = (Path(__file__).parent.parent / "docs" / "zoo.md").read_text("utf-8")
-    assert written == account.markdown() + "\n", "headrace zoo --markdown > docs/zoo.md"
+    assert written == catalog.markdown() + "\n", "headrace zoo --markdown > docs/zoo.md"
 
 
 # --- Mamba-2's other form (arXiv 2405.21060, section 3) ---------------------------------------------------------------

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from headrace import HeadraceConfig, models, zoo
-from headrace.errors import InputError
-from headrace.mixers.alignment import SCORES, WINDOWS, AlignmentAttention
-from headrace.model_spec import Alignment, RecurrentSpec
+from headrace.layers.attention.alignment import SCORES, WINDOWS, AlignmentAttention
 from headrace.spec import from_json, to_json
+from headrace.spec.encoder_decoder import Alignment, RecurrentSpec
+from headrace.utils.errors import InputError
 from tiny import close
 
 B, T, L, N, M = 3, 9, 7, 6, 6

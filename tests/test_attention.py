@@ -10,13 +10,13 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from attention_layers import D, H, agree, d, error, layer, plain
-from headrace import mixers, zoo
-from headrace.errors import InputError
+from headrace import layers, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from headrace.mixers.flash import flash_attention
-from headrace.mixers.positions import DistanceBias, bucket, sinusoidal
-from headrace.mixers.sdpa import attend
+from headrace.layers.attention.flash import flash_attention
+from headrace.layers.attention.positions import DistanceBias, bucket, sinusoidal
+from headrace.layers.attention.sdpa import attend
 from headrace.spec import AttentionSpec
+from headrace.utils.errors import InputError
 
 
 @pytest.mark.parametrize("name", list(zoo.ATTENTION))
@@ -177,14 +177,14 @@ def test_what_makes_no_sense_is_refused(mixer, sentence):
 
 def test_groups_of_heads_divide_the_heads():
     with pytest.raises(InputError, match="kv_heads=2 does not divide num_heads=3"):
-        mixers.build(zoo.get("gqa"), hidden_size=48, num_heads=3)
+        layers.build(zoo.get("gqa"), hidden_size=48, num_heads=3)
 
 
 # --- a state that may be written into -------------------------------------------------------------------------------
 @pytest.mark.parametrize("lengths", [[1] * 40, [3, 1, 7, 1, 1, 20, 2]], ids=["tokens", "pieces"])
 def test_a_state_in_place_is_the_copied_one_in_one_storage(lengths):
     """What is kept, to the bit; what is read of it, up to the order of sums over keys that lie elsewhere."""
-    made = mixers.build(zoo.get("gqa"), hidden_size=32, num_heads=4).double()
+    made = layers.build(zoo.get("gqa"), hidden_size=32, num_heads=4).double()
     x = torch.randn(2, 8 + sum(lengths), 32, dtype=torch.float64)
     with torch.no_grad():
         copied, storages = made(x[:, :8])[1], set()
@@ -199,7 +199,7 @@ def test_a_state_in_place_is_the_copied_one_in_one_storage(lengths):
 
 
 def test_a_state_is_copied_where_autograd_lets_nothing_be_written_into_it():
-    made, x = mixers.build(zoo.get("transformer"), hidden_size=32, num_heads=4), torch.randn(1, 12, 32)
+    made, x = layers.build(zoo.get("transformer"), hidden_size=32, num_heads=4), torch.randn(1, 12, 32)
     with torch.inference_mode():
         own = made(x[:, 8:9], made(x[:, :8])[1], in_place=True)[1]
     expected = made(x)[0]

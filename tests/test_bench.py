@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace import InputError, cli_eval
-from headrace.bench import measure, report, results
-from headrace.bench.decoding import CACHED, READ_ALL, RECURRENT, Decoder
-from headrace.bench.models import Shape, build, cache_bytes, named
-from headrace.bench.plan import Plan, Point
+from headrace import InputError
+from headrace.cli import studies as cli_eval
+from headrace.studies.bench import measure, report, results
+from headrace.studies.bench.decoding import CACHED, READ_ALL, RECURRENT, Decoder
+from headrace.studies.bench.models import Shape, build, cache_bytes, named
+from headrace.studies.bench.plan import Plan, Point
 
 SHAPE = Shape(layers=1, hidden_size=64, heads=2, vocab_size=50)
 

@@ -6,9 +6,9 @@ from torch import nn
 from transformers import BertConfig, BertForPreTraining
 
 from headrace import models, zoo
-from headrace.errors import InputError
-from headrace.laws import relative
+from headrace.studies.verify import relative
 from headrace.tasks import IGNORED, Masked
+from headrace.utils.errors import InputError
 from tiny import gradients_agree
 
 V, D, H, WIDTH, LAYERS = 29, 32, 4, 48, 2

@@ -13,11 +13,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from headrace import zoo
-from headrace.config import TRANSFORMERS
-from headrace.errors import InputError
-from headrace.gates import HeadCompetition, SelfInitialised
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel, load
+from headrace.hf.config import TRANSFORMERS
+from headrace.layers.parts import HeadCompetition, SelfInitialised
 from headrace.spec import to_json
+from headrace.utils.errors import InputError
 from tiny import SIZES, build, close, config, in_memory, tokens
 
 # --- beginnings ---------------------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ import sys
 import pytest
 
 import headrace
-from headrace import account, cli, zoo
+from headrace import zoo
+from headrace.cli import app as cli
 from headrace.spec import AttentionSpec, Decay, MixerSpec, Read, to_json
-from headrace.train.choose import choose
+from headrace.studies import catalog
+from headrace.studies.compare.choose import choose
 
 
 def run(capsys, monkeypatch, *arguments):
@@ -136,7 +138,7 @@ def mine(monkeypatch):
     monkeypatch.setitem(zoo.ATTENTION, "mine-too", AttentionSpec(kv_heads=4))
 
 
-@pytest.mark.parametrize("view", ["", "--json", "--markdown", *(f"--show {view}" for view in account.VIEWS)])
+@pytest.mark.parametrize("view", ["", "--json", "--markdown", *(f"--show {view}" for view in catalog.VIEWS)])
 def test_zoo_lists_mixers_added_at_run_time(headrace_, mine, view):
     code, out, _ = headrace_("zoo", *view.split())
     assert code == 0 and all(name in out for name in ("mine", "softmax-mine", "mine-too"))
@@ -152,7 +154,7 @@ def test_verify_and_compare_take_mixers_added_at_run_time(headrace_, mine):
 
 
 def test_zoo_does_not_import_transformers():
-    check = "import sys; from headrace.cli import app; app(['zoo'], standalone_mode=False); print(*sys.modules)"
+    check = "import sys; from headrace.cli.app import app; app(['zoo'], standalone_mode=False); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert "softmax-gla" in done.stdout and "transformers" not in done.stdout.split()
 
@@ -163,7 +165,7 @@ def test_verify_holds_and_says_so(headrace_):
 
 
 def test_verify_fails_where_a_law_is_broken(headrace_, monkeypatch):
-    module = importlib.import_module("headrace.laws")
+    module = importlib.import_module("headrace.studies.verify")
     monkeypatch.setattr(module, "verify", lambda names, *rest: [module.Row("gla", "step", 1.0, 1e-9)])
     code, out, _ = headrace_("verify", "--mixers", "gla")
     assert code == 1 and "1 of 1 laws are broken" in out and "BROKEN" in out
@@ -185,7 +187,7 @@ IDLE = {
 @pytest.mark.parametrize("mixer", IDLE)
 def test_a_gate_that_hardly_acts_is_named_before_the_run(capsys, monkeypatch, tmp_path, mixer):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("headrace.train.folder.claim", lambda *args: pytest.fail("stop here"))
+    monkeypatch.setattr("headrace.studies.compare.folder.claim", lambda *args: pytest.fail("stop here"))
     monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--mixers", mixer])
     with pytest.raises(pytest.fail.Exception, match="stop here"):
         cli.main()

@@ -17,14 +17,15 @@ import pytest
 import torch
 
 from headrace import zoo
-from headrace.errors import InputError
+from headrace.studies.compare.arm import train
+from headrace.studies.compare.choose import choose
+from headrace.studies.compare.defaults import DEFAULTS, DEMO, PAIR
+from headrace.studies.compare.folder import claim, result_path
+from headrace.studies.compare.plan import MATCHED, Plan, Recipe, Shape, Study
+from headrace.studies.compare.run import complete
 from headrace.tasks import Answers, Digits, Induction, Masked, Pair, Reverse, Text
-from headrace.train.arm import train
-from headrace.train.choose import choose
-from headrace.train.compare import complete
-from headrace.train.defaults import DEFAULTS, DEMO, PAIR
-from headrace.train.folder import claim, result_path, write_json
-from headrace.train.plan import MATCHED, Plan, Recipe, Shape, Study
+from headrace.utils.errors import InputError
+from headrace.utils.integrity import write_json
 
 CONTROL = "softmax-retnet(competition.activation=sigmoid)"
 SMALL = Plan(
@@ -40,7 +41,7 @@ SMALL = Plan(
 # --- matched conditions -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("backbone", zoo.LINEAR)
 def test_a_mixer_and_its_softmax_version_start_as_one(backbone):
-    from headrace.train.model import build
+    from headrace.studies.compare.model import build
 
     shape = Shape(hidden_size=32, heads=4, layers=2, mlp=48)
     plan = replace(SMALL, mixers=("transformer", backbone, f"softmax-{backbone}"), shape=shape, seeds=1)
@@ -58,8 +59,8 @@ def test_a_mixer_and_its_softmax_version_start_as_one(backbone):
 
 def sizes(plan):
     """Parameters of every model, and without its gates, counted on the models themselves."""
-    from headrace.pretraining.parameters import gate_parameters
-    from headrace.train.model import build
+    from headrace.studies.compare.model import build
+    from headrace.training.parameters import gate_parameters
 
     built = {arm.mixer: build(arm) for arm in replace(plan, seeds=1).arms()}
     whole = {mixer: sum(p.numel() for p in model.parameters()) for mixer, model in built.items()}
@@ -96,7 +97,7 @@ def test_widths_that_are_not_free_or_not_wanted():
 
 def test_flops_of_a_row_are_those_counted_by_hand():
     """Two for a multiply-add: projections, MLP and logits of every token, and scores and sums over T tokens."""
-    from headrace.train.model import as_read, build, flops
+    from headrace.studies.compare.model import as_read, build, flops
 
     D, T, V, width = 16, SMALL.task.length, SMALL.task.vocab_size, 24
     shape = Shape(hidden_size=D, heads=4, layers=2, mlp=width)
@@ -115,9 +116,9 @@ def test_flops_of_a_row_are_those_counted_by_hand():
 
 
 def test_what_decays():
-    from headrace.pretraining.parameters import gate_parameters
-    from headrace.train.arm import optimizer
-    from headrace.train.model import build
+    from headrace.studies.compare.arm import optimizer
+    from headrace.studies.compare.model import build
+    from headrace.training.parameters import gate_parameters
 
     model = build(SMALL.arms()[1])
     decayed, free, gates = optimizer(model, SMALL.recipe).param_groups
@@ -128,8 +129,8 @@ def test_what_decays():
 
 
 def test_rates_of_the_recipe():
-    from headrace.train.arm import arguments, optimizer
-    from headrace.train.model import build
+    from headrace.studies.compare.arm import arguments, optimizer
+    from headrace.studies.compare.model import build
 
     recipe = replace(SMALL.recipe, lr=0.02, gate_lr=0.5, steps=300)
     decayed, free, gates = optimizer(build(SMALL.arms()[1]), recipe).param_groups
@@ -141,7 +142,7 @@ def test_rates_of_the_recipe():
 
 @pytest.mark.parametrize(("kind", "length"), [("normal", None), ("orthogonal", 0.3 * 2)])
 def test_gates_are_drawn_with_the_standard_deviation_that_is_asked_for(kind, length):
-    from headrace.train.model import build
+    from headrace.studies.compare.model import build
 
     shape = Shape(hidden_size=16, heads=4)
     plan = replace(SMALL, shape=shape, recipe=replace(SMALL.recipe, gate_std=0.3, gate_init=kind))
@@ -153,7 +154,7 @@ def test_gates_are_drawn_with_the_standard_deviation_that_is_asked_for(kind, len
 
 
 def test_speeds_are_tokens_over_seconds(monkeypatch):
-    from headrace.train import arm as module
+    from headrace.studies.compare import arm as module
 
     curve = module.Curve(SMALL.arms()[0], lambda *news: None)
     monkeypatch.setattr(
@@ -167,8 +168,8 @@ def test_speeds_are_tokens_over_seconds(monkeypatch):
 
 # --- what heads do ------------------------------------------------------------------------------------------
 def test_gate_statistics_of_even_and_of_decided_heads():
-    from headrace.train.arm import evaluate
-    from headrace.train.model import build
+    from headrace.studies.compare.arm import evaluate
+    from headrace.studies.compare.model import build
 
     model = build(SMALL.arms()[1])
     rows = SMALL.task.held_out(8)
@@ -187,7 +188,7 @@ def test_gate_statistics_of_even_and_of_decided_heads():
 
 def test_gate_statistics_by_hand():
     """Two tokens of two heads with shares of 1/4 and 3/4, 3/4 and 1/4, or the same twice; the first is asked."""
-    from headrace.train.gates import GateStatistics
+    from headrace.training.gate_statistics import GateStatistics
 
     entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)) / math.log(2)
     for second, load, spread in (([0.75, 0.25], [0.5, 0.5], 1.0), ([0.25, 0.75], [0.25, 0.75], entropy)):
@@ -202,8 +203,8 @@ def test_gate_statistics_by_hand():
 
 
 def test_evaluation_is_the_mean_over_answers():
-    from headrace.train.arm import evaluate
-    from headrace.train.model import build
+    from headrace.studies.compare.arm import evaluate
+    from headrace.studies.compare.model import build
 
     model, rows = build(SMALL.arms()[0]).eval(), SMALL.task.held_out(7)
     answers, gates = evaluate(model, rows, 3)

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from headrace import mixers, zoo
-from headrace.gates import HeadCompetition
+from headrace import layers, zoo
+from headrace.layers.parts import HeadCompetition
 from headrace.spec import Competition
 
 D, H, T = 24, 3, 11
@@ -16,7 +16,7 @@ D, H, T = 24, 3, 11
 def paper_mixer(name):
     """The literal preset without what the equations do not have: norm, output gate, convolution, positions, scale."""
     changes = "competition=paper, read.norm=none, read.gate=none, read.scale=one, inputs.conv=0, inputs.rotary=false"
-    mixer = mixers.build(zoo.get(f"softmax-{name}({changes})"), hidden_size=D, num_heads=H).double()
+    mixer = layers.build(zoo.get(f"softmax-{name}({changes})"), hidden_size=D, num_heads=H).double()
     with torch.no_grad():
         for path, parameter in mixer.named_parameters():
             if "competition" in path:
@@ -131,7 +131,7 @@ def test_a_null_slot_can_close_every_head():
 )
 def test_parameters_added(source, weights):
     """Equation 4's W is d × H with d the head dimension: 2 D weights a layer, 0.05M at 24 layers of width 1024."""
-    build = lambda name: mixers.build(zoo.get(name), hidden_size=D, num_heads=H)  # noqa: E731
+    build = lambda name: layers.build(zoo.get(name), hidden_size=D, num_heads=H)  # noqa: E731
     count = lambda mixer: sum(p.numel() for p in mixer.parameters())  # noqa: E731
     assert count(build(f"softmax-retnet(competition.source={source})")) - count(build("retnet")) == weights
 
@@ -140,7 +140,7 @@ def test_a_losing_head_still_erases_unless_the_gate_is_in_beta():
     """Equation 14 gates v alone. In β's logit the gate also keeps the memory of a head that loses."""
     for place, erased in (("value", True), ("beta", False)):
         name = f"softmax-gated-deltanet(competition.write={place}, decay.kind=none, inputs.conv=0)"
-        mixer = mixers.build(zoo.get(name), hidden_size=D, num_heads=H).double()
+        mixer = layers.build(zoo.get(name), hidden_size=D, num_heads=H).double()
         x = torch.randn(1, 1, D, dtype=torch.float64)
         _, state = mixer(x)
         k = (x @ mixer.part("k").T).view(H, -1)

@@ -9,9 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from equation import B, T, inputs
 from headrace import linear_attention, zoo
-from headrace.backends.operator import DIFFERENTIABLE
-from headrace.laws import relative, worst
-from headrace.mixers import build
+from headrace.layers import build
+from headrace.ops.operator import DIFFERENTIABLE
+from headrace.studies.verify import relative, worst
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of compilers, which are not ours
 

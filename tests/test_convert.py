@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
 import tiny
-from headrace import cli
-from headrace.convert import FORMATS, bring_in, take_out
-from headrace.errors import InputError
+from headrace.cli import app as cli
 from headrace.hf import HeadraceForCausalLM, load
+from headrace.hf.convert import FORMATS, bring_in, take_out
+from headrace.utils.errors import InputError
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
 LINEAR = {

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
-from headrace.convert import FORMATS, bring_in
-from headrace.errors import InputError
+from headrace.hf.convert import FORMATS, bring_in
 from headrace.spec import MatrixSpec, ScanSpec
+from headrace.utils.errors import InputError
 
 FLASH = ("retnet", "gla", "delta_net", "gated_deltanet")
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}

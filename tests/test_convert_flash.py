@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 import flash_models
 import tiny
-from headrace.convert import FORMATS, bring_in, take_out
-from headrace.errors import InputError
 from headrace.hf import HeadraceForCausalLM
+from headrace.hf.convert import FORMATS, bring_in, take_out
+from headrace.utils.errors import InputError
 from test_convert_fields import FLASH, float64_throughout
 
 pytest.importorskip("einops", reason="flash-linear-attention's references need it")

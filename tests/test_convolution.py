@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from equation import skip_if_missing
-from headrace.backends import convolution
-from headrace.laws import relative
-from headrace.packing import Sequences
+from headrace.layers.packing import Sequences
+from headrace.ops.native import convolution
+from headrace.studies.verify import relative
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 from headrace.data import Collator, Preparation, open_data, prepare, tokenizer
-from headrace.errors import InputError
+from headrace.utils.errors import InputError
 
 TEXTS = [f"Document {i}. " + "some words of it, and more; " * (7 * i % 11) for i in range(40)]
 
@@ -129,7 +129,7 @@ def test_what_was_killed_does_not_look_finished(jsonl, tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headrace.integrity.os.fsync", killed)
+    monkeypatch.setattr("headrace.utils.integrity.os.fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare(Preparation((str(jsonl),), length=16), tmp_path / "d")
     with pytest.raises(InputError, match="is not what `headrace prepare` writes"):

@@ -13,10 +13,11 @@ import torch
 
 from equation import LUCK, skip_if_missing
 from headrace import zoo
-from headrace.backends import native, native_layer
-from headrace.laws import relative
-from headrace.mixers import LinearMixer, build
+from headrace.layers import LinearMixer, build
+from headrace.ops.native import layer as native_layer
+from headrace.ops.native import library as native
 from headrace.spec import Competition, Decay, Heads, Inputs, MixerSpec, Read, Write
+from headrace.studies.verify import relative
 
 LINEAR = [*zoo.LINEAR, *(f"softmax-{name}" for name in zoo.LINEAR)]
 SCORES = itertools.product(("softmax", "sigmoid", "null"), ("head", "diag", "query", "hidden"))

@@ -14,11 +14,11 @@ from transformers import (
     ZambaForCausalLM,
 )
 
-from headrace.errors import InputError
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
-from headrace.laws import relative
-from headrace.model import MLP, Sizes
-from headrace.stack_spec import BlockStyle
+from headrace.layers.stack import MLP, Sizes
+from headrace.spec.stack import BlockStyle
+from headrace.studies.verify import relative
+from headrace.utils.errors import InputError
 from tiny import build, close, gradients_agree, tokens
 
 VOCABULARY, D, H, LAYERS, T = 29, 32, 4, 2, 9

@@ -12,15 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from equation import DECAYS, inputs, skip_if_missing
 from headrace import InputError, linear_attention, step, zoo
-from headrace.laws import relative
-from headrace.loss import linear_cross_entropy
-from headrace.mixers import build
-from headrace.mixers.flash import flash_attention
-from headrace.mixers.gathered import Groups, attend_gathered
-from headrace.mixers.scan import Pack, packed_scan
-from headrace.mixers.selective import Operands, selective_scan
-from headrace.packing import Sequences
-from headrace.quantized import Int8Linear
+from headrace.layers import build
+from headrace.layers.attention.flash import flash_attention
+from headrace.layers.attention.gathered import Groups, attend_gathered
+from headrace.layers.packing import Sequences
+from headrace.layers.quantized import Int8Linear
+from headrace.layers.scans.scan import Pack, packed_scan
+from headrace.layers.scans.selective_scan import Operands, selective_scan
+from headrace.ops.loss import linear_cross_entropy
+from headrace.studies.verify import relative
 
 # Forward-mode derivatives import it.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 
-from headrace import cli
-from headrace.device import all_devices, on_device, see_only
-from headrace.errors import InputError
-from headrace.train.pool import place_workers
+from headrace.cli import app as cli
+from headrace.studies.compare.pool import place_workers
+from headrace.utils.device import all_devices, on_device, see_only
+from headrace.utils.errors import InputError
 
 
 @pytest.fixture(params=["cuda", "mps", None])
@@ -74,8 +74,8 @@ def test_a_worker_sees_its_own_gpu_alone(visible, device, seen, monkeypatch):
 
 
 def test_the_cpu_is_used_where_it_is_asked_for(monkeypatch, tmp_path):
-    from headrace.train.arm import arguments
-    from headrace.train.plan import Recipe
+    from headrace.studies.compare.arm import arguments
+    from headrace.studies.compare.plan import Recipe
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert arguments(Recipe(), 0, tmp_path, "cpu").use_cpu and not arguments(Recipe(), 0, tmp_path, "mps").use_cpu
@@ -90,12 +90,12 @@ def test_a_device_that_is_not_here(name):
 @pytest.mark.parametrize(
     ("command", "seen_by"),
     [
-        ("generate model --prompt a", "headrace.generate.on_device"),
-        ("eval model --suite piqa", "headrace.device.on_device"),
-        ("bench --layers 1", "headrace.device.on_device"),
-        ("verify --mixers gla", "headrace.cli.on_device"),
-        ("inspect model --text abc", "headrace.inspection.on_device"),
-        ("compare --mixers gla", "headrace.device.on_device"),
+        ("generate model --prompt a", "headrace.hf.generate.on_device"),
+        ("eval model --suite piqa", "headrace.utils.device.on_device"),
+        ("bench --layers 1", "headrace.utils.device.on_device"),
+        ("verify --mixers gla", "headrace.utils.device.on_device"),
+        ("inspect model --text abc", "headrace.studies.inspect.on_device"),
+        ("compare --mixers gla", "headrace.utils.device.on_device"),
     ],
 )
 def test_every_command_asks_the_one_rule(command, seen_by, monkeypatch, tmp_path):
@@ -108,7 +108,7 @@ def test_every_command_asks_the_one_rule(command, seen_by, monkeypatch, tmp_path
         raise InputError("enough")
 
     monkeypatch.setattr(seen_by, rule)
-    monkeypatch.setattr("headrace.generate.load", lambda path: torch.nn.Linear(1, 1))
+    monkeypatch.setattr("headrace.hf.generate.load", lambda path: torch.nn.Linear(1, 1))
     for device in ([], ["--device", "meta"]):
         monkeypatch.setattr("sys.argv", ["headrace", *command.split(), *device])
         with pytest.raises(SystemExit):

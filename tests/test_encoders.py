@@ -7,10 +7,10 @@ from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from attention_layers import D, H, agree, d, error
-from headrace import mixers, zoo
-from headrace.errors import InputError
-from headrace.model import Block, Sizes
+from headrace import layers, zoo
+from headrace.layers.stack import Block, Sizes
 from headrace.spec import AttentionSpec
+from headrace.utils.errors import InputError
 
 PLAIN = AttentionSpec(rotary=False)
 T5 = AttentionSpec(rotary=False, buckets=32, scale="one")
@@ -18,7 +18,7 @@ LENGTHS = (9, 5, 1)  # of the rows below
 
 
 def build(spec, dtype=torch.float64, **settings):
-    layer = mixers.build(zoo.get(spec), hidden_size=D, num_heads=H, **settings).to(dtype)
+    layer = layers.build(zoo.get(spec), hidden_size=D, num_heads=H, **settings).to(dtype)
     with torch.no_grad():
         for p in layer.parameters():
             p.add_(0.3 * torch.randn_like(p))

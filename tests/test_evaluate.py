@@ -15,16 +15,16 @@ from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval")
 
-from headrace import cli
-from headrace.config import HeadraceConfig
+from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
-from headrace.errors import InputError
-from headrace.evaluate import local, words
-from headrace.evaluate.checkpoint import named, read_checkpoint
-from headrace.evaluate.run import Evaluation, Machine, Plan, evaluate
-from headrace.evaluate.scores import Pair, Score, pair, scores
-from headrace.evaluate.suites import items
 from headrace.hf import HeadraceForCausalLM
+from headrace.hf.config import HeadraceConfig
+from headrace.studies.evaluate import local, words
+from headrace.studies.evaluate.checkpoint import named, read_checkpoint
+from headrace.studies.evaluate.run import Evaluation, Machine, Plan, evaluate
+from headrace.studies.evaluate.scores import Pair, Score, pair, scores
+from headrace.studies.evaluate.suites import items
+from headrace.utils.errors import InputError
 from test_interruption import flip
 from tiny import trained
 
@@ -202,7 +202,7 @@ def test_what_is_finished_is_not_done_again(checkpoints, data, tmp_path, monkeyp
     again = evaluate([path], plan, MACHINE, tmp_path)
     assert kept.stat().st_mtime_ns == written
     assert again.items["llama"]["winogrande"]["samples"] == first.items["llama"]["winogrande"]["samples"]
-    monkeypatch.setattr("headrace.evaluate.run.read_checkpoint", lambda *_: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr("headrace.studies.evaluate.run.read_checkpoint", lambda *_: pytest.fail("loaded for nothing"))
     evaluate([path], plan, MACHINE, tmp_path)
     with pytest.raises(InputError, match="holds another run"):
         evaluate([path], Plan("piqa", data=str(data)), MACHINE, tmp_path)
@@ -354,6 +354,7 @@ def spoil(folder: Path, how: str) -> None:
 def test_a_spoilt_checkpoint_is_refused(kind, how, sentence, checkpoints, tmp_path):
     folder = tmp_path / "spoilt"
     shutil.copytree(checkpoints[kind], folder)
+    (folder / "checksums.json").unlink(missing_ok=True)  # as of a folder that another library wrote
     spoil(folder, how)
     with pytest.raises(InputError, match=sentence):
         read_checkpoint(str(folder), "cpu")

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from headrace.console import needing
-from headrace.errors import InputError
+from headrace.cli.console import needing
+from headrace.utils.errors import InputError
 
 # Of each extra the packages that those before it do not bring.
 EXTRAS = {

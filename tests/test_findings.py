@@ -9,17 +9,17 @@ import pytest
 from rich.console import Console
 
 from headrace import zoo
-from headrace.report import plots, sweep
-from headrace.report.comparison_page import write_report
-from headrace.report.conditions import conditions
-from headrace.report.example import about, example, guessing
-from headrace.report.failures import level
-from headrace.report.findings import findings, headline
-from headrace.report.summary import labels, summarise
-from headrace.report.terminal import print_results
+from headrace.studies.compare import plots, sweep
+from headrace.studies.compare.conditions import conditions
+from headrace.studies.compare.defaults import DEFAULTS, PAIR, REVERSE, TEXT
+from headrace.studies.compare.example import about, example, guessing
+from headrace.studies.compare.failures import level
+from headrace.studies.compare.findings import findings, headline
+from headrace.studies.compare.page import write_report
+from headrace.studies.compare.plan import Study
+from headrace.studies.compare.summary import labels, summarise
+from headrace.studies.compare.terminal import print_results
 from headrace.tasks import Copy, Induction, KeyValue, Masked, Pair, Reverse, Text
-from headrace.train.defaults import DEFAULTS, PAIR, REVERSE, TEXT
-from headrace.train.plan import Study
 
 
 def results(scores, plan=PAIR, gates=()):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import tiny
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM, load
-from headrace.integrity import CHECKSUMS
+from headrace.utils.integrity import CHECKSUMS
 
 PROMPT, NEW = 5, 4
 
@@ -96,7 +96,7 @@ def test_transformers_reads_a_folder_in_a_fresh_process(way, folder, tmp_path):
     if "harness" in way:
         pytest.importorskip("lm_eval", reason="the extra [eval] is not installed")
     code = f"import sys; folder = sys.argv[1]; {WAYS[way]}; print(type(model).__module__, type(model).__name__)"
-    assert in_a_fresh_process(code, folder, tmp_path).split("\n")[-2] == "headrace.hf HeadraceForCausalLM"
+    assert in_a_fresh_process(code, folder, tmp_path).split("\n")[-2] == "headrace.hf.model HeadraceForCausalLM"
 
 
 def test_what_was_read_by_its_code_is_saved_as_it_was(folder, tmp_path):

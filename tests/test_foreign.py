@@ -6,8 +6,8 @@ import torch
 
 from foreign_layers import COMPOSED, LAYERS, D, H, randomised
 from headrace import linear_attention, zoo
-from headrace.literal import literal
-from headrace.mixers.layer import LinearMixer
+from headrace.layers.linear import LinearMixer
+from headrace.ops.reference import literal
 from peers import FAMILIES, PEERS
 
 # Some peers compute in float32 whatever they are given.

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from transformers import DataCollatorWithFlattening, DynamicCache
 
-from headrace import model as stack
-from headrace.errors import InputError
 from headrace.hf import HeadraceCache, HeadraceForCausalLM
-from headrace.mixers.base import Mixer
-from headrace.moe import MixtureOfExperts
+from headrace.layers import stack
+from headrace.layers.base import Mixer
+from headrace.layers.moe import MixtureOfExperts
+from headrace.utils.errors import InputError
 from tiny import MIXERS, SIZES, T, build, close, tokens
 
 

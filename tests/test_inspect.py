@@ -14,15 +14,17 @@ import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
-from headrace import cli, inspection, zoo
+from headrace import zoo
+from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
-from headrace.errors import InputError
 from headrace.hf import load
-from headrace.inspection.page import pack, profile, thin
-from headrace.inspection.recorder import record, weights
-from headrace.inspection.words import of_beta, of_gate, of_weights
-from headrace.laws import literal_op
 from headrace.spec import AttentionSpec, MixerSpec, SoftmaxRNNSpec
+from headrace.studies import inspect as inspection
+from headrace.studies.inspect.page import pack, profile, thin
+from headrace.studies.inspect.recorder import record, weights
+from headrace.studies.inspect.words import of_beta, of_gate, of_weights
+from headrace.studies.verify import literal_op
+from headrace.utils.errors import InputError
 from tiny import build, close, tokens
 
 T = 37

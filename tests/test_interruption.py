@@ -19,16 +19,16 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 from transformers import TrainerCallback
 
 import tiny
-from headrace import cli
 from headrace import data as data_module
+from headrace.cli import app as cli
 from headrace.data import Preparation, open_data, prepare
 from headrace.data.tokenizer import byte_level
-from headrace.errors import InputError
 from headrace.hf import load
-from headrace.integrity import CHECKSUMS
-from headrace.pretraining import checkpoints, run
-from headrace.pretraining.trainer import shares
-from headrace.processes import LOCK, locked
+from headrace.training import checkpoints, run
+from headrace.training.trainer import shares
+from headrace.utils.errors import InputError
+from headrace.utils.integrity import CHECKSUMS
+from headrace.utils.processes import LOCK, locked
 from training import arguments, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
@@ -107,7 +107,7 @@ def test_a_folder_is_made_whole_or_not_at_all(command, model_of_bytes, tmp_path,
     options = [command, model_of_bytes, "--output", tmp_path / "d"]
     options += ["--to", "gla"] * (command == "convert")
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.copy" if command == "convert" else "headrace.hf.seal", full)
+        patch.setattr("shutil.copy" if command == "convert" else "headrace.hf.model.seal", full)
         code, said = headrace_(*options)
     assert code == 2 and "No space left" in said and not (tmp_path / "d").exists()
     code, said = headrace_(*options)
@@ -116,7 +116,7 @@ def test_a_folder_is_made_whole_or_not_at_all(command, model_of_bytes, tmp_path,
 
 def test_the_lock_of_a_process_that_was_killed_holds_nobody_off(tmp_path):
     program = f"""
-        from pathlib import Path; from headrace.processes import locked; import os
+        from pathlib import Path; from headrace.utils.processes import locked; import os
         with locked(Path({str(tmp_path / "d")!r})): os.kill(os.getpid(), 9)
     """
     program = "\n".join(line[8:] for line in program.splitlines())

@@ -12,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from headrace import cli, lab
-from headrace.errors import InputError
-from headrace.lab.base import entropy, exact, listed, shares, weights
-from headrace.lab.capacity import recognised
-from headrace.lab.crowding import halfway
-from headrace.lab.pathologies import rank_correlation
-from headrace.lab.remembering import Past, probed
-from headrace.lab.sharpness import gates_of
-from headrace.lab.storage import COUNTS, crossing
-from headrace.literal import literal
+from headrace.cli import app as cli
+from headrace.ops.reference import literal
+from headrace.studies import theory as lab
+from headrace.studies.theory.base import entropy, exact, listed, shares, weights
+from headrace.studies.theory.capacity import recognised
+from headrace.studies.theory.crowding import halfway
+from headrace.studies.theory.pathologies import rank_correlation
+from headrace.studies.theory.remembering import Past, probed
+from headrace.studies.theory.sharpness import gates_of
+from headrace.studies.theory.storage import COUNTS, crossing
+from headrace.utils.errors import InputError
 from tiny import build
 
 LONG = ("backbones", "past")

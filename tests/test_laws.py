@@ -5,8 +5,9 @@ import warnings
 import pytest
 import torch
 
-from headrace import GateWarning, mixers, spec, zoo
-from headrace.laws import BATCH, HEADS, HIDDEN, laws, specimen
+from headrace import GateWarning, layers, zoo
+from headrace.spec import linear as spec
+from headrace.studies.verify import BATCH, HEADS, HIDDEN, laws, specimen
 
 OPTIONS = [
     *("competition.source=diag", "competition.source=query", "competition.source=hidden"),
@@ -66,7 +67,7 @@ def test_bfloat16_is_float32_inside():
 def test_a_law_can_fail():
     """A mixer with a wrong memory is caught: the laws are not satisfied by anything that runs."""
     mixer, x = specimen("gla", 0)
-    from headrace.laws import FORMS, WAYS, relative
+    from headrace.studies.verify import FORMS, WAYS, relative
 
     y = mixer(x)[0]
     mixer.in_proj.weight.data.add_(1e-6)
@@ -91,7 +92,7 @@ def test_competition_starts_as_its_backbone_to_the_bit(name):
 
     def build(name):
         torch.manual_seed(0)
-        return mixers.build(zoo.get(name), hidden_size=32, num_heads=4, layer_idx=1, num_layers=3)
+        return layers.build(zoo.get(name), hidden_size=32, num_heads=4, layer_idx=1, num_layers=3)
 
     plain, competing = build(name), build(f"softmax-{name}")
     shared, weights = plain.state_dict(), competing.state_dict()
@@ -126,7 +127,7 @@ def test_every_spec_survives_json():
 )
 def test_a_gate_that_cannot_act_is_named(name, sentence):
     with pytest.warns(GateWarning, match=sentence):
-        mixers.build(zoo.get(name), hidden_size=32, num_heads=4)
+        layers.build(zoo.get(name), hidden_size=32, num_heads=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mixers.build(zoo.get("softmax-gla"), hidden_size=32, num_heads=4)
+        layers.build(zoo.get("softmax-gla"), hidden_size=32, num_heads=4)

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headrace import loss as module
-from headrace.laws import relative
-from headrace.loss import IGNORED, linear_cross_entropy
+from headrace.ops import loss as module
+from headrace.ops.loss import IGNORED, linear_cross_entropy
+from headrace.studies.verify import relative
 from tiny import build, close, tokens
 
 N, D, V = 23, 12, 17

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headrace import linear_attention, mixers, zoo
-from headrace.errors import InputError
-from headrace.laws import by_steps, specimen
-from headrace.mixers import chunks, gla_outer, rwkv7
-from headrace.packing import Sequences
+from headrace import layers, linear_attention, zoo
+from headrace.layers.matrix import chunks, gla_outer, rwkv7
+from headrace.layers.packing import Sequences
+from headrace.studies.verify import by_steps, specimen
+from headrace.utils.errors import InputError
 from peers import load
 
 B, T, H, K, V = 2, 70, 3, 6, 5
@@ -128,7 +128,7 @@ def test_what_a_matrix_spec_refuses():
         ("gla-outer(count=7)", "7"),
     ]:
         with pytest.raises(InputError, match=sentence):
-            mixers.build(zoo.get(name), hidden_size=D, num_heads=4)
+            layers.build(zoo.get(name), hidden_size=D, num_heads=4)
 
 
 # --- RWKV-7 ----------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def goose_package(monkeypatch):
 def test_rwkv7_is_its_authors(monkeypatch):
     """Outputs and the gradient of the input, of a first layer: those above it have the value residual besides."""
     theirs = goose_package(monkeypatch).RWKV_x070_TMix_seq
-    ours = mixers.build(zoo.get("rwkv7(rank=4)"), hidden_size=D, num_heads=4)
+    ours = layers.build(zoo.get("rwkv7(rank=4)"), hidden_size=D, num_heads=4)
     for parameter in ours.parameters():
         nn.init.normal_(parameter, std=0.3)
     w = {key: p.detach() for key, p in ours.named_parameters()}
@@ -192,15 +192,15 @@ def test_rwkv7_is_its_authors(monkeypatch):
 def test_rwkvs_norm_begins_smaller_in_earlier_layers(name):
     """ln_x.weight of the author's generate_init_weight: ((layer + 1) / layers)^0.7."""
     for i in range(5):
-        layer = mixers.build(zoo.get(name), hidden_size=D, num_heads=4, layer_idx=i, num_layers=5)
+        layer = layers.build(zoo.get(name), hidden_size=D, num_heads=4, layer_idx=i, num_layers=5)
         torch.testing.assert_close(layer.norm_weight.detach(), torch.full((D,), ((i + 1) / 5) ** 0.7))
-    assert mixers.build(zoo.get(name), hidden_size=D, num_heads=4).norm_weight.eq(1).all()
+    assert layers.build(zoo.get(name), hidden_size=D, num_heads=4).norm_weight.eq(1).all()
 
 
 @pytest.mark.parametrize(("hidden_size", "gain"), [(16, 2**0.5), (64, 1.0)])
 def test_rwkv7s_low_rank_maps_begin_orthogonal(hidden_size, gain):
     """ortho_init of the author's code: 0.1, times the root of rank over width where that is above 1."""
-    up = mixers.build(zoo.get("rwkv7"), hidden_size=hidden_size, num_heads=4).decay.up.detach()
+    up = layers.build(zoo.get("rwkv7"), hidden_size=hidden_size, num_heads=4).decay.up.detach()
     assert len(up) == 32
     torch.testing.assert_close(torch.linalg.svdvals(up), torch.full((min(up.shape),), 0.1 * gain))
 
@@ -256,7 +256,7 @@ def test_without_decay_of_values_it_is_flas_gla():
 
 
 def test_without_decay_of_values_its_layer_is_glas(monkeypatch):
-    build = lambda name: mixers.build(zoo.get(name), hidden_size=D, num_heads=4).double()  # noqa: E731
+    build = lambda name: layers.build(zoo.get(name), hidden_size=D, num_heads=4).double()  # noqa: E731
     ours, theirs = build("gla-outer"), build("gla")
     for parameter in ours.parameters():
         nn.init.normal_(parameter, std=0.3)

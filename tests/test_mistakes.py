@@ -9,10 +9,10 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 from headrace import zoo
 from headrace.data import Preparation, open_data, prepare, tokenizer
-from headrace.errors import InputError
-from headrace.pretraining import run
+from headrace.studies.compare.folder import read_result
 from headrace.tasks import text as text_task
-from headrace.train.folder import read_result
+from headrace.training import run
+from headrace.utils.errors import InputError
 from training import recipe, train
 
 

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 
 import headrace
 from headrace import zoo
-from headrace.errors import InputError
-from headrace.mixers import SoftmaxAttention
-from headrace.mixers.sdpa import attend
-from headrace.model import (
+from headrace.layers import SoftmaxAttention
+from headrace.layers.attention.sdpa import attend
+from headrace.layers.stack import (
     Backbone,
     Sizes,
     count_parameters,
@@ -18,6 +17,7 @@ from headrace.model import (
     padding_mask,
 )
 from headrace.spec import AttentionSpec, Pattern
+from headrace.utils.errors import InputError
 
 D, H = 24, 6
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from headrace import mixers, zoo
+from headrace import layers, zoo
 from headrace.hf import HeadraceForCausalLM
-from headrace.laws import relative
-from headrace.quantized import Int8Linear
+from headrace.layers.quantized import Int8Linear
+from headrace.studies.verify import relative
 from tiny import SIZES, build, close, config, tokens
 
 D, T = 32, 6
@@ -20,7 +20,7 @@ WITH_IN_PROJ = [*zoo.LINEAR, *(f"softmax-{name}" for name in zoo.LINEAR), "mamba
 def layer(name, dtype=torch.float32):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of gates that cannot act
-        made = mixers.build(zoo.get(name), hidden_size=D, num_heads=4)
+        made = layers.build(zoo.get(name), hidden_size=D, num_heads=4)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -124,7 +124,7 @@ def test_the_input_projection_may_be_quantised():
 @torch.no_grad()
 def test_hooks_inside_a_layer_see_every_token(name):
     """Those of a prompt, and those that are decoded one by one."""
-    made = mixers.build(zoo.get("kda"), hidden_size=32, num_heads=4)
+    made = layers.build(zoo.get("kda"), hidden_size=32, num_heads=4)
     calls = []
     made.get_submodule(name).register_forward_hook(lambda *_: calls.append(name))
     _, state = made(torch.randn(2, 5, 32))

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from headrace import zoo
-from headrace.errors import InputError
-from headrace.loss import IGNORED
-from headrace.moe import MixtureOfExperts, Routing, balance_loss
-from headrace.stack_spec import BlockStyle, Decoder, Experts, Layer
+from headrace.layers.moe import MixtureOfExperts, Routing, balance_loss
+from headrace.ops.loss import IGNORED
+from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
+from headrace.utils.errors import InputError
 from tiny import build, close, tokens
 
 D, W = 8, 6

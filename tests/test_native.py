@@ -13,9 +13,9 @@ import torch
 
 from equation import DECAYS, NATIVE, B, H, T, assert_same, inputs, skip_if_missing
 from headrace import InputError, backends, linear_attention, step
-from headrace.backends import native
-from headrace.laws import relative
-from headrace.literal import literal
+from headrace.ops.native import library as native
+from headrace.ops.reference import literal
+from headrace.studies.verify import relative
 
 
 @pytest.fixture(autouse=True)
@@ -315,7 +315,7 @@ def test_every_instruction_set(isa):
     script = """
 import torch
 from equation import DECAYS, NATIVE, assert_same, inputs
-from headrace.backends import native
+from headrace.ops.native import library as native
 torch.manual_seed(0), torch.set_num_threads(1)
 for decay in DECAYS:
     for rule in ("add", "delta"):

@@ -14,9 +14,9 @@ pytest.importorskip("wonderwords", reason="the extra [eval] is not installed")
 import wonderwords
 
 from headrace.data import tokenizer
-from headrace.errors import InputError
 from headrace.tasks import IGNORED, Needle
 from headrace.tasks.needle import DEPTHS, NOISE, vocabulary
+from headrace.utils.errors import InputError
 
 WORDS = wonderwords.RandomWord()._categories
 vocabulary()  # while wonderwords is whole

@@ -5,9 +5,9 @@ import warnings
 import pytest
 import torch
 
-from headrace import mixers, zoo
-from headrace import model as stack
+from headrace import layers, zoo
 from headrace.hf import HeadraceCache
+from headrace.layers import stack
 from tiny import MIXERS, SIZES, build, close, tokens
 
 D, T = 32, 7
@@ -17,7 +17,7 @@ ENCODERS = ["transformer", "gla", "mamba", "flash-reference"]
 def layer(name, **settings):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of gates that cannot act
-        made = mixers.build(zoo.get(name), hidden_size=D, num_heads=4, **settings).double()
+        made = layers.build(zoo.get(name), hidden_size=D, num_heads=4, **settings).double()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

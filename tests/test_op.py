@@ -8,7 +8,7 @@ import torch
 
 from equation import CHUNKWISE, DECAYS, WAYS, B, H, K, T, V, assert_same, by_literal, inputs, skip_if_missing
 from headrace import InputError, backends, linear_attention, step
-from headrace.laws import relative
+from headrace.studies.verify import relative
 
 
 @pytest.fixture(params=WAYS)
@@ -58,7 +58,7 @@ def test_any_length_and_chunk_size(tokens, chunk_size):
 
 def test_states_kept_at_a_stride():
     """With K V large against the chunk, states are kept at some chunks only and recomputed between."""
-    from headrace.backends.tiles import kept_stride
+    from headrace.ops.torch.tiles import kept_stride
 
     assert kept_stride(K, V, 1) > 1
     assert kept_stride(256, 512, 64) == 2

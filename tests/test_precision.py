@@ -8,11 +8,11 @@ import torch.nn.functional as F
 
 from equation import H, inputs, skip_if_missing
 from headrace import linear_attention
-from headrace.laws import relative
-from headrace.literal import literal
-from headrace.mixers.residual import ResidualDelta
-from headrace.packing import Sequences
-from headrace.recurrence import TOKENWISE
+from headrace.layers.packing import Sequences
+from headrace.layers.residual import ResidualDelta
+from headrace.ops.recurrence import TOKENWISE
+from headrace.ops.reference import literal
+from headrace.studies.verify import relative
 
 ROUNDED = 3e-6  # 2^-24 · √2048: the roundings of 2,048 tokens, as a random walk
 

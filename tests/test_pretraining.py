@@ -16,20 +16,20 @@ from transformers import TrainerCallback
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
-from headrace import cli_train
+from headrace.cli import training as cli_train
 from headrace.data import open_data
-from headrace.errors import InputError
 from headrace.hf import load
-from headrace.loss import IGNORED
-from headrace.pretraining import card, checkpoints, run
-from headrace.pretraining.model import build
-from headrace.pretraining.optimizer import CarefulAdamW, optimizer
-from headrace.pretraining.parameters import gate_parameters
-from headrace.pretraining.trainer import HeadraceTrainer
-from headrace.retrofit import retrofit
+from headrace.hf.retrofit import retrofit
+from headrace.ops.loss import IGNORED
 from headrace.tasks import Mqar, Needle, Pair, Reverse, Text
 from headrace.tasks import prepared as prepared_task
 from headrace.tasks.base import generator
+from headrace.training import card, checkpoints, run
+from headrace.training.model import build
+from headrace.training.optimizer import CarefulAdamW, optimizer
+from headrace.training.parameters import gate_parameters
+from headrace.training.trainer import HeadraceTrainer
+from headrace.utils.errors import InputError
 from training import TINY, recipe, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own

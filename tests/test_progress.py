@@ -8,11 +8,12 @@ import pytest
 from rich.console import Console
 
 import tiny
-from headrace import cli, console
-from headrace.bench import measure
+from headrace.cli import app as cli
+from headrace.cli import console
 from headrace.data.tokenizer import byte_level
-from headrace.report.terminal import LINES, board
-from headrace.train.choose import choose
+from headrace.studies.bench import measure
+from headrace.studies.compare.choose import choose
+from headrace.studies.compare.terminal import LINES, board
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
-from headrace import provenance
-from headrace.errors import InputError
-from headrace.provenance import MADE_BY
-from headrace.reproduce import execute
-from headrace.train.defaults import DEMO
-from headrace.train.folder import claim, own
+from headrace.studies.compare.defaults import DEMO
+from headrace.studies.compare.folder import claim
+from headrace.studies.reproduce import execute
+from headrace.utils import provenance
+from headrace.utils.errors import InputError
+from headrace.utils.provenance import MADE_BY, own
 from test_interruption import flip
 from training import train
 
@@ -108,7 +108,7 @@ def test_steps_are_told_to_accept_what_was_accepted():
 
 
 def test_a_folder_is_known_by_what_its_files_hold(tmp_path):
-    checkpoint = pytest.importorskip("headrace.evaluate.checkpoint")
+    checkpoint = pytest.importorskip("headrace.studies.evaluate.checkpoint")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(8))
     before, at = checkpoint.fingerprint(str(tmp_path)), weights.stat()
@@ -118,7 +118,7 @@ def test_a_folder_is_known_by_what_its_files_hold(tmp_path):
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
-    checkpoint = pytest.importorskip("headrace.evaluate.checkpoint")
+    checkpoint = pytest.importorskip("headrace.studies.evaluate.checkpoint")
     import huggingface_hub.constants as hub
 
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)

@@ -9,9 +9,11 @@ from statistics import fmean
 import pytest
 import typer
 
-from headrace import InputError, cli, cli_eval
+from headrace import InputError
+from headrace.cli import app as cli
+from headrace.cli import studies as cli_eval
 from headrace.data.tokenizer import byte_level
-from headrace.reproduce import execute, experiment, numbers, show
+from headrace.studies.reproduce import execute, experiment, numbers, show
 from tiny import build
 
 COMMANDS = typer.main.get_command(cli.app).commands

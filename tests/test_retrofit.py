@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from headrace import HeadraceConfig, HeadraceForCausalLM, zoo
-from headrace.errors import InputError
-from headrace.pretraining.parameters import gate_parameters
-from headrace.retrofit import retrofit
+from headrace.hf.retrofit import retrofit
 from headrace.spec import Competition
+from headrace.training.parameters import gate_parameters
+from headrace.utils.errors import InputError
 from tiny import in_memory
 
 

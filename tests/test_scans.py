@@ -6,14 +6,15 @@ import torch
 from scipy import signal
 from torch import nn
 
-from headrace import mixers, spec, zoo
-from headrace.errors import InputError
-from headrace.laws import by_steps, specimen
-from headrace.mixers import selective
-from headrace.mixers.rwkv4 import blank, wkv
-from headrace.mixers.s4 import S4, hippo, legs
-from headrace.mixers.selective import Operands, selective_scan, selective_step
-from headrace.mixers.state_space import Response
+from headrace import layers, zoo
+from headrace.layers.scans import selective_scan as selective
+from headrace.layers.scans.linear_system import Response
+from headrace.layers.scans.rwkv4 import blank, wkv
+from headrace.layers.scans.s4 import S4, hippo, legs
+from headrace.layers.scans.selective_scan import Operands, selective_scan, selective_step
+from headrace.spec import linear as spec
+from headrace.studies.verify import by_steps, specimen
+from headrace.utils.errors import InputError
 
 D, T = 32, 70
 
@@ -23,7 +24,7 @@ def error(ours, theirs):
 
 
 def build(name, **settings):
-    return mixers.build(
+    return layers.build(
         zoo.get(name), **{"hidden_size": D, "num_heads": 4, "layer_idx": 1, "num_layers": 3, **settings}
     )
 

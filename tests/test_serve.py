@@ -21,11 +21,11 @@ import torch
 from starlette.requests import ClientDisconnect
 
 from headrace.data.tokenizer import byte_level
-from headrace.errors import InputError
-from headrace.generate import generate, sampling_settings
 from headrace.hf import HeadraceForCausalLM, load
-from headrace.serving import Limits, application, routes, serve
-from headrace.serving.engine import Engine, Sampling
+from headrace.hf.generate import generate, sampling_settings
+from headrace.hf.serving import Limits, application, routes, serve
+from headrace.hf.serving.engine import Engine, Sampling
+from headrace.utils.errors import InputError
 from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving
 
 PROMPTS = [f"question{i}:" for i in range(50)]
@@ -304,7 +304,9 @@ def test_what_cannot_be_served_is_said_before(tmp_path):
 
 
 def start(*arguments):
-    command = [sys.executable, "-c", "from headrace.cli import main; main()", "serve", *map(str, arguments)]
+    # In a job in the background, whose shell has it ignore the signal, this hears SIGINT all the same.
+    hearing = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{hearing}; from headrace.cli import main; main()", "serve", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("openai", reason="the extra [dev] is not installed")
 import httpx
 import openai
 
-from headrace.serving import routes
+from headrace.hf.serving import routes
 from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving
 
 

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from attention_layers import agree, error
-from headrace import linear_attention, mixers, zoo
-from headrace.errors import InputError
-from headrace.gates import rotary
+from headrace import layers, linear_attention, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, load
-from headrace.laws import by_steps, with_op
-from headrace.mixers.taylor import TaylorFeatures, truncated_exp
-from headrace.softmax_rnn_spec import NORMS, SoftmaxRNNSpec
+from headrace.layers.parts import rotary
+from headrace.layers.taylor import TaylorFeatures, truncated_exp
+from headrace.spec.softmax_rnn import NORMS, SoftmaxRNNSpec
+from headrace.studies.verify import by_steps, with_op
+from headrace.utils.errors import InputError
 from tiny import in_memory
 
 D, H, d = 32, 2, 16
@@ -85,7 +85,7 @@ def test_a_saved_model_is_the_same_model(tmp_path):
 def taylor(order, transformer, norm):
     """A recurrent layer with the weights of a softmax attention layer, whose e^x it cuts off after this order."""
     described = zoo.get(f"taylor-softmax(inputs.feature_map=taylor-{order}, heads.key_dim=none, read.norm={norm})")
-    layer = mixers.build(described, hidden_size=D, num_heads=8).double()
+    layer = layers.build(described, hidden_size=D, num_heads=8).double()
     with torch.no_grad():
         for name in ("q", "k", "v"):
             layer.part(name).copy_(getattr(transformer, f"{name}_proj").weight)
@@ -95,7 +95,7 @@ def taylor(order, transformer, norm):
 
 @torch.no_grad()
 def test_even_orders_tend_to_the_transformer():
-    transformer, x = mixers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
+    transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
     y = transformer(x)[0]
     second, fourth = (error(taylor(order, transformer, "sum")(x)[0], y) for order in (2, 4))
     assert fourth < second / 5 < 0.01
@@ -176,7 +176,7 @@ def literal(layer, x, causal):
 @pytest.mark.parametrize("denominator", DENOMINATORS)
 def test_the_whole_product_is_its_equation(denominator, causal):
     for described in specs(denominator):
-        layer = mixers.build(described, hidden_size=8, num_heads=H, causal=causal).double()
+        layer = layers.build(described, hidden_size=8, num_heads=H, causal=causal).double()
         with torch.no_grad():
             for name, p in layer.named_parameters():
                 p.add_(torch.randn_like(p), alpha=0.3 if "norm" in name else 0.5)
@@ -190,8 +190,8 @@ def test_the_whole_product_is_its_equation(denominator, causal):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 def test_with_the_parts_of_softmax_it_is_softmax_attention(causal):
-    sdpa = mixers.build(zoo.get("transformer"), hidden_size=D, num_heads=H, causal=causal).double()
-    ours = mixers.build(SoftmaxRNNSpec(), hidden_size=D, num_heads=H, causal=causal).double()
+    sdpa = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=H, causal=causal).double()
+    ours = layers.build(SoftmaxRNNSpec(), hidden_size=D, num_heads=H, causal=causal).double()
     ours.load_state_dict(sdpa.state_dict())
     agree(lambda x: ours(x)[0], lambda x: sdpa(x)[0], 3 * draw(2, 60, D), 1e-12)
 
@@ -208,7 +208,7 @@ def raw(spec, q, k, v):
 @pytest.mark.parametrize("denominator", ["detached", "l2", "rms", "layer"])
 def test_a_denominator_is_the_authors_whatever_the_size_of_the_logits(denominator, logit, clamp):
     """theirs: softmax_detach_denom, gated_softmax_no_gate and its _L2norm and _rmsnorm, of the paper's repository."""
-    layer = mixers.build(SoftmaxRNNSpec(denominator=denominator, clamp=clamp), hidden_size=D, num_heads=H).double()
+    layer = layers.build(SoftmaxRNNSpec(denominator=denominator, clamp=clamp), hidden_size=D, num_heads=H).double()
     direction = F.normalize(torch.ones(d, dtype=torch.float64), dim=0)
     q, k, v = (0.3 * draw(2, 6, H, d) for _ in range(3))
     q, k = q + 8 * direction, k + logit * d**0.5 / 8 * direction
@@ -228,7 +228,7 @@ def test_a_denominator_is_the_authors_whatever_the_size_of_the_logits(denominato
 
 @pytest.mark.parametrize("denominator", NORMS)
 def test_a_norm_of_nothing_is_nothing(denominator):
-    layer = mixers.build(SoftmaxRNNSpec(denominator=denominator), hidden_size=D, num_heads=H)
+    layer = layers.build(SoftmaxRNNSpec(denominator=denominator), hidden_size=D, num_heads=H)
     q, v = torch.full((1, 3, H, d), 6.0), torch.zeros(1, 3, H, d, requires_grad=True)
     out = layer.read(q, q, v)
     assert not out.any() and torch.autograd.grad(out.sum(), v)[0].isfinite().all()
@@ -236,7 +236,7 @@ def test_a_norm_of_nothing_is_nothing(denominator):
 
 def test_a_detached_sum_is_the_same_forward_and_another_backward():
     sum_, detached = (
-        mixers.build(SoftmaxRNNSpec(denominator=kind), hidden_size=D, num_heads=H).double()
+        layers.build(SoftmaxRNNSpec(denominator=kind), hidden_size=D, num_heads=H).double()
         for kind in ("sum", "detached")
     )
     detached.load_state_dict(sum_.state_dict())
@@ -252,7 +252,7 @@ def test_a_detached_sum_is_the_same_forward_and_another_backward():
 def test_cosine_attention_is_the_authors():
     """linear_cosine of the paper's repository, value by value: Σ_s cos(q_t, k_s) v_s / s^σ(c), c = 0.5 at first."""
     spec = SoftmaxRNNSpec(numerator="cosine", denominator="input-length")
-    layer, x = mixers.build(spec, hidden_size=D, num_heads=H).double(), draw(1, 12, D)
+    layer, x = layers.build(spec, hidden_size=D, num_heads=H).double(), draw(1, 12, D)
     assert layer.power.tolist() == [0.5] * H and set(layer.state_dict()) == {
         *(f"{name}_proj.weight" for name in "qkvo"), "power",
     }  # fmt: skip
@@ -268,7 +268,7 @@ def test_cosine_attention_is_the_authors():
 
 @pytest.mark.parametrize("name", ["softmax-rnn-gate", "softmax-rnn-norm(numerator=cosine, denominator=input-length)"])
 def test_an_encoder_with_padding_sees_each_row_alone(name):
-    layer, x = mixers.build(zoo.get(name), hidden_size=D, num_heads=H, causal=False).double(), draw(2, 9, D)
+    layer, x = layers.build(zoo.get(name), hidden_size=D, num_heads=H, causal=False).double(), draw(2, 9, D)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, :4] = False
     y = layer(x, mask=mask)[0]
@@ -299,7 +299,7 @@ def test_what_makes_no_sense_is_refused(expression, reason):
 
 def direct(order, transformer, denominator):
     """The T×T form of `taylor`."""
-    layer = mixers.build(SoftmaxRNNSpec(order=order, denominator=denominator), hidden_size=D, num_heads=8).double()
+    layer = layers.build(SoftmaxRNNSpec(order=order, denominator=denominator), hidden_size=D, num_heads=8).double()
     layer.load_state_dict(transformer.state_dict())
     return layer
 
@@ -309,7 +309,7 @@ def direct(order, transformer, denominator):
 )
 def test_features_chunks_steps_and_powers_of_logits_are_one_function(order, denominator):
     """Up to the 1e-6 that a recurrent sum has added to it."""
-    transformer, x = mixers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), 2 * draw(2, 40, D)
+    transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), 2 * draw(2, 40, D)
     recurrent, y = taylor(order, transformer, denominator), direct(order, transformer, denominator)(x)[0]
     ways = [with_op(recurrent, x, form=form) for form in ("chunkwise", "recurrent", "parallel")]
     for found in (*ways, by_steps(recurrent, x)):
@@ -318,7 +318,7 @@ def test_features_chunks_steps_and_powers_of_logits_are_one_function(order, deno
 
 @torch.no_grad()
 def test_all_even_orders_tend_to_softmax_where_logits_are_bounded():
-    transformer, x = mixers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
+    transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
     y = transformer(x)[0]
     errors = [error(direct(order, transformer, "sum")(x)[0], y) for order in range(0, 11, 2)]
     assert all(later < before / 4 for before, later in itertools.pairwise(errors))
@@ -327,7 +327,7 @@ def test_all_even_orders_tend_to_softmax_where_logits_are_bounded():
 
 def test_order_one_by_length_is_the_running_mean_and_linear_attention():
     spec = SoftmaxRNNSpec(order=1, denominator="none", by_length=True)
-    layer, x = mixers.build(spec, hidden_size=D, num_heads=H).double(), draw(2, 30, D)
+    layer, x = layers.build(spec, hidden_size=D, num_heads=H).double(), draw(2, 30, D)
     q, k, v = (p(x).unflatten(-1, (H, -1)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     q, k = (rotary(y, torch.arange(30)[None], layer.rope_theta) for y in (q, k))
     length = torch.arange(1, 31)[:, None, None]
@@ -337,7 +337,7 @@ def test_order_one_by_length_is_the_running_mean_and_linear_attention():
 
 def test_what_is_kept_of_values_has_the_precision_of_keys():
     spec = SoftmaxRNNSpec(numerator="cosine", denominator="input-length")
-    layer = mixers.build(spec, hidden_size=D, num_heads=H)
+    layer = layers.build(spec, hidden_size=D, num_heads=H)
     with torch.autocast("cpu", torch.bfloat16):
         y, state = layer(torch.randn(2, 5, D))
     assert state.k.dtype == state.v.dtype == torch.bfloat16 and y.isfinite().all()

@@ -14,8 +14,8 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 
 from attention_layers import D, H, agree, d, error, layer, plain
 from headrace import zoo
-from headrace.mixers import gathered
-from headrace.mixers.window import reservoir
+from headrace.layers.attention import gathered
+from headrace.layers.attention.window import reservoir
 from headrace.spec import AttentionSpec, Pattern
 
 # --- what is seen, from its definition -------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ from typing import Union, get_args, get_origin, get_type_hints
 import pytest
 import torch
 
-from headrace import InputError, attention_spec, matrix_spec, mixers, model_spec, scan_spec, softmax_rnn_spec, spec, zoo
-from headrace import stack_spec as stack
-from headrace.config import HeadraceConfig
-from headrace.model import Sizes
+from headrace import InputError, layers, zoo
+from headrace.hf.config import HeadraceConfig
+from headrace.layers.stack import Sizes
 from headrace.models import ModelSizes
 from headrace.spec import (
     AttentionSpec,
@@ -30,7 +29,26 @@ from headrace.spec import (
     from_json,
     to_json,
 )
-from headrace.stack_spec import Decoder, Experts, Layer, TransformerSpec
+from headrace.spec import (
+    attention as attention_spec,
+)
+from headrace.spec import (
+    encoder_decoder as model_spec,
+)
+from headrace.spec import (
+    linear as spec,
+)
+from headrace.spec import (
+    matrix as matrix_spec,
+)
+from headrace.spec import (
+    scan as scan_spec,
+)
+from headrace.spec import (
+    softmax_rnn as softmax_rnn_spec,
+)
+from headrace.spec import stack as stack
+from headrace.spec.stack import Decoder, Experts, Layer, TransformerSpec
 
 MODULES = (attention_spec, matrix_spec, model_spec, scan_spec, softmax_rnn_spec, spec, stack)
 NEEDED = {  # by the records that have fields without a default
@@ -150,7 +168,7 @@ def test_sizes_that_are_none_are_refused(name, size, value):
         made.head_dims(**sizes)
     if name in zoo.names():
         with pytest.raises(InputError, match=f"{size}={value}; expected a positive integer"):
-            mixers.build(made, **sizes)
+            layers.build(made, **sizes)
         with pytest.raises(InputError, match=f"{size}={value}; expected a positive integer"):
             HeadraceConfig(mixer=made, vocab_size=8, num_hidden_layers=1, **sizes)
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from equation import skip_if_missing
-from headrace import mixers, zoo
-from headrace.errors import InputError
+from headrace import layers, zoo
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
-from headrace.laws import relative
 from headrace.spec import MixerSpec
+from headrace.studies.verify import relative
+from headrace.utils.errors import InputError
 from test_decode import arguments
 
 D, H = 32, 4
@@ -30,7 +30,7 @@ def layer(name, dtype=torch.float32):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of gates that cannot act
-        made = mixers.build(zoo.get(name), hidden_size=D, num_heads=H, layer_idx=1, num_layers=3)
+        made = layers.build(zoo.get(name), hidden_size=D, num_heads=H, layer_idx=1, num_layers=3)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from headrace import zoo
 from headrace.data import open_data
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, load
-from headrace.laws import relative
+from headrace.studies.verify import relative
 from training import train
 
 FOLDER = Path(__file__).parent / "stored"

@@ -14,58 +14,8 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "headrace"
 # Each part may import those before it.
 ORDER = [
-    "errors",
-    "records",
-    "device",
-    "processes",
-    "integrity",
-    "literal",
-    "attention_spec",
-    "scan_spec",
-    "softmax_rnn_spec",
-    "matrix_spec",
-    "model_spec",
-    "spec",
-    "stack_spec",
-    "zoo",
-    "checks",
-    "backends",
-    "dispatch",
-    "recurrence",
-    "packing",
-    "gates",
-    "loss",
-    "mixers",
-    "moe",
-    "model",
-    "laws",
-    "account",
-    "cache",
-    "config",
-    "hf",
-    "auto",
-    "quantized",
-    "models",
-    "retrofit",
-    "convert",
-    "generate",
-    "serving",
-    "data",
-    "recipes",
-    "tasks",
-    "train",
-    "report",
-    "pretraining",
-    "lab",
-    "bench",
-    "evaluate",
-    "reproduce",
-    "console",
-    "inspection",
-    "cli_train",
-    "cli_eval",
-    "cli",
-]
+    "utils", "spec", "zoo", "ops", "layers", "models", "hf", "data", "tasks", "training", "report", "studies", "cli",
+]  # fmt: skip
 
 
 def parts_imported(path: Path) -> set[str]:
@@ -89,11 +39,17 @@ def test_imports_go_one_way(path):
     assert not parts_imported(path) & set(later)
 
 
-def test_the_literal_equation_imports_torch_alone_and_backends_only_errors():
-    assert "import torch" in (SOURCE / "literal.py").read_text("utf-8")
-    assert not parts_imported(SOURCE / "literal.py")
-    for path in (SOURCE / "backends").glob("*.py"):
-        assert parts_imported(path) <= {"backends", "errors"}
+def test_the_parts_are_in_the_order_of_imports():
+    entries = {
+        path.name.removesuffix(".py") for path in SOURCE.iterdir() if not path.name.startswith(("_", "lib", "."))
+    }
+    assert entries - {"py.typed"} == set(ORDER)
+    assert len(entries) <= 14
+
+
+def test_the_reference_imports_torch_alone():
+    lines = (SOURCE / "ops" / "reference.py").read_text("utf-8").splitlines()
+    assert [line for line in lines if line.startswith(("import", "from"))] == ["import torch"]
 
 
 def test_importing_headrace_does_not_import_transformers():
@@ -101,31 +57,57 @@ def test_importing_headrace_does_not_import_transformers():
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
-def test_no_module_hides_a_function_of_its_name_nor_a_function_a_module():
+def test_the_command_line_is_shown_without_pytorch():
+    check = "import sys, headrace.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_public_names():
     check = """
-import headrace.backends.native as native, headrace.backends.torch_op, headrace.laws
-from headrace import backends
-assert headrace.backends.native is native and backends.torch_op
-assert headrace.backends() == backends() and headrace.backends()["torch"] is None
-headrace.verify(["gla"])
+import headrace
+from headrace import HeadraceConfig, InputError, Mixer, backends, linear_attention, load, quantize, step, verify, zoo
+from headrace.hf import HeadraceForCausalLM
+from headrace.spec import MixerSpec
+assert backends()["torch"] is None and callable(verify)
+assert set(headrace.__all__) <= set(dir(headrace)) and all(hasattr(headrace, name) for name in headrace.__all__)
 """
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
-README = (ROOT / "README.md").read_text("utf-8")
+README, GUIDE, MIXERS = ((ROOT / path).read_text("utf-8") for path in ("README.md", "docs/guide.md", "docs/mixers.md"))
 
 
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README + GUIDE, re.DOTALL))
 def test_the_readme_runs(code, monkeypatch):
     monkeypatch.setattr(zoo, "LINEAR", dict(zoo.LINEAR))
     exec(compile(code, "README.md", "exec"), {})
 
 
-def test_the_readme_names_every_mixer_and_every_part():
-    assert set(re.findall(r"^\| `([^`]+)`", README, re.MULTILINE)) == {
+def test_every_mixer_is_listed():
+    assert set(re.findall(r"^\| `([^`]+)`", MIXERS, re.MULTILINE)) == {
         *zoo.LINEAR, *zoo.SCANS, *zoo.MATRICES, *zoo.ATTENTION, *zoo.SOFTMAX_RNNS, *zoo.MODELS,
     }  # fmt: skip
-    tree = re.search(r"^src/headrace/\n(.*?)^tests/", README, re.DOTALL | re.MULTILINE)
+
+
+def test_links_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_parts_are_listed_in_contributing():
+    tree = re.search(
+        r"^src/headrace/\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
     assert tree is not None
-    listed = set(re.findall(r"[a-z_]+(?=\.py|/)", tree[1]))
-    assert set(ORDER) - {"errors", "checks"} == listed
+    assert re.findall(r"^  ([a-z]+)(?=\.py|/)", tree[1], re.MULTILINE) == ORDER
+
+
+def test_the_commands_of_readme_and_guide_exist():
+    from headrace.cli.app import app
+
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    table = " ".join(re.findall(r"^\| `headrace (.*?) \|", README, re.MULTILINE))
+    shell = "".join(re.findall(r"```sh\n(.*?)```", README + GUIDE, re.DOTALL))
+    used = set(re.findall(r"^headrace ([a-z]+)", shell, re.MULTILINE))
+    assert used <= known == set(re.findall(r"[a-z]+", table))

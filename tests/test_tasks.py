@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from headrace import zoo
-from headrace.errors import InputError
 from headrace.spec import to_json
+from headrace.studies.compare.plan import Arm
 from headrace.tasks import (
     IGNORED,
     TASKS,
@@ -31,7 +31,7 @@ from headrace.tasks import (
     Text,
 )
 from headrace.tasks.base import BLOCK
-from headrace.train.plan import Arm
+from headrace.utils.errors import InputError
 
 SYNTHETIC = (
     Pair(), Pair(keys=9, pairs=7, queries=3), KeyValue(), KeyValue(keys=12, pairs=5, length=23), Mqar(),
@@ -275,8 +275,8 @@ def test_dates_are_what_is_written():
 
 
 def test_a_causal_model_reads_source_and_target_in_one_row():
-    from headrace.train.defaults import REVERSE
-    from headrace.train.model import as_read
+    from headrace.studies.compare.defaults import REVERSE
+    from headrace.studies.compare.model import as_read
 
     whole, causal = (Arm(REVERSE, name, to_json(zoo.get(name)), None, 0) for name in ("bahdanau", "gla"))
     rows = Reverse(symbols=3, length=3).sample(torch.Generator().manual_seed(0), 4)

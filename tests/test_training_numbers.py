@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
-from headrace import recipes
-from headrace.pretraining import card, run, trainer
-from headrace.pretraining.model import build, estimate
-from headrace.pretraining.parameters import gate_parameters
-from headrace.pretraining.watch import Watch
+from headrace.training import card, recipes, run, trainer
+from headrace.training.model import build, estimate
+from headrace.training.parameters import gate_parameters
+from headrace.training.watch import Watch
 from training import recipe, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own

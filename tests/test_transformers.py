@@ -10,10 +10,10 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from headrace import models, zoo
-from headrace.errors import InputError
-from headrace.laws import relative
-from headrace.models.base import shift_right
+from headrace.models.encoder_decoder import shift_right
 from headrace.spec import from_json, to_json
+from headrace.studies.verify import relative
+from headrace.utils.errors import InputError
 from tiny import gradients_agree
 
 V, D, H, WIDTH, LAYERS = 29, 32, 4, 48, 2

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace import linear_attention, mixers, zoo
-from headrace.errors import InputError
-from headrace.gates import FEATURE_MAPS, sum_norm
-from headrace.mixers.residual import ResidualDelta
-from headrace.packing import Sequences
+from headrace import layers, linear_attention, zoo
+from headrace.layers.packing import Sequences
+from headrace.layers.parts import FEATURE_MAPS, sum_norm
+from headrace.layers.residual import ResidualDelta
+from headrace.utils.errors import InputError
 
 D, H, T = 32, 4, 50
 
@@ -20,7 +20,7 @@ def error(ours, theirs):
 
 
 def build(name, **changes):
-    mixer = mixers.build(zoo.get(name), **{"hidden_size": D, "num_heads": H, **changes}).double()
+    mixer = layers.build(zoo.get(name), **{"hidden_size": D, "num_heads": H, **changes}).double()
     for parameter in mixer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return mixer
@@ -182,7 +182,7 @@ def test_a_joint_gate_is_a_table_of_its_rank(rank):
 def test_a_joint_gate_starts_as_the_backbone_and_its_memories_part(name):
     def start(name):
         torch.manual_seed(0)
-        return mixers.build(zoo.get(name), hidden_size=D, num_heads=H).double()
+        return layers.build(zoo.get(name), hidden_size=D, num_heads=H).double()
 
     plain, joint = start(name), start(f"softmax-{name}(competition.rank=3)")
     shared = plain.state_dict()

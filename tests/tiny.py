@@ -4,7 +4,7 @@ wrong row shows in every comparison."""
 import torch
 
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from headrace.laws import relative
+from headrace.studies.verify import relative
 
 MIXERS = {
     "retnet": "retnet",

@@ -1,7 +1,6 @@
 """A training run of a second, for tests."""
 
-from headrace import recipes
-from headrace.pretraining import run
+from headrace.training import recipes, run
 
 TINY = {
     "hidden_size": 16, "layers": 2, "heads": 2, "vocab_size": 257, "length": 32, "batch_tokens": 128,

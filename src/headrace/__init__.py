@@ -1,44 +1,43 @@
 """headrace: linear-time sequence models whose heads compete by a softmax for what is written and what is read."""
 
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
-from . import auto, dispatch
-from .errors import GateWarning, InputError
-from .recurrence import linear_attention, step
+from .utils import auto
+from .utils.errors import GateWarning, InputError
+
+if TYPE_CHECKING:
+    from .hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, HeadraceModel, load
+    from .layers import Mixer
+    from .layers.quantized import quantize
+    from .ops.dispatch import backends
+    from .ops.recurrence import linear_attention, step
+    from .studies.verify import verify
 
 __version__ = "0.1.0"
 
-# transformers takes seconds to import: what needs it is loaded on first use.
+# Imported on first use: PyTorch and transformers take seconds, and `headrace --help` needs neither.
 _LAZY = {
-    "Mixer": "mixers",
+    "linear_attention": "ops.recurrence",
+    "step": "ops.recurrence",
+    "backends": "ops.dispatch",
+    "Mixer": "layers",
+    "quantize": "layers.quantized",
+    "verify": "studies.verify",
     "HeadraceConfig": "hf",
     "HeadraceModel": "hf",
     "HeadraceForCausalLM": "hf",
     "HeadraceCache": "hf",
     "load": "hf",
-    "quantize": "quantized",
-    "verify": "laws",
 }
-
-if TYPE_CHECKING:
-    from .dispatch import backends
-else:
-    from . import backends
-
-    class _Backends(ModuleType):
-        """The package of the backends, which has the name of a function: called, it is that function."""
-
-        def __call__(self, q=None, k=None, v=None, **kwargs):
-            return dispatch.backends(q, k, v, **kwargs)
-
-    backends.__class__, backends.__doc__ = _Backends, dispatch.backends.__doc__
 
 auto.install()
 del auto
 
-__all__ = ["GateWarning", "InputError", "backends", "linear_attention", "step", *_LAZY]
+__all__ = [
+    "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Mixer",
+    "backends", "linear_attention", "load", "quantize", "step", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str):

@@ -9,9 +9,8 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from .errors import InputError
-from .model_spec import Alignment, ModelSpec, RecurrentSpec
-from .spec import (
+from .spec.encoder_decoder import Alignment, ModelSpec, RecurrentSpec
+from .spec.linear import (
     AttentionSpec,
     Competition,
     Decay,
@@ -28,7 +27,8 @@ from .spec import (
     from_json,
     to_json,
 )
-from .stack_spec import BertSpec, BlockStyle, Decoder, Experts, Layer, StackSpec, TransformerSpec, as_layers
+from .spec.stack import BertSpec, BlockStyle, Decoder, Experts, Layer, StackSpec, TransformerSpec, as_layers
+from .utils.errors import InputError
 
 PAPER = Competition(read="query", write="value", scale="one")  # the literal equations 3-16 of arXiv 2602.01744
 

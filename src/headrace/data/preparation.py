@@ -20,9 +20,9 @@ import numpy as np
 from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedTokenizerFast
 
-from ..errors import InputError
-from ..integrity import record, write_json
-from ..processes import forks_end_with_parent, new_folder
+from ..utils.errors import InputError
+from ..utils.integrity import record, write_json
+from ..utils.processes import forks_end_with_parent, new_folder
 from . import sources, tokenizer
 
 BATCH = 64  # rows, or documents, that a worker takes at a time

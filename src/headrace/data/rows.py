@@ -14,9 +14,9 @@ from datasets import Dataset, load_from_disk
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ..errors import InputError
-from ..integrity import damage
-from ..loss import IGNORED
+from ..ops.loss import IGNORED
+from ..utils.errors import InputError
+from ..utils.integrity import damage
 
 
 @dataclass(frozen=True)

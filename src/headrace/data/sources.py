@@ -6,8 +6,8 @@ from typing import Any
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 
-from ..errors import InputError
-from ..integrity import sha256
+from ..utils.errors import InputError
+from ..utils.integrity import sha256
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 TEXT = ("string", "large_string", "string_view")

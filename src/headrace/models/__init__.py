@@ -1,9 +1,9 @@
 """Whole models: source tokens in, target tokens out; and BERT, which fills gaps."""
 
-from ..model_spec import ModelSpec, RecurrentSpec
-from ..stack_spec import BertSpec, TransformerSpec
-from .base import EncoderDecoder, EncoderDecoderOutput, ModelSizes, shift_right
+from ..spec.encoder_decoder import ModelSpec, RecurrentSpec
+from ..spec.stack import BertSpec, TransformerSpec
 from .bert import BertModel
+from .encoder_decoder import EncoderDecoder, EncoderDecoderOutput, ModelSizes, shift_right
 from .rnn import RecurrentModel
 from .transformer import TransformerModel
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ..checks import require
-from ..model import build_norm, initialise, padding_mask
-from ..stack_spec import BertSpec
-from .base import ModelSizes, mean_loss
+from ..layers.stack import build_norm, initialise, padding_mask
+from ..ops.checks import require
+from ..spec.stack import BertSpec
+from .encoder_decoder import ModelSizes, mean_loss
 from .transformer import block_sizes, stack
 
 INITIAL_STD = 0.02

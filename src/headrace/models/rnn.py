@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from ..checks import require
-from ..mixers.alignment import AlignmentAttention, Memory
-from ..model_spec import RecurrentSpec
-from .base import Decoded, EncoderDecoder, ModelSizes
+from ..layers.attention.alignment import AlignmentAttention, Memory
+from ..ops.checks import require
+from ..spec.encoder_decoder import RecurrentSpec
+from .encoder_decoder import Decoded, EncoderDecoder, ModelSizes
 
 CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM}
 Cell = Tensor | tuple[Tensor, Tensor]  # torch's state: [layers, B, n], for an LSTM two of them

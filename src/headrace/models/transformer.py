@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import require
-from ..mixers.attention import AttentionState, SoftmaxAttention
-from ..model import Backbone, Sizes, default_intermediate_size, initialise, padding_mask
-from ..stack_spec import StackSpec, TransformerSpec
-from .base import Decoded, EncoderDecoder, ModelSizes
+from ..layers.attention.attention import AttentionState, SoftmaxAttention
+from ..layers.stack import Backbone, Sizes, default_intermediate_size, initialise, padding_mask
+from ..ops.checks import require
+from ..spec.stack import StackSpec, TransformerSpec
+from .encoder_decoder import Decoded, EncoderDecoder, ModelSizes
 
 
 def block_sizes(spec: StackSpec, sizes: ModelSizes) -> Sizes:

@@ -1,1 +1,1 @@
-"""From results to tables, pictures and words."""
+"""HTML pages and the style of pictures."""

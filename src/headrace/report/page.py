@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import ChoiceLoader, Environment, PackageLoader, Template
 from matplotlib.figure import Figure
 
-from ..provenance import sentence
+from ..utils.provenance import sentence
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,15 @@ class Page:
 
     def write(self, path: Path) -> Path:
         """Whole or not at all."""
-        templates = Environment(loader=PackageLoader("headrace.report", "."), autoescape=True, trim_blocks=True)
         beside = path.with_name(f".{path.name}")
-        beside.write_text(templates.get_template("page.html").render(page=self, mixed=sentence(path.parent)), "utf-8")
+        beside.write_text(template("page.html").render(page=self, mixed=sentence(path.parent)), "utf-8")
         return beside.replace(path)
+
+
+def template(name: str, package: str = "headrace.report") -> Template:
+    """A file of a package, or of this one, which it may extend and include."""
+    loader = ChoiceLoader([PackageLoader(package, "."), PackageLoader("headrace.report", ".")])
+    return Environment(loader=loader, autoescape=True, trim_blocks=True).get_template(name)
 
 
 def picture(caption: str, figure: Figure, path: Path) -> Picture:

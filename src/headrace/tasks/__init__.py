@@ -1,6 +1,6 @@
 """What models are compared on. A task is a frozen record of literals: JSON-able, cheap to send to a worker."""
 
-from ..loss import IGNORED
+from ..ops.loss import IGNORED
 from .base import Answers, Metric, Rows, Task
 from .copy import Copy
 from .dates import Dates

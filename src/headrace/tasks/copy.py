@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import InputError
-from ..loss import IGNORED
+from ..ops.loss import IGNORED
+from ..utils.errors import InputError
 from .base import Batch, Drawn
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import InputError
+from ..utils.errors import InputError
 from .sequences import Sequences
 
 # Python's own names of months and days follow the machine's language.

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..loss import IGNORED
+from ..ops.loss import IGNORED
+from ..utils.errors import InputError
 from .base import Batch, ByToken
 
 GREYS, PIXELS, CLASSES = 17, 64, 10

@@ -14,8 +14,8 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import InputError
-from ..loss import IGNORED
+from ..ops.loss import IGNORED
+from ..utils.errors import InputError
 from .base import Batch, Drawn
 
 GAP_EXPONENT = -0.99  # of the density of a query's distance from the pairs

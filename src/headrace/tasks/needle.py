@@ -27,8 +27,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ..errors import InputError
-from ..loss import IGNORED
+from ..ops.loss import IGNORED
+from ..utils.errors import InputError
 from .base import Batch, ByRow, Drawn
 from .text import read
 

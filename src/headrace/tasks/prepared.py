@@ -13,8 +13,8 @@ from typing import Any
 from datasets import Dataset, Features, Sequence, Value
 
 from ..data.preparation import finished, versions
-from ..errors import InputError
-from ..loss import IGNORED
+from ..ops.loss import IGNORED
+from ..utils.errors import InputError
 from .base import Task, generator
 from .text import Text
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import InputError
+from ..utils.errors import InputError
 from .base import Batch
 from .sequences import Sequences
 

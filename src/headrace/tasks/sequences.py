@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..loss import IGNORED
+from ..ops.loss import IGNORED
 from .base import Batch, ByRow, held_out
 
 START, END, FIRST = 0, 1, 2  # before a target and where a source has ended; after a target; the first character

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..utils.errors import InputError
 from .base import Batch, ByToken, held_out
 from .sequences import END, FIRST, Sequences
 from .text import Text

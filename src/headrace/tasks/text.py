@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..utils.errors import InputError
 from .base import Answers, Batch, Metric
 
 HELD_OUT_SHARE = 0.1

@@ -1,0 +1,95 @@
+"""What a model carries from one forward to the next, on transformers' cache interface."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..layers.decode import MixerState
+from ..utils.errors import InputError
+
+
+class HeadraceCache(Cache):
+    """The state of every layer, and how many columns of input they stand for (padding included).
+
+    transformers' own cache cannot serve: it drops the state of a recurrence without a convolution, and rounds a state
+    to the precision of the first one written. Here they keep their precision, and belong to the cache: the next token
+    may be written into them. Whoever wants to go on from one of them twice takes a copy (copy.deepcopy) of the cache.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.reset()
+
+    def reset(self) -> None:
+        self.states: list[Any] | None = None  # a layer's is None where it has not seen a token yet
+        self.columns = 0
+
+    def replace(self, states: list[Any], columns: int) -> None:
+        """The states after `columns` more columns, which belong to the cache from now on."""
+        held = {id(state) for state in self.states or ()}
+        self.states = [state if id(state) in held else _apart(state) for state in states]
+        self.columns += columns
+
+    def __len__(self) -> int:
+        return len(self.states or [])
+
+    @property
+    def batch_size(self) -> int:
+        """How many sequences are held; −1 before their first token."""
+        return next((len(state[0]) for state in self.states or [] if state is not None), -1)
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.states is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change(lambda x: x[indices.to(x.device)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise InputError(
+            f"crop(tokens_to_remove={tokens_to_remove}) is impossible: a recurrent state keeps no past to go back to; "
+            "run the shorter sequence from its start"
+        )
+
+    def _change(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.states is not None:
+            self.states = [_changed(s, function) for s in self.states]
+
+
+def _apart(state: Any) -> Any:
+    """The state of a linear mixer, whose tensors are written into, with a copy of each that is a part of another: the
+    rest of that is not the cache's. (Behind keys and values nothing is written but in memory made for it.)"""
+    return MixerState._make(map(_alone, state)) if isinstance(state, MixerState) else state
+
+
+def _alone(x: Tensor | None) -> Tensor | None:
+    if x is None or (x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _changed(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    return None if state is None else type(state)(*(function(x) if isinstance(x, Tensor) else None for x in state))

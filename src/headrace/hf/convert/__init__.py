@@ -1,0 +1,167 @@
+"""Checkpoints of other libraries as ours, and ours as theirs.
+
+A format says what its config.json means to us and which rows of its tensors are which of ours; both directions follow
+from that. Only safetensors are read, nothing is unpickled, and no foreign code runs.
+"""
+
+import json
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ...layers import LinearMixer
+from ...utils.errors import InputError
+from ...utils.integrity import check_weights, seal
+from ..config import HeadraceConfig
+from ..model import HeadraceForCausalLM
+from . import flash, hugging_face
+from .form import SHARED, Format, View
+
+FORMATS = hugging_face.FORMATS | flash.FORMATS
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # the head is called so in every format
+PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def bring_in(checkpoint: Path) -> HeadraceForCausalLM:
+    """A foreign checkpoint as our model, in evaluation mode and its own precision.
+
+    Raises InputError where the format is unknown, its config asks for what we do not have, or a tensor is missing, left
+    over or of another shape."""
+    check_weights(checkpoint)
+    described = _read_config(checkpoint)
+    form = FORMATS.get(described.get("model_type", ""))
+    if form is None:
+        raise InputError(
+            f"checkpoint {str(checkpoint)!r} has model_type={described.get('model_type')!r}; "
+            f"expected one of {', '.join(FORMATS)}"
+        )
+    model: Any = HeadraceForCausalLM(HeadraceConfig(**form.arguments(described))).eval()
+    tensors = _read_tensors(checkpoint)
+    model.to(_precision(tensors))
+    left, ours = set(tensors), slots(model)
+    for name, view in views(form, model).items():
+        if view.name not in tensors:
+            raise InputError(f"checkpoint {str(checkpoint)!r} has no tensor {view.name!r}")
+        _fill(ours[name], view, tensors[view.name])
+        left.discard(view.name)
+    if model.config.tie_word_embeddings and HEAD in left:
+        left -= {HEAD} if torch.equal(tensors[HEAD], tensors[form.whole[EMBEDDING].name]) else set()
+    if left:
+        raise InputError(f"checkpoint {str(checkpoint)!r} has a tensor we have no place for: {min(left)!r}")
+    return model
+
+
+def take_out(model: HeadraceForCausalLM, name: str, folder: Path) -> None:
+    """Write the model as a checkpoint of another format: config.json and model.safetensors.
+
+    Raises InputError where that format cannot say what the model is."""
+    if name not in FORMATS:
+        raise InputError(f"--to {name!r} is unknown; expected one of {', '.join(FORMATS)}")
+    form, described = FORMATS[name], _described(model, name)
+    tensors: dict[str, Tensor] = {}
+    ours = slots(model)
+    for slot, view in views(form, model).items():
+        value = ours[slot] - view.offset if view.offset else ours[slot]
+        if view.rows is None:
+            tensors[view.name] = value.contiguous()
+            continue
+        whole = tensors.setdefault(view.name, value.new_zeros(view.height, *value.shape[1:]))
+        whole[view.rows] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
+    seal(folder)
+
+
+def _described(model: Any, name: str) -> dict[str, Any]:
+    """The foreign config.json; what it means to us must be the model again."""
+    form, config = FORMATS[name], model.config
+    if not all(isinstance(spec, form.mixer) for spec in config.mixers):
+        raise InputError(f"--to {name!r} cannot say what this model is: its mixers are no {form.mixer.__name__}")
+    described = {field: values[0] for field, values in form.only.items()} | form.describe(config)
+    described |= {field: getattr(config, field) for field in SHARED if field in form.read}
+    described |= {"model_type": name, "architectures": [form.architecture]}
+    described["dtype"] = str(model.dtype).removeprefix("torch.")
+    try:
+        again = HeadraceConfig(**form.arguments(described))
+    except InputError as reason:
+        raise InputError(f"--to {name!r} cannot say what this model is: {reason}") from None
+    sizes = replace(again.sizes, max_positions=config.sizes.max_positions)  # which is of learned positions alone
+    if again.mixers != config.mixers or sizes != config.sizes:
+        raise InputError(f"--to {name!r} cannot say what this model is: its mixers or its blocks are others")
+    return described
+
+
+def views(form: Format, model: Any) -> dict[str, View]:
+    """By our names, where each of our tensors, or part of one, stands in theirs."""
+    found = dict(form.whole)
+    if model.config.tie_word_embeddings:
+        del found[HEAD]
+    for i in range(model.config.num_hidden_layers):
+        for name, view in form.layer(model.config).items():
+            found[f"model.backbone.layers.{i}.{name}"] = view._replace(name=view.name.replace("#", str(i)))
+    return found
+
+
+def slots(model: Any) -> dict[str, Tensor]:
+    """All parameters, without their gradients; those that hold several things at once by their parts: writing into one
+    writes into the model."""
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        if isinstance(module, LinearMixer):
+            kept = {"in_proj.weight": module.parts, "conv.weight": None, "conv.bias": None}
+            for name, parts in kept.items():
+                if (whole := found.pop(f"{path}.{name}", None)) is not None:
+                    sizes = parts or {part: module.parts[part] for part in "qkv"}
+                    pieces = zip(sizes, whole.split(list(sizes.values())), strict=True)
+                    found |= {f"{path}.{name.replace('in_proj.weight', 'in_proj')}.{part}": x for part, x in pieces}
+    return found
+
+
+def _precision(tensors: dict[str, Tensor]) -> torch.dtype:
+    """The least that holds every tensor without rounding it."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in PRECISIONS:
+            expected = ", ".join(str(dtype) for dtype in PRECISIONS)
+            raise InputError(f"tensor {name!r} has dtype {tensor.dtype}; expected one of {expected}")
+    return reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
+
+
+def _fill(slot: Tensor, view: View, tensor: Tensor) -> None:
+    value = tensor if view.rows is None else tensor[view.rows]
+    if [n for n in value.shape if n > 1] != [n for n in slot.shape if n > 1]:
+        raise InputError(f"tensor {view.name!r} has shape {list(tensor.shape)}, which does not fit {list(slot.shape)}")
+    with torch.no_grad():
+        slot.copy_(value.reshape(slot.shape) + view.offset)
+
+
+def _read_config(checkpoint: Path) -> dict[str, Any]:
+    try:
+        described = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"checkpoint {str(checkpoint)!r} has no config.json that can be read: {error}") from error
+    if not isinstance(described, dict):
+        raise InputError(f"checkpoint {str(checkpoint)!r}: config.json holds {described!r}; expected fields by name")
+    return described
+
+
+def _read_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    index = checkpoint / INDEX
+    names = [WEIGHTS]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            tensors |= load_file(checkpoint / name)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"checkpoint {str(checkpoint)!r}: {name} cannot be read: {error}") from error
+    return tensors

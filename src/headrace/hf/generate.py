@@ -1,0 +1,78 @@
+"""Text from a checkpoint: a prompt in, tokens out as they come."""
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, TextStreamer, set_seed
+
+from ..utils.device import on_device
+from ..utils.errors import InputError
+from .model import load
+
+
+def generate(
+    checkpoint: Path, prompt: str, seed: int | None, stream: bool, device: str | None = None, **sampling: Any
+) -> dict[str, Any]:
+    """What follows the prompt, printed as it comes if `stream`; `sampling` are settings of transformers' `generate`.
+
+    Returns the text, its tokens, and tokens per second. Raises InputError for what the checkpoint cannot do."""
+    model: Any = load(checkpoint)
+    model.to(on_device(device))
+    tokenizer = read_tokenizer(checkpoint)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device)
+    if not ids.numel():
+        raise InputError("the prompt has no tokens; expected some text")
+    if seed is not None:
+        set_seed(seed)
+    streamer = TextStreamer(tokenizer, skip_prompt=True) if stream else None
+    started = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(ids, streamer=streamer, pad_token_id=tokenizer.eos_token_id, **sampling)
+    seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
+    return {"text": tokenizer.decode(new), "tokens": new, "tokens_per_second": len(new) / seconds}
+
+
+def sampling_settings(
+    tokens: int, temperature: float, top_p: float, top_k: int, repetition_penalty: float
+) -> dict[str, Any]:
+    """Those of transformers' `generate`, for the options of the command line. InputError for what they cannot be."""
+    for name, value, holds, wanted in (
+        ("tokens", tokens, tokens >= 1, "at least 1"),
+        ("temperature", temperature, 0 <= temperature < math.inf, "a number of at least 0"),
+        ("top-p", top_p, 0 < top_p <= 1, "more than 0 and at most 1"),
+        ("top-k", top_k, top_k >= 0, "at least 0"),
+        ("repetition-penalty", repetition_penalty, 0 < repetition_penalty < math.inf, "more than 0"),
+    ):
+        if not holds:
+            raise InputError(f"--{name}={value}; expected {wanted}")
+    settings = {"max_new_tokens": tokens, "do_sample": temperature > 0, "repetition_penalty": repetition_penalty}
+    if temperature > 0:
+        return settings | {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    for name, given in (("top-p", top_p != 1), ("top-k", top_k != 0)):
+        if given:
+            raise InputError(f"--{name} means nothing at --temperature 0, which takes the likeliest token")
+    return settings
+
+
+def read_tokenizer(checkpoint: Path | str) -> Any:
+    """Of a folder, and of a name on the Hub where it is given as text."""
+    local = isinstance(checkpoint, Path)
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"checkpoint {str(checkpoint)!r} has no tokenizer that can be read; expected its tokenizer.json"
+        ) from error
+
+
+def read_prompt(given: str | None) -> str:
+    """The prompt of the command line; without one, all of standard input."""
+    if given is not None:
+        return given
+    if sys.stdin.isatty():
+        raise InputError("--prompt is missing; expected a prompt, or text on standard input")
+    return sys.stdin.read()

@@ -1,0 +1,331 @@
+"""The language model on Hugging Face's interfaces, and the Auto classes. The one file that knows transformers' models.
+
+Dimensions: B batch, T tokens, D hidden size, N sequences (B, or those of a pack).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from ..layers.moe import balance_loss, routings
+from ..layers.packing import flash_bounds, pack_rows, sequences
+from ..layers.stack import Backbone, Block, initialise, padding_mask
+from ..ops.checks import require
+from ..ops.loss import IGNORED, causal_loss
+from ..ops.modules import untouched
+from ..utils.errors import InputError
+from ..utils.integrity import check_weights, seal, unseal
+from .cache import HeadraceCache
+from .config import HeadraceConfig
+
+
+class HeadraceBlock(GradientCheckpointingLayer, Block):
+    """A block whose activations can be computed again instead of kept."""
+
+
+class HeadracePreTrainedModel(PreTrainedModel):
+    config_class = HeadraceConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["HeadraceBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _is_stateful = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        initialise(module, self.config.initializer_range)
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, **options):  # type: ignore[override]
+        """As in transformers, with checksums of the weights, which `load` checks."""
+        if is_main_process:
+            unseal(Path(save_directory))
+        super().save_pretrained(save_directory, is_main_process, **options)
+        if is_main_process:
+            seal(Path(save_directory))
+
+
+class HeadraceModel(HeadracePreTrainedModel):
+    """Embedding and blocks, without the head that predicts tokens."""
+
+    def __init__(self, config: HeadraceConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.backbone = Backbone(config.stack.over(config.num_hidden_layers), config.sizes, HeadraceBlock)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: HeadraceCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+    ) -> BaseModelOutputWithPast:
+        """input_ids [B, T] or inputs_embeds [B, T, D] -> last_hidden_state [B, T, D].
+
+        Args:
+            attention_mask: [B, T] or, after a cache, [B, all columns]: 0 is padding, anywhere.
+            past_key_values: what `use_cache` returned for the columns before these; it is brought up to date in place,
+                unless use_cache=False, which leaves it as it is.
+            use_cache: None: where past_key_values is given; else as config.use_cache says, but not in training.
+            cu_seqlens: [N + 1], where the sequences of a pack (B = 1) begin and end.
+            position_ids: [B or 1, T]. Where they begin again at 0 within a row, another sequence begins; otherwise they
+                have to be the places of the tokens, which changes nothing.
+            seq_idx: [B, T], the number of each token's sequence; where it rises within a row, another begins.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise InputError("expected either input_ids or inputs_embeds, not both")
+        if output_attentions:
+            raise InputError("output_attentions=True is not available: a recurrence has no attention maps")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        shape = x.shape
+        if position_ids is not None or seq_idx is not None:
+            padding_mask(attention_mask, x, None)  # its shape is right
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            bounds = sequences(x, position_ids, seq_idx, attention_mask, seen)
+            x, cu_seqlens = pack_rows(x, bounds, attention_mask, cu_seqlens)
+            attention_mask = attention_mask if x.shape == shape else None
+        mask = padding_mask(attention_mask, x, cu_seqlens)
+        cache = _checked_cache(past_key_values, x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
+        if use_cache is None:
+            use_cache = cache is not None or (self.config.use_cache and not self.training)
+        if use_cache and cache is None:
+            cache = HeadraceCache()
+        hidden: list[Tensor] | None = [] if self._wants_hidden_states(output_hidden_states) else None
+        past = None if cache is None else cache.states
+        in_place = use_cache and not torch.is_grad_enabled()  # said here: a reentrant checkpoint hides it from layers
+        if in_place and hidden is None and cu_seqlens is None:
+            last, states = self.backbone.prefill(x if inputs_embeds is None else x.clone(), past, mask, in_place)
+        else:
+            where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
+            last, states = self.backbone(x, past, **where, inputs=hidden)
+        if cache is not None and use_cache:
+            cache.replace(states, x.shape[1])
+        return BaseModelOutputWithPast(
+            last_hidden_state=last.view(shape),
+            past_key_values=cache if use_cache else None,
+            hidden_states=None if hidden is None else tuple(each.view(shape) for each in (*hidden, last)),
+        )
+
+    def _wants_hidden_states(self, asked: bool | None) -> bool:
+        return bool(self.config.output_hidden_states if asked is None else asked)
+
+
+def _checked_cache(cache: Any, sequences: int) -> HeadraceCache | None:
+    if cache is not None and not isinstance(cache, HeadraceCache):
+        raise InputError(f"past_key_values is a {type(cache).__name__}; expected a HeadraceCache")
+    if cache is not None and cache.batch_size not in (-1, sequences):
+        raise InputError(f"past_key_values holds {cache.batch_size} sequences; expected {sequences} as in the input")
+    return cache
+
+
+class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
+    """The language model: next-token logits, loss, and `generate`."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: HeadraceConfig):
+        super().__init__(config)
+        self.model = HeadraceModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        experts = config.sizes.style.experts
+        self.balance = 0.0 if experts is None else experts.balance
+        self.post_init()
+        self.generation_config.use_cache = None
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """transformers' own; but a stored use_cache=False does not slow generation down.
+
+        The Trainer sets use_cache=False in the config of every model that it trains, and the saved folder keeps it.
+        An argument of `generate`, or the generation_config given here, still turns the cache off."""
+        loaded: Any = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if kwargs.get("generation_config") is None:
+            model.generation_config.use_cache = None
+        return loaded
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: HeadraceCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **loss_kwargs,
+    ) -> CausalLMOutputWithPast:
+        """input_ids [B, T] or inputs_embeds [B, T, D] -> logits [B, T, vocabulary]; the rest as HeadraceModel.
+
+        Args:
+            labels: [B, T], shifted here (−100: ignored). In a pack, set the first label of each sequence to −100.
+            logits_to_keep: the number of last positions, or the positions, to compute logits for; 0: all; None: all,
+                but none (`logits` is None) in training with labels. The loss is always that of all positions.
+            loss_kwargs: `num_items_in_batch` to divide the loss by, `shift_labels` instead of labels; `position_ids`
+                and `seq_idx` as HeadraceModel; of transformers' collators `cu_seq_lens_q` and `_k`, `max_length_q` and
+                `_k`: cu_seqlens.
+        """
+        position_ids, seq_idx = (loss_kwargs.pop(name, None) for name in ("position_ids", "seq_idx"))
+        bounds = flash_bounds(loss_kwargs)
+        require(bounds is None or cu_seqlens is None, "cu_seqlens and cu_seq_lens_q are both given; expected one")
+        loss_kwargs.pop("tokenizer", None)  # an argument of `generate`, which hands it on; a server always gives it one
+        if unknown := loss_kwargs.keys() - {"num_items_in_batch", "shift_labels"}:
+            raise TypeError(f"forward() got an unexpected argument {min(unknown)!r}")
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens if bounds is None else bounds,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+        )
+        hidden, loss, logits = output.last_hidden_state, None, None
+        targets = {"labels": labels, "shift_labels": loss_kwargs.get("shift_labels")}
+        asked = any(target is not None for target in targets.values())
+        for name, target in targets.items():
+            B, T = hidden.shape[:2]
+            given = None if target is None else list(target.shape)
+            require(given in (None, [B, T]), f"{name} has shape {given}; expected [{B}, {T}]")
+        if logits_to_keep is not None or not (asked and self.training):
+            keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-(logits_to_keep or 0), None)
+            logits = self.lm_head(hidden[:, keep])
+        if asked:
+            everything = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
+            loss = self._loss(hidden, logits if everything else None, labels=labels, **loss_kwargs)
+            loss = loss + self._balance(attention_mask, labels, **loss_kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+        )
+
+    def _loss(self, hidden: Tensor, logits: Tensor | None, **loss_kwargs) -> Tensor:
+        """Without logits it is found in pieces, unless the head or the loss were replaced, or the head is looked on."""
+        plain = untouched(self.lm_head, nn.Linear) and self.lm_head.bias is None
+        if logits is None and plain and self.loss_function is ForCausalLMLoss:
+            return causal_loss(hidden, self.lm_head.weight, **loss_kwargs)
+        logits = self.lm_head(hidden) if logits is None else logits
+        return self.loss_function(logits=logits, vocab_size=self.config.vocab_size, **loss_kwargs)
+
+    def _balance(
+        self, attention_mask: Tensor | None, labels: Any, shift_labels: Any = None, num_items_in_batch: Any = None
+    ) -> Tensor | float:
+        """What uneven loads of experts cost in training; a part of a step pays by its share of items."""
+        routed = routings(self)
+        if not routed:
+            return 0.0
+        if torch.is_grad_enabled() and not routed[0].shares.requires_grad:
+            raise InputError("use_reentrant=True hides what routers do from the loss; expected use_reentrant=False")
+        mask = padding_mask(attention_mask, routed[0].shares, None)
+        losses = torch.stack([balance_loss(routing, mask) for routing in routed])
+        asked = labels[:, 1:] if shift_labels is None else shift_labels
+        share = 1 if num_items_in_batch is None else (asked != IGNORED).sum().to(losses) / num_items_in_batch
+        return self.balance * losses.mean() * share
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        if (kind := generation_config.cache_implementation) is not None:
+            raise InputError(f"cache_implementation={kind!r} is not available; expected None, for a HeadraceCache")
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = HeadraceCache()
+
+    def _sample(
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
+        **model_kwargs,
+    ):  # fmt: skip
+        """transformers' greedy search and sampling, with its processors and criteria, to the same tokens; where nobody
+        looks on, without what it does for every token and a recurrence needs once."""
+        cache: Any = model_kwargs.get("past_key_values")
+        mask = model_kwargs.get("attention_mask")
+        options = (logits_processor, stopping_criteria, generation_config)
+        if synced_gpus or streamer or not self._alone(input_ids, generation_config, model_kwargs):
+            return super()._sample(input_ids, *options, synced_gpus, streamer, **model_kwargs)  # type: ignore[misc]
+        first = self(input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return self._continue(input_ids, first.logits, cache, *options)
+
+    def _alone(self, input_ids: Tensor, config, given: dict[str, Any]) -> bool:
+        """Whether a generation begins, on a CPU, and nobody waits for more than its tokens or has a hook on the way."""
+        usual = {"attention_mask", "past_key_values", "use_cache", "logits_to_keep"}
+        cache, there = given.get("past_key_values"), {name for name, value in given.items() if value is not None}
+        fresh = isinstance(cache, HeadraceCache) and cache.states is None and given["use_cache"] and there <= usual
+        more = config.return_dict_in_generate or config.is_assistant or config.prefill_chunk_size
+        ours = type(self).forward is HeadraceForCausalLM.forward and "forward" not in vars(self)
+        hooks = any(m._forward_hooks or m._forward_pre_hooks for m in (self, self.model))
+        return bool(fresh and ours and not more and not hooks and input_ids.device.type == "cpu")
+
+    def _continue(self, ids: Tensor, logits: Tensor, cache: HeadraceCache, processor, criteria, config) -> Tensor:
+        """ids [B, T] and the logits [B, 1, vocabulary] after them -> ids and what follows, till criteria are met."""
+        unfinished, pad = ids.new_ones(ids.shape[0]), config._pad_token_tensor
+        ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        while True:
+            scores = processor(ids, logits[:, -1].to(torch.float32, copy=True))
+            if config.do_sample:
+                token = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+            else:
+                token = scores.argmax(-1)
+            if ends:
+                token = token * unfinished + pad * (1 - unfinished)
+            ids = torch.cat([ids, token[:, None]], 1)
+            unfinished = unfinished & ~criteria(ids, None)
+            if not unfinished.any():
+                return ids
+            x, states = self.model.backbone(self.model.embed_tokens(token[:, None]), cache.states, in_place=True)
+            cache.replace(states, 1)
+            logits = self.lm_head(x)
+
+
+def load(path: str | Path) -> HeadraceForCausalLM:
+    """The model that `save_pretrained` wrote to path, in evaluation mode and the precision it was saved in.
+
+    Only safetensors are read; nothing is unpickled or downloaded. Raises InputError where anything is wrong."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
+    check_weights(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if not isinstance(config, HeadraceConfig):
+            raise InputError(f"its model_type is {config.model_type!r}, not 'headrace'")
+        options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
+        loaded: Any = HeadraceForCausalLM.from_pretrained(folder, config=config, output_loading_info=True, **options)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise InputError(f"checkpoint {str(folder)!r} cannot be read: {_first_line(error)}") from error
+    model, report = loaded
+    mismatched = {key for key, *_ in report["mismatched_keys"]}
+    if wrong := sorted({*report["missing_keys"], *report["unexpected_keys"], *mismatched}):
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise InputError(f"checkpoint {str(folder)!r} does not fit its config.json at {', '.join(wrong[:3])}{more}")
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def register() -> None:
+    """Make AutoConfig, AutoModel and AutoModelForCausalLM know the model. Called on import of this module."""
+    AutoConfig.register(HeadraceConfig.model_type, HeadraceConfig, exist_ok=True)
+    AutoModel.register(HeadraceConfig, HeadraceModel, exist_ok=True)
+    AutoModelForCausalLM.register(HeadraceConfig, HeadraceForCausalLM, exist_ok=True)
+
+
+register()

@@ -1,0 +1,267 @@
+"""The routes: what is admitted, what is refused, and how OpenAI's clients get their answers."""
+
+import asyncio
+import json
+import reprlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ...utils.device import on_device
+from ...utils.errors import InputError
+from ..generate import read_tokenizer
+from ..model import load
+from .engine import Engine, Piece
+from .requests import Chat, Completion, Refused
+
+Asked = Completion | Chat
+
+BODY_SECONDS, SEND_SECONDS = 30, 60  # until a client that does not go on writing, or reading, is given up
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request, and all of them, may take."""
+
+    prompt: int = 32768  # tokens
+    tokens: int = 4096  # of an answer
+    waiting: int = 64  # requests beside the one that is generated
+
+    @property
+    def body(self) -> int:
+        """Bytes: more than a token takes in JSON, and those of the other fields."""
+        return 16 * self.prompt + 2**16
+
+
+class Service:
+    """One model, by the name that it is served under."""
+
+    def __init__(self, name: str, model: Any, tokenizers: tuple[Any, Any], limits: Limits):
+        self.name, self.limits, self.created = name, limits, int(time.time())
+        self.vocab_size = model.config.vocab_size
+        self.tokenizer, decoder = tokenizers  # one for each thread
+        self.engine = Engine(model, decoder)
+        self.requests, self.tokenising = 0, asyncio.Lock()
+
+    async def health(self, request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok", "requests": self.requests})
+
+    async def models(self, request: Request) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> JSONResponse:
+        self._named(request.path_params["name"])
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "headrace"}
+
+    def _named(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise Refused(
+                404, f"model={reprlib.repr(name)} is not served; expected {self.name!r}", "model", "model_not_found"
+            )
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Counts a request that waits or is generated."""
+        if self.requests > self.limits.waiting:
+            sentence = f"{self.limits.waiting} requests are waiting already; ask again later"
+            raise Refused(429, sentence, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
+
+    async def read(self, kind: type[Asked], request: Request) -> tuple[Asked, list[list[int]]]:
+        """What is asked, and the tokens of its prompts."""
+        asked = kind.read(await read_body(request, self.limits.body))
+        self._named(asked.model)
+        if (asked.max_tokens or 1) > self.limits.tokens:
+            sentence = f"max_tokens={reprlib.repr(asked.max_tokens)}; expected at most {self.limits.tokens}"
+            raise Refused(400, sentence, "max_tokens")
+        async with self.tokenising:  # a text takes some hundred times its size while it is tokenised
+            prompts = await asyncio.to_thread(asked.prompts, self.tokenizer)
+        for ids in prompts:
+            self._check(ids)
+        return asked, prompts
+
+    def _check(self, ids: list[int]) -> None:
+        if not ids:
+            raise Refused(400, "the prompt has no tokens; expected some text", "prompt")
+        if len(ids) > self.limits.prompt:
+            sentence = f"the prompt has {len(ids)} tokens; expected at most {self.limits.prompt}"
+            raise Refused(400, sentence, "prompt", "context_length_exceeded")
+        if unknown := next((i for i in ids if not 0 <= i < self.vocab_size), None):
+            sentence = f"the prompt has the token {reprlib.repr(unknown)}; the model has {self.vocab_size}"
+            raise Refused(400, sentence, "prompt")
+
+    async def generate(self, asked: Asked, prompts: list[list[int]]) -> AsyncGenerator[tuple[int, Piece], None]:
+        """The pieces of all choices, each with the choice's index."""
+        for row, ids in enumerate(prompts):
+            for choice in range(asked.n):
+                sampling = asked.sampling(self.limits.tokens, choice)
+                async with aclosing(self.engine.pieces(ids, sampling)) as pieces:
+                    async for piece in pieces:
+                        yield row * asked.n + choice, piece
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Of JSON, which a web page of another origin cannot send without asking; never more than `limit` bytes."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise Refused(415, "the content-type is not application/json; expected a JSON body")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise Refused(413, f"the body has more than {limit} bytes; expected a shorter prompt")
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {BODY_SECONDS} seconds") from None
+    return bytes(body)
+
+
+class Answers:
+    """The route of one kind of request, as an ASGI application: it hears when its client goes away."""
+
+    def __init__(self, service: Service, kind: type[Asked]):
+        self.service, self.kind = service, kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Cancelled is who waits for a client that has gone, and everybody when the server ends.
+        with self.service.admitted(), suppress(ClientDisconnect, asyncio.CancelledError):
+            asked, prompts = await self.service.read(self.kind, Request(scope, receive))
+            answer = self.stream(asked, prompts) if asked.stream else self.whole(asked, prompts)
+            kind = b"text/event-stream" if asked.stream else b"application/json"
+            await unless_gone(send_all(answer, kind, send), receive)
+
+    async def whole(self, asked: Asked, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
+        """One JSON object."""
+        texts = [""] * (len(prompts) * asked.n)
+        ends: list[Piece] = []
+        async with aclosing(self.service.generate(asked, prompts)) as pieces:
+            async for index, piece in pieces:
+                texts[index] += piece.text
+                if piece.finish:
+                    ends.append(piece)
+        choices = [_choice(i, asked.choice(text), end) for i, (text, end) in enumerate(zip(texts, ends, strict=True))]
+        usage = _usage(prompts, sum(end.tokens for end in ends))
+        yield json.dumps(self._head(asked.object[0]) | {"choices": choices, "usage": usage}).encode()
+
+    async def stream(self, asked: Asked, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, a piece in each."""
+        head, latest, tokens = self._head(asked.object[1]), -1, 0
+        async with aclosing(self.service.generate(asked, prompts)) as pieces:
+            async for index, piece in pieces:
+                choice = _choice(index, asked.delta(piece.text, first=index != latest), piece)
+                latest, tokens = index, tokens + (piece.tokens if piece.finish else 0)
+                yield _event(head | {"choices": [choice]})
+        if asked.stream_options.include_usage:
+            yield _event(head | {"choices": [], "usage": _usage(prompts, tokens)})
+        yield b"data: [DONE]\n\n"
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": self.service.name}
+
+
+def _choice(index: int, text: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    return {"index": index, **text, "logprobs": None, "finish_reason": piece.finish}
+
+
+def _usage(prompts: list[list[int]], tokens: int) -> dict[str, int]:
+    given = sum(map(len, prompts))
+    return {"prompt_tokens": given, "completion_tokens": tokens, "total_tokens": given + tokens}
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content)}\n\n".encode()
+
+
+async def send_all(chunks: AsyncGenerator[bytes, None], kind: bytes, send: Send) -> None:
+    """The answer begins with its first chunk: what fails before it has a status of its own."""
+
+    async def sent(part: str, **message: Any) -> None:
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await send({"type": f"http.response.{part}", **message})
+        except TimeoutError:
+            raise ClientDisconnect from None
+
+    begun = False
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            if not begun:
+                await sent("start", status=200, headers=[(b"content-type", kind)])
+                begun = True
+            await sent("body", body=chunk, more_body=True)
+    await sent("body")
+
+
+async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do the work, or cancel it where the client goes away before its end."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    watching.add_done_callback(lambda _: working.cancel())
+    try:
+        await working
+    finally:
+        watching.cancel()
+
+
+def _error(status: int, sentence: str, param: str | None, code: str | None, headers: Any = None) -> JSONResponse:
+    kind = {404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
+    content = {"error": {"message": sentence, "type": kind, "param": param, "code": code}}
+    return JSONResponse(content, status, headers)
+
+
+async def refused(request: Request, error: Any) -> JSONResponse:
+    """Of HTTPException: ours, and the router's 404 and 405."""
+    if isinstance(error, Refused):
+        return _error(error.status_code, error.detail, error.param, error.code, error.headers)
+    return _error(error.status_code, f"{request.method} {request.url.path} is not served", None, None, error.headers)
+
+
+async def impossible(request: Request, error: Any) -> JSONResponse:
+    """Of InputError: what the model cannot do, such as a text beyond its learned positions."""
+    return _error(400, str(error), None, None)
+
+
+async def failed(request: Request, error: Exception) -> JSONResponse:
+    return _error(500, f"the server failed with {type(error).__name__}; its log says where", None, None)
+
+
+def application(checkpoint: Path, limits: Limits = Limits(), device: str | None = None) -> Starlette:
+    """The server's application, of a checkpoint on a device. InputError where they cannot be used."""
+    model: Any = load(checkpoint)
+    model.to(on_device(device))
+    tokenizer, decoder = read_tokenizer(checkpoint), read_tokenizer(checkpoint)
+    service = Service(str(checkpoint), model, (tokenizer, decoder), limits)
+    routes = [
+        Route("/health", service.health),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.model),
+        Route("/v1/completions", Answers(service, Completion), methods=["POST"]),
+    ]
+    if tokenizer.chat_template is not None:
+        routes.append(Route("/v1/chat/completions", Answers(service, Chat), methods=["POST"]))
+    handlers: Any = {HTTPException: refused, InputError: impossible, Exception: failed}
+    made = Starlette(routes=routes, exception_handlers=handlers)
+    made.router.redirect_slashes = False
+    return made

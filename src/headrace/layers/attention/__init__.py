@@ -1,0 +1,1 @@
+"""Softmax attention and its variants."""

@@ -1,0 +1,193 @@
+"""Softmax attention: the yardstick, whose state grows with every token, and its kin.
+
+Dimensions: B batch, T new tokens, L all tokens so far, D hidden size, H query heads, Hkv key/value heads, d head
+dimension, N sequences.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ...ops.checks import require
+from ...spec.linear import AttentionSpec
+from ..base import ANY, check_state, may_write
+from ..packing import count_tokens, without_padding
+from ..parts import rotary
+from .flash import flash_attention
+from .positions import DistanceBias
+from .sdpa import attend
+from .window import PatternSoftmax, WindowState, window_attention
+
+
+class AttentionState(NamedTuple):
+    """The keys and values of every token so far, keys already rotated."""
+
+    k: Tensor  # [N, L, Hkv, d]
+    v: Tensor  # [N, L, Hkv, d]
+    valid: Tensor | None = None  # [N, L] bool: False is padding; None: no padding
+    room: int | None = None  # tokens that the memory of k and v has room for, these L among them; None: for these alone
+
+    @property
+    def seen(self) -> Tensor:
+        """[N], how many tokens came before."""
+        return _valid(self.k, self.valid).sum(1)
+
+
+State = AttentionState | WindowState
+
+
+class SoftmaxAttention(nn.Module):
+    """Softmax attention (arXiv 1706.03762) with rotary positions (arXiv 2104.09864) and grouped key/value heads
+    (arXiv 2305.13245), with Llama's projections and conventions; and what else an AttentionSpec can say.
+
+    Args: as LinearMixer's; the layer's place and norm_eps mean nothing here. causal: False for an encoder, whose tokens
+        see all others; and for `cross`. out_size: of y; None: hidden_size.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1,
+        norm_eps: float = 1e-6, rope_theta: float = 10000.0, causal: bool = True, out_size: int | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        require(
+            causal or spec.pattern is None, f"{spec.pattern} is of earlier tokens; expected pattern=None in an encoder"
+        )
+        self.spec, self.rope_theta, self.causal = spec, rope_theta, causal
+        self.state_kind = AttentionState if spec.pattern is None else WindowState
+        self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,), "seen": ()}
+        H, (self.head_dim, _) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
+        kv_width = (spec.kv_heads or H) * self.head_dim
+        self.q_proj = nn.Linear(hidden_size, H * self.head_dim, bias=spec.bias)
+        self.k_proj = nn.Linear(hidden_size, kv_width, bias=spec.bias)
+        self.v_proj = nn.Linear(hidden_size, kv_width, bias=spec.bias)
+        self.o_proj = nn.Linear(H * self.head_dim, out_size or hidden_size, bias=spec.bias)
+        self.bias = None
+        if spec.buckets is not None:
+            self.bias = DistanceBias(spec.buckets, H, hidden_size=hidden_size, bidirectional=not causal)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        in_place: bool = False,
+    ) -> tuple[Tensor, State]:
+        """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state)."""
+        require(self.causal or state is None, "an encoder sees a whole sequence at once; expected state=None")
+        if state is not None:
+            check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
+        if self.spec.pattern is not None and mask is not None:
+            return without_padding(lambda pack, state, ends: self.forward(pack, state, cu_seqlens=ends), x, state, mask)
+        q, k, v = self._query(x), *self._key_value(x)
+        if self.spec.rotary:
+            positions, _ = count_tokens(x, None if state is None else state.seen, mask, cu_seqlens)
+            q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
+        if self.spec.pattern is not None:
+            out, state = self._attend_within(q, k, v, state, cu_seqlens)
+        elif cu_seqlens is None:
+            state = extended(state, k, v, mask, in_place)
+            out = self._attend(q, *state[:3])
+        else:
+            out, state = attend_packed(self._attend, q, k, v, state, cu_seqlens.diff().tolist())
+        return self.o_proj(out.flatten(-2)), state
+
+    def remember(self, memory: Tensor, mask: Tensor | None = None) -> AttentionState:
+        """The keys and values of another sequence [B, L, D], for `cross`. mask [B, L]: False is padding, never seen; a
+        row needs a token."""
+        return AttentionState(*self._key_value(memory), mask)
+
+    def cross(self, x: Tensor, memory: AttentionState) -> Tensor:
+        """x [B, T, D] reads the sequence that is remembered -> [B, T, D]. Positions have no part in it."""
+        return self.o_proj(self._attend(self._query(x), *memory[:3]).flatten(-2))
+
+    def _query(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.spec.scale == "key":
+            return q
+        return q * (self.head_dim if self.spec.scale == "one" else 2) ** 0.5  # PyTorch's kernels divide by √d
+
+    def _key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.k_proj, self.v_proj))
+        return k, v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
+        k, v = k.to(q.dtype), v.to(q.dtype)  # what is held may be of a pass in another precision
+        if self.spec.form == "tiles":
+            return flash_attention(q, k, v, causal=self.causal, valid=valid)
+        return attend(q, k, v, valid, causal=self.causal, bias=self.bias, null=self.spec.null)
+
+    def _attend_within(self, q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor | None):
+        """Attention to what the pattern shows: rows of a batch are a pack of sequences of one length."""
+        assert self.spec.pattern is not None
+        B, T = q.shape[:2]
+        if T == 0:
+            return q, state
+        ends = torch.arange(0, B * T + 1, T, device=q.device) if cu_seqlens is None else cu_seqlens
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        softmax = PatternSoftmax(self.spec.pattern, self.bias, self.spec.null)
+        out, state = window_attention(q, k, v, state, ends, softmax)
+        return out.unflatten(0, (B, T)), state
+
+
+def attend_packed(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, state: AttentionState | None, lengths: list[int]
+) -> tuple[Tensor, AttentionState]:
+    """One attention per sequence: no work and no memory for pairs of tokens of different sequences."""
+    out, keys, values = [], [], []
+    for n, (qn, kn, vn) in enumerate(zip(*(x[0].split(lengths) for x in (q, k, v)), strict=True)):
+        if state is not None:
+            past = _valid(state.k, state.valid)[n]
+            kn, vn = torch.cat([state.k[n, past], kn]), torch.cat([state.v[n, past], vn])
+        out.append(attend(qn[None], kn[None], vn[None])[0] if len(qn) else vn.new_empty(0, qn.shape[1], vn.shape[2]))
+        keys.append(kn)
+        values.append(vn)
+    seen = torch.tensor([len(kn) for kn in keys], device=k.device)
+    valid = torch.arange(max(map(len, keys)), device=k.device) < seen[:, None]
+    return torch.cat(out)[None], AttentionState(pad_sequence(keys, True), pad_sequence(values, True), valid)
+
+
+def _valid(k: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if mask is None else mask
+
+
+def extended(
+    state: AttentionState | None, k: Tensor, v: Tensor, mask: Tensor | None, in_place: bool = False
+) -> AttentionState:
+    """The state with k and v [N, T, Hkv, d] behind its own, in its own memory where it may be written into."""
+    if state is None:
+        return AttentionState(k, v, mask)
+    valid = None
+    if state.valid is not None or mask is not None:
+        valid = torch.cat([_valid(state.k, state.valid), _valid(k, mask)], 1)
+    if not in_place or not may_write(state[:2]) or torch.compiler.is_compiling():
+        return AttentionState(torch.cat([state.k, k], 1), torch.cat([state.v, v], 1), valid)
+    total, room = state.k.shape[1] + k.shape[1], state.room or 0
+    if room < total or not _lies_in(room, state.k, k) or not _lies_in(room, state.v, v):
+        room = total + total // 4
+        state = AttentionState(_moved(state.k, room, k), _moved(state.v, room, v))
+    return AttentionState(_behind(state.k, k, room), _behind(state.v, v, room), valid, room)
+
+
+def _lies_in(room: int, past: Tensor, new: Tensor) -> bool:
+    """Whether past [N, L, …] begins memory for `room` tokens of each sequence, which can hold what new has."""
+    return past.stride(0) == room * past.shape[2:].numel() and past.dtype is torch.promote_types(past.dtype, new.dtype)
+
+
+def _moved(past: Tensor, room: int, new: Tensor) -> Tensor:
+    dtype = torch.promote_types(past.dtype, new.dtype)
+    buffer = past.new_empty(len(past), room, *past.shape[2:], dtype=dtype)
+    buffer[:, : past.shape[1]] = past
+    return buffer[:, : past.shape[1]]
+
+
+def _behind(past: Tensor, new: Tensor, room: int) -> Tensor:
+    """past [N, L, …] and new [N, T, …] in one tensor: new is written into the memory behind past."""
+    L, total = past.shape[1], past.shape[1] + new.shape[1]
+    buffer = past.as_strided((len(past), room, *past.shape[2:]), past.stride())
+    buffer[:, L:total] = new
+    return buffer[:, :total]

@@ -1,0 +1,119 @@
+"""FlashAttention (arXiv 2205.14135), to be read: softmax attention tile by tile, which never holds a T × T matrix.
+
+Each row of scores is met in pieces. Its softmax is kept as a maximum m, a sum l of exponentials and an unfinished
+output; l and the output are rescaled whenever a piece raises the maximum. Backward computes the scores of each tile
+again: with the log-sum-exp m + log l of every row, e^(s − lse) is the softmax itself.
+
+Dimensions: B batch, T queries, L keys, H heads, d head dimension; the queries are the last T of the L tokens.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops.call import accumulator
+from ...ops.derivatives import apply_function, first_order
+from ...utils.device import without_autocast
+
+NAME = "flash_attention"
+TILE = 64
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees."""
+
+    causal: bool
+    ahead: int  # L − T: keys before the first query
+    valid: Tensor | None  # [B, L], False: seen by none but, if causal, its own query; None: all are
+
+    def hidden(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
+        """[1 or B, 1, rows, columns] of a tile, True where the query does not see the key."""
+        i = self.ahead + torch.arange(rows.start, rows.stop, device=device)[:, None]
+        j = torch.arange(columns.start, columns.stop, device=device)
+        hidden = ((j > i) & self.causal)[None, None]
+        return (
+            hidden
+            if self.valid is None
+            else hidden | ~self.valid[:, None, None, columns] & ((i != j) | (not self.causal))
+        )
+
+    def unseen(self, rows: slice, columns: slice) -> bool:
+        """A tile of which nothing is seen."""
+        return self.causal and columns.start > self.ahead + rows.stop - 1
+
+
+def tiles(length: int) -> Iterator[slice]:
+    return (slice(start, min(start + TILE, length)) for start in range(0, length, TILE))
+
+
+def scores(q: Tensor, k: Tensor, mask: Mask, rows: slice, columns: slice) -> Tensor:
+    """Logits of a tile. What is hidden is very negative and finite: a row of nothing else must not become NaN before
+    it meets its first visible key, after which e^(s − m) is 0 for all of these."""
+    s = q[:, :, rows] @ k[:, :, columns].mT * q.shape[-1] ** -0.5
+    return s.masked_fill(mask.hidden(rows, columns, q.device), torch.finfo(s.dtype).min / 2)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """q [B, H, T, d]; k, v [B, H, L, d] -> out [B, H, T, d] and the log-sum-exp of every row [B, H, T, 1]."""
+    out, lse = torch.empty_like(q), q.new_empty(*q.shape[:3], 1)
+    for rows in tiles(q.shape[2]):
+        o = torch.zeros_like(q[:, :, rows])
+        m = torch.full_like(o[..., :1], torch.finfo(q.dtype).min)
+        l = torch.zeros_like(m)
+        for columns in tiles(k.shape[2]):
+            if mask.unseen(rows, columns):
+                break
+            s = scores(q, k, mask, rows, columns)
+            higher = torch.maximum(m, s.amax(-1, keepdim=True))
+            p, shrink = torch.exp(s - higher), torch.exp(m - higher)
+            l = shrink * l + p.sum(-1, keepdim=True)
+            o = shrink * o + p @ v[:, :, columns]
+            m = higher
+        out[:, :, rows], lse[:, :, rows] = o / l, m + l.log()
+    return out, lse
+
+
+def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: Mask) -> list[Tensor]:
+    """Gradients of q, k, v. A softmax row p with gradient dp has ds = p (dp − ⟨p, dp⟩), and ⟨p, dp⟩ = ⟨out, dout⟩."""
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    delta, scale = (out * dout).sum(-1, keepdim=True), q.shape[-1] ** -0.5
+    for rows in tiles(q.shape[2]):
+        do = dout[:, :, rows]
+        for columns in tiles(k.shape[2]):
+            if mask.unseen(rows, columns):
+                break
+            p = torch.exp(scores(q, k, mask, rows, columns) - lse[:, :, rows])
+            dv[:, :, columns] += p.mT @ do
+            ds = p * (do @ v[:, :, columns].mT - delta[:, :, rows]) * scale
+            dq[:, :, rows] += ds @ k[:, :, columns]
+            dk[:, :, columns] += ds.mT @ q[:, :, rows]
+    return [dq, dk, dv]
+
+
+class Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        out, lse = forward(q, k, v, mask)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mask = mask
+        return out
+
+    @staticmethod
+    @first_order(NAME)
+    def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
+        q, k, v, out, lse = ctx.saved_tensors
+        return *backward(q, k, v, out, lse, dout, ctx.mask), None
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, valid: Tensor | None = None) -> Tensor:
+    """`attend` by tiles: q [B, T, H, d]; k, v [B, L, Hkv, d], Hkv dividing H; valid [B, L] -> [B, T, H, d].
+
+    Sums are float64 for float64 inputs, else float32."""
+    groups, acc = q.shape[2] // k.shape[2], accumulator(q)
+    mask = Mask(causal, k.shape[1] - q.shape[1], valid)
+    k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+    with without_autocast(q):
+        out = apply_function(Flash, NAME, *(x.transpose(1, 2).to(acc) for x in (q, k, v)), mask)
+    return out.transpose(1, 2).to(q.dtype)

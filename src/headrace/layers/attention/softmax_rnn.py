@@ -1,0 +1,164 @@
+"""Softmax attention taken apart (arXiv 2507.23632): any of several weights of a pair of tokens over any of several
+denominators. All are T×T: a form to study, not a fast one.
+
+The order of things is that of the paper's code: q and k rotate, then their functions act, logits are divided by √d and
+clamped from above, gates are one number per token and head. In cosine attention its vectors of norm 1 are those of one
+channel of all heads; here they are those of one head.
+
+Dimensions: B batch, T new tokens, L all tokens so far, D hidden size, H heads, d head dimension.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.call import accumulator
+from ...ops.checks import require
+from ...ops.recurrence import NORMALISER_EPS
+from ...spec.softmax_rnn import NORMS, SoftmaxRNNSpec
+from ..base import ANY, Mixer, check_state
+from ..packing import Sequences
+from ..parts import FEATURE_MAPS, l2_norm, rotary
+from ..taylor import truncated_exp
+from .attention import AttentionState, attend_packed, extended
+from .sdpa import visible
+
+# Of q and of k, and what their product is divided by.
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int], float]]] = {
+    "exp": (FEATURE_MAPS["identity"], lambda d: d**0.5),
+    "relu": (FEATURE_MAPS["relu"], lambda d: d**0.5),
+    "elu+1": (FEATURE_MAPS["elu+1"], lambda d: d**0.5),
+    "cosine": (l2_norm, lambda d: 1.0),
+}
+# The least that a denominator is, as a logarithm: of a sum, of a length, of the root of a mean square plus ε. As in the
+# paper's code, where norms are F.normalize, nn.RMSNorm and nn.LayerNorm with the defaults that they have in float32.
+LOG_FLOORS = {
+    "detached": 0.0,
+    "l2": math.log(1e-12),
+    "rms": math.log(torch.finfo(torch.float32).eps) / 2,
+    "layer": math.log(1e-5) / 2,
+}
+
+
+class SoftmaxRNN(Mixer):
+    """Any numerator over any denominator that a SoftmaxRNNSpec names; with those of softmax, the zoo's transformer.
+
+    Args: as LinearMixer's; norm_eps has no effect: norms in the denominator's place use the paper's
+        epsilons.
+        causal: False for an encoder, whose tokens see all others.
+    """
+
+    state_kind = AttentionState
+
+    def __init__(
+        self, spec: SoftmaxRNNSpec, *, hidden_size: int, num_heads: int, rope_theta: float = 10000.0,
+        causal: bool = True, **unused,
+    ):  # fmt: skip
+        super().__init__()
+        self.spec, self.rope_theta, self.causal = spec, rope_theta, causal
+        self.head_dim = spec.head_dims(hidden_size, num_heads)[0]
+        self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,)}
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.v_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.gate = nn.Linear(hidden_size, num_heads) if spec.denominator.endswith("gate") else None
+        self.norm_weight = nn.Parameter(torch.empty(self.head_dim)) if spec.affine else None
+        self.power = nn.Parameter(torch.empty(num_heads)) if spec.denominator == "input-length" else None
+        centred = spec.affine and spec.denominator == "layer"
+        self.norm_bias = nn.Parameter(torch.empty(self.head_dim)) if centred else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.norm_weight is not None:
+            self.norm_weight.fill_(1)
+        if self.norm_bias is not None:
+            self.norm_bias.zero_()
+        if self.power is not None:
+            self.power.fill_(0.5)
+
+    def run_in_place(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
+        check_state(state, self.state_kind, self.state_shapes, x, None)
+        return self.run(x, state, None, in_place=True)
+
+    def run(
+        self, x: Tensor, state: AttentionState | None, cu_seqlens: Tensor | None, in_place: bool = False
+    ) -> tuple[Tensor, AttentionState]:
+        require(self.causal or state is None, "an encoder sees a whole sequence at once; expected state=None")
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        sequences = Sequences(x, cu_seqlens)
+        positions = sequences.positions(None if state is None else state.seen, x)
+        q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
+        gate = None if self.gate is None else torch.sigmoid(self.gate(x))[..., None]
+        if gate is not None and self.spec.denominator == "input-gate":
+            v, gate = v * gate, None
+        if self.power is not None:
+            seen = positions + 1 if self.causal else sequences.totals(x)
+            v = (v / seen[..., None, None].to(accumulator(v)) ** torch.sigmoid(self.power)[:, None]).to(v.dtype)
+        if cu_seqlens is None:
+            state = extended(state, k, v, None, in_place)
+            out = self.read(q, *state[:3])
+        else:
+            out, state = attend_packed(self.read, q, k, v, state, cu_seqlens.diff().tolist())
+        out = out if gate is None else out * gate
+        return self.o_proj(out.to(x.dtype).flatten(-2)), state
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Weighted values over their denominator: q [B, T, H, d]; k, v [B, L, H, d]; valid [B, L] is False at padding
+        -> [B, T, H, d], in the accumulator's precision. Gates are applied outside."""
+        return self._normalised(*self._attend(q, k, v, valid))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What a norm divides, [B, T, H, d], which is linear in v; and the least that the norm is, [B, T, H, 1]."""
+        allowed = visible(q, k, valid, self.causal)[:, None]
+        weights, m = numerator(q, k, self.spec, allowed)
+        floor = torch.exp(LOG_FLOORS.get(self.spec.denominator, -math.inf) - m)
+        if self.spec.denominator == "sum":
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=NORMALISER_EPS)  # 0 where no relus meet
+        if self.spec.denominator == "detached":
+            weights = weights / torch.maximum(weights.sum(-1, keepdim=True), floor).detach()
+        if self.spec.by_length:
+            weights = weights / allowed.sum(-1, keepdim=True)
+        return torch.einsum("bhtl,blhd->bthd", weights, v.to(weights.dtype)), floor.transpose(1, 2)
+
+    def _normalised(self, out: Tensor, floor: Tensor) -> Tensor:
+        if self.spec.denominator in NORMS:  # where all values are 0, a floor of e^-m alone has no finite gradient
+            out = normalised(out, self.spec.denominator, floor.clamp(min=1e-12))
+        out = out if self.norm_weight is None else out * self.norm_weight
+        return out if self.norm_bias is None else out + self.norm_bias
+
+
+def normalised(x: Tensor, kind: str, floor: Tensor) -> Tensor:
+    """x [..., d] over its length ("l2"), its root mean square ("rms") or, centred, its standard deviation ("layer"),
+    which are at least floor [..., 1]: of a length the larger of both, else the root of the sum of both squares."""
+    if kind == "l2":
+        return x / torch.maximum(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
+    if kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + floor.square())
+
+
+def numerator(q: Tensor, k: Tensor, spec: SoftmaxRNNSpec, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight of every pair of tokens before it is divided, 0 where not allowed, without a factor e^m of its row,
+    and m: q [B, T, H, d], k [B, L, H, d], allowed [B or 1, 1, T, L] -> [B, H, T, L], [B, H, T, 1].
+
+    Where a sum or a norm divides the factor out, weights are e^(x − m). m is the row's largest logit, or the logarithm
+    of the least denominator where that is larger: so neither the weights nor the denominator over e^m can overflow."""
+    function, divisor = FUNCTIONS[spec.numerator]
+    precision = torch.promote_types(accumulator(q), accumulator(k))
+    q, k = (function(x.to(precision)) for x in (q, k))
+    logits = torch.einsum("bthd,blhd->bhtl", q, k) / divisor(q.shape[-1])
+    if spec.clamp is not None:
+        logits = logits.clamp(max=spec.clamp)
+    m = torch.zeros_like(logits[..., :1])
+    if spec.order is not None:
+        return truncated_exp(logits, spec.order) * allowed, m
+    if spec.numerator != "exp":
+        return logits * allowed, m
+    logits = logits.masked_fill(~allowed, -torch.inf)
+    if spec.denominator in ("sum", *LOG_FLOORS):
+        m = logits.amax(-1, keepdim=True).detach().clamp(min=LOG_FLOORS.get(spec.denominator, -math.inf))
+    return (logits - m).exp(), m

@@ -1,0 +1,158 @@
+"""A token of a linear mixer in one native call, from its input projection to its output projection.
+
+It writes into the state it is given, so it runs only where the state's holder allows that, by `in_place=True`.
+
+Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.checks import require
+from ..ops.derivatives import has_address, transformed
+from ..ops.native import layer as native_layer
+from ..ops.native import library as native
+from ..ops.recurrence import NORMALISER_EPS, linear_attention
+from ..spec.linear import Competition, MixerSpec
+from ..utils.errors import InputError
+from .base import check_state, may_write
+
+GROUP_NORM_EPS = 64e-5  # RWKV-6's: 1e-5 times its head size divisor squared
+
+
+class MixerState(NamedTuple):
+    """What a sequence carries on; None where the spec has no such part. N sequences come first."""
+
+    memory: Tensor  # [N, H, K, V]
+    conv: Tensor | None = None  # [N, width − 1, channels]
+    shift: Tensor | None = None  # [N, 1, D]
+    tokens: Tensor | None = None  # [N], how many were seen, for rotary and chunks that are counted
+    before: Tensor | None = None  # [N, H, K, V], the memory before the present chunk, for a β that sees it
+
+
+# Where a mixer keeps what the native call takes, in its order: the first of these that is there.
+PLACES = {
+    "conv_weight": ["conv.weight"],
+    "conv_bias": ["conv.bias"],
+    "decay_up": ["decay.up.weight", "decay.up"],
+    "decay_bias": ["decay.up.bias", "decay.dt_bias", "decay.bias"],
+    "decay_log": ["decay.A_log"],
+    "bonus": ["bonus"],
+    "read_scores": ["read_competition.weight"],
+    "write_scores": ["write_competition.weight"],
+    "skip": ["skip"],
+    "gate_up": ["gate.up.weight"],
+    "gate_bias": ["gate.up.bias"],
+    "norm_weight": ["norm_weight"],
+    "norm_bias": ["norm_bias"],
+}
+
+
+class FusedStep:
+    """The native call for one LinearMixer: what it is told of the spec, and where the weights are."""
+
+    def __init__(self, mixer: Any):
+        spec, parts, gate = mixer.spec, mixer.parts, mixer.spec.competition or Competition()
+        kinds, self.unknown = native_layer.numbered(_kinds(spec))
+        sizes = [
+            mixer.in_proj.in_features, mixer.H, mixer.Hq, mixer.K, mixer.V, spec.inputs.conv, parts.get("decay", 0),
+            parts.get("gate", 0),
+        ]  # fmt: skip
+        numbers = [
+            1.0 if spec.read.scale == "one" else mixer.K**-0.5, mixer.norm_eps, GROUP_NORM_EPS, NORMALISER_EPS,
+            gate.temperature, mixer.rope_theta if spec.inputs.rotary else 0.0,
+        ]  # fmt: skip
+        paths = {n: next((p for p in places if isinstance(_at(mixer, p), Tensor)), "") for n, places in PLACES.items()}
+        paths = {name: path for name, path in paths.items() if path}
+        self._places = [(path.split(".")[:-1], path.split(".")[-1]) for path in paths.values()]
+        here = not (native.missing or self.unknown)
+        self.layer: Any = native_layer.Layer(kinds, sizes, numbers, list(paths)) if here else None
+        self._reads_input = gate.source == "hidden" and spec.competition is not None
+
+    def refuses(self, mixer: Any, x: Tensor, weights: list[Any] | None) -> str | None:
+        """Why x [B, T, D] goes through the layer's separate steps, or None. weights: what `self.weights` found.
+
+        Raises InputError for a weight of another shape than the layer's."""
+        if x.shape[1] != 1:
+            return "it takes one token of each sequence"
+        if torch.is_grad_enabled():
+            return "it has no gradient: torch.no_grad() is needed"
+        if not x.is_cpu or x.dtype not in native.DTYPES:
+            return f"it runs on the CPU, in float32 and bfloat16; x is {x.dtype} on {x.device.type}"
+        if native.missing or self.unknown:
+            return native.missing or self.unknown
+        if mixer.op is not linear_attention:
+            return "the mixer has an `op` of its own"
+        if torch.is_autocast_enabled("cpu"):
+            return "autocast is on"
+        if weights is None:
+            return "not all weights are where they were"
+        if transformed() or not has_address(x):
+            return f"it reads memory, and x is transformed or a {type(x).__name__}"
+        expected = self.layer.call(x.shape[0], x.dtype).weights
+        if (n := native_layer.unfit(weights, expected)) is None:
+            return None
+        require(weights[n].shape == expected[n].shape, expected[n].fault(weights[n]))
+        return expected[n].fault(weights[n])
+
+    def weights(self, mixer: Any) -> list[Any] | None:
+        """Those that the call takes; None where one is no plain parameter of the module that had it, or where a hook
+        waits for that module's call. (An nn.Module's attributes are slow.)"""
+        found = []
+        for parents, name in self._places:
+            module = mixer
+            for parent in parents:
+                module = module._modules[parent]
+            weight = module._parameters.get(name)
+            if type(weight) is not nn.Parameter or (parents and (module._forward_hooks or module._forward_pre_hooks)):
+                return None
+            found.append(weight)
+        return found
+
+    def taken(self, state: Any, mixer: Any, x: Tensor) -> MixerState:
+        """The state as the call writes into it: itself or, where a tensor has another dtype, is no dense block of
+        memory or belongs to autograd, with copies. Raises InputError for a state of another mixer or batch."""
+        if not isinstance(state, MixerState) or not (state.shift is state.before is mixer.shift):
+            check_state(state, MixerState, mixer.state_shapes, x, None)
+        expected = self.layer.call(x.shape[0], x.dtype).state
+        given = state.memory, state.conv, state.tokens
+        if native_layer.unfit(given, expected) is None and may_write(given):
+            return state
+        check_state(state, MixerState, mixer.state_shapes, x, None)
+        named = zip(given, expected, strict=True)
+        copies = {name: torch.empty(shape, dtype=dtype).copy_(y) for y, (shape, dtype, name) in named if y is not None}
+        return state._replace(**copies)
+
+    def run(self, weights: Any, projected: Tensor, x: Tensor, state: MixerState) -> Tensor:
+        """projected [B, parts], all that the input projection makes of x [B, 1, D] -> [B, H V]. weights: what
+        `self.weights` found, state: what `self.taken` returned. Raises InputError where a tensor of the state shares
+        memory with what is read."""
+        hidden = x[:, 0].contiguous() if self._reads_input else None
+        token = projected.contiguous(), hidden
+        try:
+            return native_layer.run(self.layer, weights, token, (state.memory, state.conv, state.tokens))
+        except ValueError as error:
+            raise InputError(str(error)) from None
+
+
+def _kinds(spec: MixerSpec) -> dict[str, str]:
+    """The names of a spec's kinds, by those that the native library has for them."""
+    beta = spec.write.beta if spec.write.look is None else "of what memory lacks"
+    gate = spec.competition
+    read, write = (gate.read, gate.write) if gate else ("none", "none")
+    gate = gate or Competition()
+    return {
+        "feature_map": spec.inputs.feature_map, "qk_norm": spec.inputs.qk_norm, "decay": spec.decay.kind,
+        "rule": spec.write.rule, "beta": beta, "norm": spec.read.norm, "gate": spec.read.gate,
+        "order": spec.read.order, "read": read, "write": write,
+        "source": gate.source if gate.rank == 1 else f"{gate.rank} memories of each head",
+        "activation": gate.activation, "gate_scale": gate.scale,
+    }  # fmt: skip
+
+
+def _at(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module

@@ -1,0 +1,311 @@
+"""The one layer of the algebra: every MixerSpec is built by it. Four steps: project, shape, recur, read out.
+
+Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.call import accumulator
+from ..ops.recurrence import linear_attention, step
+from ..ops.torch.tiles import product
+from ..spec.linear import MixerSpec
+from ..utils.errors import GateWarning
+from .base import Mixer
+from .decode import GROUP_NORM_EPS, FusedStep, MixerState
+from .joint import MemoryChoice
+from .packing import Sequences
+from .parts import DECAYS, FEATURE_MAPS, NORMS, HeadCompetition, OutputGate, TokenShift, rotary
+from .residual import ResidualDelta
+from .streams import project
+from .taylor import TaylorFeatures
+
+
+class LinearMixer(Mixer):
+    """Any linear-time mixer a MixerSpec can say.
+
+    Args:
+        spec: what the layer is.
+        hidden_size, num_heads: D, and H unless spec.heads.count sets it.
+        layer_idx, num_layers: the layer's place, for initialisations that depend on it (RWKV-6).
+        norm_eps, rope_theta: of the norm after the readout, of the rotation.
+    """
+
+    state_kind = MixerState
+    op: Callable[..., tuple[Tensor, Tensor]]
+    # None where the spec has no such part.
+    conv: Any
+    shift: Any
+    features: Any
+    decay: Any
+    bonus: Any
+    residual: Any
+    choice: Any
+    norm_weight: Any
+    norm_bias: Any
+    skip: Any
+    gate: Any
+
+    def __init__(
+        self, spec: MixerSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1,
+        norm_eps: float = 1e-6, rope_theta: float = 10000.0,
+    ):  # fmt: skip
+        super().__init__()
+        self.spec, self.norm_eps, self.rope_theta = spec, norm_eps, rope_theta
+        self.op = linear_attention  # or a partial of it with a form, chunk size or backend
+        self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
+        self.Hq = spec.heads.qk_groups or self.H
+        self.state_shapes = spec.state_shapes(hidden_size, num_heads) | ({"tokens": ()} if spec.counts_tokens else {})
+        self.parts = {"q": self.Hq * self.K, "k": self.Hq * self.K, "v": self.H * self.V}  # of in_proj
+        self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
+        self.share = (layer_idx + 1) / num_layers  # of the layers, up to this one
+        self._build_inputs(hidden_size)
+        self._build_memory()
+        self._build_readout()
+        self.in_proj = nn.Linear(hidden_size, sum(self.parts.values()), bias=False)
+        self.o_proj = nn.Linear(self.H * self.V, hidden_size, bias=False)
+        self._build_competition(hidden_size)
+        self.fused = FusedStep(self)
+        self.reset_parameters()
+
+    def _build_inputs(self, hidden_size: int) -> None:
+        self.conv = self.shift = self.features = None
+        if width := self.spec.inputs.conv:
+            channels = 2 * self.Hq * self.K + self.H * self.V
+            self.conv = nn.Conv1d(channels, channels, width, groups=channels, bias=self.spec.inputs.conv_bias)
+        if self.spec.inputs.shift == "ddlerp":
+            self.shift = TokenShift(hidden_size, self.depth, self.height)
+        if (order := self.spec.inputs.order) is not None:
+            self.features = TaylorFeatures(self.K, order)
+
+    def _build_memory(self) -> None:
+        spec, rows = self.spec, self.spec.memory_rows(self.K)
+        self.decay = self.bonus = self.residual = None
+        if spec.decay.kind != "none":
+            self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
+            self.parts["decay"] = self.decay.reads
+        if spec.write.beta == "sigmoid":
+            self.parts["beta"] = self.H
+        if spec.write.look is not None:
+            self.residual = ResidualDelta(spec.write.look, self.H * spec.rank)
+        if spec.read.bonus:
+            self.bonus = nn.Parameter(torch.empty(self.H, rows))
+
+    def _build_readout(self) -> None:
+        read, width = self.spec.read, self.H * self.V
+        sizes = {"rms": self.V, "group": width, "rms-joint": width}
+        self.norm_weight = nn.Parameter(torch.empty(sizes[read.norm])) if read.norm in sizes else None
+        self.norm_bias = nn.Parameter(torch.empty(width)) if read.norm == "group" else None
+        self.skip = nn.Parameter(torch.empty(self.H)) if read.skip else None
+        self.gate = None
+        if read.gate != "none":
+            self.gate = OutputGate(read.gate, self.H, self.V)
+            self.parts["gate"] = self.gate.reads
+
+    def _build_competition(self, hidden_size: int) -> None:
+        spec, sizes = self.spec.competition, (hidden_size, self.H, self.Hq, self.K)
+        self.read_place, self.write_place = (spec.read, spec.write) if spec else ("none", "none")
+        self.read_competition = HeadCompetition(spec, *sizes) if spec and spec.read != "none" else None
+        rank = self.spec.rank
+        self.write_competition = HeadCompetition(spec, *sizes, rank) if spec and spec.write != "none" else None
+        self.choice = MemoryChoice(rank, self.H, self.K) if rank > 1 else None
+        for sentence in self.spec.idle_gates(self.H):
+            warnings.warn(sentence, GateWarning, stacklevel=4)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initial values of the layer's own parameters; its parts set theirs."""
+        for ones in (self.norm_weight, self.skip):
+            if ones is not None:
+                ones.fill_(1)
+        if self.spec.read.norm == "group":  # RWKV-6's
+            self.norm_weight.fill_(self.share**0.7)
+            self.norm_bias.zero_()
+        if self.spec.decay.kind == "exp":
+            self.part("decay").zero_()  # memory fades alike for all tokens, at first
+        if self.bonus is not None:
+            n = self.bonus.numel()
+            i = torch.arange(n)
+            zigzag = 0.1 * ((i + 1) % 3 - 1)
+            self.bonus.copy_((self.depth * (1 - i / max(n - 1, 1)) + zigzag).view_as(self.bonus))
+
+    def part(self, name: str) -> Tensor:
+        """The rows of in_proj's weight that make q, k, v, decay, beta or gate."""
+        return self._split(self.in_proj.weight, 0)[name]
+
+    def _split(self, x: Tensor, dim: int) -> dict[str, Tensor]:
+        return dict(zip(self.parts, x.split(list(self.parts.values()), dim), strict=True))
+
+    # --- forward -------------------------------------------------------------------------------------------------
+
+    def run(self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, MixerState]:
+        sequences = Sequences(x, cu_seqlens)
+        inputs, shift = self._project(x, state, sequences)
+        q, k, v, conv = self._convolve(inputs, state, sequences)
+        gates = self._compete(q, k, x)
+        tokens = state.tokens if state is not None else None
+        q, k = self._shape(q, k, sequences.positions(tokens, x) if self.spec.inputs.rotary else None)
+        tensors: dict[str, Any] = {"q": q, "k": k, "v": self._spread(v), **self._decay_and_gates(inputs, gates)}
+        memory, before = None if state is None else state.memory, None
+        if self.residual is not None:
+            op = partial(self.op, **self._settings())
+            out, memory, before = self.residual(op, tensors, state, sequences)
+        elif x.shape[1] == 1 and cu_seqlens is None:
+            token: dict[str, Any] = {name: _now(y) for name, y in tensors.items()}
+            out, memory = step(**token, state=memory, **self._settings())
+            out = out[:, None]
+        else:
+            out, memory = self.op(**tensors, initial_state=memory, cu_seqlens=cu_seqlens, **self._settings())
+        if self.choice is not None:
+            out = out.unflatten(2, (self.H, -1)).sum(3)
+        y = self._read_out(out, v, inputs.get("gate"), gates[0])
+        if self.spec.counts_tokens:
+            tokens = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
+        return y, MixerState(memory, conv, shift, tokens, before)
+
+    def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
+        weights = self.fused.weights(self)
+        if self.fused.refuses(self, x, weights) is not None:
+            return self.forward(x, state)
+        state = self.fused.taken(state, self, x)
+        if self.shift is None:
+            projected = self.in_proj(x)
+        else:
+            inputs, shift = self._project(x, state, Sequences(x, None))
+            projected, state = torch.cat(list(inputs.values()), -1), state._replace(shift=shift)
+        return self.o_proj(self.fused.run(weights, projected[:, 0], x, state)[:, None]), state
+
+    def _project(self, x: Tensor, state: MixerState | None, sequences: Sequences):
+        """The parts of in_proj, each [B, T, size], and the state of the token shift, which gives parts inputs of their
+        own."""
+        if self.shift is None:
+            return self._split(self.in_proj(x), -1), None
+        before, history = sequences.shift(x, None if state is None else state.shift)
+        streams = self.shift(x, before)
+        found = project(self.in_proj, [streams.get(name, x) for name in self.parts], list(self.parts.values()))
+        return dict(zip(self.parts, found, strict=True)), history
+
+    def _convolve(self, inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences):
+        """q, k [B, T, Hq, K] and v [B, T, H, V] after the short convolution, and the convolution's state."""
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        conv = None
+        if self.conv is not None:
+            history = None if state is None else state.conv
+            qkv, conv = sequences.convolve(self.conv, torch.cat([q, k, v], -1), history)
+            q, k, v = qkv.split([q.shape[2], k.shape[2], v.shape[2]], -1)
+        return (
+            q.unflatten(-1, (self.Hq, self.K)),
+            k.unflatten(-1, (self.Hq, self.K)),
+            v.unflatten(-1, (self.H, -1)),
+            conv,
+        )
+
+    def _compete(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Logarithms of the read and the write gate [B, T, H], the latter and the choice among them by memory."""
+        read = None if self.read_competition is None else self.read_competition(q, x)
+        write = None if self.write_competition is None else self.write_competition(k, x)
+        return read, write, None if self.choice is None else self.choice(q)
+
+    def _spread(self, x: Tensor | None) -> Any:
+        """What is told by head, [H, ·] or [B, T, H, ·], by memory: each head's stand together."""
+        return x if x is None or self.choice is None else x.repeat_interleave(self.spec.rank, 2 if x.dim() > 2 else 0)
+
+    def _shape(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.features is not None:
+            q, k = self._rotate(q, k, positions)
+            root = self._scale() ** 0.5
+            q, k = self.features(q * root), self.features(k * root)
+        else:
+            feature_map = FEATURE_MAPS[self.spec.inputs.feature_map]
+            q, k = feature_map(q), feature_map(k)
+        norm = NORMS[self.spec.inputs.qk_norm]
+        q, k = norm(q), norm(k)
+        return self._rotate(q, k, positions) if self.features is None else (q, k)
+
+    def _rotate(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        if positions is None:
+            return q, k
+        return rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
+
+    def _scale(self) -> float:
+        """Of the logits."""
+        return 1.0 if self.spec.read.scale == "one" else self.K**-0.5
+
+    def _settings(self) -> dict[str, Any]:
+        """What `linear_attention` and `step` take that no token changes."""
+        scale = self._scale() if self.features is None else 1.0
+        normalise = self.spec.read.norm == "sum"
+        return {
+            "rule": self.spec.write.rule, "bonus": self._spread(self.bonus), "normalise": normalise, "scale": scale,
+        }  # fmt: skip
+
+    def _decay_and_gates(self, inputs: dict[str, Tensor], gates: tuple) -> dict[str, Tensor | None]:
+        """What `linear_attention` takes per token beside q, k and v."""
+        log_read, log_write, choice = gates
+        log_decay, beta = self._decay_and_beta(inputs, log_write)
+        read_gate = log_read.exp() if log_read is not None and self._read_gate_inside() else None
+        return {
+            "log_decay": log_decay,
+            "beta": beta,
+            "write_gate": log_write.exp() if log_write is not None and self.write_place == "value" else None,
+            "read_gate": product(self._spread(read_gate), choice),
+        }
+
+    def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
+        """log_decay, and β or, where it also depends on the memory, its logit."""
+        if self.spec.write.beta == "dt":
+            dt = self.decay.step_size(inputs["decay"])
+            return self._spread(self.decay.decay(dt)), self._spread(dt)
+        log_decay = None if self.decay is None else self._spread(self.decay(inputs["decay"]))
+        if "beta" not in inputs:
+            return log_decay, None
+        logits = self._spread(inputs["beta"].to(accumulator(inputs["beta"])))
+        if log_write is not None and self.write_place == "beta":
+            logits = logits + log_write
+        return log_decay, logits if self.residual is not None else torch.sigmoid(logits)
+
+    def _read_gate_inside(self) -> bool:
+        """Whether the op applies the read gate: on q as the paper has it, or where nothing stands between it and the
+        readout. Otherwise `_read_out` does, after the norm that would divide it out again."""
+        read = self.spec.read
+        return self.read_place == "query" or (read.norm in ("none", "sum") and not read.skip)
+
+    def _read_out(self, out: Tensor, v: Tensor, gate_input: Tensor | None, log_read: Tensor | None) -> Tensor:
+        read = self.spec.read
+        if self.skip is not None:
+            out = out + self.skip[:, None] * v
+        strength = None if log_read is None or self._read_gate_inside() else log_read.exp()[..., None].to(out.dtype)
+        if strength is not None and read.norm not in ("rms", "group"):
+            out, strength = out * strength, None
+        gate = None if self.gate is None else self.gate(gate_input)
+        if gate is not None and read.order == "gate-norm":
+            out = out * gate
+        out = self._normalised(out)
+        out = out if strength is None else out * strength
+        if gate is not None and read.order == "norm-gate":
+            out = out * gate
+        return self.o_proj(out.flatten(-2))
+
+    def _normalised(self, out: Tensor) -> Tensor:
+        norm, wide = self.spec.read.norm, out.to(accumulator(out))
+        if norm == "rms":
+            return F.rms_norm(wide, (self.V,), self.norm_weight.to(wide.dtype), self.norm_eps).to(out.dtype)
+        if norm == "rms-joint":
+            flat = F.rms_norm(wide.flatten(-2), (self.H * self.V,), self.norm_weight.to(wide.dtype), self.norm_eps)
+            return flat.unflatten(-1, (self.H, self.V)).to(out.dtype)
+        if norm == "group":
+            centred = F.layer_norm(wide, (self.V,), eps=GROUP_NORM_EPS)
+            weight, bias = self.norm_weight.view(self.H, self.V), self.norm_bias.view(self.H, self.V)
+            return (centred * weight + bias).to(out.dtype)
+        return out
+
+
+def _now(x: Tensor | None) -> Tensor | None:
+    """The one token of [B, 1, ·]; a fixed decay as it is."""
+    return x if x is None or x.dim() == 1 else x[:, 0]

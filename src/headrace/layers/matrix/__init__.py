@@ -1,0 +1,1 @@
+"""Mixers with a matrix memory per head outside the algebra of linear mixers."""

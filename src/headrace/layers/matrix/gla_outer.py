@@ -1,0 +1,109 @@
+"""Gated linear attention with the general gate of its paper (arXiv 2312.06635, section 4.1): every number of the memory
+fades at a rate of its own, the product of one of its key channel and one of its value channel.
+
+Dimensions: B batch, T tokens, D hidden size, H heads, K key, V value dimension per head, N sequences, M chunks, C
+tokens per chunk.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops.call import accumulator
+from ...spec.linear import Decay, MatrixSpec
+from ..base import Mixer
+from ..decode import MixerState
+from ..packing import Sequences
+from ..parts import SigmoidDecay
+from .chunks import CHUNK, carry, recur
+
+
+class Operands(NamedTuple):
+    """q, k and k_decay [B, T, H, K], v and v_decay [B, T, H, V], all in one precision. Decays are logarithms ≤ 0."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_decay: Tensor
+    v_decay: Tensor
+
+
+def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
+    """S_t = e^{a_t}ᵀ e^{b_t} ⊙ S_{t−1} + kᵀ v and out = q S_t for chunks, as `chunks.chunkwise` has it.
+
+    With A, B the sums of a, b within a chunk: out_i = Σ_j ((q_i e^{A_i − A_j}) k_jᵀ) v_j e^{B_i − B_j}, which is a
+    matrix product once a token between j and i takes both exponents apart. For a reader in the second and a writer in
+    the first half of a block it is the first half's last token, and the halves are blocks themselves, down to a token.
+    No exponent is positive, and nothing is divided: any decay is safe.
+    """
+    q, k, v, a, b = (y.transpose(1, 2) for y in operands)
+    A, B = a.double().cumsum(2), b.double().cumsum(2)
+    out, m = (q * k).sum(-1, keepdim=True) * v, CHUNK // 2
+    while m:
+        out = out + across(q, k, v, A, B, m)
+        m //= 2
+    exp = lambda exponent: exponent.to(q.dtype).exp()  # noqa: E731
+    all_a, all_b = A[:, :, -1:], B[:, :, -1:]
+    new = (k * exp(all_a - A)).mT @ (v * exp(all_b - B))
+    fade = exp(all_a).mT * exp(all_b)
+    starts, S = carry(lambda S, fade, new: torch.addcmul(new, fade, S), S, counts, fade, new)
+    return (out + (q * exp(A)) @ starts * exp(B)).transpose(1, 2), S
+
+
+def across(q: Tensor, k: Tensor, v: Tensor, A: Tensor, B: Tensor, m: int) -> Tensor:
+    """What the second half of every block of 2 m tokens reads of the first; zeros for the first. [M, H, C, V]."""
+    (k, q), (v, _), (A_first, A_second), (B_first, B_second) = (
+        (x.unflatten(2, (-1, 2, m))[..., 0, :, :], y.unflatten(2, (-1, 2, m))[..., 1, :, :])
+        for x, y in ((k, q), (v, v), (A, A), (B, B))
+    )
+    a, b = A_first[..., -1:, :], B_first[..., -1:, :]
+    exp = lambda exponent: exponent.to(q.dtype).exp()  # noqa: E731
+    scores = (q * exp(A_second - a)) @ (k * exp(a - A_first)).mT
+    read = scores @ (v * exp(b - B_first)) * exp(B_second - b)
+    return torch.stack([torch.zeros_like(read), read], 3).flatten(2, 4)
+
+
+def step(x: Operands, S: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each sequence: x [N, 1, H, ·], S [N, H, K, V]."""
+    q, k, v, a, b = (y.transpose(1, 2) for y in x)
+    S = a.mT.exp() * b.exp() * S + k.mT @ v
+    return (q @ S).transpose(1, 2), S
+
+
+class GLAOuter(Mixer):
+    """GLA's layer, whose gate decays value channels too.
+
+    Args: as LinearMixer's; what it does not name means nothing here.
+    """
+
+    state_kind = MixerState
+
+    def __init__(self, spec: MatrixSpec, *, hidden_size: int, num_heads: int, norm_eps: float = 1e-6, **unused):
+        super().__init__()
+        self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
+        self.norm_eps = norm_eps
+        self.state_shapes = spec.state_shapes(hidden_size, num_heads)
+        decay = Decay("sigmoid", rank=spec.rank or 16)
+        self.k_decay = SigmoidDecay(decay, self.H, self.K, 0)
+        self.v_decay = SigmoidDecay(decay, self.H, self.V, 0)
+        keys, values = self.H * self.K, self.H * self.V
+        self.parts = [keys, keys, values, values, self.k_decay.reads, self.v_decay.reads]
+        self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
+        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+        self.norm_weight = nn.Parameter(torch.empty(self.V))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.norm_weight.fill_(1)
+
+    def run(self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, MixerState]:
+        sequences, acc = Sequences(x, cu_seqlens), accumulator(x)
+        q, k, v, gate, *decays = self.in_proj(x).split(self.parts, -1)
+        q, k, v = (y.unflatten(-1, (self.H, -1)).to(acc) for y in (q, k, v))
+        operands = Operands(q * self.K**-0.5, k, v, self.k_decay(decays[0]), self.v_decay(decays[1]))
+        out, memory = recur(step, form, operands, sequences, None if state is None else state.memory)
+        out = F.rms_norm(out, (self.V,), self.norm_weight.to(acc), self.norm_eps).to(x.dtype)
+        return self.o_proj(out.flatten(-2) * F.silu(gate)), MixerState(memory)

@@ -1,0 +1,174 @@
+"""RWKV-7 (arXiv 2503.14456): the delta rule with a decay per key channel, where what is read for the correction (κ),
+what is erased (a ⊙ κ) and what is written (k) need not point the same way.
+
+Its value residual, a mix of each layer's values with those of the first, is left out: a mixer sees the input of its own
+layer alone, so that every layer computes what the first one does.
+
+Dimensions: B batch, T tokens, D hidden size, H heads, K dimension per head of keys and values, N sequences, M chunks, C
+tokens per chunk.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops.call import accumulator
+from ...spec.linear import MatrixSpec
+from ..base import Mixer
+from ..decode import GROUP_NORM_EPS, MixerState
+from ..packing import Sequences
+from ..parts import SelfInitialised
+from .chunks import CHUNK, carry, recur
+
+FASTEST = math.exp(-0.5)  # of all rates −log_decay: a memory fades by e^−0.61 per token at most
+
+
+class Operands(NamedTuple):
+    """[B, T, H, K] each, all in one precision."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor  # −FASTEST … 0
+    read: Tensor  # κ
+    erase: Tensor  # a ⊙ κ
+
+
+def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
+    """S_t = (diag(e^{g_t}) − eraseᵀ read) S_{t−1} + kᵀ v and out = q S_t for chunks, as `chunks.chunkwise` has it.
+
+    With G the sum of g within a chunk and m its middle, e^{G_i − G_j} = e^{G_i − G_m} e^{G_m − G_j}: as g ≥ −FASTEST no
+    exponent is beyond ± CHUNK / 2 · FASTEST < 10, and nothing overflows. What the tokens of a chunk read for their
+    corrections, E, solves a unit-triangular system; E, out and the next state are affine in the state S that the chunk
+    begins with, so that all chunks are solved at once:
+
+        (I + A) E = rows(read) S + scores(read, k) v,   A = scores(read, erase), both strictly lower
+        out = rows(q) S + scores(q, k) v − scores(q, erase) E        S ← e^{G_C} S + cols(k)ᵀ v − cols(erase)ᵀ E
+    """
+    q, k, v, g, read, erase = (y.transpose(1, 2) for y in operands)
+    G = g.double().cumsum(2)
+    before, middle, total = G - g, G[:, :, CHUNK // 2 - 1, None], G[:, :, -1:]
+    fade, late, early, behind, left = (
+        y.to(q.dtype).exp() for y in (total, G - middle, before - middle, middle - G, total - G)
+    )
+    late, early, written, erased = q * late, read * early, (k * behind).mT, (erase * behind).mT
+    start = middle.to(q.dtype).exp()  # from the chunk's first token to its middle
+    rows = torch.cat([early * start, (early @ written).tril(-1) @ v], -1)
+    E = torch.linalg.solve_triangular((early @ erased).tril(-1), rows, upper=False, unitriangular=True)
+    out = torch.cat([late * start, (late @ written).tril() @ v], -1) - (late @ erased).tril() @ E
+    end = torch.cat([torch.diag_embed(fade.squeeze(2)), (k * left).mT @ v], -1) - (erase * left).mT @ E
+    starts, S = carry(lambda S, A, b: A @ S + b, S, counts, *end.chunk(2, -1))
+    linear, constant = out.chunk(2, -1)
+    return (linear @ starts + constant).transpose(1, 2), S
+
+
+def step(x: Operands, S: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each sequence: x [N, 1, H, K], S [N, H, K, V]."""
+    q, k, v, g, read, erase = (y.transpose(1, 2) for y in x)
+    S = g.mT.exp() * S - erase.mT @ (read @ S) + k.mT @ v
+    return (q @ S).transpose(1, 2), S
+
+
+class LowRank(SelfInitialised):
+    """up(inner(down(x))): it begins as zero, or as a constant where inner(0) is not 0."""
+
+    def __init__(self, hidden_size: int, rank: int, inner: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Parameter(torch.empty(hidden_size, rank))
+        self.up = nn.Parameter(torch.empty(rank, hidden_size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.down.zero_()
+        rank, width = self.up.shape
+        nn.init.orthogonal_(self.up, 0.1 * max(rank / width, 1) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x @ self.down) @ self.up
+
+
+class RWKV7(Mixer):
+    """Its time mixing: token shift, projections, the recurrence, norm per head, bonus, gate, projection.
+
+    Args: as LinearMixer's; what it does not name means nothing here.
+    """
+
+    state_kind = MixerState
+    STREAMS = ("q", "decay", "k", "v", "rate", "gate")
+
+    def __init__(
+        self, spec: MatrixSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1, **unused
+    ):
+        super().__init__()
+        D, self.H = hidden_size, spec.num_heads(num_heads)
+        self.K, _ = spec.head_dims(D, num_heads)
+        self.state_shapes = spec.state_shapes(D, num_heads)
+        self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
+        self.share = (layer_idx + 1) / num_layers  # of the layers, up to this one
+        self.mix = nn.Parameter(torch.empty(len(self.STREAMS), D))  # of the token before, in what each stream reads
+        self.q_proj = nn.Linear(D, D, bias=False)
+        self.k_proj = nn.Linear(D, D, bias=False)
+        self.v_proj = nn.Linear(D, D, bias=False)
+        self.o_proj = nn.Linear(D, D, bias=False)
+        narrow, wide = (spec.rank or max(32, 32 * round(factor * math.sqrt(D) / 32)) for factor in (2.5, 5))
+        self.decay = LowRank(D, narrow, torch.tanh)
+        self.rate = LowRank(D, narrow, lambda y: y)
+        self.gate = LowRank(D, wide, torch.sigmoid)
+        self.decay_bias = nn.Parameter(torch.empty(D))
+        self.rate_bias = nn.Parameter(torch.empty(D))
+        self.k_read = nn.Parameter(torch.empty(D))
+        self.k_rate = nn.Parameter(torch.empty(D))
+        self.bonus = nn.Parameter(torch.empty(D))
+        self.norm_weight = nn.Parameter(torch.empty(D))
+        self.norm_bias = nn.Parameter(torch.empty(D))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """What the author's own code begins with."""
+        D = self.bonus.numel()
+        i = torch.arange(D)
+        place, powers = i / max(D - 1, 1), torch.tensor([0.2, 0.9, 0.7, 0.7, 0.9, 0.2])
+        within = 2 * (i % self.K) / max(self.K - 1, 1) - 1
+        zigzag = within * within.abs()
+        self.mix.copy_(1 - (i / D) ** (powers * self.height)[:, None])
+        self.decay_bias.copy_(-5.5 + 6 * place ** (1 + self.depth**0.3) + 2.5 * zigzag)
+        self.rate_bias.copy_(-0.19 + 0.3 * zigzag + 0.4 * (place - 0.5))
+        self.k_read.copy_(0.71 - 0.1 * (place - 0.5))
+        self.k_rate.fill_(1.02)
+        self.bonus.fill_(-0.04)
+        self.norm_weight.fill_(self.share**0.7)
+        self.norm_bias.zero_()
+
+    def run(self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, MixerState]:
+        sequences, acc = Sequences(x, cu_seqlens), accumulator(x)
+        before, shift = sequences.shift(x, None if state is None else state.shift)
+        change = before - x
+        streams = {name: torch.addcmul(x, change, mix) for name, mix in zip(self.STREAMS, self.mix, strict=True)}
+        operands = self.operands(streams, acc)
+        out, memory = recur(step, form, operands, sequences, None if state is None else state.memory)
+        return self.read_out(out, operands, streams["gate"]), MixerState(memory, shift=shift)
+
+    def operands(self, streams: dict[str, Tensor], acc: torch.dtype) -> Operands:
+        q, k, v = (p(streams[n]).to(acc) for n, p in zip("qkv", (self.q_proj, self.k_proj, self.v_proj), strict=True))
+        log_decay = -FASTEST * torch.sigmoid((self.decay_bias + self.decay(streams["decay"])).to(acc))
+        rate = torch.sigmoid((self.rate_bias + self.rate(streams["rate"])).to(acc))
+        read = F.normalize(self.heads(k * self.k_read), dim=-1)
+        k = k + k * (rate - 1) * self.k_rate
+        q, k, v, log_decay, rate = (self.heads(y) for y in (q, k, v, log_decay, rate))
+        return Operands(q, k, v, log_decay, read, read * rate)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.H, self.K))
+
+    def read_out(self, out: Tensor, x: Operands, gate_input: Tensor) -> Tensor:
+        weight, bias, bonus = (self.heads(p) for p in (self.norm_weight, self.norm_bias, self.bonus))
+        out = F.layer_norm(out, (self.K,), eps=GROUP_NORM_EPS) * weight + bias
+        out = out + (x.q * x.k * bonus).sum(-1, keepdim=True) * x.v
+        return self.o_proj(out.flatten(-2).to(gate_input.dtype) * self.gate(gate_input))

@@ -1,0 +1,83 @@
+"""Mamba-1 (arXiv 2312.00752): a decay for every channel and every number that it carries, which the algebra of heads
+cannot say.
+
+Dimensions: B batch, T tokens, D hidden size, E channels (expand · D), S numbers per channel, R rank, N sequences.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops.call import accumulator
+from ...spec.linear import ScanSpec
+from ..base import Mixer, ScanState
+from ..packing import Sequences
+from ..parts import draw_step_bias_
+from .selective_scan import Operands, selective_scan, selective_step
+
+
+class Mamba(Mixer):
+    """The block of figure 3: projection, short convolution, selective scan, gate, projection.
+
+    Args: as LinearMixer's; what it does not name means nothing here.
+    """
+
+    state_kind = ScanState
+
+    def __init__(self, spec: ScanSpec, *, hidden_size: int, num_heads: int = 1, norm_eps: float = 1e-6, **place):
+        super().__init__()
+        S, E = spec.head_dims(hidden_size, num_heads)
+        rank = spec.step_rank(hidden_size)
+        self.state_shapes = spec.state_shapes(hidden_size, num_heads)
+        assert spec.conv is not None
+        self.split, self.norm_eps = [rank, S, S], norm_eps
+        self.in_proj = nn.Linear(hidden_size, 2 * E, bias=False)
+        self.conv = nn.Conv1d(E, E, spec.conv, groups=E)
+        self.x_proj = nn.Linear(E, rank + 2 * S, bias=False)
+        self.dt_weight = nn.Parameter(torch.empty(E, rank))
+        self.dt_bias = nn.Parameter(torch.empty(E))
+        self.A_log = nn.Parameter(torch.empty(S, E))
+        self.skip = nn.Parameter(torch.empty(E))
+        self.norm_weight = nn.Parameter(torch.empty(sum(self.split))) if spec.norm else None
+        self.out_proj = nn.Linear(E, hidden_size, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Section 3.6: A begins as −1, −2, …, −S in every channel, step sizes between 0.001 and 0.1."""
+        bound = self.dt_weight.shape[1] ** -0.5
+        self.dt_weight.uniform_(-bound, bound)
+        draw_step_bias_(self.dt_bias)
+        self.A_log.copy_(torch.arange(1, len(self.A_log) + 1).log()[:, None].expand_as(self.A_log))
+        self.skip.fill_(1)
+        if self.norm_weight is not None:
+            self.norm_weight.fill_(1)
+
+    def run(self, x: Tensor, state: ScanState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ScanState]:
+        sequences = Sequences(x, cu_seqlens)
+        u, z = self.in_proj(x).chunk(2, -1)
+        u, conv = sequences.convolve(self.conv, u, None if state is None else state.conv)
+        operands = self._operands(u, None if state is None else state.memory, sequences)
+        if x.shape[1] == 1 and cu_seqlens is None:
+            out, memory = selective_step(operands)
+        else:
+            out, memory = selective_scan(operands, sequences.counts())
+        y = (out.view_as(u) + self.skip * u).to(x.dtype) * F.silu(z)
+        return self.out_proj(y), ScanState(memory, conv)
+
+    def _operands(self, u: Tensor, memory: Tensor | None, sequences: Sequences) -> Operands:
+        """What the scan reads from u [B, T, E], as one pack."""
+        acc, flat = accumulator(u), u.flatten(0, 1).contiguous()  # a convolution leaves time last
+        dt, B, C = self._normalised(self.x_proj(flat).split(self.split, -1))
+        dt = F.softplus(F.linear(dt, self.dt_weight).to(acc) + self.dt_bias.to(acc))
+        A = -self.A_log.to(acc).exp()
+        memory = A.new_zeros(sequences.count, *A.shape) if memory is None else memory
+        return Operands(flat.to(acc), dt, A, B.to(acc), C.to(acc), memory)
+
+    def _normalised(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self.norm_weight is None:
+            return parts
+        weights = self.norm_weight.split(self.split)
+        return [F.rms_norm(x, w.shape, w, self.norm_eps) for x, w in zip(parts, weights, strict=True)]

@@ -1,0 +1,111 @@
+"""RWKV-4 (arXiv 2305.13048): a weighted mean over the past in every channel, with weights e^{k} that fade at a rate the
+channel has learnt. There is no query: what is read is gated, and no matrix is kept.
+
+Dimensions: B batch, T tokens, D hidden size, N sequences.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.call import accumulator
+from ...spec.linear import ScanSpec
+from ..base import Mixer, ScanState
+from ..packing import Sequences
+from .scan import Pack, packed_scan, running_maximum
+
+
+class RWKV4(Mixer):
+    """Its time mixing: token shift, WKV, gate, projection.
+
+    Args: as LinearMixer's; what it does not name means nothing here.
+    """
+
+    state_kind = ScanState
+
+    def __init__(self, spec: ScanSpec, *, hidden_size: int, layer_idx: int = 0, num_layers: int = 1, **unused):
+        super().__init__()
+        D = hidden_size
+        self.state_shapes = spec.state_shapes(D, 1)
+        self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
+        self.mix = nn.Parameter(torch.empty(3, D))  # of the present token, in what r, k and v are projected from
+        self.log_rate = nn.Parameter(torch.empty(D))
+        self.bonus = nn.Parameter(torch.empty(D))
+        self.r_proj = nn.Linear(D, D, bias=False)
+        self.k_proj = nn.Linear(D, D, bias=False)
+        self.v_proj = nn.Linear(D, D, bias=False)
+        self.o_proj = nn.Linear(D, D, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Channels fade at rates from e^−5 to e^3, the slower the deeper the layer."""
+        i = torch.arange(self.bonus.numel())
+        place = i / max(len(i) - 1, 1)
+        self.log_rate.copy_(-5 + 8 * place ** (0.7 + 1.3 * self.depth))
+        self.bonus.copy_(math.log(0.3) + 0.5 * ((i + 1) % 3 - 1))
+        keep = i / len(i)
+        power = keep**self.height
+        self.mix.copy_(torch.stack([keep ** (self.height / 2), power, power + 0.3 * self.depth]))
+
+    def run(self, x: Tensor, state: ScanState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ScanState]:
+        sequences = Sequences(x, cu_seqlens)
+        before, shift = sequences.shift(x, None if state is None else state.shift)
+        mixed = before[..., None, :] + (x - before)[..., None, :] * self.mix
+        r, k, v = (p(y) for p, y in zip((self.r_proj, self.k_proj, self.v_proj), mixed.unbind(-2), strict=True))
+        acc = accumulator(x)
+        k, v, bonus, rate = k.to(acc), v.to(acc), self.bonus.to(acc), self.log_rate.to(acc).exp()
+        memory = blank(k, sequences.count) if state is None else state.memory
+        lengths = None if x.shape[1] == 1 and cu_seqlens is None else sequences.counts()
+        out, memory = wkv(k.flatten(0, 1), v.flatten(0, 1), rate, bonus, memory, lengths)
+        y = torch.sigmoid(r) * out.view_as(k).to(x.dtype)
+        return self.o_proj(y), ScanState(memory, shift=shift)
+
+
+def blank(k: Tensor, count: int) -> Tensor:
+    """The memory of `count` sequences before their first token: nothing, on the scale e^−∞."""
+    empty = k.new_zeros(count, 1, k.shape[-1])
+    return torch.cat([empty, empty, empty - torch.inf], 1)
+
+
+def wkv(
+    k: Tensor, v: Tensor, rate: Tensor, bonus: Tensor, memory: Tensor, lengths: list[int] | None
+) -> tuple[Tensor, Tensor]:
+    """The WKV operator for a pack of sequences of these lengths, or for one token of each sequence (None).
+
+    A memory is the sums Σ e^{k − m} v and Σ e^{k − m} with their faded weights, and m, the largest exponent in them:
+    a common factor e^{−m} that changes nothing but keeps every exponential in 0..1, so autograd may take it as given.
+
+    Args:
+        k, v: [T, D], all in one precision.
+        rate, bonus: w ≥ 0 and u, [D].
+        memory: [n, 3, D], Σ e^{k − m} v, Σ e^{k − m} and m.
+    Returns:
+        (the mean of v [T, D], the memory of each sequence after its last token).
+    """
+    sums, m = memory.split([2, 1], 1)
+    whole = None if lengths is None else Pack(lengths, k.device).tile(0, len(k))
+    m = m[:, 0].detach()
+    if whole is None:
+        m_before, m = m, torch.maximum(m - rate, k).detach()
+    else:
+        m_before, m = running_maximum(k, rate, m, whole)
+    weight = torch.exp(k - m)
+    fade, new = torch.exp(m_before - rate - m)[:, None], torch.stack([weight * v, weight], 1)
+    if whole is None:
+        before, sums = sums, fade * sums + new
+    else:
+        before, sums = packed_scan(fade.expand_as(new), new, sums, whole)
+    after = torch.cat([sums, m[:, None]], 1)
+    if whole is not None:
+        after = memory.index_copy(0, whole.ended, after[whole.last])
+    return read(before, m_before, k + bonus, v), after
+
+
+def read(sums: Tensor, m: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The mean of what memory holds and of v, the present value, with weight e^k."""
+    top = torch.maximum(m, k).detach()
+    past, present = torch.exp(m - top), torch.exp(k - top)
+    total, weight = sums.unbind(1)
+    return (past * total + present * v) / (past * weight + present)

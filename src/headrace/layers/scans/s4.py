@@ -1,0 +1,127 @@
+"""S4 and S4D: each channel a linear system of its own that no token can change, trained as a convolution and decoded as
+a recurrence.
+
+Dimensions: B batch, T tokens, D hidden size and channels, S = 2n numbers per channel, N sequences.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops.call import accumulator
+from ...spec.linear import ScanSpec
+from ...utils.device import without_autocast
+from ..base import Mixer, ScanState
+from ..packing import Sequences
+from .linear_system import Diagonal, LowRank, Response
+
+
+class S4D(Mixer):
+    """Diagonal systems (arXiv 2206.11893), then skip, GELU and a gated projection (arXiv 2111.00396, section 3.4).
+
+    Args: as LinearMixer's; what it does not name means nothing here.
+    """
+
+    state_kind = ScanState
+
+    def __init__(self, spec: ScanSpec, *, hidden_size: int, **unused):
+        super().__init__()
+        assert spec.state_size is not None
+        self.shape = (hidden_size, spec.state_size // 2)
+        self.state_shapes = spec.state_shapes(hidden_size, 1)
+        self.log_dt = nn.Parameter(torch.empty(hidden_size))
+        self.log_damping = nn.Parameter(torch.empty(self.shape))  # poles are −e^damping + i frequency
+        self.frequency = nn.Parameter(torch.empty(self.shape))
+        self.C = nn.Parameter(torch.empty(*self.shape, 2))
+        self.skip = nn.Parameter(torch.empty(hidden_size))
+        self.out_proj = nn.Linear(hidden_size, 2 * hidden_size)
+        self._build_input()
+        self.reset_parameters()
+
+    def _build_input(self) -> None:
+        """Parameters that only other systems have."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """S4D-Lin; step sizes between 0.001 and 0.1."""
+        self.log_dt.uniform_(math.log(1e-3), math.log(1e-1))
+        self.log_damping.fill_(math.log(0.5))
+        self.frequency.copy_(torch.pi * torch.arange(self.shape[1]).expand(self.shape))
+        self.C.normal_(std=0.5**0.5)
+        self.skip.normal_()
+
+    def system(self, dtype: torch.dtype) -> Diagonal | LowRank:
+        return Diagonal(*self._dynamics(dtype), torch.view_as_complex(self.C.to(dtype)))
+
+    def _dynamics(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        poles = torch.complex(-self.log_damping.to(dtype).exp(), self.frequency.to(dtype))
+        return self.log_dt.to(dtype).exp()[:, None], poles
+
+    def run(self, x: Tensor, state: ScanState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ScanState]:
+        with without_autocast(x):
+            u = x.to(accumulator(x))
+            y, memory = self._respond(u, None if state is None else state.memory.mT, cu_seqlens)
+            y = F.gelu(y + self.skip.to(u.dtype) * u).to(x.dtype)
+        return F.glu(self.out_proj(y), -1), ScanState(memory.mT)
+
+    def _respond(self, u: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """u [B, T, D] from memory [N, D, S] -> (y [B, T, D], memory)."""
+        if cu_seqlens is None and u.shape[1] == 1:
+            before = u.new_zeros(len(u), self.shape[0], 2 * self.shape[1]) if memory is None else memory
+            y, memory = self.system(u.dtype).step(before, u[:, 0])
+            return y[:, None], memory
+        system = self.system(torch.float64)
+        if cu_seqlens is None:
+            return Response(system, u.shape[1])(u, memory)
+        lengths = Sequences(u, cu_seqlens).counts()
+        response = Response(system, max(lengths))
+        befores = [None] * len(lengths) if memory is None else memory.split(1)
+        answers = [response(piece, x) for piece, x in zip(u.split(lengths, 1), befores, strict=True)]
+        return torch.cat([y for y, _ in answers], 1), torch.cat([x for _, x in answers])
+
+
+class S4(S4D):
+    """The systems of S4: HiPPO-LegS as a diagonal minus a matrix of rank one, which S4D leaves out.
+
+    B begins as that of HiPPO-LegS with imaginary parts of at most 2, as in the authors' code, not in their paper."""
+
+    def _build_input(self) -> None:
+        self.P = nn.Parameter(torch.empty(*self.shape, 2))
+        self.B = nn.Parameter(torch.empty(*self.shape, 2))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        frequency, P, B = legs(2 * self.shape[1])
+        self.frequency.copy_(frequency.expand(self.shape))
+        self.P.copy_(torch.view_as_real(P).expand_as(self.P))
+        B = torch.complex(B.real, B.imag.clamp(-2, 2))  # B grows with the frequency; clipped so in state-spaces/s4
+        self.B.copy_(torch.view_as_real(B).expand_as(self.B))
+
+    def system(self, dtype: torch.dtype) -> LowRank:
+        P, B, C = (torch.view_as_complex(x.to(dtype)) for x in (self.P, self.B, self.C))
+        return LowRank(*self._dynamics(dtype), P, B, C)
+
+
+def hippo(S: int) -> tuple[Tensor, Tensor]:
+    """A [S, S] and B [S] of HiPPO-LegS (arXiv 2111.00396, equation 2)."""
+    k = torch.arange(S, dtype=torch.float64, device="cpu")
+    B = (2 * k + 1).sqrt()
+    return -torch.tril(B[:, None] * B, -1) - torch.diag(k + 1), B
+
+
+def legs(S: int) -> tuple[Tensor, Tensor, Tensor]:
+    """HiPPO-LegS in the basis where A = diag(−½ + i frequency) − P P*: (frequency, P, B), one for each pair, [S / 2].
+
+    A + P Pᵀ + ½ is skew-symmetric for P_k = √(k + ½) (appendix C.1), so its eigenvectors are orthogonal. Their first
+    entries are made real: that is the phase which LAPACK gives them, and which the clip of B depends on."""
+    A, B = hippo(S)
+    P = (torch.arange(S, dtype=A.dtype, device=A.device) + 0.5).sqrt()
+    skew = A + P[:, None] * P + 0.5 * torch.eye(S, dtype=A.dtype, device=A.device)
+    frequency, basis = torch.linalg.eigh(-1j * skew)
+    above = frequency > 0
+    basis = basis[:, above] * basis[0, above].sgn().conj()
+    to_basis = basis.conj().T
+    return frequency[above], to_basis @ P.to(basis), to_basis @ B.to(basis)

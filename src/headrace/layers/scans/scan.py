@@ -1,0 +1,122 @@
+"""Elementwise linear recurrences h_t = a_t h_{t−1} + b_t, parallel in time.
+
+Sequences lie one after another in a pack (a batch is a pack of equal lengths), time first. Decays are factors in 0..1
+that are only ever multiplied together, so nothing overflows and nothing is divided.
+
+Dimensions: T tokens of a pack, n sequences, D channels.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops.derivatives import apply_function, first_order
+
+NAME = "a scan over time"
+
+
+def affine_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
+    b.addcmul_(a, b_before)
+    a.mul_(a_before)
+
+
+def tropical_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
+    torch.maximum(b, a + b_before, out=b)
+    a.add_(a_before)
+
+
+def scan_(a: Tensor, b: Tensor, join_: Callable[..., None] = affine_) -> None:
+    """b_t ← a_t b_{t−1} + b_t for all t of the first dimension, in place; a is used up. With tropical_: the same with
+    + for times and the maximum for +.
+
+    Tokens are joined in pairs, the pairs scanned, and what lies between them filled in: 3 operations per element and
+    2 log T steps (arXiv 1709.04057, section 2.2).
+    """
+    T = len(b)
+    if T < 2:
+        return
+    join_(a[1::2], b[1::2], a[0 : T - 1 : 2], b[0 : T - 1 : 2])
+    scan_(a[1::2], b[1::2], join_)
+    join_(a[2::2], b[2::2], a[1 : T - 1 : 2], b[1 : T - 1 : 2])
+
+
+class Tile(NamedTuple):
+    """Neighbouring tokens of a pack, and which sequences begin and end among them, at which of the tile's tokens."""
+
+    tokens: slice
+    first: Tensor
+    begun: Tensor
+    last: Tensor
+    ended: Tensor
+    goes_on: bool  # whether the last token's sequence does
+
+
+class Pack:
+    """Sequences of these lengths, one after another. Those without tokens are in no tile."""
+
+    def __init__(self, lengths: list[int], device: torch.device):
+        self.held = [n for n, length in enumerate(lengths) if length]
+        self.ends = list(accumulate(lengths[n] for n in self.held))
+        self.starts = [0, *self.ends[:-1]]
+        self.T, self.device = sum(lengths), device
+
+    def tile(self, low: int, high: int) -> Tile:
+        begun = slice(sum(start < low for start in self.starts), sum(start < high for start in self.starts))
+        ended = slice(sum(end <= low for end in self.ends), sum(end <= high for end in self.ends))
+        return Tile(
+            slice(low, high),
+            self._index([start - low for start in self.starts[begun]]), self._index(self.held[begun]),
+            self._index([end - 1 - low for end in self.ends[ended]]), self._index(self.held[ended]),
+            goes_on=high not in self.ends[ended],
+        )  # fmt: skip
+
+    def tiles(self, size: int) -> list[Tile]:
+        return [self.tile(low, min(low + size, self.T)) for low in range(0, self.T, size)]
+
+    def _index(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
+
+
+class Scan(torch.autograd.Function):
+    """h of h_t = a_t h_{t−1} + b_t, a and b [T, D], from zero; where a sequence begins a is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        h = b.clone()
+        scan_(a.clone(), h)
+        ctx.save_for_backward(a, h)
+        return h
+
+    @staticmethod
+    @first_order(NAME)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        a, h = ctx.saved_tensors
+        dh = backwards(a, grads[0])
+        return torch.cat([torch.zeros_like(h[:1]), dh[1:] * h[:-1]]), dh
+
+
+def backwards(a: Tensor, dh: Tensor) -> Tensor:
+    """The gradient to every h_t: dh, of what reads it directly, and that of h_{t+1}."""
+    total = dh.flip(0)
+    scan_(a.roll(-1, 0).flip(0), total)
+    return total.flip(0)
+
+
+def packed_scan(a: Tensor, b: Tensor, initial: Tensor, whole: Tile) -> tuple[Tensor, Tensor]:
+    """(h_{t−1}, h_t) of h_t = a_t h_{t−1} + b_t for all tokens of a pack, [T, D], from initial [n, D]."""
+    begun = initial[whole.begun]
+    b = b.index_add(0, whole.first, a[whole.first] * begun)
+    h = apply_function(Scan, NAME, a.index_fill(0, whole.first, 0.0), b)
+    return h.roll(1, 0).index_copy(0, whole.first, begun), h
+
+
+@torch.no_grad()
+def running_maximum(k: Tensor, rate: Tensor, initial: Tensor, whole: Tile) -> tuple[Tensor, Tensor]:
+    """(m_{t−1}, m_t) of m_t = max(m_{t−1} − rate, k_t), likewise. Constants to autograd."""
+    begun = initial[whole.begun]
+    m = k.index_copy(0, whole.first, torch.maximum(k[whole.first], begun - rate))
+    scan_(-rate.repeat(len(k), 1).index_fill_(0, whole.first, torch.inf), m, tropical_)
+    return m.roll(1, 0).index_copy(0, whole.first, begun), m

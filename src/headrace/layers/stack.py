@@ -1,0 +1,335 @@
+"""The stack: a token mixer and an MLP per block, each block with a mixer of its own if need be. Torch alone.
+
+Dimensions: B batch, T tokens, D hidden size, N sequences.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.checks import require
+from ..spec.linear import AttentionSpec, Spec
+from ..spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Record
+from ..spec.stack import BlockStyle, Layer, as_layers
+from . import SoftmaxAttention, build
+from .attention.attention import AttentionState
+from .attention.positions import sinusoidal
+from .base import Mixer, check_state
+from .moe import MixtureOfExperts
+from .packing import count_tokens
+from .parts import SelfInitialised
+
+PIECE = 1024  # tokens of a long prompt at a time
+
+
+@dataclass(frozen=True)
+class Sizes(Record):
+    """What all blocks of a stack share."""
+
+    hidden_size: PositiveInt
+    num_heads: PositiveInt
+    intermediate_size: PositiveInt | None  # the MLP's width; None: blocks without an MLP
+    norm_eps: NonNegativeFloat = 1e-6
+    rope_theta: PositiveFloat = 10000.0
+    max_positions: PositiveInt = 2048  # of a learned table
+    style: BlockStyle = field(default_factory=BlockStyle)
+    causal: bool = True  # False: an encoder's, whose tokens see all others
+    cross: AttentionSpec | None = None  # how a block reads another sequence between mixer and MLP; None: not at all
+
+
+def default_intermediate_size(hidden_size: int, gated: bool = True) -> int:
+    """4 D; for a gated MLP 8/3 D, so that its three matrices weigh as much as those two (arXiv 2002.05202), rounded up
+    to a multiple of 256, which suits GPU tiles (the rule of flash-linear-attention); of 16 where D < 256."""
+    if not gated:
+        return 4 * hidden_size
+    multiple = 256 if hidden_size >= 256 else 16
+    return -(-(8 * hidden_size // 3) // multiple) * multiple
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "gelu": F.gelu,
+    "gelu-tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class MLP(nn.Module):
+    """W_down f(W_up x), or W_down (f(W_gate x) ⊙ W_up x) where the style's MLP is gated (arXiv 2002.05202)."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        assert sizes.intermediate_size is not None
+        D, width, style = sizes.hidden_size, sizes.intermediate_size, sizes.style
+        self.activation = ACTIVATIONS[style.mlp]
+        self.gate_proj = nn.Linear(D, width, bias=style.bias) if style.gated else None
+        self.up_proj = nn.Linear(D, width, bias=style.bias)
+        self.down_proj = nn.Linear(width, D, bias=style.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up_proj(x)
+        hidden = self.activation(up) if self.gate_proj is None else self.activation(self.gate_proj(x)) * up
+        return self.down_proj(hidden)
+
+
+def build_norm(sizes: Sizes, inputs: int = 1) -> nn.Module:
+    """Of as many hidden sizes side by side."""
+    width = inputs * sizes.hidden_size
+    if sizes.style.norm == "layer":
+        return nn.LayerNorm(width, eps=sizes.norm_eps, bias=sizes.style.bias)
+    return nn.RMSNorm(width, eps=sizes.norm_eps)
+
+
+class Seen(NamedTuple):
+    """What positions carry on."""
+
+    tokens: Tensor  # [N], how many came before
+
+
+class Positions(nn.Module):
+    """Adds to every token a vector for how many came before it, not counting padding.
+
+    A learned table refuses a sequence that is longer than itself."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        learned = sizes.style.positions == "learned"
+        self.table = nn.Embedding(sizes.max_positions, sizes.hidden_size) if learned else None
+
+    def forward(
+        self, x: Tensor, state: Seen | None = None, *, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Seen]:
+        """x [B, T, D] -> (x [B, T, D], state)."""
+        if state is not None:
+            check_state(state, Seen, {"tokens": ()}, x, cu_seqlens)
+        places, tokens = count_tokens(x, None if state is None else state.tokens, mask, cu_seqlens)
+        if self.table is None:
+            return x + sinusoidal(places, x.shape[2]).to(x.dtype), Seen(tokens)
+        longest, known = int(tokens.max()), self.table.num_embeddings
+        require(longest <= known, f"a sequence of {longest} tokens; expected at most {known}, which have positions")
+        return x + self.table(places), Seen(tokens)
+
+
+def build_mlp(kind: str, sizes: Sizes) -> nn.Module | None:
+    """kind: a Layer's `mlp`."""
+    style, width = sizes.style, sizes.intermediate_size
+    if kind == "none" or width is None:
+        return None
+    if kind == "one":
+        return MLP(sizes)
+    assert style.experts is not None
+    return MixtureOfExperts(style.experts, sizes.hidden_size, width, ACTIVATIONS[style.mlp], style.gated)
+
+
+def mixer_settings(sizes: Sizes, layer_idx: int = 0, num_layers: int = 1) -> dict[str, Any]:
+    return {
+        "hidden_size": sizes.hidden_size, "num_heads": sizes.num_heads, "layer_idx": layer_idx,
+        "num_layers": num_layers, "norm_eps": sizes.norm_eps, "rope_theta": sizes.rope_theta,
+    }  # fmt: skip
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)); with post-norm norm(x + mixer(x)), then norm(x + mlp(x)). Cross
+    attention, where there is any, stands between the two in the same way."""
+
+    def __init__(self, layer: Layer | Spec, sizes: Sizes, layer_idx: int = 0, num_layers: int = 1):
+        super().__init__()
+        layer = as_layers(layer)[0]
+        self.post = sizes.style.order == "post"
+        self.mixer_norm = build_norm(sizes)
+        self.mixer = build(layer.mixer, causal=sizes.causal, **mixer_settings(sizes, layer_idx, num_layers))
+        self.cross = None
+        if sizes.cross is not None:
+            self.cross_norm = build_norm(sizes)
+            self.cross = SoftmaxAttention(sizes.cross, causal=False, **mixer_settings(sizes))
+        self.mlp = build_mlp(layer.mlp, sizes)
+        if self.mlp is not None:
+            self.mlp_norm = build_norm(sizes)
+        self.link = nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False) if layer.shared else None
+
+    def forward(
+        self, x: Tensor, state: Any = None, beside: Tensor | None = None, *,
+        mask: Tensor | None = None, cu_seqlens: Tensor | None = None, memory: Any = None, in_place: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """x [B, T, D] -> (x [B, T, D], the mixer's state). beside [B, T, D]: what the shared block gave; memory: what
+        `cross` remembers of the other sequence; in_place: `state` may be written into."""
+        read = x if self.link is None else x + self.link(beside)
+        where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
+        y, state = self.mixer(self._before(self.mixer_norm, read), state, **where)
+        x = self._after(self.mixer_norm, x + y)
+        if self.cross is not None:
+            require(
+                memory is not None, "memory=None where blocks read another sequence; expected what remember returns"
+            )
+            x = self._after(self.cross_norm, x + self.cross.cross(self._before(self.cross_norm, x), memory))
+        if self.mlp is not None:
+            x = self._after(self.mlp_norm, x + self.mlp(self._before(self.mlp_norm, x)))
+        return x, state
+
+    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return x if self.post else norm(x)
+
+    def _after(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return norm(x) if self.post else x
+
+
+class Shared(nn.Module):
+    """One attention block that several layers share (Zamba, arXiv 2405.16712), which reads x and the embeddings side by
+    side."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        assert sizes.style.shared is not None
+        D = sizes.hidden_size
+        self.mixer_norm = build_norm(sizes, 2)
+        settings = mixer_settings(sizes) | {"hidden_size": 2 * D}
+        self.mixer = SoftmaxAttention(sizes.style.shared, out_size=D, **settings)
+        self.mlp_norm = build_norm(sizes)
+        self.mlp = build_mlp("one", sizes)
+
+    def forward(
+        self, x: Tensor, embedded: Tensor, state: Any = None, *,
+        mask: Tensor | None = None, cu_seqlens: Tensor | None = None, in_place: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """x and the embeddings [B, T, D] -> (y [B, T, D], state). Nothing is added to x here."""
+        both = self.mixer_norm(torch.cat([x, embedded], -1))
+        y, state = self.mixer(both, state, mask=mask, cu_seqlens=cu_seqlens, in_place=in_place)
+        y = self.mlp_norm(y)
+        return y if self.mlp is None else self.mlp(y), state
+
+
+class Backbone(nn.Module):
+    """Positions, a block per layer, and a norm: everything of a language model but its vocabulary."""
+
+    def __init__(self, layers: Sequence[Layer | Spec], sizes: Sizes, block: type[Block] = Block):
+        super().__init__()
+        self.layers = nn.ModuleList(block(layer, sizes, i, len(layers)) for i, layer in enumerate(layers))
+        self.shared: Any = Shared(sizes) if any(layer.link is not None for layer in self.layers) else None
+        self.positions = None if sizes.style.positions == "none" else Positions(sizes)
+        self.embedding_norm = build_norm(sizes) if sizes.style.embedding_norm else nn.Identity()
+        self.norm = build_norm(sizes) if sizes.style.order == "pre" else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        states: Sequence[Any] | None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs: list[Tensor] | None = None,
+        memories: Sequence[Any] | None = None,
+        in_place: bool = False,
+    ) -> tuple[Tensor, list[Any]]:
+        """x [B, T, D] -> (x [B, T, D], states: of the positions where the style has them, then of every layer, and
+        before it of the shared block where the layer reads it).
+
+        Args:
+            states: of the tokens before x, as they were returned; None: x begins its sequences.
+            mask: [B, T], False is padding, anywhere.
+            cu_seqlens: [N + 1], where the sequences of a pack (B = 1) begin and end.
+            inputs: a list that receives every block's input.
+            memories: of the other sequence, from `remember`, where blocks have cross attention.
+            in_place: `states` may be written into, and must not be used again; otherwise they are never changed.
+        """
+        count = len(self.layers) + (self.positions is not None) + sum(layer.link is not None for layer in self.layers)
+        given = count if states is None else len(states)
+        require(given == count, f"states has {given} entries; expected {count}, as this stack returns them")
+        before, after = repeat(None) if states is None else iter(states), []
+        where = {"mask": mask, "cu_seqlens": cu_seqlens}
+        if self.positions is not None:
+            x, state = self.positions(x, next(before), **where)
+            after.append(state)
+        x = self.embedding_norm(x)
+        embedded, beside = x, None
+        for layer, memory in zip(self.layers, memories or [None] * len(self.layers), strict=True):
+            if inputs is not None:
+                inputs.append(x)
+            if layer.link is not None:
+                beside, state = self.shared(x, embedded, next(before), **where, in_place=in_place)
+                after.append(state)
+            x, state = layer(x, next(before), beside, **where, memory=memory, in_place=in_place)
+            after.append(state)
+        return self.norm(x), after
+
+    def prefill(
+        self, x: Tensor, states: Sequence[Any] | None, mask: Tensor | None, in_place: bool = False
+    ) -> tuple[Tensor, list[Any]]:
+        """`forward` without a gradient. Where all layers are recurrent it takes PIECE tokens at a time: what they hold
+        of every token does not grow with T. What comes out is then written over x."""
+        if x.shape[1] <= PIECE or not self._recurrent():
+            return self(x, states, mask=mask, in_place=in_place)
+        for start in range(0, x.shape[1], PIECE):
+            piece = slice(start, start + PIECE)
+            now = None if mask is None else mask[:, piece]
+            x[:, piece], states = self(x[:, piece], states, mask=now, in_place=in_place or start > 0)
+        return x, states  # type: ignore[return-value]
+
+    def _recurrent(self) -> bool:
+        # A mixture's balance is that of all tokens.
+        return self.shared is None and all(
+            isinstance(layer.mixer, Mixer) and not isinstance(layer.mlp, MixtureOfExperts) for layer in self.layers
+        )
+
+    def remember(self, other: Tensor, mask: Tensor | None = None) -> list[AttentionState]:
+        """The other sequence [B, L, D] as the cross attention of each block sees it; mask [B, L]: False is padding."""
+        return [layer.cross.remember(other, mask) for layer in self.layers]  # type: ignore[operator, union-attr]
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, std: float | None = None) -> None:
+    """Draw a module's own parameters, children first: linear layers and embeddings from a normal distribution.
+
+    std: its standard deviation; None: (width of the input)^-1/2, for an embedding 1."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        inputs = module.in_features if isinstance(module, nn.Linear) else 1
+        nn.init.normal_(module.weight, std=inputs**-0.5 if std is None else std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, SelfInitialised | nn.Conv1d | nn.RMSNorm | nn.LayerNorm):
+        module.reset_parameters()
+
+
+def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+    """attention_mask [B, T or more] -> bool [B, T] for the tokens x [B, T, D], the last ones; None: no padding.
+
+    Raises InputError where shapes do not fit, or where x is a pack and has padding as well."""
+    B, T = x.shape[:2]
+    if cu_seqlens is not None:
+        require(B == 1, f"cu_seqlens packs sequences into one row; expected B=1, got B={B}")
+        require(cu_seqlens.dim() == 1, f"cu_seqlens has shape {list(cu_seqlens.shape)}; expected [N + 1]")
+    if attention_mask is None:
+        return None
+    shape = list(attention_mask.shape)
+    require(
+        len(shape) == 2 and shape[0] == B and shape[1] >= T, f"attention_mask has shape {shape}; expected [{B}, {T}]"
+    )
+    mask = attention_mask[:, -T:].bool()
+    if mask.all():
+        return None
+    require(cu_seqlens is None, "attention_mask marks padding in a pack; expected cu_seqlens alone")
+    return mask
+
+
+def count_parameters(build: Callable[[], nn.Module]) -> int:
+    """Parameters of the module that build() makes, tied ones once. Nothing is allocated."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in build().parameters())
+
+
+def match_intermediate_size(build: Callable[[int], nn.Module], target: int) -> int:
+    """The MLP width that brings the model build(width) nearest to target parameters.
+
+    Two models are counted: each unit of width adds the same number. Raises InputError where the model is too large with
+    the narrowest MLP, or has none."""
+    one, two = count_parameters(partial(build, 1)), count_parameters(partial(build, 2))
+    require(two > one, f"the model has {one} parameters whatever its MLP's width; expected one with an MLP")
+    width = round(1 + (target - one) / (two - one))
+    require(width >= 1, f"the model has {one} parameters with the narrowest MLP; expected at most target={target}")
+    return width

@@ -1,0 +1,123 @@
+"""What `linear_attention` and `step` refuse, each with a sentence: shapes, dtypes, devices always; values if asked."""
+
+from torch import Tensor
+
+from ..utils.errors import InputError
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InputError(message)
+
+
+# The sentences below are made only where they are needed: this runs for every token that is decoded.
+
+
+def check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], normalise: bool, axes: tuple[str, ...]
+) -> None:
+    """Raise InputError for tensors that `linear_attention` or `step` cannot take.
+
+    options: the optional tensors by name. axes: the dimensions before that of heads, ("B", "T"), or ("B",) for a step.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_input(name, x, q, axes)
+    *lead, H, V = v.shape
+    *before, Hq, K = k.shape
+    if before != lead:
+        raise InputError(f"k has shape {list(k.shape)}; expected [{', '.join(axes)}] = {lead} as v has")
+    if q.shape != k.shape:
+        raise InputError(f"q has shape {list(q.shape)}; expected that of k, {list(k.shape)}")
+    if H % Hq:
+        raise InputError(f"q and k have {Hq} heads; expected a number that divides v's {H}")
+    state = ((_check_sequences(options.get("cu_seqlens"), lead[0]), H, K, V + normalise),)
+    decay = ((H,), (*lead, H), (*lead, H, K))
+    expected = {"log_decay": decay, "bonus": ((H, K),), "initial_state": state, "state": state}
+    for name, given in options.items():
+        if given is not None and name != "cu_seqlens":
+            _check_option(name, given, expected.get(name, ((*lead, H),)), q)
+
+
+def _check_input(name: str, x: Tensor, q: Tensor, axes: tuple[str, ...]) -> None:
+    if x.dim() != len(axes) + 2:
+        number = {1: "three", 2: "four"}[len(axes)]
+        raise InputError(
+            f"{name} has shape {list(x.shape)}; expected {number} dimensions, [{', '.join(axes)}, heads, ·]"
+        )
+    if 0 in x.shape[1:]:
+        raise InputError(f"{name} has shape {list(x.shape)}; expected no dimension of 0 but B")
+    if not x.is_floating_point():
+        raise InputError(f"{name} has dtype {x.dtype}; expected a floating-point dtype")
+    if x.dtype != q.dtype:
+        raise InputError(f"{name} has dtype {x.dtype} and q has {q.dtype}; expected the same")
+    _check_device(name, x, q)
+
+
+def _check_option(name: str, x: Tensor, expected: tuple[tuple[int, ...], ...], q: Tensor) -> None:
+    if x.shape not in expected:
+        wanted = " or ".join(str(list(shape)) for shape in expected)
+        raise InputError(f"{name} has shape {list(x.shape)}; expected {wanted}")
+    if not x.is_floating_point():
+        raise InputError(f"{name} has dtype {x.dtype}; expected a floating-point dtype")
+    _check_device(name, x, q)
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise InputError(f"{name} is on {x.device} and q on {q.device}; expected the same")
+
+
+def _check_sequences(cu_seqlens: Tensor | None, B: int) -> int:
+    """How many sequences there are."""
+    if cu_seqlens is None:
+        return B
+    if B != 1:
+        raise InputError(f"cu_seqlens packs sequences into one row; expected B=1, got B={B}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
+        found = f"shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
+        raise InputError(f"cu_seqlens has {found}; expected integers [N + 1]")
+    return cu_seqlens.shape[0] - 1
+
+
+def check_form(form: str, chunk_size: int | None) -> None:
+    forms = ("chunkwise", "recurrent", "parallel")
+    require(form in forms, f"form={form!r} is unknown; expected one of {', '.join(forms)}")
+    require(chunk_size is None or chunk_size >= 1, f"chunk_size={chunk_size}; expected at least 1")
+
+
+def check_rule(rule: str, bonus: Tensor | None, normalise: bool) -> None:
+    if rule not in ("add", "delta"):
+        raise InputError(f"rule={rule!r} is unknown; expected 'add' or 'delta'")
+    if rule == "delta" and (bonus is not None or normalise):
+        raise InputError("rule='delta' has no bonus and no normaliser; expected bonus=None and normalise=False")
+    if bonus is not None and normalise:
+        raise InputError("bonus and normalise=True exclude each other: z would need its own bonus")
+
+
+def check_values(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], rule: str, normalise: bool
+) -> None:
+    tensors = {"q": q, "k": k, "v": v, **{name: x for name, x in options.items() if x is not None}}
+    tensors = {name: x.detach() for name, x in tensors.items()}
+    cu_seqlens = tensors.pop("cu_seqlens", None)
+    for name, x in tensors.items():
+        require(not bool(x.isnan().any()), f"{name} contains NaN; expected finite numbers")
+        require(bool(x.isfinite().all()), f"{name} contains an infinity; expected finite numbers")
+    log_decay, beta = tensors.get("log_decay"), tensors.get("beta")
+    if log_decay is not None:
+        require(bool((log_decay <= 0).all()), f"log_decay reaches {log_decay.max():.4g}; expected values ≤ 0")
+    if beta is not None:
+        require(bool((beta >= 0).all()), f"beta reaches {beta.min():.4g}; expected values ≥ 0")
+    if rule == "delta":
+        norms = tensors["k"].square().sum(-1).repeat_interleave(v.shape[2] // k.shape[2], 2)
+        strength = float((norms if beta is None else norms * beta).max())
+        require(strength <= 2 * (1 + 1e-5), f"β‖k‖² reaches {strength:.4g}; expected ≤ 2, else rule='delta' diverges")
+    for name in ("q", "k") if normalise else ():
+        least = float(tensors[name].min())
+        require(least >= 0, f"{name} reaches {least:.4g} with normalise=True; expected values ≥ 0")
+    if cu_seqlens is not None:
+        ends = cu_seqlens.tolist()
+        require(
+            ends[0] == 0 and ends[-1] == v.shape[1] and ends == sorted(ends),
+            f"cu_seqlens={ends}; expected 0 = c_0 ≤ … ≤ c_N = T = {v.shape[1]}",
+        )

@@ -1,0 +1,35 @@
+"""The table of backends: what can compute the recurrence here, and which one a call gets."""
+
+from torch import Tensor
+
+from ..utils.errors import InputError
+from .backend import Backend
+from .call import Call
+from .native import op as native_op
+from .torch import op as torch_op
+
+# In order of preference: "auto" takes the first that is here and does not refuse.
+BACKENDS: dict[str, Backend] = {"native": native_op.BACKEND, "torch": torch_op.BACKEND}
+
+
+def backends(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs):
+    """Without arguments: {name: None, or why it is not here}. With `linear_attention`'s: the name that would run."""
+    if q is None or k is None or v is None:
+        return {name: backend.missing() for name, backend in BACKENDS.items()}
+    given = {name: kwargs.get(name) for name in Call._fields[3:9]}
+    call = Call(q, k, v, **given, delta=kwargs.get("rule") == "delta", scale=1.0, chunk_size=kwargs.get("chunk_size"))
+    chosen = choose(call, kwargs.get("backend", "auto"))
+    return next(name for name, backend in BACKENDS.items() if backend is chosen)
+
+
+def choose(call: Call, name: str) -> Backend:
+    """Raises InputError where a backend asked for by name cannot take the call."""
+    if name == "auto":
+        usable = (b for b in BACKENDS.values() if b.missing() is None and b.refuses(call) is None)
+        return next(usable)
+    if name not in BACKENDS:
+        raise InputError(f"backend={name!r} is unknown; expected 'auto' or one of {', '.join(BACKENDS)}")
+    reason = BACKENDS[name].missing() or BACKENDS[name].refuses(call)
+    if reason is not None:
+        raise InputError(f"backend={name!r} cannot run here: {reason}")
+    return BACKENDS[name]

@@ -1,0 +1,93 @@
+"""The loss of predicted tokens without holding all their logits.
+
+Dimensions: N tokens, D hidden size, V vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .call import accumulator
+from .derivatives import check_transforms, first_order, transformed
+
+NAMES = "linear_cross_entropy", "; expected F.cross_entropy of the logits"
+IGNORED = -100
+PIECE = 2**24  # logits held at a time
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The sum over labels [N] (−100: none) of the cross-entropy of logits hidden [N, D] weightᵀ [D, V].
+
+    Logits are made some tokens at a time, once: where a gradient is wanted it is found with them and kept instead, as
+    large as hidden and weight. In float32 at least, whatever the precision of the product."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if hidden.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere their number would be waited for
+        asked = (labels != IGNORED).nonzero()[:, 0]
+        hidden, labels = hidden.index_select(0, asked), labels[asked]
+    with torch.autocast(hidden.device.type, enabled=False):
+        if torch.is_grad_enabled():
+            if transformed():
+                check_transforms(*NAMES, (hidden, weight))
+            return _LinearCrossEntropy.apply(hidden, weight, labels)
+        return _in_pieces(hidden, weight, labels, None, None)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels):
+        acc, wanted = accumulator(hidden), ctx.needs_input_grad
+        d_hidden = torch.empty_like(hidden) if wanted[0] else None
+        d_weight = torch.zeros_like(weight, dtype=acc) if wanted[1] else None
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.dtype = weight.dtype
+        return _in_pieces(hidden, weight, labels, d_hidden, d_weight)
+
+    @staticmethod
+    @first_order(*NAMES)
+    def backward(ctx, d_loss):
+        d_hidden, d_weight = (None if x is None else x * d_loss for x in ctx.saved_tensors)
+        return d_hidden, None if d_weight is None else d_weight.to(ctx.dtype), None
+
+
+def _in_pieces(hidden, weight, labels, d_hidden, d_weight) -> Tensor:
+    """The loss; its gradients are written into d_hidden and added to d_weight, where these are given."""
+    total = hidden.new_zeros((), dtype=accumulator(hidden))
+    size = max(PIECE // len(weight), 1)
+    for start in range(0, len(hidden), size):
+        piece = slice(start, start + size)
+        loss, errors = _errors(hidden[piece], weight, labels[piece])
+        total += loss
+        errors = errors.to(hidden.dtype)
+        if d_hidden is not None:
+            torch.mm(errors, weight, out=d_hidden[piece])
+        if d_weight is not None and d_weight.dtype == errors.dtype:
+            d_weight.addmm_(errors.mT, hidden[piece])
+        elif d_weight is not None:
+            d_weight += errors.mT @ hidden[piece]
+    return total
+
+
+def _errors(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of a piece, and its gradient to the logits: softmax less one at the label, 0 where there is none."""
+    logits = F.linear(hidden, weight).to(accumulator(hidden))
+    asked = labels != IGNORED
+    at, normaliser = labels.where(asked, 0)[:, None], logits.logsumexp(-1)
+    loss = (normaliser - logits.gather(1, at)[:, 0]).where(asked, 0).sum()
+    errors = logits.sub_(normaliser.masked_fill(~asked, math.inf)[:, None]).exp_()
+    return loss, errors.scatter_add_(1, at, -asked[:, None].to(errors.dtype))
+
+
+def causal_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor | None, num_items_in_batch=None, shift_labels: Tensor | None = None
+) -> Tensor:
+    """transformers' ForCausalLMLoss of the logits hidden [B, T, D] weightᵀ: the mean over labels [B, T] of the tokens
+    after each, or their sum over num_items_in_batch; shift_labels are those of the tokens themselves."""
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    total = linear_cross_entropy(hidden.flatten(0, 1), weight, shift_labels.flatten().to(hidden.device))
+    return total / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)

@@ -1,0 +1,1 @@
+"""The backend of native CPU kernels (native/)."""

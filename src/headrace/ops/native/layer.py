@@ -1,0 +1,240 @@
+"""A token through a whole linear layer in one native call, `torch.ops.headrace.layer_step`, on the CPU: everything
+between the input projection and the output projection, with the state updated in place (native/layer_step.h).
+
+The library is handed bare addresses, so it is handed none that was not looked at here. A layer makes such a call for
+every token, in some 20 µs: what is expected of tensors is worked out once for each batch size.
+
+Dimensions: B batch, D hidden size, H heads (Hq for q and k), K key, V value dimension per head.
+"""
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ..operator import library
+from . import library as native
+
+SCHEMA = (
+    "layer_step(Tensor projected, Tensor? hidden, Tensor?[] weights, Tensor(a!) memory, Tensor(b!)? conv, "
+    "Tensor(c!)? tokens, int[] kinds, int[] sizes, float[] numbers) -> Tensor"
+)
+# hr_layer: what a layer has for all tokens (its sizes after B; scale, three epsilons, temperature, theta (0: no
+# rotation)), then the addresses of its weights and of the other tensors.
+_SETTINGS = struct.Struct("@16i5fd9q")
+WEIGHTS = (
+    "conv_weight", "conv_bias", "decay_up", "decay_bias", "decay_log", "bonus", "read_scores", "write_scores", "skip",
+    "gate_up", "gate_bias", "norm_weight", "norm_bias",
+)  # fmt: skip
+TOKEN = ("projected", "hidden")
+STATE = ("memory", "conv", "tokens")
+OPTIONAL = ("conv_bias", "bonus", "skip")
+DTYPES = {"memory": torch.float32, "tokens": torch.int64}  # of the others: that of `projected`
+KINDS = {name: values for name, *values in map(str.split, native.kinds().splitlines())}
+MANY = 1024  # of what is remembered
+
+Shape = tuple[int, ...]
+
+
+def numbered(names: dict[str, str]) -> tuple[list[int], str | None]:
+    """Names of kinds as the library numbers them, or why it cannot: ([], a sentence)."""
+    for kind, known in KINDS.items():
+        if names[kind] not in known:
+            return [], f"it does not know {kind}={names[kind]!r}"
+    return [known.index(names[kind]) for kind, known in KINDS.items()], None
+
+
+class Layer:
+    """What the library is told of a layer for all tokens.
+
+    Args:
+        kinds, sizes, numbers: in the order of hr_layer.
+        weights: the names of those that it has. ValueError where these kinds have others.
+    """
+
+    def __init__(self, kinds: Sequence[int], sizes: Sequence[int], numbers: Sequence[float], weights: Sequence[str]):
+        self.kinds, self.sizes, self.numbers, self.weights = kinds, sizes, numbers, weights
+        absent = f"{struct.calcsize('P')}x"  # a null pointer
+        self.addresses = "@" + "".join("P" if name in weights else absent for name in WEIGHTS) + "6P"
+        self._calls: dict[Any, Call] = {}
+        shapes = weight_shapes(self.kind, self.sizes)
+        for name in WEIGHTS:
+            if name in weights and name not in shapes:
+                raise ValueError(f"{name} is given; expected None")
+            if name not in weights and name in shapes and name not in OPTIONAL:
+                raise ValueError(f"{name} is None; expected {_words(shapes[name])}")
+
+    @property
+    def kind(self) -> dict[str, str]:
+        return {name: values[i] for (name, values), i in zip(KINDS.items(), self.kinds, strict=True)}
+
+    def call(self, rows: int, dtype: torch.dtype) -> "Call":
+        found = self._calls.get((rows, dtype))
+        if found is None:
+            found = self._calls[rows, dtype] = Call(self, rows, dtype)
+        return found
+
+
+def weight_shapes(kind: dict[str, str], sizes: Sequence[int]) -> dict[str, Shape]:
+    """Of the weights that a layer of these kinds has, OPTIONAL ones included."""
+    D, H, Hq, K, V, width, decay_reads, gate_reads = sizes
+    shapes: dict[str, Shape] = {"bonus": (H, K), "skip": (H,)}
+    if width:
+        channels = 2 * Hq * K + H * V
+        shapes |= {"conv_weight": (channels, 1, width), "conv_bias": (channels,)}
+    up = {"sigmoid": (H * K, decay_reads), "softplus-vector": (H * K, decay_reads), "exp": (decay_reads, H * K)}
+    if kind["decay"] in up:
+        shapes |= {"decay_up": up[kind["decay"]], "decay_bias": (H * K,)}
+    if kind["decay"] == "softplus":
+        shapes["decay_bias"] = (H,)
+    if kind["decay"].startswith("softplus"):
+        shapes["decay_log"] = (H,)
+    scores = {"head": (H, K), "diag": (K, H), "query": (H, Hq * K), "hidden": (H, D)}[kind["source"]]
+    shapes |= {f"{gate}_scores": scores for gate in ("read", "write") if kind[gate] != "none"}
+    if kind["gate"] == "sigmoid-low-rank":
+        shapes |= {"gate_up": (H * V, gate_reads), "gate_bias": (H * V,)}
+    norms = {"rms": (V,), "group": (H * V,), "rms-joint": (H * V,)}
+    if kind["norm"] in norms:
+        shapes["norm_weight"] = norms[kind["norm"]]
+    return shapes | ({"norm_bias": (H * V,)} if kind["norm"] == "group" else {})
+
+
+def token_shapes(kind: dict[str, str], sizes: Sequence[int], rotary: bool, rows: int) -> dict[str, Shape]:
+    """Of what is read of a token, and of the state."""
+    D, H, Hq, K, V, width, decay_reads, gate_reads = sizes
+    parts = 2 * Hq * K + H * V + decay_reads + gate_reads + H * (kind["beta"] == "sigmoid")
+    shapes: dict[str, Shape] = {"projected": (rows, parts), "memory": (rows, H, K, V + (kind["norm"] == "sum"))}
+    if kind["source"] == "hidden" and {kind["read"], kind["write"]} != {"none"}:
+        shapes["hidden"] = (rows, D)
+    if width:
+        shapes["conv"] = (rows, width - 1, 2 * Hq * K + H * V)
+    return shapes | ({"tokens": (rows,)} if rotary else {})
+
+
+class Expected(NamedTuple):
+    """A tensor as the library takes it: contiguous, on the CPU."""
+
+    shape: Shape | None  # None: there is none
+    dtype: torch.dtype
+    name: str
+
+    def fault(self, x: Tensor | None) -> str:
+        """What is wrong with a tensor."""
+        if x is None:
+            return f"{self.name} is None; expected {_words(self.shape)}"
+        if x.shape != self.shape:
+            return f"{self.name} has shape {list(x.shape)}; expected {_words(self.shape)}"
+        if x.dtype is not self.dtype:
+            return f"{self.name} has dtype {x.dtype}; expected {self.dtype}"
+        return f"{self.name} is on {x.device} with strides {x.stride()}; expected contiguous memory of the CPU"
+
+
+def _words(shape: Shape | None) -> str:
+    return "None" if shape is None else f"shape {list(shape)}"
+
+
+def unfit(tensors: Iterable[Tensor | None], expected: list[Expected]) -> int | None:
+    """Which is the first tensor that is not as expected."""
+    for n, (x, (shape, dtype, _)) in enumerate(zip(tensors, expected, strict=True)):
+        if x is None:
+            if shape is not None:
+                return n
+        elif x.shape != shape or x.dtype is not dtype or not x.is_cpu or not x.is_contiguous():
+            return n
+    return None
+
+
+def require_fit(tensors: Sequence[Tensor | None], expected: list[Expected]) -> None:
+    if (n := unfit(tensors, expected)) is not None:
+        raise ValueError(expected[n].fault(tensors[n]))
+
+
+class Call:
+    """A layer's call for one batch size and one dtype of activations. Plain data, since a model may be copied."""
+
+    def __init__(self, layer: Layer, rows: int, dtype: torch.dtype):
+        shapes = weight_shapes(layer.kind, layer.sizes)
+        shapes |= token_shapes(layer.kind, layer.sizes, bool(layer.numbers[-1]), rows)
+        self.weights, self.token, self.state = (
+            [Expected(shapes.get(name), DTYPES.get(name, dtype), name) for name in names]
+            for names in (layer.weights, TOKEN, STATE)
+        )
+        self.numbers = *layer.kinds, *layer.numbers, rows, *layer.sizes
+        self.dtype, self.out = native.DTYPES[dtype], (rows, layer.sizes[1] * layer.sizes[4])
+        self.addresses = layer.addresses
+        self.settings: dict[int, bytes] = {}
+        self.apart: set[tuple[int, ...]] = set()  # addresses at which nothing that is written into lies in another
+
+    def step(self, weights: Sequence[Tensor], token: Sequence[Tensor | None], state: Sequence[Tensor | None]) -> Tensor:
+        """Weights and state are as expected; ValueError where what is read of the token is not, or where what is
+        written into shares memory with another."""
+        require_fit(token, self.token)
+        places = *[x.data_ptr() for x in weights], *[0 if x is None else x.data_ptr() for x in (*token, *state)]
+        if places not in self.apart:
+            self._check_apart(places)
+        out = token[0].new_empty(self.out)  # type: ignore[union-attr]
+        native.layer_step(self._settings() + struct.pack(self.addresses, *places, out.data_ptr()))
+        # Autograd, which may hold one of them for a backward, cannot see what was written.
+        increment_version([x for x in state if x is not None and not x.is_inference()])
+        return out
+
+    def _settings(self) -> bytes:
+        threads = torch.get_num_threads()
+        if threads not in self.settings:
+            self.settings[threads] = _SETTINGS.pack(native.ABI, self.dtype, threads, *self.numbers)
+        return self.settings[threads]
+
+    def _check_apart(self, places: tuple[int, ...]) -> None:
+        expected = self.weights + self.token + self.state
+        spans = [
+            (x.name, start, start + math.prod(x.shape) * x.dtype.itemsize)
+            for x, start in zip(expected, places, strict=True) if x.shape is not None
+        ]  # fmt: skip
+        for name, start, end in (span for span in spans if span[0] in STATE):
+            for other, begin, stop in spans:
+                if other != name and begin < end and start < stop:
+                    raise ValueError(f"{name} shares memory with {other}; expected it apart, since it is written into")
+        if len(self.apart) >= MANY:
+            self.apart.clear()
+        self.apart.add(places)
+
+
+known = lru_cache(maxsize=MANY)(Layer)
+
+
+def layer_step(projected: Tensor, hidden, weights, memory, conv, tokens, kinds, sizes, numbers) -> Tensor:
+    """projected [B, parts], the layer's input [B, D] if scores read it -> [B, H V]; memory [B, H, K, ·], conv [B, ·, ·]
+    and tokens [B] are brought up to date. All contiguous, and apart: ValueError for what is not."""
+    if projected.dtype not in native.DTYPES or projected.dim() != 2:
+        found = f"dtype {projected.dtype} and shape {list(projected.shape)}"
+        raise ValueError(f"projected has {found}; expected torch.float32 or torch.bfloat16 and [B, parts]")
+    given = {name: weight for name, weight in zip(WEIGHTS, weights, strict=True) if weight is not None}
+    layer = known(tuple(kinds), tuple(sizes), tuple(numbers), tuple(given))
+    call, state = layer.call(projected.shape[0], projected.dtype), (memory, conv, tokens)
+    require_fit(list(given.values()), call.weights)
+    require_fit(state, call.state)
+    return call.step(list(given.values()), (projected, hidden), state)
+
+
+def _fake(projected, hidden, weights, memory, conv, tokens, kinds, sizes, numbers):
+    return projected.new_empty(projected.shape[0], sizes[1] * sizes[4])
+
+
+library.define(SCHEMA)
+library.impl("layer_step", layer_step, "CPU")
+torch.library.register_fake("headrace::layer_step", _fake, lib=library)
+
+
+def run(layer: Layer, weights: Sequence[Tensor], token: Sequence[Any], state: Sequence[Tensor | None]) -> Tensor:
+    """The operator where a graph is being traced; without its dispatch, which costs as much as the step, elsewhere.
+    Weights and state are as the layer's call expects them."""
+    if torch.compiler.is_compiling():
+        given = dict(zip(layer.weights, weights, strict=True))
+        every, settings = [given.get(name) for name in WEIGHTS], (layer.kinds, layer.sizes, layer.numbers)
+        return torch.ops.headrace.layer_step(*token, every, *state, *settings)
+    return layer.call(len(token[0]), token[0].dtype).step(weights, token, state)

@@ -1,0 +1,39 @@
+"""The native library as a PyTorch operator, `torch.ops.headrace.native`, on the CPU."""
+
+import torch
+
+from ..backend import Backend
+from ..call import Call
+from ..operator import register
+from . import library as native
+
+CHUNKS = range(16, 129, 16)
+LARGEST = 2**16
+
+
+def _refuses(call: Call) -> str | None:
+    """Why the library cannot take a Call, or None."""
+    device, dtype, (K, V) = call.v.device.type, call.v.dtype, (call.k.shape[-1], call.v.shape[-1])
+    if device != "cpu":
+        return f"it runs on the CPU, and v is on {device}"
+    if dtype not in native.DTYPES:
+        return f"it computes in float32, from float32 or bfloat16, and v is {dtype}"
+    if not (0 < K <= LARGEST and 0 < V <= LARGEST):
+        return f"it takes K and V from 1 to {LARGEST}, and they are {K} and {V}"
+    if call.chunk_size is not None and call.chunk_size not in CHUNKS:
+        return f"its chunks are multiples of 16 up to 128 tokens, and chunk_size is {call.chunk_size}"
+    return None
+
+
+def _kept_shapes(call: Call):
+    """The library knows how much, for sizes that are numbers; while tracing they may not be."""
+    return ((torch.library.get_ctx().new_dynamic_size(),),)
+
+
+BACKEND = Backend(
+    run=register("native", "CPU", native.forward, native.backward, ["kept"], _kept_shapes),
+    missing=lambda: native.missing,
+    refuses=_refuses,
+    about=lambda: f"C++, {native.instructions}",
+    steps=True,
+)

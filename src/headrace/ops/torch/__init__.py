@@ -1,0 +1,1 @@
+"""The backend in PyTorch, for any device."""

@@ -1,0 +1,38 @@
+"""torch_chunkwise as a PyTorch operator, `torch.ops.headrace.chunkwise`, on any device."""
+
+import torch
+
+from ..backend import Backend
+from ..call import Call
+from ..operator import register
+from . import chunkwise as torch_chunkwise
+from . import tiles
+
+
+def _forward(call: Call, keep: bool):
+    with torch.autocast(call.q.device.type, enabled=False):  # the accumulator's precision is part of the definition
+        return torch_chunkwise.forward(call, keep)
+
+
+def _backward(d_out, d_final, call: Call, kept, wanted):
+    states, errors = kept
+    with torch.autocast(call.q.device.type, enabled=False):
+        # Of what is wanted, the gradient to the decay alone is worth leaving out.
+        return torch_chunkwise.backward(d_out, d_final, call, states, errors, wanted[3])
+
+
+def _kept_shapes(call: Call):
+    """Of the states and of E."""
+    (B, T, H, V), K, chunk = call.v.shape, call.k.shape[-1], tiles.chunk_size(call)
+    sequences = 1 if call.cu_seqlens is None else call.sequences
+    states = tiles.kept_states(T, sequences, chunk * tiles.kept_stride(K, V, chunk))
+    return (states, B * H, K, V), (call.v.shape if call.delta else (0,))
+
+
+BACKEND = Backend(
+    run=register("chunkwise", "CompositeExplicitAutograd", _forward, _backward, ["states", "errors"], _kept_shapes),
+    missing=lambda: None,
+    refuses=lambda call: None,
+    about=lambda: f"PyTorch {torch.__version__}",
+    steps=False,
+)

@@ -1,0 +1,110 @@
+"""Frozen dataclasses that check what they are given: the base of every spec.
+
+The type hint of a field says what the field admits: a bool, int, float or str, one of the values of a Literal, another
+record, a tuple of such values, None. A number may have a `Range`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import cache
+from math import isfinite
+from sys import float_info
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from ..utils.errors import InputError
+
+
+class Range(NamedTuple):
+    """Which numbers a field admits, in words and as a predicate."""
+
+    text: str
+    holds: Callable[[float], bool]
+
+
+PositiveInt = Annotated[int, Range("at least 1", lambda n: n >= 1)]
+NonNegativeInt = Annotated[int, Range("at least 0", lambda n: n >= 0)]
+PositiveFloat = Annotated[float, Range("more than 0", lambda x: x > 0)]
+NonNegativeFloat = Annotated[float, Range("at least 0", lambda x: x >= 0)]
+
+
+class Kind(NamedTuple):
+    """One of the alternatives of a type hint."""
+
+    type: type
+    among: tuple[Any, ...] = ()  # the values of a Literal
+    range: Range | None = None
+    items: tuple["Kind", ...] = ()  # of a tuple
+
+
+class Record:
+    """Base of the specs. A record that cannot be is refused where it is made, by an InputError."""
+
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        for name, kinds in fields(cls).items():
+            object.__setattr__(self, name, checked(getattr(self, name), kinds, cls.__name__, name))
+        for condition, reason in self._objections():
+            if condition:
+                raise InputError(reason)
+
+    def _objections(self) -> Iterator[tuple[bool, str]]:
+        """(whether the values of the fields contradict each other, a sentence that says how)."""
+        return iter(())
+
+
+@cache
+def fields(cls: type) -> dict[str, tuple[Kind, ...]]:
+    """What each field of a dataclass admits, by name."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {f.name: alternatives(hints[f.name]) for f in dataclasses.fields(cls)}
+
+
+def alternatives(hint: Any) -> tuple[Kind, ...]:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return (Kind(type(args[0]), among=args),)
+    if origin is Annotated:
+        return (Kind(args[0], range=args[1]),)
+    if origin is tuple:
+        return (Kind(tuple, items=alternatives(args[0])),)
+    return tuple(kind for arg in args for kind in alternatives(arg)) if args else (Kind(hint),)
+
+
+def checked(value: Any, kinds: tuple[Kind, ...], *where: str) -> Any:
+    """The value as a field of these kinds holds it: an int is a float, a list is a tuple, nothing else is converted.
+
+    Raises InputError for what the kinds do not admit; `where` is the path to the value."""
+    for kind in kinds:
+        if kind.items and type(value) in (list, tuple):
+            return tuple(checked(item, kind.items, *where, str(i)) for i, item in enumerate(value))
+        whole = kind.type is float and type(value) is int and abs(value) <= float_info.max
+        found = float(value) if whole else value
+        if _is(found, kind):
+            if kind.range is not None and not kind.range.holds(found):
+                raise InputError(f"{'.'.join(where)}={value!r}; expected {kind.range.text}")
+            return found
+    allowed = [name for kind in kinds for name in _names(kind)]
+    among = "one of " if len(allowed) > 1 else ""
+    raise InputError(f"{'.'.join(where)}={value!r} is not allowed; expected {among}{', '.join(allowed)}")
+
+
+def _is(value: Any, kind: Kind) -> bool:
+    if type(value) is not kind.type:
+        return issubclass(kind.type, Record) and isinstance(value, kind.type)
+    return value in kind.among if kind.among else kind.type is not float or isfinite(value)  # type: ignore[arg-type]
+
+
+def _names(kind: Kind) -> list[str]:
+    if kind.among:
+        return [str(value) for value in kind.among]
+    if kind.items:
+        return [f"tuple of {' or '.join(name for item in kind.items for name in _names(item))}"]
+    return [{NoneType: "None", float: "finite float"}.get(kind.type, kind.type.__name__)]
+
+
+def require_positive(**sizes: Any) -> None:
+    """Raises InputError for a size that is no integer of at least 1."""
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise InputError(f"{name}={size!r}; expected a positive integer")

@@ -1,0 +1,73 @@
+"""What is measured: models of one shape at points of length and batch; the folder it is kept in.
+
+plan.json           what fixes the numbers; the folder serves no others
+points/<point>.json one point, all models in turn in one process
+bench.csv           every point, a line for each model
+report.html, *.png  the report
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...utils.errors import InputError
+from ..verify import TOLERANCE
+from .models import Shape, check
+
+MEASURED = ("memory", "training", "prefill", "decoding")
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
+
+
+@dataclass(frozen=True)
+class Plan:
+    models: tuple[str, ...]
+    shape: Shape = field(default_factory=Shape)
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    rounds: int = 5
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise InputError(f"--dtype={self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        for name, value in (vars(self.shape) | {"threads": self.threads, "rounds": self.rounds}).items():
+            if value < 1:
+                raise InputError(f"--{name.replace('_', '-')}={value}; expected at least 1")
+        for name in self.models:
+            check(name, self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def clock(self) -> str:
+        """One thread's own time knows nothing of what else runs here; several threads, or a device, have none."""
+        return "cpu time" if self.device == "cpu" and self.threads == 1 else "wall clock"
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    what: str  # memory, training, prefill or decoding
+    length: int  # tokens of a row, of the prompt, or of the context that was read
+    batch: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.length * self.batch if self.what != "decoding" else 1
+
+    def path(self, folder: Path) -> Path:
+        return folder / "points" / f"{self.what}-{self.length}x{self.batch}.json"
+
+
+def points(what: list[str], lengths: list[int], batches: list[int], contexts: list[int]) -> list[Point]:
+    """In the order in which they are measured. InputError for an unknown measurement."""
+    rows = [(length, batch) for length in lengths for batch in batches]
+    axes = {
+        "memory": rows,
+        "training": rows,
+        "prefill": [(length, 1) for length in lengths],
+        "decoding": [(context, 1) for context in contexts],
+    }
+    if unknown := [name for name in what if name not in axes]:
+        raise InputError(f"--what={unknown[0]}; expected some of {', '.join(axes)}")
+    return [Point(name, *place) for name in axes if name in what for place in axes[name]]

@@ -1,0 +1,189 @@
+"""What was measured as pictures and one page."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from rich.console import Console
+from rich.table import Table
+
+from ...report.page import Page, Section, picture
+from ...report.style import PALETTE, STYLE, compact
+from .models import PEERS
+from .plan import MEASURED, Plan
+from .results import backbones, compressions, overhead
+
+TITLES = {  # and the unit, and what lies along the x axis
+    "memory": ("Peak memory of a training step", "bytes", "tokens of a row"),
+    "training": ("Training throughput", "tokens a second", "tokens of a row"),
+    "prefill": ("Time to first token", "seconds", "tokens of the prompt"),
+    "decoding": ("Decoding", "seconds a token", "tokens of the context"),
+}
+COSTS = {"memory": "peak memory", "training": "training step", "prefill": "first token", "decoding": "decoded token"}
+OVERHEAD = (
+    "Cost with competition over cost without it, in pairs of one round at one point: the median over all pairs, ± half "
+    "the distance of the quartiles, which holds the differences between points as well as the noise."
+)
+CAPTION = "Solid: the backbone; dashed: its heads compete; dotted: transformers' own model. Both axes are logarithmic."
+
+
+def write_report(
+    held: list[dict[str, Any]], lines: list[dict[str, Any]], plan: Plan, folder: Path, command: str
+) -> Path:
+    shape = plan.shape
+    about = (
+        f"{len(plan.models)} models of {shape.layers} layer{'s' * (shape.layers > 1)}, {shape.hidden_size} wide, "
+        f"{shape.heads} heads and a "
+        f"vocabulary of {shape.vocab_size:,}, in {plan.dtype} on {plan.device} with {plan.threads} "
+        f"thread{'s' * (plan.threads > 1)}; times are {plan.clock}, medians of {plan.rounds} rounds in which all "
+        "models took turns in one process, ± half the distance of the quartiles."
+    )
+    sections = [overheads(held, plan), *(measured(what, lines, plan, folder) for what in present(held))]
+    if found := compressed(held, plan, folder):
+        sections.append(found)
+    return Page("What it costs", about, sections, command, environments(held)).write(folder / "report.html")
+
+
+def environments(held: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for one in held:
+        about = {name: value for name, value in one["environment"].items() if name not in ("date", "threads_per_arm")}
+        if about not in found:
+            found.append(about)
+    return found
+
+
+def present(held: list[dict[str, Any]]) -> list[str]:
+    return [what for what in MEASURED if any(one["point"]["what"] == what for one in held)]
+
+
+def overheads(held: list[dict[str, Any]], plan: Plan) -> Section:
+    header = ("backbone", *(COSTS[what] for what in present(held)))
+    rows = [(name, *(str(overhead(held, name, what)) for what in present(held))) for name in backbones(plan)]
+    return Section("What competition costs", OVERHEAD, header=header, rows=rows)
+
+
+def print_overheads(held: list[dict[str, Any]], plan: Plan, console: Console) -> None:
+    section = overheads(held, plan)
+    table = Table(*section.header, title="With competition over without", caption=OVERHEAD, title_justify="left")
+    for row in section.rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def measured(what: str, lines: list[dict[str, Any]], plan: Plan, folder: Path) -> Section:
+    title, unit, place = TITLES[what]
+    own = [line for line in lines if line["what"] == what]
+    places = list(dict.fromkeys((line["length"], line["batch"]) for line in own))
+    by_model = {name: {(x["length"], x["batch"]): x for x in own if x["model"] == name} for name in plan.models}
+    rows = [(name, *(cell(what, there.get(place)) for place in places)) for name, there in by_model.items()]
+    figure = panels(what, by_model, place, unit)
+    left_out = [
+        f"{line['model']} is left out at {line['length']:,} × {line['batch']}: {line['left_out']}."
+        for line in own if line["left_out"]
+    ]  # fmt: skip
+    if what == "decoding":
+        left_out += [f"{how}: {', '.join(names)}." for how, names in reached(own).items()]
+    header = ("model", *(f"{length:,} × {batch}" if batch > 1 else f"{length:,}" for length, batch in places))
+    drawn = [picture(f"{title}, {unit}. {CAPTION}", figure, folder / f"{what}.png")]
+    return Section(title, f"{unit}, by {place}", left_out, header, rows, drawn)
+
+
+def reached(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """How a context was reached, and by which models."""
+    found: dict[str, dict[str, None]] = {}
+    for line in lines:
+        if line["how"]:
+            found.setdefault(f"Context by {line['how']}", {})[line["model"]] = None
+    return {how: list(names) for how, names in found.items()}
+
+
+def value(what: str, line: dict[str, Any]) -> float | None:
+    text = line[{"memory": "bytes", "training": "tokens_per_second"}.get(what, "seconds")]
+    return None if line["left_out"] else float(text)
+
+
+def cell(what: str, line: dict[str, Any] | None) -> str:
+    if line is None or (number := value(what, line)) is None:
+        return "–"
+    if what == "memory":
+        return f"{number / 2**20:,.0f} MiB"
+    text = f"{number:,.0f}" if what == "training" else f"{number * 1e3:,.1f} ms"
+    return text + (f" ±{float(line['spread']) / 2:.0%}" if line["spread"] else " (one round)")
+
+
+def panels(what: str, by_model: dict[str, Any], xlabel: str, ylabel: str) -> Figure:
+    """A panel for each number of rows."""
+    batches = sorted({batch for lines in by_model.values() for _, batch in lines})
+    series = {
+        batch: {
+            name: [(L, value(what, line)) for (L, B), line in lines.items() if batch == B]
+            for name, lines in by_model.items()
+        }
+        for batch in batches
+    }
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(3 + 4 * len(batches), 4.2), layout="constrained")
+        grid = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
+        for ax, (batch, curves) in zip(grid, series.items(), strict=True):
+            draw(ax, curves)
+            if len(batches) > 1:
+                ax.set_title(f"{batch} row{'s' * (batch > 1)}", fontsize=10)
+            ax.set_xlabel(xlabel)
+        grid[0].set_ylabel(ylabel)
+        grid[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
+    return figure
+
+
+def draw(ax: Axes, series: dict[str, list[tuple[int, float | None]]]) -> None:
+    for name, pairs in series.items():
+        if points := sorted((x, y) for x, y in pairs if y is not None):
+            ax.plot(*zip(*points, strict=True), label=name, lw=1.8, ms=4, **look(name, list(series)))
+    ax.set(xscale="log", yscale="log")
+    ticks = sorted({x for pairs in series.values() for x, _ in pairs})
+    ax.set_xticks(ticks, [compact(x) for x in ticks], fontsize=8)
+    ax.minorticks_off()
+    low, high = ax.get_ylim()
+    steps = [n * 10.0**power for power in range(-7, 13) for n in (1, 2, 5)]
+    narrow = MaxNLocator(5).tick_values(low, high)  # where decades say too little
+    ax.set_yticks([y for y in (steps if high > 8 * low else narrow) if low <= y <= high])
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: compact(y)))
+
+
+def look(name: str, names: list[str]) -> dict[str, Any]:
+    """A backbone and its softmax version share a colour."""
+    base = name.removeprefix("softmax-")
+    known = list(dict.fromkeys(other.removeprefix("softmax-") for other in names))
+    style = ":" if name in PEERS else "-" if base == name else "--"
+    return {"color": PALETTE[known.index(base) % len(PALETTE)], "ls": style, "marker": "x" if style == "--" else "o"}
+
+
+def compressed(held: list[dict[str, Any]], plan: Plan, folder: Path) -> Section | None:
+    """The cache of the transformer over each state."""
+    found = compressions(held, plan)
+    if not found:
+        return None
+    contexts = sorted({c.context for c in found})
+    by_model = {
+        name: {c.context: c for c in found if c.model == name} for name in dict.fromkeys(c.model for c in found)
+    }
+    rows = [
+        (name, *(f"{own[t].found:,.3g}× ({own[t].said:,.3g}×)" if t in own else "–" for t in contexts))
+        for name, own in by_model.items()
+    ]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        ax = figure.add_subplot()
+        draw(ax, {name: [(t, c.found) for t, c in own.items()] for name, own in by_model.items()})
+        ax.set(xlabel="tokens of the context, t", ylabel="bytes of the cache over bytes of the state")
+        ax.legend(fontsize=8)
+    about = (
+        "How many times larger the keys and values of softmax attention are than the state, in bytes, convolutions and "
+        "all else that it holds included; in brackets t(d_k + d_v)/(d_k d_v), which is 2t/d where d_k = d_v = d."
+    )
+    header = ("mixer", *(f"t = {t:,}" for t in contexts))
+    drawn = [picture("What a state saves, by the length of the context.", figure, folder / "compression.png")]
+    return Section("Compression: cache over state", about, (), header, rows, drawn)

@@ -1,0 +1,149 @@
+"""The unifying table: every causal mixer as S_t = A_t S_{t−1} + k_tᵀ b_t, by its four axes, and what it costs.
+
+Symbols: α a decay read from the token, γ a fixed one, β a write strength, w and r the gates of competing heads, dt a
+step size. Memories are [K, V], so that A_t stands on the left. Costs are multiply-adds counted as two, of the memory
+alone, without projections and convolutions.
+"""
+
+import inspect
+import math
+import re
+from typing import Any
+
+from .. import zoo
+from ..spec.linear import CACHED, AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, SoftmaxRNNSpec, to_json
+from ..utils.errors import InputError
+
+WIDTH, HEADS, TOKENS, CHUNK = 1024, 4, 2048, 64  # at which the table counts
+DECAYS = {"none": "", "retnet": "γ", "xpos": "diag(γ)", "softplus": "α"}  # all others: one per key channel
+RETENTION = {
+    "": "all", "γ": "γ, fixed per head", "diag(γ)": "γ, fixed per key channel", "α": "α, per head",
+    "diag(α)": "α, per key channel",
+}  # fmt: skip
+# What no spec says: A_t, b_t, objective and retention of what is outside the algebra.
+OUTSIDE = {
+    "s4": ("Ā", "B̄ u", "Legendre coefficients of the past", "Ā, fixed"),
+    "s4d": ("Ā, diagonal", "B̄ u", "−⟨kS, v⟩", "Ā, fixed"),
+    "mamba": ("e^(A dt)", "dt u", "−⟨kS, v⟩", "e^(A dt), per number"),
+    "rwkv4": ("e^−w", "e^k v", "−⟨kS, v⟩", "e^−w, per channel"),
+    "rwkv7": ("diag(α) − κᵀ(a κ)", "v", "½‖v − kS‖²", "α, per key channel"),
+    "gla-outer": ("α … βᵀ", "v", "−⟨kS, v⟩", "α βᵀ, per number"),
+}
+COUNTED = f"Costs: width {WIDTH}, {HEADS} heads, float32, chunks of {CHUNK}; attention after {TOKENS:,} tokens."
+RECURRENT = (MixerSpec, ScanSpec, MatrixSpec)  # whose memory does not grow
+UPDATE = ("A_t", "b_t", "features", "can")
+AXES = ("memory", "objective", "optimiser", "retention")
+COST = ("state", "bytes", "training", "decoding", "grows")
+VIEWS = {"update": UPDATE, "axes": AXES, "cost": COST, "paper": ("paper",)}
+
+
+def papers() -> dict[str, str]:
+    """The address that the comment before each name in zoo.py ends with."""
+    found, address = {}, ""
+    for line in inspect.getsource(zoo).splitlines():
+        if match := re.search(r"#.*(https?://\S+)$", line):
+            address = match[1]
+        elif match := re.match(r'    "([\w-]+)":', line):
+            found[match[1]] = address
+    return found
+
+
+def account(name: str) -> dict[str, Any]:
+    """A row of the table, and the spec. `paper` is "–" for a mixer that was added at run time. The costs of a mixer
+    that does not fit the table's width and heads are None, and its `state` says why."""
+    spec = zoo.get(name)
+    outside = _cached if isinstance(spec, CACHED) else _outside
+    row = _linear(spec) if isinstance(spec, MixerSpec) else outside(spec)
+    row["can"] = ", ".join(verb[:-1] for verb in ("forgets", "overwrites", "competes") if row[verb]) or "–"
+    try:
+        cost = _cost(spec, row)
+    except InputError as reason:
+        cost = dict.fromkeys(COST) | {"state": str(reason)}
+    base, known = name.partition("(")[0], papers()
+    paper = known.get(base) or known.get(base.removeprefix("softmax-"), "–")
+    return row | cost | {"paper": paper, "spec": to_json(spec)}
+
+
+def _linear(spec: MixerSpec) -> dict[str, Any]:
+    decay, gate, delta = DECAYS.get(spec.decay.kind, "diag(α)"), spec.competition, spec.write.rule == "delta"
+    beta = {"one": "", "dt": "dt ", "sigmoid": "β "}[spec.write.beta]
+    write = "w " if gate is not None and gate.write != "none" else ""
+    inputs = (spec.inputs.feature_map, spec.inputs.qk_norm, "rotary" if spec.inputs.rotary else "none")
+    return {
+        "A_t": f"(I − {beta}kᵀk) {decay}".strip() if delta else decay or "I",
+        "b_t": f"{beta}{write}v",
+        "features": " ".join(x for x in inputs if x not in ("identity", "none")) or "identity",
+        "forgets": bool(decay), "overwrites": delta, "competes": gate is not None,
+        "memory": "a matrix per head",
+        "objective": "½‖v − kS‖²" if delta else "−⟨kS, v⟩",
+        "optimiser": f"a gradient step of rate {beta.strip() or '1'}",
+        "retention": RETENTION[decay],
+    }  # fmt: skip
+
+
+def _cached(spec: AttentionSpec | SoftmaxRNNSpec) -> dict[str, Any]:
+    pattern = getattr(spec, "pattern", None)
+    rnn = isinstance(spec, SoftmaxRNNSpec)
+    return {
+        "A_t": "append", "b_t": "v", "features": "softmax, in parts" if rnn else "softmax",
+        "forgets": pattern is not None, "overwrites": False, "competes": False,
+        "memory": "keys and values", "objective": "none: all is kept", "optimiser": "none",
+        "retention": "all" if pattern is None else f"the last {pattern.window}, {pattern.far} before",
+    }  # fmt: skip
+
+
+def _outside(spec) -> dict[str, Any]:
+    A, b, objective, retention = OUTSIDE[spec.kind]
+    overwrites, dimensions = objective.startswith("½"), len(spec.state_shapes(WIDTH, HEADS)["memory"])
+    return {
+        "A_t": A, "b_t": b, "features": "identity", "forgets": True, "overwrites": overwrites, "competes": False,
+        "memory": "a matrix per head" if dimensions == 3 else "a vector per channel",
+        "objective": objective, "optimiser": "a gradient step", "retention": retention,
+    }  # fmt: skip
+
+
+def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
+    """State, and operations per token; training adds what the tokens of a chunk do to each other. Attention reads a
+    cache of TOKENS."""
+    if isinstance(spec, CACHED):
+        bounded = getattr(spec, "pattern", None) is not None
+        shapes = spec.state_shapes(WIDTH, HEADS, TOKENS)
+        seen, wide = next(iter(shapes.values()))[0], WIDTH  # every query head reads, whoever shares its keys
+        costs = {"training": 4 * wide * (seen if bounded else TOKENS // 2), "decoding": 4 * wide * seen}
+        return {**_state(shapes), **costs, "grows": not bounded}
+    shapes, decoding = spec.state_shapes(WIDTH, HEADS), recurrence_flops(spec, WIDTH, HEADS)
+    inside = 0
+    if len(shapes["memory"]) == 3:
+        H, K, V = shapes["memory"]
+        inside = H * CHUNK * (K + V) * (2 if row["overwrites"] else 1)
+    return {**_state(shapes), "training": decoding + inside, "decoding": decoding, "grows": False}
+
+
+def recurrence_flops(spec, hidden_size: int, num_heads: int) -> int:
+    """Operations per token on the memory of a recurrent mixer: for a number of it 2 to read, 2 to write, 1 to forget, 2
+    to overwrite."""
+    row = _linear(spec) if isinstance(spec, MixerSpec) else _outside(spec)
+    numbers = math.prod(spec.state_shapes(hidden_size, num_heads)["memory"])
+    return numbers * (4 + row["forgets"] + 2 * row["overwrites"])
+
+
+def _state(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    said = " + ".join("×".join(map(str, shape)) for shape in shapes.values())
+    return {"state": said, "bytes": 4 * sum(math.prod(shape) for shape in shapes.values())}
+
+
+def cell(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "yes" if value else "–"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def markdown() -> str:
+    """docs/zoo.md: `headrace zoo --markdown` prints it."""
+    rows = {name: account(name) for name in zoo.names()}
+    text = ["# The zoo", "", *(__doc__ or "").strip().splitlines(), "", "Written by `headrace zoo --markdown`.", ""]
+    for title, columns in VIEWS.items():
+        text += [f"## By {title}", "", *([COUNTED, ""] if columns is COST else [])]
+        text += [f"| mixer | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        text += [f"| `{name}` | {' | '.join(cell(row[c]) for c in columns)} |" for name, row in rows.items()] + [""]
+    return "\n".join(text)

@@ -1,0 +1,205 @@
+"""One arm: a model of one mixer, trained from one seed, evaluated on held-out rows as it goes."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from ...spec.encoder_decoder import ModelSpec, RecurrentSpec
+from ...spec.linear import from_json
+from ...spec.stack import as_decoder
+from ...tasks import IGNORED, Answers, Rows, Sequences
+from ...tasks.base import Batch
+from ...training.gate_statistics import GateWatch
+from ...training.parameters import gate_parameters, parameter_groups
+from ...utils.environment import environment
+from ...utils.integrity import write_json
+from .model import as_read, build, flops
+from .plan import Arm, Recipe
+
+Tell = Callable[[int, dict[str, float] | None], None]  # step, scores where there are new ones
+
+
+def train(arm: Arm, path: Path, tell: Tell, device: str = "cpu") -> None:
+    """Train and evaluate an arm; its result is written to `path` at the end, whole or not at all.
+
+    device: "cpu", or anything else for the accelerator that the process sees."""
+    started, plan = time.perf_counter(), arm.plan
+    set_seed(arm.seed)
+    model = build(arm)
+    curve = Curve(arm, tell)
+    model.register_forward_hook(curve.hear)
+    sample = lambda generator, rows: as_read(arm, plan.task.sample(generator, rows))  # noqa: E731
+    rows = Rows(sample, arm.seed, plan.recipe.steps * plan.recipe.batch_size)
+    trainer = Trainer(
+        model,
+        arguments(plan.recipe, arm.seed, path.parent, device),
+        train_dataset=rows,
+        callbacks=[curve],
+        optimizers=(optimizer(model, plan.recipe), None),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    write_json(path, result(arm, model, curve) | {"seconds": time.perf_counter() - started})
+
+
+def arguments(recipe: Recipe, seed: int, folder: Path, device: str) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=recipe.batch_size,
+        learning_rate=recipe.lr,
+        warmup_steps=round(recipe.warmup * recipe.steps),
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.05},
+        max_grad_norm=1.0,
+        seed=seed,
+        train_sampling_strategy="sequential",  # rows are drawn at random already
+        label_names=["shift_labels"],
+        remove_unused_columns=False,
+        use_cpu=device == "cpu",
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, recipe.weight_decay, recipe.gate_lr * recipe.lr)
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)
+
+
+class Curve(TrainerCallback):
+    """Evaluates at equal distances, from before the first step to after the last, and times the training between."""
+
+    def __init__(self, arm: Arm, tell: Tell):
+        self.arm, self.tell = arm, tell
+        self.every = math.ceil(arm.plan.recipe.steps / arm.plan.recipe.evaluations)
+        self.held_out = as_read(arm, arm.plan.task.held_out(arm.plan.recipe.held_out))
+        self.points: list[dict[str, Any]] = []
+        self.losses: list[Tensor] = []  # of the training steps since the last point
+        self.speeds: list[float] = []  # training tokens per second between two evaluations
+
+    def hear(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if model.training:
+            self.losses.append(output.loss.detach())
+
+    def train_loss(self) -> float | None:
+        """The mean of what was heard; None: nothing, or no number."""
+        mean = torch.stack(self.losses).mean().item() if self.losses else math.nan
+        self.losses.clear()
+        return mean if math.isfinite(mean) else None
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.point(0, model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        step = state.global_step
+        if step % self.every == 0 or step == state.max_steps:
+            synchronise()
+            tokens = (step - self.points[-1]["step"]) * self.arm.plan.recipe.batch_size * self.arm.plan.task.length
+            self.speeds.append(tokens / (time.perf_counter() - self.resumed))
+            self.point(step, model)
+            control.should_training_stop |= not finite(self.points[-1])
+        elif step % max(state.max_steps // 100, 1) == 0:
+            self.tell(step, None)
+
+    def point(self, step: int, model: nn.Module) -> None:
+        recipe, task = self.arm.plan.recipe, self.arm.plan.task
+        answers, gates = evaluate(model, self.held_out, recipe.batch_size)
+        scores = task.scores(answers) if math.isfinite(answers.loss) else {}
+        self.points.append({"step": step, "scores": scores, "train_loss": self.train_loss(), "gates": gates})
+        self.tell(step, scores)
+        self.resumed = time.perf_counter()
+
+
+def finite(point: dict[str, Any]) -> bool:
+    return bool(point["scores"])
+
+
+def synchronise() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, rows: Batch, batch_size: int) -> tuple[Answers, list[dict[str, Any]]]:
+    """(answers, gate statistics) over the positions with a label."""
+    training, device = model.training, next(model.parameters()).device
+    asked, loss, right = rows["shift_labels"] != IGNORED, 0.0, []
+    model.eval()
+    with GateWatch().on(model) as watch:
+        for batch in batches(rows, batch_size, device):
+            labels = batch["shift_labels"]
+            watch.asked, watch.mask = labels != IGNORED, batch.get("attention_mask", labels)
+            output = model(**batch)
+            loss += output.loss.item() * int(watch.asked.sum())
+            right.append((output.logits.argmax(-1) == labels).cpu())
+    model.train(training)
+    answers = Answers(loss / int(asked.sum()), asked, asked & torch.cat(right))
+    return answers, watch.summary() if math.isfinite(loss) else []
+
+
+def batches(rows: Batch, size: int, device: torch.device):
+    parts = {name: values.to(device).split(size) for name, values in rows.items()}
+    for values in zip(*parts.values(), strict=True):
+        yield dict(zip(parts, values, strict=True))
+
+
+def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
+    plan, last = arm.plan, curve.points[-1]
+    return {
+        "comparison": plan.name,
+        "mixer": arm.mixer,
+        "seed": arm.seed,
+        "spec": arm.spec,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "gate_parameters": sum(p.numel() for p in gate_parameters(model)),
+        "intermediate_size": arm.width,
+        "state_bytes": state_bytes(arm, curve.held_out["input_ids"].shape[1]),
+        "scores": last["scores"],
+        "diverged": not finite(last),
+        "curve": curve.points,
+        **(by_length(arm, model) if finite(last) else {}),
+        "flops": flops(model, {name: values[:1] for name, values in curve.held_out.items()}, plan.shape),
+        "speeds": curve.speeds,
+        "environment": environment(),
+    }
+
+
+def by_length(arm: Arm, model: nn.Module) -> dict[str, Any]:
+    """Scores by the length of a row or source, where a task asks for it, and what one target was aligned to."""
+    task, recipe, scores = arm.plan.task, arm.plan.recipe, {}
+    for n, rows in task.by_length(recipe.held_out // 2).items():
+        answers, _ = evaluate(model, as_read(arm, rows), max(recipe.batch_size * task.length // n, 1))
+        scores[str(n)] = task.scores(answers)[task.metric.name]
+    return {"by_length": scores, "alignment": alignment(arm, model)}
+
+
+@torch.no_grad()
+def alignment(arm: Arm, model: nn.Module) -> dict[str, Any] | None:
+    """{source, target: their characters, weights [target, source]} of the longest of some held-out rows; None of a
+    model that keeps no alignments."""
+    spec, task = from_json(arm.spec), arm.plan.task
+    if not (isinstance(spec, RecurrentSpec) and isinstance(task, Sequences) and spec.alignment):
+        return None
+    rows = task.held_out(16)
+    longest = rows["attention_mask"].sum(1).argmax()
+    row = {name: values[longest, None].to(next(model.parameters()).device) for name, values in rows.items()}
+    weights = model.eval()(**row, output_alignments=True).alignments
+    source, target = (task.text(row[name][0]) for name in ("input_ids", "shift_labels"))
+    return {"source": source, "target": target, "weights": weights[0, : len(target), : len(source)].tolist()}
+
+
+def state_bytes(arm: Arm, tokens: int) -> int:
+    """Of one sequence, at the end of a row of so many tokens."""
+    spec, shape = from_json(arm.spec), arm.plan.shape
+    model = spec if isinstance(spec, ModelSpec) else as_decoder(spec)
+    return model.state_bytes(shape.hidden_size, shape.heads, tokens, shape.layers)

@@ -1,0 +1,102 @@
+"""From what a user asked for to a study: the task's defaults, changed where the user says so."""
+
+import difflib
+import re
+from dataclasses import fields, replace
+from typing import Any
+
+from ... import zoo
+from ...spec.linear import admitted
+from ...spec.stack import Decoder
+from ...tasks import Task, Text
+from ...utils.errors import InputError, nearest
+from .defaults import DEFAULTS, DEMO
+from .plan import Plan, Recipe, Shape, Study
+
+
+def choose(
+    task: str | None, files: list[str], tokenizer: str | None, changes: dict[str, Any], sweep: str | None = None
+) -> Study:
+    """`changes` are values of the plan's, the shape's and the recipe's fields and `length`; None leaves the default.
+    `sweep`, FIELD=VALUE,…, asks for a plan at each value of a field."""
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if task is None and not files and "mixers" not in changes and sweep is None:
+        if tokenizer is not None:
+            raise InputError(f"--tokenizer {tokenizer} is for language modelling; add --text FILE or --task text")
+        return replace(DEMO, plans=tuple(changed(plan, changes) for plan in DEMO.plans))
+    plan = default(task or ("text" if files else "pair"))
+    if files or tokenizer is not None:
+        if not isinstance(plan.task, Text):
+            raise InputError(
+                f"--task {task} reads no text; text files and --tokenizer go with --task text, masked or spans"
+            )
+        plan = replace(plan, task=replace(plan.task, files=tuple(files), tokenizer=tokenizer))
+    plan = changed(plan, changes)
+    return swept(plan, sweep) if sweep else Study(plan.name, f"Mixers compared: {plan.name}", (plan,))
+
+
+def default(task: str) -> Plan:
+    """The plan of a task given as an expression, which changes fields of its task: `mqar(pairs=16, length=128)`."""
+    name, settings = zoo.expression(task, "--task")
+    if name not in DEFAULTS:
+        near = difflib.get_close_matches(name, DEFAULTS, 1) or DEFAULTS
+        raise InputError(f"--task {name!r} is unknown; expected {' or '.join(near)}")
+    plan = DEFAULTS[name]
+    values = {field: zoo.literal(value) for field, value in settings.items()}
+    return replace(plan, task=refined(plan.task, values)) if values else plan
+
+
+def refined(task: Task, values: dict[str, Any]) -> Task:
+    """The task with some fields changed, and its length, which every task has."""
+    names = [f.name for f in fields(task)]  # type: ignore[arg-type]
+    if unknown := next((name for name in values if name not in (*names, "length")), None):
+        raise InputError(f"the task {task.name} has no field {unknown!r}; the nearest is {nearest(unknown, names)!r}")
+    if "length" in values and "length" not in names:
+        task, values = task.resized(values["length"]), {k: v for k, v in values.items() if k != "length"}
+    return replace(task, **admitted(type(task), values, task.name))  # type: ignore[type-var]
+
+
+def swept(plan: Plan, sweep: str) -> Study:
+    """A study with a plan for each value of a field of the task, the shape or the recipe."""
+    name, _, listed = (part.strip() for part in sweep.partition("="))
+    values = [zoo.literal(value) for value in zoo.split(listed)]
+    if len(set(values)) < len(values) or not values:
+        raise InputError(f"--sweep {sweep!r} is not of the form FIELD=VALUE,VALUE,… with each value once")
+    plans = tuple(at(plan, name, value) for value in values)
+    about = {"field": name, "values": values}
+    return Study(f"{plan.name}-by-{name}", f"Mixers compared: {plan.name}, by {name}", plans, about)
+
+
+def at(plan: Plan, name: str, value: Any) -> Plan:
+    """The plan with one field at a value, and a name that says so."""
+    own = {part: {f.name for f in fields(getattr(plan, part))} for part in ("task", "shape", "recipe")}
+    own["task"].add("length")
+    part = next((part for part, names in own.items() if name in names), None)
+    if part is None:
+        near = nearest(name, set.union(*own.values()))
+        raise InputError(
+            f"--sweep {name}={value}: no task, shape or recipe here has such a field; the nearest is {near!r}"
+        )
+    record: Any = getattr(plan, part)
+    values = {name: value}
+    changed: Any = (
+        refined(record, values) if part == "task" else replace(record, **admitted(type(record), values, part))
+    )
+    spelt = re.sub(r"[^A-Za-z0-9.+]+", "-", str(value))
+    return replace(plan, name=f"{plan.name}-{name}-{spelt}", **{part: changed})
+
+
+def changed(plan: Plan, changes: dict[str, Any]) -> Plan:
+    own = lambda record: {f.name: changes[f.name] for f in fields(record) if f.name in changes}  # noqa: E731
+    mixers = zoo.several(changes["mixers"]) if "mixers" in changes else plan.mixers
+    # A hybrid needs the depth of its pattern, and the others are compared with it at that.
+    patterns = (len(spec.layers) if isinstance(spec := zoo.get(mixer), Decoder) else 1 for mixer in mixers)
+    changes = {"layers": max((plan.shape.layers, *patterns)), **changes}
+    return replace(
+        plan,
+        mixers=mixers,
+        seeds=changes.get("seeds", plan.seeds),
+        task=plan.task.resized(changes["length"]) if "length" in changes else plan.task,
+        shape=replace(plan.shape, **own(Shape)),
+        recipe=replace(plan.recipe, **own(Recipe)),
+    )

@@ -1,0 +1,35 @@
+"""What is equal among the models of a comparison, and what is not."""
+
+from .plan import MATCHED
+from .summary import Comparison, Contender
+
+QUANTITIES = {  # by field: its name, and how a value is written
+    "parameters": ("parameters", "{:,}"),
+    "state_bytes": ("state sizes", "{:,} bytes"),
+    "flops": ("FLOPs of a forward pass", "{:,} per row"),
+}
+
+
+def conditions(comparison: Comparison) -> list[str]:
+    """A sentence on what is matched and one on what is not; none for a single model."""
+    matched, unmatched = [], []
+    for field, (name, form) in QUANTITIES.items():
+        models = by_size(comparison, field)
+        if len(models) < 2:
+            continue
+        small, large = models[0], models[-1]
+        low, high = small.constant(field), large.constant(field)
+        if high <= MATCHED * low:
+            matched.append(f"{name} (within {high / low - 1:.1%})" if low else f"{name} (none)")
+            continue
+        ratio = f"differ by up to {high / low:.2f}×" if low else "differ"
+        unmatched.append(f"{name} {ratio} ({small.label} {form.format(low)}, {large.label} {form.format(high)})")
+    if uncounted := [c.label for c in comparison.contenders if c.constant("flops") is None]:
+        unmatched.append(f"FLOPs are not counted for {', '.join(uncounted)}")
+    said = [f"Matched: {', '.join(matched)}."] if matched else []
+    return said + ([f"Not matched: {'; '.join(unmatched)}."] if unmatched else [])
+
+
+def by_size(comparison: Comparison, field: str) -> list[Contender]:
+    known = (c for c in comparison.contenders if c.constant(field) is not None)
+    return sorted(known, key=lambda c: c.constant(field))

@@ -1,0 +1,136 @@
+"""A row of a task as tokens with roles, what the task asks, and what guessing scores."""
+
+import inspect
+import math
+import string
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from ...tasks import (
+    IGNORED,
+    Copy,
+    Digits,
+    Induction,
+    KeyValue,
+    Masked,
+    Mqar,
+    Needle,
+    Pair,
+    SelectiveCopy,
+    Sequences,
+    Text,
+)
+from ...tasks.base import ByRow
+from ...tasks.digits import GREYS
+from .summary import show
+
+LONGEST = {"filler": 8, "text": 48}  # tokens of one role in a row that are drawn; of others RUN
+RUN = 24
+LETTERS = list(string.ascii_lowercase)
+MARKS: dict[type, str] = {Copy: "|", Induction: "!", SelectiveCopy: ".?"}  # after the symbols
+SPECIAL = ("[CLS]", "[SEP]", "[MASK]")
+
+
+class Token(NamedTuple):
+    """One position: its parts (text, role) and the expected answer. Roles: key, value, query, filler, text."""
+
+    parts: list[tuple[str, str]]
+    answer: str | None = None
+
+    @property
+    def role(self) -> str:
+        return self.parts[0][1]
+
+
+def about(task: Any) -> str:
+    """The first paragraph of the task's module."""
+    module = inspect.getmodule(type(task))
+    return " ".join((module.__doc__ or "").split("\n\n")[0].split()) if module else ""
+
+
+def guessing(task: Any) -> str:
+    """The score of uniform guesses."""
+    if task.metric.name == "loss":
+        score = math.log(task.vocab_size)
+    elif isinstance(task, ByRow) and task.metric is ByRow.metric:
+        return "Uniform guesses hardly ever get a whole target right: chance is about 0 %."
+    else:
+        score = getattr(task, "chance", 1 / task.vocab_size)
+    return f"Uniform guesses score {show(task.metric, score)}."
+
+
+def example(task: Any) -> list[Token | int]:
+    """A held-out row; a number stands for so many tokens that are left out of a long run of one role."""
+    drawn: list[Token | int] = []
+    for role, run in groupby(tokens(task), key=lambda token: token.role):
+        whole = list(run)
+        limit = LONGEST.get(role, RUN)
+        drawn += whole if len(whole) <= limit + 2 else [*whole[:limit], len(whole) - limit]
+    return drawn
+
+
+def tokens(task: Any) -> Iterator[Token]:
+    row = {name: values[0] for name, values in task.held_out(1).items()}
+    ids, labels = row["input_ids"], row["shift_labels"]
+    if isinstance(task, Sequences):
+        yield from (Token([(visible(text), "value")]) for text in task.text(ids))
+        yield from (Token([("?", "query")], visible(text)) for text in task.text(labels))
+        return
+    for t, (label, at) in enumerate(zip(labels.tolist(), ids, strict=True)):
+        parts = [i for i in torch.atleast_1d(at).tolist() if i >= 0]
+        asked = label != IGNORED
+        yield Token(
+            [(visible(text(task, i)), role(task, t + channel, i, ids, asked)) for channel, i in enumerate(parts)],
+            visible(text(task, label)) if asked else None,
+        )
+
+
+def visible(text: str) -> str:
+    return text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+
+
+def text(task: Any, i: int) -> str:
+    match task:
+        case Pair() | KeyValue():
+            return f"k{i}" if i < task.keys else f"v{i - task.keys}"
+        case Mqar():
+            half = task.vocabulary // 2
+            return f"k{i}" if i < half else f"v{i - half}"
+        case Copy() | Induction() | SelectiveCopy():
+            symbols = LETTERS[: task.symbols] + [str(n) for n in range(len(LETTERS), task.symbols)]
+            return [*symbols, *MARKS[type(task)]][i]
+        case Digits():
+            return str(i - GREYS if i >= GREYS else i)
+        case Needle():
+            return task.tokens.decode([i])
+        case Masked() if i >= task.corpus.vocab_size:
+            return SPECIAL[i - task.corpus.vocab_size]
+        case Text() if task.tokenizer is not None:
+            from tokenizers import Tokenizer
+
+            return str(Tokenizer.from_file(task.tokenizer).id_to_token(i))
+        case _:
+            return chr(i) if i < 128 else f"\\x{i:02x}"  # a byte of a longer character
+
+
+def role(task: Any, t: int, i: int, ids: torch.Tensor, asked: bool) -> str:
+    """Of the token i at position t."""
+    match task:
+        case Text() | Digits():
+            return "text"
+        case _ if asked:
+            return "query"
+        case Pair():
+            return "key" if i < task.keys else "value"
+        case KeyValue() | Mqar():
+            return ("key", "value")[t % 2] if t < 2 * task.pairs else "filler"
+        case Induction():
+            mark = int((ids == task.symbols).nonzero()[0])
+            return {mark: "key", mark + 1: "value"}.get(t, "filler")
+        case Copy() | SelectiveCopy():
+            return "value" if i < task.symbols else "filler"
+        case _:
+            return "filler"

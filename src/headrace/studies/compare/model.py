@@ -1,0 +1,105 @@
+"""From an arm to a model that reads the rows of its task."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ... import models
+from ...hf.model import HeadraceConfig, HeadraceForCausalLM
+from ...models import shift_right
+from ...spec.encoder_decoder import ModelSpec
+from ...spec.linear import from_json
+from ...tasks import IGNORED, Sequences
+from ...tasks.base import Batch
+from ...tasks.sequences import START
+from ...training.parameters import initialise_gates
+from ..catalog import RECURRENT, recurrence_flops
+from .plan import Arm, Shape
+
+
+class Learner(nn.Module):
+    """A language model that reads a task's rows, with several channels at a position if need be."""
+
+    def __init__(self, lm: HeadraceForCausalLM):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, input_ids: Tensor, shift_labels: Tensor, attention_mask: Tensor | None = None):
+        """input_ids [B, T] or [B, T, channels] (negative: nothing), shift_labels and attention_mask [B, T]."""
+        labels = {"labels": shift_labels, "shift_labels": shift_labels, "attention_mask": attention_mask}
+        if input_ids.dim() == 2:
+            return self.lm(input_ids=input_ids, **labels)
+        embedded = self.lm.get_input_embeddings()(input_ids.clamp_min(0))
+        return self.lm(inputs_embeds=(embedded * (input_ids >= 0)[..., None]).sum(2), **labels)
+
+
+class Whole(nn.Module):
+    """A whole model that reads a task's rows."""
+
+    def __init__(self, model: models.Model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, shift_labels: Tensor, **rows: Any):
+        return self.model(labels=shift_labels, **rows)
+
+
+def as_read(arm: Arm, rows: Batch) -> Batch:
+    """A task's rows as the arm's model reads them: a causal one has source and target in one row, one after another."""
+    if not isinstance(arm.plan.task, Sequences) or isinstance(from_json(arm.spec), ModelSpec):
+        return rows
+    source, labels = rows["input_ids"], rows["shift_labels"]
+    return {
+        "input_ids": torch.cat([source, shift_right(labels, START)], 1),
+        "attention_mask": torch.cat([rows["attention_mask"], torch.ones_like(labels, dtype=torch.bool)], 1),
+        "shift_labels": torch.cat([torch.full_like(source, IGNORED), labels], 1),
+    }
+
+
+def build(arm: Arm) -> Learner | Whole:
+    """The arm's model, its parameters drawn from torch's generator as it stands.
+
+    Gates are drawn last, if at all, so that a mixer and its softmax version start from the same weights."""
+    shape, spec = arm.plan.shape, from_json(arm.spec)
+    if isinstance(spec, ModelSpec):
+        sizes = {"num_heads": shape.heads, "num_layers": shape.layers, "intermediate_size": arm.width}
+        return Whole(models.build(spec, vocab_size=arm.plan.task.vocab_size, hidden_size=shape.hidden_size, **sizes))
+    config = HeadraceConfig(
+        mixer=arm.spec,
+        vocab_size=arm.plan.task.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.layers,
+        num_heads=shape.heads,
+        mlp="none" if arm.width is None else None,
+        intermediate_size=arm.width,
+        max_position_embeddings=arm.plan.positions,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    model = Learner(HeadraceForCausalLM(config))
+    initialise_gates(model, arm.plan.recipe.gate_std, arm.plan.recipe.gate_init)
+    return model
+
+
+@torch.no_grad()
+def flops(model: nn.Module, row: Batch, shape: Shape) -> int | None:
+    """Floating-point operations of the forward pass of one row: its matrix products, and the updates of memories as
+    `account.recurrence_flops` counts them. None for a model with an LSTM or GRU, whose products are out of sight."""
+    if any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()):
+        return None
+    updates: list[int] = []
+
+    def count(mixer: nn.Module, args: Any) -> None:
+        updates.append(args[0].shape[1] * recurrence_flops(mixer.spec, shape.hidden_size, shape.heads))
+
+    mixers = [module for module in model.modules() if isinstance(getattr(module, "spec", None), RECURRENT)]
+    handles = [mixer.register_forward_pre_hook(count) for mixer in mixers]
+    device = next(model.parameters()).device
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.eval()(**{name: values.to(device) for name, values in row.items()})
+    for handle in handles:
+        handle.remove()
+    return counter.get_total_flops() + sum(updates)

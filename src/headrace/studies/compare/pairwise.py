@@ -1,0 +1,110 @@
+"""Pairs of mixers: the difference of their scores seed by seed, with its 95 % interval."""
+
+import statistics
+from dataclasses import dataclass, replace
+
+from scipy.special import stdtrit
+
+from ... import zoo
+from ...spec.linear import AttentionSpec, MixerSpec, Spec, change
+from .summary import Comparison, Contender, count, show
+
+LEVEL = 0.95  # of an interval
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much better a is than b. Both train on the same rows in a seed, so that seeds are compared in pairs."""
+
+    a: Contender
+    b: Contender
+
+    @property
+    def gains(self) -> list[float]:
+        sign = 1 if self.a.metric.higher_is_better else -1
+        return [sign * (self.a.by_seed[s] - self.b.by_seed[s]) for s in self.a.by_seed if s in self.b.by_seed]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.gains)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the mean, by Student's t over seeds. One seed has none: from −∞ to ∞."""
+        n = len(self.gains)
+        if n < 2:
+            return -float("inf"), float("inf")
+        reach = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * statistics.stdev(self.gains) / n**0.5
+        return self.mean - reach, self.mean + reach
+
+    @property
+    def better(self) -> bool:
+        return self.interval[0] > 0
+
+    @property
+    def worse(self) -> bool:
+        return self.interval[1] < 0
+
+    @property
+    def solved(self) -> bool:
+        """Both leave nothing to compare."""
+        solved = self.a.metric.solved
+        return solved is not None and min(self.a.mean, self.b.mean) >= solved
+
+    def __str__(self) -> str:
+        a, b, n = self.a.label, self.b.label, len(self.gains)
+        if self.solved:
+            both = f"{show(self.a.metric, self.a.mean)} and {show(self.b.metric, self.b.mean)}"
+            return f"{a} and {b} both solve the task ({both}), which is too easy to tell them apart"
+        if n == 1:
+            ahead = f"{'ahead of' if self.mean > 0 else 'behind'} {b} by {self._size(abs(self.mean))}"
+            return f"{a} is {ahead} in one seed, too few to tell them apart"
+        low, high = sorted(abs(end) for end in self.interval)
+        if self.better or self.worse:
+            by = f"{'better' if self.better else 'worse'} than {b} by {self._size(abs(self.mean))}"
+            return f"{a} is {by} (95 % interval {self._number(low)} to {self._number(high)}, {count(n, 'seed')})"
+        low, high = self.interval
+        interval = f"95 % interval of the gain {self._number(low)} to {self._size(high)}, {count(n, 'seed')}"
+        return f"no clear difference between {a} and {b} ({interval})"
+
+    def _number(self, gain: float) -> str:
+        metric = self.a.metric
+        return f"{gain * metric.scale:.{metric.digits}f}".replace("-", "−")
+
+    def _size(self, gain: float) -> str:
+        unit = self.a.metric.unit
+        return f"{self._number(gain)} {'points' if unit == '%' else unit}"
+
+
+def competing(comparison: Comparison) -> list[Contender]:
+    """Mixers whose heads compete; sigmoid gates do not."""
+    return [c for c in comparison.finished_in_order if c.gated and c.spec != as_control(c.spec)]
+
+
+def find(comparison: Comparison, spec: Spec) -> Contender | None:
+    return next((c for c in comparison.finished if c.spec == spec), None)
+
+
+def as_control(spec: Spec) -> Spec:
+    """The same gates, each of them by itself."""
+
+    def sigmoid(mixer: MixerSpec) -> MixerSpec:
+        return mixer if mixer.competition is None else change(mixer, "competition.activation", "sigmoid")
+
+    return zoo.each_mixer(spec, sigmoid)
+
+
+def without_count(spec: Spec) -> Spec:
+    if isinstance(spec, MixerSpec):
+        return replace(spec, heads=replace(spec.heads, count=None))
+    return replace(spec, count=None) if isinstance(spec, AttentionSpec) else spec
+
+
+def common_seeds(*contenders: Contender) -> bool:
+    return bool(set.intersection(*(set(c.by_seed) for c in contenders)))
+
+
+def pairs(comparison: Comparison) -> list[Difference]:
+    """Mixers whose heads compete, each against its backbone."""
+    found = [(c, find(comparison, zoo.plain(c.spec))) for c in competing(comparison)]
+    return [Difference(c, base) for c, base in found if base and common_seeds(c, base)]

@@ -1,0 +1,108 @@
+"""Worker processes, each importing once and training arm after arm on one device and, of a CPU, on a single thread."""
+
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from itertools import cycle, islice
+from multiprocessing import active_children, get_context, parent_process
+from pathlib import Path
+
+from ...utils.device import see_only
+from ...utils.errors import GateWarning, InputError
+from .folder import result_path
+from .plan import Arm
+
+Listen = Callable[[Arm, int, dict[str, float] | None], None]  # arm, step, scores where there are new ones
+
+
+def place_workers(devices: Sequence[str], wanted: int | None) -> list[str]:
+    """The device of each worker: as many workers as are wanted, in turn over the devices. Without a wish one for each
+    GPU or other accelerator, or one for each core that this process may use. InputError for none."""
+    if wanted is not None and wanted < 1:
+        raise InputError(f"--workers={wanted}; expected at least 1")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return list(islice(cycle(devices), wanted or (cores if list(devices) == ["cpu"] else len(devices))))
+
+
+def train_all(arms: Sequence[Arm], folder: Path, workers: Sequence[str], listen: Listen) -> None:
+    """Train every arm by workers on these devices; `listen` hears of each one's progress, in this process.
+
+    An arm's result is on the disk as soon as the arm is done: an exception here (KeyboardInterrupt, say) ends the
+    workers and loses only what is not finished. InputError where a worker dies.
+    """
+    context, others = get_context("spawn"), set(active_children())
+    news, devices = context.SimpleQueue(), context.SimpleQueue()
+    for device in workers:
+        devices.put(device)
+    with ProcessPoolExecutor(min(len(workers), len(arms)), context, prepare, (news, devices)) as executor:
+        with interrupts_ignored():  # by the workers too, which inherit it: Ctrl-C is for this process alone
+            futures = {executor.submit(work, arm, result_path(folder, arm)) for arm in arms}
+        try:
+            follow(futures, news, listen)
+        except BaseException:
+            executor.shutdown(wait=False, cancel_futures=True)
+            for worker in set(active_children()) - others:
+                worker.terminate()
+            raise
+
+
+def follow(futures: set[Future], news, listen: Listen) -> None:
+    while futures:
+        done, futures = wait(futures, timeout=0.1, return_when=FIRST_COMPLETED)
+        while not news.empty():
+            listen(*news.get())
+        try:
+            for future in done:
+                future.result()
+        except BrokenProcessPool:
+            raise InputError(
+                "a worker process died, perhaps for want of memory; what is finished is kept: run the same command "
+                "again, with fewer --workers"
+            ) from None
+
+
+@contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# --- in the worker ---------------------------------------------------------------------------------------------------
+tell_parent: Callable[[tuple[Arm, int, dict[str, float] | None]], None]
+own_device: str
+
+
+def prepare(news, devices) -> None:
+    global tell_parent, own_device
+    tell_parent, own_device = news.put, devices.get()
+    see_only(own_device)
+    import torch
+    import transformers
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", GateWarning)  # the plan's own warnings say it once
+    transformers.utils.logging.set_verbosity_error()
+
+
+def end_with_parent() -> None:
+    """A parent that is killed cannot say goodbye."""
+    parent_process().join()  # type: ignore[union-attr]
+    os._exit(1)
+
+
+def work(arm: Arm, path: Path) -> None:
+    from .arm import train
+
+    train(arm, path, lambda step, scores: tell_parent((arm, step, scores)), own_device)

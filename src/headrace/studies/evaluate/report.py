@@ -1,0 +1,128 @@
+"""An evaluation as report.html and as a table in the terminal."""
+
+import math
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from ...report.page import Page, Section, picture
+from ...report.style import PALETTE, STYLE
+from ...utils.environment import environment
+from .run import Evaluation
+from .scores import INTERVAL
+from .words import Duel, against_the_first, table, words
+
+HEAD = ("task", "metric", "rows")
+PAIRED = ("task", "metric", "difference", "standard error", "95 % interval", "verdict")
+UNITS = {"points": "points of accuracy", "nats": "nats of log-likelihood per word or row"}
+ABOUT_PAIRS = (
+    "Means of differences on the same rows, so that what makes a row hard for both counts for neither: points of "
+    "accuracy, or nats of log-likelihood per word, byte or row. Above 0 is better."
+)
+
+
+def write_report(evaluation: Evaluation, paths: dict[str, str], output: Path) -> Path:
+    """The path of report.html; `paths` are the checkpoints' by their names."""
+    plan = evaluation.plan
+    about = (
+        f"{plan.suite} by lm-evaluation-harness {lm_eval.__version__}"
+        f"{f', the first {plan.limit} rows of each task' if plan.limit else ''}"
+        f"{f', rows from {plan.data}' if plan.data else ''}. "
+        "After ± stands the standard error over rows, of perplexities by the delta method."
+    )
+    page = Page(
+        "Evaluation",
+        about,
+        [
+            Section(sentences=words(evaluation), header=[*HEAD, *evaluation.items], rows=table(evaluation)),
+            *differences(evaluation, output),
+            how(evaluation, paths),
+        ],
+        shlex.join(["headrace", *sys.argv[1:]]),
+        [environment() | {"lm_eval": lm_eval.__version__, "seed": plan.seed}],
+    )
+    return page.write(output / "report.html")
+
+
+def differences(evaluation: Evaluation, output: Path) -> list[Section]:
+    """A table for each model but the first; with the first of them, a picture of all."""
+    first, found = next(iter(evaluation.items)), against_the_first(evaluation)
+    drawn = []
+    if any(duel.pair for duels in found.values() for duel in duels):
+        caption = f"Differences to {first}, with 95 % intervals; where one holds 0, the rows do not tell the two apart."
+        drawn = [picture(caption, forest(found), output / "differences.png")]
+    return [
+        Section(
+            f"{model} against {first}", ABOUT_PAIRS, (), PAIRED, [duel.cells() for duel in duels], [] if i else drawn
+        )
+        for i, (model, duels) in enumerate(found.items())
+    ]
+
+
+def forest(found: dict[str, list[Duel]]) -> Figure:
+    """A panel for each unit. Of a task's perplexities, one and the same difference, the first is drawn."""
+    paired = [duel for duels in found.values() for duel in duels if duel.pair]
+    panels = {unit: dict.fromkeys(label(x) for x in paired if x.pair and x.pair.unit == unit) for unit in UNITS}
+    panels = {unit: names for unit, names in panels.items() if names}
+    heights = [len(names) * (0.5 + 0.5 * len(found)) for names in panels.values()]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, len(panels) + 0.36 * sum(heights)), layout="constrained")
+        grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for ax, (unit, names) in zip(grid, panels.items(), strict=True):
+            draw(ax, found, list(names))
+            ax.set_xlabel(f"{UNITS[unit]}: below 0 worse, above 0 better")
+        if len(found) > 1:
+            grid[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+    return figure
+
+
+def label(duel: Duel) -> str:
+    return duel.item if duel.pair and duel.pair.first.likelihood else duel.name
+
+
+def draw(ax: Axes, found: dict[str, list[Duel]], names: list[str]) -> None:
+    ax.axvline(0, color="#5d6b7a", lw=1)
+    for i, (model, duels) in enumerate(found.items()):
+        pairs = {label(duel): duel.pair for duel in reversed(duels) if duel.pair and label(duel) in names}
+        points = [(names.index(name), pair.difference) for name, pair in pairs.items()]
+        shown = [(at + i / (len(found) + 1), x.mean, INTERVAL * x.error) for at, x in points if math.isfinite(x.error)]
+        if shown:
+            y, mean, reach = zip(*shown, strict=True)
+            ax.errorbar(mean, y, xerr=reach, fmt="o", ms=5, capsize=3, color=PALETTE[i % len(PALETTE)], label=model)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+
+
+def how(evaluation: Evaluation, paths: dict[str, str]) -> Section:
+    rows: list[list[Any]] = [
+        [model, paths[model], item, f"{record['max_length']:,}", f"{record['seconds']:,.1f}"]
+        for model, records in evaluation.items.items()
+        for item, record in records.items()
+    ]
+    settings = ", ".join(f"{name} {value}" for name, value in asdict(evaluation.plan).items() if value is not None)
+    return Section("How", settings, (), ["model", "checkpoint", "task", "tokens of context", "seconds"], rows)
+
+
+def print_evaluation(evaluation: Evaluation, console: Console) -> None:
+    shown = Table(*HEAD[:2])
+    for column in (HEAD[2], *evaluation.items):
+        shown.add_column(column, justify="right")
+    for row in table(evaluation):
+        shown.add_row(*row)
+    console.print(shown)
+    for model, duels in against_the_first(evaluation).items():
+        paired = Table(*PAIRED, title=f"{model} against {next(iter(evaluation.items))}", title_justify="left")
+        for duel in duels:
+            paired.add_row(*duel.cells())
+        console.print(paired)
+    for sentence in words(evaluation):
+        console.print(f"- {sentence}", highlight=False, soft_wrap=True)

@@ -1,0 +1,155 @@
+"""What is recorded as small numbers, and the page around them.
+
+Dimensions: T tokens, H heads, L layers.
+"""
+
+import base64
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import zoo
+from ...report.page import template
+from ...spec.linear import Spec
+from ...utils.environment import environment
+from .recorder import Recorded, weights
+from .words import RULES, words
+
+GUESSES = 3  # likeliest next tokens that are shown
+STRONGEST = 16  # tokens that are kept of what a token reads, where there is room
+ENTRIES = 3_000_000  # of those, in a page
+SIDE, PIXELS = 256, 4_000_000  # of a picture of the weights, of all pictures
+MOMENTS = 120  # of the text, in the picture of a head's distances
+FOREVER = 1e9  # tokens; a longer horizon is shown as this
+NONE = (
+    "There is none here: this mixer weighs earlier tokens channel by channel, so that no head has one weight for a "
+    "pair of tokens."
+)
+PIECE = 256  # tokens whose logits are held at once
+
+
+def pack(x: Tensor, bits: int = 16, log: bool = False) -> dict[str, Any]:
+    """Numbers as integers of so many bits between the smallest and the largest, to half a step; what is not a number is
+    the largest integer."""
+    x = x.double().cpu()
+    x = x.clamp(min=1e-12).log() if log else x
+    known = x[x.isfinite()]
+    low, high = (float(known.min()), float(known.max())) if known.numel() else (0.0, 0.0)
+    levels = 2**bits - 2
+    steps = (x - low) / ((high - low) or 1.0) * levels
+    whole = torch.where(x.isfinite(), steps.round(), levels + 1).numpy().astype(f"<u{bits // 8}")
+    return {"bits": bits, "low": low, "high": high, "log": log, "data": base64.b64encode(whole.tobytes()).decode()}
+
+
+def integers(x: Tensor) -> dict[str, Any]:
+    """Those from 0 to 65535, as they are."""
+    return {"bits": 16, "raw": True, "data": base64.b64encode(x.cpu().numpy().astype("<u2").tobytes()).decode()}
+
+
+def tokens_of(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
+    """Ids of a text, and the piece of it that each adds to those before: nothing, for the later bytes of a letter."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    pieces, end = [], 0
+    for _, until in found.offset_mapping:
+        pieces.append(text[end : max(end, until)])
+        end = max(end, until)
+    return found.input_ids, pieces
+
+
+def describe(
+    model: Any, tokenizer: Any, hidden: Tensor, ids: list[int], layers: list[Recorded],
+    track: Callable[[list[Any]], Iterable[Any]] = iter,
+) -> dict[str, Any]:  # fmt: skip
+    """The data of a page, but for the text."""
+    room = sum(getattr(recorded.mixer, "H", model.config.num_heads) for recorded in layers)
+    strongest = max(4, min(STRONGEST, ENTRIES // (room * len(ids))))
+    side = max(32, min(SIDE, int((PIXELS / room) ** 0.5)))
+    shown, found = [], []
+    for recorded in track(layers):
+        layer, A = describe_layer(recorded, model.config, min(strongest, len(ids)), side)
+        shown.append(layer)
+        found += words(layer["name"], recorded, A)
+    loss, guesses, chances = predictions(model, hidden, ids)
+    vocabulary = {i: tokenizer.decode([i]) for i in {*ids, *guesses.flatten().tolist()}}
+    return {
+        "ids": ids, "vocabulary": vocabulary, "loss": pack(loss), "mean": float(loss[1:].mean()),
+        "guesses": guesses.tolist(), "chances": pack(chances), "layers": shown, "words": found, "rules": RULES,
+        "parameters": sum(p.numel() for p in model.parameters()), "environment": environment(),
+    }  # fmt: skip
+
+
+def describe_layer(recorded: Recorded, config: Any, strongest: int, side: int) -> tuple[dict[str, Any], Tensor | None]:
+    """A layer's data, and its effective attention [H, T, T] if it has one."""
+    reading = recorded.reading()
+    A = None if reading is None else weights(reading)
+    number = f"layer {recorded.layer}"
+    spec = config.stack.style.shared if recorded.shared else config.mixers[recorded.layer]
+    layer = {
+        "name": f"{number}, shared" if recorded.shared else number, "mixer": name_of(spec),
+        "heads": 1 if A is None else len(A),
+        "gates": {gate: pack(g) for gate, g in recorded.gates.items()},
+        "horizon": None if recorded.horizon is None else pack(recorded.horizon.clamp(max=FOREVER), log=True),
+        "beta": None if recorded.beta is None else pack(recorded.beta),
+        "attention": None if A is None else thin(A, strongest, side),
+        "none": None if A is not None else NONE,
+    }  # fmt: skip
+    return layer, A
+
+
+def name_of(spec: Spec) -> str:
+    """That of the zoo; of what has none there, its kind."""
+    return next((name for name in zoo.names() if zoo.get(name) == spec), type(spec).__name__)
+
+
+def thin(A: Tensor, strongest: int, side: int) -> dict[str, Any]:
+    """What is kept of weights [H, T, T]: of every row the largest as shares of its sum of sizes, what they cover
+    and the mean distance; and a picture of all shares, of means over blocks, as signed roots."""
+    T = A.shape[-1]
+    total = A.abs().sum(-1)
+    share = A / total.clamp(min=torch.finfo(A.dtype).tiny)[..., None]
+    places = share.abs().topk(strongest, -1).indices
+    kept = share.gather(-1, places)
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    block, moments = -(-T // side), -(-T // MOMENTS)
+    picture = F.avg_pool2d(share[None], block, ceil_mode=True)[0]
+    height = picture.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(A.dtype).tiny)
+    roots = picture.sign() * (picture.abs() / height).sqrt()
+    ends = torch.tensor([-1.0, 1.0], dtype=A.dtype)  # so that all pictures have one scale, and 0 is its middle
+    return {
+        "strongest": strongest, "places": integers(places), "shares": pack(kept), "covered": pack(kept.abs().sum(-1)),
+        "reach": pack((share.abs() * distance).sum(-1)),
+        "profile": pack(F.avg_pool1d(profile(share.abs(), distance), moments, ceil_mode=True), bits=8),
+        "block": block, "side": picture.shape[-1],
+        "picture": pack(torch.cat([roots.flatten(), ends]), bits=8),
+    }  # fmt: skip
+
+
+def profile(share: Tensor, distance: Tensor) -> Tensor:
+    """How much of what each token reads [H, T, T] is how far back: itself, 1, 2 to 3, 4 to 7, …, [H, distances, T]."""
+    farthest = (len(distance) - 1).bit_length()
+    bounds = [0, *(2**i for i in range(farthest + 1))]
+    near = [(low <= distance) & (distance < high) for low, high in pairwise(bounds)]
+    return torch.stack([(share * within).sum(-1) for within in near], 1)
+
+
+def predictions(model: Any, hidden: Tensor, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every token: its loss in nats [T], the first token's not a number; what was held likeliest in its place and
+    how likely, [T, GUESSES]."""
+    target, loss, guesses, chances = torch.tensor(ids), [torch.full((1,), torch.nan)], [], []
+    for start in range(0, len(ids) - 1, PIECE):
+        logits = model.lm_head(hidden[0, start : min(start + PIECE, len(ids) - 1)])
+        log_p = logits.log_softmax(-1)
+        loss.append(-log_p.gather(1, target[start + 1 :][: len(log_p), None])[:, 0])
+        best = log_p.topk(min(GUESSES, log_p.shape[1]), -1)
+        guesses.append(best.indices)
+        chances.append(best.values.exp())
+    none = torch.zeros_like(guesses[0][:1])
+    return torch.cat(loss), torch.cat([none, *guesses]), torch.cat([none * torch.nan, *chances])
+
+
+def render(data: dict[str, Any]) -> str:
+    return template("page.html", "headrace.studies.inspect").render(data=data)

@@ -1,0 +1,198 @@
+"""What every mixer of a model computes while one text passes through it: gates, decays, β, and the one function that is
+linear in the values and takes them to what is read.
+
+Dimensions: T tokens, H heads, R memories of each, K key, V value dimension per head.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...layers.attention.attention import SoftmaxAttention
+from ...layers.attention.softmax_rnn import SoftmaxRNN
+from ...layers.linear import LinearMixer
+from ...layers.matrix.chunks import recur
+from ...layers.matrix.rwkv7 import RWKV7, form, step
+from ...layers.packing import Sequences
+
+WIDE = 512  # columns of values at a time
+
+
+class Reading(NamedTuple):
+    """out = mix(values): linear in the values, so that it is a matrix of weights for every head."""
+
+    values: Tensor  # [1, T, heads of v, V]
+    out: Tensor  # [1, T, H, V]
+    mix: Callable[[Tensor], Tensor]
+    width: int = WIDE  # V of the values that mix can take at a time
+
+
+def weights(reading: Reading) -> Tensor:
+    """The weight of every token's value in what every token reads, [H, T, T], to rounding: where each value is its
+    token's name, a column of the unit matrix, what is read is the row of weights."""
+    T, heads = reading.values.shape[1:3]
+    names = torch.eye(T, -(-T // reading.width) * reading.width).to(reading.values)
+    columns = [reading.mix(x[None, :, None].expand(1, T, heads, -1)) for x in names.split(reading.width, 1)]
+    return torch.cat(columns, -1)[0, ..., :T].transpose(0, 1)
+
+
+class Recorded:
+    """One mixer's pass over a text. What it does not have is None."""
+
+    def __init__(self, layer: int, mixer: Any, tokens: int, shared: bool):
+        self.layer, self.mixer, self.tokens, self.shared = layer, mixer, tokens, shared
+        self.gates: dict[str, Tensor] = {}  # write, read: [T, H], 1 where heads are alike
+        self.calls: list[tuple[dict[str, Any], Any]] = []  # of the watched method: arguments, result
+
+    @cached_property
+    def call(self) -> tuple[dict[str, Any], Any]:
+        """The arguments and the result of one call over all tokens. The residual delta rule calls the op for every
+        chunk, the last one filled up."""
+        if not isinstance(self.mixer, LinearMixer):
+            return self.calls[0]
+
+        def whole(pieces: list[Any]) -> Any:
+            by_token = isinstance(pieces[0], Tensor) and pieces[0].dim() > 2  # not by head alone
+            return torch.cat(pieces, 1)[:, : self.tokens] if by_token else pieces[0]
+
+        names = self.calls[0][0].keys() - {"initial_state", "given"}
+        arguments = {name: whole([given[name] for given, _ in self.calls]) for name in names}
+        return arguments, whole([result[0] for _, result in self.calls])
+
+    def reading(self) -> Reading | None:
+        """None: the mixer's tokens have no weight in each other that is one number per head."""
+        return WATCHED[type(self.mixer)][1](self.mixer, *self.call) if self.calls else None
+
+    @property
+    def horizon(self) -> Tensor | None:
+        """Tokens after which memory has faded to 1/e, [T, H]; of a decay per channel that of the median channel."""
+        decay = self.operand("log_decay")
+        if decay is None:
+            return None
+        decay = decay.expand(*self.operand("v").shape[:3]) if decay.dim() == 1 else decay  # type: ignore[union-attr]
+        return self._by_head(-1 / (decay.median(-1).values if decay.dim() == 4 else decay))
+
+    @property
+    def beta(self) -> Tensor | None:
+        """The write strength [T, H]; of several memories the mean."""
+        beta = self.operand("beta")
+        return None if beta is None else self._by_head(beta)
+
+    def operand(self, name: str) -> Tensor | None:
+        """Of the recurrence, [1, T, H R, ·] or [H R]."""
+        if isinstance(self.mixer, LinearMixer):
+            return self.call[0][name]
+        return getattr(self.call[1], name, None) if isinstance(self.mixer, RWKV7) else None
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        rank = self.mixer.spec.rank if isinstance(self.mixer, LinearMixer) else 1
+        return x[0].unflatten(1, (-1, rank)).mean(-1)
+
+
+# --- what is linear in the values ------------------------------------------------------------------------------------
+
+
+def of_the_op(mixer: Any, arguments: dict[str, Any], out: Tensor) -> Reading:
+    """The read gate is in it where the op applies it, but not where the layer does, after its norm."""
+    rank = mixer.spec.rank
+
+    def together(out: Tensor) -> Tensor:
+        return out.unflatten(2, (-1, rank)).sum(3)  # a head reads the sum of its memories
+
+    def mix(v: Tensor) -> Tensor:
+        return together(mixer.op(**arguments | {"v": v.repeat_interleave(rank, 2)})[0])
+
+    return Reading(arguments["v"][:, :, ::rank], together(out), mix)
+
+
+def of_softmax(mixer: Any, arguments: dict[str, Any], out: Any) -> Reading:
+    q, k, v, *rest = arguments["given"]
+    attend = getattr(mixer, method(mixer))  # type: ignore[arg-type]
+
+    def mix(v: Tensor) -> Tensor:
+        return alone(attend(q, k, v, *rest))
+
+    narrow = getattr(mixer.spec, "form", None) == "tiles" or method(mixer) == "_attend_within"  # as wide as its keys
+    return Reading(v, alone(out), mix, v.shape[-1] if narrow else WIDE)
+
+
+def alone(out: Any) -> Tensor:
+    """What is read, without the state that may come with it."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+def of_rwkv7(mixer: Any, arguments: dict[str, Any], x: Any) -> Reading:
+    """The present token's bonus, added after the norm, is not in it."""
+
+    def mix(v: Tensor) -> Tensor:
+        return recur(step, form, x._replace(v=v), Sequences(v, None), None)[0]
+
+    return Reading(x.v, mix(x.v), mix, x.v.shape[-1])
+
+
+# The method through which all that a mixer reads passes, and what becomes of its arguments and its result.
+WATCHED: dict[type, tuple[str, Callable[..., Reading]]] = {
+    LinearMixer: ("op", of_the_op),
+    SoftmaxAttention: ("_attend", of_softmax),
+    SoftmaxRNN: ("_attend", of_softmax),
+    RWKV7: ("operands", of_rwkv7),
+}
+
+
+def method(mixer: Any) -> str | None:
+    name = WATCHED.get(type(mixer), (None,))[0]
+    return "_attend_within" if name == "_attend" and getattr(mixer.spec, "pattern", None) is not None else name
+
+
+# --- listening -------------------------------------------------------------------------------------------------------
+
+
+def record(model: Any, ids: Tensor) -> tuple[Tensor, list[Recorded]]:
+    """ids [1, T] -> the last hidden states [1, T, D], and every mixer's record in the order of their passes."""
+    records: list[Recorded] = []
+    backbone = model.model.backbone
+    mixers = [layer.mixer for layer in backbone.layers]
+    with ExitStack() as stack:
+        for mixer in [*mixers, *([] if backbone.shared is None else [backbone.shared.mixer])]:
+            stack.enter_context(listening(mixer, records, mixer not in mixers))
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return hidden, records
+
+
+@contextmanager
+def listening(mixer: Any, records: list[Recorded], shared: bool) -> Iterator[None]:
+    def begin(module: nn.Module, args: Any) -> None:
+        records.append(Recorded(sum(not r.shared for r in records), mixer, args[0].shape[1], shared))
+
+    handles = [mixer.register_forward_pre_hook(begin)]
+    for gate in ("write", "read"):
+        if (competition := getattr(mixer, f"{gate}_competition", None)) is not None:
+            handles.append(competition.register_forward_hook(partial(keep_gate, records, gate)))
+    name = method(mixer)
+    held = {} if name is None or name not in vars(mixer) else {name: vars(mixer)[name]}
+    if name is not None:
+        setattr(mixer, name, partial(keep_call, records, getattr(mixer, name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        if name is not None:
+            delattr(mixer, name)
+        vars(mixer).update(held)
+
+
+def keep_gate(records: list[Recorded], gate: str, competition: Any, args: Any, log_gates: Tensor) -> None:
+    by_memory = log_gates[0].unflatten(-1, (-1, competition.memories))
+    records[-1].gates[gate] = (by_memory.logsumexp(-1) - math.log(competition.memories)).exp()
+
+
+def keep_call(records: list[Recorded], function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    result = function(*given, **named)
+    records[-1].calls.append((dict(zip("qkv", given, strict=False)) | {"given": given} | named, result))
+    return result

@@ -1,0 +1,152 @@
+"""A table or a figure of a paper, from its YAML file: the steps at each scale, and what was published.
+
+A file says for each scale its `axes` (mixers, seeds, …), the name of a `run` made of them, and `steps`: commands, each
+repeated over the axes that it names. `columns` say where a number of ours is read, `rows` where it belongs.
+
+    {text}      what is trained on               {root}  the folder of --output
+    {run}       the folder of one training run   {runs}  of all of them   {models}  what they trained
+    {mixer} …   a value of an axis               {mixers}  all mixers, with commas between
+"""
+
+import difflib
+import itertools
+import re
+import shlex
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ... import zoo
+from ...training import recipes
+from ...utils.errors import InputError
+
+FOLDER = Path(__file__).parent / "experiments"
+SCALES = ("paper", "laptop")
+AXIS = re.compile(r"{(\w+)}")
+
+
+@dataclass(frozen=True)
+class Scale:
+    steps: list[str]
+    text: list[str]  # what is prepared where --text names nothing
+    axes: dict[str, list[Any]] = field(default_factory=dict)
+    run: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model, or one less another (`minus`: what differs in the other). published: a number per column, or None."""
+
+    name: str
+    at: dict[str, Any]
+    published: list[float | None] | None = None
+    minus: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Experiment:
+    name: str
+    title: str
+    source: str
+    scales: dict[str, Scale]
+    columns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what the paper leaves open, and where it contradicts itself
+
+    def at(self, scale: str) -> Scale:
+        if scale not in SCALES:
+            raise InputError(f"--scale={scale!r}; expected {' or '.join(SCALES)}")
+        return self.scales[scale]
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "common")
+
+
+@cache
+def load(name: str) -> Experiment:
+    """The experiment of a name. Raises InputError for one that does not exist."""
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), 3) or names()
+        raise InputError(f"{name!r} is not known; the nearest are {', '.join(near)}")
+    given, common = (recipes.read_yaml(FOLDER / f"{file}.yaml") for file in (name, "common"))
+    scales = {}
+    for scale in SCALES:
+        own = common["scales"][scale] | given.pop(scale)
+        own["steps"] = [step for part in own["steps"] for step in common["steps"].get(part, [part])]
+        scales[scale] = Scale(**own)
+    rows = [Row(**row) for row in given.pop("rows", [])]
+    return Experiment(name=name, scales=scales, rows=rows, **given)
+
+
+def combinations(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def tailored(scale: Scale, text: list[str], only: list[str], additions: list[str]) -> Scale:
+    """The scale on one's own text, with fewer values of its axes and more arguments. InputError for what cannot be."""
+    if text and not any("{text}" in step for step in scale.steps):
+        raise InputError(f"--text {text[0]} is read by no step")
+    return extended(restricted(replace(scale, text=text or scale.text), only), additions)
+
+
+def run_folder(scale: Scale, root: Path, at: dict[str, Any]) -> Path:
+    return root / re.sub(r"[^\w.@-]+", "_", scale.run.format(**at)).strip("_")
+
+
+def commands(scale: Scale, root: Path) -> list[list[str]]:
+    """Every command of a scale, in order, as arguments."""
+    runs = [str(run_folder(scale, root, at)) for at in combinations(scale.axes)] if scale.run else []
+    lists = {"{text}": scale.text, "{runs}": runs, "{models}": [f"{run}/model" for run in runs]}
+    found = []
+    for step in scale.steps:
+        named = scale.axes if "{run}" in step else {n: scale.axes[n] for n in AXIS.findall(step) if n in scale.axes}
+        for at in combinations(named):
+            values = at | {"root": root, "mixers": ",".join(scale.axes.get("mixer", []))}
+            values |= {"run": run_folder(scale, root, at)} if "{run}" in step else {}
+            found.append([part for word in shlex.split(step) for part in lists.get(word) or [word.format(**values)]])
+    return found
+
+
+def restricted(scale: Scale, only: list[str]) -> Scale:
+    """To some values of its axes: ["mixer=gla,softmax-gla", "seed=0"]. InputError for an axis or value it has not."""
+    axes = dict(scale.axes)
+    for name, wanted in recipes.changes(only).items():
+        if name not in axes:
+            raise InputError(
+                f"--only {name}={wanted}: there is no such axis; expected {', '.join(axes) or 'no --only'}"
+            )
+        kept = {str(value): value for value in axes[name]}
+        values = zoo.split(wanted)
+        if not values or not kept.keys() >= set(values):
+            raise InputError(f"--only {name}={wanted}: expected some of {', '.join(kept)}")
+        axes[name] = [kept[value] for value in values]
+    return replace(scale, axes=axes)
+
+
+def extended(scale: Scale, additions: list[str]) -> Scale:
+    """With more arguments for every step of a command: ["eval --limit 20"]. InputError for one that no step has."""
+    steps = scale.steps
+    for addition in additions:
+        command, *arguments = words(addition)
+        if command not in (known := {called(shlex.split(step))[0] for step in steps}):
+            raise InputError(
+                f"--add {addition!r} is for no step; expected one that begins with {', '.join(sorted(known))}"
+            )
+        more = " " + shlex.join(arguments).replace("{", "{{").replace("}", "}}")
+        steps = [step + more if called(shlex.split(step))[0] == command else step for step in steps]
+    return replace(scale, steps=steps)
+
+
+def words(text: str) -> list[str]:
+    try:
+        return shlex.split(text) or [""]
+    except ValueError as error:
+        raise InputError(f"{text!r} cannot be split into words: {error}") from None
+
+
+def called(command: list[str]) -> list[str]:
+    """What headrace is given, without what starts it."""
+    return command[command.index("headrace") + 1 :]

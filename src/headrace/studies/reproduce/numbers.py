@@ -1,0 +1,136 @@
+"""Our numbers where the steps left them, and beside them the published ones."""
+
+import json
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from ...utils.integrity import read_json
+from .execute import done
+from .experiment import Experiment, Scale, combinations, commands, run_folder
+
+INTERVAL = 1.96  # standard errors on either side hold 95 % of a normal distribution
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # and of one known from 2, 3, … seeds
+
+
+@dataclass(frozen=True)
+class Number:
+    value: float
+    reach: float | None = None  # 95 % lie within it on either side; None: not known
+
+
+@dataclass(frozen=True)
+class Cell:
+    row: str
+    column: str
+    published: float | None
+    ours: Number | None
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.ours is None or self.published is None else self.ours.value - self.published
+
+    @property
+    def within(self) -> bool | None:
+        """Whether the published number is within 95 % of ours; None where that cannot be said."""
+        if self.difference is None or self.ours is None or self.ours.reach is None:
+            return None
+        return abs(self.difference) <= self.ours.reach
+
+
+def cells(experiment: Experiment, scale: Scale, root: Path) -> list[Cell]:
+    found = []
+    for row in experiment.rows:
+        for i, (column, place) in enumerate(experiment.columns.items()):
+            ours = number(scale, place, row.at, root)
+            if row.minus is not None:
+                ours = less(ours, number(scale, place, row.at | row.minus, root))
+            found.append(Cell(row.name, column, row.published[i] if row.published else None, ours))
+    return found
+
+
+def number(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
+    """The mean over what `at` leaves open (seeds). None where a step is missing, or the scale has no such model."""
+    if any(value not in scale.axes.get(name, []) for name, value in at.items()):
+        return None
+    open_axes = {name: [at[name]] if name in at else values for name, values in scale.axes.items()}
+    read = next(READERS[kind] for kind in READERS if kind in place)
+    each = [read(scale, place, one, root) for one in combinations(open_axes)]
+    there = [one for one in each if one is not None]
+    return mean(there) if there and len(there) == len(each) else None
+
+
+def mean(numbers: list[Number]) -> Number:
+    """Over seeds their own spread counts; of a single one the standard error that it came with."""
+    if len(numbers) == 1:
+        return numbers[0]
+    values = [one.value for one in numbers]
+    t = STUDENT[min(len(values) - 2, len(STUDENT) - 1)]
+    return Number(fmean(values), t * stdev(values) / math.sqrt(len(values)))
+
+
+def less(first: Number | None, second: Number | None) -> Number | None:
+    if first is None or second is None:
+        return None
+    reach = None if first.reach is None or second.reach is None else math.hypot(first.reach, second.reach)
+    return Number(first.value - second.value, reach)
+
+
+def evaluated(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
+    """From what `eval` wrote, in the harness's own format. {"mean": [...]}: over several of its tasks."""
+    path = root / place["eval"] / run_folder(scale, root, at).name / "results.json"
+    if not path.exists():
+        return None
+    results, factor = read_json(path)["results"], place.get("times", 1)
+    items = place.get("mean") or [place["item"]]
+    scores = [score(results.get(item, {}), place["metric"]) for item in items]
+    there = [one for one in scores if one is not None]
+    if len(there) < len(scores):
+        return None
+    reaches = [one.reach for one in there if one.reach is not None]
+    reach = math.hypot(*reaches) / len(there) * factor if len(reaches) == len(there) else None
+    return Number(factor * fmean(one.value for one in there), reach)
+
+
+def score(result: dict[str, Any], metric: str) -> Number | None:
+    if f"{metric},none" not in result:
+        return None
+    error = result.get(f"{metric}_stderr,none")  # "N/A" for some; 0 where all rows agree, which is no spread
+    return Number(result[f"{metric},none"], INTERVAL * error if isinstance(error, float) and error else None)
+
+
+def logged(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
+    """The last of a number in a run's history."""
+    path = run_folder(scale, root, at) / "model" / "history.json"
+    points = read_json(path) if path.exists() else []
+    return next((Number(point[place["history"]]) for point in reversed(points) if place["history"] in point), None)
+
+
+def printed(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
+    """From what the step printed, as JSON, that has these words in it."""
+    words = place["words"].format(**at)
+    command = next(one for one in commands(scale, root) if words in shlex.join(one))
+    kept = done(root, command)
+    if kept is None:
+        return None
+    found = json.loads(kept["said"])
+    for name in place["printed"].split("."):
+        found = found[name]
+    return Number(found * place.get("times", 1))
+
+
+def compared(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
+    """From a comparison's results: the mean over its seeds."""
+    path = root / place["compare"] / "results.json"
+    arms = read_json(path)["arms"] if path.exists() else []
+    values = [Number(arm["scores"][place["metric"]]) for arm in arms if arm["mixer"] == at["mixer"] and arm["scores"]]
+    return mean(values) if values else None
+
+
+READERS: dict[str, Callable[..., Number | None]] = {
+    "eval": evaluated, "history": logged, "printed": printed, "compare": compared,
+}  # fmt: skip

@@ -1,0 +1,72 @@
+"""Ours beside the published, on the terminal and as a page."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ...report.page import Page, Section
+from ...utils.environment import environment
+from .experiment import Experiment, load, names
+from .numbers import Cell
+
+HEADER = ("model", "metric", "published", "ours, ± 95 %", "difference", "within ours")
+
+
+def print_list(console: Console) -> None:
+    table = Table("name", "what it is", "source")
+    for experiment in map(load, names()):
+        table.add_row(experiment.name, experiment.title, experiment.source)
+    console.print(table)
+
+
+def print_cells(experiment: Experiment, scale: str, cells: list[Cell], console: Console) -> None:
+    if rows := shown(cells):
+        table = Table(*HEADER, title=f"{experiment.title} ({experiment.source})", title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        console.print(verdict(cells), soft_wrap=True, highlight=False)
+    for sentence in notes(experiment, scale):
+        console.print(f"- {sentence}", soft_wrap=True, highlight=False, markup=False)
+
+
+def shown(cells: list[Cell]) -> list[tuple[str, ...]]:
+    """A line for each number that is published or found."""
+    return [line(cell) for cell in cells if cell.published is not None or cell.ours is not None]
+
+
+def line(cell: Cell) -> tuple[str, ...]:
+    ours, within = "–", "–" if cell.within is None else "yes" if cell.within else "no"
+    if cell.ours is not None:
+        ours = f"{cell.ours.value:.4g}" + ("" if cell.ours.reach is None else f" ± {cell.ours.reach:.2g}")
+    published = "–" if cell.published is None else f"{cell.published:g}"
+    difference = "–" if cell.difference is None else f"{cell.difference:+.3g}"
+    return cell.row, cell.column, published, ours, difference, within
+
+
+def verdict(cells: list[Cell]) -> str:
+    published = sum(cell.published is not None for cell in cells)
+    there = sum(cell.ours is not None for cell in cells)
+    both = sum(cell.difference is not None for cell in cells)
+    judged = [cell.within for cell in cells if cell.within is not None]
+    if not published:
+        return f"No number is published as text; {there} of ours are there."
+    if not both:
+        return f"{published} numbers are published; of ours there are {there}, none for the same model and metric."
+    said = f"{published} numbers are published; beside {both} of them are ours"
+    if not judged:
+        return f"{said}; none of the differences can be judged, for want of a spread of ours."
+    return f"{said}; {sum(judged)} of the {len(judged)} that can be judged lie within ours ± 95 %."
+
+
+def notes(experiment: Experiment, scale: str) -> list[str]:
+    note = experiment.scales[scale].note
+    return [*([f"At the scale of the {scale}: {note}."] if note else []), *experiment.notes]
+
+
+def write_page(experiment: Experiment, scale: str, cells: list[Cell], path: Path, command: str) -> Path:
+    sentences = [*([verdict(cells)] if cells else []), *notes(experiment, scale)]
+    about = f"{experiment.source}; at the scale of the {scale}."
+    section = Section(sentences=sentences, header=HEADER, rows=shown(cells))
+    return Page(experiment.title, about, [section], command, [environment()]).write(path)

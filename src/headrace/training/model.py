@@ -1,0 +1,135 @@
+"""From a recipe to a model, and what the model costs, without allocating it.
+
+Dimensions: B rows at a time, T tokens of a row.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..hf.model import HeadraceConfig, HeadraceForCausalLM, load
+from ..spec.linear import MixerSpec
+from ..utils.errors import InputError
+from .parameters import gate_parameters, initialise_gates
+from .recipes import Recipe
+
+BYTES_PER_PARAMETER = 16  # weight, gradient and AdamW's two moments in float32
+MODEL = (
+    "mixers", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size", "tie_word_embeddings"
+)  # fmt: skip
+
+
+KEPT = ("style", "mlp", "norm_eps", "rope_theta")  # what a recipe has no field for
+
+
+def config(recipe: Recipe, **kept: Any) -> HeadraceConfig:
+    """kept: what a checkpoint says that the recipe cannot."""
+    return HeadraceConfig(
+        mixer=recipe.mixer,
+        vocab_size=recipe.vocab_size,
+        hidden_size=recipe.hidden_size,
+        num_hidden_layers=recipe.layers,
+        num_heads=recipe.heads,
+        intermediate_size=recipe.intermediate_size,
+        tie_word_embeddings=recipe.tie,
+        max_position_embeddings=recipe.length,
+        **kept,
+    )
+
+
+def build(recipe: Recipe) -> HeadraceForCausalLM:
+    """The model with a checkpoint's weights, or with initial ones drawn from torch's generator as it stands.
+
+    InputError for a checkpoint of another model."""
+    if recipe.weights is None:
+        model = HeadraceForCausalLM(config(recipe))
+        initialise_gates(model, recipe.gate_std, recipe.gate_init)
+        return model
+    given = load(recipe.weights)
+    model = HeadraceForCausalLM(config(recipe, **{name: getattr(given.config, name) for name in KEPT}))
+    for name in MODEL:
+        there, wanted = getattr(given.config, name), getattr(model.config, name)
+        if there != wanted:
+            raise InputError(f"weights={recipe.weights!r} has {name}={there}; the recipe has {wanted}")
+    try:
+        model.load_state_dict(given.state_dict())
+    except RuntimeError as error:  # a table of positions, for rows of another length
+        raise InputError(f"weights={recipe.weights!r}: {str(error).splitlines()[-1].strip()}") from error
+    return model
+
+
+def blank(recipe: Recipe) -> HeadraceForCausalLM:
+    """The model without storage."""
+    with torch.device("meta"):
+        return HeadraceForCausalLM(config(recipe)).train()
+
+
+def estimate(recipe: Recipe) -> dict[str, Any]:
+    """Parameters by part, operations, steps and memory, counted on a model without storage."""
+    model = blank(recipe)
+    parameters = count(model)
+    trained = parameters["tied" if recipe.tie else "untied"]
+    kept = _kept_for_backward(model, recipe)
+    flops = _flops_per_token(model, recipe)
+    return {
+        "parameters": parameters,
+        "steps": recipe.steps,
+        "warmup_steps": recipe.warmup_steps,
+        "rows_per_step": recipe.rows,
+        "tokens": round(recipe.tokens),
+        "flops_per_token": flops,
+        "flops": flops * round(recipe.tokens),
+        "bytes": {"weights, gradients, moments": BYTES_PER_PARAMETER * trained, "kept for the backward": kept},
+    }
+
+
+def count(model: Any) -> dict[str, int]:
+    """Parameters of a language model: of its blocks (competition among them), and of the whole with the embedding
+    counted once or twice."""
+    embedding = model.get_input_embeddings().weight.numel()
+    body = sum(p.numel() for p in model.model.backbone.parameters())
+    gates = sum(p.numel() for p in gate_parameters(model))
+    return {"body": body, "competition": gates, "tied": body + embedding, "untied": body + 2 * embedding}
+
+
+def _flops_per_token(model: HeadraceForCausalLM, recipe: Recipe) -> int:
+    """Of training: the forward's, and twice as many for the backward. Recurrences count in their recurrent form."""
+    row = torch.zeros(1, recipe.length, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=row, use_cache=False)
+    per_token = counter.get_total_flops() // recipe.length
+    for spec in model.config.mixers:
+        if isinstance(spec, MixerSpec):
+            per_token += spec.flops_per_token(recipe.hidden_size, recipe.heads)
+    return 3 * per_token
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Devices fuse attention; without storage PyTorch would keep the weights of every pair of tokens."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not F.scaled_dot_product_attention or any(mask is not None for mask in args[3:]):
+            return function(*args, **(kwargs or {}))
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3], is_causal=kwargs["is_causal"])[0]
+
+
+def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
+    """Bytes that a pass over `micro_batch` rows keeps, in the recipe's precision; a storage counts once."""
+    storages: dict[int, Any] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storages[x.untyped_storage()._cdata] = x.untyped_storage()
+        return x
+
+    if recipe.recompute:
+        model.gradient_checkpointing_enable()
+    nn.Module.to(model, getattr(torch, recipe.precision))
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    ids = torch.zeros(1, recipe.length, dtype=torch.long, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _FusedAttention():
+        model(input_ids=ids, use_cache=False)  # the loss keeps as much as the last hidden states
+    return recipe.micro_batch * sum(s.nbytes() for key, s in storages.items() if key not in weights)

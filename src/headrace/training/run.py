@@ -1,0 +1,276 @@
+"""A run: a folder that belongs to one recipe and one data set, a Trainer, and what is left at the end.
+
+run.json                   recipe and data; the folder serves no others
+checkpoint-<step>/         the newest two, each with a marker that it is whole
+model/                     at the end: safetensors, tokenizer, README.md with curves
+runs/                      TensorBoard
+"""
+
+import errno
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from safetensors import SafetensorError
+from transformers import AutoTokenizer, ProgressCallback, TrainerState, TrainingArguments, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
+
+from ..data import Collator, PackedData, unigram_loss
+from ..utils.errors import InputError
+from ..utils.integrity import write_json
+from ..utils.processes import end_with_parent
+from ..utils.provenance import own
+from . import checkpoints
+from .agreement import agreed
+from .card import write_card
+from .model import build, estimate
+from .optimizer import optimizer
+from .recipes import About, Recipe
+from .trainer import HeadraceTrainer, Measures, Progress, answers
+from .watch import Stop, Watch
+
+TRACKERS = ("tensorboard", "wandb", "trackio", "none")
+BESIDE = ("seconds", "megabytes_per_second", "files")  # in a manifest, and not what the data are
+LOG_EVERY = 10  # steps, where save_every is a multiple
+
+
+def train(
+    recipe: Recipe, about: About, data: PackedData, folder: Path, fsdp: bool = False, trackers: str = "tensorboard",
+    accept_old: bool = False,
+):  # fmt: skip
+    """Train to the end, from the newest checkpoint where there is one. Raises InputError where that cannot be."""
+    check_data(recipe, data)
+    check_tokenizer(recipe, data)
+    check_trackers(trackers)
+    check_launcher(fsdp)
+    settings = arguments(recipe, folder, fsdp, trackers)  # from here on the processes of torchrun know each other
+    with agreed(folder, partial(begin, folder, recipe, data, accept_old)) as last:
+        set_seed(recipe.seed)
+        trainer = make_trainer(recipe, data, settings)
+        with told_of_full_disks(trainer, folder):
+            go_on(trainer, last, recipe, folder)
+            finish(trainer, recipe, about, data, folder / "model")
+    return trainer
+
+
+def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = False) -> Path | None:
+    """In the first process alone: the checkpoint to go on from."""
+    claim(folder, recipe, data, accept_old)
+    checkpoints.discard_unfinished(folder)
+    return checkpoints.newest(folder)
+
+
+@contextmanager
+def told_of_full_disks(trainer: HeadraceTrainer, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not of torch.save
+            raise
+        full = getattr(error, "errno", None) == errno.ENOSPC
+        reason = "the disk is full" if full else f"what is kept cannot be written ({str(error).splitlines()[0]})"
+        raise broken_off(f"{reason} at step {trainer.state.global_step}", folder) from error
+
+
+def broken_off(what: str, folder: Path) -> InputError:
+    return InputError(f"{what}; the last good checkpoint is {checkpoints.newest(folder)}")
+
+
+def go_on(trainer: HeadraceTrainer, last: Path | None, recipe: Recipe, folder: Path) -> None:
+    """Train to the last step. InputError where updates were not finite; KeyboardInterrupt where it was told to stop."""
+    stop, watch = Stop(), Watch(trainer, recipe.warmup_steps)
+    for callback in (stop, watch, checkpoints.MarkComplete()):
+        trainer.add_callback(callback)
+    with stop.listening():
+        train_from(trainer, last)
+    if watch.broken:
+        raise broken_off(f"training broke off at step {trainer.state.global_step}", folder)
+    stop.end()
+
+
+def train_from(trainer: HeadraceTrainer, last: Path | None) -> None:
+    """Train on from a checkpoint, if any is there. From the last step's the Trainer would go one step too far."""
+    state = None if last is None else TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))
+    if state is None or state.global_step < trainer.args.max_steps:
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    else:
+        trainer.state = state
+        trainer._load_from_checkpoint(str(last))
+
+
+def check_data(recipe: Recipe, data: PackedData) -> None:
+    for name, wanted, there in (
+        ("length", recipe.length, data.manifest["length"]),
+        ("vocab_size", recipe.vocab_size, data.manifest["vocab_size"]),
+    ):
+        if there != wanted and not (name == "vocab_size" and there < wanted):
+            raise InputError(f"the data were prepared with {name}={there}; the recipe has {name}={wanted}")
+    if recipe.rows > (count := len(full(data.train, recipe.length))):
+        raise InputError(
+            f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows a step, and the data hold {count} full ones; "
+            "expected no more"
+        )
+    collate, evaluated = Collator(0, recipe.apart), some(data.held_out, recipe.evaluate_rows)
+    if not any(answers(collate([row])).any() for row in evaluated):
+        raise InputError("the held-out rows ask for no token; expected a document of at least 2 tokens among them")
+
+
+def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
+    """A checkpoint's tokens must mean what they mean in the data."""
+    file = Path(recipe.weights or "", "tokenizer.json")
+    if recipe.weights is None or data.tokenizer is None or not file.is_file():
+        return
+    there = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
+    if there.get_vocab() != data.tokenizer.get_vocab():
+        raise InputError(f"weights={recipe.weights!r} has another tokenizer than the data; prepare them with its own")
+
+
+def check_launcher(fsdp: bool) -> None:
+    """A process of torchrun ends with it."""
+    if fsdp and "WORLD_SIZE" not in os.environ:
+        raise InputError("--fsdp shards a model over several processes; expected a start by torchrun")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid())
+
+
+def check_trackers(trackers: str) -> None:
+    for name in trackers.split(","):
+        if name not in TRACKERS:
+            raise InputError(f"--trackers={trackers!r}; expected {', '.join(TRACKERS)}, or several with commas")
+        if name != "none" and find_spec(name) is None:
+            raise InputError(f"--trackers={trackers!r}: {name} is not installed (pip install {name})")
+
+
+def claim(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = False) -> None:
+    """Make the folder this run's own. InputError where it holds another, or one of another version."""
+    told = {name: value for name, value in data.manifest.items() if name not in BESIDE}
+    wanted = {"recipe": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(recipe).items()}, "data": told}
+    own(folder, wanted, accept_old, "run.json")
+
+
+def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) -> HeadraceTrainer:
+    model = build(recipe)
+    end = None if data.tokenizer is None else data.tokenizer.eos_token_id
+    model.config.eos_token_id = model.generation_config.eos_token_id = end
+    held_out = data.manifest["held_out"]
+    counted = estimate(recipe)["flops_per_token"]
+    trainer = HeadraceTrainer(
+        model,
+        settings,
+        data_collator=Collator(end or 0, recipe.apart),
+        train_dataset=full(data.train, recipe.length),
+        eval_dataset=some(data.held_out, recipe.evaluate_rows),
+        optimizers=(optimizer(model, recipe), None),
+        measures=Measures(recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], counted, peak_flops()),
+    )
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(Progress)
+    check_started(trainer, recipe)
+    return trainer
+
+
+def check_started(trainer: HeadraceTrainer, recipe: Recipe) -> None:
+    """accelerate may start as something else than it was asked for, and does not say so. InputError where it did."""
+    started, settings = trainer.accelerator, trainer.args
+    if settings.fsdp and not trainer.is_fsdp_enabled:
+        raise InputError(
+            "--fsdp was asked for, and accelerate started without it; it needs several GPUs under torchrun"
+        )
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    precision = "bf16" if recipe.precision == "bfloat16" else "no"
+    compiled = started.state.dynamo_plugin.backend.value != "NO"
+    for name, wanted, there in (
+        ("processes", processes, started.num_processes),
+        ("mixed precision", precision, started.mixed_precision),
+        ("compile", recipe.compile, compiled),
+    ):
+        if there != wanted:
+            raise InputError(f"{name}: {wanted} was asked for, and accelerate started with {there}")
+
+
+def full(rows: Dataset, length: int) -> Dataset:
+    """Without the last row, where the text ended before it was full: it would make a step smaller."""
+    return rows if len(rows[-1]["input_ids"]) == length else rows.select(range(len(rows) - 1))
+
+
+def some(rows: Dataset, count: int) -> Dataset:
+    """At most so many rows, evenly spread."""
+    return rows if len(rows) <= count else rows.select(torch.linspace(0, len(rows) - 1, count).long().tolist())
+
+
+def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> TrainingArguments:
+    cpu = not torch.accelerator.is_available()
+    settings = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=recipe.steps,
+        learning_rate=recipe.lr,
+        warmup_steps=recipe.warmup_steps,
+        lr_scheduler_type="cosine_with_min_lr" if recipe.schedule == "cosine" else "linear",
+        lr_scheduler_kwargs={"min_lr_rate": recipe.min_lr} if recipe.schedule == "cosine" else {},
+        max_grad_norm=recipe.clips or 0.0,
+        bf16=recipe.precision == "bfloat16",
+        activation_checkpointing=recipe.recompute,
+        torch_compile=recipe.compile,
+        fsdp="full_shard" if fsdp else "",
+        fsdp_config={"version": 2} if fsdp else None,
+        seed=recipe.seed,
+        data_seed=recipe.seed,
+        use_cpu=cpu,
+        dataloader_pin_memory=not cpu,
+        dataloader_drop_last=True,
+        remove_unused_columns=False,
+        eval_strategy="steps",
+        eval_steps=recipe.evaluate_every,
+        save_steps=recipe.save_every,
+        logging_steps=math.gcd(recipe.save_every, LOG_EVERY),
+        logging_nan_inf_filter=False,
+        report_to=trackers.split(","),
+        per_device_eval_batch_size=recipe.micro_batch,
+    )
+    share_rows(recipe, settings)
+    return settings
+
+
+def share_rows(recipe: Recipe, settings: TrainingArguments) -> None:
+    """How many rows a device takes at a time, and how often, so that a step is what the recipe says."""
+    each, rest = divmod(recipe.rows, settings.world_size)
+    micro = min(recipe.micro_batch, each)
+    if rest or each % max(micro, 1):
+        raise InputError(
+            f"a step has {recipe.rows} rows (batch_tokens / length), which {settings.world_size} processes with "
+            f"micro_batch={recipe.micro_batch} cannot share evenly"
+        )
+    settings.per_device_train_batch_size, settings.gradient_accumulation_steps = micro, each // micro
+
+
+def peak_flops() -> float | None:
+    """Of all devices in bfloat16 without sparsity, from the makers' data sheets; None where it is not known."""
+    if not torch.cuda.is_available():
+        return None
+    known = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+    name = torch.cuda.get_device_name()
+    one = next((flops for model, flops in known.items() if model in name), None)
+    count = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return None if one is None else one * count
+
+
+def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedData, folder: Path) -> None:
+    """The whole model, gathered where it was spread, with its tokenizer and card."""
+    model: Any = trainer.model
+    model.config.use_cache = True  # the Trainer turned it off
+    trainer.save_model(str(folder))
+    trainer.evaluate(data.held_out, metric_key_prefix="final")
+    if trainer.is_world_process_zero():
+        if data.tokenizer is not None:
+            data.tokenizer.save_pretrained(folder)
+        history: list[dict[str, Any]] = trainer.state.log_history
+        write_json(folder / "history.json", history)
+        write_card(folder, recipe, about, data.manifest, history, unigram_loss(data.held_out))

@@ -1,0 +1,191 @@
+"""transformers' Trainer with an exact held-out loss, and with what a run should say about itself."""
+
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import RandomSampler
+from transformers import ProgressCallback, Trainer
+
+from ..layers.stack import Block
+from ..ops.loss import IGNORED
+from .checkpoints import UNFINISHED
+from .gate_statistics import GateWatch
+from .optimizer import CarefulAdamW
+
+GATE = re.compile(r"_(read|write)_(entropy|specialisation|load)_")  # what is logged of one
+
+
+class HeadraceTrainer(Trainer):
+    """Args: measures, what losses and speeds are expressed in."""
+
+    def __init__(self, *args, measures: "Measures", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.measures = measures
+        self.gates: list[dict[str, Any]] = []  # as the last evaluation saw them
+        self.marked: tuple[float, int] | None = None
+        self.resting = 0.0
+
+    def _get_train_sampler(self, train_dataset=None) -> RandomSampler:
+        """Every epoch in another order, without the rows at its end that fill no step."""
+        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return RandomSampler(rows, num_samples=len(rows) // step * step)
+
+    # --- held-out text -----------------------------------------------------------------------------------------------
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Nats per token over every held-out token, from which the rest follows, and what the gates do."""
+        started, model = time.perf_counter(), self._wrap_model(self.model, training=False)  # type: ignore[arg-type]
+        total, gates = self._held_out(model, eval_dataset)
+        loss = total[0].item() / total[1].item()
+        metrics = {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "bits_per_byte": loss / math.log(2) / self.measures.bytes_per_token,
+        }
+        for gate in gates:
+            metrics |= told_of(gate)
+        found = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.log(found)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+        self.gates = gates
+        self.resting += time.perf_counter() - started
+        return found
+
+    @torch.no_grad()
+    def _held_out(self, model: nn.Module, rows: Any) -> tuple[Tensor, list[dict[str, Any]]]:
+        """(the sum of losses and the number of tokens, over all processes; the gates of this one)"""
+        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        with evaluating(model), GateWatch().on(model) as watch:
+            for batch in map(self._prepare_inputs, self._share(self.eval_dataset if rows is None else rows)):
+                watch.asked = batch["labels"] != IGNORED
+                count = answers(batch).sum()
+                with self.compute_loss_context_manager():
+                    loss = model(**batch).loss
+                total += torch.stack([(loss.double() * count).where(count > 0, 0.0), count.double()])
+        return self.accelerator.reduce(total, "sum"), watch.summary()
+
+    def _share(self, rows: Any) -> Iterator[dict[str, Tensor]]:
+        """This process's batches of rows, of which each is in one batch of one process."""
+        args = self.args
+        for chosen in shares(len(rows), args.eval_batch_size, args.process_index, args.world_size):
+            batch = self.data_collator([rows[i] for i in chosen or [0]])  # type: ignore[misc]
+            if not chosen:
+                for name in {"labels", "shift_labels"} & batch.keys():
+                    batch[name] = torch.full_like(batch[name], IGNORED)
+            yield batch
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial) -> str:
+        """Where `MarkComplete` looks for a checkpoint."""
+        return str(Path(str(self.args.output_dir), UNFINISHED))
+
+    # --- what is logged ----------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs |= self._speed()
+            if skipped := self.careful().skipped:
+                logs["skipped_updates"] = skipped
+        super().log(logs, start_time)
+
+    def _speed(self) -> dict[str, float]:
+        """Since the last log, without the time that evaluation took."""
+        now, seen = time.perf_counter(), self.state.global_step
+        before, self.marked, resting, self.resting = self.marked, (now, seen), self.resting, 0.0
+        if before is None or seen == before[1]:
+            return {}
+        tokens = (seen - before[1]) * self.measures.tokens_per_step
+        rate = tokens / (now - before[0] - resting)
+        speed = {"tokens_per_second": round(rate, 1)}
+        if self.measures.peak_flops:
+            speed["mfu"] = round(rate * self.measures.flops_per_token / self.measures.peak_flops, 4)
+        return speed
+
+    # --- what must not be --------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not bool(loss.isfinite()):
+            where = first_not_finite(model, self._prepare_inputs(inputs))
+            print(f"step {self.state.global_step + 1}: the loss is {loss.item()}, first in {where}", file=sys.stderr)
+        return loss
+
+    def careful(self) -> CarefulAdamW:
+        wrapped: Any = self.optimizer  # by accelerate
+        return getattr(wrapped, "optimizer", wrapped)
+
+
+@dataclass(frozen=True)
+class Measures:
+    tokens_per_step: int
+    bytes_per_token: float  # of the held-out text
+    flops_per_token: int  # of training
+    peak_flops: float | None  # of all devices together; None: not known
+
+
+def answers(batch: dict[str, Tensor]) -> Tensor:
+    """Where a batch asks for a token."""
+    return batch.get("shift_labels", batch["labels"][:, 1:]) != IGNORED
+
+
+def shares(rows: int, size: int, process: int, processes: int) -> list[range]:
+    """The rows in each batch of a process. All processes have as many batches, for those of a sharded model meet in
+    each; the last may be empty."""
+    own, most = range(process, rows, processes), -(-rows // processes)
+    return [own[i : i + size] for i in range(0, most, size)]
+
+
+def told_of(gate: dict[str, Any]) -> dict[str, float]:
+    """{"write_entropy_<layer>", "write_specialisation_<layer>", "write_load_<layer>_<head>"}, see GateStatistics."""
+    kind, layer = gate["gate"], gate["layer"]
+    loads = {f"{kind}_load_{layer}_{head}": load for head, load in enumerate(gate["load"])}
+    return {f"{kind}_{what}_{layer}": gate[what] for what in ("entropy", "specialisation")} | loads
+
+
+class Progress(ProgressCallback):
+    """The Trainer's, without a line of numbers for every gate: these are in TensorBoard and in history.json."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        said = {name: value for name, value in (logs or {}).items() if not GATE.search(name)}
+        super().on_log(args, state, control, said, **kwargs)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def first_not_finite(model: nn.Module, batch: dict[str, Any]) -> str:
+    """The first block whose output is not finite on this batch, in words."""
+    found: list[int] = []
+
+    def look(index: int, module: nn.Module, args: Any, output: Any) -> None:
+        if not bool(output[0].isfinite().all()):
+            found.append(index)
+
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    handles = [block.register_forward_hook(partial(look, i)) for i, block in enumerate(blocks)]
+    try:
+        with torch.no_grad():
+            model(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return f"layer {min(found)}" if found else "the output"

@@ -1,0 +1,87 @@
+"""What ends a run, or deserves a word while it runs."""
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import TrainerCallback
+
+from ..utils.processes import Terminated
+from .trainer import HeadraceTrainer
+
+PATIENCE = 5  # updates in a row that may be left out
+UNIFORM, ONE_HOT = 0.999, 0.01  # entropies as parts of the largest
+
+
+class Watch(TrainerCallback):
+    """Stops after updates in a row that were not finite; names gates that decide nothing, or nothing any more."""
+
+    def __init__(self, trainer: HeadraceTrainer, warmup_steps: int):
+        self.trainer, self.warmup_steps = trainer, warmup_steps
+        self.broken = False
+        self.named: set[tuple[int, str, str]] = set()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        careful = self.trainer.careful()
+        if careful.in_a_row == 1:
+            tell(state, f"step {state.global_step}: the gradient is not finite; the update is left out")
+        if careful.in_a_row >= PATIENCE:
+            tell(state, f"step {state.global_step}: {PATIENCE} updates in a row were not finite; the run stops")
+            self.broken = control.should_training_stop = True
+            control.should_save = control.should_evaluate = False
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        if state.global_step <= self.warmup_steps:
+            return
+        for gate in self.trainer.gates:
+            kind = "uniform" if gate["entropy"] > UNIFORM else "one head" if gate["entropy"] < ONE_HOT else None
+            key = (gate["layer"], gate["gate"], kind or "")
+            if kind and key not in self.named:
+                self.named.add(key)
+                tell(state, f"step {state.global_step}: the {gate['gate']} gate of layer {gate['layer']} is {kind}")
+
+
+class Stop(TrainerCallback):
+    """SIGTERM and Ctrl-C end a run after the step at hand, with a checkpoint; a second Ctrl-C ends it at once."""
+
+    def __init__(self) -> None:
+        self.heard: int | None = None
+        self.stopped = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+            yield
+            return
+        before = {number: signal.signal(number, self.hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def hear(self, number: int, frame) -> None:
+        if self.heard == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.heard = number
+
+    def on_step_end(self, args, state, control, **kwargs):
+        told = torch.tensor(float(self.heard is not None), device=args.device)
+        if torch.distributed.is_initialized():  # a signal reaches the processes at different steps
+            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
+        if told:
+            # What was measured since the last log would be lost with this process.
+            self.stopped = control.should_log = control.should_save = control.should_training_stop = True
+
+    def end(self) -> None:
+        """Raises what the signal asked for, where the run was stopped."""
+        if self.stopped:
+            raise KeyboardInterrupt if self.heard == signal.SIGINT else Terminated
+
+
+def tell(state, sentence: str) -> None:
+    if state.is_world_process_zero:
+        print(sentence, file=sys.stderr)

@@ -1,0 +1,57 @@
+"""Where a result was made: versions, machine, threads."""
+
+import os
+import platform
+import subprocess
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import headrace
+
+from .provenance import source
+
+
+@lru_cache
+def environment() -> dict[str, Any]:
+    return {
+        "headrace": headrace.__version__,
+        "commit": commit(),
+        "source": source(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads_per_arm": torch.get_num_threads(),
+    }
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this package runs from ("-dirty" with changes); None outside of one."""
+    here = Path(__file__).parents[1]
+    # `-- .` keeps silent in a repository that merely contains the environment we are installed in.
+    found = git("log", "-1", "--format=%h", "--", str(here))
+    return found + ("-dirty" if git("status", "--porcelain", "--", str(here)) else "") if found else None
+
+
+def git(*args: str) -> str | None:
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
