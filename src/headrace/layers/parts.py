@@ -1,7 +1,7 @@
 """The parts a token mixer is assembled from: feature maps, decays, head competition, token shift, output gates.
 
-Each table maps a kind named in spec/linear.py to a function or a small module. Linear layers get their initial values from the
-model; what needs values of its own sets them in `reset_parameters`.
+Each table maps a kind named in spec/linear.py to a function or a small module. Linear layers get their initial values
+from the model; what needs values of its own sets them in `reset_parameters`.
 
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head.
 """

@@ -1,7 +1,7 @@
 """`linear_attention` and `step`: one recurrence for the whole family.
 
-The equation is in reference.py. Here arguments are checked, and what no kernel needs to know (the normaliser, the bonus)
-is expressed through what every kernel does know; dispatch.py chooses one.
+The equation is in reference.py. Here arguments are checked, and what no kernel needs to know (the normaliser, the
+bonus) is expressed through what every kernel does know; dispatch.py chooses one.
 
 Shapes: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N packed sequences.
 """
