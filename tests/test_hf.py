@@ -405,6 +405,9 @@ def test_the_batches_of_transformers_flattening_collator():
         batch = collator([{"input_ids": x.tolist()} for x in documents])
         assert ("cu_seq_lens_q" in batch) == flash != ("position_ids" in batch)
         close(model(**batch).loss, expected, 1e-6)
+        batch.pop("labels")
+        last = model.model(**batch).last_hidden_state[0, -4:]  # a trainer may call the base model alone
+        close(last, model.model(documents[2][None]).last_hidden_state[0])
     both = DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": x.tolist()} for x in documents])
     close(model(**both).loss, expected, 1e-6)
 

@@ -73,6 +73,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         output_hidden_states: bool | None = None,
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        **flash: Any,
     ) -> BaseModelOutputWithPast:
         """input_ids [B, T] or inputs_embeds [B, T, D] -> last_hidden_state [B, T, D].
 
@@ -85,7 +86,14 @@ class HeadraceModel(HeadracePreTrainedModel):
             position_ids: [B or 1, T]. Where they begin again at 0 within a row, another sequence begins; otherwise they
                 have to be the places of the tokens, which changes nothing.
             seq_idx: [B, T], the number of each token's sequence; where it rises within a row, another begins.
+            flash: cu_seqlens under the names of transformers' collators, `cu_seq_lens_q` and `_k`; `max_length_q` and
+                `_k` change nothing.
         """
+        bounds = flash_bounds(flash)
+        require(bounds is None or cu_seqlens is None, "cu_seqlens and cu_seq_lens_q are both given; expected one")
+        cu_seqlens = cu_seqlens if bounds is None else bounds
+        if flash:
+            raise TypeError(f"forward() got an unexpected argument {min(flash)!r}")
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("expected either input_ids or inputs_embeds, not both")
         if output_attentions:
@@ -179,27 +187,21 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             labels: [B, T], shifted here (−100: ignored). In a pack, set the first label of each sequence to −100.
             logits_to_keep: the number of last positions, or the positions, to compute logits for; 0: all; None: all,
                 but none (`logits` is None) in training with labels. The loss is always that of all positions.
-            loss_kwargs: `num_items_in_batch` to divide the loss by, `shift_labels` instead of labels; `position_ids`
-                and `seq_idx` as HeadraceModel; of transformers' collators `cu_seq_lens_q` and `_k`, `max_length_q` and
-                `_k`: cu_seqlens.
+            loss_kwargs: `num_items_in_batch` to divide the loss by, `shift_labels` instead of labels; everything else
+                as HeadraceModel.
         """
-        position_ids, seq_idx = (loss_kwargs.pop(name, None) for name in ("position_ids", "seq_idx"))
-        bounds = flash_bounds(loss_kwargs)
-        require(bounds is None or cu_seqlens is None, "cu_seqlens and cu_seq_lens_q are both given; expected one")
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate`, which hands it on; a server always gives it one
-        if unknown := loss_kwargs.keys() - {"num_items_in_batch", "shift_labels"}:
-            raise TypeError(f"forward() got an unexpected argument {min(unknown)!r}")
+        packs = {name: loss_kwargs.pop(name) for name in loss_kwargs.keys() - {"num_items_in_batch", "shift_labels"}}
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            cu_seqlens=cu_seqlens if bounds is None else bounds,
+            cu_seqlens=cu_seqlens,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
-            position_ids=position_ids,
-            seq_idx=seq_idx,
+            **packs,
         )
         hidden, loss, logits = output.last_hidden_state, None, None
         targets = {"labels": labels, "shift_labels": loss_kwargs.get("shift_labels")}
