@@ -340,7 +340,7 @@ print(native.instructions)
         (torch.float16, {}, "and v is torch.float16"),
         (torch.float32, {"chunk_size": 5}, "multiples of 16 up to 128 tokens, and chunk_size is 5"),
         (torch.float32, {"form": "parallel"}, "chunk_size is 13"),
-        (torch.float32, {"form": "recurrent"}, "backend='native' has no form='recurrent'"),
+        (torch.float32, {"form": "recurrent"}, "it has no form='recurrent'; expected backend='torch' or 'auto'"),
     ],
 )
 def test_what_is_refused(dtype, settings, sentence):

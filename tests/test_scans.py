@@ -284,7 +284,7 @@ def test_the_kernel_is_its_powers(tokens):
 
 @pytest.mark.parametrize("name", list(zoo.SCANS))
 def test_what_has_no_heads_cannot_compete(name):
-    with pytest.raises(InputError, match=f"{name} has none"):
+    with pytest.raises(InputError, match=f"{name} has no heads to compete"):
         zoo.get(f"softmax-{name}")
 
 

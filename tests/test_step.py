@@ -39,9 +39,11 @@ WRONG = {
     r"q and k have 3 heads; expected a divisor of the 4 heads of v": dict.fromkeys("qk", torch.randn(B, 3, K)),
     r"k has dtype torch.bfloat16 and q has": {"k": torch.randn(B, H, K).bfloat16()},
     r"q has dtype torch.int64; expected a floating-point": {"q": torch.ones(B, H, K, dtype=torch.long)},
-    r"k is on meta and q on cpu": {"k": torch.randn(B, H, K, device="meta")},
+    r"k is on meta and q is on cpu; expected the same device": {"k": torch.randn(B, H, K, device="meta")},
     r"v has shape \[4, 0, 5\]; expected every dimension except B to be at least 1": {"v": torch.randn(B, 0, V)},
-    r"q has shape \[4, 4, 0\]; expected every dimension except B to be at least 1": dict.fromkeys("qk", torch.randn(B, H, 0)),
+    r"q has shape \[4, 4, 0\]; expected every dimension except B to be at least 1": dict.fromkeys(
+        "qk", torch.randn(B, H, 0)
+    ),
     r"v has shape \[4, 4, 0\]; expected every dimension except B to be at least 1": {"v": torch.randn(B, H, 0)},
     r"rule='dleta' is unknown; expected 'add' or 'delta'": {"rule": "dleta"},
     r"bonus has shape \[4, 5\]; expected \[4, 6\]": {"bonus": torch.randn(H, V), "normalise": False},

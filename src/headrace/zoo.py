@@ -237,7 +237,7 @@ def _refuse_overwriting(paths: list[str], where: str) -> None:
         if path in paths[:i]:
             raise InputError(f"{where} sets {path!r} twice; expected each field once")
         if lost := next((earlier for earlier in paths[:i] if earlier.startswith(f"{path}.")), None):
-            raise InputError(f"{where} sets {lost!r} before {path!r}, which contains it; expected {path!r} first")
+            raise InputError(f"{where} sets {lost!r} and {path!r}, which contains {lost!r}; expected {path!r} first")
 
 
 def several(text: str) -> tuple[str, ...]:

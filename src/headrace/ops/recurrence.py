@@ -102,7 +102,9 @@ def linear_attention(
     )  # fmt: skip
     if form == "recurrent":
         if backend not in ("auto", "torch"):
-            raise InputError(f"backend={backend!r} has no form='recurrent'; expected backend='torch' or 'auto'")
+            raise InputError(
+                f"backend={backend!r} cannot run here: it has no form='recurrent'; expected backend='torch' or 'auto'"
+            )
         # In the accumulator's precision, because gradients of tensors shared by all tokens are summed over tokens.
         out, state = _recurrent(_wide(call), None if bonus is None else bonus.to(accumulator(v)), normalise)
         return out.to(v.dtype), state

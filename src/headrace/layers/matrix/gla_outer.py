@@ -89,7 +89,7 @@ class GLAOuter(Mixer):
         self.k_decay = SigmoidDecay(decay, self.H, self.K, 0)
         self.v_decay = SigmoidDecay(decay, self.H, self.V, 0)
         keys, values = self.H * self.K, self.H * self.V
-        self.parts = [keys, keys, values, values, self.k_decay.reads, self.v_decay.reads]
+        self.parts = [keys, keys, values, values, self.k_decay.in_features, self.v_decay.in_features]
         self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
         self.norm_weight = nn.Parameter(torch.empty(self.V))
