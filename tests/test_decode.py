@@ -206,7 +206,7 @@ def test_no_field_of_a_spec_is_overlooked():
 def test_kinds_go_by_name():
     names = {kind: values[-1] for kind, values in native_layer.KINDS.items()}
     assert native_layer.numbered(names) == ([len(values) - 1 for values in native_layer.KINDS.values()], None)
-    assert native_layer.numbered(names | {"gate": "gelu"}) == ([], "it does not know gate='gelu'")
+    assert native_layer.numbered(names | {"gate": "gelu"}) == ([], "it does not support gate='gelu'")
 
 
 # --- the operator ----------------------------------------------------------------------------------------------------

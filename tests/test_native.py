@@ -369,7 +369,7 @@ def test_a_call_that_fails_raises():
 def test_why_it_is_missing(monkeypatch, tmp_path):
     built = native.ABI
     monkeypatch.setattr(native, "ABI", 99)
-    assert f"has another interface, {built} and not 99: install headrace again" in native._load()[1]
+    assert f"has interface version {built}, not 99: install headrace again" in native._load()[1]
     monkeypatch.setattr(native, "files", lambda package: tmp_path)
     assert "installed without its native kernels: no C++ compiler" in native._load()[1]
     (tmp_path / "libheadrace.so").write_text("no library")
