@@ -166,7 +166,7 @@ def test_sinusoids():
     ("mixer", "sentence"),
     [
         ("sliding-window(pattern.window=0)", "window=0; expected at least 1"),
-        ("flash-reference(null=true)", "form='tiles' knows neither"),
+        ("flash-reference(null=true)", "form='tiles' supports neither"),
         ("gqa(buckets=3)", "buckets=3; expected at least 4"),
     ],
 )

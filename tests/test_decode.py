@@ -184,7 +184,7 @@ def test_what_it_refuses_goes_through_separate_steps(monkeypatch):
     assert "decay_up has dtype torch.float32; expected torch.bfloat16" in refusal(made, x.bfloat16())
     other = layer("softmax-gla")
     other.decay.up = torch.nn.Sequential(other.decay.up)  # as whoever adapts a model may put something around a part
-    assert "where they were" in refusal(other, x)
+    assert "a weight was replaced" in refusal(other, x)
     monkeypatch.setattr(native, "missing", "it is not here")
     assert refusal(made, x) == "it is not here"
     state = made(torch.randn(2, 5, 32))[1]
@@ -206,7 +206,7 @@ def test_no_field_of_a_spec_is_overlooked():
 def test_kinds_go_by_name():
     names = {kind: values[-1] for kind, values in native_layer.KINDS.items()}
     assert native_layer.numbered(names) == ([len(values) - 1 for values in native_layer.KINDS.values()], None)
-    assert native_layer.numbered(names | {"gate": "gelu"}) == ([], "it does not know gate='gelu'")
+    assert native_layer.numbered(names | {"gate": "gelu"}) == ([], "it does not support gate='gelu'")
 
 
 # --- the operator ----------------------------------------------------------------------------------------------------

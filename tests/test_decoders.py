@@ -177,7 +177,7 @@ def test_learned_positions_end():
     gpt(tokens(2, 6), past_key_values=cache)
     gpt(tokens(2, 2), past_key_values=cache)
     for call in (lambda: gpt(tokens(1, 9)), lambda: gpt(tokens(2, 1), past_key_values=cache)):
-        with pytest.raises(InputError, match="a sequence of 9 tokens; expected at most 8, which have positions"):
+        with pytest.raises(InputError, match="a sequence has 9 tokens; expected at most 8, the learned positions"):
             call()
     mask = torch.tensor([[0] * 5 + [1] * 8])
     assert gpt(tokens(1, 13), attention_mask=mask).logits.isfinite().all(), "padding takes no position"

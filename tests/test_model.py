@@ -152,7 +152,7 @@ def test_a_width_that_matches_parameters():
     assert width == best != 100
     with pytest.raises(InputError, match="with the narrowest MLP; expected at most target=10"):
         match_intermediate_size(build, 10)
-    with pytest.raises(InputError, match="whatever its MLP's width"):
+    with pytest.raises(InputError, match="for every MLP width; expected a model with an MLP"):
         match_intermediate_size(lambda width: build(None), target)
 
 
@@ -170,7 +170,7 @@ def test_masks_that_do_not_fit():
             padding_mask(mask, x, None)
     with pytest.raises(InputError, match="expected B=1, got B=2"):
         padding_mask(None, x, ends)
-    with pytest.raises(InputError, match="marks padding in a pack"):
+    with pytest.raises(InputError, match="marks padding in packed sequences; expected cu_seqlens alone"):
         padding_mask(torch.tensor([[0, 1, 1]]), x[:1], ends)
 
 

@@ -340,7 +340,7 @@ print(native.instructions)
         (torch.float16, {}, "and v is torch.float16"),
         (torch.float32, {"chunk_size": 5}, "multiples of 16 up to 128 tokens, and chunk_size is 5"),
         (torch.float32, {"form": "parallel"}, "chunk_size is 13"),
-        (torch.float32, {"form": "recurrent"}, "form='recurrent' is PyTorch's"),
+        (torch.float32, {"form": "recurrent"}, "it has no form='recurrent'; expected backend='torch' or 'auto'"),
     ],
 )
 def test_what_is_refused(dtype, settings, sentence):
@@ -369,7 +369,7 @@ def test_a_call_that_fails_raises():
 def test_why_it_is_missing(monkeypatch, tmp_path):
     built = native.ABI
     monkeypatch.setattr(native, "ABI", 99)
-    assert f"has another interface, {built} and not 99: install headrace again" in native._load()[1]
+    assert f"has interface version {built}, not 99: install headrace again" in native._load()[1]
     monkeypatch.setattr(native, "files", lambda package: tmp_path)
     assert "installed without its native kernels: no C++ compiler" in native._load()[1]
     (tmp_path / "libheadrace.so").write_text("no library")

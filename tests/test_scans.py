@@ -284,7 +284,7 @@ def test_the_kernel_is_its_powers(tokens):
 
 @pytest.mark.parametrize("name", list(zoo.SCANS))
 def test_what_has_no_heads_cannot_compete(name):
-    with pytest.raises(InputError, match=f"{name} has none"):
+    with pytest.raises(InputError, match=f"{name} has no heads to compete"):
         zoo.get(f"softmax-{name}")
 
 
@@ -310,5 +310,5 @@ def test_what_a_spec_refuses(fields, sentence):
 def test_a_near_miss_and_a_width_that_does_not_fit():
     with pytest.raises(InputError, match="mamba"):
         zoo.get("manba")
-    with pytest.raises(InputError, match="no whole number of channels"):
+    with pytest.raises(InputError, match=r"expand=.* is .*; expected an integer"):
         build("mamba(expand=1.3)")

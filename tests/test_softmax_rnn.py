@@ -283,7 +283,7 @@ def test_an_encoder_with_padding_sees_each_row_alone(name):
     [
         ("softmax-rnn-norm(denominator=sum, order=3)", "even order"),
         ("softmax-rnn-norm(denominator=detached, numerator=cosine)", "even order"),
-        ("softmax-rnn-norm(denominator=sum, by_length=true)", "does nothing"),
+        ("softmax-rnn-norm(denominator=sum, by_length=true)", "by_length=True has no effect"),
         ("softmax-rnn-gate(affine=true)", "parameters to a norm"),
         ("softmax-rnn-gate(order=-1)", "order=-1"),
         ("softmax-rnn-gate(numerator=tanh)", "exp, relu"),

@@ -138,9 +138,9 @@ def test_json_and_python_refuse_the_same_and_json_says_where():
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ({"type": "scan"}, "scan has no kind; expected one"),
+        ({"type": "scan"}, "scan lacks the field 'kind'; expected a value for it"),
         ({"type": ["scan"]}, r"mixer type \['scan'\] is unknown"),
-        ({"type": "decoder", "layers": [{}]}, r"decoder\.layers\.0 has no mixer"),
+        ({"type": "decoder", "layers": [{}]}, r"decoder\.layers\.0 lacks the field 'mixer'"),
         ({"type": "decoder", "layers": [{"mixer": 3}]}, r"decoder\.layers\.0\.mixer=3 is not allowed"),
         ([], r"mixer=\[\]; expected a dict"),
         (None, "mixer=None; expected a dict"),

@@ -277,7 +277,7 @@ def test_what_is_written_into_lies_by_itself():
     state = made(x[:, :7])[1]
     both = torch.zeros(state.memory.numel() + state.conv.numel() - 1)
     memory, conv = both[: state.memory.numel()].view_as(state.memory), both[-state.conv.numel() :].view_as(state.conv)
-    with pytest.raises(InputError, match="memory shares memory with conv; expected it apart"):
+    with pytest.raises(InputError, match="memory shares memory with conv; expected separate memory for the state"):
         made(x[:, 7:], state._replace(memory=memory, conv=conv), in_place=True)
     both = torch.cat([made.norm_weight, state.conv.flatten()])
     made.norm_weight = torch.nn.Parameter(both[: len(made.norm_weight)], requires_grad=False)

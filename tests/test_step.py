@@ -26,28 +26,30 @@ WRONG = {
     r"log_decay has shape \[\]; expected": {"log_decay": torch.tensor(-1.0)},
     r"log_decay has dtype torch.int64; expected a floating": {"log_decay": -torch.ones(H, dtype=torch.long)},
     r"beta has dtype torch.bool; expected a floating-point dtype": {"beta": torch.ones(B, H, dtype=torch.bool)},
-    r"beta is on meta and q on cpu; expected the same": {"beta": torch.rand(B, H, device="meta")},
-    r"state is on meta and q on cpu; expected the same": {
+    r"beta is on meta and q is on cpu; expected the same device": {"beta": torch.rand(B, H, device="meta")},
+    r"state is on meta and q is on cpu; expected the same device": {
         "state": torch.rand(B, H, K, V, device="meta"), "normalise": False,
     },
     r"state has shape \[4, 4, 9, 6\]; expected \[4, 4, 6, ": {"state": torch.zeros(B, H, 9, K)},
     r"state has shape \[1, 4, 6, 9\]; expected \[4, 4, 6, ": {"state": torch.zeros(1, H, K, 9)},
     r"q has shape \[4, 6\]; expected three dimensions, \[B, heads, ·\]": {"q": torch.randn(B, K)},
     r"v has shape \[4, 1, 4, 5\]; expected three dimensions": {"v": torch.randn(B, 1, H, V)},
-    r"q has shape \[4, 4, 7\]; expected that of k, \[4, 4, 6\]": {"q": torch.randn(B, H, K + 1)},
-    r"k has shape \[3, 4, 6\]; expected \[B\] = \[4\] as v has": dict.fromkeys("qk", torch.randn(3, H, K)),
-    r"q and k have 3 heads; expected a number that divides v's 4": dict.fromkeys("qk", torch.randn(B, 3, K)),
+    r"q has shape \[4, 4, 7\]; expected the shape of k, \[4, 4, 6\]": {"q": torch.randn(B, H, K + 1)},
+    r"k has shape \[3, 4, 6\]; expected \[B\] = \[4\], as in v": dict.fromkeys("qk", torch.randn(3, H, K)),
+    r"q and k have 3 heads; expected a divisor of the 4 heads of v": dict.fromkeys("qk", torch.randn(B, 3, K)),
     r"k has dtype torch.bfloat16 and q has": {"k": torch.randn(B, H, K).bfloat16()},
     r"q has dtype torch.int64; expected a floating-point": {"q": torch.ones(B, H, K, dtype=torch.long)},
-    r"k is on meta and q on cpu": {"k": torch.randn(B, H, K, device="meta")},
-    r"v has shape \[4, 0, 5\]; expected no dimension of 0": {"v": torch.randn(B, 0, V)},
-    r"q has shape \[4, 4, 0\]; expected no dimension of 0": dict.fromkeys("qk", torch.randn(B, H, 0)),
-    r"v has shape \[4, 4, 0\]; expected no dimension of 0": {"v": torch.randn(B, H, 0)},
+    r"k is on meta and q is on cpu; expected the same device": {"k": torch.randn(B, H, K, device="meta")},
+    r"v has shape \[4, 0, 5\]; expected every dimension except B to be at least 1": {"v": torch.randn(B, 0, V)},
+    r"q has shape \[4, 4, 0\]; expected every dimension except B to be at least 1": dict.fromkeys(
+        "qk", torch.randn(B, H, 0)
+    ),
+    r"v has shape \[4, 4, 0\]; expected every dimension except B to be at least 1": {"v": torch.randn(B, H, 0)},
     r"rule='dleta' is unknown; expected 'add' or 'delta'": {"rule": "dleta"},
     r"bonus has shape \[4, 5\]; expected \[4, 6\]": {"bonus": torch.randn(H, V), "normalise": False},
     r"rule='delta' has no bonus and no normaliser": {"rule": "delta", "normalise": True, "bonus": None},
     r"rule='delta' has no bonus and no normaliser; expected ": {"rule": "delta", "bonus": torch.randn(H, K)},
-    r"bonus and normalise=True exclude each other": {"bonus": torch.randn(H, K), "normalise": True},
+    r"bonus with normalise=True is not defined": {"bonus": torch.randn(H, K), "normalise": True},
 }  # fmt: skip
 
 
@@ -95,10 +97,10 @@ def test_precisions_beside_that_of_the_values_do_not_reach_the_state(route):
 @pytest.mark.parametrize(
     ("sizes", "sentence"),
     [
-        ((2, 3, 0, K, V), r"v has shape \[2, 3, 0, 5\]; expected no dimension of 0"),
-        ((2, 0, H, K, V), r"shape \[2, 0, .*; expected no dimension of 0"),
-        ((2, 3, H, 0, V), r"shape \[2, 3, 4, 0\]; expected no dimension of 0"),
-        ((2, 3, H, K, 0), r"v has shape \[2, 3, 4, 0\]; expected no dimension of 0"),
+        ((2, 3, 0, K, V), r"v has shape \[2, 3, 0, 5\]; expected every dimension except B to be at least 1"),
+        ((2, 0, H, K, V), r"shape \[2, 0, .*; expected every dimension except B to be at least 1"),
+        ((2, 3, H, 0, V), r"shape \[2, 3, 4, 0\]; expected every dimension except B to be at least 1"),
+        ((2, 3, H, K, 0), r"v has shape \[2, 3, 4, 0\]; expected every dimension except B to be at least 1"),
     ],
 )
 def test_the_op_refuses_what_has_no_size(sizes, sentence, dtype, form):

@@ -228,5 +228,5 @@ def test_a_model_as_json(name):
 
 def test_a_source_of_padding_alone_is_refused():
     model, ids = build("t5"), torch.ones(2, 3, dtype=torch.long)
-    with pytest.raises(InputError, match="row of padding alone"):
+    with pytest.raises(InputError, match="row without tokens; expected a token in each row"):
         model(ids, torch.tensor([[1, 1, 1], [0, 0, 0]]), decoder_input_ids=ids)

@@ -79,7 +79,7 @@ def test_fast_weight_features_are_sparse_and_sum_to_one(shifts):
     [
         ("deltanet(inputs.qk_norm=sum)", "can make vanish"),
         ("deltanet(inputs.qk_norm=none)", "diverges"),
-        ("retnet(decay.kind=xpos, inputs.rotary=false)", "what a rotation turns"),
+        ("retnet(decay.kind=xpos, inputs.rotary=false)", "is defined for rotated q and k"),
         ("taylor-softmax(decay.kind=xpos)", "no taylor features"),
     ],
 )

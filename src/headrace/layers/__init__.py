@@ -1,4 +1,4 @@
-"""Token mixers: x [B, T, D] and a state in, y [B, T, D] and a state out."""
+"""Token mixers: modules that map x [B, T, D] and a state to y [B, T, D] and the next state."""
 
 from torch import nn
 
@@ -24,10 +24,16 @@ MATRICES: dict[str, type[nn.Module]] = {"gla-outer": GLAOuter, "rwkv7": RWKV7}
 
 
 def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
-    """The mixer of a spec; settings are hidden_size, num_heads, layer_idx, num_layers, norm_eps, rope_theta.
+    """Returns the mixer of a spec.
 
-    causal: False for an encoder's, whose tokens see all others of their sequence."""
-    spec.head_dims(settings["hidden_size"], settings.get("num_heads", 1))  # raises for what no layer can be made of
+    Args:
+        causal: False for an encoder's mixer, in which every token sees all tokens of its sequence.
+        settings: hidden_size, num_heads, layer_idx, num_layers, norm_eps and rope_theta.
+
+    Raises:
+        InputError: for sizes that do not divide.
+    """
+    spec.head_dims(settings["hidden_size"], settings.get("num_heads", 1))  # raises for sizes that do not divide
     if isinstance(spec, AttentionSpec | SoftmaxRNNSpec):
         settings["causal"] = causal
     elif not causal:
@@ -38,24 +44,27 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
 
 
 def Mixer(mixer, *, hidden_size: int, num_heads: int = 4, causal: bool = True, **settings) -> nn.Module:
-    """The layer of a mixer, to build models of one's own with.
+    """Returns a mixer as a layer for your own models.
 
         layer = headrace.Mixer("softmax-gla", hidden_size=256, num_heads=4)
         y, state = layer(x)                             # x and y [B, T, hidden_size]
-        y, state = layer(x, state)                      # the tokens after those, one or many
-        y, state = layer(x, mask=mask)                  # mask [B, T], bool: False is padding, anywhere
-        y, state = layer(x, cu_seqlens=cu_seqlens)      # x [1, T, D]: sequences with the bounds cu_seqlens [N + 1]
+        y, state = layer(x, state)                      # the next tokens of the same sequences, one or more
+        y, state = layer(x, mask=mask)                  # mask [B, T], bool: False marks padding, at any position
+        y, state = layer(x, cu_seqlens=cu_seqlens)      # x [1, T, D]: N packed sequences with bounds cu_seqlens [N + 1]
 
     Args:
         mixer: a name or an expression of the zoo (`headrace zoo`), or a spec.
-        num_heads: unless the mixer sets its own.
-        causal: False lets every token see all others of its sequence.
-        settings: norm_eps, rope_theta; layer_idx and num_layers, for initialisations that depend on the place.
-    Raises InputError for an unknown mixer, a whole model, and sizes that do not fit.
+        hidden_size: D.
+        num_heads: number of heads, unless the mixer sets it.
+        causal: False lets every token see all tokens of its sequence.
+        settings: norm_eps, rope_theta; layer_idx and num_layers, for initialisations that depend on the layer's depth.
+
+    Raises:
+        InputError: for an unknown mixer, a whole model, and sizes that do not divide.
     """
     spec = zoo.mixer(mixer)
     if isinstance(spec, Decoder):
-        raise InputError(f"mixer {mixer!r} is several layers; expected the mixer of one")
+        raise InputError(f"mixer {mixer!r} is a decoder of several layers; expected the mixer of one layer")
     spec.head_dims(hidden_size, num_heads)
     return build(spec, causal=causal, hidden_size=hidden_size, num_heads=num_heads, **settings)
 

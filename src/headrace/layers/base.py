@@ -1,7 +1,6 @@
-"""What mixers with a recurrent state have in common: their state is looked at, and written into only on permission;
-padding is taken out before them and put back after them.
+"""`Mixer`, the base of mixers with a recurrent state: checks the state and removes padding.
 
-Dimensions: B batch, T tokens, D hidden size, N sequences; E channels, S numbers that each of them carries.
+Dimensions: B batch, T tokens, D hidden size, N sequences, E channels, S state numbers per channel.
 """
 
 from collections.abc import Iterable
@@ -17,15 +16,15 @@ from .parts import SelfInitialised
 
 
 class ScanState(NamedTuple):
-    """What a sequence carries on; None where the mixer has no such part."""
+    """The recurrent state of N sequences; None for parts that the mixer does not have."""
 
     memory: Tensor  # [N, S, E]
     conv: Tensor | None = None  # [N, width − 1, E]
     shift: Tensor | None = None  # [N, 1, D]
 
 
-Shapes = dict[str, tuple[int, ...]]  # of the tensors of a state by name, without the dimension N
-ANY = -1  # in a shape: as many tokens as there are
+Shapes = dict[str, tuple[int, ...]]  # shapes of a state's tensors by name, without the dimension N
+ANY = -1  # in a shape: any number of tokens
 INTEGERS = ("tokens", "seen", "valid")
 OPTIONAL = ("valid", "room")
 
@@ -33,17 +32,17 @@ OPTIONAL = ("valid", "room")
 def check_state(state: Any, kind: Any, shapes: Shapes, x: Tensor, cu_seqlens: Tensor | None) -> None:
     """Raises InputError unless `state` is a `kind` with exactly the tensors of `shapes`, for the sequences of x."""
     if not isinstance(state, kind):
-        raise InputError(f"state is a {type(state).__name__}; expected a {kind.__name__}, as from this mixer")
+        raise InputError(f"state is a {type(state).__name__}; expected a {kind.__name__}, as this mixer returns")
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     for name, found in zip(kind._fields, state, strict=True):
         wanted = (sequences, *shapes[name]) if name in shapes else None
         if found is None or wanted is None:
             if (found is None) != (wanted is None) and name not in OPTIONAL:
-                raise InputError(f"state.{name} is {_shape(found)}; expected {_shape(wanted)}, as from this mixer")
+                raise InputError(f"state.{name} is {_shape(found)}; expected {_shape(wanted)}, as this mixer returns")
         elif found.shape != wanted and not _fits(found.shape, wanted):
             raise InputError(f"state.{name} has shape {_shape(found)}; expected {_shape(wanted)}")
         elif found.device != x.device:
-            raise InputError(f"state.{name} is on {found.device}; expected {x.device}, where x is")
+            raise InputError(f"state.{name} is on {found.device}; expected {x.device}, the device of x")
         elif found.is_floating_point() == (name in INTEGERS):
             number = "an integer" if name in INTEGERS else "a floating-point"
             raise InputError(f"state.{name} has dtype {found.dtype}; expected {number} dtype")
@@ -60,8 +59,8 @@ def _shape(x: Any) -> str:
 
 
 def may_write(state: Iterable[Tensor | None]) -> bool:
-    """Whether autograd lets tensors be written into: nothing is differentiated through them, and where one was made in
-    inference mode that is still on."""
+    """Whether tensors may be written in place: autograd does not need them, and inference tensors are written only in
+    inference mode."""
     if torch.is_grad_enabled():
         return False
     anywhere = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
@@ -69,10 +68,10 @@ def may_write(state: Iterable[Tensor | None]) -> bool:
 
 
 class Mixer(SelfInitialised):
-    """A layer that only has to say what its state is and, in `run`, what it does to tokens: at least one, and none of
-    them padding."""
+    """Base of mixers with a recurrent state. A subclass defines `state_kind`, `state_shapes` and `run`, which gets at
+    least one token and no padding."""
 
-    state_kind: Any  # a NamedTuple
+    state_kind: Any  # the NamedTuple class of the state
     state_shapes: Shapes
 
     def forward(
@@ -84,24 +83,35 @@ class Mixer(SelfInitialised):
         cu_seqlens: Tensor | None = None,
         in_place: bool = False,
     ) -> tuple[Tensor, Any]:
-        """x [B, T, D] -> (y [B, T, D], state). mask [B, T]: False is padding; cu_seqlens [N + 1]: x is a pack.
+        """Applies the mixer to the tokens that follow `state`.
 
-        in_place: `state` may be written into, and must not be used again; otherwise it is never changed.
-        Where there is no token, or padding alone, the state is the one given.
-        Raises InputError for a state of another mixer or of another number of sequences."""
+        Args:
+            x: [B, T, D].
+            state: what the previous call returned; None: x begins its sequences.
+            mask: [B, T], bool; False marks padding. An output at padding is 0.
+            cu_seqlens: [N + 1], bounds of N packed sequences; B is 1.
+            in_place: whether `state` may be overwritten, after which it must not be used. Otherwise it is not changed.
+
+        Returns:
+            (y [B, T, D], the next state; without tokens, the state given).
+
+        Raises:
+            InputError: for a state of another mixer or of another number of sequences.
+        """
         if in_place and state is not None and mask is None and cu_seqlens is None and x.shape[1]:
             return self.run_in_place(x, state)
         if state is not None:
             check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
-            if "memory" in state._fields:  # perhaps from a layer in another precision
+            if "memory" in state._fields:  # the state may come from a layer in another precision
                 state = state._replace(memory=state.memory.to(accumulator(x)))
         if mask is not None:
             return without_padding(self.run, x, state, mask)
         return self.run(x, state, cu_seqlens) if x.shape[1] else (x, state)
 
     def run(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
-        raise TypeError(f"{type(self).__name__} does not say what it computes")
+        """Computes the mixer for T ≥ 1 tokens without padding."""
+        raise TypeError(f"{type(self).__name__} does not define run")
 
     def run_in_place(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """`forward` of rows without padding that may write into `state`. Most mixers have no use for that."""
+        """Computes `forward` without padding and packing, and may overwrite `state`."""
         return self.forward(x, state)

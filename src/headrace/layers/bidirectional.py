@@ -1,4 +1,4 @@
-"""An encoder's layer from mixers that know only the past: one reads a sequence forwards, another backwards."""
+"""A bidirectional layer made of two causal mixers, which process the sequence in opposite directions."""
 
 from torch import Tensor, nn
 
@@ -6,9 +6,9 @@ from ..ops.checks import require
 
 
 class BothWays(nn.Module):
-    """The sum of what two mixers of one kind, with weights of their own, make of a sequence from either end.
+    """The sum of a causal mixer's output on the sequence and another one's on the reversed sequence.
 
-    Both see the token itself. Padding and packs are reversed as they stand, and each mixer takes padding out."""
+    Both include the current token. Padding is reversed with the tokens, and each mixer removes it."""
 
     def __init__(self, forwards: nn.Module, backwards: nn.Module):
         super().__init__()
@@ -23,8 +23,8 @@ class BothWays(nn.Module):
         cu_seqlens: Tensor | None = None,
         in_place: bool = False,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """x [B, T, D] -> (y [B, T, D], None): there is no going on from the middle of a sequence."""
-        require(state is None, "an encoder sees a whole sequence at once; expected state=None")
+        """x [B, T, D] -> (y [B, T, D], None). Raises InputError for a state: an encoder needs whole sequences."""
+        require(state is None, "state is given to a bidirectional layer, which has none; expected state=None")
         y, _ = self.forwards(x, mask=mask, cu_seqlens=cu_seqlens)
         mask = None if mask is None else mask.flip(1)
         cu_seqlens = None if cu_seqlens is None else x.shape[1] - cu_seqlens.flip(0)

@@ -1,6 +1,6 @@
-"""A token of a linear mixer in one native call, from its input projection to its output projection.
+"""One token of a linear mixer in one native call, from its input projection to its output projection.
 
-It writes into the state it is given, so it runs only where the state's holder allows that, by `in_place=True`.
+The call overwrites the state, so it runs only with `in_place=True`.
 
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
@@ -19,20 +19,20 @@ from ..spec.linear import Competition, MixerSpec
 from ..utils.errors import InputError
 from .base import check_state, may_write
 
-GROUP_NORM_EPS = 64e-5  # RWKV-6's: 1e-5 times its head size divisor squared
+GROUP_NORM_EPS = 64e-5  # RWKV-6: 1e-5 · 8², where 8 is its head size divisor
 
 
 class MixerState(NamedTuple):
-    """What a sequence carries on; None where the spec has no such part. N sequences come first."""
+    """The recurrent state of N sequences; None for parts that the spec does not have."""
 
     memory: Tensor  # [N, H, K, V]
-    conv: Tensor | None = None  # [N, width − 1, channels]
-    shift: Tensor | None = None  # [N, 1, D]
-    tokens: Tensor | None = None  # [N], how many were seen, for rotary and chunks that are counted
-    before: Tensor | None = None  # [N, H, K, V], the memory before the present chunk, for a β that sees it
+    conv: Tensor | None = None  # [N, width − 1, channels], the last inputs of the short convolution
+    shift: Tensor | None = None  # [N, 1, D], the last input of the token shift
+    tokens: Tensor | None = None  # [N], number of tokens so far, for rotary positions and write.look
+    before: Tensor | None = None  # [N, H, K, V], the memory before the current chunk, decayed, for write.look
 
 
-# Where a mixer keeps what the native call takes, in its order: the first of these that is there.
+# Paths of the weights in a LinearMixer, in the order of the native call; the first path that exists counts.
 PLACES = {
     "conv_weight": ["conv.weight"],
     "conv_bias": ["conv.bias"],
@@ -51,7 +51,7 @@ PLACES = {
 
 
 class FusedStep:
-    """The native call for one LinearMixer: what it is told of the spec, and where the weights are."""
+    """The native call of one LinearMixer: its constant arguments, and the paths of the weights."""
 
     def __init__(self, mixer: Any):
         spec, parts, gate = mixer.spec, mixer.parts, mixer.spec.competition or Competition()
@@ -72,9 +72,9 @@ class FusedStep:
         self._reads_input = gate.source == "hidden" and spec.competition is not None
 
     def refuses(self, mixer: Any, x: Tensor, weights: list[Any] | None) -> str | None:
-        """Why x [B, T, D] goes through the layer's separate steps, or None. weights: what `self.weights` found.
+        """Returns why the native call cannot compute x [B, T, D], or None. weights: from `self.weights`.
 
-        Raises InputError for a weight of another shape than the layer's."""
+        Raises InputError for a weight whose shape is not the layer's."""
         if x.shape[1] != 1:
             return "it takes one token of each sequence"
         if torch.is_grad_enabled():
@@ -88,9 +88,9 @@ class FusedStep:
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on"
         if weights is None:
-            return "not all weights are where they were"
+            return "a weight was replaced, or its module has a hook"
         if transformed() or not has_address(x):
-            return f"it reads memory, and x is transformed or a {type(x).__name__}"
+            return f"it reads memory by address, and x is under a transform or a {type(x).__name__}"
         expected = self.layer.call(x.shape[0], x.dtype).weights
         if (n := native_layer.unfit(weights, expected)) is None:
             return None
@@ -98,8 +98,8 @@ class FusedStep:
         return expected[n].fault(weights[n])
 
     def weights(self, mixer: Any) -> list[Any] | None:
-        """Those that the call takes; None where one is no plain parameter of the module that had it, or where a hook
-        waits for that module's call. (An nn.Module's attributes are slow.)"""
+        """Returns the weights of the call, or None if one is not a plain parameter of its module any more, or its
+        module has a hook. (Reads the modules' dictionaries, because attribute access of an nn.Module is slow.)"""
         found = []
         for parents, name in self._places:
             module = mixer
@@ -111,9 +111,9 @@ class FusedStep:
             found.append(weight)
         return found
 
-    def taken(self, state: Any, mixer: Any, x: Tensor) -> MixerState:
-        """The state as the call writes into it: itself or, where a tensor has another dtype, is no dense block of
-        memory or belongs to autograd, with copies. Raises InputError for a state of another mixer or batch."""
+    def writable(self, state: Any, mixer: Any, x: Tensor) -> MixerState:
+        """Returns a state that the call may overwrite: the state itself, or copies if a tensor has another dtype, is
+        not contiguous or is needed by autograd. Raises InputError for a state of another mixer or batch size."""
         if not isinstance(state, MixerState) or not (state.shift is state.before is mixer.shift):
             check_state(state, MixerState, mixer.state_shapes, x, None)
         expected = self.layer.call(x.shape[0], x.dtype).state
@@ -126,9 +126,17 @@ class FusedStep:
         return state._replace(**copies)
 
     def run(self, weights: Any, projected: Tensor, x: Tensor, state: MixerState) -> Tensor:
-        """projected [B, parts], all that the input projection makes of x [B, 1, D] -> [B, H V]. weights: what
-        `self.weights` found, state: what `self.taken` returned. Raises InputError where a tensor of the state shares
-        memory with what is read."""
+        """Computes the output [B, H V] before the output projection, and updates `state`.
+
+        Args:
+            weights: from `self.weights`.
+            projected: [B, parts], the input projection of x.
+            x: the layer's input [B, 1, D].
+            state: from `self.writable`.
+
+        Raises:
+            InputError: if a tensor of the state shares memory with another argument.
+        """
         hidden = x[:, 0].contiguous() if self._reads_input else None
         token = projected.contiguous(), hidden
         try:
@@ -138,8 +146,8 @@ class FusedStep:
 
 
 def _kinds(spec: MixerSpec) -> dict[str, str]:
-    """The names of a spec's kinds, by those that the native library has for them."""
-    beta = spec.write.beta if spec.write.look is None else "of what memory lacks"
+    """Returns the kinds of a spec's parts, by the native library's names of the parts."""
+    beta = spec.write.beta if spec.write.look is None else "sigmoid with write.look"
     gate = spec.competition
     read, write = (gate.read, gate.write) if gate else ("none", "none")
     gate = gate or Competition()

@@ -1,4 +1,4 @@
-"""The one layer of the algebra: every MixerSpec is built by it. Four steps: project, shape, recur, read out.
+"""`LinearMixer`, the layer of every MixerSpec: projections, q and k features, the recurrence, and the readout.
 
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
@@ -28,18 +28,20 @@ from .taylor import TaylorFeatures
 
 
 class LinearMixer(Mixer):
-    """Any linear-time mixer a MixerSpec can say.
+    """The linear-time mixer of a MixerSpec.
 
     Args:
-        spec: what the layer is.
-        hidden_size, num_heads: D, and H unless spec.heads.count sets it.
-        layer_idx, num_layers: the layer's place, for initialisations that depend on it (RWKV-6).
-        norm_eps, rope_theta: of the norm after the readout, of the rotation.
+        spec: kinds and sizes of the layer's parts.
+        hidden_size: D.
+        num_heads: H, unless spec.heads.count sets it.
+        layer_idx, num_layers: index of the layer and depth of the model, for RWKV-6's initialisation.
+        norm_eps: epsilon of the norm after the readout.
+        rope_theta: base of the rotary frequencies.
     """
 
     state_kind = MixerState
     op: Callable[..., tuple[Tensor, Tensor]]
-    # None where the spec has no such part.
+    # Parts are None if the spec does not have them.
     conv: Any
     shift: Any
     features: Any
@@ -58,13 +60,13 @@ class LinearMixer(Mixer):
     ):  # fmt: skip
         super().__init__()
         self.spec, self.norm_eps, self.rope_theta = spec, norm_eps, rope_theta
-        self.op = linear_attention  # or a partial of it with a form, chunk size or backend
+        self.op = linear_attention  # may be set to a partial with a form, chunk size or backend
         self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
         self.Hq = spec.heads.qk_groups or self.H
         self.state_shapes = spec.state_shapes(hidden_size, num_heads) | ({"tokens": ()} if spec.counts_tokens else {})
-        self.parts = {"q": self.Hq * self.K, "k": self.Hq * self.K, "v": self.H * self.V}  # of in_proj
+        self.parts = {"q": self.Hq * self.K, "k": self.Hq * self.K, "v": self.H * self.V}  # sizes of in_proj's parts
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
-        self.share = (layer_idx + 1) / num_layers  # of the layers, up to this one
+        self.share = (layer_idx + 1) / num_layers  # fraction of the layers up to and including this one
         self._build_inputs(hidden_size)
         self._build_memory()
         self._build_readout()
@@ -89,7 +91,7 @@ class LinearMixer(Mixer):
         self.decay = self.bonus = self.residual = None
         if spec.decay.kind != "none":
             self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
-            self.parts["decay"] = self.decay.reads
+            self.parts["decay"] = self.decay.in_features
         if spec.write.beta == "sigmoid":
             self.parts["beta"] = self.H
         if spec.write.look is not None:
@@ -106,7 +108,7 @@ class LinearMixer(Mixer):
         self.gate = None
         if read.gate != "none":
             self.gate = OutputGate(read.gate, self.H, self.V)
-            self.parts["gate"] = self.gate.reads
+            self.parts["gate"] = self.gate.in_features
 
     def _build_competition(self, hidden_size: int) -> None:
         spec, sizes = self.spec.competition, (hidden_size, self.H, self.Hq, self.K)
@@ -120,15 +122,15 @@ class LinearMixer(Mixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initial values of the layer's own parameters; its parts set theirs."""
+        """Initialises the layer's own parameters; its parts initialise theirs."""
         for ones in (self.norm_weight, self.skip):
             if ones is not None:
                 ones.fill_(1)
-        if self.spec.read.norm == "group":  # RWKV-6's
+        if self.spec.read.norm == "group":  # RWKV-6's initialisation
             self.norm_weight.fill_(self.share**0.7)
             self.norm_bias.zero_()
         if self.spec.decay.kind == "exp":
-            self.part("decay").zero_()  # memory fades alike for all tokens, at first
+            self.part("decay").zero_()  # the initial decay is the same for all tokens
         if self.bonus is not None:
             n = self.bonus.numel()
             i = torch.arange(n)
@@ -136,7 +138,7 @@ class LinearMixer(Mixer):
             self.bonus.copy_((self.depth * (1 - i / max(n - 1, 1)) + zigzag).view_as(self.bonus))
 
     def part(self, name: str) -> Tensor:
-        """The rows of in_proj's weight that make q, k, v, decay, beta or gate."""
+        """Returns the rows of in_proj's weight that project to q, k, v, decay, beta or gate."""
         return self._split(self.in_proj.weight, 0)[name]
 
     def _split(self, x: Tensor, dim: int) -> dict[str, Tensor]:
@@ -151,7 +153,7 @@ class LinearMixer(Mixer):
         gates = self._compete(q, k, x)
         tokens = state.tokens if state is not None else None
         q, k = self._shape(q, k, sequences.positions(tokens, x) if self.spec.inputs.rotary else None)
-        tensors: dict[str, Any] = {"q": q, "k": k, "v": self._spread(v), **self._decay_and_gates(inputs, gates)}
+        tensors: dict[str, Any] = {"q": q, "k": k, "v": self._per_memory(v), **self._decay_and_gates(inputs, gates)}
         memory, before = None if state is None else state.memory, None
         if self.residual is not None:
             op = partial(self.op, **self._settings())
@@ -173,7 +175,7 @@ class LinearMixer(Mixer):
         weights = self.fused.weights(self)
         if self.fused.refuses(self, x, weights) is not None:
             return self.forward(x, state)
-        state = self.fused.taken(state, self, x)
+        state = self.fused.writable(state, self, x)
         if self.shift is None:
             projected = self.in_proj(x)
         else:
@@ -182,8 +184,8 @@ class LinearMixer(Mixer):
         return self.o_proj(self.fused.run(weights, projected[:, 0], x, state)[:, None]), state
 
     def _project(self, x: Tensor, state: MixerState | None, sequences: Sequences):
-        """The parts of in_proj, each [B, T, size], and the state of the token shift, which gives parts inputs of their
-        own."""
+        """Returns the parts of the input projection, [B, T, size] each, and the next state of the token shift, if any,
+        which computes another input for each part."""
         if self.shift is None:
             return self._split(self.in_proj(x), -1), None
         before, history = sequences.shift(x, None if state is None else state.shift)
@@ -192,7 +194,7 @@ class LinearMixer(Mixer):
         return dict(zip(self.parts, found, strict=True)), history
 
     def _convolve(self, inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences):
-        """q, k [B, T, Hq, K] and v [B, T, H, V] after the short convolution, and the convolution's state."""
+        """Returns q, k [B, T, Hq, K], v [B, T, H, V] and the next state of the short convolution, if any."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         conv = None
         if self.conv is not None:
@@ -207,13 +209,14 @@ class LinearMixer(Mixer):
         )
 
     def _compete(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Logarithms of the read and the write gate [B, T, H], the latter and the choice among them by memory."""
+        """Returns the logarithms of read gate [B, T, H] and write gate [B, T, H · memories], and the choice of memories
+        [B, T, H · memories]; None for those that the spec does not have."""
         read = None if self.read_competition is None else self.read_competition(q, x)
         write = None if self.write_competition is None else self.write_competition(k, x)
         return read, write, None if self.choice is None else self.choice(q)
 
-    def _spread(self, x: Tensor | None) -> Any:
-        """What is told by head, [H, ·] or [B, T, H, ·], by memory: each head's stand together."""
+    def _per_memory(self, x: Tensor | None) -> Any:
+        """Repeats a per-head tensor [H, ·] or [B, T, H, ·] once per memory of the head."""
         return x if x is None or self.choice is None else x.repeat_interleave(self.spec.rank, 2 if x.dim() > 2 else 0)
 
     def _shape(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -234,19 +237,19 @@ class LinearMixer(Mixer):
         return rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
 
     def _scale(self) -> float:
-        """Of the logits."""
+        """The scale of the logits."""
         return 1.0 if self.spec.read.scale == "one" else self.K**-0.5
 
     def _settings(self) -> dict[str, Any]:
-        """What `linear_attention` and `step` take that no token changes."""
+        """The arguments of `linear_attention` and `step` that do not depend on the tokens."""
         scale = self._scale() if self.features is None else 1.0
         normalise = self.spec.read.norm == "sum"
         return {
-            "rule": self.spec.write.rule, "bonus": self._spread(self.bonus), "normalise": normalise, "scale": scale,
+            "rule": self.spec.write.rule, "bonus": self._per_memory(self.bonus), "normalise": normalise, "scale": scale,
         }  # fmt: skip
 
     def _decay_and_gates(self, inputs: dict[str, Tensor], gates: tuple) -> dict[str, Tensor | None]:
-        """What `linear_attention` takes per token beside q, k and v."""
+        """The arguments of `linear_attention` per token, except q, k and v."""
         log_read, log_write, choice = gates
         log_decay, beta = self._decay_and_beta(inputs, log_write)
         read_gate = log_read.exp() if log_read is not None and self._read_gate_inside() else None
@@ -254,25 +257,25 @@ class LinearMixer(Mixer):
             "log_decay": log_decay,
             "beta": beta,
             "write_gate": log_write.exp() if log_write is not None and self.write_place == "value" else None,
-            "read_gate": product(self._spread(read_gate), choice),
+            "read_gate": product(self._per_memory(read_gate), choice),
         }
 
     def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
-        """log_decay, and β or, where it also depends on the memory, its logit."""
+        """Returns log_decay and β, or β's logit if β also depends on the memory (write.look)."""
         if self.spec.write.beta == "dt":
             dt = self.decay.step_size(inputs["decay"])
-            return self._spread(self.decay.decay(dt)), self._spread(dt)
-        log_decay = None if self.decay is None else self._spread(self.decay(inputs["decay"]))
+            return self._per_memory(self.decay.decay(dt)), self._per_memory(dt)
+        log_decay = None if self.decay is None else self._per_memory(self.decay(inputs["decay"]))
         if "beta" not in inputs:
             return log_decay, None
-        logits = self._spread(inputs["beta"].to(accumulator(inputs["beta"])))
+        logits = self._per_memory(inputs["beta"].to(accumulator(inputs["beta"])))
         if log_write is not None and self.write_place == "beta":
             logits = logits + log_write
         return log_decay, logits if self.residual is not None else torch.sigmoid(logits)
 
     def _read_gate_inside(self) -> bool:
-        """Whether the op applies the read gate: on q as the paper has it, or where nothing stands between it and the
-        readout. Otherwise `_read_out` does, after the norm that would divide it out again."""
+        """Whether `linear_attention` applies the read gate: if the spec puts the gate on q, or if neither norm nor skip
+        follows. Otherwise `_read_out` applies the gate after the norm, which would cancel it."""
         read = self.spec.read
         return self.read_place == "query" or (read.norm in ("none", "sum") and not read.skip)
 
@@ -307,5 +310,5 @@ class LinearMixer(Mixer):
 
 
 def _now(x: Tensor | None) -> Tensor | None:
-    """The one token of [B, 1, ·]; a fixed decay as it is."""
+    """Removes the token dimension of [B, 1, ·]; a fixed decay [H] has none."""
     return x if x is None or x.dim() == 1 else x[:, 0]

@@ -1,6 +1,6 @@
-"""A mixture of experts in place of an MLP (arXiv 2101.03961): a router chooses, for every token, a few of many MLPs.
+"""A mixture of experts in place of an MLP (arXiv 2101.03961): a router chooses a few of many MLPs for every token.
 
-Dimensions: B batch, T tokens, n all of them, D hidden size, W an expert's width, E experts, c those chosen for a token.
+Dimensions: B batch, T tokens, D hidden size, W width of an expert, E experts, c experts per token.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,22 @@ from .parts import SelfInitialised
 
 
 class Routing(NamedTuple):
-    """What a router did."""
+    """The decisions of a router."""
 
-    shares: Tensor  # [B, T, E], softmax over experts
-    chosen: Tensor  # [B, T, c]
+    shares: Tensor  # [B, T, E], probabilities of the experts
+    chosen: Tensor  # [B, T, c], indices of the chosen experts
 
 
 class MixtureOfExperts(SelfInitialised):
-    """Σ over the chosen experts of their share times what they make of x. No token is dropped, whatever the load.
+    """Sum of the chosen experts' outputs, weighted with their probabilities. Experts have no capacity limit, so that no
+    token is dropped. In training, `routing` holds the routing of the last forward, for `balance_loss`.
 
     Args:
-        activation: of an expert; `gated`: it multiplies a second projection, as in SwiGLU.
-    In training `routing` holds what the last forward did, for `balance_loss`.
+        spec: number of experts, and number of experts per token.
+        hidden_size: D.
+        width: W.
+        activation: activation of an expert.
+        gated: whether the activation multiplies a second projection, as in SwiGLU.
     """
 
     routing: Routing | None
@@ -52,13 +56,13 @@ class MixtureOfExperts(SelfInitialised):
         shares = self.router(x).softmax(-1, dtype=accumulator(x))
         weights, chosen = shares.topk(self.spec.chosen, -1)
         self.routing = Routing(shares, chosen) if self.training else None
-        # Every (token, expert) pair in the order of experts, so that each of them sees its tokens in one piece.
+        # The (token, expert) pairs are sorted by expert, so that the tokens of an expert are contiguous.
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         tokens = order // self.spec.chosen
-        # Not bincount: under torch.compile the length of what it returns is not known.
+        # Not bincount, whose output size is unknown to torch.compile.
         counts = flat.new_zeros(self.spec.count).index_add(0, flat, torch.ones_like(flat))
-        # On the meta device, where only work is counted, it is the same however the tokens are spread.
+        # The meta device only counts operations, whose number does not depend on the distribution over experts.
         sizes = [len(flat), *[0] * (self.spec.count - 1)] if x.is_meta else counts.tolist()
         parts = x.flatten(0, 1)[tokens].split(sizes)
         out = torch.cat([self._expert(*each) for each in zip(parts, self.up.unbind(), self.down.unbind(), strict=True)])
@@ -74,15 +78,17 @@ class MixtureOfExperts(SelfInitialised):
 
 
 def balance_loss(routing: Routing, mask: Tensor | None = None) -> Tensor:
-    """E Σ_e f_e P_e (arXiv 2101.03961, equation 4): f_e is how often expert e was chosen per token, P_e its mean share.
-    It is c where all experts have the same. mask [B, T]: False is padding, which does not count."""
+    """Returns the load-balancing loss E Σ_e f_e P_e (arXiv 2101.03961, equation 4).
+
+    f_e is the fraction of tokens that chose expert e, P_e its mean probability. The loss is c for a uniform load. mask
+    [B, T]: False marks padding, which is ignored."""
     shares, chosen = (x.flatten(0, 1) if mask is None else x[mask] for x in routing)
     often = F.one_hot(chosen, shares.shape[-1]).sum(1).to(shares.dtype)
     return shares.shape[-1] * (often.mean(0) * shares.mean(0)).sum()
 
 
 def routings(model: nn.Module) -> list[Routing]:
-    """What the routers of a model did in its last forward in training; each is forgotten."""
+    """Returns the routings of a model's last forward in training, and removes them from the modules."""
     found = []
     for module in model.modules():
         if isinstance(module, MixtureOfExperts) and module.routing is not None:

@@ -1,7 +1,7 @@
-"""Sequences side by side in a batch, or one after another in a pack: where each begins, and what came before it.
+"""Batches of sequences: rows of equal length, packed sequences, and padding.
 
-Padding is lowered to packing: padded tokens are taken out before a mixer and put back after it, so they cannot reach a
-convolution, a decay, a memory or a position by construction.
+A padded batch is converted to packed sequences before a mixer and back after it, so that padding cannot affect a
+convolution, a decay, a memory or a position.
 """
 
 from collections.abc import Callable
@@ -17,23 +17,32 @@ from ..utils.errors import InputError
 
 
 def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [B, T, D] and mask [B, T] (False: padding) -> (pack [1, tokens, D], cu_seqlens [B + 1], places [tokens])."""
+    """Removes padding: x [B, T, D], mask [B, T] (False: padding) -> (pack [1, tokens, D], cu_seqlens [B + 1], places
+    [tokens], the tokens' indices in x.flatten(0, 1))."""
     places = mask.flatten().nonzero().squeeze(1)
     cu_seqlens = F.pad(mask.sum(1).cumsum(0), (1, 0))
     return x.flatten(0, 1)[places][None], cu_seqlens, places
 
 
 def pad(x: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of `unpad`, with zeros at the padding. shape: (B, T)."""
+    """Inverts `unpad`: x [1, tokens, D] -> [B, T, D] with zeros at the padding. shape: (B, T)."""
     full = x.new_zeros(shape[0] * shape[1], *x.shape[2:])
     return full.index_copy(0, places, x[0]).unflatten(0, tuple(shape))
 
 
 def restarts(position_ids: Tensor, x: Tensor, attention_mask: Tensor | None = None, seen: int = 0) -> Tensor | None:
-    """Where positions [B or 1, T] begin again at 0 within a row: the bounds [N + 1] of the sequences of x [B, T, D],
-    row after row. None: position_ids count what attention_mask keeps, or all columns after the `seen` first.
+    """Returns the bounds [N + 1] of the sequences that begin where position_ids restart at 0, over the rows of x one
+    after another, or None if every row is one sequence.
 
-    Raises InputError for any other positions, which no recurrence has."""
+    Args:
+        position_ids: [B or 1, T].
+        x: [B, T, D].
+        attention_mask: [B, seen + T]; 0 marks padding, which has no position.
+        seen: number of tokens before x.
+
+    Raises:
+        InputError: for positions that neither count up nor restart at 0, which a recurrence cannot represent.
+    """
     B, T = x.shape[:2]
     shape = list(position_ids.shape)
     require(shape in ([B, T], [1, T]), f"position_ids has shape {shape}; expected [{B}, {T}]")
@@ -47,13 +56,13 @@ def restarts(position_ids: Tensor, x: Tensor, attention_mask: Tensor | None = No
         row, at = follows.logical_not().nonzero()[0].tolist()
         last, wrong = positions[row, max(at - 1, 0)].item(), positions[row, at].item()
         found = f"go from {last} to {wrong}; expected {last + 1}" if at else f"begin with {wrong}; expected {seen}"
-        raise InputError(f"position_ids of row {row} {found}" + (", or 0 where a sequence begins" if at else ""))
+        raise InputError(f"position_ids of row {row} {found}" + (", or 0 at the start of a sequence" if at else ""))
     return F.pad((positions.flatten() == 0).nonzero()[:, 0], (0, 1), value=B * T)
 
 
 def numbered(seq_idx: Tensor, x: Tensor) -> Tensor | None:
-    """The same bounds from the number [B, T] of each token's sequence, as Mamba's kernels take it; None: each row is
-    one sequence. Raises InputError for numbers that fall within a row, or are negative, as of padding."""
+    """Returns the bounds [N + 1] of the sequences that seq_idx [B, T] numbers, as in Mamba's kernels, or None if every
+    row is one sequence. Raises InputError for numbers that are negative or decrease within a row."""
     B, T = x.shape[:2]
     shape = list(seq_idx.shape)
     require(shape == [B, T], f"seq_idx has shape {shape}; expected [{B}, {T}]")
@@ -63,7 +72,7 @@ def numbered(seq_idx: Tensor, x: Tensor) -> Tensor | None:
         row, at = (rises < 0).nonzero()[0].tolist()
         last, wrong = seq_idx[row, max(at - 1, 0)].item(), seq_idx[row, at].item()
         found = f"falls from {last} to {wrong}" if at else f"begins with {wrong}"
-        raise InputError(f"seq_idx of row {row} {found}; expected 0 or more, and more where a sequence begins")
+        raise InputError(f"seq_idx of row {row} {found}; expected numbers of at least 0 that do not decrease")
     begins = rises != 0
     begins[:, :1] = True
     return F.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=B * T) if begins[:, 1:].any() else None
@@ -72,34 +81,37 @@ def numbered(seq_idx: Tensor, x: Tensor) -> Tensor | None:
 def sequences(
     x: Tensor, position_ids: Tensor | None, seq_idx: Tensor | None, attention_mask: Tensor | None, seen: int
 ) -> Tensor | None:
-    """The bounds that `restarts` or `numbered` finds. InputError where both are asked and differ."""
+    """Returns the bounds from `restarts` or `numbered`. Raises InputError if both are given and differ."""
     places = None if position_ids is None else restarts(position_ids, x, attention_mask, seen)
     if seq_idx is None:
         return places
     found = numbered(seq_idx, x)
     if position_ids is not None and (places is None or found is None or not torch.equal(places, found)):
-        require(places is found, "seq_idx marks other sequences than position_ids; expected the same")
+        require(places is found, "seq_idx marks other sequences than position_ids; expected the same sequences")
     return found
 
 
 def pack_rows(
     x: Tensor, bounds: Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """x [B, T, D] and the bounds of its sequences, from `restarts` -> (one pack [1, B T, D], cu_seqlens); without
-    bounds both are as they were."""
+    """Packs the rows of x [B, T, D] into [1, B T, D] if they have bounds, which `sequences` returns.
+
+    Returns (x, cu_seqlens); both are unchanged without bounds. Raises InputError for padding in packed rows, and for
+    bounds that differ from cu_seqlens."""
     if cu_seqlens is not None:
         found = cu_seqlens.new_tensor([0, x.shape[1]]) if bounds is None else bounds.to(cu_seqlens)
-        require(torch.equal(found, cu_seqlens), "position_ids mark other sequences than cu_seqlens; expected the same")
+        same = torch.equal(found, cu_seqlens)
+        require(same, "position_ids mark other sequences than cu_seqlens; expected the same sequences")
         return x, cu_seqlens
     if bounds is None:
         return x, None
     padded = attention_mask is not None and not attention_mask.all()
-    require(not padded, "attention_mask marks padding where position_ids mark a pack; expected one of them")
+    require(not padded, "attention_mask marks padding and position_ids mark packed sequences; expected one of the two")
     return x.reshape(1, -1, x.shape[2]), bounds
 
 
 def flash_bounds(arguments: dict[str, Any]) -> Tensor | None:
-    """The cu_seqlens in arguments that transformers' collators make for FlashAttention, which are taken out."""
+    """Removes the FlashAttention arguments of transformers' collators from `arguments`, and returns the cu_seqlens."""
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     q, k, *_ = (arguments.pop(name, None) for name in names)
     same = q is k or (q is not None and k is not None and torch.equal(q, k))
@@ -108,8 +120,9 @@ def flash_bounds(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def without_padding(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: Any, mask: Tensor) -> tuple[Tensor, Any]:
-    """run(pack, state, cu_seqlens) on the tokens of x [B, T, D] that mask [B, T] keeps, if there are any
-    -> (y [B, T, D], state)."""
+    """Applies run(pack, state, cu_seqlens) to the tokens of x [B, T, D] that mask [B, T] keeps, if any.
+
+    Returns (y [B, T, D], with zeros at the padding, and the next state)."""
     packed, cu_seqlens, places = unpad(x, mask)
     y, state = run(packed, state, cu_seqlens) if packed.shape[1] else (packed, state)
     return pad(y, places, x.shape[:2]), state
@@ -118,9 +131,8 @@ def without_padding(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: An
 def count_tokens(
     x: Tensor, seen: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """How many tokens, not counting padding, came before each of x [B, T, D], [B or 1, T], and in all by its end, [N].
-
-    seen [N]: how many came before x."""
+    """Returns (the position [B or 1, T] of each token of x [B, T, D] in its sequence, the number of tokens [N] at the
+    end of x), both without padding. seen [N]: number of tokens before x."""
     if mask is None:
         sequences = Sequences(x, cu_seqlens)
         positions, new = sequences.positions(seen, x), sequences.lengths(x)
@@ -131,7 +143,7 @@ def count_tokens(
 
 
 class Sequences:
-    """How the tokens of x [B, T, D] divide into N sequences: a row each, or by cu_seqlens [N + 1] within one row."""
+    """The N sequences of x [B, T, D]: the rows, or the sequences packed in one row with bounds cu_seqlens [N + 1]."""
 
     def __init__(self, x: Tensor, cu_seqlens: Tensor | None):
         self.B, self.T = x.shape[:2]
@@ -144,28 +156,29 @@ class Sequences:
             self.within = tokens - starts[self.owner]
 
     def positions(self, seen: Tensor | None, like: Tensor) -> Tensor:
-        """Each token's place in its sequence, [B or 1, T]; seen [N]: how many tokens came before x."""
+        """Returns each token's position in its sequence, [B or 1, T]. seen [N]: number of tokens before x."""
         if self.cu_seqlens is None:
             tokens = torch.arange(self.T, device=like.device)[None]
             return tokens if seen is None else tokens + seen[:, None]
         return (self.within if seen is None else self.within + seen[self.owner])[None]
 
     def lengths(self, like: Tensor) -> Tensor:
+        """Returns the lengths [N] of the sequences, on the device of `like`."""
         if self.cu_seqlens is None:
             return torch.full((self.B,), self.T, device=like.device)
         return self.cu_seqlens.diff()
 
     def totals(self, like: Tensor) -> Tensor:
-        """The length of each token's own sequence, [B or 1, T]."""
+        """Returns the length of each token's sequence, [B, T], or [1, T] packed."""
         lengths = self.lengths(like)
         return lengths[:, None].expand(-1, self.T) if self.cu_seqlens is None else lengths[self.owner][None]
 
     def counts(self) -> list[int]:
-        """The lengths as numbers, which a pack's tensor on a GPU has to be waited for."""
+        """Returns the lengths as a list. Synchronises a GPU if the sequences are packed."""
         return [self.T] * self.B if self.cu_seqlens is None else self.cu_seqlens.diff().tolist()
 
     def extend(self, x: Tensor, history: Tensor) -> Tensor:
-        """x with the h tokens of history [N, h, D] before each sequence: [B, h + T, D], or [1, N h + T, D] packed."""
+        """Puts the h tokens of history [N, h, D] before each sequence: [B, h + T, D], or [1, N h + T, D] packed."""
         if self.cu_seqlens is None:
             return torch.cat([history, x], 1)
         h = history.shape[1]
@@ -175,40 +188,42 @@ class Sequences:
         return full.index_copy(1, self.places(h) + h, x)
 
     def convolve(self, conv: nn.Conv1d, x: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A causal depthwise convolution and SiLU over x [B, T, D] -> (the same shape, the next call's history).
+        """Computes the SiLU of a causal depthwise convolution of x [B, T, D].
 
-        history [N, width − 1, D]: the tokens before x; None: zeros."""
+        history [N, width − 1, D]: the tokens before x; None: zeros. Returns (y [B, T, D], the next history)."""
         history = self._before(x, history, conv.kernel_size[0] - 1)
         if convolution.refuses(conv, x):
-            y = self.own(F.silu(conv(self.extend(x, history).mT).mT), history.shape[1])
+            y = self.drop_history(F.silu(conv(self.extend(x, history).mT).mT), history.shape[1])
         else:
             y = convolution.run(conv, x, history, self.cu_seqlens)
         return y, self.last(x, history)
 
     def shift(self, x: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The token before each of x [B, T, D] -> (the same shape, the next call's history [N, 1, D])."""
+        """Returns the token before each token of x [B, T, D], and the next history [N, 1, D]."""
         history = self._before(x, history, 1)
-        return self.own(self.extend(x, history)[:, :-1], 1), self.last(x, history)
+        return self.drop_history(self.extend(x, history)[:, :-1], 1), self.last(x, history)
 
     def _before(self, x: Tensor, history: Tensor | None, h: int) -> Tensor:
         return x.new_zeros(self.count, h, x.shape[2]) if history is None else history.to(x)
 
     def places(self, h: int) -> Tensor:
-        """Where each own token's window of h earlier tokens begins in what `extend` returns (packed only)."""
+        """Returns the index in `extend`'s result at which each token's window of h earlier tokens begins (packed)."""
         return torch.arange(self.T, device=self.owner.device) + self.owner * h
 
-    def own(self, windows: Tensor, h: int) -> Tensor:
-        """Results of windows of h + 1 tokens over an extended tensor -> those of the own tokens, [B, T, D]."""
+    def drop_history(self, windows: Tensor, h: int) -> Tensor:
+        """Selects the results of those windows of h + 1 tokens that end at a token of x: [B, T, D]."""
         return windows if self.cu_seqlens is None else windows[:, self.places(h)]
 
     def last(self, x: Tensor, history: Tensor) -> Tensor:
-        """The last h tokens of each sequence of x, after those of history [N, h, D]: the history of what comes next."""
+        """Returns the next history: the last h tokens of history [N, h, D] followed by x, for each sequence."""
         h = history.shape[1]
         if self.cu_seqlens is None:
-            return torch.cat([history[:, self.T :], x[:, -h:]], 1)  # in memory of its own
+            return torch.cat([history[:, self.T :], x[:, -h:]], 1)  # a copy, which shares no memory with x
         if self.T == 0:
             return history
-        places = self.cu_seqlens.diff()[:, None] + torch.arange(-h, 0, device=x.device)  # negative: in the history
+        places = self.cu_seqlens.diff()[:, None] + torch.arange(
+            -h, 0, device=x.device
+        )  # negative places are in the history
         recent = x[0, (self.cu_seqlens[:-1, None] + places).clamp(min=0)]
         earlier = history.gather(1, (h + places).clamp(max=h - 1)[..., None].expand_as(history))
         return torch.where((places >= 0)[..., None], recent, earlier)

@@ -1,7 +1,7 @@
-"""The parts a token mixer is assembled from: feature maps, decays, head competition, token shift, output gates.
+"""The parts of a linear mixer: feature maps, norms, decays, head competition, token shift and output gates.
 
-Each table maps a kind named in spec/linear.py to a function or a small module. Linear layers get their initial values
-from the model; what needs values of its own sets them in `reset_parameters`.
+Each table maps a kind of spec/linear.py to a function or a module. The model initialises linear layers; modules with an
+initialisation of their own have `reset_parameters`.
 
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head.
 """
@@ -19,8 +19,9 @@ from ..spec.linear import Competition, Decay
 
 
 def dpfp(x: Tensor, shifts: int) -> Tensor:
-    """[..., K] -> [..., 2 K · shifts]: with r = relu([x, −x]), r times r turned by 1, 2, … shifts places. Sparse, not
-    negative: the deterministic parameter-free projection of arXiv 2102.11174, section 5.3."""
+    """The deterministic parameter-free projection of arXiv 2102.11174, section 5.3: [..., K] -> [..., 2 K · shifts].
+
+    With r = relu([x, −x]), the features are the products of r and r rolled by 1, …, `shifts` positions."""
     r = F.relu(torch.cat([x, -x], -1))
     return torch.cat([r * r.roll(-i, -1) for i in range(1, shifts + 1)], -1)
 
@@ -37,13 +38,13 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(|x|² + eps) over the last dimension."""
+    """Returns x / sqrt(|x|² + eps) over the last dimension."""
     wide = x.to(accumulator(x))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def sum_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / (Σ x + eps) over the last dimension, of an x that is not negative: then |x|² ≤ 1 too."""
+    """Returns x / (Σ x + eps) over the last dimension, for x ≥ 0. The result has |x|² ≤ 1."""
     wide = x.to(accumulator(x))
     return (wide / (wide.sum(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -52,9 +53,9 @@ NORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "l2": l2_no
 
 
 def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotate x [B, T, heads, K] by its positions [B or 1, T]; channel i turns with i + K/2 (arXiv 2104.09864).
+    """Applies rotary position embeddings to x [B, T, heads, K] at positions [B or 1, T] (arXiv 2104.09864).
 
-    Angles are float64: a float32 angle at position 100 000 is wrong by 0.004."""
+    Channel i is paired with channel i + K/2. Angles are float64: a float32 angle is off by 0.004 at position 100000."""
     half = x.shape[-1] // 2
     frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
     angle = positions[..., None, None].double() * frequency
@@ -64,40 +65,42 @@ def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 class SelfInitialised(nn.Module):
-    """A module whose own parameters are not drawn like a Linear layer's: `reset_parameters` sets them."""
+    """A module that initialises its own parameters in `reset_parameters`."""
 
     def reset_parameters(self) -> None:
-        raise TypeError(f"{type(self).__name__} does not say how its parameters begin")
+        """Initialises the module's own parameters and buffers, without those of its submodules."""
+        raise TypeError(f"{type(self).__name__} does not define reset_parameters")
 
 
-# --- decays: what they `reads` of the input projection, x [B, T, reads], -> log_decay ≤ 0; depth: the layer's place, 0
-# --- the first and 1 the last
+# --- decays: modules from their part x [B, T, in_features] of the input projection to log_decay ≤ 0; depth is the
+# --- layer's relative depth, 0 for the first and 1 for the last layer
 
 
 class FixedDecay(nn.Module):
-    """log_decay [H] = log(1 − 2^(−5−h)): RetNet's (arXiv 2307.08621, section 2.2)."""
+    """RetNet's decay: log_decay [H] = log(1 − 2^(−5−h)) (arXiv 2307.08621, section 2.2)."""
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
-        self.reads, self.num_heads = 0, num_heads
+        self.in_features, self.num_heads = 0, num_heads
 
     def forward(self, x: Tensor) -> Tensor:
-        # Computed, not stored: a half-precision buffer would lose most of its digits.
+        # Computed instead of stored, because a half-precision buffer would lose most digits.
         h = torch.arange(self.num_heads, device=x.device, dtype=torch.float64)
         return torch.log1p(-torch.exp2(-5 - h)).to(accumulator(x))
 
 
 class XPosDecay(nn.Module):
-    """log_decay [B, T, H, K] = log(ζ_i) / 512, ζ_i = (i / (K/2) + 0.4) / 1.4 for channels i and i + K/2, which turn
-    together (arXiv 2212.10554, section 3): xPos multiplies q at n by ζ^{n/512} and k at m by ζ^{−m/512}, and that
-    overflows; what is left of both is ζ^{(n−m)/512}, a decay. RetNet's is the same, (γ e^{iθ})^{n−m}, before its γ is
-    made one number per head: so xPos stands in for γ and not beside it, where memory would fade twice."""
+    """The decay of xPos: log_decay [B, T, H, K] = log(ζ_i) / 512, with ζ_i = (i / (K/2) + 0.4) / 1.4 for the rotary
+    pair of channels i and i + K/2 (arXiv 2212.10554, section 3).
+
+    xPos multiplies q at position n by ζ^{n/512} and k at position m by ζ^{−m/512}, which overflows for long sequences.
+    Their product ζ^{(n−m)/512} is a decay. xPos replaces RetNet's decay γ; both together would decay twice."""
 
     OFFSET, TOKENS = 0.4, 512
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
-        self.reads, self.shape = 0, (num_heads, key_dim)
+        self.in_features, self.shape = 0, (num_heads, key_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         half = self.shape[1] // 2
@@ -106,11 +109,11 @@ class XPosDecay(nn.Module):
 
 
 class SoftplusDecay(SelfInitialised):
-    """log_decay [B, T, H] = −A dt, dt = softplus(x + b): Mamba-2 (arXiv 2405.21060), Gated DeltaNet."""
+    """Decay of Mamba-2 (arXiv 2405.21060) and Gated DeltaNet: log_decay [B, T, H] = −A dt, dt = softplus(x + b)."""
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
-        self.reads = num_heads
+        self.in_features = num_heads
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
@@ -121,10 +124,12 @@ class SoftplusDecay(SelfInitialised):
         draw_step_bias_(self.dt_bias)
 
     def step_size(self, x: Tensor) -> Tensor:
+        """Returns dt [B, T, H]."""
         acc = accumulator(x)
         return F.softplus(x.to(acc) + self.dt_bias.to(acc))
 
     def decay(self, dt: Tensor) -> Tensor:
+        """Returns log_decay [B, T, H] for the step sizes dt [B, T, H]."""
         return -self.A_log.to(dt.dtype).exp() * dt
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,20 +138,20 @@ class SoftplusDecay(SelfInitialised):
 
 @torch.no_grad()
 def draw_step_bias_(bias: Tensor, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4) -> None:
-    """The inverse of softplus at step sizes log-uniform between low and high: Mamba's initialisation."""
+    """Mamba's initialisation: sets the bias to softplus⁻¹(dt), with dt log-uniform between low and high."""
     dt = bias.uniform_(math.log(low), math.log(high)).exp().clamp(min=floor)
     bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
 class SigmoidDecay(nn.Module):
-    """log_decay [B, T, H, K] = log σ(W x + b) / 16: GLA (arXiv 2312.06635, section 4.3)."""
+    """GLA's decay: log_decay [B, T, H, K] = log σ(W x + b) / 16 (arXiv 2312.06635, section 4.3)."""
 
     TEMPERATURE = 16.0
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
-        self.shape, self.reads = (num_heads, key_dim), spec.rank or key_dim
-        self.up = nn.Linear(self.reads, num_heads * key_dim)
+        self.shape, self.in_features = (num_heads, key_dim), spec.rank or key_dim
+        self.up = nn.Linear(self.in_features, num_heads * key_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.up(x).to(accumulator(x))
@@ -154,13 +159,13 @@ class SigmoidDecay(nn.Module):
 
 
 class ExpDecay(SelfInitialised):
-    """log_decay [B, T, H, K] = −exp(b + tanh(x) W): RWKV-6 (arXiv 2404.05892, section 4.2)."""
+    """RWKV-6's decay: log_decay [B, T, H, K] = −exp(b + tanh(x) W) (arXiv 2404.05892, section 4.2)."""
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
-        self.shape, self.reads = (num_heads, key_dim), spec.rank or key_dim
+        self.shape, self.in_features = (num_heads, key_dim), spec.rank or key_dim
         self.bias = nn.Parameter(torch.empty(num_heads * key_dim))
-        self.up = nn.Parameter(torch.empty(self.reads, num_heads * key_dim))
+        self.up = nn.Parameter(torch.empty(self.in_features, num_heads * key_dim))
         self.depth = depth
         self.reset_parameters()
 
@@ -177,12 +182,12 @@ class ExpDecay(SelfInitialised):
 
 
 class SoftplusVectorDecay(SelfInitialised):
-    """log_decay [B, T, H, K] = −A softplus(W x + b), A per head: Kimi Delta Attention (arXiv 2510.26692)."""
+    """Decay of Kimi Delta Attention (arXiv 2510.26692): log_decay [B, T, H, K] = −A softplus(W x + b), A per head."""
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
-        self.shape, self.reads = (num_heads, key_dim), spec.rank or key_dim
-        self.up = nn.Linear(self.reads, num_heads * key_dim, bias=False)
+        self.shape, self.in_features = (num_heads, key_dim), spec.rank or key_dim
+        self.up = nn.Linear(self.in_features, num_heads * key_dim, bias=False)
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads * key_dim))
         self.reset_parameters()
@@ -212,21 +217,23 @@ DECAYS: dict[str, Callable[..., nn.Module]] = {
 
 
 class Gate(SelfInitialised):
-    """What head competition adds to a backbone: its parameters do not decay, and retrofitting begins them."""
+    """Base of the modules that head competition adds to a mixer. The optimiser applies no weight decay to their
+    parameters, and retrofitting a trained model initialises only these."""
 
 
 class HeadCompetition(Gate):
-    """One gate per token and head, by a softmax over the heads (arXiv 2602.01744, equation 4), as its logarithm.
+    """Logarithm of one gate per token and head, computed by a softmax over the heads (arXiv 2602.01744, equation 4).
 
-    The scores s_h come from: "head" ⟨q_h, w_h⟩; "diag" entry h of softmax(q_h W); "query" all heads' q together;
-    "hidden" the layer's input. Weights start at zero and draw no random numbers. With scale "identity" the gate is
-    divided by its value at zero scores, so that a layer starts as its backbone, to the bit.
+    The source of the scores s_h is: "head", ⟨q_h, w_h⟩; "diag", where the gate is entry h of softmax(q_h W); "query", a
+    linear map of all heads' q; "hidden", a linear map of the layer's input. Write gates use k in place of q. Weights
+    are initialised to zero, without random numbers. With scale "identity" the gate is divided by its value at zero
+    scores, so that the initial layer equals the mixer without competition bit for bit.
     """
 
     def __init__(
         self, spec: Competition, hidden_size: int, num_heads: int, key_heads: int, key_dim: int, memories: int = 1
     ):
-        """memories: of each head, every one of which competes with all others; they come in the place of heads."""
+        """memories: number of memories per head; all H · memories of them compete, and replace the heads below."""
         super().__init__()
         self.spec, self.memories = spec, memories
         self.num_heads = num_heads = num_heads * memories
@@ -242,7 +249,12 @@ class HeadCompetition(Gate):
         nn.init.zeros_(self.weight)
 
     def scores(self, heads: Tensor, x: Tensor) -> Tensor:
-        """heads [B, T, Hq, K] (q or k after the short convolution), x [B, T, D] -> [B, T, H]; "diag": [B, T, H, H]."""
+        """Returns the scores [B, T, H], or [B, T, H, H] for source="diag".
+
+        Args:
+            heads: q or k [B, T, Hq, K] after the short convolution.
+            x: the layer's input [B, T, D].
+        """
         if self.spec.source == "hidden":
             return F.linear(x, self.weight)
         if self.spec.source == "query":
@@ -251,7 +263,7 @@ class HeadCompetition(Gate):
         return heads @ self.weight if self.spec.source == "diag" else (heads * self.weight).sum(-1)
 
     def forward(self, heads: Tensor, x: Tensor) -> Tensor:
-        """log gate [B, T, H]."""
+        """Returns the logarithm of the gate [B, T, H]. Arguments as in `scores`."""
         scores = self.scores(heads, x)
         scores = scores.to(accumulator(scores)) / self.spec.temperature
         log_gate = self._activate(scores)
@@ -259,7 +271,7 @@ class HeadCompetition(Gate):
             log_gate = log_gate.diagonal(dim1=-2, dim2=-1)
         if self.spec.scale == "one":
             return log_gate
-        # Computed as the gate is: another logarithm of as many heads may differ in its last bit.
+        # Computed with the same function, because log(num_heads) may differ in the last bit.
         return log_gate - self._activate(scores.new_zeros(self.num_heads))
 
     def _activate(self, scores: Tensor) -> Tensor:
@@ -274,14 +286,14 @@ class HeadCompetition(Gate):
 
 
 class TokenShift(SelfInitialised):
-    """Five mixes of each token with the one before it, by learned and data-dependent weights: RWKV-6's ddlerp
-    (arXiv 2404.05892, section 4.1). In the order of `STREAMS`."""
+    """RWKV-6's ddlerp (arXiv 2404.05892, section 4.1): five mixes of each token with the previous token, by learned,
+    data-dependent weights. `STREAMS` names the inputs that the mixes are for."""
 
     STREAMS = ("decay", "k", "v", "q", "gate")
 
     def __init__(self, hidden_size: int, depth: float, height: float, rank: int = 32):
         super().__init__()
-        self.depth, self.height = depth, height  # from the first layer, from the last: in 0..1
+        self.depth, self.height = depth, height  # relative distance from the first and from the last layer, in 0..1
         self.base = nn.Parameter(torch.empty(hidden_size))
         self.offset = nn.Parameter(torch.empty(len(self.STREAMS), hidden_size))
         self.down = nn.Parameter(torch.empty(hidden_size, len(self.STREAMS) * rank))
@@ -299,7 +311,7 @@ class TokenShift(SelfInitialised):
         self.up.uniform_(-0.01, 0.01)
 
     def forward(self, x: Tensor, before: Tensor) -> dict[str, Tensor]:
-        """x and the token before each, [B, T, D]; -> a mix [B, T, D] for each stream."""
+        """Returns a mix [B, T, D] for each stream. before [B, T, D]: the token before each token of x [B, T, D]."""
         change = before - x
         low = torch.tanh((x + change * self.base) @ self.down).unflatten(-1, (len(self.STREAMS), -1))
         weights = self.offset + torch.einsum("btsr,srd->btsd", low, self.up)
@@ -310,13 +322,14 @@ class TokenShift(SelfInitialised):
 
 
 class OutputGate(nn.Module):
-    """What it `reads` of the input projection, [B, T, reads] -> [B, T, H, V]; low-rank: by way of V numbers."""
+    """Output gate: maps its part [B, T, in_features] of the input projection to [B, T, H, V]. Low-rank gates have rank
+    V."""
 
     def __init__(self, kind: str, num_heads: int, value_dim: int):
         super().__init__()
         self.num_heads, low_rank = num_heads, kind.endswith("low-rank")
         self.activation = F.silu if kind == "silu" else torch.sigmoid
-        self.reads = value_dim if low_rank else num_heads * value_dim
+        self.in_features = value_dim if low_rank else num_heads * value_dim
         self.up = nn.Linear(value_dim, num_heads * value_dim) if low_rank else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:

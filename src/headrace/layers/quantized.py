@@ -1,4 +1,4 @@
-"""Weights in eight bits, for decoding: a token reads every weight once, and a quarter of the bytes takes less time."""
+"""Linear layers with int8 weights, for faster decoding: each token reads every weight once."""
 
 import torch
 import torch.nn.functional as F
@@ -9,15 +9,21 @@ from ..ops.checks import require
 from ..ops.native import library as native
 from ..utils.errors import InputError
 
-FEW = 8  # rows up to which reading the weights is what takes the time
+FEW = 8  # number of rows up to which reading the weights dominates the time
 
 
 class Int8Linear(nn.Module):
-    """y = x Wᵀ + b, with W as integers in [−127, 127] and a scale for each row of it, its largest entry over 127.
+    """A linear layer y = x Wᵀ + b with int8 weights in [−127, 127] and one scale per row: its largest |entry| / 127.
 
-    x keeps its precision, and sums are in float32, for float64 in float64. Few rows go through the native kernel, which
-    reads the integers; more, and every call where it is not there, through the weight in x's precision, made for the
-    call. A cast of the module changes the precision of `weight` and of the bias; integers and scales stay as they are.
+    x is not quantised; sums are in float32, or float64 for float64. Up to 8 rows use the native kernel, which reads the
+    integers. More rows, or calls without the kernel, multiply with the weight converted to x's dtype. A cast of the
+    module changes the dtype of `weight` and of the bias; integers and scales keep theirs.
+
+    Args:
+        linear: the layer whose weights are quantised.
+
+    Raises:
+        InputError: for a weight with NaN or an infinity.
     """
 
     integers: Tensor
@@ -38,31 +44,32 @@ class Int8Linear(nn.Module):
     def _apply(self, fn, recurse=True):
         self.dtype, scale = fn(self.scale.new_empty(0, dtype=self.dtype)).dtype, self.scale
         super()._apply(fn, recurse)
-        if self.scale.dtype is not scale.dtype:  # the kernel reads float32, and a rounded scale is another weight
+        if self.scale.dtype is not scale.dtype:  # the kernel reads float32, and rounding a scale would change weights
             self.scale = scale.to(self.scale.device)
         return self
 
     @property
     def weight(self) -> Tensor:
-        """W [out_features, in_features] in the precision of the layer that it was made from, or was cast to since."""
+        """W [out_features, in_features] in the dtype of the original layer, or the dtype of the module's last cast."""
         return self._weight(self.dtype)
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
         return (self.integers * self.scale.to(torch.promote_types(dtype, torch.float32))[:, None]).to(dtype)
 
     def _refuses(self, x: Tensor) -> str | None:
-        """Why PyTorch multiplies x with `weight`, or None."""
+        """Returns why the native kernel cannot compute the product, or None."""
         if native.missing or not x.is_cpu:
             return native.missing or f"the kernel runs on the CPU, and x is on {x.device.type}"
         if x.dtype is torch.float64 or x.numel() > FEW * self.in_features:
             return f"the kernel is for up to {FEW} rows in float32 or less, and x is {list(x.shape)} in {x.dtype}"
         if derivatives.transformed() or not derivatives.has_address(x):
-            return f"the kernel reads memory, and x is transformed or a {type(x).__name__}"
+            return f"the kernel reads memory by address, and x is under a transform or a {type(x).__name__}"
         return None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features], in x's precision or autocast's. Raises InputError for another
-        shape, for integers, and where a gradient through the layer is wanted."""
+        """x [..., in_features] -> [..., out_features], in x's dtype or autocast's.
+
+        Raises InputError for another shape, an integer dtype, and an x that requires a gradient."""
         self._check(x)
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -75,25 +82,28 @@ class Int8Linear(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         if torch.is_grad_enabled() and x.requires_grad:
-            raise InputError("a quantised layer got an input that requires a gradient; expected torch.no_grad()")
+            raise InputError("x requires a gradient, which a quantised layer does not have; expected torch.no_grad()")
         if x.shape[-1:] != (self.in_features,):
             raise InputError(f"x has shape {list(x.shape)}; expected [..., {self.in_features}]")
         if not x.is_floating_point():
             raise InputError(f"x has dtype {x.dtype}; expected a floating-point dtype")
         if x.device != self.integers.device:
-            raise InputError(f"x is on {x.device} and the weights are on {self.integers.device}; expected the same")
+            raise InputError(f"x is on {x.device} and the weights are on {self.integers.device}; expected one device")
 
 
 def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
-    """The model, its linear layers replaced in place by Int8Linear: for inference alone.
+    """Replaces the linear layers of a model by Int8Linear, in place, and returns the model, for inference only.
 
-    The embedding stays as it is, also where it is tied to the head; so do norms, gates and decays. Such a model cannot
-    be trained, nor be loaded from what it saves: save the one it was made from. Raises InputError for another kind, and
-    for a model that is nothing but a linear layer."""
+    Embeddings, also when tied to the head, norms, gates and decays are not quantised. A quantised model cannot be
+    trained, and its saved weights cannot be loaded: save the original model instead.
+
+    Raises:
+        InputError: for a kind other than "int8", and for a model that is itself a linear layer.
+    """
     if kind != "int8":
         raise InputError(f"kind={kind!r} is unknown; expected 'int8'")
     if type(model) is nn.Linear:
-        raise InputError("model is a linear layer itself; expected a module that holds it, or use Int8Linear")
+        raise InputError("model is a linear layer itself; expected a module that contains it, or use Int8Linear")
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear:

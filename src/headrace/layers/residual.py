@@ -1,14 +1,13 @@
-"""A write strength that sees the mistake it corrects: β_t depends on the residual r_t = v_t − k_t S too, where other
-delta rules know the token alone.
+"""A delta rule whose write strength β_t depends on the token and on the residual r_t = v_t − k_t S (write.look):
 
     β_t = σ(logit_t + a_h · (|r_t|² − |v_t|²) / (|r_t|² + |v_t|²))
 
-The fraction is the surprise: −1 where memory holds v_t under k_t, 0 where it holds nothing, up to 1 where it holds
-something else. a_h > 0 writes what is new, a_h < 0 keeps what is held; with a_h = 0, where it begins, β is the token's.
+The fraction, the surprise, is −1 if the memory stores v_t under k_t, 0 if it stores nothing, and up to 1 if it stores
+another value. a_h > 0 prefers to write new values, a_h < 0 to keep stored ones. Initially a_h = 0.
 
-S is the memory before the token's chunk, faded up to the token: so all β of a chunk are known before its delta rule is
-solved, in parallel. With chunks of one token it is the exact residual, one token at a time. Chunks are counted from the
-beginning of a sequence, however it is cut into calls.
+S is the memory before the token's chunk, decayed up to the token, so that all β of a chunk are known before its delta
+rule is solved in parallel. Chunks of one token give the exact residual. Chunks are counted from the start of a
+sequence, independently of its division into calls.
 
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N sequences, C tokens per
 chunk.
@@ -26,13 +25,15 @@ from .matrix.chunks import Chunks, carry
 from .packing import Sequences
 from .parts import SelfInitialised
 
-TINY = 1e-12  # added to the squares: an empty memory and a value of zero are no surprise
+TINY = 1e-12  # added to the denominator: the surprise of an empty memory and a zero value is 0
 
 
 class ResidualDelta(SelfInitialised):
-    """The delta rule with such a β, in place of the op.
+    """Computes the recurrence with this β.
 
-    Args: chunk: tokens from one look at the memory to the next.
+    Args:
+        chunk: chunk size in tokens.
+        num_heads: number of weights a_h.
     """
 
     def __init__(self, chunk: int, num_heads: int):
@@ -48,23 +49,26 @@ class ResidualDelta(SelfInitialised):
     def forward(
         self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Args:
-            op: the delta rule for what x names.
-            x: q, k [B, T, Hq, K] and what else the op takes per token [B, T, H, ·] or not at all (None), with the logit
-                of β in its place.
-            state: with memory, before (the memory before the chunk, faded up to now) and tokens; None: none yet.
+        """Computes the output and the next state.
+
+        Args:
+            op: `linear_attention` with the delta rule.
+            x: the op's tensors by name: q, k [B, T, Hq, K], others [B, T, H, ·] or None; `beta` is β's logit.
+            state: has memory, before (the memory before the current chunk, decayed) and tokens; None: no tokens yet.
+            sequences: the sequences of x.
+
         Returns:
-            (out [B, T, H, V], the memory and, unless a chunk is one token, before, after the last tokens [N, H, K, V]).
+            (out [B, T, H, V], the next memory [N, H, K, V], the next `before` [N, H, K, V], or None for chunk=1).
         """
-        with without_autocast(x["v"]):  # the precision of the memory is part of the definition
-            # A fixed decay is told for every token: what a chunk lacks in tokens must not fade.
+        with without_autocast(x["v"]):  # the memory is float32 or float64 by definition
+            # A fixed decay is expanded to all tokens, because the padding of incomplete chunks must not decay.
             given = {n: y.expand(x["v"].shape[:3]) if y.dim() == 1 else y for n, y in x.items() if y is not None}
             memories, places = self._start(given, state, sequences)
             out, memories = self._run(op, given, memories, places, sequences)
         return out, memories[:, 0], memories[:, 1] if self.chunk > 1 else None
 
     def _start(self, x: dict[str, Tensor], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """The memory and that before the chunk, [N, 2, H, K, V], and the place in its chunk of what comes next, [N]."""
+        """Returns memory and `before` [N, 2, H, K, V], and the position of the next token in its chunk [N]."""
         q, v = x["q"], x["v"]
         if state is None:
             zeros = q.new_zeros(sequences.count, 2, v.shape[2], q.shape[-1], v.shape[-1], dtype=accumulator(v))
@@ -77,11 +81,11 @@ class ResidualDelta(SelfInitialised):
 
     def _run(self, op: Callable, x: dict[str, Tensor], memories: Tensor, places: Tensor, sequences: Sequences):
         out: list[Tensor] = []
-        weight = self.weight.to(memories.dtype)  # here, for its gradient is summed chunk by chunk
+        weight = self.weight.to(memories.dtype)  # cast once, because its gradient is summed over chunks
 
         def advance(memories: Tensor, *pieces: Tensor) -> Tensor:
             now, before = memories.unbind(1)
-            y, *after = self.look(op, dict(zip(x, pieces, strict=True)), now, now if out else before, weight)
+            y, *after = self._chunk(op, dict(zip(x, pieces, strict=True)), now, now if out else before, weight)
             out.append(y)
             return torch.stack(after, 1)
 
@@ -93,8 +97,8 @@ class ResidualDelta(SelfInitialised):
         _, memories = carry(advance, memories[chunks.order], chunks.counts, *(chunks.lay_out(y) for y in x.values()))
         return chunks.take_back(torch.cat([v.new_zeros(0, self.chunk, *v.shape[2:]), *out])), memories[chunks.rank]
 
-    def look(self, op: Callable, x: dict[str, Tensor], now: Tensor, before: Tensor, weight: Tensor):
-        """A chunk of every sequence, [n, C, ·]: (out, the memory after it, that before it faded to its end)."""
+    def _chunk(self, op: Callable, x: dict[str, Tensor], now: Tensor, before: Tensor, weight: Tensor):
+        """Computes one chunk [n, C, ·] of n sequences: (out, the memory after it, `before` decayed to its end)."""
         acc, faded = accumulator(x["v"]), before
         k, v = x["k"].to(acc).repeat_interleave(x["v"].shape[2] // x["k"].shape[2], 2), x["v"].to(acc)
         if (gate := x.get("write_gate")) is not None:

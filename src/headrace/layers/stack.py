@@ -1,4 +1,4 @@
-"""The stack: a token mixer and an MLP per block, each block with a mixer of its own if need be. Torch alone.
+"""Stacks of blocks, each with a token mixer and an MLP.
 
 Dimensions: B batch, T tokens, D hidden size, N sequences.
 """
@@ -25,27 +25,28 @@ from .moe import MixtureOfExperts
 from .packing import count_tokens
 from .parts import SelfInitialised
 
-PIECE = 1024  # tokens of a long prompt at a time
+PIECE = 1024  # number of tokens per call in `prefill`
 
 
 @dataclass(frozen=True)
 class Sizes(Record):
-    """What all blocks of a stack share."""
+    """Settings that all blocks of a stack share."""
 
     hidden_size: PositiveInt
     num_heads: PositiveInt
-    intermediate_size: PositiveInt | None  # the MLP's width; None: blocks without an MLP
+    intermediate_size: PositiveInt | None  # width of the MLP; None: no MLP
     norm_eps: NonNegativeFloat = 1e-6
-    rope_theta: PositiveFloat = 10000.0
-    max_positions: PositiveInt = 2048  # of a learned table
+    rope_theta: PositiveFloat = 10000.0  # base of the rotary frequencies
+    max_positions: PositiveInt = 2048  # number of learned absolute positions
     style: BlockStyle = field(default_factory=BlockStyle)
-    causal: bool = True  # False: an encoder's, whose tokens see all others
-    cross: AttentionSpec | None = None  # how a block reads another sequence between mixer and MLP; None: not at all
+    causal: bool = True  # False for an encoder, in which every token sees all tokens
+    cross: AttentionSpec | None = None  # cross-attention between mixer and MLP; None: no cross-attention
 
 
 def default_intermediate_size(hidden_size: int, gated: bool = True) -> int:
-    """4 D; for a gated MLP 8/3 D, so that its three matrices weigh as much as those two (arXiv 2002.05202), rounded up
-    to a multiple of 256, which suits GPU tiles (the rule of flash-linear-attention); of 16 where D < 256."""
+    """Returns the default width of an MLP: 4 D, or 8/3 D for a gated MLP, whose three matrices then have as many
+    parameters as the two of the other (arXiv 2002.05202). 8/3 D is rounded up to a multiple of 256 as in
+    flash-linear-attention, or of 16 for D < 256."""
     if not gated:
         return 4 * hidden_size
     multiple = 256 if hidden_size >= 256 else 16
@@ -62,7 +63,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """W_down f(W_up x), or W_down (f(W_gate x) ⊙ W_up x) where the style's MLP is gated (arXiv 2002.05202)."""
+    """W_down f(W_up x), or W_down (f(W_gate x) ⊙ W_up x) if the style's MLP is gated (arXiv 2002.05202)."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -80,23 +81,21 @@ class MLP(nn.Module):
 
 
 def build_norm(sizes: Sizes, inputs: int = 1) -> nn.Module:
-    """Of as many hidden sizes side by side."""
+    """Returns the style's norm. inputs: number of hidden-size vectors concatenated at the input."""
     width = inputs * sizes.hidden_size
     if sizes.style.norm == "layer":
         return nn.LayerNorm(width, eps=sizes.norm_eps, bias=sizes.style.bias)
     return nn.RMSNorm(width, eps=sizes.norm_eps)
 
 
-class Seen(NamedTuple):
-    """What positions carry on."""
+class PositionState(NamedTuple):
+    """The state of `Positions`."""
 
-    tokens: Tensor  # [N], how many came before
+    tokens: Tensor  # [N], number of tokens so far
 
 
 class Positions(nn.Module):
-    """Adds to every token a vector for how many came before it, not counting padding.
-
-    A learned table refuses a sequence that is longer than itself."""
+    """Adds sinusoidal or learned absolute positions to the embeddings. Padding has no position."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -104,21 +103,26 @@ class Positions(nn.Module):
         self.table = nn.Embedding(sizes.max_positions, sizes.hidden_size) if learned else None
 
     def forward(
-        self, x: Tensor, state: Seen | None = None, *, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Seen]:
-        """x [B, T, D] -> (x [B, T, D], state)."""
+        self,
+        x: Tensor,
+        state: PositionState | None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, PositionState]:
+        """x [B, T, D] -> (x [B, T, D], state). Raises InputError for sequences longer than the learned table."""
         if state is not None:
-            check_state(state, Seen, {"tokens": ()}, x, cu_seqlens)
+            check_state(state, PositionState, {"tokens": ()}, x, cu_seqlens)
         places, tokens = count_tokens(x, None if state is None else state.tokens, mask, cu_seqlens)
         if self.table is None:
-            return x + sinusoidal(places, x.shape[2]).to(x.dtype), Seen(tokens)
+            return x + sinusoidal(places, x.shape[2]).to(x.dtype), PositionState(tokens)
         longest, known = int(tokens.max()), self.table.num_embeddings
-        require(longest <= known, f"a sequence of {longest} tokens; expected at most {known}, which have positions")
-        return x + self.table(places), Seen(tokens)
+        require(longest <= known, f"a sequence has {longest} tokens; expected at most {known}, the learned positions")
+        return x + self.table(places), PositionState(tokens)
 
 
 def build_mlp(kind: str, sizes: Sizes) -> nn.Module | None:
-    """kind: a Layer's `mlp`."""
+    """Returns the MLP or mixture of experts of a layer, or None. kind: the layer's `mlp`."""
     style, width = sizes.style, sizes.intermediate_size
     if kind == "none" or width is None:
         return None
@@ -129,6 +133,7 @@ def build_mlp(kind: str, sizes: Sizes) -> nn.Module | None:
 
 
 def mixer_settings(sizes: Sizes, layer_idx: int = 0, num_layers: int = 1) -> dict[str, Any]:
+    """Returns the keyword arguments of a mixer."""
     return {
         "hidden_size": sizes.hidden_size, "num_heads": sizes.num_heads, "layer_idx": layer_idx,
         "num_layers": num_layers, "norm_eps": sizes.norm_eps, "rope_theta": sizes.rope_theta,
@@ -136,8 +141,8 @@ def mixer_settings(sizes: Sizes, layer_idx: int = 0, num_layers: int = 1) -> dic
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); with post-norm norm(x + mixer(x)), then norm(x + mlp(x)). Cross
-    attention, where there is any, stands between the two in the same way."""
+    """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)); with post-norm norm(x + mixer(x)), then
+    norm(x + mlp(x)). Cross-attention, if any, is a third residual branch between the two."""
 
     def __init__(self, layer: Layer | Spec, sizes: Sizes, layer_idx: int = 0, num_layers: int = 1):
         super().__init__()
@@ -158,16 +163,19 @@ class Block(nn.Module):
         self, x: Tensor, state: Any = None, beside: Tensor | None = None, *,
         mask: Tensor | None = None, cu_seqlens: Tensor | None = None, memory: Any = None, in_place: bool = False,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """x [B, T, D] -> (x [B, T, D], the mixer's state). beside [B, T, D]: what the shared block gave; memory: what
-        `cross` remembers of the other sequence; in_place: `state` may be written into."""
+        """Applies the block: x [B, T, D] -> (x [B, T, D], the mixer's next state).
+
+        Args:
+            state, mask, cu_seqlens, in_place: as in `Backbone.forward`, with the state of this block's mixer.
+            beside: the output [B, T, D] of the shared block, for a layer with shared=True.
+            memory: keys and values of the other sequence, for cross-attention.
+        """
         read = x if self.link is None else x + self.link(beside)
         where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
         y, state = self.mixer(self._before(self.mixer_norm, read), state, **where)
         x = self._after(self.mixer_norm, x + y)
         if self.cross is not None:
-            require(
-                memory is not None, "memory=None where blocks read another sequence; expected what remember returns"
-            )
+            require(memory is not None, "memory=None in a block with cross-attention; expected the result of remember")
             x = self._after(self.cross_norm, x + self.cross.cross(self._before(self.cross_norm, x), memory))
         if self.mlp is not None:
             x = self._after(self.mlp_norm, x + self.mlp(self._before(self.mlp_norm, x)))
@@ -181,8 +189,8 @@ class Block(nn.Module):
 
 
 class Shared(nn.Module):
-    """One attention block that several layers share (Zamba, arXiv 2405.16712), which reads x and the embeddings side by
-    side."""
+    """An attention block that several layers share (Zamba, arXiv 2405.16712). Its input is the concatenation of x and
+    the embeddings."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -198,7 +206,7 @@ class Shared(nn.Module):
         self, x: Tensor, embedded: Tensor, state: Any = None, *,
         mask: Tensor | None = None, cu_seqlens: Tensor | None = None, in_place: bool = False,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """x and the embeddings [B, T, D] -> (y [B, T, D], state). Nothing is added to x here."""
+        """x, embedded [B, T, D] -> (y [B, T, D], state), without a residual connection."""
         both = self.mixer_norm(torch.cat([x, embedded], -1))
         y, state = self.mixer(both, state, mask=mask, cu_seqlens=cu_seqlens, in_place=in_place)
         y = self.mlp_norm(y)
@@ -206,7 +214,7 @@ class Shared(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Positions, a block per layer, and a norm: everything of a language model but its vocabulary."""
+    """A stack of blocks with positions and a final norm: a language model without embedding and head."""
 
     def __init__(self, layers: Sequence[Layer | Spec], sizes: Sizes, block: type[Block] = Block):
         super().__init__()
@@ -227,16 +235,24 @@ class Backbone(nn.Module):
         memories: Sequence[Any] | None = None,
         in_place: bool = False,
     ) -> tuple[Tensor, list[Any]]:
-        """x [B, T, D] -> (x [B, T, D], states: of the positions where the style has them, then of every layer, and
-        before it of the shared block where the layer reads it).
+        """Applies the positions, the blocks and the final norm.
 
         Args:
-            states: of the tokens before x, as they were returned; None: x begins its sequences.
-            mask: [B, T], False is padding, anywhere.
-            cu_seqlens: [N + 1], where the sequences of a pack (B = 1) begin and end.
-            inputs: a list that receives every block's input.
-            memories: of the other sequence, from `remember`, where blocks have cross attention.
-            in_place: `states` may be written into, and must not be used again; otherwise they are never changed.
+            x: [B, T, D].
+            states: what the previous call returned; None: x begins its sequences.
+            mask: [B, T], bool; False marks padding, at any position.
+            cu_seqlens: [N + 1], bounds of N packed sequences; B is 1.
+            inputs: a list to which the input of every block is appended.
+            memories: the result of `remember` for the other sequence, if blocks have cross-attention.
+            in_place: whether `states` may be overwritten, after which they must not be used. Otherwise they are not
+                changed.
+
+        Returns:
+            (x [B, T, D], the next states: of the positions, if the style has any, then of each layer, preceded by the
+            shared block's for a layer that uses it).
+
+        Raises:
+            InputError: for states of another stack.
         """
         count = len(self.layers) + (self.positions is not None) + sum(layer.link is not None for layer in self.layers)
         given = count if states is None else len(states)
@@ -261,8 +277,8 @@ class Backbone(nn.Module):
     def prefill(
         self, x: Tensor, states: Sequence[Any] | None, mask: Tensor | None, in_place: bool = False
     ) -> tuple[Tensor, list[Any]]:
-        """`forward` without a gradient. Where all layers are recurrent it takes PIECE tokens at a time: what they hold
-        of every token does not grow with T. What comes out is then written over x."""
+        """Computes `forward` without a gradient. If all layers are recurrent, it computes PIECE tokens at a time, which
+        bounds the memory for activations, and overwrites x with the result."""
         if x.shape[1] <= PIECE or not self._recurrent():
             return self(x, states, mask=mask, in_place=in_place)
         for start in range(0, x.shape[1], PIECE):
@@ -272,21 +288,22 @@ class Backbone(nn.Module):
         return x, states  # type: ignore[return-value]
 
     def _recurrent(self) -> bool:
-        # A mixture's balance is that of all tokens.
+        # The load balance of a mixture of experts is defined over all tokens.
         return self.shared is None and all(
             isinstance(layer.mixer, Mixer) and not isinstance(layer.mlp, MixtureOfExperts) for layer in self.layers
         )
 
     def remember(self, other: Tensor, mask: Tensor | None = None) -> list[AttentionState]:
-        """The other sequence [B, L, D] as the cross attention of each block sees it; mask [B, L]: False is padding."""
+        """Returns the keys and values of the other sequence [B, L, D] for the cross-attention of each block. mask
+        [B, L]: False marks padding."""
         return [layer.cross.remember(other, mask) for layer in self.layers]  # type: ignore[operator, union-attr]
 
 
 @torch.no_grad()
 def initialise(module: nn.Module, std: float | None = None) -> None:
-    """Draw a module's own parameters, children first: linear layers and embeddings from a normal distribution.
+    """Initialises a module's own parameters, for use with `nn.Module.apply`. Linear and embedding weights are normal.
 
-    std: its standard deviation; None: (width of the input)^-1/2, for an embedding 1."""
+    std: standard deviation; None: in_features^-1/2 for a linear layer, 1 for an embedding."""
     if isinstance(module, nn.Linear | nn.Embedding):
         inputs = module.in_features if isinstance(module, nn.Linear) else 1
         nn.init.normal_(module.weight, std=inputs**-0.5 if std is None else std)
@@ -297,9 +314,10 @@ def initialise(module: nn.Module, std: float | None = None) -> None:
 
 
 def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
-    """attention_mask [B, T or more] -> bool [B, T] for the tokens x [B, T, D], the last ones; None: no padding.
+    """Returns the padding mask, bool [B, T], of x [B, T, D], or None without padding.
 
-    Raises InputError where shapes do not fit, or where x is a pack and has padding as well."""
+    attention_mask: [B, L] with L ≥ T, whose last T columns belong to x. Raises InputError for shapes that do not fit,
+    and for padding in packed sequences."""
     B, T = x.shape[:2]
     if cu_seqlens is not None:
         require(B == 1, f"cu_seqlens packs sequences into one row; expected B=1, got B={B}")
@@ -313,23 +331,23 @@ def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | 
     mask = attention_mask[:, -T:].bool()
     if mask.all():
         return None
-    require(cu_seqlens is None, "attention_mask marks padding in a pack; expected cu_seqlens alone")
+    require(cu_seqlens is None, "attention_mask marks padding in packed sequences; expected cu_seqlens alone")
     return mask
 
 
 def count_parameters(build: Callable[[], nn.Module]) -> int:
-    """Parameters of the module that build() makes, tied ones once. Nothing is allocated."""
+    """Returns the number of parameters of the module that build() makes; tied ones count once. Allocates no memory."""
     with torch.device("meta"):
         return sum(p.numel() for p in build().parameters())
 
 
 def match_intermediate_size(build: Callable[[int], nn.Module], target: int) -> int:
-    """The MLP width that brings the model build(width) nearest to target parameters.
+    """Returns the MLP width with which the model build(width) has the number of parameters nearest to `target`.
 
-    Two models are counted: each unit of width adds the same number. Raises InputError where the model is too large with
-    the narrowest MLP, or has none."""
+    The number of parameters is linear in the width, so that two models are counted. Raises InputError if the model has
+    no MLP, or more than `target` parameters with width 1."""
     one, two = count_parameters(partial(build, 1)), count_parameters(partial(build, 2))
-    require(two > one, f"the model has {one} parameters whatever its MLP's width; expected one with an MLP")
+    require(two > one, f"the model has {one} parameters for every MLP width; expected a model with an MLP")
     width = round(1 + (target - one) / (two - one))
     require(width >= 1, f"the model has {one} parameters with the narrowest MLP; expected at most target={target}")
     return width

@@ -1,4 +1,4 @@
-"""A projection whose parts read an input of their own each, where all parts are one linear layer.
+"""A linear layer whose output parts are computed from different inputs.
 
 Dimensions: B batch, T tokens, D hidden size, n parts.
 """
@@ -11,9 +11,16 @@ from ..ops.modules import untouched
 
 
 def project(linear: nn.Module, streams: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    """streams: an input [B, T, D] per part; sizes: of the parts of the layer's output -> [B, T, size] for each part.
+    """Computes part i of the layer's output from streams[i].
 
-    Any other module than a bare linear layer is called, and makes all parts of all inputs: n times the work.
+    A module other than an `nn.Linear` without hooks and bias is called on all inputs, which takes n times the work.
+
+    Args:
+        streams: n inputs [B, T, D].
+        sizes: sizes of the n parts of the output.
+
+    Returns:
+        n tensors [B, T, size].
     """
     if untouched(linear, nn.Linear) and linear.bias is None:
         return [F.linear(x, weight) for x, weight in zip(streams, linear.weight.split(sizes), strict=True)]

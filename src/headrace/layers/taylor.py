@@ -1,5 +1,5 @@
-"""e^x cut off after the n-th order, in two forms: of logits, and as features of q and k whose product it is, so that
-softmax attention becomes a sum of recurrent networks, one for each order (arXiv 2507.23632, section 3.1)."""
+"""The Taylor polynomial of e^x, as a function of logits and as a feature map of q and k whose products equal it
+(arXiv 2507.23632, section 3.1)."""
 
 import math
 from itertools import combinations_with_replacement, pairwise
@@ -13,7 +13,7 @@ from .parts import SelfInitialised
 
 
 def truncated_exp(x: Tensor, order: int) -> Tensor:
-    """1 + x + … + x^n / n!, n the order. Positive for all x where n is even, negative for some where it is odd."""
+    """Returns 1 + x + … + x^n / n! for order n. Positive for all x if n is even, negative for some x if n is odd."""
     total = torch.ones_like(x)
     for m in range(order, 0, -1):
         total = 1 + x / m * total
@@ -21,10 +21,11 @@ def truncated_exp(x: Tensor, order: int) -> Tensor:
 
 
 class TaylorFeatures(SelfInitialised):
-    """φ: [..., d] -> [..., C(d + n, n)] with φ(q)·φ(k) = Σ_{m ≤ n} (q·k)^m / m!, n the order.
+    """φ: [..., d] -> [..., C(d + n, n)] with φ(q)·φ(k) = Σ_{m ≤ n} (q·k)^m / m! for order n.
 
-    The monomials of orders up to n are those of order n in x and a one. Each stands once, with weight Π (a_i!)^(−1/2)
-    for its exponents a_i of x: the root of how often it is in the tensor power, over m!."""
+    The features are the monomials of x up to order n, computed as the monomials of order n of (1, x). A monomial with
+    exponents a_i of x occurs once, with weight Π (a_i!)^(−1/2): the root of its multiplicity in the tensor power over
+    m!."""
 
     columns: Tensor
     repeats: Tensor

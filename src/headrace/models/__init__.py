@@ -1,4 +1,4 @@
-"""Whole models: source tokens in, target tokens out; and BERT, which fills gaps."""
+"""Whole models: encoder-decoders and BERT."""
 
 from ..spec.encoder_decoder import ModelSpec, RecurrentSpec
 from ..spec.stack import BertSpec, TransformerSpec
@@ -14,7 +14,7 @@ FAMILIES: dict[type, type[Model]] = {
 
 
 def build(spec: ModelSpec, **sizes) -> Model:
-    """The model of a spec; sizes are the fields of `ModelSizes`: vocab_size, hidden_size, num_heads, num_layers, …"""
+    """Returns the model of a spec. sizes: the fields of `ModelSizes`. Raises InputError for invalid sizes."""
     return FAMILIES[type(spec)](spec, ModelSizes(**sizes))  # type: ignore[arg-type, call-arg]
 
 

@@ -1,5 +1,5 @@
-"""BERT (arXiv 1810.04805): an encoder that says which tokens stood at masked places, and whether its second segment
-follows the first. Names of arguments are transformers'.
+"""BERT (arXiv 1810.04805): an encoder trained to predict masked tokens and whether the second segment follows the
+first. The names of arguments are those of transformers.
 
 Dimensions: B batch, T tokens, D hidden size, V vocabulary.
 """
@@ -23,15 +23,16 @@ INITIAL_STD = 0.02
 
 @dataclass
 class BertOutput(ModelOutput):
-    """loss: the sum of the means over masked tokens and over rows, of those that labels are given for."""
+    """Output of `BertModel`."""
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None  # [B, T, V], of the token at every place
-    next_logits: Tensor | None = None  # [B, 2], of 0: the second segment follows the first, and 1: it does not
+    loss: Tensor | None = None  # mean over masked tokens plus mean over rows; only the terms that have labels
+    logits: Tensor | None = None  # [B, T, V], of the token at every position
+    next_logits: Tensor | None = None  # [B, 2]; class 0: the second segment follows the first, class 1: it does not
 
 
 class BertModel(nn.Module):
-    """The first column is read by the head for segments: padding belongs to the end. Logits share the embedding."""
+    """The model. The next-sentence head reads the first token, so that padding must be at the end of a row. The token
+    logits use the embedding's weights."""
 
     def __init__(self, spec: BertSpec, sizes: ModelSizes):
         super().__init__()
@@ -48,12 +49,23 @@ class BertModel(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
         labels: Tensor | None = None, next_sentence_label: Tensor | None = None,
     ) -> BertOutput:  # fmt: skip
-        """input_ids, attention_mask, token_type_ids (of the segment: 0, 1), labels [B, T]; next_sentence_label [B]."""
+        """Computes the logits, and the loss for the labels given.
+
+        Args:
+            input_ids, attention_mask: [B, T]; a 0 in the mask marks padding.
+            token_type_ids: [B, T], the segment (0 or 1) of each token; None: 0.
+            labels: [B, T], the tokens at masked positions, −100 elsewhere.
+            next_sentence_label: [B], the class of `next_logits`.
+
+        Raises:
+            InputError: for a mask that does not fit, or that marks a row's first token as padding.
+        """
         x = self.embedding(input_ids)
         x = x + self.segments(torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids)
         mask = padding_mask(attention_mask, x, None)
         require(
-            mask is None or bool(mask[:, 0].all()), "attention_mask hides a row's first token; expected padding last"
+            mask is None or bool(mask[:, 0].all()),
+            "attention_mask marks a row's first token as padding; expected padding at the end",
         )
         x, _ = self.encoder(x, mask=mask)
         logits = F.linear(self.token_head(x), self.embedding.weight, self.token_bias)

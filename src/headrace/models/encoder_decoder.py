@@ -1,7 +1,7 @@
-"""What whole encoder-decoders have in common: inputs, loss, and decoding token by token.
+"""The base of encoder-decoders: inputs, loss and greedy decoding.
 
-Conventions are those of transformers' encoder-decoders: labels of -100 are ignored, a decoder reads the labels shifted
-to the right behind a start token, and `attention_mask` is False where the source is padded.
+The conventions are those of transformers: labels of −100 are ignored, the decoder's input is the labels shifted right
+after a start token, and `attention_mask` is 0 at the source's padding.
 
 Dimensions: B batch, L source positions, T target positions, V vocabulary.
 """
@@ -22,60 +22,71 @@ from ..spec.record import NonNegativeFloat, NonNegativeInt, PositiveInt, Record
 
 @dataclass(frozen=True)
 class ModelSizes(Record):
-    """Sizes of a whole model, and the tokens that mean something to it: by default T5's."""
+    """Sizes and special tokens of a whole model. The default tokens are T5's."""
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt = 64
     num_heads: PositiveInt = 4
     num_layers: PositiveInt = 1
-    intermediate_size: PositiveInt | None = None  # of an MLP, where there is one; None: the family's usual one
-    max_positions: PositiveInt = 512  # of learned ones
+    intermediate_size: PositiveInt | None = None  # width of the MLP; None: the default for hidden_size
+    max_positions: PositiveInt = 512  # number of learned absolute positions
     norm_eps: NonNegativeFloat = 1e-6
-    start_token_id: NonNegativeInt = 0  # before the first target token, and after the last
-    end_token_id: NonNegativeInt = 1
+    start_token_id: NonNegativeInt = 0  # the decoder's first input, and padding after the end of an output
+    end_token_id: NonNegativeInt = 1  # ends an output
 
 
 @dataclass
 class EncoderDecoderOutput(ModelOutput):
-    """loss: the mean over labels, where there are labels; alignments: what each target position read, if asked for."""
+    """Output of an encoder-decoder."""
 
-    loss: Tensor | None = None
+    loss: Tensor | None = None  # mean cross-entropy, if labels are given
     logits: Tensor | None = None  # [B, T, V]
-    alignments: Tensor | None = None  # [B, T, L]
+    alignments: Tensor | None = None  # [B, T, L], attention weights of each target position, on request
 
 
 class Decoded(NamedTuple):
-    """What a decoder makes of some target tokens."""
+    """Output of a decoder for T target tokens."""
 
     logits: Tensor  # [B, T, V]
     alignments: Tensor | None  # [B, T, L]
-    state: Any  # for the tokens after them
+    state: Any  # state for the next tokens
 
 
 class EncoderDecoder(nn.Module):
-    """A family says how it reads a source, in `encode`, and how it goes on with a target, in `decode`."""
+    """Base of the encoder-decoders. A subclass defines `encode` and `decode`."""
 
     def __init__(self, sizes: ModelSizes, label_smoothing: float = 0.0):
         super().__init__()
         self.sizes, self.label_smoothing = sizes, label_smoothing
 
     def encode(self, input_ids: Tensor, valid: Tensor) -> Any:
-        """input_ids [B, L], valid [B, L] (False: padding) -> whatever `decode` needs of the source."""
-        raise TypeError(f"{type(self).__name__} does not say how it encodes")
+        """Encodes the source input_ids [B, L] for `decode`. valid [B, L]: False marks padding."""
+        raise TypeError(f"{type(self).__name__} does not define encode")
 
     def decode(self, ids: Tensor, source: Any, state: Any = None, *, align: bool = False) -> Decoded:
-        """The next target tokens ids [B, T], after those that left `state`; None: they are the first.
+        """Computes the logits after each of the next target tokens ids [B, T].
 
-        align: alignments are wanted; without it they may be None."""
-        raise TypeError(f"{type(self).__name__} does not say how it decodes")
+        Args:
+            source: the result of `encode`.
+            state: the state that the previous call returned; None: ids begin the target.
+            align: whether to return alignments, if the model has any.
+        """
+        raise TypeError(f"{type(self).__name__} does not define decode")
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
         decoder_input_ids: Tensor | None = None, *, output_alignments: bool = False,
     ) -> EncoderDecoderOutput:  # fmt: skip
-        """input_ids [B, L], attention_mask [B, L], labels [B, T] -> loss, logits [B, T, V], alignments [B, T, L].
+        """Computes the logits [B, T, V], the loss if labels are given, and alignments [B, T, L] on request.
 
-        The decoder reads `decoder_input_ids` [B, T], or the labels shifted. InputError where both are missing."""
+        Args:
+            input_ids, attention_mask: the source [B, L]; a 0 in the mask marks padding.
+            labels: the target [B, T].
+            decoder_input_ids: input of the decoder [B, T]; None: the labels shifted right.
+
+        Raises:
+            InputError: without labels and decoder_input_ids, and for a mask that does not fit.
+        """
         if decoder_input_ids is None:
             require(labels is not None, "labels=None and decoder_input_ids=None; expected one of them")
             decoder_input_ids = shift_right(labels, self.sizes.start_token_id)  # type: ignore[arg-type]
@@ -88,8 +99,9 @@ class EncoderDecoder(nn.Module):
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, max_new_tokens: int = 20) -> Tensor:
-        """The likeliest token at every step, up to the end token: [B, at most max_new_tokens], without the start token
-        and, after a row's end, filled with it."""
+        """Decodes greedily until every row has an end token, for at most max_new_tokens tokens.
+
+        Returns the tokens [B, T] without the start token, which pads rows after their end token."""
         source, state = self.encode(input_ids, valid_tokens(input_ids, attention_mask)), None
         start, end = self.sizes.start_token_id, self.sizes.end_token_id
         token = torch.full_like(input_ids[:, :1], start)
@@ -104,22 +116,22 @@ class EncoderDecoder(nn.Module):
 
 
 def mean_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of logits [..., V] where labels [...] are not -100, in float32 or better."""
+    """Returns the mean cross-entropy of logits [..., V] and labels [...] other than −100, in float32 or float64."""
     wide = logits.to(accumulator(logits)).flatten(0, -2)
     return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, label_smoothing=label_smoothing)
 
 
 def shift_right(labels: Tensor, start: int) -> Tensor:
-    """labels [B, T] -> what the decoder reads [B, T]: the start token, then all labels but the last.
+    """Returns the decoder's input [B, T] for labels [B, T]: the start token, then all labels except the last.
 
-    An ignored label is read as the start token, which also fills rows up."""
+    Ignored labels are replaced by the start token, which also pads rows."""
     return F.pad(labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, start), (1, 0), value=start)
 
 
 def valid_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """attention_mask as bool [B, L]. InputError where its shape is not that of input_ids."""
+    """Returns attention_mask as bool [B, L]; None: all True. Raises InputError if its shape differs from input_ids."""
     if attention_mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)
     shapes = list(attention_mask.shape), list(input_ids.shape)
-    require(shapes[0] == shapes[1], f"attention_mask has shape {shapes[0]}; expected {shapes[1]}, as input_ids have")
+    require(shapes[0] == shapes[1], f"attention_mask has shape {shapes[0]}; expected {shapes[1]}, as input_ids has")
     return attention_mask.bool()

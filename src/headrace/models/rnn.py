@@ -1,8 +1,8 @@
-"""Recurrent encoder and decoder, without attention (arXiv 1409.3215), with Bahdanau's (arXiv 1409.0473) or Luong's
-(arXiv 1508.04025).
+"""Recurrent encoder-decoders without attention (arXiv 1409.3215), with Bahdanau's (arXiv 1409.0473) and with Luong's
+attention (arXiv 1508.04025).
 
-Dimensions: B batch, L source positions, T target positions, n hidden size, M width of an annotation: n, or 2 n of a
-bidirectional encoder.
+Dimensions: B batch, L source positions, T target positions, n hidden size, M width of an annotation (n, or 2 n for a
+bidirectional encoder).
 """
 
 from typing import Any, NamedTuple
@@ -17,19 +17,19 @@ from ..spec.encoder_decoder import RecurrentSpec
 from .encoder_decoder import Decoded, EncoderDecoder, ModelSizes
 
 CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM}
-Cell = Tensor | tuple[Tensor, Tensor]  # torch's state: [layers, B, n], for an LSTM two of them
+Cell = Tensor | tuple[Tensor, Tensor]  # the cell's state [layers, B, n]; for an LSTM a pair
 
 
 class State(NamedTuple):
-    """A decoder between two steps."""
+    """The state of a decoder."""
 
     cell: Cell
-    fed: Tensor  # [B, 1, n], what the last step read; zeros before the first
-    step: int = 0
+    fed: Tensor  # [B, 1, n], the attentional vector of the last step; zeros before the first step
+    step: int = 0  # number of target tokens so far
 
 
-class Unaided(nn.Module):
-    """The decoder knows the source by its first state alone."""
+class WithoutAttention(nn.Module):
+    """A decoder without attention."""
 
     sequential = False
 
@@ -43,8 +43,9 @@ class Unaided(nn.Module):
 
 
 class Bahdanau(nn.Module):
-    """The state before the step looks back, and what it reads is an input of the step. The output is a maxout of the
-    state after it, the token and what was read. Unlike the paper's, torch's GRU resets behind its matrix."""
+    """Bahdanau's decoder: the state before the step is the query, the context vector is an input of the step, and the
+    output is a maxout of the new state, the token and the context. PyTorch's GRU applies the reset gate after the
+    recurrent matrix, the paper's before it."""
 
     sequential = True
 
@@ -62,8 +63,8 @@ class Bahdanau(nn.Module):
 
 
 class Luong(nn.Module):
-    """The state after the step looks back; the output is h~ = tanh(W [context; state]), which is an input of the next
-    step if it is fed."""
+    """Luong's decoder: the state after the step is the query, and the output is h~ = tanh(W [context; state]), which is
+    an input of the next step with input feeding."""
 
     def __init__(self, spec: Any, n: int, M: int, layers: int):
         super().__init__()
@@ -80,12 +81,14 @@ class Luong(nn.Module):
 
 
 class Source(NamedTuple):
-    memory: Memory | None
-    cell: Cell  # the decoder's first
+    """An encoded source."""
+
+    memory: Memory | None  # annotations, for attention
+    cell: Cell  # initial state of the decoder
 
 
 class RecurrentModel(EncoderDecoder):
-    """Raises InputError for a source whose padding is not at its end."""
+    """A recurrent encoder-decoder. Raises InputError for padding before the end of a source."""
 
     def __init__(self, spec: RecurrentSpec, sizes: ModelSizes):
         super().__init__(sizes)
@@ -95,7 +98,9 @@ class RecurrentModel(EncoderDecoder):
         self.target_embedding = nn.Embedding(sizes.vocab_size, n)
         self.encoder = CELLS[spec.cell](n, n, layers, batch_first=True, bidirectional=spec.bidirectional)
         self.first_state = nn.Linear(n, n) if spec.bidirectional else None
-        decoder = Unaided if spec.alignment is None else {"before": Bahdanau, "after": Luong}[spec.alignment.query]
+        decoder = (
+            WithoutAttention if spec.alignment is None else {"before": Bahdanau, "after": Luong}[spec.alignment.query]
+        )
         self.decoder: Any = decoder(spec, n, n * (2 if spec.bidirectional else 1), layers)
         self.lm_head = nn.Linear(n, sizes.vocab_size)
 
@@ -103,7 +108,9 @@ class RecurrentModel(EncoderDecoder):
         lengths = valid.sum(1)
         places = torch.arange(valid.shape[1], device=valid.device)
         at_end = torch.equal(valid, places < lengths[:, None]) and bool(lengths.all())
-        require(at_end, "attention_mask has padding before a token, or a row of it alone; expected padding at the end")
+        require(
+            at_end, "attention_mask has padding before a token, or a row without tokens; expected padding at the end"
+        )
         x = pack_padded_sequence(self.source_embedding(input_ids), lengths.cpu(), True, enforce_sorted=False)
         packed, cell = self.encoder(x)
         annotations, _ = pad_packed_sequence(packed, True, total_length=valid.shape[1])
@@ -111,7 +118,8 @@ class RecurrentModel(EncoderDecoder):
         return Source(aligned, self._first(cell))
 
     def _first(self, cell: Cell) -> Cell:
-        """The encoder's last state; of a bidirectional one the backward half, whose h goes through tanh(W h)."""
+        """Returns the decoder's initial state: the encoder's last state. For a bidirectional encoder, the state of the
+        backward direction, with tanh(W h) for h."""
         if self.first_state is None:
             return cell
         h, *c = (part[1::2] for part in (cell if isinstance(cell, tuple) else (cell,)))
@@ -130,6 +138,6 @@ class RecurrentModel(EncoderDecoder):
 
 
 def _top(cell: Cell) -> Tensor:
-    """h of the last layer, [B, 1, n]."""
+    """Returns h of the last layer, [B, 1, n]."""
     h = cell[0] if isinstance(cell, tuple) else cell
     return h[-1][:, None]

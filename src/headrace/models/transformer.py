@@ -1,5 +1,5 @@
-"""Encoder and decoder of attention, the Transformer of 2017 (arXiv 1706.03762) and T5 (arXiv 1910.10683); or of any
-other mixer, with cross attention between them.
+"""The Transformer encoder-decoder (arXiv 1706.03762) and T5 (arXiv 1910.10683), with any mixer in place of
+self-attention.
 
 Dimensions: B batch, L source positions, T target positions, D hidden size, V vocabulary.
 """
@@ -19,6 +19,7 @@ from .encoder_decoder import Decoded, EncoderDecoder, ModelSizes
 
 
 def block_sizes(spec: StackSpec, sizes: ModelSizes) -> Sizes:
+    """Returns the settings of the blocks of a model."""
     width = sizes.intermediate_size or default_intermediate_size(sizes.hidden_size, spec.style.gated)
     return Sizes(
         sizes.hidden_size, sizes.num_heads, width, sizes.norm_eps, max_positions=sizes.max_positions, style=spec.style
@@ -26,7 +27,7 @@ def block_sizes(spec: StackSpec, sizes: ModelSizes) -> Sizes:
 
 
 def stack(spec: StackSpec, sizes: ModelSizes, **changes: Any) -> Backbone:
-    """The blocks of a model; changes are other fields of `Sizes`. A bias for distances is one for all of them."""
+    """Returns the blocks of a model, which share one relative position bias. changes: further fields of `Sizes`."""
     made = Backbone([spec.mixer] * sizes.num_layers, replace(block_sizes(spec, sizes), **changes))
     for layer in made.layers:
         if isinstance(mixer := layer.mixer, SoftmaxAttention):
@@ -35,7 +36,9 @@ def stack(spec: StackSpec, sizes: ModelSizes, **changes: Any) -> Backbone:
 
 
 class TransformerModel(EncoderDecoder):
-    """One embedding for source, target and logits. No alignments are kept. InputError for a source of padding alone."""
+    """A Transformer encoder-decoder with one embedding for source, target and logits. It returns no alignments.
+
+    Raises InputError for a source without tokens."""
 
     def __init__(self, spec: TransformerSpec, sizes: ModelSizes):
         super().__init__(sizes, spec.label_smoothing)
@@ -48,7 +51,7 @@ class TransformerModel(EncoderDecoder):
 
     @torch.no_grad()
     def _scale(self) -> None:
-        """Embeddings as the blocks see them, and logits of attention, begin with a variance of 1."""
+        """Scales initial weights, so that the blocks' input and the attention logits have variance 1."""
         if self.spec.scaled == "input":
             self.embedding.weight *= self.sizes.hidden_size**-0.5
         for module in self.modules():
@@ -56,8 +59,8 @@ class TransformerModel(EncoderDecoder):
                 module.q_proj.weight *= module.head_dim**-0.5
 
     def encode(self, input_ids: Tensor, valid: Tensor) -> list[AttentionState]:
-        """-> what each block of the decoder reads of the source, made once."""
-        require(bool(valid.any(1).all()), "attention_mask has a row of padding alone; expected a token in each")
+        """Returns the source's keys and values for the cross-attention of each decoder block."""
+        require(bool(valid.any(1).all()), "attention_mask has a row without tokens; expected a token in each row")
         x = self._embed(input_ids)
         mask = padding_mask(valid, x, None)
         return self.decoder.remember(self.encoder(x, mask=mask)[0], mask)

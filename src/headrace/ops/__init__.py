@@ -1,1 +1,1 @@
-"""The recurrence: `linear_attention` and `step`, the loop that defines them, and the backends that compute them."""
+"""The recurrence: `linear_attention` and `step`, their reference implementation, and the backends."""

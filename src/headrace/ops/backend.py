@@ -1,4 +1,4 @@
-"""What a backend is."""
+"""The interface of a backend."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,10 +9,10 @@ from .call import Call
 
 
 class Backend(NamedTuple):
-    """One way to compute a Call."""
+    """An implementation of the recurrence."""
 
-    run: Callable[[Call], tuple[Tensor, Tensor]]  # (out, final state), with a gradient
-    missing: Callable[[], str | None]  # why it is not available here, or None
-    refuses: Callable[[Call], str | None]  # why it cannot compute a call, or None
-    about: Callable[[], str]  # its version
-    steps: bool  # whether it is also the quickest for a single token
+    run: Callable[[Call], tuple[Tensor, Tensor]]  # computes (out, final state); differentiable
+    missing: Callable[[], str | None]  # returns why the backend is not available on this machine, or None
+    refuses: Callable[[Call], str | None]  # returns why the backend cannot compute a call, or None
+    about: Callable[[], str]  # returns the backend's version
+    steps: bool  # whether `step` should use the backend for a single token

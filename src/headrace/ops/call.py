@@ -1,16 +1,16 @@
-"""The arguments of the recurrence as one object: what `linear_attention` hands to a backend."""
+"""`Call`: the arguments of the recurrence that `linear_attention` passes to a backend."""
 
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
-DIFFERENTIABLE = 8  # the first arguments of a call, which have gradients
+DIFFERENTIABLE = 8  # number of arguments of a call, counted from the first, that have gradients
 
 
 class Call(NamedTuple):
-    """The arguments of every backend's operator, in the order of its schema. Shapes are those of `linear_attention`;
-    a normaliser and a bonus are already expressed through these."""
+    """The arguments of every backend's operator, in the order of its schema. Shapes are those of `linear_attention`,
+    which expresses a normaliser and a bonus through these arguments."""
 
     q: Tensor
     k: Tensor
@@ -27,17 +27,17 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The differentiable arguments: all tensors but cu_seqlens."""
+        """The differentiable arguments: all tensors except cu_seqlens."""
         return self[:DIFFERENTIABLE]  # type: ignore[return-value]
 
     @property
     def sequences(self) -> int:
-        """N, the number of sequences: rows of the batch, or sequences of the pack."""
+        """N, the number of sequences: the batch size, or the number of packed sequences."""
         return self.v.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """[N, H, K, V]"""
+        """The shape [N, H, K, V] of the state."""
         return self.sequences, self.v.shape[2], self.k.shape[3], self.v.shape[3]
 
 
@@ -48,5 +48,5 @@ SCHEMA = ", ".join(f"{TYPES[kind]} {name}" for name, kind in get_type_hints(Call
 
 
 def accumulator(x: Tensor) -> torch.dtype:
-    """The dtype of states, gates, norms and sums: float64 for float64 inputs, else float32."""
+    """Returns the dtype of states, gates, norms and sums: float64 for float64 inputs, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

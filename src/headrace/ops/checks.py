@@ -1,4 +1,4 @@
-"""What `linear_attention` and `step` refuse, each with a sentence: shapes, dtypes, devices always; values if asked."""
+"""Checks of the arguments of `linear_attention` and `step`: shapes, dtypes and devices always, values on request."""
 
 from torch import Tensor
 
@@ -6,30 +6,37 @@ from ..utils.errors import InputError
 
 
 def require(condition: bool, message: str) -> None:
+    """Raises InputError with the message unless the condition holds."""
     if not condition:
         raise InputError(message)
 
 
-# The sentences below are made only where they are needed: this runs for every token that is decoded.
+# The checks of shapes run for every decoded token, so they format a message only when they raise it.
 
 
 def check_shapes(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], normalise: bool, axes: tuple[str, ...]
 ) -> None:
-    """Raise InputError for tensors that `linear_attention` or `step` cannot take.
+    """Checks the shapes, dtypes and devices of the tensors of `linear_attention` or `step`.
 
-    options: the optional tensors by name. axes: the dimensions before that of heads, ("B", "T"), or ("B",) for a step.
+    Args:
+        options: the optional tensors by name.
+        normalise: whether the state has the normaliser as one more column.
+        axes: names of the dimensions before the heads: ("B", "T"), or ("B",) for `step`.
+
+    Raises:
+        InputError: for a tensor that does not fit.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_input(name, x, q, axes)
     *lead, H, V = v.shape
     *before, Hq, K = k.shape
     if before != lead:
-        raise InputError(f"k has shape {list(k.shape)}; expected [{', '.join(axes)}] = {lead} as v has")
+        raise InputError(f"k has shape {list(k.shape)}; expected [{', '.join(axes)}] = {lead}, as in v")
     if q.shape != k.shape:
-        raise InputError(f"q has shape {list(q.shape)}; expected that of k, {list(k.shape)}")
+        raise InputError(f"q has shape {list(q.shape)}; expected the shape of k, {list(k.shape)}")
     if H % Hq:
-        raise InputError(f"q and k have {Hq} heads; expected a number that divides v's {H}")
+        raise InputError(f"q and k have {Hq} heads; expected a divisor of the {H} heads of v")
     state = ((_check_sequences(options.get("cu_seqlens"), lead[0]), H, K, V + normalise),)
     decay = ((H,), (*lead, H), (*lead, H, K))
     expected = {"log_decay": decay, "bonus": ((H, K),), "initial_state": state, "state": state}
@@ -45,11 +52,11 @@ def _check_input(name: str, x: Tensor, q: Tensor, axes: tuple[str, ...]) -> None
             f"{name} has shape {list(x.shape)}; expected {number} dimensions, [{', '.join(axes)}, heads, ·]"
         )
     if 0 in x.shape[1:]:
-        raise InputError(f"{name} has shape {list(x.shape)}; expected no dimension of 0 but B")
+        raise InputError(f"{name} has shape {list(x.shape)}; expected every dimension except B to be at least 1")
     if not x.is_floating_point():
         raise InputError(f"{name} has dtype {x.dtype}; expected a floating-point dtype")
     if x.dtype != q.dtype:
-        raise InputError(f"{name} has dtype {x.dtype} and q has {q.dtype}; expected the same")
+        raise InputError(f"{name} has dtype {x.dtype} and q has {q.dtype}; expected the same dtype")
     _check_device(name, x, q)
 
 
@@ -64,39 +71,43 @@ def _check_option(name: str, x: Tensor, expected: tuple[tuple[int, ...], ...], q
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
-        raise InputError(f"{name} is on {x.device} and q on {q.device}; expected the same")
+        raise InputError(f"{name} is on {x.device} and q is on {q.device}; expected the same device")
 
 
 def _check_sequences(cu_seqlens: Tensor | None, B: int) -> int:
-    """How many sequences there are."""
+    """Returns the number of sequences."""
     if cu_seqlens is None:
         return B
     if B != 1:
         raise InputError(f"cu_seqlens packs sequences into one row; expected B=1, got B={B}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
         found = f"shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
-        raise InputError(f"cu_seqlens has {found}; expected integers [N + 1]")
+        raise InputError(f"cu_seqlens has {found}; expected shape [N + 1] with N ≥ 1 and an integer dtype")
     return cu_seqlens.shape[0] - 1
 
 
 def check_form(form: str, chunk_size: int | None) -> None:
+    """Raises InputError for an unknown form or a chunk size below 1."""
     forms = ("chunkwise", "recurrent", "parallel")
     require(form in forms, f"form={form!r} is unknown; expected one of {', '.join(forms)}")
     require(chunk_size is None or chunk_size >= 1, f"chunk_size={chunk_size}; expected at least 1")
 
 
 def check_rule(rule: str, bonus: Tensor | None, normalise: bool) -> None:
+    """Raises InputError for an unknown rule, and for a bonus or normaliser that the rule does not have."""
     if rule not in ("add", "delta"):
         raise InputError(f"rule={rule!r} is unknown; expected 'add' or 'delta'")
     if rule == "delta" and (bonus is not None or normalise):
         raise InputError("rule='delta' has no bonus and no normaliser; expected bonus=None and normalise=False")
     if bonus is not None and normalise:
-        raise InputError("bonus and normalise=True exclude each other: z would need its own bonus")
+        raise InputError("bonus with normalise=True is not defined; expected bonus=None or normalise=False")
 
 
 def check_values(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], rule: str, normalise: bool
 ) -> None:
+    """Raises InputError for values outside the domain of `linear_attention`: NaN, infinities, log_decay > 0, β < 0, a
+    diverging delta rule, negative features under normalise, cu_seqlens that do not ascend from 0 to T."""
     tensors = {"q": q, "k": k, "v": v, **{name: x for name, x in options.items() if x is not None}}
     tensors = {name: x.detach() for name, x in tensors.items()}
     cu_seqlens = tensors.pop("cu_seqlens", None)

@@ -1,7 +1,7 @@
-"""What a hand-written gradient has no derivative of is refused in one sentence: left alone, PyTorch gives zeros.
+"""Errors for derivatives that a hand-written backward does not have. PyTorch by itself would return zeros for them.
 
-`torch.autograd.function.once_differentiable` is not enough. Where the incoming gradient is a constant, as that of a sum
-is, it returns the outgoing one as a constant too, and a gradient penalty counts for nothing.
+`torch.autograd.function.once_differentiable` does not suffice: if the incoming gradient is a constant, like that of a
+sum, it returns a constant without an error, and a gradient penalty has no effect.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from ..utils.errors import InputError
 
 
 def first_order(what: str, instead: str = "") -> Callable[[Callable], Callable]:
-    """For backward(ctx, *grads) of an autograd function: raises InputError where its results are to be differentiated.
+    """Decorates the backward of an autograd function: raises InputError if its result is to be differentiated again.
 
-    what: the name of the function to a user; instead: the end of the sentence, which names what has all derivatives."""
+    what: name of the function in the error; instead: end of the error sentence, which names an alternative."""
 
     def decorate(backward: Callable) -> Callable:
         @wraps(backward)
         def run(ctx, *grads):
-            if torch.is_grad_enabled():  # in a backward, under create_graph=True alone
+            if torch.is_grad_enabled():  # in a backward, true only under create_graph=True
                 raise InputError(f"{what} has no second derivative, which create_graph=True asks for{instead}")
             return backward(ctx, *grads)
 
@@ -32,12 +32,12 @@ def first_order(what: str, instead: str = "") -> Callable[[Callable], Callable]:
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is under way."""
+    """Whether a transform of torch.func or forward-mode differentiation is active."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def check_transforms(what: str, instead: str, inputs: tuple) -> None:
-    """Raises InputError under transforms that a backward alone cannot serve: all but `torch.func.vmap`."""
+    """Raises InputError under transforms that need more than a backward: all except `torch.func.vmap`."""
     if forward_ad._current_level >= 0:
         raise InputError(f"{what} has no forward-mode derivative, which torch.func.jvp asks for{instead}")
     if any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
@@ -45,12 +45,12 @@ def check_transforms(what: str, instead: str, inputs: tuple) -> None:
 
 
 def apply_function(function: type[torch.autograd.Function], what: str, *inputs):
-    """function.apply(*inputs); raises InputError in transforms of torch.func, for which it has no rules."""
+    """Returns function.apply(*inputs). Raises InputError under torch.func and forward-mode differentiation."""
     if transformed():
         raise InputError(f"{what} has no rules for torch.func or forward-mode derivatives; expected torch.autograd")
     return function.apply(*inputs)
 
 
 def has_address(x: Tensor) -> bool:
-    """Whether x can be read at its address: a subclass of Tensor may be made of others and have none."""
+    """Whether x.data_ptr() is valid: a subclass of Tensor may wrap other tensors and have no memory of its own."""
     return type(x) in (Tensor, nn.Parameter) and not x.is_meta

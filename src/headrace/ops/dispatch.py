@@ -1,4 +1,4 @@
-"""The table of backends: what can compute the recurrence here, and which one a call gets."""
+"""The table of backends, and the choice of the backend for a call."""
 
 from torch import Tensor
 
@@ -8,12 +8,19 @@ from .call import Call
 from .native import op as native_op
 from .torch import op as torch_op
 
-# In order of preference: "auto" takes the first that is here and does not refuse.
+# In order of preference: "auto" takes the first backend that is available and does not refuse the call.
 BACKENDS: dict[str, Backend] = {"native": native_op.BACKEND, "torch": torch_op.BACKEND}
 
 
 def backends(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs):
-    """Without arguments: {name: None, or why it is not here}. With `linear_attention`'s: the name that would run."""
+    """Lists the backends, or names the backend of a call.
+
+    Without arguments, returns {name: None, or the reason why the backend is not available}. With the arguments of
+    `linear_attention`, returns the name of the backend that would compute the call.
+
+    Raises:
+        InputError: if the backend given by name cannot compute the call.
+    """
     if q is None or k is None or v is None:
         return {name: backend.missing() for name, backend in BACKENDS.items()}
     given = {name: kwargs.get(name) for name in Call._fields[3:9]}
@@ -23,7 +30,7 @@ def backends(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None 
 
 
 def choose(call: Call, name: str) -> Backend:
-    """Raises InputError where a backend asked for by name cannot take the call."""
+    """Returns the backend for a call. Raises InputError if the named backend cannot compute it."""
     if name == "auto":
         usable = (b for b in BACKENDS.values() if b.missing() is None and b.refuses(call) is None)
         return next(usable)

@@ -1,4 +1,4 @@
-"""The loss of predicted tokens without holding all their logits.
+"""Cross-entropy of a language model's head, without storing the logits of all tokens.
 
 Dimensions: N tokens, D hidden size, V vocabulary.
 """
@@ -14,18 +14,22 @@ from .derivatives import check_transforms, first_order, transformed
 
 NAMES = "linear_cross_entropy", "; expected F.cross_entropy of the logits"
 IGNORED = -100
-PIECE = 2**24  # logits held at a time
+PIECE = 2**24  # number of logits stored at a time
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The sum over labels [N] (−100: none) of the cross-entropy of logits hidden [N, D] weightᵀ [D, V].
+    """Returns the sum of the cross-entropies of the logits hidden [N, D] weightᵀ [D, V] and the labels [N].
 
-    Logits are made some tokens at a time, once: where a gradient is wanted it is found with them and kept instead, as
-    large as hidden and weight. In float32 at least, whatever the precision of the product."""
+    A label of −100 is ignored. The logits are computed once, for some tokens at a time; the gradients are computed with
+    them and stored instead, in the sizes of hidden and weight. Losses are summed in float32 (float64 for float64).
+
+    Raises:
+        InputError: for second derivatives, forward-mode differentiation and gradients inside torch.func.
+    """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    if hidden.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere their number would be waited for
+    if hidden.device.type == "cpu" and not torch.compiler.is_compiling():  # nonzero() would synchronise a GPU
         asked = (labels != IGNORED).nonzero()[:, 0]
         hidden, labels = hidden.index_select(0, asked), labels[asked]
     with torch.autocast(hidden.device.type, enabled=False):
@@ -54,7 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _in_pieces(hidden, weight, labels, d_hidden, d_weight) -> Tensor:
-    """The loss; its gradients are written into d_hidden and added to d_weight, where these are given."""
+    """Returns the loss. Writes its gradients into d_hidden and adds them to d_weight, if given."""
     total = hidden.new_zeros((), dtype=accumulator(hidden))
     size = max(PIECE // len(weight), 1)
     for start in range(0, len(hidden), size):
@@ -72,7 +76,7 @@ def _in_pieces(hidden, weight, labels, d_hidden, d_weight) -> Tensor:
 
 
 def _errors(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of a piece, and its gradient to the logits: softmax less one at the label, 0 where there is none."""
+    """Returns a piece's loss and the gradient of its logits: softmax − one-hot label, or 0 for ignored labels."""
     logits = F.linear(hidden, weight).to(accumulator(hidden))
     asked = labels != IGNORED
     at, normaliser = labels.where(asked, 0)[:, None], logits.logsumexp(-1)
@@ -84,8 +88,13 @@ def _errors(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Ten
 def causal_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor | None, num_items_in_batch=None, shift_labels: Tensor | None = None
 ) -> Tensor:
-    """transformers' ForCausalLMLoss of the logits hidden [B, T, D] weightᵀ: the mean over labels [B, T] of the tokens
-    after each, or their sum over num_items_in_batch; shift_labels are those of the tokens themselves."""
+    """Returns transformers' ForCausalLMLoss for the logits hidden [B, T, D] weightᵀ.
+
+    Args:
+        labels: [B, T]; position t predicts labels[:, t + 1].
+        num_items_in_batch: divisor of the summed loss; None: the number of labels that are not ignored.
+        shift_labels: [B, T]; position t predicts shift_labels[:, t]. Replaces `labels`.
+    """
     if shift_labels is None:
         assert labels is not None
         shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)

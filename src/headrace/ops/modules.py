@@ -1,13 +1,13 @@
-"""When a fast path may take a module's weights and leave the call of the module out."""
+"""Whether a fast path may use a module's weights instead of calling the module."""
 
 from torch import nn
 
 
 def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of the module would do what its class `kind` does, and nothing else.
+    """Whether calling the module does exactly what its class `kind` does.
 
-    A hook, an adapter around the module, a parametrisation or a `forward` of its own must see every token. (Hooks that
-    are registered for all modules at once, which are for profiling, are not looked for.)
+    False for a module with a hook, an adapter, a parametrisation or a `forward` of its own, which have to run. Hooks
+    registered for all modules at once, which serve profiling, are not considered.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return type(module) is kind and not hooks and "forward" not in module.__dict__

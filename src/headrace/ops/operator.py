@@ -1,7 +1,7 @@
-"""A backend's forward and backward as a PyTorch operator with a gradient, and with shapes for tracing, so that
-`torch.compile(fullgraph=True)` and `torch.library.opcheck` see through it.
+"""Registers a backend's forward and backward as a differentiable PyTorch operator with fake implementations, as
+`torch.compile(fullgraph=True)` and `torch.library.opcheck` require.
 
-`Library.define` and `impl` rather than `torch.library.custom_op`: a call costs a fifth.
+Uses `Library.define` and `impl` instead of `torch.library.custom_op`, whose calls take five times as long.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,18 @@ library = torch.library.Library("headrace", "DEF")
 
 
 def register(name: str, key: str, forward: Callable, backward: Callable, kept: list[str], kept_shapes: Callable) -> Any:
-    """A function of a Call to (out, final state) with a gradient, computed for the dispatch key by:
+    """Returns a differentiable function from a Call to (out, final state).
 
-    forward(call, keep) -> (out, final state, *kept), the kept ones for the backward if `keep`;
-    backward(d_out, d_final, call, kept, wanted) -> eight gradients in any dtype, or None where not `wanted`;
-    kept_shapes(call) -> the shapes of the kept ones, which have the final state's dtype.
+    It runs one of two operators in `torch.ops.headrace`: `<name>`, or `<name>_kept`, which has the gradient and twice
+    the call overhead.
 
-    Two operators in `torch.ops.headrace`: `<name>`, and `<name>_kept`, which has the gradient and costs twice as much
-    to call.
+    Args:
+        name: name of the operator.
+        key: dispatch key that the implementation is registered for.
+        forward: forward(call, keep) -> (out, final state, *kept); kept tensors are saved for the backward if `keep`.
+        backward: backward(d_out, d_final, call, kept, wanted) -> eight gradients in any dtype, None where not `wanted`.
+        kept: names of the kept tensors.
+        kept_shapes: kept_shapes(call) -> shapes of the kept tensors, which have the final state's dtype.
     """
     plain = define(name, f"({SCHEMA})", 2, lambda *args: forward(Call(*args), False)[:2], _fake_results, key)
     keeping = define(
@@ -43,13 +47,15 @@ def register(name: str, key: str, forward: Callable, backward: Callable, kept: l
         transformed = derivatives.transformed()
         if transformed:
             derivatives.check_transforms(*NAMES, call)
-        wanted = torch.is_grad_enabled() and (transformed or _any_requires_grad(call))  # a vmapped tensor may not say
+        # Under vmap, requires_grad is not reliable.
+        wanted = torch.is_grad_enabled() and (transformed or _any_requires_grad(call))
         return keeping(*call)[:2] if wanted else plain(*call)
 
     return run
 
 
 def define(name: str, arguments: str, results: int, real: Callable, fake: Callable, key: str) -> Any:
+    """Defines the operator `headrace::<name>` with `results` tensors, and its implementation for the dispatch key."""
     library.define(f"{name}{arguments} -> ({', '.join(['Tensor'] * results)})")
     library.impl(name, real, key)
     torch.library.register_fake(f"headrace::{name}", fake, lib=library)
@@ -61,7 +67,7 @@ def _any_requires_grad(call: Call) -> bool:
 
 
 def _like_inputs(backward: Callable[..., Any]) -> Callable:
-    """Gradients in the dtypes of the inputs; an empty tensor where none is wanted."""
+    """Converts gradients to the dtypes of the inputs, and unwanted gradients to empty tensors."""
 
     def run(d_out, d_final, *args):
         n = len(Call._fields)
@@ -96,7 +102,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.present = [x is not None for x in tensors]
     ctx.final = output[1].shape, output[1].dtype
     ctx.save_for_backward(*(x for x in tensors if x is not None), *output[2:])
-    ctx.set_materialize_grads(False)  # zeros for what is kept would be as large as the inputs
+    ctx.set_materialize_grads(False)  # avoids zero gradients of the kept tensors, which can be as large as the inputs
 
 
 def _gradient(backward: Callable) -> Callable:

@@ -1,7 +1,7 @@
-"""`linear_attention` and `step`: one recurrence for the whole family.
+"""`linear_attention` and `step`, the recurrence of all linear mixers.
 
-The equation is in reference.py. Here arguments are checked, and what no kernel needs to know (the normaliser, the
-bonus) is expressed through what every kernel does know; dispatch.py chooses one.
+reference.py defines the recurrence. This module checks the arguments, expresses the normaliser and the bonus through
+the arguments that every backend supports, and runs the backend that dispatch.py chooses.
 
 Shapes: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N packed sequences.
 """
@@ -47,40 +47,44 @@ def linear_attention(
     backend: str = "auto",
     check: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A matrix memory S read by q and written at k with v, in time and memory linear in T.
+    """Computes linear attention with decay, delta rule and gates, in time and memory linear in T.
+
+    The state is a matrix S [K, V] per head, the memory. Each token updates it with k and v and reads it with q:
 
         S' = e^{g_t} S_{t-1}
         add:    S_t = S' + β_t k_tᵀ (w_t v_t)                  o_t = scale · r_t · q_t S_t
         delta:  S_t = S' + β_t k_tᵀ (w_t v_t − k_t S')
 
     Args:
-        q, k: [B, T, Hq, K], Hq dividing H (each shared by H / Hq consecutive value heads).
+        q, k: [B, T, Hq, K], where Hq divides H. Each q/k head is shared by H / Hq consecutive value heads.
         v: [B, T, H, V].
-        log_decay: g ≤ 0, natural logarithm. None: no decay; [H]: fixed (RetNet); [B, T, H]: per token (Mamba-2, Gated
-            DeltaNet); [B, T, H, K]: per token and key channel (GLA, RWKV-6, KDA). Above 0, which no layer here makes,
-            the result may be NaN; only check=True refuses it.
+        log_decay: natural logarithm g ≤ 0 of the decay. None: no decay; [H]: fixed (RetNet); [B, T, H]: per token
+            (Mamba-2, Gated DeltaNet); [B, T, H, K]: per token and key channel (GLA, RWKV-6, KDA). Values above 0 can
+            give NaN; only check=True refuses them.
         beta: write strength β [B, T, H]; None: 1.
-        rule: "add", or "delta" (arXiv 2406.06484): what memory holds under k is replaced. The recurrence itself
-            diverges unless β‖k‖² ≤ 2.
-        read_gate, write_gate: r, w [B, T, H]; None costs nothing. Head competition (arXiv 2602.01744): for "add" w on v
-            is the paper's gate on k (equations 5, 10, 12), for "delta" it is that of equation 14.
-        bonus: u [H, K], "add" only (RWKV-6, arXiv 2404.05892): q_t reads S_{t-1} + diag(u) β_t k_tᵀ w_t v_t.
-        normalise: "add" only (arXiv 2006.16236): divide by q_t z_t + 1e-6, z being S with v = 1; q and k must not be
-            negative. The state carries z as its last column, and r multiplies after the division.
+        rule: "add", or "delta" (arXiv 2406.06484), which replaces the value stored under k. The delta rule diverges
+            unless β‖k‖² ≤ 2.
+        read_gate, write_gate: r, w [B, T, H]; None: 1. The gates of head competition (arXiv 2602.01744): for "add" the
+            write gate equals the paper's gate on k (equations 5, 10, 12), for "delta" it is the gate of equation 14.
+        bonus: u [H, K], for "add" only (RWKV-6, arXiv 2404.05892): q_t reads S_{t-1} + diag(u) β_t k_tᵀ w_t v_t.
+        normalise: for "add" only (arXiv 2006.16236): divides the output by q_t z_t + 1e-6, where z is the S of v = 1.
+            q and k must be non-negative. The state has z as its last column; r multiplies after the division.
         scale: multiplies q; None: K^-1/2.
         initial_state: [B, H, K, V] (V + 1 with normalise); [N, H, K, V] when packed; None: zeros.
-        cu_seqlens: [N + 1] integers 0 = c_0 ≤ … ≤ c_N = T: B is 1 and tokens c_n … c_{n+1} − 1 are sequence n.
-        form: "chunkwise"; "parallel", T×T, for study: above a memory limit it raises; "recurrent", token by token. The
-            last has derivatives of every order and mode; of the others all but first gradients are refused.
+        cu_seqlens: [N + 1] integers 0 = c_0 ≤ … ≤ c_N = T, for N packed sequences in one row (B = 1): sequence n has
+            the tokens c_n … c_{n+1} − 1.
+        form: "chunkwise"; "recurrent", a loop over tokens; or "parallel", with T×T scores, for study. Only "recurrent"
+            has derivatives of all orders and modes; the others have first gradients and raise for any further ones.
         chunk_size: tokens per chunk of the chunkwise form; None: the backend's choice.
-        backend: "auto", or a name from `backends()`, which raises if it cannot be honoured.
-        check: also look at the values (NaN, infinities, log_decay > 0, β out of range). Stalls a GPU.
+        backend: "auto", or a name from `backends()`.
+        check: whether to check the values too (NaN, infinities, log_decay > 0, β out of range). Synchronises a GPU.
 
     Returns:
         (out [B, T, H, V] in v's dtype, final state [B or N, H, K, V] in float64 for float64 inputs, else float32).
 
     Raises:
-        InputError: with the argument, its value and what was expected.
+        InputError: for arguments that do not fit together, a backend that cannot compute the call, and a parallel form
+            that would exceed 4 GiB.
     """
     optional = {
         "log_decay": log_decay, "beta": beta, "read_gate": read_gate, "write_gate": write_gate, "bonus": bonus,
@@ -98,8 +102,10 @@ def linear_attention(
     )  # fmt: skip
     if form == "recurrent":
         if backend not in ("auto", "torch"):
-            raise InputError(f"backend={backend!r} cannot run here: form='recurrent' is PyTorch's")
-        # In the accumulator's precision, for gradients to what all tokens share are summed token by token.
+            raise InputError(
+                f"backend={backend!r} cannot run here: it has no form='recurrent'; expected backend='torch' or 'auto'"
+            )
+        # In the accumulator's precision, because gradients of tensors shared by all tokens are summed over tokens.
         out, state = _recurrent(_wide(call), None if bonus is None else bonus.to(accumulator(v)), normalise)
         return out.to(v.dtype), state
     chosen = choose(call, backend)
@@ -111,7 +117,7 @@ def linear_attention(
 
 
 def _chunk(form: str, chunk_size: int | None, v: Tensor, cu_seqlens: Tensor | None) -> int | None:
-    """The parallel form is one chunk as long as the longest sequence."""
+    """Returns the chunk size. The parallel form is one chunk as long as the longest sequence."""
     if form != "parallel":
         return chunk_size
     T = v.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
@@ -119,16 +125,16 @@ def _chunk(form: str, chunk_size: int | None, v: Tensor, cu_seqlens: Tensor | No
     if needed > PARALLEL_LIMIT:
         raise InputError(
             f"form='parallel' would hold {needed / 2**30:.1f} GiB of T×T scores for T={T}; "
-            f"expected at most {PARALLEL_LIMIT / 2**30:.0f} GiB: use form='chunkwise'"
+            f"expected at most {PARALLEL_LIMIT / 2**30:.0f} GiB, or form='chunkwise'"
         )
     return max(T, 1)
 
 
-# --- what kernels need not know ------------------------------------------------------------------------------------
+# --- normaliser and bonus --------------------------------------------------------------------------------------------
 
 
 def _normalised(call: Call, backend: Backend) -> tuple[Tensor, Tensor]:
-    """The normaliser is a column of ones beside v: the same decay, β and write gate act on it."""
+    """Computes the normaliser as one more column of v, which is 1: the same decay, β and write gate apply to it."""
     acc = accumulator(call.v)
     v = torch.cat([call.v.to(acc), torch.ones_like(call.v[..., :1], dtype=acc)], -1)
     out, state = backend.run(call._replace(q=call.q.to(acc), k=call.k.to(acc), v=v, read_gate=None))
@@ -137,11 +143,12 @@ def _normalised(call: Call, backend: Backend) -> tuple[Tensor, Tensor]:
 
 
 def _with_bonus(call: Call, bonus: Tensor, backend: Backend) -> tuple[Tensor, Tensor]:
-    """Reading S_{t-1} is reading S_t with the writes one token late: each sequence grows by one token, in which the
-    first query reads the initial state and the last write reaches the final one. The present token's term is added:
-    both in the accumulator's precision, so that outputs and gradients are rounded once."""
+    """Delays k and v by one token, so that q_t reads S_{t-1}, and adds the bonus term of the current token.
+
+    Each sequence grows by one token: its first query reads the initial state, its last write reaches the final state.
+    The sum is in the accumulator's precision, so that outputs and gradients are rounded once."""
     if call.cu_seqlens is not None and not torch.compiler.is_compiling() and has_address(call.cu_seqlens):
-        sequence_ends(call.cu_seqlens, call.v.shape[1])  # here, for the kernel sees them moved
+        sequence_ends(call.cu_seqlens, call.v.shape[1])  # checked here, because the backend gets the shifted bounds
     dtype, call, bonus = call.v.dtype, _wide(call), bonus.to(accumulator(call.v))
     starts = call.k.new_zeros(1, dtype=torch.long) if call.cu_seqlens is None else call.cu_seqlens[:-1]
     T, N = call.k.shape[1], starts.shape[0]
@@ -168,7 +175,7 @@ def _with_bonus(call: Call, bonus: Tensor, backend: Backend) -> tuple[Tensor, Te
 
 
 def _wide(call: Call) -> Call:
-    """What is given by token, in the accumulator's precision."""
+    """Converts the tensors with a token dimension to the accumulator's precision."""
     acc = accumulator(call.v)
     return call._replace(**{name: x.to(acc) for name in TOKENWISE if (x := getattr(call, name)) is not None})
 
@@ -199,11 +206,21 @@ def step(
     normalise: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token of `linear_attention`: the same arguments without T, state in, state out.
+    """Computes one token of `linear_attention`, with the same arguments except for their token dimension.
 
-    q, k [B, Hq, K]; v [B, H, V]; log_decay None, [H] (fixed), [B, H] or [B, H, K]; beta and gates [B, H]; bonus [H, K];
-    state [B, H, K, V] (V + 1 with normalise; None: zeros). Returns (out [B, H, V], state) in the precisions that
-    `linear_attention` returns. Raises InputError as it does.
+    Args:
+        q, k: [B, Hq, K].
+        v: [B, H, V].
+        state: [B, H, K, V] (V + 1 with normalise); None: zeros.
+        log_decay: [H] (fixed), [B, H] or [B, H, K]; None: no decay.
+        beta, read_gate, write_gate: [B, H]; None: 1.
+        rule, bonus, normalise, scale: as in `linear_attention`.
+
+    Returns:
+        (out [B, H, V] in v's dtype, the next state in float64 for float64 inputs, else float32).
+
+    Raises:
+        InputError: for arguments that do not fit together.
     """
     optional = {
         "log_decay": log_decay, "beta": beta, "read_gate": read_gate, "write_gate": write_gate, "bonus": bonus,
@@ -228,7 +245,7 @@ def _one_row(x: Tensor | None) -> Tensor | None:
 
 
 def _step(q, k, v, state, *rest):
-    with torch.autocast(v.device.type, enabled=False):  # the precision of the state is part of the definition
+    with torch.autocast(v.device.type, enabled=False):  # the state is float32 or float64 by definition
         return _update(q, k, v, state, *rest)
 
 
@@ -261,13 +278,13 @@ def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, rule,
 
 
 def _recurrent(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
-    """`step` in a loop, sequence by sequence."""
+    """Runs `step` in a loop over the tokens."""
     if call.cu_seqlens is not None:
         return _each_sequence(call, bonus, normalise)
     T, settings = call.v.shape[1], (bonus, "delta" if call.delta else "add", normalise, call.scale)
 
     def columns(x: Tensor | None):
-        # unbind, not indexing: the gradient of x[:, t] is as large as x.
+        # unbind instead of indexing, because the gradient of x[:, t] is as large as x.
         return [x] * T if x is None or x.dim() == 1 else x.unbind(1)
 
     state, out = call.initial_state, []

@@ -1,4 +1,4 @@
-"""The equation, as a loop over tokens. Every fast path is checked against this file and shares no code with it.
+"""The recurrence as a loop over tokens. Tests compare every backend with this file, which shares no code with them.
 
     S' = e^{g_t} S_{t-1}                       decay: g is log_decay, per head or per row (key channel) of S
     add:    S_t = S' + β_t k_tᵀ (w_t v_t)      write: w is the write gate
@@ -18,7 +18,7 @@ def literal(
     q, k, v, *, log_decay=None, beta=None, rule="add", read_gate=None, write_gate=None,
     bonus=None, normalise=False, scale=None, initial_state=None, eps=1e-6,
 ):  # fmt: skip
-    """Return (out [B, T, H, V], final state). One sequence per batch row; float64 in, float64 throughout."""
+    """Returns (out [B, T, H, V], final state). Every batch row is one sequence; the dtype is that of the inputs."""
     (B, T, H, K), ones = k.shape, torch.ones_like(v[..., :1])
     g = 0.0 * ones if log_decay is None else log_decay
     g = g.expand(B, T, H)[..., None] if g.dim() < 4 else g

@@ -1,4 +1,4 @@
-"""What a token mixer and a model are, as data."""
+"""Specs: token mixers and models described by frozen dataclasses."""
 
 from .linear import (
     AttentionSpec,

@@ -1,4 +1,4 @@
-"""What a softmax attention layer is, as data: its heads, its positions, and which earlier tokens a token sees."""
+"""The spec of a softmax attention layer: its heads, its positions and its sparsity pattern."""
 
 import math
 from dataclasses import dataclass
@@ -10,58 +10,63 @@ from .record import NonNegativeInt, PositiveInt, Range, Record, require_positive
 
 @dataclass(frozen=True)
 class Pattern(Record):
-    """The tokens seen, when they are not all: the last `window` (the token itself is one of them), the first `first`
-    of the sequence, and `random` blocks of those between.
+    """A sparse attention pattern: each token attends to a window of recent tokens, the first tokens of the sequence,
+    and random blocks of the tokens between.
 
-    The random blocks are a reservoir sample: of all blocks that begin to leave the window, each is held with the same
-    probability, which lets a sequence without end be decoded with a bounded cache.
+    The random blocks are a reservoir sample: every block that leaves the window is kept with the same probability, so
+    that the cache has a fixed size for sequences of any length.
     """
 
-    window: PositiveInt
-    first: NonNegativeInt = 0
-    random: NonNegativeInt = 0
-    block: PositiveInt = 16  # tokens of a random block
-    seed: int = 0  # of the choice of random blocks; the same for all heads and sequences
+    window: PositiveInt  # number of recent tokens, including the token itself
+    first: NonNegativeInt = 0  # number of tokens at the start of the sequence
+    random: NonNegativeInt = 0  # number of random blocks
+    block: PositiveInt = 16  # tokens per random block
+    seed: int = 0  # seed of the random blocks, which are the same for all heads and sequences
 
     @property
     def far(self) -> int:
-        """How many tokens beyond the window can be seen."""
+        """Largest number of tokens outside the window that a token attends to."""
         return self.first + self.random * self.block
 
     @property
     def slots(self) -> int:
-        """How many tokens must be kept to see what the next one sees."""
+        """Number of earlier tokens in the cache."""
         return self.far + self.window - 1
 
 
 @dataclass(frozen=True)
 class AttentionSpec(Record):
-    """Softmax attention. As it stands, with rotary positions and every earlier token seen: the yardstick."""
+    """Softmax attention. The defaults are causal attention with rotary positions over all earlier tokens."""
 
-    kv_heads: PositiveInt | None = None  # each shared by consecutive query heads; None: as many as query heads
-    rotary: bool = True
-    count: PositiveInt | None = None  # None: the model's num_heads
-    # of distances, with a learned bias per head each (T5), half of them for single distances; None: no bias
+    kv_heads: PositiveInt | None = (
+        None  # number of k/v heads, shared by consecutive query heads; None: one per query head
+    )
+    rotary: bool = True  # whether q and k get rotary position embeddings
+    count: PositiveInt | None = None  # number of query heads; None: the model's num_heads
+    # number of distance buckets of T5's relative position bias, half of them for single distances; None: no bias
     buckets: Annotated[int, Range("at least 4", lambda n: n >= 4)] | None = None
-    null: bool = False  # one more logit, of 0, whose value is 0: a head may read nothing
-    scale: Literal["key", "one", "half-key"] = "key"  # of the logits: d^-1/2, 1 (T5), (d/2)^-1/2 (Zamba)
-    form: Literal["sdpa", "tiles"] = "sdpa"  # tiles: FlashAttention's, written out
-    pattern: Pattern | None = None  # None: every earlier token
-    bias: bool = False  # of the four projections
+    null: bool = False  # whether the softmax has one more logit 0 with value 0, so that a head can attend to nothing
+    scale: Literal["key", "one", "half-key"] = "key"  # factor of the logits: d^-1/2, 1 (T5), (d/2)^-1/2 (Zamba)
+    form: Literal["sdpa", "tiles"] = "sdpa"  # PyTorch's attention, or FlashAttention's tiles in plain PyTorch
+    pattern: Pattern | None = None  # sparsity pattern; None: all earlier tokens
+    bias: bool = False  # whether the projections of q, k, v and the output have biases
 
     def _objections(self):
         yield (
             self.form == "tiles" and (self.buckets is not None or self.null or self.pattern is not None),
-            "form='tiles' knows neither buckets, null nor pattern; expected none of them",
+            "form='tiles' supports neither buckets, null nor pattern; expected none of them, or form='sdpa'",
         )
 
     def num_heads(self, default: int) -> int:
+        """Returns the number of query heads, which is `default` unless the spec sets it."""
         return self.count or default
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
+        """Returns [], since attention has no gates."""
         return []
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
+        """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         H = self.num_heads(num_heads)
         if hidden_size % H:
@@ -73,11 +78,12 @@ class AttentionSpec(Record):
         return hidden_size // H, hidden_size // H
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> dict[str, tuple[int, ...]]:
-        """The key/value cache after `tokens` tokens: it grows with every one of them, unless a pattern bounds it."""
+        """Returns the shapes of one sequence's key/value cache after `tokens` tokens; a pattern bounds its length."""
         heads, kept = self.kv_heads or self.num_heads(num_heads), self.pattern.slots if self.pattern else tokens
         K, V = self.head_dims(hidden_size, num_heads)
         return {"k": (kept, heads, K), "v": (kept, heads, V)}
 
     def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4, tokens: int = 1) -> int:
+        """Returns the size in bytes of one sequence's cache after `tokens` tokens, with `itemsize` bytes per number."""
         sizes = (math.prod(s) for s in self.state_shapes(hidden_size, num_heads, tokens).values())
         return itemsize * sum(sizes)

@@ -1,4 +1,4 @@
-"""What a whole model from sequence to sequence is, as data. Each family has a record of its own."""
+"""The specs of recurrent encoder-decoders, and the base of the specs of whole models."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,54 +8,56 @@ from .record import PositiveInt, Record, require_positive
 
 @dataclass(frozen=True)
 class ModelSpec(Record):
-    """A whole model: `headrace.models.build` makes it, and `headrace compare` trains it beside mixers."""
+    """Base of the specs of whole models, which `headrace.models.build` builds."""
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """(key, value) dimensions of a head. Raises InputError where the widths do not divide."""
+        """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         return hidden_size, hidden_size
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
+        """Returns a sentence for each gate of the model that has no effect."""
         return []
 
     def num_heads(self, default: int) -> int:
+        """Returns the number of heads, 1 for a model without heads."""
         return 1
 
     def state_bytes(self, hidden_size: int, num_heads: int, tokens: int, layers: int, itemsize: int = 4) -> int:
-        """What a decoder keeps of one source of so many tokens, and of what it has written."""
-        raise TypeError(f"{type(self).__name__} does not say what its decoder keeps")
+        """Returns the size in bytes of the decoder's state for one source of `tokens` tokens and as many outputs."""
+        raise TypeError(f"{type(self).__name__} does not define state_bytes")
 
 
 @dataclass(frozen=True)
 class Alignment(Record):
-    """How a decoder's step looks back at the source: the score of a position, and the positions that are scored."""
+    """The attention of a recurrent decoder to the source (arXiv 1409.0473, 1508.04025)."""
 
-    score: Literal["additive", "dot", "general", "concat"] = "additive"
-    query: Literal["before", "after"] = "before"  # the decoder's state before its step (Bahdanau) or after (Luong)
-    window: Literal["global", "local-m", "local-p"] = "global"
-    reach: PositiveInt = 4  # D: a local window is 2 D + 1 wide
-    feed: bool = False  # with query="after": the next step sees what this one read (Luong's input feeding)
+    score: Literal["additive", "dot", "general", "concat"] = "additive"  # score function of query and source position
+    query: Literal["before", "after"] = "before"  # the decoder's state before (Bahdanau) or after (Luong) its step
+    window: Literal["global", "local-m", "local-p"] = "global"  # all positions, or a window (Luong, section 3.2)
+    reach: PositiveInt = 4  # D: a local window has 2 D + 1 positions
+    feed: bool = False  # input feeding, with query="after": the attentional vector is an input of the next step
 
     def _objections(self):
         yield (
             self.feed and self.query == "before",
-            "alignment.feed=True with query='before'; expected 'after': before its step it is fed anyway",
+            "alignment.feed=True with query='before', whose context is an input of the step already; expected 'after'",
         )
 
 
 @dataclass(frozen=True)
 class RecurrentSpec(ModelSpec):
-    """Recurrent encoder and decoder. Without an alignment the decoder knows the source by one vector alone."""
+    """A recurrent encoder-decoder."""
 
-    cell: Literal["gru", "lstm"] = "lstm"
-    bidirectional: bool = False  # the encoder: annotations are as wide as two hidden sizes
-    alignment: Alignment | None = None
+    cell: Literal["gru", "lstm"] = "lstm"  # recurrent cell of encoder and decoder
+    bidirectional: bool = False  # whether the encoder is bidirectional, which doubles the width of its annotations
+    alignment: Alignment | None = None  # attention to the source; None: the decoder starts from the last encoder state
 
     def _objections(self):
         yield (
             self.alignment is not None and self.alignment.score == "dot" and self.bidirectional,
-            "alignment.score='dot' needs annotations as wide as the decoder's state, and bidirectional=True makes them "
-            "twice as wide; expected score='general' or bidirectional=False",
+            "alignment.score='dot' needs annotations as wide as the decoder's state, and bidirectional=True doubles "
+            "their width; expected score='general' or bidirectional=False",
         )
 
     def state_bytes(self, hidden_size: int, num_heads: int, tokens: int, layers: int, itemsize: int = 4) -> int:

@@ -1,7 +1,7 @@
-"""What a token mixer is, as data: small frozen records of literals that say which projections a layer has and how they
-become the arguments of `headrace.linear_attention`. JSON in, JSON out; illegal combinations are refused with a reason.
+"""The spec of a linear mixer: frozen records of literals that say which projections a layer has and how it computes the
+arguments of `headrace.linear_attention`. Specs convert to and from JSON; contradictory fields raise InputError.
 
-Each kind named here is a key of a table of small modules in `layers/parts.py` (or a branch of the op itself).
+Each kind named here is a key of a table of modules in `layers/parts.py`, or an option of `linear_attention`.
 """
 
 import dataclasses
@@ -21,95 +21,106 @@ from .softmax_rnn import SoftmaxRNNSpec
 
 @dataclass(frozen=True)
 class Heads(Record):
-    """Widths: all heads together have expand_k · hidden size key and expand_v · hidden size value dimensions."""
+    """Number and widths of the heads."""
 
-    expand_k: PositiveFloat = 1.0
-    expand_v: PositiveFloat = 1.0
-    qk_groups: PositiveInt | None = None  # heads of q and k, each shared by consecutive value heads; None: one for each
-    count: PositiveInt | None = None  # None: the model's num_heads
-    key_dim: PositiveInt | None = None  # of each head; None: what expand_k gives
+    expand_k: PositiveFloat = 1.0  # key dimensions of all heads together, as a multiple of the hidden size
+    expand_v: PositiveFloat = 1.0  # value dimensions of all heads together, as a multiple of the hidden size
+    qk_groups: PositiveInt | None = None  # number of q/k heads, shared by consecutive value heads; None: `count`
+    count: PositiveInt | None = None  # number of heads; None: the model's num_heads
+    key_dim: PositiveInt | None = None  # key dimension per head; None: derived from expand_k
 
 
 @dataclass(frozen=True)
 class Inputs(Record):
-    """From the layer's input to q, k, v, in this order: short convolution with SiLU, feature map, norm, rotation.
+    """How q, k and v are computed. After the projection come, in this order: short convolution with SiLU, feature map,
+    norm, rotation.
 
-    taylor-n: features whose products are e^x cut off after order n, x the logit. It is taken of q and k after their
-    rotation, and of read.scale's logits.
+    The feature map "taylor-n" has feature products equal to the n-th order Taylor polynomial of e^x, where x is the
+    logit with read.scale. It is applied to q and k after their rotation.
     """
 
-    # width of the causal depthwise convolution over q, k and v; 0: none
+    # width of the causal depthwise convolution over q, k and v; 0: no convolution
     conv: Annotated[int, Range("0 or at least 2", lambda n: n == 0 or n >= 2)] = 0
-    conv_bias: bool = False
-    shift: Literal["none", "ddlerp"] = "none"  # RWKV-6's data-dependent mix with the previous token
+    conv_bias: bool = False  # whether the convolution has a bias
+    shift: Literal["none", "ddlerp"] = "none"  # ddlerp: RWKV-6's data-dependent mix with the previous token
+    # applied to q and k; dpfp-n: arXiv 2102.11174; taylor-n: arXiv 2507.23632
     feature_map: Literal[
         "identity", "elu+1", "relu", "silu", "dpfp-1", "dpfp-2", "dpfp-3", "taylor-1", "taylor-2", "taylor-3",
         "taylor-4",
     ] = "identity"  # fmt: skip
-    qk_norm: Literal["none", "l2", "sum"] = "none"  # sum: of a feature map that is not negative, to a sum of 1
-    rotary: bool = False
+    qk_norm: Literal["none", "l2", "sum"] = "none"  # q and k divided by their L2 norm, or by the sum of their features
+    rotary: bool = False  # whether q and k get rotary position embeddings
 
     @property
     def order(self) -> int | None:
-        """Of a Taylor feature map; None: it is another one."""
+        """Order of a Taylor feature map; None for other feature maps."""
         kind, _, order = self.feature_map.partition("-")
         return int(order) if kind == "taylor" else None
 
     @property
     def positive(self) -> bool:
-        """Whether no feature is negative."""
+        """Whether all features are non-negative."""
         return self.feature_map in ("elu+1", "relu") or self.feature_map.startswith("dpfp")
 
 
 @dataclass(frozen=True)
 class Decay(Record):
-    """How memory fades. The kind fixes the shape of log_decay: [H] retnet, [B,T,H] softplus, [B,T,H,K] the others."""
+    """How the memory decays. log_decay has shape [H] for retnet, [B, T, H] for softplus, [B, T, H, K] for the others.
+
+    retnet and xpos are fixed; the decay of the other kinds is computed from the token: softplus (Mamba-2), sigmoid
+    (GLA), exp (RWKV-6), softplus-vector (KDA).
+    """
 
     kind: Literal["none", "retnet", "xpos", "softplus", "sigmoid", "exp", "softplus-vector"] = "none"
-    rank: PositiveInt | None = None  # of the low-rank projection of a vector decay; None: the head's key dimension
+    rank: PositiveInt | None = None  # rank of the projection to a decay per key channel; None: the key dimension K
 
 
 @dataclass(frozen=True)
 class Write(Record):
-    """What is added to memory: k ᵀ v ("add"), or k ᵀ (v − what is stored under k) ("delta"), with strength β."""
+    """The update of the memory S: β kᵀ v for the rule "add", β kᵀ (v − k S) for "delta"."""
 
     rule: Literal["add", "delta"] = "add"
-    beta: Literal["one", "sigmoid", "dt"] = "one"  # "dt": the step size of the softplus decay
-    # β also sees what memory lacks of v, as it was at the start of a chunk of so many tokens
+    beta: Literal["one", "sigmoid", "dt"] = "one"  # β: 1, a sigmoid of the token, or the softplus decay's step size
+    # chunk size in tokens: β also depends on the error v − k S of the memory at the chunk's start; None: it does not
     look: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
 class Read(Record):
-    """From memory to the layer's output: bonus and scale inside the op, then D skip, norm and output gate."""
+    """How the layer's output is read from the memory. Bonus and scale are arguments of `linear_attention`; its output
+    passes through the skip, the norm and the output gate."""
 
-    norm: Literal["none", "sum", "rms", "group", "rms-joint"] = "rms"  # rms, group: per head; rms-joint: over all heads
-    gate: Literal["none", "silu", "sigmoid", "sigmoid-low-rank"] = "none"
-    order: Literal["norm-gate", "gate-norm"] = "norm-gate"
-    scale: Literal["key", "one"] = "key"  # key: q times K^-1/2
-    bonus: bool = False  # RWKV-6's u: the present token is read with its own weight
-    skip: bool = False  # Mamba's D: v added to what is read
+    # sum: linear attention's normaliser; rms and group: norm per head; rms-joint: RMSNorm over all heads
+    norm: Literal["none", "sum", "rms", "group", "rms-joint"] = "rms"
+    gate: Literal["none", "silu", "sigmoid", "sigmoid-low-rank"] = "none"  # activation of the output gate
+    order: Literal["norm-gate", "gate-norm"] = "norm-gate"  # which of norm and gate comes first
+    scale: Literal["key", "one"] = "key"  # factor of q: K^-1/2 or 1
+    bonus: bool = False  # RWKV-6's u: a learned weight for the current token
+    skip: bool = False  # Mamba-2's D: v times a learned weight per head is added to the output
 
 
 @dataclass(frozen=True)
 class Competition(Record):
-    """Softmax linear attention: heads compete for what is written and read (arXiv 2602.01744, equations 3-16)."""
+    """Softmax linear attention: a softmax over the heads gates writes and reads (arXiv 2602.01744, equations 3-16)."""
 
     read: Literal["none", "query", "norm"] = (
-        "norm"  # query: on q, as the paper writes it; norm: after the per-head norm
+        "norm"  # the read gate multiplies q (the paper), or the per-head norm's output
     )
-    write: Literal["none", "value", "beta"] = "value"  # value: on v (equation 14); beta: inside β's logit
-    source: Literal["head", "diag", "query", "hidden"] = "head"  # what the scores are computed from
-    activation: Literal["softmax", "sigmoid", "null"] = "softmax"  # null: softmax with one more, empty, slot
-    scale: Literal["identity", "one"] = "identity"  # identity: zero scores give a gate of 1; one: as the paper
-    temperature: PositiveFloat = 1.0
-    # memories of each head, which compete too: a joint gate of this rank, at as many times the cost
+    write: Literal["none", "value", "beta"] = (
+        "value"  # the write gate multiplies v (equation 14), or is added to β's logit
+    )
+    # input of the scores: q or k of the head itself, the same with weights shared as a diagonal, all heads' q or k, x
+    source: Literal["head", "diag", "query", "hidden"] = "head"
+    activation: Literal["softmax", "sigmoid", "null"] = "softmax"  # null: a softmax with one more logit, fixed at 0
+    scale: Literal["identity", "one"] = "identity"  # identity: gates are scaled to be 1 for equal scores; one: unscaled
+    temperature: PositiveFloat = 1.0  # divides the scores
+    # number of memories per head, which compete as well; state and cost are multiplied by it
     rank: PositiveInt = 1
 
 
 @dataclass(frozen=True)
 class MixerSpec(Record):
-    """A linear-time token mixer. `competition=None` is the plain backbone."""
+    """A linear-time token mixer: a layer around `headrace.linear_attention`. competition: None for no gates."""
 
     heads: Heads = field(default_factory=Heads)
     inputs: Inputs = field(default_factory=Inputs)
@@ -129,7 +140,8 @@ class MixerSpec(Record):
         )
         yield (
             read.norm == "sum" and (delta or read.bonus or (inputs.rotary and order is None)),
-            "read.norm='sum' needs write.rule='add', no bonus and no rotary: each of them can make q·z vanish",
+            "read.norm='sum' divides by q·z, which the delta rule, a bonus or rotary positions can make vanish; "
+            "expected write.rule='add', read.bonus=False and inputs.rotary=False",
         )
         yield (
             delta and inputs.qk_norm == "none",
@@ -142,8 +154,8 @@ class MixerSpec(Record):
         )
         yield (
             decay.kind == "xpos" and (not inputs.rotary or order is not None),
-            f"decay.kind='xpos' fades what a rotation turns; expected inputs.rotary=True and no taylor features, got "
-            f"rotary={inputs.rotary} and feature_map={inputs.feature_map!r}",
+            f"decay.kind='xpos' is defined for rotated q and k; expected inputs.rotary=True and no taylor features, "
+            f"got rotary={inputs.rotary} and feature_map={inputs.feature_map!r}",
         )
         yield (delta and read.bonus, "read.bonus=True reads the memory before the write; expected write.rule='add'")
         yield (
@@ -168,7 +180,7 @@ class MixerSpec(Record):
         )
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
-        """Sentences naming each gate of this spec that cannot act, or hardly (empty: all gates act)."""
+        """Returns a sentence for each gate of this spec that has no effect, or nearly none."""
         found: list[str] = []
         gate = self.competition
         if gate is None:
@@ -185,15 +197,16 @@ class MixerSpec(Record):
 
     # --- derived, never stored -----------------------------------------------------------------------------------
     def num_heads(self, default: int) -> int:
+        """Returns the number of heads, which is `default` unless the spec sets it."""
         return self.heads.count or default
 
     @property
     def rank(self) -> int:
-        """Memories per head."""
+        """Number of memories per head."""
         return 1 if self.competition is None else self.competition.rank
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """(K, V) per head. Raises InputError where the widths do not divide."""
+        """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         H = self.num_heads(num_heads)
         dims = self.heads.key_dim or self._share("expand_k", hidden_size, H), self._share("expand_v", hidden_size, H)
@@ -213,7 +226,8 @@ class MixerSpec(Record):
         return int(width) // H
 
     def memory_rows(self, key_dim: int) -> int:
-        """Numbers that a head's key is in memory: K, the C(K + n, n) monomials of taylor-n, the 2 K n of dpfp-n."""
+        """Returns the number of rows of a head's memory, the dimension of the feature map: K, C(K + n, n) for taylor-n,
+        2 K n for dpfp-n."""
         order, (kind, _, shifts) = self.inputs.order, self.inputs.feature_map.partition("-")
         if kind == "dpfp":
             return 2 * key_dim * int(shifts)
@@ -221,11 +235,11 @@ class MixerSpec(Record):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a token's place in its sequence matters."""
+        """Whether the output depends on the position of a token in its sequence."""
         return self.inputs.rotary or self.write.look is not None
 
     def state_shapes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, ...]]:
-        """What one sequence carries from token to token, without the batch dimension."""
+        """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
         memory = H * self.rank, self.memory_rows(K), V + (self.read.norm == "sum")
@@ -240,11 +254,13 @@ class MixerSpec(Record):
         return shapes
 
     def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4) -> int:
+        """Returns the size in bytes of one sequence's recurrent state, with `itemsize` bytes per number."""
         sizes = (math.prod(s) for s in self.state_shapes(hidden_size, num_heads).values())
         return itemsize * sum(sizes)
 
     def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
-        """Multiply-adds of the recurrence itself, counted as two each, in the recurrent form (no projections)."""
+        """Returns the floating-point operations per token of the recurrence in its recurrent form, without projections.
+        A multiply-add counts as two."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
         K, V = self.memory_rows(K), V + (self.read.norm == "sum")
@@ -258,11 +274,11 @@ TYPES: dict[str, type] = {
     "softmax-rnn": SoftmaxRNNSpec,
 }  # fmt: skip
 Spec = MixerSpec | AttentionSpec | ScanSpec | MatrixSpec | SoftmaxRNNSpec
-CACHED = (AttentionSpec, SoftmaxRNNSpec)  # whose state has tokens in it
+CACHED = (AttentionSpec, SoftmaxRNNSpec)  # mixers whose state is a key/value cache
 
 
 def to_json(spec) -> Any:
-    """A spec as plain dicts, lists and literals; `from_json` reads it back to an equal spec."""
+    """Returns a spec as dicts, lists and literals, from which `from_json` makes an equal spec."""
     if isinstance(spec, tuple):
         return [to_json(item) for item in spec]
     if not isinstance(spec, Record):
@@ -274,7 +290,8 @@ def to_json(spec) -> Any:
 
 
 def from_json(data: Any, where: str = ""):
-    """The spec that `to_json` wrote. Raises InputError, which calls it `where`, for anything that is none."""
+    """Returns the spec that `to_json` converted. Raises InputError, which calls `data` by the name `where`, for data
+    that describe no spec."""
     if not isinstance(data, dict):
         raise InputError(f"{where or 'mixer'}={data!r}; expected a dict as to_json returns it")
     kind = data.get("type", "linear")
@@ -284,16 +301,17 @@ def from_json(data: Any, where: str = ""):
 
 
 def record(cls, data: dict[str, Any], where: str):
-    """A record of literals and records from plain dicts. Raises InputError for what its fields do not admit."""
+    """Makes a record from dicts of its fields. Raises InputError for a missing field and for invalid values."""
     values = admitted(cls, data, where)
     needed = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
     if missing := next((name for name in needed if name not in values), None):
-        raise InputError(f"{where} has no {missing}; expected one")
+        raise InputError(f"{where} lacks the field {missing!r}; expected a value for it")
     return cls(**values)
 
 
 def admitted(cls, data: dict[str, Any], where: str) -> dict[str, Any]:
-    """Values of fields as a record holds them. InputError, which calls it `where`, for what the fields do not admit."""
+    """Checks and converts the values of some fields of a record. Raises InputError, which calls `data` `where`, for
+    unknown fields and invalid values."""
     known, values = fields(cls), {}
     for name, value in data.items():
         if name not in known:
@@ -304,8 +322,7 @@ def admitted(cls, data: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _value(value: Any, kinds: tuple[Kind, ...], where: str) -> Any:
-    """What plain data stand for, where a field admits these kinds: dicts for records, "none" for None, and an item for
-    the tuple of it."""
+    """Converts JSON data for a field of these kinds: a dict to a record, "none" to None, a single item to a tuple."""
     if value == "none" and any(kind.type is NoneType for kind in kinds):
         return None
     if items := next((kind.items for kind in kinds if kind.items), ()):
@@ -318,12 +335,14 @@ def _value(value: Any, kinds: tuple[Kind, ...], where: str) -> Any:
 
 
 def change(spec, path: str, value):
-    """A copy of spec with one field changed: change(spec, "heads.expand_v", 2.0). Values are checked."""
+    """Returns a copy of a spec with one field changed, as in change(spec, "heads.expand_v", 2.0).
+
+    Raises InputError for an unknown field and an invalid value."""
     return change_all(spec, {path: value})
 
 
 def change_all(spec, values: dict[str, Any]):
-    """Several fields at once: what is checked is what they are together."""
+    """Returns a copy of a spec with several fields changed. Only the resulting spec has to be valid."""
     data = to_json(spec)
     for path, value in values.items():
         *parents, last = path.split(".")

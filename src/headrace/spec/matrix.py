@@ -1,5 +1,4 @@
-"""What a layer with a matrix memory per head is, as data, where the memory changes in a way that the algebra of
-`linear_attention` has no words for."""
+"""The spec of a mixer with a matrix memory per head whose update `linear_attention` cannot express."""
 
 import math
 from dataclasses import dataclass
@@ -11,28 +10,30 @@ from .record import PositiveFloat, PositiveInt, Record, require_positive
 
 @dataclass(frozen=True)
 class MatrixSpec(Record):
-    """S ← A_t S + kᵀ v, with an A_t that is neither a decay per key channel nor that with a delta rule."""
+    """A mixer with the memory update S ← A_t S + kᵀ v, for a transition A_t that `linear_attention` does not have."""
 
     kind: Literal["rwkv7", "gla-outer"]
-    rank: PositiveInt | None = None  # of the low-rank projections; None: what the papers take at this hidden size
-    expand_k: PositiveFloat = 1.0
-    expand_v: PositiveFloat = 1.0
-    count: PositiveInt | None = None  # heads; None: the model's num_heads
+    rank: PositiveInt | None = None  # rank of the low-rank projections; None: the papers' rank for the hidden size
+    expand_k: PositiveFloat = 1.0  # key dimensions of all heads together, as a multiple of the hidden size
+    expand_v: PositiveFloat = 1.0  # value dimensions of all heads together, as a multiple of the hidden size
+    count: PositiveInt | None = None  # number of heads; None: the model's num_heads
 
     def _objections(self):
         yield (
             self.kind == "rwkv7" and (self.expand_k != 1 or self.expand_v != 1),
-            f"kind='rwkv7' has no expand_k and expand_v; got {self.expand_k} and {self.expand_v}",
+            f"expand_k={self.expand_k} and expand_v={self.expand_v} with kind='rwkv7'; expected 1 for both",
         )
 
     def num_heads(self, default: int) -> int:
+        """Returns the number of heads, which is `default` unless the spec sets it."""
         return self.count or default
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
+        """Returns [], since the mixer has no competition."""
         return []
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """(K, V) per head. Raises InputError where the widths do not divide."""
+        """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         H, dims = self.num_heads(num_heads), []
         for name in ("expand_k", "expand_v"):
@@ -43,9 +44,10 @@ class MatrixSpec(Record):
         return dims[0], dims[1]
 
     def state_shapes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, ...]]:
-        """What one sequence carries from token to token, without the batch dimension."""
+        """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         memory = (self.num_heads(num_heads), *self.head_dims(hidden_size, num_heads))
         return {"memory": memory, "shift": (1, hidden_size)} if self.kind == "rwkv7" else {"memory": memory}
 
     def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4) -> int:
+        """Returns the size in bytes of one sequence's recurrent state, with `itemsize` bytes per number."""
         return itemsize * sum(math.prod(shape) for shape in self.state_shapes(hidden_size, num_heads).values())

@@ -1,7 +1,7 @@
-"""Frozen dataclasses that check what they are given: the base of every spec.
+"""The base of all specs: frozen dataclasses that validate their fields against the type hints.
 
-The type hint of a field says what the field admits: a bool, int, float or str, one of the values of a Literal, another
-record, a tuple of such values, None. A number may have a `Range`.
+A field's type hint may be bool, int, float, str, a Literal, a record, None, a tuple of these, or a union of these.
+`Annotated` with a `Range` restricts a number.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from ..utils.errors import InputError
 
 
 class Range(NamedTuple):
-    """Which numbers a field admits, in words and as a predicate."""
+    """The numbers that a field accepts: a description for errors, and a predicate."""
 
     text: str
     holds: Callable[[float], bool]
@@ -29,16 +29,16 @@ NonNegativeFloat = Annotated[float, Range("at least 0", lambda x: x >= 0)]
 
 
 class Kind(NamedTuple):
-    """One of the alternatives of a type hint."""
+    """One alternative of a field's type hint."""
 
     type: type
-    among: tuple[Any, ...] = ()  # the values of a Literal
+    among: tuple[Any, ...] = ()  # values of a Literal
     range: Range | None = None
-    items: tuple["Kind", ...] = ()  # of a tuple
+    items: tuple["Kind", ...] = ()  # alternatives for the items of a tuple
 
 
 class Record:
-    """Base of the specs. A record that cannot be is refused where it is made, by an InputError."""
+    """Base class of the specs. Construction raises InputError for invalid values and contradictory fields."""
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
@@ -49,18 +49,19 @@ class Record:
                 raise InputError(reason)
 
     def _objections(self) -> Iterator[tuple[bool, str]]:
-        """(whether the values of the fields contradict each other, a sentence that says how)."""
+        """Yields (condition, message) pairs; a true condition makes the record invalid."""
         return iter(())
 
 
 @cache
 def fields(cls: type) -> dict[str, tuple[Kind, ...]]:
-    """What each field of a dataclass admits, by name."""
+    """Returns the alternatives that each field of a dataclass accepts, by the field's name."""
     hints = get_type_hints(cls, include_extras=True)
     return {f.name: alternatives(hints[f.name]) for f in dataclasses.fields(cls)}
 
 
 def alternatives(hint: Any) -> tuple[Kind, ...]:
+    """Returns the alternatives of a type hint."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return (Kind(type(args[0]), among=args),)
@@ -72,9 +73,9 @@ def alternatives(hint: Any) -> tuple[Kind, ...]:
 
 
 def checked(value: Any, kinds: tuple[Kind, ...], *where: str) -> Any:
-    """The value as a field of these kinds holds it: an int is a float, a list is a tuple, nothing else is converted.
+    """Checks a value against the alternatives of its field, and converts an int to float and a list to a tuple.
 
-    Raises InputError for what the kinds do not admit; `where` is the path to the value."""
+    Raises InputError for any other value; `where` is the path of the field."""
     for kind in kinds:
         if kind.items and type(value) in (list, tuple):
             return tuple(checked(item, kind.items, *where, str(i)) for i, item in enumerate(value))
@@ -104,7 +105,7 @@ def _names(kind: Kind) -> list[str]:
 
 
 def require_positive(**sizes: Any) -> None:
-    """Raises InputError for a size that is no integer of at least 1."""
+    """Raises InputError unless every size is a positive integer."""
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise InputError(f"{name}={size!r}; expected a positive integer")

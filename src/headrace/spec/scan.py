@@ -1,4 +1,4 @@
-"""What a state-space layer or RWKV-4 is, as data. Each channel has a state of its own, and there are no heads."""
+"""The spec of a state-space layer or RWKV-4: mixers with one recurrence per channel and no heads."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from ..utils.errors import InputError
 from .record import PositiveFloat, PositiveInt, Range, Record, require_positive
 
-# The fields that mean something to each kind, and must be given; the others must be left alone.
+# Fields that each kind requires; a kind refuses those of the other kinds.
 FIELDS: dict[str, set[str]] = {
     "mamba": {"state_size", "conv"},
     "s4": {"state_size"},
@@ -18,22 +18,22 @@ FIELDS: dict[str, set[str]] = {
 
 @dataclass(frozen=True)
 class ScanSpec(Record):
-    """A mixer that runs one small recurrence per channel."""
+    """A mixer that runs one recurrence per channel."""
 
     kind: Literal["mamba", "s4", "s4d", "rwkv4"]
-    state_size: PositiveInt | None = None  # numbers that a channel carries; for s4 and s4d pairs of them are complex
-    # width of the causal depthwise convolution before the recurrence
+    state_size: PositiveInt | None = None  # state numbers per channel; in s4 and s4d two of them are one complex number
+    # mamba: width of the causal depthwise convolution before the recurrence
     conv: Annotated[int, Range("at least 2", lambda n: n >= 2)] | None = None
-    expand: PositiveFloat = 1.0  # channels of the recurrence over hidden size
-    rank: PositiveInt | None = None  # of the projection to mamba's step size; None: hidden size / 16
-    norm: bool = False  # of mamba's step sizes, B and C, as they come from their projection (Jamba)
+    expand: PositiveFloat = 1.0  # mamba: number of channels as a multiple of the hidden size
+    rank: PositiveInt | None = None  # mamba: rank of the projection to the step size; None: hidden size / 16
+    norm: bool = False  # mamba: whether the projected step size, B and C are normalised (Jamba)
 
     def _objections(self):
         wanted = FIELDS[self.kind]
         for name in ("state_size", "conv"):
             value = getattr(self, name)
             yield name in wanted and value is None, f"kind={self.kind!r} needs {name}; got none"
-            yield name not in wanted and value is not None, f"kind={self.kind!r} has no {name}; got {value}"
+            yield name not in wanted and value is not None, f"kind={self.kind!r} has no {name}; got {name}={value}"
         pairs = self.kind in ("s4", "s4d")
         yield pairs and (self.state_size or 0) % 2 == 1, f"state_size={self.state_size}; expected a multiple of 2"
         mamba = self.kind == "mamba"
@@ -42,24 +42,27 @@ class ScanSpec(Record):
         yield not mamba and self.norm, f"kind={self.kind!r} has no norm; expected norm=False"
 
     def num_heads(self, default: int) -> int:
+        """Returns 1, since the mixer has no heads."""
         return 1
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
+        """Returns [], since the mixer has no competition."""
         return []
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """(numbers that a channel carries, channels). Raises InputError where expand gives no whole number of them."""
+        """Returns (state numbers per channel, channels). Raises InputError unless expand gives whole channels."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         width = round(self.expand * hidden_size, 6)  # 58 / 56 · 56 is not 58 in float64
         if width % 1:
-            raise InputError(f"expand={self.expand} times hidden_size={hidden_size} is no whole number of channels")
+            raise InputError(f"expand={self.expand} times hidden_size={hidden_size} is {width:g}; expected an integer")
         return self.state_size or 3, int(width)
 
     def step_rank(self, hidden_size: int) -> int:
+        """Returns the rank of mamba's projection to the step size."""
         return self.rank or -(-hidden_size // 16)
 
     def state_shapes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, ...]]:
-        """What one sequence carries from token to token, without the batch dimension."""
+        """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         size, channels = self.head_dims(hidden_size, num_heads)
         shapes: dict[str, tuple[int, ...]] = {"memory": (size, channels)}
         if self.conv is not None:
@@ -69,4 +72,5 @@ class ScanSpec(Record):
         return shapes
 
     def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4) -> int:
+        """Returns the size in bytes of one sequence's recurrent state, with `itemsize` bytes per number."""
         return itemsize * sum(math.prod(shape) for shape in self.state_shapes(hidden_size, num_heads).values())

@@ -1,4 +1,4 @@
-"""What softmax attention taken apart is, as data: its numerator, its denominator, and what keeps both in bounds."""
+"""The spec of variants of softmax attention with other numerators and denominators (arXiv 2507.23632)."""
 
 import math
 from dataclasses import dataclass
@@ -12,22 +12,23 @@ NORMS = ("l2", "rms", "layer")
 
 @dataclass(frozen=True)
 class SoftmaxRNNSpec(Record):
-    """Σ_s w(q_t, k_s) v_s over a denominator (arXiv 2507.23632, section 4.5). As it stands: softmax attention.
+    """The mixer Σ_s w(q_t, k_s) v_s / denominator (arXiv 2507.23632, section 4.5). The defaults are softmax attention.
 
-    With x the logit of a query and a key, w is e^x ("exp"), or x itself where "relu", "elu+1" or "cosine" is first
-    applied to q and k; with an order n it is 1 + x + … + xⁿ/n!, for any of them.
+    With x the logit of q_t and k_s, the weight w is e^x for numerator="exp". For "relu", "elu+1" and "cosine", which
+    are applied to q and k first, w is x. With an order n, w is 1 + x + … + xⁿ/n! for every numerator.
     """
 
     numerator: Literal["exp", "relu", "elu+1", "cosine"] = "exp"
-    order: NonNegativeInt | None = None
-    clamp: float | None = None  # largest logit; None: any
-    # detached: the sum, at least 1, without a gradient; gates: σ of the token's input, per head, on what is read or on
-    # v; input-length: v_s over n^σ(c), n the number of tokens that token s sees, c a parameter per head
+    order: NonNegativeInt | None = None  # n, the order of the Taylor polynomial; None: w as above
+    clamp: float | None = None  # upper bound of the logits; None: no bound
+    # sum: Σ_s w; detached: max(Σ_s w, 1) without a gradient; output-gate and input-gate: no denominator, but a sigmoid
+    # gate per head on the output or on v; input-length: v_s is divided by n^σ(c), where n is the number of tokens that
+    # token s attends to and c is a parameter per head; l2, rms, layer: the norm of the numerator
     denominator: Literal[
         "sum", "detached", "none", "output-gate", "input-gate", "input-length", "l2", "rms", "layer"
     ] = "sum"  # fmt: skip
-    affine: bool = False  # a norm has a weight per channel of a head ("layer": and a bias)
-    by_length: bool = False  # also divided by the number of tokens seen
+    affine: bool = False  # whether the norm has a learned weight (layer: and a bias) per channel of a head
+    by_length: bool = False  # whether the output is also divided by the number of tokens attended to
 
     def _objections(self):
         order = self.order
@@ -44,29 +45,33 @@ class SoftmaxRNNSpec(Record):
         )
         yield (
             self.by_length and self.denominator in ("sum", "detached"),
-            f"by_length=True divides numerator and denominator={self.denominator!r} alike and does nothing; "
-            "expected by_length=False, or another denominator",
+            f"by_length=True has no effect with denominator={self.denominator!r}, since it divides numerator and "
+            "denominator alike; expected by_length=False, or another denominator",
         )
 
     def num_heads(self, default: int) -> int:
+        """Returns the model's number of heads."""
         return default
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
+        """Returns [], since the mixer has no competition."""
         return []
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
+        """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         if hidden_size % num_heads or (hidden_size // num_heads) % 2:
             raise InputError(
-                f"num_heads={num_heads} does not divide hidden_size={hidden_size} into even heads, which rotate"
+                f"num_heads={num_heads} and hidden_size={hidden_size}; expected an even head dimension, as rotary needs"
             )
         return hidden_size // num_heads, hidden_size // num_heads
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> dict[str, tuple[int, ...]]:
-        """The key/value cache after `tokens` tokens: it grows with every one of them."""
+        """Returns the shapes of one sequence's key/value cache after `tokens` tokens."""
         K, V = self.head_dims(hidden_size, num_heads)
         return {"k": (tokens, num_heads, K), "v": (tokens, num_heads, V)}
 
     def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4, tokens: int = 1) -> int:
+        """Returns the size in bytes of one sequence's cache after `tokens` tokens, with `itemsize` bytes per number."""
         sizes = (math.prod(s) for s in self.state_shapes(hidden_size, num_heads, tokens).values())
         return itemsize * sum(sizes)

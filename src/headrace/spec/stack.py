@@ -1,4 +1,4 @@
-"""What a model is beside its token mixers, as data: its layers, what stands around them; and whole models of blocks."""
+"""The specs of models built of blocks: the blocks' style, the decoder's layers, Transformer and BERT."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,67 +12,71 @@ from .record import NonNegativeFloat, PositiveInt, Range, Record, require_positi
 
 @dataclass(frozen=True)
 class Experts(Record):
-    """A mixture of MLPs: of `count`, every token goes to the `chosen` ones that its router likes best."""
+    """A mixture of experts in place of an MLP."""
 
-    count: PositiveInt = 16
-    chosen: PositiveInt = 2
+    count: PositiveInt = 16  # number of experts
+    chosen: PositiveInt = 2  # number of experts per token, chosen by the router
     balance: NonNegativeFloat = 0.001  # weight of the load-balancing loss in training
 
     def _objections(self):
         chosen, count = self.chosen, self.count
-        yield chosen > count, f"experts.chosen={chosen} of experts.count={count}; expected 1 to all of them"
+        yield chosen > count, f"experts.chosen={chosen} exceeds experts.count={count}; expected 1 to {count}"
 
 
 @dataclass(frozen=True)
 class BlockStyle(Record):
-    """What all blocks of a stack have in common beside their mixers."""
+    """Properties that all blocks of a model share, beside their mixers."""
 
-    norm: Literal["rms", "layer"] = "rms"
-    order: Literal["pre", "post"] = "pre"  # pre: norms before mixer and MLP; post: after each sum, and none at the end
-    mlp: Literal["swiglu", "geglu", "gelu", "gelu-tanh", "relu", "none"] = "swiglu"
-    bias: bool = False  # of the MLP and of layer norms
-    positions: Literal["none", "sinusoidal", "learned"] = "none"  # added to the embeddings
-    experts: Experts | None = None  # of the layers that have them in place of one MLP
-    shared: AttentionSpec | None = None  # of the one block that some layers share
-    embedding_norm: bool = False  # after the positions (BERT, BLOOM)
+    norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm
+    order: Literal["pre", "post"] = "pre"  # pre: norm before mixer and MLP, and at the end; post: norm after each sum
+    mlp: Literal["swiglu", "geglu", "gelu", "gelu-tanh", "relu", "none"] = "swiglu"  # kind of MLP
+    bias: bool = False  # whether MLPs and LayerNorms have biases
+    positions: Literal["none", "sinusoidal", "learned"] = "none"  # absolute positions, added to the embeddings
+    experts: Experts | None = None  # mixture of experts of the layers with mlp="experts"
+    shared: AttentionSpec | None = None  # attention of the block that layers with shared=True share (Zamba)
+    embedding_norm: bool = False  # whether a norm follows embeddings and positions (BERT, BLOOM)
 
     @property
     def gated(self) -> bool:
+        """Whether the MLP is a gated linear unit."""
         return self.mlp in ("swiglu", "geglu")
 
 
 @dataclass(frozen=True)
 class Layer(Record):
-    """One layer. With `shared` its mixer reads, beside x, what the style's shared block makes of x and embeddings."""
+    """One layer of a decoder."""
 
     mixer: Spec
-    mlp: Literal["one", "experts", "none"] = "one"
-    shared: bool = False
+    mlp: Literal["one", "experts", "none"] = "one"  # the style's MLP, the style's mixture of experts, or neither
+    shared: bool = False  # whether the output of the style's shared block is added to the mixer's input
 
 
 @dataclass(frozen=True)
 class Decoder(Record):
-    """A language model: a pattern of layers, repeated over the depth, and their style."""
+    """A decoder-only language model."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...]  # pattern of layers, repeated over the depth
     style: BlockStyle = field(default_factory=BlockStyle)
 
     def _objections(self):
         yield not self.layers, "layers=(); expected at least one layer"
         for wanted, given in (("experts", self.style.experts), ("shared", self.style.shared)):
             used = any(layer.mlp == "experts" if wanted == "experts" else layer.shared for layer in self.layers)
-            reason = f"a layer has {wanted} and style.{wanted} is none; expected to be told which"
+            reason = f"a layer uses {wanted} and style.{wanted} is none; expected style.{wanted} to be set"
             yield used and given is None, reason
 
     def over(self, depth: int) -> list[Layer]:
-        """The layers of a model of this depth. It may end within the pattern."""
+        """Returns the layers of a model with `depth` layers. The last repetition of the pattern may be incomplete."""
         return [self.layers[i % len(self.layers)] for i in range(depth)]
 
     def num_heads(self, default: int) -> int:
+        """Returns the model's number of heads."""
         return default
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """Of the first mixer. Raises InputError where the widths of any do not divide."""
+        """Returns the key and value dimensions per head of the first mixer.
+
+        Raises InputError if the sizes of any mixer do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         if self.style.shared is not None:
             self.style.shared.head_dims(2 * hidden_size, num_heads)
@@ -80,10 +84,11 @@ class Decoder(Record):
         return dims[0]
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
+        """Returns a sentence for each gate of the layers that has no effect."""
         return list(dict.fromkeys(idle for layer in self.layers for idle in layer.mixer.idle_gates(num_heads)))
 
     def state_bytes(self, hidden_size: int, num_heads: int, tokens: int, layers: int, itemsize: int = 4) -> int:
-        """What one sequence carries after `tokens` tokens, in a model of so many layers."""
+        """Returns the size in bytes of one sequence's states after `tokens` tokens, over all layers."""
         held = [(layer.mixer, hidden_size) for layer in self.over(layers)]
         if self.style.shared is not None:
             held += [(self.style.shared, 2 * hidden_size)] * sum(layer.shared for layer in self.over(layers))
@@ -92,18 +97,21 @@ class Decoder(Record):
 
 
 def as_decoder(spec: Spec | Decoder) -> Decoder:
-    """A spec as a model: a mixer is the pattern of one layer."""
+    """Returns a decoder; a mixer becomes a pattern of one layer."""
     return spec if isinstance(spec, Decoder) else Decoder((Layer(spec),))
 
 
 def as_layers(spec: Spec | Layer | Decoder) -> Sequence[Layer]:
+    """Returns the layers of a decoder, or a mixer or layer as a sequence of one layer."""
     if isinstance(spec, Decoder):
         return spec.layers
     return (spec if isinstance(spec, Layer) else Layer(spec),)
 
 
 def as_style(given: Any, base: BlockStyle | None = None) -> BlockStyle:
-    """A style given as one, as a dict of what differs from the base, or as None. Raises InputError."""
+    """Returns a style from a BlockStyle, from a dict of the fields that differ from the base, or from None (the base).
+
+    Raises InputError for other types, unknown fields and invalid values."""
     base = base or BlockStyle()
     if given is None or isinstance(given, BlockStyle):
         return given or base
@@ -115,35 +123,41 @@ def as_style(given: Any, base: BlockStyle | None = None) -> BlockStyle:
 
 @dataclass(frozen=True)
 class StackSpec(ModelSpec):
-    """A whole model of blocks. Its mixer is any of the zoo's; an encoder uses it both ways."""
+    """Base of the specs of Transformer and BERT, models whose blocks all have the same mixer and style."""
 
-    mixer: Spec = field(default_factory=lambda: AttentionSpec(rotary=False))
+    mixer: Spec = field(default_factory=lambda: AttentionSpec(rotary=False))  # bidirectional in an encoder
     style: BlockStyle = field(default_factory=BlockStyle)
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
+        """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         return self.mixer.head_dims(hidden_size, num_heads)
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
+        """Returns a sentence for each gate of the mixer that has no effect."""
         return self.mixer.idle_gates(num_heads)
 
     def num_heads(self, default: int) -> int:
+        """Returns the number of heads, which is `default` unless the mixer sets it."""
         return self.mixer.num_heads(default)
 
 
 @dataclass(frozen=True)
 class TransformerSpec(StackSpec):
-    """An encoder, and a decoder that reads it by cross attention, which has no positions."""
+    """A Transformer encoder-decoder. The cross-attention has no positions."""
 
-    scaled: Literal["input", "output"] = "input"  # where the shared embedding is: input: · D^½; output: logits · D^-½
-    # of the loss in training
+    # where the tied embedding is scaled: input: embeddings times D^1/2; output: logits times D^-1/2
+    scaled: Literal["input", "output"] = "input"
+    # label smoothing of the training loss
     label_smoothing: Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)] = 0.0
 
     @property
     def cross(self) -> AttentionSpec:
+        """Spec of the cross-attention: the mixer's, if that is attention, without positions and pattern."""
         own = self.mixer if isinstance(self.mixer, AttentionSpec) else AttentionSpec()
         return replace(own, rotary=False, buckets=None, pattern=None)
 
     def state_bytes(self, hidden_size: int, num_heads: int, tokens: int, layers: int, itemsize: int = 4) -> int:
+        """Returns the size in bytes of the decoder's states for a source and a target of `tokens` tokens each."""
         at = {"tokens": tokens} if isinstance(self.mixer, AttentionSpec) else {}
         own = self.mixer.state_bytes(hidden_size, num_heads, itemsize, **at)
         return layers * (own + self.cross.state_bytes(hidden_size, num_heads, itemsize, tokens))
@@ -151,10 +165,11 @@ class TransformerSpec(StackSpec):
 
 @dataclass(frozen=True)
 class BertSpec(StackSpec):
-    """An encoder alone, with heads for masked tokens and for whether two segments belong together."""
+    """A BERT encoder with heads for masked-token and next-sentence prediction."""
 
     def state_bytes(self, hidden_size: int, num_heads: int, tokens: int, layers: int, itemsize: int = 4) -> int:
-        return 0  # nothing is carried from token to token
+        """Returns 0, since an encoder has no state."""
+        return 0
 
 
 TYPES |= {"layer": Layer, "decoder": Decoder, "transformer": TransformerSpec, "bert": BertSpec}

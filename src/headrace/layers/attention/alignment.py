@@ -1,8 +1,8 @@
-"""Alignment attention: a decoder's step scores every position of the source and reads a weighted mean of them.
+"""Attention of a recurrent decoder to the source: a weighted mean of the encoder's annotations for each decoder step.
 
-Additive: arXiv 1409.0473; dot, general and concat scores, local windows: arXiv 1508.04025.
+Additive scores: arXiv 1409.0473. Dot, general and concat scores, and local windows: arXiv 1508.04025.
 
-Dimensions: B batch, T decoder steps, L source positions, n the decoder's width, M the width of an annotation.
+Dimensions: B batch, T decoder steps, L source positions, n width of the decoder, M width of an annotation.
 """
 
 from collections.abc import Callable
@@ -48,10 +48,12 @@ SCORES: dict[str, Callable[[int, int], nn.Module]] = {
     "concat": Additive,
 }
 
-# --- windows: query [B, T, n], valid [B, L] -> (positions that are seen [B, T or 1, L], factor of their weights) ------
+# --- windows: query [B, T, n], valid [B, L] -> (allowed positions [B, T or 1, L], factor of their weights) ------------
 
 
-class Everywhere(nn.Module):
+class Global(nn.Module):
+    """global: all positions."""
+
     def __init__(self, query_size: int, reach: int):
         super().__init__()
 
@@ -60,7 +62,7 @@ class Everywhere(nn.Module):
 
 
 class Monotonic(nn.Module):
-    """local-m: step t sees the positions t − D … t + D. Both count from 0."""
+    """local-m: step t attends to the positions t − D … t + D, both counted from 0."""
 
     def __init__(self, query_size: int, reach: int):
         super().__init__()
@@ -73,8 +75,8 @@ class Monotonic(nn.Module):
 
 
 class Predictive(nn.Module):
-    """local-p: the step predicts its centre p = S sigmoid(vᵀ tanh(W q)) in a source of S tokens, sees p − D … p + D,
-    and weights are multiplied by a Gaussian around p of standard deviation D / 2."""
+    """local-p: a step attends to the positions p − D … p + D, with p = S sigmoid(vᵀ tanh(W q)) for a source of length S.
+    The weights are multiplied by a Gaussian around p with standard deviation D / 2."""
 
     def __init__(self, query_size: int, reach: int):
         super().__init__()
@@ -89,21 +91,21 @@ class Predictive(nn.Module):
         return valid[:, None] & (distance.abs() <= self.reach), torch.exp(-2 * (distance / self.reach).square())
 
 
-WINDOWS: dict[str, type[nn.Module]] = {"global": Everywhere, "local-m": Monotonic, "local-p": Predictive}
+WINDOWS: dict[str, type[nn.Module]] = {"global": Global, "local-m": Monotonic, "local-p": Predictive}
 
-# --- the whole --------------------------------------------------------------------------------------------------------
+# --- attention --------------------------------------------------------------------------------------------------------
 
 
 class Memory(NamedTuple):
-    """A source as its decoder sees it: prepared once, read at every step."""
+    """The source, prepared once for all decoder steps."""
 
-    annotations: Tensor  # [B, L, M]
-    keys: Tensor  # [B, L, ·], what the score makes of them
-    valid: Tensor  # [B, L], False is padding, never seen
+    annotations: Tensor  # [B, L, M], outputs of the encoder
+    keys: Tensor  # [B, L, ·], keys of the score function
+    valid: Tensor  # [B, L], False marks padding
 
 
 class AlignmentAttention(nn.Module):
-    """Weights of the source positions for each decoder step, and the mean of the annotations under them."""
+    """Computes the weights of the source positions for each decoder step, and the weighted mean of the annotations."""
 
     def __init__(self, spec: Alignment, query_size: int, memory_size: int):
         super().__init__()
@@ -111,13 +113,14 @@ class AlignmentAttention(nn.Module):
         self.window = WINDOWS[spec.window](query_size, spec.reach)
 
     def memory(self, annotations: Tensor, valid: Tensor) -> Memory:
+        """Prepares annotations [B, L, M]. valid [B, L]: False marks padding."""
         return Memory(annotations, self.score.keys(annotations), valid)
 
     def forward(self, query: Tensor, memory: Memory, first: int = 0) -> tuple[Tensor, Tensor]:
         """query [B, T, n] of the decoder steps first, first + 1, … -> (context [B, T, M], weights [B, T, L]).
 
-        Weights are 0 outside the window; where the source ends before the window begins, all are, and so is the
-        context."""
+        Weights are 0 outside the window. If the window begins after the end of the source, all weights and the context
+        are 0."""
         seen, factor = self.window(query, first, memory.valid)
         logits = self.score(query, memory.keys)
         weights = logits.masked_fill(~seen, torch.finfo(logits.dtype).min).softmax(-1) * seen

@@ -1,4 +1,4 @@
-"""Softmax attention: the yardstick, whose state grows with every token, and its kin.
+"""Softmax attention, whose state is a key/value cache.
 
 Dimensions: B batch, T new tokens, L all tokens so far, D hidden size, H query heads, Hkv key/value heads, d head
 dimension, N sequences.
@@ -23,16 +23,16 @@ from .window import PatternSoftmax, WindowState, window_attention
 
 
 class AttentionState(NamedTuple):
-    """The keys and values of every token so far, keys already rotated."""
+    """The keys, after rotation, and values of all tokens so far."""
 
     k: Tensor  # [N, L, Hkv, d]
     v: Tensor  # [N, L, Hkv, d]
-    valid: Tensor | None = None  # [N, L] bool: False is padding; None: no padding
-    room: int | None = None  # tokens that the memory of k and v has room for, these L among them; None: for these alone
+    valid: Tensor | None = None  # [N, L] bool: False marks padding; None: no padding
+    room: int | None = None  # capacity in tokens of the memory of k and v; None: L
 
     @property
     def seen(self) -> Tensor:
-        """[N], how many tokens came before."""
+        """Number of tokens so far, [N]."""
         return _valid(self.k, self.valid).sum(1)
 
 
@@ -40,11 +40,17 @@ State = AttentionState | WindowState
 
 
 class SoftmaxAttention(nn.Module):
-    """Softmax attention (arXiv 1706.03762) with rotary positions (arXiv 2104.09864) and grouped key/value heads
-    (arXiv 2305.13245), with Llama's projections and conventions; and what else an AttentionSpec can say.
+    """Softmax attention (arXiv 1706.03762) with Llama's projections, rotary positions (arXiv 2104.09864), grouped
+    key/value heads (arXiv 2305.13245) and the options of AttentionSpec.
 
-    Args: as LinearMixer's; the layer's place and norm_eps mean nothing here. causal: False for an encoder, whose tokens
-        see all others; and for `cross`. out_size: of y; None: hidden_size.
+    Args:
+        spec, hidden_size, num_heads, rope_theta: as in LinearMixer.
+        layer_idx, num_layers, norm_eps: not used.
+        causal: False for an encoder, in which every token attends to all tokens, and for `cross`.
+        out_size: size of the output; None: hidden_size.
+
+    Raises:
+        InputError: for a pattern with causal=False.
     """
 
     def __init__(
@@ -53,7 +59,7 @@ class SoftmaxAttention(nn.Module):
     ):  # fmt: skip
         super().__init__()
         require(
-            causal or spec.pattern is None, f"{spec.pattern} is of earlier tokens; expected pattern=None in an encoder"
+            causal or spec.pattern is None, f"{spec.pattern} requires causal=True; expected pattern=None in an encoder"
         )
         self.spec, self.rope_theta, self.causal = spec, rope_theta, causal
         self.state_kind = AttentionState if spec.pattern is None else WindowState
@@ -78,7 +84,7 @@ class SoftmaxAttention(nn.Module):
         in_place: bool = False,
     ) -> tuple[Tensor, State]:
         """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state)."""
-        require(self.causal or state is None, "an encoder sees a whole sequence at once; expected state=None")
+        require(self.causal or state is None, "state is given to an encoder's attention, which has none; expected None")
         if state is not None:
             check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
         if self.spec.pattern is not None and mask is not None:
@@ -97,12 +103,12 @@ class SoftmaxAttention(nn.Module):
         return self.o_proj(out.flatten(-2)), state
 
     def remember(self, memory: Tensor, mask: Tensor | None = None) -> AttentionState:
-        """The keys and values of another sequence [B, L, D], for `cross`. mask [B, L]: False is padding, never seen; a
-        row needs a token."""
+        """Returns the keys and values of another sequence [B, L, D], for `cross`. mask [B, L]: False marks padding;
+        every row needs a token."""
         return AttentionState(*self._key_value(memory), mask)
 
     def cross(self, x: Tensor, memory: AttentionState) -> Tensor:
-        """x [B, T, D] reads the sequence that is remembered -> [B, T, D]. Positions have no part in it."""
+        """Computes cross-attention, without positions: x [B, T, D] -> [B, T, D]. memory: from `remember`."""
         return self.o_proj(self._attend(self._query(x), *memory[:3]).flatten(-2))
 
     def _query(self, x: Tensor) -> Tensor:
@@ -116,13 +122,13 @@ class SoftmaxAttention(nn.Module):
         return k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
-        k, v = k.to(q.dtype), v.to(q.dtype)  # what is held may be of a pass in another precision
+        k, v = k.to(q.dtype), v.to(q.dtype)  # the cache may come from a call in another precision
         if self.spec.form == "tiles":
             return flash_attention(q, k, v, causal=self.causal, valid=valid)
         return attend(q, k, v, valid, causal=self.causal, bias=self.bias, null=self.spec.null)
 
     def _attend_within(self, q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor | None):
-        """Attention to what the pattern shows: rows of a batch are a pack of sequences of one length."""
+        """Computes attention with the pattern. Rows of a batch are treated as packed sequences of equal length."""
         assert self.spec.pattern is not None
         B, T = q.shape[:2]
         if T == 0:
@@ -137,7 +143,7 @@ class SoftmaxAttention(nn.Module):
 def attend_packed(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, state: AttentionState | None, lengths: list[int]
 ) -> tuple[Tensor, AttentionState]:
-    """One attention per sequence: no work and no memory for pairs of tokens of different sequences."""
+    """Calls `attend` once per packed sequence, so that pairs of tokens of different sequences cost nothing."""
     out, keys, values = [], [], []
     for n, (qn, kn, vn) in enumerate(zip(*(x[0].split(lengths) for x in (q, k, v)), strict=True)):
         if state is not None:
@@ -158,7 +164,7 @@ def _valid(k: Tensor, mask: Tensor | None) -> Tensor:
 def extended(
     state: AttentionState | None, k: Tensor, v: Tensor, mask: Tensor | None, in_place: bool = False
 ) -> AttentionState:
-    """The state with k and v [N, T, Hkv, d] behind its own, in its own memory where it may be written into."""
+    """Appends k and v [N, T, Hkv, d] to a state; in place, in memory reserved for more tokens, if allowed."""
     if state is None:
         return AttentionState(k, v, mask)
     valid = None
@@ -174,7 +180,7 @@ def extended(
 
 
 def _lies_in(room: int, past: Tensor, new: Tensor) -> bool:
-    """Whether past [N, L, …] begins memory for `room` tokens of each sequence, which can hold what new has."""
+    """Whether past [N, L, …] is the start of memory for `room` tokens per sequence, in a dtype that can hold `new`."""
     return past.stride(0) == room * past.shape[2:].numel() and past.dtype is torch.promote_types(past.dtype, new.dtype)
 
 
@@ -186,7 +192,7 @@ def _moved(past: Tensor, room: int, new: Tensor) -> Tensor:
 
 
 def _behind(past: Tensor, new: Tensor, room: int) -> Tensor:
-    """past [N, L, …] and new [N, T, …] in one tensor: new is written into the memory behind past."""
+    """Writes new [N, T, …] into the memory after past [N, L, …], and returns both as one tensor."""
     L, total = past.shape[1], past.shape[1] + new.shape[1]
     buffer = past.as_strided((len(past), room, *past.shape[2:]), past.stride())
     buffer[:, L:total] = new

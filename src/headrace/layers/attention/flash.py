@@ -1,8 +1,8 @@
-"""FlashAttention (arXiv 2205.14135), to be read: softmax attention tile by tile, which never holds a T × T matrix.
+"""FlashAttention (arXiv 2205.14135) in plain PyTorch, for study: softmax attention by tiles, without a T × T matrix.
 
-Each row of scores is met in pieces. Its softmax is kept as a maximum m, a sum l of exponentials and an unfinished
-output; l and the output are rescaled whenever a piece raises the maximum. Backward computes the scores of each tile
-again: with the log-sum-exp m + log l of every row, e^(s − lse) is the softmax itself.
+The forward visits each row of scores in tiles, and keeps their maximum m, the sum l of their exponentials and an
+unnormalised output; l and the output are rescaled whenever the maximum increases. The backward recomputes the scores of
+each tile; with the log-sum-exp lse = m + log l of a row, its softmax is e^(s − lse).
 
 Dimensions: B batch, T queries, L keys, H heads, d head dimension; the queries are the last T of the L tokens.
 """
@@ -22,14 +22,14 @@ TILE = 64
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees."""
+    """The keys that each query attends to."""
 
     causal: bool
-    ahead: int  # L − T: keys before the first query
-    valid: Tensor | None  # [B, L], False: seen by none but, if causal, its own query; None: all are
+    ahead: int  # L − T: number of keys before the first query
+    valid: Tensor | None  # [B, L], False marks padding, which, if causal, attends to itself; None: no padding
 
     def hidden(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
-        """[1 or B, 1, rows, columns] of a tile, True where the query does not see the key."""
+        """Returns the mask [1 or B, 1, rows, columns] of a tile, True where the query does not attend to the key."""
         i = self.ahead + torch.arange(rows.start, rows.stop, device=device)[:, None]
         j = torch.arange(columns.start, columns.stop, device=device)
         hidden = ((j > i) & self.causal)[None, None]
@@ -40,23 +40,24 @@ class Mask(NamedTuple):
         )
 
     def unseen(self, rows: slice, columns: slice) -> bool:
-        """A tile of which nothing is seen."""
+        """Whether all pairs of a tile are hidden by causality."""
         return self.causal and columns.start > self.ahead + rows.stop - 1
 
 
 def tiles(length: int) -> Iterator[slice]:
+    """Splits `length` rows or columns into slices of TILE."""
     return (slice(start, min(start + TILE, length)) for start in range(0, length, TILE))
 
 
 def scores(q: Tensor, k: Tensor, mask: Mask, rows: slice, columns: slice) -> Tensor:
-    """Logits of a tile. What is hidden is very negative and finite: a row of nothing else must not become NaN before
-    it meets its first visible key, after which e^(s − m) is 0 for all of these."""
+    """Returns the logits of a tile. Hidden logits are very negative but finite, so that a row that begins with hidden
+    tiles is not NaN; after its first visible key, their e^(s − m) is 0."""
     s = q[:, :, rows] @ k[:, :, columns].mT * q.shape[-1] ** -0.5
     return s.masked_fill(mask.hidden(rows, columns, q.device), torch.finfo(s.dtype).min / 2)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """q [B, H, T, d]; k, v [B, H, L, d] -> out [B, H, T, d] and the log-sum-exp of every row [B, H, T, 1]."""
+    """Returns out [B, H, T, d] and the rows' log-sum-exp [B, H, T, 1] for q [B, H, T, d]; k, v [B, H, L, d]."""
     out, lse = torch.empty_like(q), q.new_empty(*q.shape[:3], 1)
     for rows in tiles(q.shape[2]):
         o = torch.zeros_like(q[:, :, rows])
@@ -76,7 +77,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor
 
 
 def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: Mask) -> list[Tensor]:
-    """Gradients of q, k, v. A softmax row p with gradient dp has ds = p (dp − ⟨p, dp⟩), and ⟨p, dp⟩ = ⟨out, dout⟩."""
+    """Returns the gradients of q, k, v. A softmax row p with gradient dp has ds = p (dp − ⟨p, dp⟩), where
+    ⟨p, dp⟩ = ⟨out, dout⟩."""
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     delta, scale = (out * dout).sum(-1, keepdim=True), q.shape[-1] ** -0.5
     for rows in tiles(q.shape[2]):
@@ -108,9 +110,8 @@ class Flash(torch.autograd.Function):
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, valid: Tensor | None = None) -> Tensor:
-    """`attend` by tiles: q [B, T, H, d]; k, v [B, L, Hkv, d], Hkv dividing H; valid [B, L] -> [B, T, H, d].
-
-    Sums are float64 for float64 inputs, else float32."""
+    """Computes `sdpa.attend` by tiles: q [B, T, H, d]; k, v [B, L, Hkv, d], where Hkv divides H; valid [B, L] ->
+    [B, T, H, d]. Sums are float64 for float64 inputs, else float32."""
     groups, acc = q.shape[2] // k.shape[2], accumulator(q)
     mask = Mask(causal, k.shape[1] - q.shape[1], valid)
     k, v = (x.repeat_interleave(groups, 2) for x in (k, v))

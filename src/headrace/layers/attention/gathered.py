@@ -1,7 +1,7 @@
-"""Attention of many small groups of queries, each to keys of its own choice, gathered from a store.
+"""Attention of groups of queries to keys and values that are gathered from a store.
 
-The gathered keys and values are many times the store. So they are made piece by piece and again in the backward: a
-piece stays in cache, nothing is kept but what was gathered from, and a gradient is added where it belongs at once.
+The gathered keys and values are many times larger than the store. They are therefore gathered piece by piece, and again
+in the backward: a piece fits into the processor's cache, and only the store is saved.
 
 Dimensions: G groups of `size` queries, C columns, H query heads, Hkv key/value heads, d head dimension.
 """
@@ -16,24 +16,27 @@ from ...ops.derivatives import apply_function, first_order
 from ...utils.device import without_autocast
 
 NAME = "attention of gathered keys"
-COLUMNS = {"cpu": 1 << 12}  # of a piece: as large as a cache. A GPU wants fewer and larger pieces.
+COLUMNS = {"cpu": 1 << 12}  # number of columns of a piece, chosen for the cache of a CPU; a GPU needs larger pieces
 COLUMNS_ELSEWHERE = 1 << 17
 
 
 class Groups(NamedTuple):
-    rows: Tensor  # [G, size], where the queries are among all queries
-    columns: Tensor  # [G, C], where the keys are in the store
-    own: Tensor  # [G, size], the position of each query in its sequence
-    position: Tensor  # [G, C], the position of each key; negative: there is none
+    """Groups of queries and the places of their keys."""
+
+    rows: Tensor  # [G, size], index of each query among all queries
+    columns: Tensor  # [G, C], index of each key in the store
+    own: Tensor  # [G, size], position of each query in its sequence
+    position: Tensor  # [G, C], position of each key in its sequence; negative: no key
 
     def pieces(self) -> Iterator["Groups"]:
+        """Splits the groups into pieces of about COLUMNS columns."""
         columns = COLUMNS.get(self.rows.device.type, COLUMNS_ELSEWHERE)
         groups = max(1, columns // self.columns.shape[1])
         return (Groups(*parts) for parts in zip(*(x.split(groups) for x in self), strict=True))
 
     @property
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of q, k and v."""
+        """Indices of q, k and v in their stores."""
         return self.rows, self.columns, self.columns
 
     def gather(self, *stores: Tensor) -> list[Tensor]:
@@ -70,16 +73,16 @@ class Gathered(torch.autograd.Function):
 
 
 def gather(x: Tensor, places: Tensor) -> Tensor:
-    """x[places]; as index_select, which is several times faster on a CPU, and so is its gradient."""
+    """Returns x[places], computed by index_select, which is several times faster on a CPU, forward and backward."""
     return x.flatten(1).index_select(0, places.flatten()).view(*places.shape, *x.shape[1:])
 
 
 def attend_gathered(
     dense: Dense, groups: Groups, q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[nn.Parameter]
 ) -> Tensor:
-    """dense(q [G, size, H, d], k, v [G, C, Hkv, d], groups) of all groups -> [G, size, H, d].
+    """Returns dense(q [G, size, H, d], k, v [G, C, Hkv, d], groups) for all groups, [G, size, H, d].
 
-    parameters: all that dense uses."""
-    with without_autocast(q):  # the backward would not know of it
+    parameters: all parameters that dense uses."""
+    with without_autocast(q):  # the backward would recompute without autocast
         trained = [p for p in parameters if p.requires_grad]
         return apply_function(Gathered, NAME, dense, groups, q, k, v, *trained)

@@ -1,5 +1,4 @@
-"""Where a token stands, beside rotation (parts.py): the sinusoids that are added to embeddings, and T5's learned bias
-for each distance."""
+"""Positions other than rotary ones (parts.py): sinusoidal embeddings, and T5's relative position bias."""
 
 import math
 
@@ -8,34 +7,36 @@ from torch import Tensor, nn
 
 from ..parts import SelfInitialised
 
-FURTHEST = 128  # T5's: all longer distances share one bucket
+FURTHEST = 128  # as in T5: all longer distances share one bucket
 
 
 def sinusoidal(positions: Tensor, width: int, theta: float = 10000.0) -> Tensor:
-    """[...] -> [..., width]: channels 2i and 2i+1 are sine and cosine of position / theta^(2i/width) (arXiv 1706.03762,
-    section 3.5). Float64 angles, float32 result."""
+    """Returns sinusoidal embeddings (arXiv 1706.03762, section 3.5): positions [...] -> [..., width], float32.
+
+    Channels 2i and 2i + 1 are sine and cosine of position / theta^(2i/width). Angles are float64."""
     frequency = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width)
     angle = positions[..., None].double() * frequency
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[..., :width].float()
 
 
 def bucket(distance: Tensor, buckets: int, furthest: int = FURTHEST, *, bidirectional: bool = False) -> Tensor:
-    """T5's bucket of how many tokens before the query a key stands (arXiv 1910.10683, section 2.1): one for each short
-    distance, then wider and wider ones up to `furthest`. The future is distance 0, or has half of the buckets to itself
-    where attention is bidirectional."""
+    """Returns T5's bucket of the distance from key to query in tokens (arXiv 1910.10683, section 2.1).
+
+    The first half of the buckets are single distances; the others grow logarithmically up to `furthest`. Negative
+    distances count as 0, or have half of all buckets if attention is bidirectional."""
     offset: Tensor | int = 0
     if bidirectional:
         buckets //= 2
         offset, distance = buckets * (distance < 0), distance.abs()
     distance, exact = distance.clamp(min=0), buckets // 2
-    # Float32, as where the published weights were trained: in float64 some distances would change their bucket.
+    # Float32, as in the training of the published weights: float64 would change the bucket of some distances.
     ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(furthest / exact)
     wide = exact + (ratio * (buckets - exact)).long()
     return offset + torch.where(distance < exact, distance, wide.clamp(max=buckets - 1))
 
 
 class DistanceBias(SelfInitialised):
-    """A learned number for each bucket of distances and head, added to the logits."""
+    """T5's relative position bias: a learned number per bucket and head, added to the logits."""
 
     def __init__(self, buckets: int, num_heads: int, *, hidden_size: int, bidirectional: bool = False):
         super().__init__()
@@ -48,5 +49,5 @@ class DistanceBias(SelfInitialised):
         self.weight.normal_(std=self.std)
 
     def forward(self, distance: Tensor) -> Tensor:
-        """[B, T, L], keys' tokens before the query -> [B, H, T, L]."""
+        """distance [B, T, L] from key to query in tokens -> bias [B, H, T, L]."""
         return self.weight[bucket(distance, self.buckets, bidirectional=self.bidirectional)].movedim(-1, 1)

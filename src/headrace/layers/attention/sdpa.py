@@ -1,4 +1,4 @@
-"""Softmax attention of queries to keys, on PyTorch's kernels: causal, both ways or to another sequence.
+"""Softmax attention with PyTorch's kernels: causal, bidirectional, or to another sequence.
 
 Dimensions: B batch, T queries, L keys, H query heads, Hkv key/value heads, d head dimension.
 """
@@ -17,12 +17,12 @@ def attend(
     """Softmax attention: q [B, T, H, d]; k, v [B, L, Hkv, d], Hkv dividing H -> [B, T, H, d].
 
     Args:
-        valid: [B, L], False is padding, seen by no other token. If causal it does see itself (a query that sees
-            nothing would be NaN); if not, a row needs a valid key.
-        causal: the queries are the last T of the L tokens, and see no later ones. Otherwise all see all: an encoder's
-            attention or, with keys and values of another sequence, cross attention.
-        bias: for the distance of query and key, which are the tokens of one sequence.
-        null: one more logit, of 0, in every softmax.
+        valid: [B, L]; False marks padding, to which no other token attends. If causal, padding attends to itself, since
+            a query without keys would give NaN; otherwise every row needs a valid key.
+        causal: True if the queries are the last T of the L tokens and attend to no later ones. False if every query
+            attends to all keys, as in an encoder and in cross-attention.
+        bias: relative position bias; the queries must be tokens of the keys' sequence.
+        null: whether every softmax has one more logit 0, with value 0.
     """
     T, L = q.shape[1], k.shape[1]
     if valid is None and bias is None and (not causal or T in (1, L)):
@@ -35,7 +35,7 @@ def attend(
 
 
 def visible(q: Tensor, k: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
-    """Which keys each query of `attend` sees, [B or 1, T, L]."""
+    """Returns the mask [B or 1, T, L] of `attend`, True where the query attends to the key."""
     T, L = q.shape[1], k.shape[1]
     own, keys = torch.arange(L - T, L, device=q.device)[:, None], torch.arange(L, device=q.device)
     allowed = (keys <= own if causal else torch.ones_like(keys <= own))[None]
@@ -46,8 +46,8 @@ def weigh(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, bias: Tensor | None = None, *,
     null: bool = False, causal: bool = False,
 ) -> Tensor:  # fmt: skip
-    """softmax(q kᵀ / √d + bias) v by PyTorch's kernels; shapes as for `attend`, allowed and bias [B, 1 or H, T, L]."""
-    if null:  # a token of zeros before all others: its logit is 0, and so is what it adds to a sum of values
+    """Returns softmax(q kᵀ / √d + bias) v, with shapes as in `attend`, and allowed and bias [B, 1 or H, T, L]."""
+    if null:  # adds a token of zeros before all others, whose logit and value are 0
         q, k, v = (F.pad(x, (0, 0, 0, 0, 1, 0)) for x in (q, k, v))
         allowed = None if allowed is None else F.pad(allowed, (1, 0, 1, 0), value=True)
         bias = None if bias is None else F.pad(bias, (1, 0, 1, 0))

@@ -1,9 +1,9 @@
-"""Softmax attention taken apart (arXiv 2507.23632): any of several weights of a pair of tokens over any of several
-denominators. All are T×T: a form to study, not a fast one.
+"""Variants of softmax attention with other numerators and denominators (arXiv 2507.23632), computed with T×T matrices,
+for study.
 
-The order of things is that of the paper's code: q and k rotate, then their functions act, logits are divided by √d and
-clamped from above, gates are one number per token and head. In cosine attention its vectors of norm 1 are those of one
-channel of all heads; here they are those of one head.
+The order of operations is that of the paper's code: q and k are rotated, the numerator's function is applied to them,
+and logits are divided by √d and clamped from above. Gates are one number per token and head. The paper's code
+normalises the vectors of cosine attention over the heads per channel; here they are normalised over a head's channels.
 
 Dimensions: B batch, T new tokens, L all tokens so far, D hidden size, H heads, d head dimension.
 """
@@ -25,15 +25,15 @@ from ..taylor import truncated_exp
 from .attention import AttentionState, attend_packed, extended
 from .sdpa import visible
 
-# Of q and of k, and what their product is divided by.
+# numerator: (function of q and k, divisor of the logits)
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int], float]]] = {
     "exp": (FEATURE_MAPS["identity"], lambda d: d**0.5),
     "relu": (FEATURE_MAPS["relu"], lambda d: d**0.5),
     "elu+1": (FEATURE_MAPS["elu+1"], lambda d: d**0.5),
     "cosine": (l2_norm, lambda d: 1.0),
 }
-# The least that a denominator is, as a logarithm: of a sum, of a length, of the root of a mean square plus ε. As in the
-# paper's code, where norms are F.normalize, nn.RMSNorm and nn.LayerNorm with the defaults that they have in float32.
+# Logarithm of the lower bound of each denominator. As in the paper's code, whose norms are F.normalize, nn.RMSNorm and
+# nn.LayerNorm with their default epsilons in float32.
 LOG_FLOORS = {
     "detached": 0.0,
     "l2": math.log(1e-12),
@@ -43,11 +43,12 @@ LOG_FLOORS = {
 
 
 class SoftmaxRNN(Mixer):
-    """Any numerator over any denominator that a SoftmaxRNNSpec names; with those of softmax, the zoo's transformer.
+    """The mixer of a SoftmaxRNNSpec. With its defaults it equals the zoo's transformer.
 
-    Args: as LinearMixer's; norm_eps has no effect: norms in the denominator's place use the paper's
-        epsilons.
-        causal: False for an encoder, whose tokens see all others.
+    Args:
+        spec, hidden_size, num_heads, rope_theta: as in LinearMixer.
+        causal: False for an encoder, in which every token attends to all tokens.
+        unused: settings of other mixers. norm_eps is one of them: the denominators' norms use the paper's epsilons.
     """
 
     state_kind = AttentionState
@@ -87,7 +88,7 @@ class SoftmaxRNN(Mixer):
     def run(
         self, x: Tensor, state: AttentionState | None, cu_seqlens: Tensor | None, in_place: bool = False
     ) -> tuple[Tensor, AttentionState]:
-        require(self.causal or state is None, "an encoder sees a whole sequence at once; expected state=None")
+        require(self.causal or state is None, "state is given to an encoder's attention, which has none; expected None")
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         sequences = Sequences(x, cu_seqlens)
         positions = sequences.positions(None if state is None else state.seen, x)
@@ -107,17 +108,21 @@ class SoftmaxRNN(Mixer):
         return self.o_proj(out.to(x.dtype).flatten(-2)), state
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Weighted values over their denominator: q [B, T, H, d]; k, v [B, L, H, d]; valid [B, L] is False at padding
-        -> [B, T, H, d], in the accumulator's precision. Gates are applied outside."""
+        """Returns numerator / denominator [B, T, H, d] in the accumulator's precision, without gates.
+
+        q [B, T, H, d]; k, v [B, L, H, d]; valid [B, L]: False marks padding."""
         return self._normalised(*self._attend(q, k, v, valid))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What a norm divides, [B, T, H, d], which is linear in v; and the least that the norm is, [B, T, H, 1]."""
+        """Returns the sum of weighted values [B, T, H, d], over the denominator unless that is a norm, and the lower
+        bound [B, T, H, 1] of the norm."""
         allowed = visible(q, k, valid, self.causal)[:, None]
         weights, m = numerator(q, k, self.spec, allowed)
         floor = torch.exp(LOG_FLOORS.get(self.spec.denominator, -math.inf) - m)
         if self.spec.denominator == "sum":
-            weights = weights / weights.sum(-1, keepdim=True).clamp(min=NORMALISER_EPS)  # 0 where no relus meet
+            weights = weights / weights.sum(-1, keepdim=True).clamp(
+                min=NORMALISER_EPS
+            )  # all weights can be 0 with relu
         if self.spec.denominator == "detached":
             weights = weights / torch.maximum(weights.sum(-1, keepdim=True), floor).detach()
         if self.spec.by_length:
@@ -125,15 +130,15 @@ class SoftmaxRNN(Mixer):
         return torch.einsum("bhtl,blhd->bthd", weights, v.to(weights.dtype)), floor.transpose(1, 2)
 
     def _normalised(self, out: Tensor, floor: Tensor) -> Tensor:
-        if self.spec.denominator in NORMS:  # where all values are 0, a floor of e^-m alone has no finite gradient
+        if self.spec.denominator in NORMS:  # a smaller bound has no finite gradient if all values are 0
             out = normalised(out, self.spec.denominator, floor.clamp(min=1e-12))
         out = out if self.norm_weight is None else out * self.norm_weight
         return out if self.norm_bias is None else out + self.norm_bias
 
 
 def normalised(x: Tensor, kind: str, floor: Tensor) -> Tensor:
-    """x [..., d] over its length ("l2"), its root mean square ("rms") or, centred, its standard deviation ("layer"),
-    which are at least floor [..., 1]: of a length the larger of both, else the root of the sum of both squares."""
+    """Divides x [..., d] by its L2 norm ("l2") or root mean square ("rms"), or centres x and divides it by its standard
+    deviation ("layer"). floor [..., 1] bounds the divisor: max(norm, floor) for "l2", else √(norm² + floor²)."""
     if kind == "l2":
         return x / torch.maximum(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
     if kind == "layer":
@@ -142,11 +147,11 @@ def normalised(x: Tensor, kind: str, floor: Tensor) -> Tensor:
 
 
 def numerator(q: Tensor, k: Tensor, spec: SoftmaxRNNSpec, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight of every pair of tokens before it is divided, 0 where not allowed, without a factor e^m of its row,
-    and m: q [B, T, H, d], k [B, L, H, d], allowed [B or 1, 1, T, L] -> [B, H, T, L], [B, H, T, 1].
+    """Returns the weights w e^{−m} of all pairs of tokens [B, H, T, L], and m [B, H, T, 1].
 
-    Where a sum or a norm divides the factor out, weights are e^(x − m). m is the row's largest logit, or the logarithm
-    of the least denominator where that is larger: so neither the weights nor the denominator over e^m can overflow."""
+    q [B, T, H, d], k [B, L, H, d], allowed [B or 1, 1, T, L]; weights are 0 where not allowed. If a sum or a norm
+    cancels the factor, m is the maximum of the row's logits and of the logarithm of the denominator's lower bound, so
+    that neither the weights nor the denominator times e^{−m} can overflow. Otherwise m is 0."""
     function, divisor = FUNCTIONS[spec.numerator]
     precision = torch.promote_types(accumulator(q), accumulator(k))
     q, k = (function(x.to(precision)) for x in (q, k))

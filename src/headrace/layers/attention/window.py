@@ -1,13 +1,13 @@
-"""Softmax attention to a bounded number of tokens: a sliding window, the first tokens, random blocks (spec.Pattern).
-Linear in T, and decoded from a cache that does not grow.
+"""Sparse softmax attention to a sliding window, the first tokens and random blocks (spec.Pattern), in time linear in T
+and with a cache of fixed size.
 
-Queries are taken in groups that start at multiples of the block. What a group can see is listed by position, in columns
+Queries are processed in groups that start at multiples of the block size. The keys of a group are listed by position,
+in the columns
 
     first tokens | random blocks | window − 1 tokens before the group | the group itself
 
-and gathered into a small dense attention. The cache is this same list for the group that begins with the next token,
-without the group itself; so one map from position to place serves all of it, for any number of sequences, each at a
-position of its own.
+and gathered into a small dense attention. The cache is the same list for the group that begins with the next token,
+without the group itself, so that one function maps positions to places of the cache and of the new tokens.
 
 Dimensions: N sequences, T tokens of all of them together, G groups of `size` queries, S cache slots, C = S + size
 columns, H query heads, Hkv key/value heads, d head dimension.
@@ -28,25 +28,25 @@ from .sdpa import weigh
 
 
 class WindowState(NamedTuple):
-    """The keys, already rotated, and values that the next token may see; zero where there is none yet."""
+    """The keys, after rotation, and values that later tokens attend to; zeros in free slots."""
 
     k: Tensor  # [N, S, Hkv, d]
     v: Tensor  # [N, S, Hkv, d]
-    seen: Tensor  # [N], how many tokens came before
+    seen: Tensor  # [N], number of tokens so far
 
 
 @lru_cache(maxsize=64)
 def reservoir(pattern: Pattern, blocks: int) -> Tensor:
-    """[blocks, random]: the blocks that queries of each block see beside window and first tokens; −1: none yet.
+    """Returns the random blocks [blocks, random] that the queries of each block attend to; −1: none yet.
 
     Algorithm R (Vitter, 1985): the n-th block that begins to leave the window takes a slot with probability random / n.
-    A draw depends on seed and n alone, so that all lengths agree; a block that is held keeps its slot until it is
-    dropped, and is still within reach, in the cache or among the new tokens, when it is taken.
+    The draw depends only on seed and n, so that it is the same for all lengths. A block keeps its slot until another
+    one replaces it, and is in the cache or among the new tokens when it takes the slot.
     """
     held, rows = [-1] * pattern.random, []
     begin, delay = -(-pattern.first // pattern.block), pattern.window // pattern.block
     for current in range(blocks):
-        count = current - delay - begin  # how many left before this one
+        count = current - delay - begin  # number of blocks that left the window before this one
         if count >= 0:
             draw = random.Random(f"{pattern.seed} {count}").random()
             slot = count if count < pattern.random else int(draw * (count + 1))
@@ -57,29 +57,32 @@ def reservoir(pattern: Pattern, blocks: int) -> Tensor:
 
 
 class Places:
-    """Where the tokens are: those of the cache, N · S in a row, and after them the T new ones.
+    """Places of the tokens in a store: the N · S tokens of the cache, then the T new tokens.
 
-    Args: cu_seqlens [N + 1] of the new tokens, tokens [N] seen before."""
+    Args:
+        cu_seqlens: [N + 1], bounds of the new tokens' sequences.
+        tokens: [N], number of tokens before the new ones.
+    """
 
     def __init__(self, pattern: Pattern, cu_seqlens: Tensor, tokens: Tensor):
         self.pattern, self.starts, self.tokens = pattern, cu_seqlens[:-1], tokens
         self.lengths = cu_seqlens.diff()
 
     def wanted(self, start: Tensor, size: int) -> Tensor:
-        """[G, C]: the positions that `size` queries from position start [G] on may see; negative: there is none."""
+        """Returns the positions [G, C] that `size` queries from position start [G] on may attend to; negative: none."""
         device, pattern = start.device, self.pattern
         first = torch.arange(pattern.first, device=device).expand(len(start), -1)
         near = start[:, None] + torch.arange(1 - pattern.window, size, device=device)
         if not pattern.random:
             return torch.cat([first, near], 1)
         block = start // pattern.block
-        rows = 1 << int(block.max()).bit_length()  # a power of two: few tables
+        rows = 1 << int(block.max()).bit_length()  # a power of two, so that few tables are cached
         chosen = reservoir(pattern, rows).to(device)[block]
         within = torch.arange(pattern.block, device=device)
         return torch.cat([first, (chosen[..., None] * pattern.block + within).flatten(1), near], 1)
 
     def find(self, position: Tensor, sequence: Tensor) -> Tensor:
-        """Places of what `wanted` returned; of what does not exist, any place."""
+        """Returns the places of the positions from `wanted`; an arbitrary place for positions that do not exist."""
         slots, seen = self.pattern.slots, self.tokens[sequence, None]
         end = seen + self.lengths[sequence, None]
         position = torch.minimum(position, end - 1)
@@ -90,14 +93,14 @@ class Places:
         return torch.where(position >= seen, new, cached)
 
     def keep(self, store: Tensor, end: Tensor) -> Tensor:
-        """The cache [N, S, Hkv, d] when `end` [N] tokens have been seen, the last of which are these."""
+        """Returns the cache [N, S, Hkv, d] after `end` [N] tokens, the last of which are the new ones."""
         position = self.wanted(end, 0)
         places = self.find(position, torch.arange(len(end), device=end.device))
         missing = (position < 0) | (position >= end[:, None])
         return gather(store, places).masked_fill(missing[..., None, None], 0)
 
     def groups(self, size: int) -> tuple[Tensor, Tensor]:
-        """Sequence [G] and first position [G] of every group of `size` queries."""
+        """Returns the sequence [G] and the first position [G] of each group of `size` queries."""
         begin, end = self.tokens // size, (self.tokens + self.lengths + size - 1) // size
         count = torch.where(self.lengths > 0, end - begin, 0)
         sequence = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
@@ -105,12 +108,12 @@ class Places:
         return sequence, (begin[sequence] + rank) * size
 
     def size(self) -> int:
-        """Of the groups: no group may straddle two blocks if these see different random blocks."""
+        """Returns the group size. A group must lie in one block if there are random blocks, which differ by block."""
         longest = int(self.lengths.max())
         return 1 if longest <= 1 else self.pattern.block if self.pattern.random else min(self.pattern.window, longest)
 
     def gathering(self, size: int) -> tuple[Groups, Tensor]:
-        """All groups of `size` queries, and which of their queries [G, size] are among the new tokens."""
+        """Returns all groups of `size` queries, and a mask [G, size] of the queries that are new tokens."""
         sequence, start = self.groups(size)
         own, position = start[:, None] + torch.arange(size, device=start.device), self.wanted(start, size)
         new = own - self.tokens[sequence, None]
@@ -122,7 +125,9 @@ class Places:
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor, softmax: "PatternSoftmax"
 ) -> tuple[Tensor, WindowState]:
-    """q [T, H, d]; k, v [T, Hkv, d] of a pack -> (out [T, H, d], state)."""
+    """Computes attention with the pattern for packed sequences.
+
+    q [T, H, d]; k, v [T, Hkv, d] -> (out [T, H, d], the next state)."""
     pattern = softmax.pattern
     if state is None:
         none = k.new_zeros(len(cu_seqlens) - 1, pattern.slots, *k.shape[1:])
@@ -130,7 +135,7 @@ def window_attention(
     places = Places(pattern, cu_seqlens, state.seen)
     k, v = (torch.cat([old.flatten(0, 1), new]) for old, new in ((state.k, k), (state.v, v)))
     groups, mine = places.gathering(places.size())
-    # What is held may be of a pass in another precision.
+    # The cache may come from a call in another precision.
     out = attend_gathered(softmax, groups, q, k.to(q.dtype), v.to(q.dtype), softmax.parameters)
     end = state.seen + places.lengths
     return out[mine], WindowState(places.keep(k, end), places.keep(v, end), end)
@@ -138,7 +143,7 @@ def window_attention(
 
 @dataclass(frozen=True)
 class PatternSoftmax:
-    """The dense attention of each group: what the pattern shows, with the options of the softmax."""
+    """The dense attention of the groups, with the pattern's mask and the options of the softmax."""
 
     pattern: Pattern
     bias: DistanceBias | None
@@ -154,6 +159,7 @@ class PatternSoftmax:
         return weigh(q, k, v, self.allowed(distance, groups.position)[:, None], bias, null=self.null)
 
     def allowed(self, distance: Tensor, position: Tensor) -> Tensor:
-        """[G, size, C]. What the window covers is seen in the columns of the window alone: nothing is seen twice."""
+        """Returns the mask [G, size, C]. A token in the window is only attended to in the window's columns, because it
+        may also be a first token or in a random block."""
         near = torch.arange(position.shape[1], device=position.device) >= self.pattern.far
         return (position >= 0)[:, None] & (distance >= 0) & ((distance < self.pattern.window) == near)

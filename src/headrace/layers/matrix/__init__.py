@@ -1,1 +1,1 @@
-"""Mixers with a matrix memory per head outside the algebra of linear mixers."""
+"""Mixers with a matrix memory per head that `linear_attention` does not express."""

@@ -1,8 +1,7 @@
-"""Sequences cut into chunks of one size, so that all chunks are worked on at once and only states go from one to the
-next.
+"""Splits sequences into chunks of equal size, which are computed in parallel except for the recurrence of the states.
 
-Chunks lie by round: first that of every sequence, the longest ahead, then the second of those that have one, and so
-on. The sequences of a round are then the first of those of the round before. What a chunk lacks in tokens is zeros.
+Chunks are ordered by rounds: round i has the i-th chunk of every sequence that has one, with the longest sequences
+first, so that the sequences of a round are the first ones of the previous round. Incomplete chunks are padded by zeros.
 
 Dimensions: B batch, T tokens, N sequences, M chunks, C tokens per chunk.
 """
@@ -18,14 +17,18 @@ from ...utils.device import without_autocast
 from ..packing import Sequences
 
 CHUNK = 32  # tokens per chunk of the matrix memories; a power of two
-SPAN = 1024  # tokens that are worked on at once
+SPAN = 1024  # number of tokens that are computed in parallel
 
 
 class Chunks:
-    """Where each token of x [B, T, ·] stands among the chunks."""
+    """The chunks of x [B, T, ·].
+
+    Args:
+        size: C.
+        offsets: [N], position of each sequence's first token in its first chunk; None: 0.
+    """
 
     def __init__(self, sequences: Sequences, x: Tensor, size: int, offsets: Tensor | None = None):
-        """offsets [N]: the place of each sequence's first token in its first chunk; None: 0."""
         lengths = sequences.lengths(x)
         offsets = torch.zeros_like(lengths) if offsets is None else offsets
         chunks = torch.where(lengths > 0, -(-(lengths + offsets) // size), 0)
@@ -40,17 +43,17 @@ class Chunks:
         self.places = (begins[within // size] + self.rank[owner]) * size + within % size
 
     def lay_out(self, x: Tensor) -> Tensor:
-        """[B, T, ·] -> [M, C, ·]."""
+        """Converts tokens [B, T, ·] to chunks [M, C, ·]."""
         x = x.flatten(0, 1)
         full = x.new_zeros(sum(self.counts) * self.size, *x.shape[1:])
         return full.index_copy(0, self.places, x).unflatten(0, (-1, self.size))
 
     def take_back(self, y: Tensor) -> Tensor:
-        """[M, C, ·] -> [B, T, ·]."""
+        """Converts chunks [M, C, ·] to tokens [B, T, ·]."""
         return y.flatten(0, 1)[self.places].unflatten(0, self.shape)
 
     def spans(self) -> list[list[int]]:
-        """Neighbouring rounds, with the number of chunks of each, of about SPAN tokens together."""
+        """Groups consecutive rounds into spans of about SPAN tokens. Returns the numbers of chunks of their rounds."""
         found: list[list[int]] = []
         filled = SPAN
         for count in self.counts:
@@ -63,9 +66,16 @@ class Chunks:
 
 
 def carry(advance: Callable[..., Tensor], S: Tensor, counts: list[int], *operands: Tensor) -> tuple[Tensor, Tensor]:
-    """S ← advance(S, the operands of a chunk) over rounds of so many chunks; S [N, ·] by rank, operands [M, ·].
+    """Computes the recurrence S ← advance(S, *operands of a chunk) over all rounds.
 
-    Returns (the S that each chunk begins with [M, ·], the last S of every sequence [N, ·])."""
+    Args:
+        S: initial states [N, ·], in the order `Chunks.order`.
+        counts: number of chunks of each round.
+        operands: [M, ·].
+
+    Returns:
+        (the state before each chunk [M, ·], the last state of each sequence [N, ·]).
+    """
     before, ended = [], []
     for pieces in zip(*(x.split(counts) for x in operands), strict=True):
         S, rest = S.split([len(pieces[0]), len(S) - len(pieces[0])])
@@ -76,11 +86,10 @@ def carry(advance: Callable[..., Tensor], S: Tensor, counts: list[int], *operand
 
 
 def chunkwise(form: Callable[..., tuple[Tensor, Tensor]], x: Any, sequences: Sequences, S: Tensor):
-    """form(counts, S, *operands of these chunks, [M, C, ·]) -> (out [M, C, ·], S), span by span, for x [B, T, ·] and
-    the memory before the first tokens, S [N, ·] -> (out [B, T, ·], the memory after the last ones).
+    """Computes a mixer span by span: x [B, T, ·] and the initial memory S [N, ·] -> (out [B, T, ·], the final memory).
 
-    What a span computes on the way is computed again in the backward: kept for all tokens it would be several times as
-    large as what is kept now, and slow, since all of it is new memory.
+    form(counts, S, *operands [M, C, ·]) -> (out [M, C, ·], S) computes a span. The intermediate tensors of a span are
+    recomputed in the backward, because for all tokens they would be several times as large as the saved tensors.
     """
     chunks = Chunks(sequences, x[0], CHUNK)
     S, spans, out = S[chunks.order], chunks.spans(), [x[2].new_zeros(0, CHUNK, *x[2].shape[2:])]
@@ -95,16 +104,19 @@ def chunkwise(form: Callable[..., tuple[Tensor, Tensor]], x: Any, sequences: Seq
 
 
 def recur(step: Callable, form: Callable, x: Any, sequences: Sequences, S: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out [B, T, H, V] and the memory after the last tokens [N, H, K, V] of a mixer that keeps a matrix per head.
+    """Computes the recurrence of a mixer with a matrix memory per head.
 
     Args:
-        step(x, S): one token of each sequence.
-        form: many tokens, as `chunkwise` takes it.
-        x: q, k [B, T, H, K], v [B, T, H, V] and what else there is, in the precision of the memory.
-        S: the memory before the first tokens; None: zeros.
+        step: step(x, S) computes one token of each sequence.
+        form: computes many tokens, as in `chunkwise`.
+        x: q, k [B, T, H, K], v [B, T, H, V] and further operands, in the precision of the memory.
+        S: initial memory [N, H, K, V]; None: zeros.
+
+    Returns:
+        (out [B, T, H, V], the final memory [N, H, K, V]).
     """
     q, _, v = x[:3]
-    with without_autocast(q):  # the precision of the memory is part of the definition
+    with without_autocast(q):  # the memory is float32 or float64 by definition
         S = q.new_zeros(sequences.count, *q.shape[2:], v.shape[-1]) if S is None else S
         if q.shape[1] == 1 and sequences.cu_seqlens is None:
             return step(x, S)

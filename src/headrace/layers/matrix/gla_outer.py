@@ -1,5 +1,5 @@
-"""Gated linear attention with the general gate of its paper (arXiv 2312.06635, section 4.1): every number of the memory
-fades at a rate of its own, the product of one of its key channel and one of its value channel.
+"""Gated linear attention with the general gate of arXiv 2312.06635, section 4.1: the decay of a memory entry is the
+product of a decay of its key channel and a decay of its value channel.
 
 Dimensions: B batch, T tokens, D hidden size, H heads, K key, V value dimension per head, N sequences, M chunks, C
 tokens per chunk.
@@ -31,12 +31,12 @@ class Operands(NamedTuple):
 
 
 def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
-    """S_t = e^{a_t}ᵀ e^{b_t} ⊙ S_{t−1} + kᵀ v and out = q S_t for chunks, as `chunks.chunkwise` has it.
+    """Computes S_t = e^{a_t}ᵀ e^{b_t} ⊙ S_{t−1} + kᵀ v and out = q S_t for chunks, as `chunks.chunkwise` requires.
 
-    With A, B the sums of a, b within a chunk: out_i = Σ_j ((q_i e^{A_i − A_j}) k_jᵀ) v_j e^{B_i − B_j}, which is a
-    matrix product once a token between j and i takes both exponents apart. For a reader in the second and a writer in
-    the first half of a block it is the first half's last token, and the halves are blocks themselves, down to a token.
-    No exponent is positive, and nothing is divided: any decay is safe.
+    With A, B the cumulative sums of a, b in a chunk, out_i = Σ_j ((q_i e^{A_i − A_j}) k_jᵀ) v_j e^{B_i − B_j}. This is a
+    matrix product if both exponents are split at a token between j and i. For i in the second and j in the first half
+    of a block, the token is the last one of the first half; the halves are split in the same way, down to one token. No
+    exponent is positive, so that no decay overflows.
     """
     q, k, v, a, b = (y.transpose(1, 2) for y in operands)
     A, B = a.double().cumsum(2), b.double().cumsum(2)
@@ -53,7 +53,7 @@ def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tenso
 
 
 def across(q: Tensor, k: Tensor, v: Tensor, A: Tensor, B: Tensor, m: int) -> Tensor:
-    """What the second half of every block of 2 m tokens reads of the first; zeros for the first. [M, H, C, V]."""
+    """Returns the contribution of the first half of every block of 2 m tokens to the second half, [M, H, C, V]."""
     (k, q), (v, _), (A_first, A_second), (B_first, B_second) = (
         (x.unflatten(2, (-1, 2, m))[..., 0, :, :], y.unflatten(2, (-1, 2, m))[..., 1, :, :])
         for x, y in ((k, q), (v, v), (A, A), (B, B))
@@ -66,16 +66,16 @@ def across(q: Tensor, k: Tensor, v: Tensor, A: Tensor, B: Tensor, m: int) -> Ten
 
 
 def step(x: Operands, S: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each sequence: x [N, 1, H, ·], S [N, H, K, V]."""
+    """Computes one token of each sequence: x [N, 1, H, ·], S [N, H, K, V]."""
     q, k, v, a, b = (y.transpose(1, 2) for y in x)
     S = a.mT.exp() * b.exp() * S + k.mT @ v
     return (q @ S).transpose(1, 2), S
 
 
 class GLAOuter(Mixer):
-    """GLA's layer, whose gate decays value channels too.
+    """GLA's layer with a decay per key channel and a decay per value channel.
 
-    Args: as LinearMixer's; what it does not name means nothing here.
+    Takes the arguments of LinearMixer; those without a name here are not used.
     """
 
     state_kind = MixerState
@@ -89,7 +89,7 @@ class GLAOuter(Mixer):
         self.k_decay = SigmoidDecay(decay, self.H, self.K, 0)
         self.v_decay = SigmoidDecay(decay, self.H, self.V, 0)
         keys, values = self.H * self.K, self.H * self.V
-        self.parts = [keys, keys, values, values, self.k_decay.reads, self.v_decay.reads]
+        self.parts = [keys, keys, values, values, self.k_decay.in_features, self.v_decay.in_features]
         self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
         self.norm_weight = nn.Parameter(torch.empty(self.V))

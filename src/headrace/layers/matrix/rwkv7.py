@@ -1,8 +1,8 @@
-"""RWKV-7 (arXiv 2503.14456): the delta rule with a decay per key channel, where what is read for the correction (κ),
-what is erased (a ⊙ κ) and what is written (k) need not point the same way.
+"""RWKV-7 (arXiv 2503.14456): the delta rule with a decay per key channel and with separate keys for the read (κ), the
+erasure (a ⊙ κ) and the write (k) of an update.
 
-Its value residual, a mix of each layer's values with those of the first, is left out: a mixer sees the input of its own
-layer alone, so that every layer computes what the first one does.
+The value residual of the paper, a mix of each layer's values with those of the first layer, is omitted, because a mixer
+gets only the input of its own layer. Every layer computes what the paper's first layer computes.
 
 Dimensions: B batch, T tokens, D hidden size, H heads, K dimension per head of keys and values, N sequences, M chunks, C
 tokens per chunk.
@@ -24,11 +24,11 @@ from ..packing import Sequences
 from ..parts import SelfInitialised
 from .chunks import CHUNK, carry, recur
 
-FASTEST = math.exp(-0.5)  # of all rates −log_decay: a memory fades by e^−0.61 per token at most
+FASTEST = math.exp(-0.5)  # upper bound of −log_decay: the memory decays by at most e^−0.61 per token
 
 
 class Operands(NamedTuple):
-    """[B, T, H, K] each, all in one precision."""
+    """The operands of the recurrence, [B, T, H, K] each, all in one precision."""
 
     q: Tensor
     k: Tensor
@@ -39,12 +39,13 @@ class Operands(NamedTuple):
 
 
 def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
-    """S_t = (diag(e^{g_t}) − eraseᵀ read) S_{t−1} + kᵀ v and out = q S_t for chunks, as `chunks.chunkwise` has it.
+    """Computes S_t = (diag(e^{g_t}) − eraseᵀ read) S_{t−1} + kᵀ v and out = q S_t for chunks, as `chunks.chunkwise`
+    requires.
 
-    With G the sum of g within a chunk and m its middle, e^{G_i − G_j} = e^{G_i − G_m} e^{G_m − G_j}: as g ≥ −FASTEST no
-    exponent is beyond ± CHUNK / 2 · FASTEST < 10, and nothing overflows. What the tokens of a chunk read for their
-    corrections, E, solves a unit-triangular system; E, out and the next state are affine in the state S that the chunk
-    begins with, so that all chunks are solved at once:
+    With G the cumulative sum of g in a chunk and m its middle, e^{G_i − G_j} = e^{G_i − G_m} e^{G_m − G_j}. Since
+    g ≥ −FASTEST, all exponents are within ± CHUNK / 2 · FASTEST < 10, and nothing overflows. The reads E of the chunk's
+    tokens solve a unit-triangular system. E, out and the next state are affine in the state S before the chunk, so that
+    all chunks are solved in parallel:
 
         (I + A) E = rows(read) S + scores(read, k) v,   A = scores(read, erase), both strictly lower
         out = rows(q) S + scores(q, k) v − scores(q, erase) E        S ← e^{G_C} S + cols(k)ᵀ v − cols(erase)ᵀ E
@@ -56,7 +57,7 @@ def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tenso
         y.to(q.dtype).exp() for y in (total, G - middle, before - middle, middle - G, total - G)
     )
     late, early, written, erased = q * late, read * early, (k * behind).mT, (erase * behind).mT
-    start = middle.to(q.dtype).exp()  # from the chunk's first token to its middle
+    start = middle.to(q.dtype).exp()  # the decay from the chunk's start to its middle
     rows = torch.cat([early * start, (early @ written).tril(-1) @ v], -1)
     E = torch.linalg.solve_triangular((early @ erased).tril(-1), rows, upper=False, unitriangular=True)
     out = torch.cat([late * start, (late @ written).tril() @ v], -1) - (late @ erased).tril() @ E
@@ -67,14 +68,14 @@ def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tenso
 
 
 def step(x: Operands, S: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each sequence: x [N, 1, H, K], S [N, H, K, V]."""
+    """Computes one token of each sequence: x [N, 1, H, K], S [N, H, K, V]."""
     q, k, v, g, read, erase = (y.transpose(1, 2) for y in x)
     S = g.mT.exp() * S - erase.mT @ (read @ S) + k.mT @ v
     return (q @ S).transpose(1, 2), S
 
 
 class LowRank(SelfInitialised):
-    """up(inner(down(x))): it begins as zero, or as a constant where inner(0) is not 0."""
+    """up(inner(down(x))). The initial output is constant, and zero if inner(0) = 0."""
 
     def __init__(self, hidden_size: int, rank: int, inner: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -94,9 +95,9 @@ class LowRank(SelfInitialised):
 
 
 class RWKV7(Mixer):
-    """Its time mixing: token shift, projections, the recurrence, norm per head, bonus, gate, projection.
+    """RWKV-7's time mixing: token shift, projections, the recurrence, norm per head, bonus, gate, projection.
 
-    Args: as LinearMixer's; what it does not name means nothing here.
+    Takes the arguments of LinearMixer; those without a name here are not used.
     """
 
     state_kind = MixerState
@@ -110,8 +111,8 @@ class RWKV7(Mixer):
         self.K, _ = spec.head_dims(D, num_heads)
         self.state_shapes = spec.state_shapes(D, num_heads)
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
-        self.share = (layer_idx + 1) / num_layers  # of the layers, up to this one
-        self.mix = nn.Parameter(torch.empty(len(self.STREAMS), D))  # of the token before, in what each stream reads
+        self.share = (layer_idx + 1) / num_layers  # fraction of the layers up to and including this one
+        self.mix = nn.Parameter(torch.empty(len(self.STREAMS), D))  # weights of the previous token in each stream
         self.q_proj = nn.Linear(D, D, bias=False)
         self.k_proj = nn.Linear(D, D, bias=False)
         self.v_proj = nn.Linear(D, D, bias=False)
@@ -131,7 +132,7 @@ class RWKV7(Mixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """What the author's own code begins with."""
+        """The initialisation of the author's code."""
         D = self.bonus.numel()
         i = torch.arange(D)
         place, powers = i / max(D - 1, 1), torch.tensor([0.2, 0.9, 0.7, 0.7, 0.9, 0.2])
@@ -156,6 +157,7 @@ class RWKV7(Mixer):
         return self.read_out(out, operands, streams["gate"]), MixerState(memory, shift=shift)
 
     def operands(self, streams: dict[str, Tensor], acc: torch.dtype) -> Operands:
+        """Computes the operands of the recurrence from the streams [B, T, D] in the dtype acc."""
         q, k, v = (p(streams[n]).to(acc) for n, p in zip("qkv", (self.q_proj, self.k_proj, self.v_proj), strict=True))
         log_decay = -FASTEST * torch.sigmoid((self.decay_bias + self.decay(streams["decay"])).to(acc))
         rate = torch.sigmoid((self.rate_bias + self.rate(streams["rate"])).to(acc))
@@ -165,9 +167,11 @@ class RWKV7(Mixer):
         return Operands(q, k, v, log_decay, read, read * rate)
 
     def heads(self, x: Tensor) -> Tensor:
+        """Splits the last dimension into [H, K]."""
         return x.unflatten(-1, (self.H, self.K))
 
     def read_out(self, out: Tensor, x: Operands, gate_input: Tensor) -> Tensor:
+        """Applies norm, bonus, gate and output projection to out [B, T, H, K]."""
         weight, bias, bonus = (self.heads(p) for p in (self.norm_weight, self.norm_bias, self.bonus))
         out = F.layer_norm(out, (self.K,), eps=GROUP_NORM_EPS) * weight + bias
         out = out + (x.q * x.k * bonus).sum(-1, keepdim=True) * x.v

@@ -1,1 +1,1 @@
-"""State-space models and recurrences per channel."""
+"""Mixers with one recurrence per channel: state-space models and RWKV-4."""

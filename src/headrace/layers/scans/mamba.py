@@ -1,7 +1,7 @@
-"""Mamba-1 (arXiv 2312.00752): a decay for every channel and every number that it carries, which the algebra of heads
-cannot say.
+"""Mamba-1 (arXiv 2312.00752). Its decay differs for every channel and state number, which `linear_attention` does not
+have.
 
-Dimensions: B batch, T tokens, D hidden size, E channels (expand · D), S numbers per channel, R rank, N sequences.
+Dimensions: B batch, T tokens, D hidden size, E channels (expand · D), S state numbers per channel, N sequences.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from .selective_scan import Operands, selective_scan, selective_step
 class Mamba(Mixer):
     """The block of figure 3: projection, short convolution, selective scan, gate, projection.
 
-    Args: as LinearMixer's; what it does not name means nothing here.
+    Takes the arguments of LinearMixer; those without a name here are not used.
     """
 
     state_kind = ScanState
@@ -46,7 +46,7 @@ class Mamba(Mixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Section 3.6: A begins as −1, −2, …, −S in every channel, step sizes between 0.001 and 0.1."""
+        """Section 3.6: A is −1, −2, …, −S in every channel; step sizes are between 0.001 and 0.1."""
         bound = self.dt_weight.shape[1] ** -0.5
         self.dt_weight.uniform_(-bound, bound)
         draw_step_bias_(self.dt_bias)
@@ -68,8 +68,8 @@ class Mamba(Mixer):
         return self.out_proj(y), ScanState(memory, conv)
 
     def _operands(self, u: Tensor, memory: Tensor | None, sequences: Sequences) -> Operands:
-        """What the scan reads from u [B, T, E], as one pack."""
-        acc, flat = accumulator(u), u.flatten(0, 1).contiguous()  # a convolution leaves time last
+        """Returns the operands of the scan for u [B, T, E], as packed sequences."""
+        acc, flat = accumulator(u), u.flatten(0, 1).contiguous()  # the convolution's output may have time last
         dt, B, C = self._normalised(self.x_proj(flat).split(self.split, -1))
         dt = F.softplus(F.linear(dt, self.dt_weight).to(acc) + self.dt_bias.to(acc))
         A = -self.A_log.to(acc).exp()

@@ -1,5 +1,5 @@
-"""RWKV-4 (arXiv 2305.13048): a weighted mean over the past in every channel, with weights e^{k} that fade at a rate the
-channel has learnt. There is no query: what is read is gated, and no matrix is kept.
+"""RWKV-4 (arXiv 2305.13048): a weighted mean of the past values in every channel. The weights e^{k} decay at a learned
+rate per channel. There are no queries; a gate multiplies the mean.
 
 Dimensions: B batch, T tokens, D hidden size, N sequences.
 """
@@ -17,9 +17,9 @@ from .scan import Pack, packed_scan, running_maximum
 
 
 class RWKV4(Mixer):
-    """Its time mixing: token shift, WKV, gate, projection.
+    """RWKV-4's time mixing: token shift, WKV, gate, projection.
 
-    Args: as LinearMixer's; what it does not name means nothing here.
+    Takes the arguments of LinearMixer; those without a name here are not used.
     """
 
     state_kind = ScanState
@@ -29,7 +29,7 @@ class RWKV4(Mixer):
         D = hidden_size
         self.state_shapes = spec.state_shapes(D, 1)
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
-        self.mix = nn.Parameter(torch.empty(3, D))  # of the present token, in what r, k and v are projected from
+        self.mix = nn.Parameter(torch.empty(3, D))  # weights of the current token in the inputs of r, k, v
         self.log_rate = nn.Parameter(torch.empty(D))
         self.bonus = nn.Parameter(torch.empty(D))
         self.r_proj = nn.Linear(D, D, bias=False)
@@ -40,7 +40,7 @@ class RWKV4(Mixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Channels fade at rates from e^−5 to e^3, the slower the deeper the layer."""
+        """Initial decay rates are from e^−5 to e^3 over the channels, and lower in deeper layers."""
         i = torch.arange(self.bonus.numel())
         place = i / max(len(i) - 1, 1)
         self.log_rate.copy_(-5 + 8 * place ** (0.7 + 1.3 * self.depth))
@@ -64,7 +64,7 @@ class RWKV4(Mixer):
 
 
 def blank(k: Tensor, count: int) -> Tensor:
-    """The memory of `count` sequences before their first token: nothing, on the scale e^−∞."""
+    """Returns the memory of `count` sequences before their first token: sums of 0 with the exponent m = −∞."""
     empty = k.new_zeros(count, 1, k.shape[-1])
     return torch.cat([empty, empty, empty - torch.inf], 1)
 
@@ -72,17 +72,19 @@ def blank(k: Tensor, count: int) -> Tensor:
 def wkv(
     k: Tensor, v: Tensor, rate: Tensor, bonus: Tensor, memory: Tensor, lengths: list[int] | None
 ) -> tuple[Tensor, Tensor]:
-    """The WKV operator for a pack of sequences of these lengths, or for one token of each sequence (None).
+    """Computes the WKV operator for packed sequences, or for one token of each sequence.
 
-    A memory is the sums Σ e^{k − m} v and Σ e^{k − m} with their faded weights, and m, the largest exponent in them:
-    a common factor e^{−m} that changes nothing but keeps every exponential in 0..1, so autograd may take it as given.
+    The memory is the sums Σ e^{k − m} v and Σ e^{k − m} of decayed weights, and their largest exponent m. The factor
+    e^{−m} cancels, so that autograd treats m as a constant; it keeps every exponential in 0..1.
 
     Args:
         k, v: [T, D], all in one precision.
         rate, bonus: w ≥ 0 and u, [D].
         memory: [n, 3, D], Σ e^{k − m} v, Σ e^{k − m} and m.
+        lengths: lengths of the packed sequences; None: one token of each sequence.
+
     Returns:
-        (the mean of v [T, D], the memory of each sequence after its last token).
+        (the weighted mean of v [T, D], the memory of each sequence after its last token).
     """
     sums, m = memory.split([2, 1], 1)
     whole = None if lengths is None else Pack(lengths, k.device).tile(0, len(k))
@@ -104,7 +106,7 @@ def wkv(
 
 
 def read(sums: Tensor, m: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The mean of what memory holds and of v, the present value, with weight e^k."""
+    """Returns the weighted mean of the past values in memory and of the current value v, whose weight is e^k."""
     top = torch.maximum(m, k).detach()
     past, present = torch.exp(m - top), torch.exp(k - top)
     total, weight = sums.unbind(1)

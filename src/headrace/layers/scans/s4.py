@@ -1,7 +1,7 @@
-"""S4 and S4D: each channel a linear system of its own that no token can change, trained as a convolution and decoded as
-a recurrence.
+"""S4 and S4D: a time-invariant linear system per channel, computed as a convolution for many tokens and as a recurrence
+for one.
 
-Dimensions: B batch, T tokens, D hidden size and channels, S = 2n numbers per channel, N sequences.
+Dimensions: B batch, T tokens, D hidden size and channels, S = 2n state numbers per channel, N sequences.
 """
 
 import math
@@ -21,7 +21,7 @@ from .linear_system import Diagonal, LowRank, Response
 class S4D(Mixer):
     """Diagonal systems (arXiv 2206.11893), then skip, GELU and a gated projection (arXiv 2111.00396, section 3.4).
 
-    Args: as LinearMixer's; what it does not name means nothing here.
+    Takes the arguments of LinearMixer; those without a name here are not used.
     """
 
     state_kind = ScanState
@@ -41,11 +41,11 @@ class S4D(Mixer):
         self.reset_parameters()
 
     def _build_input(self) -> None:
-        """Parameters that only other systems have."""
+        """Creates the parameters that S4 has in addition."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """S4D-Lin; step sizes between 0.001 and 0.1."""
+        """Initialises the poles as in S4D-Lin, and the step sizes between 0.001 and 0.1."""
         self.log_dt.uniform_(math.log(1e-3), math.log(1e-1))
         self.log_damping.fill_(math.log(0.5))
         self.frequency.copy_(torch.pi * torch.arange(self.shape[1]).expand(self.shape))
@@ -53,6 +53,7 @@ class S4D(Mixer):
         self.skip.normal_()
 
     def system(self, dtype: torch.dtype) -> Diagonal | LowRank:
+        """Returns the discretised systems of all channels."""
         return Diagonal(*self._dynamics(dtype), torch.view_as_complex(self.C.to(dtype)))
 
     def _dynamics(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,7 @@ class S4D(Mixer):
         return F.glu(self.out_proj(y), -1), ScanState(memory.mT)
 
     def _respond(self, u: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """u [B, T, D] from memory [N, D, S] -> (y [B, T, D], memory)."""
+        """u [B, T, D] and memory [N, D, S] -> (y [B, T, D], the next memory)."""
         if cu_seqlens is None and u.shape[1] == 1:
             before = u.new_zeros(len(u), self.shape[0], 2 * self.shape[1]) if memory is None else memory
             y, memory = self.system(u.dtype).step(before, u[:, 0])
@@ -83,9 +84,9 @@ class S4D(Mixer):
 
 
 class S4(S4D):
-    """The systems of S4: HiPPO-LegS as a diagonal minus a matrix of rank one, which S4D leaves out.
+    """S4: systems initialised to HiPPO-LegS, as a diagonal minus a matrix of rank one, which S4D omits.
 
-    B begins as that of HiPPO-LegS with imaginary parts of at most 2, as in the authors' code, not in their paper."""
+    The initial B is that of HiPPO-LegS with imaginary parts clipped to 2, as in the authors' code but not their paper."""
 
     def _build_input(self) -> None:
         self.P = nn.Parameter(torch.empty(*self.shape, 2))
@@ -97,7 +98,7 @@ class S4(S4D):
         frequency, P, B = legs(2 * self.shape[1])
         self.frequency.copy_(frequency.expand(self.shape))
         self.P.copy_(torch.view_as_real(P).expand_as(self.P))
-        B = torch.complex(B.real, B.imag.clamp(-2, 2))  # B grows with the frequency; clipped so in state-spaces/s4
+        B = torch.complex(B.real, B.imag.clamp(-2, 2))  # as in state-spaces/s4: B grows with the frequency
         self.B.copy_(torch.view_as_real(B).expand_as(self.B))
 
     def system(self, dtype: torch.dtype) -> LowRank:
@@ -106,17 +107,17 @@ class S4(S4D):
 
 
 def hippo(S: int) -> tuple[Tensor, Tensor]:
-    """A [S, S] and B [S] of HiPPO-LegS (arXiv 2111.00396, equation 2)."""
+    """Returns A [S, S] and B [S] of HiPPO-LegS (arXiv 2111.00396, equation 2)."""
     k = torch.arange(S, dtype=torch.float64, device="cpu")
     B = (2 * k + 1).sqrt()
     return -torch.tril(B[:, None] * B, -1) - torch.diag(k + 1), B
 
 
 def legs(S: int) -> tuple[Tensor, Tensor, Tensor]:
-    """HiPPO-LegS in the basis where A = diag(−½ + i frequency) − P P*: (frequency, P, B), one for each pair, [S / 2].
+    """Returns HiPPO-LegS in the basis where A = diag(−½ + i frequency) − P P*: (frequency, P, B), [S / 2] each.
 
-    A + P Pᵀ + ½ is skew-symmetric for P_k = √(k + ½) (appendix C.1), so its eigenvectors are orthogonal. Their first
-    entries are made real: that is the phase which LAPACK gives them, and which the clip of B depends on."""
+    A + P Pᵀ + ½ is skew-symmetric for P_k = √(k + ½) (appendix C.1), so that its eigenvectors are orthogonal. They are
+    scaled to have real first entries, as by LAPACK, because the clipping of B depends on their phase."""
     A, B = hippo(S)
     P = (torch.arange(S, dtype=A.dtype, device=A.device) + 0.5).sqrt()
     skew = A + P[:, None] * P + 0.5 * torch.eye(S, dtype=A.dtype, device=A.device)

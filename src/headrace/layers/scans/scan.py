@@ -1,7 +1,7 @@
 """Elementwise linear recurrences h_t = a_t h_{t−1} + b_t, parallel in time.
 
-Sequences lie one after another in a pack (a batch is a pack of equal lengths), time first. Decays are factors in 0..1
-that are only ever multiplied together, so nothing overflows and nothing is divided.
+Sequences are packed, with time as the first dimension; a batch is packed sequences of equal length. Decays are factors
+in 0..1 that are only multiplied, so that nothing overflows.
 
 Dimensions: T tokens of a pack, n sequences, D channels.
 """
@@ -29,11 +29,11 @@ def tropical_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
 
 
 def scan_(a: Tensor, b: Tensor, join_: Callable[..., None] = affine_) -> None:
-    """b_t ← a_t b_{t−1} + b_t for all t of the first dimension, in place; a is used up. With tropical_: the same with
-    + for times and the maximum for +.
+    """Computes b_t ← a_t b_{t−1} + b_t for all t of the first dimension, in place, and overwrites a. tropical_ computes
+    b_t ← max(a_t + b_{t−1}, b_t).
 
-    Tokens are joined in pairs, the pairs scanned, and what lies between them filled in: 3 operations per element and
-    2 log T steps (arXiv 1709.04057, section 2.2).
+    Joins tokens in pairs, scans the pairs, and fills in the tokens between: 3 operations per element and 2 log T steps
+    (arXiv 1709.04057, section 2.2).
     """
     T = len(b)
     if T < 2:
@@ -44,18 +44,18 @@ def scan_(a: Tensor, b: Tensor, join_: Callable[..., None] = affine_) -> None:
 
 
 class Tile(NamedTuple):
-    """Neighbouring tokens of a pack, and which sequences begin and end among them, at which of the tile's tokens."""
+    """Consecutive tokens of packed sequences."""
 
     tokens: slice
-    first: Tensor
-    begun: Tensor
-    last: Tensor
-    ended: Tensor
-    goes_on: bool  # whether the last token's sequence does
+    first: Tensor  # indices in the tile of the first tokens of sequences
+    begun: Tensor  # the sequences of these tokens
+    last: Tensor  # indices in the tile of the last tokens of sequences
+    ended: Tensor  # the sequences of these tokens
+    goes_on: bool  # whether the last token's sequence continues after the tile
 
 
 class Pack:
-    """Sequences of these lengths, one after another. Those without tokens are in no tile."""
+    """Packed sequences of given lengths. Sequences without tokens are in no tile."""
 
     def __init__(self, lengths: list[int], device: torch.device):
         self.held = [n for n, length in enumerate(lengths) if length]
@@ -64,6 +64,7 @@ class Pack:
         self.T, self.device = sum(lengths), device
 
     def tile(self, low: int, high: int) -> Tile:
+        """Returns the tile of the tokens low … high − 1."""
         begun = slice(sum(start < low for start in self.starts), sum(start < high for start in self.starts))
         ended = slice(sum(end <= low for end in self.ends), sum(end <= high for end in self.ends))
         return Tile(
@@ -74,6 +75,7 @@ class Pack:
         )  # fmt: skip
 
     def tiles(self, size: int) -> list[Tile]:
+        """Splits all tokens into tiles of `size` tokens."""
         return [self.tile(low, min(low + size, self.T)) for low in range(0, self.T, size)]
 
     def _index(self, values: list[int]) -> Tensor:
@@ -81,7 +83,7 @@ class Pack:
 
 
 class Scan(torch.autograd.Function):
-    """h of h_t = a_t h_{t−1} + b_t, a and b [T, D], from zero; where a sequence begins a is 0."""
+    """Computes h_t = a_t h_{t−1} + b_t from zero, for a and b [T, D]. a is 0 at the first token of a sequence."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -99,14 +101,14 @@ class Scan(torch.autograd.Function):
 
 
 def backwards(a: Tensor, dh: Tensor) -> Tensor:
-    """The gradient to every h_t: dh, of what reads it directly, and that of h_{t+1}."""
+    """Returns the total gradients to h_t, given the gradients dh that do not pass through h_{t+1}."""
     total = dh.flip(0)
     scan_(a.roll(-1, 0).flip(0), total)
     return total.flip(0)
 
 
 def packed_scan(a: Tensor, b: Tensor, initial: Tensor, whole: Tile) -> tuple[Tensor, Tensor]:
-    """(h_{t−1}, h_t) of h_t = a_t h_{t−1} + b_t for all tokens of a pack, [T, D], from initial [n, D]."""
+    """Returns (h_{t−1}, h_t) [T, D] of h_t = a_t h_{t−1} + b_t for packed sequences with initial states [n, D]."""
     begun = initial[whole.begun]
     b = b.index_add(0, whole.first, a[whole.first] * begun)
     h = apply_function(Scan, NAME, a.index_fill(0, whole.first, 0.0), b)
@@ -115,7 +117,7 @@ def packed_scan(a: Tensor, b: Tensor, initial: Tensor, whole: Tile) -> tuple[Ten
 
 @torch.no_grad()
 def running_maximum(k: Tensor, rate: Tensor, initial: Tensor, whole: Tile) -> tuple[Tensor, Tensor]:
-    """(m_{t−1}, m_t) of m_t = max(m_{t−1} − rate, k_t), likewise. Constants to autograd."""
+    """Returns (m_{t−1}, m_t) of m_t = max(m_{t−1} − rate, k_t), with shapes as in `packed_scan` and no gradient."""
     begun = initial[whole.begun]
     m = k.index_copy(0, whole.first, torch.maximum(k[whole.first], begun - rate))
     scan_(-rate.repeat(len(k), 1).index_fill_(0, whole.first, torch.inf), m, tropical_)

@@ -1,7 +1,7 @@
-"""Mamba's selective scan (arXiv 2312.00752, algorithm 2). The states are S times as large as the inputs: they are made
-tile by tile, and again in the backward, from the state kept before each tile.
+"""Mamba's selective scan (arXiv 2312.00752, algorithm 2). The states are S times as large as the inputs. They are
+computed tile by tile, and again in the backward, from the state before each tile, which is saved.
 
-Dimensions: T tokens of a pack, n sequences, L tokens of a tile, S numbers that a channel carries, D channels.
+Dimensions: T packed tokens, n sequences, L tokens of a tile, S state numbers per channel, D channels.
 """
 
 from typing import Any, NamedTuple
@@ -14,22 +14,22 @@ from ...utils.device import without_autocast
 from .scan import Pack, Tile, backwards, scan_
 
 NAME = "the selective scan"
-TILE = 2**19  # elements of a tile's states: the few such tensors that are alive at once stay near a core
+TILE = 2**19  # number of elements of a tile's states, small enough for a core's cache
 
 
 class Operands(NamedTuple):
-    """All in one precision."""
+    """The operands of the scan, all in one precision."""
 
     u: Tensor  # [T, D]
-    dt: Tensor  # [T, D], not negative
-    A: Tensor  # [S, D], not positive
+    dt: Tensor  # [T, D], ≥ 0
+    A: Tensor  # [S, D], ≤ 0
     B: Tensor  # [T, S]
     C: Tensor  # [T, S]
     initial: Tensor  # [n, S, D]
 
 
 def selective_scan(operands: Operands, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """h_t = exp(dt_t A) h_{t−1} + dt_t u_t B_t, y_t = C_t h_t, for a pack of sequences of these lengths.
+    """Computes h_t = exp(dt_t A) h_{t−1} + dt_t u_t B_t, y_t = C_t h_t for packed sequences of these lengths.
 
     Returns (y [T, D], the last state of each sequence [n, S, D])."""
     with without_autocast(operands.u):
@@ -37,7 +37,7 @@ def selective_scan(operands: Operands, lengths: list[int]) -> tuple[Tensor, Tens
 
 
 def selective_step(operands: Operands) -> tuple[Tensor, Tensor]:
-    """The same for one token of each of T sequences."""
+    """Computes `selective_scan` for one token of each of T sequences."""
     u, dt, A, B, C, initial = operands
     h = torch.exp(dt[:, None] * A) * initial + (dt * u)[:, None] * B[..., None]
     return (C[..., None] * h).sum(1), h
@@ -78,7 +78,8 @@ class SelectiveScan(torch.autograd.Function):
 
 
 def tile_states(x: Operands, tile: Tile, carry: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(decays, the same with 0 where a sequence begins, states) of a tile, [L, S, D]. carry: the state before it."""
+    """Returns (decays, decays with 0 at the start of each sequence, states) of a tile, [L, S, D] each. carry: the state
+    before the tile."""
     own = tile.tokens
     a = torch.mul(x.dt[own, None], x.A).exp_()
     h = (x.dt[own] * x.u[own])[:, None] * x.B[own, :, None]
@@ -90,9 +91,9 @@ def tile_states(x: Operands, tile: Tile, carry: Tensor) -> tuple[Tensor, Tensor,
 
 
 def operand_gradients(x: Operands, d: Operands, tile: Tile, a: Tensor, before: Tensor, dh: Tensor) -> Tensor:
-    """Puts a tile's gradients into d. a: its decays; before: h_{t−1}; dh: to h_t, overwritten; all [L, S, D].
+    """Stores a tile's gradients in d, and returns the gradient to the state before the tile.
 
-    Returns the gradient to the state before the tile."""
+    a: the tile's decays; before: h_{t−1}; dh: gradients to h_t, which are overwritten; all [L, S, D]."""
     own = tile.tokens
     written = torch.bmm(x.B[own, None], dh)[:, 0]
     d.B[own] = torch.bmm(dh, (x.dt[own] * x.u[own])[..., None])[..., 0]

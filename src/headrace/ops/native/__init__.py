@@ -1,1 +1,1 @@
-"""The backend of native CPU kernels (native/)."""
+"""The backend with native CPU kernels (native/)."""

@@ -1,4 +1,4 @@
-"""The native library's short convolution as a PyTorch operator, `torch.ops.headrace.convolve`, on the CPU.
+"""The native short convolution as a PyTorch operator for the CPU, `torch.ops.headrace.convolve`.
 
 Dimensions: B batch, T tokens, C channels, N sequences, W width.
 """
@@ -21,34 +21,35 @@ _CONVOLUTION = struct.Struct("@qPP")  # hr_convolution
 
 
 def refuses(conv: nn.Conv1d, x: Tensor) -> str | None:
-    """Why PyTorch's operators convolve x [B, T, C], or None."""
+    """Returns why the native convolution cannot compute x [B, T, C], or None."""
     if native.missing is not None:
         return native.missing
     if x.device.type != "cpu" or x.dtype not in native.DTYPES:
         return f"it runs on the CPU, in float32 and bfloat16, and x is {x.dtype} on {x.device.type}"
     if conv.kernel_size[0] > WIDEST or x.shape[2] > MOST_CHANNELS:
         found = f"{conv.kernel_size[0]} and {x.shape[2]}"
-        return f"it takes a width up to {WIDEST} and {MOST_CHANNELS} channels, and they are {found}"
+        return f"it takes widths up to {WIDEST} and up to {MOST_CHANNELS} channels, and they are {found}"
     if not untouched(conv, nn.Conv1d):
         return f"a hook, a parametrisation or an adapter of {type(conv).__name__} would not run"
     if derivatives.transformed():
-        return "it knows no transform of torch.func and no forward-mode differentiation"
+        return "it supports neither transforms of torch.func nor forward-mode differentiation"
     return None
 
 
 def run(conv: nn.Conv1d, x: Tensor, history: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """silu of the causal depthwise convolution of x [B, T, C] that comes after history [N, W − 1, C]."""
+    """Computes the SiLU of the causal depthwise convolution of x [B, T, C]. history [N, W − 1, C]: the tokens before
+    x."""
     weight = conv.weight[:, 0].T
     bias = torch.zeros_like(weight[0]) if conv.bias is None else conv.bias
     return _convolve(x, torch.cat([weight, bias[None]]), history, cu_seqlens)
 
 
 class _Given:
-    """hr_problem and hr_convolution, and the tensors that they point into, kept alive."""
+    """The structs hr_problem and hr_convolution, with references to the tensors that they point to."""
 
     def __init__(self, x: Tensor, weight: Tensor, history: Tensor, cu_seqlens: Tensor | None):
         x = x[:, :, None]
-        one = x[..., :1]  # q and k, which nothing reads
+        one = x[..., :1]  # q and k, which the convolution does not use
         call = Call(one, one, x, cu_seqlens=cu_seqlens)
         self.problem, channels, width = native.Problem(call), x.shape[-1], len(weight) - 1
         native.expect("weight", weight, (width + 1, channels))
@@ -98,7 +99,7 @@ def _save(ctx, inputs, output) -> None:
 
 @derivatives.first_order("the native convolution", "; expected float64, for which PyTorch convolves")
 def _gradients(ctx, d_out):
-    given = ctx.saved_tensors  # once: a checkpoint computes them again for each look
+    given = ctx.saved_tensors  # accessed once, because activation checkpointing recomputes them at each access
     found = zip(_gradient(d_out, *given), given, strict=False)
     return *(grad.to(x.dtype) for grad, x in found), None
 

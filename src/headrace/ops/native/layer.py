@@ -1,8 +1,8 @@
-"""A token through a whole linear layer in one native call, `torch.ops.headrace.layer_step`, on the CPU: everything
-between the input projection and the output projection, with the state updated in place (native/layer_step.h).
+"""`torch.ops.headrace.layer_step`: one token of a linear layer in one native call on the CPU, from the output of the
+input projection to the input of the output projection, with the state updated in place (native/layer_step.h).
 
-The library is handed bare addresses, so it is handed none that was not looked at here. A layer makes such a call for
-every token, in some 20 µs: what is expected of tensors is worked out once for each batch size.
+The library gets bare addresses, so that every tensor is checked here before the call. A layer makes one call of some
+20 µs per token, so that the expected shapes and dtypes are computed once per batch size.
 
 Dimensions: B batch, D hidden size, H heads (Hq for q and k), K key, V value dimension per head.
 """
@@ -24,8 +24,8 @@ SCHEMA = (
     "layer_step(Tensor projected, Tensor? hidden, Tensor?[] weights, Tensor(a!) memory, Tensor(b!)? conv, "
     "Tensor(c!)? tokens, int[] kinds, int[] sizes, float[] numbers) -> Tensor"
 )
-# hr_layer: what a layer has for all tokens (its sizes after B; scale, three epsilons, temperature, theta (0: no
-# rotation)), then the addresses of its weights and of the other tensors.
+# hr_layer: the constants of a layer (its sizes after B; scale, three epsilons, temperature, theta (0: no rotation)),
+# then the addresses of its weights and of the other tensors.
 _SETTINGS = struct.Struct("@16i5fd9q")
 WEIGHTS = (
     "conv_weight", "conv_bias", "decay_up", "decay_bias", "decay_log", "bonus", "read_scores", "write_scores", "skip",
@@ -34,27 +34,30 @@ WEIGHTS = (
 TOKEN = ("projected", "hidden")
 STATE = ("memory", "conv", "tokens")
 OPTIONAL = ("conv_bias", "bonus", "skip")
-DTYPES = {"memory": torch.float32, "tokens": torch.int64}  # of the others: that of `projected`
+DTYPES = {"memory": torch.float32, "tokens": torch.int64}  # other tensors have the dtype of `projected`
 KINDS = {name: values for name, *values in map(str.split, native.kinds().splitlines())}
-MANY = 1024  # of what is remembered
+MANY = 1024  # size limit of the caches
 
 Shape = tuple[int, ...]
 
 
 def numbered(names: dict[str, str]) -> tuple[list[int], str | None]:
-    """Names of kinds as the library numbers them, or why it cannot: ([], a sentence)."""
+    """Returns (the library's numbers of the kinds, None), or ([], why the library does not support one of them)."""
     for kind, known in KINDS.items():
         if names[kind] not in known:
-            return [], f"it does not know {kind}={names[kind]!r}"
+            return [], f"it does not support {kind}={names[kind]!r}"
     return [known.index(names[kind]) for kind, known in KINDS.items()], None
 
 
 class Layer:
-    """What the library is told of a layer for all tokens.
+    """The constant arguments of a layer's native calls.
 
     Args:
         kinds, sizes, numbers: in the order of hr_layer.
-        weights: the names of those that it has. ValueError where these kinds have others.
+        weights: names of the layer's weights.
+
+    Raises:
+        ValueError: if the kinds need other weights.
     """
 
     def __init__(self, kinds: Sequence[int], sizes: Sequence[int], numbers: Sequence[float], weights: Sequence[str]):
@@ -74,6 +77,7 @@ class Layer:
         return {name: values[i] for (name, values), i in zip(KINDS.items(), self.kinds, strict=True)}
 
     def call(self, rows: int, dtype: torch.dtype) -> "Call":
+        """Returns the call for a batch size and a dtype of activations."""
         found = self._calls.get((rows, dtype))
         if found is None:
             found = self._calls[rows, dtype] = Call(self, rows, dtype)
@@ -81,7 +85,7 @@ class Layer:
 
 
 def weight_shapes(kind: dict[str, str], sizes: Sequence[int]) -> dict[str, Shape]:
-    """Of the weights that a layer of these kinds has, OPTIONAL ones included."""
+    """Returns the shapes of the weights of a layer with these kinds, including the OPTIONAL weights."""
     D, H, Hq, K, V, width, decay_reads, gate_reads = sizes
     shapes: dict[str, Shape] = {"bonus": (H, K), "skip": (H,)}
     if width:
@@ -105,7 +109,7 @@ def weight_shapes(kind: dict[str, str], sizes: Sequence[int]) -> dict[str, Shape
 
 
 def token_shapes(kind: dict[str, str], sizes: Sequence[int], rotary: bool, rows: int) -> dict[str, Shape]:
-    """Of what is read of a token, and of the state."""
+    """Returns the shapes of a call's inputs for one token and of the state."""
     D, H, Hq, K, V, width, decay_reads, gate_reads = sizes
     parts = 2 * Hq * K + H * V + decay_reads + gate_reads + H * (kind["beta"] == "sigmoid")
     shapes: dict[str, Shape] = {"projected": (rows, parts), "memory": (rows, H, K, V + (kind["norm"] == "sum"))}
@@ -117,21 +121,21 @@ def token_shapes(kind: dict[str, str], sizes: Sequence[int], rotary: bool, rows:
 
 
 class Expected(NamedTuple):
-    """A tensor as the library takes it: contiguous, on the CPU."""
+    """The shape and dtype of a tensor that the library expects, contiguous and on the CPU."""
 
-    shape: Shape | None  # None: there is none
+    shape: Shape | None  # None: the tensor must be None
     dtype: torch.dtype
     name: str
 
     def fault(self, x: Tensor | None) -> str:
-        """What is wrong with a tensor."""
+        """Returns a sentence about how a tensor differs from what is expected."""
         if x is None:
             return f"{self.name} is None; expected {_words(self.shape)}"
         if x.shape != self.shape:
             return f"{self.name} has shape {list(x.shape)}; expected {_words(self.shape)}"
         if x.dtype is not self.dtype:
             return f"{self.name} has dtype {x.dtype}; expected {self.dtype}"
-        return f"{self.name} is on {x.device} with strides {x.stride()}; expected contiguous memory of the CPU"
+        return f"{self.name} is on {x.device} with strides {x.stride()}; expected a contiguous tensor on the CPU"
 
 
 def _words(shape: Shape | None) -> str:
@@ -139,7 +143,7 @@ def _words(shape: Shape | None) -> str:
 
 
 def unfit(tensors: Iterable[Tensor | None], expected: list[Expected]) -> int | None:
-    """Which is the first tensor that is not as expected."""
+    """Returns the index of the first tensor that is not as expected, or None."""
     for n, (x, (shape, dtype, _)) in enumerate(zip(tensors, expected, strict=True)):
         if x is None:
             if shape is not None:
@@ -150,12 +154,14 @@ def unfit(tensors: Iterable[Tensor | None], expected: list[Expected]) -> int | N
 
 
 def require_fit(tensors: Sequence[Tensor | None], expected: list[Expected]) -> None:
+    """Raises ValueError unless all tensors are as expected."""
     if (n := unfit(tensors, expected)) is not None:
         raise ValueError(expected[n].fault(tensors[n]))
 
 
 class Call:
-    """A layer's call for one batch size and one dtype of activations. Plain data, since a model may be copied."""
+    """A layer's call for one batch size and one dtype of activations. It holds no pointers, so that models can be
+    copied and pickled."""
 
     def __init__(self, layer: Layer, rows: int, dtype: torch.dtype):
         shapes = weight_shapes(layer.kind, layer.sizes)
@@ -168,18 +174,18 @@ class Call:
         self.dtype, self.out = native.DTYPES[dtype], (rows, layer.sizes[1] * layer.sizes[4])
         self.addresses = layer.addresses
         self.settings: dict[int, bytes] = {}
-        self.apart: set[tuple[int, ...]] = set()  # addresses at which nothing that is written into lies in another
+        self.apart: set[tuple[int, ...]] = set()  # addresses that were checked for overlaps
 
     def step(self, weights: Sequence[Tensor], token: Sequence[Tensor | None], state: Sequence[Tensor | None]) -> Tensor:
-        """Weights and state are as expected; ValueError where what is read of the token is not, or where what is
-        written into shares memory with another."""
+        """Runs the call. The weights and the state must be as expected. Raises ValueError if an input of the token is
+        not as expected, or if a tensor of the state shares memory with another tensor."""
         require_fit(token, self.token)
         places = *[x.data_ptr() for x in weights], *[0 if x is None else x.data_ptr() for x in (*token, *state)]
         if places not in self.apart:
             self._check_apart(places)
         out = token[0].new_empty(self.out)  # type: ignore[union-attr]
         native.layer_step(self._settings() + struct.pack(self.addresses, *places, out.data_ptr()))
-        # Autograd, which may hold one of them for a backward, cannot see what was written.
+        # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
         increment_version([x for x in state if x is not None and not x.is_inference()])
         return out
 
@@ -198,7 +204,7 @@ class Call:
         for name, start, end in (span for span in spans if span[0] in STATE):
             for other, begin, stop in spans:
                 if other != name and begin < end and start < stop:
-                    raise ValueError(f"{name} shares memory with {other}; expected it apart, since it is written into")
+                    raise ValueError(f"{name} shares memory with {other}; expected separate memory for the state")
         if len(self.apart) >= MANY:
             self.apart.clear()
         self.apart.add(places)
@@ -208,8 +214,10 @@ known = lru_cache(maxsize=MANY)(Layer)
 
 
 def layer_step(projected: Tensor, hidden, weights, memory, conv, tokens, kinds, sizes, numbers) -> Tensor:
-    """projected [B, parts], the layer's input [B, D] if scores read it -> [B, H V]; memory [B, H, K, ·], conv [B, ·, ·]
-    and tokens [B] are brought up to date. All contiguous, and apart: ValueError for what is not."""
+    """The operator: projected [B, parts], hidden [B, D] if scores use the layer's input -> [B, H V].
+
+    Updates memory [B, H, K, ·], conv [B, ·, ·] and tokens [B] in place. Raises ValueError unless all tensors are
+    contiguous and have separate memory."""
     if projected.dtype not in native.DTYPES or projected.dim() != 2:
         found = f"dtype {projected.dtype} and shape {list(projected.shape)}"
         raise ValueError(f"projected has {found}; expected torch.float32 or torch.bfloat16 and [B, parts]")
@@ -231,8 +239,8 @@ torch.library.register_fake("headrace::layer_step", _fake, lib=library)
 
 
 def run(layer: Layer, weights: Sequence[Tensor], token: Sequence[Any], state: Sequence[Tensor | None]) -> Tensor:
-    """The operator where a graph is being traced; without its dispatch, which costs as much as the step, elsewhere.
-    Weights and state are as the layer's call expects them."""
+    """Runs one token: by the operator while tracing a graph, else without the dispatcher, which takes as long as the
+    step. The weights and the state must be as the layer's call expects them."""
     if torch.compiler.is_compiling():
         given = dict(zip(layer.weights, weights, strict=True))
         every, settings = [given.get(name) for name in WEIGHTS], (layer.kinds, layer.sizes, layer.numbers)

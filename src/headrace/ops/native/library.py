@@ -1,7 +1,7 @@
-"""The library of native/, through its C interface (native/headrace.h): found, loaded and called.
+"""Loads the native library and calls it through its C interface (native/headrace.h).
 
-It is loaded when this module is first imported. A call packs the numbers, addresses and strides that the header's
-structs hold; tensors are read where they lie.
+The library is loaded when this module is imported. A call packs numbers, addresses and strides into the header's
+structs; tensors are not copied if their layout and dtype allow it.
 """
 
 import ctypes
@@ -22,7 +22,9 @@ ABI = 4
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: 1, 3: 2, 4: 3}  # hr_decay by the number of dimensions
 NO_MEMORY = 3
-KEEP_ERRORS = 0  # keeping V floats a token would save the delta rules 3 to 6 % of a step
+KEEP_ERRORS = (
+    0  # 1 would store V floats per token, and save 3 to 6 % of the time of a training step with the delta rule
+)
 _TENSOR = "Pqqq"  # hr_tensor
 _PROBLEM = struct.Struct("@7if7qP" + 7 * _TENSOR + "P")  # hr_problem
 _GRADIENTS = struct.Struct("@" + 7 * _TENSOR + "P")  # hr_gradients
@@ -32,12 +34,13 @@ _ABSENT = (0, 0, 0, 0)
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
-    """(the library, the instruction set that it uses here), or (None, why it is not here). The environment's
-    HEADRACE_LIBRARY names the file of another build."""
+    """Returns (the library, its instruction set on this machine), or (None, why the library is not available).
+
+    The environment variable HEADRACE_LIBRARY may name the file of another build."""
     named = os.environ.get("HEADRACE_LIBRARY")
     resource = Path(named) if named else files("headrace") / "libheadrace.so"
     if named and not resource.is_file():
-        raise FileNotFoundError(f"HEADRACE_LIBRARY={named}: there is no such file")
+        raise FileNotFoundError(f"HEADRACE_LIBRARY={named} does not exist; expected the file of a native library")
     if not resource.is_file():
         return None, "headrace was installed without its native kernels: no C++ compiler, or HEADRACE_NATIVE=off"
     with as_file(resource) as path:
@@ -46,13 +49,13 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         except OSError as error:
             return None, f"its library cannot be loaded: {error}"
     if library.hr_abi() != ABI:
-        return None, f"{path} has another interface, {library.hr_abi()} and not {ABI}: install headrace again"
+        return None, f"{path} has interface version {library.hr_abi()}, not {ABI}: install headrace again"
     _declare(library)
     return library, library.hr_isa().decode()
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    """Structs go as bytes, buffers as addresses."""
+    """Declares the C functions. Structs are passed as bytes, buffers as addresses."""
     struct_, pointer = ctypes.c_char_p, ctypes.c_void_p
     library.hr_isa.restype = library.hr_message.restype = ctypes.c_char_p
     library.hr_kept_floats.restype = ctypes.c_int64
@@ -72,7 +75,7 @@ instructions = "" if library is None else _found
 
 
 class Problem:
-    """hr_problem for a call, and the tensors that it points into, kept alive."""
+    """The struct hr_problem of a call, with references to the tensors that it points to."""
 
     def __init__(self, call: Call):
         (B, T, H, V), (Hq, K), log_decay = call.v.shape, call.k.shape[2:], call.log_decay
@@ -97,7 +100,8 @@ class Problem:
 
 
 def expect(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-    """Looked at before an address goes to C, whoever calls: the kernels would read and write what is not theirs."""
+    """Raises ValueError for a wrong shape or dtype. Every tensor is checked before its address goes to C, because the
+    kernels would access memory outside the tensor."""
     if x is None or (x.shape == shape and (dtype is None or x.dtype is dtype)):
         return
     of_dtype = "" if dtype is None else f" in {dtype}"
@@ -116,17 +120,19 @@ def _floats(x: Tensor | None) -> Tensor | None:
 
 
 def _ends(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Looked at even where values are not: the kernels would read what is not theirs."""
+    """Returns cu_seqlens as int64, checked always, because the kernels would access memory outside the tensors."""
     expect("cu_seqlens", cu_seqlens, (len(cu_seqlens),))
     return torch.tensor(sequence_ends(cu_seqlens, T), dtype=torch.int64)
 
 
 def address(x: Tensor | None) -> int:
+    """Returns the address of a tensor's data, 0 for None."""
     return 0 if x is None else x.data_ptr()
 
 
 def place(x: Tensor | None) -> tuple[int, ...]:
-    """hr_tensor: the address, and the strides of batch, token and head; a fixed decay has the last one alone."""
+    """Returns the fields of hr_tensor: address and strides of batch, token and head. A fixed decay [H] has only the
+    last stride."""
     if x is None:
         return _ABSENT
     return (x.data_ptr(), 0, 0, *x.stride()) if x.dim() == 1 else (x.data_ptr(), *x.stride()[:3])
@@ -137,6 +143,7 @@ def _places(tensors: list[Tensor | None]) -> Iterable[int]:
 
 
 def check(status: int) -> None:
+    """Raises MemoryError or RuntimeError for an error status of the library."""
     if status == 0:
         return
     assert library is not None
@@ -145,7 +152,7 @@ def check(status: int) -> None:
 
 
 def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(out, final state, what the backward needs if `keep`)."""
+    """Returns (out, final state, a buffer for the backward if `keep`)."""
     assert library is not None, missing
     problem, out = Problem(call), torch.empty_like(call.v, memory_format=torch.contiguous_format)
     final = call.v.new_empty(call.state_shape, dtype=torch.float32)
@@ -168,7 +175,7 @@ def _set_state(state: Tensor, initial: Tensor | None) -> None:
 
 
 def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], wanted: list[bool]):
-    """Gradients of the eight differentiable inputs, None where not `wanted`."""
+    """Returns the gradients of the eight differentiable inputs, None for those not `wanted`."""
     assert library is not None, missing
     problem, d_out, d_final, kept = Problem(call), _rows(d_out), d_final.contiguous(), kept_[0].contiguous()
     expect("d_out", d_out, call.v.shape, call.v.dtype)
@@ -185,12 +192,14 @@ def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], w
 
 
 def kinds() -> str:
-    """The kinds of a layer's parts that `layer_step` knows: a line each, its name and its values'; "" without it."""
+    """Returns the kinds of parts that `layer_step` supports, one line per part with its name and kinds; "" without the
+    library."""
     return "" if library is None else library.hr_kinds().decode()
 
 
 def int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """x [rows, inputs], scale [outputs] float32, weight [outputs, inputs] int8, contiguous -> [rows, outputs]."""
+    """Returns x · (weight · scale[:, None])ᵀ [rows, outputs] for x [rows, inputs] and scale [outputs] in float32 and
+    weight [outputs, inputs] in int8, all contiguous."""
     assert library is not None, missing
     rows, inputs, outputs = len(x), x.shape[-1], len(weight)
     _expect("x", x, torch.float32, (rows, inputs))
@@ -203,13 +212,13 @@ def int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _expect(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """RuntimeError for a tensor that C would read otherwise than it lies."""
+    """Raises RuntimeError unless the tensor is contiguous, on the CPU, and of this dtype and shape."""
     if x.dtype is not dtype or x.shape != shape or not x.is_cpu or not x.is_contiguous():
         found = f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
         raise RuntimeError(f"{name} is {found}; expected contiguous {dtype} {list(shape)} on the CPU")
 
 
 def layer_step(packed: bytes) -> None:
-    """hr_layer, as bytes."""
+    """Runs one token of a layer. packed: the struct hr_layer."""
     assert library is not None, missing
     check(library.hr_layer_step(packed))

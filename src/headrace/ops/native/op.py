@@ -1,4 +1,4 @@
-"""The native library as a PyTorch operator, `torch.ops.headrace.native`, on the CPU."""
+"""The backend "native": the native library as a PyTorch operator for the CPU, `torch.ops.headrace.native`."""
 
 import torch
 
@@ -12,7 +12,7 @@ LARGEST = 2**16
 
 
 def _refuses(call: Call) -> str | None:
-    """Why the library cannot take a Call, or None."""
+    """Returns why the library cannot compute a call, or None."""
     device, dtype, (K, V) = call.v.device.type, call.v.dtype, (call.k.shape[-1], call.v.shape[-1])
     if device != "cpu":
         return f"it runs on the CPU, and v is on {device}"
@@ -26,7 +26,7 @@ def _refuses(call: Call) -> str | None:
 
 
 def _kept_shapes(call: Call):
-    """The library knows how much, for sizes that are numbers; while tracing they may not be."""
+    """Returns a dynamic size, because the library computes the size from numbers, which are symbolic in a trace."""
     return ((torch.library.get_ctx().new_dynamic_size(),),)
 
 

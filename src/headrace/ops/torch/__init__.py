@@ -1,1 +1,1 @@
-"""The backend in PyTorch, for any device."""
+"""The backend in PyTorch, for all devices."""

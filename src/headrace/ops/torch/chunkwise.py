@@ -1,16 +1,16 @@
-"""The chunkwise form in PyTorch, for any device, with a hand-written backward.
+"""The chunkwise form in PyTorch, for all devices, with a hand-written backward.
 
-The tokens are cut into chunks of C. Inside a chunk everything is matrix products; the state S goes from chunk to chunk.
-With the operators of decay.py, q' = scale · r q, and E the value to write ("add") or what memory lacks of it ("delta"):
+The tokens are split into chunks of C tokens. A chunk is computed with matrix products, and passes the state S on to the
+next. With the operators of decay.py, q' = scale · r q, and E the value to write ("add") or its error ("delta"):
 
     add:    E = v, with β w k in place of k and 1 in place of β
     delta:  (I + A β) E = w v − rows(k) S,   A = strictly lower scores(k, k)
     out = rows(q') S + scores(q', k) β E         S ← end(S) + cols(k)ᵀ β E
 
-β multiplies E and nothing is ever divided by it; gates and β may be exactly zero. The backward runs through the chunks
-in reverse, from the states kept at every `stride`-th chunk; those between are recomputed from E, so that what is kept
-weighs no more than the inputs. (A loop over slices under autograd would cost O(T²/C): the gradient of a slice is as
-large as its source.)
+Nothing is divided by β or a gate, so that they may be zero. The backward visits the chunks in reverse order. The
+forward keeps the state of every `stride`-th chunk and E, from which the backward recomputes the other states, so that
+the kept tensors are no larger than the inputs. (Autograd through a loop over slices would cost O(T²/C), since the
+gradient of a slice is as large as its source.)
 
 Dimensions: B batch, T tokens, H heads (q and k may have fewer), K key, V value, C chunk, N = B·H. Tiles are [N, C, ·].
 """
@@ -26,8 +26,8 @@ from .tiles import Gradients, Inputs, Span, Tile, finite, kept_states, product, 
 
 
 def solver(tile: Tile) -> tuple[Tensor, Tensor]:
-    """(A, (I + A β)⁻¹) of the delta rule. By substitution: the inverse's entries stay bounded where powers of A do not
-    (think of one key repeated)."""
+    """Returns A and (I + A β)⁻¹ of the delta rule. The inverse is computed by substitution, because its entries stay
+    bounded when powers of A do not, as for a repeated key."""
     A = tile.decay.scores(tile.k, tile.k).tril(-1)
     identity = torch.eye(A.shape[1], dtype=A.dtype, device=A.device).expand_as(A)
     M = product(A, None if tile.beta is None else tile.beta.mT)
@@ -35,12 +35,12 @@ def solver(tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 def advance_(S: Tensor, tile: Tile, E: Tensor) -> Tensor:
-    """The state after the chunk, in place."""
+    """Updates S to the state after the chunk, in place."""
     return tile.decay.end_(S).baddbmm_(tile.decay.cols(tile.k).mT, product(E, tile.beta))
 
 
 def chunk_forward(tile: Tile, S: Tensor, delta: bool) -> tuple[Tensor, Tensor]:
-    """(out, E) of one chunk."""
+    """Returns (out, E) of one chunk."""
     decay, E = tile.decay, tile.v
     if delta:
         wanted = torch.baddbmm(product(E, tile.write), decay.rows(tile.k), S, alpha=-1)
@@ -52,8 +52,9 @@ def chunk_forward(tile: Tile, S: Tensor, delta: bool) -> tuple[Tensor, Tensor]:
 def chunk_backward(
     tile: Tile, E: Tensor, S: Tensor, dS: Tensor, d_out: Tensor, delta: bool, decay_gradient: bool
 ) -> dict[str, Tensor]:
-    """Gradients to the tile by the input's name. dS, the gradient to the state after the chunk, becomes, in place, that
-    to the state before it. Under the delta rule k also reads, as q does: what memory holds before it writes."""
+    """Returns the gradients to the tile by the input's name.
+
+    dS is the gradient to the state after the chunk, and is overwritten with the gradient to the state before it."""
     decay, q, k, U = tile.decay, tile.q, tile.k, product(E, tile.beta)
     A = decay.scores(q, k)
     dU = torch.bmm(A.mT, d_out).baddbmm_(decay.cols(k), dS)
@@ -71,7 +72,8 @@ def chunk_backward(
 
 
 def _delta_backward_(grads: dict[str, Tensor], tile: Tile, E: Tensor, S: Tensor, dS: Tensor, decay_gradient: bool):
-    """From the gradient to U = β E, in grads["v"], to those of E's own equation: all that `grads` and dS lack."""
+    """Adds the gradients through the delta rule's equation of E to `grads` and dS, from the gradient to U = β E, which
+    is in grads["v"]. Under the delta rule, k also reads the memory, like q."""
     decay, k, dU = tile.decay, tile.k, grads["v"]
     A, inverse = solver(tile)
     dP = torch.bmm(inverse.mT, product(dU, tile.beta))
@@ -91,8 +93,8 @@ def _delta_backward_(grads: dict[str, Tensor], tile: Tile, E: Tensor, S: Tensor,
 
 
 def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, final state, states kept for the backward, E kept for the backward). The kept ones are empty unless `keep`;
-    E is also for the additive rule, where it is v."""
+    """Returns (out, final state, states kept for the backward, E kept for the backward). The kept tensors are empty
+    unless `keep`; E is also empty under the additive rule, where it equals v."""
     x, v = Inputs(call), call.v
     out, final = torch.empty_like(v, memory_format=torch.contiguous_format), x.states(call.initial_state)
     room = kept_states(v.shape[1], len(x.sequences), x.chunk_size * x.stride)
@@ -115,7 +117,8 @@ def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def backward(
     d_out: Tensor, d_final: Tensor, call: Call, states: Tensor, errors: Tensor, decay_gradient: bool
 ) -> list[Tensor | None]:
-    """Gradients to q, k, v, log_decay, beta, write_gate, read_gate (None where the input is) and the initial state."""
+    """Returns the gradients to q, k, v, log_decay, beta, write_gate, read_gate (None for inputs that are None) and the
+    initial state."""
     x = Inputs(call)
     grads, d_initial, slot = Gradients(x, call), x.states(d_final), x.kept
     for dS, chunks in zip(reversed(d_initial.unbind()), reversed(x.sequences), strict=True):
@@ -127,7 +130,7 @@ def backward(
 
 
 def replay(x: Inputs, run: list[Span], S: Tensor, errors: Tensor) -> Iterator[tuple[Span, Tile, Tensor, Tensor]]:
-    """A run of chunks again, from the state kept at its start: (span, tile, E, state before the chunk)."""
+    """Recomputes a run of chunks from the state kept at its start. Yields (span, tile, E, state before the chunk)."""
     for i, span in enumerate(run):
         tile = x.tile(span)
         E = x.lay_out(errors, span) if x.call.delta else tile.v

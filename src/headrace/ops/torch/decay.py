@@ -1,20 +1,20 @@
-"""Decay inside one chunk of C tokens, for the three shapes it can have.
+"""The decay inside one chunk of C tokens, for the three shapes of log_decay.
 
 With G_i the sum of log_decay over the chunk's tokens up to and including i (per head, or per head and key channel):
 
-    rows(x)      x_i e^{G_i}                     how much of the incoming state token i still sees
-    cols(x)      x_i e^{G_C − G_i}               how much of token i is left at the end of the chunk
-    end_(S)      S e^{G_C}                       how much of the incoming state is left at the end
-    scores(x,y)  Σ_k x_ik y_jk e^{G_i − G_j}     for j ≤ i, zero elsewhere
+    rows(x)      x_i e^{G_i}                     decay from the incoming state to token i
+    cols(x)      x_i e^{G_C − G_i}               decay from token i to the end of the chunk
+    end_(S)      S e^{G_C}                       decay of the incoming state over the chunk
+    scores(x,y)  Σ_k x_ik y_jk e^{G_i − G_j}     for j ≤ i, zero elsewhere: decay from token j to token i
 
-G is summed, and differences of it are taken, in float64: −50 followed by −0.01 keeps its digits. Nothing overflows at
-any decay: exponents are never positive, but inside blocks so short that it cannot matter. (A positive log_decay makes
-the memory grow, and overflows only where that does.) What is above the diagonal of scores is cut off, not multiplied by
-zero: NaN stays with the tokens after it.
+G and its differences are float64, so that −50 followed by −0.01 keeps its digits. No decay overflows: exponents are at
+most 0, except within blocks that are short enough. (A positive log_decay makes the memory grow, and overflows only if
+the memory does.) The upper triangle of scores is set to zero, not multiplied by zero, so that a NaN affects only the
+tokens after it.
 
-The gradient to a token's log_decay is the sum, over all pairs of a writer before it and a reader at or after it, of
-what passes between them. These crossing pairs are summed as such: differences of larger sums (q·dq − k·dk, accumulated)
-leave rounding errors where a strong decay lets nothing pass. Tensors are [N, C, ·], N batch × heads.
+The gradient to a token's log_decay is the sum of the contributions of all pairs of an earlier writer and a reader at or
+after the token. These pairs are summed directly: the difference of larger sums (q·dq − k·dk, accumulated) would leave
+rounding errors when a strong decay makes the contributions small. Tensors are [N, C, ·], with N = batch × heads.
 """
 
 from functools import lru_cache
@@ -23,17 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST = -1000.0  # e^LEAST is 0 in float64 too; differences of sums with −∞ in them would be NaN
+LEAST = -1000.0  # lower bound of log_decay: e^LEAST is 0 in float64, and −∞ would give NaN differences of sums
 Scored = tuple[Tensor, Tensor, Tensor | None]  # gradients to x, y and log_decay
 
 
 def later(x: Tensor) -> Tensor:
-    """[C, C] with which to sum x […, C, ·] over the tokens at and after each."""
+    """Returns the matrix [C, C] that sums x […, C, ·] over each token and the later ones."""
     return _ones(x.shape[-2], x.dtype, x.device).triu()
 
 
 def earlier(x: Tensor) -> Tensor:
-    """[C, C] with which to sum x […, C, ·] over the tokens before each."""
+    """Returns the matrix [C, C] that sums x […, C, ·] over the tokens before each token."""
     return _ones(x.shape[-2], x.dtype, x.device).tril(-1)
 
 
@@ -43,6 +43,8 @@ def _ones(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class NoDecay:
+    """No decay, and the interface of the three classes."""
+
     def rows(self, x: Tensor) -> Tensor:
         return x
 
@@ -55,18 +57,19 @@ class NoDecay:
         return torch.bmm(x, y.mT).tril_()
 
     def scores_backward(self, dA: Tensor, x: Tensor, y: Tensor, A: Tensor, decay_gradient: bool) -> Scored:
-        """Gradients to x, y and log_decay (None unless asked for), given A = scores(x, y) and the gradient to it.
-        That gradient's upper triangle is ignored, and it may be overwritten."""
+        """Returns the gradients to x, y and, if decay_gradient, log_decay, given A = scores(x, y) and its gradient dA.
+
+        The upper triangle of dA is ignored, and dA may be overwritten."""
         dA = dA.tril_()
         return torch.bmm(dA, y), torch.bmm(dA.mT, x), None
 
 
 class ScalarDecay:
-    """One decay per head and token: log_decay [N, C, 1]."""
+    """A decay per head and token: log_decay [N, C, 1]."""
 
     def __init__(self, log_decay: Tensor, dtype: torch.dtype):
         G = log_decay.double().clamp(min=LEAST).cumsum(1)
-        self.pairs = (G - G.mT).tril_().to(dtype).exp_()  # above the diagonal, which would overflow, 1
+        self.pairs = (G - G.mT).tril_().to(dtype).exp_()  # tril_ makes the upper triangle 1, which would overflow
         self.seen = G.to(dtype).exp()
         self.left = self.pairs[:, -1, :, None]
         self.all = self.seen[:, -1:]
@@ -92,17 +95,17 @@ class ScalarDecay:
         return torch.bmm(dA, y), torch.bmm(dA.mT, x), dg
 
     def per_channel(self, x: Tensor) -> Tensor:
-        """Gradients to the decay of each key channel -> to log_decay's channels, of which there is one."""
+        """Converts gradients per key channel to gradients per channel of log_decay, which has one."""
         return x.sum(-1, keepdim=True)
 
 
 class VectorDecay:
-    """One decay per head, token and key channel: log_decay [N, C, K].
+    """A decay per head, token and key channel: log_decay [N, C, K].
 
-    e^{G_i − G_j} = e^{G_i − G_m} e^{G_m − G_j} for any m between j and i: with m the middle of a block of tokens both
-    factors are at most 1, and the block's lower-left quarter is one matrix product. The two triangles left are blocks
-    of half the size, and so on down to blocks of `base` tokens. Those are one product as a whole, with exponents of
-    both signs: `base` must be so short that e^{|log_decay| base} stays far from overflow; it may be 1.
+    e^{G_i − G_j} = e^{G_i − G_m} e^{G_m − G_j} for any m between j and i. With m the middle of a block of tokens, both
+    factors are at most 1, and the block's lower-left quarter is one matrix product. The two remaining triangles are
+    blocks of half the size, down to blocks of `base` tokens. A block of `base` tokens is one product with exponents of
+    both signs: `base` must be small enough that e^{|log_decay| base} does not overflow; it may be 1.
     """
 
     def __init__(self, log_decay: Tensor, dtype: torch.dtype, base: int):
@@ -113,7 +116,7 @@ class VectorDecay:
         self.all = self.seen[:, -1, :, None]
         size = max(base, 1 << (self.length - 1).bit_length())
         self.base, self.padding = base, size - self.length
-        # Padding tokens keep G as it is: no exponent becomes positive.
+        # Padding repeats the last G, so that no exponent becomes positive.
         G = torch.cat([G, G[:, -1:].expand(-1, self.padding, -1)], 1) if self.padding else G
         self.levels = [self._level(G, m, dtype) for m in self._halves(size)]
         blocks = G.unflatten(1, (-1, base))
@@ -122,7 +125,7 @@ class VectorDecay:
         self.behind = (middle - blocks).to(dtype).exp()
 
     def _halves(self, size: int) -> list[int]:
-        """size/2, size/4, … base."""
+        """Returns size/2, size/4, …, base."""
         return [size >> i for i in range(1, size.bit_length()) if size >> i >= self.base]
 
     @staticmethod
@@ -145,12 +148,12 @@ class VectorDecay:
 
     @staticmethod
     def _quarters(A: Tensor, m: int) -> Tensor:
-        """The lower-left quarters of A's diagonal blocks of size 2m, as a view [N, blocks, m, m]."""
+        """Returns a view [N, blocks, m, m] of the lower-left quarters of A's diagonal blocks of size 2m."""
         blocks = A.unflatten(2, (-1, 2, m)).unflatten(1, (-1, 2, m))[:, :, 1, :, :, 0]
         return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
 
     def _blocks(self, A: Tensor) -> Tensor:
-        """A's diagonal blocks of size base, as a view [N, blocks, base, base]."""
+        """Returns a view [N, blocks, base, base] of A's diagonal blocks of size base."""
         blocks = A.unflatten(2, (-1, self.base)).unflatten(1, (-1, self.base))
         return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
 
@@ -190,7 +193,8 @@ class VectorDecay:
         return dx[:, : self.length], dy[:, : self.length], None if dg is None else dg[:, : self.length]
 
     def _crossing_in_blocks(self, x: Tensor, y: Tensor, dx: Tensor, dy: Tensor) -> Tensor:
-        """By the difference of sums: in blocks of more than one token no decay is so strong that its error counts."""
+        """Returns the gradient to log_decay from pairs within a block, as a difference of sums. Blocks of several
+        tokens are only used for decays weak enough that its rounding errors are small."""
         if self.base == 1:
             return torch.zeros_like(x)
         difference = (x * dx).addcmul_(y, dy, value=-1).unflatten(1, (-1, self.base))

@@ -1,4 +1,4 @@
-"""torch_chunkwise as a PyTorch operator, `torch.ops.headrace.chunkwise`, on any device."""
+"""The backend "torch": the chunkwise form as a PyTorch operator for all devices, `torch.ops.headrace.chunkwise`."""
 
 import torch
 
@@ -10,19 +10,19 @@ from . import tiles
 
 
 def _forward(call: Call, keep: bool):
-    with torch.autocast(call.q.device.type, enabled=False):  # the accumulator's precision is part of the definition
+    with torch.autocast(call.q.device.type, enabled=False):  # the recurrence is in the accumulator's precision
         return torch_chunkwise.forward(call, keep)
 
 
 def _backward(d_out, d_final, call: Call, kept, wanted):
     states, errors = kept
     with torch.autocast(call.q.device.type, enabled=False):
-        # Of what is wanted, the gradient to the decay alone is worth leaving out.
+        # Only the gradient to the decay costs enough to be skipped if it is not wanted.
         return torch_chunkwise.backward(d_out, d_final, call, states, errors, wanted[3])
 
 
 def _kept_shapes(call: Call):
-    """Of the states and of E."""
+    """Returns the shapes of the kept states and of E."""
     (B, T, H, V), K, chunk = call.v.shape, call.k.shape[-1], tiles.chunk_size(call)
     sequences = 1 if call.cu_seqlens is None else call.sequences
     states = tiles.kept_states(T, sequences, chunk * tiles.kept_stride(K, V, chunk))

@@ -1,4 +1,4 @@
-"""How the op's inputs are cut into chunks, and how the gradients are put together again.
+"""Splits the inputs of the recurrence into chunks, and assembles the gradients from those of the chunks.
 
 Dimensions: B batch, T tokens, H heads (q and k may have fewer), K key, V value, C chunk, N = B·H. Tiles are [N, C, ·].
 """
@@ -17,11 +17,11 @@ Span = tuple[int, int]
 
 
 class Tile(NamedTuple):
-    """One chunk's inputs in the accumulator's dtype, by head: [N, C, K], [N, C, V] and per token [N, C, 1].
+    """The inputs of one chunk in the accumulator's dtype: q, k [N, C, K], v [N, C, V], beta and write [N, C, 1].
 
-    q is q', and under the additive rule k is β w k, and beta and write are None. A token that writes NaN or an infinity
-    has a key of NaN: scores take that to the tokens after it, and what it writes may be left out of products over the
-    chunk, in which 0 · NaN would take it to those before."""
+    q is q' = scale · r q. Under the additive rule k is β w k, and beta and write are None. A token whose value or gates
+    have NaN or an infinity gets a NaN key, through which scores pass NaN to the later tokens. Products over the chunk
+    replace its value by zeros, because 0 · NaN would affect the earlier tokens."""
 
     q: Tensor
     k: Tensor
@@ -32,17 +32,17 @@ class Tile(NamedTuple):
 
 
 class Inputs:
-    """The op's inputs and how they are cut: a batch is one run of chunks, a pack of sequences is a run for each."""
+    """The inputs of the recurrence and their chunks: one list of chunks for a batch, or one per packed sequence."""
 
     def __init__(self, call: Call):
         self.call, self.chunk_size, self.dtype = call, chunk_size(call), accumulator(call.q)
         (self.B, T, self.H, self.V), self.K = call.v.shape, call.k.shape[-1]
-        # Laid out once for all tokens: small tensors cost as much as large ones to take apart.
+        # Laid out once for all tokens, because an operation on a small tensor takes as long as on a larger one.
         self.beta, self.write, self.read = (self.per_token(x) for x in (call.beta, call.write_gate, call.read_gate))
         self.strength = call.scale if self.read is None else self.read * call.scale
-        # Under the additive rule β and w may as well scale k, which has fewer columns than v.
+        # Under the additive rule β and w scale k instead of v, since k usually has fewer columns.
         self.factor = None if call.delta else product(self.beta, self.write)
-        # NaN for a token with NaN or an infinity in what it writes, else 0: see `Tile`.
+        # NaN for a token with NaN or an infinity in v, β or w, else 0: see `Tile`.
         self.taint = self.per_token((call.v * 0).sum(-1))
         for gate in (self.beta, self.write):
             self.taint = self.taint if gate is None else self.taint + gate * 0
@@ -54,15 +54,15 @@ class Inputs:
         self._fixed: dict[int, ScalarDecay] = {}
 
     def runs(self, chunks: list[Span]) -> list[list[Span]]:
-        """A sequence's chunks in runs of `stride`: a state is kept at the start of each."""
+        """Groups the chunks of a sequence into runs of `stride` chunks. The state at the start of a run is kept."""
         return [chunks[i : i + self.stride] for i in range(0, len(chunks), self.stride)]
 
     def by_sequence(self, states: Tensor) -> Tensor:
-        """[sequences, N, K, V] -> [B or sequences, H, K, V]."""
+        """Reshapes states from [sequences, N, K, V] to [B or sequences, H, K, V]."""
         return states.view(states.shape[0] * states.shape[1] // self.H, self.H, self.K, self.V)
 
     def states(self, like: Tensor | None) -> Tensor:
-        """A fresh copy of the states given (zeros for None), [sequences, N, K, V]."""
+        """Returns a copy of the given states (None: zeros), [sequences, N, K, V]."""
         N = self.B * self.H if len(self.sequences) == 1 else self.H
         shape = (len(self.sequences), N, self.K, self.V)
         if like is None:
@@ -70,14 +70,14 @@ class Inputs:
         return like.to(self.dtype, copy=True, memory_format=torch.contiguous_format).view(shape)
 
     def lay_out(self, x: Tensor, span: Span) -> Tensor:
-        """[B, T, H or fewer, ·] -> [N, C, ·] in the accumulator's dtype."""
+        """Converts the span of [B, T, H or Hq, ·] to [N, C, ·] in the accumulator's dtype."""
         x = x[:, span[0] : span[1]].to(self.dtype).transpose(1, 2)
         if x.shape[1] != self.H:
             x = x.repeat_interleave(self.H // x.shape[1], 1)
         return x.flatten(0, 1)
 
     def per_token(self, x: Tensor | None) -> Any:
-        """[B, T, H] -> [N, T, 1]."""
+        """Converts [B, T, H] to [N, T, 1] in the accumulator's dtype."""
         return None if x is None else x.to(self.dtype).transpose(1, 2).flatten(0, 1)[..., None].contiguous()
 
     def decay(self, span: Span) -> NoDecay | ScalarDecay | VectorDecay:
@@ -100,7 +100,7 @@ class Inputs:
 
 
 def sequence_ends(cu_seqlens: Tensor, T: int) -> list[int]:
-    """cu_seqlens as numbers. Raises InputError where they are not 0 = c_0 ≤ … ≤ c_N = T."""
+    """Returns cu_seqlens as a list. Raises InputError unless 0 = c_0 ≤ … ≤ c_N = T. Synchronises a GPU."""
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != T or ends != sorted(ends):
         raise InputError(f"cu_seqlens={ends}; expected 0 = c_0 ≤ … ≤ c_N = T = {T}")
@@ -108,37 +108,38 @@ def sequence_ends(cu_seqlens: Tensor, T: int) -> list[int]:
 
 
 def product(x: Tensor | None, y: Tensor | None) -> Any:
-    """Of those that are not None."""
+    """Returns the product of the factors that are not None; None for two of them."""
     if x is None or y is None:
         return y if x is None else x
     return x * y
 
 
 def during(x: Tensor | float | None, span: Span) -> Any:
-    """A per-token tensor's part; numbers and None are the same for all tokens."""
+    """Returns the span of a per-token tensor [N, T, 1]. Numbers and None are returned unchanged."""
     return x[:, span[0] : span[1]] if isinstance(x, Tensor) else x
 
 
 def kept_stride(K: int, V: int, chunk_size: int) -> int:
-    """Chunks between two kept states, so that these weigh at most as much as q, k and v."""
+    """Returns the number of chunks per kept state with which the kept states are no larger than q, k and v."""
     return max(1, -(-K * V // (chunk_size * (2 * K + V))))
 
 
 def kept_states(T: int, sequences: int, tokens: int) -> int:
-    """The most states that are kept, one for each run of so many tokens of a sequence and for what is left of it. Known
-    from shapes alone: what depends on cu_seqlens would break a traced graph."""
+    """Returns an upper bound of the number of kept states, one per run of `tokens` tokens of a sequence or its rest.
+
+    The bound depends only on shapes, because a size that depends on cu_seqlens would break a traced graph."""
     return (T - 1) // tokens + sequences
 
 
 def chunk_size(call: Call) -> int:
-    """The call's, or a power of two between 16 and 64 near the mean of K and V: beyond it the C×C work inside a chunk
-    costs more than the K×V work between chunks saves."""
+    """Returns the call's chunk size, or by default a power of two between 16 and 64 near the mean of K and V: in larger
+    chunks the C×C work inside a chunk costs more than the K×V work between chunks saves."""
     return call.chunk_size or min(64, max(16, 1 << ((call.k.shape[-1] + call.v.shape[-1]) // 2 - 1).bit_length()))
 
 
 def block_of(log_decay: Tensor, longest: int = 16, most: float = 64.0) -> int:
-    """The base of VectorDecay: the longest block, a power of two, over which no decay can exceed e^most; where NaN is
-    among the decays, 1, so that it stays with its own token."""
+    """Returns the base of VectorDecay: the longest block, a power of two, over which no decay exceeds e^most; 1 if a
+    decay is NaN, so that the NaN affects no earlier token."""
     low, high = log_decay.aminmax() if log_decay.numel() else (log_decay.new_zeros(()),) * 2
     steepest = float(torch.maximum(-low, high))
     tokens = longest if steepest * longest <= most else most / steepest
@@ -146,7 +147,7 @@ def block_of(log_decay: Tensor, longest: int = 16, most: float = 64.0) -> int:
 
 
 def finite(x: Tensor) -> Tensor:
-    """Zeros for NaN and infinities."""
+    """Replaces NaN and infinities by zeros."""
     return x.nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -155,7 +156,7 @@ def row_dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 class Gradients:
-    """Gradients to the op's inputs, filled chunk by chunk; those per token are gathered by head, [N, T, 1]."""
+    """Gradients to the inputs, filled chunk by chunk. Gradients of per-token inputs are stored as [N, T, 1]."""
 
     def __init__(self, x: Inputs, call: Call):
         self.x, self.call = x, call
@@ -166,7 +167,7 @@ class Gradients:
         self.small = {n: call.q.new_empty(whole, dtype=x.dtype) for n, given in per_token.items() if given is not None}
 
     def add(self, span: Span, grads: dict[str, Tensor]) -> None:
-        """One chunk's, from those to its tile to those to the inputs."""
+        """Converts the gradients to a chunk's tile to gradients to the inputs, and stores them."""
         x = self.x
         if x.read is not None:
             grads["read_gate"] = self.call.scale * row_dot(x.lay_out(self.call.q, span), grads["q"])
@@ -181,7 +182,7 @@ class Gradients:
                 self._store(self.large[name], span, grad)
 
     def _store(self, into: Tensor, span: Span, x: Tensor) -> None:
-        """The inverse of `lay_out`: heads that share q and k add up, and so do the tokens under a fixed decay."""
+        """Inverts `lay_out`, with sums over the heads that share q and k, and over the tokens of a fixed decay."""
         x = x.unflatten(0, (self.x.B, self.x.H)).transpose(1, 2)
         if into.dim() == 1:
             into += x.sum((0, 1, 3))
@@ -192,23 +193,23 @@ class Gradients:
         into[:, span[0] : span[1]] = x
 
     def all(self) -> list[Tensor | None]:
-        """Of q … read_gate, in the order of a call; None for an input that is."""
+        """Returns the gradients to q, …, read_gate in the order of a call; None for inputs that are None."""
         small, x = self.small, self.x
         if "factor" in small:
             small |= {"beta": product(small["factor"], x.write), "write_gate": product(small["factor"], x.beta)}
         gathered = {n: g.squeeze(-1).unflatten(0, (x.B, x.H)).transpose(1, 2) for n, g in small.items()}
-        given: Any = {name: getattr(self.call, name, None) for name in gathered}  # None: what two gates have in common
+        given: Any = {name: getattr(self.call, name, None) for name in gathered}  # `factor` is no input: None
         found = {n: g.to(given[n].dtype).contiguous() for n, g in gathered.items() if given[n] is not None}
         return [(self.large | found).get(name) for name in Call._fields[: DIFFERENTIABLE - 1]]
 
 
 def empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros in this dtype for a fixed decay [H], whose gradient is summed over all tokens."""
+    """Returns an empty gradient of x in a dtype; zeros for a fixed decay [H], whose gradient is summed over tokens."""
     if x.dim() == 1:
         return torch.zeros_like(x, dtype=dtype)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def store(into: Tensor, span: Span, x: Tensor) -> None:
-    """[N, C, V] into [B, T, H, V]."""
+    """Stores a chunk [N, C, V] in a span of [B, T, H, V]."""
     into[:, span[0] : span[1]] = x.unflatten(0, (into.shape[0], into.shape[2])).transpose(1, 2)
