@@ -79,8 +79,8 @@ class Plan:
             if not answers(zoo.get(mixer), self.task):
                 raise InputError(
                     f"mixer {mixer!r} cannot train on --task {self.task.name}: masked takes bert only; digits takes "
-                    "bert, mixers and decoders; reverse, dates and spans take all but bert; the other tasks take mixers "
-                    "and decoders"
+                    "bert, mixers and decoders; reverse, dates and spans take all but bert; the other tasks take "
+                    "mixers and decoders"
                 )
         self.task.held_out(1)  # raises InputError if the task's data are missing
 

@@ -21,8 +21,8 @@ Listen = Callable[[Arm, int, dict[str, float] | None], None]  # (arm, step, scor
 
 
 def place_workers(devices: Sequence[str], wanted: int | None) -> list[str]:
-    """The device of each worker, for `wanted` workers placed round-robin on the devices. The default number of workers is
-    one per accelerator or, on a CPU, one per core that this process may use.
+    """The device of each worker, for `wanted` workers placed round-robin on the devices. The default is one worker per
+    accelerator or, on a CPU, one per core that this process may use.
 
     Raises:
         InputError: `wanted` is below 1.
@@ -68,8 +68,8 @@ def follow(futures: set[Future], news, listen: Listen) -> None:
                 future.result()
         except BrokenProcessPool:
             raise InputError(
-                "a worker process died, perhaps because memory ran out; finished arms are kept, so run the same command "
-                "again with fewer --workers"
+                "a worker process died, perhaps because memory ran out; finished arms are kept, so run the same "
+                "command again with fewer --workers"
             ) from None
 
 

@@ -13,7 +13,7 @@ from .plan import MATCHED, Arm, Plan
 
 @cache
 def match(plan: Plan, specs: tuple[Any, ...]) -> tuple[int | None, ...]:
-    """The MLP width for each spec; None for a model without an MLP of free width, such as a recurrent encoder-decoder."""
+    """The MLP width for each spec; None for a model without an MLP of free width, as a recurrent encoder-decoder."""
     if plan.shape.mlp == 0:
         return (None,) * len(specs)
     _ = plan.positions, plan.task.vocab_size  # cached here: on the meta device rows and files cannot be read
