@@ -142,7 +142,9 @@ def test_what_a_run_leaves(data, tmp_path):
     assert any("eval_write_entropy_1" in point for point in points)
     counts = torch.tensor([token for row in data.held_out["input_ids"] for token in row]).bincount()
     frequencies = torch.distributions.Categorical(counts.double()).entropy()
-    assert f"alone give {frequencies:.4f}" in card and ("It learnt nothing" in card) == (final >= frequencies)
+    assert f"these tokens has {frequencies:.4f}" in card and ("The model learnt nothing" in card) == (
+        final >= frequencies
+    )
     assert ModelCard(card).data.eval_results[0].metric_value == pytest.approx(final)
 
 
