@@ -247,7 +247,7 @@ def test_a_mixer_without_weights_says_so(tmp_path):
     [
         ("", None, "the text is 0 tokens long; expected at least 2"),
         ("x", None, "the text is 1 token long; expected at least 2"),
-        ("x" * 2001, None, "the text is 2,001 tokens long; expected at most 2,000, or --tokens to cut it"),
+        ("x" * 2001, None, "the text is 2,001 tokens long; expected at most 2,000, or --tokens to cut the text"),
         ("xyz", 1, "--tokens=1; expected 2 to 2,000"),
         ("xyz", 2001, "--tokens=2001; expected 2 to 2,000"),
     ],

@@ -60,8 +60,8 @@ def mean(shares: Tensor) -> list[float] | None:
 
 
 class GateWatch:
-    """Collects statistics of all competitions with more than one head. Before each forward pass, the caller sets `asked`
-    [B, T], true at positions with a label, and, for rows with padding, `mask` [B, T], true at tokens."""
+    """Collects statistics of all competitions with more than one head. Before each forward pass, the caller sets
+    `asked` [B, T], true at positions with a label, and, for rows with padding, `mask` [B, T], true at tokens."""
 
     def __init__(self) -> None:
         self.asked, self.mask = torch.empty(0), torch.empty(0)

@@ -31,8 +31,8 @@ def initialise_gates(model: nn.Module, std: float, kind: GateInit) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, gate_lr: float) -> list[dict[str, Any]]:
-    """Parameter groups for AdamW: matrices with weight decay; norms and biases without; and gates, if any, without weight
-    decay, which would pull them towards no competition, and with the learning rate `gate_lr`."""
+    """Parameter groups for AdamW: matrices with weight decay; norms and biases without; and gates, if any, without
+    weight decay, which would pull them towards no competition, and with the learning rate `gate_lr`."""
     gates = list(gate_parameters(model))
     known = {id(p) for p in gates}
     rest = [p for p in model.parameters() if id(p) not in known]
