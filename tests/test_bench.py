@@ -80,7 +80,7 @@ def test_what_is_measured_is_kept_and_continued(tmp_path, monkeypatch):
     assert {row["model"] for row in rows} == {"gla", "softmax-gla", "transformers-llama"}
     assert all(row["torch"] and row["commit"] and row["threads"] == "1" for row in rows)
     page = (tmp_path / "bench" / "report.html").read_text("utf-8")
-    assert "What competition costs" in page and "Compression" in page and page.count("data:image/png") == 5
+    assert "Overhead of competition" in page and "Compression" in page and page.count("data:image/png") == 5
     with pytest.raises(InputError, match="holds another run"):
         cli_eval.bench(lengths="16", **arguments | {"hidden_size": 64})
 
@@ -119,7 +119,10 @@ def test_a_cache_that_would_not_fit_is_left_out_and_named(monkeypatch):
     plan = Plan(("gla", "transformer"), SHAPE, rounds=1)
     found = measure.measure(Point("decoding", 10**6), plan)
     # keys and values, 64 wide, of 1e6 tokens in float32: 0.48 GiB, where a quarter of 1 GiB is at hand
-    assert found["transformer"] == {"left_out": "its cache would take 0.5 GiB of 1.0"} and found["gla"]["seconds"]
+    assert (
+        found["transformer"] == {"left_out": "its cache needs 0.5 GiB, more than 1/4 of 1.0 GiB of free memory"}
+        and found["gla"]["seconds"]
+    )
 
 
 MISTAKES = {

@@ -379,7 +379,7 @@ def test_a_score_at_every_length_by_a_model_of_one(tmp_path):
     [("gla", Masked()), ("t5", Digits()), ("bert", Pair()), ("bert", Reverse()), ("t5", Masked()), ("t5", Pair())],
 )
 def test_what_cannot_answer_a_task_is_refused(mixer, task):
-    with pytest.raises(InputError, match=f"'{mixer}' cannot answer --task {task.name}"):
+    with pytest.raises(InputError, match=f"'{mixer}' cannot train on --task {task.name}"):
         replace(SMALL, mixers=(mixer,), task=task).check()
 
 

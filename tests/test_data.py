@@ -106,7 +106,7 @@ MISTAKES = {
         {"column": "body"},
         "--column 'body' is not in the data; expected one of text, n",
     ),
-    "an unknown kind": (("texts.xls",), {}, "of no known kind"),
+    "an unknown kind": (("texts.xls",), {}, "has an unknown suffix"),
     "no tokenizer": (None, {"tokenizer": "nowhere.json"}, "--tokenizer 'nowhere.json' cannot be read"),
     "a vocabulary smaller than the bytes": (None, {"bpe": 100}, "--train-bpe 100"),
     "too short": (None, {"length": 1}, "--length 1; expected at least 2"),
@@ -132,7 +132,7 @@ def test_what_was_killed_does_not_look_finished(jsonl, tmp_path, monkeypatch):
     monkeypatch.setattr("headrace.utils.integrity.os.fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare(Preparation((str(jsonl),), length=16), tmp_path / "d")
-    with pytest.raises(InputError, match="is not what `headrace prepare` writes"):
+    with pytest.raises(InputError, match="is not a folder written by `headrace prepare`"):
         open_data(tmp_path / "d")
     monkeypatch.undo()
     prepare(Preparation((str(jsonl),), length=16), tmp_path / "d")

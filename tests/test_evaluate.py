@@ -169,7 +169,7 @@ def test_what_the_folder_lacks_is_named_and_the_rest_is_run(checkpoints, data, t
     whole = json.loads((tmp_path / "llama" / "results.json").read_text("utf-8"))
     assert set(whole["results"]) == set(found.items["llama"])
     assert whole["results"]["winogrande"]["acc,none"] == scores(found.items["llama"]["winogrande"])["acc"].value
-    with pytest.raises(InputError, match="nothing of --suite='recall' can be run"):
+    with pytest.raises(InputError, match="no task of --suite='recall' can be run"):
         evaluate([checkpoints["llama"]], Plan("recall", data=str(data)), MACHINE, tmp_path / "recall")
 
 
@@ -248,7 +248,7 @@ def test_the_command_writes_a_report(checkpoints, data, tmp_path):
         "too few rows to tell them apart",
         "chance level",
         "lm-evaluation-harness 0.",
-        "llama against softmax-gla",
+        "llama compared with softmax-gla",
         "standard error",
         "data:image/png",
     ):
@@ -272,7 +272,7 @@ def test_failures_are_named():
     assert "chance level" in said(a=record([1.0, 0.0, 0.0, 0.0] * 9))[0]
     assert said(a=record([1.0] * 8 + [0.0])) == []
     assert "0 of 5 rows" in said(a=record([0.0] * 5, "contains", 1))[0]
-    assert "the unigram's" in said(a=record([-9.0, -8.0], "perplexity", 1, {"perplexity": 50.0}))[0]
+    assert "unigram model" in said(a=record([-9.0, -8.0], "perplexity", 1, {"perplexity": 50.0}))[0]
     assert said(a=record([-2.0, -3.0], "perplexity", 1, {"perplexity": 50.0})) == []
 
 
@@ -282,7 +282,7 @@ def test_two_models_are_told_apart_only_where_the_rows_suffice():
     many = said(a=record([1.0, 0.0] * 50, choices=1), b=record([1.0, 1.0] * 50, choices=1))
     assert "better" in many[-1]
     same = said(a=record([1.0, 0.0], choices=1), b=record([1.0, 0.0], choices=1))
-    assert "alike on every row in every metric" in same[-1]
+    assert "equal on every row in every metric" in same[-1]
     other = record([1.0, 0.0])
     other["samples"][0]["doc_hash"] = "another"
     assert pair(record([1.0, 0.0]), other, "acc") is None
@@ -309,7 +309,7 @@ def test_needles_are_rows_by_length():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere/at/all", "--suite", "piqa"], "is no folder here"),
+        (["nowhere/at/all", "--suite", "piqa"], "is not a local folder and cannot be loaded from the Hub"),
         (["--suite", "piqa", "--max-length", "0"], "--max-length=0"),
         (["--suite", "piqa", "--lengths", "0"], "--lengths=0; expected positive integers"),
         (["--suite", "piqa", "--limit", "0"], "--limit=0"),
@@ -348,7 +348,7 @@ def spoil(folder: Path, how: str) -> None:
         ("softmax-gla", "corrupt", "cannot be read"),
         ("softmax-gla", "no weights", "cannot be read"),
         ("softmax-gla", "no tokenizer", "has no tokenizer that can be read"),
-        ("llama", "no head", "is no causal language model: it holds no weights of lm_head.weight"),
+        ("llama", "no head", "is not a causal language model: the weights of lm_head.weight are missing"),
     ],
 )
 def test_a_spoilt_checkpoint_is_refused(kind, how, sentence, checkpoints, tmp_path):
@@ -363,7 +363,7 @@ def test_a_spoilt_checkpoint_is_refused(kind, how, sentence, checkpoints, tmp_pa
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ("[1]", "line 1 is no JSON object"),
+        ("[1]", "line 1 is not a JSON object"),
         ("{", "line 1 is not JSON"),
         ('{"goal": "a"}', "has goal; expected goal, sol1, sol2, label, as piqa has"),
     ],

@@ -65,11 +65,14 @@ def said(scores, **settings):
             "softmax-retnet is worse than retnet by 12.0 points (95 % interval 7.0 to 17.0, 3 seeds).",
         ),
         ([[0.995, 1.0], [0.999, 1.0]], "both solve the task (100.0 % and 99.8 %)"),
-        ([[0.5], [0.9]], "softmax-retnet is ahead of retnet by 40.0 points in one seed, too few to tell them apart"),
+        (
+            [[0.5], [0.9]],
+            "softmax-retnet is ahead of retnet by 40.0 points in one seed, which is too few to tell them apart",
+        ),
         ([[0.9], [0.5]], "softmax-retnet is behind retnet by 40.0 points in one seed"),
         ([[0.5, 0.5, None], [0.9, 0.91, 0.92]], "interval 34.1 to 46.9, 2 seeds"),  # 0.405 ± 12.706 · 0.00707 / √2
-        ([[0.5, 0.5, None], [0.9, 0.91, 0.92]], "retnet diverged in seed 2"),
-        ([[None, None], [0.9, 0.91]], "retnet diverged in seed 0, 1"),
+        ([[0.5, 0.5, None], [0.9, 0.91, 0.92]], "retnet diverged with seed 2: its loss is not finite."),
+        ([[None, None], [0.9, 0.91]], "retnet diverged with seed 0, 1: its loss is not finite."),
         ([[None, None], [0.9, 0.91]], "Held-out accuracy: softmax-retnet reaches 90.5 ± 0.7 %."),
         ([[None], [None]], "no model has a score"),
     ],
@@ -80,8 +83,8 @@ def test_a_mixer_and_its_backbone(scores, expected):
 
 def test_without_competition_the_best_is_compared_with_the_second():
     text = said([[0.5, 0.5], [0.9, 0.8], [0.6, 0.61]], plan=REVERSE)
-    assert "of 3 mixers luong has the highest score: no clear difference between luong and bahdanau (95 %" in text
-    assert "By mean score: luong 85.0 ± 7.1 %, bahdanau 60.5 ± 0.7 %, rnn 50.0 ± 0.0 %." in text
+    assert "of 3 mixers, luong has the best mean score: no clear difference between luong and bahdanau (95 %" in text
+    assert "Mean scores, best first: luong 85.0 ± 7.1 %, bahdanau 60.5 ± 0.7 %, rnn 50.0 ± 0.0 %." in text
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,7 @@ def test_without_competition_the_best_is_compared_with_the_second():
 )
 def test_the_control(control, gating, rest):
     text = said([[0.5, 0.5], [0.88, 0.89], control])
-    assert f"Gates without competition (sigmoid-retnet, sigmoid): {gating}" in text and f"; {rest}" in text
+    assert f"Control with sigmoid gates, which do not compete: {gating}" in text and f"; {rest}" in text
 
 
 @pytest.mark.parametrize(
@@ -104,15 +107,16 @@ def test_the_control(control, gating, rest):
 )  # fmt: skip
 def test_fewer_heads(fewer, expected):
     text = said([[0.5, 0.5], [0.9, 0.91], [0.5, 0.5], fewer])
-    assert f"Fewer heads without competition: {'' if 'between' in expected else 'retnet (heads=2) '}{expected}" in text
+    subject = "" if "between" in expected else "retnet (heads=2) "
+    assert f"Control with fewer heads and no competition: {subject}{expected}" in text
     assert "(400 against 100 bytes)" in text
 
 
 def test_where_less_is_better():
     text = said([[2.0, 2.1], [2.3, 2.4], [1.5, 1.5]], plan=TEXT)
     assert "Held-out loss: softmax-gla is worse than gla by 0.300 nats/token (95 % interval 0.300 to 0.300" in text
-    assert "By mean score: transformer 1.500 ± 0.000 nats/token, gla 2.050 ± 0.071" in text
-    assert "A cache of keys and values grows with every token; at the end of a row: transformer 100 bytes." in text
+    assert "Mean scores, best first: transformer 1.500 ± 0.000 nats/token, gla 2.050 ± 0.071" in text
+    assert "A key-value cache grows with every token; its size at the end of a row: transformer 100 bytes." in text
 
 
 def test_gates_of_whole_models_are_compared():
@@ -123,7 +127,7 @@ def test_gates_of_whole_models_are_compared():
 
 def test_gates():
     gate = {"layer": 0, "gate": "write", "entropy": 0.4, "load": [0.5, 0.5], "load_asked": None, "load_other": None}
-    expected = "Final entropy of softmax-retnet, as a part of its largest value: write gates 0.40"
+    expected = "Final gate entropy of softmax-retnet, divided by log(heads): write gates 0.40"
     assert f"{expected} (one seed)." in said([[0.5], [0.9]], gates=[gate])
     two = results([[0.5, 0.5], [0.9, 0.9]], gates=[gate])
     two["arms"][3]["curve"][-1]["gates"] = [gate | {"entropy": 0.5}, gate | {"entropy": 0.7}]
@@ -132,14 +136,14 @@ def test_gates():
     assert "almost evenly" not in said([[0.5], [0.9]], gates=[gate | {"entropy": 0.94}])
     for asked, elsewhere, sink in ((0.51, 0.5, True), (0.5, 0.5, False), (0.9, 0.51, False)):
         head = gate | {"load_asked": [asked, 1 - asked], "load_other": [elsewhere, 1 - elsewhere]}
-        assert ("In 1 of 1 seed of softmax-retnet one head" in said([[0.5], [0.9]], gates=[head])) == sink
+        assert ("In 1 of 1 seed of softmax-retnet, one head" in said([[0.5], [0.9]], gates=[head])) == sink
 
 
 def test_gate_parameters():
     found = results([[0.5], [0.9]])
     found["arms"][1] |= {"parameters": 1026, "gate_parameters": 26}
     sentences = findings(summarise(found)[0])
-    assert "Gates add at most 2.6% to a model's parameters (softmax-retnet)." in sentences
+    assert "Gates add at most 2.6% to the number of parameters (softmax-retnet)." in sentences
     assert not any("per second" in sentence or "time" in sentence for sentence in sentences), "speed varies by the load"
 
 
@@ -155,7 +159,8 @@ def test_an_end_that_came_too_soon():
 
 
 def test_the_size_that_findings_hold_for():
-    assert "All of this is at 0.001 M parameters and 0.92 M tokens;" in said([[0.5]]), "300 steps of 64 rows of 48"
+    expected = "These results hold for 0.001 M parameters and 0.92 M training tokens;"
+    assert expected in said([[0.5]]), "300 steps of 64 rows of 48"
 
 
 def test_lengths_and_alignments(tmp_path):
@@ -166,18 +171,20 @@ def test_lengths_and_alignments(tmp_path):
     weights = [[0.1, 0.9], [0.4, 0.6], [0.5, 0.5]]
     learnt["arms"][3]["alignment"] = {"source": ["a", "b"], "target": ["b", "a", "end"], "weights": weights}
     sentences = "\n".join(findings(summarise(learnt)[0]))
-    assert "rnn: mean exact match (1 seed) is below 90% at length 6; at 12, the longest in training, it is 0.0 %" in (
-        sentences
-    ), "what holds at 18 does not hold up to 18"
     assert (
-        "luong: mean exact match (2 seeds) is at least 90% up to length 12; at 12, the longest in training, it is "
-        in (sentences)
-    )
+        "rnn: the mean exact match over 1 seed is below 90% at length 6; at length 12, the longest in training, it is "
+        "0.0 %"
+    ) in sentences, "a high score at length 18 alone is no score up to length 18"
+    assert (
+        "luong: the mean exact match over 2 seeds is at least 90% up to length 12; at length 12, the longest in "
+        "training, it is "
+    ) in sentences
     assert "it is 95.0 ± 7.1 %." in sentences
     assert (
-        "bahdanau: mean exact match (1 seed) is at least 90% up to length 18, longer than any in training" in sentences
-    )
-    assert "bahdanau reads most of the character that it writes in 1 of 2 steps" in sentences
+        "bahdanau: the mean exact match over 1 seed is at least 90% up to length 18, which is longer than any in "
+        "training"
+    ) in sentences
+    assert "bahdanau gives the largest weight to the source character that it writes at 1 of 2 steps" in sentences
     write_report(learnt, tmp_path)
     assert {"reverse-lengths.png", "reverse-alignments.png"} < {path.name for path in tmp_path.glob("*.png")}
 
@@ -196,7 +203,7 @@ def test_lengths_and_alignments(tmp_path):
         (
             {"parameters": (1670, 1000), "state_bytes": (0, 0), "flops": (None, 520)},
             [
-                "Matched: state sizes (none).",
+                "Matched: state sizes (all zero).",
                 "Not matched: parameters differ by up to 1.67× (softmax-retnet 1,000, retnet 1,670); "
                 "FLOPs are not counted for retnet.",
             ],
@@ -345,12 +352,12 @@ def test_many_mixers_are_counted():
     n = len(zoo.LINEAR)
     told = headline([comparison])
     assert comparison.many and told.startswith(
-        f"Held-out accuracy: with competition, of {n} backbones: {n - 1} better ("
+        f"Held-out accuracy: effect of competition on {n} backbones: {n - 1} better ("
     )
-    assert told.endswith("; 1 worse (gla), by a 95 % interval for each.")
+    assert told.endswith("; 1 worse (gla), each judged by its 95 % interval.")
     one = headline(summarise(whole_zoo(1)))
-    assert f"in one seed, too few to tell mixers apart, competition is ahead in {n - 1} of {n} backbones" in one
-    assert "the highest means are of" in findings(comparison)[0] and " 60.1 ± 0.1 %" in findings(comparison)[0]
+    assert f"competition is ahead for {n - 1} of {n} backbones, in one seed, which is too few to judge" in one
+    assert "Best mean scores of" in findings(comparison)[0] and " 60.1 ± 0.1 %" in findings(comparison)[0]
     assert comparison.shown == comparison.finished and comparison.shown[0].gated
     families = dict(comparison.families())
     assert [c.label for c in families["gla"]] == ["gla", "softmax-gla"] and len(families) == len(
@@ -380,8 +387,8 @@ def test_a_sweep_has_a_table_words_and_a_curve_before_everything_else(tmp_path):
     over = sweep.read(found)
     assert over.table()[0] == ["retnet", "98.5 ± 0.7 %", "51.0 ± 1.4 %", "10.0 %"]
     assert sweep.answer(over) == (
-        "softmax-retnet against retnet, by pairs: no clear difference at 4, 32, better at 16 (by 95 % intervals over "
-        "seeds)"
+        "softmax-retnet compared with retnet, by pairs: no clear difference at 4, 32, better at 16 (by 95 % intervals "
+        "over seeds)"
     )
     assert sweep.findings(over) == [
         "retnet: 98.5 ± 0.7 % at pairs=4, 10.0 % at pairs=32.",
@@ -406,13 +413,21 @@ def gates(load):
 @pytest.mark.parametrize(
     ("scores", "load", "expected"),
     [
-        ([[0.03, 0.04], [0.9, 0.91]], [0.5, 0.5], "Within 2 points of guessing (3.1 %): retnet 3.5 ± 0.7 %."),
+        (
+            [[0.03, 0.04], [0.9, 0.91]],
+            [0.5, 0.5],
+            "At chance, no more than 2 points above 3.1 %: retnet 3.5 ± 0.7 %.",
+        ),
         (
             [[0.5, 0.5], [0.9, 0.91]],
             [0.94, 0.06],
-            "Collapsed: in 2 of 2 gates of softmax-retnet one head takes nearly all",
+            "Collapsed gates: in 2 of 2 gates of softmax-retnet, one head takes 90% or more.",
         ),
-        ([[0.5, 0.5], [0.9, 0.91]], [0.6, 0.38, 0.02], "Dead: 2 of 6 heads of softmax-retnet take under a tenth"),
+        (
+            [[0.5, 0.5], [0.9, 0.91]],
+            [0.6, 0.38, 0.02],
+            "Dead heads: 2 of 6 heads of softmax-retnet take less than 10% of an even share.",
+        ),
     ],
 )
 def test_a_failure_reads_as_a_failure(scores, load, expected):
@@ -422,7 +437,7 @@ def test_a_failure_reads_as_a_failure(scores, load, expected):
 @pytest.mark.parametrize(
     ("score", "load", "failed"),
     [
-        (1 / 32 + 0.019, [0.5, 0.5], "of guessing"), (1 / 32 + 0.021, [0.5, 0.5], None),
+        (1 / 32 + 0.019, [0.5, 0.5], "At chance"), (1 / 32 + 0.021, [0.5, 0.5], None),
         (0.5, [0.91, 0.09], "Collapsed"),
         (0.5, [0.89, 0.11], None), (0.5, [0.56, 0.4, 0.04], None), (0.5, [0.56, 0.41, 0.03], "Dead"),
     ],
@@ -430,7 +445,7 @@ def test_a_failure_reads_as_a_failure(scores, load, expected):
 def test_where_a_failure_begins(score, load, failed):
     """Two points above chance; nine tenths by one head; a tenth of an even share, a thirtieth of three heads."""
     text = said([[score], [0.9]], gates=gates(load))
-    assert {word for word in ("of guessing", "Collapsed", "Dead") if word in text} == ({failed} if failed else set())
+    assert {word for word in ("At chance", "Collapsed", "Dead") if word in text} == ({failed} if failed else set())
 
 
 @pytest.mark.parametrize(("score", "held"), [(0.9, True), (0.89, False)])

@@ -170,11 +170,11 @@ def test_failures_are_named_by_head():
     ("rule", "failed", "sentence", "sound"),
     [
         # of two heads: entropies 0.9991 and 0.9988 of log 2; mean shares; 0.01 of an even share is 0.005
-        (of_gate, [0.518, 0.482], "the  gate is uniform, its entropy 0.9991 of the largest: no head", [0.52, 0.48]),
-        (of_gate, [0.96, 0.04], "the  gate has collapsed: head 0 has 96.0% of it", [0.94, 0.06]),
-        (of_gate, [0.9951, 0.0049], "head 1 is dead: no token gives it more than 0.005 of the  gate", [0.9949, 0.0051]),
-        (of_beta, [0.5, 0.009], "head 1 is dead: β is 0.009 at most, and nothing is written", [0.5, 0.011]),
-        (of_weights, [0.995], "head 0 is dead as a memory: 99.5% of what it reads is the present token", [0.985]),
+        (of_gate, [0.518, 0.482], "the  gate is uniform: its entropy is 0.9991 of log(heads)", [0.52, 0.48]),
+        (of_gate, [0.96, 0.04], "the  gate has collapsed: the mean share of head 0 is 96.0%", [0.94, 0.06]),
+        (of_gate, [0.9951, 0.0049], "head 1 is dead: its share of the  gate is at most 0.005", [0.9949, 0.0051]),
+        (of_beta, [0.5, 0.009], "head 1 is dead: β is at most 0.009, so nothing is written", [0.5, 0.011]),
+        (of_weights, [0.995], "head 0 is dead as a memory: 99.5% of its attention is on the present token", [0.985]),
     ],
 )
 def test_a_failure_is_told_with_its_number(rule, failed, sentence, sound):
@@ -239,7 +239,7 @@ def test_a_mixer_without_weights_says_so(tmp_path):
     build("mamba", vocab_size=257).save_pretrained(tmp_path)
     byte_level().save_pretrained(tmp_path)
     layer = data_of(inspection.inspect(tmp_path, "some text"))["layers"][0]
-    assert layer["attention"] is None and layer["none"].startswith("There is none here: this mixer weighs")
+    assert layer["attention"] is None and layer["none"].startswith("This mixer has no effective attention")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_mixer_without_weights_says_so(tmp_path):
     [
         ("", None, "the text is 0 tokens long; expected at least 2"),
         ("x", None, "the text is 1 token long; expected at least 2"),
-        ("x" * 2001, None, "the text is 2,001 tokens long; expected at most 2,000, or --tokens to cut it"),
+        ("x" * 2001, None, "the text is 2,001 tokens long; expected at most 2,000, or --tokens to cut the text"),
         ("xyz", 1, "--tokens=1; expected 2 to 2,000"),
         ("xyz", 2001, "--tokens=2001; expected 2 to 2,000"),
     ],

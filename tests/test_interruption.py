@@ -407,5 +407,5 @@ def test_a_disk_that_is_full_is_one_sentence(prepared, tmp_path):
         assert done.returncode == 2, done.stderr[-3000:]
         assert "Traceback" not in done.stderr
         assert re.search(
-            r"^headrace: what is kept cannot be written \(.*\) at step 5; the last good", done.stderr, re.M
+            r"^headrace: a checkpoint cannot be written \(.*\) at step 5; the last complete", done.stderr, re.M
         )

@@ -29,7 +29,10 @@ from training import recipe, train
         ({"lr": float("inf")}, "lr=inf; expected a finite number"),
         ({"weight_decay": float("nan")}, "weight_decay=nan; expected a finite number"),
         ({"warmup_tokens": -1.0}, "warmup_tokens=-1.0; expected at least 0"),
-        ({"tokens": 40.0, "warmup_tokens": 0.0}, "tokens=40 is less than half of a step of batch_tokens=128"),
+        (
+            {"tokens": 40.0, "warmup_tokens": 0.0},
+            "tokens=40; expected at least half of a step, which is batch_tokens=128",
+        ),
     ],
 )
 def test_numbers_no_run_can_have(changes, sentence):

@@ -142,7 +142,9 @@ def test_what_a_run_leaves(data, tmp_path):
     assert any("eval_write_entropy_1" in point for point in points)
     counts = torch.tensor([token for row in data.held_out["input_ids"] for token in row]).bincount()
     frequencies = torch.distributions.Categorical(counts.double()).entropy()
-    assert f"alone give {frequencies:.4f}" in card and ("It learnt nothing" in card) == (final >= frequencies)
+    assert f"these tokens has {frequencies:.4f}" in card and ("The model learnt nothing" in card) == (
+        final >= frequencies
+    )
     assert ModelCard(card).data.eval_results[0].metric_value == pytest.approx(final)
 
 
@@ -200,7 +202,7 @@ def test_every_step_is_whole(data, tmp_path, monkeypatch, changes):
     train(changed, tmp_path / "run", tokens=128 * 9, **changes)
     tokens = [sum(n for at, n in seen if at == i) for i in range(9)]
     assert tokens == [128] * 9
-    with pytest.raises(InputError, match="is 14 rows a step, and the data hold 13 full ones"):
+    with pytest.raises(InputError, match="is 14 rows per step, but the data have 13 full rows; expected at most 13"):
         train(changed, tmp_path / "other", batch_tokens=14 * 32, tokens=14 * 32 * 2, **changes)
 
 
@@ -213,7 +215,7 @@ def test_a_tracker_that_is_none(data, tmp_path, trackers):
 def test_what_was_asked_for_has_started(data, tmp_path, monkeypatch):
     settings = run.arguments(recipe()[0], tmp_path, False, "none")
     monkeypatch.setenv("WORLD_SIZE", "2")  # of a launcher whose processes never met
-    with pytest.raises(InputError, match="processes: 2 was asked for, and accelerate started with 1"):
+    with pytest.raises(InputError, match="processes: 2 was requested, but accelerate started with 1"):
         run.make_trainer(recipe()[0], data, settings)
 
 
@@ -303,7 +305,9 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(data, tmp_pat
         save(self, folder)
 
     monkeypatch.setattr(run.HeadraceTrainer, "_save_optimizer_and_scheduler", full)
-    with pytest.raises(InputError, match=r"the disk is full at step 10; the last good checkpoint is .*checkpoint-5"):
+    with pytest.raises(
+        InputError, match=r"the disk is full at step 10; the last complete checkpoint is .*checkpoint-5"
+    ):
         train(data, tmp_path / "run")
 
 
@@ -318,11 +322,11 @@ def test_updates_that_are_not_finite_are_left_out_then_end_the_run(data, tmp_pat
         return loss
 
     monkeypatch.setattr(run.HeadraceTrainer, "training_step", poisoned)
-    with pytest.raises(InputError, match=r"broke off at step 19; the last good checkpoint is .*checkpoint-10"):
+    with pytest.raises(InputError, match=r"was stopped at step 19; the last complete checkpoint is .*checkpoint-10"):
         train(data, tmp_path / "run", save_every=10)
     told = capsys.readouterr().err
-    assert "step 8: the gradient is not finite; the update is left out" in told
-    assert "5 updates in a row were not finite" in told
+    assert "step 8: the gradient is not finite; the update is skipped" in told
+    assert "5 consecutive gradients were not finite" in told
 
 
 def test_a_loss_that_is_not_finite_names_its_layer(data, tmp_path, monkeypatch, capsys):
@@ -332,7 +336,7 @@ def test_a_loss_that_is_not_finite_names_its_layer(data, tmp_path, monkeypatch, 
         return model
 
     monkeypatch.setattr(run, "build", broken)
-    with pytest.raises(InputError, match="broke off at step 5"):
+    with pytest.raises(InputError, match="was stopped at step 5"):
         train(data, tmp_path / "run")
     assert "step 1: the loss is nan, first in layer 1" in capsys.readouterr().err
 

@@ -87,7 +87,7 @@ MISTAKES = {
     "schedule=flat": "schedule='flat'; expected 'cosine' or 'linear'",
     "schedule=linear": "min_lr=0.1 with schedule='linear'",
     "betas=0.9": "betas='0.9'; expected 2 numbers",
-    "length=100": "is no whole number of rows of length=100",
+    "length=100": "expected a multiple of length=100",
     "warmup_tokens=1e12": "expected fewer than tokens",
     "mixer=glaa": "mixer 'glaa' is unknown",
     "heads=7": "num_heads=7 does not divide",
@@ -107,11 +107,11 @@ def test_mistakes(setting):
 
 def test_files_that_are_no_recipes(tmp_path):
     for text, message in (
-        ("- a", "is not a list of field: value"),
+        ("- a", "is not a YAML mapping"),
         ("a: [", "is not YAML"),
         ("base: nowhere", "neither"),
         ("<<: {lr: 1e-3}\nbase: laptop-1m\nlayer: 1e-4", "has no field 'layer'"),
-        ("lr: 1e-3\nlr: 1e-4", "'lr' stands twice"),
+        ("lr: 1e-3\nlr: 1e-4", "field 'lr' is given twice"),
         ("base: laptop-1m\non: 3", "has no field 'True'"),
     ):
         (tmp_path / "r.yaml").write_text(text)

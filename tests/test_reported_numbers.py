@@ -286,10 +286,10 @@ def test_ours_beside_the_published():
         ("10", "10.5 ± 0.5", "+0.5", "yes"), ("10", "10.51 ± 0.5", "+0.51", "no"), ("10", "1", "-9", "–"),
         ("10", "–", "–", "–"),
     ]  # fmt: skip
-    said = "4 numbers are published; beside 3 of them are ours; 1 of the 2 that can be judged lie within ours ± 95 %."
+    said = "Published numbers: 4, of which 3 are reproduced; within the 95 % interval of the reproduced number: 1 of 2."
     assert show.verdict(cells) == said
-    assert show.verdict(cells[4:]) == "No number is published as text; 1 of ours are there."
-    none = "1 numbers are published; of ours there are 1, none for the same model and metric."
+    assert show.verdict(cells[4:]) == "Published numbers: none as text; reproduced numbers: 1."
+    none = "Published numbers: 1; reproduced numbers: 1, none for the same model and metric."
     assert show.verdict([cells[3], cells[5]]) == none
 
 

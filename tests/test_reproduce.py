@@ -108,8 +108,8 @@ def test_what_has_ended_is_not_done_again_and_what_fails_is_named(tmp_path):
     said = []
     for _ in range(2):
         execute.execute([step], tmp_path, said.append)
-    assert count.read_text("utf-8") == "x" and said[1].endswith("done before")
-    with pytest.raises(InputError, match="step 2 ended with 3"):
+    assert count.read_text("utf-8") == "x" and said[1].endswith("already finished")
+    with pytest.raises(InputError, match="step 2 ended with exit status 3"):
         execute.execute([step, [sys.executable, "-c", "raise SystemExit(3)"]], tmp_path, said.append)
     with pytest.raises(InputError, match="no-such-program is not installed"):
         execute.execute([["no-such-program"]], tmp_path, said.append)
@@ -125,17 +125,17 @@ def test_a_table_is_made_from_end_to_end(tmp_path, capsys):
 
 
 MISTAKES = {
-    "the nearest are table-": {"name": "tabel-2"},
+    "the nearest names are table-": {"name": "tabel-2"},
     "--scale='cluster'; expected paper or laptop": {"scale": "cluster"},
-    "--only heads=4: there is no such axis; expected mixer, size, seed": {"only": ["heads=4"]},
+    "--only heads=4: there is no axis 'heads'; expected mixer, size, seed": {"only": ["heads=4"]},
     "--only seed=7: expected some of 0, 1": {"only": ["seed=7"]},
     "--only mixer=: expected some of gla": {"only": ["mixer="]},
     "'seed' is not of the form": {"only": ["seed"]},
-    "--add 'bench --rounds 1' is for no step; expected one that begins with eval, prepare, train": {
+    "--add 'bench --rounds 1' fits no step; expected the first word to be eval or prepare or train": {
         "add": ["bench --rounds 1"]
     },
     "cannot be split into words": {"add": ["train 'x"]},
-    "is read by no step": {"name": "figure-3", "text": ["a.txt"]},
+    "--text 'a.txt' is not used: no step reads a text": {"name": "figure-3", "text": ["a.txt"]},
     "'no-such.txt' is not a file": {"run": True, "text": ["no-such.txt"]},
     "--data='no-such'; expected a folder": {"run": True, "text": [__file__], "data": Path("no-such")},
 }
@@ -160,7 +160,7 @@ def test_what_comes_from_the_internet_is_said(tmp_path):
     steps = experiment.commands(experiment.load("figure-1").at("laptop"), tmp_path)
     assert "roneneldan/TinyStories, the rows of wikitext" in execute.downloads(steps)
     scale = experiment.tailored(experiment.load("figure-1").at("laptop"), [__file__], [], [f"eval --data {tmp_path}"])
-    assert execute.downloads(experiment.commands(scale, tmp_path)) == "Nothing comes from the internet."
+    assert execute.downloads(experiment.commands(scale, tmp_path)) == "Nothing is downloaded."
 
 
 @pytest.mark.slow
@@ -181,4 +181,4 @@ def test_an_evaluation_is_a_step_and_its_number_is_found(tmp_path, capsys):
     gla, softmax = (cell.ours.value for cell in numbers.cells(experiment.load("figure-1"), wanted, root) if cell.ours)
     assert gla != softmax and min(gla, softmax) > 100
     execute.execute([evaluation], root, print)
-    assert "done before" in capsys.readouterr().out
+    assert "already finished" in capsys.readouterr().out

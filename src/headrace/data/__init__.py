@@ -1,4 +1,4 @@
-"""From text to packed tokens on disk, and from there to batches."""
+"""Prepares text as packed tokens on disk, and reads these as batches."""
 
 from .preparation import Preparation, prepare
 from .rows import Collator, PackedData, open_data, unigram_loss

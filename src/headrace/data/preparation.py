@@ -1,10 +1,11 @@
-"""Text -> a folder of packed rows of tokens, whole or not at all.
+"""Prepares text as packed rows of tokens in a folder, which is written atomically:
 
-    train/, held_out/    Arrow: input_ids, `length` tokens a row (fewer in the last), and starts, where documents begin
-    tokenizer/           what made them
-    manifest.json        from what, by what, how many, and the SHA-256 of every file; written last
+    train/, held_out/    Arrow: input_ids, `length` tokens per row (fewer in the last), and starts of documents
+    tokenizer/           the tokenizer
+    manifest.json        sources, tokenizer, counts, and the SHA-256 of every file
 
-Every document ends with the tokenizer's end token. Rows follow each other: no token is lost, none stands twice.
+Every document ends with the tokenizer's end token. Documents are concatenated and cut into rows, so that each token is
+in exactly one row.
 """
 
 import hashlib
@@ -25,21 +26,26 @@ from ..utils.integrity import record, write_json
 from ..utils.processes import forks_end_with_parent, new_folder
 from . import sources, tokenizer
 
-BATCH = 64  # rows, or documents, that a worker takes at a time
+BATCH = 64  # rows or documents per batch of a worker
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What to prepare and how.
+    """The settings of a preparation.
 
     Args:
         sources: files of one kind (text, jsonl, parquet), or the name of a data set on the Hub.
-        tokenizer: a file, a folder or a name on the Hub; None: bytes. bpe: train one of so many tokens instead.
-        length: tokens in a row.
-        held_out: the share of the documents that is kept apart; of the text, where it is less than half a document,
-            as of one book; seed: of their choice.
-        workers: processes.
-        column: of the text in jsonl, parquet and on the Hub.
+        tokenizer: a file, a folder or a name on the Hub; None: bytes.
+        bpe: size of a vocabulary to train on the text, in place of `tokenizer`.
+        length: tokens per row.
+        held_out: fraction of the documents to hold out; of the text, if it is less than half a document (as for one
+            book).
+        seed: seed of the choice of held-out documents.
+        workers: number of processes.
+        column: name of the text column in jsonl, parquet and Hub data.
+
+    Raises:
+        InputError: a value is out of range, or both `bpe` and `tokenizer` are given.
     """
 
     sources: tuple[str, ...]
@@ -55,7 +61,7 @@ class Preparation:
         if self.length < 2:
             raise InputError(f"--length {self.length}; expected at least 2 tokens")
         if not 0 < self.held_out < 1:
-            raise InputError(f"--held-out {self.held_out}; expected a share between 0 and 1")
+            raise InputError(f"--held-out {self.held_out}; expected a fraction between 0 and 1")
         if self.seed < 0:
             raise InputError(f"--seed {self.seed}; expected at least 0")
         if self.workers < 1:
@@ -65,12 +71,13 @@ class Preparation:
 
 
 def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
-    """Prepare into `output`, which must not exist; returns the manifest."""
+    """Prepares the data in the folder `output`, which must not exist, and returns the manifest. InputError for sources
+    or a tokenizer that cannot be read."""
     return finished(output, partial(_prepare, plan))
 
 
 def finished(output: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Make a folder that is whole or not there; `fill` writes into it and returns its manifest, and so does this."""
+    """Makes a folder atomically: `fill` writes its files and returns the manifest, which is added and returned."""
     with new_folder(output) as folder, forks_end_with_parent():
         manifest = fill(folder)
         manifest["files"] = record(folder)
@@ -104,10 +111,9 @@ def versions() -> dict[str, str]:
 
 
 def split(texts: Dataset, held_out: float, seed: int) -> dict[str, Dataset]:
-    """Documents for training and others to be held out, in the order in which they stand in the source.
-
-    Where the share is less than half a document, the end of one document is held out, as much text as the share says.
-    """
+    """Splits documents into training and held-out ones, each in the order of the source. If the fraction is less than
+    half a document, the end of one document is held out instead. InputError for no documents or a fraction that no
+    document is long enough for."""
     count = len(texts)
     if not count:
         raise InputError("the sources hold no documents; expected at least 1")
@@ -120,13 +126,13 @@ def split(texts: Dataset, held_out: float, seed: int) -> dict[str, Dataset]:
 
 
 def _cut(texts: Dataset, held_out: float, seed: int) -> dict[str, Dataset]:
-    """Of the first document, in an order drawn from seed, that is longer than the share: its end is held out."""
+    """Holds out the end of one document: the first in random order that is longer than the held-out text."""
     documents = texts["text"][:]
     wanted = max(round(held_out * sum(map(len, documents))), 1)
     order = np.random.default_rng(seed).permutation(len(documents))
     at = next((i for i in order if len(documents[i]) > wanted), None)
     if at is None:
-        raise InputError(f"--held-out {held_out} is {wanted} characters of text; expected a document that is longer")
+        raise InputError(f"--held-out {held_out} is {wanted} characters; expected a document with more characters")
     text = documents[at]
     documents[at] = text[:-wanted]
     parts = {"train": documents, "held_out": [text[-wanted:]]}
@@ -159,13 +165,15 @@ def _write(texts: Dataset, tokens: PreTrainedTokenizerFast, plan: Preparation, f
 
 
 def _processes(plan: Preparation, items: int) -> int | None:
-    """None is this process."""
+    """Number of worker processes; None: this process does the work."""
     count = min(plan.workers, items)
     return count if count > 1 else None
 
 
 def _encode(batch: dict[str, list[str]], tokens: PreTrainedTokenizerFast) -> dict[str, list[Any]]:
-    tokens.backend_tokenizer.encode_special_tokens = True  # as text: only we end a document
+    tokens.backend_tokenizer.encode_special_tokens = (
+        True  # as text, so that only the end of a document is the end token
+    )
     encoded = tokens.backend_tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
     return {
         "ids": [[*text.ids, tokens.eos_token_id] for text in encoded],
@@ -174,13 +182,13 @@ def _encode(batch: dict[str, list[str]], tokens: PreTrainedTokenizerFast) -> dic
 
 
 def lengths(encoded: Dataset) -> np.ndarray:
-    """Tokens in each document."""
+    """Number of tokens of each document."""
     column = encoded.with_format("arrow")["ids"]
     return np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks])
 
 
 def _pack(batch: dict[str, list[int]], documents: Dataset, ends: np.ndarray, length: int) -> dict[str, list[Any]]:
-    """Rows of tokens that follow each other, and the places in each where a document begins."""
+    """Rows of consecutive tokens, with the positions in each row at which documents begin."""
     first, last = batch["row"][0] * length, min((batch["row"][-1] + 1) * length, int(ends[-1]))
     begin, end = np.searchsorted(ends, [first, last - 1], side="right")
     ids = np.concatenate([np.asarray(x) for x in documents[int(begin) : int(end) + 1]["ids"]])

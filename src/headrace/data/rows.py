@@ -21,16 +21,16 @@ from ..utils.integrity import damage
 
 @dataclass(frozen=True)
 class PackedData:
-    """What `headrace prepare` wrote."""
+    """Data written by `headrace prepare`."""
 
     train: Dataset
     held_out: Dataset
-    tokenizer: PreTrainedTokenizerFast | None  # None: of a task whose tokens are no text
+    tokenizer: PreTrainedTokenizerFast | None  # None: the tokens of a synthetic task, which are not text
     manifest: dict[str, Any]
 
 
 def open_data(folder: Path) -> PackedData:
-    """InputError where the folder was not prepared, or not to its end, or is not what it was then."""
+    """Opens a folder written by `headrace prepare`. InputError if it is not such a folder or is damaged."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         if wrong := damage(folder, manifest.get("files", {})):
@@ -42,7 +42,7 @@ def open_data(folder: Path) -> PackedData:
         raise
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"--data {str(folder)!r} is not what `headrace prepare` writes: {reason}") from error
+        raise InputError(f"--data {str(folder)!r} is not a folder written by `headrace prepare`: {reason}") from error
     for part, name in zip(parts, ("train", "held_out"), strict=True):
         if len(part) != manifest[name]["rows"]:
             raise InputError(
@@ -52,7 +52,7 @@ def open_data(folder: Path) -> PackedData:
 
 
 def unigram_loss(rows: Dataset) -> float:
-    """Nats per token of the best model that knows nothing but how frequent each token of these very rows is."""
+    """Loss in nats per token of a unigram model with the token frequencies of the rows."""
     column = "shift_labels" if "shift_labels" in rows.column_names else "input_ids"
     tokens = torch.cat([torch.as_tensor(row) for row in rows[column]])
     counts = tokens[tokens != IGNORED].bincount().double()
@@ -61,10 +61,12 @@ def unigram_loss(rows: Dataset) -> float:
 
 @dataclass(frozen=True)
 class Collator:
-    """Rows -> {"input_ids", "labels"}, and "shift_labels" where rows have answers, which are then all that is learnt.
+    """Makes a batch {"input_ids", "labels"} of rows; for rows of a task also "shift_labels", the only labels learnt.
 
-    apart: documents do not see each other: the batch becomes one pack [1, B·L] with `cu_seqlens`, and no label crosses
-    a boundary. Otherwise rows stay rows, [B, L], as most recipes train.
+    Args:
+        pad: token id for padding.
+        apart: keep documents separate: the batch is one pack [1, B·L] with `cu_seqlens`, and no label crosses the
+            boundary of a document. False: rows [B, L] with all documents of a row in one sequence.
     """
 
     pad: int

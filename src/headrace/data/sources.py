@@ -1,4 +1,4 @@
-"""What a user names as text -> documents: a data set with the one column `text`."""
+"""Reads documents from files or the Hub as a data set with the single column `text`."""
 
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,13 @@ PACKED = {".gz", ".zst", ".bz2", ".xz"}
 
 
 def documents(sources: list[str], column: str) -> Dataset:
-    """All documents of local files (text: one each; jsonl and parquet: one a row), or of one data set of the Hub.
+    """The documents of local files (a text file is one document; jsonl and parquet have one per row) or of one data set
+    on the Hub, in the column "text".
 
-    InputError where a source is missing, mixed in kind, empty, or has no column of that name."""
+    Raises:
+        InputError: a source is missing or cannot be read, the files are of several kinds, or the column is missing, not
+            text or null in a row.
+    """
     files = [Path(source) for source in sources]
     if all(file.is_file() for file in files) and files:
         found = _local(files)
@@ -57,18 +61,18 @@ def _reader(file: Path) -> str:
     if suffixes and suffixes[-1] in PACKED:
         suffixes.pop()
     if not suffixes or suffixes[-1] not in READERS:
-        raise InputError(f"source {str(file)!r} is of no known kind; expected a name ending in {', '.join(READERS)}")
+        raise InputError(f"source {str(file)!r} has an unknown suffix; expected a name ending in {', '.join(READERS)}")
     return READERS[suffixes[-1]]
 
 
 def _hub(source: str) -> Dataset:
-    """`owner/name`, `owner/name:configuration`."""
+    """A data set of the Hub: `owner/name` or `owner/name:configuration`."""
     name, _, configuration = source.partition(":")
     try:
         return load_dataset(name, configuration or None, split="train")
     except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:
         raise InputError(
-            f"source {source!r} is neither a file nor a data set that the Hub gives: {_cause(error)}"
+            f"source {source!r} is neither a file nor a data set that can be loaded from the Hub: {_cause(error)}"
         ) from error
 
 
@@ -79,7 +83,7 @@ def _cause(error: BaseException) -> str:
 
 
 def fingerprint(sources: list[str]) -> list[dict[str, Any]]:
-    """Name, size and SHA-256 of every file."""
+    """Name, size in bytes and SHA-256 of every file; the name alone for a data set of the Hub."""
     return [
         {"name": Path(source).name, "bytes": Path(source).stat().st_size, "sha256": sha256(Path(source))}
         if Path(source).is_file()

@@ -1,4 +1,4 @@
-"""Tokenizers: one that is there, one trained on the data, or bytes. All are transformers' fast tokenizers."""
+"""Tokenizers, as fast tokenizers of transformers: an existing one, one trained on the data, or bytes."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,17 +10,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ..utils.errors import InputError
 
 END = "<|endoftext|>"
-ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")  # what the end of a document is called where a file does not say
+ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")  # names of the end token to try if a file sets none
 
 
 def find(name: str | None) -> PreTrainedTokenizerFast:
-    """None: bytes. Otherwise a `tokenizers` JSON file, a folder that holds a tokenizer, or a name on the Hub.
+    """The tokenizer of a `tokenizers` JSON file, a folder or a name on the Hub; None: bytes.
 
-    InputError where there is none, or it has no token for the end of a document."""
+    Raises:
+        InputError: the tokenizer cannot be read or has no end-of-text token.
+    """
     if name is None:
         return byte_level()
     if Path(name).suffix == ".json" and not Path(name).is_file():
-        raise InputError(f"--tokenizer {name!r} cannot be read: there is no such file")
+        raise InputError(f"--tokenizer {name!r} cannot be read: the file does not exist")
     try:
         found: Any = (
             PreTrainedTokenizerFast(tokenizer_file=name)
@@ -40,13 +42,13 @@ def find(name: str | None) -> PreTrainedTokenizerFast:
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """Every byte is a token; the end of a document is one more."""
+    """A tokenizer whose tokens are the 256 bytes and the end of a document."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     return _finished(Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-pair encoding of bytes, learnt from the texts."""
+    """Trains byte-level BPE on texts. InputError for a vocabulary without room for all bytes."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
         raise InputError(f"--train-bpe {vocab_size}; expected more than the {len(alphabet)} bytes and an end of text")

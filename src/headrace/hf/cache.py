@@ -1,4 +1,4 @@
-"""What a model carries from one forward to the next, on transformers' cache interface."""
+"""The cache of a headrace model between forward passes, with the interface of transformers' caches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +12,11 @@ from ..utils.errors import InputError
 
 
 class HeadraceCache(Cache):
-    """The state of every layer, and how many columns of input they stand for (padding included).
+    """The states of all layers, and the number of input columns that the states cover, padding included.
 
-    transformers' own cache cannot serve: it drops the state of a recurrence without a convolution, and rounds a state
-    to the precision of the first one written. Here they keep their precision, and belong to the cache: the next token
-    may be written into them. Whoever wants to go on from one of them twice takes a copy (copy.deepcopy) of the cache.
+    transformers' DynamicCache is not used, because it drops the state of a recurrence without a convolution and rounds
+    states to the precision of the first one written. The states belong to the cache and may be updated in place; to
+    continue twice from the same state, copy the cache with copy.deepcopy.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class HeadraceCache(Cache):
         self.reset()
 
     def reset(self) -> None:
-        self.states: list[Any] | None = None  # a layer's is None where it has not seen a token yet
+        self.states: list[Any] | None = None  # the state of a layer is None before its first token
         self.columns = 0
 
     def replace(self, states: list[Any], columns: int) -> None:
-        """The states after `columns` more columns, which belong to the cache from now on."""
+        """Replaces the states by those after `columns` more columns. The cache takes ownership of the new states."""
         held = {id(state) for state in self.states or ()}
         self.states = [state if id(state) in held else _apart(state) for state in states]
         self.columns += columns
@@ -38,7 +38,7 @@ class HeadraceCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        """How many sequences are held; −1 before their first token."""
+        """Number of sequences; −1 before the first token."""
         return next((len(state[0]) for state in self.states or [] if state is not None), -1)
 
     @property
@@ -70,8 +70,8 @@ class HeadraceCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise InputError(
-            f"crop(tokens_to_remove={tokens_to_remove}) is impossible: a recurrent state keeps no past to go back to; "
-            "run the shorter sequence from its start"
+            f"crop(tokens_to_remove={tokens_to_remove}) is not possible, as a recurrent state does not keep earlier "
+            "states; run the shorter sequence from its start"
         )
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -80,8 +80,9 @@ class HeadraceCache(Cache):
 
 
 def _apart(state: Any) -> Any:
-    """The state of a linear mixer, whose tensors are written into, with a copy of each that is a part of another: the
-    rest of that is not the cache's. (Behind keys and values nothing is written but in memory made for it.)"""
+    """Copies those tensors of a linear mixer's state that are views of larger tensors, because the state is updated in
+    place and the rest of the larger tensor does not belong to the cache. (Keys and values of other states are written to
+    memory of their own.)"""
     return MixerState._make(map(_alone, state)) if isinstance(state, MixerState) else state
 
 

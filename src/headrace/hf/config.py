@@ -1,4 +1,4 @@
-"""What a model is made of, as transformers' configuration: written to a checkpoint's config.json."""
+"""The configuration of a headrace model for transformers, which a checkpoint keeps as config.json."""
 
 import math
 from collections.abc import Iterable
@@ -17,14 +17,14 @@ from ..utils.errors import InputError, nearest
 SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size", "max_position_embeddings",
 )  # fmt: skip
-# What transformers itself keeps in any config.json, or takes when one is made. Nothing of it changes a model.
+# Fields that transformers writes to every config.json or accepts for every config. They do not change a model.
 TRANSFORMERS = frozenset({
     "_commit_hash", "_name_or_path", "architectures", "attn_implementation", "auto_map", "chunk_size_feed_forward",
     "dtype", "experts_implementation", "id2label", "is_encoder_decoder", "label2id", "model_type", "name_or_path",
     "num_labels", "output_attentions", "output_hidden_states", "problem_type", "quantization_config", "return_dict",
     "tie_last_hidden_states", "torch_dtype", "transformers_version",
 })  # fmt: skip
-# Our fields by the names that other models have for them.
+# Names of fields of other models -> the field of HeadraceConfig with that meaning.
 ELSEWHERE = {
     "d_model": "hidden_size", "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_heads",
     "n_inner": "intermediate_size", "ffn_dim": "intermediate_size", "n_positions": "max_position_embeddings",
@@ -33,7 +33,7 @@ ELSEWHERE = {
     "rope_parameters": "rope_theta", "rope_scaling": "rope_theta", "num_key_value_heads": "mixer", "head_dim": "mixer",
     "per_layer_config": "mixer", "layer_types": "mixer",
 }  # fmt: skip
-# What a saved folder holds for processes that do not import headrace, and the names that transformers looks for in it.
+# The code in a saved folder for processes that do not import headrace, and the classes that transformers finds there.
 CODE = '''"""For transformers with trust_remote_code=True. It needs: pip install "headrace[models]"."""
 
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadraceModel
@@ -48,19 +48,21 @@ AUTO_MAP = {
 
 
 class HeadraceConfig(PreTrainedConfig):
-    """Sizes of a model and a mixer for each of its layers.
+    """The configuration of a model: its sizes, and the mixer of each layer.
 
     Args:
-        mixer: a name or expression of the zoo, a spec, or its JSON; or a list of them (or of Layers), repeated over the
-            depth. Kept, and saved, as JSON in full, so that a checkpoint does not depend on what a name means later.
-        num_heads: of every mixer that does not set its own.
-        intermediate_size: the MLP's width; None: `model.default_intermediate_size`.
-        style: what stands around the mixers: a BlockStyle, or a dict of what differs from the mixer's own.
-            mlp: its `mlp`, in short.
-        initializer_range: standard deviation of linear layers and embeddings at the start.
-        max_position_embeddings: the longest sequence of a style with learned positions; otherwise for tools that ask.
-    Raises InputError for an unknown mixer, sizes that do not fit, and a field that is neither one of these nor one that
-    transformers keeps in any config.
+        mixer: a name or expression of the zoo, a spec, or the JSON of a spec; or a list of these (or of Layers), which
+            is repeated over the depth. The config stores the complete JSON, so that a checkpoint does not depend on
+            later definitions of a name.
+        num_heads: number of heads of every mixer that does not set its own.
+        intermediate_size: width of the MLP; None: `layers.stack.default_intermediate_size`.
+        style: the block around the mixers, as a BlockStyle or a dict of fields that differ from the mixer's style.
+        mlp: short for the field `mlp` of the style.
+        initializer_range: standard deviation of the initial weights of linear layers and embeddings.
+        max_position_embeddings: the longest sequence of a style with learned positions; otherwise informative only.
+
+    Raises:
+        InputError: the mixer or a field is unknown, or sizes do not fit each other.
     """
 
     model_type = "headrace"
@@ -96,15 +98,15 @@ class HeadraceConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """As of any config; but what is changed of our fields is checked with the others, and means what it does when
-        a config is made."""
+        """As in transformers, but fields changed by `kwargs` are checked together with the others, as in the
+        constructor."""
         own = cls.__annotations__.keys() | cls.attribute_map.keys()
         changed = {name: kwargs.pop(name) for name in own & kwargs.keys()}
         kept = config_dict | ({"mlp": None} if "style" in changed else {})
         return super().from_dict(kept | changed, **kwargs)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs) -> None:
-        """As of any config; with the code by which transformers reads the folder where headrace is not imported."""
+        """As in transformers, and writes the code by which transformers loads the folder without importing headrace."""
         self.auto_map = dict(AUTO_MAP)
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +115,7 @@ class HeadraceConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig") -> None:
-        """Nothing: transformers would copy this file into what is saved after it was read by the folder's code."""
+        """Does nothing; otherwise transformers would copy this file to folders saved by a model loaded by such code."""
 
     def _check_values(self) -> None:
         sizes = {name: getattr(self, name) for name in SIZES}
@@ -127,7 +129,7 @@ class HeadraceConfig(PreTrainedConfig):
                 raise InputError(f"{name}={value!r}; expected True or False")
 
     def _set_mixers(self) -> BlockStyle:
-        """Replaces what was given by its JSON; returns the style that goes with it."""
+        """Replaces `mixer` by its JSON, and returns the style of the mixer."""
         if not isinstance(self.mixer, list | tuple):
             spec = _known(self.mixer, Spec | Decoder)
             self.mixer = to_json(spec)
@@ -153,7 +155,7 @@ class HeadraceConfig(PreTrainedConfig):
 
     @property
     def stack(self) -> Decoder:
-        """The layers that repeat over the depth, and the style of all."""
+        """The layers that are repeated over the depth, and their style."""
         given = self.mixer if isinstance(self.mixer, list) else [self.mixer]
         layers = [layer for data in given for layer in as_layers(from_json(data))]
         return Decoder(tuple(layers), as_style(self.style))
@@ -179,7 +181,7 @@ def _known(mixer, kinds):
 
 
 def _refuse_unknown(names: Iterable[str]) -> None:
-    """transformers keeps every field it is given, and would build a model of other sizes than were asked for."""
+    """InputError for an unknown field. transformers would keep it and build a model with the default value instead."""
     for name in names:
         if name not in TRANSFORMERS:
             meant = ELSEWHERE.get(name) or nearest(name, HeadraceConfig.__annotations__)

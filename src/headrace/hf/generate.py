@@ -1,4 +1,4 @@
-"""Text from a checkpoint: a prompt in, tokens out as they come."""
+"""Generates text from a checkpoint, optionally printing tokens as they are generated."""
 
 import math
 import sys
@@ -17,9 +17,19 @@ from .model import load
 def generate(
     checkpoint: Path, prompt: str, seed: int | None, stream: bool, device: str | None = None, **sampling: Any
 ) -> dict[str, Any]:
-    """What follows the prompt, printed as it comes if `stream`; `sampling` are settings of transformers' `generate`.
+    """Continues a prompt.
 
-    Returns the text, its tokens, and tokens per second. Raises InputError for what the checkpoint cannot do."""
+    Args:
+        seed: seed of sampling; None: torch's current random state.
+        stream: print the text while it is generated.
+        sampling: arguments of transformers' `generate`.
+
+    Returns:
+        {"text", "tokens": token ids, "tokens_per_second"} of the continuation.
+
+    Raises:
+        InputError: the checkpoint, device or tokenizer cannot be used, or the prompt is empty.
+    """
     model: Any = load(checkpoint)
     model.to(on_device(device))
     tokenizer = read_tokenizer(checkpoint)
@@ -39,7 +49,8 @@ def generate(
 def sampling_settings(
     tokens: int, temperature: float, top_p: float, top_k: int, repetition_penalty: float
 ) -> dict[str, Any]:
-    """Those of transformers' `generate`, for the options of the command line. InputError for what they cannot be."""
+    """The arguments of transformers' `generate` for the options of the command line. InputError for a value out of range
+    or without effect."""
     for name, value, holds, wanted in (
         ("tokens", tokens, tokens >= 1, "at least 1"),
         ("temperature", temperature, 0 <= temperature < math.inf, "a number of at least 0"),
@@ -54,23 +65,24 @@ def sampling_settings(
         return settings | {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     for name, given in (("top-p", top_p != 1), ("top-k", top_k != 0)):
         if given:
-            raise InputError(f"--{name} means nothing at --temperature 0, which takes the likeliest token")
+            raise InputError(f"--{name} has no effect at --temperature 0, which takes the likeliest token")
     return settings
 
 
 def read_tokenizer(checkpoint: Path | str) -> Any:
-    """Of a folder, and of a name on the Hub where it is given as text."""
+    """The tokenizer of a checkpoint: a Path is a folder, a string a folder or a name on the Hub. InputError if it cannot
+    be read."""
     local = isinstance(checkpoint, Path)
     try:
         return AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
-            f"checkpoint {str(checkpoint)!r} has no tokenizer that can be read; expected its tokenizer.json"
+            f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"
         ) from error
 
 
 def read_prompt(given: str | None) -> str:
-    """The prompt of the command line; without one, all of standard input."""
+    """The prompt of the command line or, without one, of standard input."""
     if given is not None:
         return given
     if sys.stdin.isatty():

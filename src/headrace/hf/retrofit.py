@@ -1,4 +1,4 @@
-"""Head competition for a model that is trained already: the same function at first, with gates that can learn."""
+"""Adds head competition to a trained model, whose outputs do not change until the new gates are trained."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +15,23 @@ from .model import HeadraceForCausalLM, load
 
 
 def retrofit(checkpoint: Path, competition: Competition | None = None) -> HeadraceForCausalLM:
-    """The model with the heads of every linear layer competing; its logits are the checkpoint's, to the bit.
+    """The model of a checkpoint with competition gates in every layer of linear attention. The gates start at 1, so the
+    logits equal those of the checkpoint bit by bit.
 
-    Gates begin at zero scores, where they are 1. InputError where no layer can have them, or has them already, and for
-    a competition whose gates do not begin at 1."""
+    Raises:
+        InputError: the model has no layer of linear attention or has competition already, or the gates of `competition`
+            do not start at 1.
+    """
     model, wanted = load(checkpoint), competition or Competition()
     if wanted.scale != "identity":
-        raise InputError(f"competition.scale={wanted.scale!r} changes the outputs at once; expected 'identity'")
+        raise InputError(f"competition.scale={wanted.scale!r} changes the initial outputs; expected 'identity'")
     specs = model.config.mixers
     if any(isinstance(spec, MixerSpec) and spec.competition is not None for spec in specs):
         raise InputError(f"checkpoint {str(checkpoint)!r} has competition already")
     if not any(isinstance(spec, MixerSpec) for spec in specs):
-        raise InputError(f"checkpoint {str(checkpoint)!r} has no layer of linear attention; it has nothing to gate")
+        raise InputError(
+            f"checkpoint {str(checkpoint)!r} has no layer of linear attention, so there is nothing to gate"
+        )
     layers = model.config.stack.over(model.config.num_hidden_layers)
     mixers = [
         to_json(replace(layer, mixer=zoo.compete(layer.mixer, wanted)) if isinstance(layer.mixer, MixerSpec) else layer)

@@ -1,4 +1,4 @@
-"""A page in the house look: sections of sentences, a table and pictures, and at its end what made it."""
+"""HTML pages in one style: sections with sentences, a table and pictures, then the command and environment."""
 
 import base64
 import io
@@ -15,13 +15,15 @@ from ..utils.provenance import sentence
 
 @dataclass(frozen=True)
 class Picture:
+    """A picture of a page."""
+
     caption: str
     png: str  # base64
 
 
 @dataclass(frozen=True)
 class Section:
-    """header and rows are a table; without rows there is none."""
+    """A section of a page. `header` and `rows` make a table; a section without rows has no table."""
 
     title: str = ""
     about: str = ""
@@ -33,6 +35,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
+    """A page; `command` and `environments` say how its numbers were made."""
+
     title: str
     about: str
     sections: Sequence[Section]
@@ -40,20 +44,20 @@ class Page:
     environments: Sequence[dict[str, Any]] = ()
 
     def write(self, path: Path) -> Path:
-        """Whole or not at all."""
+        """Writes the page to `path` atomically."""
         beside = path.with_name(f".{path.name}")
         beside.write_text(template("page.html").render(page=self, mixed=sentence(path.parent)), "utf-8")
         return beside.replace(path)
 
 
 def template(name: str, package: str = "headrace.report") -> Template:
-    """A file of a package, or of this one, which it may extend and include."""
+    """A template of a package, which can extend and include those of headrace.report."""
     loader = ChoiceLoader([PackageLoader(package, "."), PackageLoader("headrace.report", ".")])
     return Environment(loader=loader, autoescape=True, trim_blocks=True).get_template(name)
 
 
 def picture(caption: str, figure: Figure, path: Path) -> Picture:
-    """A figure as a file and as part of a page."""
+    """Saves a figure as the PNG file `path`, and returns it as a picture of a page."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", bbox_inches="tight")
     path.write_bytes(drawn.getvalue())

@@ -1,4 +1,4 @@
-"""Colours and settings of all pictures, as in style.css."""
+"""Colours and matplotlib settings of all pictures; the colours are those of style.css."""
 
 from typing import Any
 
@@ -26,6 +26,7 @@ STYLE: Any = {
 
 
 def compact(value: float) -> str:
+    """A number with three digits and a suffix k, M or G."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g}{letter}"

@@ -1,4 +1,4 @@
-"""What the processes of a run must have in common before it begins: a folder, and the checkpoint they go on from."""
+"""Agreement of the processes of a run, before it begins, on the folder and on the checkpoint to resume from."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,9 +14,11 @@ from ..utils.processes import LOCK, locked
 
 @contextmanager
 def agreed(folder: Path, choose: Callable[[], Path | None]) -> Iterator[Path | None]:
-    """Hold the folder by the first process, which chooses a checkpoint in it for all of them.
+    """Locks the folder in process 0, where `choose` selects a checkpoint for all processes; yields the checkpoint.
 
-    InputError in every process where the first meets one, and where another does not see the folder."""
+    Raises:
+        InputError: in every process, if process 0 raises one or another process does not see the folder.
+    """
     with ExitStack() as held:
         told: list[Any] = [None]
         if PartialState().is_main_process:
@@ -32,7 +34,7 @@ def agreed(folder: Path, choose: Callable[[], Path | None]) -> Iterator[Path | N
         seen = gather_object([lock.is_file() and lock.read_text(encoding="utf-8") == holder])
         if not all(seen):
             raise InputError(
-                f"process {seen.index(False)} does not see the folder that process 0 writes; expected one --output "
-                f"for all, got {str(folder)!r} here"
+                f"process {seen.index(False)} does not see the folder that process 0 writes to; expected one --output "
+                f"shared by all processes, got {str(folder)!r}"
             )
         yield None if name is None else folder / name

@@ -1,4 +1,4 @@
-"""The README.md of a trained model, as the Hub shows it, and its curves."""
+"""The model card (README.md) of a trained model, and its learning curves."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ TEXT = """---
 
 ## Use
 
-It needs `pip install "headrace[models]"`; `trust_remote_code=True` lets transformers import that package.
+Install headrace with `pip install "headrace[models]"`; `trust_remote_code=True` lets transformers import headrace.
 
 ```python
 from transformers import AutoModelForCausalLM
@@ -44,12 +44,12 @@ Sources: {sources}.
 
 ## Recipe
 
-`assumed` names what the source leaves open.
+`assumed` lists the fields that the source of the recipe does not state.
 
 ```yaml
 {recipe}```
 
-## Where
+## Environment
 
 {where}
 """
@@ -58,7 +58,13 @@ Sources: {sources}.
 def write_card(
     folder: Path, recipe: Recipe, about: About, manifest: dict[str, Any], history: list[dict[str, Any]], unigram: float
 ) -> None:
-    """unigram: what a model would lose on the held-out text that knew how frequent its tokens are, and no more."""
+    """Writes README.md and curves.png to the folder of a model.
+
+    Args:
+        manifest: the manifest of the prepared data.
+        history: the log of the Trainer.
+        unigram: nats per held-out token of a unigram model with the token frequencies of the held-out text.
+    """
     draw_curves(folder / "curves.png", {recipe.mixer: history})
     evaluations = [point for point in history if "eval_loss" in point]
     final = next(point for point in reversed(history) if "final_loss" in point)
@@ -95,35 +101,35 @@ def mixed(run: Path) -> str:
 
 
 def read_history(run: Path) -> list[dict[str, Any]]:
-    """What a run logged: all of it where it has ended, else up to its newest whole checkpoint. Deletes nothing: the
-    run may be at work."""
+    """The log of a run: the whole log if the run has ended, else up to its newest complete checkpoint. InputError for a
+    folder that is not a run's. The folder is not changed, as the run may be in progress."""
     ended = run / "model" / "history.json"
     if ended.is_file():
         return read_json(ended)
     found = whole(run)
     if not found:
         raise InputError(
-            f"{str(run)!r} holds neither model/history.json nor a whole checkpoint; expected a run's folder"
+            f"{str(run)!r} holds neither model/history.json nor a complete checkpoint; expected the folder of a run"
         )
     return read_json(found[-1] / TRAINER_STATE_NAME)["log_history"]
 
 
 def named(runs: list[Path]) -> dict[str, Path]:
-    """By their folders' names, or by their whole paths where two folders have one name."""
+    """Name -> folder of each run. The name is that of the folder, or the path if two folders have one name."""
     if len({run.resolve() for run in runs}) < len(runs):
-        raise InputError("a run is given twice; expected each once")
+        raise InputError("a run is given twice; expected each run once")
     names = [run.resolve().name for run in runs]
     return {name if names.count(name) == 1 else str(run): run for name, run in zip(names, runs, strict=True)}
 
 
 def beside(loss: float, unigram: float) -> str:
-    if loss >= unigram:
-        return f"It learnt nothing: the frequencies of these tokens alone give {unigram:.4f} nats."
-    return f"The frequencies of these tokens alone give {unigram:.4f} nats."
+    """A sentence that compares the loss with that of a unigram model."""
+    baseline = f"a unigram model of these tokens has {unigram:.4f} nats"
+    return f"The model learnt nothing: {baseline}." if loss >= unigram else f"For comparison, {baseline}."
 
 
 def draw_curves(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Loss by step of one run or several: training text thin, held-out text with dots."""
+    """Draws the loss by step of one or more runs: training loss as a thin line, held-out loss with dots."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,6 +1,5 @@
-"""Which checkpoints of a run are whole: one is written beside, marked with what its files hold, and named last.
-
-What has no marker we did not finish, or did not write: nothing of it is read or deleted.
+"""Complete checkpoints of a run. A checkpoint is written to another folder, marked with checksums of its files, and
+renamed last. A folder without a marker is incomplete or not ours, and is neither read nor deleted.
 """
 
 import os
@@ -16,12 +15,12 @@ from ..utils.errors import InputError
 from ..utils.integrity import damage, read_json, record, write_json
 
 MARKER = "complete.json"
-UNFINISHED = ".unfinished"  # the folder where checkpoints are written
+UNFINISHED = ".unfinished"  # the folder in which checkpoints are written
 KEPT = 2
 
 
 def whole(folder: Path) -> list[Path]:
-    """A run's marked checkpoints, by their steps."""
+    """The complete checkpoints of a run, by step."""
     found = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MARKER}")]
     return sorted((path for path in found if _step(path).isdecimal()), key=lambda path: int(_step(path)))
 
@@ -31,13 +30,13 @@ def _step(checkpoint: Path) -> str:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint. InputError where it is damaged."""
+    """The newest complete checkpoint, or None. InputError if its files do not match their checksums."""
     found = whole(folder)
     if not found:
         return None
     if wrong := damage(found[-1], read_json(found[-1] / MARKER)):
         raise InputError(
-            f"checkpoint {str(found[-1])!r} is damaged: {wrong}; delete that folder to go on from the one before"
+            f"checkpoint {str(found[-1])!r} is damaged: {wrong}; delete the folder to resume from an earlier checkpoint"
         )
     return found[-1]
 
@@ -48,7 +47,7 @@ def discard_unfinished(folder: Path) -> None:
 
 
 class MarkComplete(TrainerCallback):
-    """Flushes a checkpoint to the disk, marks it, names it, and deletes the third newest."""
+    """Flushes a written checkpoint to disk, marks it as complete, renames it, and deletes all but the newest two."""
 
     def on_save(self, args, state, control, **kwargs):
         if torch.distributed.is_initialized():
@@ -68,16 +67,16 @@ class MarkComplete(TrainerCallback):
 
 
 def make_room(place: Path) -> None:
-    """Move aside what stands there: it has no marker, so it may be a user's."""
+    """Renames a folder that stands in the place of a new checkpoint: without a marker it may be a user's."""
     if not place.exists():
         return
     aside = next(path for i in range(1, 1000) if not (path := place.with_name(f"{place.name}.kept{i}")).exists())
     place.rename(aside)
-    print(f"{place} was no whole checkpoint; it is {aside.name} now", file=sys.stderr)
+    print(f"{place} was not a complete checkpoint; it has been renamed to {aside.name}", file=sys.stderr)
 
 
 def delete(checkpoint: Path) -> None:
-    """A whole checkpoint, but nothing that was put beside its files."""
+    """Deletes the files of a complete checkpoint, but no other files in its folder."""
     ours = read_json(checkpoint / MARKER)
     for name in (MARKER, *ours):
         (checkpoint / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What the heads do: entropy and load of every competition in a model, recorded while held-out rows pass through it."""
+"""Entropy and load of every competition gate in a model, recorded during forward passes over held-out rows."""
 
 import math
 import re
@@ -14,10 +14,8 @@ from ..layers.parts import HeadCompetition
 
 
 class GateStatistics:
-    """The shares of one competition's heads: its gates [B, T, H], divided by their sum over heads.
-
-    A softmax's gates are shares already, up to a factor; sigmoid gates and those with an empty slot become so here.
-    """
+    """Statistics of one competition. The share of a head is its gate divided by the sum of all gates; softmax gates are
+    proportional to their shares already, sigmoid gates and gates with an empty slot are not."""
 
     def __init__(self, layer: int, gate: str):
         self.layer, self.gate = layer, gate
@@ -33,9 +31,14 @@ class GateStatistics:
         self.other.append(shares[~asked])
 
     def summary(self) -> dict[str, Any]:
-        """Entropy as a part of its maximum, log H; how much of that the token decides, from 0 (all tokens have the same
-        shares) to 1 (each has one head, and all heads have as many); and each head's mean share of the positions that
-        are asked for an answer, of the others (None: there are none) and of all."""
+        """The statistics over all recorded positions.
+
+        entropy: mean entropy of the shares over log H.
+        specialisation: entropy of the mean shares over log H, minus `entropy`; from 0 (all tokens have the same shares)
+            to 1 (each token selects one head, and all heads are selected equally often).
+        load, load_asked, load_other: mean share of each head over all positions, over those with a label and over those
+            without; None if there are none.
+        """
         asked, other = torch.cat(self.asked), torch.cat(self.other)
         everything = torch.cat([asked, other])
         maximum = self.count * math.log(everything.shape[-1])
@@ -57,8 +60,8 @@ def mean(shares: Tensor) -> list[float] | None:
 
 
 class GateWatch:
-    """Collects statistics of all competitions of more than one head. Before each forward pass `asked` [B, T] is set,
-    and `mask` [B, T] where rows have padding, which takes a mixer's tokens into a pack."""
+    """Collects statistics of all competitions with more than one head. Before each forward pass, the caller sets
+    `asked` [B, T], true at positions with a label, and, for rows with padding, `mask` [B, T], true at tokens."""
 
     def __init__(self) -> None:
         self.asked, self.mask = torch.empty(0), torch.empty(0)
@@ -70,7 +73,7 @@ class GateWatch:
             self.statistics[name].add(by_head, self._asked(name, by_head))
 
     def _asked(self, name: str, log_gates: Tensor) -> Tensor:
-        """Which gates are of a token that is asked for an answer: of an encoder none, it reads what is given."""
+        """Mask of the gates at positions with a label; positions of an encoder have no labels."""
         shape = log_gates.shape[:2]
         if "encoder." in name:
             return torch.zeros(shape, dtype=torch.bool, device=log_gates.device)

@@ -1,7 +1,4 @@
-"""From a recipe to a model, and what the model costs, without allocating it.
-
-Dimensions: B rows at a time, T tokens of a row.
-"""
+"""Builds the model of a recipe, and estimates its parameters, operations and memory without allocating it."""
 
 from typing import Any
 
@@ -23,11 +20,11 @@ MODEL = (
 )  # fmt: skip
 
 
-KEPT = ("style", "mlp", "norm_eps", "rope_theta")  # what a recipe has no field for
+KEPT = ("style", "mlp", "norm_eps", "rope_theta")  # fields of a config that a recipe does not have
 
 
 def config(recipe: Recipe, **kept: Any) -> HeadraceConfig:
-    """kept: what a checkpoint says that the recipe cannot."""
+    """The config of a recipe's model. kept: values of fields that a recipe does not have."""
     return HeadraceConfig(
         mixer=recipe.mixer,
         vocab_size=recipe.vocab_size,
@@ -42,9 +39,8 @@ def config(recipe: Recipe, **kept: Any) -> HeadraceConfig:
 
 
 def build(recipe: Recipe) -> HeadraceForCausalLM:
-    """The model with a checkpoint's weights, or with initial ones drawn from torch's generator as it stands.
-
-    InputError for a checkpoint of another model."""
+    """Builds the model with the weights of the recipe's checkpoint or, without one, with initial weights drawn from
+    torch's global generator. InputError if the checkpoint is of another model."""
     if recipe.weights is None:
         model = HeadraceForCausalLM(config(recipe))
         initialise_gates(model, recipe.gate_std, recipe.gate_init)
@@ -57,19 +53,19 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
             raise InputError(f"weights={recipe.weights!r} has {name}={there}; the recipe has {wanted}")
     try:
         model.load_state_dict(given.state_dict())
-    except RuntimeError as error:  # a table of positions, for rows of another length
+    except RuntimeError as error:  # such as learned positions for another length
         raise InputError(f"weights={recipe.weights!r}: {str(error).splitlines()[-1].strip()}") from error
     return model
 
 
 def blank(recipe: Recipe) -> HeadraceForCausalLM:
-    """The model without storage."""
+    """The model on the meta device."""
     with torch.device("meta"):
         return HeadraceForCausalLM(config(recipe)).train()
 
 
 def estimate(recipe: Recipe) -> dict[str, Any]:
-    """Parameters by part, operations, steps and memory, counted on a model without storage."""
+    """Parameters by part, steps, tokens, FLOPs and bytes of a training run, counted on a meta-device model."""
     model = blank(recipe)
     parameters = count(model)
     trained = parameters["tied" if recipe.tie else "untied"]
@@ -88,8 +84,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
 
 
 def count(model: Any) -> dict[str, int]:
-    """Parameters of a language model: of its blocks (competition among them), and of the whole with the embedding
-    counted once or twice."""
+    """Parameters of a language model: of its blocks (`body`, which includes `competition`), and of the whole model with
+    the embedding counted once (`tied`) or twice (`untied`)."""
     embedding = model.get_input_embeddings().weight.numel()
     body = sum(p.numel() for p in model.model.backbone.parameters())
     gates = sum(p.numel() for p in gate_parameters(model))
@@ -97,7 +93,7 @@ def count(model: Any) -> dict[str, int]:
 
 
 def _flops_per_token(model: HeadraceForCausalLM, recipe: Recipe) -> int:
-    """Of training: the forward's, and twice as many for the backward. Recurrences count in their recurrent form."""
+    """Training FLOPs per token: 3 times those of the forward pass, with recurrences in their recurrent form."""
     row = torch.zeros(1, recipe.length, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=row, use_cache=False)
@@ -109,7 +105,7 @@ def _flops_per_token(model: HeadraceForCausalLM, recipe: Recipe) -> int:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Devices fuse attention; without storage PyTorch would keep the weights of every pair of tokens."""
+    """Uses fused attention on the meta device, as real devices do; otherwise PyTorch would count T × T weights."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is not F.scaled_dot_product_attention or any(mask is not None for mask in args[3:]):
@@ -118,7 +114,8 @@ class _FusedAttention(TorchFunctionMode):
 
 
 def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
-    """Bytes that a pass over `micro_batch` rows keeps, in the recipe's precision; a storage counts once."""
+    """Bytes that a forward pass over `micro_batch` rows saves for the backward, in the recipe's precision. Each storage
+    counts once."""
     storages: dict[int, Any] = {}
 
     def keep(x: Tensor) -> Tensor:

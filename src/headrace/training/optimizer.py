@@ -1,4 +1,4 @@
-"""AdamW that leaves out an update that is not finite."""
+"""AdamW that skips updates with a non-finite gradient."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,8 @@ from .recipes import Recipe
 
 
 class CarefulAdamW(torch.optim.AdamW):
-    """Where a gradient is infinite or NaN nothing is changed, and the step is counted."""
+    """Skips a step if any gradient is infinite or NaN: no parameter or moment changes. `skipped` counts the skipped
+    steps, `in_a_row` the consecutive ones up to now."""
 
     skipped = 0
     in_a_row = 0
@@ -25,10 +26,11 @@ class CarefulAdamW(torch.optim.AdamW):
 
 
 def full(x: Tensor) -> Tensor:
-    """Of a tensor that is spread over devices, the whole."""
+    """The full tensor of a tensor sharded over devices."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def optimizer(model: nn.Module, recipe: Recipe) -> CarefulAdamW:
+    """The optimiser of a recipe."""
     groups = parameter_groups(model, recipe.weight_decay, recipe.gate_lr * recipe.lr)
     return CarefulAdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)

@@ -1,4 +1,4 @@
-"""Groups of parameters for the optimiser, and first values of gates."""
+"""Parameter groups for the optimiser, and initialisation of competition gates."""
 
 import math
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from ..layers.parts import Gate, HeadCompetition
 
 
 def gate_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of all competition gates of a model."""
     for module in model.modules():
         if isinstance(module, Gate):
             yield from module.parameters()
@@ -19,8 +20,8 @@ GateInit = Literal["normal", "orthogonal"]
 
 
 def initialise_gates(model: nn.Module, std: float, kind: GateInit) -> None:
-    """Draw the weights of all scores with this standard deviation; of orthogonal ones, heads ask for directions that
-    have nothing in common, each as long as a normal one is expected to be. 0 leaves them at zero, as they are built."""
+    """Draws the score weights of all competition gates with standard deviation `std`; 0 leaves the weights at zero.
+    "orthogonal" makes the weight vectors of the heads orthogonal, with the expected norm of "normal" ones."""
     for module in model.modules():
         if std and isinstance(module, HeadCompetition):
             if kind == "normal":
@@ -30,8 +31,8 @@ def initialise_gates(model: nn.Module, std: float, kind: GateInit) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, gate_lr: float) -> list[dict[str, Any]]:
-    """For AdamW: matrices decay; norms, biases and gates do not: a gate that decays is pulled towards no competition.
-    The last group are the gates, where there are any, at a learning rate of their own."""
+    """Parameter groups for AdamW: matrices with weight decay; norms and biases without; and gates, if any, without
+    weight decay, which would pull them towards no competition, and with the learning rate `gate_lr`."""
     gates = list(gate_parameters(model))
     known = {id(p) for p in gates}
     rest = [p for p in model.parameters() if id(p) not in known]

@@ -1,8 +1,8 @@
-"""A run: a folder that belongs to one recipe and one data set, a Trainer, and what is left at the end.
+"""A training run in a folder that belongs to one recipe and one data set:
 
-run.json                   recipe and data; the folder serves no others
-checkpoint-<step>/         the newest two, each with a marker that it is whole
-model/                     at the end: safetensors, tokenizer, README.md with curves
+run.json                   the recipe and the data; the folder is for these only
+checkpoint-<step>/         the newest two complete checkpoints
+model/                     the trained model: safetensors, tokenizer, README.md with curves
 runs/                      TensorBoard
 """
 
@@ -38,20 +38,33 @@ from .trainer import HeadraceTrainer, Measures, Progress, answers
 from .watch import Stop, Watch
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "none")
-BESIDE = ("seconds", "megabytes_per_second", "files")  # in a manifest, and not what the data are
-LOG_EVERY = 10  # steps, where save_every is a multiple
+BESIDE = ("seconds", "megabytes_per_second", "files")  # fields of a manifest that do not identify the data
+LOG_EVERY = 10  # steps between logs if save_every is a multiple, else their greatest common divisor
 
 
 def train(
     recipe: Recipe, about: About, data: PackedData, folder: Path, fsdp: bool = False, trackers: str = "tensorboard",
     accept_old: bool = False,
 ):  # fmt: skip
-    """Train to the end, from the newest checkpoint where there is one. Raises InputError where that cannot be."""
+    """Trains the model of a recipe to the end, from the newest checkpoint in the folder if there is one.
+
+    Args:
+        fsdp: shard the model over the processes of torchrun.
+        trackers: names from TRACKERS, separated by commas.
+        accept_old: resume a run of another version of headrace.
+
+    Returns:
+        The Trainer.
+
+    Raises:
+        InputError: data, tokenizer, trackers or launcher do not fit the recipe, the folder belongs to another run, a
+            checkpoint is damaged or cannot be written, or training diverged.
+    """
     check_data(recipe, data)
     check_tokenizer(recipe, data)
     check_trackers(trackers)
     check_launcher(fsdp)
-    settings = arguments(recipe, folder, fsdp, trackers)  # from here on the processes of torchrun know each other
+    settings = arguments(recipe, folder, fsdp, trackers)  # initialises torch.distributed
     with agreed(folder, partial(begin, folder, recipe, data, accept_old)) as last:
         set_seed(recipe.seed)
         trainer = make_trainer(recipe, data, settings)
@@ -62,7 +75,7 @@ def train(
 
 
 def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = False) -> Path | None:
-    """In the first process alone: the checkpoint to go on from."""
+    """Claims the folder and returns the checkpoint to resume from. Called in process 0 only."""
     claim(folder, recipe, data, accept_old)
     checkpoints.discard_unfinished(folder)
     return checkpoints.newest(folder)
@@ -73,31 +86,33 @@ def told_of_full_disks(trainer: HeadraceTrainer, folder: Path) -> Iterator[None]
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not of torch.save
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not raised by torch.save
             raise
         full = getattr(error, "errno", None) == errno.ENOSPC
-        reason = "the disk is full" if full else f"what is kept cannot be written ({str(error).splitlines()[0]})"
+        reason = "the disk is full" if full else f"a checkpoint cannot be written ({str(error).splitlines()[0]})"
         raise broken_off(f"{reason} at step {trainer.state.global_step}", folder) from error
 
 
 def broken_off(what: str, folder: Path) -> InputError:
-    return InputError(f"{what}; the last good checkpoint is {checkpoints.newest(folder)}")
+    return InputError(f"{what}; the last complete checkpoint is {checkpoints.newest(folder)}")
 
 
 def go_on(trainer: HeadraceTrainer, last: Path | None, recipe: Recipe, folder: Path) -> None:
-    """Train to the last step. InputError where updates were not finite; KeyboardInterrupt where it was told to stop."""
+    """Trains to the last step. InputError if too many gradients were not finite; KeyboardInterrupt or Terminated if a
+    signal stopped the run."""
     stop, watch = Stop(), Watch(trainer, recipe.warmup_steps)
     for callback in (stop, watch, checkpoints.MarkComplete()):
         trainer.add_callback(callback)
     with stop.listening():
         train_from(trainer, last)
     if watch.broken:
-        raise broken_off(f"training broke off at step {trainer.state.global_step}", folder)
+        raise broken_off(f"training diverged and was stopped at step {trainer.state.global_step}", folder)
     stop.end()
 
 
 def train_from(trainer: HeadraceTrainer, last: Path | None) -> None:
-    """Train on from a checkpoint, if any is there. From the last step's the Trainer would go one step too far."""
+    """Trains from a checkpoint, or from the start. A checkpoint of the last step is only loaded, as the Trainer would
+    take one step more."""
     state = None if last is None else TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))
     if state is None or state.global_step < trainer.args.max_steps:
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
@@ -115,26 +130,28 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
             raise InputError(f"the data were prepared with {name}={there}; the recipe has {name}={wanted}")
     if recipe.rows > (count := len(full(data.train, recipe.length))):
         raise InputError(
-            f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows a step, and the data hold {count} full ones; "
-            "expected no more"
+            f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows per step, but the data have {count} full rows; "
+            f"expected at most {count}"
         )
     collate, evaluated = Collator(0, recipe.apart), some(data.held_out, recipe.evaluate_rows)
     if not any(answers(collate([row])).any() for row in evaluated):
-        raise InputError("the held-out rows ask for no token; expected a document of at least 2 tokens among them")
+        raise InputError("the held-out rows have no labels; expected a document of at least 2 tokens among them")
 
 
 def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
-    """A checkpoint's tokens must mean what they mean in the data."""
+    """InputError if the checkpoint of the recipe has another tokenizer than the data."""
     file = Path(recipe.weights or "", "tokenizer.json")
     if recipe.weights is None or data.tokenizer is None or not file.is_file():
         return
     there = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
     if there.get_vocab() != data.tokenizer.get_vocab():
-        raise InputError(f"weights={recipe.weights!r} has another tokenizer than the data; prepare them with its own")
+        raise InputError(
+            f"weights={recipe.weights!r} has another tokenizer than the data; prepare the data with its tokenizer"
+        )
 
 
 def check_launcher(fsdp: bool) -> None:
-    """A process of torchrun ends with it."""
+    """InputError for --fsdp without torchrun. Under torchrun, ends this process when torchrun ends."""
     if fsdp and "WORLD_SIZE" not in os.environ:
         raise InputError("--fsdp shards a model over several processes; expected a start by torchrun")
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -144,13 +161,13 @@ def check_launcher(fsdp: bool) -> None:
 def check_trackers(trackers: str) -> None:
     for name in trackers.split(","):
         if name not in TRACKERS:
-            raise InputError(f"--trackers={trackers!r}; expected {', '.join(TRACKERS)}, or several with commas")
+            raise InputError(f"--trackers={trackers!r}; expected {', '.join(TRACKERS)}, or several separated by commas")
         if name != "none" and find_spec(name) is None:
             raise InputError(f"--trackers={trackers!r}: {name} is not installed (pip install {name})")
 
 
 def claim(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = False) -> None:
-    """Make the folder this run's own. InputError where it holds another, or one of another version."""
+    """Claims the folder for the run. InputError if it belongs to another run or to another version of headrace."""
     told = {name: value for name, value in data.manifest.items() if name not in BESIDE}
     wanted = {"recipe": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(recipe).items()}, "data": told}
     own(folder, wanted, accept_old, "run.json")
@@ -178,11 +195,11 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
 
 
 def check_started(trainer: HeadraceTrainer, recipe: Recipe) -> None:
-    """accelerate may start as something else than it was asked for, and does not say so. InputError where it did."""
+    """InputError if accelerate started with other settings than requested, which it does not report by itself."""
     started, settings = trainer.accelerator, trainer.args
     if settings.fsdp and not trainer.is_fsdp_enabled:
         raise InputError(
-            "--fsdp was asked for, and accelerate started without it; it needs several GPUs under torchrun"
+            "--fsdp was requested, but accelerate started without it; expected several GPUs under torchrun"
         )
     processes = int(os.environ.get("WORLD_SIZE", 1))
     precision = "bf16" if recipe.precision == "bfloat16" else "no"
@@ -193,16 +210,16 @@ def check_started(trainer: HeadraceTrainer, recipe: Recipe) -> None:
         ("compile", recipe.compile, compiled),
     ):
         if there != wanted:
-            raise InputError(f"{name}: {wanted} was asked for, and accelerate started with {there}")
+            raise InputError(f"{name}: {wanted} was requested, but accelerate started with {there}")
 
 
 def full(rows: Dataset, length: int) -> Dataset:
-    """Without the last row, where the text ended before it was full: it would make a step smaller."""
+    """The rows without the last one if it is not full, as it would make a step smaller."""
     return rows if len(rows[-1]["input_ids"]) == length else rows.select(range(len(rows) - 1))
 
 
 def some(rows: Dataset, count: int) -> Dataset:
-    """At most so many rows, evenly spread."""
+    """At most `count` of the rows, evenly spaced."""
     return rows if len(rows) <= count else rows.select(torch.linspace(0, len(rows) - 1, count).long().tolist())
 
 
@@ -240,7 +257,8 @@ def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> Traini
 
 
 def share_rows(recipe: Recipe, settings: TrainingArguments) -> None:
-    """How many rows a device takes at a time, and how often, so that a step is what the recipe says."""
+    """Sets the rows per device and the accumulation steps such that a step has the recipe's number of rows. InputError
+    if the rows cannot be shared evenly."""
     each, rest = divmod(recipe.rows, settings.world_size)
     micro = min(recipe.micro_batch, each)
     if rest or each % max(micro, 1):
@@ -252,7 +270,7 @@ def share_rows(recipe: Recipe, settings: TrainingArguments) -> None:
 
 
 def peak_flops() -> float | None:
-    """Of all devices in bfloat16 without sparsity, from the makers' data sheets; None where it is not known."""
+    """Peak bfloat16 FLOPs per second of all devices without sparsity, by the data sheets; None if not known."""
     if not torch.cuda.is_available():
         return None
     known = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
@@ -263,7 +281,7 @@ def peak_flops() -> float | None:
 
 
 def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedData, folder: Path) -> None:
-    """The whole model, gathered where it was spread, with its tokenizer and card."""
+    """Evaluates the trained model on all held-out rows, and writes the model, tokenizer, history and card."""
     model: Any = trainer.model
     model.config.use_cache = True  # the Trainer turned it off
     trainer.save_model(str(folder))

@@ -1,4 +1,4 @@
-"""transformers' Trainer with an exact held-out loss, and with what a run should say about itself."""
+"""transformers' Trainer with an exact held-out loss, training speed and gate statistics."""
 
 import math
 import re
@@ -22,21 +22,21 @@ from .checkpoints import UNFINISHED
 from .gate_statistics import GateWatch
 from .optimizer import CarefulAdamW
 
-GATE = re.compile(r"_(read|write)_(entropy|specialisation|load)_")  # what is logged of one
+GATE = re.compile(r"_(read|write)_(entropy|specialisation|load)_")  # logged names of gate statistics
 
 
 class HeadraceTrainer(Trainer):
-    """Args: measures, what losses and speeds are expressed in."""
+    """A Trainer for language models. measures: constants by which losses and speeds are converted."""
 
     def __init__(self, *args, measures: "Measures", **kwargs):
         super().__init__(*args, **kwargs)
         self.measures = measures
-        self.gates: list[dict[str, Any]] = []  # as the last evaluation saw them
+        self.gates: list[dict[str, Any]] = []  # gate statistics of the last evaluation
         self.marked: tuple[float, int] | None = None
         self.resting = 0.0
 
     def _get_train_sampler(self, train_dataset=None) -> RandomSampler:
-        """Every epoch in another order, without the rows at its end that fill no step."""
+        """Random order in each epoch, without the last rows of an epoch if they do not fill a step."""
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
         step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         return RandomSampler(rows, num_samples=len(rows) // step * step)
@@ -44,7 +44,7 @@ class HeadraceTrainer(Trainer):
     # --- held-out text -----------------------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Nats per token over every held-out token, from which the rest follows, and what the gates do."""
+        """Loss in nats per token over all held-out tokens, perplexity, bits per byte and gate statistics."""
         started, model = time.perf_counter(), self._wrap_model(self.model, training=False)  # type: ignore[arg-type]
         total, gates = self._held_out(model, eval_dataset)
         loss = total[0].item() / total[1].item()
@@ -64,7 +64,7 @@ class HeadraceTrainer(Trainer):
 
     @torch.no_grad()
     def _held_out(self, model: nn.Module, rows: Any) -> tuple[Tensor, list[dict[str, Any]]]:
-        """(the sum of losses and the number of tokens, over all processes; the gates of this one)"""
+        """([sum of losses, number of tokens] over all processes, gate statistics of this process)"""
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         with evaluating(model), GateWatch().on(model) as watch:
             for batch in map(self._prepare_inputs, self._share(self.eval_dataset if rows is None else rows)):
@@ -76,7 +76,7 @@ class HeadraceTrainer(Trainer):
         return self.accelerator.reduce(total, "sum"), watch.summary()
 
     def _share(self, rows: Any) -> Iterator[dict[str, Tensor]]:
-        """This process's batches of rows, of which each is in one batch of one process."""
+        """The batches of this process; each row is in one batch of one process."""
         args = self.args
         for chosen in shares(len(rows), args.eval_batch_size, args.process_index, args.world_size):
             batch = self.data_collator([rows[i] for i in chosen or [0]])  # type: ignore[misc]
@@ -88,7 +88,7 @@ class HeadraceTrainer(Trainer):
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def _get_output_dir(self, trial) -> str:
-        """Where `MarkComplete` looks for a checkpoint."""
+        """The folder in which `MarkComplete` expects a written checkpoint."""
         return str(Path(str(self.args.output_dir), UNFINISHED))
 
     # --- what is logged ----------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class HeadraceTrainer(Trainer):
         super().log(logs, start_time)
 
     def _speed(self) -> dict[str, float]:
-        """Since the last log, without the time that evaluation took."""
+        """Training speed since the last log, without the time of evaluations."""
         now, seen = time.perf_counter(), self.state.global_step
         before, self.marked, resting, self.resting = self.marked, (now, seen), self.resting, 0.0
         if before is None or seen == before[1]:
@@ -113,7 +113,7 @@ class HeadraceTrainer(Trainer):
             speed["mfu"] = round(rate * self.measures.flops_per_token / self.measures.peak_flops, 4)
         return speed
 
-    # --- what must not be --------------------------------------------------------------------------------------------
+    # --- losses that are not finite ----------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -123,39 +123,42 @@ class HeadraceTrainer(Trainer):
         return loss
 
     def careful(self) -> CarefulAdamW:
-        wrapped: Any = self.optimizer  # by accelerate
+        wrapped: Any = self.optimizer  # accelerate may have wrapped it
         return getattr(wrapped, "optimizer", wrapped)
 
 
 @dataclass(frozen=True)
 class Measures:
+    """Constants of a run by which losses and speeds are converted."""
+
     tokens_per_step: int
     bytes_per_token: float  # of the held-out text
     flops_per_token: int  # of training
-    peak_flops: float | None  # of all devices together; None: not known
+    peak_flops: float | None  # of all devices together, per second; None: not known
 
 
 def answers(batch: dict[str, Tensor]) -> Tensor:
-    """Where a batch asks for a token."""
+    """Mask of the positions of a batch that have a label."""
     return batch.get("shift_labels", batch["labels"][:, 1:]) != IGNORED
 
 
 def shares(rows: int, size: int, process: int, processes: int) -> list[range]:
-    """The rows in each batch of a process. All processes have as many batches, for those of a sharded model meet in
-    each; the last may be empty."""
+    """The rows in each batch of a process. All processes have equally many batches, as the processes of a sharded model
+    synchronise in each forward pass; the last batch of a process may be empty."""
     own, most = range(process, rows, processes), -(-rows // processes)
     return [own[i : i + size] for i in range(0, most, size)]
 
 
 def told_of(gate: dict[str, Any]) -> dict[str, float]:
-    """{"write_entropy_<layer>", "write_specialisation_<layer>", "write_load_<layer>_<head>"}, see GateStatistics."""
+    """The statistics of a gate by logged name: write_entropy_<layer>, write_specialisation_<layer>,
+    write_load_<layer>_<head>, and the same for read gates. See `GateStatistics.summary`."""
     kind, layer = gate["gate"], gate["layer"]
     loads = {f"{kind}_load_{layer}_{head}": load for head, load in enumerate(gate["load"])}
     return {f"{kind}_{what}_{layer}": gate[what] for what in ("entropy", "specialisation")} | loads
 
 
 class Progress(ProgressCallback):
-    """The Trainer's, without a line of numbers for every gate: these are in TensorBoard and in history.json."""
+    """The progress bar of the Trainer without gate statistics, which are in TensorBoard and history.json."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         said = {name: value for name, value in (logs or {}).items() if not GATE.search(name)}
@@ -173,7 +176,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def first_not_finite(model: nn.Module, batch: dict[str, Any]) -> str:
-    """The first block whose output is not finite on this batch, in words."""
+    """The name of the first block whose output is not finite on this batch."""
     found: list[int] = []
 
     def look(index: int, module: nn.Module, args: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""What ends a run, or deserves a word while it runs."""
+"""Callbacks that stop a run early and print warnings during training."""
 
 import signal
 import sys
@@ -12,12 +12,13 @@ from transformers import TrainerCallback
 from ..utils.processes import Terminated
 from .trainer import HeadraceTrainer
 
-PATIENCE = 5  # updates in a row that may be left out
-UNIFORM, ONE_HOT = 0.999, 0.01  # entropies as parts of the largest
+PATIENCE = 5  # number of consecutive skipped updates after which a run stops
+UNIFORM, ONE_HOT = 0.999, 0.01  # bounds on entropy / log(heads)
 
 
 class Watch(TrainerCallback):
-    """Stops after updates in a row that were not finite; names gates that decide nothing, or nothing any more."""
+    """Stops the run after PATIENCE consecutive non-finite gradients, and prints once for each gate that has become
+    uniform or selects one head only."""
 
     def __init__(self, trainer: HeadraceTrainer, warmup_steps: int):
         self.trainer, self.warmup_steps = trainer, warmup_steps
@@ -27,9 +28,9 @@ class Watch(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         careful = self.trainer.careful()
         if careful.in_a_row == 1:
-            tell(state, f"step {state.global_step}: the gradient is not finite; the update is left out")
+            tell(state, f"step {state.global_step}: the gradient is not finite; the update is skipped")
         if careful.in_a_row >= PATIENCE:
-            tell(state, f"step {state.global_step}: {PATIENCE} updates in a row were not finite; the run stops")
+            tell(state, f"step {state.global_step}: {PATIENCE} consecutive gradients were not finite; the run stops")
             self.broken = control.should_training_stop = True
             control.should_save = control.should_evaluate = False
 
@@ -45,7 +46,7 @@ class Watch(TrainerCallback):
 
 
 class Stop(TrainerCallback):
-    """SIGTERM and Ctrl-C end a run after the step at hand, with a checkpoint; a second Ctrl-C ends it at once."""
+    """On SIGTERM or Ctrl-C, ends the run after the current step with a checkpoint; a second Ctrl-C ends it at once."""
 
     def __init__(self) -> None:
         self.heard: int | None = None
@@ -53,7 +54,7 @@ class Stop(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
             yield
             return
         before = {number: signal.signal(number, self.hear) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -73,11 +74,11 @@ class Stop(TrainerCallback):
         if torch.distributed.is_initialized():  # a signal reaches the processes at different steps
             torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
         if told:
-            # What was measured since the last log would be lost with this process.
+            # Without a log here, measurements since the last log would be lost.
             self.stopped = control.should_log = control.should_save = control.should_training_stop = True
 
     def end(self) -> None:
-        """Raises what the signal asked for, where the run was stopped."""
+        """Raises KeyboardInterrupt or Terminated if a signal stopped the run."""
         if self.stopped:
             raise KeyboardInterrupt if self.heard == signal.SIGINT else Terminated
 

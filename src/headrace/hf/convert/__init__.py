@@ -1,7 +1,7 @@
-"""Checkpoints of other libraries as ours, and ours as theirs.
+"""Converts checkpoints of other libraries to headrace models, and headrace models to checkpoints of other libraries.
 
-A format says what its config.json means to us and which rows of its tensors are which of ours; both directions follow
-from that. Only safetensors are read, nothing is unpickled, and no foreign code runs.
+A Format maps the fields of the foreign config.json to ours and the rows of foreign tensors to our tensors; both directions
+use the same map. Only safetensors files are read: nothing is unpickled, and no foreign code runs.
 """
 
 import json
@@ -26,15 +26,17 @@ from .form import SHARED, Format, View
 FORMATS = hugging_face.FORMATS | flash.FORMATS
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # the head is called so in every format
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # the name of the head in every format
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def bring_in(checkpoint: Path) -> HeadraceForCausalLM:
-    """A foreign checkpoint as our model, in evaluation mode and its own precision.
+    """Converts a foreign checkpoint to a headrace model, in evaluation mode and in the precision of the checkpoint.
 
-    Raises InputError where the format is unknown, its config asks for what we do not have, or a tensor is missing, left
-    over or of another shape."""
+    Raises:
+        InputError: the format is unknown, the config has a feature that headrace does not have, or a tensor is missing,
+            unexpected or of another shape.
+    """
     check_weights(checkpoint)
     described = _read_config(checkpoint)
     form = FORMATS.get(described.get("model_type", ""))
@@ -55,14 +57,16 @@ def bring_in(checkpoint: Path) -> HeadraceForCausalLM:
     if model.config.tie_word_embeddings and HEAD in left:
         left -= {HEAD} if torch.equal(tensors[HEAD], tensors[form.whole[EMBEDDING].name]) else set()
     if left:
-        raise InputError(f"checkpoint {str(checkpoint)!r} has a tensor we have no place for: {min(left)!r}")
+        raise InputError(f"checkpoint {str(checkpoint)!r} has an unexpected tensor {min(left)!r}")
     return model
 
 
 def take_out(model: HeadraceForCausalLM, name: str, folder: Path) -> None:
-    """Write the model as a checkpoint of another format: config.json and model.safetensors.
+    """Writes a model as a checkpoint of another format: config.json and model.safetensors.
 
-    Raises InputError where that format cannot say what the model is."""
+    Raises:
+        InputError: the format is unknown or cannot represent the model.
+    """
     if name not in FORMATS:
         raise InputError(f"--to {name!r} is unknown; expected one of {', '.join(FORMATS)}")
     form, described = FORMATS[name], _described(model, name)
@@ -82,10 +86,10 @@ def take_out(model: HeadraceForCausalLM, name: str, folder: Path) -> None:
 
 
 def _described(model: Any, name: str) -> dict[str, Any]:
-    """The foreign config.json; what it means to us must be the model again."""
+    """The foreign config.json. InputError if reading it back would not give the same model."""
     form, config = FORMATS[name], model.config
     if not all(isinstance(spec, form.mixer) for spec in config.mixers):
-        raise InputError(f"--to {name!r} cannot say what this model is: its mixers are no {form.mixer.__name__}")
+        raise InputError(f"--to {name!r} cannot represent this model: not all its mixers are {form.mixer.__name__}")
     described = {field: values[0] for field, values in form.only.items()} | form.describe(config)
     described |= {field: getattr(config, field) for field in SHARED if field in form.read}
     described |= {"model_type": name, "architectures": [form.architecture]}
@@ -93,15 +97,15 @@ def _described(model: Any, name: str) -> dict[str, Any]:
     try:
         again = HeadraceConfig(**form.arguments(described))
     except InputError as reason:
-        raise InputError(f"--to {name!r} cannot say what this model is: {reason}") from None
-    sizes = replace(again.sizes, max_positions=config.sizes.max_positions)  # which is of learned positions alone
+        raise InputError(f"--to {name!r} cannot represent this model: {reason}") from None
+    sizes = replace(again.sizes, max_positions=config.sizes.max_positions)  # matters for learned positions only
     if again.mixers != config.mixers or sizes != config.sizes:
-        raise InputError(f"--to {name!r} cannot say what this model is: its mixers or its blocks are others")
+        raise InputError(f"--to {name!r} cannot represent this model: its mixers or blocks differ from the format's")
     return described
 
 
 def views(form: Format, model: Any) -> dict[str, View]:
-    """By our names, where each of our tensors, or part of one, stands in theirs."""
+    """Our name of each tensor, or part of a tensor -> its place in the foreign tensors."""
     found = dict(form.whole)
     if model.config.tie_word_embeddings:
         del found[HEAD]
@@ -112,8 +116,8 @@ def views(form: Format, model: Any) -> dict[str, View]:
 
 
 def slots(model: Any) -> dict[str, Tensor]:
-    """All parameters, without their gradients; those that hold several things at once by their parts: writing into one
-    writes into the model."""
+    """Name -> detached view of each parameter. Parameters that combine several tensors are split into parts. Writing to a
+    view changes the model."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
         if isinstance(module, LinearMixer):
@@ -127,7 +131,7 @@ def slots(model: Any) -> dict[str, Tensor]:
 
 
 def _precision(tensors: dict[str, Tensor]) -> torch.dtype:
-    """The least that holds every tensor without rounding it."""
+    """The lowest precision that represents every tensor without rounding."""
     for name, tensor in tensors.items():
         if tensor.dtype not in PRECISIONS:
             expected = ", ".join(str(dtype) for dtype in PRECISIONS)
@@ -147,9 +151,9 @@ def _read_config(checkpoint: Path) -> dict[str, Any]:
     try:
         described = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"checkpoint {str(checkpoint)!r} has no config.json that can be read: {error}") from error
+        raise InputError(f"checkpoint {str(checkpoint)!r} has no readable config.json: {error}") from error
     if not isinstance(described, dict):
-        raise InputError(f"checkpoint {str(checkpoint)!r}: config.json holds {described!r}; expected fields by name")
+        raise InputError(f"checkpoint {str(checkpoint)!r}: config.json contains {described!r}; expected a JSON object")
     return described
 
 

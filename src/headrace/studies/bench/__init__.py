@@ -1,1 +1,1 @@
-"""Efficiency: memory, throughput and latency of our mixers, with and without competition, beside others' models."""
+"""Efficiency: memory, throughput and latency of mixers with and without competition, and of models of transformers."""

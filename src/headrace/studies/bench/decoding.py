@@ -1,7 +1,8 @@
-"""A model that stands at a position of a long context and goes on from there, token by token.
+"""Decoding one token at a time after a long context.
 
-A position need not be read to be reached where what the model carries is known: a recurrence costs the same after any
-64 tokens, and a cache of keys and values may hold any numbers. What has another state reads the whole context.
+Where the cost of a step does not depend on the content of the state, the context is not processed: the state of a
+recurrence has the same size after 64 tokens as later, and a key-value cache is filled with random numbers. Models with
+another kind of state process the whole context.
 """
 
 from typing import Any
@@ -14,13 +15,14 @@ from ...hf.cache import HeadraceCache
 from ...layers.attention.attention import AttentionState
 from ...layers.decode import MixerState
 
-READ = 64  # tokens that are read in any case
-PIECE = 4096
+READ = 64  # tokens of context that every model processes
+PIECE = 4096  # tokens per forward pass over a long context
 RECURRENT, CACHED, READ_ALL = f"{READ} tokens read", "cache filled at random", "read in full"
 
 
 class PositionlessCache(transformers.DynamicCache):
-    """transformers' own raises when it is asked for its length and no layer attends; then none needs that either."""
+    """A DynamicCache for models without attention layers, for which the length methods of DynamicCache raise. Such
+    models do not use the length."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -30,7 +32,7 @@ class PositionlessCache(transformers.DynamicCache):
 
 
 class Decoder:
-    """A model and what it has read. After `reach`, `how` it got there is RECURRENT, CACHED or READ_ALL."""
+    """A model with its cache. After `reach`, `how` is RECURRENT, CACHED or READ_ALL: how the position was reached."""
 
     def __init__(self, model: Any):
         self.model, self.how = model.eval(), READ_ALL
@@ -72,7 +74,7 @@ class Decoder:
         self.forward(self.next)
 
     def state_bytes(self) -> int:
-        """Of the numbers in it; the count of tokens that rotary positions need is not one of them."""
+        """Bytes of the floating-point tensors of the cache; token counts are left out."""
         layers = self.cache.states if isinstance(self.cache, HeadraceCache) else [vars(x) for x in self.cache.layers]
         return sum(x.nbytes for x in tensors(layers) if x.is_floating_point())
 
@@ -84,7 +86,7 @@ def moved(state: Any, position: int) -> Any:
 
 
 def longer(x: Tensor, tokens: int, dim: int) -> Tensor:
-    """Random numbers as x, of so many tokens along `dim`; from token to token a piece repeats itself."""
+    """A random tensor like x with `tokens` tokens along `dim`, made by repeating one random piece of x's size."""
     piece = torch.randn_like(x)
     repeats = [1] * x.dim()
     repeats[dim] = -(-tokens // x.shape[dim])

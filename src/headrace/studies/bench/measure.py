@@ -1,4 +1,4 @@
-"""The four measurements. In each all models take turns, round after round, so that a busy moment hits them alike."""
+"""The four measurements. In each, all models take turns in every round, so that other load affects them alike."""
 
 import gc
 import time
@@ -18,21 +18,21 @@ from .decoding import Decoder
 from .models import build, cache_bytes
 from .plan import DTYPES, Plan, Point
 
-WARM = 64  # tokens of a short step that is not measured
-TOKENS = 8  # decoded in a turn
-SHARE = 4  # one cache may take this part of the memory that is free
+WARM = 64  # tokens of the warm-up step, which is not measured
+TOKENS = 8  # tokens decoded in a turn
+SHARE = 4  # one cache may take at most 1 / SHARE of the free memory
 
-Measured = dict[str, Any]  # seconds: one for each round; bytes; how; or left_out: why
+Measured = dict[str, Any]  # seconds: one for each round; bytes; how; or left_out: the reason
 
 
 def measure(point: Point, plan: Plan) -> dict[str, Measured]:
-    """Of every model at a point: {"seconds": [...], ...}, or {"left_out": why}."""
+    """Model -> its measurement at a point: {"seconds": [...], ...}, or {"left_out": reason}."""
     torch.set_num_threads(plan.threads)
     return MEASUREMENTS[point.what](point, plan)
 
 
 def training(point: Point, plan: Plan) -> dict[str, Measured]:
-    """Forward, backward and AdamW. Models are built anew for each turn: only one of them needs room."""
+    """Time of a training step: forward, backward and AdamW. A model is built for its turn only, to save memory."""
 
     def turn(name: str) -> float:
         step = Step(built(name, plan))
@@ -45,7 +45,7 @@ def training(point: Point, plan: Plan) -> dict[str, Measured]:
 
 @torch.inference_mode()
 def prefill(point: Point, plan: Plan) -> dict[str, Measured]:
-    """From a prompt to the first token after it."""
+    """Time to the first token after a prompt."""
 
     def turn(name: str) -> float:
         model, given = built(name, plan), ids(point.length, 1, plan)
@@ -57,12 +57,13 @@ def prefill(point: Point, plan: Plan) -> dict[str, Measured]:
 
 @torch.inference_mode()
 def decoding(point: Point, plan: Plan) -> dict[str, Measured]:
-    """One token after a context."""
+    """Time of one decoded token after a context, with the bytes of the state."""
     limit, decoders = free(plan) // SHARE, {}
     found: dict[str, Measured] = {}
     for name in plan.models:
         if (needed := cache_bytes(name, plan.shape, point.length, plan.itemsize)) > limit:
-            found[name] = {"left_out": f"its cache would take {needed / 2**30:.1f} GiB of {SHARE * limit / 2**30:.1f}"}
+            room = f"{SHARE * limit / 2**30:.1f} GiB of free memory"
+            found[name] = {"left_out": f"its cache needs {needed / 2**30:.1f} GiB, more than 1/{SHARE} of {room}"}
         else:
             decoders[name] = Decoder(built(name, plan))
             decoders[name].reach(point.length)
@@ -72,7 +73,7 @@ def decoding(point: Point, plan: Plan) -> dict[str, Measured]:
 
 
 def several(decoder: Decoder, plan: Plan) -> float:
-    """Seconds of a token, over several."""
+    """Seconds per token, the mean over TOKENS tokens."""
 
     def tokens() -> None:
         for _ in range(TOKENS):
@@ -82,14 +83,14 @@ def several(decoder: Decoder, plan: Plan) -> float:
 
 
 def memory(point: Point, plan: Plan) -> dict[str, Measured]:
-    """The peak of a training step, each in a process of its own: a peak is never forgotten."""
+    """Peak memory of a training step. Each model has its own process, as the peak of a process never falls."""
     found: dict[str, Measured] = {}
     for name in plan.models:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             try:
                 found[name] = {"bytes": pool.submit(peak, name, point, plan).result()}
             except BrokenProcessPool:
-                found[name] = {"left_out": "its process was killed, as for want of memory"}
+                found[name] = {"left_out": "its process was killed, perhaps because memory ran out"}
             except torch.OutOfMemoryError:
                 found[name] = {"left_out": "out of memory"}
     return found
@@ -99,20 +100,21 @@ MEASUREMENTS = {"memory": memory, "training": training, "prefill": prefill, "dec
 
 
 def peak(name: str, point: Point, plan: Plan) -> int:
-    """Bytes of weights, gradients, AdamW and activations at their most; on a CPU, over those of the empty process."""
+    """Peak bytes of weights, gradients, AdamW moments and activations; on a CPU, minus those of the process before."""
     torch.set_num_threads(plan.threads)
     before = 0 if on_cuda(plan) else resident("VmRSS")
     step = Step(built(name, plan))
-    for _ in range(2):  # the moments are there from the second on
+    for _ in range(2):  # AdamW's moments exist from the second step on
         step.run(ids(point.length, point.batch, plan))
     return torch.cuda.max_memory_allocated(plan.device) if on_cuda(plan) else resident("VmHWM") - before
 
 
 def resident(field: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at the most. (A child's ru_maxrss can begin at its parent's.)"""
+    """Resident bytes of this process: VmRSS now, VmHWM at the peak. (ru_maxrss of a child can start at the value of its
+    parent.)"""
     status = Path("/proc/self/status")
     if not status.exists():
-        raise InputError("peak memory is read from /proc, which this system has not; leave memory out of --what")
+        raise InputError("--what=memory needs /proc, which this system does not have; leave memory out of --what")
     return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field))
 
 
@@ -128,9 +130,10 @@ class Step:
 
 
 def taking_turns(names: Iterable[str], turn: Callable[[str], float], plan: Plan) -> dict[str, Measured]:
-    """A round that warms up, then those that count; turn(name) is seconds. Whoever runs out of memory is left out."""
+    """One warm-up round and `plan.rounds` measured rounds, in which `turn(name)` returns the seconds of each model. A
+    model that runs out of memory is left out from then on."""
     found: dict[str, Measured] = {name: {"seconds": []} for name in names}
-    gc.freeze()  # what is there by now need not be looked through again
+    gc.freeze()  # the collector need not visit the objects that exist already
     for i in range(plan.rounds + 1):
         for name in found:
             if "left_out" in found[name]:
@@ -165,13 +168,13 @@ def on_cuda(plan: Plan) -> bool:
 
 
 def free(plan: Plan) -> int:
-    """Bytes."""
+    """Bytes of free memory on the device."""
     if on_cuda(plan):
         return torch.cuda.mem_get_info(plan.device)[0]
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    raise InputError("free memory is read from /proc, which this system has not; leave decoding out of --what")
+    raise InputError("--what=decoding needs /proc, which this system does not have; leave decoding out of --what")
 
 
 def built(name: str, plan: Plan) -> nn.Module:

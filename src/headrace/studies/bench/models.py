@@ -1,4 +1,5 @@
-"""Language models of one shape: ours, and transformers' own of equal width and depth, with weights at random."""
+"""Language models of one shape with random weights: those of headrace, and models of transformers of equal width and
+depth."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ LONGEST = 2**20  # tokens
 
 @dataclass(frozen=True)
 class Shape:
-    """The paper's 340M by default: table 5 of arXiv 2602.01744."""
+    """Size of the models. The default is the 340M model of arXiv 2602.01744, table 5."""
 
     layers: int = 24
     hidden_size: int = 1024
@@ -28,7 +29,7 @@ class Shape:
 
 
 def ours(mixer: str, shape: Shape) -> nn.Module:
-    """Mamba-2 has no MLP, here as in transformers; all others have."""
+    """A headrace model; Mamba-2 has no MLP, as in transformers, all others have a SwiGLU MLP."""
     config = HeadraceConfig(
         mixer=mixer, vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_hidden_layers=shape.layers,
         num_heads=shape.heads, mlp="none" if "mamba2" in mixer else "swiglu",
@@ -46,7 +47,8 @@ def mamba2(shape: Shape) -> nn.Module:
 
 
 def qwen3_next(shape: Shape) -> nn.Module:
-    """Its gated delta net in every layer, with our gated-deltanet's heads, and a dense MLP instead of experts."""
+    """Qwen3-Next with a gated delta net in every layer, the head sizes of headrace's gated-deltanet, and a dense MLP in
+    place of experts."""
     key, value = zoo.get("gated-deltanet").head_dims(shape.hidden_size, shape.heads)[-2:]
     config = transformers.Qwen3NextConfig(
         vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_hidden_layers=shape.layers,
@@ -75,13 +77,13 @@ PEERS: dict[str, Callable[[Shape], nn.Module]] = {
 
 
 def build(name: str, shape: Shape) -> nn.Module:
-    """One of ours, by a name or expression of the zoo, or one of PEERS. The same weights each time."""
+    """A model by its name in PEERS, or by a name or expression of the zoo. The weights are the same each time."""
     torch.manual_seed(0)
     return PEERS[name](shape) if name in PEERS else ours(name, shape)
 
 
 def check(name: str, shape: Shape) -> None:
-    """InputError for a width that the heads cannot share."""
+    """InputError if the hidden size cannot be divided among the heads."""
     if name in PEERS and shape.hidden_size % min(64, shape.hidden_size):
         raise InputError(f"--hidden-size={shape.hidden_size}; expected a multiple of 64 for {name}")
     with torch.device("meta"):
@@ -89,7 +91,8 @@ def check(name: str, shape: Shape) -> None:
 
 
 def named(text: str) -> tuple[str, ...]:
-    """What a user lists, each linear mixer with its softmax version after it. InputError for what does not exist."""
+    """The names in a list of models; the softmax version of each backbone follows the backbone. InputError for an
+    unknown name or an empty list."""
     found: dict[str, None] = {}
     for name in zoo.several(text):
         if name not in PEERS and name.startswith("transformers-"):
@@ -103,13 +106,13 @@ def named(text: str) -> tuple[str, ...]:
 
 
 def competes(name: str) -> bool:
-    """Whether this is a backbone that has a softmax version."""
+    """Whether the mixer is a backbone with a softmax version."""
     spec = zoo.mixer(name)
     return isinstance(spec, MixerSpec) and spec.competition is None and not name.startswith("softmax-")
 
 
 def cache_bytes(name: str, shape: Shape, tokens: int, itemsize: int) -> int:
-    """Of the keys and values of so many tokens; 0 for a model whose state does not grow."""
+    """Bytes of the keys and values of `tokens` tokens; 0 for a model without a key-value cache."""
     if name in PEERS:
         return 2 * shape.hidden_size * shape.layers * tokens * itemsize * (name == "transformers-llama")
     spec = zoo.mixer(name)

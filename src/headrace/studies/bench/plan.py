@@ -1,8 +1,8 @@
-"""What is measured: models of one shape at points of length and batch; the folder it is kept in.
+"""The plan of a benchmark: models of one shape, measured at points of length and batch size. Its folder holds
 
-plan.json           what fixes the numbers; the folder serves no others
-points/<point>.json one point, all models in turn in one process
-bench.csv           every point, a line for each model
+plan.json           the plan; the folder is for this plan only
+points/<point>.json the measurements of all models at one point
+bench.csv           all measurements, a line for each model and point
 report.html, *.png  the report
 """
 
@@ -19,6 +19,8 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
 
 @dataclass(frozen=True)
 class Plan:
+    """Models, machine settings and number of rounds of a benchmark."""
+
     models: tuple[str, ...]
     shape: Shape = field(default_factory=Shape)
     device: str = "cpu"
@@ -41,14 +43,17 @@ class Plan:
 
     @property
     def clock(self) -> str:
-        """One thread's own time knows nothing of what else runs here; several threads, or a device, have none."""
+        """The clock of the measurements. CPU time does not depend on other processes, but measures one CPU thread only;
+        with several threads or a device it is the wall clock."""
         return "cpu time" if self.device == "cpu" and self.threads == 1 else "wall clock"
 
 
 @dataclass(frozen=True, order=True)
 class Point:
+    """One measurement of all models at one length and batch size."""
+
     what: str  # memory, training, prefill or decoding
-    length: int  # tokens of a row, of the prompt, or of the context that was read
+    length: int  # tokens of a row, of the prompt, or of the context
     batch: int = 1
 
     @property
@@ -60,7 +65,7 @@ class Point:
 
 
 def points(what: list[str], lengths: list[int], batches: list[int], contexts: list[int]) -> list[Point]:
-    """In the order in which they are measured. InputError for an unknown measurement."""
+    """The points of the measurements `what`, in the order of measuring. InputError for an unknown measurement."""
     rows = [(length, batch) for length in lengths for batch in batches]
     axes = {
         "memory": rows,

@@ -1,4 +1,4 @@
-"""What was measured as pictures and one page."""
+"""The report of a benchmark: pictures and one HTML page."""
 
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,18 @@ from .models import PEERS
 from .plan import MEASURED, Plan
 from .results import backbones, compressions, overhead
 
-TITLES = {  # and the unit, and what lies along the x axis
-    "memory": ("Peak memory of a training step", "bytes", "tokens of a row"),
-    "training": ("Training throughput", "tokens a second", "tokens of a row"),
+TITLES = {  # measurement -> (title, unit, label of the x axis)
+    "memory": ("Peak memory of a training step", "bytes", "tokens per row"),
+    "training": ("Training throughput", "tokens per second", "tokens per row"),
     "prefill": ("Time to first token", "seconds", "tokens of the prompt"),
-    "decoding": ("Decoding", "seconds a token", "tokens of the context"),
+    "decoding": ("Decoding", "seconds per token", "tokens of context"),
 }
 COSTS = {"memory": "peak memory", "training": "training step", "prefill": "first token", "decoding": "decoded token"}
 OVERHEAD = (
-    "Cost with competition over cost without it, in pairs of one round at one point: the median over all pairs, ± half "
-    "the distance of the quartiles, which holds the differences between points as well as the noise."
+    "Cost with competition relative to cost without it. A pair is both costs in one round at one point; given are the "
+    "median over all pairs and ± half their interquartile range, due to noise and to differences between points."
 )
-CAPTION = "Solid: the backbone; dashed: its heads compete; dotted: transformers' own model. Both axes are logarithmic."
+CAPTION = "Solid: backbone; dashed: with competition; dotted: model of transformers. Both axes are logarithmic."
 
 
 def write_report(
@@ -38,13 +38,13 @@ def write_report(
         f"{len(plan.models)} models of {shape.layers} layer{'s' * (shape.layers > 1)}, {shape.hidden_size} wide, "
         f"{shape.heads} heads and a "
         f"vocabulary of {shape.vocab_size:,}, in {plan.dtype} on {plan.device} with {plan.threads} "
-        f"thread{'s' * (plan.threads > 1)}; times are {plan.clock}, medians of {plan.rounds} rounds in which all "
-        "models took turns in one process, ± half the distance of the quartiles."
+        f"thread{'s' * (plan.threads > 1)}. Times are {plan.clock}: the median of {plan.rounds} rounds, in which all "
+        "models took turns in one process, ± half the interquartile range."
     )
     sections = [overheads(held, plan), *(measured(what, lines, plan, folder) for what in present(held))]
     if found := compressed(held, plan, folder):
         sections.append(found)
-    return Page("What it costs", about, sections, command, environments(held)).write(folder / "report.html")
+    return Page("Cost of competition", about, sections, command, environments(held)).write(folder / "report.html")
 
 
 def environments(held: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -63,12 +63,12 @@ def present(held: list[dict[str, Any]]) -> list[str]:
 def overheads(held: list[dict[str, Any]], plan: Plan) -> Section:
     header = ("backbone", *(COSTS[what] for what in present(held)))
     rows = [(name, *(str(overhead(held, name, what)) for what in present(held))) for name in backbones(plan)]
-    return Section("What competition costs", OVERHEAD, header=header, rows=rows)
+    return Section("Overhead of competition", OVERHEAD, header=header, rows=rows)
 
 
 def print_overheads(held: list[dict[str, Any]], plan: Plan, console: Console) -> None:
     section = overheads(held, plan)
-    table = Table(*section.header, title="With competition over without", caption=OVERHEAD, title_justify="left")
+    table = Table(*section.header, title="Overhead of competition", caption=OVERHEAD, title_justify="left")
     for row in section.rows:
         table.add_row(*row)
     console.print(table)
@@ -93,7 +93,7 @@ def measured(what: str, lines: list[dict[str, Any]], plan: Plan, folder: Path) -
 
 
 def reached(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """How a context was reached, and by which models."""
+    """How the context was reached -> the models that reached it so."""
     found: dict[str, dict[str, None]] = {}
     for line in lines:
         if line["how"]:
@@ -116,7 +116,7 @@ def cell(what: str, line: dict[str, Any] | None) -> str:
 
 
 def panels(what: str, by_model: dict[str, Any], xlabel: str, ylabel: str) -> Figure:
-    """A panel for each number of rows."""
+    """A figure with a panel for each batch size."""
     batches = sorted({batch for lines in by_model.values() for _, batch in lines})
     series = {
         batch: {
@@ -148,13 +148,13 @@ def draw(ax: Axes, series: dict[str, list[tuple[int, float | None]]]) -> None:
     ax.minorticks_off()
     low, high = ax.get_ylim()
     steps = [n * 10.0**power for power in range(-7, 13) for n in (1, 2, 5)]
-    narrow = MaxNLocator(5).tick_values(low, high)  # where decades say too little
+    narrow = MaxNLocator(5).tick_values(low, high)  # for a range with too few of the 1-2-5 steps
     ax.set_yticks([y for y in (steps if high > 8 * low else narrow) if low <= y <= high])
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: compact(y)))
 
 
 def look(name: str, names: list[str]) -> dict[str, Any]:
-    """A backbone and its softmax version share a colour."""
+    """Line style of a model; a backbone and its softmax version share a colour."""
     base = name.removeprefix("softmax-")
     known = list(dict.fromkeys(other.removeprefix("softmax-") for other in names))
     style = ":" if name in PEERS else "-" if base == name else "--"
@@ -162,7 +162,7 @@ def look(name: str, names: list[str]) -> dict[str, Any]:
 
 
 def compressed(held: list[dict[str, Any]], plan: Plan, folder: Path) -> Section | None:
-    """The cache of the transformer over each state."""
+    """The section on the size of the transformer's cache over the size of each state; None without such numbers."""
     found = compressions(held, plan)
     if not found:
         return None
@@ -181,9 +181,11 @@ def compressed(held: list[dict[str, Any]], plan: Plan, folder: Path) -> Section 
         ax.set(xlabel="tokens of the context, t", ylabel="bytes of the cache over bytes of the state")
         ax.legend(fontsize=8)
     about = (
-        "How many times larger the keys and values of softmax attention are than the state, in bytes, convolutions and "
-        "all else that it holds included; in brackets t(d_k + d_v)/(d_k d_v), which is 2t/d where d_k = d_v = d."
+        "Bytes of the key-value cache of softmax attention over bytes of the whole state of the mixer, convolution "
+        "states included; in brackets, t(d_k + d_v)/(d_k d_v), which is 2t/d for d_k = d_v = d."
     )
     header = ("mixer", *(f"t = {t:,}" for t in contexts))
-    drawn = [picture("What a state saves, by the length of the context.", figure, folder / "compression.png")]
+    drawn = [
+        picture("Bytes of the cache over bytes of the state, by context length.", figure, folder / "compression.png")
+    ]
     return Section("Compression: cache over state", about, (), header, rows, drawn)

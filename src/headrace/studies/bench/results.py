@@ -1,4 +1,6 @@
-"""Every point once, then all of them as rows, as what competition costs, and as what memory a state saves."""
+"""Measures the points of a plan, and derives from them the rows of the CSV, the overhead of competition and the
+compression of a key-value cache to a state.
+"""
 
 import csv
 from collections.abc import Callable, Sequence
@@ -26,7 +28,7 @@ COLUMNS = (
 
 
 def complete(plan: Plan, wanted: list[Point], folder: Path, tell: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Measure what the folder does not hold yet; everything it holds, as read from it."""
+    """Measures the points that the folder does not hold yet, and returns all points of the folder."""
     for i, point in enumerate(wanted, 1):
         path = point.path(folder)
         tell(f"{i} of {len(wanted)}: {point.what}, {point.length:,} × {point.batch}")
@@ -40,7 +42,7 @@ def complete(plan: Plan, wanted: list[Point], folder: Path, tell: Callable[[str]
 
 
 def rows(held: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
-    """A line of the CSV for each model at each point."""
+    """Rows of the CSV, one for each model at each point."""
     found = []
     for one in held:
         point = Point(**one["point"])
@@ -69,7 +71,7 @@ def write_csv(path: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def spread(numbers: Sequence[float]) -> float | None:
-    """The interquartile range over the median. One number has none."""
+    """The interquartile range divided by the median; None for fewer than two numbers."""
     if len(numbers) < 2:
         return None
     low, _, high = quantiles(numbers, n=4)
@@ -78,7 +80,8 @@ def spread(numbers: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What competition costs a backbone: the cost with it over that without, of the same round at the same point."""
+    """Overhead of competition on a backbone. `ratios`: cost with competition over cost without, for each round of each
+    point."""
 
     backbone: str
     what: str
@@ -111,8 +114,8 @@ def costs(measured: dict[str, Any], what: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Compression:
-    """A cache of keys and values over the state of a linear mixer, after a context. `said`: t (d_k + d_v) / (d_k d_v),
-    which is 2t/d where d_k = d_v = d; `found`: of the bytes, all that the state holds included."""
+    """Size of a key-value cache over the size of the state of a linear mixer, after a context of t tokens. `said`: by
+    the formula t (d_k + d_v) / (d_k d_v), which is 2t/d for d_k = d_v = d; `found`: by bytes of all tensors."""
 
     model: str
     context: int

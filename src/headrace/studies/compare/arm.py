@@ -1,4 +1,4 @@
-"""One arm: a model of one mixer, trained from one seed, evaluated on held-out rows as it goes."""
+"""Trains one arm, which is a model with one mixer and one seed, and evaluates it on held-out rows during training."""
 
 import math
 import time
@@ -22,13 +22,13 @@ from ...utils.integrity import write_json
 from .model import as_read, build, flops
 from .plan import Arm, Recipe
 
-Tell = Callable[[int, dict[str, float] | None], None]  # step, scores where there are new ones
+Tell = Callable[[int, dict[str, float] | None], None]  # (step, scores after an evaluation, else None)
 
 
 def train(arm: Arm, path: Path, tell: Tell, device: str = "cpu") -> None:
-    """Train and evaluate an arm; its result is written to `path` at the end, whole or not at all.
+    """Trains and evaluates an arm, and writes its result to the file `path` atomically at the end.
 
-    device: "cpu", or anything else for the accelerator that the process sees."""
+    device: "cpu"; any other value means the one accelerator that is visible to this process."""
     started, plan = time.perf_counter(), arm.plan
     set_seed(arm.seed)
     model = build(arm)
@@ -77,7 +77,8 @@ def optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 class Curve(TrainerCallback):
-    """Evaluates at equal distances, from before the first step to after the last, and times the training between."""
+    """Evaluates at equal intervals, from before the first step to after the last, and measures the training speed in
+    each interval."""
 
     def __init__(self, arm: Arm, tell: Tell):
         self.arm, self.tell = arm, tell
@@ -92,7 +93,7 @@ class Curve(TrainerCallback):
             self.losses.append(output.loss.detach())
 
     def train_loss(self) -> float | None:
-        """The mean of what was heard; None: nothing, or no number."""
+        """The mean training loss since the last evaluation; None if there was no step or the mean is not finite."""
         mean = torch.stack(self.losses).mean().item() if self.losses else math.nan
         self.losses.clear()
         return mean if math.isfinite(mean) else None
@@ -131,7 +132,7 @@ def synchronise() -> None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, rows: Batch, batch_size: int) -> tuple[Answers, list[dict[str, Any]]]:
-    """(answers, gate statistics) over the positions with a label."""
+    """(answers, gate statistics) of the model on the rows; positions without a label are not scored."""
     training, device = model.training, next(model.parameters()).device
     asked, loss, right = rows["shift_labels"] != IGNORED, 0.0, []
     model.eval()
@@ -175,7 +176,7 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
 
 
 def by_length(arm: Arm, model: nn.Module) -> dict[str, Any]:
-    """Scores by the length of a row or source, where a task asks for it, and what one target was aligned to."""
+    """Scores on held-out rows of other lengths, for tasks that have them, and the alignment of one held-out row."""
     task, recipe, scores = arm.plan.task, arm.plan.recipe, {}
     for n, rows in task.by_length(recipe.held_out // 2).items():
         answers, _ = evaluate(model, as_read(arm, rows), max(recipe.batch_size * task.length // n, 1))
@@ -185,8 +186,8 @@ def by_length(arm: Arm, model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def alignment(arm: Arm, model: nn.Module) -> dict[str, Any] | None:
-    """{source, target: their characters, weights [target, source]} of the longest of some held-out rows; None of a
-    model that keeps no alignments."""
+    """Alignment of the longest of 16 held-out rows: {source: characters, target: characters, weights [target, source]}.
+    None for a model without alignments."""
     spec, task = from_json(arm.spec), arm.plan.task
     if not (isinstance(spec, RecurrentSpec) and isinstance(task, Sequences) and spec.alignment):
         return None
@@ -199,7 +200,7 @@ def alignment(arm: Arm, model: nn.Module) -> dict[str, Any] | None:
 
 
 def state_bytes(arm: Arm, tokens: int) -> int:
-    """Of one sequence, at the end of a row of so many tokens."""
+    """Bytes of the state of one sequence after a row of `tokens` tokens."""
     spec, shape = from_json(arm.spec), arm.plan.shape
     model = spec if isinstance(spec, ModelSpec) else as_decoder(spec)
     return model.state_bytes(shape.hidden_size, shape.heads, tokens, shape.layers)

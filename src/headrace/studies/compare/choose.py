@@ -1,4 +1,4 @@
-"""From what a user asked for to a study: the task's defaults, changed where the user says so."""
+"""Makes a study from the arguments of `headrace compare`: the defaults of the task with the changes of the user."""
 
 import difflib
 import re
@@ -17,18 +17,28 @@ from .plan import Plan, Recipe, Shape, Study
 def choose(
     task: str | None, files: list[str], tokenizer: str | None, changes: dict[str, Any], sweep: str | None = None
 ) -> Study:
-    """`changes` are values of the plan's, the shape's and the recipe's fields and `length`; None leaves the default.
-    `sweep`, FIELD=VALUE,…, asks for a plan at each value of a field."""
+    """The study for a task, or the demo if nothing is chosen.
+
+    Args:
+        task: an expression such as `mqar(pairs=16)`; None: text if `files` are given, else pair.
+        files: text files for a language-modelling task.
+        tokenizer: path of a tokenizer.json for a language-modelling task.
+        changes: values of fields of the plan, shape and recipe, and of `length`; None keeps the default.
+        sweep: `FIELD=VALUE,VALUE,…` for a plan at each value of a field.
+
+    Raises:
+        InputError: an unknown task or field, or a text file or tokenizer for a task without text.
+    """
     changes = {name: value for name, value in changes.items() if value is not None}
     if task is None and not files and "mixers" not in changes and sweep is None:
         if tokenizer is not None:
-            raise InputError(f"--tokenizer {tokenizer} is for language modelling; add --text FILE or --task text")
+            raise InputError(f"--tokenizer {tokenizer} needs a task with text; add --text FILE or --task text")
         return replace(DEMO, plans=tuple(changed(plan, changes) for plan in DEMO.plans))
     plan = default(task or ("text" if files else "pair"))
     if files or tokenizer is not None:
         if not isinstance(plan.task, Text):
             raise InputError(
-                f"--task {task} reads no text; text files and --tokenizer go with --task text, masked or spans"
+                f"--task {task} has no text; expected text, masked or spans with text files or --tokenizer"
             )
         plan = replace(plan, task=replace(plan.task, files=tuple(files), tokenizer=tokenizer))
     plan = changed(plan, changes)
@@ -36,7 +46,7 @@ def choose(
 
 
 def default(task: str) -> Plan:
-    """The plan of a task given as an expression, which changes fields of its task: `mqar(pairs=16, length=128)`."""
+    """The default plan of a task. The task is an expression that can set fields: `mqar(pairs=16, length=128)`."""
     name, settings = zoo.expression(task, "--task")
     if name not in DEFAULTS:
         near = difflib.get_close_matches(name, DEFAULTS, 1) or DEFAULTS
@@ -47,7 +57,7 @@ def default(task: str) -> Plan:
 
 
 def refined(task: Task, values: dict[str, Any]) -> Task:
-    """The task with some fields changed, and its length, which every task has."""
+    """The task with new values of some fields; `length` is a field of every task."""
     names = [f.name for f in fields(task)]  # type: ignore[arg-type]
     if unknown := next((name for name in values if name not in (*names, "length")), None):
         raise InputError(f"the task {task.name} has no field {unknown!r}; the nearest is {nearest(unknown, names)!r}")
@@ -61,21 +71,22 @@ def swept(plan: Plan, sweep: str) -> Study:
     name, _, listed = (part.strip() for part in sweep.partition("="))
     values = [zoo.literal(value) for value in zoo.split(listed)]
     if len(set(values)) < len(values) or not values:
-        raise InputError(f"--sweep {sweep!r} is not of the form FIELD=VALUE,VALUE,… with each value once")
+        raise InputError(f"--sweep {sweep!r}; expected FIELD=VALUE,VALUE,… with distinct values")
     plans = tuple(at(plan, name, value) for value in values)
     about = {"field": name, "values": values}
     return Study(f"{plan.name}-by-{name}", f"Mixers compared: {plan.name}, by {name}", plans, about)
 
 
 def at(plan: Plan, name: str, value: Any) -> Plan:
-    """The plan with one field at a value, and a name that says so."""
+    """The plan with one field set to a value, and with the field and value added to its name."""
     own = {part: {f.name for f in fields(getattr(plan, part))} for part in ("task", "shape", "recipe")}
     own["task"].add("length")
     part = next((part for part, names in own.items() if name in names), None)
     if part is None:
         near = nearest(name, set.union(*own.values()))
         raise InputError(
-            f"--sweep {name}={value}: no task, shape or recipe here has such a field; the nearest is {near!r}"
+            f"--sweep {name}={value}: neither the task nor the shape nor the recipe has a field {name!r}; the nearest "
+            f"is {near!r}"
         )
     record: Any = getattr(plan, part)
     values = {name: value}
@@ -89,7 +100,7 @@ def at(plan: Plan, name: str, value: Any) -> Plan:
 def changed(plan: Plan, changes: dict[str, Any]) -> Plan:
     own = lambda record: {f.name: changes[f.name] for f in fields(record) if f.name in changes}  # noqa: E731
     mixers = zoo.several(changes["mixers"]) if "mixers" in changes else plan.mixers
-    # A hybrid needs the depth of its pattern, and the others are compared with it at that.
+    # A hybrid needs as many layers as its pattern has; the other mixers get the same depth.
     patterns = (len(spec.layers) if isinstance(spec := zoo.get(mixer), Decoder) else 1 for mixer in mixers)
     changes = {"layers": max((plan.shape.layers, *patterns)), **changes}
     return replace(

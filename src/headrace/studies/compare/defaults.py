@@ -1,4 +1,4 @@
-"""What each task is compared on where a user says nothing else, and the demonstration."""
+"""The default plan of each task, and the demo study."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ KEY_VALUE = Plan(
     Shape(layers=2, heads=4),
     Recipe(steps=1000, lr=3e-3),
 )
-# The task's own default is Zoology's vocabulary of 8,192, of which nothing is learnt within these steps (docs/log.md).
+# The default vocabulary of Mqar is Zoology's 8,192, with which nothing is learnt within these steps (docs/log.md).
 MQAR = replace(KEY_VALUE, name="mqar", task=Mqar(vocabulary=288, pairs=4, length=32))
 COPY = replace(KEY_VALUE, name="copy", task=Copy())
 SELECTIVE_COPY = replace(

@@ -1,4 +1,4 @@
-"""A row of a task as tokens with roles, what the task asks, and what guessing scores."""
+"""The description of a task in a report: its text, an example row as tokens with roles, and the score of guessing."""
 
 import inspect
 import math
@@ -27,10 +27,10 @@ from ...tasks.base import ByRow
 from ...tasks.digits import GREYS
 from .summary import show
 
-LONGEST = {"filler": 8, "text": 48}  # tokens of one role in a row that are drawn; of others RUN
+LONGEST = {"filler": 8, "text": 48}  # role -> largest number of consecutive tokens that are drawn; RUN for others
 RUN = 24
 LETTERS = list(string.ascii_lowercase)
-MARKS: dict[type, str] = {Copy: "|", Induction: "!", SelectiveCopy: ".?"}  # after the symbols
+MARKS: dict[type, str] = {Copy: "|", Induction: "!", SelectiveCopy: ".?"}  # task -> its tokens after the symbols
 SPECIAL = ("[CLS]", "[SEP]", "[MASK]")
 
 
@@ -52,18 +52,18 @@ def about(task: Any) -> str:
 
 
 def guessing(task: Any) -> str:
-    """The score of uniform guesses."""
+    """A sentence with the score of uniform guesses."""
     if task.metric.name == "loss":
         score = math.log(task.vocab_size)
     elif isinstance(task, ByRow) and task.metric is ByRow.metric:
-        return "Uniform guesses hardly ever get a whole target right: chance is about 0 %."
+        return "Uniform guesses are almost never right on a whole target: chance is about 0 %."
     else:
         score = getattr(task, "chance", 1 / task.vocab_size)
     return f"Uniform guesses score {show(task.metric, score)}."
 
 
 def example(task: Any) -> list[Token | int]:
-    """A held-out row; a number stands for so many tokens that are left out of a long run of one role."""
+    """A held-out row as tokens; an int n in the list replaces n tokens of a long run of one role."""
     drawn: list[Token | int] = []
     for role, run in groupby(tokens(task), key=lambda token: token.role):
         whole = list(run)
@@ -117,7 +117,7 @@ def text(task: Any, i: int) -> str:
 
 
 def role(task: Any, t: int, i: int, ids: torch.Tensor, asked: bool) -> str:
-    """Of the token i at position t."""
+    """The role of token i at position t of the row `ids`; `asked`: whether the position has a label."""
     match task:
         case Text() | Digits():
             return "text"

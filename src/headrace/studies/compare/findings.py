@@ -1,5 +1,7 @@
-"""What a comparison shows, in sentences, negative results included. Every sentence follows from the results by a rule,
-and a number in it that varies with the seed has its spread: a standard deviation (±) or a 95 % interval.
+"""The findings of a comparison as sentences, negative results included.
+
+Each sentence follows from the results by a fixed rule. A number that varies with the seed is given with its standard
+deviation over seeds (±) or with a 95 % interval.
 """
 
 import statistics
@@ -13,14 +15,15 @@ from .failures import at_chance, failures
 from .pairwise import Difference, as_control, common_seeds, competing, find, pairs, without_count
 from .summary import Comparison, Contender, count, show_contender, show_scores
 
-LATE = 0.02
-HELD = 0.9  # a score that holds at a length
-EVEN = 0.95  # gates of at least this part of the largest entropy hardly choose
-SPELT = 2  # so many pairs are told one by one; more are counted
+LATE = 0.02  # a model is still learning if the last interval between evaluations gave more than this part of its gain
+HELD = 0.9  # smallest score at which a model still solves the task at a length
+EVEN = 0.95  # gate entropy over log(heads) from which on the heads count as used evenly
+SPELT = 2  # largest number of pairs that the answer names one by one
 
 
 def answer(comparison: Comparison) -> str:
-    """The main result as a clause: competition against its backbones or, without any, the best against the second."""
+    """The main result as a clause: softmax mixers against their backbones or, without such a pair, the best mixer
+    against the second best."""
     differences, ranked = pairs(comparison), comparison.finished
     if not ranked:
         return "no model has a score"
@@ -30,11 +33,11 @@ def answer(comparison: Comparison) -> str:
         return "; ".join(map(str, differences))
     if len(ranked) == 1 or not common_seeds(*ranked[:2]):
         return f"{ranked[0].label} reaches {show_contender(ranked[0])}"
-    return f"of {len(ranked)} mixers {ranked[0].label} has the highest score: {Difference(*ranked[:2])}"
+    return f"of {len(ranked)} mixers, {ranked[0].label} has the best mean score: {Difference(*ranked[:2])}"
 
 
 def headline(comparisons: list[Comparison]) -> str:
-    """One sentence on everything that was compared."""
+    """The main results of all comparisons of a study in one sentence."""
     if len(comparisons) == 1:
         return f"Held-out {comparisons[0].metric.name}: {answer(comparisons[0])}."
     clauses = (f"on {c.plan['name']} ({c.metric.name}), {answer(c)}" for c in comparisons)
@@ -42,30 +45,30 @@ def headline(comparisons: list[Comparison]) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Sentences, the most important first."""
+    """Sentences on one comparison, the most important first; empty if no mixer has a score."""
     rules = RULES_OF_MANY if comparison.many else RULES
     return [sentence for rule in rules for sentence in rule(comparison)] if comparison.finished else []
 
 
 def differences(comparison: Comparison) -> Iterator[str]:
-    """Those that the answer only counts."""
+    """The differences between mixers and their backbones that the answer counts but does not name."""
     if len(found := pairs(comparison)) > SPELT:
         yield from (f"{sentence[0].upper()}{sentence[1:]}." for sentence in map(str, found))
 
 
 def controls(comparison: Comparison) -> Iterator[str]:
-    """Is it competition, or would gates that do not compete have done as well?"""
+    """Compares softmax gates with sigmoid gates, which have the same parameters but do not compete."""
     for c in competing(comparison):
         base, control = find(comparison, zoo.plain(c.spec)), find(comparison, as_control(c.spec))
         if base and control and common_seeds(c, base, control):
             yield (
-                f"Gates without competition ({control.label}, sigmoid): {Difference(control, base)}; "
+                f"Control with sigmoid gates, which do not compete: {Difference(control, base)}; "
                 f"{Difference(c, control)}."
             )
 
 
 def fewer_heads(comparison: Comparison) -> Iterator[str]:
-    """At a fixed width, fewer heads without competition may do as well."""
+    """Compares competing heads with a backbone of fewer heads, which has a larger state at the same width."""
     default = comparison.plan["shape"]["heads"]
     for c in competing(comparison):
         for plain in comparison.finished:
@@ -73,26 +76,27 @@ def fewer_heads(comparison: Comparison) -> Iterator[str]:
             same = without_count(plain.spec) == without_count(zoo.plain(c.spec))
             if fewer and same and common_seeds(c, plain):
                 yield (
-                    f"Fewer heads without competition: {Difference(plain, c)}. At a fixed width fewer heads have a "
-                    f"larger state ({plain.constant('state_bytes'):,} against {c.constant('state_bytes'):,} bytes)."
+                    f"Control with fewer heads and no competition: {Difference(plain, c)}. At a fixed width, fewer "
+                    f"heads have a larger state ({plain.constant('state_bytes'):,} against "
+                    f"{c.constant('state_bytes'):,} bytes)."
                 )
 
 
 def ranking(comparison: Comparison) -> Iterator[str]:
     ranked = comparison.finished
     if len({str(to_json(without_count(zoo.plain(c.spec)))) for c in ranked}) > 1:
-        yield f"By mean score: {', '.join(f'{c.label} {show_contender(c)}' for c in ranked)}."
+        yield f"Mean scores, best first: {', '.join(f'{c.label} {show_contender(c)}' for c in ranked)}."
 
 
 def caches(comparison: Comparison) -> Iterator[str]:
     cached = [c for c in comparison.finished_in_order if isinstance(c.spec, CACHED)]
     if cached and len(cached) < len(comparison.finished):
         sizes = ", ".join(f"{c.label} {c.constant('state_bytes'):,} bytes" for c in cached)
-        yield f"A cache of keys and values grows with every token; at the end of a row: {sizes}."
+        yield f"A key-value cache grows with every token; its size at the end of a row: {sizes}."
 
 
 def lengths(comparison: Comparison) -> Iterator[str]:
-    """How far each one's score holds as rows or sources get longer."""
+    """The length of row or source up to which the score of each mixer stays at HELD or above."""
     longest = comparison.plan["length"]
     for c in comparison.contenders:
         if not c.by_length:
@@ -101,10 +105,10 @@ def lengths(comparison: Comparison) -> Iterator[str]:
         held = list(takewhile(lambda n, means=means: means[n] >= HELD, means))  # type: ignore[misc]
         name, seeds = c.metric.name, count(len(c.by_length[longest]), "seed")
         reach = f"at least {HELD:.0%} up to length {held[-1]}" if held else f"below {HELD:.0%} at length {min(means)}"
-        beyond = ", longer than any in training" if held and held[-1] > longest else ""
+        beyond = ", which is longer than any in training" if held and held[-1] > longest else ""
         yield (
-            f"{c.label}: mean {name} ({seeds}) is {reach}{beyond}; at {longest}, the longest in training, it is "
-            f"{show_scores(c.metric, c.by_length[longest])}."
+            f"{c.label}: the mean {name} over {seeds} is {reach}{beyond}; at length {longest}, the longest in "
+            f"training, it is {show_scores(c.metric, c.by_length[longest])}."
         )
 
 
@@ -112,11 +116,11 @@ def alignments(comparison: Comparison) -> Iterator[str]:
     for contender in comparison.contenders:
         if found := contender.alignment:
             read = [found["source"][max(range(len(row)), key=row.__getitem__)] for row in found["weights"]]
-            steps = list(zip(read, found["target"], strict=True))[:-1]  # the last one is the end
+            steps = list(zip(read, found["target"], strict=True))[:-1]  # the last target is the end token
             hits = sum(a == b for a, b in steps)
             yield (
-                f"In the one row whose alignment is drawn, {contender.label} reads most of the character that it "
-                f"writes in {hits} of {count(len(steps), 'step')}."
+                f"In the one row whose alignment is drawn, {contender.label} gives the largest weight to the source "
+                f"character that it writes at {hits} of {count(len(steps), 'step')}."
             )
 
 
@@ -129,18 +133,18 @@ def gate_entropy(comparison: Comparison) -> Iterator[str]:
         said = " and ".join(f"{gate} gates {spread(values)}" for gate, values in ends.items())
         even = min(map(statistics.fmean, ends.values())) >= EVEN
         yield (
-            f"Final entropy of {c.label}, as a part of its largest value: {said}"
-            f"{': the heads are used almost evenly' if even else ''}."
+            f"Final gate entropy of {c.label}, divided by log(heads): {said}"
+            f"{'; the heads are used almost evenly' if even else ''}."
         )
         if sinks := sum(has_sink(arm) for arm in c.arms):
             yield (
-                f"In {sinks} of {count(len(c.arms), 'seed')} of {c.label} one head takes most of what is written at "
-                "positions with a question, and at most an even share elsewhere."
+                f"In {sinks} of {count(len(c.arms), 'seed')} of {c.label}, one head takes more than half of the write "
+                "gate at query positions and at most an even share (1/heads) at all others."
             )
 
 
 def final_entropy(contender: Contender, gate: str) -> list[float]:
-    """Of each seed, the mean over layers."""
+    """Final entropy of a gate for each seed, as the mean over layers."""
     by_seed = [[g["entropy"] for g in arm["curve"][-1]["gates"] if g["gate"] == gate] for arm in contender.arms]
     return [statistics.fmean(values) for values in by_seed if values]
 
@@ -152,6 +156,7 @@ def spread(values: list[float]) -> str:
 
 
 def has_sink(arm: dict) -> bool:
+    """Whether a head takes more than half of a write gate at query positions and at most an even share elsewhere."""
     for gate in arm["curve"][-1]["gates"]:
         if gate["gate"] == "write" and gate["load_asked"] and gate["load_other"]:
             pairs = zip(gate["load_asked"], gate["load_other"], strict=True)
@@ -164,28 +169,28 @@ def gate_parameters(comparison: Comparison) -> Iterator[str]:
     if found := pairs(comparison):
         shares = {d.a.label: d.a.constant("gate_parameters") / d.b.constant("parameters") for d in found}
         most = max(shares, key=shares.__getitem__)
-        yield f"Gates add at most {shares[most]:.1%} to a model's parameters ({most})."
+        yield f"Gates add at most {shares[most]:.1%} to the number of parameters ({most})."
 
 
 def cautions(comparison: Comparison) -> Iterator[str]:
     for contender in comparison.contenders:
         for idle in contender.spec.idle_gates(comparison.plan["shape"]["heads"]):
-            yield f"A gate of {contender.label} hardly acts: {idle}."
+            yield f"A gate of {contender.label} has little or no effect: {idle}."
         if lost := [arm["seed"] for arm in contender.arms if arm["diverged"]]:
-            yield f"{contender.label} diverged in seed {', '.join(map(str, lost))}: its loss is no number there."
+            yield f"{contender.label} diverged with seed {', '.join(map(str, lost))}: its loss is not finite."
     if learning := [c.label for c in comparison.finished if still_learning(c)]:
         who = f"{len(learning)} of {len(comparison.finished)}" if comparison.many else ", ".join(learning)
-        yield f"Still learning when training ended: {who}. More steps would change the figures."
+        yield f"Still learning when training ended: {who}. More steps would change the scores."
     recipe, arm = comparison.plan["recipe"], comparison.contenders[0].arms[0]
     tokens = recipe["steps"] * recipe["batch_size"] * comparison.plan["length"]
     yield (
-        f"All of this is at {arm['parameters'] / 1e6:.2g} M parameters and {tokens / 1e6:.2g} M tokens; "
-        "it says nothing about larger models."
+        f"These results hold for {arm['parameters'] / 1e6:.2g} M parameters and {tokens / 1e6:.2g} M training tokens; "
+        "they say nothing about larger models."
     )
 
 
 def still_learning(contender: Contender) -> bool:
-    """Whether the last stretch between evaluations gave more than LATE of all that was learnt."""
+    """Whether more than LATE of the change in mean score came after the last evaluation but one."""
     means = [mean for _, mean, _, _ in contender.curve()]
     return len(means) > 2 and abs(means[-1] - means[-2]) > LATE * abs(means[-1] - means[0])
 

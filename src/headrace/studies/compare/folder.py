@@ -1,7 +1,7 @@
-"""The folder of a comparison.
+"""The folder of a study.
 
-plan.json                        what is compared; the folder serves no other study
-arms/<arm>/result.json           one finished arm
+plan.json                        the study as data; the folder is for this study only
+arms/<arm>/result.json           the result of a finished arm
 results.json, report.html, *.png the report
 """
 
@@ -13,11 +13,11 @@ from ...utils.integrity import read_json
 from ...utils.provenance import own, refuse_foreign
 from .plan import Arm, Study
 
-NEEDED = {"mixer", "seed", "scores", "environment", "flops", "speeds"}  # of an arm's result
+NEEDED = {"mixer", "seed", "scores", "environment", "flops", "speeds"}  # required keys of an arm's result
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """What an arm left. InputError where the file is something else."""
+    """The result of an arm. InputError if the file is not a result."""
     result = read_json(path)
     if not isinstance(result, dict) or not result.keys() >= NEEDED:
         raise InputError(f"{str(path)!r} is not the result of an arm; delete it and run the command again")
@@ -25,13 +25,13 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def claim(folder: Path, study: Study, accept_old: bool = False) -> None:
-    """Make the folder this study's own. InputError where the study cannot be, and as `own` does."""
+    """Claims the folder for the study. InputError if the study is invalid or the folder belongs to another one."""
     check(folder, study)
     own(folder, study.to_json(), accept_old)
 
 
 def check(folder: Path, study: Study) -> None:
-    """InputError where the study cannot be, or not in this folder. Writes nothing."""
+    """InputError if the study is invalid, or if the folder holds files of something else. Writes nothing."""
     for plan in study.plans:
         plan.check()
     refuse_foreign(folder)

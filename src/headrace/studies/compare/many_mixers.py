@@ -1,4 +1,4 @@
-"""What a comparison of many mixers shows: counts, where a sentence for each pair would not be read."""
+"""Findings of a comparison of many mixers: counts in place of a sentence for each pair."""
 
 from collections.abc import Iterator
 
@@ -7,22 +7,22 @@ from .summary import Comparison, Contender, count, show_contender
 
 
 def tally(differences: list[Difference]) -> str:
-    """How many backbones gain by competition."""
+    """The number of backbones that competition makes better, makes worse or leaves without a clear difference."""
     n = len(differences)
     if max(len(d.gains) for d in differences) == 1:
         ahead = sum(d.mean > 0 for d in differences)
-        return f"in one seed, too few to tell mixers apart, competition is ahead in {ahead} of {count(n, 'backbone')}"
+        return f"competition is ahead for {ahead} of {count(n, 'backbone')}, in one seed, which is too few to judge"
     kinds = {"better": [d.b for d in differences if d.better], "worse": [d.b for d in differences if d.worse]}
     said = [f"{len(found)} {kind} ({names(found)})" for kind, found in kinds.items() if found]
     even = n - sum(map(len, kinds.values()))
     said += [f"{even} without a clear difference"] if even else []
-    return f"with competition, of {count(n, 'backbone')}: {'; '.join(said)}, by a 95 % interval for each"
+    return f"effect of competition on {count(n, 'backbone')}: {'; '.join(said)}, each judged by its 95 % interval"
 
 
 def best_and_last(comparison: Comparison) -> Iterator[str]:
     ranked = comparison.finished
     best, last = (", ".join(f"{c.label} {show_contender(c)}" for c in part) for part in (ranked[:3], ranked[-3:]))
-    yield f"Of {len(ranked)} mixers, the highest means are of {best}; the lowest of {last}."
+    yield f"Best mean scores of {len(ranked)} mixers: {best}; worst: {last}."
 
 
 def names(contenders: list[Contender]) -> str:

@@ -1,4 +1,4 @@
-"""From an arm to a model that reads the rows of its task."""
+"""The model of an arm, with the inputs and labels of a task's rows as its arguments."""
 
 from typing import Any
 
@@ -21,14 +21,15 @@ from .plan import Arm, Shape
 
 
 class Learner(nn.Module):
-    """A language model that reads a task's rows, with several channels at a position if need be."""
+    """A causal language model on a task's rows. Rows with several tokens at a position (channels) are embedded as the
+    sum of the embeddings of these tokens."""
 
     def __init__(self, lm: HeadraceForCausalLM):
         super().__init__()
         self.lm = lm
 
     def forward(self, input_ids: Tensor, shift_labels: Tensor, attention_mask: Tensor | None = None):
-        """input_ids [B, T] or [B, T, channels] (negative: nothing), shift_labels and attention_mask [B, T]."""
+        """input_ids [B, T] or [B, T, channels] (negative: no token), shift_labels and attention_mask [B, T]."""
         labels = {"labels": shift_labels, "shift_labels": shift_labels, "attention_mask": attention_mask}
         if input_ids.dim() == 2:
             return self.lm(input_ids=input_ids, **labels)
@@ -37,7 +38,7 @@ class Learner(nn.Module):
 
 
 class Whole(nn.Module):
-    """A whole model that reads a task's rows."""
+    """A complete model (encoder-decoder or BERT) on a task's rows."""
 
     def __init__(self, model: models.Model):
         super().__init__()
@@ -48,7 +49,8 @@ class Whole(nn.Module):
 
 
 def as_read(arm: Arm, rows: Batch) -> Batch:
-    """A task's rows as the arm's model reads them: a causal one has source and target in one row, one after another."""
+    """The rows of a task as arguments of the arm's model. For a causal model on a sequence-to-sequence task, source and
+    target are concatenated to one row."""
     if not isinstance(arm.plan.task, Sequences) or isinstance(from_json(arm.spec), ModelSpec):
         return rows
     source, labels = rows["input_ids"], rows["shift_labels"]
@@ -60,9 +62,9 @@ def as_read(arm: Arm, rows: Batch) -> Batch:
 
 
 def build(arm: Arm) -> Learner | Whole:
-    """The arm's model, its parameters drawn from torch's generator as it stands.
+    """Builds the arm's model with parameters drawn from torch's global generator.
 
-    Gates are drawn last, if at all, so that a mixer and its softmax version start from the same weights."""
+    Gate parameters are drawn last, so that a mixer and its softmax version start from the same other weights."""
     shape, spec = arm.plan.shape, from_json(arm.spec)
     if isinstance(spec, ModelSpec):
         sizes = {"num_heads": shape.heads, "num_layers": shape.layers, "intermediate_size": arm.width}
@@ -86,8 +88,9 @@ def build(arm: Arm) -> Learner | Whole:
 
 @torch.no_grad()
 def flops(model: nn.Module, row: Batch, shape: Shape) -> int | None:
-    """Floating-point operations of the forward pass of one row: its matrix products, and the updates of memories as
-    `account.recurrence_flops` counts them. None for a model with an LSTM or GRU, whose products are out of sight."""
+    """Floating-point operations of the forward pass of one row: the matrix products, as counted by PyTorch, and the
+    state updates, as counted by `catalog.recurrence_flops`. None for a model with an LSTM or GRU, whose matrix products
+    PyTorch does not count."""
     if any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()):
         return None
     updates: list[int] = []

@@ -1,4 +1,4 @@
-"""The report folder's files: pictures, results.json, and report.html with the pictures inside."""
+"""Writes the report of a comparison: PNG pictures, and report.html with the pictures as SVG."""
 
 import io
 import re
@@ -17,16 +17,16 @@ from .findings import findings, headline
 from .plots import colours, draw
 from .summary import Comparison, Contender, show, show_contender, summarise, task_of
 
-SHOWN = 3  # findings; the rest are folded
+SHOWN = 3  # number of findings shown; the rest are folded
 HEADER = ("mixer", "held-out score", "per seed", "parameters", "state, bytes", "training tokens/s")
 THEME = {INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)"} | {
     colour: f"var(--mixer-{i})" for i, colour in enumerate(PALETTE)
 }
-BROAD = 6.0  # inches, from which a picture has a row of its own
+BROAD = 6.0  # width in inches from which a picture has a row of its own
 
 
 def write_report(results: dict[str, Any], folder: Path) -> Path:
-    """Draw and write everything; the path of report.html."""
+    """Draws the pictures, writes them and report.html into the folder, and returns the path of report.html."""
     comparisons, over = summarise(results), sweep.read(results)
     page = template("comparison.html", "headrace.studies.compare")
     path, beside = folder / "report.html", folder / ".report.html"

@@ -1,4 +1,4 @@
-"""Pairs of mixers: the difference of their scores seed by seed, with its 95 % interval."""
+"""The difference between the scores of two mixers, paired by seed, with its 95 % confidence interval."""
 
 import statistics
 from dataclasses import dataclass, replace
@@ -9,12 +9,12 @@ from ... import zoo
 from ...spec.linear import AttentionSpec, MixerSpec, Spec, change
 from .summary import Comparison, Contender, count, show
 
-LEVEL = 0.95  # of an interval
+LEVEL = 0.95  # confidence level of an interval
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How much better a is than b. Both train on the same rows in a seed, so that seeds are compared in pairs."""
+    """The gain of mixer a over mixer b. Both train on the same rows for a seed, so scores are paired by seed."""
 
     a: Contender
     b: Contender
@@ -30,7 +30,7 @@ class Difference:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the mean, by Student's t over seeds. One seed has none: from −∞ to ∞."""
+        """95 % confidence interval of the mean gain, by Student's t over seeds; (−∞, ∞) for a single seed."""
         n = len(self.gains)
         if n < 2:
             return -float("inf"), float("inf")
@@ -47,7 +47,7 @@ class Difference:
 
     @property
     def solved(self) -> bool:
-        """Both leave nothing to compare."""
+        """Whether both mixers reach the score from which on the task counts as solved."""
         solved = self.a.metric.solved
         return solved is not None and min(self.a.mean, self.b.mean) >= solved
 
@@ -55,10 +55,10 @@ class Difference:
         a, b, n = self.a.label, self.b.label, len(self.gains)
         if self.solved:
             both = f"{show(self.a.metric, self.a.mean)} and {show(self.b.metric, self.b.mean)}"
-            return f"{a} and {b} both solve the task ({both}), which is too easy to tell them apart"
+            return f"{a} and {b} both solve the task ({both}); it is too easy to tell them apart"
         if n == 1:
             ahead = f"{'ahead of' if self.mean > 0 else 'behind'} {b} by {self._size(abs(self.mean))}"
-            return f"{a} is {ahead} in one seed, too few to tell them apart"
+            return f"{a} is {ahead} in one seed, which is too few to tell them apart"
         low, high = sorted(abs(end) for end in self.interval)
         if self.better or self.worse:
             by = f"{'better' if self.better else 'worse'} than {b} by {self._size(abs(self.mean))}"
@@ -77,7 +77,7 @@ class Difference:
 
 
 def competing(comparison: Comparison) -> list[Contender]:
-    """Mixers whose heads compete; sigmoid gates do not."""
+    """Finished mixers whose heads compete; those with sigmoid gates are controls and left out."""
     return [c for c in comparison.finished_in_order if c.gated and c.spec != as_control(c.spec)]
 
 
@@ -86,7 +86,7 @@ def find(comparison: Comparison, spec: Spec) -> Contender | None:
 
 
 def as_control(spec: Spec) -> Spec:
-    """The same gates, each of them by itself."""
+    """The spec with sigmoid gates in place of softmax gates, so that heads do not compete."""
 
     def sigmoid(mixer: MixerSpec) -> MixerSpec:
         return mixer if mixer.competition is None else change(mixer, "competition.activation", "sigmoid")
@@ -95,6 +95,7 @@ def as_control(spec: Spec) -> Spec:
 
 
 def without_count(spec: Spec) -> Spec:
+    """The spec with its own number of heads unset."""
     if isinstance(spec, MixerSpec):
         return replace(spec, heads=replace(spec.heads, count=None))
     return replace(spec, count=None) if isinstance(spec, AttentionSpec) else spec
@@ -105,6 +106,6 @@ def common_seeds(*contenders: Contender) -> bool:
 
 
 def pairs(comparison: Comparison) -> list[Difference]:
-    """Mixers whose heads compete, each against its backbone."""
+    """The difference between each mixer with competing heads and its backbone, if they share a seed."""
     found = [(c, find(comparison, zoo.plain(c.spec))) for c in competing(comparison)]
     return [Difference(c, base) for c, base in found if base and common_seeds(c, base)]

@@ -1,4 +1,4 @@
-"""Pictures of a comparison with more contenders than colours: a panel for each backbone, the others faint behind it."""
+"""Pictures of a comparison with more contenders than colours: a panel for each backbone, with all others in grey."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,8 @@ def colour(contender: Contender) -> str:
 
 
 def panels(comparison: Comparison, draw: Callable[[Axes, list[Contender]], None], keep: Callable[[Contender], bool]):
-    """A figure with a panel per backbone that has a contender to keep, or None; draw(axes, contenders) fills one."""
+    """A figure with a panel for each backbone with a contender that `keep` accepts, or None if there is none.
+    `draw(axes, contenders)` fills a panel."""
     families = [(name, members) for name, members in comparison.families() if any(map(keep, members))]
     if not families:
         return None
@@ -45,7 +46,7 @@ def curves(comparison: Comparison) -> Figure | None:
             ax.plot(*zip(*lines[c.mixer], strict=True), color=colour(c), lw=1.8)
 
     figure = panels(comparison, draw, lambda c: bool(lines[c.mixer]))
-    looks = {"plain": {"color": PLAIN}, "heads compete": {"color": COMPETING}, "all others": {"color": OTHERS}}
+    looks = {"backbone": {"color": PLAIN}, "with competition": {"color": COMPETING}, "others": {"color": OTHERS}}
     return finished(figure, looks, f"held-out {metric.name} ({metric.unit})")
 
 
@@ -63,7 +64,7 @@ def entropy(comparison: Comparison) -> Figure | None:
 
 
 def finished(figure: Figure | None, looks: dict[str, dict[str, Any]], ylabel: str) -> Figure | None:
-    """With the legend and the labels that all panels share."""
+    """Adds the legend and axis labels that all panels share; None stays None."""
     if figure is not None:
         lines = [Line2D([], [], **look) for look in looks.values()]
         figure.legend(lines, list(looks), loc="outside upper right", ncols=len(looks), fontsize=8)

@@ -1,5 +1,5 @@
-"""What a comparison is, as data: mixers, a task, a model's shape, a recipe, seeds. A study is a list of comparisons
-with one report; the demo is one of them.
+"""A comparison as data: mixers, a task, the shape of the model, a training recipe and seeds. A study is a list of
+comparisons with one report.
 """
 
 import json
@@ -15,14 +15,15 @@ from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
 from ...utils.errors import InputError
 
-MATCHED = 1.05  # the most parameters over the fewest, from which on models are not called matched
+MATCHED = 1.05  # largest ratio of two sizes that are called matched
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The model around the mixer. `mlp`: MLP width of the model with the most parameters; the others' widths follow, so
-    that all have as many. None: no MLP where parameters are matched without one, and `hidden_size` elsewhere; 0: no
-    MLP, whether or not that matches."""
+    """The model around the mixer.
+
+    mlp: MLP width of the model with the most parameters; the widths of the other models are chosen so that all models
+    have equally many parameters. None: no MLP if the parameters match without one, else `hidden_size`. 0: no MLP."""
 
     hidden_size: int = 64
     layers: int = 1
@@ -32,23 +33,23 @@ class Shape:
 
 @dataclass(frozen=True)
 class Recipe:
-    """AdamW, linear warm-up, cosine to a twentieth, gradients clipped at norm 1."""
+    """Training with AdamW, linear warm-up, cosine decay to a twentieth of `lr`, and gradients clipped at norm 1."""
 
     steps: int = 300
     batch_size: int = 64
     lr: float = 1e-2
-    warmup: float = 1 / 15  # of the steps
+    warmup: float = 1 / 15  # fraction of the steps
     weight_decay: float = 0.1
     evaluations: int = 10
-    held_out: int = 512  # rows
-    gate_lr: float = 1.0  # of the competition's weights, times lr
-    gate_std: float = 0.0  # of their initial values
+    held_out: int = 512  # number of held-out rows
+    gate_lr: float = 1.0  # learning rate of the competition's weights, as a multiple of lr
+    gate_std: float = 0.0  # standard deviation of the competition's initial weights
     gate_init: Literal["normal", "orthogonal"] = "normal"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that fixes a comparison's numbers."""
+    """One comparison: everything that its scores depend on."""
 
     name: str
     mixers: tuple[str, ...]
@@ -58,7 +59,12 @@ class Plan:
     seeds: int = 3
 
     def check(self) -> None:
-        """Raise InputError for anything a user can have got wrong, before any work begins."""
+        """Checks the plan before training begins.
+
+        Raises:
+            InputError: a value out of range, a repeated or unknown mixer, a mixer that cannot train on the task, or
+                missing data.
+        """
         positive = {"steps": self.recipe.steps, "batch-size": self.recipe.batch_size, "lr": self.recipe.lr}
         positive |= {"layers": self.shape.layers, "heads": self.shape.heads, "hidden-size": self.shape.hidden_size}
         if self.shape.mlp is not None and self.shape.mlp < 0:
@@ -67,18 +73,19 @@ class Plan:
             if not value > 0:
                 raise InputError(f"--{name}={value}; expected more than 0")
         if len(set(self.mixers)) < len(self.mixers) or not self.mixers:
-            raise InputError(f"--mixers names {len(self.mixers)} mixers; expected at least one, and each once")
+            raise InputError(f"--mixers={','.join(self.mixers)!r}; expected at least one mixer, and each mixer once")
         for mixer in self.mixers:
             zoo.get(mixer).head_dims(self.shape.hidden_size, self.shape.heads)
             if not answers(zoo.get(mixer), self.task):
                 raise InputError(
-                    f"mixer {mixer!r} cannot answer --task {self.task.name}: masked is for bert alone, digits for bert "
-                    "and for mixers, reverse, dates and spans are for all but bert, the rest is for mixers and decoders"
+                    f"mixer {mixer!r} cannot train on --task {self.task.name}: masked takes bert only; digits takes "
+                    "bert, mixers and decoders; reverse, dates and spans take all but bert; the other tasks take "
+                    "mixers and decoders"
                 )
-        self.task.held_out(1)  # what it is made from is there
+        self.task.held_out(1)  # raises InputError if the task's data are missing
 
     def arms(self) -> list["Arm"]:
-        """Seed by seed, so that an interrupted comparison has something to say about every mixer."""
+        """All arms, seed by seed, so that an interrupted comparison has results for every mixer."""
         widths = self.widths()
         return [
             Arm(self, mixer, to_json(zoo.get(mixer)), widths[mixer], seed)
@@ -87,11 +94,11 @@ class Plan:
         ]
 
     def idle_gates(self) -> list[str]:
-        """A sentence for each gate of these mixers that cannot act, or hardly."""
+        """A sentence for each gate of the mixers that has little or no effect."""
         return [f"{mixer}: {idle}" for mixer in self.mixers for idle in zoo.get(mixer).idle_gates(self.shape.heads)]
 
     def widths(self) -> dict[str, int | None]:
-        """MLP width by mixer. Gates are not counted: a mixer and its softmax version are equally wide."""
+        """Mixer -> MLP width. Gate parameters are not counted, so a mixer and its softmax version have equal widths."""
         from .widths import match
 
         specs = tuple(zoo.plain(zoo.get(mixer)) for mixer in self.mixers)
@@ -99,14 +106,14 @@ class Plan:
 
     @cached_property
     def positions(self) -> int:
-        """Room for the longest row, source and target after one another and held-out lengths too."""
+        """Number of positions of the longest row, held-out lengths and concatenated source and target included."""
         longest = max([*self.task.by_length(1), self.task.length])
         return 2 * longest + 1 if isinstance(self.task, Sequences) else longest
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
         data["task"] = {"name": self.task.name, **data["task"]}
-        if sha256 := getattr(self.task, "sha256", None):  # of what is read from files
+        if sha256 := getattr(self.task, "sha256", None):  # of the files that the task reads
             data["task"]["sha256"] = sha256
         data["length"] = self.task.length
         data["widths"] = self.widths()
@@ -116,7 +123,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Arm:
-    """One mixer trained from one seed. `spec` travels with it, so that a worker needs no zoo of its own."""
+    """One mixer trained with one seed. `spec` is the mixer as JSON, so that workers need no entry in the zoo."""
 
     plan: Plan
     mixer: str
@@ -132,6 +139,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
+    """Comparisons with one report."""
+
     name: str
     title: str
     plans: tuple[Plan, ...]
@@ -147,11 +156,11 @@ class Study:
             "plans": [plan.to_json() for plan in self.plans],
         }
         data |= {"sweep": self.sweep} if self.sweep else {}
-        return json.loads(json.dumps(data))  # as it is read back: lists for tuples
+        return json.loads(json.dumps(data))  # equal to what is read back: lists for tuples
 
 
 def answers(spec, task: Task) -> bool:
-    """Whether rows of the task are what the mixer or whole model of the spec reads."""
+    """Whether a model of the spec can train on the task."""
     if isinstance(spec, BertSpec):
         return isinstance(task, Masked | Digits)
     if isinstance(task, Masked):

@@ -1,4 +1,4 @@
-"""The pictures of a comparison. Each function returns a matplotlib Figure, or None where there is nothing to draw."""
+"""The pictures of a comparison. Each plot function returns a matplotlib Figure, or None if there is nothing to draw."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,8 @@ from ...report.style import PALETTE, SOFT, STYLE, compact
 from . import panels
 from .summary import Comparison, Contender, quartiles
 
-WIDE = 4  # values whose largest is so many times the smallest are drawn on a logarithmic axis
-LABELLED = 8  # so many curves can be told apart by a legend inside the plot
+WIDE = 4  # ratio of the largest value to the smallest above which an axis is logarithmic
+LABELLED = 8  # largest number of curves with a legend inside the plot
 
 
 def draw(comparison: Comparison) -> dict[str, tuple[str, Figure]]:
@@ -25,7 +25,7 @@ def draw(comparison: Comparison) -> dict[str, tuple[str, Figure]]:
 
 
 def colours(comparison: Comparison) -> dict[str, str]:
-    """By mixer, the same in every picture and table of a study."""
+    """Mixer -> colour, the same in every picture and table of a study."""
     if comparison.many:
         return {c.mixer: panels.colour(c) for c in comparison.contenders}
     return {mixer: PALETTE[number % len(PALETTE)] for mixer, number in comparison.numbers.items()}
@@ -44,7 +44,7 @@ def legend(figure: Figure, ax: Axes, entries: int) -> None:
 
 
 def spread(ax: Axes, places: dict[Any, float]) -> None:
-    """Ticks at places under their names; far ones on a logarithmic axis."""
+    """Sets the ticks of the x axis, `places` from label to position; the axis is logarithmic for a wide range."""
     values = list(places.values())
     if min(values) > 0 and max(values) > WIDE * min(values):
         ax.set_xscale("log")
@@ -71,7 +71,7 @@ def learning_curves(comparison: Comparison) -> Figure | None:
 
 
 def zoom_past_start(ax: Axes, comparison: Comparison) -> None:
-    """The loss before training would flatten everything that follows."""
+    """Leaves the loss before training out of the y range, as it would flatten the rest of the curve."""
     later = [point for c in comparison.contenders for point in c.curve()[1:]]
     if later:
         low, high = min(p[2] for p in later), max(p[3] for p in later)
@@ -108,7 +108,7 @@ def by_length(comparison: Comparison) -> Figure | None:
     ax.axvline(comparison.plan["length"], color=SOFT, ls=":")
     spread(ax, {n: n for n in contenders[0].by_length})
     ax.set(
-        xlabel="length of the row, or source; dotted: training's",
+        xlabel="length of row or source (dotted: longest in training)",
         ylabel=f"{metric.name} ({metric.unit})",
     )
     legend(figure, ax, len(contenders))
@@ -169,12 +169,13 @@ def heads(comparison: Comparison) -> Figure | None:
 
 
 def head_rows(contender: Contender) -> list[tuple[str, list[float]]]:
-    """(name, share of each head) of each gate of the first seed; questions and other positions apart."""
+    """(name, mean share of each head) of each gate of the first seed, separately for query and other positions if the
+    task has both."""
     rows = []
     for gate in contender.gates:
         name = f"{contender.label}, layer {gate['layer'] + 1}, {gate['gate']}"
         if gate["load_asked"] and gate["load_other"]:
-            rows += [(f"{name}, questions", gate["load_asked"]), (f"{name}, the rest", gate["load_other"])]
+            rows += [(f"{name}, queries", gate["load_asked"]), (f"{name}, other", gate["load_other"])]
         else:
             rows.append((name, gate["load"]))
     return rows
@@ -195,7 +196,7 @@ def cost(comparison: Comparison) -> Figure | None:
         reach: Any = {"xerr": [middle - low, high - middle], "ecolor": SOFT} if (low < high).any() else {}
         bars = ax.barh(range(len(middle)), middle, color=colour, height=0.65, **reach)
         ax.bar_label(bars, [compact(v) for v in middle], padding=3, fontsize=8)
-        ax.set(title=title, xlim=(0, 1.25 * high.max() or 1))  # none of them may keep a state
+        ax.set(title=title, xlim=(0, 1.25 * high.max() or 1))  # all states may have 0 bytes
         ax.title.set_size(10)
         ax.grid(False)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: compact(v)))
@@ -205,25 +206,26 @@ def cost(comparison: Comparison) -> Figure | None:
 
 
 PLOTS: dict[str, tuple[str, Callable[[Comparison], Figure | None]]] = {
-    "curves": ("Learning curves: the mean over seeds, and from the worst seed to the best.", learning_curves),
-    "scores": ("Final scores: the mean with its standard deviation over seeds, and every seed.", final_scores),
+    "curves": ("Learning curves: the mean over seeds; shaded, the range from worst to best seed.", learning_curves),
+    "scores": ("Final scores: the mean and standard deviation over seeds, and the score of each seed.", final_scores),
     "lengths": (
-        "By the length of the row, or of the source: the mean over seeds, and from the worst seed to the best.",
+        "Score by length of row or source: the mean over seeds; shaded, the range from worst to best seed.",
         by_length,
     ),
     "alignments": (
-        "Alignment: what each character of the target (rows, from above) read of the source (columns), first seed.",
+        "Alignment weights of the first seed: characters of the target (rows, from top to bottom) by characters of the "
+        "source (columns).",
         alignments,
     ),
     "entropy": (
-        "How strongly the heads compete: 1 is an even use of all, 0 one head alone. Mean over held-out positions, "
-        "layers and seeds; sigmoid gates are first divided by their sum.",
+        "Gate entropy divided by log(heads): 1 if all heads are used evenly, 0 if one head is used alone. Mean over "
+        "held-out positions, layers and seeds; sigmoid gates are first divided by their sum.",
         gate_entropy,
     ),
-    "heads": ("Each head's mean share of what is written and of what is read, at the end of the first seed.", heads),
+    "heads": ("Mean share of each head in each write and read gate after training, first seed.", heads),
     "cost": (
-        "Size and speed. Speed is the median over stretches of training, with its quartiles, while the models shared "
-        "the machine below: `headrace bench` compares speeds in turn.",
+        "Size and training speed. Speed is the median over the intervals between evaluations, with its quartiles, "
+        "measured while models trained side by side on the machine below; `headrace bench` measures models in turn.",
         cost,
     ),
 }

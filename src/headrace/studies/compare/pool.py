@@ -1,4 +1,4 @@
-"""Worker processes, each importing once and training arm after arm on one device and, of a CPU, on a single thread."""
+"""Worker processes for the arms of a study. A worker trains arm after arm on one device; on a CPU, with one thread."""
 
 import os
 import signal
@@ -17,12 +17,16 @@ from ...utils.errors import GateWarning, InputError
 from .folder import result_path
 from .plan import Arm
 
-Listen = Callable[[Arm, int, dict[str, float] | None], None]  # arm, step, scores where there are new ones
+Listen = Callable[[Arm, int, dict[str, float] | None], None]  # (arm, step, scores after an evaluation, else None)
 
 
 def place_workers(devices: Sequence[str], wanted: int | None) -> list[str]:
-    """The device of each worker: as many workers as are wanted, in turn over the devices. Without a wish one for each
-    GPU or other accelerator, or one for each core that this process may use. InputError for none."""
+    """The device of each worker, for `wanted` workers placed round-robin on the devices. The default is one worker per
+    accelerator or, on a CPU, one per core that this process may use.
+
+    Raises:
+        InputError: `wanted` is below 1.
+    """
     if wanted is not None and wanted < 1:
         raise InputError(f"--workers={wanted}; expected at least 1")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -30,17 +34,20 @@ def place_workers(devices: Sequence[str], wanted: int | None) -> list[str]:
 
 
 def train_all(arms: Sequence[Arm], folder: Path, workers: Sequence[str], listen: Listen) -> None:
-    """Train every arm by workers on these devices; `listen` hears of each one's progress, in this process.
+    """Trains every arm with worker processes on the devices `workers`; `listen` is called in this process on progress.
 
-    An arm's result is on the disk as soon as the arm is done: an exception here (KeyboardInterrupt, say) ends the
-    workers and loses only what is not finished. InputError where a worker dies.
+    The result of an arm is written when the arm is finished, so an exception (such as KeyboardInterrupt) ends the
+    workers and loses unfinished arms only.
+
+    Raises:
+        InputError: a worker process died.
     """
     context, others = get_context("spawn"), set(active_children())
     news, devices = context.SimpleQueue(), context.SimpleQueue()
     for device in workers:
         devices.put(device)
     with ProcessPoolExecutor(min(len(workers), len(arms)), context, prepare, (news, devices)) as executor:
-        with interrupts_ignored():  # by the workers too, which inherit it: Ctrl-C is for this process alone
+        with interrupts_ignored():  # workers inherit this, so that only this process handles Ctrl-C
             futures = {executor.submit(work, arm, result_path(folder, arm)) for arm in arms}
         try:
             follow(futures, news, listen)
@@ -61,14 +68,14 @@ def follow(futures: set[Future], news, listen: Listen) -> None:
                 future.result()
         except BrokenProcessPool:
             raise InputError(
-                "a worker process died, perhaps for want of memory; what is finished is kept: run the same command "
-                "again, with fewer --workers"
+                "a worker process died, perhaps because memory ran out; finished arms are kept, so run the same "
+                "command again with fewer --workers"
             ) from None
 
 
 @contextmanager
 def interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -92,12 +99,12 @@ def prepare(news, devices) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", GateWarning)  # the plan's own warnings say it once
+    warnings.simplefilter("ignore", GateWarning)  # the parent warns once for the whole plan
     transformers.utils.logging.set_verbosity_error()
 
 
 def end_with_parent() -> None:
-    """A parent that is killed cannot say goodbye."""
+    """Ends this worker when its parent has ended, even if the parent was killed."""
     parent_process().join()  # type: ignore[union-attr]
     os._exit(1)
 

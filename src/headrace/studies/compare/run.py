@@ -1,4 +1,4 @@
-"""The main job: train every arm of a study that is not trained yet, and collect what there is."""
+"""Runs a study: trains every arm that is not finished yet, and collects the results."""
 
 import shlex
 import sys
@@ -13,11 +13,16 @@ from .pool import Listen, train_all
 
 
 def complete(study: Study, folder: Path, listen: Listen, workers: Sequence[str]) -> dict[str, Any]:
-    """Run a study in the folder it has claimed; return its results, which are also in the folder's results.json.
+    """Runs a study in a folder claimed for it, writes results.json there and returns its content.
 
-    What the folder holds already is not done again: the call that was interrupted, repeated, goes on. `listen` hears of
-    progress, and first of the arms that are there; `workers` are the devices of as many processes. InputError where a
-    worker dies.
+    Arms with a result in the folder are not trained again, so an interrupted study continues.
+
+    Args:
+        listen: called with (arm, step, scores) on progress, first for the arms that are finished already.
+        workers: the device of each worker process.
+
+    Raises:
+        InputError: a worker process died, or a file in the place of an arm's result is none.
     """
     pending = []
     for arm in study.arms():
@@ -34,7 +39,7 @@ def complete(study: Study, folder: Path, listen: Listen, workers: Sequence[str])
 
 
 def collect(study: Study, folder: Path) -> dict[str, Any]:
-    """All finished arms as one record."""
+    """The results of all arms, which must be finished, as the content of results.json."""
     arms = [read_result(result_path(folder, arm)) for arm in study.arms()]
     environments: list[dict[str, Any]] = []
     for environment in (arm.pop("environment") for arm in arms):

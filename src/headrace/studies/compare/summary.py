@@ -1,4 +1,4 @@
-"""Results as the report sees them: a comparison is a list of contenders, a contender one mixer with all its seeds."""
+"""Results in the form that reports use: a comparison has contenders, a contender is one mixer with all its seeds."""
 
 import statistics
 from collections.abc import Collection, Sequence
@@ -9,24 +9,27 @@ from ... import zoo
 from ...spec.linear import Spec, from_json
 from ...tasks import TASKS, Metric
 
-MANY = 12  # more mixers than this are shown backbone by backbone
+MANY = 12  # with more mixers than this, pictures have a panel for each backbone
 
 
 @dataclass(frozen=True)
 class Contender:
+    """One mixer of a comparison with the results of its seeds."""
+
     mixer: str
     label: str
     spec: Spec
-    arms: Sequence[dict[str, Any]]  # the finished ones, by seed
+    arms: Sequence[dict[str, Any]]  # finished arms, by seed
     metric: Metric
 
     @property
     def by_seed(self) -> dict[int, float]:
-        """Final scores; a seed that diverged has none."""
+        """Seed -> final score; seeds that diverged are left out."""
         return {arm["seed"]: arm["scores"][self.metric.name] for arm in self.arms if not arm["diverged"]}
 
     @property
     def gated(self) -> bool:
+        """Whether the mixer has competition gates (softmax or sigmoid)."""
         return self.spec != zoo.plain(self.spec)
 
     @property
@@ -40,17 +43,18 @@ class Contender:
 
     @property
     def speeds(self) -> list[float]:
-        """Tokens per second in training, of every stretch between evaluations of every seed."""
+        """Training tokens per second in each interval between evaluations, over all seeds."""
         return [speed for arm in self.arms for speed in arm["speeds"]]
 
     @property
     def speed(self) -> str:
-        """The median of them, and half the distance of their quartiles."""
+        """The median of `speeds` ± half their interquartile range, as text."""
         low, middle, high = quartiles(self.speeds)
         return f"{middle:,.0f}" + (f" ± {(high - low) / 2:,.0f}" if len(self.speeds) > 1 else "")
 
     def constant(self, name: str) -> Any:
-        """A field that no seed changes: parameters, gate_parameters, state_bytes, flops, intermediate_size."""
+        """A field that is the same for all seeds: parameters, gate_parameters, state_bytes, flops or
+        intermediate_size."""
         return self.arms[0][name]
 
     @property
@@ -60,11 +64,11 @@ class Contender:
 
     @property
     def alignment(self) -> dict[str, Any] | None:
-        """What one target of the first seed was aligned to: {source, target, weights}."""
+        """Alignment of one held-out row in the first seed: {source, target, weights [target, source]}; None without."""
         return self.arms[0].get("alignment")
 
     def entropy(self, gate: str) -> list[tuple[int, float]]:
-        """(step, entropy of the gates as a part of its maximum, mean over layers and seeds)."""
+        """(step, gate entropy / log(heads)), the mean over layers and seeds."""
         points: dict[int, list[float]] = {}
         for arm in self.arms:
             for point in arm["curve"]:
@@ -73,7 +77,7 @@ class Contender:
 
     @property
     def by_length(self) -> dict[int, list[float]]:
-        """The score of every seed by the length of the row or source; empty where the task has no such thing."""
+        """Length of row or source -> score of each seed; empty if the task has no held-out rows of other lengths."""
         arms = [arm["by_length"] for arm in self.arms if arm.get("by_length")]
         return {int(n): [arm[n] for arm in arms] for n in arms[0]} if arms else {}
 
@@ -89,19 +93,21 @@ class Contender:
 
 @dataclass(frozen=True)
 class Comparison:
+    """The results of one plan."""
+
     plan: dict[str, Any]
     metric: Metric
     contenders: list[Contender]
-    numbers: dict[str, int]  # of a mixer, in the whole study: a mixer has one colour everywhere
+    numbers: dict[str, int]  # mixer -> index in the whole study, so that a mixer has one colour in all its pictures
 
     @property
     def finished(self) -> list[Contender]:
-        """Contenders with a score, the best first."""
+        """Contenders with a score, the best mean first."""
         return sorted(self.finished_in_order, key=lambda c: c.mean, reverse=self.metric.higher_is_better)
 
     @property
     def finished_in_order(self) -> list[Contender]:
-        """Contenders with a score, as they were named."""
+        """Contenders with a score, in the order of the plan."""
         return [c for c in self.contenders if c.by_seed]
 
     @property
@@ -114,12 +120,13 @@ class Comparison:
 
     @property
     def shown(self) -> list[Contender]:
-        """In the order of tables: many mixers by their scores."""
+        """Contenders in the order of tables: by score if there are many, else in the order of the plan."""
         lost = [c for c in self.contenders if not c.by_seed]
         return [*self.finished, *lost] if self.many else self.contenders
 
     def families(self) -> list[tuple[str, list[Contender]]]:
-        """Contenders by their backbone, under the name of the first; the backbone with the best of them first."""
+        """(label, contenders) of each backbone, in the order of `shown`; the label is that of the ungated contender, if
+        there is one."""
         found: dict[Spec, list[Contender]] = {}
         for contender in self.shown:
             found.setdefault(zoo.plain(contender.spec), []).append(contender)
@@ -128,7 +135,7 @@ class Comparison:
 
 
 def summarise(results: dict[str, Any]) -> list[Comparison]:
-    """Comparisons from results.json; mixers without a finished arm are left out."""
+    """The comparisons of a results.json; mixers without a finished arm are left out."""
     plans = results["study"]["plans"]
     mixers = dict.fromkeys(mixer for plan in plans for mixer in plan["mixers"])
     return [comparison(plan, results["arms"], {m: i for i, m in enumerate(mixers)}) for plan in plans]
@@ -146,7 +153,7 @@ def comparison(plan: dict[str, Any], arms: list[dict[str, Any]], numbers: dict[s
 
 
 def task_of(plan: dict[str, Any]) -> Any:
-    """The task that a plan writes."""
+    """The task from its JSON in a plan."""
     cls = TASKS[plan["name"]]
     values = {f.name: plan[f.name] for f in fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
@@ -154,7 +161,7 @@ def task_of(plan: dict[str, Any]) -> Any:
 
 # --- names and numbers -----------------------------------------------------------------------------------------------
 def labels(mixers: Sequence[str]) -> dict[str, str]:
-    """Short names: settings that all mixers share are left out."""
+    """Mixer -> short label without the settings that all mixers share."""
     parsed = {mixer: parse(mixer) for mixer in mixers}
     shared = set.intersection(*(set(settings) for _, settings in parsed.values())) if len(parsed) > 1 else set()
     return {mixer: label(name, [s for s in settings if s not in shared]) for mixer, (name, settings) in parsed.items()}
@@ -166,7 +173,7 @@ def parse(mixer: str) -> tuple[str, list[str]]:
 
 
 def label(name: str, settings: list[str]) -> str:
-    """`softmax-x(competition.activation=sigmoid)` has nothing of a softmax left: it is called sigmoid-x."""
+    """The label of a mixer; `softmax-x(competition.activation=sigmoid)` is labelled sigmoid-x, as it has no softmax."""
     if name.startswith("softmax-") and "competition.activation=sigmoid" in settings:
         name = "sigmoid-" + name.removeprefix("softmax-")
         settings = [s for s in settings if s != "competition.activation=sigmoid"]
@@ -175,13 +182,13 @@ def label(name: str, settings: list[str]) -> str:
 
 
 def show(metric: Metric, score: float, spread: float | None = None) -> str:
-    """ "99.2 ± 1.4 %"."""
+    """A score with its unit, such as "99.2 ± 1.4 %"."""
     around = "" if spread is None else f" ± {spread * metric.scale:.{metric.digits}f}"
     return f"{score * metric.scale:.{metric.digits}f}{around} {metric.unit}"
 
 
 def show_scores(metric: Metric, scores: Collection[float]) -> str:
-    """The mean and, of several seeds, the standard deviation."""
+    """The mean score and, for several seeds, the standard deviation."""
     return show(metric, statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else None)
 
 

@@ -1,4 +1,4 @@
-"""A study that repeats one comparison at several values of a field: score against the value, and against the state."""
+"""A study that repeats one comparison at several values of a field: scores by the value and by the state size."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from .pairwise import pairs
 from .plots import axes, colours, legend, spread
 from .summary import Comparison, Contender, show_contender, summarise
 
-APART = 1.03  # mixers of equal state stand side by side
+APART = 1.03  # factor on the x axis between mixers with states of equal size, so that they do not overlap
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Sweep:
 
     @property
     def mixers(self) -> dict[str, list[tuple[Any, Contender]]]:
-        """Label -> (value, contender) at every value that some seed has a score at."""
+        """Label -> (value, contender) for every value at which the mixer has a score."""
         found: dict[str, list[tuple[Any, Contender]]] = {}
         for value, comparison in zip(self.values, self.comparisons, strict=True):
             for contender in comparison.contenders:
@@ -47,12 +47,13 @@ def read(results: dict[str, Any]) -> Sweep | None:
 
 
 def draw(sweep: Sweep) -> dict[str, tuple[str, Figure]]:
-    """Name -> (caption, figure), as plots.draw."""
+    """Name -> (caption, figure), like `plots.draw`."""
     with matplotlib.rc_context(STYLE):
         return {
             "score": (f"Score against {sweep.field}: the mean with its standard deviation over seeds.", curve(sweep)),
             "capacity": (
-                f"Score against the bytes of the state, at each {sweep.field}. Equal states stand side by side.",
+                f"Score against the state size in bytes, at each {sweep.field}. "
+                "Mixers with states of equal size are drawn side by side.",
                 capacity(sweep),
             ),
         }
@@ -61,7 +62,7 @@ def draw(sweep: Sweep) -> dict[str, tuple[str, Figure]]:
 def curve(sweep: Sweep) -> Figure:
     figure, ax = axes(sweep.comparisons[0], 5.2, 3.8)
     numbers = all(isinstance(value, int | float) for value in sweep.values)
-    place = {value: value if numbers else i for i, value in enumerate(sweep.values)}  # and what it is called
+    place = {value: value if numbers else i for i, value in enumerate(sweep.values)}  # value -> position on the axis
     colour = colours(sweep.comparisons[0])
     for label, points in sweep.mixers.items():
         spots = [(place[value], contender) for value, contender in points]
@@ -82,7 +83,7 @@ def capacity(sweep: Sweep) -> Figure:
         for (value, c), (x, _) in zip(points, spots, strict=True):
             named: Any = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7, "color": SOFT}
             ax.annotate(str(value), (x, c.mean * c.metric.scale), **named)
-    ax.set_xscale("symlog", linthresh=1)  # some keep no state
+    ax.set_xscale("symlog", linthresh=1)  # a state may have 0 bytes
     ax.set_xticks(sorted(states), [compact(state) for state in sorted(states)])
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set(xlabel="state (bytes per sequence)", ylabel=held_out(sweep))
@@ -103,7 +104,7 @@ def held_out(sweep: Sweep) -> str:
 
 
 def answer(sweep: Sweep) -> str:
-    """Where heads that compete are better than their backbone, or else what each mixer reaches."""
+    """The values at which softmax mixers beat their backbones or, without such a pair, the scores of each mixer."""
     return "; ".join(differences(sweep) or reaches(sweep)) or "no model has a score"
 
 
@@ -117,7 +118,7 @@ def findings(sweep: Sweep) -> list[str]:
 
 
 def reaches(sweep: Sweep) -> list[str]:
-    """The best and the worst score of each mixer, and where."""
+    """The best and the worst score of each mixer, with the values of the field at which it has them."""
     said = []
     for label, points in sweep.mixers.items():
         ranked = sorted(points, key=lambda point: point[1].mean, reverse=sweep.comparisons[0].metric.higher_is_better)
@@ -134,7 +135,7 @@ def differences(sweep: Sweep) -> list[str]:
             verdict = "better" if d.better else "worse" if d.worse else "no clear difference"
             found.setdefault((d.a.label, d.b.label), {}).setdefault(verdict, []).append(str(value))
     return [
-        f"{a} against {b}, by {sweep.field}: "
+        f"{a} compared with {b}, by {sweep.field}: "
         + ", ".join(f"{verdict} at {', '.join(values)}" for verdict, values in said.items())
         + " (by 95 % intervals over seeds)"
         for (a, b), said in found.items()

@@ -1,4 +1,4 @@
-"""Progress and results on the terminal."""
+"""Progress and results of a comparison on the terminal."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ from .page import HEADER, SHOWN, cells
 from .plan import Arm, Study
 from .summary import labels, show, summarise
 
-LINES = 20  # of progress, where there is no terminal to draw bars on
+LINES = 20  # number of progress lines in all if the output is not a terminal
 COLUMNS = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total:.0f}", "{task.fields[score]}")
 
 
 class Board:
-    """One bar for all steps, one for each arm at work, one line for each arm that is done. Without a terminal there are
-    no bars, and LINES lines say how many steps are done."""
+    """Prints progress: a bar for all steps, a bar for each running arm and a line for each finished arm. If the output
+    is not a terminal, LINES lines with the number of finished steps replace the bars."""
 
     def __init__(self, progress: Progress, study: Study):
         self.progress = progress
@@ -64,7 +64,7 @@ def board(study: Study, console: Console) -> Iterator[Board]:
 
 
 def print_results(results: dict[str, Any], console: Console) -> None:
-    """The answer, what is matched, and a table for each comparison with its first findings."""
+    """Prints the headline, the matched quantities and, for each comparison, a table and the first findings."""
     comparisons, over = summarise(results), sweep.read(results)
     say(console, f"{sweep.answer(over)}." if over else headline(comparisons), style="bold")
     for comparison in comparisons:

@@ -1,4 +1,4 @@
-"""Matched parameters: every model's MLP is as wide as it takes to have as many parameters as the largest model."""
+"""Matches parameters: the MLP width of each model is chosen so that it has as many parameters as the largest model."""
 
 from functools import cache, partial
 from typing import Any
@@ -13,10 +13,10 @@ from .plan import MATCHED, Arm, Plan
 
 @cache
 def match(plan: Plan, specs: tuple[Any, ...]) -> tuple[int | None, ...]:
-    """The MLP width for each spec. None: no MLP, or one whose width is not free, as in recurrent encoder-decoders."""
+    """The MLP width for each spec; None for a model without an MLP of free width, as a recurrent encoder-decoder."""
     if plan.shape.mlp == 0:
         return (None,) * len(specs)
-    _ = plan.positions, plan.task.vocab_size  # from rows and files, which cannot be read on the device of the counts
+    _ = plan.positions, plan.task.vocab_size  # cached here: on the meta device rows and files cannot be read
     builds = [partial(model, plan, spec) for spec in specs]
     if plan.shape.mlp is None and not any(isinstance(spec, ModelSpec) for spec in specs):
         sizes = [count_parameters(partial(build, None)) for build in builds]
@@ -35,7 +35,7 @@ def model(plan: Plan, spec: Any, width: int | None) -> Any:
 
 
 def usual(plan: Plan, spec: Any) -> int:
-    """The width in the largest model."""
+    """The MLP width in the largest model."""
     if plan.shape.mlp is None and isinstance(spec, StackSpec):
         return default_intermediate_size(plan.shape.hidden_size, spec.style.gated)
     return plan.shape.mlp or plan.shape.hidden_size

@@ -1,4 +1,4 @@
-"""A model to evaluate: ours or any causal language model of transformers, from a folder or the Hub."""
+"""A model to evaluate: a headrace model or any causal language model of transformers, from a folder or the Hub."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +14,21 @@ from ...utils.errors import InputError
 from ...utils.integrity import check_weights, digest, sha256
 
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length")
-READ = (".json", ".jinja", ".model", ".txt", ".safetensors", ".bin")  # files of a model and its tokenizer
-ROOM = 128  # tokens that the harness lets a needle's answer take
+READ = (".json", ".jinja", ".model", ".txt", ".safetensors", ".bin")  # suffixes of the files of model and tokenizer
+ROOM = 128  # largest number of tokens of an answer in the harness's needle tasks
 
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A model on its device with its tokenizer."""
+
     path: str
     model: Any
     tokenizer: Any
 
     def harness(self, max_length: int, batch_size: int) -> HFLM:
-        """The harness's view of it. Its cache of logits would make rolling likelihoods depend on the batch size."""
+        """The checkpoint as a model of the harness. The logits cache is off, as with it rolling log-likelihoods would
+        depend on the batch size."""
         return HFLM(
             pretrained=self.model,
             tokenizer=self.tokenizer,
@@ -37,18 +40,18 @@ class Checkpoint:
 
     @property
     def trained_length(self) -> int | None:
-        """Tokens of context, as its config says."""
+        """Tokens of context by the config; None if the config has no such field."""
         found = (getattr(self.model.config, name, None) for name in LENGTHS)
         return next((length for length in found if length), None)
 
 
 def read_checkpoint(path: str, device: str) -> Checkpoint:
-    """Raises InputError for what is no causal language model with a tokenizer, or a device that is not here."""
+    """Reads a causal language model and its tokenizer. InputError if either cannot be read or the device is missing."""
     if Path(path).exists() and not Path(path, "config.json").is_file():
         raise InputError(f"checkpoint {path!r} has no config.json; expected a folder written by save_pretrained")
     model, tokenizer = read_model(path), read_tokenizer(path)
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        raise InputError(f"checkpoint {path!r} has a tokenizer without bos and eos; expected one to begin a text with")
+        raise InputError(f"checkpoint {path!r} has a tokenizer without bos and eos token; expected at least one")
     try:
         return Checkpoint(path, model.to(device).eval(), tokenizer)
     except (RuntimeError, AssertionError) as error:
@@ -69,17 +72,17 @@ def read_model(path: str) -> Any:
         raise unreadable(path, error) from error
     model, loaded = found
     if missing := sorted(loaded["missing_keys"]):
-        raise InputError(f"checkpoint {path!r} is no causal language model: it holds no weights of {missing[0]}")
+        raise InputError(f"checkpoint {path!r} is not a causal language model: the weights of {missing[0]} are missing")
     return model
 
 
 def unreadable(path: str, error: Exception) -> InputError:
-    where = "cannot be read" if Path(path).exists() else "is no folder here, and the Hub does not give it"
+    where = "cannot be read" if Path(path).exists() else "is not a local folder and cannot be loaded from the Hub"
     return InputError(f"checkpoint {path!r} {where}: {str(error).strip().splitlines()[0]}")
 
 
 def fingerprint(path: str) -> str:
-    """Changes when what a folder's files hold does; of a model of the Hub, with its commit."""
+    """A digest of the contents of the checkpoint's files or, for a model of the Hub, of its name and commit."""
     files = sorted(file for file in Path(path).glob("*") if file.suffix in READ)
     if not files:
         return digest([path, snapshot(path)])
@@ -87,7 +90,7 @@ def fingerprint(path: str) -> str:
 
 
 def snapshot(name: str) -> str:
-    """The commit of a model of the Hub, by which its cache is ordered."""
+    """The commit of a model of the Hub, which is a folder name in the Hub's cache."""
     try:
         return Path(str(cached_file(name, CONFIG_NAME))).parent.name
     except OSError as error:
@@ -95,7 +98,8 @@ def snapshot(name: str) -> str:
 
 
 def named(paths: list[str]) -> dict[str, str]:
-    """By short names: the folder's, or its parent's where it is called `model`; by whole paths where those clash."""
+    """Short name -> path. The short name is that of the folder or, for a folder called `model`, of its parent; if two
+    are equal, the path takes their place. InputError if a path is given twice."""
     if len({str(Path(path)) for path in paths}) < len(paths):
         raise InputError("a checkpoint is given twice; expected each once")
     shorts = [Path(path).parent.name if Path(path).name == "model" else Path(path).name for path in paths]

@@ -1,4 +1,4 @@
-"""The harness's tasks on local files: its definitions as they stand, with rows brought to its columns beforehand."""
+"""Tasks of the harness on local files, with the harness's definitions and rows converted to the harness's columns."""
 
 import gzip
 import importlib
@@ -20,7 +20,7 @@ from .suites import NEEDLE, RECALL, Item
 
 Row = dict[str, Any]
 CLASSES = {"swde": "SWDE", "squad_completion": "SQUADCompletion", "fda": "FDA"}
-STOCK = {  # columns of the harness's data sets
+STOCK = {  # task -> columns of its data set in the harness
     "lambada_openai": ("text",),
     "piqa": ("goal", "sol1", "sol2", "label"),
     "hellaswag": ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
@@ -35,13 +35,16 @@ TITLE = re.compile(r"^ = [^=].*[^=] = \n$")
 
 
 class Missing(Exception):
-    """Why a task cannot be run on these files."""
+    """The reason why a task cannot be run on the local files."""
 
 
 def localise(item: Item, data: Path, scratch: Path) -> str | Task:
-    """What the harness's TaskManager loads for an item: the stock definition with rows of the folder `data`.
+    """The argument for the harness's TaskManager: the item's definition with the rows of the folder `data`. Converted
+    files are written to `scratch`.
 
-    Raises Missing where the folder has nothing for it. Files of our own go to `scratch`."""
+    Raises:
+        Missing: the folder has no rows for the item.
+    """
     if item.task in NEEDLE:
         if item.task != "niah_single_1":
             essays(data)
@@ -60,13 +63,13 @@ def localise(item: Item, data: Path, scratch: Path) -> str | Task:
 
 
 def content(item: Item, data: Path, scratch: Path) -> str:
-    """A digest of the rows that `localise` found for an item."""
+    """A digest of the rows that `localise` found for the item."""
     rows = scratch / f"{item.task}.jsonl"
     return sha256(rows) if item.task not in NEEDLE else digest(essays(data) if item.task != "niah_single_1" else "")
 
 
 def local_class(name: str, source: dict[str, Any]) -> Task:
-    """A task that the harness defines as a class."""
+    """A task that the harness defines as a class, on local files."""
     stock = getattr(importlib.import_module(f"lm_eval.tasks.{name}.task"), CLASSES[name])
 
     def download(self: Any, dataset_kwargs: Any = None, **_: Any) -> None:
@@ -78,7 +81,12 @@ def local_class(name: str, source: dict[str, Any]) -> Task:
 
 
 def read(task: str, data: Path) -> list[Row]:
-    """The rows of a task in the columns of its stock data set. Raises InputError where a row lacks one of them."""
+    """The rows of a task in the columns of the harness's data set.
+
+    Raises:
+        InputError: a row lacks a column.
+        Missing: there are no rows.
+    """
     blimp = task.startswith("blimp_")
     if path := find(data, "blimp*.jsonl*" if blimp else f"{task}*.jsonl*"):
         of_task = [row for row in lines(path) if not blimp or row.get("UID") == task.removeprefix("blimp_")]
@@ -88,7 +96,7 @@ def read(task: str, data: Path) -> list[Row]:
     else:
         rows = []
     if not rows:
-        raise Missing(f"{str(data)!r} has no rows for it")
+        raise Missing(f"{str(data)!r} has no rows for this task")
     return rows
 
 
@@ -116,12 +124,12 @@ def lines(path: Path) -> Iterator[Row]:
             except ValueError as error:
                 raise InputError(f"{str(path)!r}, line {number} is not JSON: {error}") from None
             if not isinstance(row, dict):
-                raise InputError(f"{str(path)!r}, line {number} is no JSON object; expected a row with its columns")
+                raise InputError(f"{str(path)!r}, line {number} is not a JSON object; expected a row with its columns")
             yield row
 
 
 def pages(text: str) -> list[str]:
-    """WikiText's articles, each from its title on."""
+    """The articles of WikiText, each beginning with its title."""
     found: list[list[str]] = [[]]
     for line in text.splitlines(keepends=True):
         if TITLE.match(line):
@@ -131,7 +139,8 @@ def pages(text: str) -> list[str]:
 
 
 def hellaswag(row: Row) -> Row:
-    """From the joined query: the sentence left open, ctx_b, is what begins in lower case after the last full stop."""
+    """Splits the joined query into ctx_a and ctx_b; ctx_b is the part after the last full stop if it begins in lower
+    case, as it does for a sentence to be completed."""
     if "ctx_a" in row:
         return row
     label, _, context = row["query"].partition(": ")
@@ -153,7 +162,7 @@ COLUMNS: dict[str, Callable[[Row], Row]] = {"hellaswag": hellaswag, "arc_easy": 
 
 
 def essays(data: Path) -> list[str]:
-    """The texts that needles are hidden in. Raises Missing without them, or without nltk's list of abbreviations."""
+    """The essays in which needles are hidden. Raises Missing if the essays or nltk's punkt_tab are missing."""
     import nltk
 
     if find(data, "nltk_data"):
@@ -170,7 +179,7 @@ def essays(data: Path) -> list[str]:
 
 @contextmanager
 def haystacks(item: Item, data: Path | None) -> Iterator[None]:
-    """Where the harness would load essays from the Hub, it gets those of the folder."""
+    """Makes the harness use the essays of the folder in place of those of the Hub."""
     if data is None or item.task not in NEEDLE or item.task == "niah_single_1":
         yield
         return

@@ -25,19 +25,21 @@ HEAD = ("task", "metric", "rows")
 PAIRED = ("task", "metric", "difference", "standard error", "95 % interval", "verdict")
 UNITS = {"points": "points of accuracy", "nats": "nats of log-likelihood per word or row"}
 ABOUT_PAIRS = (
-    "Means of differences on the same rows, so that what makes a row hard for both counts for neither: points of "
-    "accuracy, or nats of log-likelihood per word, byte or row. Above 0 is better."
+    "Mean difference over the same rows, so that the difficulty of a row cancels, in points of accuracy or nats of "
+    "log-likelihood per word, byte or row. Above 0, the model is better."
 )
 
 
 def write_report(evaluation: Evaluation, paths: dict[str, str], output: Path) -> Path:
-    """The path of report.html; `paths` are the checkpoints' by their names."""
+    """Writes report.html and its picture to the folder `output`; returns the path of report.html.
+
+    paths: name -> path of each checkpoint."""
     plan = evaluation.plan
     about = (
         f"{plan.suite} by lm-evaluation-harness {lm_eval.__version__}"
         f"{f', the first {plan.limit} rows of each task' if plan.limit else ''}"
         f"{f', rows from {plan.data}' if plan.data else ''}. "
-        "After ± stands the standard error over rows, of perplexities by the delta method."
+        "The number after ± is the standard error over rows, for perplexities by the delta method."
     )
     page = Page(
         "Evaluation",
@@ -54,22 +56,29 @@ def write_report(evaluation: Evaluation, paths: dict[str, str], output: Path) ->
 
 
 def differences(evaluation: Evaluation, output: Path) -> list[Section]:
-    """A table for each model but the first; with the first of them, a picture of all."""
+    """A section with a table for each model but the first; the first section has a picture of all differences."""
     first, found = next(iter(evaluation.items)), against_the_first(evaluation)
     drawn = []
     if any(duel.pair for duels in found.values() for duel in duels):
-        caption = f"Differences to {first}, with 95 % intervals; where one holds 0, the rows do not tell the two apart."
+        caption = (
+            f"Differences from {first} with 95 % intervals. An interval that contains 0 does not tell the two apart."
+        )
         drawn = [picture(caption, forest(found), output / "differences.png")]
     return [
         Section(
-            f"{model} against {first}", ABOUT_PAIRS, (), PAIRED, [duel.cells() for duel in duels], [] if i else drawn
+            f"{model} compared with {first}",
+            ABOUT_PAIRS,
+            (),
+            PAIRED,
+            [duel.cells() for duel in duels],
+            [] if i else drawn,
         )
         for i, (model, duels) in enumerate(found.items())
     ]
 
 
 def forest(found: dict[str, list[Duel]]) -> Figure:
-    """A panel for each unit. Of a task's perplexities, one and the same difference, the first is drawn."""
+    """A figure with a panel for each unit. All perplexities of a task have the same difference, so one is drawn."""
     paired = [duel for duels in found.values() for duel in duels if duel.pair]
     panels = {unit: dict.fromkeys(label(x) for x in paired if x.pair and x.pair.unit == unit) for unit in UNITS}
     panels = {unit: names for unit, names in panels.items() if names}
@@ -109,7 +118,7 @@ def how(evaluation: Evaluation, paths: dict[str, str]) -> Section:
         for item, record in records.items()
     ]
     settings = ", ".join(f"{name} {value}" for name, value in asdict(evaluation.plan).items() if value is not None)
-    return Section("How", settings, (), ["model", "checkpoint", "task", "tokens of context", "seconds"], rows)
+    return Section("Settings", settings, (), ["model", "checkpoint", "task", "tokens of context", "seconds"], rows)
 
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
@@ -120,7 +129,7 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
         shown.add_row(*row)
     console.print(shown)
     for model, duels in against_the_first(evaluation).items():
-        paired = Table(*PAIRED, title=f"{model} against {next(iter(evaluation.items))}", title_justify="left")
+        paired = Table(*PAIRED, title=f"{model} compared with {next(iter(evaluation.items))}", title_justify="left")
         for duel in duels:
             paired.add_row(*duel.cells())
         console.print(paired)

@@ -1,8 +1,8 @@
-"""Every item with every checkpoint, by the harness; what is finished is not done again.
+"""Evaluates checkpoints on the items of a plan with lm-evaluation-harness. Finished items are not evaluated again.
 
-plan.json                     what is evaluated; the folder serves no other plan
-<model>/items/<item>.json     one finished item: the harness's results, and what each row scored
-<model>/results.json          the harness's format, all items of a model
+plan.json                     the plan; the folder is for this plan only
+<model>/items/<item>.json     one finished item: the results of the harness and the scores of each row
+<model>/results.json          all items of a model, in the format of the harness
 """
 
 import os
@@ -28,7 +28,7 @@ from .suites import RECALL, RECALLED, Item, items
 from .unigram import unigram
 
 Tell = Callable[[str], None]
-DRAWS = 1000  # of the harness's bootstrap
+DRAWS = 1000  # bootstrap samples of the harness
 
 
 def silent(line: str) -> None:
@@ -37,11 +37,13 @@ def silent(line: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    suite: str
-    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    data: str | None = None  # a folder of local files; without one, the Hub
-    limit: int | None = None  # rows of each task
-    max_length: int | None = None  # tokens of context; without it, what the model's config says
+    """What is evaluated."""
+
+    suite: str  # names of suites and tasks, separated by commas
+    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)  # of needle prompts, in tokens
+    data: str | None = None  # a folder of local files; None: the Hub
+    limit: int | None = None  # number of rows of each task; None: all
+    max_length: int | None = None  # tokens of context; None: the length in the model's config
     seed: int = 1234
 
     def check(self) -> None:
@@ -54,7 +56,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it runs; no number depends on it beyond rounding."""
+    """The device and batch size, on which scores depend only by rounding."""
 
     device: str
     batch_size: int
@@ -62,9 +64,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Evaluation:
+    """The results of a plan."""
+
     plan: Plan
-    items: dict[str, dict[str, Any]]  # of each model by its name: what was recorded of each item
-    missing: dict[str, str]  # items that were not run, and why
+    items: dict[str, dict[str, Any]]  # model -> item -> record
+    missing: dict[str, str]  # item that was not run -> reason
 
 
 def evaluate(
@@ -75,13 +79,17 @@ def evaluate(
     accept_old: bool = False,
     tell: Tell = silent,
 ) -> Evaluation:
-    """Raises InputError for what cannot be read, and where no item at all can be run."""
+    """Evaluates the checkpoints `paths` and writes the records to the folder `output`.
+
+    Raises:
+        InputError: a checkpoint or file cannot be read, or no item can be run.
+    """
     plan.check()
     models, wanted = named(paths), items(plan.suite, list(plan.lengths))
     own(output, asdict(plan) | {"lengths": list(plan.lengths)}, accept_old, lm_eval=lm_eval.__version__)
     found, missing = find_rows(wanted, plan, output / "rows")
     if not found:
-        raise InputError(f"nothing of --suite={plan.suite!r} can be run: {next(iter(missing.values()))}")
+        raise InputError(f"no task of --suite={plan.suite!r} can be run: {next(iter(missing.values()))}")
     recorded = {}
     for name, path in models.items():
         folder = output / slug(name)
@@ -92,7 +100,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Rows:
-    """item's rows: what the harness loads, and a digest of them; None: they are the Hub's."""
+    """The rows of an item: `spec` is the argument for the harness, `digest` identifies local rows (None: the Hub's)."""
 
     item: Item
     spec: Any
@@ -100,7 +108,7 @@ class Rows:
 
 
 def find_rows(wanted: list[Item], plan: Plan, scratch: Path) -> tuple[list[Rows], dict[str, str]]:
-    """(what can be run, why the other items cannot)"""
+    """(rows of the items that can be run, item that cannot -> reason)"""
     if plan.data is None:
         return [Rows(item, str(item.stock)) for item in wanted], {}
     found, missing, data = [], {}, Path(plan.data)
@@ -115,7 +123,7 @@ def find_rows(wanted: list[Item], plan: Plan, scratch: Path) -> tuple[list[Rows]
 def complete(
     path: str, wanted: list[Rows], plan: Plan, machine: Machine, folder: Path, tell: Tell
 ) -> Iterator[tuple[str, Any]]:
-    """The records of all items for one checkpoint, which is loaded only where one is not there yet."""
+    """Yields (item, record) for one checkpoint. The checkpoint is loaded only if a record is missing or outdated."""
     checkpoint, model = None, fingerprint(path)
     for i, rows in enumerate(wanted, 1):
         name = rows.item.name
@@ -130,7 +138,7 @@ def complete(
 
 
 def run_item(checkpoint: Checkpoint, item: Item, spec: Any, plan: Plan, machine: Machine) -> dict[str, Any]:
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # of the harness's bootstrap: it would start a process per core
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # else the harness's bootstrap starts a process per core
     max_length = context(item, checkpoint, plan)
     model = checkpoint.harness(max_length, machine.batch_size)
     needle = {} if item.length is None else {"max_seq_lengths": [item.length], "tokenizer": checkpoint.path}
@@ -158,7 +166,7 @@ def run_item(checkpoint: Checkpoint, item: Item, spec: Any, plan: Plan, machine:
 
 @contextmanager
 def roomy(item: Item, max_length: int) -> Iterator[None]:
-    """The harness's own errors for a length that no needle, or no answer, fits in, as an InputError."""
+    """Turns the errors of the harness for a context too short for the needle or the answers into InputErrors."""
     try:
         yield
     except AssertionError as error:
@@ -170,25 +178,24 @@ def roomy(item: Item, max_length: int) -> Iterator[None]:
     except ValueError as error:
         if item.length is None or "Could not generate any sample" not in str(error):
             raise
-        raise InputError(
-            f"--lengths={item.length} leaves no room for a needle and its {ROOM} tokens of answer"
-        ) from None
+        raise InputError(f"--lengths={item.length} is too short for a needle and an answer of {ROOM} tokens") from None
 
 
 def context(item: Item, checkpoint: Checkpoint, plan: Plan) -> int:
-    """Tokens that the model sees at once: a needle's prompt is never cut, `recall` has the paper's length."""
+    """Tokens of context for an item. The prompt of a needle task is never truncated; `recall` has the length of the
+    paper by default."""
     if item.length is not None:
         return item.length + ROOM
     if item.task in RECALL and plan.max_length is None:
         return RECALLED
     length = plan.max_length or checkpoint.trained_length
     if length is None:
-        raise InputError(f"the config of {checkpoint.path!r} names no length of context; name one with --max-length")
+        raise InputError(f"the config of {checkpoint.path!r} gives no context length; expected one as --max-length")
     return length
 
 
 def scored(sample: dict[str, Any]) -> dict[str, Any]:
-    """What of a row is kept: its identity, its scores, and how many answers there were to choose from."""
+    """The recorded part of a row: its id and hash, its scores, its answer and the number of choices."""
     scores = {name: plain(sample[name]) for name in sample["metrics"]}
     answer = [str(text)[:200] for text in sample["filtered_resps"]] if len(sample["arguments"]) == 1 else []
     return {
@@ -201,13 +208,14 @@ def scored(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def renamed(out: dict[str, Any], item: Item) -> dict[str, Any]:
-    """The harness's results with the item's name in place of the task's: lengths of a needle share one task."""
+    """The results of the harness with the name of the item in place of the task, as the lengths of a needle task share
+    one task name."""
     by_task = {name: part for name, part in out.items() if isinstance(part, dict) and set(part) == {item.task}}
     return out | {name: {item.name: part[item.task]} for name, part in by_task.items()}
 
 
 def merged(records: dict[str, Any]) -> dict[str, Any]:
-    """The harness's results of one run with all items."""
+    """The records of all items as the results of one run of the harness."""
     whole: dict[str, Any] = {}
     for name, record in records.items():
         for key, part in record["results"].items():
@@ -217,7 +225,7 @@ def merged(records: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: what the harness holds of numpy, functions and infinities becomes numbers and text."""
+    """A value as JSON: numpy values, functions and infinities of the harness become numbers and text."""
     if isinstance(value, dict):
         return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,19 +1,19 @@
-"""Scores with standard errors from what each row scored, and differences of two models on the same rows."""
+"""Scores with standard errors over rows, and differences of two models on the same rows."""
 
 import math
 import statistics
 from dataclasses import dataclass
 from typing import Any
 
-INTERVAL = 1.96  # standard errors on either side hold 95 % of a normal distribution
+INTERVAL = 1.96  # half the width of a 95 % interval of a normal distribution, in standard errors
 TOO_FEW = "too few rows to tell them apart"
-ALIKE = "alike on every row"
-Rows = list[tuple[float, float]]  # of each row: what is summed, and its weight
+ALIKE = "equal on every row"
+Rows = list[tuple[float, float]]  # (summand, weight) of each row
 
 
 @dataclass(frozen=True)
 class Score:
-    """`mean` is per unit of weight: an accuracy, or a log-likelihood per word, byte or row."""
+    """A metric over rows. `mean`, per unit of weight, is an accuracy or a log-likelihood per word, byte or row."""
 
     metric: str
     rows: Rows
@@ -24,7 +24,7 @@ class Score:
 
     @property
     def error(self) -> float:
-        """Standard error of the mean: of a ratio of sums, where rows differ in weight. Infinite for one row."""
+        """Standard error of `mean`, which is a ratio of sums if rows differ in weight; infinite for one row."""
         n, mean = len(self.rows), self.mean
         if n < 2:
             return math.inf
@@ -33,25 +33,27 @@ class Score:
 
     @property
     def likelihood(self) -> bool:
-        """Made of log-likelihoods, and better when lower."""
+        """Whether the metric is a function of log-likelihoods, for which lower is better."""
         return self.metric.endswith("perplexity") or self.metric == "bits_per_byte"
 
     @property
     def value(self) -> float:
+        """The metric: an accuracy, a perplexity or bits per byte."""
         if self.metric == "bits_per_byte":
             return -self.mean / math.log(2)
         return math.exp(-self.mean) if self.likelihood else self.mean
 
     @property
     def stderr(self) -> float:
-        """By the delta method for perplexities."""
+        """Standard error of `value`; for perplexities by the delta method."""
         if self.metric == "bits_per_byte":
             return self.error / math.log(2)
         return self.value * self.error if self.likelihood else self.error
 
 
 def scores(record: dict[str, Any]) -> dict[str, Score]:
-    """The metrics of a recorded item. A needle's other lengths, which the harness gives -1, are left out."""
+    """Metric -> score of a recorded item. Metrics of other lengths of a needle task, which the harness sets to -1, are
+    left out."""
     samples = record["samples"]
     found = {name: [sample["scores"][name] for sample in samples] for name in samples[0]["scores"]}
     return {
@@ -63,9 +65,8 @@ def scores(record: dict[str, Any]) -> dict[str, Score]:
 
 @dataclass(frozen=True)
 class Pair:
-    """One score less another, row by row: in points of per cent, or in nats of log-likelihood per word, byte or row.
-
-    Above 0 is better."""
+    """The scores of two models on the same rows. `difference` is the second minus the first, in percentage points or in
+    nats of log-likelihood per word, byte or row; above 0, the second is better."""
 
     first: Score
     second: Score
@@ -94,7 +95,7 @@ class Pair:
 
 
 def pair(first: dict[str, Any], second: dict[str, Any], metric: str) -> Pair | None:
-    """Of two records of one item; None where the models did not see the same rows (needles are cut by tokenizers)."""
+    """The pair of two records of one item; None if the rows differ, as those of needle tasks do between tokenizers."""
     hashes = [[sample["doc_hash"] for sample in record["samples"]] for record in (first, second)]
     if hashes[0] != hashes[1]:
         return None
@@ -102,6 +103,6 @@ def pair(first: dict[str, Any], second: dict[str, Any], metric: str) -> Pair | N
 
 
 def guessing(record: dict[str, Any]) -> float | None:
-    """What drawing an answer at random scores; None where there are none to choose from."""
+    """The accuracy of choosing an answer at random; None for tasks without choices."""
     choices = [sample["choices"] for sample in record["samples"]]
     return statistics.fmean(1 / count for count in choices) if min(choices) > 1 else None

@@ -1,4 +1,4 @@
-"""What is evaluated on: suites of the harness's tasks, each an item of its own."""
+"""Suites of tasks of the harness, and the items that are evaluated: a task, or a needle task at one length."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,16 +24,16 @@ NEEDLE = {name: f"ruler/{name}.yaml" for name in ("niah_single_1", "niah_single_
 BLIMP = {f"blimp_{path.stem}": f"blimp/{path.name}" for path in sorted((HOME / "blimp").glob("[!_]*.yaml"))}
 SUITES = {"language": LANGUAGE, "recall": RECALL, "needle": NEEDLE, "blimp": BLIMP}
 PATHS = {name: path for suite in SUITES.values() for name, path in suite.items()}
-RECALLED = 4096  # tokens that an input of `recall` is cut to, as in section 5 of arXiv 2602.01744
+RECALLED = 4096  # tokens to which inputs of `recall` are truncated, as in section 5 of arXiv 2602.01744
 
 
 @dataclass(frozen=True)
 class Item:
-    """One row of the table: a task of the harness, a needle at one length."""
+    """A task of the harness; a needle task is one item for each length."""
 
     task: str
-    stock: Path  # the harness's own definition
-    length: int | None = None  # of a needle's prompt, in tokens
+    stock: Path  # the YAML definition in the harness
+    length: int | None = None  # tokens of the prompt of a needle task
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class Item:
 
 
 def items(suite: str, lengths: list[int]) -> list[Item]:
-    """The items of suites and tasks, with commas between. InputError for a name that the harness does not know."""
+    """The items of suites and tasks, separated by commas. InputError for a name that the harness does not know."""
     names = [name for part in suite.split(",") for name in SUITES.get(part.strip(), [part.strip()])]
     return [
         Item(name, stock(name), length)
@@ -61,5 +61,5 @@ def stock(name: str) -> Path:
 
 @lru_cache
 def index() -> TaskManager:
-    """Of all tasks; reading their thousands of files takes seconds."""
+    """The index of all tasks of the harness, cached, as reading its thousands of files takes seconds."""
     return TaskManager()

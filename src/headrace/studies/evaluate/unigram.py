@@ -1,4 +1,4 @@
-"""What guessing by frequency alone would score: no model that reads its context should do worse."""
+"""Perplexity of a unigram model, a baseline that every model that uses its context should beat."""
 
 import math
 from collections import Counter
@@ -6,8 +6,8 @@ from typing import Any
 
 
 def unigram(samples: list[dict[str, Any]], model: Any) -> dict[str, float]:
-    """Perplexities of the evaluated tokens under the frequencies of all tokens in the very same rows, in the units of
-    the metrics they are named by; empty for tasks without a perplexity. `model` is the harness's, for its tokenizer."""
+    """Metric -> perplexity of the evaluated tokens under the frequencies of all tokens in the same rows, in the unit of
+    the metric; empty for tasks without a perplexity. `model` is the harness's model, which has the tokenizer."""
     metrics = [name for name in samples[0]["metrics"] if name.endswith("perplexity")]
     if not metrics:
         return {}
@@ -19,7 +19,7 @@ def unigram(samples: list[dict[str, Any]], model: Any) -> dict[str, float]:
 
 
 def split(arguments: tuple[str, ...], model: Any) -> tuple[list[int], list[int]]:
-    """Tokens of the context, and those that are scored."""
+    """(tokens of the context, scored tokens) of a row."""
     if len(arguments) == 1:
         return [], model.tok_encode(arguments[0])
     before, whole = model.tok_encode(arguments[0]), model.tok_encode(arguments[0] + arguments[1])
@@ -27,5 +27,5 @@ def split(arguments: tuple[str, ...], model: Any) -> tuple[list[int], list[int]]
 
 
 def weight(score: Any) -> float:
-    """Words or bytes of a row, where its score has them; else a row counts one."""
+    """Words or bytes of a row if the score includes them, else 1."""
     return score[1] if isinstance(score, tuple | list) else 1.0

@@ -1,4 +1,4 @@
-"""What an evaluation showed, in plain words: failures first. Every sentence follows from the scores by a rule."""
+"""The findings of an evaluation as sentences, failures first. Each sentence follows from the scores by a fixed rule."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from .run import Evaluation
 from .scores import ALIKE, INTERVAL, TOO_FEW, Pair, Score, guessing, pair, scores
 
-OTHER_ROWS = "not the same rows, so nothing is paired,"
+OTHER_ROWS = "not comparable, as the rows differ,"
 
 
 def words(evaluation: Evaluation) -> list[str]:
@@ -24,23 +24,23 @@ def beyond(evaluation: Evaluation) -> Iterator[str]:
         length = next(iter(records.values()))["trained_length"]
         longer = [name for name, record in records.items() if length and record["max_length"] > length]
         if longer:
-            yield f"{model} has a context of {length} tokens by its config; it is given more in {', '.join(longer)}."
+            yield f"The config of {model} gives a context of {length} tokens; {', '.join(longer)} used a longer one."
 
 
 def failures(evaluation: Evaluation) -> Iterator[str]:
     for model, records in evaluation.items.items():
         if guessed := [text for item, record in records.items() if (text := at_chance(item, record))]:
-            yield f"{model} is at chance level in {', '.join(guessed)}."
+            yield f"{model} is at chance level on {', '.join(guessed)}."
         for item, record in records.items():
             if above := list(above_the_unigram(record)):
                 yield (
-                    f"{model} on {item}: {' and '.join(above)}, the unigram's: the frequencies of the text's own "
-                    "tokens, without any context, predict it better."
+                    f"{model} on {item}: {' and '.join(above)}, the value of a unigram model that knows the token "
+                    "frequencies of this text but no context."
                 )
 
 
 def at_chance(item: str, record: dict[str, Any]) -> str:
-    """The item with its accuracies that guessing reaches; empty where there are none."""
+    """The item with the accuracies that are not above guessing (95 % interval); empty if all are above."""
     chance, found = guessing(record), [score for score in scores(record).values() if not score.likelihood]
     if chance is None:
         return f"{item} (0 of {len(found[0].rows)} rows)" if any(score.value == 0 for score in found) else ""
@@ -60,12 +60,12 @@ def duels(evaluation: Evaluation) -> Iterator[str]:
         for verdict in ("better", "worse", TOO_FEW, ALIKE, OTHER_ROWS):
             if named := [duel.name for duel in found if duel.verdict == verdict]:
                 where = ", ".join(named) if len(named) < len(found) else "every metric"
-                yield f"{model} against {first}: {verdict} in {where}."
+                yield f"{model} compared with {first}: {verdict} in {where}."
 
 
 @dataclass(frozen=True)
 class Duel:
-    """A model against the first in one metric. Without a pair they did not see the same rows."""
+    """A model compared with the first in one metric. `pair` is None if the two were evaluated on different rows."""
 
     item: str
     metric: str
@@ -80,7 +80,7 @@ class Duel:
         return OTHER_ROWS if self.pair is None else self.pair.verdict
 
     def cells(self) -> tuple[str, ...]:
-        """For a table: task, metric, difference, its standard error, its 95 % interval, verdict."""
+        """Cells of a table row: task, metric, difference, its standard error, its 95 % interval, verdict."""
         names = self.item, shown_metric(self.item, self.metric)
         if self.pair is None:
             return *names, "–", "–", "–", self.verdict
@@ -92,7 +92,7 @@ class Duel:
 
 
 def against_the_first(evaluation: Evaluation) -> dict[str, list[Duel]]:
-    """By model, in every metric."""
+    """Model -> its comparison with the first model in every metric."""
     (_, base), *others = evaluation.items.items()
     return {
         model: [
@@ -105,7 +105,7 @@ def against_the_first(evaluation: Evaluation) -> dict[str, list[Duel]]:
 
 
 def show(score: Score) -> str:
-    """With the standard error."""
+    """The score and its standard error as text."""
     if score.likelihood:
         return f"{number(score.value)} ± {number(score.stderr, 2)}"
     return f"{100 * score.value:.1f} ± {100 * score.stderr:.1f} %"
@@ -116,12 +116,12 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def shown_metric(item: str, metric: str) -> str:
-    """The harness names a needle's metric by its length."""
+    """The name of a metric in reports; for a needle task, whose metric the harness names by its length, "found"."""
     return "found" if metric == item.rpartition("@")[2] else metric
 
 
 def table(evaluation: Evaluation) -> list[list[str]]:
-    """A row for each item and metric: their names, the number of rows, and what each model scored."""
+    """A row for each item and metric: their names, the number of rows, and the score of each model."""
     first = next(iter(evaluation.items.values()))
     return [
         [item, shown_metric(item, metric), f"{len(score.rows):,}"]

@@ -1,4 +1,4 @@
-"""What a trained model does with a text, token by token, as one page that needs nothing but a browser."""
+"""A self-contained HTML page that shows what a trained model computes for a text, token by token."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from ...utils.errors import InputError
 from .page import describe, render, tokens_of
 from .recorder import record
 
-LIMIT = 2000  # tokens of a page
+LIMIT = 2000  # largest number of tokens of a page
 
 
 def inspect(
@@ -24,13 +24,15 @@ def inspect(
     track: Callable[[list[Any]], Iterable[Any]] = iter,
     device: str | None = "cpu",
 ) -> str:
-    """The page, as HTML, of a checkpoint of ours and a text. Everything is computed in float64.
+    """The HTML page for a headrace checkpoint and a text. All numbers are computed in float64.
 
     Args:
-        tokens: the text is cut after so many; None: one longer than LIMIT is refused.
-        track: shows how far the layers are that it is handed.
-        device: as `on_device` takes it, one that has float64.
-    Raises InputError for a checkpoint that cannot be read and a text that is too short or too long.
+        tokens: number of tokens after which the text is cut; None: a text longer than LIMIT is an error.
+        track: wraps the list of layers to show progress.
+        device: a device with float64, as for `on_device`.
+
+    Raises:
+        InputError: the checkpoint cannot be read, or the text is too short or too long.
     """
     if tokens is not None and not 2 <= tokens <= LIMIT:
         raise InputError(f"--tokens={tokens}; expected 2 to {LIMIT:,}")
@@ -42,7 +44,7 @@ def inspect(
         raise InputError(f"the text is {len(ids)} token{'s' * (len(ids) != 1)} long; expected at least 2")
     if tokens is None and len(ids) > LIMIT:
         raise InputError(
-            f"the text is {len(ids):,} tokens long; expected at most {LIMIT:,}, or --tokens to cut it after so many"
+            f"the text is {len(ids):,} tokens long; expected at most {LIMIT:,}, or --tokens to cut the text"
         )
     kept = min(tokens or LIMIT, len(ids))
     with torch.no_grad(), torch.device(device):
@@ -52,13 +54,13 @@ def inspect(
 
 
 def read_text(text: str | None, file: Path | None) -> str:
-    """What the command line gives; with neither, all of standard input."""
+    """The text of the command line, by --text or --file or, without these, from standard input."""
     if text is not None and file is not None:
         raise InputError("--text and --file are both given; expected one of them")
     if text is not None:
         return text
     if file is None and sys.stdin.isatty():
-        raise InputError("--text is missing; expected it, --file, or text on standard input")
+        raise InputError("--text is missing; expected --text, --file, or text on standard input")
     try:
         return sys.stdin.read() if file is None else file.read_text("utf-8")
     except OSError as error:
@@ -70,7 +72,7 @@ def read_text(text: str | None, file: Path | None) -> str:
 
 
 def write(page: str, output: Path) -> None:
-    """Beside it first: a reader finds the whole page or the one before."""
+    """Writes the page atomically."""
     beside = output.with_name(f".{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

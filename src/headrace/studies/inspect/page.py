@@ -1,4 +1,4 @@
-"""What is recorded as small numbers, and the page around them.
+"""Packs the recorded tensors into a compact form and renders the page with them.
 
 Dimensions: T tokens, H heads, L layers.
 """
@@ -19,22 +19,22 @@ from ...utils.environment import environment
 from .recorder import Recorded, weights
 from .words import RULES, words
 
-GUESSES = 3  # likeliest next tokens that are shown
-STRONGEST = 16  # tokens that are kept of what a token reads, where there is room
-ENTRIES = 3_000_000  # of those, in a page
-SIDE, PIXELS = 256, 4_000_000  # of a picture of the weights, of all pictures
-MOMENTS = 120  # of the text, in the picture of a head's distances
+GUESSES = 3  # number of likeliest next tokens shown
+STRONGEST = 16  # largest number of attention weights kept per row
+ENTRIES = 3_000_000  # largest number of kept attention weights in a page
+SIDE, PIXELS = 256, 4_000_000  # largest side of a picture of attention weights; largest number of pixels in a page
+MOMENTS = 120  # columns of the picture of read distances
 FOREVER = 1e9  # tokens; a longer horizon is shown as this
 NONE = (
-    "There is none here: this mixer weighs earlier tokens channel by channel, so that no head has one weight for a "
-    "pair of tokens."
+    "This mixer has no effective attention: it weights earlier tokens channel by channel, so a head has no single "
+    "weight for a pair of tokens."
 )
-PIECE = 256  # tokens whose logits are held at once
+PIECE = 256  # tokens whose logits are in memory at once
 
 
 def pack(x: Tensor, bits: int = 16, log: bool = False) -> dict[str, Any]:
-    """Numbers as integers of so many bits between the smallest and the largest, to half a step; what is not a number is
-    the largest integer."""
+    """Quantises numbers (log=True: their logarithms) to integers of `bits` bits between the smallest and the largest,
+    with an error of at most half a step. A number that is not finite becomes the largest integer."""
     x = x.double().cpu()
     x = x.clamp(min=1e-12).log() if log else x
     known = x[x.isfinite()]
@@ -46,12 +46,13 @@ def pack(x: Tensor, bits: int = 16, log: bool = False) -> dict[str, Any]:
 
 
 def integers(x: Tensor) -> dict[str, Any]:
-    """Those from 0 to 65535, as they are."""
+    """Packs integers from 0 to 65535 without loss."""
     return {"bits": 16, "raw": True, "data": base64.b64encode(x.cpu().numpy().astype("<u2").tobytes()).decode()}
 
 
 def tokens_of(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
-    """Ids of a text, and the piece of it that each adds to those before: nothing, for the later bytes of a letter."""
+    """(token ids of a text, the piece of the text that each token adds). For a character of several tokens, the first
+    token adds the character and the others an empty string."""
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     pieces, end = [], 0
     for _, until in found.offset_mapping:
@@ -64,7 +65,7 @@ def describe(
     model: Any, tokenizer: Any, hidden: Tensor, ids: list[int], layers: list[Recorded],
     track: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> dict[str, Any]:  # fmt: skip
-    """The data of a page, but for the text."""
+    """The data of a page without the text."""
     room = sum(getattr(recorded.mixer, "H", model.config.num_heads) for recorded in layers)
     strongest = max(4, min(STRONGEST, ENTRIES // (room * len(ids))))
     side = max(32, min(SIDE, int((PIXELS / room) ** 0.5)))
@@ -101,13 +102,14 @@ def describe_layer(recorded: Recorded, config: Any, strongest: int, side: int) -
 
 
 def name_of(spec: Spec) -> str:
-    """That of the zoo; of what has none there, its kind."""
+    """The name of the spec in the zoo, or else the name of its class."""
     return next((name for name in zoo.names() if zoo.get(name) == spec), type(spec).__name__)
 
 
 def thin(A: Tensor, strongest: int, side: int) -> dict[str, Any]:
-    """What is kept of weights [H, T, T]: of every row the largest as shares of its sum of sizes, what they cover
-    and the mean distance; and a picture of all shares, of means over blocks, as signed roots."""
+    """Compresses attention weights A [H, T, T]. Weights are divided by the row's sum of absolute values. Kept are the
+    `strongest` weights of each row with the part of the row that they cover, the mean distance of each row, and a
+    picture: signed square roots of the means over blocks."""
     T = A.shape[-1]
     total = A.abs().sum(-1)
     share = A / total.clamp(min=torch.finfo(A.dtype).tiny)[..., None]
@@ -118,7 +120,7 @@ def thin(A: Tensor, strongest: int, side: int) -> dict[str, Any]:
     picture = F.avg_pool2d(share[None], block, ceil_mode=True)[0]
     height = picture.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(A.dtype).tiny)
     roots = picture.sign() * (picture.abs() / height).sqrt()
-    ends = torch.tensor([-1.0, 1.0], dtype=A.dtype)  # so that all pictures have one scale, and 0 is its middle
+    ends = torch.tensor([-1.0, 1.0], dtype=A.dtype)  # gives all pictures one scale with 0 in the middle
     return {
         "strongest": strongest, "places": integers(places), "shares": pack(kept), "covered": pack(kept.abs().sum(-1)),
         "reach": pack((share.abs() * distance).sum(-1)),
@@ -129,7 +131,7 @@ def thin(A: Tensor, strongest: int, side: int) -> dict[str, Any]:
 
 
 def profile(share: Tensor, distance: Tensor) -> Tensor:
-    """How much of what each token reads [H, T, T] is how far back: itself, 1, 2 to 3, 4 to 7, …, [H, distances, T]."""
+    """The sum of each row of `share` [H, T, T] over distances 0, 1, 2 to 3, 4 to 7, …, [H, distances, T]."""
     farthest = (len(distance) - 1).bit_length()
     bounds = [0, *(2**i for i in range(farthest + 1))]
     near = [(low <= distance) & (distance < high) for low, high in pairwise(bounds)]
@@ -137,8 +139,8 @@ def profile(share: Tensor, distance: Tensor) -> Tensor:
 
 
 def predictions(model: Any, hidden: Tensor, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every token: its loss in nats [T], the first token's not a number; what was held likeliest in its place and
-    how likely, [T, GUESSES]."""
+    """(loss of each token in nats [T], likeliest tokens in its place [T, GUESSES], their probabilities [T, GUESSES]).
+    The loss of the first token is NaN."""
     target, loss, guesses, chances = torch.tensor(ids), [torch.full((1,), torch.nan)], [], []
     for start in range(0, len(ids) - 1, PIECE):
         logits = model.lm_head(hidden[0, start : min(start + PIECE, len(ids) - 1)])

@@ -1,5 +1,5 @@
-"""What every mixer of a model computes while one text passes through it: gates, decays, β, and the one function that is
-linear in the values and takes them to what is read.
+"""Records what every mixer of a model computes for one text: gates, decays, β, and the linear map from values to
+outputs, which is the effective attention.
 
 Dimensions: T tokens, H heads, R memories of each, K key, V value dimension per head.
 """
@@ -20,21 +20,21 @@ from ...layers.matrix.chunks import recur
 from ...layers.matrix.rwkv7 import RWKV7, form, step
 from ...layers.packing import Sequences
 
-WIDE = 512  # columns of values at a time
+WIDE = 512  # columns of values per call of `mix`
 
 
 class Reading(NamedTuple):
-    """out = mix(values): linear in the values, so that it is a matrix of weights for every head."""
+    """out = mix(values) of a mixer: a function linear in the values, so a matrix of weights for every head."""
 
     values: Tensor  # [1, T, heads of v, V]
     out: Tensor  # [1, T, H, V]
     mix: Callable[[Tensor], Tensor]
-    width: int = WIDE  # V of the values that mix can take at a time
+    width: int = WIDE  # dimension V of the values in one call of mix
 
 
 def weights(reading: Reading) -> Tensor:
-    """The weight of every token's value in what every token reads, [H, T, T], to rounding: where each value is its
-    token's name, a column of the unit matrix, what is read is the row of weights."""
+    """The effective attention [H, T, T]: the weight of each token's value in each token's output. `mix` of the identity
+    matrix as values gives the weights."""
     T, heads = reading.values.shape[1:3]
     names = torch.eye(T, -(-T // reading.width) * reading.width).to(reading.values)
     columns = [reading.mix(x[None, :, None].expand(1, T, heads, -1)) for x in names.split(reading.width, 1)]
@@ -42,22 +42,22 @@ def weights(reading: Reading) -> Tensor:
 
 
 class Recorded:
-    """One mixer's pass over a text. What it does not have is None."""
+    """The record of one mixer on a text. A quantity that the mixer does not have is None."""
 
     def __init__(self, layer: int, mixer: Any, tokens: int, shared: bool):
         self.layer, self.mixer, self.tokens, self.shared = layer, mixer, tokens, shared
-        self.gates: dict[str, Tensor] = {}  # write, read: [T, H], 1 where heads are alike
-        self.calls: list[tuple[dict[str, Any], Any]] = []  # of the watched method: arguments, result
+        self.gates: dict[str, Tensor] = {}  # write, read: [T, H], 1 if all heads are equal
+        self.calls: list[tuple[dict[str, Any], Any]] = []  # (arguments, result) of the watched method
 
     @cached_property
     def call(self) -> tuple[dict[str, Any], Any]:
-        """The arguments and the result of one call over all tokens. The residual delta rule calls the op for every
-        chunk, the last one filled up."""
+        """The arguments and the result of one call over all tokens. The residual delta rule calls the op once per
+        chunk, with the last chunk padded; its calls are concatenated."""
         if not isinstance(self.mixer, LinearMixer):
             return self.calls[0]
 
         def whole(pieces: list[Any]) -> Any:
-            by_token = isinstance(pieces[0], Tensor) and pieces[0].dim() > 2  # not by head alone
+            by_token = isinstance(pieces[0], Tensor) and pieces[0].dim() > 2  # else a tensor per head
             return torch.cat(pieces, 1)[:, : self.tokens] if by_token else pieces[0]
 
         names = self.calls[0][0].keys() - {"initial_state", "given"}
@@ -65,12 +65,12 @@ class Recorded:
         return arguments, whole([result[0] for _, result in self.calls])
 
     def reading(self) -> Reading | None:
-        """None: the mixer's tokens have no weight in each other that is one number per head."""
+        """The linear map of the mixer; None for a mixer without a scalar weight per head and pair of tokens."""
         return WATCHED[type(self.mixer)][1](self.mixer, *self.call) if self.calls else None
 
     @property
     def horizon(self) -> Tensor | None:
-        """Tokens after which memory has faded to 1/e, [T, H]; of a decay per channel that of the median channel."""
+        """Tokens after which the state has decayed to 1/e, [T, H]; with a decay per channel, for the median channel."""
         decay = self.operand("log_decay")
         if decay is None:
             return None
@@ -79,12 +79,12 @@ class Recorded:
 
     @property
     def beta(self) -> Tensor | None:
-        """The write strength [T, H]; of several memories the mean."""
+        """The write strength β [T, H], the mean over the memories of a head."""
         beta = self.operand("beta")
         return None if beta is None else self._by_head(beta)
 
     def operand(self, name: str) -> Tensor | None:
-        """Of the recurrence, [1, T, H R, ·] or [H R]."""
+        """An operand of the recurrence, [1, T, H R, ·] or [H R]; None if the mixer has no such operand."""
         if isinstance(self.mixer, LinearMixer):
             return self.call[0][name]
         return getattr(self.call[1], name, None) if isinstance(self.mixer, RWKV7) else None
@@ -98,7 +98,8 @@ class Recorded:
 
 
 def of_the_op(mixer: Any, arguments: dict[str, Any], out: Tensor) -> Reading:
-    """The read gate is in it where the op applies it, but not where the layer does, after its norm."""
+    """The map of a linear mixer. It includes the read gate if the op applies it, but not if the layer applies it after
+    its norm."""
     rank = mixer.spec.rank
 
     def together(out: Tensor) -> Tensor:
@@ -122,12 +123,12 @@ def of_softmax(mixer: Any, arguments: dict[str, Any], out: Any) -> Reading:
 
 
 def alone(out: Any) -> Tensor:
-    """What is read, without the state that may come with it."""
+    """The output without the state that the method may return with it."""
     return out[0] if isinstance(out, tuple) else out
 
 
 def of_rwkv7(mixer: Any, arguments: dict[str, Any], x: Any) -> Reading:
-    """The present token's bonus, added after the norm, is not in it."""
+    """The map of RWKV-7, without the bonus of the present token, which is added after the norm."""
 
     def mix(v: Tensor) -> Tensor:
         return recur(step, form, x._replace(v=v), Sequences(v, None), None)[0]
@@ -135,7 +136,7 @@ def of_rwkv7(mixer: Any, arguments: dict[str, Any], x: Any) -> Reading:
     return Reading(x.v, mix(x.v), mix, x.v.shape[-1])
 
 
-# The method through which all that a mixer reads passes, and what becomes of its arguments and its result.
+# Mixer class -> (name of the method whose calls are recorded, function that makes a Reading of a call).
 WATCHED: dict[type, tuple[str, Callable[..., Reading]]] = {
     LinearMixer: ("op", of_the_op),
     SoftmaxAttention: ("_attend", of_softmax),
@@ -153,7 +154,7 @@ def method(mixer: Any) -> str | None:
 
 
 def record(model: Any, ids: Tensor) -> tuple[Tensor, list[Recorded]]:
-    """ids [1, T] -> the last hidden states [1, T, D], and every mixer's record in the order of their passes."""
+    """ids [1, T] -> (last hidden states [1, T, D], a record for each mixer in the order of execution)."""
     records: list[Recorded] = []
     backbone = model.model.backbone
     mixers = [layer.mixer for layer in backbone.layers]

@@ -1,5 +1,5 @@
-"""What has failed, in words: gates that decide nothing or nothing any more, heads that nothing passes. Every sentence
-follows from what was recorded of this text by a rule.
+"""Sentences on failures in a recorded text: uniform gates, collapsed gates and dead heads. Each sentence follows from
+the recorded numbers by a fixed rule.
 
 Dimensions: T tokens, H heads.
 """
@@ -12,26 +12,27 @@ from torch import Tensor
 
 from .recorder import Recorded
 
-UNIFORM = 0.999  # entropy as a part of the largest, mean over tokens
-COLLAPSED = 0.95  # a head's mean share
-DEAD = 0.01  # of an even share: what no token exceeds
-ALONE = 0.99  # share of what a head reads that is the present token's
-CLOSED = 0.01  # β that no token exceeds
+UNIFORM = 0.999  # mean entropy / log(heads) above which a gate is uniform
+COLLAPSED = 0.95  # mean share of one head above which a gate is collapsed
+DEAD = 0.01  # a head is dead if its share is below this part of an even share at every token
+ALONE = 0.99  # a head is dead as a memory if more than this part of its attention is on the present token
+CLOSED = 0.01  # a head is dead if its β is below this at every token
 RULES = (
-    f"A gate is uniform above {UNIFORM} of the largest entropy (mean over tokens) and collapsed where one head's mean "
-    f"share is above {COLLAPSED:.0%}; a head is dead where no token gives it {DEAD:.0%} of an even share, where β "
-    f"stays below {CLOSED}, where all it reads is zero, or where {ALONE:.0%} of that is the present token's."
+    f"A gate is uniform if its entropy, divided by log(heads), has a mean over tokens above {UNIFORM}. It is collapsed "
+    f"if the mean share of one head is above {COLLAPSED:.0%}. A head is dead if its share is below {DEAD:.0%} of an "
+    f"even share at every token, if β is below {CLOSED} at every token, if it reads zero at every token, or if more "
+    f"than {ALONE:.0%} of its attention is on the present token."
 )
 
 
 def entropy(gate: Tensor) -> Tensor:
-    """Of the heads' shares [T, H] of a gate, as a part of the largest, [T]."""
+    """Entropy of a gate [T, H] over heads, divided by log(H), [T]. The gate is normalised to shares first."""
     shares = gate / gate.sum(-1, keepdim=True)
     return torch.special.entr(shares).sum(-1) / math.log(max(gate.shape[-1], 2))
 
 
 def words(name: str, recorded: Recorded, A: Tensor | None) -> list[str]:
-    """Sentences on one layer; none: nothing has failed."""
+    """Sentences on the failures of one layer; empty if there is none."""
     found = [sentence for gate, g in recorded.gates.items() for sentence in of_gate(gate, g)]
     found += of_beta(recorded.beta) if recorded.beta is not None else ()
     found += of_weights(A) if A is not None else ()
@@ -45,16 +46,16 @@ def of_gate(gate: str, g: Tensor) -> Iterator[str]:
     shares = g / g.sum(-1, keepdim=True)
     load, even = shares.mean(0), float(entropy(g).mean())
     if even > UNIFORM:
-        yield f"the {gate} gate is uniform, its entropy {even:.4f} of the largest: no head is chosen"
+        yield f"the {gate} gate is uniform: its entropy is {even:.4f} of log(heads), so no head is preferred"
     if float(load.max()) > COLLAPSED:
-        yield f"the {gate} gate has collapsed: head {int(load.argmax())} has {float(load.max()):.1%} of it"
+        yield f"the {gate} gate has collapsed: the mean share of head {int(load.argmax())} is {float(load.max()):.1%}"
     for head in (shares.amax(0) * H < DEAD).nonzero().flatten().tolist():
-        yield f"head {head} is dead: no token gives it more than {float(shares[:, head].max()):.1g} of the {gate} gate"
+        yield f"head {head} is dead: its share of the {gate} gate is at most {float(shares[:, head].max()):.1g}"
 
 
 def of_beta(beta: Tensor) -> Iterator[str]:
     for head in (beta.amax(0) < CLOSED).nonzero().flatten().tolist():
-        yield f"head {head} is dead: β is {float(beta[:, head].max()):.1g} at most, and nothing is written"
+        yield f"head {head} is dead: β is at most {float(beta[:, head].max()):.1g}, so nothing is written"
 
 
 def of_weights(A: Tensor) -> Iterator[str]:
@@ -62,6 +63,6 @@ def of_weights(A: Tensor) -> Iterator[str]:
     own = A.diagonal(dim1=1, dim2=2).abs() / total.clamp(min=torch.finfo(A.dtype).tiny)
     for head, (most, present) in enumerate(zip(total.amax(1).tolist(), own[:, 1:].mean(1).tolist(), strict=True)):
         if most == 0:
-            yield f"head {head} is dead: it reads nothing at any token"
+            yield f"head {head} is dead: it reads zero at every token"
         elif present > ALONE:
-            yield f"head {head} is dead as a memory: {present:.1%} of what it reads is the present token"
+            yield f"head {head} is dead as a memory: {present:.1%} of its attention is on the present token"

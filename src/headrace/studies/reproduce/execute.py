@@ -1,4 +1,4 @@
-"""The steps one after the other. What has ended well is not done again: done/<step>.json says that it has."""
+"""Runs the steps of an experiment in order. A finished step is recorded in done/<step>.json and not run again."""
 
 import hashlib
 import itertools
@@ -19,12 +19,12 @@ from ...utils.integrity import digest, read_json, record, sha256, write_json
 from ...utils.processes import end_with_parent
 from .experiment import called
 
-RESUMED = ("compare", "train", "bench", "eval")  # commands that go on with what is in a folder
+RESUMED = ("compare", "train", "bench", "eval")  # commands that continue from a folder and take --accept-old
 HEADRACE = [sys.executable, "-c", "from headrace.cli import main; main()"]
 
 
 def downloads(steps: list[list[str]]) -> str:
-    """A sentence: what they take from the internet. InputError where a file or folder that they read is not there."""
+    """A sentence on what the steps download. InputError if a local file or folder that a step reads does not exist."""
     found: dict[str, None] = {}
     for name, *arguments in map(called, steps):
         options = dict(itertools.pairwise(arguments))
@@ -37,13 +37,13 @@ def downloads(steps: list[list[str]]) -> str:
         elif name == "eval" and not Path(options["--data"]).is_dir():
             raise InputError(f"--data={options['--data']!r}; expected a folder")
     if not found:
-        return "Nothing comes from the internet."
-    return f"From the internet: {', '.join(found)}. Local files take their place: --text FILE …, --data FOLDER."
+        return "Nothing is downloaded."
+    return f"Downloaded: {', '.join(found)}. To use local files instead, give --text FILE … and --data FOLDER."
 
 
 def is_local(name: str) -> bool:
     if not Path(name).exists() and Path(name).suffix:
-        raise InputError(f"{name!r} is not a file; name with --text what is trained on")
+        raise InputError(f"{name!r} is not a file; expected the training text as --text FILE")
     return Path(name).exists()
 
 
@@ -52,14 +52,18 @@ def mark(root: Path, command: list[str]) -> Path:
 
 
 def done(root: Path, command: list[str]) -> dict[str, Any] | None:
-    """What is kept of a step: its seconds, and what it printed where that is JSON; None where it is to be done."""
+    """The record of a finished step: its seconds and, for a step with --json, its output; None if not finished."""
     path = mark(root, command)
     return read_json(path) if path.exists() else None
 
 
 def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None], accept_old: bool = False) -> None:
-    """Raises InputError where a step fails, whose predecessors are kept, and where what is kept was made by another
-    version, without accept_old, or of other inputs."""
+    """Runs the steps that are not finished yet.
+
+    Raises:
+        InputError: a step fails (the steps before it stay finished), a finished step had other inputs, or the folder
+            was written by another version and `accept_old` is False.
+    """
     provenance.claim(root, not (root / "done").exists(), accept_old)
     for i, command in enumerate(steps, 1):
         said, given = f"step {i} of {len(steps)}: {shlex.join(command)}", inputs(root, command)
@@ -67,16 +71,16 @@ def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None], acc
             before = kept.get("inputs", given)
             if changed := [name for name, content in given.items() if before.get(name) != content]:
                 raise InputError(
-                    f"{str(mark(root, command))!r} is of step {i} with {changed[0]!r} as it was before; name another "
-                    "--output"
+                    f"input {changed[0]!r} of step {i} has changed since the step was run "
+                    f"({str(mark(root, command))!r}); expected another --output"
                 )
-            tell(f"{said}: done before")
+            tell(f"{said}: already finished")
             continue
         tell(said)
         started = time.monotonic()
         code, printed = run(started_by(command, accept_old), "--json" in command)
         if code:
-            raise InputError(f"step {i} ended with {code}: {shlex.join(command)}")
+            raise InputError(f"step {i} ended with exit status {code}: {shlex.join(command)}")
         seconds = round(time.monotonic() - started, 1)
         write_json(
             mark(root, command),
@@ -85,7 +89,7 @@ def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None], acc
 
 
 def inputs(root: Path, command: list[str]) -> dict[str, str]:
-    """Digests of the files, and of those in folders, that a step reads and no step before it wrote."""
+    """Digests of the files and folders that a step reads and that no earlier step wrote."""
     made, found = root.resolve(), {}
     for word in called(command) if "headrace" in command else []:
         path = Path(word).resolve()
@@ -96,8 +100,8 @@ def inputs(root: Path, command: list[str]) -> dict[str, str]:
 
 
 def run(command: list[str], listen: bool) -> tuple[int, str | None]:
-    """(exit code, what it printed where somebody listens). A step ends with us, and is waited for: it may have
-    something to keep."""
+    """(exit status, output if `listen`). If this process is interrupted, the step is terminated and waited for, as it
+    may have results to save."""
     pipe, with_us = subprocess.PIPE if listen else None, partial(end_with_parent, os.getpid())
     with subprocess.Popen(command, stdout=pipe, text=True, preexec_fn=with_us) as step:
         try:
@@ -114,5 +118,5 @@ def started_by(command: list[str], accept_old: bool = False) -> list[str]:
     if command[0] == "headrace":
         return [*HEADRACE, *command[1:]]
     if shutil.which(command[0]) is None:
-        raise InputError(f"{command[0]} is not installed; the steps of --scale laptop do without it")
+        raise InputError(f"{command[0]} is not installed; expected it, or --scale laptop, which does not need it")
     return command

@@ -1,11 +1,12 @@
-"""A table or a figure of a paper, from its YAML file: the steps at each scale, and what was published.
+"""A table or figure of a paper as a YAML file: the steps of its reproduction at each scale, and the published numbers.
 
-A file says for each scale its `axes` (mixers, seeds, …), the name of a `run` made of them, and `steps`: commands, each
-repeated over the axes that it names. `columns` say where a number of ours is read, `rows` where it belongs.
+For each scale the file has `axes` (mixers, seeds, …), the name of a `run` as a template of axis values, and `steps`:
+commands, each repeated over the axes that it mentions. `columns` say where reproduced numbers are read, `rows` to which
+models they belong. Commands can contain
 
-    {text}      what is trained on               {root}  the folder of --output
-    {run}       the folder of one training run   {runs}  of all of them   {models}  what they trained
-    {mixer} …   a value of an axis               {mixers}  all mixers, with commas between
+    {text}      the training text                {root}    the folder of --output
+    {run}       the folder of a training run     {runs}    the folders of all runs   {models}  their trained models
+    {mixer} …   a value of an axis               {mixers}  all mixers, separated by commas
 """
 
 import difflib
@@ -29,7 +30,7 @@ AXIS = re.compile(r"{(\w+)}")
 @dataclass(frozen=True)
 class Scale:
     steps: list[str]
-    text: list[str]  # what is prepared where --text names nothing
+    text: list[str]  # training text if --text is not given
     axes: dict[str, list[Any]] = field(default_factory=dict)
     run: str = ""
     note: str = ""
@@ -37,7 +38,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Row:
-    """One model, or one less another (`minus`: what differs in the other). published: a number per column, or None."""
+    """One model, or the difference of two.
+
+    at: the model's values of the axes. minus: the axis values of the subtracted model that differ from `at`. published:
+    the published number for each column, None if there is none."""
 
     name: str
     at: dict[str, Any]
@@ -53,7 +57,7 @@ class Experiment:
     scales: dict[str, Scale]
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what the paper leaves open, and where it contradicts itself
+    notes: list[str] = field(default_factory=list)  # open points and contradictions of the paper
 
     def at(self, scale: str) -> Scale:
         if scale not in SCALES:
@@ -67,10 +71,10 @@ def names() -> list[str]:
 
 @cache
 def load(name: str) -> Experiment:
-    """The experiment of a name. Raises InputError for one that does not exist."""
+    """The experiment with a name. InputError for an unknown name."""
     if name not in names():
         near = difflib.get_close_matches(name, names(), 3) or names()
-        raise InputError(f"{name!r} is not known; the nearest are {', '.join(near)}")
+        raise InputError(f"experiment {name!r} is unknown; the nearest names are {', '.join(near)}")
     given, common = (recipes.read_yaml(FOLDER / f"{file}.yaml") for file in (name, "common"))
     scales = {}
     for scale in SCALES:
@@ -86,9 +90,13 @@ def combinations(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def tailored(scale: Scale, text: list[str], only: list[str], additions: list[str]) -> Scale:
-    """The scale on one's own text, with fewer values of its axes and more arguments. InputError for what cannot be."""
+    """The scale with another training text, fewer values of its axes (`only`) and more arguments (`additions`).
+
+    Raises:
+        InputError: no step reads a text, or `only` or `additions` do not fit the scale.
+    """
     if text and not any("{text}" in step for step in scale.steps):
-        raise InputError(f"--text {text[0]} is read by no step")
+        raise InputError(f"--text {text[0]!r} is not used: no step reads a text; leave --text out")
     return extended(restricted(replace(scale, text=text or scale.text), only), additions)
 
 
@@ -97,7 +105,7 @@ def run_folder(scale: Scale, root: Path, at: dict[str, Any]) -> Path:
 
 
 def commands(scale: Scale, root: Path) -> list[list[str]]:
-    """Every command of a scale, in order, as arguments."""
+    """All commands of a scale in order, each as a list of arguments."""
     runs = [str(run_folder(scale, root, at)) for at in combinations(scale.axes)] if scale.run else []
     lists = {"{text}": scale.text, "{runs}": runs, "{models}": [f"{run}/model" for run in runs]}
     found = []
@@ -111,12 +119,13 @@ def commands(scale: Scale, root: Path) -> list[list[str]]:
 
 
 def restricted(scale: Scale, only: list[str]) -> Scale:
-    """To some values of its axes: ["mixer=gla,softmax-gla", "seed=0"]. InputError for an axis or value it has not."""
+    """The scale with some values of its axes only: ["mixer=gla,softmax-gla", "seed=0"]. InputError for an unknown axis
+    or value."""
     axes = dict(scale.axes)
     for name, wanted in recipes.changes(only).items():
         if name not in axes:
             raise InputError(
-                f"--only {name}={wanted}: there is no such axis; expected {', '.join(axes) or 'no --only'}"
+                f"--only {name}={wanted}: there is no axis {name!r}; expected {', '.join(axes) or 'no --only'}"
             )
         kept = {str(value): value for value in axes[name]}
         values = zoo.split(wanted)
@@ -127,13 +136,14 @@ def restricted(scale: Scale, only: list[str]) -> Scale:
 
 
 def extended(scale: Scale, additions: list[str]) -> Scale:
-    """With more arguments for every step of a command: ["eval --limit 20"]. InputError for one that no step has."""
+    """The scale with more arguments for every step of a command: ["eval --limit 20"]. InputError for a command that no
+    step runs."""
     steps = scale.steps
     for addition in additions:
         command, *arguments = words(addition)
         if command not in (known := {called(shlex.split(step))[0] for step in steps}):
             raise InputError(
-                f"--add {addition!r} is for no step; expected one that begins with {', '.join(sorted(known))}"
+                f"--add {addition!r} fits no step; expected the first word to be {' or '.join(sorted(known))}"
             )
         more = " " + shlex.join(arguments).replace("{", "{{").replace("}", "}}")
         steps = [step + more if called(shlex.split(step))[0] == command else step for step in steps]
@@ -148,5 +158,5 @@ def words(text: str) -> list[str]:
 
 
 def called(command: list[str]) -> list[str]:
-    """What headrace is given, without what starts it."""
+    """The arguments of headrace in a command."""
     return command[command.index("headrace") + 1 :]

@@ -1,4 +1,4 @@
-"""Our numbers where the steps left them, and beside them the published ones."""
+"""Reads the reproduced numbers from the output of the steps, and pairs them with the published ones."""
 
 import json
 import math
@@ -13,14 +13,14 @@ from ...utils.integrity import read_json
 from .execute import done
 from .experiment import Experiment, Scale, combinations, commands, run_folder
 
-INTERVAL = 1.96  # standard errors on either side hold 95 % of a normal distribution
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # and of one known from 2, 3, … seeds
+INTERVAL = 1.96  # half the width of a 95 % interval of a normal distribution, in standard errors
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # the same of Student's t for 2, 3, … seeds
 
 
 @dataclass(frozen=True)
 class Number:
     value: float
-    reach: float | None = None  # 95 % lie within it on either side; None: not known
+    reach: float | None = None  # half the width of the 95 % interval; None: not known
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Cell:
 
     @property
     def within(self) -> bool | None:
-        """Whether the published number is within 95 % of ours; None where that cannot be said."""
+        """Whether the published number lies within the 95 % interval of ours; None if there is no interval."""
         if self.difference is None or self.ours is None or self.ours.reach is None:
             return None
         return abs(self.difference) <= self.ours.reach
@@ -54,7 +54,8 @@ def cells(experiment: Experiment, scale: Scale, root: Path) -> list[Cell]:
 
 
 def number(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
-    """The mean over what `at` leaves open (seeds). None where a step is missing, or the scale has no such model."""
+    """The mean over the axes that `at` leaves open (seeds). None if a step is not finished or the scale does not have
+    the model."""
     if any(value not in scale.axes.get(name, []) for name, value in at.items()):
         return None
     open_axes = {name: [at[name]] if name in at else values for name, values in scale.axes.items()}
@@ -65,7 +66,7 @@ def number(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) 
 
 
 def mean(numbers: list[Number]) -> Number:
-    """Over seeds their own spread counts; of a single one the standard error that it came with."""
+    """The mean over seeds, with an interval by Student's t; a single number keeps its own interval."""
     if len(numbers) == 1:
         return numbers[0]
     values = [one.value for one in numbers]
@@ -81,7 +82,7 @@ def less(first: Number | None, second: Number | None) -> Number | None:
 
 
 def evaluated(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
-    """From what `eval` wrote, in the harness's own format. {"mean": [...]}: over several of its tasks."""
+    """A number from the results.json of `headrace eval`. place["mean"]: the tasks whose mean is taken."""
     path = root / place["eval"] / run_folder(scale, root, at).name / "results.json"
     if not path.exists():
         return None
@@ -99,19 +100,19 @@ def evaluated(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Pat
 def score(result: dict[str, Any], metric: str) -> Number | None:
     if f"{metric},none" not in result:
         return None
-    error = result.get(f"{metric}_stderr,none")  # "N/A" for some; 0 where all rows agree, which is no spread
+    error = result.get(f"{metric}_stderr,none")  # can be "N/A", or 0 if all rows are equal; neither is a spread
     return Number(result[f"{metric},none"], INTERVAL * error if isinstance(error, float) and error else None)
 
 
 def logged(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
-    """The last of a number in a run's history."""
+    """The last value of a number in the history of a training run."""
     path = run_folder(scale, root, at) / "model" / "history.json"
     points = read_json(path) if path.exists() else []
     return next((Number(point[place["history"]]) for point in reversed(points) if place["history"] in point), None)
 
 
 def printed(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
-    """From what the step printed, as JSON, that has these words in it."""
+    """A number in the JSON output of the step whose command contains place["words"]."""
     words = place["words"].format(**at)
     command = next(one for one in commands(scale, root) if words in shlex.join(one))
     kept = done(root, command)
@@ -124,7 +125,7 @@ def printed(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path)
 
 
 def compared(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
-    """From a comparison's results: the mean over its seeds."""
+    """The mean over seeds of a final score in the results.json of `headrace compare`."""
     path = root / place["compare"] / "results.json"
     arms = read_json(path)["arms"] if path.exists() else []
     values = [Number(arm["scores"][place["metric"]]) for arm in arms if arm["mixer"] == at["mixer"] and arm["scores"]]

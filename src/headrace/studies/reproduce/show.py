@@ -1,4 +1,4 @@
-"""Ours beside the published, on the terminal and as a page."""
+"""Shows reproduced numbers beside published ones, on the terminal and as a page."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from ...utils.environment import environment
 from .experiment import Experiment, load, names
 from .numbers import Cell
 
-HEADER = ("model", "metric", "published", "ours, ± 95 %", "difference", "within ours")
+HEADER = ("model", "metric", "published", "reproduced, ± 95 %", "difference", "within interval")
 
 
 def print_list(console: Console) -> None:
@@ -32,7 +32,7 @@ def print_cells(experiment: Experiment, scale: str, cells: list[Cell], console: 
 
 
 def shown(cells: list[Cell]) -> list[tuple[str, ...]]:
-    """A line for each number that is published or found."""
+    """A row for each number that is published or reproduced."""
     return [line(cell) for cell in cells if cell.published is not None or cell.ours is not None]
 
 
@@ -46,27 +46,28 @@ def line(cell: Cell) -> tuple[str, ...]:
 
 
 def verdict(cells: list[Cell]) -> str:
+    """A sentence on how many published numbers are reproduced, and how many lie within the 95 % interval of ours."""
     published = sum(cell.published is not None for cell in cells)
     there = sum(cell.ours is not None for cell in cells)
     both = sum(cell.difference is not None for cell in cells)
     judged = [cell.within for cell in cells if cell.within is not None]
     if not published:
-        return f"No number is published as text; {there} of ours are there."
+        return f"Published numbers: none as text; reproduced numbers: {there}."
     if not both:
-        return f"{published} numbers are published; of ours there are {there}, none for the same model and metric."
-    said = f"{published} numbers are published; beside {both} of them are ours"
+        return f"Published numbers: {published}; reproduced numbers: {there}, none for the same model and metric."
+    said = f"Published numbers: {published}, of which {both} are reproduced"
     if not judged:
-        return f"{said}; none of the differences can be judged, for want of a spread of ours."
-    return f"{said}; {sum(judged)} of the {len(judged)} that can be judged lie within ours ± 95 %."
+        return f"{said}; no reproduced number has a 95 % interval to judge the difference by."
+    return f"{said}; within the 95 % interval of the reproduced number: {sum(judged)} of {len(judged)}."
 
 
 def notes(experiment: Experiment, scale: str) -> list[str]:
     note = experiment.scales[scale].note
-    return [*([f"At the scale of the {scale}: {note}."] if note else []), *experiment.notes]
+    return [*([f"Scale {scale}: {note}."] if note else []), *experiment.notes]
 
 
 def write_page(experiment: Experiment, scale: str, cells: list[Cell], path: Path, command: str) -> Path:
     sentences = [*([verdict(cells)] if cells else []), *notes(experiment, scale)]
-    about = f"{experiment.source}; at the scale of the {scale}."
+    about = f"{experiment.source}; scale: {scale}."
     section = Section(sentences=sentences, header=HEADER, rows=shown(cells))
     return Page(experiment.title, about, [section], command, [environment()]).write(path)

@@ -1,6 +1,6 @@
-"""How a model is trained, as data: a recipe is a short YAML file that lists what differs from the defaults.
+"""Training recipes as data: a recipe is a short YAML file with the fields that differ from the defaults.
 
-The shipped ones stand beside this file; `base` names the one that a recipe starts from.
+Shipped recipes are in the folder of this module; the field `base` of a recipe names another one to start from.
 """
 
 import dataclasses
@@ -25,43 +25,47 @@ POSITIVE = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Tokens are counted over all devices; a step is one update of the weights."""
+    """A model and its training. Token counts are over all devices; a step is one update of the weights.
+
+    Raises:
+        InputError: a value is out of range, or two fields contradict each other.
+    """
 
     # the model
     mixer: str = "softmax-gla"
     hidden_size: int = 1024
     layers: int = 24
     heads: int = 4
-    intermediate_size: int | None = None  # None: 8/3 of hidden_size, rounded up
+    intermediate_size: int | None = None  # MLP width; None: 8/3 of hidden_size, rounded up
     vocab_size: int = 32000
     tie: bool = True  # one matrix for the embedding and the output
-    weights: str | None = None  # the checkpoint to begin from; None: at random
-    # what it sees
+    weights: str | None = None  # checkpoint of the initial weights; None: random weights
+    # the data
     length: int = 4096
     tokens: float = 15e9
-    batch_tokens: int = 524288  # of a step
-    apart: bool = False  # documents in a row do not see each other
+    batch_tokens: int = 524288  # tokens per step
+    apart: bool = False  # keep documents in a row separate: no attention, state or label crosses their boundary
     # the optimiser: AdamW
     lr: float = 1e-3
-    min_lr: float = 0.1  # at the end, as a share of lr
+    min_lr: float = 0.1  # final learning rate as a fraction of lr
     schedule: Literal["cosine", "linear"] = "cosine"
     warmup_tokens: float = 0.0
-    weight_decay: float = 0.1  # not of norms, biases and gates
+    weight_decay: float = 0.1  # not applied to norms, biases and gates
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    clip: float | None = 1.0  # of the gradient's norm
-    clip_when: Literal["always", "gated"] = "always"  # gated: mixers with an output gate or head competition alone
-    gate_lr: float = 1.0  # of the competition's weights, times lr
-    gate_std: float = 0.0  # of their initial values
+    clip: float | None = 1.0  # largest norm of the gradient; None: no clipping
+    clip_when: Literal["always", "gated"] = "always"  # gated: only for mixers with an output gate or head competition
+    gate_lr: float = 1.0  # learning rate of the competition's weights as a multiple of lr
+    gate_std: float = 0.0  # standard deviation of the competition's initial weights
     gate_init: Literal["normal", "orthogonal"] = "normal"
     # the run
     precision: Literal["bfloat16", "float32"] = "bfloat16"
-    micro_batch: int = 8  # rows of a device at a time; the rest of a step is accumulated
-    recompute: bool = False  # activations in the backward, instead of keeping them
+    micro_batch: int = 8  # rows per device and forward pass; gradients are accumulated over a step
+    recompute: bool = False  # recompute activations in the backward
     compile: bool = False
     seed: int = 0
     evaluate_every: int = 500  # steps
-    evaluate_rows: int = 256  # of the held-out text; the end of a run sees all of it
+    evaluate_rows: int = 256  # held-out rows per evaluation; the final evaluation uses all of them
     save_every: int = 500
 
     def __post_init__(self) -> None:
@@ -76,7 +80,7 @@ class Recipe:
         if self.warmup_tokens < 0:
             raise InputError(f"warmup_tokens={self.warmup_tokens}; expected at least 0")
         if self.batch_tokens % self.length:
-            raise InputError(f"batch_tokens={self.batch_tokens} is no whole number of rows of length={self.length}")
+            raise InputError(f"batch_tokens={self.batch_tokens}; expected a multiple of length={self.length}")
         if self.schedule == "linear" and self.min_lr:
             raise InputError(f"min_lr={self.min_lr} with schedule='linear', which ends at 0; expected min_lr=0")
         if self.warmup_tokens >= self.tokens:
@@ -86,7 +90,7 @@ class Recipe:
             )
         if round(self.tokens / self.batch_tokens) < 1:
             raise InputError(
-                f"tokens={self.tokens:g} is less than half of a step of batch_tokens={self.batch_tokens}; expected more"
+                f"tokens={self.tokens:g}; expected at least half of a step, which is batch_tokens={self.batch_tokens}"
             )
         zoo.get(self.mixer).head_dims(self.hidden_size, self.heads)
 
@@ -100,11 +104,12 @@ class Recipe:
 
     @property
     def rows(self) -> int:
-        """Of a step."""
+        """Number of rows per step."""
         return self.batch_tokens // self.length
 
     @property
     def clips(self) -> float | None:
+        """The largest norm of the gradient after `clip` and `clip_when`; None: no clipping."""
         spec = zoo.get(self.mixer)
         gated = isinstance(spec, MixerSpec) and (spec.competition is not None or spec.read.gate != "none")
         return self.clip if gated or self.clip_when == "always" else None
@@ -112,7 +117,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class About:
-    """Where a recipe comes from, and which of its fields its source does not state."""
+    """The source of a recipe and its data; `assumed` lists the fields that the source does not state."""
 
     source: str = ""
     data: str = ""
@@ -120,12 +125,16 @@ class About:
 
 
 def names() -> list[str]:
-    """Of the shipped recipes that can be trained."""
+    """Names of the shipped recipes that can be trained."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml") if "-" in path.stem)
 
 
 def load(name: str, changes: dict[str, Any] | None = None) -> tuple[Recipe, About]:
-    """The recipe of a shipped name or a YAML file, with fields changed. InputError for anything it should not hold."""
+    """The recipe with a shipped name or in a YAML file, with new values of some fields.
+
+    Raises:
+        InputError: the recipe does not exist or is not YAML, or a field is unknown or has an invalid value.
+    """
     data = _merged(name) | (changes or {})
     about = About(data.pop("source", ""), data.pop("data", ""), tuple(data.pop("assumed", ())))
     hints = get_type_hints(Recipe)
@@ -153,33 +162,33 @@ def _read(name: str) -> dict[str, Any]:
     path = shipped if shipped.is_file() else Path(name)
     if not path.is_file():
         near = difflib.get_close_matches(name, names(), 1) or names()
-        raise InputError(f"recipe {name!r} is neither a file nor one of ours; the nearest names are {', '.join(near)}")
+        raise InputError(f"recipe {name!r} is neither a file nor a shipped recipe; the nearest are {', '.join(near)}")
     try:
         data = read_yaml(path)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"recipe {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
-        raise InputError(f"recipe {str(path)!r} is not a list of field: value")
+        raise InputError(f"recipe {str(path)!r} is not a YAML mapping; expected lines of the form `field: value`")
     return data
 
 
 class _EachFieldOnce(yaml.SafeLoader):
-    """YAML's own takes the last of two fields with one name."""
+    """A YAML loader that refuses a repeated field, of which SafeLoader would take the last."""
 
     def construct_mapping(self, node, deep=False):
         names = [name.value for name, _ in node.value]
         if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
-            raise yaml.YAMLError(f"{twice!r} stands twice")
+            raise yaml.YAMLError(f"field {twice!r} is given twice")
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: Path) -> Any:
-    """Raises yaml.YAMLError for what is no YAML, or has a field twice."""
+    """The content of a YAML file. yaml.YAMLError for invalid YAML or a repeated field."""
     return yaml.load(path.read_text(encoding="utf-8"), _EachFieldOnce)
 
 
 def _value(name: str, value: Any, hint: Any) -> Any:
-    """YAML reads 1e-3 as a string, and a command line has nothing but strings."""
+    """Converts a value to the type of its field: YAML reads 1e-3 as a string, and command-line values are strings."""
     options = get_args(hint) or (hint,)
     if get_origin(hint) is Literal and value in options:
         return value
@@ -230,7 +239,7 @@ def changes(settings: list[str]) -> dict[str, str]:
 
 
 def to_yaml(recipe: Recipe, about: About) -> str:
-    """Every field, so that a run's recipe does not depend on what the defaults are later."""
+    """All fields as YAML, so that the recipe of a run does not depend on later defaults."""
     data = {f.name: getattr(recipe, f.name) for f in fields(recipe)} | dataclasses.asdict(about)
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in data.items()}
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
