@@ -236,8 +236,10 @@ def _refuse_overwriting(paths: list[str], where: str) -> None:
 
 
 def several(text: str) -> tuple[str, ...]:
-    """What a user lists, with commas between; "all" is every mixer that has a name."""
-    return tuple(names()) if text.strip() == "all" else split(text)
+    """The mixers of a list separated by commas; "all" is every named mixer. InputError for an empty list."""
+    if not (found := tuple(names()) if text.strip() == "all" else split(text)):
+        raise InputError(f"--mixers={text!r} names none; expected at least one")
+    return found
 
 
 def split(text: str, mark: str = ",") -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """Text from a checkpoint: a prompt in, tokens out as they come."""
 
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -67,12 +66,3 @@ def read_tokenizer(checkpoint: Path | str) -> Any:
         raise InputError(
             f"checkpoint {str(checkpoint)!r} has no tokenizer that can be read; expected its tokenizer.json"
         ) from error
-
-
-def read_prompt(given: str | None) -> str:
-    """The prompt of the command line; without one, all of standard input."""
-    if given is not None:
-        return given
-    if sys.stdin.isatty():
-        raise InputError("--prompt is missing; expected a prompt, or text on standard input")
-    return sys.stdin.read()
