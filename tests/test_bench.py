@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace import InputError
-from headrace.cli import studies as cli_eval
+from headrace.cli import evaluate as cli_eval
 from headrace.studies.bench import measure, report, results
 from headrace.studies.bench.decoding import CACHED, READ_ALL, RECURRENT, Decoder
 from headrace.studies.bench.models import Shape, build, cache_bytes, named

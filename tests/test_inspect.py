@@ -271,7 +271,8 @@ def test_the_command_reads_text_a_file_or_standard_input(checkpoint, tmp_path):
         tmp_path / "new/page.html",
     )
     for more, given, expected in (
-        (["--text", "given"], None, "given"),
+        (["--prompt", "given"], None, "given"),
+        (["--text", "given"], None, "given"),  # the former name of --prompt
         (["--file", str(tmp_path / "text")], None, "from a file"),
         ([], "piped", "piped"),
     ):
@@ -279,7 +280,7 @@ def test_the_command_reads_text_a_file_or_standard_input(checkpoint, tmp_path):
         assert done.exit_code == 0 and "page.html: 0." in done.stdout
         assert "".join(data_of(page.read_text("utf-8"))["labels"]) == expected
     for more, said in (
-        (["--text", "a", "--file", "b"], "--text and --file are both given"),
+        (["--text", "a", "--file", "b"], "--prompt and --file are both given"),
         (["--file", str(tmp_path / "none")], "cannot be read: No such file"),
         (["--file", str(tmp_path / "latin")], "is not UTF-8"),
         (["--text", "some", "--output", "/proc/none/page.html"], "cannot be written"),

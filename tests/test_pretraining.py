@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
-from headrace.cli import training as cli_train
+from headrace.cli import train as cli_train
 from headrace.data import open_data
 from headrace.hf import load
 from headrace.hf.retrofit import retrofit

@@ -66,7 +66,7 @@ def test_without_a_terminal_a_line_says_what_is_at_work(command, model, tmp_path
 
 
 def test_what_lasts_is_said_again(monkeypatch):
-    monkeypatch.setattr(console, "PATIENCE", 0.01)
+    monkeypatch.setattr(console, "HEARTBEAT", 0.01)
     said = Console(file=io.StringIO(), force_terminal=False, width=140)
     with console.telling(said) as tell:
         tell("a point")

@@ -11,7 +11,7 @@ import typer
 
 from headrace import InputError
 from headrace.cli import app as cli
-from headrace.cli import studies as cli_eval
+from headrace.cli import understand
 from headrace.data.tokenizer import byte_level
 from headrace.studies.reproduce import execute, experiment, numbers, show
 from tiny import build
@@ -117,7 +117,7 @@ def test_what_has_ended_is_not_done_again_and_what_fails_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_table_is_made_from_end_to_end(tmp_path, capsys):
-    cli_eval.reproduce("table-5", run=True, output=tmp_path)
+    understand.reproduce("table-5", run=True, output=tmp_path)
     assert "341.7" in capsys.readouterr().out
     assert (
         "30.8" not in (page := (tmp_path / "table-5.html").read_text("utf-8")) and "no single way of counting" in page
@@ -144,7 +144,7 @@ MISTAKES = {
 @pytest.mark.parametrize("said", MISTAKES)
 def test_a_mistake_is_named(said, tmp_path):
     with pytest.raises(InputError, match=re.escape(said)):
-        cli_eval.reproduce(**{"name": "figure-1", "output": tmp_path} | MISTAKES[said])
+        understand.reproduce(**{"name": "figure-1", "output": tmp_path} | MISTAKES[said])
     assert not list(tmp_path.iterdir())
 
 

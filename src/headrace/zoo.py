@@ -241,8 +241,12 @@ def _refuse_overwriting(paths: list[str], where: str) -> None:
 
 
 def several(text: str) -> tuple[str, ...]:
-    """Returns the items of a comma-separated list; "all" stands for the names of all mixers."""
-    return tuple(names()) if text.strip() == "all" else split(text)
+    """Returns the items of a comma-separated list; "all" stands for the names of all mixers.
+
+    Raises InputError for an empty list."""
+    if not (found := tuple(names()) if text.strip() == "all" else split(text)):
+        raise InputError(f"--mixers={text!r} names none; expected at least one")
+    return found
 
 
 def split(text: str, mark: str = ",") -> tuple[str, ...]:

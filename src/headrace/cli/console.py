@@ -1,4 +1,4 @@
-"""What the commands share: a terminal, an end by Ctrl-C or SIGTERM, and a sentence where a package is missing."""
+"""What the commands share: parameters, the terminal, progress, interruption, and the check for missing packages."""
 
 import sys
 import threading
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -15,42 +16,56 @@ from ..utils.errors import InputError
 from ..utils.processes import Terminated, terminable
 
 T = TypeVar("T")
-PATIENCE = 60.0  # seconds without a line
+HEARTBEAT = 60.0  # seconds without a line after which the current line is repeated
+
+# The bracket of "[default: ...]" is escaped because Rich takes "[...]" for markup and prints nothing.
+Checkpoint = Annotated[Path, typer.Argument(help="Folder of a checkpoint, as `train` or `save_pretrained` write it.")]
+NewFolder = Annotated[Path, typer.Option(help="Folder to create. An existing folder is refused.")]
+Device = Annotated[
+    str | None,
+    typer.Option(help=r"Device: cpu, cuda, cuda:1, mps, or auto (an accelerator before the CPU). \[default: auto]"),
+]
+PromptFile = Annotated[
+    Path | None, typer.Option("--file", help=r"UTF-8 file to read the text from. \[default: standard input]")
+]
 AcceptOld = Annotated[
-    bool, typer.Option("--accept-old", help="Go on with results that another version made; the report says so.")
+    bool,
+    typer.Option("--accept-old", help="Continue from results of another version of headrace. The report states this."),
 ]
 
 
 def terminal() -> Console:
-    """Wide where the output goes to a file, so that no table is cut."""
+    """A console for standard output, 140 columns wide if the output is a file, so that tables are not cut."""
     return Console() if sys.stdout.isatty() else Console(width=140)
 
 
 @contextmanager
 def telling(console: Console) -> Iterator[Callable[[str], None]]:
-    """tell(what is at work now). On a terminal it stands until the next; elsewhere it is a line, which is said again
-    with its minutes while it lasts."""
+    """Yields `tell(line)`, which shows the current activity.
+
+    On a terminal, the line replaces the previous one. Elsewhere it is printed, and printed again with the elapsed
+    minutes after every HEARTBEAT seconds."""
     if console.is_terminal:
         with console.status("") as status:
             yield status.update
         return
-    at: list[Any] = ["", 0.0]
+    current: list[Any] = ["", 0.0]
     ended = threading.Event()
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def tell(line: str) -> None:
-        at[:] = line, time.monotonic()
+        current[:] = line, time.monotonic()
         say(line)
 
-    def again() -> None:
-        while not ended.wait(PATIENCE):
-            line, since = at
+    def repeat() -> None:
+        while not ended.wait(HEARTBEAT):
+            line, since = current
             if line:
                 say(f"{line}: at work for {(time.monotonic() - since) / 60:.0f} min")
 
-    threading.Thread(target=again, daemon=True).start()
+    threading.Thread(target=repeat, daemon=True).start()
     try:
         yield tell
     finally:
@@ -58,7 +73,7 @@ def telling(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 def track(items: Sequence[T], name: str, tell: Callable[[str], None]) -> Iterator[T]:
-    """The items, each told of: "layer 2 of 5"."""
+    """Iterates over the items and tells the position of each: "layer 2 of 5"."""
     for i, item in enumerate(items, 1):
         tell(f"{name} {i} of {len(items)}")
         yield item
@@ -66,7 +81,7 @@ def track(items: Sequence[T], name: str, tell: Callable[[str], None]) -> Iterato
 
 @contextmanager
 def interruptible(farewell: str) -> Iterator[None]:
-    """Ctrl-C ends with the farewell and exit code 130, SIGTERM with 143: what follows must not take it for the end."""
+    """Turns Ctrl-C into the farewell and exit code 130, and SIGTERM into the farewell and exit code 143."""
     try:
         with terminable():
             yield
@@ -76,8 +91,35 @@ def interruptible(farewell: str) -> Iterator[None]:
         raise typer.Exit(code) from None
 
 
+def numbers(option: str, text: str) -> list[int]:
+    """Parses "512,2048". Raises InputError, with the option's name, for anything but positive integers."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise InputError(f"--{option}={text}; expected positive integers with commas between, as 512,2048")
+    return [int(part) for part in parts]
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """Returns the prompt, or the content of the file, or all of standard input.
+
+    Raises InputError if both or none are given, and for a file that cannot be read as UTF-8."""
+    if prompt is not None and file is not None:
+        raise InputError("--prompt and --file are both given; expected one of them")
+    if prompt is not None:
+        return prompt
+    if file is None and sys.stdin.isatty():
+        raise InputError("--prompt is missing; expected --prompt, --file, or text on standard input")
+    name = "standard input" if file is None else f"--file {str(file)!r}"
+    try:
+        return sys.stdin.read() if file is None else file.read_text("utf-8")
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8: {error}") from None
+
+
 def needing(extra: str, name: str, command: Callable) -> Callable:
-    """The command of this name, which ends with an InputError where a package of the extra is not there."""
+    """Wraps a command so that a missing package raises an InputError that names the extra to install."""
 
     @wraps(command)
     def run(*args, **kwargs):
@@ -94,7 +136,7 @@ def needing(extra: str, name: str, command: Callable) -> Callable:
 
 
 def missing(error: BaseException | None) -> str | None:
-    """The package that could not be imported, also where transformers says so in an ImportError of its own."""
+    """The package whose import failed, including one that transformers names in an ImportError of its own."""
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(__package__):
             return error.name.partition(".")[0]

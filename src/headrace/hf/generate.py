@@ -1,7 +1,6 @@
 """Generates text from a checkpoint, optionally printing tokens as they are generated."""
 
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -79,12 +78,3 @@ def read_tokenizer(checkpoint: Path | str) -> Any:
         raise InputError(
             f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"
         ) from error
-
-
-def read_prompt(given: str | None) -> str:
-    """The prompt of the command line or, without one, of standard input."""
-    if given is not None:
-        return given
-    if sys.stdin.isatty():
-        raise InputError("--prompt is missing; expected a prompt, or text on standard input")
-    return sys.stdin.read()

@@ -100,8 +100,6 @@ def named(text: str) -> tuple[str, ...]:
         found[name] = None
         if name not in PEERS and competes(name):
             found[f"softmax-{name}"] = None
-    if not found:
-        raise InputError(f"--mixers={text!r} names none; expected at least one")
     return tuple(found)
 
 

@@ -1,6 +1,5 @@
 """A self-contained HTML page that shows what a trained model computes for a text, token by token."""
 
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -51,24 +50,6 @@ def inspect(
         hidden, layers = record(model.double().to(device), torch.tensor([ids[:kept]]))
         data = describe(model, tokenizer, hidden, ids[:kept], layers, track)
     return render(data | {"labels": labels[:kept], "cut": len(ids) - kept, "checkpoint": str(checkpoint)})
-
-
-def read_text(text: str | None, file: Path | None) -> str:
-    """The text of the command line, by --text or --file or, without these, from standard input."""
-    if text is not None and file is not None:
-        raise InputError("--text and --file are both given; expected one of them")
-    if text is not None:
-        return text
-    if file is None and sys.stdin.isatty():
-        raise InputError("--text is missing; expected --text, --file, or text on standard input")
-    try:
-        return sys.stdin.read() if file is None else file.read_text("utf-8")
-    except OSError as error:
-        raise InputError(f"--file {str(file)!r} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{'standard input' if file is None else f'--file {str(file)!r}'} is not UTF-8: {error}"
-        ) from None
 
 
 def write(page: str, output: Path) -> None:

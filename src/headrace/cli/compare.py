@@ -1,0 +1,170 @@
+"""Compare: compare, zoo, verify, backends."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from .. import zoo
+from ..spec.linear import to_json
+from ..studies import catalog
+from ..utils.errors import InputError
+from .console import AcceptOld, Device, interruptible, telling, terminal, track
+
+
+def compare(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(help=r"Text files for language modelling, as with --text. \[default: none]", show_default=False),
+    ] = None,
+    mixers: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Mixers, separated by commas: names or expressions (see `headrace zoo`), or all. "
+            r"\[default: the task's]"
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help=r"Task, with fields in parentheses: key-value(pairs=16). \[default: pair; text with --text]"),
+    ] = None,
+    text: Annotated[
+        list[str] | None, typer.Option(help=r"Text file for language modelling. Repeatable. \[default: none]")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help=r"Tokenizer, a JSON file of `tokenizers`. \[default: bytes]")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help=r"Number of random seeds. \[default: 3]")] = None,
+    steps: Annotated[int | None, typer.Option(help=r"Number of training steps. \[default: 300]")] = None,
+    batch_size: Annotated[int | None, typer.Option(help=r"Rows per training step. \[default: 64]")] = None,
+    lr: Annotated[float | None, typer.Option(help=r"Peak learning rate. \[default: 0.01]")] = None,
+    length: Annotated[int | None, typer.Option(help=r"Tokens per row. \[default: 48]")] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="Field of the task, model or training and its values: FIELD=VALUE,VALUE,... "
+            r"Each value is one comparison. \[default: none]"
+        ),
+    ] = None,
+    hidden_size: Annotated[int | None, typer.Option(help=r"Hidden size of the models. \[default: 64]")] = None,
+    layers: Annotated[int | None, typer.Option(help=r"Number of layers. \[default: 1]")] = None,
+    heads: Annotated[int | None, typer.Option(help=r"Number of heads per layer. \[default: 8]")] = None,
+    output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/<task>]")] = None,
+    device: Device = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help=r"Number of worker processes. \[default: one per GPU, or one per CPU core]"),
+    ] = None,
+    accept_old: AcceptOld = False,
+) -> None:
+    """Train mixers on one task with equal parameter counts and write a report.
+
+    Without arguments, runs a demonstration. After an interruption, the same command resumes. Each task has its own
+    defaults; the options below show those of `pair`. `cuda` stands for all GPUs.
+    """
+    from ..studies.compare.choose import choose
+    from ..studies.compare.folder import check, claim
+    from ..studies.compare.page import write_report
+    from ..studies.compare.pool import place_workers
+    from ..studies.compare.run import complete
+    from ..studies.compare.terminal import board, print_results
+    from ..utils.device import all_devices
+    from ..utils.processes import locked
+
+    changes = {
+        "mixers": mixers, "seeds": seeds, "steps": steps, "batch_size": batch_size, "lr": lr, "length": length,
+        "hidden_size": hidden_size, "layers": layers, "heads": heads,
+    }  # fmt: skip
+    study = choose(task, [*(text or []), *(files or [])], tokenizer, changes, sweep)
+    folder, console = output or Path("runs", study.name), terminal()
+    for plan in study.plans:
+        for sentence in plan.idle_gates():
+            console.print(f"Note: {sentence}", style="yellow", highlight=False, soft_wrap=True)
+    places = place_workers(all_devices(device), workers)
+    check(folder, study)
+    with interruptible(f"finished models are kept in {folder}; the same command continues"), locked(folder):
+        claim(folder, study, accept_old)
+        with board(study, console) as progress:
+            results = complete(study, folder, progress.listen, places)
+        report = write_report(results, folder)
+    print_results(results, console)
+    console.print(f"The report is {report}", soft_wrap=True, highlight=False)
+
+
+def list_zoo(
+    show: Annotated[str, typer.Option(help="View of the table: update, axes, cost or paper.")] = "update",
+    as_json: Annotated[bool, typer.Option("--json", help="JSON output with every view and every spec.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown output, as in docs/zoo.md.")] = False,
+) -> None:
+    """List the named mixers and models.
+
+    The views show each mixer as a memory update, by four design axes, with its cost, or with its paper."""
+    if show not in catalog.VIEWS:
+        raise InputError(f"--show={show!r}; expected one of {', '.join(catalog.VIEWS)}")
+    if as_markdown:
+        print(catalog.markdown())
+        return
+    rows = {name: catalog.account(name) for name in zoo.names()}
+    if as_json:
+        models = {name: {"spec": to_json(spec)} for name, spec in zoo.MODELS.items()}
+        print(json.dumps(rows | models, indent=1, ensure_ascii=False))
+        return
+    columns = catalog.VIEWS[show]
+    table = Table(
+        caption=f"Views: --show {', '.join(catalog.VIEWS)}. {catalog.COUNTED}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("mixer", no_wrap=True)
+    for column in columns:
+        number = column in ("bytes", "training", "decoding")
+        table.add_column(column, justify="right" if number else "left", overflow="fold", no_wrap=number)
+    for name, row in rows.items():
+        table.add_row(name, *(catalog.cell(row[column]) for column in columns))
+    terminal().print(table)
+    terminal().print(f"Whole models: {', '.join(zoo.MODELS)}")
+
+
+def verify(
+    mixers: Annotated[
+        str | None,
+        typer.Option(help=r"Mixers, separated by commas: names or expressions (see `headrace zoo`). \[default: all]"),
+    ] = None,
+    device: Device = None,
+    dtype: Annotated[str, typer.Option(help="Data type: float64, float32 or bfloat16.")] = "float64",
+) -> None:
+    """Check every form and backend of a mixer on this machine against the recurrence.
+
+    Prints the relative error and the tolerance of each check. Exit code 1 if a check fails."""
+    from ..studies.verify import TOLERANCE
+    from ..studies.verify import verify as check
+    from ..utils.device import on_device
+
+    dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCE}
+    if dtype not in dtypes:
+        raise InputError(f"--dtype={dtype!r}; expected one of {', '.join(dtypes)}")
+    device = on_device(device, float64=dtype == "float64")
+    names = zoo.several("all" if mixers is None else mixers)
+    for name in names:
+        zoo.mixer(name)  # raises for an unknown name before the first check
+    console, broken = terminal(), 0
+    table = Table("mixer", "law", "relative error", "tolerance", "")
+    with interruptible("no result was kept"), telling(console) as tell:
+        checked = track(names, "mixer", tell)
+        for row in (row for name in checked for row in check([name], device, dtypes[dtype])):
+            broken += not row.holds
+            mark = "holds" if row.holds else "[red]BROKEN"
+            table.add_row(row.mixer, row.law, f"{row.error:.1e}", f"{row.tolerance:.0e}", mark)
+    console.print(table)
+    console.print(f"{broken} of {table.row_count} laws are broken on {device} in {dtype}")
+    raise typer.Exit(1 if broken else 0)
+
+
+def backends() -> None:
+    """List the backends of the recurrence, and why the others are unavailable on this machine."""
+    from ..ops.dispatch import BACKENDS
+
+    for name, backend in BACKENDS.items():
+        reason = backend.missing()
+        print(f"{name}: {f'not here: {reason}' if reason else f'available ({backend.about()})'}")

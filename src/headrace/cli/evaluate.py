@@ -1,0 +1,125 @@
+"""Evaluate: eval, bench."""
+
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import zoo
+from .console import AcceptOld, Device, interruptible, numbers, telling, terminal
+
+
+def evaluate(
+    checkpoints: Annotated[
+        list[str], typer.Argument(help="Folders or names on the Hub of causal language models, ours or others.")
+    ],
+    suite: Annotated[
+        str,
+        typer.Option(
+            help="Suites, separated by commas: language, recall, needle, blimp, or tasks of lm-evaluation-harness."
+        ),
+    ],
+    data: Annotated[
+        Path | None, typer.Option(help=r"Folder of local benchmark files. \[default: download from the Hub]")
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of the prompts of `needle`, separated by commas.")
+    ] = "1024,2048,4096,8192",
+    limit: Annotated[int | None, typer.Option(help=r"Number of rows per task. \[default: all]")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help=r"Maximum context in tokens. \[default: the model config's]")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows per batch.", min=1)] = 8,
+    device: Device = None,
+    seed: Annotated[int, typer.Option(help="Random seed of the needles.", min=0, max=2**32 - 1)] = 1234,
+    output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/eval-<suite>]")] = None,
+    accept_old: AcceptOld = False,
+) -> None:
+    """Evaluate checkpoints on tasks of lm-evaluation-harness.
+
+    Reports standard errors and paired differences between the checkpoints. After an interruption, the same command
+    resumes; further checkpoints are added to the folder."""
+    from ..studies.evaluate import checkpoint, report, run
+    from ..utils.device import on_device
+    from ..utils.processes import locked
+
+    folder, console = output or Path("runs", f"eval-{run.slug(suite)}"), terminal()
+    plan = run.Plan(
+        suite, tuple(numbers("lengths", lengths)), None if data is None else str(data), limit, max_length, seed
+    )
+    with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
+        with telling(console) as tell:
+            found = run.evaluate(
+                checkpoints, plan, run.Machine(on_device(device), batch_size), folder, accept_old, tell
+            )
+        page = report.write_report(found, checkpoint.named(checkpoints), folder)
+    report.print_evaluation(found, console)
+    console.print(f"The report is {page}", soft_wrap=True, highlight=False)
+
+
+def bench(
+    mixers: Annotated[
+        str,
+        typer.Option(
+            help="Mixers, separated by commas: names or expressions (see `headrace zoo`), transformers-llama, "
+            "transformers-mamba2, transformers-qwen3-next."
+        ),
+    ] = "retnet,gla,gated-deltanet,mamba2,transformer,transformers-llama,transformers-mamba2,transformers-qwen3-next",
+    what: Annotated[str, typer.Option(help="Measurements, separated by commas.")] = "memory,training,prefill,decoding",
+    layers: Annotated[int | None, typer.Option(help=r"Number of layers. \[default: 24; 2 on a CPU]")] = None,
+    hidden_size: Annotated[int, typer.Option(help="Hidden size of the models.")] = 1024,
+    heads: Annotated[int, typer.Option(help="Number of heads per layer.")] = 4,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of a training row and of a prompt, separated by commas.")
+    ] = "512,2048",
+    batch_sizes: Annotated[str, typer.Option(help="Rows of a training step, separated by commas.")] = "1,2",
+    contexts: Annotated[
+        str, typer.Option(help="Tokens of context before the decoded token, separated by commas.")
+    ] = "1024,16384,131072,1048576",
+    rounds: Annotated[int, typer.Option(help="Number of timed rounds. One more round warms up.")] = 5,
+    threads: Annotated[int, typer.Option(help="Number of CPU threads.")] = 1,
+    device: Device = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=r"Data type: bfloat16, float32 or float64. \[default: bfloat16; float32 on a CPU]"),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for bench.csv and report.html.")] = Path("runs/bench"),
+    accept_old: AcceptOld = False,
+) -> None:
+    """Measure memory, throughput and latency of mixers with and without competition.
+
+    Models of transformers are measured beside them. After an interruption, the same command resumes; further lengths
+    and contexts are added to the folder."""
+    from ..studies.bench.models import Shape, named
+    from ..studies.bench.plan import Plan, points
+    from ..studies.bench.report import print_overheads, write_report
+    from ..studies.bench.results import complete, rows, write_csv
+    from ..utils.device import on_device
+    from ..utils.environment import environment
+    from ..utils.processes import locked
+    from ..utils.provenance import own
+
+    device, console = on_device(device), terminal()
+    if layers is None and device == "cpu":
+        console.print("2 layers of the paper's 24, for this is a CPU: --layers 24 for all", style="yellow")
+    depth = layers if layers is not None else 2 if device == "cpu" else 24
+    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    plan = Plan(named(mixers), Shape(depth, hidden_size, heads), device, dtype, threads, rounds)
+    wanted = points(
+        list(zoo.split(what)),
+        numbers("lengths", lengths),
+        numbers("batch-sizes", batch_sizes),
+        numbers("contexts", contexts),
+    )
+    with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
+        own(output, asdict(plan) | {"models": list(plan.models)}, accept_old, machine=environment()["processor"])
+        with telling(console) as tell:
+            held = complete(plan, wanted, output, tell)
+        lines = rows(held, plan)
+        write_csv(output / "bench.csv", lines)
+        report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))
+    print_overheads(held, plan, console)
+    console.print(f"The report is {report}, the numbers {output / 'bench.csv'}", soft_wrap=True, highlight=False)

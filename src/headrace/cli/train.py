@@ -1,0 +1,220 @@
+"""Train: prepare, train, curves, recipes."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .console import AcceptOld, NewFolder
+
+GIGA = 1e9
+
+
+def prepare(
+    output: NewFolder,
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Text, JSON Lines or Parquet files, or the name of one data set on the Hub. "
+            r"\[default: none, with --task]"
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help=r"Tokenizer: a file, a folder or a name on the Hub. \[default: bytes]")
+    ] = None,
+    train_bpe: Annotated[
+        int | None, typer.Option(help=r"Vocabulary size of a BPE tokenizer to train on the data. \[default: none]")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(help=r"Tokens per row. \[default: 4096; with --task, the task's]")
+    ] = None,
+    held_out: Annotated[
+        float | None,
+        typer.Option(
+            help="Fraction of the documents that is held out for evaluation; a fraction of the text if that is less "
+            r"than half a document. \[default: 0.001]"
+        ),
+    ] = None,
+    column: Annotated[
+        str | None, typer.Option(help=r"Column of the text in JSON Lines, Parquet and on the Hub. \[default: text]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of the held-out documents or of the task's rows.")] = 0,
+    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Task to draw rows from instead of text: mqar, needle(kind=2, length=1024), ... \[default: none]"
+        ),
+    ] = None,
+    rows: Annotated[int | None, typer.Option(help=r"Number of rows of the task. \[default: 10000]")] = None,
+) -> None:
+    """Tokenise and pack text for `headrace train`, or draw rows of a task.
+
+    In rows of a task, only the answers contribute to the loss."""
+    from ..data import Preparation
+    from ..data import prepare as run
+    from ..utils.errors import InputError
+    from .console import interruptible
+
+    if bool(sources) == (task is not None):
+        raise InputError("prepare takes sources of text, or --task; expected one of them")
+    ours = {"tokenizer": tokenizer, "length": length}
+    of_text, of_task = {"bpe": train_bpe, "held_out": held_out, "column": column}, {"rows": rows}
+    idle = given(of_text if task is not None else of_task)
+    if idle:
+        name = "train-bpe" if "bpe" in idle else next(iter(idle)).replace("_", "-")
+        raise InputError(f"--{name} means nothing {'to a task' if task is not None else 'without --task'}")
+    with interruptible(f"{output} was not created"):
+        if task is None:
+            plan = Preparation(tuple(sources or ()), seed=seed, workers=workers, **given(ours | of_text))
+            manifest = run(plan, output)
+        else:
+            from ..studies.compare.choose import default, refined
+            from ..tasks.prepared import prepare as draw
+
+            chosen = refined(default(task).task, given(ours))
+            manifest = draw(chosen, task, 10000 if rows is None else rows, seed, workers, output)
+    table = Table("", "documents", "tokens", "rows", "bytes")
+    for part in ("train", "held_out"):
+        counts = manifest[part]
+        table.add_row(part, *(f"{counts[name]:,}" for name in ("documents", "tokens", "rows", "bytes")))
+    Console().print(table)
+    speed = f"{manifest['megabytes_per_second']} MB/s; " if task is None else ""
+    print(f"{speed}{output} is ready")
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="Recipe: a name (see `headrace recipes`) or a YAML file.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(help=r"Changes to fields of the recipe: FIELD=VALUE ... \[default: none]", show_default=False),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help=r"Folder that `headrace prepare` wrote. \[default: none; required except with --dry-run]"),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help=r"Folder of the run. \[default: runs/<recipe>-<mixer>]")] = None,
+    mixer: Annotated[
+        str | None, typer.Option(help=r"Mixer: a name or expression (see `headrace zoo`). \[default: the recipe's]")
+    ] = None,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="FSDP: shard the model over the processes of torchrun.")] = False,
+    trackers: Annotated[
+        str, typer.Option(help="Trackers, separated by commas: tensorboard, wandb, trackio; or none.")
+    ] = "tensorboard",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Dry run: print parameters, FLOPs and memory, and train nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON output of the dry run.")] = False,
+    accept_old: AcceptOld = False,
+) -> None:
+    """Train a language model by a recipe.
+
+    After an interruption, the same command resumes from the last checkpoint. Ctrl-C and SIGTERM finish the current
+    step, write a checkpoint, and exit with code 130 or 143."""
+    from ..training import recipes
+    from ..utils.errors import InputError
+    from .console import interruptible
+
+    changes = recipes.changes(settings or []) | ({} if mixer is None else {"mixer": mixer})
+    chosen, about = recipes.load(recipe, changes)
+    if dry_run or as_json:
+        print_costs(chosen, about, as_json)
+        return
+    if data is None:
+        raise InputError("--data is missing; expected a folder made by `headrace prepare`")
+    from ..data import open_data
+    from ..training.run import train as run
+
+    folder = output or Path("runs", f"{Path(recipe).stem}-{chosen.mixer}")
+    with interruptible(f"{folder} keeps the newest checkpoint; the same command continues from it"):
+        run(chosen, about, open_data(data), folder, fsdp, trackers, accept_old)
+
+
+def curves(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs that `headrace train` wrote or is writing.")],
+    output: Annotated[Path, typer.Option(help="Image file to write: PNG, PDF or SVG.")] = Path("curves.png"),
+) -> None:
+    """Plot the loss of several runs against the training step."""
+    from ..training.card import draw_curves, named, read_history
+
+    draw_curves(output, {name: read_history(run) for name, run in named(runs).items()})
+    print(f"{output} shows {len(runs)} run{'s' if len(runs) > 1 else ''}")
+
+
+def print_costs(recipe: Any, about: Any, as_json: bool) -> None:
+    """Prints parameters, steps, FLOPs and memory of a recipe."""
+    from dataclasses import asdict
+
+    from ..training.model import estimate
+
+    costs = estimate(recipe)
+    if as_json:
+        print(json.dumps({"recipe": asdict(recipe), **asdict(about), **costs}, indent=1))
+        return
+    table = Table(show_header=False, title=f"{recipe.mixer}, {recipe.layers} layers of {recipe.hidden_size}")
+    for name, number in costs["parameters"].items():
+        table.add_row(f"parameters, {name}", f"{number / 1e6:,.2f} M")
+    table.add_row("steps", f"{costs['steps']:,} of {costs['rows_per_step']} rows, {costs['warmup_steps']:,} to warm up")
+    table.add_row("tokens", f"{costs['tokens']:,}")
+    table.add_row("operations", f"{costs['flops_per_token'] / GIGA:,.2f} G a token, {costs['flops']:.2e} in all")
+    for name, number in costs["bytes"].items():
+        table.add_row(f"memory, {name}", f"{number / 2**30:,.2f} GiB")
+    table.add_row("assumed", ", ".join(about.assumed) or "nothing")
+    Console().print(table)
+
+
+def list_recipes(
+    mixers: Annotated[
+        str | None,
+        typer.Option(
+            help="Mixers, separated by commas, or all: print the parameter counts of each recipe with each mixer. "
+            r"\[default: none]"
+        ),
+    ] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Markdown output of the counts, as in docs/recipes.md.")
+    ] = False,
+) -> None:
+    """List the recipes of headrace, or the parameter counts of their models."""
+    from .. import zoo
+    from ..training import recipes
+
+    if mixers is not None:
+        print_parameters(zoo.several(mixers), as_markdown)
+        return
+    table = Table("recipe", "width", "layers", "heads", "tokens", "tokens a step")
+    for name in recipes.names():
+        one, _ = recipes.load(name)
+        table.add_row(name, *map(str, (one.hidden_size, one.layers, one.heads, f"{one.tokens:g}", one.batch_tokens)))
+    Console().print(table)
+
+
+def print_parameters(mixers: tuple[str, ...], as_markdown: bool) -> None:
+    """Prints the parameter counts, in millions, of every recipe with every mixer."""
+    from ..training import recipes
+    from ..training.model import blank, count
+
+    head = ("recipe", "mixer", "body", "competition", "tied", "untied")
+    rows = []
+    for name, mixer in product(recipes.names(), mixers):
+        counted = count(blank(recipes.load(name, {"mixer": mixer})[0]))
+        rows.append((name, mixer, *(f"{counted[part] / 1e6:,.2f}" for part in head[2:])))
+    if as_markdown:
+        for line in (head, ("---", "---", *["--:"] * 4), *rows):
+            print(f"| {' | '.join(line)} |")
+        return
+    table = Table(*head[:2], title="parameters, millions")
+    for part in head[2:]:
+        table.add_column(part, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

@@ -1,0 +1,159 @@
+"""Understand: inspect, lab, reproduce."""
+
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..utils.errors import InputError
+from .console import (
+    AcceptOld,
+    Checkpoint,
+    Device,
+    PromptFile,
+    interruptible,
+    read_prompt,
+    telling,
+    terminal,
+    track,
+)
+
+
+def inspect(
+    checkpoint: Checkpoint,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "--text", help=r"Text for the model to read. \[default: --file or standard input]"),
+    ] = None,
+    file: PromptFile = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help=r"Number of tokens to keep of a longer text. \[default: all; more than 2000 are refused]"),
+    ] = None,
+    device: Device = None,
+    output: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("inspect.html"),
+) -> None:
+    """Write an interactive page of what a model computes on a text.
+
+    The page shows, for each token, the gates, decay horizons and effective attention of every head."""
+    from ..studies import inspect as inspection
+    from ..utils.processes import locked_beside
+
+    text = read_prompt(prompt, file)
+    with telling(Console(stderr=True)) as tell, locked_beside(output):
+        tell(f"reading {checkpoint}")
+        page = inspection.inspect(checkpoint, text, tokens, partial(track, name="layer", tell=tell), device)
+        inspection.write(page, output)
+    print(f"{output}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser")
+
+
+def lab(
+    name: Annotated[
+        str | None,
+        typer.Argument(help=r"Experiment, or all. \[default: none, which lists the experiments]", show_default=False),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for NAME.png and NAME.json.")] = Path("runs/lab"),
+    seed: Annotated[int, typer.Option(help="Random seed of the keys and values.", min=0, max=2**32)] = 0,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help=r"Folder of a trained model to measure, with `past`. \[default: layers as initialised]"),
+    ] = None,
+) -> None:
+    """Check theoretical properties of the memories by experiment, and plot them.
+
+    Prints each measured value beside the value that the theory predicts. Exit code 1 if a prediction fails."""
+    from ..studies import theory as laboratory
+    from ..utils.processes import locked
+
+    console, broken = Console(), 0
+    if name is None and checkpoint is not None:
+        raise InputError(f"--checkpoint {str(checkpoint)!r} without an experiment; expected it with lab past")
+    if name is None:
+        table = Table("experiment", "what it shows")
+        for known in laboratory.EXPERIMENTS:
+            table.add_row(known, laboratory.about(known))
+        console.print(table)
+        return
+    for known in laboratory.chosen(name, checkpoint):
+        with telling(console) as tell:
+            tell(f"experiment {known}")
+            finding = laboratory.experiment(known, seed, checkpoint)
+        with locked(output):
+            picture = laboratory.save(known, seed, finding, output)
+        broken += sum(not row.holds for row in finding.rows)
+        table = Table("law", "seen", "", "the law says", "", title=known, title_justify="left")
+        for row in finding.rows:
+            mark = "holds" if row.holds else "[red]BROKEN"
+            table.add_row(row.law, f"{row.seen:.3g}", row.relation, f"{row.bound:.3g}", mark)
+        console.print(table)
+        console.print(f"{finding.sentence}\nThe picture is {picture}\n", soft_wrap=True, highlight=False)
+    raise typer.Exit(1 if broken else 0)
+
+
+def reproduce(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help=r"Table or figure of a paper. \[default: none, which lists the experiments]", show_default=False
+        ),
+    ] = None,
+    scale: Annotated[str, typer.Option(help="Scale of the experiment: paper (eight GPUs) or laptop.")] = "laptop",
+    run: Annotated[bool, typer.Option("--run", help="Execution of the commands, which are otherwise printed.")] = False,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help=r"Text file to train on. Repeatable. \[default: the data sets of the experiment]"),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help=r"Folder of benchmark files to evaluate on. \[default: the Hub]")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help=r"Axis and its values: AXIS=VALUE,VALUE,... Repeatable. \[default: every value]"),
+    ] = None,
+    add: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=r'Command with more arguments for its steps: "train tokens=1e6". Repeatable. \[default: none]'
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help=r"Folder shared by the experiments. \[default: runs/reproduce/<scale>]")
+    ] = None,
+    accept_old: AcceptOld = False,
+) -> None:
+    """Reproduce a table or figure of a paper, and show our numbers beside the published ones.
+
+    Without --run, prints the commands. With --run, executes them; after an interruption, the same command resumes."""
+    from ..studies.reproduce import experiment, numbers, show
+    from ..studies.reproduce.execute import downloads, execute
+    from ..utils.processes import locked
+
+    console = terminal()
+    if name is None:
+        show.print_list(console)
+        return
+    chosen, folder = experiment.load(name), output or Path("runs", "reproduce", scale)
+    additions = [*(add or []), *([] if data is None else [shlex.join(["eval", "--data", str(data)])])]
+    wanted = experiment.tailored(chosen.at(scale), text or [], only or [], additions)
+    steps = experiment.commands(wanted, folder)
+
+    def tell(line: str) -> None:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    if run:
+        tell(downloads(steps))
+        with interruptible("the steps that have ended are kept; the same command continues"), locked(folder):
+            execute(steps, folder, tell, accept_old)
+    else:
+        for step in steps:
+            tell(shlex.join(step))
+    found = numbers.cells(chosen, wanted, folder)
+    show.print_cells(chosen, scale, found, console)
+    if run:
+        command = shlex.join(["headrace", *sys.argv[1:]])
+        tell(f"The report is {show.write_page(chosen, scale, found, folder / f'{name}.html', command)}")

@@ -1,0 +1,114 @@
+"""Use: generate, serve, convert, retrofit."""
+
+import json
+import shutil
+import sys
+from typing import Annotated
+
+import typer
+
+from ..utils.errors import InputError
+from .console import Checkpoint, Device, NewFolder, PromptFile, interruptible, read_prompt
+
+# Files that `convert` copies unchanged: the tokenizer in any of its formats, and the generation settings.
+COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str | None, typer.Option(help=r"Text to continue. \[default: --file or standard input]")] = None,
+    file: PromptFile = None,
+    tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0 takes the most likely token.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Nucleus sampling: probability mass of the most likely tokens to sample from.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Number of most likely tokens to sample from. 0 takes all.")] = 0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Factor that makes earlier tokens less likely. 1 changes nothing.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help=r"Random seed of the sampling. \[default: a new one]")] = None,
+    device: Device = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON output of text, tokens and speed, instead of streamed text.")
+    ] = False,
+) -> None:
+    """Continue a text and print the tokens as they are generated."""
+    from ..hf.generate import generate as run
+    from ..hf.generate import sampling_settings
+
+    sampling = sampling_settings(tokens, temperature, top_p, top_k, repetition_penalty)
+    result = run(checkpoint, read_prompt(prompt, file), seed, not as_json, device, **sampling)
+    if as_json:
+        print(json.dumps(result, ensure_ascii=False))
+    else:
+        print(f"{len(result['tokens'])} tokens, {result['tokens_per_second']:.1f} a second", file=sys.stderr)
+
+
+def serve(
+    checkpoint: Checkpoint,
+    host: Annotated[str, typer.Option(help="Host name or address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free port.")] = 8000,
+    longest: Annotated[int, typer.Option(help="Maximum tokens of a prompt. Longer prompts are refused.")] = 32768,
+    tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer. Requests for more are refused.")] = 4096,
+    waiting: Annotated[int, typer.Option(help="Maximum number of waiting requests. Further ones are refused.")] = 64,
+    device: Device = None,
+) -> None:
+    """Serve a model over the OpenAI API: completions, and chat if the tokenizer has a template.
+
+    The server answers one request at a time. It has no authentication and no encryption: expose it to a network only
+    behind a proxy that provides both."""
+    from ..hf.serving import Limits
+    from ..hf.serving import serve as run
+
+    for name, value, least in (("longest", longest, 1), ("tokens", tokens, 1), ("waiting", waiting, 0)):
+        if value < least:
+            raise InputError(f"--{name}={value}; expected at least {least}")
+    with interruptible("the server has ended"):
+        run(checkpoint, host, port, Limits(longest, tokens, waiting), device)
+
+
+def convert(
+    checkpoint: Checkpoint,
+    output: NewFolder,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="Target format: llama, mamba2, qwen3_next (transformers); retnet, gla, delta_net, gated_deltanet "
+            r"(flash-linear-attention). \[default: the format of headrace]"
+        ),
+    ] = None,
+) -> None:
+    """Convert a checkpoint from or to transformers and flash-linear-attention.
+
+    Without --to, converts a foreign checkpoint to headrace; with --to, converts a checkpoint of headrace."""
+    from ..hf.convert import bring_in, take_out
+    from ..hf.model import load
+    from ..utils.processes import new_folder
+
+    with new_folder(output) as folder:
+        if to is None:
+            bring_in(checkpoint).save_pretrained(folder)
+        else:
+            take_out(load(checkpoint), to, folder)
+        for name in COPIED:
+            if (checkpoint / name).is_file():
+                shutil.copy(checkpoint / name, folder / name)
+    print(f"{output} is {checkpoint} in the format of {to or 'headrace'}")
+
+
+def retrofit(checkpoint: Checkpoint, output: NewFolder) -> None:
+    """Add head competition to a trained model.
+
+    The gates are initialised so that the new model computes the same outputs; further training can change them."""
+    from ..hf.generate import read_tokenizer
+    from ..hf.retrofit import retrofit as run
+    from ..utils.processes import new_folder
+
+    with new_folder(output) as folder:
+        for part in (run(checkpoint), read_tokenizer(checkpoint)):
+            part.save_pretrained(folder)
+    print(f"{output} computes the same outputs as {checkpoint}; its gates can be trained")
