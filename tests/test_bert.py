@@ -98,7 +98,7 @@ def test_padding_does_not_matter(name):
 
 def test_the_first_token_is_no_padding():
     rows = batch()
-    with pytest.raises(InputError, match="expected padding last"):
+    with pytest.raises(InputError, match="expected padding at the end"):
         build("bert")(rows["input_ids"], 1 - rows["attention_mask"])
 
 

@@ -98,7 +98,7 @@ def test_a_step_in_parts_pays_for_the_load_once(name):
 
 
 def test_what_cannot_be():
-    with pytest.raises(InputError, match=r"experts\.chosen=3 of experts\.count=2"):
+    with pytest.raises(InputError, match=r"experts\.chosen=3 exceeds experts\.count=2; expected 1 to 2"):
         Experts(2, 3)
     gla = zoo.get("gla")
     for layer, missing in ((Layer(gla, "experts"), "experts"), (Layer(gla, shared=True), "shared")):

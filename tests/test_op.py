@@ -168,7 +168,7 @@ def test_bad_input_is_named(change, sentence):
 
 def test_the_parallel_form_has_a_limit():
     x = torch.zeros(1, 70_001, 1, 1)
-    with pytest.raises(InputError, match="use form='chunkwise'"):
+    with pytest.raises(InputError, match="expected at most 4 GiB, or form='chunkwise'"):
         linear_attention(x, x, x, form="parallel")
 
 

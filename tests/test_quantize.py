@@ -173,7 +173,7 @@ def test_a_quantised_model_decodes_what_it_says_in_full(mixer):
 def test_training_and_other_kinds_are_refused():
     with pytest.raises(InputError, match="kind='int4' is unknown"):
         quantize(nn.Linear(2, 2), "int4")
-    with pytest.raises(InputError, match="model is a linear layer itself; expected a module that holds it"):
+    with pytest.raises(InputError, match="model is a linear layer itself; expected a module that contains it"):
         quantize(nn.Linear(2, 2))
     with pytest.raises(InputError, match="requires a gradient"):
         Int8Linear(nn.Linear(4, 4))(torch.randn(1, 4, requires_grad=True))

@@ -24,7 +24,7 @@ class BothWays(nn.Module):
         in_place: bool = False,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """x [B, T, D] -> (y [B, T, D], None). Raises InputError for a state: an encoder needs whole sequences."""
-        require(state is None, "state is given to a bidirectional layer, which has none; expected state=None")
+        require(state is None, "state is given to an encoder, which has none; expected state=None")
         y, _ = self.forwards(x, mask=mask, cu_seqlens=cu_seqlens)
         mask = None if mask is None else mask.flip(1)
         cu_seqlens = None if cu_seqlens is None else x.shape[1] - cu_seqlens.flip(0)

@@ -1,1 +1,1 @@
-"""What all parts share: errors, devices, processes, files."""
+"""Helpers for all parts: errors, devices, processes and files."""

@@ -1,8 +1,7 @@
-"""transformers' Auto classes know the models of headrace, whichever of the two packages is imported first.
+"""Registers headrace's models with transformers' Auto classes, whichever of the two packages is imported first.
 
-transformers takes seconds to import, so `import headrace` does not import it; and while transformers is imported, its
-models cannot be. What is registered is therefore a stand-in for the configuration, which needs nothing: whoever asks it
-for a configuration imports `headrace.hf`, which registers the real classes.
+`import headrace` does not import transformers, which takes seconds. Instead it registers a stand-in for the
+configuration class, which imports `headrace.hf` when a configuration is made; `headrace.hf` registers the real classes.
 """
 
 import sys
@@ -16,7 +15,7 @@ AUTO = "transformers.models.auto.configuration_auto"  # the module of AutoConfig
 
 
 class ConfigStandIn:
-    """Makes HeadraceConfigs."""
+    """Stands in for HeadraceConfig, and returns HeadraceConfigs."""
 
     model_type = "headrace"
 
@@ -33,7 +32,7 @@ class ConfigStandIn:
 
 
 class AutoFinder(MetaPathFinder):
-    """Finds the module of AutoConfig as all others would, and registers the stand-in when it has been executed."""
+    """Finds the module of AutoConfig like the other finders, and registers the stand-in after its execution."""
 
     def find_spec(self, fullname, path=None, target=None) -> ModuleSpec | None:
         if fullname != AUTO:
@@ -52,11 +51,12 @@ class AutoFinder(MetaPathFinder):
 
 
 def register(module: ModuleType) -> None:
+    """Registers the stand-in with the AutoConfig of the module."""
     module.AutoConfig.register(ConfigStandIn.model_type, ConfigStandIn)
 
 
 def install() -> None:
-    """Register now where transformers is there, or else when it comes."""
+    """Registers the stand-in now if transformers is imported, else when it will be."""
     if AUTO in sys.modules:
         register(sys.modules[AUTO])
     else:

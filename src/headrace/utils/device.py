@@ -1,4 +1,4 @@
-"""The one rule for where a command computes."""
+"""The device on which a command runs."""
 
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -9,9 +9,9 @@ from .errors import InputError
 
 
 def on_device(name: str | None, float64: bool = False) -> str:
-    """The device of this name; for None or "auto" the accelerator where there is one, or else the CPU.
+    """Returns the device of this name; for None or "auto" the accelerator if there is one, else the CPU.
 
-    float64: the device has to have it, which Apple's does not. Raises InputError where the device cannot be used."""
+    float64: whether the device must support float64; Apple's does not. Raises InputError if the device is unusable."""
     if name in (None, "auto"):
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return "cpu" if found is None or (float64 and found.type == "mps") else found.type
@@ -23,13 +23,14 @@ def on_device(name: str | None, float64: bool = False) -> str:
 
 
 def all_devices(name: str | None) -> list[str]:
-    """What a name stands for, as `on_device` takes it: for "cuda" every GPU."""
+    """Returns the devices that a name, as in `on_device`, stands for: every GPU for "cuda", else one device."""
     device = on_device(name)
     return [f"cuda:{i}" for i in range(torch.cuda.device_count())] if device == "cuda" else [device]
 
 
 def see_only(device: str) -> None:
-    """Hide all GPUs but this one from this process, before CUDA starts in it: Trainer would use them all."""
+    """Hides all GPUs except this one from the process, before CUDA is initialised. transformers' Trainer would use all
+    GPUs."""
     kind, _, number = device.partition(":")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if kind == "cuda":
@@ -39,5 +40,5 @@ def see_only(device: str) -> None:
 
 
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Leaves autocast on the device of x; the meta device, on which a model is counted, has none."""
+    """Returns a context without autocast on the device of x. The meta device, used to count operations, has none."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

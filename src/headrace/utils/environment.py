@@ -1,4 +1,4 @@
-"""Where a result was made: versions, machine, threads."""
+"""The environment of a result: versions, machine and threads."""
 
 import os
 import platform
@@ -17,6 +17,7 @@ from .provenance import source
 
 @lru_cache
 def environment() -> dict[str, Any]:
+    """Returns versions, machine and threads for the record of a result."""
     return {
         "headrace": headrace.__version__,
         "commit": commit(),
@@ -33,14 +34,15 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package runs from ("-dirty" with changes); None outside of one."""
+    """Returns the commit of the checkout that this package runs from, with "-dirty" for changes; None without one."""
     here = Path(__file__).parents[1]
-    # `-- .` keeps silent in a repository that merely contains the environment we are installed in.
+    # `-- here` gives no commit if the repository only contains the environment that headrace is installed in.
     found = git("log", "-1", "--format=%h", "--", str(here))
     return found + ("-dirty" if git("status", "--porcelain", "--", str(here)) else "") if found else None
 
 
 def git(*args: str) -> str | None:
+    """Returns the output of a git command in the package's folder, or None if it fails."""
     here = Path(__file__).parent
     try:
         done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=10, check=True)
@@ -50,6 +52,7 @@ def git(*args: str) -> str | None:
 
 
 def processor() -> str:
+    """Returns the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, what they held when they were written, and what has become of them."""
+"""Atomic writes of files, and checksums that show later changes of files."""
 
 import hashlib
 import json
@@ -8,13 +8,13 @@ from typing import Any
 
 from .errors import InputError
 
-CHECKSUMS = "checksums.json"  # beside a model's weights; its other files are there to be edited
+CHECKSUMS = "checksums.json"  # checksums of a model's weights; its other files may be edited
 
-Recorded = dict[str, Any]  # {a file's name: {"bytes", "sha256"}, or its bytes alone as it was once}
+Recorded = dict[str, Any]  # {name of a file: {"bytes", "sha256"}, or in old records only the number of bytes}
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write beside, flush to the disk, rename: a reader finds the whole file or none."""
+    """Writes the file atomically: into a temporary file, which is flushed to the disk and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with beside.open("w", encoding="utf-8") as file:
@@ -25,6 +25,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file. Raises InputError if the file is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -32,12 +33,13 @@ def read_json(path: Path) -> Any:
 
 
 def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def record(folder: Path, pattern: str = "**/*") -> Recorded:
-    """Size and SHA-256 of every file in a folder, or of those that a pattern fits."""
+    """Returns size and SHA-256 of the files in a folder that match a pattern."""
     files = sorted(path for path in folder.glob(pattern) if path.is_file())
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files
@@ -45,12 +47,12 @@ def record(folder: Path, pattern: str = "**/*") -> Recorded:
 
 
 def digest(value: Any) -> str:
-    """The SHA-256 of a value as JSON."""
+    """Returns the SHA-256 of a value as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def damage(folder: Path, recorded: Recorded) -> str | None:
-    """What is wrong with the first file that is not as it was recorded, in words; None: all of them are."""
+    """Returns a sentence about the first file that differs from its record, or None if no file does."""
     for name, wanted in recorded.items():
         file = folder / name
         size, content = (wanted, None) if isinstance(wanted, int) else (wanted["bytes"], wanted["sha256"])
@@ -63,17 +65,17 @@ def damage(folder: Path, recorded: Recorded) -> str | None:
 
 
 def seal(folder: Path) -> None:
-    """Keep the checksums of a model's weights beside them."""
+    """Writes the checksums of a model's weights into their folder."""
     write_json(folder / CHECKSUMS, record(folder, "*.safetensors"))
 
 
 def unseal(folder: Path) -> None:
-    """Before weights are written anew."""
+    """Deletes the checksums of a model's weights, before new weights are written."""
     (folder / CHECKSUMS).unlink(missing_ok=True)
 
 
 def check_weights(folder: Path) -> None:
-    """InputError where a model's weights are not those that were sealed. A folder without checksums passes."""
+    """Raises InputError if a model's weights differ from their checksums. A folder without checksums passes."""
     if not (folder / CHECKSUMS).is_file():
         return
     if wrong := damage(folder, read_json(folder / CHECKSUMS)):

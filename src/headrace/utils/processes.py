@@ -1,4 +1,4 @@
-"""Processes that must not write into one folder, or must not outlive another."""
+"""Locks on output folders, and the termination of processes by signals and with their parent."""
 
 import ctypes
 import fcntl
@@ -20,16 +20,18 @@ from .errors import InputError
 
 LOCK = ".lock"
 MADE_BY = "made-by.json"  # see provenance.py
-LEFT = re.compile(rf"{re.escape(LOCK)}|{MADE_BY}|\.[\w-]+\.json\.\d+")  # by a process killed before it began
+# files that remain when a process is killed before its first result
+LEFT = re.compile(rf"{re.escape(LOCK)}|{MADE_BY}|\.[\w-]+\.json\.\d+")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextmanager
 def locked(folder: Path, file: Path | None = None) -> Iterator[str]:
-    """Hold a folder, which is made where it is not there, until the block or the process ends; yields who holds it.
+    """Locks a folder until the block or the process ends, and creates the folder if necessary. Yields a description of
+    this process.
 
-    file: what is locked, where it is not to be in the folder. Forked processes hold the lock with their parent.
-    InputError where another process holds it, and where the folder cannot be written."""
+    file: the lock file, by default in the folder. Forked processes share the lock with their parent.
+    Raises InputError if another process holds the lock, or if the folder cannot be written."""
     file = folder / LOCK if file is None else file
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -49,14 +51,15 @@ def locked(folder: Path, file: Path | None = None) -> Iterator[str]:
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """A folder to fill within the block, at whose end it becomes `output`: whole or not there. Holds the lock.
+    """Yields a temporary folder that is renamed to `output` at the end of the block, so that `output` is never
+    incomplete. Holds the lock of `output`.
 
-    InputError where output exists, or is being made."""
+    Raises InputError if output exists, or if another process is making it."""
     with locked_beside(output):
         if output.exists():
             raise InputError(f"--output {str(output)!r} exists; name another, or delete it")
         beside = output.with_name(f".{output.name}.unfinished")
-        if beside.exists():  # of a process that was killed
+        if beside.exists():  # left by a process that was killed
             shutil.rmtree(beside)
         beside.mkdir()
         yield beside
@@ -64,7 +67,7 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 
 def locked_beside(output: Path) -> AbstractContextManager[str]:
-    """Hold a file or folder that is not there yet."""
+    """Locks a file or folder that does not exist yet, by a lock file beside it."""
     return locked(output, output.with_name(f".{output.name}.lock"))
 
 
@@ -80,7 +83,7 @@ def _acquire(folder: Path, file: Path) -> IO[str]:
                 ) from None
         if os.fstat(held.fileno()).st_nlink:
             return held
-        held.close()  # who held it before has deleted it since we opened it
+        held.close()  # the previous holder has deleted the file since it was opened here
 
 
 def _holder(held: IO[str]) -> str:
@@ -89,17 +92,17 @@ def _holder(held: IO[str]) -> str:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, as Ctrl-C is a KeyboardInterrupt."""
+    """Raised by SIGTERM in `terminable` blocks."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM raise Terminated within the block."""
+    """Makes SIGTERM raise Terminated within the block."""
 
     def end(number: int, frame: object) -> None:
         raise Terminated
 
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield
         return
     before = signal.signal(signal.SIGTERM, end)
@@ -110,22 +113,22 @@ def terminable() -> Iterator[None]:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether a folder is not there, or holds nothing but what a process leaves that was killed before it began."""
+    """Whether a folder does not exist, or has only files of processes that were killed before their first result."""
     return not folder.exists() or (folder.is_dir() and all(LEFT.fullmatch(path.name) for path in folder.iterdir()))
 
 
 def end_with_parent(parent: int) -> None:
-    """Let this process be killed when its parent, of this id, ends, however that does. On Linux; elsewhere an orphan
-    goes on to its end, and its lock keeps others from its folder."""
+    """Makes the system kill this process when its parent, with this process id, ends. On Linux only: elsewhere the
+    process continues, and its lock protects its folder."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended already
+        if os.getppid() != parent:  # the parent has already ended
             os._exit(1)
 
 
 @contextmanager
 def forks_end_with_parent() -> Iterator[None]:
-    """Let what this thread forks within the block end when this process does, and leave signals to this process."""
+    """Makes processes that this thread forks within the block end with this process, and ignore Ctrl-C."""
     before = _parent.set(os.getpid())
     try:
         yield
@@ -140,5 +143,5 @@ def _after_fork() -> None:
         end_with_parent(parent)
 
 
-_parent: ContextVar[int | None] = ContextVar("whom forked processes end with", default=None)
+_parent: ContextVar[int | None] = ContextVar("process id that forked processes end with", default=None)
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,7 +1,7 @@
-"""What a folder of results belongs to: one plan, and the versions of the code that worked on it. Results of one version
-are not taken for another's.
+"""The provenance of a folder of results: its plan, and the versions of the code that made its results. Results of
+different versions are not mixed unless the user allows it.
 
-made-by.json    every version that worked in the folder, in order
+made-by.json    all versions that worked in the folder, in order
 """
 
 import hashlib
@@ -17,14 +17,14 @@ from .integrity import read_json, sha256, write_json
 from .processes import MADE_BY, is_free
 
 SOURCES = (".py", ".yaml", ".so", ".dylib")
-UNKNOWN = {"headrace": "of an unknown version"}  # of a folder from before this was recorded
+UNKNOWN = {"headrace": "of an unknown version"}  # for folders without made-by.json
 
-Made = dict[str, str]  # {a package: its version}, and what else decides the results
+Made = dict[str, str]  # {package: version}, and other properties that the results depend on
 
 
 @lru_cache
 def source() -> str:
-    """A digest of the package as it is on the disk, so that uncommitted edits count: 12 hex digits of a SHA-256."""
+    """Returns 12 hex digits of a SHA-256 of the package's files on the disk, including uncommitted changes."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(path for path in package.rglob("*") if path.suffix in SOURCES):
         digest.update(f"{path.relative_to(package).as_posix()} {sha256(path)}\n".encode())
@@ -32,22 +32,22 @@ def source() -> str:
 
 
 def running(**more: str) -> Made:
-    """What runs now. more: what else a result of this kind depends on."""
+    """Returns the versions that run now. more: other properties that the results depend on."""
     packages = {name: version(name) for name in ("torch", "transformers")}
     return {"headrace": f"{__version__} (source {source()})", **packages, **more}
 
 
 def claim(folder: Path, fresh: bool, accept_old: bool, **more: str) -> None:
-    """Record that what runs now works in a folder, which is locked. fresh: it holds no result.
+    """Records the versions that run now in a folder, which must be locked.
 
-    InputError where something else made what it holds, without accept_old."""
+    fresh: whether the folder has no results. Raises InputError if other versions made results, unless accept_old."""
     now, path = running(**more), folder / MADE_BY
     before = [] if fresh else read_json(path) if path.exists() else [UNKNOWN]
     if now in before:
         return
     if before and not accept_old:
         changed = [name for name in now if before[-1].get(name) != now[name]]
-        there, here = (told({name: made.get(name, "unknown") for name in changed}) for made in (before[-1], now))
+        there, here = (described({name: made.get(name, "unknown") for name in changed}) for made in (before[-1], now))
         raise InputError(
             f"{str(path)!r}: the results there were made by {there}; now runs {here}; name another --output, or add "
             "--accept-old to go on with both"
@@ -56,25 +56,29 @@ def claim(folder: Path, fresh: bool, accept_old: bool, **more: str) -> None:
 
 
 def sentence(folder: Path) -> str:
-    """For a report: which versions made the results of a folder, where they are several; else nothing."""
+    """Returns a sentence for a report that lists the versions that made a folder's results; "" for a single version."""
     path = folder / MADE_BY
     makers = read_json(path) if path.exists() else []
-    several = "; ".join(map(told, makers))
+    several = "; ".join(map(described, makers))
     return f"Several versions made these results, one after another: {several}." if len(makers) > 1 else ""
 
 
-def told(made: Made) -> str:
+def described(made: Made) -> str:
+    """Returns "package version, …"."""
     return ", ".join(f"{name} {value}" for name, value in made.items())
 
 
 def refuse_foreign(folder: Path, file: str = "plan.json") -> None:
+    """Raises InputError for a folder with other files and without a plan."""
     if not (folder / file).exists() and not is_free(folder):
         raise InputError(f"{str(folder)!r} exists and is no folder of reports or runs; name another --output")
 
 
 def own(folder: Path, wanted: Any, accept_old: bool = False, file: str = "plan.json", **made: str) -> None:
-    """Make the folder a plan's own, which the file keeps. InputError where it holds another plan, something else or,
-    without accept_old, what other versions made (made: see `claim`), and where it cannot be written."""
+    """Writes the plan `wanted` into a folder, or checks that the folder has the same plan, and records the versions.
+
+    made: see `claim`. Raises InputError if the folder has another plan or other files, cannot be written or, without
+    accept_old, has results of other versions."""
     path = folder / file
     if path.exists() and (held := read_json(path)) != wanted:
         where, there, here = difference(held, wanted)
@@ -92,7 +96,7 @@ def own(folder: Path, wanted: Any, accept_old: bool = False, file: str = "plan.j
 
 
 def difference(a: Any, b: Any, where: str = "the plan") -> tuple[str, str, str]:
-    """The first place where two JSON values differ: (its name, the value in a, the value in b)."""
+    """Returns the first difference of two JSON values: (its name, the value in a, the value in b)."""
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
         return next(difference(a[key], b[key], key) for key in a if a[key] != b[key])
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
@@ -101,5 +105,6 @@ def difference(a: Any, b: Any, where: str = "the plan") -> tuple[str, str, str]:
 
 
 def short(value: Any, width: int = 60) -> str:
+    """Returns a value as JSON, truncated to `width` characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= width else text[: width - 1] + "…"

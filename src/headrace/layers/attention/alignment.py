@@ -75,7 +75,7 @@ class Monotonic(nn.Module):
 
 
 class Predictive(nn.Module):
-    """local-p: a step attends to the positions p − D … p + D, with p = S sigmoid(vᵀ tanh(W q)) for a source of length S.
+    """local-p: a step attends to positions p − D … p + D, with p = S sigmoid(vᵀ tanh(W q)) in a source of S tokens.
     The weights are multiplied by a Gaussian around p with standard deviation D / 2."""
 
     def __init__(self, query_size: int, reach: int):

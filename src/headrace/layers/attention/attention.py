@@ -84,7 +84,7 @@ class SoftmaxAttention(nn.Module):
         in_place: bool = False,
     ) -> tuple[Tensor, State]:
         """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state)."""
-        require(self.causal or state is None, "state is given to an encoder's attention, which has none; expected None")
+        require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")
         if state is not None:
             check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
         if self.spec.pattern is not None and mask is not None:

@@ -88,7 +88,7 @@ class SoftmaxRNN(Mixer):
     def run(
         self, x: Tensor, state: AttentionState | None, cu_seqlens: Tensor | None, in_place: bool = False
     ) -> tuple[Tensor, AttentionState]:
-        require(self.causal or state is None, "state is given to an encoder's attention, which has none; expected None")
+        require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         sequences = Sequences(x, cu_seqlens)
         positions = sequences.positions(None if state is None else state.seen, x)

@@ -33,8 +33,8 @@ class Operands(NamedTuple):
 def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
     """Computes S_t = e^{a_t}ᵀ e^{b_t} ⊙ S_{t−1} + kᵀ v and out = q S_t for chunks, as `chunks.chunkwise` requires.
 
-    With A, B the cumulative sums of a, b in a chunk, out_i = Σ_j ((q_i e^{A_i − A_j}) k_jᵀ) v_j e^{B_i − B_j}. This is a
-    matrix product if both exponents are split at a token between j and i. For i in the second and j in the first half
+    With A, B the cumulative sums of a, b in a chunk, out_i = Σ_j ((q_i e^{A_i − A_j}) k_jᵀ) v_j e^{B_i − B_j}. This is
+    a matrix product if both exponents are split at a token between j and i. For i in the second and j in the first half
     of a block, the token is the last one of the first half; the halves are split in the same way, down to one token. No
     exponent is positive, so that no decay overflows.
     """

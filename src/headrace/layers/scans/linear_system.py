@@ -4,7 +4,7 @@ A is real with eigenvalues in conjugate pairs. One complex number represents a p
 numbers (n real parts, then n imaginary parts) is a complex vector [n]; y = 2 Re(C x), and B* x means 2 Re(conj(B) x).
 
 Kernels and matrices of a system are computed in float64 for sequences of any precision, because a step size of 0.001
-gives sums of thousands of terms that nearly cancel, above all in gradients. Their cost does not depend on the batch size.
+gives sums of thousands of terms that nearly cancel, above all in gradients. The cost is independent of the batch size.
 
 Dimensions: B batch, T tokens, H channels, n pairs, S = 2n, c tokens of a chunk, F frequencies.
 """
@@ -80,8 +80,8 @@ class Diagonal:
 
 
 class LowRank:
-    """A = diag(poles) − P P*, discretised by the bilinear rule: S4 (arXiv 2111.00396, section 3 and appendix C), with the
-    stable sign of arXiv 2202.09729. Since A + A* < 0, Ā is a contraction, whose powers can be computed by squaring.
+    """A = diag(poles) − P P*, discretised by the bilinear rule: S4 (arXiv 2111.00396, section 3 and appendix C), with
+    the stable sign of arXiv 2202.09729. Since A + A* < 0, Ā is a contraction, whose powers are computed by squaring.
 
     dt [H, 1]; poles, P, B and C [H, n], complex."""
 

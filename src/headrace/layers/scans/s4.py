@@ -86,7 +86,7 @@ class S4D(Mixer):
 class S4(S4D):
     """S4: systems initialised to HiPPO-LegS, as a diagonal minus a matrix of rank one, which S4D omits.
 
-    The initial B is that of HiPPO-LegS with imaginary parts clipped to 2, as in the authors' code but not their paper."""
+    The initial B is that of HiPPO-LegS with imaginary parts clipped to ±2, as in the authors' code, not the paper."""
 
     def _build_input(self) -> None:
         self.P = nn.Parameter(torch.empty(*self.shape, 2))
