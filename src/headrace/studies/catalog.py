@@ -103,8 +103,8 @@ def _outside(spec) -> dict[str, Any]:
 
 
 def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
-    """Size of the state, and FLOPs per token in decoding and in training, which adds the FLOPs within a chunk. Attention
-    reads a cache of TOKENS tokens."""
+    """Size of the state, and FLOPs per token in decoding and in training, which adds the FLOPs within a chunk.
+    Attention reads a cache of TOKENS tokens."""
     if isinstance(spec, CACHED):
         bounded = getattr(spec, "pattern", None) is not None
         shapes = spec.state_shapes(WIDTH, HEADS, TOKENS)
@@ -120,8 +120,8 @@ def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def recurrence_flops(spec, hidden_size: int, num_heads: int) -> int:
-    """FLOPs per token on the state of a recurrent mixer. For each number of the state: 2 to read, 2 to write, 1 to forget,
-    2 to overwrite."""
+    """FLOPs per token on the state of a recurrent mixer. For each number of the state: 2 to read, 2 to write, 1 to
+    forget, 2 to overwrite."""
     row = _linear(spec) if isinstance(spec, MixerSpec) else _outside(spec)
     numbers = math.prod(spec.state_shapes(hidden_size, num_heads)["memory"])
     return numbers * (4 + row["forgets"] + 2 * row["overwrites"])

@@ -46,12 +46,12 @@ def about(name: str) -> str:
 
 
 def chosen(name: str, checkpoint: Path | None = None) -> list[str]:
-    """The experiments of a name; "all" of them. Raises InputError for a name that is unknown, and for a checkpoint
-    where it has no place."""
+    """The experiments with a name, or all for "all". InputError for an unknown name, or for a checkpoint with an
+    experiment other than "past"."""
     if name not in (*EXPERIMENTS, "all"):
         raise InputError(f"lab: NAME={name!r} is unknown; expected all, or one of {', '.join(EXPERIMENTS)}")
     if checkpoint is not None and name != "past":
-        raise InputError(f"--checkpoint {str(checkpoint)!r} with lab {name}; expected it with lab past alone")
+        raise InputError(f"--checkpoint {str(checkpoint)!r} with lab {name}; expected --checkpoint only with lab past")
     return list(EXPERIMENTS) if name == "all" else [name]
 
 
@@ -66,7 +66,7 @@ def experiment(name: str, seed: int = 0, checkpoint: Path | None = None) -> Find
 
 
 def save(name: str, seed: int, finding: Finding, folder: Path) -> Path:
-    """NAME.png and, with every number in it, NAME.json; returns the picture's path."""
+    """Writes NAME.png, and NAME.json with all its numbers; returns the path of the picture."""
     picture = folder / f"{name}.png"
     record = {
         "experiment": name, "about": about(name), "sentence": finding.sentence, "seed": seed,
