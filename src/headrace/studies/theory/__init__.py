@@ -56,9 +56,8 @@ def chosen(name: str, checkpoint: Path | None = None) -> list[str]:
 
 
 def experiment(name: str, seed: int = 0, checkpoint: Path | None = None) -> Finding:
-    """Args:
-    checkpoint: a trained model to look into, in place of layers at their first weights; for `past` alone.
-    """
+    """Runs an experiment. checkpoint: a trained model to examine in place of layers with initial weights; only for
+    `past`."""
     generator = torch.Generator().manual_seed(seed)
     with matplotlib.rc_context(STYLE), torch.no_grad():
         seen = EXPERIMENTS[name].measure(generator) if checkpoint is None else Trained.measure(generator, checkpoint)
