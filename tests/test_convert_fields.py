@@ -161,7 +161,7 @@ REFUSED = {
         "qwen3_next", ("layer_types",), {"full_attention_interval": 2}
     ),
     "num_experts=4; expected 0": ("qwen3_next", (), {"num_experts": 4, "mlp_only_layers": [0, 0]}),
-    "tensor we have no place for: 'lm_head.weight'": ("llama", (), {"tie_word_embeddings": True}),
+    "has an unexpected tensor 'lm_head.weight'": ("llama", (), {"tie_word_embeddings": True}),
 }  # fmt: skip
 
 

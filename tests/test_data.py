@@ -110,7 +110,7 @@ MISTAKES = {
     "no tokenizer": (None, {"tokenizer": "nowhere.json"}, "--tokenizer 'nowhere.json' cannot be read"),
     "a vocabulary smaller than the bytes": (None, {"bpe": 100}, "--train-bpe 100"),
     "too short": (None, {"length": 1}, "--length 1; expected at least 2"),
-    "everything held out": (None, {"held_out": 1.0}, "--held-out 1.0; expected a share"),
+    "everything held out": (None, {"held_out": 1.0}, "--held-out 1.0; expected a fraction"),
 }
 
 

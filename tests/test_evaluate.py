@@ -347,7 +347,7 @@ def spoil(folder: Path, how: str) -> None:
     [
         ("softmax-gla", "corrupt", "cannot be read"),
         ("softmax-gla", "no weights", "cannot be read"),
-        ("softmax-gla", "no tokenizer", "has no tokenizer that can be read"),
+        ("softmax-gla", "no tokenizer", "has no readable tokenizer"),
         ("llama", "no head", "is not a causal language model: the weights of lm_head.weight are missing"),
     ],
 )

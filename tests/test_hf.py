@@ -120,7 +120,7 @@ def test_the_rest_of_the_cache():
     assert (len(cache), cache.batch_size, cache.is_initialized) == (2, 2, True)
     assert not cache.is_compileable
     assert not cache.is_croppable
-    with pytest.raises(InputError, match="a recurrent state keeps no past"):
+    with pytest.raises(InputError, match="a recurrent state does not keep earlier states"):
         cache.crop(1)
     with pytest.raises(InputError, match="holds 2 sequences; expected 3"):
         model(tokens(3, 1), past_key_values=cache)

@@ -259,7 +259,7 @@ def test_what_is_wrong_is_one_sentence(checkpoint, text, tokens, said):
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
     build("gla", vocab_size=257).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"has no tokenizer that can be read; expected its tokenizer\.json"):
+    with pytest.raises(InputError, match=r"has no readable tokenizer; expected a tokenizer\.json"):
         inspection.inspect(tmp_path, "some text")
 
 

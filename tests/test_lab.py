@@ -90,7 +90,10 @@ def test_a_checkpoint_without_a_fixed_memory_or_with_few_tokens_is_refused(tmp_p
     ("arguments", "said"),
     [
         (["winer"], "NAME='winer' is unknown"),
-        (["winner", "--checkpoint", "here"], "--checkpoint 'here' with lab winner; expected it with lab past alone"),
+        (
+            ["winner", "--checkpoint", "here"],
+            "--checkpoint 'here' with lab winner; expected --checkpoint only with lab past",
+        ),
         (["all", "--checkpoint", "here"], "--checkpoint 'here' with lab all"),
         (["--checkpoint", "here"], "--checkpoint 'here' without an experiment"),
         (["past", "--checkpoint", "/none"], "checkpoint '/none' has no config.json"),

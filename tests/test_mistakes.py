@@ -41,7 +41,7 @@ def test_numbers_no_run_can_have(changes, sentence):
 
 
 def test_a_step_larger_than_the_data_is_refused(data, tmp_path):
-    with pytest.raises(InputError, match=r"batch_tokens=64000000000000000 is \d+ rows a step, and the data hold"):
+    with pytest.raises(InputError, match=r"batch_tokens=64000000000000000 is \d+ rows per step, but the data have"):
         train(data, tmp_path / "run", batch_tokens=64 * 10**15, tokens=64e15, warmup_tokens=0)
 
 

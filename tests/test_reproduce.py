@@ -84,7 +84,7 @@ def test_ours_is_laid_beside_the_published_over_seeds(tmp_path):
     assert swde.difference == pytest.approx(32 - 22.41) and swde.within is True
     assert found["GLA", "FDA"].ours is None and found["GLA", "Avg."].ours is None
     assert show.line(swde) == ("GLA", "SWDE", "22.41", "32 ± 25", "+9.59", "yes")
-    assert "2 of the 2" in show.verdict(list(found.values()))
+    assert "2 of 2" in show.verdict(list(found.values()))
 
 
 def test_a_gain_is_a_difference_of_two_models(tmp_path):

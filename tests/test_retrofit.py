@@ -61,7 +61,7 @@ def test_what_is_saved_is_what_was_made(tmp_path):
     [
         ("softmax-gla", None, "has competition already"),
         ("transformer", None, "no layer of linear attention"),
-        ("gla", Competition(scale="one"), "scale='one' changes the outputs at once"),
+        ("gla", Competition(scale="one"), "scale='one' changes the initial outputs"),
     ],
 )
 def test_mistakes(tmp_path, mixer, competition, message):

@@ -328,7 +328,7 @@ def test_a_signal_ends_it_while_it_generates(checkpoint, number, code, word):
 def test_an_address_that_cannot_be_had(checkpoint):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(InputError, match=f"--port={port} cannot be listened on: .* in use"):
+        with pytest.raises(InputError, match=f"--port={port} cannot be used as an address: .* in use"):
             serve(checkpoint, "127.0.0.1", port, Limits())
     with pytest.raises(InputError, match="--port=70000; expected 0 to 65535"):
         serve(checkpoint, "127.0.0.1", 70000, Limits())

@@ -38,12 +38,12 @@ def post(server):
 
 # The body of a completion that is wrong: the sentence of the error, and the field that it names.
 BODIES = {
-    "{bad": ("the body is no JSON", None),
-    "[" * 20000: ("the body is no JSON", None),
-    b'{"prompt": "\xff"}': ("the body is no JSON", None),
-    '{"prompt": "\\ud800"}': ("the body is no JSON", None),
-    '{"prompt": "a", "top_p": NaN}': ("the body is no JSON", None),
-    "": ("the body is no JSON", None),
+    "{bad": ("the body is not JSON", None),
+    "[" * 20000: ("the body is not JSON", None),
+    b'{"prompt": "\xff"}': ("the body is not JSON", None),
+    '{"prompt": "\\ud800"}': ("the body is not JSON", None),
+    '{"prompt": "a", "top_p": NaN}': ("the body is not JSON", None),
+    "": ("the body is not JSON", None),
     "[1]": ("the body=[1]", None),
     "{}": ("prompt: Field required", "prompt"),
     '{"prompt": null}': ("prompt: Field required", "prompt"),
@@ -56,7 +56,7 @@ BODIES = {
     '{"prompt": [-1]}': ("the prompt has the token -1; the model has 94", "prompt"),
     f'{{"prompt": [{10**30}]}}': ("the prompt has the token 1000", "prompt"),
     f'{{"prompt": [{10**4200}]}}': ("the prompt has the token 1000", "prompt"),
-    f'{{"prompt": "a", "seed": {"9" * 5000}}}': ("the body is no JSON", None),
+    f'{{"prompt": "a", "seed": {"9" * 5000}}}': ("the body is not JSON", None),
     json.dumps({"prompt": "a", "x" * 9999: 1}): ("x=1 is not available; leave it out", "x" * 40),
     json.dumps({"prompt": "a" * 65}): ("the prompt has 65 tokens; expected at most 64", "prompt"),
 }

@@ -1,4 +1,4 @@
-"""The language model on Hugging Face's interfaces, and what is done with its checkpoints."""
+"""The language model with the interfaces of Hugging Face transformers, generation, a server, and conversion."""
 
 from .cache import HeadraceCache
 from .config import HeadraceConfig

@@ -81,8 +81,8 @@ class HeadraceCache(Cache):
 
 def _apart(state: Any) -> Any:
     """Copies those tensors of a linear mixer's state that are views of larger tensors, because the state is updated in
-    place and the rest of the larger tensor does not belong to the cache. (Keys and values of other states are written to
-    memory of their own.)"""
+    place and the rest of the larger tensor does not belong to the cache. (Keys and values of other states are written
+    to memory of their own.)"""
     return MixerState._make(map(_alone, state)) if isinstance(state, MixerState) else state
 
 

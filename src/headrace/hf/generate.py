@@ -48,8 +48,8 @@ def generate(
 def sampling_settings(
     tokens: int, temperature: float, top_p: float, top_k: int, repetition_penalty: float
 ) -> dict[str, Any]:
-    """The arguments of transformers' `generate` for the options of the command line. InputError for a value out of range
-    or without effect."""
+    """The arguments of transformers' `generate` for the options of the command line. InputError for a value out of
+    range or without effect."""
     for name, value, holds, wanted in (
         ("tokens", tokens, tokens >= 1, "at least 1"),
         ("temperature", temperature, 0 <= temperature < math.inf, "a number of at least 0"),
@@ -69,8 +69,8 @@ def sampling_settings(
 
 
 def read_tokenizer(checkpoint: Path | str) -> Any:
-    """The tokenizer of a checkpoint: a Path is a folder, a string a folder or a name on the Hub. InputError if it cannot
-    be read."""
+    """The tokenizer of a checkpoint: a Path is a folder, a string a folder or a name on the Hub. InputError if there is
+    none that can be read."""
     local = isinstance(checkpoint, Path)
     try:
         return AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)

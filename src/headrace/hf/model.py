@@ -1,4 +1,4 @@
-"""The language model on Hugging Face's interfaces, and the Auto classes. The one file that knows transformers' models.
+"""The language model with the interfaces of Hugging Face transformers, and its registration with the Auto classes.
 
 Dimensions: B batch, T tokens, D hidden size, N sequences (B, or those of a pack).
 """
@@ -28,7 +28,7 @@ from .config import HeadraceConfig
 
 
 class HeadraceBlock(GradientCheckpointingLayer, Block):
-    """A block whose activations can be computed again instead of kept."""
+    """A block with activation checkpointing."""
 
 
 class HeadracePreTrainedModel(PreTrainedModel):
@@ -43,7 +43,7 @@ class HeadracePreTrainedModel(PreTrainedModel):
         initialise(module, self.config.initializer_range)
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **options):  # type: ignore[override]
-        """As in transformers, with checksums of the weights, which `load` checks."""
+        """As in transformers, and writes checksums of the weights, which `load` verifies."""
         if is_main_process:
             unseal(Path(save_directory))
         super().save_pretrained(save_directory, is_main_process, **options)
@@ -52,7 +52,7 @@ class HeadracePreTrainedModel(PreTrainedModel):
 
 
 class HeadraceModel(HeadracePreTrainedModel):
-    """Embedding and blocks, without the head that predicts tokens."""
+    """The model without the language-model head: embedding, blocks and final norm."""
 
     def __init__(self, config: HeadraceConfig):
         super().__init__(config)
@@ -78,16 +78,19 @@ class HeadraceModel(HeadracePreTrainedModel):
         """input_ids [B, T] or inputs_embeds [B, T, D] -> last_hidden_state [B, T, D].
 
         Args:
-            attention_mask: [B, T] or, after a cache, [B, all columns]: 0 is padding, anywhere.
-            past_key_values: what `use_cache` returned for the columns before these; it is brought up to date in place,
-                unless use_cache=False, which leaves it as it is.
-            use_cache: None: where past_key_values is given; else as config.use_cache says, but not in training.
-            cu_seqlens: [N + 1], where the sequences of a pack (B = 1) begin and end.
-            position_ids: [B or 1, T]. Where they begin again at 0 within a row, another sequence begins; otherwise they
-                have to be the places of the tokens, which changes nothing.
-            seq_idx: [B, T], the number of each token's sequence; where it rises within a row, another begins.
+            attention_mask: [B, T] or, with a cache, [B, all columns]; 0 marks padding, which can be anywhere.
+            past_key_values: the cache returned for the columns before these. It is updated in place, unless
+                use_cache=False.
+            use_cache: None: True if past_key_values is given, else config.use_cache, but False in training.
+            cu_seqlens: [N + 1], the boundaries of the sequences of a pack (B = 1).
+            position_ids: [B or 1, T], the positions of the tokens, which must be consecutive; where they restart at 0
+                within a row, a new sequence begins.
+            seq_idx: [B, T], the index of each token's sequence; an increase within a row begins a new sequence.
             flash: cu_seqlens under the names of transformers' collators, `cu_seq_lens_q` and `_k`; `max_length_q` and
-                `_k` change nothing.
+                `_k` have no effect.
+
+        Raises:
+            InputError: arguments that contradict each other or do not fit the cache.
         """
         bounds = flash_bounds(flash)
         require(bounds is None or cu_seqlens is None, "cu_seqlens and cu_seq_lens_q are both given; expected one")
@@ -101,7 +104,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape = x.shape
         if position_ids is not None or seq_idx is not None:
-            padding_mask(attention_mask, x, None)  # its shape is right
+            padding_mask(attention_mask, x, None)  # checks the shape
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             bounds = sequences(x, position_ids, seq_idx, attention_mask, seen)
             x, cu_seqlens = pack_rows(x, bounds, attention_mask, cu_seqlens)
@@ -114,7 +117,7 @@ class HeadraceModel(HeadracePreTrainedModel):
             cache = HeadraceCache()
         hidden: list[Tensor] | None = [] if self._wants_hidden_states(output_hidden_states) else None
         past = None if cache is None else cache.states
-        in_place = use_cache and not torch.is_grad_enabled()  # said here: a reentrant checkpoint hides it from layers
+        in_place = use_cache and not torch.is_grad_enabled()  # here, as a reentrant checkpoint disables grad in layers
         if in_place and hidden is None and cu_seqlens is None:
             last, states = self.backbone.prefill(x if inputs_embeds is None else x.clone(), past, mask, in_place)
         else:
@@ -141,7 +144,7 @@ def _checked_cache(cache: Any, sequences: int) -> HeadraceCache | None:
 
 
 class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
-    """The language model: next-token logits, loss, and `generate`."""
+    """The language model with next-token logits, loss and `generate`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
@@ -156,10 +159,10 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """transformers' own; but a stored use_cache=False does not slow generation down.
+        """As in transformers, except that a stored use_cache=False does not disable the cache in generation.
 
-        The Trainer sets use_cache=False in the config of every model that it trains, and the saved folder keeps it.
-        An argument of `generate`, or the generation_config given here, still turns the cache off."""
+        The Trainer sets use_cache=False in the config of every model that it trains and saves. An argument of
+        `generate`, or a `generation_config` given here, still disables the cache."""
         loaded: Any = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if kwargs.get("generation_config") is None:
@@ -181,16 +184,19 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         **loss_kwargs,
     ) -> CausalLMOutputWithPast:
-        """input_ids [B, T] or inputs_embeds [B, T, D] -> logits [B, T, vocabulary]; the rest as HeadraceModel.
+        """input_ids [B, T] or inputs_embeds [B, T, D] -> logits [B, T, vocabulary].
 
         Args:
-            labels: [B, T], shifted here (−100: ignored). In a pack, set the first label of each sequence to −100.
-            logits_to_keep: the number of last positions, or the positions, to compute logits for; 0: all; None: all,
-                but none (`logits` is None) in training with labels. The loss is always that of all positions.
-            loss_kwargs: `num_items_in_batch` to divide the loss by, `shift_labels` instead of labels; everything else
-                as HeadraceModel.
+            labels: [B, T]; the model shifts them. −100 is ignored. In a pack, the first label of each sequence must be
+                −100.
+            logits_to_keep: the number of last positions, or the positions, with logits. 0: all; None: all, or none in
+                training with labels (`logits` is None). The loss is always over all positions.
+            loss_kwargs: `num_items_in_batch`, by which the loss is divided; `shift_labels` in place of labels;
+                the other arguments of HeadraceModel.
+
+        Other arguments, and errors, are those of HeadraceModel.
         """
-        loss_kwargs.pop("tokenizer", None)  # an argument of `generate`, which hands it on; a server always gives it one
+        loss_kwargs.pop("tokenizer", None)  # an argument of `generate` that is passed on to forward
         packs = {name: loss_kwargs.pop(name) for name in loss_kwargs.keys() - {"num_items_in_batch", "shift_labels"}}
         output = self.model(
             input_ids=input_ids,
@@ -222,7 +228,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         )
 
     def _loss(self, hidden: Tensor, logits: Tensor | None, **loss_kwargs) -> Tensor:
-        """Without logits it is found in pieces, unless the head or the loss were replaced, or the head is looked on."""
+        """The mean loss. Without logits it is computed in pieces, unless the head or the loss has been replaced or the
+        head has hooks."""
         plain = untouched(self.lm_head, nn.Linear) and self.lm_head.bias is None
         if logits is None and plain and self.loss_function is ForCausalLMLoss:
             return causal_loss(hidden, self.lm_head.weight, **loss_kwargs)
@@ -232,12 +239,12 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
     def _balance(
         self, attention_mask: Tensor | None, labels: Any, shift_labels: Any = None, num_items_in_batch: Any = None
     ) -> Tensor | float:
-        """What uneven loads of experts cost in training; a part of a step pays by its share of items."""
+        """The load-balancing loss of mixtures of experts, weighted by this batch's share of the items of a step."""
         routed = routings(self)
         if not routed:
             return 0.0
         if torch.is_grad_enabled() and not routed[0].shares.requires_grad:
-            raise InputError("use_reentrant=True hides what routers do from the loss; expected use_reentrant=False")
+            raise InputError("use_reentrant=True gives no gradient to the balance loss; expected use_reentrant=False")
         mask = padding_mask(attention_mask, routed[0].shares, None)
         losses = torch.stack([balance_loss(routing, mask) for routing in routed])
         asked = labels[:, 1:] if shift_labels is None else shift_labels
@@ -254,8 +261,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
         **model_kwargs,
     ):  # fmt: skip
-        """transformers' greedy search and sampling, with its processors and criteria, to the same tokens; where nobody
-        looks on, without what it does for every token and a recurrence needs once."""
+        """Greedy search and sampling of transformers with the same tokens. In the plain case (see `_alone`) a shorter
+        loop leaves out work per token that a recurrent model does not need."""
         cache: Any = model_kwargs.get("past_key_values")
         mask = model_kwargs.get("attention_mask")
         options = (logits_processor, stopping_criteria, generation_config)
@@ -265,7 +272,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         return self._continue(input_ids, first.logits, cache, *options)
 
     def _alone(self, input_ids: Tensor, config, given: dict[str, Any]) -> bool:
-        """Whether a generation begins, on a CPU, and nobody waits for more than its tokens or has a hook on the way."""
+        """Whether the generation is plain: on a CPU, from an empty cache, with tokens as its only output, no hooks."""
         usual = {"attention_mask", "past_key_values", "use_cache", "logits_to_keep"}
         cache, there = given.get("past_key_values"), {name for name, value in given.items() if value is not None}
         fresh = isinstance(cache, HeadraceCache) and cache.states is None and given["use_cache"] and there <= usual
@@ -275,7 +282,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         return bool(fresh and ours and not more and not hooks and input_ids.device.type == "cpu")
 
     def _continue(self, ids: Tensor, logits: Tensor, cache: HeadraceCache, processor, criteria, config) -> Tensor:
-        """ids [B, T] and the logits [B, 1, vocabulary] after them -> ids and what follows, till criteria are met."""
+        """Continues ids [B, T], with logits [B, 1, vocabulary] of the next token, until the criteria are met."""
         unfinished, pad = ids.new_ones(ids.shape[0]), config._pad_token_tensor
         ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         while True:
@@ -324,7 +331,7 @@ def _first_line(error: Exception) -> str:
 
 
 def register() -> None:
-    """Make AutoConfig, AutoModel and AutoModelForCausalLM know the model. Called on import of this module."""
+    """Registers the model with AutoConfig, AutoModel and AutoModelForCausalLM. Called on import of this module."""
     AutoConfig.register(HeadraceConfig.model_type, HeadraceConfig, exist_ok=True)
     AutoModel.register(HeadraceConfig, HeadraceModel, exist_ok=True)
     AutoModelForCausalLM.register(HeadraceConfig, HeadraceForCausalLM, exist_ok=True)

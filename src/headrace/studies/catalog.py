@@ -1,8 +1,8 @@
-"""The unifying table: every causal mixer as S_t = A_t S_{t−1} + k_tᵀ b_t, by its four axes, and what it costs.
+"""A table of every causal mixer: its recurrence S_t = A_t S_{t−1} + k_tᵀ b_t, its place on four axes, and its costs.
 
-Symbols: α a decay read from the token, γ a fixed one, β a write strength, w and r the gates of competing heads, dt a
-step size. Memories are [K, V], so that A_t stands on the left. Costs are multiply-adds counted as two, of the memory
-alone, without projections and convolutions.
+Symbols: α is a data-dependent decay, γ a fixed decay, β a write strength, w and r are write and read gates of competing
+heads, dt is a step size. The state S is [K, V]. Costs are FLOPs (a multiply-add is two) of the state alone, without
+projections and convolutions.
 """
 
 import inspect
@@ -14,13 +14,13 @@ from .. import zoo
 from ..spec.linear import CACHED, AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, SoftmaxRNNSpec, to_json
 from ..utils.errors import InputError
 
-WIDTH, HEADS, TOKENS, CHUNK = 1024, 4, 2048, 64  # at which the table counts
+WIDTH, HEADS, TOKENS, CHUNK = 1024, 4, 2048, 64  # sizes at which costs are counted
 DECAYS = {"none": "", "retnet": "γ", "xpos": "diag(γ)", "softplus": "α"}  # all others: one per key channel
 RETENTION = {
     "": "all", "γ": "γ, fixed per head", "diag(γ)": "γ, fixed per key channel", "α": "α, per head",
     "diag(α)": "α, per key channel",
 }  # fmt: skip
-# What no spec says: A_t, b_t, objective and retention of what is outside the algebra.
+# (A_t, b_t, objective, retention) of mixers outside the algebra, whose specs do not contain them.
 OUTSIDE = {
     "s4": ("Ā", "B̄ u", "Legendre coefficients of the past", "Ā, fixed"),
     "s4d": ("Ā, diagonal", "B̄ u", "−⟨kS, v⟩", "Ā, fixed"),
@@ -30,7 +30,7 @@ OUTSIDE = {
     "gla-outer": ("α … βᵀ", "v", "−⟨kS, v⟩", "α βᵀ, per number"),
 }
 COUNTED = f"Costs: width {WIDTH}, {HEADS} heads, float32, chunks of {CHUNK}; attention after {TOKENS:,} tokens."
-RECURRENT = (MixerSpec, ScanSpec, MatrixSpec)  # whose memory does not grow
+RECURRENT = (MixerSpec, ScanSpec, MatrixSpec)  # mixers with a state of fixed size
 UPDATE = ("A_t", "b_t", "features", "can")
 AXES = ("memory", "objective", "optimiser", "retention")
 COST = ("state", "bytes", "training", "decoding", "grows")
@@ -38,7 +38,7 @@ VIEWS = {"update": UPDATE, "axes": AXES, "cost": COST, "paper": ("paper",)}
 
 
 def papers() -> dict[str, str]:
-    """The address that the comment before each name in zoo.py ends with."""
+    """Mixer -> address of its paper, which ends the comment before the mixer in zoo.py."""
     found, address = {}, ""
     for line in inspect.getsource(zoo).splitlines():
         if match := re.search(r"#.*(https?://\S+)$", line):
@@ -49,8 +49,8 @@ def papers() -> dict[str, str]:
 
 
 def account(name: str) -> dict[str, Any]:
-    """A row of the table, and the spec. `paper` is "–" for a mixer that was added at run time. The costs of a mixer
-    that does not fit the table's width and heads are None, and its `state` says why."""
+    """The row of a mixer in the table, with its spec. `paper` is "–" for a mixer that was added at run time. If a mixer
+    does not fit the table's width and heads, its costs are None and `state` is the reason."""
     spec = zoo.get(name)
     outside = _cached if isinstance(spec, CACHED) else _outside
     row = _linear(spec) if isinstance(spec, MixerSpec) else outside(spec)
@@ -103,12 +103,12 @@ def _outside(spec) -> dict[str, Any]:
 
 
 def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
-    """State, and operations per token; training adds what the tokens of a chunk do to each other. Attention reads a
-    cache of TOKENS."""
+    """Size of the state, and FLOPs per token in decoding and in training, which adds the FLOPs within a chunk.
+    Attention reads a cache of TOKENS tokens."""
     if isinstance(spec, CACHED):
         bounded = getattr(spec, "pattern", None) is not None
         shapes = spec.state_shapes(WIDTH, HEADS, TOKENS)
-        seen, wide = next(iter(shapes.values()))[0], WIDTH  # every query head reads, whoever shares its keys
+        seen, wide = next(iter(shapes.values()))[0], WIDTH  # all query heads count, also those that share keys
         costs = {"training": 4 * wide * (seen if bounded else TOKENS // 2), "decoding": 4 * wide * seen}
         return {**_state(shapes), **costs, "grows": not bounded}
     shapes, decoding = spec.state_shapes(WIDTH, HEADS), recurrence_flops(spec, WIDTH, HEADS)
@@ -120,8 +120,8 @@ def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def recurrence_flops(spec, hidden_size: int, num_heads: int) -> int:
-    """Operations per token on the memory of a recurrent mixer: for a number of it 2 to read, 2 to write, 1 to forget, 2
-    to overwrite."""
+    """FLOPs per token on the state of a recurrent mixer. For each number of the state: 2 to read, 2 to write, 1 to
+    forget, 2 to overwrite."""
     row = _linear(spec) if isinstance(spec, MixerSpec) else _outside(spec)
     numbers = math.prod(spec.state_shapes(hidden_size, num_heads)["memory"])
     return numbers * (4 + row["forgets"] + 2 * row["overwrites"])
@@ -139,7 +139,7 @@ def cell(value: Any) -> str:
 
 
 def markdown() -> str:
-    """docs/zoo.md: `headrace zoo --markdown` prints it."""
+    """The table as Markdown: the content of docs/zoo.md, as printed by `headrace zoo --markdown`."""
     rows = {name: account(name) for name in zoo.names()}
     text = ["# The zoo", "", *(__doc__ or "").strip().splitlines(), "", "Written by `headrace zoo --markdown`.", ""]
     for title, columns in VIEWS.items():

@@ -1,8 +1,8 @@
-"""Does what runs here compute the equation? Every way of running a mixer against the literal loop in float64.
+"""Verifies mixers on this machine: every way of running a mixer is compared with the literal loop in float64.
 
-A way is a function of (mixer, x): all of them must give the same y. `verify` runs them on the device and in the dtype
-asked for; the reference is the same layer on the CPU in float64, with the loop of reference.py in place of the op, or
-token by token where the layer does not use the op.
+A way is a function of (mixer, x), and all ways must give the same y. `verify` runs the ways on a given device and
+dtype. The reference is the same layer on the CPU in float64, with the loop of ops/reference.py in place of the op, or
+run token by token for a layer without the op.
 """
 
 import copy
@@ -20,11 +20,11 @@ from ..ops.reference import literal
 from ..spec.stack import Decoder
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
-BATCH, TOKENS, HIDDEN, HEADS = 2, 67, 64, 4  # a whole chunk of 64 and a piece of one
+BATCH, TOKENS, HIDDEN, HEADS = 2, 67, 64, 4  # TOKENS: a chunk of 64 and a part of the next
 
 
 class Row(NamedTuple):
-    """One law for one mixer: the relative error found, and the largest that is accepted."""
+    """The relative error of one mixer in one check (`law`), and the largest accepted error."""
 
     mixer: str
     law: str
@@ -39,7 +39,19 @@ class Row(NamedTuple):
 def verify(
     names: Iterable[str] | None = None, device: str = "cpu", dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> list[Row]:
-    """Check mixers (names or expressions; None: the whole zoo). Returns a row for each mixer and law."""
+    """Compares every way of running a mixer, and its gradients, with the literal loop in float64.
+
+    Args:
+        names: names or expressions of mixers; None: all of the zoo.
+        device, dtype: where and in which precision the mixers run.
+        seed: seed of parameters and inputs.
+
+    Returns:
+        A row for each mixer and check.
+
+    Raises:
+        InputError: an unknown mixer.
+    """
     return [row for name in (zoo.names() if names is None else names) for row in laws(name, device, dtype, seed)]
 
 
@@ -59,7 +71,7 @@ def laws(name: str, device: str, dtype: torch.dtype, seed: int) -> Iterable[Row]
 
 
 def specimen(name: str, seed: int) -> tuple[nn.Module, Tensor]:
-    """A float64 mixer with every parameter away from its initial value, and an input."""
+    """(a float64 mixer with randomly perturbed parameters, an input)"""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     mixer = subject(zoo.mixer(name)).double()
@@ -70,7 +82,7 @@ def specimen(name: str, seed: int) -> tuple[nn.Module, Tensor]:
 
 
 def subject(spec) -> nn.Module:
-    """A mixer as a layer builds it; of a whole decoder its layers, which continue from states as a mixer does."""
+    """The module of a mixer; for a decoder, its stack of layers, which has the interface of a mixer."""
     if isinstance(spec, Decoder):
         return Backbone(spec.layers, Sizes(HIDDEN, HEADS, HIDDEN, style=spec.style))
     return layers.build(spec, hidden_size=HIDDEN, num_heads=HEADS, layer_idx=1, num_layers=3)
@@ -107,7 +119,8 @@ def split(mixer: nn.Module, x: Tensor) -> Tensor:
 
 
 def prefix(mixer: nn.Module, x: Tensor) -> Tensor:
-    """The future must not matter: the first half alone, then the rest of the whole."""
+    """The outputs of the first half of the input by itself, followed by those of the rest from the whole input. They
+    equal the outputs of the whole input for a causal mixer."""
     half = TOKENS // 2
     return torch.cat([mixer(x[:, :half])[0], mixer(x)[0][:, half:]], 1)
 
@@ -118,7 +131,8 @@ def packed(mixer: nn.Module, x: Tensor) -> Tensor:
 
 
 def padded(mixer: nn.Module, x: Tensor) -> Tensor:
-    """Padding of another length, left, right or in the middle, in each row; what stands there is large."""
+    """The outputs for rows with padding of different lengths on the left, on the right or inside, with large values at
+    padded positions."""
     rows = x.new_full((BATCH, TOKENS + 9, HIDDEN), 10.0)
     mask = torch.zeros(BATCH, TOKENS + 9, dtype=torch.bool, device=x.device)
     mask[0, 9:] = True
@@ -149,8 +163,8 @@ WAYS: dict[str, Way] = {
 
 
 def semiseparable(log_decay: Tensor) -> Tensor:
-    """The mask L [T, T] of a scalar decay [T]: what is left at t of what was written at s, 0 before it was. Its blocks
-    below the diagonal have rank 1 (arXiv 2405.21060, section 3)."""
+    """The mask L [T, T] of a scalar decay [T]: L[t, s] is the decay from s to t, 0 for s > t. Blocks below the diagonal
+    have rank 1 (arXiv 2405.21060, section 3)."""
     later = torch.ones(len(log_decay), len(log_decay), dtype=torch.bool, device=log_decay.device).tril()
     total = log_decay.cumsum(0)
     return (total[:, None] - total).masked_fill(~later, -torch.inf).exp()
@@ -162,7 +176,7 @@ def masked_matrix(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def relative(x: Tensor, reference: Tensor, floor: float = 0.0) -> float:
-    """|x − reference| / max(|reference|, floor); infinite where x is not finite."""
+    """Relative error |x − reference| / max(|reference|, floor); infinite if x is not finite."""
     x, reference = x.detach().to("cpu", torch.float64), reference.detach().to(torch.float64)
     if not bool(x.isfinite().all()):
         return float("inf")
@@ -171,13 +185,13 @@ def relative(x: Tensor, reference: Tensor, floor: float = 0.0) -> float:
 
 
 def gradients(way: Way, mixer: nn.Module, x: Tensor) -> list[Tensor]:
-    """Of a random weighting of what `way` gives, to the input and all parameters."""
+    """Gradients of a random weighted sum of the outputs of `way`, for the input and all parameters."""
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x = x.clone().requires_grad_()
     return list(torch.autograd.grad((way(mixer, x) * weight.to(x)).sum(), [x, *mixer.parameters()]))
 
 
 def worst(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest error, each relative to the larger of its norm and 1e-6 of the largest."""
+    """The largest relative error of several gradients; the floor of a norm is 1e-6 of the largest norm."""
     floor = 1e-6 * max(float(g.norm()) for g in expected)
     return max(relative(g, e, floor) for g, e in zip(found, expected, strict=True))

@@ -1,4 +1,4 @@
-"""What models are compared on. A task is a frozen record of literals: JSON-able, cheap to send to a worker."""
+"""Tasks on which models are compared. A task is a frozen dataclass of literals, which can be stored as JSON."""
 
 from ..ops.loss import IGNORED
 from .base import Answers, Metric, Rows, Task

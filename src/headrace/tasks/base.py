@@ -1,4 +1,4 @@
-"""What all tasks share: the protocol, the metric, and a data set that is drawn from a seed."""
+"""The protocol of tasks, their metrics, and a data set of rows drawn from a seed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,26 +9,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-LONGER = (1, 2, 4, 8)  # times the length of training: where a task is tested besides
-BLOCK = 1024  # rows drawn at once
+LONGER = (1, 2, 4, 8)  # held-out lengths as multiples of the training length
+BLOCK = 1024  # rows drawn together
 
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How a task is scored and how the score is printed: `scale` times the number, `digits` decimals, `unit`."""
+    """The metric of a task. A score is printed as `scale` times its value with `digits` decimals and `unit`."""
 
     name: str
     unit: str
     scale: float = 1.0
     digits: int = 1
     higher_is_better: bool = True
-    solved: float | None = None  # a score from here on leaves nothing to compare
+    solved: float | None = None  # score from which on the task counts as solved
 
 
 class Answers(NamedTuple):
-    """What a model said: its mean loss in nats, and [rows, T] where it was asked and where it was right."""
+    """The answers of a model. loss: mean loss in nats; asked, right: masks [rows, T] of the positions with a label and
+    of the positions with a correct prediction."""
 
     loss: float
     asked: Tensor
@@ -40,15 +41,16 @@ class Answers(NamedTuple):
 
     @property
     def exact(self) -> float:
-        """The share of rows without a mistake."""
+        """The fraction of rows without a mistake."""
         return float((self.right == self.asked).all(1).float().mean())
 
 
 class Task(Protocol):
     """A source of rows {"input_ids": [rows, T] or [rows, T, channels], "shift_labels": [rows, T]}.
 
-    The embeddings of a position's channels are summed; a negative id adds nothing. `shift_labels` stand at the position
-    that answers; IGNORED marks a position without a question. Tasks from sequence to sequence: see sequences.py.
+    The embeddings of the channels of a position are summed; a negative id adds nothing. `shift_labels` are the labels
+    of the outputs at the same position; IGNORED marks a position without a label. For sequence-to-sequence tasks, see
+    sequences.py.
     """
 
     name: ClassVar[str]
@@ -59,25 +61,26 @@ class Task(Protocol):
 
     @property
     def length(self) -> int:
-        """Positions in a row."""
+        """Number of positions in a row."""
 
     def resized(self, length: int) -> "Task":
-        """The same task at another length; InputError where that cannot be."""
+        """The same task at another length. InputError for a length that the task cannot have."""
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch: ...
 
     def held_out(self, rows: int) -> Batch:
-        """The same rows for every seed and every mixer, at most `rows` of them."""
+        """At most `rows` held-out rows, the same for every seed and mixer."""
 
     def by_length(self, rows: int) -> dict[int, Batch]:
-        """Held-out rows of single lengths, beyond that of training too; none where length is not what is asked."""
+        """Length -> held-out rows of that length, which may exceed the training length; empty for tasks that are not
+        evaluated by length."""
 
     def scores(self, answers: Answers) -> dict[str, float]:
-        """Scores by name, `metric.name` among them."""
+        """Name -> score; the names include `metric.name`."""
 
 
 class ByToken:
-    """Each answer counts."""
+    """Scores of a task by token: accuracy over all positions with a label."""
 
     metric: ClassVar[Metric] = Metric("accuracy", "%", 100.0, solved=0.99)
 
@@ -86,7 +89,7 @@ class ByToken:
 
 
 class ByRow:
-    """A row is right where all of its answers are."""
+    """Scores of a task by row: a row is correct if all its answers are."""
 
     metric: ClassVar[Metric] = Metric("exact match", "%", 100.0, solved=0.99)
 
@@ -95,7 +98,7 @@ class ByRow:
 
 
 class Drawn(ByToken):
-    """What tasks share whose rows are drawn from nothing but a generator."""
+    """Base of synthetic tasks, whose rows are drawn from a random generator."""
 
     length: Any  # int
     sample: Any
@@ -107,14 +110,14 @@ class Drawn(ByToken):
         return held_out(self.sample, rows)
 
     def by_length(self, rows: int) -> dict[int, Batch]:
-        """Held-out rows as long as those of training, and longer."""
+        """Held-out rows at LONGER multiples of the training length."""
         return {times * self.length: self.resized(times * self.length).held_out(rows) for times in LONGER}
 
 
 class Rows(Dataset):
-    """`count` rows that depend on nothing but the seed: row i is the same whatever was read before.
+    """A data set of `count` rows that depend on the seed and their index only.
 
-    Rows are drawn in blocks, so that a long run needs no more memory than a short one and reads in order are cheap.
+    Rows are drawn in blocks of BLOCK, so memory does not grow with `count` and sequential access is cheap.
     """
 
     def __init__(self, sample: Callable[[torch.Generator, int], Batch], seed: int, count: int):
@@ -133,10 +136,10 @@ class Rows(Dataset):
 
 
 def held_out(sample: Callable[[torch.Generator, int], Batch], rows: int) -> Batch:
-    """Rows of a synthetic task that no training seed draws."""
+    """Held-out rows of a synthetic task, drawn with a key that no training seed has."""
     return sample(generator(), rows)
 
 
 def generator(*key: int) -> torch.Generator:
-    """A generator of its own for every key, which is hashed: torch keeps the lower 32 bits of a seed alone."""
+    """A random generator for a key. The key is hashed, because torch uses only the lower 32 bits of a seed."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))

@@ -4,7 +4,7 @@
     input      c  a  a  b  |  c  a  a
     answer                 c  a  a  b
 
-All of what was read is asked for, in its order: a state of fixed size is full at some length.
+A model has to store the whole input in order, which a state of fixed size can do up to some length only.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,18 @@ from .base import Batch, Drawn
 
 @dataclass(frozen=True)
 class Copy(Drawn):
+    """Copying a row of symbols."""
+
     symbols: int = 16
-    length: int = 64  # of the row: the symbols twice
+    length: int = 64  # positions in a row: twice the number of copied symbols
 
     name: ClassVar[str] = "copy"
 
     def __post_init__(self) -> None:
         if self.symbols < 2 or self.length < 2 or self.length % 2:
-            raise InputError(f"{self}; expected at least 2 symbols and an even length: the symbols stand in it twice")
+            raise InputError(
+                f"{self}; expected at least 2 symbols and an even length, which is twice the number of symbols copied"
+            )
 
     @property
     def chance(self) -> float:

@@ -1,9 +1,10 @@
-"""Written dates into ISO 8601, character by character.
+"""Translating written dates to ISO 8601, character by character.
 
     source   Tuesday, the 3rd of March 1998
     target   1998-03-03
 
-Days of 1950 to 2049, so that two digits name a year, in seven ways of writing: 3 Mar 98 and 3/3/98 (month first) too.
+Dates are from 1950 to 2049, so that two digits determine a year, in seven formats, such as 3 Mar 98 and 3/3/98 (month
+first).
 """
 
 import string
@@ -17,14 +18,14 @@ import torch
 from ..utils.errors import InputError
 from .sequences import Sequences
 
-# Python's own names of months and days follow the machine's language.
+# Python's names of months and days depend on the locale.
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
           "December")  # fmt: skip
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 SUFFIXES = {1: "st", 2: "nd", 3: "rd", 21: "st", 22: "nd", 23: "rd", 31: "st"}
 FIRST_DAY, LAST_DAY = date(1950, 1, 1).toordinal(), date(2049, 12, 31).toordinal()
 
-# Of a date d, the name m of its month and the name w of its day.
+# Functions of a date d, the name m of its month and the name w of its weekday.
 FORMS: tuple[Callable[[date, str, str], str], ...] = (
     lambda d, m, w: f"{w}, the {d.day}{SUFFIXES.get(d.day, 'th')} of {m} {d.year}",
     lambda d, m, w: f"{m} {d.day}, {d.year}",
@@ -38,13 +39,15 @@ FORMS: tuple[Callable[[date, str, str], str], ...] = (
 
 @dataclass(frozen=True)
 class Dates(Sequences):
+    """Translating dates to ISO 8601."""
+
     name: ClassVar[str] = "dates"
     alphabet = string.digits + string.ascii_letters + " ,./-"
     length = len("Wednesday, the 23rd of September 1998")
     written = len("1998-03-03")
 
     def resized(self, length: int) -> "Dates":
-        raise InputError(f"length={length}: dates are as long as they are written; expected no length")
+        raise InputError(f"length={length}: the length of the task dates is fixed; expected no length")
 
     def pairs(self, generator: torch.Generator, rows: int) -> Iterator[tuple[str, str]]:
         days = torch.randint(FIRST_DAY, LAST_DAY + 1, (rows,), generator=generator)

@@ -1,10 +1,10 @@
-"""Which digit is this? scikit-learn's handwritten digits, 8 × 8 pixels of 17 greys, row by row.
+"""Classification of scikit-learn's handwritten digits, 8 × 8 pixels with 17 grey levels, as a sequence of pixels.
 
     input      0  0  5  13  9  1  0  0  0  0  …  0
     answer                                       0        at the last pixel
 
-Mixers read them in that order; bert and bert(mixer=gla) from both ends at once. A fifth of the 1,797 pictures is held
-out, the same ones always.
+Causal models read the pixels row by row; bert and bert(mixer=gla) are bidirectional. A fixed fifth of the 1,797
+pictures is held out.
 """
 
 from dataclasses import dataclass
@@ -24,6 +24,8 @@ GREYS, PIXELS, CLASSES = 17, 64, 10
 
 @dataclass(frozen=True)
 class Digits(ByToken):
+    """Classification of handwritten digits."""
+
     name: ClassVar[str] = "digits"
     vocab_size: ClassVar[int] = GREYS + CLASSES
     length: ClassVar[int] = PIXELS
@@ -54,7 +56,7 @@ def asked(pictures: Tensor, digits: Tensor, which: Tensor) -> Batch:
 
 @lru_cache(maxsize=1)
 def load() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(pictures [n, 64], digits [n]) for training, and of those that are held out."""
+    """(pictures [n, 64], digits [n]) for training, and the same for the held-out pictures."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:

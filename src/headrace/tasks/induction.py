@@ -1,11 +1,11 @@
-"""Induction heads (https://arxiv.org/abs/2209.11895, as in https://arxiv.org/abs/2312.00752, section 4.1.2): what
-followed the special token when it was last seen?
+"""Induction heads (https://arxiv.org/abs/2209.11895, as in https://arxiv.org/abs/2312.00752, section 4.1.2): recalling
+the token that followed the special token at its first occurrence.
 
     position   1  2  3  4  5  6  7  8
     input      b  a  !  c  a  c  b  !
     answer                          c
 
-One thing is to be kept, through everything that comes after it, however long that is.
+A model has to store a single token over a long distance.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,8 @@ from .base import Batch, Drawn
 
 @dataclass(frozen=True)
 class Induction(Drawn):
+    """Recall of the token after the special token."""
+
     symbols: int = 15
     length: int = 128
 

@@ -1,12 +1,12 @@
-"""Associative recall in a small vocabulary of nothing but keys and values, which are tokens of their own.
+"""Associative recall with keys and values as separate tokens of a small vocabulary.
 
     position   1   2   3   4   5   6   7   8   9   10
-    input      k3  v7  k1  v2  v5  k1  v4  v9  k3  v1        pairs, then queries among values that mean nothing
+    input      k3  v7  k1  v2  v5  k1  v4  v9  k3  v1        pairs, then queries among random values
     answer                         v2          v7
 
-The model has first to learn that a value belongs to the key before it, then to store, find and say it. Most queries
-come soon after the pairs, some late: gaps follow a power law. Easier than `mqar`: there are fewer tokens, and a key
-after the pairs is always a query. Values may repeat.
+The model has to learn that a value belongs to the key before it, and then to store and retrieve it. The distances of
+queries from the pairs follow a power law, so most queries come early. The task is easier than `mqar`, because there are
+fewer tokens and each key after the pairs is a query. Values may repeat.
 """
 
 from dataclasses import dataclass, replace
@@ -18,12 +18,14 @@ from ..ops.loss import IGNORED
 from ..utils.errors import InputError
 from .base import Batch, Drawn
 
-GAP_EXPONENT = -0.99  # of the density of a query's distance from the pairs
+GAP_EXPONENT = -0.99  # exponent of the distribution of the distance of a query from the pairs
 
 
 @dataclass(frozen=True)
 class KeyValue(Drawn):
-    keys: int = 64  # and as many values
+    """Associative recall with keys and values as separate tokens."""
+
+    keys: int = 64  # number of different keys, and of different values
     pairs: int = 8
     length: int = 64
 
@@ -58,6 +60,6 @@ class KeyValue(Drawn):
         return {"input_ids": ids.scatter(1, asked_at, keys), "shift_labels": labels.scatter(1, asked_at, values)}
 
     def _gaps(self, generator: torch.Generator, rows: int) -> torch.Tensor:
-        """Different distances from the pairs, [rows, pairs]."""
+        """Distances of the queries from the pairs [rows, pairs], different within a row."""
         weights = torch.arange(1.0, self.length - 2 * self.pairs + 1).pow(GAP_EXPONENT)
         return torch.multinomial(weights.expand(rows, -1), self.pairs, generator=generator)

@@ -1,12 +1,12 @@
-"""BERT's two questions about a text (arXiv 1810.04805, section 3.1): what stood in the gaps, and do two pieces belong
-together?
+"""Masked language modelling and next-sentence prediction, as in BERT (arXiv 1810.04805, section 3.1).
 
     input      [CLS] T h e _ c [SEP] a t [MASK] s q t [SEP]
     answer                                 _      a            and: the second piece follows the first
     segment      0   0 0 0 0 0   0   1 1   1    1 1 1   1
 
-15 % of a row's tokens are asked for: of them 80 % are masked, 10 % replaced by a random token, and 10 % stay. In half
-of the rows the second piece is from elsewhere. Rows are full: pieces differ in length, their sum does not.
+15 % of the tokens of a row are predicted: 80 % of these are masked, 10 % are replaced by a random token, and 10 % are
+left unchanged. In half of the rows the second segment is from another place in the text. Segments vary in length, but
+their sum does not, so that rows have no padding.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,15 @@ from ..utils.errors import InputError
 from .base import Batch, ByToken, held_out
 from .text import Text
 
-ASKED, MASKED, RANDOM = 0.15, 0.8, 0.1  # shares: of the tokens, and of those asked for
-CLS, SEP, MASK = range(3)  # after the text's own tokens
+ASKED, MASKED, RANDOM = 0.15, 0.8, 0.1  # fraction of predicted tokens; fractions of these that are masked, replaced
+CLS, SEP, MASK = range(3)  # ids of special tokens, after those of the text
 SHORTEST = 8
 
 
 @dataclass(frozen=True)
 class Masked(ByToken, Text):
+    """Masked language modelling with next-sentence prediction."""
+
     name: ClassVar[str] = "masked"
 
     def __post_init__(self) -> None:
@@ -61,8 +63,8 @@ class Masked(ByToken, Text):
 
 
 def mask(ids: Tensor, ordinary: int, mask_id: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """ids [rows, T] with gaps, and labels [rows, T]: what stood there. Ids below `ordinary` are asked for, and replace
-    others; each row has as many questions as the one with the fewest such ids."""
+    """(masked ids [rows, T], labels [rows, T]). Ids below `ordinary` can be predicted and can replace others. All rows
+    have equally many labels, by the row with the fewest such ids."""
     eligible = ids < ordinary
     count = max(round(ASKED * int(eligible.sum(1).min())), 1)
     order = torch.rand(ids.shape, generator=generator).masked_fill(~eligible, 1.0).argsort(1)

@@ -1,12 +1,12 @@
-"""Multi-query associative recall (https://arxiv.org/abs/2312.04927), as HazyResearch/zoology draws it.
+"""Multi-query associative recall (https://arxiv.org/abs/2312.04927), with the distribution of HazyResearch/zoology.
 
     position   1   2   3   4   5   6   7   8   9   10  11  12
     input      k3  v7  k1  v2  k1  x   x   x   k3  x   x   x        pairs, then queries; x is any token
     answer                     v2              v7
 
-The lower half of the vocabulary without 0 is keys, the upper half values. All keys of a row differ, as do its values,
-and every key is asked for once. A query is an even number of positions after the pairs, 2g, where the different g of a
-row are drawn one after another with weights (g + 1)^(power_a − 1): most come soon, some late. All else is noise
+Tokens of the lower half of the vocabulary, without 0, are keys; those of the upper half are values. The keys of a row
+differ from each other, as do the values, and each key is queried once. A query is 2g positions after the pairs. The g
+of a row are drawn without replacement with weights (g + 1)^(power_a − 1): most queries come early. All else is noise
 from the whole vocabulary, keys of the row among it.
 """
 
@@ -22,6 +22,8 @@ from .base import LONGER, Batch, Drawn
 
 @dataclass(frozen=True)
 class Mqar(Drawn):
+    """Multi-query associative recall."""
+
     vocabulary: int = 8192
     pairs: int = 8
     length: int = 64
@@ -62,10 +64,10 @@ class Mqar(Drawn):
         return {"input_ids": ids.scatter(1, asked_at, keys), "shift_labels": labels.scatter(1, asked_at, values)}
 
     def _different(self, weights: torch.Tensor, generator: torch.Generator, rows: int) -> torch.Tensor:
-        """As many different indices as there are pairs, drawn one after another by these weights, [rows, pairs]."""
+        """Indices [rows, pairs], drawn without replacement within a row by the weights."""
         return torch.multinomial(weights.expand(rows, -1), self.pairs, generator=generator)
 
     def by_length(self, rows: int) -> dict[int, Batch]:
-        """As far as the vocabulary admits."""
+        """Held-out rows at LONGER multiples of the training length below the size of the vocabulary."""
         lengths = [times * self.length for times in LONGER if times * self.length < self.vocabulary]
         return {length: self.resized(length).held_out(rows) for length in lengths}

@@ -1,5 +1,5 @@
-"""A needle in a haystack: S-NIAH 1, 2 and 3 of RULER (https://arxiv.org/abs/2404.06654, appendix B), in the very words
-of lm-evaluation-harness's niah_single_1, 2 and 3.
+"""A needle in a haystack: S-NIAH 1, 2 and 3 of RULER (https://arxiv.org/abs/2404.06654, appendix B), with the wording
+of niah_single_1, 2 and 3 of lm-evaluation-harness.
 
     prompt     A special magic number is hidden within the following text. …
                The grass is green. The sky is blue. …
@@ -9,8 +9,8 @@ of lm-evaluation-harness's niah_single_1, 2 and 3.
                … mentioned in the provided text is
     answer      4920138<end>
 
-Kind 1 hides a number in one sentence said again and again, 2 a number in prose, 3 a UUID in prose. A row has as much of
-the haystack as it has room for, and the needle anywhere in it. Words are those of the harness, from wonderwords.
+Kind 1 hides a number in repeated sentences, kind 2 a number in prose, kind 3 a UUID in prose. A row is filled with as
+much of the haystack as fits, with the needle at a random depth. Keys are words of wonderwords, as in the harness.
 """
 
 import hashlib
@@ -40,15 +40,17 @@ BEFORE = (
 )
 QUESTION = "What is the special magic {thing} for {key} mentioned in the provided text?"
 ANSWER = "The special magic {thing} for {key} mentioned in the provided text is"
-DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # of a needle in prose
+DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # relative positions of a needle in prose
 
 
 @dataclass(frozen=True)
 class Needle(ByRow, Drawn):
+    """A needle in a haystack."""
+
     kind: Literal[1, 2, 3] = 1
-    length: int = 1024  # tokens: of the prompt, the answer and the end
-    haystack: str | None = None  # a text file, from anywhere in it, around its end if need be; none: random sentences
-    tokenizer: str | None = None  # as `headrace prepare` takes it; none: bytes
+    length: int = 1024  # tokens of prompt, answer and end token together
+    haystack: str | None = None  # a text file, read cyclically from a random word; None: random sentences
+    tokenizer: str | None = None  # as for `headrace prepare`; None: bytes
 
     name: ClassVar[str] = "needle"
     chance: ClassVar[float] = 0.0
@@ -57,9 +59,11 @@ class Needle(ByRow, Drawn):
         if self.kind not in (1, 2, 3):
             raise InputError(f"needle.kind={self.kind}; expected 1, 2 or 3")
         if self.length < 1:
-            raise InputError(f"needle.length={self.length}; expected at least 1, and room for a prompt and its answer")
+            raise InputError(
+                f"needle.length={self.length}; expected at least 1, and enough for a prompt and its answer"
+            )
         if self.kind == 1 and self.haystack is not None:
-            raise InputError(f"needle.haystack={self.haystack!r} with kind=1, which is noise; expected kind=2 or 3")
+            raise InputError(f"needle.haystack={self.haystack!r} is not used by kind=1; expected kind=2 or 3")
 
     @property
     def tokens(self) -> Any:
@@ -85,7 +89,7 @@ class Needle(ByRow, Drawn):
         return {"input_ids": ids, "shift_labels": labels}
 
     def row(self, rng: random.Random) -> tuple[list[int], list[int]]:
-        """(tokens of a prompt, tokens of its answer and the end), together at most `length`."""
+        """(tokens of a prompt, tokens of its answer with the end token), together at most `length`."""
         adjectives, nouns, _ = vocabulary()
         key = f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
         uuid4 = str(uuid.UUID(int=rng.getrandbits(128), version=4))
@@ -102,11 +106,11 @@ class Needle(ByRow, Drawn):
                 return ids, answer
             del hay[-max(math.ceil(excess / each), 1) :]
         raise InputError(
-            f"length={self.length} has no room for a prompt of the task needle and its answer; expected more"
+            f"length={self.length} is too short for a prompt of the task needle and its answer; expected more"
         )
 
     def prompt(self, hay: list[str], key: str, value: str, depth: float) -> str:
-        """What the harness gives a model: hay, pieces of the haystack, with the needle at a depth from 0 to 1."""
+        """The prompt of the harness with the pieces `hay` of the haystack and the needle at a depth from 0 to 1."""
         named = {"thing": "uuid" if self.kind == 3 else "number", "key": key}
         needle = NEEDLE.format(**named, value=value)
         if self.kind == 1:
@@ -119,14 +123,14 @@ class Needle(ByRow, Drawn):
         return f"{BEFORE.format(**named)}\n{text}\n{QUESTION.format(**named)} {ANSWER.format(**named)}"
 
     def answer(self, prompt: str, ids: list[int], value: str) -> list[int]:
-        """What is to be generated after a prompt of tokens `ids`."""
+        """The tokens to generate after a prompt with tokens `ids`: the value and the end token."""
         whole = self.tokens(f"{prompt} {value}").input_ids
         if whole[: len(ids)] != ids:
-            raise InputError(f"tokenizer {self.tokenizer!r} writes a prompt differently once an answer follows it")
+            raise InputError(f"tokenizer {self.tokenizer!r} tokenises a prompt differently if an answer follows")
         return [*whole[len(ids) :], self.tokens.eos_token_id]
 
     def pieces(self, rng: random.Random) -> Iterator[str]:
-        """The haystack, without an end: sentences of noise, or words."""
+        """Yields pieces of the haystack without end: noise sentences or words."""
         if self.kind == 1:
             return cycle([NOISE])
         if self.haystack is None:
@@ -137,7 +141,7 @@ class Needle(ByRow, Drawn):
 
 
 def random_words(rng: random.Random) -> Iterator[str]:
-    """The words of random sentences, all of one form."""
+    """Yields the words of random sentences of one form."""
     adjectives, nouns, verbs = vocabulary()
     while True:
         yield from ("The", rng.choice(adjectives), rng.choice(nouns), "will", rng.choice(verbs))
@@ -172,7 +176,7 @@ def read_words(haystack: str) -> list[str]:
 
 @lru_cache(maxsize=8)
 def tokens_taken(task: Needle) -> tuple[float, int]:
-    """About so many tokens have (a piece of the haystack, the rest of a row)."""
+    """Approximate number of tokens of (a piece of the haystack, the rest of a row)."""
     some = list(islice(task.pieces(random.Random(0)), 200))
     rest = task.prompt([], "high-pitched-kitty", "1234567", 0.0)
     return len(task.tokens(" ".join(some)).input_ids) / len(some), len(task.tokens(rest).input_ids)

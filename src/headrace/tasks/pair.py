@@ -1,11 +1,11 @@
-"""Associative recall, one pair per position: how much does a memory hold?
+"""Associative recall with key and value at one position, a test of the capacity of a memory.
 
     position   1        2        3        4        5        6
     input      k3 + v7  k1 + v2  k4 + v7  k4       k3       k1       (embeddings of key and value, summed)
     answer                                v7       v7       v2
 
-Because key and value arrive together, nothing has to be learnt about which token follows which: a row of T positions
-asks what one layer can store and find again.
+As the embeddings of key and value are summed at one position, a model need not learn which value follows which key, so
+one layer is enough.
 """
 
 from dataclasses import dataclass, replace
@@ -20,9 +20,11 @@ from .base import Batch, Drawn
 
 @dataclass(frozen=True)
 class Pair(Drawn):
-    keys: int = 32  # and as many values
-    pairs: int = 24  # stored, with different keys
-    queries: int | None = None  # asked afterwards, each pair at most once; None: all
+    """Associative recall with one pair per position."""
+
+    keys: int = 32  # number of different keys, and of different values
+    pairs: int = 24  # number of stored pairs, with different keys
+    queries: int | None = None  # number of queries, at most one for each pair; None: one for each
 
     name: ClassVar[str] = "pair"
 
@@ -51,7 +53,9 @@ class Pair(Drawn):
 
     def resized(self, length: int) -> "Pair":
         if length < 2 or length % 2:
-            raise InputError(f"length={length}: a row of the task pair is pairs and as many queries; expected even")
+            raise InputError(
+                f"length={length}: a row of the task pair has equally many pairs and queries; expected an even length"
+            )
         return replace(self, keys=max(self.keys, length // 2), pairs=length // 2, queries=None)
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
@@ -67,4 +71,4 @@ class Pair(Drawn):
         }
 
     def by_length(self, rows: int) -> dict[int, Batch]:
-        return {}  # a longer row has more keys, which are tokens of their own
+        return {}  # a longer row would need keys that were not in the training vocabulary

@@ -1,8 +1,8 @@
-"""A task's rows as a folder of prepared data, for `headrace train`: answers alone are learnt.
+"""Writes the rows of a task as a folder of prepared data for `headrace train`, which learns the answers only.
 
-train/, held_out/    Arrow: input_ids and shift_labels, as long as the task's rows
-tokenizer/           the task's, where it has one
-manifest.json        tokens and bytes are those of the answers
+train/, held_out/    Arrow: input_ids and shift_labels of the task's rows
+tokenizer/           the tokenizer of the task, if there is one
+manifest.json        as of prepared text; counts of tokens and bytes are those of the answers
 """
 
 import hashlib
@@ -18,21 +18,22 @@ from ..utils.errors import InputError
 from .base import Task, generator
 from .text import Text
 
-BLOCK = 256  # rows drawn at a time
+BLOCK = 256  # rows drawn together
 HELD_OUT = 512
 
 
 def prepare(task: Task, name: str, rows: int, seed: int, workers: int, output: Path) -> dict[str, Any]:
-    """So many rows drawn from a seed, and at most 512 held out, into `output`, which must not exist; the manifest.
-
-    InputError for a task whose rows are more than tokens and answers."""
+    """Writes `rows` training rows drawn from a seed, and at most 512 held-out rows, to the folder `output`, which must
+    not exist, and returns the manifest. InputError for a task whose rows are not tokens with labels."""
     if rows < 1 or workers < 1:
         raise InputError(f"--rows {rows} and --workers {workers}; expected at least 1")
     if seed < 0:
         raise InputError(f"--seed {seed}; expected at least 0")
     row = task.held_out(1)
     if row.keys() != {"input_ids", "shift_labels"} or row["input_ids"].dim() > 2 or isinstance(task, Text):
-        raise InputError(f"--task {name} cannot be prepared; expected one whose rows are tokens, some of them answers")
+        raise InputError(
+            f"--task {name} cannot be prepared; expected a synthetic task for causal models with one token per position"
+        )
     return finished(output, partial(_fill, task, name, rows, seed, workers))
 
 
@@ -73,7 +74,7 @@ def _block(batch: dict[str, list[int]], task: Task, seed: int, rows: int) -> dic
 
 
 def count(data: Dataset, tokens: Any) -> dict[str, int]:
-    """Without a tokenizer a token counts as a byte."""
+    """Numbers of documents, rows, answer tokens and answer bytes; without a tokenizer, a token counts as a byte."""
     answers = [[label for label in row if label != IGNORED] for row in data["shift_labels"]]
     total = sum(map(len, answers))
     written = (

@@ -1,9 +1,9 @@
-"""Writing a row of symbols backwards: how long a source does a model still know in full?
+"""Reversing a row of symbols, a sequence-to-sequence test of the longest source that a model can store.
 
     source   d a c c b
     target   b c c a d
 
-Training draws lengths up to the longest with equal probability; evaluation also looks at twice that.
+Training lengths are uniform up to `length`; evaluation includes lengths up to twice that.
 """
 
 import string
@@ -20,6 +20,8 @@ from .sequences import Sequences
 
 @dataclass(frozen=True)
 class Reverse(Sequences):
+    """Reversing a row of symbols."""
+
     symbols: int = 10
     length: int = 12
     shortest: int = 1

@@ -1,10 +1,10 @@
-"""Selective copying (https://arxiv.org/abs/2312.00752, section 3.1): some symbols in noise, to be said in their order.
+"""Selective copying (https://arxiv.org/abs/2312.00752, section 3.1): copying symbols in order from among noise tokens.
 
     position   1  2  3  4  5  6  7  8  9  10
     input      .  c  .  .  a  b  .  ?  ?  ?
     answer                          c  a  b
 
-Where the symbols stand differs from row to row, so that what is written must depend on what is read.
+The positions of the symbols vary from row to row, so that a model has to select by content.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,10 @@ from .base import Batch, Drawn
 
 @dataclass(frozen=True)
 class SelectiveCopy(Drawn):
+    """Copying symbols from among noise."""
+
     symbols: int = 14
-    copied: int = 16  # of a row
+    copied: int = 16  # number of symbols to copy in a row
     length: int = 128
 
     name: ClassVar[str] = "selective-copy"
@@ -35,7 +37,7 @@ class SelectiveCopy(Drawn):
 
     @property
     def vocab_size(self) -> int:
-        return self.symbols + 2  # noise, and the mark that asks
+        return self.symbols + 2  # with the noise token and the query token
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         source = torch.randint(self.symbols, (rows, self.copied), generator=generator)

@@ -1,6 +1,6 @@
-"""What tasks from sequence to sequence share: pairs of texts, a source and the target that answers it, as characters.
+"""The base of sequence-to-sequence tasks: pairs of a source text and a target text, with characters as tokens.
 
-Their rows are {"input_ids": [rows, L], "attention_mask": [rows, L], "shift_labels": [rows, T]}, filled up at the end.
+Rows are {"input_ids": [rows, L], "attention_mask": [rows, L], "shift_labels": [rows, T]}, padded at the end.
 """
 
 from collections.abc import Iterable
@@ -12,23 +12,23 @@ from torch import Tensor
 from ..ops.loss import IGNORED
 from .base import Batch, ByRow, held_out
 
-START, END, FIRST = 0, 1, 2  # before a target and where a source has ended; after a target; the first character
+START, END, FIRST = 0, 1, 2  # start of a target and padding of a source; end of a target; first character
 
 
 class Sequences(ByRow):
-    """A row is right where all of its target is, each character predicted after the true ones before it: greedy
-    decoding writes just these rows without a mistake."""
+    """Base of sequence-to-sequence tasks. A row is correct if every target character is predicted correctly given the
+    true characters before it, which holds exactly if greedy decoding gives the target."""
 
-    alphabet: Any  # a string
-    length: Any  # int, of the longest source
-    written: Any  # int, length of the longest target
+    alphabet: Any  # str
+    length: Any  # int: length of the longest source
+    written: Any  # int: length of the longest target
 
     @property
     def vocab_size(self) -> int:
         return FIRST + len(self.alphabet)
 
     def pairs(self, generator: torch.Generator, rows: int) -> Iterable[tuple[str, str]]:
-        raise TypeError(f"{type(self).__name__} does not say what its pairs are")
+        raise TypeError(f"{type(self).__name__} does not define pairs()")
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         sources, targets = zip(*self.pairs(generator, rows), strict=True)
@@ -43,7 +43,7 @@ class Sequences(ByRow):
         return [FIRST + self.alphabet.index(character) for character in text]
 
     def text(self, ids: Tensor) -> list[str]:
-        """A string per token that is not filling."""
+        """A string for each token that is not padding."""
         return [self.alphabet[i - FIRST] if i >= FIRST else "end" for i in ids.tolist() if i > START]
 
     def held_out(self, rows: int) -> Batch:

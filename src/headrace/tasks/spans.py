@@ -1,11 +1,11 @@
-"""T5's question about a text (arXiv 1910.10683, section 3.1.4): what stood in the gaps?
+"""Span corruption, as in T5 (arXiv 1910.10683, section 3.1.4).
 
     text     T h a n k _ y o u _ f o r _ c o m i n g _ t o _ m y _ p a r t y _ t o n i g h t
     source   T h a n k _ y o u _ f <0> _ c o m i n g _ t o _ m y _ p a r t y _ t o n <1>
     target   <0> o r <1> i g h t end
 
-15 % of the tokens are taken out, in spans of three on average; each span leaves a mark of its own. As in T5's own
-rows, what is kept comes first and the last span ends the row.
+15 % of the tokens are removed in spans of three tokens on average, and each span is replaced by a sentinel token. As in
+T5, a row begins with kept tokens and ends with a span.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,14 @@ from .base import Batch, ByToken, held_out
 from .sequences import END, FIRST, Sequences
 from .text import Text
 
-TAKEN, SPAN = 0.15, 3  # of the tokens; tokens in a span, on average
+TAKEN, SPAN = 0.15, 3  # fraction of removed tokens; mean number of tokens in a span
 SHORTEST = 8
 
 
 @dataclass(frozen=True)
 class Spans(ByToken, Sequences, Text):
+    """Span corruption."""
+
     name: ClassVar[str] = "spans"
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class Spans(ByToken, Sequences, Text):
         }
 
     def text(self, ids: Tensor) -> list[str]:
-        """A string per token; those of a tokenizer by their numbers."""
+        """A string for each token: its character, or its number for tokens of a tokenizer."""
         marks = FIRST + self.corpus.vocab_size
         names = [f"<{i - marks}>" if i >= marks else f"{i - FIRST}" for i in ids.tolist()]
         plain = self.tokenizer is None
@@ -76,7 +78,7 @@ class Spans(ByToken, Sequences, Text):
 
 
 def parts(total: int, count: int, rows: int, generator: torch.Generator) -> Tensor:
-    """[rows, count] positive numbers that sum to total, every such division as likely as any other."""
+    """Positive integers [rows, count] with row sums `total`, drawn uniformly from all such rows."""
     cuts = torch.rand(rows, total - 1, generator=generator).argsort(1)[:, : count - 1].sort(1).values + 1
     ends = torch.cat([cuts, torch.full((rows, 1), total)], 1)
     return ends.diff(dim=1, prepend=torch.zeros(rows, 1, dtype=torch.long))

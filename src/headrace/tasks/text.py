@@ -1,10 +1,10 @@
-"""Causal language modelling on local text files: every token is asked for, given those before it.
+"""Causal language modelling on local text files: each token is predicted from the tokens before it.
 
     input      T  h  e  _  h  e
     answer     h  e  _  h  e  a
 
-Bytes are the tokens, or those of a `tokenizers` JSON file. The last tenth of the text is held out. Without files the
-text is the source of Python's standard library, with its documentation strings: real text that every machine has.
+Tokens are bytes, or those of a `tokenizers` JSON file. The last tenth of the text is held out. The default text is the
+source code of Python's standard library.
 """
 
 import gzip
@@ -25,13 +25,15 @@ from ..utils.errors import InputError
 from .base import Answers, Batch, Metric
 
 HELD_OUT_SHARE = 0.1
-PACKED = (".zst", ".bz2", ".xz", ".zip")  # what is not unpacked here
+PACKED = (".zst", ".bz2", ".xz", ".zip")  # compressed formats that are not supported
 
 
 @dataclass(frozen=True)
 class Text:
-    files: tuple[str, ...] = ()  # none: Python's standard library
-    tokenizer: str | None = None  # a `tokenizers` JSON file; none: bytes
+    """Causal language modelling on text files."""
+
+    files: tuple[str, ...] = ()  # empty: Python's standard library
+    tokenizer: str | None = None  # a `tokenizers` JSON file; None: bytes
     length: int = 128
 
     name: ClassVar[str] = "text"
@@ -43,7 +45,7 @@ class Text:
 
     @property
     def corpus(self) -> "Corpus":
-        """The text itself. InputError where a file is missing, empty or not UTF-8, or the text is too short."""
+        """The tokens of the text. InputError if a file is missing, empty or not UTF-8, or if the text is too short."""
         corpus = load(self.files, self.tokenizer)
         for part in (corpus.train, corpus.tail):
             if len(part) <= self.length:
@@ -69,7 +71,7 @@ class Text:
         return self._windows(tokens, torch.randint(len(tokens) - self.length, (rows,), generator=generator))
 
     def held_out(self, rows: int) -> Batch:
-        """Windows side by side; evenly spread over the held-out text where they are more than `rows`."""
+        """Adjacent windows of the held-out text; if there are more than `rows`, evenly spaced ones."""
         tail = self.corpus.tail
         windows = (len(tail) - 1) // self.length
         return self._windows(tail, torch.linspace(0, windows - 1, min(rows, windows)).long() * self.length)
@@ -84,18 +86,18 @@ class Text:
     def scores(self, answers: Answers) -> dict[str, float]:
         loss = answers.loss
         bits_per_byte = loss / math.log(2) / self.corpus.bytes_per_token
-        # exp overflows where a model diverged
+        # exp of the loss of a diverged model would overflow
         return {"loss": loss, "bits per byte": bits_per_byte, "perplexity": math.exp(min(loss, 700.0))}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as tokens [n], its last tenth apart."""
+    """A text as tokens: `train` [n] and its last tenth, `tail` [m]."""
 
     train: Tensor
     tail: Tensor
     vocab_size: int
-    bytes_per_token: float  # of the tail
+    bytes_per_token: float  # of `tail`
     sha256: str
 
 
@@ -131,7 +133,7 @@ def read(path: Path) -> str:
 
 def standard_library() -> list[str]:
     folder = Path(sysconfig.get_path("stdlib"))
-    # A build writes _sysconfigdata with its own paths, so that the text would differ between equal versions.
+    # _sysconfigdata contains paths of the build, so that the text would differ between builds of one version.
     files = sorted(str(path) for path in folder.glob("*.py") if not path.name.startswith("_sysconfig"))
     if not files:
         raise InputError(f"Python's standard library has no source files in {str(folder)!r}; name text files instead")
@@ -150,7 +152,7 @@ def encoder(tokenizer: str | None):
         known = Tokenizer.from_file(tokenizer)
     except Exception as error:  # tokenizers raises no narrower class
         raise InputError(f"tokenizer {tokenizer!r} is not a `tokenizers` JSON file: {error}") from None
-    known.encode_special_tokens = True  # as the text that they are
+    known.encode_special_tokens = True  # as ordinary text
 
     def encode(text: str) -> Tensor:
         return torch.tensor(known.encode(text, add_special_tokens=False).ids, dtype=torch.int32)

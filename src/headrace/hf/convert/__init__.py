@@ -1,7 +1,7 @@
 """Converts checkpoints of other libraries to headrace models, and headrace models to checkpoints of other libraries.
 
-A Format maps the fields of the foreign config.json to ours and the rows of foreign tensors to our tensors; both directions
-use the same map. Only safetensors files are read: nothing is unpickled, and no foreign code runs.
+A Format maps the fields of the foreign config.json to ours and the rows of foreign tensors to our tensors; both
+directions use this map. Only safetensors files are read: nothing is unpickled, and no foreign code runs.
 """
 
 import json
@@ -116,8 +116,8 @@ def views(form: Format, model: Any) -> dict[str, View]:
 
 
 def slots(model: Any) -> dict[str, Tensor]:
-    """Name -> detached view of each parameter. Parameters that combine several tensors are split into parts. Writing to a
-    view changes the model."""
+    """Name -> detached view of each parameter. Parameters that combine several tensors are split into parts. Writing to
+    a view changes the model."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
         if isinstance(module, LinearMixer):

@@ -1,4 +1,4 @@
-"""flash-linear-attention's RetNet, GLA, DeltaNet and Gated DeltaNet, by its public source."""
+"""The formats of flash-linear-attention's RetNet, GLA, DeltaNet and Gated DeltaNet."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ READ = {
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": ("swish",), "attn": (None,), "attnres_block_size": (None,)}
-# How it is computed, and, of earlier versions, two fields whose other values have other tensors.
+# Fields that select an implementation, and two of earlier versions whose other values imply other tensors.
 IGNORED = COMMON | {
     "attn_mode", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp", "norm_first",
     "share_conv_kernel",
@@ -81,7 +81,7 @@ def gated_deltanet_describe(config: Any) -> Config:
 
 
 def fla(architecture: str, config, describe, pairs, read: Config, only: dict[str, Any], *ignored: str) -> Format:
-    """pairs: a HeadraceConfig -> names of a layer's tensors beside those that all layers have."""
+    """A format. pairs: maps a HeadraceConfig to the names of a layer's tensors that not all layers have."""
     layer = lambda c: named("model.layers.#", BLOCK | PROJECTIONS | pairs(c))  # noqa: E731
     fields = READ | read, ONLY | only, IGNORED | {*ignored}
     return Format(architecture, MixerSpec, config, describe, layer, outside("model", "embeddings", "norm"), *fields)
@@ -110,7 +110,7 @@ FORMATS: dict[str, Format] = {
     "retnet": fla(
         "RetNetForCausalLM", retnet_config, lambda c: fla_describe(c, **expanded(c)), lambda c: GATE | FUSED_NORM,
         {"num_heads": 8, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 2.0, "hidden_ratio": 2}, NORM_AND_GATE,
-        "use_short_conv", "conv_size",  # no layer of theirs reads them
+        "use_short_conv", "conv_size",  # not used by any layer of that library
     ),
     "gla": fla(
         "GLAForCausalLM", gla_config, lambda c: fla_describe(c, **expanded(c)),

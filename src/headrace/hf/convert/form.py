@@ -1,4 +1,4 @@
-"""What a format is: what its config.json means to us, and where our tensors stand in its own."""
+"""The description of a foreign checkpoint format: the meaning of its config.json, and the places of our tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ Config = dict[str, Any]
 
 
 class View(NamedTuple):
-    """Where a tensor of ours stands: in `rows` of the tensor `name` of `height` rows (None: it is all of that), and
-    `offset` less than here. # is the layer's number."""
+    """The place of one of our tensors in a foreign checkpoint: `rows` of the tensor `name`, which has `height` rows
+    (None: the whole tensor). Our values are the foreign ones plus `offset`. # in `name` is the index of the layer."""
 
     name: str
     rows: Tensor | None = None
@@ -26,16 +26,16 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """A foreign architecture, whose layers have `mixer`s of one kind.
+    """A foreign architecture with mixers of the class `mixer`. A field of config.json that is not in `read`, `only` or
+    `ignored` is refused.
 
-    config: the fields of `read` -> the arguments of HeadraceConfig, beside those that all formats share
-    describe: a HeadraceConfig -> the fields of config.json, beside the same
-    layer: a HeadraceConfig -> the views of a layer; whole: those outside of layers
-    read: the fields that `config` takes, with what the foreign library takes where config.json has none
-    only: the fields that must have one of these values, the library's default first
-    ignored: the fields that change no logits
-
-    Any other field of a config.json is refused."""
+    config: maps the fields of `read` to arguments of HeadraceConfig, without those that all formats share (SHARED).
+    describe: maps a HeadraceConfig to fields of config.json, without the same.
+    layer: maps a HeadraceConfig to the views of a layer.
+    whole: the views outside of layers.
+    read: fields that `config` uses -> default of the foreign library.
+    only: fields that must have one of these values, of which the first is the default of the foreign library.
+    ignored: fields that do not affect the logits."""
 
     architecture: str
     mixer: type
@@ -48,12 +48,12 @@ class Format:
     ignored: frozenset[str]
 
     def arguments(self, described: Config) -> Config:
-        """config.json as the arguments of HeadraceConfig. Raises InputError for a field or value that is not known."""
+        """The arguments of HeadraceConfig for a config.json. InputError for an unknown field or value."""
         for name, value in described.items():
             if name not in self.read.keys() | self.only.keys() | self.ignored:
                 raise InputError(
-                    f"config.json has {name}={value!r}, which may change what the model computes; expected fields that "
-                    f"the conversion from {self.architecture} knows"
+                    f"config.json has {name}={value!r}, which may change what the model computes; expected only "
+                    f"fields known to the conversion from {self.architecture}"
                 )
             if name in self.only:
                 demand({name: value}, name, *self.only[name])
@@ -62,19 +62,19 @@ class Format:
         return same | {"norm_eps": given[next(name for name in NORM_EPS if name in given)]} | self.config(given)
 
 
-# Fields that every config.json says alike, and what it calls the epsilon of the norms.
+# Fields with one name in every format, and the names of the epsilon of the norms.
 SHARED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings", "bos_token_id",
     "eos_token_id", "pad_token_id",
 )  # fmt: skip
 NORM_EPS = ("norm_eps", "rms_norm_eps", "layer_norm_epsilon")
-# Fields of any config.json that change no logits: what transformers keeps, and how it initialises and generates.
+# Fields that do not affect the logits in any format: fields of transformers, of generation and of initialisation.
 COMMON = TRANSFORMERS | GenerationConfig().to_dict().keys() | {"initializer_range", "use_cache"}
 COMMON -= {*SHARED, "quantization_config"}
 
 
 def demand(c: Config, name: str, *wanted: Any) -> None:
-    """Raise InputError where a config asks for what we do not have."""
+    """InputError if a field of a config does not have one of the values that can be converted."""
     if c[name] not in wanted:
         expected = " or ".join(repr(value) for value in wanted)
         raise InputError(f"config.json has {name}={c[name]!r}; expected {expected}: nothing else can be converted")
@@ -102,14 +102,14 @@ SWIGLU = {f"mlp.{name}_proj.weight": f"mlp.{name}_proj.weight" for name in ("gat
 
 
 def consecutive(name: str, sizes: dict[str, int]) -> dict[str, View]:
-    """Views of tensors that stand below each other in one."""
+    """Views of tensors that are stacked along the rows of one tensor."""
     height = sum(sizes.values())
     parts = torch.arange(height).split(list(sizes.values()))
     return {part: View(name, rows, height) for part, rows in zip(sizes, parts, strict=True)}
 
 
 def interleaved(name: str, groups: int, sizes: dict[str, int]) -> dict[str, View]:
-    """As `consecutive`, in each of several groups that stand below each other."""
+    """Views as `consecutive` within each of several groups, which are stacked along the rows."""
     each = sum(sizes.values())
     rows = torch.arange(groups * each).view(groups, each).split(list(sizes.values()), 1)
     return {part: View(name, r.flatten(), groups * each) for part, r in zip(sizes, rows, strict=True)}

@@ -1,4 +1,4 @@
-"""transformers' Llama, Mamba-2 and Qwen3-Next (models of its linear layers alone)."""
+"""The formats of transformers' Llama, Mamba-2 and Qwen3-Next (models with linear layers only)."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def llama_config(c: Config) -> Config:
 
 
 def rope_theta(c: Config) -> float:
-    """The base of rotary positions. Before transformers 5 it stood alone, and what scales positions in rope_scaling."""
+    """The base of rotary positions. Before transformers 5 it was a field of its own, with scaling in rope_scaling."""
     field = "rope_scaling" if c["rope_scaling"] else "rope_parameters"
     rope: Config = c[field] or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -61,7 +61,7 @@ def llama_layer(config: Any) -> dict[str, View]:
 
 def mamba2_config(c: Config) -> Config:
     heads, hidden, V = c["num_heads"], c["hidden_size"], c["head_dim"]
-    demand(c, "n_groups", 1)  # theirs norms each group by itself
+    demand(c, "n_groups", 1)  # transformers normalises each group separately
     limit = [float(x["__float__"] if isinstance(x, dict) else x) for x in c["time_step_limit"]]
     demand({"time_step_limit": limit}, "time_step_limit", [0.0, float("inf")])
     demand({"head_dim": V}, "head_dim", c["expand"] * hidden / heads)
@@ -80,7 +80,7 @@ def mamba2_describe(config: Any) -> Config:
 
 
 def mamba2_layer(config: Any) -> dict[str, View]:
-    """in_proj holds gate, v, k, q, dt; the convolution v, k, q."""
+    """The views of a Mamba-2 layer: in_proj stacks gate, v, k, q and dt; the convolution stacks v, k and q."""
     spec, H = config.mixers[0], config.num_heads
     K, V = spec.head_dims(config.hidden_size, H)
     wide, narrow = H * V, key_heads(spec, H) * K
@@ -103,7 +103,7 @@ def mamba2_layer(config: Any) -> dict[str, View]:
 
 
 def qwen_config(c: Config) -> Config:
-    """Layers of Gated DeltaNet and dense MLPs; its softmax attention, which is gated, is not ours."""
+    """Layers of Gated DeltaNet with dense MLPs. The gated softmax attention of Qwen3-Next is not supported."""
     depth, every = c["num_hidden_layers"], c["full_attention_interval"]
     kinds = c["layer_types"] or [("linear" if i % every else "full") + "_attention" for i in range(1, depth + 1)]
     demand({"layer_types": kinds}, "layer_types", ["linear_attention"] * depth)
@@ -130,7 +130,7 @@ def qwen_describe(config: Any) -> Config:
 
 
 def qwen_layer(config: Any) -> dict[str, View]:
-    """Projections are laid out by key head: its q and k, then v and gate of the value heads that share it."""
+    """Projections are grouped by key head: q and k of the head, then v and gate of the value heads that share it."""
     spec, H = config.mixers[0], config.num_heads
     K, V = spec.head_dims(config.hidden_size, H)
     groups = key_heads(spec, H)
@@ -148,7 +148,7 @@ def qwen_layer(config: Any) -> dict[str, View]:
         "o_proj.weight": "out_proj.weight",
     }
     found |= {f"mixer.{ours}": View(f"linear_attn.{theirs}") for ours, theirs in own.items()}
-    found |= {"mixer_norm.weight": View("input_layernorm.weight", offset=1.0)}  # it learns a norm's distance from 1
+    found |= {"mixer_norm.weight": View("input_layernorm.weight", offset=1.0)}  # Qwen3-Next stores norm weights minus 1
     found |= {"mlp_norm.weight": View("post_attention_layernorm.weight", offset=1.0)}
     return {name: view._replace(name=f"model.layers.#.{view.name}") for name, view in found.items()}
 

@@ -1,7 +1,5 @@
-"""An OpenAI-compatible server of one model: requests.py, what may be asked; engine.py, what generates; routes.py,
-what is between them.
-
-Requests wait for each other; nothing is batched.
+"""An OpenAI-compatible server of one model: requests.py checks requests, engine.py generates text, routes.py connects
+the two. Requests are processed one after another, without batching.
 """
 
 import socket
@@ -14,7 +12,7 @@ from .routes import Limits, application
 
 
 def serve(checkpoint: Path, host: str, port: int, limits: Limits, device: str | None = None) -> None:
-    """Until interrupted. InputError where the checkpoint, or the address, cannot be used."""
+    """Serves a checkpoint until interrupted. InputError if the checkpoint, device or address cannot be used."""
     with listening(host, port) as listener:
         app = application(checkpoint, limits, device)
         address, number = listener.getsockname()[:2]
@@ -24,11 +22,11 @@ def serve(checkpoint: Path, host: str, port: int, limits: Limits, device: str | 
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Bound before the model is read: an address that is taken is said at once."""
+    """A listening socket. It is bound before the model is read, so that a used address is reported at once."""
     if not 0 <= port <= 65535:
         raise InputError(f"--port={port}; expected 0 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise InputError(f"--host={host!r} and --port={port} cannot be listened on: {error.strerror}") from None
+        raise InputError(f"--host={host!r} and --port={port} cannot be used as an address: {error.strerror}") from None

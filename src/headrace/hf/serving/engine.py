@@ -1,4 +1,4 @@
-"""One model that continues the tokens it is given, one request after the other."""
+"""Generates text with one model, one request after another."""
 
 import asyncio
 import math
@@ -16,19 +16,21 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-UNFINISHED = "\ufffd"  # how the bytes of a character are decoded before its last one
+UNFINISHED = "\ufffd"  # the decoded text of an incomplete character
 
 
 class Sampling(NamedTuple):
+    """Settings of a generation."""
+
     max_tokens: int
-    temperature: float = 0.0  # 0 takes the likeliest token
+    temperature: float = 0.0  # 0: the likeliest token
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
 
 
 class Piece(NamedTuple):
-    """More of a text, and the number of tokens so far. The last piece says why it is the last: stop or length."""
+    """A piece of generated text and the number of tokens so far; `finish` of the last piece is "stop" or "length"."""
 
     text: str
     tokens: int
@@ -36,19 +38,20 @@ class Piece(NamedTuple):
 
 
 class Engine:
-    """Requests wait for the one that is generated; whoever would batch them does it here, behind `pieces`."""
+    """Generates one request at a time in a thread; other requests wait."""
 
     def __init__(self, model: Any, tokenizer: Any):
         self.model, self.tokenizer = model, tokenizer
         ends = model.generation_config.eos_token_id
         self.ends = ends if isinstance(ends, list) else [ends]
         self.thread = ThreadPoolExecutor(1, "generation")
-        self.gone = Event()  # of the request that is generated
+        self.gone = Event()  # set if the client of the current request has disconnected
         for block in model.model.backbone.layers:
             block.register_forward_pre_hook(self._go_on)
 
     async def pieces(self, ids: list[int], sampling: Sampling) -> AsyncGenerator[Piece, None]:
-        """What follows the tokens. The end of the iterator (aclose) ends the generation, also in the prompt."""
+        """Yields the continuation of the tokens. Closing the iterator (aclose) ends the generation, even while the
+        prompt is processed."""
         loop, gone = asyncio.get_running_loop(), Event()
         pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
 
@@ -79,7 +82,7 @@ class Engine:
                 logits_processor=LogitsProcessorList(drawn),
                 stopping_criteria=[Follow(text, tell)],
                 max_new_tokens=sampling.max_tokens,
-                do_sample=False,  # Draw leaves one token to take
+                do_sample=False,  # Draw has sampled already
                 num_beams=1,
                 use_cache=True,
                 pad_token_id=self.tokenizer.eos_token_id,
@@ -94,7 +97,7 @@ class Engine:
 
 
 class Draw(LogitsProcessor):
-    """Leaves the one token that transformers' sampling would take, drawn with a generator of the request's own: the
+    """Samples a token as transformers does and masks all others. Each request has its own random generator, as the
     global one is shared by all threads."""
 
     def __init__(self, sampling: Sampling, device: torch.device):
@@ -112,7 +115,7 @@ class Draw(LogitsProcessor):
 
 
 class Follow(StoppingCriteria):
-    """Tells the text of every token, until it has come to a stop string."""
+    """Passes the text of every token to `tell`, and stops the generation at a stop string."""
 
     def __init__(self, text: "Text", tell: Callable[[Piece], None]):
         self.text, self.tell = text, tell
@@ -124,10 +127,10 @@ class Follow(StoppingCriteria):
 
 
 class Text:
-    """Text from tokens as they come: no part of a character, and nothing that may be the beginning of a stop string.
+    """Decodes tokens one by one to text. Incomplete characters and possible beginnings of a stop string are held back.
 
-    Decoded are the tokens since the last but one place where a character ended, so that spaces and bytes find what
-    they belong to."""
+    Each step decodes the tokens from the last boundary but one between characters, so that spaces and bytes are decoded
+    in their context."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]):
         self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
@@ -135,7 +138,7 @@ class Text:
         self.before, self.read, self.held = 0, 0, ""
 
     def add(self, token: int) -> str:
-        """The text that is certain with one more token."""
+        """The additional text that is final after one more token."""
         self.tokens.append(token)
         new = self._new()
         if not new or new.endswith(UNFINISHED):
@@ -144,7 +147,7 @@ class Text:
         return self._until_stop(new, kept=True)
 
     def rest(self) -> str:
-        """The text that was held back, after the last token."""
+        """The text held back, after the last token."""
         return "" if self.stopped else self._until_stop(self._new(), kept=False)
 
     def _new(self) -> str:

@@ -1,6 +1,6 @@
-"""What a client may ask for: the bodies of OpenAI's completions and chat completions, checked.
+"""Checks request bodies of OpenAI's completions and chat completions.
 
-A field that would change the answer and is not implemented is refused by name, never ignored.
+A field that is not implemented and would change the answer is refused, never ignored.
 """
 
 import reprlib
@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from .engine import Sampling
 
-# Fields that are not implemented: those that change nothing of the text, and values at which the others change nothing.
+# Fields that are not implemented: those that do not affect the text, and the values at which others do not affect it.
 IGNORED = {
     "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
     "service_tier", "store", "user",
@@ -27,7 +27,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(HTTPException):
-    """A request that is not answered; `param` is the field that is wrong."""
+    """The refusal of a request; `param` is the invalid field."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Refused(HTTPException):
 
 
 class Known(BaseModel):
-    """Fields that are implemented; what else is given must change nothing. Null is a field's default."""
+    """The implemented fields; other fields are accepted only if they have no effect. Null means the default."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -77,11 +77,11 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 class StreamOptions(Known):
     include_usage: bool = False
-    include_obfuscation: bool = False  # of what others may guess from the sizes of packets: nothing is added
+    include_obfuscation: bool = False  # accepted without effect: packets are not padded
 
 
 class Generation(Known):
-    """What both kinds of requests share."""
+    """The fields of both kinds of requests."""
 
     model: str | None = None
     n: int = Field(1, ge=1, le=16)
@@ -101,7 +101,7 @@ class Generation(Known):
 
     @classmethod
     def read(cls, body: bytes) -> Self:
-        """Of a body of JSON; Refused names the first field that is wrong."""
+        """The request of a JSON body. Refused with the first invalid field."""
         try:
             return cls.model_validate(from_json(body, allow_inf_nan=False))
         except ValidationError as error:
@@ -111,10 +111,10 @@ class Generation(Known):
             param = str(first["loc"][0]) if first["loc"] else None
             raise Refused(400, f"{where}{value}: {first['msg']}", param) from None
         except ValueError as error:
-            raise Refused(400, f"the body is no JSON: {error}") from None
+            raise Refused(400, f"the body is not JSON: {error}") from None
 
     def sampling(self, longest: int, choice: int) -> Sampling:
-        """Of one of the n choices; none has more than `longest` tokens."""
+        """The sampling settings of one of the n choices, with at most `longest` tokens."""
         seed = None if self.seed is None else self.seed + choice
         return Sampling(self.max_tokens or longest, self.temperature, self.top_p, seed, tuple(self.stop))
 
@@ -122,7 +122,10 @@ class Generation(Known):
 class Completion(Generation):
     """The body of /v1/completions."""
 
-    object: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")  # whole, and a piece of a stream
+    object: ClassVar[tuple[str, str]] = (
+        "text_completion",
+        "text_completion",
+    )  # of a whole answer, and of a piece of a stream
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)] = Field(min_length=1, max_length=64)
     max_tokens: int | None = Field(16, ge=1)
 
@@ -152,7 +155,7 @@ class Message(Known):
     content: Annotated[list[Part], BeforeValidator(_parts)]
 
     def plain(self) -> dict[str, str]:
-        """The parts of a content become its lines."""
+        """The message with the parts of its content joined by newlines."""
         return {"role": self.role, "content": "\n".join(part.text for part in self.content)}
 
 
@@ -165,7 +168,7 @@ class Chat(Generation):
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
 
     def prompts(self, tokenizer: Any) -> list[list[int]]:
-        """The tokens of the one prompt that the chat template makes of the messages."""
+        """The tokens of the messages after the chat template, as a single prompt."""
         messages = [message.plain() for message in self.messages]
         try:
             made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)

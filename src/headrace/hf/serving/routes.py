@@ -1,4 +1,4 @@
-"""The routes: what is admitted, what is refused, and how OpenAI's clients get their answers."""
+"""The HTTP routes: limits on requests, and answers in the format of OpenAI."""
 
 import asyncio
 import json
@@ -27,25 +27,25 @@ from .requests import Chat, Completion, Refused
 
 Asked = Completion | Chat
 
-BODY_SECONDS, SEND_SECONDS = 30, 60  # until a client that does not go on writing, or reading, is given up
+BODY_SECONDS, SEND_SECONDS = 30, 60  # timeouts for receiving a body, and for sending a piece of an answer
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request, and all of them, may take."""
+    """Limits on a request and on the number of requests."""
 
-    prompt: int = 32768  # tokens
-    tokens: int = 4096  # of an answer
-    waiting: int = 64  # requests beside the one that is generated
+    prompt: int = 32768  # tokens of a prompt
+    tokens: int = 4096  # tokens of an answer
+    waiting: int = 64  # requests waiting for the current one
 
     @property
     def body(self) -> int:
-        """Bytes: more than a token takes in JSON, and those of the other fields."""
+        """Largest body in bytes: 16 per token of a prompt, more than a token needs in JSON, and 64 KiB for the rest."""
         return 16 * self.prompt + 2**16
 
 
 class Service:
-    """One model, by the name that it is served under."""
+    """One model and the name under which it is served."""
 
     def __init__(self, name: str, model: Any, tokenizers: tuple[Any, Any], limits: Limits):
         self.name, self.limits, self.created = name, limits, int(time.time())
@@ -75,9 +75,9 @@ class Service:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Counts a request that waits or is generated."""
+        """Counts a request while it waits or is processed. Refused if too many are waiting."""
         if self.requests > self.limits.waiting:
-            sentence = f"{self.limits.waiting} requests are waiting already; ask again later"
+            sentence = f"{self.limits.waiting} requests are waiting already; try again later"
             raise Refused(429, sentence, code="rate_limit_exceeded", headers={"Retry-After": "1"})
         self.requests += 1
         try:
@@ -86,13 +86,13 @@ class Service:
             self.requests -= 1
 
     async def read(self, kind: type[Asked], request: Request) -> tuple[Asked, list[list[int]]]:
-        """What is asked, and the tokens of its prompts."""
+        """(the request, the tokens of its prompts)"""
         asked = kind.read(await read_body(request, self.limits.body))
         self._named(asked.model)
         if (asked.max_tokens or 1) > self.limits.tokens:
             sentence = f"max_tokens={reprlib.repr(asked.max_tokens)}; expected at most {self.limits.tokens}"
             raise Refused(400, sentence, "max_tokens")
-        async with self.tokenising:  # a text takes some hundred times its size while it is tokenised
+        async with self.tokenising:  # one at a time, as tokenising needs about a hundred times the memory of the text
             prompts = await asyncio.to_thread(asked.prompts, self.tokenizer)
         for ids in prompts:
             self._check(ids)
@@ -109,7 +109,7 @@ class Service:
             raise Refused(400, sentence, "prompt")
 
     async def generate(self, asked: Asked, prompts: list[list[int]]) -> AsyncGenerator[tuple[int, Piece], None]:
-        """The pieces of all choices, each with the choice's index."""
+        """Yields (index of the choice, piece) for all choices."""
         for row, ids in enumerate(prompts):
             for choice in range(asked.n):
                 sampling = asked.sampling(self.limits.tokens, choice)
@@ -119,7 +119,8 @@ class Service:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Of JSON, which a web page of another origin cannot send without asking; never more than `limit` bytes."""
+    """The body of a request, of at most `limit` bytes. The content type must be JSON, which a web page of another
+    origin cannot send without a CORS preflight."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refused(415, "the content-type is not application/json; expected a JSON body")
     body = bytearray()
@@ -135,13 +136,13 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 class Answers:
-    """The route of one kind of request, as an ASGI application: it hears when its client goes away."""
+    """The route of one kind of request, as an ASGI application, so that it is notified when the client disconnects."""
 
     def __init__(self, service: Service, kind: type[Asked]):
         self.service, self.kind = service, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Cancelled is who waits for a client that has gone, and everybody when the server ends.
+        # Requests are cancelled when their client disconnects and when the server ends.
         with self.service.admitted(), suppress(ClientDisconnect, asyncio.CancelledError):
             asked, prompts = await self.service.read(self.kind, Request(scope, receive))
             answer = self.stream(asked, prompts) if asked.stream else self.whole(asked, prompts)
@@ -149,7 +150,7 @@ class Answers:
             await unless_gone(send_all(answer, kind, send), receive)
 
     async def whole(self, asked: Asked, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
-        """One JSON object."""
+        """The answer as one JSON object."""
         texts = [""] * (len(prompts) * asked.n)
         ends: list[Piece] = []
         async with aclosing(self.service.generate(asked, prompts)) as pieces:
@@ -162,7 +163,7 @@ class Answers:
         yield json.dumps(self._head(asked.object[0]) | {"choices": choices, "usage": usage}).encode()
 
     async def stream(self, asked: Asked, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, a piece in each."""
+        """The answer as server-sent events, one for each piece."""
         head, latest, tokens = self._head(asked.object[1]), -1, 0
         async with aclosing(self.service.generate(asked, prompts)) as pieces:
             async for index, piece in pieces:
@@ -191,7 +192,7 @@ def _event(content: dict[str, Any]) -> bytes:
 
 
 async def send_all(chunks: AsyncGenerator[bytes, None], kind: bytes, send: Send) -> None:
-    """The answer begins with its first chunk: what fails before it has a status of its own."""
+    """Sends the chunks. The status is sent with the first chunk, so that an earlier failure can have its own status."""
 
     async def sent(part: str, **message: Any) -> None:
         try:
@@ -211,7 +212,7 @@ async def send_all(chunks: AsyncGenerator[bytes, None], kind: bytes, send: Send)
 
 
 async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Do the work, or cancel it where the client goes away before its end."""
+    """Awaits the work, and cancels it if the client disconnects first."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -232,14 +233,14 @@ def _error(status: int, sentence: str, param: str | None, code: str | None, head
 
 
 async def refused(request: Request, error: Any) -> JSONResponse:
-    """Of HTTPException: ours, and the router's 404 and 405."""
+    """The answer to an HTTPException: Refused, or a 404 or 405 of the router."""
     if isinstance(error, Refused):
         return _error(error.status_code, error.detail, error.param, error.code, error.headers)
     return _error(error.status_code, f"{request.method} {request.url.path} is not served", None, None, error.headers)
 
 
 async def impossible(request: Request, error: Any) -> JSONResponse:
-    """Of InputError: what the model cannot do, such as a text beyond its learned positions."""
+    """The answer to an InputError of the model, such as for a text longer than its learned positions."""
     return _error(400, str(error), None, None)
 
 
@@ -248,7 +249,7 @@ async def failed(request: Request, error: Exception) -> JSONResponse:
 
 
 def application(checkpoint: Path, limits: Limits = Limits(), device: str | None = None) -> Starlette:
-    """The server's application, of a checkpoint on a device. InputError where they cannot be used."""
+    """The ASGI application for a checkpoint on a device. InputError if either cannot be used."""
     model: Any = load(checkpoint)
     model.to(on_device(device))
     tokenizer, decoder = read_tokenizer(checkpoint), read_tokenizer(checkpoint)

@@ -46,19 +46,18 @@ def about(name: str) -> str:
 
 
 def chosen(name: str, checkpoint: Path | None = None) -> list[str]:
-    """The experiments of a name; "all" of them. Raises InputError for a name that is unknown, and for a checkpoint
-    where it has no place."""
+    """The experiments with a name, or all for "all". InputError for an unknown name, or for a checkpoint with an
+    experiment other than "past"."""
     if name not in (*EXPERIMENTS, "all"):
         raise InputError(f"lab: NAME={name!r} is unknown; expected all, or one of {', '.join(EXPERIMENTS)}")
     if checkpoint is not None and name != "past":
-        raise InputError(f"--checkpoint {str(checkpoint)!r} with lab {name}; expected it with lab past alone")
+        raise InputError(f"--checkpoint {str(checkpoint)!r} with lab {name}; expected --checkpoint only with lab past")
     return list(EXPERIMENTS) if name == "all" else [name]
 
 
 def experiment(name: str, seed: int = 0, checkpoint: Path | None = None) -> Finding:
-    """Args:
-    checkpoint: a trained model to look into, in place of layers at their first weights; for `past` alone.
-    """
+    """Runs an experiment. checkpoint: a trained model to examine in place of layers with initial weights; only for
+    `past`."""
     generator = torch.Generator().manual_seed(seed)
     with matplotlib.rc_context(STYLE), torch.no_grad():
         seen = EXPERIMENTS[name].measure(generator) if checkpoint is None else Trained.measure(generator, checkpoint)
@@ -66,7 +65,7 @@ def experiment(name: str, seed: int = 0, checkpoint: Path | None = None) -> Find
 
 
 def save(name: str, seed: int, finding: Finding, folder: Path) -> Path:
-    """NAME.png and, with every number in it, NAME.json; returns the picture's path."""
+    """Writes NAME.png, and NAME.json with all its numbers; returns the path of the picture."""
     picture = folder / f"{name}.png"
     record = {
         "experiment": name, "about": about(name), "sentence": finding.sentence, "seed": seed,

@@ -24,7 +24,7 @@ EXACT = 1e-10
 
 
 class Row(NamedTuple):
-    """What is seen, and what the law says of it: at most or at least so much."""
+    """A measured number and the bound of a law on it."""
 
     law: str
     seen: float
@@ -45,7 +45,7 @@ class Experiment(Protocol):
     def laws(self) -> list[Row]: ...
 
     def sentence(self) -> str:
-        """What is seen, from the numbers."""
+        """A sentence with the main numbers."""
 
     def figure(self) -> Figure: ...
 
@@ -57,12 +57,12 @@ class Finding(NamedTuple):
 
 
 def listed(values: Mapping[str, float], form: str = ".2f", empty: str = "none") -> str:
-    """What was found by name: "0.41 (softmax attention), 0.13 (…)"."""
+    """Formats named values: "0.41 (softmax attention), 0.13 (…)"."""
     return ", ".join(f"{value:{form}} ({name})" for name, value in values.items()) or empty
 
 
 def exact(law: str, seen: Tensor, said: Tensor) -> Row:
-    """The largest difference, relative to the largest entry of what the law says."""
+    """The largest absolute difference, divided by the largest absolute entry of the law's prediction."""
     return Row(law, float((seen - said).abs().max() / said.abs().max().clamp(min=1e-300)), "≤", EXACT)
 
 
@@ -79,25 +79,25 @@ def full(value: float, *shape: int) -> Tensor:
 
 
 def written(k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
-    """The memory [1, H, K, V] after pairs k, v."""
+    """The state [1, H, K, V] after writing the pairs k, v."""
     return linear_attention(k, k, v, scale=1.0, **arguments)[1]
 
 
 def read(state: Tensor, q: Tensor, **arguments: Any) -> Tensor:
-    """What each query [1, T, H, K] finds in the memory: tokens whose key is 0 read and write nothing."""
+    """The output of each query [1, T, H, K] on the memory, read with keys of 0, which write nothing."""
     v = q.new_zeros(*q.shape[:3], state.shape[-1])
     return linear_attention(q, torch.zeros_like(q), v, scale=1.0, initial_state=state, **arguments)[0]
 
 
 def weights(q: Tensor, k: Tensor, **arguments: Any) -> Tensor:
-    """How much of each of T tokens each query reads, [1, queries, H, T]: their values are their names."""
+    """The weight of each of T tokens in the output of each query, [1, queries, H, T], by one-hot values."""
     T, H = k.shape[1:3]
     names = torch.eye(T, dtype=k.dtype)[None, :, None].expand(1, T, H, T)
     return read(written(k, names, **arguments), q)
 
 
 def softmax_weights(q: Tensor, k: Tensor) -> Tensor:
-    """The same of softmax attention."""
+    """The weights of softmax attention, as `weights`."""
     names = torch.eye(k.shape[1], dtype=k.dtype).expand(1, k.shape[2], -1, -1)
     return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), names).transpose(1, 2)
 
@@ -107,7 +107,7 @@ def shares(weights: Tensor) -> Tensor:
 
 
 def entropy(p: Tensor) -> Tensor:
-    """From 0, one alone, to 1, all alike."""
+    """Entropy divided by its maximum: 0 if one entry has all the weight, 1 if all are equal."""
     return torch.special.entr(p).sum(-1) / math.log(p.shape[-1])
 
 
@@ -126,7 +126,7 @@ def panels(count: int, width: float = 4.4, height: float = 3.7) -> tuple[Figure,
 
 
 def curves(ax: Axes, x: Tensor, ys: Mapping[str, Tensor], colours: Sequence[str], **settings: Any) -> None:
-    """A line and its name for each."""
+    """Draws a labelled line for each entry."""
     for (label, y), colour in zip(ys.items(), colours, strict=True):
         ax.plot(x, y, label=label, color=colour, lw=2)
     finish(ax, **settings)
