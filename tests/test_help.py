@@ -54,7 +54,7 @@ def parsed(words):
 def test_commands_are_grouped_and_compare_comes_first():
     assert NAMES[0] == "compare"
     assert {group: [n for n in NAMES if COMMANDS[n].rich_help_panel == group] for group in GROUPS} == GROUPS
-    shown = CliRunner().invoke(cli.app, ["--help"]).output
+    shown = re.sub(r"\x1b\[[\d;]*m", "", CliRunner().invoke(cli.app, ["--help"]).output)
     places = [shown.index(f"─ {group} ─") for group in GROUPS]
     assert places == sorted(places)
 
@@ -89,7 +89,7 @@ def test_every_parameter_has_a_help_text_and_every_unset_option_its_default(name
 def test_the_help_shows_every_default(name):
     written = sum(r"\[default: " in (parameter.help or "") for parameter in COMMANDS[name].params)
     done = CliRunner().invoke(cli.app, [name, "--help"])
-    assert done.exit_code == 0 and done.output.count("[default:") >= written
+    assert done.exit_code == 0 and re.sub(r"\x1b\[[\d;]*m", "", done.output).count("[default:") >= written
 
 
 def test_the_defaults_of_compare_are_those_of_the_task_pair():

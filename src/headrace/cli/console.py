@@ -95,7 +95,7 @@ def numbers(option: str, text: str) -> list[int]:
     """Parses "512,2048". Raises InputError, with the option's name, for anything but positive integers."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise InputError(f"--{option}={text}; expected positive integers with commas between, as 512,2048")
+        raise InputError(f"--{option}={text}; expected positive integers separated by commas, such as 512,2048")
     return [int(part) for part in parts]
 
 

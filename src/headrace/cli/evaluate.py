@@ -103,8 +103,6 @@ def bench(
     from ..utils.provenance import own
 
     device, console = on_device(device), terminal()
-    if layers is None and device == "cpu":
-        console.print("2 layers of the paper's 24, for this is a CPU: --layers 24 for all", style="yellow")
     depth = layers if layers is not None else 2 if device == "cpu" else 24
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     plan = Plan(named(mixers), Shape(depth, hidden_size, heads), device, dtype, threads, rounds)
@@ -114,6 +112,8 @@ def bench(
         numbers("batch-sizes", batch_sizes),
         numbers("contexts", contexts),
     )
+    if layers is None and device == "cpu":
+        console.print("Note: 2 layers on a CPU instead of the paper's 24; set --layers 24 for all", style="yellow")
     with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
         own(output, asdict(plan) | {"models": list(plan.models)}, accept_old, machine=environment()["processor"])
         with telling(console) as tell:

@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .console import AcceptOld, NewFolder
+from ..utils.errors import InputError
+from .console import AcceptOld, NewFolder, interruptible
 
 GIGA = 1e9
 
@@ -57,17 +58,20 @@ def prepare(
     In rows of a task, only the answers contribute to the loss."""
     from ..data import Preparation
     from ..data import prepare as run
-    from ..utils.errors import InputError
-    from .console import interruptible
 
     if bool(sources) == (task is not None):
-        raise InputError("prepare takes sources of text, or --task; expected one of them")
+        found = "both text sources and" if sources else "neither text sources nor"
+        raise InputError(f"prepare has {found} --task; expected one of them")
     ours = {"tokenizer": tokenizer, "length": length}
     of_text, of_task = {"bpe": train_bpe, "held_out": held_out, "column": column}, {"rows": rows}
     idle = given(of_text if task is not None else of_task)
     if idle:
-        name = "train-bpe" if "bpe" in idle else next(iter(idle)).replace("_", "-")
-        raise InputError(f"--{name} means nothing {'to a task' if task is not None else 'without --task'}")
+        name, value = next(iter(idle.items()))
+        option = "train-bpe" if name == "bpe" else name.replace("_", "-")
+        where = (
+            "without --task; expected it with --task" if task is None else "with --task; expected it with text sources"
+        )
+        raise InputError(f"--{option}={value} {where} alone")
     with interruptible(f"{output} was not created"):
         if task is None:
             plan = Preparation(tuple(sources or ()), seed=seed, workers=workers, **given(ours | of_text))
@@ -121,10 +125,8 @@ def train(
     After an interruption, the same command resumes from the last checkpoint. Ctrl-C and SIGTERM finish the current
     step, write a checkpoint, and exit with code 130 or 143."""
     from ..training import recipes
-    from ..utils.errors import InputError
-    from .console import interruptible
 
-    changes = recipes.changes(settings or []) | ({} if mixer is None else {"mixer": mixer})
+    changes = recipes.changes([*(settings or []), *([] if mixer is None else [f"mixer={mixer}"])])
     chosen, about = recipes.load(recipe, changes)
     if dry_run or as_json:
         print_costs(chosen, about, as_json)
@@ -163,9 +165,9 @@ def print_costs(recipe: Any, about: Any, as_json: bool) -> None:
     table = Table(show_header=False, title=f"{recipe.mixer}, {recipe.layers} layers of {recipe.hidden_size}")
     for name, number in costs["parameters"].items():
         table.add_row(f"parameters, {name}", f"{number / 1e6:,.2f} M")
-    table.add_row("steps", f"{costs['steps']:,} of {costs['rows_per_step']} rows, {costs['warmup_steps']:,} to warm up")
+    table.add_row("steps", f"{costs['steps']:,} of {costs['rows_per_step']} rows, {costs['warmup_steps']:,} of warm-up")
     table.add_row("tokens", f"{costs['tokens']:,}")
-    table.add_row("operations", f"{costs['flops_per_token'] / GIGA:,.2f} G a token, {costs['flops']:.2e} in all")
+    table.add_row("FLOPs", f"{costs['flops_per_token'] / GIGA:,.2f} G per token, {costs['flops']:.2e} in total")
     for name, number in costs["bytes"].items():
         table.add_row(f"memory, {name}", f"{number / 2**30:,.2f} GiB")
     table.add_row("assumed", ", ".join(about.assumed) or "nothing")

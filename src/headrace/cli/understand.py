@@ -72,7 +72,7 @@ def lab(
 
     console, broken = Console(), 0
     if name is None and checkpoint is not None:
-        raise InputError(f"--checkpoint {str(checkpoint)!r} without an experiment; expected it with lab past")
+        raise InputError(f"--checkpoint {str(checkpoint)!r} without an experiment; expected it with `lab past`")
     if name is None:
         table = Table("experiment", "what it shows")
         for known in laboratory.EXPERIMENTS:
@@ -86,7 +86,7 @@ def lab(
         with locked(output):
             picture = laboratory.save(known, seed, finding, output)
         broken += sum(not row.holds for row in finding.rows)
-        table = Table("law", "seen", "", "the law says", "", title=known, title_justify="left")
+        table = Table("law", "measured", "", "predicted", "", title=known, title_justify="left")
         for row in finding.rows:
             mark = "holds" if row.holds else "[red]BROKEN"
             table.add_row(row.law, f"{row.seen:.3g}", row.relation, f"{row.bound:.3g}", mark)

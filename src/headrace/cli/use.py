@@ -45,7 +45,7 @@ def generate(
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:
-        print(f"{len(result['tokens'])} tokens, {result['tokens_per_second']:.1f} a second", file=sys.stderr)
+        print(f"{len(result['tokens'])} tokens, {result['tokens_per_second']:.1f} tokens per second", file=sys.stderr)
 
 
 def serve(

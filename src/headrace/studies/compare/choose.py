@@ -34,6 +34,10 @@ def choose(
         if tokenizer is not None:
             raise InputError(f"--tokenizer {tokenizer} needs a task with text; add --text FILE or --task text")
         return replace(DEMO, plans=tuple(changed(plan, changes) for plan in DEMO.plans))
+    swept_field = [sweep.partition("=")[0].strip()] if sweep else []
+    settings = [*changes, *(zoo.expression(task, "--task")[1] if task else ()), *swept_field]
+    if twice := next((name for i, name in enumerate(settings) if name in settings[:i]), None):
+        raise InputError(f"{twice!r} is set twice, by --task, --sweep or its own option; expected each field once")
     plan = default(task or ("text" if files else "pair"))
     if files or tokenizer is not None:
         if not isinstance(plan.task, Text):
