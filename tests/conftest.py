@@ -1,7 +1,13 @@
+import getpass
 import json
 import os
+import tempfile
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch is there: what is tested is the CPU, on every machine
+# PyTorch's cache of compiled code takes what was compiled for one instruction set for another's.
+CAPABILITY = os.environ.get("ATEN_CPU_CAPABILITY", "default-isa")
+CACHE = f"{tempfile.gettempdir()}/headrace-inductor-{getpass.getuser()}-{CAPABILITY}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
 
 import pytest
 import torch

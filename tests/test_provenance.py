@@ -95,7 +95,7 @@ def test_a_step_with_another_input_is_refused(tmp_path, monkeypatch):
     for _ in range(2):
         execute.execute([["headrace", "prepare", str(text)]], root, str)
     text.write_text("two")
-    with pytest.raises(InputError, match=r"text\.txt' as it was before"):
+    with pytest.raises(InputError, match=r"text\.txt' of step 1 has changed"):
         execute.execute([["headrace", "prepare", str(text)]], root, str)
 
 
