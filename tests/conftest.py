@@ -5,9 +5,9 @@ import tempfile
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch is there: what is tested is the CPU, on every machine
 # PyTorch's cache of compiled code takes what was compiled for one instruction set for another's.
-CAPABILITY = os.environ.get("ATEN_CPU_CAPABILITY", "default-isa")
-CACHE = f"{tempfile.gettempdir()}/headrace-inductor-{getpass.getuser()}-{CAPABILITY}"
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(
+    tempfile.gettempdir(), f"headrace-inductor-{getpass.getuser()}-{os.environ.get('ATEN_CPU_CAPABILITY', 'best')}"
+)
 
 import pytest
 import torch
