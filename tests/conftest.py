@@ -1,4 +1,3 @@
-import getpass
 import json
 import os
 import tempfile
@@ -6,7 +5,7 @@ import tempfile
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch is there: what is tested is the CPU, on every machine
 # PyTorch's cache of compiled code takes what was compiled for one instruction set for another's.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(
-    tempfile.gettempdir(), f"headrace-inductor-{getpass.getuser()}-{os.environ.get('ATEN_CPU_CAPABILITY', 'best')}"
+    tempfile.gettempdir(), f"headrace-inductor-{os.getuid()}-{os.environ.get('ATEN_CPU_CAPABILITY', 'best')}"
 )
 
 import pytest
