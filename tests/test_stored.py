@@ -56,7 +56,7 @@ def write():
     STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-MODELS = json.loads(STORED.read_text("utf-8")) if STORED.is_file() else {}
+MODELS = json.loads(STORED.read_text("utf-8"))
 
 
 @pytest.mark.parametrize("name", MODELS)
