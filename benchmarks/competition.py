@@ -33,8 +33,7 @@ from headrace.studies.compare.summary import Comparison, Contender, summarise
 from headrace.studies.compare.terminal import board
 from headrace.tasks import Digits, Pair
 from headrace.utils.device import all_devices
-
-from .utils.integrity import read_json
+from headrace.utils.integrity import read_json
 
 console = Console(width=None if Console().is_terminal else 140)
 app = typer.Typer(add_completion=False, help=__doc__)

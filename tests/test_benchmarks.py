@@ -1,6 +1,8 @@
 """The benchmarks run, and write what they found."""
 
 import csv
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,11 @@ def lines(tmp_path):
     """A file to write to, and a function that reads it back."""
     path = tmp_path / "results" / "rows.csv"
     return path, lambda: list(csv.DictReader(path.read_text("utf-8").splitlines()))
+
+
+@pytest.mark.parametrize("path", sorted(Path(op.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_every_script_finds_what_it_imports(path):
+    assert import_module(path.stem).__doc__
 
 
 def test_op_times_ours_and_every_peer_it_can_check(lines):
