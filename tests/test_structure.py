@@ -68,7 +68,7 @@ import headrace
 from headrace import HeadraceConfig, InputError, Mixer, backends, linear_attention, load, quantize, step, verify, zoo
 from headrace.hf import HeadraceForCausalLM
 from headrace.spec import MixerSpec
-assert backends()["torch"] is None and callable(verify)
+assert backends()["torch"]["linear_attention"] is None and callable(verify)
 assert set(headrace.__all__) <= set(dir(headrace)) and all(hasattr(headrace, name) for name in headrace.__all__)
 """
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
