@@ -18,8 +18,7 @@ from ..ops.recurrence import linear_attention
 from ..spec.linear import Competition, MixerSpec
 from ..utils.errors import InputError
 from .base import check_state, may_write
-
-GROUP_NORM_EPS = 64e-5  # RWKV-6: 1e-5 · 8², where 8 is its head size divisor
+from .readout import GROUP_NORM_EPS
 
 
 class MixerState(NamedTuple):

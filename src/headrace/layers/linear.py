@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.call import accumulator
@@ -20,13 +19,18 @@ from ..ops.torch.tiles import product
 from ..spec.linear import MixerSpec
 from ..utils.errors import GateWarning
 from .base import Mixer
+from .competition import HeadCompetition
 from .convolution import convolve
-from .decode import GROUP_NORM_EPS, FusedStep, MixerState
+from .decays import DECAYS
+from .decode import FusedStep, MixerState
+from .feature_maps import FEATURE_MAPS, NORMS
 from .joint import MemoryChoice
-from .parts import DECAYS, FEATURE_MAPS, NORMS, HeadCompetition, OutputGate, TokenShift, rotary
+from .readout import OutputGate, normalise, weight_size
 from .residual import ResidualDelta
+from .rotary import rotary
 from .streams import project
 from .taylor import TaylorFeatures
+from .token_shift import TokenShift
 
 
 class LinearMixer(Mixer):
@@ -104,8 +108,8 @@ class LinearMixer(Mixer):
 
     def _build_readout(self) -> None:
         read, width = self.spec.read, self.H * self.V
-        sizes = {"rms": self.V, "group": width, "rms-joint": width}
-        self.norm_weight = nn.Parameter(torch.empty(sizes[read.norm])) if read.norm in sizes else None
+        size = weight_size(read.norm, self.H, self.V)
+        self.norm_weight = None if size is None else nn.Parameter(torch.empty(size))
         self.norm_bias = nn.Parameter(torch.empty(width)) if read.norm == "group" else None
         self.skip = nn.Parameter(torch.empty(self.H)) if read.skip else None
         self.gate = None
@@ -298,24 +302,11 @@ class LinearMixer(Mixer):
         gate = None if self.gate is None else self.gate(gate_input)
         if gate is not None and read.order == "gate-norm":
             out = out * gate
-        out = self._normalised(out)
+        out = normalise(out, read.norm, self.norm_weight, self.norm_bias, self.norm_eps)
         out = out if strength is None else out * strength
         if gate is not None and read.order == "norm-gate":
             out = out * gate
         return self.o_proj(out.flatten(-2))
-
-    def _normalised(self, out: Tensor) -> Tensor:
-        norm, wide = self.spec.read.norm, out.to(accumulator(out))
-        if norm == "rms":
-            return F.rms_norm(wide, (self.V,), self.norm_weight.to(wide.dtype), self.norm_eps).to(out.dtype)
-        if norm == "rms-joint":
-            flat = F.rms_norm(wide.flatten(-2), (self.H * self.V,), self.norm_weight.to(wide.dtype), self.norm_eps)
-            return flat.unflatten(-1, (self.H, self.V)).to(out.dtype)
-        if norm == "group":
-            centred = F.layer_norm(wide, (self.V,), eps=GROUP_NORM_EPS)
-            weight, bias = self.norm_weight.view(self.H, self.V), self.norm_bias.view(self.H, self.V)
-            return (centred * weight + bias).to(out.dtype)
-        return out
 
 
 def _now(x: Tensor | None) -> Tensor | None:

@@ -1,7 +1,7 @@
 """The spec of a linear mixer: frozen records of literals that say which projections a layer has and how it computes the
 arguments of `headrace.linear_attention`. Specs convert to and from JSON; contradictory fields raise InputError.
 
-Each kind named here is a key of a table of modules in `layers/parts.py`, or an option of `linear_attention`.
+Each kind named here is a key of a table in `layers/`, or an option of `linear_attention`.
 """
 
 import dataclasses

@@ -19,7 +19,8 @@ from ...ops.checks import require
 from ...ops.sequences import Sequences
 from ...spec.softmax_rnn import NORMS, SoftmaxRNNSpec
 from ..base import ANY, Mixer, check_state
-from ..parts import FEATURE_MAPS, l2_norm, rotary
+from ..feature_maps import FEATURE_MAPS, l2_norm
+from ..rotary import rotary
 from ..taylor import truncated_exp
 from .attention import AttentionState, attend_packed, extended
 from .sdpa import visible

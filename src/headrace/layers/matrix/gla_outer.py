@@ -15,8 +15,8 @@ from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.linear import Decay, MatrixSpec
 from ..base import Mixer
+from ..decays import SigmoidDecay
 from ..decode import MixerState
-from ..parts import SigmoidDecay
 from .chunks import CHUNK, carry, recur
 
 

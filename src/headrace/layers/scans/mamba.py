@@ -15,7 +15,7 @@ from ...ops.sequences import Sequences
 from ...spec.linear import ScanSpec
 from ..base import Mixer, ScanState
 from ..convolution import convolve
-from ..parts import draw_step_bias_
+from ..decays import draw_step_bias_
 from .selective_scan import Operands, selective_scan, selective_step
 
 
