@@ -25,7 +25,7 @@ def parts_imported(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
-            names = [alias.name for alias in node.names] if base[-1] == "" else [base[1]]
+            names = [alias.name for alias in node.names] if base == ["headrace", ""] else [base[1]]
             found |= {name for name in names if (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()}
     return found
 

@@ -1,7 +1,4 @@
-"""The decays of linear mixers. Each is one class, which says all that the library knows about it.
-
-A new decay is a class in DECAYS and its name in spec/linear.py. It needs native code only to be decoded by the native
-library in one call per layer (native/kinds.h); without it a layer decodes in separate operations.
+"""The decays of linear mixers, one class each. spec/decay.py declares their shapes and papers.
 
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head.
 """
@@ -13,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.call import DecayShape, accumulator
-from ..spec.linear import Decay
+from ..ops.call import accumulator
+from ..spec.decay import Decay
 from .base import SelfInitialised
 
 
 class DecayModule(SelfInitialised):
-    """Base of the decays: maps its part [B, T, in_features] of the input projection to log_decay ≤ 0 of `shape`.
+    """Base of the decays: maps its part [B, T, in_features] of the input projection to log_decay ≤ 0.
 
     Args:
         spec: the decay's kind and rank.
@@ -27,10 +24,7 @@ class DecayModule(SelfInitialised):
         depth: relative depth of the layer, 0 for the first and 1 for the last layer.
     """
 
-    paper: ClassVar[str]  # address of the paper that introduced the decay
-    shape: ClassVar[DecayShape]  # shape of log_decay
-    fixed: ClassVar[bool] = False  # whether the decay is the same for all tokens
-    native: ClassVar[bool] = False  # whether the native library's layer step computes the decay (native/kinds.h)
+    starts_fixed: ClassVar[bool] = False  # whether its part of the input projection is initialised to zero
     in_features: int = 0  # size of its part of the input projection
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
@@ -48,9 +42,6 @@ class DecayModule(SelfInitialised):
 class FixedDecay(DecayModule):
     """RetNet's decay: log_decay [H] = log(1 − 2^(−5−h)) (arXiv 2307.08621, section 2.2)."""
 
-    paper = "https://arxiv.org/abs/2307.08621"
-    shape, fixed, native = DecayShape.FIXED, True, True
-
     def forward(self, x: Tensor) -> Tensor:
         # Computed instead of stored, because a half-precision buffer would lose most digits.
         h = torch.arange(self.num_heads, device=x.device, dtype=torch.float64)
@@ -64,8 +55,6 @@ class XPosDecay(DecayModule):
     xPos multiplies q at position n by ζ^{n/512} and k at position m by ζ^{−m/512}, which overflows for long sequences.
     Their product ζ^{(n−m)/512} is a decay. xPos replaces RetNet's decay γ; both together would decay twice."""
 
-    paper = "https://arxiv.org/abs/2212.10554"
-    shape, fixed = DecayShape.VECTOR, True
     OFFSET, TOKENS = 0.4, 512
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,9 +65,6 @@ class XPosDecay(DecayModule):
 
 class SoftplusDecay(DecayModule):
     """Decay of Mamba-2 (arXiv 2405.21060) and Gated DeltaNet: log_decay [B, T, H] = −A dt, dt = softplus(x + b)."""
-
-    paper = "https://arxiv.org/abs/2405.21060"
-    shape, native = DecayShape.SCALAR, True
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__(spec, num_heads, key_dim, depth)
@@ -115,8 +101,6 @@ def draw_step_bias_(bias: Tensor, low: float = 1e-3, high: float = 1e-1, floor: 
 class SigmoidDecay(DecayModule):
     """GLA's decay: log_decay [B, T, H, K] = log σ(W x + b) / 16 (arXiv 2312.06635, section 4.3)."""
 
-    paper = "https://arxiv.org/abs/2312.06635"
-    shape, native = DecayShape.VECTOR, True
     TEMPERATURE = 16.0
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
@@ -132,8 +116,7 @@ class SigmoidDecay(DecayModule):
 class ExpDecay(DecayModule):
     """RWKV-6's decay: log_decay [B, T, H, K] = −exp(b + tanh(x) W) (arXiv 2404.05892, section 4.2)."""
 
-    paper = "https://arxiv.org/abs/2404.05892"
-    shape, native = DecayShape.VECTOR, True
+    starts_fixed = True
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__(spec, num_heads, key_dim, depth)
@@ -156,9 +139,6 @@ class ExpDecay(DecayModule):
 
 class SoftplusVectorDecay(DecayModule):
     """Decay of Kimi Delta Attention (arXiv 2510.26692): log_decay [B, T, H, K] = −A softplus(W x + b), A per head."""
-
-    paper = "https://arxiv.org/abs/2510.26692"
-    shape, native = DecayShape.VECTOR, True
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__(spec, num_heads, key_dim, depth)

@@ -136,8 +136,8 @@ class LinearMixer(Mixer):
         if self.spec.read.norm == "group":  # RWKV-6's initialisation
             self.norm_weight.fill_(self.share**0.7)
             self.norm_bias.zero_()
-        if self.spec.decay.kind == "exp":
-            self.part("decay").zero_()  # the initial decay is the same for all tokens
+        if self.decay is not None and self.decay.starts_fixed:
+            self.part("decay").zero_()
         if self.bonus is not None:
             n = self.bonus.numel()
             i = torch.arange(n)

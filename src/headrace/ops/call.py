@@ -1,6 +1,5 @@
 """`Call`: the arguments of the recurrence that `linear_attention` passes to a backend."""
 
-from enum import IntEnum
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -9,15 +8,6 @@ from torch import Tensor
 DIFFERENTIABLE = 8  # number of arguments of a call, counted from the first, that have gradients
 TOKENWISE = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate")  # arguments with a token dimension
 NORMALISER_EPS = 1e-6
-
-
-class DecayShape(IntEnum):
-    """The shapes of log_decay, with the numbers of hr_decay in native/headrace.h."""
-
-    NONE = 0  # None: no decay
-    FIXED = 1  # [H]
-    SCALAR = 2  # [B, T, H]
-    VECTOR = 3  # [B, T, H, K]
 
 
 class Call(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from ..utils.errors import InputError
 from .attention import AttentionSpec, Pattern
+from .decay import Decay
 from .encoder_decoder import RecurrentSpec
 from .matrix import MatrixSpec
 from .record import Kind, PositiveFloat, PositiveInt, Range, Record, checked, fields, require_positive
@@ -61,18 +62,6 @@ class Inputs(Record):
     def positive(self) -> bool:
         """Whether all features are non-negative."""
         return self.feature_map in ("elu+1", "relu") or self.feature_map.startswith("dpfp")
-
-
-@dataclass(frozen=True)
-class Decay(Record):
-    """How the memory decays. log_decay has shape [H] for retnet, [B, T, H] for softplus, [B, T, H, K] for the others.
-
-    retnet and xpos are fixed; the decay of the other kinds is computed from the token: softplus (Mamba-2), sigmoid
-    (GLA), exp (RWKV-6), softplus-vector (KDA).
-    """
-
-    kind: Literal["none", "retnet", "xpos", "softplus", "sigmoid", "exp", "softplus-vector"] = "none"
-    rank: PositiveInt | None = None  # rank of the projection to a decay per key channel; None: the key dimension K
 
 
 @dataclass(frozen=True)

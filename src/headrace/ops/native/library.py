@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..call import Call, DecayShape
+from ...spec.decay import DecayShape
+from ..call import Call
 from ..torch.tiles import sequence_ends
 
 ABI = 4
