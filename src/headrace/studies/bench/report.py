@@ -10,8 +10,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
+from ...report.numbers import compact, count
 from ...report.page import Page, Section, picture
-from ...report.style import PALETTE, STYLE, compact
+from ...report.style import PALETTE, STYLE
 from .models import PEERS
 from .plan import MEASURED, Plan
 from .results import backbones, compressions, overhead
@@ -35,16 +36,15 @@ def write_report(
 ) -> Path:
     shape = plan.shape
     about = (
-        f"{len(plan.models)} models of {shape.layers} layer{'s' * (shape.layers > 1)}, {shape.hidden_size} wide, "
-        f"{shape.heads} heads and a "
-        f"vocabulary of {shape.vocab_size:,}, in {plan.dtype} on {plan.device} with {plan.threads} "
-        f"thread{'s' * (plan.threads > 1)}. Times are {plan.clock}: the median of {plan.rounds} rounds, in which all "
+        f"{count(len(plan.models), 'model')} of {count(shape.layers, 'layer')}, {shape.hidden_size} wide, "
+        f"{count(shape.heads, 'head')} and a vocabulary of {shape.vocab_size:,}, in {plan.dtype} on {plan.device} with "
+        f"{count(plan.threads, 'thread')}. Times are {plan.clock}: the median of {plan.rounds} rounds, in which all "
         "models took turns in one process, ± half the interquartile range."
     )
     sections = [overheads(held, plan), *(measured(what, lines, plan, folder) for what in present(held))]
     if found := compressed(held, plan, folder):
         sections.append(found)
-    return Page("Cost of competition", about, sections, command, environments(held)).write(folder / "report.html")
+    return Page("Cost of competition", [about], sections, command, environments(held)).write(folder / "report.html")
 
 
 def environments(held: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ def present(held: list[dict[str, Any]]) -> list[str]:
 def overheads(held: list[dict[str, Any]], plan: Plan) -> Section:
     header = ("backbone", *(COSTS[what] for what in present(held)))
     rows = [(name, *(str(overhead(held, name, what)) for what in present(held))) for name in backbones(plan)]
-    return Section("Overhead of competition", OVERHEAD, header=header, rows=rows)
+    return Section("Overhead of competition", (OVERHEAD,), header=header, rows=rows)
 
 
 def print_overheads(held: list[dict[str, Any]], plan: Plan, console: Console) -> None:
@@ -89,7 +89,7 @@ def measured(what: str, lines: list[dict[str, Any]], plan: Plan, folder: Path) -
         left_out += [f"{how}: {', '.join(names)}." for how, names in reached(own).items()]
     header = ("model", *(f"{length:,} × {batch}" if batch > 1 else f"{length:,}" for length, batch in places))
     drawn = [picture(f"{title}, {unit}. {CAPTION}", figure, folder / f"{what}.png")]
-    return Section(title, f"{unit}, by {place}", left_out, header, rows, drawn)
+    return Section(title, (f"{unit}, by {place}",), header=header, rows=rows, sentences=left_out, pictures=drawn)
 
 
 def reached(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
@@ -131,7 +131,7 @@ def panels(what: str, by_model: dict[str, Any], xlabel: str, ylabel: str) -> Fig
         for ax, (batch, curves) in zip(grid, series.items(), strict=True):
             draw(ax, curves)
             if len(batches) > 1:
-                ax.set_title(f"{batch} row{'s' * (batch > 1)}", fontsize=10)
+                ax.set_title(count(batch, "row"), fontsize=10)
             ax.set_xlabel(xlabel)
         grid[0].set_ylabel(ylabel)
         grid[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
@@ -188,4 +188,4 @@ def compressed(held: list[dict[str, Any]], plan: Plan, folder: Path) -> Section 
     drawn = [
         picture("Bytes of the cache over bytes of the state, by context length.", figure, folder / "compression.png")
     ]
-    return Section("Compression: cache over state", about, (), header, rows, drawn)
+    return Section("Compression: cache over state", (about,), header=header, rows=rows, pictures=drawn)

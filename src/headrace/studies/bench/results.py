@@ -3,16 +3,17 @@ compression of a key-value cache to a state.
 """
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 
 from ... import zoo
+from ...report.numbers import spread
 from ...spec.linear import MixerSpec
 from ...utils.environment import environment
 from ...utils.integrity import read_json, write_json
@@ -68,14 +69,6 @@ def write_csv(path: Path, lines: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
-
-
-def spread(numbers: Sequence[float]) -> float | None:
-    """The interquartile range divided by the median; None for fewer than two numbers."""
-    if len(numbers) < 2:
-        return None
-    low, _, high = quantiles(numbers, n=4)
-    return (high - low) / median(numbers)
 
 
 @dataclass(frozen=True)

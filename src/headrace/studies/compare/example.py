@@ -27,6 +27,7 @@ from ...tasks.base import ByRow
 from ...tasks.digits import GREYS
 from .summary import show
 
+ROLES = ("key", "value", "query", "filler")  # those named in the legend, in its order
 LONGEST = {"filler": 8, "text": 48}  # role -> largest number of consecutive tokens that are drawn; RUN for others
 RUN = 24
 LETTERS = list(string.ascii_lowercase)

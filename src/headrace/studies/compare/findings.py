@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from itertools import takewhile
 
 from ... import zoo
+from ...report.numbers import count
 from ...spec.linear import CACHED, to_json
 from . import many_mixers
 from .failures import at_chance, failures
 from .pairwise import Difference, as_control, common_seeds, competing, find, pairs, without_count
-from .summary import Comparison, Contender, count, show_contender, show_scores
+from .summary import Comparison, Contender, show_contender, show_scores
 
 LATE = 0.02  # a model is still learning if the last interval between evaluations gave more than this part of its gain
 HELD = 0.9  # smallest score at which a model still solves the task at a length

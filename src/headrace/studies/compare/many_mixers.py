@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from ...report.numbers import count
 from .pairwise import Difference
-from .summary import Comparison, Contender, count, show_contender
+from .summary import Comparison, Contender, show_contender
 
 
 def tally(differences: list[Difference]) -> str:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from scipy.special import stdtrit
 
 from ... import zoo
+from ...report.numbers import count
 from ...spec.linear import AttentionSpec, MixerSpec, Spec, change
-from .summary import Comparison, Contender, count, show
+from .summary import Comparison, Contender, show
 
 LEVEL = 0.95  # confidence level of an interval
 

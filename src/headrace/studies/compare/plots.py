@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from ...report.style import PALETTE, SOFT, STYLE, compact
+from ...report.numbers import compact, quartiles
+from ...report.style import PALETTE, SOFT, STYLE
 from . import panels
-from .summary import Comparison, Contender, quartiles
+from .summary import Comparison, Contender
 
 WIDE = 4  # ratio of the largest value to the smallest above which an axis is logarithmic
 LABELLED = 8  # largest number of curves with a legend inside the plot

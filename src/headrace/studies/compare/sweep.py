@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from ...report.style import SOFT, STYLE, compact
+from ...report.numbers import compact
+from ...report.style import SOFT, STYLE
 from .failures import at_chance
 from .pairwise import pairs
 from .plots import axes, colours, legend, spread

@@ -16,8 +16,8 @@ from ... import zoo
 from ...report.page import template
 from ...spec.linear import Spec
 from ...utils.environment import environment
+from .findings import RULES, findings
 from .recorder import Recorded, weights
-from .words import RULES, words
 
 GUESSES = 3  # number of likeliest next tokens shown
 STRONGEST = 16  # largest number of attention weights kept per row
@@ -73,12 +73,12 @@ def describe(
     for recorded in track(layers):
         layer, A = describe_layer(recorded, model.config, min(strongest, len(ids)), side)
         shown.append(layer)
-        found += words(layer["name"], recorded, A)
+        found += findings(layer["name"], recorded, A)
     loss, guesses, chances = predictions(model, hidden, ids)
     vocabulary = {i: tokenizer.decode([i]) for i in {*ids, *guesses.flatten().tolist()}}
     return {
         "ids": ids, "vocabulary": vocabulary, "loss": pack(loss), "mean": float(loss[1:].mean()),
-        "guesses": guesses.tolist(), "chances": pack(chances), "layers": shown, "words": found, "rules": RULES,
+        "guesses": guesses.tolist(), "chances": pack(chances), "layers": shown, "findings": found, "rules": RULES,
         "parameters": sum(p.numel() for p in model.parameters()), "environment": environment(),
     }  # fmt: skip
 

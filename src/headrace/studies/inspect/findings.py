@@ -31,7 +31,7 @@ def entropy(gate: Tensor) -> Tensor:
     return torch.special.entr(shares).sum(-1) / math.log(max(gate.shape[-1], 2))
 
 
-def words(name: str, recorded: Recorded, A: Tensor | None) -> list[str]:
+def findings(name: str, recorded: Recorded, A: Tensor | None) -> list[str]:
     """Sentences on the failures of one layer; empty if there is none."""
     found = [sentence for gate, g in recorded.gates.items() for sentence in of_gate(gate, g)]
     found += of_beta(recorded.beta) if recorded.beta is not None else ()
