@@ -226,7 +226,7 @@ PLOTS: dict[str, tuple[str, Callable[[Comparison], Figure | None]]] = {
     "heads": ("Mean share of each head in each write and read gate after training, first seed.", heads),
     "cost": (
         "Size and training speed. Speed is the median over the intervals between evaluations, with its quartiles, "
-        "measured while models trained side by side on the machine below; `headrace bench` measures models in turn.",
+        "measured while models trained side by side on the machine below; headrace bench measures models in turn.",
         cost,
     ),
 }
