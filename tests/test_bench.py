@@ -92,7 +92,7 @@ def test_the_cost_of_competition_is_of_pairs_and_compression_is_as_derived():
     assert str(results.overhead(held, "gla", "training")) == "+10.0% ± 0.0%"
     state = {"bytes": 4 * 2 * 16 * 32, "seconds": [1.0]}
     (found,) = results.compressions([{"point": vars(Point("decoding", 640)), "models": {"gla": state}}], plan)
-    assert found.said == 640 * (16 + 32) / (16 * 32) and found.found == 640 * 2 * 64 / (2 * 16 * 32)
+    assert found.predicted == 640 * (16 + 32) / (16 * 32) and found.measured == 640 * 2 * 64 / (2 * 16 * 32)
 
 
 def test_one_measurement_has_no_spread():

@@ -94,7 +94,7 @@ def test_points_are_measured_once_and_in_order(tmp_path, monkeypatch):
 def test_compression_is_of_what_was_measured():
     """Keys and values of 3 layers, 64 wide, 640 tokens in float32; GLA has K = 16, V = 32."""
     (plain, _) = results.compressions(HELD, PLAN)
-    assert plain.found == 2 * 3 * 64 * 640 * 4 / 2**20 and plain.said == 640 * (16 + 32) / (16 * 32)
+    assert plain.measured == 2 * 3 * 64 * 640 * 4 / 2**20 and plain.predicted == 640 * (16 + 32) / (16 * 32)
     assert cache_bytes("transformers-llama", SHAPE, 640, 4) == cache_bytes("transformer", SHAPE, 640, 4) == 983040
     assert cache_bytes("transformers-mamba2", SHAPE, 640, 4) == cache_bytes("gla", SHAPE, 640, 4) == 0
 

@@ -1,7 +1,13 @@
 """Statistics and text of measured numbers, as reports and terminals show them."""
 
+import math
 from collections.abc import Sequence
-from statistics import median, quantiles
+from statistics import median, quantiles, stdev
+
+from scipy.special import stdtrit
+
+LEVEL = 0.95  # confidence level of intervals
+NORMAL = 1.96  # half the width of a 95 % interval of a normal distribution, in standard errors
 
 
 def count(n: int, noun: str) -> str:
@@ -33,3 +39,9 @@ def spread(numbers: Sequence[float]) -> float | None:
         return None
     low, _, high = quartiles(numbers)
     return (high - low) / median(numbers)
+
+
+def half_interval(numbers: Sequence[float]) -> float:
+    """Half the width of the 95 % confidence interval of the mean, by Student's t; infinite for a single number."""
+    n = len(numbers)
+    return float(stdtrit(n - 1, (1 + LEVEL) / 2)) * stdev(numbers) / math.sqrt(n) if n > 1 else math.inf

@@ -141,7 +141,7 @@ def panels(what: str, by_model: dict[str, Any], xlabel: str, ylabel: str) -> Fig
 def draw(ax: Axes, series: dict[str, list[tuple[int, float | None]]]) -> None:
     for name, pairs in series.items():
         if points := sorted((x, y) for x, y in pairs if y is not None):
-            ax.plot(*zip(*points, strict=True), label=name, lw=1.8, ms=4, **look(name, list(series)))
+            ax.plot(*zip(*points, strict=True), label=name, lw=1.8, ms=4, **line_style(name, list(series)))
     ax.set(xscale="log", yscale="log")
     ticks = sorted({x for pairs in series.values() for x, _ in pairs})
     ax.set_xticks(ticks, [compact(x) for x in ticks], fontsize=8)
@@ -153,12 +153,12 @@ def draw(ax: Axes, series: dict[str, list[tuple[int, float | None]]]) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: compact(y)))
 
 
-def look(name: str, names: list[str]) -> dict[str, Any]:
+def line_style(name: str, names: list[str]) -> dict[str, Any]:
     """Line style of a model; a backbone and its softmax version share a colour."""
     base = name.removeprefix("softmax-")
     known = list(dict.fromkeys(other.removeprefix("softmax-") for other in names))
-    style = ":" if name in PEERS else "-" if base == name else "--"
-    return {"color": PALETTE[known.index(base) % len(PALETTE)], "ls": style, "marker": "x" if style == "--" else "o"}
+    dash = ":" if name in PEERS else "-" if base == name else "--"
+    return {"color": PALETTE[known.index(base) % len(PALETTE)], "ls": dash, "marker": "x" if dash == "--" else "o"}
 
 
 def compressed(held: list[dict[str, Any]], plan: Plan, folder: Path) -> Section | None:
@@ -171,13 +171,13 @@ def compressed(held: list[dict[str, Any]], plan: Plan, folder: Path) -> Section 
         name: {c.context: c for c in found if c.model == name} for name in dict.fromkeys(c.model for c in found)
     }
     rows = [
-        (name, *(f"{own[t].found:,.3g}× ({own[t].said:,.3g}×)" if t in own else "–" for t in contexts))
+        (name, *(f"{own[t].measured:,.3g}× ({own[t].predicted:,.3g}×)" if t in own else "–" for t in contexts))
         for name, own in by_model.items()
     ]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         ax = figure.add_subplot()
-        draw(ax, {name: [(t, c.found) for t, c in own.items()] for name, own in by_model.items()})
+        draw(ax, {name: [(t, c.measured) for t, c in own.items()] for name, own in by_model.items()})
         ax.set(xlabel="tokens of the context, t", ylabel="bytes of the cache over bytes of the state")
         ax.legend(fontsize=8)
     about = (

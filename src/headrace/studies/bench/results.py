@@ -107,13 +107,13 @@ def costs(measured: dict[str, Any], what: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Compression:
-    """Size of a key-value cache over the size of the state of a linear mixer, after a context of t tokens. `said`: by
-    the formula t (d_k + d_v) / (d_k d_v), which is 2t/d for d_k = d_v = d; `found`: by bytes of all tensors."""
+    """Size of a key-value cache over the size of the state of a linear mixer, after a context of t tokens. `predicted`:
+    by the formula t (d_k + d_v) / (d_k d_v), which is 2t/d for d_k = d_v = d; `measured`: by bytes of all tensors."""
 
     model: str
     context: int
-    said: float
-    found: float
+    predicted: float
+    measured: float
 
 
 def compressions(held: list[dict[str, Any]], plan: Plan) -> list[Compression]:

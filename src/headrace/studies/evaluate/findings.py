@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...report.numbers import significant
+from ...report.numbers import NORMAL, significant
 from .run import Evaluation
-from .scores import ALIKE, INTERVAL, TOO_FEW, Pair, Score, guessing, pair, scores
+from .scores import ALIKE, TOO_FEW, Pair, Score, guessing, pair, scores
 
 OTHER_ROWS = "not comparable, as the rows differ,"
 
@@ -45,7 +45,7 @@ def at_chance(item: str, record: dict[str, Any]) -> str:
     chance, found = guessing(record), [score for score in scores(record).values() if not score.likelihood]
     if chance is None:
         return f"{item} (0 of {len(found[0].rows)} rows)" if any(score.value == 0 for score in found) else ""
-    low = [f"{score.metric} {show(score)}" for score in found if score.value - INTERVAL * score.stderr <= chance]
+    low = [f"{score.metric} {show(score)}" for score in found if score.value - NORMAL * score.stderr <= chance]
     return f"{item} ({', '.join(low)}; guessing {100 * chance:.1f} %)" if low else ""
 
 

@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from ...report.numbers import NORMAL
 from ...report.page import Page, Section, picture
-from ...report.style import PALETTE, STYLE
+from ...report.style import PALETTE, SOFT, STYLE
 from ...utils.environment import environment
 from .findings import PairedComparison, against_the_first, findings, table
 from .run import Evaluation
-from .scores import INTERVAL
 
 HEAD = ("task", "metric", "rows")
 PAIRED = ("task", "metric", "difference", "standard error", "95 % interval", "verdict")
@@ -99,11 +99,11 @@ def label(comparison: PairedComparison) -> str:
 
 
 def draw(ax: Axes, found: dict[str, list[PairedComparison]], names: list[str]) -> None:
-    ax.axvline(0, color="#5d6b7a", lw=1)
+    ax.axvline(0, color=SOFT, lw=1)
     for i, (model, comparisons) in enumerate(found.items()):
         pairs = {label(x): x.pair for x in reversed(comparisons) if x.pair and label(x) in names}
         points = [(names.index(name), pair.difference) for name, pair in pairs.items()]
-        shown = [(at + i / (len(found) + 1), x.mean, INTERVAL * x.error) for at, x in points if math.isfinite(x.error)]
+        shown = [(at + i / (len(found) + 1), x.mean, NORMAL * x.error) for at, x in points if math.isfinite(x.error)]
         if shown:
             y, mean, reach = zip(*shown, strict=True)
             ax.errorbar(mean, y, xerr=reach, fmt="o", ms=5, capsize=3, color=PALETTE[i % len(PALETTE)], label=model)
