@@ -45,10 +45,10 @@ sanitize: $(VENV)/.dev
 BENCHMARK := $(BIN)/python benchmarks
 GGML_PEER = $(if $(GGML),--ggml $(GGML))
 IDIAP_PEER = $(if $(IDIAP),--idiap $(IDIAP))
-RACED := $(addprefix --family ,linear scalar vector gated-delta)
+FAMILIES := $(addprefix --family ,linear scalar vector gated-delta)
 bench: $(VENV)/.dev
-	$(BENCHMARK)/op.py $(RACED) --rounds 5 --budget 6 $(GGML_PEER) $(IDIAP_PEER)
-	$(BENCHMARK)/threads.py $(RACED)
+	$(BENCHMARK)/op.py $(FAMILIES) --rounds 5 --budget 6 $(GGML_PEER) $(IDIAP_PEER)
+	$(BENCHMARK)/threads.py $(FAMILIES)
 	$(BENCHMARK)/step.py $(GGML_PEER)
 	$(BENCHMARK)/model.py train --layers 1 --layers 4 --rounds 1
 	$(BENCHMARK)/model.py decode --threads 2

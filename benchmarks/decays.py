@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace import backends
+from headrace.report.numbers import spread
 from op import HEADS, MODES, ours
 from peers import FAMILIES, Family
-from race import Runner, race, spread
 from record import append, environment
+from turns import Runner, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "decays.csv"
 DECAYS = (
@@ -64,11 +65,11 @@ def runner(family: Family, backend: str, tokens: int, log_decay: float) -> Runne
 
 def measure(name: str, backend: str, tokens: int, backward: bool, rounds: int) -> list[Row]:
     runners = [runner(FAMILIES[name], backend, tokens, log_decay) for log_decay in DECAYS]
-    race(runners, backward, rounds)
+    take_turns(runners, backward, rounds)
     return [
         Row(
             name, backend, tokens, K, V, MODES[backward], log_decay, rounds, round(1e3 * median(r.times(CPU)), 3),
-            round(spread(r.times(CPU)), 3), round(r.over(runners[0], CPU), 3),
+            round(spread(r.times(CPU)) or 0.0, 3), round(r.over(runners[0], CPU), 3),
         )
         for log_decay, r in zip(DECAYS, runners, strict=True)
     ]  # fmt: skip

@@ -21,28 +21,25 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace import linear_attention, step, zoo
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from headrace.hf.cache import HeadraceCache
+from headrace.studies.bench.decoding import PIECE, Decoder
+from headrace.studies.bench.models import Shape, build
 from peers import FAMILIES, Family
 from record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "decode.csv"
 POSITIONS = (100, 1_000, 10_000, 100_000)
 QUADRATIC = 10_000  # where reaching a position with softmax attention begins to take minutes
-PIECE = 4096
 HEADS, KEY, VALUE, HIDDEN, LAYERS, VOCABULARY = 4, 128, 256, 512, 2, 256
 console = Console(width=None if Console().is_terminal else 130)
 
 
 @dataclass
-class Decoder:
-    """Something with a state: `prefill(state, tokens)` and `token(state)` return the next one."""
+class Subject:
+    """What is measured: `start()` gives a decoder with `read(tokens)`, `token()` and `state_bytes()`."""
 
     name: str
-    prefill: Callable[[Any, int], Any]
-    token: Callable[[Any], Any]
-    measured: Callable[[Any], int]  # bytes of a state
-    promised: Callable[[int], int]  # what they should be after so many tokens
+    start: Callable[[], Any]
+    promised: Callable[[int], int]  # tokens read -> bytes of the state by the spec
     furthest: int = POSITIONS[-1]
 
 
@@ -56,71 +53,65 @@ class Row:
     promised_bytes: int
 
 
-def the_op(name: str, family: Family) -> Decoder:
-    """`linear_attention` to get there, `step` from there; one layer's recurrence, nothing else."""
-    shape = {"H": HEADS, "K": KEY, "V": VALUE}
-    piece = {key: x.detach() for key, x in family.inputs(T=PIECE, **shape).items()}
-    over_time = {key for key, x in piece.items() if x.dim() > 2}
-    one = {key: x[:, 0] if key in over_time else x for key, x in piece.items()}
-    rest = {key: x for key, x in one.items() if key not in "qkv"}
+class OpDecoder:
+    """One recurrence and nothing else: `linear_attention` reads the context, `step` decodes."""
 
-    def prefill(state, tokens):
-        given = {key: x[:, :tokens] if key in over_time else x for key, x in piece.items()}
-        return linear_attention(**given, **family.options(), initial_state=state)[1]
+    def __init__(self, family: Family):
+        self.family, self.state = family, None
+        inputs = family.inputs(T=PIECE, H=HEADS, K=KEY, V=VALUE)
+        self.piece = {key: x.detach() for key, x in inputs.items()}
+        self.one = {key: x[:, 0] if x.dim() > 2 else x for key, x in self.piece.items()}
 
-    return Decoder(
-        f"op: {name}", prefill, lambda S: step(one["q"], one["k"], one["v"], S, **rest, **family.options())[1],
-        measured=lambda S: S.nbytes, promised=lambda _: 4 * HEADS * KEY * (VALUE + family.normalise),
-    )  # fmt: skip
+    def read(self, tokens: int) -> None:
+        given = {key: x[:, :tokens] if x.dim() > 2 else x for key, x in self.piece.items()}
+        self.state = linear_attention(**given, **self.family.options(), initial_state=self.state)[1]
+
+    def token(self) -> None:
+        q, k, v, rest = (self.one["q"], self.one["k"], self.one["v"], self.one.keys() - set("qkv"))
+        self.state = step(q, k, v, self.state, **{key: self.one[key] for key in rest}, **self.family.options())[1]
+
+    def state_bytes(self) -> int:
+        return self.state.nbytes
 
 
-def the_model(mixer: str) -> Decoder:
+def of_the_op(name: str, family: Family) -> Subject:
+    size = 4 * HEADS * KEY * (VALUE + family.normalise)
+    return Subject(f"op: {name}", lambda: OpDecoder(family), lambda _: size)
+
+
+def of_a_model(mixer: str) -> Subject:
     """A small language model of this mixer, its embedding, MLPs and head included."""
-    torch.manual_seed(0)
-    config = HeadraceConfig(
-        mixer=mixer, vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_heads=HEADS
-    )
-    model, spec = HeadraceForCausalLM(config).eval(), zoo.get(mixer)
-
-    def forward(cache, tokens):
-        ids = torch.randint(VOCABULARY, (1, tokens))
-        return model(ids, past_key_values=cache or HeadraceCache(), use_cache=True, logits_to_keep=1).past_key_values
+    shape, spec = Shape(LAYERS, HIDDEN, HEADS, VOCABULARY), zoo.get(mixer)
+    model = build(mixer, shape)
 
     def promised(tokens):
         grows = {} if mixer in zoo.LINEAR or mixer.startswith("softmax-") else {"tokens": tokens}
         return LAYERS * spec.state_bytes(HIDDEN, HEADS, **grows)
 
-    return Decoder(
-        mixer, forward, lambda cache: forward(cache, 1), measured=cache_bytes, promised=promised,
-        furthest=QUADRATIC if mixer in zoo.ATTENTION else POSITIONS[-1],
-    )  # fmt: skip
+    furthest = QUADRATIC if mixer in zoo.ATTENTION else POSITIONS[-1]
+    return Subject(mixer, lambda: Decoder(model), promised, furthest)
 
 
-def cache_bytes(cache: HeadraceCache) -> int:
-    """Of the numbers in it; the count of tokens that rotary positions need is not one of them."""
-    return sum(x.nbytes for state in cache.states for x in state if x is not None and x.is_floating_point())
-
-
-def reach(decoder: Decoder, position: int):
-    """The state after so many tokens, in pieces."""
-    state = None
+def reached(subject: Subject, position: int) -> Any:
+    """A decoder that has read so many tokens, in pieces."""
+    decoder = subject.start()
     for begin in range(0, position, PIECE):
-        state = decoder.prefill(state, min(PIECE, position - begin))
-    return state
+        decoder.read(min(PIECE, position - begin))
+    return decoder
 
 
 @torch.inference_mode()
-def measure(decoder: Decoder, positions: list[int], tokens: int) -> list[Row]:
-    states = {p: reach(decoder, p) for p in positions}
-    size = {p: decoder.measured(state) for p, state in states.items()}
+def measure(subject: Subject, positions: list[int], tokens: int) -> list[Row]:
+    decoders = {p: reached(subject, p) for p in positions}
+    size = {p: decoder.state_bytes() for p, decoder in decoders.items()}
     seconds = {p: [] for p in positions}
     for _, p in itertools.product(range(tokens), positions):
         start = time.process_time()
-        states[p] = decoder.token(states[p])
+        decoders[p].token()
         seconds[p].append(time.process_time() - start)
     # The first quarter warms up.
     return [
-        Row(decoder.name, p, tokens, round(1e6 * median(seconds[p][tokens // 4 :]), 1), size[p], decoder.promised(p))
+        Row(subject.name, p, tokens, round(1e6 * median(seconds[p][tokens // 4 :]), 1), size[p], subject.promised(p))
         for p in positions
     ]
 
@@ -152,15 +143,15 @@ def main(
     """Time decoding from token 100 to token 100 000."""
     torch.set_num_threads(threads)
     about, found = environment("cpu"), []
-    decoders = [the_op(name, family) for name, family in FAMILIES.items() if not mixer]
-    decoders += [the_model(name) for name in mixer or [*zoo.LINEAR, "softmax-gla", *zoo.ATTENTION]]
-    for decoder in decoders:
-        with console.status(decoder.name):
-            positions = [p for p in POSITIONS if p <= (1_000 if quick else decoder.furthest)]
-            found += measure(decoder, positions, 20 if quick else tokens)
+    subjects = [of_the_op(name, family) for name, family in FAMILIES.items() if not mixer]
+    subjects += [of_a_model(name) for name in mixer or [*zoo.LINEAR, "softmax-gla", *zoo.ATTENTION]]
+    for subject in subjects:
+        with console.status(subject.name):
+            positions = [p for p in POSITIONS if p <= (1_000 if quick else subject.furthest)]
+            found += measure(subject, positions, 20 if quick else tokens)
             append(output, about, found[-len(positions) :])
     show(found)
-    if not quick and any(d.furthest < POSITIONS[-1] for d in decoders):
+    if not quick and any(subject.furthest < POSITIONS[-1] for subject in subjects):
         console.print(f"[dim]softmax attention stops at {QUADRATIC:,} tokens: reaching further takes minutes[/]")
     console.print(f"{len(found)} rows appended to {output}; {about['machine']}, {threads} thread(s)")
 

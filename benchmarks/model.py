@@ -1,19 +1,16 @@
-"""Language models as large as the GLA paper's 340M, ours and others', of equal width and depth.
+"""Language models as large as the GLA paper's 340M, ours and those of transformers, of equal width and depth.
 
     python benchmarks/model.py train --layers 1 --layers 4     tokens a second: forward, backward and AdamW
-    python benchmarks/model.py decode                          tokens a second after 4096, one sequence
+    python benchmarks/model.py decode                          tokens a second after 4096 tokens of context
     python benchmarks/model.py prefill --layers 4              memory over the weights, 100 000 tokens at once; ours
 
-Vocabulary 32 000, float32, weights at random. Where fewer than 24 layers were trained, docs/results.md says what a
-straight line through two depths gives for 24, and that it is one. Models train one at a time, round after round; they
-decode in turn, token by token.
+The measurements are those of `headrace bench`: vocabulary 32 000, float32, random weights, all models in turn in every
+round. CPU time with one thread, else wall-clock time. Where fewer than 24 layers were trained, docs/results.md
+extrapolates to 24 by a straight line through two depths, and says so.
 """
 
-import gc
 import multiprocessing
-import resource
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,16 +23,23 @@ from rich.table import Table
 from torch import nn
 
 from headrace import quantize
-from headrace.layers.quantized import Int8Linear
-from headrace.studies.bench.decoding import Decoder
-from headrace.studies.bench.models import Shape, llama, mamba2, ours, qwen3_next
-from race import spread
+from headrace.report.numbers import spread
+from headrace.studies.bench.measure import built, ids, measure, resident
+from headrace.studies.bench.models import PEERS, Shape, build, ours
+from headrace.studies.bench.plan import Plan, Point
 from record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "model.csv"
-VOCABULARY, DEPTH = Shape.vocab_size, Shape.layers
 TOKENS, CONTEXT, PREFILL = 2048, 4096, 100_000
-OURS = ("gla", "softmax-gla", "gated-deltanet", "mamba2")
+MODELS = {  # name in the results -> name in headrace.studies.bench
+    **{f"headrace {name}": name for name in ("gla", "softmax-gla", "gated-deltanet", "mamba2")},
+    "transformers Mamba2": "transformers-mamba2",
+    "transformers Qwen3Next, linear layers alone": "transformers-qwen3-next",
+    "transformers Llama": "transformers-llama",
+}
+NARROW = {"headrace gla, weights in bfloat16": "gla-bfloat16", "headrace gla, weights in int8": "gla-int8"}
+PEERS["gla-bfloat16"] = lambda shape: ours("gla", shape).bfloat16()
+PEERS["gla-int8"] = lambda shape: in_int8(ours("gla", shape))
 console = Console(width=None if Console().is_terminal else 120)
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -46,100 +50,50 @@ class Row:
     name: str
     parameters: int
     layers: int
-    tokens: int  # in a training step, in the context that is decoded from, or prefilled
+    tokens: int  # of a training step, of the context, or of the prompt
     rounds: int
-    seconds: float  # a training step, a decoded token, or the prefill; by the wall clock
+    seconds: float  # of a training step, of a decoded token, or of the prefill
     tokens_per_second: float
     spread: float
     ratio: float  # seconds over those of the first of ours
-    peak_mb: float  # prefill: the process's peak over what it took with the weights alone
+    peak_mb: float  # prefill: peak memory of the process minus its memory with the weights alone
 
 
-MODELS: dict[str, Callable[[Shape], nn.Module]] = {
-    **{f"headrace {name}": lambda shape, name=name: ours(name, shape) for name in OURS},
-    "transformers Mamba2": mamba2,
-    "transformers Qwen3Next, linear layers alone": qwen3_next,
-    "transformers Llama": llama,
-}
+def in_int8(model: nn.Module) -> nn.Module:
+    """The model with int8 weights; a model on the meta device, which has no values to quantise, as it is."""
+    return model if next(model.parameters()).is_meta else quantize(model)
 
 
-DECODED = MODELS | {
-    "headrace gla, weights in bfloat16": lambda shape: ours("gla", shape).bfloat16(),
-    "headrace gla, weights in int8": lambda shape: quantize(ours("gla", shape)),
-}
+def parameters(name: str, shape: Shape) -> int:
+    """The number of parameters; for int8 weights, that of the model before quantising."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in build(name, shape).parameters())
 
 
-def built(name: str, layers: int) -> nn.Module:
-    torch.manual_seed(0)
-    return DECODED[name](Shape(layers))
-
-
-def parameters(model: nn.Module) -> int:
-    buffers = (layer.integers.numel() for layer in model.modules() if isinstance(layer, Int8Linear))
-    return sum(p.numel() for p in model.parameters()) + sum(buffers)
-
-
-def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int) -> float:
-    ids = torch.randint(VOCABULARY, (1, tokens))
-    start = time.perf_counter()
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return time.perf_counter() - start
-
-
-def trained(name: str, layers: int, tokens: int) -> tuple[float, int]:
-    """Seconds of a step after a short one that warms up, and the model's parameters."""
-    model = built(name, layers).train()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    training_step(model, optimizer, min(tokens, 64))
-    seconds, size = training_step(model, optimizer, tokens), parameters(model)
-    del model, optimizer
-    gc.collect()
-    return seconds, size
-
-
-def rows(what: str, layers: int, tokens: int, per: int, times: dict[str, list[float]], sizes: dict) -> list[Row]:
+def timed(what: str, point: Point, plan: Plan, models: dict[str, str]) -> list[Row]:
+    times = {label: found["seconds"] for label, found in zip(models, measure(point, plan).values(), strict=True)}
     base = next(iter(times.values()))
     return [
         Row(
-            what, name, sizes[name], layers, tokens, len(own), round(median(own), 5), round(per / median(own), 2),
-            round(spread(own), 3), round(median(x / y for x, y in zip(own, base, strict=True)), 3), 0.0,
+            what, label, parameters(models[label], plan.shape), plan.shape.layers, point.length, len(seconds),
+            round(median(seconds), 5), round(point.tokens / median(seconds), 2), round(spread(seconds) or 0.0, 3),
+            round(median(x / y for x, y in zip(seconds, base, strict=True)), 3), 0.0,
         )
-        for name, own in times.items()
+        for label, seconds in times.items()
     ]  # fmt: skip
 
 
-class Reader(Decoder):
-    """A model that has read its context and goes on, token by token."""
-
-    def __init__(self, name: str, layers: int, context: int):
-        super().__init__(built(name, layers))
-        self.name, self.size = name, parameters(self.model)
-        self.read(context)
-
-    def timed(self) -> float:
-        start = time.perf_counter()
-        self.token()
-        return time.perf_counter() - start
-
-
-def resident() -> float:
-    """Bytes that the process holds now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def prefilled(name: str, layers: int, tokens: int, threads: int) -> Row:
-    torch.set_num_threads(threads)
-    model = built(name, layers).eval()
+def prefilled(label: str, plan: Plan, tokens: int) -> Row:
+    torch.set_num_threads(plan.threads)
+    (name,) = plan.models
+    model = built(name, plan).eval()
     with torch.inference_mode():
-        model(input_ids=torch.zeros(1, 64, dtype=torch.long), use_cache=True, logits_to_keep=1)
-        before, start = resident(), time.perf_counter()
-        model(input_ids=torch.randint(VOCABULARY, (1, tokens)), use_cache=True, logits_to_keep=1)
-    seconds = time.perf_counter() - start
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return Row("prefill", name, parameters(model), layers, tokens, 1, round(seconds, 3), round(tokens / seconds, 1),
-               0.0, 1.0, round(peak / 1e6, 1))  # fmt: skip
+        model(input_ids=ids(64, 1, plan), use_cache=True, logits_to_keep=1)
+        before, start = resident("VmRSS"), time.perf_counter()
+        model(input_ids=ids(tokens, 1, plan), use_cache=True, logits_to_keep=1)
+    seconds, peak = time.perf_counter() - start, resident("VmHWM") - before
+    return Row("prefill", label, parameters(name, plan.shape), plan.shape.layers, tokens, 1, round(seconds, 3),
+               round(tokens / seconds, 1), 0.0, 1.0, round(peak / 1e6, 1))  # fmt: skip
 
 
 def report(output: Path, threads: int, found: list[Row]) -> None:
@@ -159,64 +113,56 @@ Models = Annotated[list[str], typer.Option("--model", help="Only those whose nam
 Output = Annotated[Path, typer.Option(help="The CSV file to append to.")]
 
 
-def chosen(wanted: list[str], among: dict[str, Callable[[Shape], nn.Module]] = MODELS) -> list[str]:
-    return [name for name in among if any(part in name for part in wanted)]
+def select(wanted: list[str], among: dict[str, str]) -> dict[str, str]:
+    return {label: name for label, name in among.items() if any(part in label for part in wanted)}
+
+
+def plan_of(models: dict[str, str], layers: int, threads: int, rounds: int) -> Plan:
+    return Plan(tuple(models.values()), Shape(layers), threads=threads, rounds=rounds)
 
 
 @app.command()
 def train(
-    layers: Annotated[list[int], typer.Option(help="Two depths, for the line to 24.")] = [DEPTH],  # noqa: B006
+    layers: Annotated[list[int], typer.Option(help="Two depths, for the line to 24.")] = [Shape.layers],  # noqa: B006
     tokens: int = TOKENS,
     rounds: int = 2,
     threads: int = 1,
     model: Models = [""],  # noqa: B006
     output: Output = RESULTS,
 ) -> None:
-    torch.set_num_threads(threads)
-    trained(chosen(model)[0], 1, 64)  # what only the first of all pays for
+    models = select(model, MODELS)
     for depth in layers:
-        times, sizes = {name: [] for name in chosen(model)}, {}
-        for _ in range(rounds):
-            for name in times:
-                seconds, sizes[name] = trained(name, depth, tokens)
-                times[name].append(seconds)
-        report(output, threads, rows("train", depth, tokens, tokens, times, sizes))
+        plan = plan_of(models, depth, threads, rounds)
+        report(output, threads, timed("train", Point("training", tokens), plan, models))
 
 
 @app.command()
-@torch.inference_mode()
 def decode(
-    layers: int = DEPTH,
+    layers: int = Shape.layers,
     context: int = CONTEXT,
-    rounds: int = 20,
+    rounds: int = 5,
     threads: int = 1,
     model: Models = [""],  # noqa: B006
     output: Output = RESULTS,
 ) -> None:
-    torch.set_num_threads(threads)
-    decoders = [Reader(name, layers, context) for name in chosen(model, DECODED)]
-    for decoder in decoders:
-        decoder.timed()
-    times = {decoder.name: [] for decoder in decoders}
-    for _ in range(rounds):
-        for decoder in decoders:
-            times[decoder.name].append(decoder.timed())
-    sizes = {decoder.name: decoder.size for decoder in decoders}
-    report(output, threads, rows("decode", layers, context, 1, times, sizes))
+    models = select(model, MODELS | NARROW)
+    plan = plan_of(models, layers, threads, rounds)
+    report(output, threads, timed("decode", Point("decoding", context), plan, models))
 
 
 @app.command()
 def prefill(
-    layers: int = DEPTH,
+    layers: int = Shape.layers,
     tokens: int = PREFILL,
     threads: int = 1,
     model: Models = ["headrace gla", "headrace softmax-gla"],  # noqa: B006
     output: Output = RESULTS,
 ) -> None:
-    """Each in a process of its own: a peak is never forgotten."""
-    for name in chosen(model):
+    """Each model in its own process, because the peak of a process never falls."""
+    for label, name in select(model, MODELS).items():
+        plan = plan_of({label: name}, layers, threads, 1)
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            report(output, threads, [pool.apply(prefilled, (name, layers, tokens, threads))])
+            report(output, threads, [pool.apply(prefilled, (label, plan, tokens))])
 
 
 if __name__ == "__main__":

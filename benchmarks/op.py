@@ -27,9 +27,10 @@ from torch import Tensor
 from compiled import PATHS
 from headrace import InputError, backends, linear_attention
 from headrace.ops.reference import literal
+from headrace.report.numbers import spread
 from peers import ATTENTION, FAMILIES, PEERS, Family, Peer
-from race import Runner, flops, peak, peak_flops, race, spread
 from record import append, environment
+from turns import Runner, flops, peak, peak_flops, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "op.csv"
 MODES = ("forward", "forward+backward")
@@ -55,7 +56,7 @@ class Row:
     wall_ms: float
     spread: float  # interquartile range over median, of the time that the ratio is made of
     ratio: float  # this runner over ours, the median over rounds
-    of_floor: float  # the time that the flops take at the machine's best rate, over this one's (race.py)
+    of_floor: float  # the time that the flops take at the machine's best rate, over this one's (turns.py)
     saved_over_inputs: float
     error: float  # against the literal equation, relative
 
@@ -147,7 +148,7 @@ def rows(runners: list[Runner], backward: bool, cell: dict, clock: int) -> list[
         row = Row(
             **cell, mode=MODES[backward], runner=runner.name, rounds=len(runner.seconds),
             cpu_ms=round(1e3 * median(runner.times(0)), 3), wall_ms=round(1e3 * median(runner.times(1)), 3),
-            spread=round(spread(runner.times(clock)), 3), ratio=round(runner.over(runners[0], clock), 3),
+            spread=round(spread(runner.times(clock)) or 0.0, 3), ratio=round(runner.over(runners[0], clock), 3),
             of_floor=round(flop / peak_flops() / runner.over(machine, clock), 3),
             saved_over_inputs=round(runner.saved(), 2) if backward else 0.0, error=float(f"{runner.error:.1e}"),
         )  # fmt: skip
@@ -216,10 +217,10 @@ def main(
     for name, (K, V), T, backward in itertools.product(family, plan["sizes"], plan["lengths"], (False, True)):
         shape = {"B": 1, "T": T, "H": HEADS, "K": K, "V": V, "device": device, "seed": SEED}
         with console.status(f"{name} T={T} {K}×{V} {MODES[backward]}"):
-            racing, refused = contestants(name, shape, backward, peers)
+            active, refused = contestants(name, shape, backward, peers)
             skipped |= dict.fromkeys(refused)
-            race(racing, backward, 2 if quick else rounds, budget)
-            new = rows(racing, backward, {"family": name, "T": T, "K": K, "V": V}, clock)
+            take_turns(active, backward, 2 if quick else rounds, budget)
+            new = rows(active, backward, {"family": name, "T": T, "K": K, "V": V}, clock)
             append(output, about, new)
             found += new
     show(found, ("cpu_ms", "wall_ms")[clock])

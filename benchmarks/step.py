@@ -21,10 +21,11 @@ from compiled import PATHS, Graph
 from headrace import step
 from headrace.ops.call import Call
 from headrace.ops.native import library as native
+from headrace.report.numbers import spread
 from op import HEADS
 from peers import FAMILIES, PEERS
-from race import Runner, race, spread
 from record import append, environment
+from turns import Runner, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "step.csv"
 FAMILY = ("linear", "scalar", "vector", "gated-delta", "kda")
@@ -103,11 +104,11 @@ def contestants(family: str, K: int, V: int) -> list[Runner]:
 
 def measure(family: str, K: int, V: int, rounds: int) -> list[Row]:
     runners = contestants(family, K, V)
-    race(runners, False, rounds)
+    take_turns(runners, False, rounds)
     return [
         Row(
             family, K, V, LAYERS, runner.name, rounds, round(1e6 * median(runner.times(0)) / LAYERS, 2),
-            round(spread(runner.times(0)), 3), round(runner.over(runners[-1], 0), 3),
+            round(spread(runner.times(0)) or 0.0, 3), round(runner.over(runners[-1], 0), 3),
             round(runner.over(runners[0], 0), 3),
         )
         for runner in runners

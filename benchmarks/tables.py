@@ -14,7 +14,7 @@ INTRODUCTION = """# Measured
 Written by `python benchmarks/tables.py` from `benchmarks/results/`, which the programs beside it fill. 4 heads,
 float32, batch 1 unless said. In the op's tables each cell is the ratio of the median to headrace's, then milliseconds
 of CPU time, then the floor's share of it: the flops of the chunkwise form at the rate that the machine's matrix
-product had in the same run (`benchmarks/race.py`). All implementations ran in turn in one process, and each peer's
+product had in the same run (`benchmarks/turns.py`). All implementations ran in turn in one process, and each peer's
 output was first compared with the literal equation. These machines are shared: trust ratios to 10 %.
 """
 

@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace import backends
+from headrace.report.numbers import spread
 from op import HEADS, MODES, can, ours
 from peers import FAMILIES
-from race import PEAK, Runner, peak, race, spread
 from record import append, environment
+from turns import PEAK, Runner, peak, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "threads.csv"
 BATCHES, T, K, V = (1, 4), 2048, 128, 256
@@ -65,10 +66,10 @@ def pair(name: str, B: int, tokens: int, threads: int) -> tuple[str, list[Runner
 
 def measure(name: str, B: int, tokens: int, backward: bool, threads: int, rounds: int) -> Row:
     backend, (one, several) = pair(name, B, tokens, threads)
-    race([one, several], backward, rounds)
+    take_turns([one, several], backward, rounds)
     return Row(
         name, backend, B, tokens, K, V, MODES[backward], rounds, round(1e3 * median(one.times(WALL)), 3),
-        round(1e3 * median(several.times(WALL)), 3), round(spread(several.times(WALL)), 3),
+        round(1e3 * median(several.times(WALL)), 3), round(spread(several.times(WALL)) or 0.0, 3),
         round(one.over(several, WALL), 3),
     )  # fmt: skip
 

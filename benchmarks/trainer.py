@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from headrace.data import Collator, open_data
+from headrace.report.numbers import spread
 from headrace.training import recipes
 from headrace.training.model import build
 from headrace.training.optimizer import optimizer
 from headrace.training.run import arguments, make_trainer
 from headrace.training.watch import Watch
-from race import spread
 from record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "trainer.csv"
@@ -105,7 +105,7 @@ def main(
     ratios = [ours / floor for floor, ours in times]
     row = Row(
         recipe, mixer, rounds, steps, median(floor for floor, _ in times), median(ours for _, ours in times),
-        median(ratios) - 1, spread(ratios),
+        median(ratios) - 1, spread(ratios) or 0.0,
     )  # fmt: skip
     append(RESULTS, environment("cpu"), [row])
     table = Table("", "seconds a step", title=f"{recipe}, {mixer}, {threads} threads, {rounds} rounds of {steps} steps")

@@ -8,8 +8,10 @@ import pytest
 
 import decays
 import decode
+import model
 import op
 import taylor
+from headrace.studies.bench.models import Shape
 
 
 @pytest.fixture
@@ -43,6 +45,25 @@ def test_decode_finds_a_constant_state_as_large_as_promised(lines):
     assert sizes["retnet", "100"] == sizes["retnet", "1000"]
     assert int(sizes["transformer", "1000"]) == 10 * int(sizes["transformer", "100"])
     assert all(row["state_bytes"] == row["promised_bytes"] for row in read())
+
+
+def test_models_are_trained_decoded_and_prefilled(lines, monkeypatch):
+    path, read = lines
+    monkeypatch.setattr(model, "Shape", lambda layers: Shape(layers, hidden_size=64, heads=2, vocab_size=50))
+    model.train(layers=[1, 2], tokens=16, rounds=2, model=["headrace", "Llama"], output=path)
+    model.decode(layers=1, context=100, rounds=2, model=["headrace gla", "Mamba2"], output=path)
+    model.prefill(layers=1, tokens=100, model=["headrace gla"], output=path)
+    rows = read()
+    assert [(row["what"], row["layers"]) for row in rows] == [("train", "1")] * 5 + [("train", "2")] * 5 + [
+        ("decode", "1")
+    ] * 4 + [("prefill", "1")]
+    assert [row["name"] for row in rows[10:]] == [
+        "headrace gla", "transformers Mamba2", "headrace gla, weights in bfloat16", "headrace gla, weights in int8",
+        "headrace gla",
+    ]  # fmt: skip
+    assert all(float(row["seconds"]) > 0 and float(row["tokens_per_second"]) > 0 for row in rows)
+    assert float(rows[0]["ratio"]) == 1 and len({row["parameters"] for row in rows if "gla" in row["name"]}) > 1
+    assert rows[10]["parameters"] == rows[12]["parameters"] == rows[13]["parameters"]
 
 
 def test_decays_are_held_against_the_first(lines):

@@ -84,7 +84,6 @@ MISTAKES = {
     "compare --task mqar(pairs=8) --sweep pairs=4,8": "'pairs' is set twice, by --task, --sweep or its own option",
     "compare --task mqar(length=64) --length 32": "'length' is set twice, by --task, --sweep or its own option",
     "train laptop-1m mixer=gla --mixer retnet --dry-run": "'mixer' is set twice, to 'gla' and to 'retnet'",
-    "lab --checkpoint here": "--checkpoint 'here' without an experiment; expected it with `lab past`",
     "bench --lengths 8,": "--lengths=8,; expected positive integers separated by commas, such as 512,2048",
     "compare --task mqar --sweep pairs=8,8": "with distinct values",
     "compare --task mqar --sweep heads=4,7": "num_heads=7 does not divide",

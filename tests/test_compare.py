@@ -97,7 +97,7 @@ def test_widths_that_are_not_free_or_not_wanted():
 
 def test_flops_of_a_row_are_those_counted_by_hand():
     """Two for a multiply-add: projections, MLP and logits of every token, and scores and sums over T tokens."""
-    from headrace.studies.compare.model import as_read, build, flops
+    from headrace.studies.compare.model import build, flops, model_inputs
 
     D, T, V, width = 16, SMALL.task.length, SMALL.task.vocab_size, 24
     shape = Shape(hidden_size=D, heads=4, layers=2, mlp=width)
@@ -112,7 +112,7 @@ def test_flops_of_a_row_are_those_counted_by_hand():
     # q, k, v, gate and output; of a memory of 4 × 4 × 4 numbers: read 2, write 2, forget 1
     assert counted["retnet(heads.expand_v=1)"] == blocks(5) + 2 * T * 5 * 4 * 4 * 4
     (rnn,) = replace(SMALL, mixers=("rnn",), task=Reverse(length=4), seeds=1).arms()
-    assert flops(build(rnn), as_read(rnn, rnn.plan.task.held_out(1)), rnn.plan.shape) is None
+    assert flops(build(rnn), model_inputs(rnn, rnn.plan.task.held_out(1)), rnn.plan.shape) is None
 
 
 def test_what_decays():

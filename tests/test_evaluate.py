@@ -19,7 +19,7 @@ from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
 from headrace.hf.config import HeadraceConfig
-from headrace.studies.evaluate import local, words
+from headrace.studies.evaluate import findings, local
 from headrace.studies.evaluate.checkpoint import named, read_checkpoint
 from headrace.studies.evaluate.run import Evaluation, Machine, Plan, evaluate
 from headrace.studies.evaluate.scores import Pair, Score, pair, scores
@@ -165,7 +165,7 @@ def test_what_the_folder_lacks_is_named_and_the_rest_is_run(checkpoints, data, t
     found = evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path)
     assert list(found.missing) == ["arc_challenge"]
     assert list(found.items["llama"]) == ["wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy"]
-    assert words.words(found)[0].startswith("arc_challenge was not run: ")
+    assert findings.findings(found)[0].startswith("arc_challenge was not run: ")
     whole = json.loads((tmp_path / "llama" / "results.json").read_text("utf-8"))
     assert set(whole["results"]) == set(found.items["llama"])
     assert whole["results"]["winogrande"]["acc,none"] == scores(found.items["llama"]["winogrande"])["acc"].value
@@ -190,7 +190,7 @@ def test_recall_on_local_rows(checkpoints, tmp_path):
     assert {name: record["max_length"] for name, record in found.items["softmax-gla"].items()} == dict.fromkeys(
         ("swde", "squad_completion", "fda"), 4096
     )
-    assert any("fda (0 of 1 rows)" in sentence for sentence in words.words(found))
+    assert any("fda (0 of 1 rows)" in sentence for sentence in findings.findings(found))
 
 
 def test_what_is_finished_is_not_done_again(checkpoints, data, tmp_path, monkeypatch):
@@ -250,7 +250,7 @@ def test_the_command_writes_a_report(checkpoints, data, tmp_path):
         "lm-evaluation-harness 0.",
         "llama compared with softmax-gla",
         "standard error",
-        "data:image/png",
+        "<svg",
     ):
         assert text in page
     assert "too few rows to tell them apart" in ran.output
@@ -265,7 +265,7 @@ def record(values, metric="acc", choices=4, unigram=None):
 
 
 def said(**records):
-    return words.words(Evaluation(Plan("x"), {model: {"task": r} for model, r in records.items()}, {}))
+    return findings.findings(Evaluation(Plan("x"), {model: {"task": r} for model, r in records.items()}, {}))
 
 
 def test_failures_are_named():

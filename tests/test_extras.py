@@ -18,8 +18,6 @@ EXTRAS = {
 }
 COMMANDS = {
     "compare --task pair --steps 1": "models",
-    "lab": "models",
-    "lab capacity": "models",
     "bench": "models",
     "inspect model --text abc": "models",
     "generate model --prompt abc": "models",

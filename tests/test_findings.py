@@ -320,8 +320,8 @@ def test_a_mixer_has_one_colour_in_every_table_and_picture(tmp_path):
     text = page.read_text("utf-8")
     swatches = re.findall(r'background: ([^"]+)"></i>([\w-]+)<', text)
     assert set(swatches) == {
-        ("var(--mixer-1)", "softmax-retnet"), ("var(--mixer-2)", "gla"), ("var(--mixer-3)", "softmax-gla"),
-        ("var(--mixer-4)", "transformer"),
+        ("var(--colour-1)", "softmax-retnet"), ("var(--colour-2)", "gla"), ("var(--colour-3)", "softmax-gla"),
+        ("var(--colour-4)", "transformer"),
     }  # fmt: skip
     drawn = text[text.index("</table>") :]
     assert all(f"stroke: {colour}" in drawn for colour, _ in swatches) and "#2f6f9f" not in drawn, (
@@ -367,7 +367,7 @@ def test_many_mixers_are_counted():
 
 def test_many_mixers_are_drawn_backbone_by_backbone(tmp_path):
     page = write_report(whole_zoo(1), tmp_path).read_text("utf-8")
-    assert all(f"</i>{name}</td>" in page for name in zoo.names())
+    assert all(f"</i>{name}</span></td>" in page for name in zoo.names())
     assert (tmp_path / "pair-curves.png").stat().st_size > 10_000
 
 

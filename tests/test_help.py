@@ -19,7 +19,7 @@ GROUPS = {
     "Compare": ["compare", "zoo", "verify", "backends"],
     "Train": ["prepare", "train", "curves", "recipes"],
     "Evaluate": ["eval", "bench"],
-    "Understand": ["inspect", "lab", "reproduce"],
+    "Understand": ["inspect", "reproduce"],
     "Use": ["generate", "serve", "convert", "retrofit"],
 }
 COMMANDS = typer.main.get_command(cli.app).commands
@@ -34,7 +34,7 @@ USAGE = {
     "--bogus": "No such option: --bogus (try `headrace --help`)",
     "compare --bogus 3": "No such option: --bogus (try `headrace compare --help`)",
     "compare --seeds x": "Invalid value for '--seeds': ",
-    "lab winner --seed -1": "Invalid value for '--seed': ",
+    "eval model --seed -1": "Invalid value for '--seed': ",
     "convert model": "Missing option '--output' (try `headrace convert --help`)",
 }
 

@@ -20,9 +20,9 @@ from headrace.data.tokenizer import byte_level
 from headrace.hf import load
 from headrace.spec import AttentionSpec, MixerSpec, SoftmaxRNNSpec
 from headrace.studies import inspect as inspection
+from headrace.studies.inspect.findings import of_beta, of_gate, of_weights
 from headrace.studies.inspect.page import pack, profile, thin
 from headrace.studies.inspect.recorder import record, weights
-from headrace.studies.inspect.words import of_beta, of_gate, of_weights
 from headrace.studies.verify import literal_op
 from headrace.utils.errors import InputError
 from tiny import build, close, tokens

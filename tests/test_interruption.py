@@ -65,7 +65,6 @@ COMMANDS = {
     "compare": lambda data, folder: ["compare", "--mixers", "gla", "--steps", 1, "--seeds", 1, "--output", folder],
     "bench": lambda data, folder: ["bench", "--mixers", "gla", "--output", folder],
     "eval": lambda data, folder: ["eval", "nowhere", "--suite", "recall", "--output", folder],
-    "lab": lambda data, folder: ["lab", "capacity", "--output", folder],
     "reproduce": lambda data, folder: [
         "reproduce", "table-2", "--run", "--text", __file__, "--output", folder
     ],
@@ -305,7 +304,6 @@ READERS = {
     "inspect": lambda model, tmp: ["inspect", model, "--text", "1 times 1", "--output", tmp / "inspect.html"],
     "retrofit": lambda model, tmp: ["retrofit", model, "--output", tmp / "out"],
     "convert": lambda model, tmp: ["convert", model, "--to", "gla", "--output", tmp / "out"],
-    "lab": lambda model, tmp: ["lab", "past", "--checkpoint", model, "--output", tmp / "out"],
     "serve": lambda model, tmp: ["serve", model],
     "train": lambda model, tmp: arguments(tmp / "data", tmp / "out", weights=model),
 }

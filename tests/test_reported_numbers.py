@@ -14,10 +14,11 @@ from scipy import stats
 pytest.importorskip("lm_eval")
 
 from headrace.hf.convert.flash import fla_config
+from headrace.report.numbers import significant
 from headrace.studies.bench import measure, report, results
 from headrace.studies.bench.models import Shape, build, cache_bytes
 from headrace.studies.bench.plan import Plan, Point, points
-from headrace.studies.evaluate import scores, unigram, words
+from headrace.studies.evaluate import findings, scores, unigram
 from headrace.studies.evaluate.report import draw
 from headrace.studies.inspect.recorder import record
 from headrace.studies.reproduce import experiment, numbers, show
@@ -93,7 +94,7 @@ def test_points_are_measured_once_and_in_order(tmp_path, monkeypatch):
 def test_compression_is_of_what_was_measured():
     """Keys and values of 3 layers, 64 wide, 640 tokens in float32; GLA has K = 16, V = 32."""
     (plain, _) = results.compressions(HELD, PLAN)
-    assert plain.found == 2 * 3 * 64 * 640 * 4 / 2**20 and plain.said == 640 * (16 + 32) / (16 * 32)
+    assert plain.measured == 2 * 3 * 64 * 640 * 4 / 2**20 and plain.predicted == 640 * (16 + 32) / (16 * 32)
     assert cache_bytes("transformers-llama", SHAPE, 640, 4) == cache_bytes("transformer", SHAPE, 640, 4) == 983040
     assert cache_bytes("transformers-mamba2", SHAPE, 640, 4) == cache_bytes("gla", SHAPE, 640, 4) == 0
 
@@ -176,12 +177,12 @@ def test_an_interval_holds_95_percent():
     reach = stats.norm.ppf(0.975) * stats.sem(difference.numpy())
     # 1.96 is the quantile to 2e-5
     assert (high - low) / 2 == pytest.approx(reach, rel=1e-4) and (high + low) / 2 == pytest.approx(difference.mean())
-    duel = words.Duel("piqa", "acc", pair)
-    assert duel.cells()[2:5] == (
+    comparison = findings.PairedComparison("piqa", "acc", pair)
+    assert comparison.cells()[2:5] == (
         f"{difference.mean():+.1f} points", f"± {stats.sem(difference.numpy()):.1f}", f"{low:+.1f} to {high:+.1f}",
     )  # fmt: skip
     axes = report.Figure().add_subplot()
-    draw(axes, {"b": [duel]}, ["piqa acc"])
+    draw(axes, {"b": [comparison]}, ["piqa acc"])
     (bar,) = axes.containers
     assert bar.lines[2][0].get_segments()[0][:, 0] == pytest.approx((low, high))
 
@@ -205,12 +206,12 @@ def test_perplexities_and_bits_of_a_text():
     error = math.sqrt(2 * ((-2 + 3) ** 2 + (-6 + 5) ** 2)) / 8  # of a ratio of sums
     assert bits.stderr == pytest.approx(error / math.log(2)) and perplexity.stderr == pytest.approx(math.e * error)
     assert scores.Score("acc", [(1.0, 1.0)]).error == math.inf
-    assert words.show(perplexity) == "2.718 ± 0.68" and error == 0.25
+    assert findings.show(perplexity) == "2.718 ± 0.68" and error == 0.25
 
 
 def test_the_level_of_guessing_and_what_reaches_it():
     """Of 100 rows with 2, 5, 5 and 5 choices in turn: 27.5 %. An error of 0.048: 37 % is 1.96 of them away."""
-    told = lambda right: words.at_chance("x", recorded([1.0] * right + [0.0] * (100 - right), choices=(2, 5, 5, 5)))  # noqa: E731
+    told = lambda right: findings.at_chance("x", recorded([1.0] * right + [0.0] * (100 - right), choices=(2, 5, 5, 5)))  # noqa: E731
     assert told(36) == f"x (acc 36.0 ± {100 * math.sqrt(0.36 * 0.64 / 99):.1f} %; guessing 27.5 %)" and told(38) == ""
     assert scores.guessing(recorded([1.0], choices=(1, 3))) is None
 
@@ -231,17 +232,17 @@ def test_the_unigram_is_of_the_very_rows():
     [(999.94, "999.9"), (1000.0, "1,000"), (123456.7, "123,457"), (2e12, "2e+12"), (0.12345, "0.1235")],
 )
 def test_how_a_number_is_written(value, text):
-    assert words.number(value) == text
+    assert significant(value) == text
 
 
 # --- reproduce -------------------------------------------------------------------------------------------------------
 def test_reaches_are_of_95_percent():
     one = numbers.score({"acc,none": 0.5, "acc_stderr,none": 0.1}, "acc")
     assert one.reach == pytest.approx(0.1 * stats.norm.ppf(0.975), rel=1e-4)
-    for n in range(2, 12):
+    for n in (*range(2, 12), 30):
         found = numbers.mean([numbers.Number(float(i)) for i in range(n)])
-        expected = stats.t.ppf(0.975, min(n - 1, 9)) * stats.sem(range(n))  # to the table's two decimals
-        assert found.reach == pytest.approx(expected, rel=0.005 / 2.26) and found.value == (n - 1) / 2
+        expected = stats.t.ppf(0.975, n - 1) * stats.sem(range(n))
+        assert found.reach == pytest.approx(expected) and found.value == (n - 1) / 2
     less = numbers.less(numbers.Number(3.0, 0.3), numbers.Number(1.0, 0.4))
     assert (less.value, less.reach) == (2.0, pytest.approx(0.5))
     assert numbers.less(numbers.Number(3.0, 0.3), numbers.Number(1.0)).reach is None
@@ -267,7 +268,7 @@ def test_ours_are_read_where_the_steps_left_them(tmp_path, monkeypatch):
     assert read({"eval": "e", "mean": ["a", "c"], "metric": "acc"}) is None
     assert read({"eval": "e", "item": "b", "metric": "acc"}).value == 0.7
     assert read({"history": "final_loss"}).value == 1.5 and read({"history": "final_loss"}, seed=7) is None
-    printed = {"printed": "parameters.tied", "words": "recipes {size}", "times": 1e-6}
+    printed = {"printed": "parameters.tied", "command": "recipes {size}", "times": 1e-6}
     assert read(printed).value == 3.0 and read(printed, size="80m") is None
 
 

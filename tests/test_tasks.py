@@ -276,12 +276,12 @@ def test_dates_are_what_is_written():
 
 def test_a_causal_model_reads_source_and_target_in_one_row():
     from headrace.studies.compare.defaults import REVERSE
-    from headrace.studies.compare.model import as_read
+    from headrace.studies.compare.model import model_inputs
 
     whole, causal = (Arm(REVERSE, name, to_json(zoo.get(name)), None, 0) for name in ("bahdanau", "gla"))
     rows = Reverse(symbols=3, length=3).sample(torch.Generator().manual_seed(0), 4)
-    assert as_read(whole, rows) is rows
-    row = as_read(causal, rows)
+    assert model_inputs(whole, rows) is rows
+    row = model_inputs(causal, rows)
     ids, mask, labels = rows["input_ids"], rows["attention_mask"], rows["shift_labels"]
     assert torch.equal(row["input_ids"][:, :3], ids) and torch.equal(row["attention_mask"][:, :3], mask)
     assert row["attention_mask"][:, 3:].all() and not row["input_ids"][:, 3].any()

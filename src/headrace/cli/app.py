@@ -105,7 +105,6 @@ GROUPS = {
     },
     "Understand": {
         "inspect": Command(understand.inspect, "models", (f"{MODEL} --file novel.txt --tokens 2000",)),
-        "lab": Command(understand.lab, "models", ("", "all", f"past --checkpoint {MODEL}")),
         "reproduce": Command(
             understand.reproduce,
             "train",

@@ -107,7 +107,7 @@ def list_zoo(
     if as_markdown:
         print(catalog.markdown())
         return
-    rows = {name: catalog.account(name) for name in zoo.names()}
+    rows = {name: catalog.describe(name) for name in zoo.names()}
     if as_json:
         models = {name: {"spec": to_json(spec)} for name, spec in zoo.MODELS.items()}
         print(json.dumps(rows | models, indent=1, ensure_ascii=False))

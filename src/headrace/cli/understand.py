@@ -1,4 +1,4 @@
-"""Understand: inspect, lab, reproduce."""
+"""Understand: inspect, reproduce."""
 
 import shlex
 import sys
@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from ..utils.errors import InputError
 from .console import (
     AcceptOld,
     Checkpoint,
@@ -50,49 +48,6 @@ def inspect(
         page = inspection.inspect(checkpoint, text, tokens, partial(track, name="layer", tell=tell), device)
         inspection.write(page, output)
     print(f"{output}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser")
-
-
-def lab(
-    name: Annotated[
-        str | None,
-        typer.Argument(help=r"Experiment, or all. \[default: none, which lists the experiments]", show_default=False),
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for NAME.png and NAME.json.")] = Path("runs/lab"),
-    seed: Annotated[int, typer.Option(help="Random seed of the keys and values.", min=0, max=2**32)] = 0,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help=r"Folder of a trained model to measure, with `past`. \[default: layers as initialised]"),
-    ] = None,
-) -> None:
-    """Check theoretical properties of the memories by experiment, and plot them.
-
-    Prints each measured value beside the value that the theory predicts. Exit code 1 if a prediction fails."""
-    from ..studies import theory as laboratory
-    from ..utils.processes import locked
-
-    console, broken = Console(), 0
-    if name is None and checkpoint is not None:
-        raise InputError(f"--checkpoint {str(checkpoint)!r} without an experiment; expected it with `lab past`")
-    if name is None:
-        table = Table("experiment", "what it shows")
-        for known in laboratory.EXPERIMENTS:
-            table.add_row(known, laboratory.about(known))
-        console.print(table)
-        return
-    for known in laboratory.chosen(name, checkpoint):
-        with telling(console) as tell:
-            tell(f"experiment {known}")
-            finding = laboratory.experiment(known, seed, checkpoint)
-        with locked(output):
-            picture = laboratory.save(known, seed, finding, output)
-        broken += sum(not row.holds for row in finding.rows)
-        table = Table("law", "measured", "", "predicted", "", title=known, title_justify="left")
-        for row in finding.rows:
-            mark = "holds" if row.holds else "[red]BROKEN"
-            table.add_row(row.law, f"{row.seen:.3g}", row.relation, f"{row.bound:.3g}", mark)
-        console.print(table)
-        console.print(f"{finding.sentence}\nThe picture is {picture}\n", soft_wrap=True, highlight=False)
-    raise typer.Exit(1 if broken else 0)
 
 
 def reproduce(

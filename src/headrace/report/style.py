@@ -23,11 +23,3 @@ STYLE: Any = {
     "figure.dpi": 110,
     "svg.fonttype": "none",
 }
-
-
-def compact(value: float) -> str:
-    """A number with three digits and a suffix k, M or G."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.3g}"

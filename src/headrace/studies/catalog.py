@@ -31,7 +31,7 @@ COST = ("state", "bytes", "training", "decoding", "grows")
 VIEWS = {"update": UPDATE, "axes": AXES, "cost": COST, "paper": ("paper",)}
 
 
-def account(name: str) -> dict[str, Any]:
+def describe(name: str) -> dict[str, Any]:
     """The row of a mixer in the table, with its spec. `paper` is "–" for a mixer that was added at run time. If a mixer
     does not fit the table's width and heads, its costs are None and `state` is the reason."""
     spec = zoo.get(name)
@@ -134,7 +134,7 @@ def cell(value: Any) -> str:
 
 def markdown() -> str:
     """The table as Markdown: the content of docs/zoo.md, as printed by `headrace zoo --markdown`."""
-    rows = {name: account(name) for name in zoo.names()}
+    rows = {name: describe(name) for name in zoo.names()}
     text = ["# The zoo", "", *(__doc__ or "").strip().splitlines(), "", "Written by `headrace zoo --markdown`.", ""]
     for title, columns in VIEWS.items():
         text += [f"## By {title}", "", *([COUNTED, ""] if columns is COST else [])]

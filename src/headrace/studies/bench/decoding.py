@@ -43,15 +43,15 @@ class Decoder:
     def reach(self, position: int) -> None:
         self.read(min(READ, position))
         if isinstance(self.cache, HeadraceCache):
-            self.move(position)
+            self.skip_to(position)
             return
         self.how = RECURRENT
         for layer in self.cache.layers:
             if getattr(layer, "keys", None) is not None:
                 self.how = CACHED
-                layer.keys, layer.values = (longer(x, position, 2) for x in (layer.keys, layer.values))
+                layer.keys, layer.values = (random_like(x, position, 2) for x in (layer.keys, layer.values))
 
-    def move(self, position: int) -> None:
+    def skip_to(self, position: int) -> None:
         states = self.cache.states
         if any(not isinstance(state, MixerState | AttentionState) for state in states):
             for begin in range(READ, position, PIECE):
@@ -59,7 +59,7 @@ class Decoder:
             return
         self.how = CACHED if any(isinstance(state, AttentionState) for state in states) else RECURRENT
         self.cache = HeadraceCache()
-        self.cache.replace([moved(state, position) for state in states], position)
+        self.cache.replace([at_position(state, position) for state in states], position)
 
     def read(self, tokens: int) -> None:
         device = next(self.model.parameters()).device
@@ -79,13 +79,13 @@ class Decoder:
         return sum(x.nbytes for x in tensors(layers) if x.is_floating_point())
 
 
-def moved(state: Any, position: int) -> Any:
+def at_position(state: Any, position: int) -> Any:
     if isinstance(state, AttentionState):
-        return AttentionState(longer(state.k, position, 1), longer(state.v, position, 1))
+        return AttentionState(random_like(state.k, position, 1), random_like(state.v, position, 1))
     return state if state.tokens is None else state._replace(tokens=torch.full_like(state.tokens, position))
 
 
-def longer(x: Tensor, tokens: int, dim: int) -> Tensor:
+def random_like(x: Tensor, tokens: int, dim: int) -> Tensor:
     """A random tensor like x with `tokens` tokens along `dim`, made by repeating one random piece of x's size."""
     piece = torch.randn_like(x)
     repeats = [1] * x.dim()

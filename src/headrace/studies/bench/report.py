@@ -10,8 +10,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
+from ...report.numbers import compact, count
 from ...report.page import Page, Section, picture
-from ...report.style import PALETTE, STYLE, compact
+from ...report.style import PALETTE, STYLE
 from .models import PEERS
 from .plan import MEASURED, Plan
 from .results import backbones, compressions, overhead
@@ -35,16 +36,15 @@ def write_report(
 ) -> Path:
     shape = plan.shape
     about = (
-        f"{len(plan.models)} models of {shape.layers} layer{'s' * (shape.layers > 1)}, {shape.hidden_size} wide, "
-        f"{shape.heads} heads and a "
-        f"vocabulary of {shape.vocab_size:,}, in {plan.dtype} on {plan.device} with {plan.threads} "
-        f"thread{'s' * (plan.threads > 1)}. Times are {plan.clock}: the median of {plan.rounds} rounds, in which all "
+        f"{count(len(plan.models), 'model')} of {count(shape.layers, 'layer')}, {shape.hidden_size} wide, "
+        f"{count(shape.heads, 'head')} and a vocabulary of {shape.vocab_size:,}, in {plan.dtype} on {plan.device} with "
+        f"{count(plan.threads, 'thread')}. Times are {plan.clock}: the median of {plan.rounds} rounds, in which all "
         "models took turns in one process, ± half the interquartile range."
     )
     sections = [overheads(held, plan), *(measured(what, lines, plan, folder) for what in present(held))]
     if found := compressed(held, plan, folder):
         sections.append(found)
-    return Page("Cost of competition", about, sections, command, environments(held)).write(folder / "report.html")
+    return Page("Cost of competition", [about], sections, command, environments(held)).write(folder / "report.html")
 
 
 def environments(held: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ def present(held: list[dict[str, Any]]) -> list[str]:
 def overheads(held: list[dict[str, Any]], plan: Plan) -> Section:
     header = ("backbone", *(COSTS[what] for what in present(held)))
     rows = [(name, *(str(overhead(held, name, what)) for what in present(held))) for name in backbones(plan)]
-    return Section("Overhead of competition", OVERHEAD, header=header, rows=rows)
+    return Section("Overhead of competition", (OVERHEAD,), header=header, rows=rows)
 
 
 def print_overheads(held: list[dict[str, Any]], plan: Plan, console: Console) -> None:
@@ -89,7 +89,7 @@ def measured(what: str, lines: list[dict[str, Any]], plan: Plan, folder: Path) -
         left_out += [f"{how}: {', '.join(names)}." for how, names in reached(own).items()]
     header = ("model", *(f"{length:,} × {batch}" if batch > 1 else f"{length:,}" for length, batch in places))
     drawn = [picture(f"{title}, {unit}. {CAPTION}", figure, folder / f"{what}.png")]
-    return Section(title, f"{unit}, by {place}", left_out, header, rows, drawn)
+    return Section(title, (f"{unit}, by {place}",), header=header, rows=rows, sentences=left_out, pictures=drawn)
 
 
 def reached(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
@@ -131,7 +131,7 @@ def panels(what: str, by_model: dict[str, Any], xlabel: str, ylabel: str) -> Fig
         for ax, (batch, curves) in zip(grid, series.items(), strict=True):
             draw(ax, curves)
             if len(batches) > 1:
-                ax.set_title(f"{batch} row{'s' * (batch > 1)}", fontsize=10)
+                ax.set_title(count(batch, "row"), fontsize=10)
             ax.set_xlabel(xlabel)
         grid[0].set_ylabel(ylabel)
         grid[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
@@ -141,7 +141,7 @@ def panels(what: str, by_model: dict[str, Any], xlabel: str, ylabel: str) -> Fig
 def draw(ax: Axes, series: dict[str, list[tuple[int, float | None]]]) -> None:
     for name, pairs in series.items():
         if points := sorted((x, y) for x, y in pairs if y is not None):
-            ax.plot(*zip(*points, strict=True), label=name, lw=1.8, ms=4, **look(name, list(series)))
+            ax.plot(*zip(*points, strict=True), label=name, lw=1.8, ms=4, **line_style(name, list(series)))
     ax.set(xscale="log", yscale="log")
     ticks = sorted({x for pairs in series.values() for x, _ in pairs})
     ax.set_xticks(ticks, [compact(x) for x in ticks], fontsize=8)
@@ -153,12 +153,12 @@ def draw(ax: Axes, series: dict[str, list[tuple[int, float | None]]]) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: compact(y)))
 
 
-def look(name: str, names: list[str]) -> dict[str, Any]:
+def line_style(name: str, names: list[str]) -> dict[str, Any]:
     """Line style of a model; a backbone and its softmax version share a colour."""
     base = name.removeprefix("softmax-")
     known = list(dict.fromkeys(other.removeprefix("softmax-") for other in names))
-    style = ":" if name in PEERS else "-" if base == name else "--"
-    return {"color": PALETTE[known.index(base) % len(PALETTE)], "ls": style, "marker": "x" if style == "--" else "o"}
+    dash = ":" if name in PEERS else "-" if base == name else "--"
+    return {"color": PALETTE[known.index(base) % len(PALETTE)], "ls": dash, "marker": "x" if dash == "--" else "o"}
 
 
 def compressed(held: list[dict[str, Any]], plan: Plan, folder: Path) -> Section | None:
@@ -171,13 +171,13 @@ def compressed(held: list[dict[str, Any]], plan: Plan, folder: Path) -> Section 
         name: {c.context: c for c in found if c.model == name} for name in dict.fromkeys(c.model for c in found)
     }
     rows = [
-        (name, *(f"{own[t].found:,.3g}× ({own[t].said:,.3g}×)" if t in own else "–" for t in contexts))
+        (name, *(f"{own[t].measured:,.3g}× ({own[t].predicted:,.3g}×)" if t in own else "–" for t in contexts))
         for name, own in by_model.items()
     ]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         ax = figure.add_subplot()
-        draw(ax, {name: [(t, c.found) for t, c in own.items()] for name, own in by_model.items()})
+        draw(ax, {name: [(t, c.measured) for t, c in own.items()] for name, own in by_model.items()})
         ax.set(xlabel="tokens of the context, t", ylabel="bytes of the cache over bytes of the state")
         ax.legend(fontsize=8)
     about = (
@@ -188,4 +188,4 @@ def compressed(held: list[dict[str, Any]], plan: Plan, folder: Path) -> Section 
     drawn = [
         picture("Bytes of the cache over bytes of the state, by context length.", figure, folder / "compression.png")
     ]
-    return Section("Compression: cache over state", about, (), header, rows, drawn)
+    return Section("Compression: cache over state", (about,), header=header, rows=rows, pictures=drawn)

@@ -3,16 +3,17 @@ compression of a key-value cache to a state.
 """
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 
 from ... import zoo
+from ...report.numbers import spread
 from ...spec.linear import MixerSpec
 from ...utils.environment import environment
 from ...utils.integrity import read_json, write_json
@@ -70,14 +71,6 @@ def write_csv(path: Path, lines: list[dict[str, Any]]) -> None:
         writer.writerows(lines)
 
 
-def spread(numbers: Sequence[float]) -> float | None:
-    """The interquartile range divided by the median; None for fewer than two numbers."""
-    if len(numbers) < 2:
-        return None
-    low, _, high = quantiles(numbers, n=4)
-    return (high - low) / median(numbers)
-
-
 @dataclass(frozen=True)
 class Overhead:
     """Overhead of competition on a backbone. `ratios`: cost with competition over cost without, for each round of each
@@ -114,13 +107,13 @@ def costs(measured: dict[str, Any], what: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Compression:
-    """Size of a key-value cache over the size of the state of a linear mixer, after a context of t tokens. `said`: by
-    the formula t (d_k + d_v) / (d_k d_v), which is 2t/d for d_k = d_v = d; `found`: by bytes of all tensors."""
+    """Size of a key-value cache over the size of the state of a linear mixer, after a context of t tokens. `predicted`:
+    by the formula t (d_k + d_v) / (d_k d_v), which is 2t/d for d_k = d_v = d; `measured`: by bytes of all tensors."""
 
     model: str
     context: int
-    said: float
-    found: float
+    predicted: float
+    measured: float
 
 
 def compressions(held: list[dict[str, Any]], plan: Plan) -> list[Compression]:

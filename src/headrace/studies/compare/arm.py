@@ -19,7 +19,7 @@ from ...training.gate_statistics import GateWatch
 from ...training.parameters import gate_parameters, parameter_groups
 from ...utils.environment import environment
 from ...utils.integrity import write_json
-from .model import as_read, build, flops
+from .model import build, flops, model_inputs
 from .plan import Arm, Recipe
 
 Tell = Callable[[int, dict[str, float] | None], None]  # (step, scores after an evaluation, else None)
@@ -33,8 +33,8 @@ def train(arm: Arm, path: Path, tell: Tell, device: str = "cpu") -> None:
     set_seed(arm.seed)
     model = build(arm)
     curve = Curve(arm, tell)
-    model.register_forward_hook(curve.hear)
-    sample = lambda generator, rows: as_read(arm, plan.task.sample(generator, rows))  # noqa: E731
+    model.register_forward_hook(curve.record_loss)
+    sample = lambda generator, rows: model_inputs(arm, plan.task.sample(generator, rows))  # noqa: E731
     rows = Rows(sample, arm.seed, plan.recipe.steps * plan.recipe.batch_size)
     trainer = Trainer(
         model,
@@ -83,12 +83,12 @@ class Curve(TrainerCallback):
     def __init__(self, arm: Arm, tell: Tell):
         self.arm, self.tell = arm, tell
         self.every = math.ceil(arm.plan.recipe.steps / arm.plan.recipe.evaluations)
-        self.held_out = as_read(arm, arm.plan.task.held_out(arm.plan.recipe.held_out))
+        self.held_out = model_inputs(arm, arm.plan.task.held_out(arm.plan.recipe.held_out))
         self.points: list[dict[str, Any]] = []
         self.losses: list[Tensor] = []  # of the training steps since the last point
         self.speeds: list[float] = []  # training tokens per second between two evaluations
 
-    def hear(self, model: nn.Module, inputs: Any, output: Any) -> None:
+    def record_loss(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if model.training:
             self.losses.append(output.loss.detach())
 
@@ -179,7 +179,7 @@ def by_length(arm: Arm, model: nn.Module) -> dict[str, Any]:
     """Scores on held-out rows of other lengths, for tasks that have them, and the alignment of one held-out row."""
     task, recipe, scores = arm.plan.task, arm.plan.recipe, {}
     for n, rows in task.by_length(recipe.held_out // 2).items():
-        answers, _ = evaluate(model, as_read(arm, rows), max(recipe.batch_size * task.length // n, 1))
+        answers, _ = evaluate(model, model_inputs(arm, rows), max(recipe.batch_size * task.length // n, 1))
         scores[str(n)] = task.scores(answers)[task.metric.name]
     return {"by_length": scores, "alignment": alignment(arm, model)}
 

@@ -2,21 +2,7 @@
 
 from dataclasses import replace
 
-from ...tasks import (
-    Copy,
-    Dates,
-    Digits,
-    Induction,
-    KeyValue,
-    Masked,
-    Mqar,
-    Needle,
-    Pair,
-    Reverse,
-    SelectiveCopy,
-    Spans,
-    Text,
-)  # fmt: skip
+from ... import tasks
 from .plan import Plan, Recipe, Shape, Study
 
 PAIR = Plan(
@@ -27,30 +13,30 @@ PAIR = Plan(
         "softmax-retnet(heads.expand_v=1, competition.activation=sigmoid)",
         "retnet(heads.expand_v=1, heads.count=2)",
     ),
-    Pair(),
+    tasks.Pair(),
 )
 KEY_VALUE = Plan(
     "key-value",
     ("transformer", "retnet", "softmax-retnet", "gated-deltanet", "softmax-gated-deltanet"),
-    KeyValue(),
+    tasks.KeyValue(),
     Shape(layers=2, heads=4),
     Recipe(steps=1000, lr=3e-3),
 )
 # The default vocabulary of Mqar is Zoology's 8,192, with which nothing is learnt within these steps (docs/log.md).
-MQAR = replace(KEY_VALUE, name="mqar", task=Mqar(vocabulary=288, pairs=4, length=32))
-COPY = replace(KEY_VALUE, name="copy", task=Copy())
+MQAR = replace(KEY_VALUE, name="mqar", task=tasks.Mqar(vocabulary=288, pairs=4, length=32))
+COPY = replace(KEY_VALUE, name="copy", task=tasks.Copy())
 SELECTIVE_COPY = replace(
     KEY_VALUE,
     name="selective-copy",
     mixers=("mamba", *KEY_VALUE.mixers),
-    task=SelectiveCopy(symbols=8, copied=4, length=24),
+    task=tasks.SelectiveCopy(symbols=8, copied=4, length=24),
     recipe=Recipe(steps=300, batch_size=32, lr=3e-3),
 )
-INDUCTION = replace(KEY_VALUE, name="induction", mixers=SELECTIVE_COPY.mixers, task=Induction())
+INDUCTION = replace(KEY_VALUE, name="induction", mixers=SELECTIVE_COPY.mixers, task=tasks.Induction())
 NEEDLE = Plan(
     "needle",
     ("gla", "softmax-gla", "gated-deltanet", "softmax-gated-deltanet", "transformer"),
-    Needle(length=512),
+    tasks.Needle(length=512),
     Shape(layers=2, heads=4, mlp=128),
     Recipe(steps=1000, batch_size=16, lr=3e-3, held_out=128),
     seeds=1,
@@ -58,14 +44,14 @@ NEEDLE = Plan(
 DIGITS = Plan(
     "digits",
     ("gla", "softmax-gla", "bert(mixer=gla)", "bert(mixer=softmax-gla)", "transformer"),
-    Digits(),
+    tasks.Digits(),
     Shape(layers=2, heads=4),
     Recipe(steps=500, lr=3e-3, held_out=359),
 )
 TEXT = Plan(
     "text",
     ("gla", "softmax-gla", "transformer"),
-    Text(length=96),
+    tasks.Text(length=96),
     Shape(layers=2, mlp=128),
     Recipe(batch_size=16, lr=6e-3, held_out=256),
     seeds=2,
@@ -73,7 +59,7 @@ TEXT = Plan(
 MASKED = Plan(
     "masked",
     ("bert", "bert(mixer=gla)", "bert(mixer=softmax-gla)"),
-    Masked(length=64),
+    tasks.Masked(length=64),
     Shape(layers=2, heads=4),
     Recipe(batch_size=32, lr=3e-3, held_out=256),
     seeds=2,
@@ -81,12 +67,14 @@ MASKED = Plan(
 REVERSE = Plan(
     "reverse",
     ("rnn", "luong", "bahdanau", "transformer-2017", "t5", "transformer", "gated-deltanet"),
-    Reverse(),
+    tasks.Reverse(),
     Shape(layers=2, heads=4),
     Recipe(steps=600, lr=3e-3),
 )
-DATES = replace(REVERSE, name="dates", task=Dates())
-SPANS = replace(MASKED, name="spans", mixers=("t5", "t5(mixer=gla)", "t5(mixer=softmax-gla)"), task=Spans(length=64))
+DATES = replace(REVERSE, name="dates", task=tasks.Dates())
+SPANS = replace(
+    MASKED, name="spans", mixers=("t5", "t5(mixer=gla)", "t5(mixer=softmax-gla)"), task=tasks.Spans(length=64)
+)
 PLANS = (
     PAIR, KEY_VALUE, MQAR, COPY, SELECTIVE_COPY, INDUCTION, NEEDLE, DIGITS, TEXT, MASKED, REVERSE, DATES, SPANS,
 )  # fmt: skip

@@ -9,28 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...tasks import (
-    IGNORED,
-    Copy,
-    Digits,
-    Induction,
-    KeyValue,
-    Masked,
-    Mqar,
-    Needle,
-    Pair,
-    SelectiveCopy,
-    Sequences,
-    Text,
-)
+from ... import tasks
 from ...tasks.base import ByRow
 from ...tasks.digits import GREYS
 from .summary import show
 
+ROLES = ("key", "value", "query", "filler")  # those named in the legend, in its order
 LONGEST = {"filler": 8, "text": 48}  # role -> largest number of consecutive tokens that are drawn; RUN for others
 RUN = 24
 LETTERS = list(string.ascii_lowercase)
-MARKS: dict[type, str] = {Copy: "|", Induction: "!", SelectiveCopy: ".?"}  # task -> its tokens after the symbols
+# task -> its tokens after the symbols
+MARKS: dict[type, str] = {tasks.Copy: "|", tasks.Induction: "!", tasks.SelectiveCopy: ".?"}
 SPECIAL = ("[CLS]", "[SEP]", "[MASK]")
 
 
@@ -75,13 +64,13 @@ def example(task: Any) -> list[Token | int]:
 def tokens(task: Any) -> Iterator[Token]:
     row = {name: values[0] for name, values in task.held_out(1).items()}
     ids, labels = row["input_ids"], row["shift_labels"]
-    if isinstance(task, Sequences):
+    if isinstance(task, tasks.Sequences):
         yield from (Token([(visible(text), "value")]) for text in task.text(ids))
         yield from (Token([("?", "query")], visible(text)) for text in task.text(labels))
         return
     for t, (label, at) in enumerate(zip(labels.tolist(), ids, strict=True)):
         parts = [i for i in torch.atleast_1d(at).tolist() if i >= 0]
-        asked = label != IGNORED
+        asked = label != tasks.IGNORED
         yield Token(
             [(visible(text(task, i)), role(task, t + channel, i, ids, asked)) for channel, i in enumerate(parts)],
             visible(text(task, label)) if asked else None,
@@ -94,21 +83,21 @@ def visible(text: str) -> str:
 
 def text(task: Any, i: int) -> str:
     match task:
-        case Pair() | KeyValue():
+        case tasks.Pair() | tasks.KeyValue():
             return f"k{i}" if i < task.keys else f"v{i - task.keys}"
-        case Mqar():
+        case tasks.Mqar():
             half = task.vocabulary // 2
             return f"k{i}" if i < half else f"v{i - half}"
-        case Copy() | Induction() | SelectiveCopy():
+        case tasks.Copy() | tasks.Induction() | tasks.SelectiveCopy():
             symbols = LETTERS[: task.symbols] + [str(n) for n in range(len(LETTERS), task.symbols)]
             return [*symbols, *MARKS[type(task)]][i]
-        case Digits():
+        case tasks.Digits():
             return str(i - GREYS if i >= GREYS else i)
-        case Needle():
+        case tasks.Needle():
             return task.tokens.decode([i])
-        case Masked() if i >= task.corpus.vocab_size:
+        case tasks.Masked() if i >= task.corpus.vocab_size:
             return SPECIAL[i - task.corpus.vocab_size]
-        case Text() if task.tokenizer is not None:
+        case tasks.Text() if task.tokenizer is not None:
             from tokenizers import Tokenizer
 
             return str(Tokenizer.from_file(task.tokenizer).id_to_token(i))
@@ -119,18 +108,18 @@ def text(task: Any, i: int) -> str:
 def role(task: Any, t: int, i: int, ids: torch.Tensor, asked: bool) -> str:
     """The role of token i at position t of the row `ids`; `asked`: whether the position has a label."""
     match task:
-        case Text() | Digits():
+        case tasks.Text() | tasks.Digits():
             return "text"
         case _ if asked:
             return "query"
-        case Pair():
+        case tasks.Pair():
             return "key" if i < task.keys else "value"
-        case KeyValue() | Mqar():
+        case tasks.KeyValue() | tasks.Mqar():
             return ("key", "value")[t % 2] if t < 2 * task.pairs else "filler"
-        case Induction():
+        case tasks.Induction():
             mark = int((ids == task.symbols).nonzero()[0])
             return {mark: "key", mark + 1: "value"}.get(t, "filler")
-        case Copy() | SelectiveCopy():
+        case tasks.Copy() | tasks.SelectiveCopy():
             return "value" if i < task.symbols else "filler"
         case _:
             return "filler"

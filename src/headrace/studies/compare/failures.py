@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from .summary import Comparison, count, show, show_contender, task_of
+from ...report.numbers import count
+from .summary import Comparison, show, show_contender, task_of
 
 NEAR = 0.02  # a score counts as chance up to this much above it
 COLLAPSED = 0.9  # a gate is collapsed if one head has at least this mean share

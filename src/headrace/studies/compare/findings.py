@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from itertools import takewhile
 
 from ... import zoo
+from ...report.numbers import count
 from ...spec.linear import CACHED, to_json
-from . import many_mixers
 from .failures import at_chance, failures
 from .pairwise import Difference, as_control, common_seeds, competing, find, pairs, without_count
-from .summary import Comparison, Contender, count, show_contender, show_scores
+from .summary import Comparison, Contender, show_contender, show_scores
 
 LATE = 0.02  # a model is still learning if the last interval between evaluations gave more than this part of its gain
 HELD = 0.9  # smallest score at which a model still solves the task at a length
@@ -28,7 +28,7 @@ def answer(comparison: Comparison) -> str:
     if not ranked:
         return "no model has a score"
     if len(differences) > SPELT:
-        return many_mixers.tally(differences)
+        return tally(differences)
     if differences:
         return "; ".join(map(str, differences))
     if len(ranked) == 1 or not common_seeds(*ranked[:2]):
@@ -195,9 +195,28 @@ def still_learning(contender: Contender) -> bool:
     return len(means) > 2 and abs(means[-1] - means[-2]) > LATE * abs(means[-1] - means[0])
 
 
+def tally(differences: list[Difference]) -> str:
+    """The number of backbones that competition makes better, makes worse or leaves without a clear difference."""
+    n = len(differences)
+    if max(len(d.gains) for d in differences) == 1:
+        ahead = sum(d.mean > 0 for d in differences)
+        return f"competition is ahead for {ahead} of {count(n, 'backbone')}, in one seed, which is too few to judge"
+    kinds = {"better": [d.b for d in differences if d.better], "worse": [d.b for d in differences if d.worse]}
+    said = [f"{len(found)} {kind} ({', '.join(c.label for c in found)})" for kind, found in kinds.items() if found]
+    even = n - sum(map(len, kinds.values()))
+    said += [f"{even} without a clear difference"] if even else []
+    return f"effect of competition on {count(n, 'backbone')}: {'; '.join(said)}, each judged by its 95 % interval"
+
+
+def best_and_worst(comparison: Comparison) -> Iterator[str]:
+    ranked = comparison.finished
+    best, last = (", ".join(f"{c.label} {show_contender(c)}" for c in part) for part in (ranked[:3], ranked[-3:]))
+    yield f"Best mean scores of {len(ranked)} mixers: {best}; worst: {last}."
+
+
 Rule = Callable[[Comparison], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     failures, differences, controls, fewer_heads, ranking, lengths, gate_entropy, alignments, caches, gate_parameters,
     cautions,
 )  # fmt: skip
-RULES_OF_MANY: tuple[Rule, ...] = (at_chance, many_mixers.best_and_last, differences, gate_parameters, cautions)
+RULES_OF_MANY: tuple[Rule, ...] = (at_chance, best_and_worst, differences, gate_parameters, cautions)

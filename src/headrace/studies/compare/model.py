@@ -20,7 +20,7 @@ from ..catalog import RECURRENT, recurrence_flops
 from .plan import Arm, Shape
 
 
-class Learner(nn.Module):
+class CausalModel(nn.Module):
     """A causal language model on a task's rows. Rows with several tokens at a position (channels) are embedded as the
     sum of the embeddings of these tokens."""
 
@@ -37,8 +37,8 @@ class Learner(nn.Module):
         return self.lm(inputs_embeds=(embedded * (input_ids >= 0)[..., None]).sum(2), **labels)
 
 
-class Whole(nn.Module):
-    """A complete model (encoder-decoder or BERT) on a task's rows."""
+class CompleteModel(nn.Module):
+    """An encoder-decoder or BERT on a task's rows."""
 
     def __init__(self, model: models.Model):
         super().__init__()
@@ -48,7 +48,7 @@ class Whole(nn.Module):
         return self.model(labels=shift_labels, **rows)
 
 
-def as_read(arm: Arm, rows: Batch) -> Batch:
+def model_inputs(arm: Arm, rows: Batch) -> Batch:
     """The rows of a task as arguments of the arm's model. For a causal model on a sequence-to-sequence task, source and
     target are concatenated to one row."""
     if not isinstance(arm.plan.task, Sequences) or isinstance(from_json(arm.spec), ModelSpec):
@@ -61,14 +61,16 @@ def as_read(arm: Arm, rows: Batch) -> Batch:
     }
 
 
-def build(arm: Arm) -> Learner | Whole:
+def build(arm: Arm) -> CausalModel | CompleteModel:
     """Builds the arm's model with parameters drawn from torch's global generator.
 
     Gate parameters are drawn last, so that a mixer and its softmax version start from the same other weights."""
     shape, spec = arm.plan.shape, from_json(arm.spec)
     if isinstance(spec, ModelSpec):
         sizes = {"num_heads": shape.heads, "num_layers": shape.layers, "intermediate_size": arm.width}
-        return Whole(models.build(spec, vocab_size=arm.plan.task.vocab_size, hidden_size=shape.hidden_size, **sizes))
+        return CompleteModel(
+            models.build(spec, vocab_size=arm.plan.task.vocab_size, hidden_size=shape.hidden_size, **sizes)
+        )
     config = HeadraceConfig(
         mixer=arm.spec,
         vocab_size=arm.plan.task.vocab_size,
@@ -81,7 +83,7 @@ def build(arm: Arm) -> Learner | Whole:
         tie_word_embeddings=False,
         use_cache=False,
     )
-    model = Learner(HeadraceForCausalLM(config))
+    model = CausalModel(HeadraceForCausalLM(config))
     initialise_gates(model, arm.plan.recipe.gate_std, arm.plan.recipe.gate_init)
     return model
 

@@ -1,84 +1,103 @@
 """Writes the report of a comparison: PNG pictures, and report.html with the pictures as SVG."""
 
-import io
-import re
+import json
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ...report.page import template
-from ...report.style import INK, LINE, PALETTE, SOFT
-from ...utils.provenance import sentence
+from ...report.numbers import count
+from ...report.page import Name, Page, Picture, Section, picture, template
 from . import sweep
 from .conditions import conditions
-from .example import about, example, guessing
+from .example import ROLES, about, example, guessing
 from .findings import findings, headline
 from .plots import colours, draw
 from .summary import Comparison, Contender, show, show_contender, summarise, task_of
 
 SHOWN = 3  # number of findings shown; the rest are folded
 HEADER = ("mixer", "held-out score", "per seed", "parameters", "state, bytes", "training tokens/s")
-THEME = {INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)"} | {
-    colour: f"var(--mixer-{i})" for i, colour in enumerate(PALETTE)
-}
-BROAD = 6.0  # width in inches from which a picture has a row of its own
+SIZES = ("mixer", "expression", "gate parameters", "MLP width", "FLOPs per row")
+EQUAL = (
+    "Every mixer trains on the same data in the same order; a mixer and its softmax version start from the same "
+    "weights. results.json in the folder of this page holds all scores of every seed over time."
+)
 
 
 def write_report(results: dict[str, Any], folder: Path) -> Path:
     """Draws the pictures, writes them and report.html into the folder, and returns the path of report.html."""
     comparisons, over = summarise(results), sweep.read(results)
-    page = template("comparison.html", "headrace.studies.compare")
-    path, beside = folder / "report.html", folder / ".report.html"
-    whole = page.render(
-        results=results,
-        headline=f"{sweep.answer(over)}." if over else headline(comparisons),
-        sweep=whole_sweep(over, folder) if over else None,
-        sections=[section(comparison, folder) for comparison in comparisons],
-        palette=PALETTE,
-        shown=SHOWN,
-        mixed=sentence(folder),
-    )
-    beside.write_text(whole, "utf-8")
-    return beside.replace(path)
+    return Page(
+        title=results["study"]["title"],
+        about=[matched for matched in map(matching, comparisons) if matched],
+        sections=[*([sweep_section(over, folder)] if over else []), *(section(c, folder) for c in comparisons)],
+        command=results["command"],
+        environments=results["environments"],
+        answer=f"{sweep.answer(over)}." if over else headline(comparisons),
+    ).write(folder / "report.html")
 
 
-def section(comparison: Comparison, folder: Path) -> dict[str, Any]:
+def section(comparison: Comparison, folder: Path) -> Section:
     plan, task = comparison.plan, task_of(comparison.plan["task"])
-    row = example(task)
-    roles = {role for token in row if not isinstance(token, int) for _, role in token.parts}
-    order = [role for role in ("key", "value", "query", "filler") if role in roles]
-    return {
-        "plan": plan,
-        "task": {"about": about(task), "guessing": guessing(task), "example": row, "roles": order},
-        "conditions": conditions(comparison),
-        "sentences": findings(comparison),
-        "header": HEADER,
-        "rows": [line(c, comparison, cells(c)) for c in comparison.shown],
-        "sizes": [line(c, comparison, sizes(c)) for c in comparison.shown],
-        "pictures": saved(draw(comparison), folder, plan["name"]),
-    }
+    return Section(
+        title=plan["name"],
+        about=(f"{about(task)} {guessing(task)}",),
+        content=example_row(task),
+        header=HEADER,
+        rows=[[name(c, comparison), *cells(c)] for c in comparison.shown],
+        sentences=findings(comparison),
+        shown=SHOWN,
+        pictures=saved(draw(comparison), folder, plan["name"]),
+        details=settings(comparison),
+    )
 
 
-def whole_sweep(over: sweep.Sweep, folder: Path) -> dict[str, Any]:
+def matching(comparison: Comparison) -> str:
+    """The quantities that are matched and those that are not; empty for a single model."""
+    said = conditions(comparison)
+    return " ".join([f"{comparison.plan['name']}:", *said]) if said else ""
+
+
+def settings(comparison: Comparison) -> Section:
+    plan = comparison.plan
+    recipe, shape = plan["recipe"], plan["shape"]
+    steps = (
+        f"{recipe['steps']} steps of {recipe['batch_size']} × {plan['length']} tokens, hidden size "
+        f"{shape['hidden_size']}, {count(shape['heads'], 'head')}, {count(shape['layers'], 'layer')}, learning rate "
+        f"{recipe['lr']}, {count(plan['seeds'], 'seed')}."
+    )
+    return Section(
+        title="Settings and sizes",
+        about=(steps, EQUAL),
+        header=SIZES,
+        rows=[[name(c, comparison), *sizes(c)] for c in comparison.shown],
+        listing=json.dumps({key: plan[key] for key in ("task", "shape", "recipe")}, indent=2),
+    )
+
+
+def sweep_section(over: sweep.Sweep, folder: Path) -> Section:
     first = over.comparisons[0]
     by_label = {contender.label: contender for comparison in over.comparisons for contender in comparison.contenders}
-    return {
-        "header": [f"{over.field}={value}" for value in over.values],
-        "rows": [line(by_label[label], first, scores) for label, *scores in over.table()],
-        "sentences": sweep.findings(over),
-        "pictures": saved(sweep.draw(over), folder, f"by-{over.field}"),
-    }
+    return Section(
+        title=f"By {over.field}",
+        header=("mixer", *(f"{over.field}={value}" for value in over.values)),
+        rows=[[name(by_label[label], first), *scores] for label, *scores in over.table()],
+        sentences=sweep.findings(over),
+        shown=SHOWN,
+        pictures=saved(sweep.draw(over), folder, f"by-{over.field}"),
+    )
 
 
-def line(contender: Contender, comparison: Comparison, cells: list[str]) -> dict[str, Any]:
-    """A row of a table."""
-    return {
-        "label": contender.label,
-        "mixer": contender.mixer,
-        "colour": THEME[colours(comparison)[contender.mixer]],
-        "cells": cells,
-    }
+def example_row(task: Any) -> Markup:
+    tokens = example(task)
+    present = {role for token in tokens if not isinstance(token, int) for _, role in token.parts}
+    roles = [role for role in ROLES if role in present]
+    return Markup(template("example.html", "headrace.studies.compare").render(tokens=tokens, roles=roles))
+
+
+def name(contender: Contender, comparison: Comparison) -> Name:
+    return Name(contender.label, colours(comparison)[contender.mixer], contender.mixer)
 
 
 def cells(c: Contender) -> list[str]:
@@ -97,20 +116,5 @@ def sizes(c: Contender) -> list[str]:
     ]
 
 
-def saved(drawn: dict[str, tuple[str, Figure]], folder: Path, name: str) -> list[dict[str, Any]]:
-    """Each figure as a PNG file, and as SVG for the page."""
-    found = []
-    for kind, (caption, figure) in drawn.items():
-        figure.savefig(folder / f"{name}-{kind}.png", bbox_inches="tight")
-        found.append({"caption": caption, "svg": svg(figure), "broad": figure.get_figwidth() > BROAD})
-    return found
-
-
-def svg(figure: Figure) -> str:
-    """The figure in the colours and the font of the page, light or dark."""
-    file = io.StringIO()
-    figure.savefig(file, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
-    drawn = file.getvalue()[file.getvalue().index("<svg") :].replace("'DejaVu Sans'", "system-ui")
-    for colour, variable in THEME.items():
-        drawn = drawn.replace(colour, variable)
-    return re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
+def saved(drawn: dict[str, tuple[str, Figure]], folder: Path, name: str) -> list[Picture]:
+    return [picture(caption, figure, folder / f"{name}-{kind}.png") for kind, (caption, figure) in drawn.items()]

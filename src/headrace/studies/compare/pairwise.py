@@ -3,13 +3,10 @@
 import statistics
 from dataclasses import dataclass, replace
 
-from scipy.special import stdtrit
-
 from ... import zoo
+from ...report.numbers import count, half_interval
 from ...spec.linear import AttentionSpec, MixerSpec, Spec, change
-from .summary import Comparison, Contender, count, show
-
-LEVEL = 0.95  # confidence level of an interval
+from .summary import Comparison, Contender, show
 
 
 @dataclass(frozen=True)
@@ -31,11 +28,8 @@ class Difference:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % confidence interval of the mean gain, by Student's t over seeds; (−∞, ∞) for a single seed."""
-        n = len(self.gains)
-        if n < 2:
-            return -float("inf"), float("inf")
-        reach = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * statistics.stdev(self.gains) / n**0.5
-        return self.mean - reach, self.mean + reach
+        half = half_interval(self.gains)
+        return self.mean - half, self.mean + half
 
     @property
     def better(self) -> bool:

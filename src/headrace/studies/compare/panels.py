@@ -7,10 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from ...report.style import LINE, PALETTE
 from .summary import Comparison, Contender
 
 COLUMNS = 5
-PLAIN, COMPETING, OTHERS = "#2f6f9f", "#d1495b", "#dfe5eb"
+(PLAIN, COMPETING), OTHERS = PALETTE[:2], LINE
 
 
 def colour(contender: Contender) -> str:
@@ -46,8 +47,8 @@ def curves(comparison: Comparison) -> Figure | None:
             ax.plot(*zip(*lines[c.mixer], strict=True), color=colour(c), lw=1.8)
 
     figure = panels(comparison, draw, lambda c: bool(lines[c.mixer]))
-    looks = {"backbone": {"color": PLAIN}, "with competition": {"color": COMPETING}, "others": {"color": OTHERS}}
-    return finished(figure, looks, f"held-out {metric.name} ({metric.unit})")
+    entries = {"backbone": {"color": PLAIN}, "with competition": {"color": COMPETING}, "others": {"color": OTHERS}}
+    return finished(figure, entries, f"held-out {metric.name} ({metric.unit})")
 
 
 def entropy(comparison: Comparison) -> Figure | None:
@@ -59,15 +60,15 @@ def entropy(comparison: Comparison) -> Figure | None:
         ax.set_ylim(0, 1.05)
 
     figure = panels(comparison, draw, lambda c: bool(c.entropy("write") or c.entropy("read")))
-    looks = {"write": {"color": COMPETING}, "read": {"color": COMPETING, "ls": "--"}}
-    return finished(figure, looks, "gate entropy / log(heads)")
+    entries = {"write": {"color": COMPETING}, "read": {"color": COMPETING, "ls": "--"}}
+    return finished(figure, entries, "gate entropy / log(heads)")
 
 
-def finished(figure: Figure | None, looks: dict[str, dict[str, Any]], ylabel: str) -> Figure | None:
+def finished(figure: Figure | None, entries: dict[str, dict[str, Any]], ylabel: str) -> Figure | None:
     """Adds the legend and axis labels that all panels share; None stays None."""
     if figure is not None:
-        lines = [Line2D([], [], **look) for look in looks.values()]
-        figure.legend(lines, list(looks), loc="outside upper right", ncols=len(looks), fontsize=8)
+        lines = [Line2D([], [], **style) for style in entries.values()]
+        figure.legend(lines, list(entries), loc="outside upper right", ncols=len(entries), fontsize=8)
         figure.supxlabel("step", fontsize=9)
         figure.supylabel(ylabel, fontsize=9)
     return figure

@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from ...report.style import PALETTE, SOFT, STYLE, compact
+from ...report.numbers import compact, quartiles
+from ...report.style import PALETTE, SOFT, STYLE
 from . import panels
-from .summary import Comparison, Contender, quartiles
+from .summary import Comparison, Contender
 
 WIDE = 4  # ratio of the largest value to the smallest above which an axis is logarithmic
 LABELLED = 8  # largest number of curves with a legend inside the plot
@@ -52,6 +53,12 @@ def spread(ax: Axes, places: dict[Any, float]) -> None:
     ax.set_xticks(values, [str(name) for name in places])
 
 
+def mean_and_range(ax: Axes, line: str, label: str, colour: str, x: Any, mean: Any, low: Any, high: Any) -> None:
+    """Plots a line through the means, in a shaded band from the lowest to the highest values."""
+    ax.plot(x, mean, line, label=label, lw=2, color=colour)
+    ax.fill_between(x, low, high, color=colour, alpha=0.13, lw=0)
+
+
 def learning_curves(comparison: Comparison) -> Figure | None:
     if comparison.many:
         return panels.curves(comparison)
@@ -59,10 +66,8 @@ def learning_curves(comparison: Comparison) -> Figure | None:
     colour, metric = colours(comparison), comparison.metric
     for contender in comparison.contenders:
         if points := contender.curve():
-            step, mean, low, high = (np.array(column) for column in zip(*points, strict=True))
-            own = colour[contender.mixer]
-            ax.plot(step, mean * metric.scale, label=contender.label, lw=2, color=own)
-            ax.fill_between(step, low * metric.scale, high * metric.scale, color=own, alpha=0.13, lw=0)
+            step, *scores = (np.array(column) for column in zip(*points, strict=True))
+            mean_and_range(ax, "-", contender.label, colour[contender.mixer], step, *(metric.scale * x for x in scores))
     ax.set(xlabel="step", ylabel=f"held-out {metric.name} ({metric.unit})")
     if not metric.higher_is_better:
         zoom_past_start(ax, comparison)
@@ -102,9 +107,8 @@ def by_length(comparison: Comparison) -> Figure | None:
     colour, metric = colours(comparison), comparison.metric
     for c in contenders:
         scores = np.array(list(c.by_length.values())).T * metric.scale  # [seeds, lengths]
-        own: Any = {"color": colour[c.mixer], "lw": 2}
-        ax.plot(list(c.by_length), scores.mean(0), "o-", label=c.label, **own)
-        ax.fill_between(list(c.by_length), scores.min(0), scores.max(0), color=own["color"], alpha=0.13, lw=0)
+        lengths, ends = list(c.by_length), (scores.min(0), scores.max(0))
+        mean_and_range(ax, "o-", c.label, colour[c.mixer], lengths, scores.mean(0), *ends)
     ax.axvline(comparison.plan["length"], color=SOFT, ls=":")
     spread(ax, {n: n for n in contenders[0].by_length})
     ax.set(
@@ -225,7 +229,7 @@ PLOTS: dict[str, tuple[str, Callable[[Comparison], Figure | None]]] = {
     "heads": ("Mean share of each head in each write and read gate after training, first seed.", heads),
     "cost": (
         "Size and training speed. Speed is the median over the intervals between evaluations, with its quartiles, "
-        "measured while models trained side by side on the machine below; `headrace bench` measures models in turn.",
+        "measured while models trained side by side on the machine below; headrace bench measures models in turn.",
         cost,
     ),
 }

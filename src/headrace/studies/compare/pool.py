@@ -43,14 +43,14 @@ def train_all(arms: Sequence[Arm], folder: Path, workers: Sequence[str], listen:
         InputError: a worker process died.
     """
     context, others = get_context("spawn"), set(active_children())
-    news, devices = context.SimpleQueue(), context.SimpleQueue()
+    events, devices = context.SimpleQueue(), context.SimpleQueue()
     for device in workers:
         devices.put(device)
-    with ProcessPoolExecutor(min(len(workers), len(arms)), context, prepare, (news, devices)) as executor:
+    with ProcessPoolExecutor(min(len(workers), len(arms)), context, initialise_worker, (events, devices)) as executor:
         with interrupts_ignored():  # workers inherit this, so that only this process handles Ctrl-C
-            futures = {executor.submit(work, arm, result_path(folder, arm)) for arm in arms}
+            futures = {executor.submit(train_in_worker, arm, result_path(folder, arm)) for arm in arms}
         try:
-            follow(futures, news, listen)
+            wait_for(futures, events, listen)
         except BaseException:
             executor.shutdown(wait=False, cancel_futures=True)
             for worker in set(active_children()) - others:
@@ -58,11 +58,11 @@ def train_all(arms: Sequence[Arm], folder: Path, workers: Sequence[str], listen:
             raise
 
 
-def follow(futures: set[Future], news, listen: Listen) -> None:
+def wait_for(futures: set[Future], events, listen: Listen) -> None:
     while futures:
         done, futures = wait(futures, timeout=0.1, return_when=FIRST_COMPLETED)
-        while not news.empty():
-            listen(*news.get())
+        while not events.empty():
+            listen(*events.get())
         try:
             for future in done:
                 future.result()
@@ -86,14 +86,14 @@ def interrupts_ignored() -> Iterator[None]:
 
 
 # --- in the worker ---------------------------------------------------------------------------------------------------
-tell_parent: Callable[[tuple[Arm, int, dict[str, float] | None]], None]
-own_device: str
+send_to_parent: Callable[[tuple[Arm, int, dict[str, float] | None]], None]
+worker_device: str
 
 
-def prepare(news, devices) -> None:
-    global tell_parent, own_device
-    tell_parent, own_device = news.put, devices.get()
-    see_only(own_device)
+def initialise_worker(events, devices) -> None:
+    global send_to_parent, worker_device
+    send_to_parent, worker_device = events.put, devices.get()
+    see_only(worker_device)
     import torch
     import transformers
 
@@ -109,7 +109,7 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def work(arm: Arm, path: Path) -> None:
+def train_in_worker(arm: Arm, path: Path) -> None:
     from .arm import train
 
-    train(arm, path, lambda step, scores: tell_parent((arm, step, scores)), own_device)
+    train(arm, path, lambda step, scores: send_to_parent((arm, step, scores)), worker_device)

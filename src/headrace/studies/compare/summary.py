@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ... import zoo
+from ...report.numbers import quartiles
 from ...spec.linear import Spec, from_json
 from ...tasks import TASKS, Metric
 
@@ -194,11 +195,3 @@ def show_scores(metric: Metric, scores: Collection[float]) -> str:
 
 def show_contender(contender: Contender) -> str:
     return show_scores(contender.metric, contender.by_seed.values())
-
-
-def quartiles(numbers: Sequence[float]) -> list[float]:
-    return statistics.quantiles(numbers, n=4) if len(numbers) > 1 else [*numbers] * 3
-
-
-def count(n: int, noun: str) -> str:
-    return f"{n} {noun}" + ("s" if n != 1 else "")

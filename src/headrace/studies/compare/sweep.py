@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from ...report.style import SOFT, STYLE, compact
+from ...report.numbers import compact
+from ...report.style import SOFT, STYLE
 from .failures import at_chance
 from .pairwise import pairs
 from .plots import axes, colours, legend, spread
@@ -91,11 +92,11 @@ def capacity(sweep: Sweep) -> Figure:
     return figure
 
 
-def line(ax: Axes, spots: list[tuple[Any, Contender]], **look: Any) -> None:
+def line(ax: Axes, spots: list[tuple[Any, Contender]], **style: Any) -> None:
     """A point with the spread of its seeds at each (place, contender)."""
     scale = spots[0][1].metric.scale if spots else 1.0
     scores, spreads = ([getattr(c, name) * scale for _, c in spots] for name in ("mean", "spread"))
-    ax.errorbar([x for x, _ in spots], scores, spreads, fmt="o-", capsize=3, lw=2, ms=5, **look)
+    ax.errorbar([x for x, _ in spots], scores, spreads, fmt="o-", capsize=3, lw=2, ms=5, **style)
 
 
 def held_out(sweep: Sweep) -> str:

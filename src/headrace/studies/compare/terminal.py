@@ -9,9 +9,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from . import sweep
-from .conditions import conditions
 from .findings import findings, headline
-from .page import HEADER, SHOWN, cells
+from .page import HEADER, SHOWN, cells, matching
 from .plan import Arm, Study
 from .summary import labels, show, summarise
 
@@ -68,7 +67,8 @@ def print_results(results: dict[str, Any], console: Console) -> None:
     comparisons, over = summarise(results), sweep.read(results)
     say(console, f"{sweep.answer(over)}." if over else headline(comparisons), style="bold")
     for comparison in comparisons:
-        say(console, " ".join([f"{comparison.plan['name']}:", *conditions(comparison)]))
+        if matched := matching(comparison):
+            say(console, matched)
     if over:
         print_table(console, f"by {over.field}", ["mixer", *(f"{over.field}={v}" for v in over.values)], over.table())
         print_findings(console, sweep.findings(over))

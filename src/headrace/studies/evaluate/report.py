@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from ...report.numbers import NORMAL
 from ...report.page import Page, Section, picture
-from ...report.style import PALETTE, STYLE
+from ...report.style import PALETTE, SOFT, STYLE
 from ...utils.environment import environment
+from .findings import PairedComparison, against_the_first, findings, table
 from .run import Evaluation
-from .scores import INTERVAL
-from .words import Duel, against_the_first, table, words
 
 HEAD = ("task", "metric", "rows")
 PAIRED = ("task", "metric", "difference", "standard error", "95 % interval", "verdict")
@@ -43,9 +43,9 @@ def write_report(evaluation: Evaluation, paths: dict[str, str], output: Path) ->
     )
     page = Page(
         "Evaluation",
-        about,
+        [about],
         [
-            Section(sentences=words(evaluation), header=[*HEAD, *evaluation.items], rows=table(evaluation)),
+            Section(sentences=findings(evaluation), header=[*HEAD, *evaluation.items], rows=table(evaluation)),
             *differences(evaluation, output),
             how(evaluation, paths),
         ],
@@ -59,7 +59,7 @@ def differences(evaluation: Evaluation, output: Path) -> list[Section]:
     """A section with a table for each model but the first; the first section has a picture of all differences."""
     first, found = next(iter(evaluation.items)), against_the_first(evaluation)
     drawn = []
-    if any(duel.pair for duels in found.values() for duel in duels):
+    if any(x.pair for comparisons in found.values() for x in comparisons):
         caption = (
             f"Differences from {first} with 95 % intervals. An interval that contains 0 does not tell the two apart."
         )
@@ -67,19 +67,18 @@ def differences(evaluation: Evaluation, output: Path) -> list[Section]:
     return [
         Section(
             f"{model} compared with {first}",
-            ABOUT_PAIRS,
-            (),
-            PAIRED,
-            [duel.cells() for duel in duels],
-            [] if i else drawn,
+            about=(ABOUT_PAIRS,),
+            header=PAIRED,
+            rows=[comparison.cells() for comparison in comparisons],
+            pictures=[] if i else drawn,
         )
-        for i, (model, duels) in enumerate(found.items())
+        for i, (model, comparisons) in enumerate(found.items())
     ]
 
 
-def forest(found: dict[str, list[Duel]]) -> Figure:
+def forest(found: dict[str, list[PairedComparison]]) -> Figure:
     """A figure with a panel for each unit. All perplexities of a task have the same difference, so one is drawn."""
-    paired = [duel for duels in found.values() for duel in duels if duel.pair]
+    paired = [x for comparisons in found.values() for x in comparisons if x.pair]
     panels = {unit: dict.fromkeys(label(x) for x in paired if x.pair and x.pair.unit == unit) for unit in UNITS}
     panels = {unit: names for unit, names in panels.items() if names}
     heights = [len(names) * (0.5 + 0.5 * len(found)) for names in panels.values()]
@@ -94,16 +93,17 @@ def forest(found: dict[str, list[Duel]]) -> Figure:
     return figure
 
 
-def label(duel: Duel) -> str:
-    return duel.item if duel.pair and duel.pair.first.likelihood else duel.name
+def label(comparison: PairedComparison) -> str:
+    one = comparison
+    return one.item if one.pair and one.pair.first.likelihood else one.name
 
 
-def draw(ax: Axes, found: dict[str, list[Duel]], names: list[str]) -> None:
-    ax.axvline(0, color="#5d6b7a", lw=1)
-    for i, (model, duels) in enumerate(found.items()):
-        pairs = {label(duel): duel.pair for duel in reversed(duels) if duel.pair and label(duel) in names}
+def draw(ax: Axes, found: dict[str, list[PairedComparison]], names: list[str]) -> None:
+    ax.axvline(0, color=SOFT, lw=1)
+    for i, (model, comparisons) in enumerate(found.items()):
+        pairs = {label(x): x.pair for x in reversed(comparisons) if x.pair and label(x) in names}
         points = [(names.index(name), pair.difference) for name, pair in pairs.items()]
-        shown = [(at + i / (len(found) + 1), x.mean, INTERVAL * x.error) for at, x in points if math.isfinite(x.error)]
+        shown = [(at + i / (len(found) + 1), x.mean, NORMAL * x.error) for at, x in points if math.isfinite(x.error)]
         if shown:
             y, mean, reach = zip(*shown, strict=True)
             ax.errorbar(mean, y, xerr=reach, fmt="o", ms=5, capsize=3, color=PALETTE[i % len(PALETTE)], label=model)
@@ -118,7 +118,8 @@ def how(evaluation: Evaluation, paths: dict[str, str]) -> Section:
         for item, record in records.items()
     ]
     settings = ", ".join(f"{name} {value}" for name, value in asdict(evaluation.plan).items() if value is not None)
-    return Section("Settings", settings, (), ["model", "checkpoint", "task", "tokens of context", "seconds"], rows)
+    header = ("model", "checkpoint", "task", "tokens of context", "seconds")
+    return Section("Settings", about=(settings,), header=header, rows=rows)
 
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
@@ -128,10 +129,10 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
     for row in table(evaluation):
         shown.add_row(*row)
     console.print(shown)
-    for model, duels in against_the_first(evaluation).items():
+    for model, comparisons in against_the_first(evaluation).items():
         paired = Table(*PAIRED, title=f"{model} compared with {next(iter(evaluation.items))}", title_justify="left")
-        for duel in duels:
-            paired.add_row(*duel.cells())
+        for comparison in comparisons:
+            paired.add_row(*comparison.cells())
         console.print(paired)
-    for sentence in words(evaluation):
+    for sentence in findings(evaluation):
         console.print(f"- {sentence}", highlight=False, soft_wrap=True)

@@ -5,7 +5,8 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-INTERVAL = 1.96  # half the width of a 95 % interval of a normal distribution, in standard errors
+from ...report.numbers import NORMAL
+
 TOO_FEW = "too few rows to tell them apart"
 ALIKE = "equal on every row"
 Rows = list[tuple[float, float]]  # (summand, weight) of each row
@@ -83,7 +84,7 @@ class Pair:
 
     @property
     def interval(self) -> tuple[float, float]:
-        mean, reach = self.difference.mean, INTERVAL * self.difference.error
+        mean, reach = self.difference.mean, NORMAL * self.difference.error
         return mean - reach, mean + reach
 
     @property

@@ -68,12 +68,12 @@ const byHead = (t, h) => h * T + t;
 
 const digits = (x, n = 3) => (!isFinite(x) ? "–" : Math.abs(x) >= 1e5 ? x.toExponential(1) : Number(x.toPrecision(n)).toLocaleString("en"));
 const percent = (x) => (x < 0 ? "−" : "") + (100 * Math.abs(x)).toFixed(Math.abs(x) < 0.0995 ? 1 : 0) + " %";
-const horizons = (x) => (x >= 9.9e8 ? "never fades" : digits(x) + " tokens");
+const horizons = (x) => (x >= 9.9e8 ? "no decay" : digits(x) + " tokens");
 const gated = (gate) => (l) => D.layers[l].gates[gate] !== undefined;
 const BY = {
   loss: { label: "next-token loss", hue: "var(--warm)", show: (x) => digits(x) + " nats", has: () => true, of: () => unpack(D.loss) },
-  write: { label: "heads it writes to", winner: "write", show: percent, has: gated("write"), of: (l, h) => across(shares(l, "write"), byToken(l), l, h) },
-  read: { label: "heads it reads from", winner: "read", show: percent, has: gated("read"), of: (l, h) => across(shares(l, "read"), byToken(l), l, h) },
+  write: { label: "share of the write gate", winner: "write", show: percent, has: gated("write"), of: (l, h) => across(shares(l, "write"), byToken(l), l, h) },
+  read: { label: "share of the read gate", winner: "read", show: percent, has: gated("read"), of: (l, h) => across(shares(l, "read"), byToken(l), l, h) },
   "write-entropy": { label: "entropy of the write gate", show: digits, has: gated("write"), of: (l) => entropy(l, "write") },
   "read-entropy": { label: "entropy of the read gate", show: digits, has: gated("read"), of: (l) => entropy(l, "read") },
   horizon: { label: "decay horizon", log: true, show: horizons, has: (l) => !!D.layers[l].horizon, of: (l, h) => across(unpack(D.layers[l].horizon), byToken(l), l, h, true) },

@@ -16,18 +16,18 @@ from ... import zoo
 from ...report.page import template
 from ...spec.linear import Spec
 from ...utils.environment import environment
+from .findings import RULES, findings
 from .recorder import Recorded, weights
-from .words import RULES, words
 
 GUESSES = 3  # number of likeliest next tokens shown
 STRONGEST = 16  # largest number of attention weights kept per row
 ENTRIES = 3_000_000  # largest number of kept attention weights in a page
 SIDE, PIXELS = 256, 4_000_000  # largest side of a picture of attention weights; largest number of pixels in a page
-MOMENTS = 120  # columns of the picture of read distances
-FOREVER = 1e9  # tokens; a longer horizon is shown as this
+COLUMNS = 120  # columns of the picture of read distances
+LONGEST_HORIZON = 1e9  # tokens; a longer horizon is shown as no decay
 NONE = (
-    "This mixer has no effective attention: it weights earlier tokens channel by channel, so a head has no single "
-    "weight for a pair of tokens."
+    "This mixer has no effective attention: it weights earlier tokens per channel, so a head has no single weight for "
+    "a pair of tokens."
 )
 PIECE = 256  # tokens whose logits are in memory at once
 
@@ -66,19 +66,19 @@ def describe(
     track: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> dict[str, Any]:  # fmt: skip
     """The data of a page without the text."""
-    room = sum(getattr(recorded.mixer, "H", model.config.num_heads) for recorded in layers)
-    strongest = max(4, min(STRONGEST, ENTRIES // (room * len(ids))))
-    side = max(32, min(SIDE, int((PIXELS / room) ** 0.5)))
+    heads = sum(getattr(recorded.mixer, "H", model.config.num_heads) for recorded in layers)
+    strongest = max(4, min(STRONGEST, ENTRIES // (heads * len(ids))))
+    side = max(32, min(SIDE, int((PIXELS / heads) ** 0.5)))
     shown, found = [], []
     for recorded in track(layers):
         layer, A = describe_layer(recorded, model.config, min(strongest, len(ids)), side)
         shown.append(layer)
-        found += words(layer["name"], recorded, A)
+        found += findings(layer["name"], recorded, A)
     loss, guesses, chances = predictions(model, hidden, ids)
     vocabulary = {i: tokenizer.decode([i]) for i in {*ids, *guesses.flatten().tolist()}}
     return {
         "ids": ids, "vocabulary": vocabulary, "loss": pack(loss), "mean": float(loss[1:].mean()),
-        "guesses": guesses.tolist(), "chances": pack(chances), "layers": shown, "words": found, "rules": RULES,
+        "guesses": guesses.tolist(), "chances": pack(chances), "layers": shown, "findings": found, "rules": RULES,
         "parameters": sum(p.numel() for p in model.parameters()), "environment": environment(),
     }  # fmt: skip
 
@@ -93,7 +93,7 @@ def describe_layer(recorded: Recorded, config: Any, strongest: int, side: int) -
         "name": f"{number}, shared" if recorded.shared else number, "mixer": name_of(spec),
         "heads": 1 if A is None else len(A),
         "gates": {gate: pack(g) for gate, g in recorded.gates.items()},
-        "horizon": None if recorded.horizon is None else pack(recorded.horizon.clamp(max=FOREVER), log=True),
+        "horizon": None if recorded.horizon is None else pack(recorded.horizon.clamp(max=LONGEST_HORIZON), log=True),
         "beta": None if recorded.beta is None else pack(recorded.beta),
         "attention": None if A is None else thin(A, strongest, side),
         "none": None if A is not None else NONE,
@@ -116,7 +116,7 @@ def thin(A: Tensor, strongest: int, side: int) -> dict[str, Any]:
     places = share.abs().topk(strongest, -1).indices
     kept = share.gather(-1, places)
     distance = torch.arange(T)[:, None] - torch.arange(T)
-    block, moments = -(-T // side), -(-T // MOMENTS)
+    block, width = -(-T // side), -(-T // COLUMNS)
     picture = F.avg_pool2d(share[None], block, ceil_mode=True)[0]
     height = picture.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(A.dtype).tiny)
     roots = picture.sign() * (picture.abs() / height).sqrt()
@@ -124,7 +124,7 @@ def thin(A: Tensor, strongest: int, side: int) -> dict[str, Any]:
     return {
         "strongest": strongest, "places": integers(places), "shares": pack(kept), "covered": pack(kept.abs().sum(-1)),
         "reach": pack((share.abs() * distance).sum(-1)),
-        "profile": pack(F.avg_pool1d(profile(share.abs(), distance), moments, ceil_mode=True), bits=8),
+        "profile": pack(F.avg_pool1d(profile(share.abs(), distance), width, ceil_mode=True), bits=8),
         "block": block, "side": picture.shape[-1],
         "picture": pack(torch.cat([roots.flatten(), ends]), bits=8),
     }  # fmt: skip

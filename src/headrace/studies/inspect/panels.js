@@ -1,4 +1,4 @@
-// The text, what is said of a token, and what can be chosen.
+// The text, the panel of the selected token, and the controls.
 
 function make(tag, options = {}, ...children) {
   const node = document.createElement(tag);
@@ -43,7 +43,7 @@ function colour() {
   });
   const unlog = by.log ? Math.exp : (x) => x;
   $("legend").replaceChildren(...(winners
-    ? [...range(H).map((h) => make("span", {}, make("i", { className: "chip", "--hue": hue(h, l) }), `head ${h}`)), "stronger: a larger share"]
+    ? [...range(H).map((h) => make("span", {}, make("i", { className: "chip", "--hue": hue(h, l) }), `head ${h}`)), "stronger colour: larger share"]
     : [by.show(unlog(low)), make("i", { className: "ramp", "--hue": by.winner ? hue(view.head, l) : by.hue || "var(--cool)" }), by.show(unlog(high))]));
 }
 
@@ -65,37 +65,37 @@ function bars() {
 function token() {
   const t = view.token, box = $("token");
   if (t === null) {
-    box.replaceChildren(make("h2", {}, "Token"), make("p", {}, "Point at a token, or go through the text with ← and →. A click holds it."));
+    box.replaceChildren(make("h2", {}, "Token"), make("p", {}, "Point at a token, or use ← and →. Click a token to keep it selected."));
     return;
   }
   const l = view.layer, layer = D.layers[l], loss = unpack(D.loss)[t], chances = unpack(D.chances);
   const guesses = D.guesses[t].map((id, i) => [make("code", {}, visible(D.vocabulary[id])), " " + percent(chances[t * D.guesses[t].length + i]) + "  "]);
   const H = heads(l), columns = [];
   for (const gate of ["write", "read"])
-    if (gated(gate)(l)) columns.push([gate + "s", (h) => { const x = shares(l, gate)[t * H + h]; return [meter(x, hue(h, l)), percent(x)]; }]);
-  if (layer.horizon) columns.push(["horizon", (h) => [digits(unpack(layer.horizon)[t * H + h])], "tokens after which memory has faded to 1/e"]);
+    if (gated(gate)(l)) columns.push([gate + " share", (h) => { const x = shares(l, gate)[t * H + h]; return [meter(x, hue(h, l)), percent(x)]; }]);
+  if (layer.horizon) columns.push(["horizon", (h) => [digits(unpack(layer.horizon)[t * H + h])], "tokens after which the state has decayed to 1/e"]);
   if (layer.beta) columns.push(["β", (h) => [digits(unpack(layer.beta)[t * H + h])]]);
-  if (layer.attention) columns.push(["distance", (h) => [digits(unpack(layer.attention.reach)[h * T + t])], "mean distance read, in tokens"]);
+  if (layer.attention) columns.push(["distance", (h) => [digits(unpack(layer.attention.reach)[h * T + t])], "mean distance of the tokens read"]);
   const rows = range(H).map((h) => make("tr", { className: h === view.head ? "chosen" : "", onclick: () => choose({ head: view.head === h ? ALL : h }) },
     make("td", {}, make("i", { className: "chip", "--hue": hue(h, l) }), `head ${h}`), ...columns.map(([, cell]) => make("td", {}, ...cell(h)))));
   const table = make("table", {}, make("thead", {}, make("tr", {}, make("th", {}, layer.name), ...columns.map(([name]) => make("th", {}, name)))), make("tbody", {}, ...rows));
   const gates = ["write", "read"].filter((gate) => gated(gate)(l)).map((gate) => `${gate} ${digits(entropy(l, gate)[t])}`);
   box.replaceChildren(
     make("div", { className: "what" }, make("code", {}, word(t))),
-    make("p", {}, `token ${t} of ${T} · id ${D.ids[t]} · `, ...(isFinite(loss) ? ["loss ", make("b", {}, digits(loss)), ` nats, p = ${digits(Math.exp(-loss), 2)}`] : ["the first: nothing before it"])),
-    ...(isFinite(loss) ? [make("p", {}, "likeliest: ", ...guesses.flat())] : []),
+    make("p", {}, `token ${t} of ${T} · id ${D.ids[t]} · `, ...(isFinite(loss) ? ["loss ", make("b", {}, digits(loss)), ` nats, p = ${digits(Math.exp(-loss), 2)}`] : ["the first token has no loss"])),
+    ...(isFinite(loss) ? [make("p", {}, "most probable: ", ...guesses.flat())] : []),
     make("div", { className: "rows" }, table),
     ...(columns.some(([, , title]) => title) ? [make("p", { className: "key" }, columns.filter(([, , title]) => title).map(([name, , title]) => `${name}: ${title}`).join("; ") + ".")] : []),
-    ...(gates.length ? [make("p", {}, "entropy of the gates (1: heads alike): ", make("b", {}, gates.join(" · ")))] : []),
+    ...(gates.length ? [make("p", {}, "entropy of the gates / log(heads): ", make("b", {}, gates.join(" · ")))] : []),
     ...(layer.attention ? reading(t) : []));
 }
 
 function reading(t) {
   const { list, covered } = reads(t, view.layer, view.head), most = list.length ? Math.abs(list[0][1]) : 1;
   const rows = list.slice(0, 8).flatMap(([s, share]) => [
-    make("code", {}, word(s)), meter(share / most, share < 0 ? "var(--minus)" : "var(--plus)"), make("span", {}, percent(share)), make("span", {}, s === t ? "itself" : `−${t - s}`)]);
-  return [make("p", {}, `reads most, in ${name()}, as shares of its row:`), make("div", { className: "reads" }, ...rows),
-    make("p", { className: "key" }, `The strongest are kept, ${list.length} tokens here; they cover ${percent(Math.min(1, covered))} of the row. Right: how many tokens back.`)];
+    make("code", {}, word(s)), meter(share / most, share < 0 ? "var(--minus)" : "var(--plus)"), make("span", {}, percent(share)), make("span", {}, s === t ? "0" : `−${t - s}`)]);
+  return [make("p", {}, `Largest weights of ${name()}, as fractions of the row:`), make("div", { className: "reads" }, ...rows),
+    make("p", { className: "key" }, `The page keeps ${list.length} weights of this row, which cover ${percent(Math.min(1, covered))} of it. Last column: position relative to the token.`)];
 }
 const name = () => `${D.layers[view.layer].name}, ${view.head === ALL ? "all heads" : `head ${view.head}`}`;
 

@@ -43,12 +43,12 @@ function matrix() {
   const layer = D.layers[view.layer], a = layer.attention;
   $("where").textContent = `Effective attention, ${name()} (${layer.mixer})`;
   $("none").textContent = layer.none || "";
-  $("matrix").hidden = $("zoom").hidden = $("honest").hidden = !a;
+  $("matrix").hidden = $("zoom").hidden = $("note").hidden = !a;
   if (!a) return;
   (view.near ? around : whole)($("picture"), view.layer, view.head);
   for (const button of $("zoom").children) button.setAttribute("aria-pressed", String((button.value === "near") === view.near));
   const exact = view.near || a.block === 1;
-  $("honest").textContent = `Downwards the tokens that read, rightwards what they read. Darkness is the root of ${exact ? "a token's share" : `the mean share of ${a.block} × ${a.block} tokens`} of its row.`;
+  $("note").textContent = `Rows: tokens that read. Columns: tokens that are read. The colour strength is the square root of ${exact ? "the weight" : `the mean weight of ${a.block} × ${a.block} tokens`}, as a fraction of the row.`;
   cross();
 }
 
@@ -73,6 +73,6 @@ function pointed(event) {
 
 function say(event) {
   const [t, s] = pointed(event), found = reads(t, view.layer, view.head).list.find(([place]) => place === s);
-  $("honest").replaceChildren(make("code", {}, word(t)), ` (${t}) reads `, make("code", {}, word(s)), ` (${s}): `,
-    s > t ? "it is later" : found ? percent(found[1]) : "not among the strongest");
+  $("note").replaceChildren(make("code", {}, word(t)), ` (${t}) reads `, make("code", {}, word(s)), ` (${s}): `,
+    s > t ? "0, as it comes later" : found ? percent(found[1]) : "not among the kept weights");
 }

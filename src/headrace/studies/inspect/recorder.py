@@ -36,8 +36,8 @@ def weights(reading: Reading) -> Tensor:
     """The effective attention [H, T, T]: the weight of each token's value in each token's output. `mix` of the identity
     matrix as values gives the weights."""
     T, heads = reading.values.shape[1:3]
-    names = torch.eye(T, -(-T // reading.width) * reading.width).to(reading.values)
-    columns = [reading.mix(x[None, :, None].expand(1, T, heads, -1)) for x in names.split(reading.width, 1)]
+    identity = torch.eye(T, -(-T // reading.width) * reading.width).to(reading.values)
+    columns = [reading.mix(x[None, :, None].expand(1, T, heads, -1)) for x in identity.split(reading.width, 1)]
     return torch.cat(columns, -1)[0, ..., :T].transpose(0, 1)
 
 
@@ -47,7 +47,7 @@ class Recorded:
     def __init__(self, layer: int, mixer: Any, tokens: int, shared: bool):
         self.layer, self.mixer, self.tokens, self.shared = layer, mixer, tokens, shared
         self.gates: dict[str, Tensor] = {}  # write, read: [T, H], 1 if all heads are equal
-        self.calls: list[tuple[dict[str, Any], Any]] = []  # (arguments, result) of the watched method
+        self.calls: list[tuple[dict[str, Any], Any]] = []  # (arguments, result) of the recorded method
 
     @cached_property
     def call(self) -> tuple[dict[str, Any], Any]:
@@ -56,17 +56,17 @@ class Recorded:
         if not isinstance(self.mixer, LinearMixer):
             return self.calls[0]
 
-        def whole(pieces: list[Any]) -> Any:
+        def concatenated(pieces: list[Any]) -> Any:
             by_token = isinstance(pieces[0], Tensor) and pieces[0].dim() > 2  # else a tensor per head
             return torch.cat(pieces, 1)[:, : self.tokens] if by_token else pieces[0]
 
         names = self.calls[0][0].keys() - {"initial_state", "given"}
-        arguments = {name: whole([given[name] for given, _ in self.calls]) for name in names}
-        return arguments, whole([result[0] for _, result in self.calls])
+        arguments = {name: concatenated([given[name] for given, _ in self.calls]) for name in names}
+        return arguments, concatenated([result[0] for _, result in self.calls])
 
     def reading(self) -> Reading | None:
         """The linear map of the mixer; None for a mixer without a scalar weight per head and pair of tokens."""
-        return WATCHED[type(self.mixer)][1](self.mixer, *self.call) if self.calls else None
+        return RECORDED_METHODS[type(self.mixer)][1](self.mixer, *self.call) if self.calls else None
 
     @property
     def horizon(self) -> Tensor | None:
@@ -94,10 +94,10 @@ class Recorded:
         return x[0].unflatten(1, (-1, rank)).mean(-1)
 
 
-# --- what is linear in the values ------------------------------------------------------------------------------------
+# --- linear maps from values to outputs -------------------------------------------------------------------------------
 
 
-def of_the_op(mixer: Any, arguments: dict[str, Any], out: Tensor) -> Reading:
+def linear_map(mixer: Any, arguments: dict[str, Any], out: Tensor) -> Reading:
     """The map of a linear mixer. It includes the read gate if the op applies it, but not if the layer applies it after
     its norm."""
     rank = mixer.spec.rank
@@ -111,23 +111,23 @@ def of_the_op(mixer: Any, arguments: dict[str, Any], out: Tensor) -> Reading:
     return Reading(arguments["v"][:, :, ::rank], together(out), mix)
 
 
-def of_softmax(mixer: Any, arguments: dict[str, Any], out: Any) -> Reading:
+def softmax_map(mixer: Any, arguments: dict[str, Any], out: Any) -> Reading:
     q, k, v, *rest = arguments["given"]
     attend = getattr(mixer, method(mixer))  # type: ignore[arg-type]
 
     def mix(v: Tensor) -> Tensor:
-        return alone(attend(q, k, v, *rest))
+        return output_of(attend(q, k, v, *rest))
 
     narrow = getattr(mixer.spec, "form", None) == "tiles" or method(mixer) == "_attend_within"  # as wide as its keys
-    return Reading(v, alone(out), mix, v.shape[-1] if narrow else WIDE)
+    return Reading(v, output_of(out), mix, v.shape[-1] if narrow else WIDE)
 
 
-def alone(out: Any) -> Tensor:
+def output_of(out: Any) -> Tensor:
     """The output without the state that the method may return with it."""
     return out[0] if isinstance(out, tuple) else out
 
 
-def of_rwkv7(mixer: Any, arguments: dict[str, Any], x: Any) -> Reading:
+def rwkv7_map(mixer: Any, arguments: dict[str, Any], x: Any) -> Reading:
     """The map of RWKV-7, without the bonus of the present token, which is added after the norm."""
 
     def mix(v: Tensor) -> Tensor:
@@ -137,20 +137,20 @@ def of_rwkv7(mixer: Any, arguments: dict[str, Any], x: Any) -> Reading:
 
 
 # Mixer class -> (name of the method whose calls are recorded, function that makes a Reading of a call).
-WATCHED: dict[type, tuple[str, Callable[..., Reading]]] = {
-    LinearMixer: ("op", of_the_op),
-    SoftmaxAttention: ("_attend", of_softmax),
-    SoftmaxRNN: ("_attend", of_softmax),
-    RWKV7: ("operands", of_rwkv7),
+RECORDED_METHODS: dict[type, tuple[str, Callable[..., Reading]]] = {
+    LinearMixer: ("op", linear_map),
+    SoftmaxAttention: ("_attend", softmax_map),
+    SoftmaxRNN: ("_attend", softmax_map),
+    RWKV7: ("operands", rwkv7_map),
 }
 
 
 def method(mixer: Any) -> str | None:
-    name = WATCHED.get(type(mixer), (None,))[0]
+    name = RECORDED_METHODS.get(type(mixer), (None,))[0]
     return "_attend_within" if name == "_attend" and getattr(mixer.spec, "pattern", None) is not None else name
 
 
-# --- listening -------------------------------------------------------------------------------------------------------
+# --- recording -------------------------------------------------------------------------------------------------------
 
 
 def record(model: Any, ids: Tensor) -> tuple[Tensor, list[Recorded]]:
@@ -160,13 +160,13 @@ def record(model: Any, ids: Tensor) -> tuple[Tensor, list[Recorded]]:
     mixers = [layer.mixer for layer in backbone.layers]
     with ExitStack() as stack:
         for mixer in [*mixers, *([] if backbone.shared is None else [backbone.shared.mixer])]:
-            stack.enter_context(listening(mixer, records, mixer not in mixers))
+            stack.enter_context(recording(mixer, records, mixer not in mixers))
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     return hidden, records
 
 
 @contextmanager
-def listening(mixer: Any, records: list[Recorded], shared: bool) -> Iterator[None]:
+def recording(mixer: Any, records: list[Recorded], shared: bool) -> Iterator[None]:
     def begin(module: nn.Module, args: Any) -> None:
         records.append(Recorded(sum(not r.shared for r in records), mixer, args[0].shape[1], shared))
 

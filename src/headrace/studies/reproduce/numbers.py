@@ -6,15 +6,13 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from ...report.numbers import NORMAL, half_interval
 from ...utils.integrity import read_json
 from .execute import done
 from .experiment import Experiment, Scale, combinations, commands, run_folder
-
-INTERVAL = 1.96  # half the width of a 95 % interval of a normal distribution, in standard errors
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # the same of Student's t for 2, 3, … seeds
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,7 @@ def mean(numbers: list[Number]) -> Number:
     if len(numbers) == 1:
         return numbers[0]
     values = [one.value for one in numbers]
-    t = STUDENT[min(len(values) - 2, len(STUDENT) - 1)]
-    return Number(fmean(values), t * stdev(values) / math.sqrt(len(values)))
+    return Number(fmean(values), half_interval(values))
 
 
 def less(first: Number | None, second: Number | None) -> Number | None:
@@ -101,7 +98,7 @@ def score(result: dict[str, Any], metric: str) -> Number | None:
     if f"{metric},none" not in result:
         return None
     error = result.get(f"{metric}_stderr,none")  # can be "N/A", or 0 if all rows are equal; neither is a spread
-    return Number(result[f"{metric},none"], INTERVAL * error if isinstance(error, float) and error else None)
+    return Number(result[f"{metric},none"], NORMAL * error if isinstance(error, float) and error else None)
 
 
 def logged(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
@@ -112,9 +109,9 @@ def logged(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) 
 
 
 def printed(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
-    """A number in the JSON output of the step whose command contains place["words"]."""
-    words = place["words"].format(**at)
-    command = next(one for one in commands(scale, root) if words in shlex.join(one))
+    """A number in the JSON output of the step whose command contains place["command"]."""
+    part = place["command"].format(**at)
+    command = next(one for one in commands(scale, root) if part in shlex.join(one))
     kept = done(root, command)
     if kept is None:
         return None

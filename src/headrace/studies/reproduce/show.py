@@ -70,4 +70,4 @@ def write_page(experiment: Experiment, scale: str, cells: list[Cell], path: Path
     sentences = [*([verdict(cells)] if cells else []), *notes(experiment, scale)]
     about = f"{experiment.source}; scale: {scale}."
     section = Section(sentences=sentences, header=HEADER, rows=shown(cells))
-    return Page(experiment.title, about, [section], command, [environment()]).write(path)
+    return Page(experiment.title, [about], [section], command, [environment()]).write(path)

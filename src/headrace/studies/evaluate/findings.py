@@ -4,14 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ...report.numbers import NORMAL, significant
 from .run import Evaluation
-from .scores import ALIKE, INTERVAL, TOO_FEW, Pair, Score, guessing, pair, scores
+from .scores import ALIKE, TOO_FEW, Pair, Score, guessing, pair, scores
 
 OTHER_ROWS = "not comparable, as the rows differ,"
 
 
-def words(evaluation: Evaluation) -> list[str]:
-    return [sentence for rule in (not_run, beyond, failures, duels) for sentence in rule(evaluation)]
+def findings(evaluation: Evaluation) -> list[str]:
+    return [sentence for rule in (not_run, beyond, failures, differences) for sentence in rule(evaluation)]
 
 
 def not_run(evaluation: Evaluation) -> Iterator[str]:
@@ -44,27 +45,27 @@ def at_chance(item: str, record: dict[str, Any]) -> str:
     chance, found = guessing(record), [score for score in scores(record).values() if not score.likelihood]
     if chance is None:
         return f"{item} (0 of {len(found[0].rows)} rows)" if any(score.value == 0 for score in found) else ""
-    low = [f"{score.metric} {show(score)}" for score in found if score.value - INTERVAL * score.stderr <= chance]
+    low = [f"{score.metric} {show(score)}" for score in found if score.value - NORMAL * score.stderr <= chance]
     return f"{item} ({', '.join(low)}; guessing {100 * chance:.1f} %)" if low else ""
 
 
 def above_the_unigram(record: dict[str, Any]) -> Iterator[str]:
     for metric, score in scores(record).items():
         if score.value > (bound := record["unigram"].get(metric, float("inf"))):
-            yield f"{metric.replace('_', ' ')} {number(score.value)} is above {number(bound)}"
+            yield f"{metric.replace('_', ' ')} {significant(score.value)} is above {significant(bound)}"
 
 
-def duels(evaluation: Evaluation) -> Iterator[str]:
+def differences(evaluation: Evaluation) -> Iterator[str]:
     for model, found in against_the_first(evaluation).items():
         first = next(iter(evaluation.items))
         for verdict in ("better", "worse", TOO_FEW, ALIKE, OTHER_ROWS):
-            if named := [duel.name for duel in found if duel.verdict == verdict]:
+            if named := [comparison.name for comparison in found if comparison.verdict == verdict]:
                 where = ", ".join(named) if len(named) < len(found) else "every metric"
                 yield f"{model} compared with {first}: {verdict} in {where}."
 
 
 @dataclass(frozen=True)
-class Duel:
+class PairedComparison:
     """A model compared with the first in one metric. `pair` is None if the two were evaluated on different rows."""
 
     item: str
@@ -91,12 +92,12 @@ class Duel:
         return *names, f"{mean:+{digits}} {self.pair.unit}", f"± {error:{digits}}", interval, self.verdict
 
 
-def against_the_first(evaluation: Evaluation) -> dict[str, list[Duel]]:
+def against_the_first(evaluation: Evaluation) -> dict[str, list[PairedComparison]]:
     """Model -> its comparison with the first model in every metric."""
     (_, base), *others = evaluation.items.items()
     return {
         model: [
-            Duel(item, name, pair(base[item], record, name))
+            PairedComparison(item, name, pair(base[item], record, name))
             for item, record in records.items()
             for name in scores(record)
         ]
@@ -107,12 +108,8 @@ def against_the_first(evaluation: Evaluation) -> dict[str, list[Duel]]:
 def show(score: Score) -> str:
     """The score and its standard error as text."""
     if score.likelihood:
-        return f"{number(score.value)} ± {number(score.stderr, 2)}"
+        return f"{significant(score.value)} ± {significant(score.stderr, 2)}"
     return f"{100 * score.value:.1f} ± {100 * score.stderr:.1f} %"
-
-
-def number(value: float, digits: int = 4) -> str:
-    return f"{value:,.0f}" if 1000 <= value < 1e12 else f"{value:.{digits}g}"
 
 
 def shown_metric(item: str, metric: str) -> str:

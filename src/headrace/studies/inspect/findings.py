@@ -20,8 +20,8 @@ CLOSED = 0.01  # a head is dead if its β is below this at every token
 RULES = (
     f"A gate is uniform if its entropy, divided by log(heads), has a mean over tokens above {UNIFORM}. It is collapsed "
     f"if the mean share of one head is above {COLLAPSED:.0%}. A head is dead if its share is below {DEAD:.0%} of an "
-    f"even share at every token, if β is below {CLOSED} at every token, if it reads zero at every token, or if more "
-    f"than {ALONE:.0%} of its attention is on the present token."
+    f"even share at every token, if β is below {CLOSED} at every token, if its output is zero at every token, or if "
+    f"more than {ALONE:.0%} of its attention is on the present token."
 )
 
 
@@ -31,7 +31,7 @@ def entropy(gate: Tensor) -> Tensor:
     return torch.special.entr(shares).sum(-1) / math.log(max(gate.shape[-1], 2))
 
 
-def words(name: str, recorded: Recorded, A: Tensor | None) -> list[str]:
+def findings(name: str, recorded: Recorded, A: Tensor | None) -> list[str]:
     """Sentences on the failures of one layer; empty if there is none."""
     found = [sentence for gate, g in recorded.gates.items() for sentence in of_gate(gate, g)]
     found += of_beta(recorded.beta) if recorded.beta is not None else ()
@@ -46,7 +46,7 @@ def of_gate(gate: str, g: Tensor) -> Iterator[str]:
     shares = g / g.sum(-1, keepdim=True)
     load, even = shares.mean(0), float(entropy(g).mean())
     if even > UNIFORM:
-        yield f"the {gate} gate is uniform: its entropy is {even:.4f} of log(heads), so no head is preferred"
+        yield f"the {gate} gate is uniform: its entropy is {even:.4f} of log(heads), so all shares are nearly equal"
     if float(load.max()) > COLLAPSED:
         yield f"the {gate} gate has collapsed: the mean share of head {int(load.argmax())} is {float(load.max()):.1%}"
     for head in (shares.amax(0) * H < DEAD).nonzero().flatten().tolist():
@@ -63,6 +63,6 @@ def of_weights(A: Tensor) -> Iterator[str]:
     own = A.diagonal(dim1=1, dim2=2).abs() / total.clamp(min=torch.finfo(A.dtype).tiny)
     for head, (most, present) in enumerate(zip(total.amax(1).tolist(), own[:, 1:].mean(1).tolist(), strict=True)):
         if most == 0:
-            yield f"head {head} is dead: it reads zero at every token"
+            yield f"head {head} is dead: its output is zero at every token"
         elif present > ALONE:
             yield f"head {head} is dead as a memory: {present:.1%} of its attention is on the present token"

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -65,22 +65,14 @@ def synchronise(tensors: dict[str, Tensor]) -> None:
         torch.cuda.synchronize()
 
 
-def race(runners: list[Runner], backward: bool, rounds: int, budget: float = float("inf")) -> None:
-    """Rounds in turn after one to warm up. Whoever has used its budget of seconds sits out the rest."""
+def take_turns(runners: list[Runner], backward: bool, rounds: int, budget: float = float("inf")) -> None:
+    """Runs each runner once to warm up, then in turn in every round while it is within its budget of seconds."""
     for runner in runners:
         runner.once(backward)
     for _ in range(rounds):
         for runner in runners:
             if sum(wall for _, wall in runner.seconds) < budget:
                 runner.seconds.append(runner.once(backward))
-
-
-def spread(times: list[float]) -> float:
-    """The interquartile range over the median."""
-    if len(times) < 2:
-        return 0.0
-    low, _, high = quantiles(times, n=4)
-    return (high - low) / median(times)
 
 
 # --- the floor: no program that computes by chunks can be faster than its flops at the machine's best rate -----------

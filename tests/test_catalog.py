@@ -16,7 +16,7 @@ COLUMNS = {column for columns in catalog.VIEWS.values() for column in columns}
 
 @pytest.mark.parametrize("name", zoo.names())
 def test_every_mixer_has_a_whole_row(name):
-    row = catalog.account(name)
+    row = catalog.describe(name)
     assert row.keys() > COLUMNS and all(row[column] not in ("", None) for column in COLUMNS)
     assert row["paper"].startswith("https://")
     assert zoo.get(row["spec"]) == zoo.get(name)
@@ -26,13 +26,13 @@ def test_every_mixer_has_a_whole_row(name):
 
 @pytest.mark.parametrize("name", zoo.LINEAR)
 def test_costs_and_updates_follow_from_the_spec(name):
-    row, spec = catalog.account(name), zoo.get(name)
+    row, spec = catalog.describe(name), zoo.get(name)
     assert isinstance(spec, MixerSpec)
     assert row["decoding"] == spec.flops_per_token(catalog.WIDTH, catalog.HEADS)
     assert row["bytes"] == spec.state_bytes(catalog.WIDTH, catalog.HEADS)
     assert row["overwrites"] == ("kᵀk" in row["A_t"]) == (row["objective"] == "½‖v − kS‖²")
     assert row["forgets"] == any(letter in row["A_t"] for letter in "αγ")
-    softmax = catalog.account(f"softmax-{name}")
+    softmax = catalog.describe(f"softmax-{name}")
     assert "w" in softmax["b_t"] and softmax["A_t"] == row["A_t"] and softmax["paper"] == row["paper"]
 
 
@@ -49,7 +49,7 @@ ADDED = {
 def test_a_mixer_added_at_run_time_has_a_row(monkeypatch, table):
     monkeypatch.setitem(getattr(zoo, table), "mine", ADDED[table])
     for name in ("mine", "softmax-mine") if table == "LINEAR" else ("mine",):
-        row = catalog.account(name)
+        row = catalog.describe(name)
         assert name in zoo.names() and row["paper"] == "–" and all(row[column] not in ("", None) for column in COLUMNS)
         assert zoo.get(row["spec"]) == zoo.get(name)
         assert catalog.markdown().count(f"| `{name}` |") == len(catalog.VIEWS)
@@ -63,13 +63,13 @@ def test_a_name_of_the_zoo_may_begin_with_softmax(monkeypatch):
 
 def test_a_mixer_that_does_not_fit_the_width_of_the_table_says_so(monkeypatch):
     monkeypatch.setitem(zoo.LINEAR, "mine", MixerSpec(Heads(count=3)))
-    row = catalog.account("mine")
+    row = catalog.describe("mine")
     assert row["state"].startswith("num_heads=3 does not divide") and row["bytes"] is row["decoding"] is None
     assert "| `mine` | num_heads=3 does not divide" in catalog.markdown()
 
 
 def test_an_expression_has_the_paper_of_what_it_changes():
-    assert catalog.account("softmax-gla(heads.expand_k=1)")["paper"] == catalog.account("gla")["paper"]
+    assert catalog.describe("softmax-gla(heads.expand_k=1)")["paper"] == catalog.describe("gla")["paper"]
 
 
 def test_the_docs_hold_the_table():

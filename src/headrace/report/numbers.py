@@ -1,0 +1,47 @@
+"""Statistics and text of measured numbers, as reports and terminals show them."""
+
+import math
+from collections.abc import Sequence
+from statistics import median, quantiles, stdev
+
+from scipy.special import stdtrit
+
+LEVEL = 0.95  # confidence level of intervals
+NORMAL = 1.96  # half the width of a 95 % interval of a normal distribution, in standard errors
+
+
+def count(n: int, noun: str) -> str:
+    """A number with its noun: "1 seed", "3 seeds"."""
+    return f"{n:,} {noun}" + ("s" if n != 1 else "")
+
+
+def compact(value: float) -> str:
+    """A number with three digits and a suffix k, M or G."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """A number with so many significant digits, and all digits before the point."""
+    return f"{value:,.0f}" if 1000 <= value < 1e12 else f"{value:.{digits}g}"
+
+
+def quartiles(numbers: Sequence[float]) -> list[float]:
+    """The three quartiles; three times the number for a single one."""
+    return quantiles(numbers, n=4) if len(numbers) > 1 else [*numbers] * 3
+
+
+def spread(numbers: Sequence[float]) -> float | None:
+    """The interquartile range divided by the median; None for fewer than two numbers."""
+    if len(numbers) < 2:
+        return None
+    low, _, high = quartiles(numbers)
+    return (high - low) / median(numbers)
+
+
+def half_interval(numbers: Sequence[float]) -> float:
+    """Half the width of the 95 % confidence interval of the mean, by Student's t; infinite for a single number."""
+    n = len(numbers)
+    return float(stdtrit(n - 1, (1 + LEVEL) / 2)) * stdev(numbers) / math.sqrt(n) if n > 1 else math.inf

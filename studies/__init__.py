@@ -1,0 +1,1 @@
+"""Experiments that are run from a checkout and are not part of the installed package."""
