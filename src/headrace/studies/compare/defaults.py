@@ -17,7 +17,7 @@ from ...tasks import (
     Spans,
     Text,
 )  # fmt: skip
-from .plan import Plan, Recipe, Shape, Study
+from .plan import ArmRecipe, Plan, Shape, Study
 
 PAIR = Plan(
     "pair",
@@ -34,7 +34,7 @@ KEY_VALUE = Plan(
     ("transformer", "retnet", "softmax-retnet", "gated-deltanet", "softmax-gated-deltanet"),
     KeyValue(),
     Shape(layers=2, heads=4),
-    Recipe(steps=1000, lr=3e-3),
+    ArmRecipe(steps=1000, lr=3e-3),
 )
 # The default vocabulary of Mqar is Zoology's 8,192, with which nothing is learnt within these steps (docs/log.md).
 MQAR = replace(KEY_VALUE, name="mqar", task=Mqar(vocabulary=288, pairs=4, length=32))
@@ -44,7 +44,7 @@ SELECTIVE_COPY = replace(
     name="selective-copy",
     mixers=("mamba", *KEY_VALUE.mixers),
     task=SelectiveCopy(symbols=8, copied=4, length=24),
-    recipe=Recipe(steps=300, batch_size=32, lr=3e-3),
+    recipe=ArmRecipe(steps=300, batch_size=32, lr=3e-3),
 )
 INDUCTION = replace(KEY_VALUE, name="induction", mixers=SELECTIVE_COPY.mixers, task=Induction())
 NEEDLE = Plan(
@@ -52,7 +52,7 @@ NEEDLE = Plan(
     ("gla", "softmax-gla", "gated-deltanet", "softmax-gated-deltanet", "transformer"),
     Needle(length=512),
     Shape(layers=2, heads=4, mlp=128),
-    Recipe(steps=1000, batch_size=16, lr=3e-3, held_out=128),
+    ArmRecipe(steps=1000, batch_size=16, lr=3e-3, held_out=128),
     seeds=1,
 )
 DIGITS = Plan(
@@ -60,14 +60,14 @@ DIGITS = Plan(
     ("gla", "softmax-gla", "bert(mixer=gla)", "bert(mixer=softmax-gla)", "transformer"),
     Digits(),
     Shape(layers=2, heads=4),
-    Recipe(steps=500, lr=3e-3, held_out=359),
+    ArmRecipe(steps=500, lr=3e-3, held_out=359),
 )
 TEXT = Plan(
     "text",
     ("gla", "softmax-gla", "transformer"),
     Text(length=96),
     Shape(layers=2, mlp=128),
-    Recipe(batch_size=16, lr=6e-3, held_out=256),
+    ArmRecipe(batch_size=16, lr=6e-3, held_out=256),
     seeds=2,
 )
 MASKED = Plan(
@@ -75,7 +75,7 @@ MASKED = Plan(
     ("bert", "bert(mixer=gla)", "bert(mixer=softmax-gla)"),
     Masked(length=64),
     Shape(layers=2, heads=4),
-    Recipe(batch_size=32, lr=3e-3, held_out=256),
+    ArmRecipe(batch_size=32, lr=3e-3, held_out=256),
     seeds=2,
 )
 REVERSE = Plan(
@@ -83,7 +83,7 @@ REVERSE = Plan(
     ("rnn", "luong", "bahdanau", "transformer-2017", "t5", "transformer", "gated-deltanet"),
     Reverse(),
     Shape(layers=2, heads=4),
-    Recipe(steps=600, lr=3e-3),
+    ArmRecipe(steps=600, lr=3e-3),
 )
 DATES = replace(REVERSE, name="dates", task=Dates())
 SPANS = replace(MASKED, name="spans", mixers=("t5", "t5(mixer=gla)", "t5(mixer=softmax-gla)"), task=Spans(length=64))

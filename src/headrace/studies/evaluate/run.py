@@ -21,7 +21,7 @@ from lm_eval.utils import handle_non_serializable
 
 from ...utils.errors import InputError
 from ...utils.integrity import digest, read_json, write_json
-from ...utils.provenance import own
+from ...utils.provenance import claim
 from .checkpoint import ROOM, Checkpoint, fingerprint, named, read_checkpoint
 from .local import Missing, content, haystacks, localise
 from .suites import RECALL, RECALLED, Item, items
@@ -36,7 +36,7 @@ def silent(line: str) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """What is evaluated."""
 
     suite: str  # names of suites and tasks, separated by commas
@@ -66,14 +66,14 @@ class Machine:
 class Evaluation:
     """The results of a plan."""
 
-    plan: Plan
+    plan: EvaluationPlan
     items: dict[str, dict[str, Any]]  # model -> item -> record
     missing: dict[str, str]  # item that was not run -> reason
 
 
 def evaluate(
     paths: list[str],
-    plan: Plan,
+    plan: EvaluationPlan,
     machine: Machine,
     output: Path,
     accept_old: bool = False,
@@ -86,7 +86,7 @@ def evaluate(
     """
     plan.check()
     models, wanted = named(paths), items(plan.suite, list(plan.lengths))
-    own(output, asdict(plan) | {"lengths": list(plan.lengths)}, accept_old, lm_eval=lm_eval.__version__)
+    claim(output, asdict(plan) | {"lengths": list(plan.lengths)}, accept_old, lm_eval=lm_eval.__version__)
     found, missing = find_rows(wanted, plan, output / "rows")
     if not found:
         raise InputError(f"no task of --suite={plan.suite!r} can be run: {next(iter(missing.values()))}")
@@ -107,7 +107,7 @@ class Rows:
     digest: str | None = None
 
 
-def find_rows(wanted: list[Item], plan: Plan, scratch: Path) -> tuple[list[Rows], dict[str, str]]:
+def find_rows(wanted: list[Item], plan: EvaluationPlan, scratch: Path) -> tuple[list[Rows], dict[str, str]]:
     """(rows of the items that can be run, item that cannot -> reason)"""
     if plan.data is None:
         return [Rows(item, str(item.stock)) for item in wanted], {}
@@ -121,7 +121,7 @@ def find_rows(wanted: list[Item], plan: Plan, scratch: Path) -> tuple[list[Rows]
 
 
 def complete(
-    path: str, wanted: list[Rows], plan: Plan, machine: Machine, folder: Path, tell: Tell
+    path: str, wanted: list[Rows], plan: EvaluationPlan, machine: Machine, folder: Path, tell: Tell
 ) -> Iterator[tuple[str, Any]]:
     """Yields (item, record) for one checkpoint. The checkpoint is loaded only if a record is missing or outdated."""
     checkpoint, model = None, fingerprint(path)
@@ -137,7 +137,7 @@ def complete(
         yield name, record
 
 
-def run_item(checkpoint: Checkpoint, item: Item, spec: Any, plan: Plan, machine: Machine) -> dict[str, Any]:
+def run_item(checkpoint: Checkpoint, item: Item, spec: Any, plan: EvaluationPlan, machine: Machine) -> dict[str, Any]:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # else the harness's bootstrap starts a process per core
     max_length = context(item, checkpoint, plan)
     model = checkpoint.harness(max_length, machine.batch_size)
@@ -181,7 +181,7 @@ def roomy(item: Item, max_length: int) -> Iterator[None]:
         raise InputError(f"--lengths={item.length} is too short for a needle and an answer of {ROOM} tokens") from None
 
 
-def context(item: Item, checkpoint: Checkpoint, plan: Plan) -> int:
+def context(item: Item, checkpoint: Checkpoint, plan: EvaluationPlan) -> int:
     """Tokens of context for an item. The prompt of a needle task is never truncated; `recall` has the length of the
     paper by default."""
     if item.length is not None:
