@@ -170,10 +170,9 @@ def test_rows_to_evaluate_are_evenly_spread(data):
 
 def test_a_loss_as_large_as_the_unigrams_is_nothing_learnt():
     assert (
-        card.comparison_with_unigram(2.0, 2.0)
-        == "The model learnt nothing: a unigram model of these tokens has 2.0000 nats."
+        card.baseline_sentence(2.0, 2.0) == "The model learnt nothing: a unigram model of these tokens has 2.0000 nats."
     )
-    assert card.comparison_with_unigram(1.9, 2.0) == "For comparison, a unigram model of these tokens has 2.0000 nats."
+    assert card.baseline_sentence(1.9, 2.0) == "For comparison, a unigram model of these tokens has 2.0000 nats."
 
 
 @pytest.mark.parametrize(

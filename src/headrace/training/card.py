@@ -71,7 +71,7 @@ def write_card(
     sentence = (
         f"After {recipe.tokens:g} tokens: {final['final_loss']:.4f} nats per held-out token, perplexity "
         f"{final['final_perplexity']:.2f}, {final['final_bits_per_byte']:.4f} bits per byte. "
-        + comparison_with_unigram(final["final_loss"], unigram)
+        + baseline_sentence(final["final_loss"], unigram)
     )
     results = [
         EvalResult("text-generation", "text", "held-out documents", metric, final[f"final_{metric}"])
@@ -122,7 +122,7 @@ def named(runs: list[Path]) -> dict[str, Path]:
     return {name if names.count(name) == 1 else str(run): run for name, run in zip(names, runs, strict=True)}
 
 
-def comparison_with_unigram(loss: float, unigram: float) -> str:
+def baseline_sentence(loss: float, unigram: float) -> str:
     """A sentence that compares the loss with that of a unigram model."""
     baseline = f"a unigram model of these tokens has {unigram:.4f} nats"
     return f"The model learnt nothing: {baseline}." if loss >= unigram else f"For comparison, {baseline}."
