@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from ...utils.device import on_device
 from ...utils.errors import InputError
+from ..checkpoint import load
 from ..generate import read_tokenizer
-from ..model import load
 from .engine import Engine, Piece
 from .requests import Chat, Completion, Refused
 

@@ -63,7 +63,7 @@ def define(item: Item, folder: Path, source: dict[str, Any], function: str) -> P
 
     function: a line of YAML that names a function of local_data.py; "" for a data set of JSON Lines."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"include": str(item.stock), "task": item.task, "dataset_kwargs": source}
+    settings: dict[str, Any] = {"include": str(item.stock), "task": item.task, "dataset_kwargs": source}
     settings |= {} if function else {"dataset_path": "json", "dataset_name": None}
     text = f"{yaml.safe_dump(settings)}{function}\n"
     (folder / f"{item.task}.yaml").write_text(text, encoding="utf-8")

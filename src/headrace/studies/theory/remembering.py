@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
 from ... import zoo
-from ...hf.model import load
+from ...hf import load
 from ...utils.errors import InputError
 from .base import Row, draw, listed, panels
 from .crowding import first_weights, seeds_of
