@@ -96,8 +96,8 @@ def write_card(
 
 
 def versions(run: Path) -> str:
-    told = sentence(run)
-    return f".\n\n{told}" if told else ""
+    several = sentence(run)
+    return f".\n\n{several}" if several else ""
 
 
 def read_history(run: Path) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, ProgressCallback, TrainerState, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
+from .. import zoo
 from ..data import Collator, PackedData, unigram_loss
 from ..utils.errors import InputError
 from ..utils.integrity import write_json
@@ -167,7 +168,7 @@ def check_launcher(fsdp: bool) -> None:
 
 
 def check_trackers(trackers: str) -> None:
-    for name in trackers.split(","):
+    for name in zoo.split(trackers):
         if name not in TRACKERS:
             raise InputError(f"--trackers={trackers!r}; expected {', '.join(TRACKERS)}, or several separated by commas")
         if name != "none" and find_spec(name) is None:
@@ -246,7 +247,7 @@ def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> Traini
         save_steps=recipe.save_every,
         logging_steps=math.gcd(recipe.save_every, LOG_EVERY),
         logging_nan_inf_filter=False,
-        report_to=trackers.split(","),
+        report_to=list(zoo.split(trackers)),
         per_device_eval_batch_size=recipe.micro_batch,
     )
     share_rows(recipe, settings)

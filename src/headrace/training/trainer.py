@@ -102,11 +102,11 @@ class HeadraceTrainer(Trainer):
 
     def _speed(self) -> dict[str, float]:
         """Training speed since the last log, without the time of evaluations."""
-        now, seen = time.perf_counter(), self.state.global_step
-        before, self.last_log, paused, self.paused = self.last_log, (now, seen), self.paused, 0.0
-        if before is None or seen == before[1]:
+        now, step = time.perf_counter(), self.state.global_step
+        before, self.last_log, paused, self.paused = self.last_log, (now, step), self.paused, 0.0
+        if before is None or step == before[1]:
             return {}
-        tokens = (seen - before[1]) * self.measures.tokens_per_step
+        tokens = (step - before[1]) * self.measures.tokens_per_step
         rate = tokens / (now - before[0] - paused)
         speed = {"tokens_per_second": round(rate, 1)}
         if self.measures.peak_flops:
@@ -179,12 +179,12 @@ def first_not_finite(model: nn.Module, batch: dict[str, Any]) -> str:
     """The name of the first block whose output is not finite on this batch."""
     found: list[int] = []
 
-    def look(index: int, module: nn.Module, args: Any, output: Any) -> None:
+    def check_output(index: int, module: nn.Module, args: Any, output: Any) -> None:
         if not bool(output[0].isfinite().all()):
             found.append(index)
 
     blocks = [module for module in model.modules() if isinstance(module, Block)]
-    handles = [block.register_forward_hook(partial(look, i)) for i, block in enumerate(blocks)]
+    handles = [block.register_forward_hook(partial(check_output, i)) for i, block in enumerate(blocks)]
     try:
         with torch.no_grad():
             model(**batch)
