@@ -26,7 +26,7 @@ from scipy.stats import t as student
 from headrace.report.style import PALETTE, STYLE
 from headrace.studies.compare.folder import claim
 from headrace.studies.compare.page import write_report
-from headrace.studies.compare.plan import Plan, Recipe, Shape, Study
+from headrace.studies.compare.plan import ArmRecipe, Plan, Shape, Study
 from headrace.studies.compare.pool import place_workers
 from headrace.studies.compare.run import complete
 from headrace.studies.compare.summary import Comparison, Contender, summarise
@@ -68,7 +68,7 @@ def trios(backbones: Sequence[str] = BACKBONES, more: str = "") -> tuple[str, ..
     return tuple(mixer for backbone in backbones for mixer in trio(backbone, more))
 
 
-BASE = Plan("pair", trios(), Pair(), Shape(mlp=0), Recipe(evaluations=5, held_out=256), seeds=3)
+BASE = Plan("pair", trios(), Pair(), Shape(mlp=0), ArmRecipe(evaluations=5, held_out=256), seeds=3)
 WHOLE = tuple(
     mixer
     for backbone in BACKBONES
@@ -89,7 +89,7 @@ DIGITS = replace(
     name="digits",
     task=Digits(),
     shape=Shape(layers=2, mlp=0),
-    recipe=Recipe(steps=300, batch_size=32, lr=3e-3, evaluations=5, held_out=359),
+    recipe=ArmRecipe(steps=300, batch_size=32, lr=3e-3, evaluations=5, held_out=359),
 )
 BOTH_WAYS = tuple(f"bert(mixer={mixer})" for mixer in trios(("retnet", "gla", "gated-deltanet")))
 COMPETING = tuple(gated(backbone) for backbone in ("retnet", "gla", "gated-deltanet"))

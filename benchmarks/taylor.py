@@ -25,7 +25,7 @@ from headrace.layers.taylor import truncated_exp
 from headrace.report.style import PALETTE, STYLE
 from headrace.spec.softmax_rnn import SoftmaxRNNSpec
 from headrace.studies.compare.folder import claim
-from headrace.studies.compare.plan import Plan, Recipe, Shape, Study
+from headrace.studies.compare.plan import ArmRecipe, Plan, Shape, Study
 from headrace.studies.compare.pool import place_workers
 from headrace.studies.compare.run import complete
 from headrace.tasks import Text
@@ -154,7 +154,7 @@ def curves(
 
 def plan(texts: tuple[str, ...], steps: int, seeds: int) -> Study:
     mixers = dict.fromkeys([SOFTMAX, *(m for panel in PANELS.values() for m in panel.values())])
-    recipe = Recipe(steps=steps, batch_size=16, lr=4e-3, evaluations=12, held_out=48)
+    recipe = ArmRecipe(steps=steps, batch_size=16, lr=4e-3, evaluations=12, held_out=48)
     shape = Shape(hidden_size=64, layers=2, heads=4, mlp=176)
     return Study("taylor", "Softmax attention taken apart", (
         Plan("taylor", tuple(mixers), Text(texts, length=128), shape, recipe, seeds),

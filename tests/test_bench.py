@@ -13,7 +13,7 @@ from headrace.cli import evaluate as cli_eval
 from headrace.studies.bench import measure, report, results
 from headrace.studies.bench.decoding import CACHED, READ_ALL, RECURRENT, Decoder
 from headrace.studies.bench.models import Shape, build, cache_bytes, named
-from headrace.studies.bench.plan import Plan, Point
+from headrace.studies.bench.plan import BenchPlan, Point
 
 SHAPE = Shape(layers=1, hidden_size=64, heads=2, vocab_size=50)
 
@@ -59,7 +59,7 @@ def test_a_recurrence_that_is_moved_knows_its_position():
 def test_a_peak_is_at_least_weights_gradients_and_moments():
     shape = Shape(layers=1, hidden_size=64, heads=2, vocab_size=100_000)
     weights = sum(x.nbytes for x in build("gla", shape).parameters())
-    found = measure.memory(Point("memory", 16), Plan(("gla",), shape))
+    found = measure.memory(Point("memory", 16), BenchPlan(("gla",), shape))
     assert 4 * weights < found["gla"]["bytes"] < 10 * weights
 
 
@@ -86,7 +86,7 @@ def test_what_is_measured_is_kept_and_continued(tmp_path, monkeypatch):
 
 
 def test_the_cost_of_competition_is_of_pairs_and_compression_is_as_derived():
-    plan = Plan(("gla", "softmax-gla"), SHAPE)
+    plan = BenchPlan(("gla", "softmax-gla"), SHAPE)
     models = {"gla": {"seconds": [1.0, 2.0, 4.0]}, "softmax-gla": {"seconds": [1.1, 2.2, 4.4]}}
     held = [{"point": vars(Point("training", 16)), "models": models}]
     assert str(results.overhead(held, "gla", "training")) == "+10.0% ± 0.0%"
@@ -97,7 +97,7 @@ def test_the_cost_of_competition_is_of_pairs_and_compression_is_as_derived():
 
 def test_one_measurement_has_no_spread():
     """± 0 % would say that there is no noise."""
-    plan = Plan(("gla", "softmax-gla"), SHAPE, rounds=1)
+    plan = BenchPlan(("gla", "softmax-gla"), SHAPE, rounds=1)
     one = {"point": vars(Point("training", 16)), "environment": {}, "clock": "CPU"}
     held = [one | {"models": {"gla": {"seconds": [1.0]}, "softmax-gla": {"seconds": [1.1]}}}]
     assert str(results.overhead(held, "gla", "training")) == "+10.0% (one pair)"
@@ -106,7 +106,7 @@ def test_one_measurement_has_no_spread():
 
 
 def test_a_spread_is_half_the_distance_of_the_quartiles():
-    plan = Plan(("gla", "softmax-gla"), SHAPE)
+    plan = BenchPlan(("gla", "softmax-gla"), SHAPE)
     one = {"point": vars(Point("training", 16)), "environment": {}, "clock": "CPU"}
     held = [one | {"models": {"gla": {"seconds": [1.0] * 3}, "softmax-gla": {"seconds": [1.0, 1.25, 2.0]}}}]
     assert str(results.overhead(held, "gla", "training")) == "+25.0% ± 50.0%"  # quartiles 1 and 2
@@ -116,7 +116,7 @@ def test_a_spread_is_half_the_distance_of_the_quartiles():
 
 def test_a_cache_that_would_not_fit_is_left_out_and_named(monkeypatch):
     monkeypatch.setattr(measure, "free", lambda plan: 2**30)
-    plan = Plan(("gla", "transformer"), SHAPE, rounds=1)
+    plan = BenchPlan(("gla", "transformer"), SHAPE, rounds=1)
     found = measure.measure(Point("decoding", 10**6), plan)
     # keys and values, 64 wide, of 1e6 tokens in float32: 0.48 GiB, where a quarter of 1 GiB is at hand
     assert (

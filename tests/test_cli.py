@@ -95,7 +95,7 @@ MISTAKES = {
     "prepare a.txt --rows 5 --output new": "--rows=5 without --task; expected it with --task alone",
     "prepare --task mqar --tokenizer t.json --output new": "the task mqar has no field 'tokenizer'",
     "compare --seeds 0": "--seeds=0; expected more than 0",
-    "compare --lr nan": "--lr=nan; expected more than 0",
+    "compare --lr nan": "recipe.lr=nan is not allowed; expected finite float",
     "compare --workers 0": "--workers=0; expected at least 1",
     "compare --length 7": "length=7: a row of the task pair",
     "compare --task mqar --length 2": "an even length >= 4 * pairs",
@@ -198,7 +198,7 @@ IDLE = {
 @pytest.mark.parametrize("mixer", IDLE)
 def test_a_gate_that_hardly_acts_is_named_before_the_run(capsys, monkeypatch, tmp_path, mixer):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("headrace.studies.compare.folder.claim", lambda *args: pytest.fail("stop here"))
+    monkeypatch.setattr("headrace.utils.provenance.claim", lambda *args: pytest.fail("stop here"))
     monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--mixers", mixer])
     with pytest.raises(pytest.fail.Exception, match="stop here"):
         cli.main()

@@ -20,12 +20,13 @@ from headrace import zoo
 from headrace.studies.compare.arm import train
 from headrace.studies.compare.choose import choose
 from headrace.studies.compare.defaults import DEFAULTS, DEMO, PAIR
-from headrace.studies.compare.folder import claim, result_path
-from headrace.studies.compare.plan import MATCHED, Plan, Recipe, Shape, Study
+from headrace.studies.compare.folder import result_path
+from headrace.studies.compare.plan import MATCHED, ArmRecipe, Plan, Shape, Study
 from headrace.studies.compare.run import complete
 from headrace.tasks import Answers, Digits, Induction, Masked, Pair, Reverse, Text
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import write_json
+from headrace.utils.provenance import claim
 
 CONTROL = "softmax-retnet(competition.activation=sigmoid)"
 SMALL = Plan(
@@ -33,7 +34,7 @@ SMALL = Plan(
     ("retnet", "softmax-retnet", CONTROL),
     Pair(keys=6, pairs=4, queries=4),
     Shape(hidden_size=16, heads=4),
-    Recipe(steps=3, batch_size=4, evaluations=2, held_out=8),
+    ArmRecipe(steps=3, batch_size=4, evaluations=2, held_out=8),
     seeds=2,
 )
 
@@ -251,16 +252,16 @@ def test_tasks_are_expressions_and_sweeps_are_plans_with_names_of_their_own():
 
 def test_a_folder_serves_one_study(tmp_path):
     study = Study("s", "S", (SMALL,))
-    claim(tmp_path / "new", study)
-    claim(tmp_path / "new", study)
+    claim(tmp_path / "new", study.to_json())
+    claim(tmp_path / "new", study.to_json())
     with pytest.raises(InputError, match=r"holds another run \(steps is 3 there and 4 here\)"):
-        claim(tmp_path / "new", Study("s", "S", (replace(SMALL, recipe=replace(SMALL.recipe, steps=4)),)))
+        claim(tmp_path / "new", Study("s", "S", (replace(SMALL, recipe=replace(SMALL.recipe, steps=4)),)).to_json())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
     with pytest.raises(InputError, match="is no folder of reports or runs"):
-        claim(tmp_path / "other", study)
+        claim(tmp_path / "other", study.to_json())
     with pytest.raises(InputError, match="is no folder of reports or runs"):
-        claim(tmp_path / "other" / "thesis.tex", study)
+        claim(tmp_path / "other" / "thesis.tex", study.to_json())
 
 
 def test_a_text_that_changed_is_another_run(tmp_path):
@@ -273,9 +274,9 @@ def test_a_text_that_changed_is_another_run(tmp_path):
         load.cache_clear()
         if raises:
             with pytest.raises(InputError, match="sha256"):
-                claim(tmp_path / "run", Study("s", "S", (plan,)))
+                claim(tmp_path / "run", Study("s", "S", (plan,)).to_json())
         else:
-            claim(tmp_path / "run", Study("s", "S", (plan,)))
+            claim(tmp_path / "run", Study("s", "S", (plan,)).to_json())
 
 
 def test_a_file_is_whole_or_absent(tmp_path):
@@ -293,7 +294,7 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     )
     plan = replace(SMALL, mixers=("mine", "softmax-mine"), seeds=1)
     study, heard = Study("s", "S", (plan,)), []
-    claim(tmp_path, study)
+    claim(tmp_path, study.to_json())
     found = complete(study, tmp_path, lambda *news: heard.append(news), ["cpu"])
     first, second = found["arms"]
     assert [point["step"] for point in first["curve"]] == [0, 2, 3]

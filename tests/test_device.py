@@ -75,10 +75,10 @@ def test_a_worker_sees_its_own_gpu_alone(visible, device, seen, monkeypatch):
 
 def test_the_cpu_is_used_where_it_is_asked_for(monkeypatch, tmp_path):
     from headrace.studies.compare.arm import arguments
-    from headrace.studies.compare.plan import Recipe
+    from headrace.studies.compare.plan import ArmRecipe
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert arguments(Recipe(), 0, tmp_path, "cpu").use_cpu and not arguments(Recipe(), 0, tmp_path, "mps").use_cpu
+    assert arguments(ArmRecipe(), 0, tmp_path, "cpu").use_cpu and not arguments(ArmRecipe(), 0, tmp_path, "mps").use_cpu
 
 
 @pytest.mark.parametrize("name", ["tpu7", "xpu:99"])

@@ -21,7 +21,7 @@ from headrace.hf import HeadraceForCausalLM
 from headrace.hf.config import HeadraceConfig
 from headrace.studies.evaluate import findings, local
 from headrace.studies.evaluate.checkpoint import named, read_checkpoint
-from headrace.studies.evaluate.run import Evaluation, Machine, Plan, evaluate
+from headrace.studies.evaluate.run import Evaluation, EvaluationPlan, Machine, evaluate
 from headrace.studies.evaluate.scores import Pair, Score, pair, scores
 from headrace.studies.evaluate.suites import items
 from headrace.utils.errors import InputError
@@ -107,7 +107,8 @@ def rolling(model, tokens, start):
 @pytest.mark.parametrize("kind", ["softmax-gla", "llama"])
 def test_scores_are_those_of_a_plain_computation(kind, checkpoints, data, tmp_path):
     path = checkpoints[kind]
-    found = evaluate([path], Plan("wikitext,lambada_openai,piqa", data=str(data)), MACHINE, tmp_path).items[kind]
+    plan = EvaluationPlan("wikitext,lambada_openai,piqa", data=str(data))
+    found = evaluate([path], plan, MACHINE, tmp_path).items[kind]
     checkpoint = read_checkpoint(path, "cpu")
     model, encode = checkpoint.model, lambda text: checkpoint.tokenizer(text, add_special_tokens=False).input_ids
     start = checkpoint.tokenizer.eos_token_id
@@ -137,7 +138,8 @@ def test_scores_are_those_of_a_plain_computation(kind, checkpoints, data, tmp_pa
 
 
 def test_the_standard_error_of_the_harness_is_ours(checkpoints, data, tmp_path):
-    found = evaluate([checkpoints["llama"]], Plan("piqa", data=str(data)), MACHINE, tmp_path).items["llama"]["piqa"]
+    plan = EvaluationPlan("piqa", data=str(data))
+    found = evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path).items["llama"]["piqa"]
     theirs, ours = found["results"]["results"]["piqa"], scores(found)
     for metric in ("acc", "acc_norm"):
         assert ours[metric].value == pytest.approx(theirs[f"{metric},none"])
@@ -145,7 +147,7 @@ def test_the_standard_error_of_the_harness_is_ours(checkpoints, data, tmp_path):
 
 
 def test_rolling_perplexity_does_not_depend_on_the_batch_size(checkpoints, data, tmp_path):
-    plan, path = Plan("wikitext", data=str(data)), checkpoints["softmax-gla"]
+    plan, path = EvaluationPlan("wikitext", data=str(data)), checkpoints["softmax-gla"]
     values = [
         scores(evaluate([path], plan, Machine("cpu", size), tmp_path / str(size)).items["softmax-gla"]["wikitext"])
         for size in (1, 4)
@@ -161,7 +163,7 @@ def test_local_rows_have_the_stock_columns():
 
 
 def test_what_the_folder_lacks_is_named_and_the_rest_is_run(checkpoints, data, tmp_path):
-    plan = Plan("language", data=str(data), limit=2)
+    plan = EvaluationPlan("language", data=str(data), limit=2)
     found = evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path)
     assert list(found.missing) == ["arc_challenge"]
     assert list(found.items["llama"]) == ["wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy"]
@@ -170,7 +172,7 @@ def test_what_the_folder_lacks_is_named_and_the_rest_is_run(checkpoints, data, t
     assert set(whole["results"]) == set(found.items["llama"])
     assert whole["results"]["winogrande"]["acc,none"] == scores(found.items["llama"]["winogrande"])["acc"].value
     with pytest.raises(InputError, match="no task of --suite='recall' can be run"):
-        evaluate([checkpoints["llama"]], Plan("recall", data=str(data)), MACHINE, tmp_path / "recall")
+        evaluate([checkpoints["llama"]], EvaluationPlan("recall", data=str(data)), MACHINE, tmp_path / "recall")
 
 
 def test_recall_on_local_rows(checkpoints, tmp_path):
@@ -186,7 +188,7 @@ def test_recall_on_local_rows(checkpoints, tmp_path):
     }
     for name in ("swde", "fda", "squad_completion"):
         (data / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    found = evaluate([checkpoints["softmax-gla"]], Plan("recall", data=str(data)), MACHINE, tmp_path / "out")
+    found = evaluate([checkpoints["softmax-gla"]], EvaluationPlan("recall", data=str(data)), MACHINE, tmp_path / "out")
     assert {name: record["max_length"] for name, record in found.items["softmax-gla"].items()} == dict.fromkeys(
         ("swde", "squad_completion", "fda"), 4096
     )
@@ -194,7 +196,7 @@ def test_recall_on_local_rows(checkpoints, tmp_path):
 
 
 def test_what_is_finished_is_not_done_again(checkpoints, data, tmp_path, monkeypatch):
-    plan, path = Plan("winogrande,lambada_openai", data=str(data), limit=2), checkpoints["llama"]
+    plan, path = EvaluationPlan("winogrande,lambada_openai", data=str(data), limit=2), checkpoints["llama"]
     first = evaluate([path], plan, MACHINE, tmp_path)
     (tmp_path / "llama" / "items" / "winogrande.json").unlink()
     kept = tmp_path / "llama" / "items" / "lambada_openai.json"
@@ -205,13 +207,13 @@ def test_what_is_finished_is_not_done_again(checkpoints, data, tmp_path, monkeyp
     monkeypatch.setattr("headrace.studies.evaluate.run.read_checkpoint", lambda *_: pytest.fail("loaded for nothing"))
     evaluate([path], plan, MACHINE, tmp_path)
     with pytest.raises(InputError, match="holds another run"):
-        evaluate([path], Plan("piqa", data=str(data)), MACHINE, tmp_path)
+        evaluate([path], EvaluationPlan("piqa", data=str(data)), MACHINE, tmp_path)
 
 
 def test_a_checkpoint_that_changed_is_evaluated_again(checkpoints, data, tmp_path):
     """Of the same size and time."""
     path = Path(shutil.copytree(checkpoints["llama"], tmp_path / "llama-copy"))
-    plan, weights = Plan("winogrande", data=str(data), limit=2), path / "model.safetensors"
+    plan, weights = EvaluationPlan("winogrande", data=str(data), limit=2), path / "model.safetensors"
     run = lambda: evaluate([str(path)], plan, MACHINE, tmp_path / "out").items["llama-copy"]["winogrande"]  # noqa: E731
     before, at = run()["fingerprint"], weights.stat()
     flip(weights)
@@ -220,7 +222,7 @@ def test_a_checkpoint_that_changed_is_evaluated_again(checkpoints, data, tmp_pat
 
 
 def test_rows_that_changed_are_evaluated_again(checkpoints, data, tmp_path):
-    plan = Plan("winogrande", data=str(shutil.copytree(data, tmp_path / "rows")), limit=2)
+    plan = EvaluationPlan("winogrande", data=str(shutil.copytree(data, tmp_path / "rows")), limit=2)
     run = lambda: evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path / "out").items["llama"]["winogrande"]  # noqa: E731
     first = run()
     (file,) = (tmp_path / "rows").rglob("winogrande*")
@@ -265,7 +267,7 @@ def record(values, metric="acc", choices=4, unigram=None):
 
 
 def said(**records):
-    return findings.findings(Evaluation(Plan("x"), {model: {"task": r} for model, r in records.items()}, {}))
+    return findings.findings(Evaluation(EvaluationPlan("x"), {model: {"task": r} for model, r in records.items()}, {}))
 
 
 def test_failures_are_named():
@@ -386,6 +388,6 @@ def test_names_of_checkpoints_are_short_and_differ():
 
 @pytest.mark.parametrize("max_length", [2, 3])
 def test_answers_longer_than_the_context_are_one_sentence(max_length, checkpoints, data, tmp_path):
-    plan = Plan("piqa", data=str(data), max_length=max_length)
+    plan = EvaluationPlan("piqa", data=str(data), max_length=max_length)
     with pytest.raises(InputError, match=f"the answers of piqa do not fit in a context of {max_length} tokens"):
         evaluate([checkpoints["softmax-gla"]], plan, MACHINE, tmp_path)

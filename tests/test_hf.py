@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from transformers import DataCollatorWithFlattening, DynamicCache
 
-from headrace.hf import HeadraceCache, HeadraceForCausalLM
+from headrace.hf import HeadraceCache
+from headrace.hf import model as hf_model
 from headrace.layers import stack
 from headrace.layers.base import Mixer
 from headrace.layers.moe import MixtureOfExperts
@@ -334,10 +335,10 @@ def test_generate_gives_transformers_tokens(mixer, monkeypatch):
         ]
 
     short = []
-    monkeypatch.setattr(HeadraceForCausalLM, "_continue", _noted(HeadraceForCausalLM._continue, short))
+    monkeypatch.setattr(hf_model, "continued", _noted(hf_model.continued, short))
     found = tokens()
     assert len(short) == len(settings)
-    monkeypatch.setattr(HeadraceForCausalLM, "_alone", lambda *_: False)
+    monkeypatch.setattr(hf_model, "plain", lambda *_: False)
     assert all(torch.equal(x, y) for x, y in zip(found, tokens(), strict=True))
     assert len(short) == len(settings)
 

@@ -123,3 +123,31 @@ def test_longer_rows_have_more_hay():
 def test_impossible_needles_are_refused(make, words):
     with pytest.raises(InputError, match=words):
         make()
+
+
+@pytest.mark.parametrize("name", ["niah_single_2", "niah_single_3"])
+def test_local_essays_are_used_as_the_harness_uses_those_of_the_hub(name, harness, tmp_path, monkeypatch):
+    from lm_eval.tasks.ruler import niah_utils
+
+    from headrace.studies.evaluate import local_data
+
+    module, _ = harness
+    texts, calls = [PROSE, "A  second\nessay."], []
+    (tmp_path / "paul_graham_essays").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / "paul_graham_essays" / f"{i}.txt").write_text(text)
+    tokenizer.byte_level().save_pretrained(tmp_path / "tokenizer")
+
+    def generate_samples(haystack, TOKENIZER, **settings):
+        calls.append((haystack, TOKENIZER.get_vocab(), settings))
+        yield {"input": "a prompt"}
+
+    for user in (module, niah_utils):
+        monkeypatch.setattr(user, "generate_samples", generate_samples)
+    monkeypatch.setattr(module, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: {"text": texts}))
+    module.get_haystack.cache_clear()
+    settings = {"max_seq_lengths": [512, 1024], "tokenizer": str(tmp_path / "tokenizer"), "version": 1.0}
+    theirs = getattr(niah_utils, name)(**settings)["test"]
+    ours = getattr(local_data, name)(data=str(tmp_path), **settings)["test"]
+    module.get_haystack.cache_clear()
+    assert len(calls) == 4 and calls[:2] == calls[2:] and ours.to_list() == theirs.to_list()

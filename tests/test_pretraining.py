@@ -278,10 +278,10 @@ def test_weights_with_another_tokenizer_are_refused(data, tmp_path):
 
 
 def test_a_folder_belongs_to_one_recipe_and_one_data_set(data, tmp_path):
-    run.claim(tmp_path / "run", recipe()[0], data)
-    run.claim(tmp_path / "run", recipe()[0], data)
+    run.begin(tmp_path / "run", recipe()[0], data)
+    run.begin(tmp_path / "run", recipe()[0], data)
     with pytest.raises(InputError, match=r"holds another run \(lr is 0.003 there and 0.5 here\)"):
-        run.claim(tmp_path / "run", recipe(lr=0.5)[0], data)
+        run.begin(tmp_path / "run", recipe(lr=0.5)[0], data)
     with pytest.raises(InputError, match="prepared with length=32; the recipe has length=64"):
         run.check_data(recipe(length=64)[0], data)
     with pytest.raises(InputError, match="prepared with vocab_size=257; the recipe has vocab_size=100"):

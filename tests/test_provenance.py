@@ -9,11 +9,10 @@ import pytest
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 from headrace.studies.compare.defaults import DEMO
-from headrace.studies.compare.folder import claim
 from headrace.studies.reproduce import execute
 from headrace.utils import provenance
 from headrace.utils.errors import InputError
-from headrace.utils.provenance import MADE_BY, own
+from headrace.utils.provenance import MADE_BY, claim
 from test_interruption import flip
 from training import train
 
@@ -38,8 +37,8 @@ def test_an_edit_of_the_package_is_another_version(tmp_path, monkeypatch):
 
 
 CLAIMS = {
-    "compare": lambda folder, **more: claim(folder, DEMO, **more),
-    "bench": lambda folder, **more: own(folder, {"a": 1}, machine="x", **more),
+    "compare": lambda folder, **more: claim(folder, DEMO.to_json(), **more),
+    "bench": lambda folder, **more: claim(folder, {"a": 1}, machine="x", **more),
     "reproduce": lambda folder, **more: execute.execute([[sys.executable, "-c", ""]], folder, str, **more),
 }
 
@@ -60,23 +59,23 @@ def test_results_of_other_code_are_refused_or_said(command, tmp_path, other_code
 
 
 def test_results_that_do_not_say_what_made_them_are_refused(tmp_path):
-    own(tmp_path, {"a": 1})
+    claim(tmp_path, {"a": 1})
     (tmp_path / MADE_BY).unlink()
     with pytest.raises(InputError, match="made by headrace of an unknown version"):
-        own(tmp_path, {"a": 1})
+        claim(tmp_path, {"a": 1})
 
 
 def test_a_folder_that_was_left_before_anything_was_done_serves_other_code(tmp_path, other_code):
-    provenance.claim(tmp_path, True, False)
+    provenance.record_versions(tmp_path, True, False)
     (tmp_path / ".plan.json.123").touch()
     other_code()
-    own(tmp_path, {"a": 1})
+    claim(tmp_path, {"a": 1})
 
 
 def test_a_measurement_on_another_machine_is_another(tmp_path):
-    own(tmp_path, {"a": 1}, machine="x")
+    claim(tmp_path, {"a": 1}, machine="x")
     with pytest.raises(InputError, match="machine x; now runs machine y"):
-        own(tmp_path, {"a": 1}, machine="y")
+        claim(tmp_path, {"a": 1}, machine="y")
 
 
 def test_a_run_that_other_code_began_is_refused_or_said(data, tmp_path, other_code):

@@ -9,6 +9,7 @@ import tiny
 from headrace.training import recipes
 from headrace.training.model import blank, build, count, estimate
 from headrace.utils.errors import InputError
+from headrace.utils.settings import assignments
 
 # Body, tied and untied, in millions, of GLA at table 5's layers and widths (arXiv 2602.01744), vocabulary 32,000.
 GLA = {"paper-80m": (81.5, 102.0, 122.5), "paper-110m": (91.7, 112.2, 132.7), "paper-170m": (170.4, 194.9, 219.5)}
@@ -80,20 +81,20 @@ def test_what_is_written_reads_back(tmp_path):
 
 MISTAKES = {
     "lrr=1": "no field 'lrr'; did you mean 'lr'?",
-    "lr=high": "lr='high'; expected a finite number",
-    "lr=0": "lr=0.0; expected more than 0",
-    "lr=-1": "lr=-1.0; expected more than 0",
-    "layers=1.5": "layers='1.5'; expected int",
-    "schedule=flat": "schedule='flat'; expected 'cosine' or 'linear'",
+    "lr=high": "recipe.lr='high' is not allowed; expected finite float",
+    "lr=0": "recipe.lr=0; expected more than 0",
+    "lr=-1": "recipe.lr=-1; expected more than 0",
+    "layers=1.5": "recipe.layers=1.5 is not allowed; expected int",
+    "schedule=flat": "recipe.schedule='flat' is not allowed; expected one of cosine, linear",
     "schedule=linear": "min_lr=0.1 with schedule='linear'",
-    "betas=0.9": "betas='0.9'; expected 2 numbers",
+    "betas=0.9": "betas=(0.9,); expected 2 numbers",
     "length=100": "expected a multiple of length=100",
     "warmup_tokens=1e12": "expected fewer than tokens",
     "mixer=glaa": "mixer 'glaa' is unknown",
     "heads=7": "num_heads=7 does not divide",
     "lr": "'lr' is not of the form FIELD=VALUE",
-    "warmup_tokens=nan": "warmup_tokens='nan'; expected a finite number",
-    "tokens=inf": "tokens='inf'; expected a finite number",
+    "warmup_tokens=nan": "recipe.warmup_tokens=nan is not allowed; expected finite float",
+    "tokens=inf": "recipe.tokens=inf is not allowed; expected finite float",
     "mixer=gla(heads.count=2, heads.count=4)": "sets 'heads.count' twice",
 }
 
@@ -101,7 +102,7 @@ MISTAKES = {
 @pytest.mark.parametrize("setting", MISTAKES)
 def test_mistakes(setting):
     with pytest.raises(InputError) as refused:
-        recipes.load("paper-80m", recipes.changes([setting]))
+        recipes.load("paper-80m", assignments([setting]))
     assert MISTAKES[setting] in str(refused.value)
 
 
@@ -111,7 +112,9 @@ def test_files_that_are_no_recipes(tmp_path):
         ("a: [", "is not YAML"),
         ("base: nowhere", "neither"),
         ("<<: {lr: 1e-3}\nbase: laptop-1m\nlayer: 1e-4", "has no field 'layer'"),
-        ("lr: 1e-3\nlr: 1e-4", "field 'lr' is given twice"),
+        ("lr: 1e-3\nlr: 1e-4", "duplicate key lr, line 2"),
+        ("lr: ${eps}", "Interpolation key 'eps' not found"),
+        ("3", "is not YAML"),
         ("base: laptop-1m\non: 3", "has no field 'True'"),
     ):
         (tmp_path / "r.yaml").write_text(text)
@@ -124,7 +127,7 @@ def test_files_that_are_no_recipes(tmp_path):
 
 def test_a_field_that_is_set_twice_is_refused():
     with pytest.raises(InputError, match="'lr' is set twice"):
-        recipes.changes(["lr=1e-3", "layers=2", "lr=1e-4"])
+        assignments(["lr=1e-3", "layers=2", "lr=1e-4"])
 
 
 @torch.no_grad()

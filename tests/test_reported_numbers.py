@@ -17,7 +17,7 @@ from headrace.hf.convert.flash import fla_config
 from headrace.report.numbers import significant
 from headrace.studies.bench import measure, report, results
 from headrace.studies.bench.models import Shape, build, cache_bytes
-from headrace.studies.bench.plan import Plan, Point, points
+from headrace.studies.bench.plan import BenchPlan, Point, points
 from headrace.studies.evaluate import findings, scores, unigram
 from headrace.studies.evaluate.report import draw
 from headrace.studies.inspect.recorder import record
@@ -27,7 +27,7 @@ from tiny import tokens
 
 # --- bench -----------------------------------------------------------------------------------------------------------
 SHAPE = Shape(layers=3, hidden_size=64, heads=2, vocab_size=50)
-PLAN = Plan(("gla", "softmax-gla", "transformer"), SHAPE, rounds=3)
+PLAN = BenchPlan(("gla", "softmax-gla", "transformer"), SHAPE, rounds=3)
 HELD = [
     {
         "point": vars(point), "environment": {"torch": "2"}, "clock": "cpu time",
@@ -122,7 +122,7 @@ def test_what_is_timed_reads_the_tokens_of_the_point(what, batch, monkeypatch):
 
     monkeypatch.setattr(measure, "built", listened)
     monkeypatch.setattr(measure, "timed", lambda call, plan: seen.append("timed") or call() or 2.0)
-    found = measure.measure(Point(what, 100, batch), Plan(("gla",), SHAPE, rounds=1))
+    found = measure.measure(Point(what, 100, batch), BenchPlan(("gla",), SHAPE, rounds=1))
     assert seen == 2 * [(1, 64), "timed", (batch, 100)] and found == {"gla": {"seconds": [2.0]}}
 
 
@@ -131,7 +131,7 @@ def test_one_thread_is_timed_by_its_own_clock(threads, expected, monkeypatch):
     cpu, wall = iter((10.0, 13.0)), iter((20.0, 25.0))
     monkeypatch.setattr(time, "process_time", lambda: next(cpu))
     monkeypatch.setattr(time, "perf_counter", lambda: next(wall))
-    assert measure.timed(lambda: None, Plan(("gla",), SHAPE, threads=threads)) == expected
+    assert measure.timed(lambda: None, BenchPlan(("gla",), SHAPE, threads=threads)) == expected
 
 
 def test_memory_is_in_bytes(monkeypatch, tmp_path):

@@ -117,12 +117,12 @@ def test_speed_is_of_training_alone(monkeypatch):
     clock = iter([10.0, 16.0, 18.0])
     monkeypatch.setattr(trainer.time, "perf_counter", lambda: next(clock))
     state = SimpleNamespace(global_step=5)
-    run = SimpleNamespace(state=state, marked=None, resting=0.0, measures=trainer.Measures(128, 1.0, 7, 1000.0))
+    run = SimpleNamespace(state=state, last_log=None, paused=0.0, measures=trainer.Measures(128, 1.0, 7, 1000.0))
     speed = lambda: trainer.HeadraceTrainer._speed(run)  # noqa: E731
     assert speed() == {}
-    state.global_step, run.resting = 9, 2.0
+    state.global_step, run.paused = 9, 2.0
     assert speed() == {"tokens_per_second": 128.0, "mfu": 0.896}  # 4 steps in 16 − 10 − 2 s
-    assert speed() == {} and run.resting == 0.0  # no step since
+    assert speed() == {} and run.paused == 0.0  # no step since
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,10 @@ def test_rows_to_evaluate_are_evenly_spread(data):
 
 
 def test_a_loss_as_large_as_the_unigrams_is_nothing_learnt():
-    assert card.beside(2.0, 2.0) == "The model learnt nothing: a unigram model of these tokens has 2.0000 nats."
-    assert card.beside(1.9, 2.0) == "For comparison, a unigram model of these tokens has 2.0000 nats."
+    assert (
+        card.baseline_sentence(2.0, 2.0) == "The model learnt nothing: a unigram model of these tokens has 2.0000 nats."
+    )
+    assert card.baseline_sentence(1.9, 2.0) == "For comparison, a unigram model of these tokens has 2.0000 nats."
 
 
 @pytest.mark.parametrize(

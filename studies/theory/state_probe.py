@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
 from headrace import zoo
-from headrace.hf.model import load
+from headrace.hf import load
 from headrace.utils.errors import InputError
 
 from .base import Check, format_values, normal, subplots

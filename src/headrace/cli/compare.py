@@ -66,13 +66,14 @@ def compare(
     defaults; the options below show those of `pair`. `cuda` stands for all GPUs.
     """
     from ..studies.compare.choose import choose
-    from ..studies.compare.folder import check, claim
+    from ..studies.compare.folder import check
     from ..studies.compare.page import write_report
     from ..studies.compare.pool import place_workers
     from ..studies.compare.run import complete
     from ..studies.compare.terminal import board, print_results
     from ..utils.device import all_devices
     from ..utils.processes import locked
+    from ..utils.provenance import claim
 
     changes = {
         "mixers": mixers, "seeds": seeds, "steps": steps, "batch_size": batch_size, "lr": lr, "length": length,
@@ -86,7 +87,7 @@ def compare(
     places = place_workers(all_devices(device), workers)
     check(folder, study)
     with interruptible(f"finished models are kept in {folder}; the same command continues"), locked(folder):
-        claim(folder, study, accept_old)
+        claim(folder, study.to_json(), accept_old)
         with board(study, console) as progress:
             results = complete(study, folder, progress.listen, places)
         report = write_report(results, folder)

@@ -47,7 +47,7 @@ def evaluate(
     from ..utils.processes import locked
 
     folder, console = output or Path("runs", f"eval-{run.slug(suite)}"), terminal()
-    plan = run.Plan(
+    plan = run.EvaluationPlan(
         suite, tuple(numbers("lengths", lengths)), None if data is None else str(data), limit, max_length, seed
     )
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
@@ -94,18 +94,18 @@ def bench(
     Models of transformers are measured beside them. After an interruption, the same command resumes; further lengths
     and contexts are added to the folder."""
     from ..studies.bench.models import Shape, named
-    from ..studies.bench.plan import Plan, points
+    from ..studies.bench.plan import BenchPlan, points
     from ..studies.bench.report import print_overheads, write_report
     from ..studies.bench.results import complete, rows, write_csv
     from ..utils.device import on_device
     from ..utils.environment import environment
     from ..utils.processes import locked
-    from ..utils.provenance import own
+    from ..utils.provenance import claim
 
     device, console = on_device(device), terminal()
     depth = layers if layers is not None else 2 if device == "cpu" else 24
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    plan = Plan(named(mixers), Shape(depth, hidden_size, heads), device, dtype, threads, rounds)
+    plan = BenchPlan(named(mixers), Shape(depth, hidden_size, heads), device, dtype, threads, rounds)
     wanted = points(
         list(zoo.split(what)),
         numbers("lengths", lengths),
@@ -115,7 +115,7 @@ def bench(
     if layers is None and device == "cpu":
         console.print("Note: 2 layers on a CPU instead of the paper's 24; set --layers 24 for all", style="yellow")
     with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
-        own(output, asdict(plan) | {"models": list(plan.models)}, accept_old, machine=environment()["processor"])
+        claim(output, asdict(plan) | {"models": list(plan.models)}, accept_old, machine=environment()["processor"])
         with telling(console) as tell:
             held = complete(plan, wanted, output, tell)
         lines = rows(held, plan)

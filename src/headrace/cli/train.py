@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..utils.errors import InputError
+from ..utils.settings import assignments
 from .console import AcceptOld, NewFolder, interruptible
 
 GIGA = 1e9
@@ -126,7 +127,7 @@ def train(
     step, write a checkpoint, and exit with code 130 or 143."""
     from ..training import recipes
 
-    changes = recipes.changes([*(settings or []), *([] if mixer is None else [f"mixer={mixer}"])])
+    changes = assignments([*(settings or []), *([] if mixer is None else [f"mixer={mixer}"])])
     chosen, about = recipes.load(recipe, changes)
     if dry_run or as_json:
         print_costs(chosen, about, as_json)

@@ -85,8 +85,8 @@ def convert(
     """Convert a checkpoint from or to transformers and flash-linear-attention.
 
     Without --to, converts a foreign checkpoint to headrace; with --to, converts a checkpoint of headrace."""
+    from ..hf import load
     from ..hf.convert import bring_in, take_out
-    from ..hf.model import load
     from ..utils.processes import new_folder
 
     with new_folder(output) as folder:

@@ -1,8 +1,9 @@
 """The language model with the interfaces of Hugging Face transformers, generation, a server, and conversion."""
 
 from .cache import HeadraceCache
+from .checkpoint import load
 from .config import HeadraceConfig
-from .model import HeadraceForCausalLM, HeadraceModel, HeadracePreTrainedModel, load
+from .model import HeadraceForCausalLM, HeadraceModel, HeadracePreTrainedModel
 
 __all__ = [
     "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "HeadracePreTrainedModel", "load",

@@ -100,8 +100,8 @@ class HeadraceConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         """As in transformers, but fields changed by `kwargs` are checked together with the others, as in the
         constructor."""
-        own = cls.__annotations__.keys() | cls.attribute_map.keys()
-        changed = {name: kwargs.pop(name) for name in own & kwargs.keys()}
+        known = cls.__annotations__.keys() | cls.attribute_map.keys()
+        changed = {name: kwargs.pop(name) for name in known & kwargs.keys()}
         kept = config_dict | ({"mlp": None} if "style" in changed else {})
         return super().from_dict(kept | changed, **kwargs)
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, TextStreamer, set_seed
 
 from ..utils.device import on_device
 from ..utils.errors import InputError
-from .model import load
+from .checkpoint import load
 
 
 def generate(

@@ -7,24 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ..layers.moe import balance_loss, routings
 from ..layers.packing import flash_bounds, pack_rows, sequences
 from ..layers.stack import Backbone, Block, initialise, padding_mask
 from ..ops.checks import require
-from ..ops.loss import IGNORED, causal_loss
-from ..ops.modules import untouched
 from ..utils.errors import InputError
-from ..utils.integrity import check_weights, seal, unseal
+from ..utils.integrity import seal, unseal
 from .cache import HeadraceCache
 from .config import HeadraceConfig
+from .decoding import continued, plain
+from .loss import experts_loss, token_loss
 
 
 class HeadraceBlock(GradientCheckpointingLayer, Block):
@@ -92,11 +89,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         Raises:
             InputError: arguments that contradict each other or do not fit the cache.
         """
-        bounds = flash_bounds(flash)
-        require(bounds is None or cu_seqlens is None, "cu_seqlens and cu_seq_lens_q are both given; expected one")
-        cu_seqlens = cu_seqlens if bounds is None else bounds
-        if flash:
-            raise TypeError(f"forward() got an unexpected argument {min(flash)!r}")
+        cu_seqlens = _boundaries(cu_seqlens, flash)
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("expected either input_ids or inputs_embeds, not both")
         if output_attentions:
@@ -104,11 +97,8 @@ class HeadraceModel(HeadracePreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape = x.shape
         if position_ids is not None or seq_idx is not None:
-            padding_mask(attention_mask, x, None)  # checks the shape
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-            bounds = sequences(x, position_ids, seq_idx, attention_mask, seen)
-            x, cu_seqlens = pack_rows(x, bounds, attention_mask, cu_seqlens)
-            attention_mask = attention_mask if x.shape == shape else None
+            x, attention_mask, cu_seqlens = _packed(x, attention_mask, cu_seqlens, position_ids, seq_idx, seen)
         mask = padding_mask(attention_mask, x, cu_seqlens)
         cache = _checked_cache(past_key_values, x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
         if use_cache is None:
@@ -133,6 +123,27 @@ class HeadraceModel(HeadracePreTrainedModel):
 
     def _wants_hidden_states(self, asked: bool | None) -> bool:
         return bool(self.config.output_hidden_states if asked is None else asked)
+
+
+def _boundaries(cu_seqlens: Tensor | None, flash: dict[str, Any]) -> Tensor | None:
+    """cu_seqlens, which can be given under the names of transformers' collators."""
+    bounds = flash_bounds(flash)
+    require(bounds is None or cu_seqlens is None, "cu_seqlens and cu_seq_lens_q are both given; expected one")
+    if flash:
+        raise TypeError(f"forward() got an unexpected argument {min(flash)!r}")
+    return cu_seqlens if bounds is None else bounds
+
+
+def _packed(
+    x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, position_ids: Tensor | None,
+    seq_idx: Tensor | None, seen: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(x, attention_mask, cu_seqlens) with the sequences of position_ids or seq_idx as a pack; seen: cached tokens."""
+    padding_mask(attention_mask, x, None)  # checks the shape
+    rows, cu_seqlens = pack_rows(
+        x, sequences(x, position_ids, seq_idx, attention_mask, seen), attention_mask, cu_seqlens
+    )
+    return rows, attention_mask if rows.shape == x.shape else None, cu_seqlens
 
 
 def _checked_cache(cache: Any, sequences: int) -> HeadraceCache | None:
@@ -221,35 +232,11 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             logits = self.lm_head(hidden[:, keep])
         if asked:
             everything = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
-            loss = self._loss(hidden, logits if everything else None, labels=labels, **loss_kwargs)
-            loss = loss + self._balance(attention_mask, labels, **loss_kwargs)
+            loss = token_loss(self, hidden, logits if everything else None, labels=labels, **loss_kwargs)
+            loss = loss + experts_loss(self, attention_mask, labels, **loss_kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
         )
-
-    def _loss(self, hidden: Tensor, logits: Tensor | None, **loss_kwargs) -> Tensor:
-        """The mean loss. Without logits it is computed in pieces, unless the head or the loss has been replaced or the
-        head has hooks."""
-        plain = untouched(self.lm_head, nn.Linear) and self.lm_head.bias is None
-        if logits is None and plain and self.loss_function is ForCausalLMLoss:
-            return causal_loss(hidden, self.lm_head.weight, **loss_kwargs)
-        logits = self.lm_head(hidden) if logits is None else logits
-        return self.loss_function(logits=logits, vocab_size=self.config.vocab_size, **loss_kwargs)
-
-    def _balance(
-        self, attention_mask: Tensor | None, labels: Any, shift_labels: Any = None, num_items_in_batch: Any = None
-    ) -> Tensor | float:
-        """The load-balancing loss of mixtures of experts, weighted by this batch's share of the items of a step."""
-        routed = routings(self)
-        if not routed:
-            return 0.0
-        if torch.is_grad_enabled() and not routed[0].shares.requires_grad:
-            raise InputError("use_reentrant=True gives no gradient to the balance loss; expected use_reentrant=False")
-        mask = padding_mask(attention_mask, routed[0].shares, None)
-        losses = torch.stack([balance_loss(routing, mask) for routing in routed])
-        asked = labels[:, 1:] if shift_labels is None else shift_labels
-        share = 1 if num_items_in_batch is None else (asked != IGNORED).sum().to(losses) / num_items_in_batch
-        return self.balance * losses.mean() * share
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if (kind := generation_config.cache_implementation) is not None:
@@ -261,73 +248,16 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
         **model_kwargs,
     ):  # fmt: skip
-        """Greedy search and sampling of transformers with the same tokens. In the plain case (see `_alone`) a shorter
-        loop leaves out work per token that a recurrent model does not need."""
+        """Greedy search and sampling of transformers with the same tokens. In the plain case (see `decoding.plain`) a
+        shorter loop leaves out work per token that a recurrent model does not need."""
         cache: Any = model_kwargs.get("past_key_values")
         mask = model_kwargs.get("attention_mask")
         options = (logits_processor, stopping_criteria, generation_config)
-        if synced_gpus or streamer or not self._alone(input_ids, generation_config, model_kwargs):
+        ours = type(self).forward is HeadraceForCausalLM.forward
+        if synced_gpus or streamer or not (ours and plain(self, input_ids, generation_config, model_kwargs)):
             return super()._sample(input_ids, *options, synced_gpus, streamer, **model_kwargs)  # type: ignore[misc]
         first = self(input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return self._continue(input_ids, first.logits, cache, *options)
-
-    def _alone(self, input_ids: Tensor, config, given: dict[str, Any]) -> bool:
-        """Whether the generation is plain: on a CPU, from an empty cache, with tokens as its only output, no hooks."""
-        usual = {"attention_mask", "past_key_values", "use_cache", "logits_to_keep"}
-        cache, there = given.get("past_key_values"), {name for name, value in given.items() if value is not None}
-        fresh = isinstance(cache, HeadraceCache) and cache.states is None and given["use_cache"] and there <= usual
-        more = config.return_dict_in_generate or config.is_assistant or config.prefill_chunk_size
-        ours = type(self).forward is HeadraceForCausalLM.forward and "forward" not in vars(self)
-        hooks = any(m._forward_hooks or m._forward_pre_hooks for m in (self, self.model))
-        return bool(fresh and ours and not more and not hooks and input_ids.device.type == "cpu")
-
-    def _continue(self, ids: Tensor, logits: Tensor, cache: HeadraceCache, processor, criteria, config) -> Tensor:
-        """Continues ids [B, T], with logits [B, 1, vocabulary] of the next token, until the criteria are met."""
-        unfinished, pad = ids.new_ones(ids.shape[0]), config._pad_token_tensor
-        ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        while True:
-            scores = processor(ids, logits[:, -1].to(torch.float32, copy=True))
-            if config.do_sample:
-                token = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
-            else:
-                token = scores.argmax(-1)
-            if ends:
-                token = token * unfinished + pad * (1 - unfinished)
-            ids = torch.cat([ids, token[:, None]], 1)
-            unfinished = unfinished & ~criteria(ids, None)
-            if not unfinished.any():
-                return ids
-            x, states = self.model.backbone(self.model.embed_tokens(token[:, None]), cache.states, in_place=True)
-            cache.replace(states, 1)
-            logits = self.lm_head(x)
-
-
-def load(path: str | Path) -> HeadraceForCausalLM:
-    """The model that `save_pretrained` wrote to path, in evaluation mode and the precision it was saved in.
-
-    Only safetensors are read; nothing is unpickled or downloaded. Raises InputError where anything is wrong."""
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
-    check_weights(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if not isinstance(config, HeadraceConfig):
-            raise InputError(f"its model_type is {config.model_type!r}, not 'headrace'")
-        options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
-        loaded: Any = HeadraceForCausalLM.from_pretrained(folder, config=config, output_loading_info=True, **options)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"checkpoint {str(folder)!r} cannot be read: {_first_line(error)}") from error
-    model, report = loaded
-    mismatched = {key for key, *_ in report["mismatched_keys"]}
-    if wrong := sorted({*report["missing_keys"], *report["unexpected_keys"], *mismatched}):
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise InputError(f"checkpoint {str(folder)!r} does not fit its config.json at {', '.join(wrong[:3])}{more}")
-    return model
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return continued(self, input_ids, first.logits, cache, *options)
 
 
 def register() -> None:

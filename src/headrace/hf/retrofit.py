@@ -10,8 +10,9 @@ from .. import zoo
 from ..layers.competition import Gate
 from ..spec.linear import Competition, MixerSpec, to_json
 from ..utils.errors import InputError
+from .checkpoint import load
 from .config import HeadraceConfig
-from .model import HeadraceForCausalLM, load
+from .model import HeadraceForCausalLM
 
 
 def retrofit(checkpoint: Path, competition: Competition | None = None) -> HeadraceForCausalLM:

@@ -20,21 +20,21 @@ def agreed(folder: Path, choose: Callable[[], Path | None]) -> Iterator[Path | N
         InputError: in every process, if process 0 raises one or another process does not see the folder.
     """
     with ExitStack() as held:
-        told: list[Any] = [None]
+        message: list[Any] = [None]
         if PartialState().is_main_process:
             try:
                 holder, chosen = held.enter_context(locked(folder)), choose()
-                told = [(holder, chosen and chosen.name, None)]
+                message = [(holder, chosen and chosen.name, None)]
             except InputError as error:
-                told = [(None, None, str(error))]
-        holder, name, refused = broadcast_object_list(told)[0]
+                message = [(None, None, str(error))]
+        holder, name, refused = broadcast_object_list(message)[0]
         if refused is not None:
             raise InputError(refused)
         lock = folder / LOCK
-        seen = gather_object([lock.is_file() and lock.read_text(encoding="utf-8") == holder])
-        if not all(seen):
+        visible = gather_object([lock.is_file() and lock.read_text(encoding="utf-8") == holder])
+        if not all(visible):
             raise InputError(
-                f"process {seen.index(False)} does not see the folder that process 0 writes to; expected one --output "
-                f"shared by all processes, got {str(folder)!r}"
+                f"process {visible.index(False)} does not see the folder that process 0 writes to; expected one "
+                f"--output shared by all processes, got {str(folder)!r}"
             )
         yield None if name is None else folder / name

@@ -10,7 +10,7 @@ from ..utils.environment import environment
 from ..utils.errors import InputError
 from ..utils.integrity import read_json
 from ..utils.provenance import sentence
-from .checkpoints import whole
+from .checkpoints import complete_checkpoints
 from .recipes import About, Recipe, to_yaml
 
 TEXT = """---
@@ -71,7 +71,7 @@ def write_card(
     sentence = (
         f"After {recipe.tokens:g} tokens: {final['final_loss']:.4f} nats per held-out token, perplexity "
         f"{final['final_perplexity']:.2f}, {final['final_bits_per_byte']:.4f} bits per byte. "
-        + beside(final["final_loss"], unigram)
+        + baseline_sentence(final["final_loss"], unigram)
     )
     results = [
         EvalResult("text-generation", "text", "held-out documents", metric, final[f"final_{metric}"])
@@ -90,14 +90,14 @@ def write_card(
         documents=manifest["train"]["documents"], tokens=manifest["train"]["tokens"],
         held_documents=manifest["held_out"]["documents"], length=manifest["length"],
         sources=", ".join(source["name"] for source in manifest["sources"]),
-        where=", ".join(f"{name} {value}" for name, value in environment().items()) + mixed(folder.parent),
+        where=", ".join(f"{name} {value}" for name, value in environment().items()) + versions(folder.parent),
     )  # fmt: skip
     ModelCard(text).save(folder / "README.md")
 
 
-def mixed(run: Path) -> str:
-    told = sentence(run)
-    return f".\n\n{told}" if told else ""
+def versions(run: Path) -> str:
+    several = sentence(run)
+    return f".\n\n{several}" if several else ""
 
 
 def read_history(run: Path) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ def read_history(run: Path) -> list[dict[str, Any]]:
     ended = run / "model" / "history.json"
     if ended.is_file():
         return read_json(ended)
-    found = whole(run)
+    found = complete_checkpoints(run)
     if not found:
         raise InputError(
             f"{str(run)!r} holds neither model/history.json nor a complete checkpoint; expected the folder of a run"
@@ -122,7 +122,7 @@ def named(runs: list[Path]) -> dict[str, Path]:
     return {name if names.count(name) == 1 else str(run): run for name, run in zip(names, runs, strict=True)}
 
 
-def beside(loss: float, unigram: float) -> str:
+def baseline_sentence(loss: float, unigram: float) -> str:
     """A sentence that compares the loss with that of a unigram model."""
     baseline = f"a unigram model of these tokens has {unigram:.4f} nats"
     return f"The model learnt nothing: {baseline}." if loss >= unigram else f"For comparison, {baseline}."

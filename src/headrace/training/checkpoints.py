@@ -1,4 +1,4 @@
-"""Complete checkpoints of a run. A checkpoint is written to another folder, marked with checksums of its files, and
+"""Complete checkpoints of a run. A checkpoint is written to another folder, last_log with checksums of its files, and
 renamed last. A folder without a marker is incomplete or not ours, and is neither read nor deleted.
 """
 
@@ -19,7 +19,7 @@ UNFINISHED = ".unfinished"  # the folder in which checkpoints are written
 KEPT = 2
 
 
-def whole(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, by step."""
     found = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MARKER}")]
     return sorted((path for path in found if _step(path).isdecimal()), key=lambda path: int(_step(path)))
@@ -31,7 +31,7 @@ def _step(checkpoint: Path) -> str:
 
 def newest(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None. InputError if its files do not match their checksums."""
-    found = whole(folder)
+    found = complete_checkpoints(folder)
     if not found:
         return None
     if wrong := damage(found[-1], read_json(found[-1] / MARKER)):
@@ -62,7 +62,7 @@ class MarkComplete(TrainerCallback):
         write_json(written / MARKER, record(written))
         make_room(folder / written.name)
         written.rename(folder / written.name)
-        for old in whole(folder)[:-KEPT]:
+        for old in complete_checkpoints(folder)[:-KEPT]:
             delete(old)
 
 

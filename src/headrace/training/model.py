@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..hf.model import HeadraceConfig, HeadraceForCausalLM, load
+from ..hf import HeadraceConfig, HeadraceForCausalLM, load
 from ..spec.linear import MixerSpec
 from ..utils.errors import InputError
 from .parameters import gate_parameters, initialise_gates

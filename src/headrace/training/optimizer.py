@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from .optimization import Optimization
 from .parameters import parameter_groups
-from .recipes import Recipe
 
 
 class CarefulAdamW(torch.optim.AdamW):
@@ -30,7 +30,7 @@ def full(x: Tensor) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def optimizer(model: nn.Module, recipe: Recipe) -> CarefulAdamW:
-    """The optimiser of a recipe."""
+def optimizer(model: nn.Module, recipe: Optimization, kind: type[torch.optim.AdamW] = CarefulAdamW):
+    """The optimiser of a recipe, of class `kind`."""
     groups = parameter_groups(model, recipe.weight_decay, recipe.gate_lr * recipe.lr)
-    return CarefulAdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
+    return kind(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)

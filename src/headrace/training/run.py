@@ -7,6 +7,7 @@ runs/                      TensorBoard
 """
 
 import errno
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -23,13 +24,15 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, ProgressCallback, TrainerState, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
+from .. import zoo
 from ..data import Collator, PackedData, unigram_loss
 from ..utils.errors import InputError
 from ..utils.integrity import write_json
 from ..utils.processes import end_with_parent
-from ..utils.provenance import own
+from ..utils.provenance import claim
 from . import checkpoints
 from .agreement import agreed
+from .arguments import training_arguments
 from .card import write_card
 from .model import build, estimate
 from .optimizer import optimizer
@@ -38,7 +41,7 @@ from .trainer import HeadraceTrainer, Measures, Progress, answers
 from .watch import Stop, Watch
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "none")
-BESIDE = ("seconds", "megabytes_per_second", "files")  # fields of a manifest that do not identify the data
+NOT_IDENTIFYING = ("seconds", "megabytes_per_second", "files")  # fields of a manifest that do not identify the data
 LOG_EVERY = 10  # steps between logs if save_every is a multiple, else their greatest common divisor
 
 
@@ -68,21 +71,27 @@ def train(
     with agreed(folder, partial(begin, folder, recipe, data, accept_old)) as last:
         set_seed(recipe.seed)
         trainer = make_trainer(recipe, data, settings)
-        with told_of_full_disks(trainer, folder):
-            go_on(trainer, last, recipe, folder)
+        with report_write_errors(trainer, folder):
+            train_to_end(trainer, last, recipe, folder)
             finish(trainer, recipe, about, data, folder / "model")
     return trainer
 
 
 def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = False) -> Path | None:
-    """Claims the folder and returns the checkpoint to resume from. Called in process 0 only."""
-    claim(folder, recipe, data, accept_old)
+    """Claims the folder for the run and returns the checkpoint to resume from. Called in process 0 only.
+
+    Raises:
+        InputError: the folder belongs to another run or to another version of headrace.
+    """
+    identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
+    plan = {"recipe": json.loads(json.dumps(asdict(recipe))), "data": identity}  # as it is read back: lists for tuples
+    claim(folder, plan, accept_old, "run.json")
     checkpoints.discard_unfinished(folder)
     return checkpoints.newest(folder)
 
 
 @contextmanager
-def told_of_full_disks(trainer: HeadraceTrainer, folder: Path) -> Iterator[None]:
+def report_write_errors(trainer: HeadraceTrainer, folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -90,14 +99,14 @@ def told_of_full_disks(trainer: HeadraceTrainer, folder: Path) -> Iterator[None]
             raise
         full = getattr(error, "errno", None) == errno.ENOSPC
         reason = "the disk is full" if full else f"a checkpoint cannot be written ({str(error).splitlines()[0]})"
-        raise broken_off(f"{reason} at step {trainer.state.global_step}", folder) from error
+        raise stopped_run(f"{reason} at step {trainer.state.global_step}", folder) from error
 
 
-def broken_off(what: str, folder: Path) -> InputError:
+def stopped_run(what: str, folder: Path) -> InputError:
     return InputError(f"{what}; the last complete checkpoint is {checkpoints.newest(folder)}")
 
 
-def go_on(trainer: HeadraceTrainer, last: Path | None, recipe: Recipe, folder: Path) -> None:
+def train_to_end(trainer: HeadraceTrainer, last: Path | None, recipe: Recipe, folder: Path) -> None:
     """Trains to the last step. InputError if too many gradients were not finite; KeyboardInterrupt or Terminated if a
     signal stopped the run."""
     stop, watch = Stop(), Watch(trainer, recipe.warmup_steps)
@@ -106,7 +115,7 @@ def go_on(trainer: HeadraceTrainer, last: Path | None, recipe: Recipe, folder: P
     with stop.listening():
         train_from(trainer, last)
     if watch.broken:
-        raise broken_off(f"training diverged and was stopped at step {trainer.state.global_step}", folder)
+        raise stopped_run(f"training diverged and was stopped at step {trainer.state.global_step}", folder)
     stop.end()
 
 
@@ -159,18 +168,11 @@ def check_launcher(fsdp: bool) -> None:
 
 
 def check_trackers(trackers: str) -> None:
-    for name in trackers.split(","):
+    for name in zoo.split(trackers):
         if name not in TRACKERS:
             raise InputError(f"--trackers={trackers!r}; expected {', '.join(TRACKERS)}, or several separated by commas")
         if name != "none" and find_spec(name) is None:
             raise InputError(f"--trackers={trackers!r}: {name} is not installed (pip install {name})")
-
-
-def claim(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = False) -> None:
-    """Claims the folder for the run. InputError if it belongs to another run or to another version of headrace."""
-    told = {name: value for name, value in data.manifest.items() if name not in BESIDE}
-    wanted = {"recipe": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(recipe).items()}, "data": told}
-    own(folder, wanted, accept_old, "run.json")
 
 
 def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) -> HeadraceTrainer:
@@ -225,14 +227,12 @@ def some(rows: Dataset, count: int) -> Dataset:
 
 def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> TrainingArguments:
     cpu = not torch.accelerator.is_available()
-    settings = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=recipe.steps,
-        learning_rate=recipe.lr,
-        warmup_steps=recipe.warmup_steps,
-        lr_scheduler_type="cosine_with_min_lr" if recipe.schedule == "cosine" else "linear",
-        lr_scheduler_kwargs={"min_lr_rate": recipe.min_lr} if recipe.schedule == "cosine" else {},
-        max_grad_norm=recipe.clips or 0.0,
+    settings = training_arguments(
+        recipe,
+        folder,
+        recipe.steps,
+        recipe.warmup_steps,
+        cpu,
         bf16=recipe.precision == "bfloat16",
         activation_checkpointing=recipe.recompute,
         torch_compile=recipe.compile,
@@ -240,16 +240,14 @@ def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> Traini
         fsdp_config={"version": 2} if fsdp else None,
         seed=recipe.seed,
         data_seed=recipe.seed,
-        use_cpu=cpu,
         dataloader_pin_memory=not cpu,
         dataloader_drop_last=True,
-        remove_unused_columns=False,
         eval_strategy="steps",
         eval_steps=recipe.evaluate_every,
         save_steps=recipe.save_every,
         logging_steps=math.gcd(recipe.save_every, LOG_EVERY),
         logging_nan_inf_filter=False,
-        report_to=trackers.split(","),
+        report_to=list(zoo.split(trackers)),
         per_device_eval_batch_size=recipe.micro_batch,
     )
     share_rows(recipe, settings)

@@ -32,8 +32,8 @@ class HeadraceTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.measures = measures
         self.gates: list[dict[str, Any]] = []  # gate statistics of the last evaluation
-        self.marked: tuple[float, int] | None = None
-        self.resting = 0.0
+        self.last_log: tuple[float, int] | None = None
+        self.paused = 0.0
 
     def _get_train_sampler(self, train_dataset=None) -> RandomSampler:
         """Random order in each epoch, without the last rows of an epoch if they do not fill a step."""
@@ -54,12 +54,12 @@ class HeadraceTrainer(Trainer):
             "bits_per_byte": loss / math.log(2) / self.measures.bytes_per_token,
         }
         for gate in gates:
-            metrics |= told_of(gate)
+            metrics |= logged_statistics(gate)
         found = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(found)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         self.gates = gates
-        self.resting += time.perf_counter() - started
+        self.paused += time.perf_counter() - started
         return found
 
     @torch.no_grad()
@@ -102,12 +102,12 @@ class HeadraceTrainer(Trainer):
 
     def _speed(self) -> dict[str, float]:
         """Training speed since the last log, without the time of evaluations."""
-        now, seen = time.perf_counter(), self.state.global_step
-        before, self.marked, resting, self.resting = self.marked, (now, seen), self.resting, 0.0
-        if before is None or seen == before[1]:
+        now, step = time.perf_counter(), self.state.global_step
+        before, self.last_log, paused, self.paused = self.last_log, (now, step), self.paused, 0.0
+        if before is None or step == before[1]:
             return {}
-        tokens = (seen - before[1]) * self.measures.tokens_per_step
-        rate = tokens / (now - before[0] - resting)
+        tokens = (step - before[1]) * self.measures.tokens_per_step
+        rate = tokens / (now - before[0] - paused)
         speed = {"tokens_per_second": round(rate, 1)}
         if self.measures.peak_flops:
             speed["mfu"] = round(rate * self.measures.flops_per_token / self.measures.peak_flops, 4)
@@ -145,11 +145,11 @@ def answers(batch: dict[str, Tensor]) -> Tensor:
 def shares(rows: int, size: int, process: int, processes: int) -> list[range]:
     """The rows in each batch of a process. All processes have equally many batches, as the processes of a sharded model
     synchronise in each forward pass; the last batch of a process may be empty."""
-    own, most = range(process, rows, processes), -(-rows // processes)
-    return [own[i : i + size] for i in range(0, most, size)]
+    chosen, most = range(process, rows, processes), -(-rows // processes)
+    return [chosen[i : i + size] for i in range(0, most, size)]
 
 
-def told_of(gate: dict[str, Any]) -> dict[str, float]:
+def logged_statistics(gate: dict[str, Any]) -> dict[str, float]:
     """The statistics of a gate by logged name: write_entropy_<layer>, write_specialisation_<layer>,
     write_load_<layer>_<head>, and the same for read gates. See `GateStatistics.summary`."""
     kind, layer = gate["gate"], gate["layer"]
@@ -179,12 +179,12 @@ def first_not_finite(model: nn.Module, batch: dict[str, Any]) -> str:
     """The name of the first block whose output is not finite on this batch."""
     found: list[int] = []
 
-    def look(index: int, module: nn.Module, args: Any, output: Any) -> None:
+    def check_output(index: int, module: nn.Module, args: Any, output: Any) -> None:
         if not bool(output[0].isfinite().all()):
             found.append(index)
 
     blocks = [module for module in model.modules() if isinstance(module, Block)]
-    handles = [block.register_forward_hook(partial(look, i)) for i, block in enumerate(blocks)]
+    handles = [block.register_forward_hook(partial(check_output, i)) for i, block in enumerate(blocks)]
     try:
         with torch.no_grad():
             model(**batch)

@@ -70,10 +70,10 @@ class Stop(TrainerCallback):
         self.heard = number
 
     def on_step_end(self, args, state, control, **kwargs):
-        told = torch.tensor(float(self.heard is not None), device=args.device)
+        stop = torch.tensor(float(self.heard is not None), device=args.device)
         if torch.distributed.is_initialized():  # a signal reaches the processes at different steps
-            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
-        if told:
+            torch.distributed.all_reduce(stop, torch.distributed.ReduceOp.MAX)
+        if stop:
             # Without a log here, measurements since the last log would be lost.
             self.stopped = control.should_log = control.should_save = control.should_training_stop = True
 

@@ -37,7 +37,7 @@ def running(**more: str) -> Made:
     return {"headrace": f"{__version__} (source {source()})", **packages, **more}
 
 
-def claim(folder: Path, fresh: bool, accept_old: bool, **more: str) -> None:
+def record_versions(folder: Path, fresh: bool, accept_old: bool, **more: str) -> None:
     """Records the versions that run now in a folder, which must be locked.
 
     fresh: whether the folder has no results. Raises InputError if other versions made results, unless accept_old."""
@@ -74,11 +74,11 @@ def refuse_foreign(folder: Path, file: str = "plan.json") -> None:
         raise InputError(f"{str(folder)!r} exists and is no folder of reports or runs; name another --output")
 
 
-def own(folder: Path, wanted: Any, accept_old: bool = False, file: str = "plan.json", **made: str) -> None:
+def claim(folder: Path, wanted: Any, accept_old: bool = False, file: str = "plan.json", **made: str) -> None:
     """Writes the plan `wanted` into a folder, or checks that the folder has the same plan, and records the versions.
 
-    made: see `claim`. Raises InputError if the folder has another plan or other files, cannot be written or, without
-    accept_old, has results of other versions."""
+    made: other properties that the results depend on. Raises InputError if the folder has another plan or other files,
+    cannot be written or, without accept_old, has results of other versions."""
     path = folder / file
     if path.exists() and (held := read_json(path)) != wanted:
         where, there, here = difference(held, wanted)
@@ -88,7 +88,7 @@ def own(folder: Path, wanted: Any, accept_old: bool = False, file: str = "plan.j
     if fresh := not path.exists():
         refuse_foreign(folder, file)
     try:
-        claim(folder, fresh, accept_old, **made)
+        record_versions(folder, fresh, accept_old, **made)
         if fresh:
             write_json(path, wanted)
     except OSError as error:

@@ -32,8 +32,8 @@ def fla_config(c: Config, mixer: str) -> Config:
 
 
 def fla_describe(config: Any, **more: Any) -> Config:
-    own = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size, "norm_eps": config.norm_eps}
-    return own | more
+    sizes = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size, "norm_eps": config.norm_eps}
+    return sizes | more
 
 
 def widths(c: Config) -> str:
@@ -76,8 +76,8 @@ def gated_deltanet_config(c: Config) -> Config:
 def gated_deltanet_describe(config: Any) -> Config:
     spec, H = config.mixers[0], config.num_heads
     K, V = spec.head_dims(config.hidden_size, H)
-    own = {"head_dim": K, "expand_v": V / K, "num_v_heads": H, "conv_size": conv_width(spec)}
-    return fla_describe(config, **own) | {"num_heads": key_heads(spec, H)}
+    sizes = {"head_dim": K, "expand_v": V / K, "num_v_heads": H, "conv_size": conv_width(spec)}
+    return fla_describe(config, **sizes) | {"num_heads": key_heads(spec, H)}
 
 
 def fla(architecture: str, config, describe, pairs, read: Config, only: dict[str, Any], *ignored: str) -> Format:

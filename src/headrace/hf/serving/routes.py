@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from ...utils.device import on_device
 from ...utils.errors import InputError
+from ..checkpoint import load
 from ..generate import read_tokenizer
-from ..model import load
 from .engine import Engine, Piece
 from .requests import Chat, Completion, Refused
 
@@ -226,26 +226,20 @@ async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None
         watching.cancel()
 
 
-def _error(status: int, sentence: str, param: str | None, code: str | None, headers: Any = None) -> JSONResponse:
-    kind = {404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
-    content = {"error": {"message": sentence, "type": kind, "param": param, "code": code}}
-    return JSONResponse(content, status, headers)
-
-
-async def refused(request: Request, error: Any) -> JSONResponse:
-    """The answer to an HTTPException: Refused, or a 404 or 405 of the router."""
+async def error_response(request: Request, error: Any) -> JSONResponse:
+    """Every error in the format of OpenAI: a refusal, a 404 or 405 of the router, an InputError of the model (such as
+    for a text longer than its learned positions), or a failure of the server."""
+    status, headers, param, code = getattr(error, "status_code", 500), getattr(error, "headers", None), None, None
     if isinstance(error, Refused):
-        return _error(error.status_code, error.detail, error.param, error.code, error.headers)
-    return _error(error.status_code, f"{request.method} {request.url.path} is not served", None, None, error.headers)
-
-
-async def impossible(request: Request, error: Any) -> JSONResponse:
-    """The answer to an InputError of the model, such as for a text longer than its learned positions."""
-    return _error(400, str(error), None, None)
-
-
-async def failed(request: Request, error: Exception) -> JSONResponse:
-    return _error(500, f"the server failed with {type(error).__name__}; its log says where", None, None)
+        sentence, param, code = error.detail, error.param, error.code
+    elif isinstance(error, HTTPException):
+        sentence = f"{request.method} {request.url.path} is not served"
+    elif isinstance(error, InputError):
+        status, sentence = 400, str(error)
+    else:
+        sentence = f"the server failed with {type(error).__name__}; its log says where"
+    kind = {404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
+    return JSONResponse({"error": {"message": sentence, "type": kind, "param": param, "code": code}}, status, headers)
 
 
 def application(checkpoint: Path, limits: Limits = Limits(), device: str | None = None) -> Starlette:
@@ -262,7 +256,7 @@ def application(checkpoint: Path, limits: Limits = Limits(), device: str | None 
     ]
     if tokenizer.chat_template is not None:
         routes.append(Route("/v1/chat/completions", Answers(service, Chat), methods=["POST"]))
-    handlers: Any = {HTTPException: refused, InputError: impossible, Exception: failed}
+    handlers: Any = dict.fromkeys((HTTPException, InputError, Exception), error_response)
     made = Starlette(routes=routes, exception_handlers=handlers)
     made.router.redirect_slashes = False
     return made

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...utils.errors import InputError
 from .decoding import Decoder
 from .models import build, cache_bytes
-from .plan import DTYPES, Plan, Point
+from .plan import DTYPES, BenchPlan, Point
 
 WARM = 64  # tokens of the warm-up step, which is not measured
 TOKENS = 8  # tokens decoded in a turn
@@ -25,13 +25,13 @@ SHARE = 4  # one cache may take at most 1 / SHARE of the free memory
 Measured = dict[str, Any]  # seconds: one for each round; bytes; how; or left_out: the reason
 
 
-def measure(point: Point, plan: Plan) -> dict[str, Measured]:
+def measure(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Model -> its measurement at a point: {"seconds": [...], ...}, or {"left_out": reason}."""
     torch.set_num_threads(plan.threads)
     return MEASUREMENTS[point.what](point, plan)
 
 
-def training(point: Point, plan: Plan) -> dict[str, Measured]:
+def training(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Time of a training step: forward, backward and AdamW. A model is built for its turn only, to save memory."""
 
     def turn(name: str) -> float:
@@ -44,7 +44,7 @@ def training(point: Point, plan: Plan) -> dict[str, Measured]:
 
 
 @torch.inference_mode()
-def prefill(point: Point, plan: Plan) -> dict[str, Measured]:
+def prefill(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Time to the first token after a prompt."""
 
     def turn(name: str) -> float:
@@ -56,7 +56,7 @@ def prefill(point: Point, plan: Plan) -> dict[str, Measured]:
 
 
 @torch.inference_mode()
-def decoding(point: Point, plan: Plan) -> dict[str, Measured]:
+def decoding(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Time of one decoded token after a context, with the bytes of the state."""
     limit, decoders = free(plan) // SHARE, {}
     found: dict[str, Measured] = {}
@@ -72,7 +72,7 @@ def decoding(point: Point, plan: Plan) -> dict[str, Measured]:
     return {name: about.get(name, {}) | found[name] for name in plan.models}
 
 
-def several(decoder: Decoder, plan: Plan) -> float:
+def several(decoder: Decoder, plan: BenchPlan) -> float:
     """Seconds per token, the mean over TOKENS tokens."""
 
     def tokens() -> None:
@@ -82,7 +82,7 @@ def several(decoder: Decoder, plan: Plan) -> float:
     return timed(tokens, plan) / TOKENS
 
 
-def memory(point: Point, plan: Plan) -> dict[str, Measured]:
+def memory(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Peak memory of a training step. Each model has its own process, as the peak of a process never falls."""
     found: dict[str, Measured] = {}
     for name in plan.models:
@@ -99,7 +99,7 @@ def memory(point: Point, plan: Plan) -> dict[str, Measured]:
 MEASUREMENTS = {"memory": memory, "training": training, "prefill": prefill, "decoding": decoding}
 
 
-def peak(name: str, point: Point, plan: Plan) -> int:
+def peak(name: str, point: Point, plan: BenchPlan) -> int:
     """Peak bytes of weights, gradients, AdamW moments and activations; on a CPU, minus those of the process before."""
     torch.set_num_threads(plan.threads)
     before = 0 if on_cuda(plan) else resident("VmRSS")
@@ -129,7 +129,7 @@ class Step:
         self.optimizer.zero_grad()
 
 
-def taking_turns(names: Iterable[str], turn: Callable[[str], float], plan: Plan) -> dict[str, Measured]:
+def taking_turns(names: Iterable[str], turn: Callable[[str], float], plan: BenchPlan) -> dict[str, Measured]:
     """One warm-up round and `plan.rounds` measured rounds, in which `turn(name)` returns the seconds of each model. A
     model that runs out of memory is left out from then on."""
     found: dict[str, Measured] = {name: {"seconds": []} for name in names}
@@ -149,7 +149,7 @@ def taking_turns(names: Iterable[str], turn: Callable[[str], float], plan: Plan)
     return found
 
 
-def timed(call: Callable[[], Any], plan: Plan) -> float:
+def timed(call: Callable[[], Any], plan: BenchPlan) -> float:
     clock = time.process_time if plan.clock == "cpu time" else time.perf_counter
     synchronise(plan)
     start = clock()
@@ -158,16 +158,16 @@ def timed(call: Callable[[], Any], plan: Plan) -> float:
     return clock() - start
 
 
-def synchronise(plan: Plan) -> None:
+def synchronise(plan: BenchPlan) -> None:
     if plan.device != "cpu":
         torch.accelerator.synchronize()
 
 
-def on_cuda(plan: Plan) -> bool:
+def on_cuda(plan: BenchPlan) -> bool:
     return plan.device.startswith("cuda")
 
 
-def free(plan: Plan) -> int:
+def free(plan: BenchPlan) -> int:
     """Bytes of free memory on the device."""
     if on_cuda(plan):
         return torch.cuda.mem_get_info(plan.device)[0]
@@ -177,9 +177,9 @@ def free(plan: Plan) -> int:
     raise InputError("--what=decoding needs /proc, which this system does not have; leave decoding out of --what")
 
 
-def built(name: str, plan: Plan) -> nn.Module:
+def built(name: str, plan: BenchPlan) -> nn.Module:
     return build(name, plan.shape).to(plan.device, DTYPES[plan.dtype])
 
 
-def ids(length: int, batch: int, plan: Plan) -> Tensor:
+def ids(length: int, batch: int, plan: BenchPlan) -> Tensor:
     return torch.randint(plan.shape.vocab_size, (batch, length), device=plan.device)

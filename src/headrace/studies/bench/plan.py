@@ -18,7 +18,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """Models, machine settings and number of rounds of a benchmark."""
 
     models: tuple[str, ...]

@@ -14,7 +14,7 @@ from ...report.numbers import compact, count
 from ...report.page import Page, Section, picture
 from ...report.style import PALETTE, STYLE
 from .models import PEERS
-from .plan import MEASURED, Plan
+from .plan import MEASURED, BenchPlan
 from .results import backbones, compressions, overhead
 
 TITLES = {  # measurement -> (title, unit, label of the x axis)
@@ -32,7 +32,7 @@ CAPTION = "Solid: backbone; dashed: with competition; dotted: model of transform
 
 
 def write_report(
-    held: list[dict[str, Any]], lines: list[dict[str, Any]], plan: Plan, folder: Path, command: str
+    held: list[dict[str, Any]], lines: list[dict[str, Any]], plan: BenchPlan, folder: Path, command: str
 ) -> Path:
     shape = plan.shape
     about = (
@@ -60,13 +60,13 @@ def present(held: list[dict[str, Any]]) -> list[str]:
     return [what for what in MEASURED if any(one["point"]["what"] == what for one in held)]
 
 
-def overheads(held: list[dict[str, Any]], plan: Plan) -> Section:
+def overheads(held: list[dict[str, Any]], plan: BenchPlan) -> Section:
     header = ("backbone", *(COSTS[what] for what in present(held)))
     rows = [(name, *(str(overhead(held, name, what)) for what in present(held))) for name in backbones(plan)]
     return Section("Overhead of competition", (OVERHEAD,), header=header, rows=rows)
 
 
-def print_overheads(held: list[dict[str, Any]], plan: Plan, console: Console) -> None:
+def print_overheads(held: list[dict[str, Any]], plan: BenchPlan, console: Console) -> None:
     section = overheads(held, plan)
     table = Table(*section.header, title="Overhead of competition", caption=OVERHEAD, title_justify="left")
     for row in section.rows:
@@ -74,7 +74,7 @@ def print_overheads(held: list[dict[str, Any]], plan: Plan, console: Console) ->
     console.print(table)
 
 
-def measured(what: str, lines: list[dict[str, Any]], plan: Plan, folder: Path) -> Section:
+def measured(what: str, lines: list[dict[str, Any]], plan: BenchPlan, folder: Path) -> Section:
     title, unit, place = TITLES[what]
     own = [line for line in lines if line["what"] == what]
     places = list(dict.fromkeys((line["length"], line["batch"]) for line in own))
@@ -161,7 +161,7 @@ def line_style(name: str, names: list[str]) -> dict[str, Any]:
     return {"color": PALETTE[known.index(base) % len(PALETTE)], "ls": dash, "marker": "x" if dash == "--" else "o"}
 
 
-def compressed(held: list[dict[str, Any]], plan: Plan, folder: Path) -> Section | None:
+def compressed(held: list[dict[str, Any]], plan: BenchPlan, folder: Path) -> Section | None:
     """The section on the size of the transformer's cache over the size of each state; None without such numbers."""
     found = compressions(held, plan)
     if not found:

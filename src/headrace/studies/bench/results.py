@@ -19,7 +19,7 @@ from ...utils.environment import environment
 from ...utils.integrity import read_json, write_json
 from .measure import measure
 from .models import PEERS, cache_bytes
-from .plan import MEASURED, Plan, Point
+from .plan import MEASURED, BenchPlan, Point
 
 COLUMNS = (
     "date", "commit", "processor", "device", "threads", "headrace", "torch", "transformers", "python", "dtype", "clock",
@@ -28,7 +28,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def complete(plan: Plan, wanted: list[Point], folder: Path, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+def complete(plan: BenchPlan, wanted: list[Point], folder: Path, tell: Callable[[str], None]) -> list[dict[str, Any]]:
     """Measures the points that the folder does not hold yet, and returns all points of the folder."""
     for i, point in enumerate(wanted, 1):
         path = point.path(folder)
@@ -42,7 +42,7 @@ def complete(plan: Plan, wanted: list[Point], folder: Path, tell: Callable[[str]
     return sorted(held, key=lambda one: (MEASURED.index(one["point"]["what"]), *list(one["point"].values())[1:]))
 
 
-def rows(held: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
+def rows(held: list[dict[str, Any]], plan: BenchPlan) -> list[dict[str, Any]]:
     """Rows of the CSV, one for each model at each point."""
     found = []
     for one in held:
@@ -87,7 +87,7 @@ class Overhead:
         return f"{middle - 1:+.1%} " + ("(one pair)" if around is None else f"± {around * middle / 2:.1%}")
 
 
-def backbones(plan: Plan) -> list[str]:
+def backbones(plan: BenchPlan) -> list[str]:
     return [name for name in plan.models if f"softmax-{name}" in plan.models]
 
 
@@ -116,7 +116,7 @@ class Compression:
     measured: float
 
 
-def compressions(held: list[dict[str, Any]], plan: Plan) -> list[Compression]:
+def compressions(held: list[dict[str, Any]], plan: BenchPlan) -> list[Compression]:
     found = []
     for one in held:
         context = one["point"]["length"]

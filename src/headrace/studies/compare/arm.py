@@ -15,12 +15,14 @@ from ...spec.linear import from_json
 from ...spec.stack import as_decoder
 from ...tasks import IGNORED, Answers, Rows, Sequences
 from ...tasks.base import Batch
+from ...training.arguments import training_arguments
 from ...training.gate_statistics import GateWatch
-from ...training.parameters import gate_parameters, parameter_groups
+from ...training.optimizer import optimizer
+from ...training.parameters import gate_parameters
 from ...utils.environment import environment
 from ...utils.integrity import write_json
 from .model import build, flops, model_inputs
-from .plan import Arm, Recipe
+from .plan import Arm, ArmRecipe
 
 Tell = Callable[[int, dict[str, float] | None], None]  # (step, scores after an evaluation, else None)
 
@@ -41,39 +43,30 @@ def train(arm: Arm, path: Path, tell: Tell, device: str = "cpu") -> None:
         arguments(plan.recipe, arm.seed, path.parent, device),
         train_dataset=rows,
         callbacks=[curve],
-        optimizers=(optimizer(model, plan.recipe), None),
+        optimizers=(optimizer(model, plan.recipe, torch.optim.AdamW), None),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     write_json(path, result(arm, model, curve) | {"seconds": time.perf_counter() - started})
 
 
-def arguments(recipe: Recipe, seed: int, folder: Path, device: str) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(folder),
-        max_steps=recipe.steps,
+def arguments(recipe: ArmRecipe, seed: int, folder: Path, device: str) -> TrainingArguments:
+    return training_arguments(
+        recipe,
+        folder,
+        recipe.steps,
+        round(recipe.warmup * recipe.steps),
+        device == "cpu",
         per_device_train_batch_size=recipe.batch_size,
-        learning_rate=recipe.lr,
-        warmup_steps=round(recipe.warmup * recipe.steps),
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.05},
-        max_grad_norm=1.0,
         seed=seed,
         train_sampling_strategy="sequential",  # rows are drawn at random already
         label_names=["shift_labels"],
-        remove_unused_columns=False,
-        use_cpu=device == "cpu",
         dataloader_pin_memory=False,
         save_strategy="no",
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
     )
-
-
-def optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    groups = parameter_groups(model, recipe.weight_decay, recipe.gate_lr * recipe.lr)
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)
 
 
 class Curve(TrainerCallback):

@@ -11,7 +11,7 @@ from ...spec.stack import Decoder
 from ...tasks import Task, Text
 from ...utils.errors import InputError, nearest
 from .defaults import DEFAULTS, DEMO
-from .plan import Plan, Recipe, Shape, Study
+from .plan import ArmRecipe, Plan, Shape, Study
 
 
 def choose(
@@ -102,7 +102,7 @@ def at(plan: Plan, name: str, value: Any) -> Plan:
 
 
 def changed(plan: Plan, changes: dict[str, Any]) -> Plan:
-    own = lambda record: {f.name: changes[f.name] for f in fields(record) if f.name in changes}  # noqa: E731
+    of = lambda record: {f.name: changes[f.name] for f in fields(record) if f.name in changes}  # noqa: E731
     mixers = zoo.several(changes["mixers"]) if "mixers" in changes else plan.mixers
     # A hybrid needs as many layers as its pattern has; the other mixers get the same depth.
     patterns = (len(spec.layers) if isinstance(spec := zoo.get(mixer), Decoder) else 1 for mixer in mixers)
@@ -112,6 +112,6 @@ def changed(plan: Plan, changes: dict[str, Any]) -> Plan:
         mixers=mixers,
         seeds=changes.get("seeds", plan.seeds),
         task=plan.task.resized(changes["length"]) if "length" in changes else plan.task,
-        shape=replace(plan.shape, **own(Shape)),
-        recipe=replace(plan.recipe, **own(Recipe)),
+        shape=replace(plan.shape, **of(Shape)),
+        recipe=replace(plan.recipe, **admitted(ArmRecipe, of(ArmRecipe), "recipe")),
     )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ... import tasks
-from .plan import Plan, Recipe, Shape, Study
+from .plan import ArmRecipe, Plan, Shape, Study
 
 PAIR = Plan(
     "pair",
@@ -20,7 +20,7 @@ KEY_VALUE = Plan(
     ("transformer", "retnet", "softmax-retnet", "gated-deltanet", "softmax-gated-deltanet"),
     tasks.KeyValue(),
     Shape(layers=2, heads=4),
-    Recipe(steps=1000, lr=3e-3),
+    ArmRecipe(steps=1000, lr=3e-3),
 )
 # The default vocabulary of Mqar is Zoology's 8,192, with which nothing is learnt within these steps (docs/log.md).
 MQAR = replace(KEY_VALUE, name="mqar", task=tasks.Mqar(vocabulary=288, pairs=4, length=32))
@@ -30,7 +30,7 @@ SELECTIVE_COPY = replace(
     name="selective-copy",
     mixers=("mamba", *KEY_VALUE.mixers),
     task=tasks.SelectiveCopy(symbols=8, copied=4, length=24),
-    recipe=Recipe(steps=300, batch_size=32, lr=3e-3),
+    recipe=ArmRecipe(steps=300, batch_size=32, lr=3e-3),
 )
 INDUCTION = replace(KEY_VALUE, name="induction", mixers=SELECTIVE_COPY.mixers, task=tasks.Induction())
 NEEDLE = Plan(
@@ -38,7 +38,7 @@ NEEDLE = Plan(
     ("gla", "softmax-gla", "gated-deltanet", "softmax-gated-deltanet", "transformer"),
     tasks.Needle(length=512),
     Shape(layers=2, heads=4, mlp=128),
-    Recipe(steps=1000, batch_size=16, lr=3e-3, held_out=128),
+    ArmRecipe(steps=1000, batch_size=16, lr=3e-3, held_out=128),
     seeds=1,
 )
 DIGITS = Plan(
@@ -46,14 +46,14 @@ DIGITS = Plan(
     ("gla", "softmax-gla", "bert(mixer=gla)", "bert(mixer=softmax-gla)", "transformer"),
     tasks.Digits(),
     Shape(layers=2, heads=4),
-    Recipe(steps=500, lr=3e-3, held_out=359),
+    ArmRecipe(steps=500, lr=3e-3, held_out=359),
 )
 TEXT = Plan(
     "text",
     ("gla", "softmax-gla", "transformer"),
     tasks.Text(length=96),
     Shape(layers=2, mlp=128),
-    Recipe(batch_size=16, lr=6e-3, held_out=256),
+    ArmRecipe(batch_size=16, lr=6e-3, held_out=256),
     seeds=2,
 )
 MASKED = Plan(
@@ -61,7 +61,7 @@ MASKED = Plan(
     ("bert", "bert(mixer=gla)", "bert(mixer=softmax-gla)"),
     tasks.Masked(length=64),
     Shape(layers=2, heads=4),
-    Recipe(batch_size=32, lr=3e-3, held_out=256),
+    ArmRecipe(batch_size=32, lr=3e-3, held_out=256),
     seeds=2,
 )
 REVERSE = Plan(
@@ -69,7 +69,7 @@ REVERSE = Plan(
     ("rnn", "luong", "bahdanau", "transformer-2017", "t5", "transformer", "gated-deltanet"),
     tasks.Reverse(),
     Shape(layers=2, heads=4),
-    Recipe(steps=600, lr=3e-3),
+    ArmRecipe(steps=600, lr=3e-3),
 )
 DATES = replace(REVERSE, name="dates", task=tasks.Dates())
 SPANS = replace(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...utils.errors import InputError
 from ...utils.integrity import read_json
-from ...utils.provenance import own, refuse_foreign
+from ...utils.provenance import refuse_foreign
 from .plan import Arm, Study
 
 NEEDED = {"mixer", "seed", "scores", "environment", "flops", "speeds"}  # required keys of an arm's result
@@ -22,12 +22,6 @@ def read_result(path: Path) -> dict[str, Any]:
     if not isinstance(result, dict) or not result.keys() >= NEEDED:
         raise InputError(f"{str(path)!r} is not the result of an arm; delete it and run the command again")
     return result
-
-
-def claim(folder: Path, study: Study, accept_old: bool = False) -> None:
-    """Claims the folder for the study. InputError if the study is invalid or the folder belongs to another one."""
-    check(folder, study)
-    own(folder, study.to_json(), accept_old)
 
 
 def check(folder: Path, study: Study) -> None:

@@ -6,13 +6,15 @@ import json
 import re
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from ... import zoo
 from ...spec.encoder_decoder import ModelSpec
 from ...spec.linear import to_json
+from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt
 from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
+from ...training.optimization import Optimization
 from ...utils.errors import InputError
 
 MATCHED = 1.05  # largest ratio of two sizes that are called matched
@@ -32,19 +34,16 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Training with AdamW, linear warm-up, cosine decay to a twentieth of `lr`, and gradients clipped at norm 1."""
+class ArmRecipe(Optimization):
+    """Training of one arm with AdamW; `warmup` is a fraction of the steps."""
 
-    steps: int = 300
-    batch_size: int = 64
-    lr: float = 1e-2
-    warmup: float = 1 / 15  # fraction of the steps
-    weight_decay: float = 0.1
-    evaluations: int = 10
-    held_out: int = 512  # number of held-out rows
-    gate_lr: float = 1.0  # learning rate of the competition's weights, as a multiple of lr
-    gate_std: float = 0.0  # standard deviation of the competition's initial weights
-    gate_init: Literal["normal", "orthogonal"] = "normal"
+    lr: PositiveFloat = 1e-2
+    min_lr: NonNegativeFloat = 0.05
+    steps: PositiveInt = 300
+    batch_size: PositiveInt = 64
+    warmup: NonNegativeFloat = 1 / 15
+    evaluations: PositiveInt = 10
+    held_out: PositiveInt = 512  # number of held-out rows
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Plan:
     mixers: tuple[str, ...]
     task: Task
     shape: Shape = field(default_factory=Shape)
-    recipe: Recipe = field(default_factory=Recipe)
+    recipe: ArmRecipe = ArmRecipe()
     seeds: int = 3
 
     def check(self) -> None:
@@ -65,8 +64,7 @@ class Plan:
             InputError: a value out of range, a repeated or unknown mixer, a mixer that cannot train on the task, or
                 missing data.
         """
-        positive = {"steps": self.recipe.steps, "batch-size": self.recipe.batch_size, "lr": self.recipe.lr}
-        positive |= {"layers": self.shape.layers, "heads": self.shape.heads, "hidden-size": self.shape.hidden_size}
+        positive = {"layers": self.shape.layers, "heads": self.shape.heads, "hidden-size": self.shape.hidden_size}
         if self.shape.mlp is not None and self.shape.mlp < 0:
             raise InputError(f"shape.mlp={self.shape.mlp}; expected at least 0")
         for name, value in (positive | {"seeds": self.seeds}).items():

@@ -8,8 +8,8 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME, cached_file
 
+from ...hf import HeadraceConfig, load
 from ...hf.generate import read_tokenizer
-from ...hf.model import HeadraceConfig, load
 from ...utils.errors import InputError
 from ...utils.integrity import check_weights, digest, sha256
 

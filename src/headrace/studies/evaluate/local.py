@@ -1,25 +1,22 @@
-"""Tasks of the harness on local files, with the harness's definitions and rows converted to the harness's columns."""
+"""Tasks of the harness on local files: each is a YAML file that includes the harness's definition and replaces its data
+set. Rows are converted to the columns of that data set.
+"""
 
 import gzip
-import importlib
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import yaml
-from lm_eval.api.task import Task
 
 from ...utils.errors import InputError
 from ...utils.integrity import digest, sha256
 from .suites import NEEDLE, RECALL, Item
 
 Row = dict[str, Any]
-CLASSES = {"swde": "SWDE", "squad_completion": "SQUADCompletion", "fda": "FDA"}
+REPEATED = "niah_single_1"  # the needle task whose haystack is a repeated sentence, not essays
 STOCK = {  # task -> columns of its data set in the harness
     "lambada_openai": ("text",),
     "piqa": ("goal", "sol1", "sol2", "label"),
@@ -28,7 +25,7 @@ STOCK = {  # task -> columns of its data set in the harness
     "arc_easy": ("question", "choices", "answerKey"),
     "arc_challenge": ("question", "choices", "answerKey"),
     "blimp": ("sentence_good", "sentence_bad"),
-    **dict.fromkeys(CLASSES, ("text", "value")),
+    **dict.fromkeys(RECALL, ("text", "value")),
 }
 SPLITS = ("train", "validation", "test")
 TITLE = re.compile(r"^ = [^=].*[^=] = \n$")
@@ -38,46 +35,46 @@ class Missing(Exception):
     """The reason why a task cannot be run on the local files."""
 
 
-def localise(item: Item, data: Path, scratch: Path) -> str | Task:
-    """The argument for the harness's TaskManager: the item's definition with the rows of the folder `data`. Converted
-    files are written to `scratch`.
+def localise(item: Item, data: Path, scratch: Path) -> Path:
+    """The folder with the YAML definition of the item on the rows of the folder `data`; `scratch`, in which the
+    definition and the converted rows are written, unless the item needs no data.
 
     Raises:
         Missing: the folder has no rows for the item.
     """
+    if item.task == REPEATED:
+        return item.stock.parent
     if item.task in NEEDLE:
-        if item.task != "niah_single_1":
-            essays(data)
-        return str(item.stock)
+        essays(data)  # raises if they are missing
+        return define(item, scratch, {"data": str(data.resolve())}, f"custom_dataset: !function {LOCAL}.{item.task}")
     rows = read(item.task, data)
     scratch.mkdir(parents=True, exist_ok=True)
     path = scratch.resolve() / f"{item.task}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     source = {"data_files": dict.fromkeys(SPLITS, str(path)), "cache_dir": str(scratch.resolve() / "cache")}
-    if item.task in RECALL:
-        return local_class(item.task, source)
-    derived = path.with_suffix(".yaml")
-    settings = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": source}
-    derived.write_text(yaml.safe_dump({"include": str(item.stock), "task": item.task, **settings}), encoding="utf-8")
-    return str(derived)
+    return define(item, scratch, source, f"class: !function {LOCAL}.{item.task}" if item.task in RECALL else "")
+
+
+LOCAL = f"{__package__}.local_data"
+
+
+def define(item: Item, folder: Path, source: dict[str, Any], function: str) -> Path:
+    """Writes the definition of a task on another data set, whose arguments are `source`; returns the folder.
+
+    function: a line of YAML that names a function of local_data.py; "" for a data set of JSON Lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {"include": str(item.stock), "task": item.task, "dataset_kwargs": source}
+    settings |= {} if function else {"dataset_path": "json", "dataset_name": None}
+    text = f"{yaml.safe_dump(settings)}{function}\n"
+    (folder / f"{item.task}.yaml").write_text(text, encoding="utf-8")
+    return folder
 
 
 def content(item: Item, data: Path, scratch: Path) -> str:
     """A digest of the rows that `localise` found for the item."""
-    rows = scratch / f"{item.task}.jsonl"
-    return sha256(rows) if item.task not in NEEDLE else digest(essays(data) if item.task != "niah_single_1" else "")
-
-
-def local_class(name: str, source: dict[str, Any]) -> Task:
-    """A task that the harness defines as a class, on local files."""
-    stock = getattr(importlib.import_module(f"lm_eval.tasks.{name}.task"), CLASSES[name])
-
-    def download(self: Any, dataset_kwargs: Any = None, **_: Any) -> None:
-        stock.download(self, source)
-
-    task = type(stock.__name__, (stock,), {"DATASET_PATH": "json", "DATASET_NAME": None, "download": download})()
-    task.config.task = name
-    return task
+    if item.task in NEEDLE:
+        return digest("" if item.task == REPEATED else essays(data))
+    return sha256(scratch / f"{item.task}.jsonl")
 
 
 def read(task: str, data: Path) -> list[Row]:
@@ -175,19 +172,3 @@ def essays(data: Path) -> list[str]:
     except LookupError:
         raise Missing("nltk's punkt_tab is not installed (python -m nltk.downloader punkt_tab)") from None
     return [path.read_text(encoding="utf-8") for path in paths]
-
-
-@contextmanager
-def haystacks(item: Item, data: Path | None) -> Iterator[None]:
-    """Makes the harness use the essays of the folder in place of those of the Hub."""
-    if data is None or item.task not in NEEDLE or item.task == "niah_single_1":
-        yield
-        return
-    from lm_eval.tasks.ruler import prepare_niah
-
-    texts = essays(data)
-    source = SimpleNamespace(load_dataset=lambda *_, **__: {"text": texts})
-    prepare_niah.get_haystack.cache_clear()
-    with patch.object(prepare_niah, "datasets", source):
-        yield
-    prepare_niah.get_haystack.cache_clear()

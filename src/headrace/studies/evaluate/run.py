@@ -21,9 +21,9 @@ from lm_eval.utils import handle_non_serializable
 
 from ...utils.errors import InputError
 from ...utils.integrity import digest, read_json, write_json
-from ...utils.provenance import own
+from ...utils.provenance import claim
 from .checkpoint import ROOM, Checkpoint, fingerprint, named, read_checkpoint
-from .local import Missing, content, haystacks, localise
+from .local import Missing, content, localise
 from .suites import RECALL, RECALLED, Item, items
 from .unigram import unigram
 
@@ -36,7 +36,7 @@ def silent(line: str) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """What is evaluated."""
 
     suite: str  # names of suites and tasks, separated by commas
@@ -66,14 +66,14 @@ class Machine:
 class Evaluation:
     """The results of a plan."""
 
-    plan: Plan
+    plan: EvaluationPlan
     items: dict[str, dict[str, Any]]  # model -> item -> record
     missing: dict[str, str]  # item that was not run -> reason
 
 
 def evaluate(
     paths: list[str],
-    plan: Plan,
+    plan: EvaluationPlan,
     machine: Machine,
     output: Path,
     accept_old: bool = False,
@@ -86,7 +86,7 @@ def evaluate(
     """
     plan.check()
     models, wanted = named(paths), items(plan.suite, list(plan.lengths))
-    own(output, asdict(plan) | {"lengths": list(plan.lengths)}, accept_old, lm_eval=lm_eval.__version__)
+    claim(output, asdict(plan) | {"lengths": list(plan.lengths)}, accept_old, lm_eval=lm_eval.__version__)
     found, missing = find_rows(wanted, plan, output / "rows")
     if not found:
         raise InputError(f"no task of --suite={plan.suite!r} can be run: {next(iter(missing.values()))}")
@@ -100,17 +100,18 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of an item: `spec` is the argument for the harness, `digest` identifies local rows (None: the Hub's)."""
+    """The rows of an item: `folder` has the YAML definition of the task, `digest` identifies local rows (None: the
+    Hub's)."""
 
     item: Item
-    spec: Any
+    folder: Path
     digest: str | None = None
 
 
-def find_rows(wanted: list[Item], plan: Plan, scratch: Path) -> tuple[list[Rows], dict[str, str]]:
+def find_rows(wanted: list[Item], plan: EvaluationPlan, scratch: Path) -> tuple[list[Rows], dict[str, str]]:
     """(rows of the items that can be run, item that cannot -> reason)"""
     if plan.data is None:
-        return [Rows(item, str(item.stock)) for item in wanted], {}
+        return [Rows(item, item.stock.parent) for item in wanted], {}
     found, missing, data = [], {}, Path(plan.data)
     for item in wanted:
         try:
@@ -121,7 +122,7 @@ def find_rows(wanted: list[Item], plan: Plan, scratch: Path) -> tuple[list[Rows]
 
 
 def complete(
-    path: str, wanted: list[Rows], plan: Plan, machine: Machine, folder: Path, tell: Tell
+    path: str, wanted: list[Rows], plan: EvaluationPlan, machine: Machine, folder: Path, tell: Tell
 ) -> Iterator[tuple[str, Any]]:
     """Yields (item, record) for one checkpoint. The checkpoint is loaded only if a record is missing or outdated."""
     checkpoint, model = None, fingerprint(path)
@@ -132,23 +133,26 @@ def complete(
         if record.get("fingerprint") != mark:
             tell(f"{folder.name}: {name}, {i} of {len(wanted)}")
             checkpoint = checkpoint or read_checkpoint(path, machine.device)
-            record = run_item(checkpoint, rows.item, rows.spec, plan, machine) | {"fingerprint": mark}
+            record = run_item(checkpoint, rows.item, rows.folder, plan, machine) | {"fingerprint": mark}
             write_json(kept, record)
         yield name, record
 
 
-def run_item(checkpoint: Checkpoint, item: Item, spec: Any, plan: Plan, machine: Machine) -> dict[str, Any]:
+def run_item(
+    checkpoint: Checkpoint, item: Item, definitions: Path, plan: EvaluationPlan, machine: Machine
+) -> dict[str, Any]:
+    """The record of an item. definitions: the folder with the YAML definition of its task."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # else the harness's bootstrap starts a process per core
     max_length = context(item, checkpoint, plan)
     model = checkpoint.harness(max_length, machine.batch_size)
     needle = {} if item.length is None else {"max_seq_lengths": [item.length], "tokenizer": checkpoint.path}
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     started = time.perf_counter()
-    with haystacks(item, None if plan.data is None else Path(plan.data)), roomy(item, max_length):
+    with roomy(item, max_length):
         out: Any = lm_eval.simple_evaluate(
             model,
-            tasks=[spec],
-            task_manager=TaskManager(include_defaults=False, metadata=needle),
+            tasks=[item.task],
+            task_manager=TaskManager(include_path=str(definitions), include_defaults=False, metadata=needle),
             limit=plan.limit,
             bootstrap_iters=DRAWS,
             **dict.fromkeys(seeds, plan.seed),
@@ -181,7 +185,7 @@ def roomy(item: Item, max_length: int) -> Iterator[None]:
         raise InputError(f"--lengths={item.length} is too short for a needle and an answer of {ROOM} tokens") from None
 
 
-def context(item: Item, checkpoint: Checkpoint, plan: Plan) -> int:
+def context(item: Item, checkpoint: Checkpoint, plan: EvaluationPlan) -> int:
     """Tokens of context for an item. The prompt of a needle task is never truncated; `recall` has the length of the
     paper by default."""
     if item.length is not None:

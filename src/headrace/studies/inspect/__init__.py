@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ...hf import load
 from ...hf.generate import read_tokenizer
-from ...hf.model import load
 from ...utils.device import on_device
 from ...utils.errors import InputError
 from .page import describe, render, tokens_of

@@ -64,7 +64,7 @@ def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None], acc
         InputError: a step fails (the steps before it stay finished), a finished step had other inputs, or the folder
             was written by another version and `accept_old` is False.
     """
-    provenance.claim(root, not (root / "done").exists(), accept_old)
+    provenance.record_versions(root, not (root / "done").exists(), accept_old)
     for i, command in enumerate(steps, 1):
         said, given = f"step {i} of {len(steps)}: {shlex.join(command)}", inputs(root, command)
         if (kept := done(root, command)) is not None:

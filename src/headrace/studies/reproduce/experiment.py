@@ -21,6 +21,7 @@ from typing import Any
 from ... import zoo
 from ...training import recipes
 from ...utils.errors import InputError
+from ...utils.settings import assignments
 
 FOLDER = Path(__file__).parent / "experiments"
 SCALES = ("paper", "laptop")
@@ -122,7 +123,7 @@ def restricted(scale: Scale, only: list[str]) -> Scale:
     """The scale with some values of its axes only: ["mixer=gla,softmax-gla", "seed=0"]. InputError for an unknown axis
     or value."""
     axes = dict(scale.axes)
-    for name, wanted in recipes.changes(only).items():
+    for name, wanted in assignments(only).items():
         if name not in axes:
             raise InputError(
                 f"--only {name}={wanted}: there is no axis {name!r}; expected {', '.join(axes) or 'no --only'}"

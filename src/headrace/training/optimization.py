@@ -1,0 +1,39 @@
+"""The fields that every recipe for training has: AdamW, its learning-rate schedule, and the competition's gates."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ..spec.record import NonNegativeFloat, PositiveFloat, Record
+
+
+@dataclass(frozen=True)
+class Optimization(Record):
+    """Settings of the optimiser.
+
+    Raises:
+        InputError: a value is out of range, or two fields contradict each other.
+    """
+
+    lr: PositiveFloat = 1e-3
+    min_lr: NonNegativeFloat = 0.1  # final learning rate as a fraction of lr
+    schedule: Literal["cosine", "linear"] = "cosine"
+    weight_decay: NonNegativeFloat = 0.1  # not applied to norms, biases and gates
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    clip: PositiveFloat | None = 1.0  # largest norm of the gradient; None: no clipping
+    gate_lr: NonNegativeFloat = 1.0  # learning rate of the competition's weights as a multiple of lr
+    gate_std: NonNegativeFloat = 0.0  # standard deviation of the competition's initial weights
+    gate_init: Literal["normal", "orthogonal"] = "normal"
+
+    def _objections(self) -> Iterator[tuple[bool, str]]:
+        yield len(self.betas) != 2, f"betas={self.betas}; expected 2 numbers"
+        yield (
+            self.schedule == "linear" and self.min_lr > 0,
+            f"min_lr={self.min_lr} with schedule='linear', which ends at 0; expected min_lr=0",
+        )
+
+    @property
+    def clips(self) -> float | None:
+        """The largest norm of the gradient; None: no clipping."""
+        return self.clip
