@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from damage import change_digit
 from headrace import InputError
 from headrace.cli import evaluate as cli_eval
 from headrace.studies.bench import measure, report, results
@@ -83,6 +84,9 @@ def test_what_is_measured_is_kept_and_continued(tmp_path, monkeypatch):
     assert "Overhead of competition" in page and "Compression" in page and page.count("data:image/png") == 5
     with pytest.raises(InputError, match="holds another run"):
         cli_eval.bench(lengths="16", **arguments | {"hidden_size": 64})
+    change_digit(tmp_path / "bench" / "points" / "training-16x1.json")
+    with pytest.raises(InputError, match=r"training-16x1.json' is damaged: it has another SHA-256"):
+        cli_eval.bench(lengths="16,24", **arguments)
 
 
 def test_the_cost_of_competition_is_of_pairs_and_compression_is_as_derived():

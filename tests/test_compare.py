@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from damage import change_digit
 from headrace import zoo
 from headrace.studies.compare.arm import train
 from headrace.studies.compare.choose import choose
@@ -25,7 +26,7 @@ from headrace.studies.compare.plan import MATCHED, Plan, Recipe, Shape, Study
 from headrace.studies.compare.run import complete
 from headrace.tasks import Answers, Digits, Induction, Masked, Pair, Reverse, Text
 from headrace.utils.errors import InputError
-from headrace.utils.integrity import write_json
+from headrace.utils.integrity import read_result, write_json
 
 CONTROL = "softmax-retnet(competition.activation=sigmoid)"
 SMALL = Plan(
@@ -302,7 +303,7 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     assert untrained is None and all(loss > 0 for loss in trained)
     assert second["gate_parameters"] == 2 * 16 and second["parameters"] == first["parameters"] + 32
     assert second["curve"][0]["gates"] and first["state_bytes"] == 4 * 16 * 4
-    assert json.loads((tmp_path / "results.json").read_text("utf-8")) == found
+    assert read_result(tmp_path / "results.json") == found
     assert {(arm.mixer, step) for arm, step, scores in heard if scores} == {
         (m, s) for m in plan.mixers for s in (0, 2, 3)
     }
@@ -317,6 +318,10 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     for arm in (*kept, *again):
         del arm["seconds"], arm["speeds"]
     assert again == kept, "the same numbers, to the bit"
+
+    change_digit(lost)
+    with pytest.raises(InputError, match=r"result.json' is damaged: it has another SHA-256"):
+        complete(study, tmp_path, lambda *news: None, ["cpu"])
 
 
 WHOLE = ("bahdanau", "rnn", "transformer", "t5", "softmax-gla", "transformer-2017(mixer=softmax-gla)")

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval")
 
+from damage import change_digit, flip
 from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
@@ -25,7 +26,7 @@ from headrace.studies.evaluate.run import Evaluation, Machine, Plan, evaluate
 from headrace.studies.evaluate.scores import Pair, Score, pair, scores
 from headrace.studies.evaluate.suites import items
 from headrace.utils.errors import InputError
-from test_interruption import flip
+from headrace.utils.integrity import read_result
 from tiny import trained
 
 LENGTH = 48
@@ -166,11 +167,14 @@ def test_what_the_folder_lacks_is_named_and_the_rest_is_run(checkpoints, data, t
     assert list(found.missing) == ["arc_challenge"]
     assert list(found.items["llama"]) == ["wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy"]
     assert words.words(found)[0].startswith("arc_challenge was not run: ")
-    whole = json.loads((tmp_path / "llama" / "results.json").read_text("utf-8"))
+    whole = read_result(tmp_path / "llama" / "results.json")
     assert set(whole["results"]) == set(found.items["llama"])
     assert whole["results"]["winogrande"]["acc,none"] == scores(found.items["llama"]["winogrande"])["acc"].value
     with pytest.raises(InputError, match="no task of --suite='recall' can be run"):
         evaluate([checkpoints["llama"]], Plan("recall", data=str(data)), MACHINE, tmp_path / "recall")
+    change_digit(tmp_path / "llama" / "items" / "piqa.json")
+    with pytest.raises(InputError, match=r"piqa.json' is damaged: it has another SHA-256"):
+        evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path)
 
 
 def test_recall_on_local_rows(checkpoints, tmp_path):

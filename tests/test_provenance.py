@@ -8,13 +8,13 @@ import pytest
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+from damage import flip
 from headrace.studies.compare.defaults import DEMO
 from headrace.studies.compare.folder import claim
 from headrace.studies.reproduce import execute
 from headrace.utils import provenance
 from headrace.utils.errors import InputError
 from headrace.utils.provenance import MADE_BY, own
-from test_interruption import flip
 from training import train
 
 OTHER = "0" * 12

@@ -9,14 +9,17 @@ from statistics import fmean
 import pytest
 import typer
 
+from damage import change_digit
 from headrace import InputError
 from headrace.cli import app as cli
 from headrace.cli import understand
 from headrace.data.tokenizer import byte_level
 from headrace.studies.reproduce import execute, experiment, numbers, show
+from headrace.utils.integrity import write_result
 from tiny import build
 
 COMMANDS = typer.main.get_command(cli.app).commands
+WORD = "word_perplexity,none"
 EVERY = [(name, scale) for name in experiment.names() for scale in experiment.SCALES]
 
 
@@ -163,6 +166,20 @@ def test_a_folder_that_was_there_before_is_not_taken_for_the_result(step_cut_off
     for _ in range(2):
         with pytest.raises(InputError, match="step 1 ended with exit status 2"):
             execute.execute([step], tmp_path / "root", print)
+
+
+def test_a_changed_digit_of_a_number_is_named(tmp_path):
+    """Of the scores that eval and compare wrote, and of the record of a finished step."""
+    write_result(tmp_path / "wikitext" / "1m-gla-0" / "results.json", {"results": {"wikitext": {WORD: 40.5}}})
+    write_result(tmp_path / "rnn-figure-4" / "results.json", {"arms": [{"mixer": "x", "scores": {"loss": 2.5}}]})
+    execute.execute([[sys.executable, "-c", ""]], tmp_path, print)
+    for path in (*tmp_path.glob("*/*/results.json"), *tmp_path.glob("*/results.json"), *tmp_path.glob("done/*.json")):
+        change_digit(path)
+    for name in ("figure-1", "rnn-figure-4"):
+        with pytest.raises(InputError, match=r"results.json' is damaged: it has another SHA-256"):
+            ours(name, "laptop", tmp_path)
+    with pytest.raises(InputError, match="json' is damaged: it has another SHA-256"):
+        execute.execute([[sys.executable, "-c", ""]], tmp_path, print)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from ...tasks.base import Batch
 from ...training.gate_statistics import GateWatch
 from ...training.parameters import gate_parameters, parameter_groups
 from ...utils.environment import environment
-from ...utils.integrity import write_json
+from ...utils.integrity import write_result
 from .model import as_read, build, flops
 from .plan import Arm, Recipe
 
@@ -45,7 +45,7 @@ def train(arm: Arm, path: Path, tell: Tell, device: str = "cpu") -> None:
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    write_json(path, result(arm, model, curve) | {"seconds": time.perf_counter() - started})
+    write_result(path, result(arm, model, curve) | {"seconds": time.perf_counter() - started})
 
 
 def arguments(recipe: Recipe, seed: int, folder: Path, device: str) -> TrainingArguments:

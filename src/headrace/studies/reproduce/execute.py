@@ -15,7 +15,7 @@ from typing import Any
 
 from ...utils import provenance
 from ...utils.errors import InputError
-from ...utils.integrity import digest, read_json, record, sha256, write_json
+from ...utils.integrity import digest, read_json, read_result, record, sha256, write_json, write_result
 from ...utils.processes import end_with_parent
 from .experiment import called
 
@@ -54,7 +54,7 @@ def mark(root: Path, command: list[str]) -> Path:
 def done(root: Path, command: list[str]) -> dict[str, Any] | None:
     """The record of a finished step: its seconds and, for a step with --json, its output; None if not finished."""
     path = mark(root, command)
-    return read_json(path) if path.exists() else None
+    return read_result(path) if path.exists() else None
 
 
 def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None], accept_old: bool = False) -> None:
@@ -112,7 +112,7 @@ def ended_unrecorded(root: Path, command: list[str], given: dict[str, str]) -> b
 def finish(root: Path, command: list[str], given: dict[str, str], seconds: float | None, printed: str | None) -> None:
     """Records that a step is finished. seconds: None if the step was killed before its end was recorded."""
     record = {"command": shlex.join(command), "seconds": seconds, "said": printed, "inputs": given}
-    write_json(mark(root, command), record)
+    write_result(mark(root, command), record)
     mark(root, command).with_suffix(".begun").unlink(missing_ok=True)
 
 
