@@ -3,6 +3,7 @@
 import csv
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,13 @@ def test_a_position_is_reached_with_a_state_as_large_as_it_should_be(name, how):
         decoder.token()
     sizes = {position: decoder.state_bytes() for position, decoder in decoders.items()}
     assert (sizes[100] == sizes[200]) == (how != CACHED)
+
+
+@torch.inference_mode()
+def test_a_model_with_one_state_that_cannot_be_moved_reads_the_whole_context():
+    decoder = Decoder(build("jamba", replace(SHAPE, layers=8)))
+    decoder.reach(100)
+    assert decoder.how == READ_ALL and decoder.cache.columns == 100
 
 
 @torch.inference_mode()

@@ -142,12 +142,12 @@ def test_what_was_killed_does_not_look_finished(jsonl, tmp_path, monkeypatch):
 
 
 def test_batches(jsonl, tmp_path):
-    rows = [{"input_ids": [1, 2, 3, 4], "starts": [2]}, {"input_ids": [5, 6], "starts": [0]}]
+    rows = [{"input_ids": [1, 2, 3, 4], "starts": [2]}, {"input_ids": [5, 6, 7], "starts": [1]}]
     joined = Collator(pad=0)(rows)
-    assert joined["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
-    assert joined["labels"].tolist() == [[1, 2, 3, 4], [5, 6, -100, -100]]
+    assert joined["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
+    assert joined["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, -100]]
     apart = Collator(pad=0, apart=True)(rows)
-    assert apart["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
-    assert apart["cu_seqlens"].tolist() == [0, 2, 4, 6]
-    assert apart["labels"].tolist() == [[-100, 2, -100, 4, -100, 6]]
+    assert apart["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    assert apart["cu_seqlens"].tolist() == [0, 2, 4, 5, 7]
+    assert apart["labels"].tolist() == [[-100, 2, -100, 4, -100, -100, 7]]
     assert apart["labels"].dtype == torch.long

@@ -61,6 +61,15 @@ def test_a_task_is_trained_on_its_answers_alone(task, changes, tmp_path, monkeyp
     assert trainer.evaluate(data.held_out.select(range(8)))["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_one_row_of_a_task_can_be_prepared_and_none_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared_task, "HELD_OUT", 1)
+    made = prepared_task.prepare(Mqar(vocabulary=48, pairs=3, length=32), "mqar", 1, 0, 1, tmp_path / "one")
+    assert made["train"]["rows"] == len(open_data(tmp_path / "one").train) == 1
+    for rows, workers in ((0, 1), (1, 0)):
+        with pytest.raises(InputError, match=f"--rows {rows} and --workers {workers}; expected at least 1"):
+            prepared_task.prepare(Mqar(), "mqar", rows, 0, workers, tmp_path / "none")
+
+
 @pytest.mark.parametrize("task", [Pair(), Reverse(), Text()], ids=repr)
 def test_tasks_that_are_more_than_tokens_and_answers_are_not_prepared(task, tmp_path):
     with pytest.raises(InputError, match=f"--task {task.name} cannot be prepared"):

@@ -309,6 +309,16 @@ def test_text_predicts_the_next_byte_and_holds_its_end_out(book):
     assert len(task.held_out(3)["input_ids"]) == 3
 
 
+@pytest.mark.parametrize(("tail", "windows"), [(15, 1), (16, 1), (17, 2), (23, 2), (24, 2), (25, 3)])
+def test_every_whole_window_of_the_held_out_text_is_a_row(tail, windows, tmp_path):
+    """A window of 8 bytes with their labels takes 9 bytes."""
+    text = bytes(range(97, 97 + tail))
+    (tmp_path / "a.txt").write_bytes(b"." * 9 * tail + text)
+    held_out = Text((str(tmp_path / "a.txt"),), length=8).held_out(100)
+    assert bytes(held_out["input_ids"].flatten().tolist()) == text[: 8 * windows]
+    assert bytes(held_out["shift_labels"].flatten().tolist()) == text[1 : 8 * windows + 1]
+
+
 def test_scores_of_text(book):
     scores = Text((str(book),)).scores(nats(math.log(2)))
     assert scores == {"loss": math.log(2), "bits per byte": pytest.approx(1.0), "perplexity": pytest.approx(2.0)}
