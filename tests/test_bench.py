@@ -107,6 +107,31 @@ def test_the_cost_of_competition_is_of_pairs_and_compression_is_as_derived():
     assert found.said == 640 * (16 + 32) / (16 * 32) and found.found == 640 * 2 * 64 / (2 * 16 * 32)
 
 
+@pytest.mark.parametrize(("count", "said"), [(1, "1 layer, 64 wide"), (2, "2 layers, 64 wide")])
+def test_the_page_names_the_models_and_each_machine_once(count, said, tmp_path):
+    plan = Plan(("gla", "softmax-gla"), replace(SHAPE, layers=count), threads=count)
+    models = {"gla": {"seconds": [1.0]}, "softmax-gla": {"seconds": [1.1]}}
+    held = [
+        {"point": vars(Point("training", length)), "models": models, "clock": "CPU", "environment": about}
+        for length, about in ((16, {"processor": "A", "date": 1}), (32, {"processor": "A", "date": 2}),
+                              (64, {"processor": "B", "date": 3}))
+    ]  # fmt: skip
+    assert report.environments(held) == [{"processor": "A"}, {"processor": "B"}]
+    page = report.write_report(held, results.rows(held, plan), plan, tmp_path, "headrace bench").read_text("utf-8")
+    assert said in page and f"with {count} thread{'s' * (count - 1)}." in page
+
+
+def test_the_table_of_compression_has_a_cell_for_each_context(tmp_path):
+    plan = Plan(("gla", "softmax-gla"), SHAPE)
+    held = [
+        {"point": vars(Point("decoding", length)), "models": {name: {"bytes": 4096, "seconds": [1.0]}}}
+        for length, name in ((64, "gla"), (128, "gla"), (128, "softmax-gla"))
+    ]
+    section = report.compressed(held, plan, tmp_path)
+    assert section.header == ("mixer", "t = 64", "t = 128")
+    assert section.rows == [("gla", "8× (6×)", "16× (12×)"), ("softmax-gla", "–", "16× (12×)")]
+
+
 def test_one_measurement_has_no_spread():
     """± 0 % would say that there is no noise."""
     plan = Plan(("gla", "softmax-gla"), SHAPE, rounds=1)

@@ -2,10 +2,12 @@
 
 import gzip
 import json
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
@@ -54,6 +56,31 @@ def test_documents_begin_where_starts_say(jsonl, tmp_path):
     begins = [50 * i + start for i, row in enumerate(data.train) for start in row["starts"]]
     tokens, end = np.array(tokens_of(data.train)), data.tokenizer.eos_token_id
     assert begins == [0, *(np.flatnonzero(tokens == end)[:-1] + 1)]
+
+
+def test_a_tokenizer_s_frame_of_special_tokens_is_left_out(jsonl, tmp_path):
+    framed = tokenizer.byte_level()
+    frame = TemplateProcessing(single=f"{tokenizer.END} $A {tokenizer.END}", special_tokens=[(tokenizer.END, 256)])
+    framed.backend_tokenizer.post_processor = frame
+    framed.save_pretrained(tmp_path / "tokenizer")
+    for name, path in (("plain", None), ("framed", str(tmp_path / "tokenizer"))):
+        prepare(Preparation((str(jsonl),), length=64, tokenizer=path), tmp_path / name)
+    plain, framed = (tokens_of(open_data(tmp_path / name).train) for name in ("plain", "framed"))
+    assert plain == framed
+
+
+def test_code_in_a_folder_of_data_is_not_run(jsonl, tmp_path):
+    prepare(Preparation((str(jsonl),), length=64), tmp_path / "d")
+    manifest = json.loads((tmp_path / "d" / "manifest.json").read_text())
+    (tmp_path / "d" / "manifest.json").write_text(json.dumps(manifest | {"files": {}}))
+    config = tmp_path / "d" / "tokenizer" / "tokenizer_config.json"
+    auto = {"auto_map": {"AutoTokenizer": [None, "code.Tokens"]}, "tokenizer_class": "Tokens"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | auto))
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    (config.parent / "code.py").write_text(code + "from transformers import PreTrainedTokenizerFast as Tokens\n")
+    with suppress(InputError):
+        open_data(tmp_path / "d")
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("count", [1, 2])

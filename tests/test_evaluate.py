@@ -158,7 +158,18 @@ def test_local_rows_have_the_stock_columns():
     row = local.hellaswag(ROWS["hellaswag"][0])
     assert (row["activity_label"], row["ctx_a"], row["ctx_b"]) == ("Swim", "A man dives.", "he")
     assert local.hellaswag({"query": "How to swim: [header] Dive.", "endings": [], "label": 0})["ctx_b"] == ""
+    assert local.hellaswag({"query": "Draw: She sits. iPads help", "endings": [], "label": 0})["ctx_b"] == "iPads help"
     assert local.arc(ROWS["arc_easy"][0])["choices"] == {"text": ["p", "q", "r"], "label": ["A", "B", "C"]}
+
+
+def test_code_in_a_folder_of_a_model_is_not_run(tmp_path):
+    config = {"model_type": "unheard-of", "auto_map": {"AutoConfig": "code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    (tmp_path / "code.py").write_text(code + "from transformers import PretrainedConfig as Config\n")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_checkpoint(str(tmp_path), "cpu")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_what_the_folder_lacks_is_named_and_the_rest_is_run(checkpoints, data, tmp_path):

@@ -1,5 +1,6 @@
 """The laws of the laboratory hold for any seed, and what it writes can be read back."""
 
+import itertools
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from headrace.cli import app as cli
 from headrace.ops.reference import literal
 from headrace.studies import theory as lab
+from headrace.studies.theory import capacity
 from headrace.studies.theory.base import entropy, exact, listed, shares, weights
 from headrace.studies.theory.capacity import recognised
 from headrace.studies.theory.crowding import halfway
@@ -34,6 +36,15 @@ def test_every_law_holds(name, seed):
     finding = lab.experiment(name, seed)
     assert finding.rows
     assert [row for row in finding.rows if not row.holds] == []
+
+
+def test_a_share_of_recognised_values_is_drawn_in_percent():
+    shares = {
+        key: torch.linspace(1, 0, len(capacity.SHARES)) for key in itertools.product(capacity.KINDS, capacity.WIDTHS)
+    }
+    found = capacity.Capacity(shares, shares)
+    drawn = found.figure().axes[1].lines
+    assert [(min(line.get_ydata()), max(line.get_ydata())) for line in drawn] == [(0, 100)] * len(shares)
 
 
 def test_a_law_that_does_not_hold_is_seen():
