@@ -11,7 +11,10 @@ from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+from datasets import Dataset
+
 from headrace.data import Collator, Preparation, open_data, prepare, tokenizer
+from headrace.data.preparation import split
 from headrace.utils.errors import InputError
 
 TEXTS = [f"Document {i}. " + "some words of it, and more; " * (7 * i % 11) for i in range(40)]
@@ -97,6 +100,22 @@ def test_of_few_books_the_end_of_one_is_held_out(count, tmp_path):
         data.tokenizer.decode([t for t in tokens_of(part) if t != end]) for part in (data.train, data.held_out)
     )
     assert held == books[0][-wanted:] and sorted(trained) == sorted("".join(books)[:-wanted])
+
+
+def test_a_document_too_short_for_the_held_out_text_is_not_cut(tmp_path):
+    """The first in random order has 5 of 505 characters, and 10 are held out."""
+    first = np.random.default_rng(0).permutation(2)[0]
+    for i in range(2):
+        (tmp_path / f"{i}.txt").write_text("short" if i == first else "x" * 490 + "held out: ")
+    prepare(Preparation(tuple(str(tmp_path / f"{i}.txt") for i in range(2)), length=16, held_out=0.02), tmp_path / "d")
+    data = open_data(tmp_path / "d")
+    assert data.tokenizer.decode(tokens_of(data.held_out)[:-1]) == "held out: "
+
+
+@pytest.mark.parametrize(("count", "held_out", "expected"), [(3, 0.9, 2), (2, 0.9, 1), (4, 0.5, 2)])
+def test_a_document_is_left_for_training(count, held_out, expected):
+    parts = split(Dataset.from_dict({"text": ["a"] * count}), held_out, 0)
+    assert (len(parts["train"]), len(parts["held_out"])) == (count - expected, expected)
 
 
 def test_two_workers_write_what_one_does(jsonl, tmp_path):

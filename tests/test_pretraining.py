@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -148,7 +149,9 @@ def test_what_a_run_leaves(data, tmp_path):
     assert "trust_remote_code=True" in card and (tmp_path / "run" / "model" / "modeling_headrace.py").is_file()
     assert (tmp_path / "run" / "model" / "curves.png").stat().st_size > 1000
     assert trainer.careful().skipped == 0
-    assert any("eval_write_entropy_1" in point for point in points)
+    (evaluated, *_) = (point for point in points if "eval_write_entropy_1" in point)
+    loads = [value for name, value in evaluated.items() if re.fullmatch(r"eval_write_load_1_\d+", name)]
+    assert len(loads) == TINY["heads"] and sum(loads) == pytest.approx(1)
     counts = torch.tensor([token for row in data.held_out["input_ids"] for token in row]).bincount()
     frequencies = torch.distributions.Categorical(counts.double()).entropy()
     assert f"these tokens has {frequencies:.4f}" in card and ("The model learnt nothing" in card) == (
