@@ -287,6 +287,18 @@ def test_a_file_is_whole_or_absent(tmp_path):
     assert json.loads(path.read_text("utf-8")) == {"x": 1}
 
 
+def test_one_channel_of_ids_is_embedded_as_ids_are():
+    from headrace.studies.compare.model import build
+
+    plan = replace(SMALL, mixers=("retnet",), task=Induction())
+    model, rows = build(plan.arms()[0]).eval(), plan.task.held_out(4)
+    rows["input_ids"][:, :3] = torch.arange(3)
+    channels = torch.stack([rows["input_ids"], torch.full_like(rows["input_ids"], -1)], 2)
+    with torch.no_grad():
+        plain, summed = (model(ids, rows["shift_labels"]).loss for ids in (rows["input_ids"], channels))
+    assert torch.equal(plain, summed)
+
+
 # --- the whole ----------------------------------------------------------------------------------------------
 def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_path, monkeypatch):
     monkeypatch.setitem(
