@@ -3,11 +3,13 @@
 import csv
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from damage import change_digit
 from headrace import InputError
 from headrace.cli import evaluate as cli_eval
 from headrace.studies.bench import measure, report, results
@@ -41,6 +43,13 @@ def test_a_position_is_reached_with_a_state_as_large_as_it_should_be(name, how):
         decoder.token()
     sizes = {position: decoder.state_bytes() for position, decoder in decoders.items()}
     assert (sizes[100] == sizes[200]) == (how != CACHED)
+
+
+@torch.inference_mode()
+def test_a_model_with_one_state_that_cannot_be_moved_reads_the_whole_context():
+    decoder = Decoder(build("jamba", replace(SHAPE, layers=8)))
+    decoder.reach(100)
+    assert decoder.how == READ_ALL and decoder.cache.columns == 100
 
 
 @torch.inference_mode()
@@ -83,6 +92,9 @@ def test_what_is_measured_is_kept_and_continued(tmp_path, monkeypatch):
     assert "Overhead of competition" in page and "Compression" in page and page.count("<svg") == 5
     with pytest.raises(InputError, match="holds another run"):
         cli_eval.bench(lengths="16", **arguments | {"hidden_size": 64})
+    change_digit(tmp_path / "bench" / "points" / "training-16x1.json")
+    with pytest.raises(InputError, match=r"training-16x1.json' is damaged: it has another SHA-256"):
+        cli_eval.bench(lengths="16,24", **arguments)
 
 
 def test_the_cost_of_competition_is_of_pairs_and_compression_is_as_derived():
@@ -93,6 +105,31 @@ def test_the_cost_of_competition_is_of_pairs_and_compression_is_as_derived():
     state = {"bytes": 4 * 2 * 16 * 32, "seconds": [1.0]}
     (found,) = results.compressions([{"point": vars(Point("decoding", 640)), "models": {"gla": state}}], plan)
     assert found.predicted == 640 * (16 + 32) / (16 * 32) and found.measured == 640 * 2 * 64 / (2 * 16 * 32)
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "1 layer, 64 wide"), (2, "2 layers, 64 wide")])
+def test_the_page_names_the_models_and_each_machine_once(count, said, tmp_path):
+    plan = BenchPlan(("gla", "softmax-gla"), replace(SHAPE, layers=count), threads=count)
+    models = {"gla": {"seconds": [1.0]}, "softmax-gla": {"seconds": [1.1]}}
+    held = [
+        {"point": vars(Point("training", length)), "models": models, "clock": "CPU", "environment": about}
+        for length, about in ((16, {"processor": "A", "date": 1}), (32, {"processor": "A", "date": 2}),
+                              (64, {"processor": "B", "date": 3}))
+    ]  # fmt: skip
+    assert report.environments(held) == [{"processor": "A"}, {"processor": "B"}]
+    page = report.write_report(held, results.rows(held, plan), plan, tmp_path, "headrace bench").read_text("utf-8")
+    assert said in page and f"with {count} thread{'s' * (count - 1)}." in page
+
+
+def test_the_table_of_compression_has_a_cell_for_each_context(tmp_path):
+    plan = BenchPlan(("gla", "softmax-gla"), SHAPE)
+    held = [
+        {"point": vars(Point("decoding", length)), "models": {name: {"bytes": 4096, "seconds": [1.0]}}}
+        for length, name in ((64, "gla"), (128, "gla"), (128, "softmax-gla"))
+    ]
+    section = report.compressed(held, plan, tmp_path)
+    assert section.header == ("mixer", "t = 64", "t = 128")
+    assert section.rows == [("gla", "8× (6×)", "16× (12×)"), ("softmax-gla", "–", "16× (12×)")]
 
 
 def test_one_measurement_has_no_spread():

@@ -1,6 +1,7 @@
 """The unifying table: it is derived, complete and in the docs; and Mamba-2 as a masked matrix."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,47 @@ def test_costs_and_updates_follow_from_the_spec(name):
     assert row["forgets"] == any(letter in row["A_t"] for letter in "αγ")
     softmax = catalog.describe(f"softmax-{name}")
     assert "w" in softmax["b_t"] and softmax["A_t"] == row["A_t"] and softmax["paper"] == row["paper"]
+
+
+NUMBERS = {  # in a state after one token, 64 wide with 4 heads
+    "gla": 4 * 8 * 16, "rwkv7": 4 * 16 * 16 + 64, "mamba": 128 * 16 + 3 * 128, "rwkv4": 3 * 64 + 64,
+    "transformer": 2 * 64, "gqa": 2 * 2 * 16, "softmax-rnn-norm": 2 * 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_bytes_of_a_state_are_its_numbers_times_their_size(name):
+    spec = zoo.get(name)
+    assert (spec.state_bytes(64, 4), spec.state_bytes(64, 4, itemsize=2)) == (4 * NUMBERS[name], 2 * NUMBERS[name])
+
+
+ONE_WAY = replace(zoo.get("bahdanau"), bidirectional=False)
+OF_MODELS = [  # after 10 tokens, 64 wide with 4 heads
+    ("rnn", 2, 2 * 2 * 64),  # the two vectors of an LSTM
+    ("bahdanau", 2, 2 * 64 + 10 * 2 * 64),  # and annotations of the source
+    (ONE_WAY, 2, 2 * 64 + 10 * 64),
+    ("t5", 2, 2 * (2 * 64 * 10 + 2 * 64 * 10)),  # keys and values of source and target
+    ("jamba", 8, 7 * NUMBERS["mamba"] + 2 * 2 * 16 * 10),  # with keys and values of 2 heads
+    ("zamba", 6, 6 * NUMBERS["mamba"] + 2 * 128 * 10),  # its shared attention is twice as wide
+    ("bert", 2, 0),
+]
+
+
+@pytest.mark.parametrize(("model", "layers", "numbers"), OF_MODELS)
+def test_bytes_of_a_model_s_states(model, layers, numbers):
+    spec = zoo.get(model) if isinstance(model, str) else model
+    assert spec.state_bytes(64, 4, 10, layers) == 4 * numbers
+    assert spec.state_bytes(64, 4, 10, layers, itemsize=2) == 2 * numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"), [("linear-attention", 4), ("gla", 5), ("deltanet", 6), ("gated-deltanet", 7)]
+)
+def test_operations_of_an_update_are_those_of_its_terms(name, flops):
+    """Write and read are 2 for each number of the memory, as is what the delta rule reads; a decay is 1."""
+    spec = zoo.get(name)
+    K, V = spec.head_dims(64, 4)
+    assert spec.flops_per_token(64, 4) == flops * 4 * spec.memory_rows(K) * (V + (spec.read.norm == "sum"))
 
 
 ADDED = {

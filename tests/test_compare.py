@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from damage import change_digit
 from headrace import zoo
 from headrace.studies.compare.arm import train
 from headrace.studies.compare.choose import choose
@@ -25,7 +26,7 @@ from headrace.studies.compare.plan import MATCHED, ArmRecipe, Plan, Shape, Study
 from headrace.studies.compare.run import complete
 from headrace.tasks import Answers, Digits, Induction, Masked, Pair, Reverse, Text
 from headrace.utils.errors import InputError
-from headrace.utils.integrity import write_json
+from headrace.utils.integrity import read_result, write_json
 from headrace.utils.provenance import claim
 
 CONTROL = "softmax-retnet(competition.activation=sigmoid)"
@@ -287,6 +288,18 @@ def test_a_file_is_whole_or_absent(tmp_path):
     assert json.loads(path.read_text("utf-8")) == {"x": 1}
 
 
+def test_one_channel_of_ids_is_embedded_as_ids_are():
+    from headrace.studies.compare.model import build
+
+    plan = replace(SMALL, mixers=("retnet",), task=Induction())
+    model, rows = build(plan.arms()[0]).eval(), plan.task.held_out(4)
+    rows["input_ids"][:, :3] = torch.arange(3)
+    channels = torch.stack([rows["input_ids"], torch.full_like(rows["input_ids"], -1)], 2)
+    with torch.no_grad():
+        plain, summed = (model(ids, rows["shift_labels"]).loss for ids in (rows["input_ids"], channels))
+    assert torch.equal(plain, summed)
+
+
 # --- the whole ----------------------------------------------------------------------------------------------
 def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_path, monkeypatch):
     monkeypatch.setitem(
@@ -303,7 +316,7 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     assert untrained is None and all(loss > 0 for loss in trained)
     assert second["gate_parameters"] == 2 * 16 and second["parameters"] == first["parameters"] + 32
     assert second["curve"][0]["gates"] and first["state_bytes"] == 4 * 16 * 4
-    assert json.loads((tmp_path / "results.json").read_text("utf-8")) == found
+    assert read_result(tmp_path / "results.json") == found
     assert {(arm.mixer, step) for arm, step, scores in heard if scores} == {
         (m, s) for m in plan.mixers for s in (0, 2, 3)
     }
@@ -318,6 +331,10 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     for arm in (*kept, *again):
         del arm["seconds"], arm["speeds"]
     assert again == kept, "the same numbers, to the bit"
+
+    change_digit(lost)
+    with pytest.raises(InputError, match=r"result.json' is damaged: it has another SHA-256"):
+        complete(study, tmp_path, lambda *news: None, ["cpu"])
 
 
 WHOLE = ("bahdanau", "rnn", "transformer", "t5", "softmax-gla", "transformer-2017(mixer=softmax-gla)")

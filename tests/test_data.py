@@ -2,14 +2,19 @@
 
 import gzip
 import json
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+from datasets import Dataset
+
 from headrace.data import Collator, Preparation, open_data, prepare, tokenizer
+from headrace.data.preparation import split
 from headrace.utils.errors import InputError
 
 TEXTS = [f"Document {i}. " + "some words of it, and more; " * (7 * i % 11) for i in range(40)]
@@ -56,6 +61,31 @@ def test_documents_begin_where_starts_say(jsonl, tmp_path):
     assert begins == [0, *(np.flatnonzero(tokens == end)[:-1] + 1)]
 
 
+def test_a_tokenizer_s_frame_of_special_tokens_is_left_out(jsonl, tmp_path):
+    framed = tokenizer.byte_level()
+    frame = TemplateProcessing(single=f"{tokenizer.END} $A {tokenizer.END}", special_tokens=[(tokenizer.END, 256)])
+    framed.backend_tokenizer.post_processor = frame
+    framed.save_pretrained(tmp_path / "tokenizer")
+    for name, path in (("plain", None), ("framed", str(tmp_path / "tokenizer"))):
+        prepare(Preparation((str(jsonl),), length=64, tokenizer=path), tmp_path / name)
+    plain, framed = (tokens_of(open_data(tmp_path / name).train) for name in ("plain", "framed"))
+    assert plain == framed
+
+
+def test_code_in_a_folder_of_data_is_not_run(jsonl, tmp_path):
+    prepare(Preparation((str(jsonl),), length=64), tmp_path / "d")
+    manifest = json.loads((tmp_path / "d" / "manifest.json").read_text())
+    (tmp_path / "d" / "manifest.json").write_text(json.dumps(manifest | {"files": {}}))
+    config = tmp_path / "d" / "tokenizer" / "tokenizer_config.json"
+    auto = {"auto_map": {"AutoTokenizer": [None, "code.Tokens"]}, "tokenizer_class": "Tokens"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | auto))
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    (config.parent / "code.py").write_text(code + "from transformers import PreTrainedTokenizerFast as Tokens\n")
+    with suppress(InputError):
+        open_data(tmp_path / "d")
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_of_few_books_the_end_of_one_is_held_out(count, tmp_path):
     books = [f"{i} " + "All happy families are alike. " * 500 for i in range(count)]
@@ -70,6 +100,22 @@ def test_of_few_books_the_end_of_one_is_held_out(count, tmp_path):
         data.tokenizer.decode([t for t in tokens_of(part) if t != end]) for part in (data.train, data.held_out)
     )
     assert held == books[0][-wanted:] and sorted(trained) == sorted("".join(books)[:-wanted])
+
+
+def test_a_document_too_short_for_the_held_out_text_is_not_cut(tmp_path):
+    """The first in random order has 5 of 505 characters, and 10 are held out."""
+    first = np.random.default_rng(0).permutation(2)[0]
+    for i in range(2):
+        (tmp_path / f"{i}.txt").write_text("short" if i == first else "x" * 490 + "held out: ")
+    prepare(Preparation(tuple(str(tmp_path / f"{i}.txt") for i in range(2)), length=16, held_out=0.02), tmp_path / "d")
+    data = open_data(tmp_path / "d")
+    assert data.tokenizer.decode(tokens_of(data.held_out)[:-1]) == "held out: "
+
+
+@pytest.mark.parametrize(("count", "held_out", "expected"), [(3, 0.9, 2), (2, 0.9, 1), (4, 0.5, 2)])
+def test_a_document_is_left_for_training(count, held_out, expected):
+    parts = split(Dataset.from_dict({"text": ["a"] * count}), held_out, 0)
+    assert (len(parts["train"]), len(parts["held_out"])) == (count - expected, expected)
 
 
 def test_two_workers_write_what_one_does(jsonl, tmp_path):
@@ -142,12 +188,12 @@ def test_what_was_killed_does_not_look_finished(jsonl, tmp_path, monkeypatch):
 
 
 def test_batches(jsonl, tmp_path):
-    rows = [{"input_ids": [1, 2, 3, 4], "starts": [2]}, {"input_ids": [5, 6], "starts": [0]}]
+    rows = [{"input_ids": [1, 2, 3, 4], "starts": [2]}, {"input_ids": [5, 6, 7], "starts": [1]}]
     joined = Collator(pad=0)(rows)
-    assert joined["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
-    assert joined["labels"].tolist() == [[1, 2, 3, 4], [5, 6, -100, -100]]
+    assert joined["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
+    assert joined["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, -100]]
     apart = Collator(pad=0, apart=True)(rows)
-    assert apart["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
-    assert apart["cu_seqlens"].tolist() == [0, 2, 4, 6]
-    assert apart["labels"].tolist() == [[-100, 2, -100, 4, -100, 6]]
+    assert apart["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    assert apart["cu_seqlens"].tolist() == [0, 2, 4, 5, 7]
+    assert apart["labels"].tolist() == [[-100, 2, -100, 4, -100, -100, 7]]
     assert apart["labels"].dtype == torch.long

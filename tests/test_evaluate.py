@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval")
 
+from damage import change_digit, flip
 from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
@@ -25,7 +26,7 @@ from headrace.studies.evaluate.run import Evaluation, EvaluationPlan, Machine, e
 from headrace.studies.evaluate.scores import Pair, Score, pair, scores
 from headrace.studies.evaluate.suites import items
 from headrace.utils.errors import InputError
-from test_interruption import flip
+from headrace.utils.integrity import read_result
 from tiny import trained
 
 LENGTH = 48
@@ -159,7 +160,18 @@ def test_local_rows_have_the_stock_columns():
     row = local.hellaswag(ROWS["hellaswag"][0])
     assert (row["activity_label"], row["ctx_a"], row["ctx_b"]) == ("Swim", "A man dives.", "he")
     assert local.hellaswag({"query": "How to swim: [header] Dive.", "endings": [], "label": 0})["ctx_b"] == ""
+    assert local.hellaswag({"query": "Draw: She sits. iPads help", "endings": [], "label": 0})["ctx_b"] == "iPads help"
     assert local.arc(ROWS["arc_easy"][0])["choices"] == {"text": ["p", "q", "r"], "label": ["A", "B", "C"]}
+
+
+def test_code_in_a_folder_of_a_model_is_not_run(tmp_path):
+    config = {"model_type": "unheard-of", "auto_map": {"AutoConfig": "code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    (tmp_path / "code.py").write_text(code + "from transformers import PretrainedConfig as Config\n")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_checkpoint(str(tmp_path), "cpu")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_what_the_folder_lacks_is_named_and_the_rest_is_run(checkpoints, data, tmp_path):
@@ -168,11 +180,14 @@ def test_what_the_folder_lacks_is_named_and_the_rest_is_run(checkpoints, data, t
     assert list(found.missing) == ["arc_challenge"]
     assert list(found.items["llama"]) == ["wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy"]
     assert findings.findings(found)[0].startswith("arc_challenge was not run: ")
-    whole = json.loads((tmp_path / "llama" / "results.json").read_text("utf-8"))
+    whole = read_result(tmp_path / "llama" / "results.json")
     assert set(whole["results"]) == set(found.items["llama"])
     assert whole["results"]["winogrande"]["acc,none"] == scores(found.items["llama"]["winogrande"])["acc"].value
     with pytest.raises(InputError, match="no task of --suite='recall' can be run"):
         evaluate([checkpoints["llama"]], EvaluationPlan("recall", data=str(data)), MACHINE, tmp_path / "recall")
+    change_digit(tmp_path / "llama" / "items" / "piqa.json")
+    with pytest.raises(InputError, match=r"piqa.json' is damaged: it has another SHA-256"):
+        evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path)
 
 
 def test_recall_on_local_rows(checkpoints, tmp_path):

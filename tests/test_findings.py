@@ -16,6 +16,7 @@ from headrace.studies.compare.example import about, example, guessing
 from headrace.studies.compare.failures import level
 from headrace.studies.compare.findings import findings, headline
 from headrace.studies.compare.page import write_report
+from headrace.studies.compare.pairwise import competing, pairs
 from headrace.studies.compare.plan import Study
 from headrace.studies.compare.summary import labels, summarise
 from headrace.studies.compare.terminal import print_results
@@ -79,6 +80,31 @@ def said(scores, **settings):
 )
 def test_a_mixer_and_its_backbone(scores, expected):
     assert expected in said(scores)
+
+
+def test_a_gain_is_the_mean_over_seeds():
+    """Gains 0.1, 0.1, 0.4: their median is 0.1. Interval 0.2 ± 4.3027 · 0.1732 / √3."""
+    (comparison,) = summarise(results([[0.5, 0.5, 0.5], [0.6, 0.6, 0.9]]))
+    (difference,) = pairs(comparison)
+    assert difference.mean == pytest.approx(0.2)
+    assert difference.interval == pytest.approx((0.2 - 0.4303, 0.2 + 0.4303), abs=1e-4)
+
+
+def test_sigmoid_gates_do_not_compete():
+    (comparison,) = summarise(results([[0.5], [0.9], [0.7]]))
+    assert [c.label for c in comparison.contenders] == ["retnet", "softmax-retnet", "sigmoid-retnet"]
+    assert [c.label for c in competing(comparison)] == ["softmax-retnet"]
+    assert [(d.a.label, d.b.label) for d in pairs(comparison)] == [("softmax-retnet", "retnet")]
+
+
+def test_gates_and_alignment_are_of_the_end_of_the_first_seed():
+    found = results([[0.5, 0.6], [0.9, 0.8]])
+    for arm in found["arms"]:
+        arm["alignment"] = arm["seed"]
+        for point in arm["curve"]:
+            point["gates"] = [arm["seed"], point["step"]]
+    contender = summarise(found)[0].contenders[0]
+    assert (contender.gates, contender.alignment) == ([0, 5], 0)
 
 
 def test_without_competition_the_best_is_compared_with_the_second():
@@ -190,6 +216,14 @@ def test_lengths_and_alignments(tmp_path):
 
 
 # --- what is matched --------------------------------------------------------------------------------------------------
+def test_of_several_models_the_smallest_and_the_largest_are_named():
+    found = results([[0.5], [0.9], [0.7]])
+    for arm, size in zip(found["arms"], (2000, 1000, 3000), strict=True):
+        arm["parameters"] = size
+    unmatched = conditions(summarise(found)[0])[-1]
+    assert "parameters differ by up to 3.00× (softmax-retnet 1,000, sigmoid-retnet 3,000)" in unmatched
+
+
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [

@@ -105,6 +105,9 @@ def test_gates_horizon_and_beta():
     close(
         fixed.horizon[:, 0], torch.full((T,), -1 / float(torch.tensor(1 - 2**-5).double().log()), dtype=torch.float64)
     )
+    _, _, _, (matrix, _) = passed("rwkv7")
+    close(matrix.horizon, (-1 / matrix.operand("log_decay")[0]).median(-1).values)
+    assert matrix.horizon.shape == (T, 4)
     _, _, _, (scan, _) = passed("mamba")
     assert scan.horizon is None and scan.beta is None and not scan.gates
 

@@ -19,6 +19,7 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 from transformers import TrainerCallback
 
 import tiny
+from damage import flip
 from headrace import data as data_module
 from headrace.cli import app as cli
 from headrace.data import Preparation, open_data, prepare
@@ -261,13 +262,6 @@ def test_the_held_out_loss_is_of_every_row_for_two_processes(data, prepared, tmp
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
-
-
-def flip(path):
-    """A bit of the byte in the middle."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.ops import loss as module
 from headrace.ops.loss import IGNORED, linear_cross_entropy
@@ -43,6 +44,13 @@ def test_is_the_cross_entropy_of_all_logits(dtype, tolerance, scale):
         assert relative(mine.double(), their) <= 10 * tolerance
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(hidden, weight, labels), ours)
+
+
+def test_on_a_cpu_only_tokens_with_a_label_cost():
+    hidden, weight, labels = given(torch.float32)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        linear_cross_entropy(hidden, weight, labels)
+    assert counter.get_total_flops() == 2 * int((labels != IGNORED).sum()) * D * V
 
 
 def test_what_needs_no_gradient_gets_none():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -59,6 +60,15 @@ def test_a_task_is_trained_on_its_answers_alone(task, changes, tmp_path, monkeyp
     logits = model(rows["input_ids"]).logits[asked].double()
     expected = torch.nn.functional.cross_entropy(logits, rows["shift_labels"][asked]).item()
     assert trainer.evaluate(data.held_out.select(range(8)))["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_one_row_of_a_task_can_be_prepared_and_none_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared_task, "HELD_OUT", 1)
+    made = prepared_task.prepare(Mqar(vocabulary=48, pairs=3, length=32), "mqar", 1, 0, 1, tmp_path / "one")
+    assert made["train"]["rows"] == len(open_data(tmp_path / "one").train) == 1
+    for rows, workers in ((0, 1), (1, 0)):
+        with pytest.raises(InputError, match=f"--rows {rows} and --workers {workers}; expected at least 1"):
+            prepared_task.prepare(Mqar(), "mqar", rows, 0, workers, tmp_path / "none")
 
 
 @pytest.mark.parametrize("task", [Pair(), Reverse(), Text()], ids=repr)
@@ -139,7 +149,9 @@ def test_what_a_run_leaves(data, tmp_path):
     assert "trust_remote_code=True" in card and (tmp_path / "run" / "model" / "modeling_headrace.py").is_file()
     assert (tmp_path / "run" / "model" / "curves.png").stat().st_size > 1000
     assert trainer.careful().skipped == 0
-    assert any("eval_write_entropy_1" in point for point in points)
+    (evaluated, *_) = (point for point in points if "eval_write_entropy_1" in point)
+    loads = [value for name, value in evaluated.items() if re.fullmatch(r"eval_write_load_1_\d+", name)]
+    assert len(loads) == TINY["heads"] and sum(loads) == pytest.approx(1)
     counts = torch.tensor([token for row in data.held_out["input_ids"] for token in row]).bincount()
     frequencies = torch.distributions.Categorical(counts.double()).entropy()
     assert f"these tokens has {frequencies:.4f}" in card and ("The model learnt nothing" in card) == (

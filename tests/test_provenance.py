@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+from damage import flip
 from headrace.studies.compare.defaults import DEMO
 from headrace.studies.reproduce import execute
 from headrace.utils import provenance
 from headrace.utils.errors import InputError
 from headrace.utils.provenance import MADE_BY, claim
-from test_interruption import flip
 from training import train
 
 OTHER = "0" * 12

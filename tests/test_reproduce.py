@@ -9,14 +9,17 @@ from statistics import fmean
 import pytest
 import typer
 
+from damage import change_digit
 from headrace import InputError
 from headrace.cli import app as cli
 from headrace.cli import understand
 from headrace.data.tokenizer import byte_level
 from headrace.studies.reproduce import execute, experiment, numbers, show
+from headrace.utils.integrity import write_result
 from tiny import build
 
 COMMANDS = typer.main.get_command(cli.app).commands
+WORD = "word_perplexity,none"
 EVERY = [(name, scale) for name in experiment.names() for scale in experiment.SCALES]
 
 
@@ -115,6 +118,70 @@ def test_what_has_ended_is_not_done_again_and_what_fails_is_named(tmp_path):
         execute.execute([step, [sys.executable, "-c", "raise SystemExit(3)"]], tmp_path, said.append)
     with pytest.raises(InputError, match="no-such-program is not installed"):
         execute.execute([["no-such-program"]], tmp_path, said.append)
+
+
+def make(command, listen):
+    """In place of `headrace prepare`: makes a folder atomically, unless it exists."""
+    output = Path(command[-1])
+    if output.exists():
+        return 2, None
+    output.mkdir(parents=True)
+    return 0, None
+
+
+def make_and_be_killed(command, listen):
+    """Killed between the end of a step and its record."""
+    make(command, listen)
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def step_cut_off(tmp_path, monkeypatch):
+    """A step that made its folder and was killed before it was recorded as finished."""
+    (tmp_path / "a.txt").write_text("some words")
+    step = ["headrace", "prepare", str(tmp_path / "a.txt"), "--output", str(tmp_path / "root" / "data")]
+    monkeypatch.setattr(execute, "run", make_and_be_killed)
+    with pytest.raises(KeyboardInterrupt):
+        execute.execute([step], tmp_path / "root", print)
+    monkeypatch.setattr(execute, "run", make)
+    return step
+
+
+def test_a_kill_between_the_end_of_a_step_and_its_record_loses_nothing(step_cut_off, tmp_path):
+    said = []
+    for _ in range(2):
+        execute.execute([step_cut_off], tmp_path / "root", said.append)
+        assert said[-1].endswith("already finished")
+    assert [path.suffix for path in (tmp_path / "root" / "done").iterdir()] == [".json"]
+
+
+def test_a_folder_made_from_another_text_is_not_taken_for_the_result(step_cut_off, tmp_path):
+    (tmp_path / "a.txt").write_text("other words")
+    for _ in range(2):
+        with pytest.raises(InputError, match="step 1 ended with exit status 2"):
+            execute.execute([step_cut_off], tmp_path / "root", print)
+
+
+def test_a_folder_that_was_there_before_is_not_taken_for_the_result(step_cut_off, tmp_path):
+    step = [*step_cut_off[:-1], str(tmp_path / "root" / "other")]
+    (tmp_path / "root" / "other").mkdir()
+    for _ in range(2):
+        with pytest.raises(InputError, match="step 1 ended with exit status 2"):
+            execute.execute([step], tmp_path / "root", print)
+
+
+def test_a_changed_digit_of_a_number_is_named(tmp_path):
+    """Of the scores that eval and compare wrote, and of the record of a finished step."""
+    write_result(tmp_path / "wikitext" / "1m-gla-0" / "results.json", {"results": {"wikitext": {WORD: 40.5}}})
+    write_result(tmp_path / "rnn-figure-4" / "results.json", {"arms": [{"mixer": "x", "scores": {"loss": 2.5}}]})
+    execute.execute([[sys.executable, "-c", ""]], tmp_path, print)
+    for path in (*tmp_path.glob("*/*/results.json"), *tmp_path.glob("*/results.json"), *tmp_path.glob("done/*.json")):
+        change_digit(path)
+    for name in ("figure-1", "rnn-figure-4"):
+        with pytest.raises(InputError, match=r"results.json' is damaged: it has another SHA-256"):
+            ours(name, "laptop", tmp_path)
+    with pytest.raises(InputError, match="json' is damaged: it has another SHA-256"):
+        execute.execute([[sys.executable, "-c", ""]], tmp_path, print)
 
 
 @pytest.mark.slow

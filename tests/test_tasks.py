@@ -28,9 +28,12 @@ from headrace.tasks import (
     Reverse,
     Rows,
     SelectiveCopy,
+    Spans,
     Text,
+    dates,
 )
 from headrace.tasks.base import BLOCK
+from headrace.tasks.sequences import FIRST
 from headrace.utils.errors import InputError
 
 SYNTHETIC = (
@@ -166,6 +169,10 @@ def test_digits_are_pixels_in_order_and_a_digit():
     assert next(known[x] for x in known if x[:6] == (0, 0, 5, 13, 9, 1)) == 0, "the one that is drawn in the docstring"
     rows = [(tuple(ids), labels) for ids, labels in rows_of(Digits())]
     assert all(labels == [IGNORED] * 63 + [17 + known[ids]] for ids, labels in rows)
+    order = np.random.default_rng(0).permutation(1797)[:359]
+    assert (
+        Digits().held_out(512)["shift_labels"][:, -1].tolist() == (17 + datasets.load_digits().target[order]).tolist()
+    )
     held_out = Digits().held_out(512)["input_ids"]
     assert len(held_out) == 359 and not {ids for ids, _ in rows} & {tuple(ids) for ids in held_out.tolist()}
 
@@ -259,6 +266,12 @@ def test_reverse_reverses_at_every_length():
 FORMATS = ("%A, the %d of %B %Y", "%B %d, %Y", "%d %B %Y", "%a %d %b %Y", "%d %b %y", "%d.%m.%Y", "%m/%d/%y")
 
 
+def test_the_first_and_the_last_day_are_among_the_dates(monkeypatch):
+    monkeypatch.setattr(dates, "FIRST_DAY", dates.LAST_DAY - 1)
+    written = {target for _, target in Dates().pairs(torch.Generator().manual_seed(0), 50)}
+    assert written == {"2049-12-30", "2049-12-31"}
+
+
 def test_dates_are_what_is_written():
     """Read back by Python's own parser, whose pivot year is 1969: only a century may differ."""
     found = set()
@@ -307,6 +320,22 @@ def test_text_predicts_the_next_byte_and_holds_its_end_out(book):
     assert held_out in whole[-len(whole) // 10 - 20 :] and len(held_out) >= len(whole) // 10 - 32
     assert held_out not in bytes(task.corpus.train.tolist())
     assert len(task.held_out(3)["input_ids"]) == 3
+
+
+@pytest.mark.parametrize(("tail", "windows"), [(15, 1), (16, 1), (17, 2), (23, 2), (24, 2), (25, 3)])
+def test_every_whole_window_of_the_held_out_text_is_a_row(tail, windows, tmp_path):
+    """A window of 8 bytes with their labels takes 9 bytes."""
+    text = bytes(range(97, 97 + tail))
+    (tmp_path / "a.txt").write_bytes(b"." * 9 * tail + text)
+    held_out = Text((str(tmp_path / "a.txt"),), length=8).held_out(100)
+    assert bytes(held_out["input_ids"].flatten().tolist()) == text[: 8 * windows]
+    assert bytes(held_out["shift_labels"].flatten().tolist()) == text[1 : 8 * windows + 1]
+
+
+def test_spans_are_shown_as_characters_and_numbered_marks(book):
+    task = Spans((str(book),), length=16)
+    mark = FIRST + 256
+    assert task.text(torch.tensor([FIRST + ord("A"), mark, mark + 1, 0])) == ["A", "<0>", "<1>", f"{-FIRST}"]
 
 
 def test_scores_of_text(book):

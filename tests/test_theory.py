@@ -17,6 +17,7 @@ from headrace.ops.reference import literal
 from headrace.utils.errors import InputError
 from headrace.utils.processes import locked
 from studies import theory
+from studies.theory import capacity
 from studies.theory.__main__ import app
 from studies.theory.additive_memory import COUNTS, pairs_at_unit_noise
 from studies.theory.base import attention_weights, check_equal, entropy, format_values, normalised
@@ -185,3 +186,11 @@ def test_what_is_remembered_is_counted():
     past = StateProbe({"a": torch.tensor([0.9, 0.2, 0.05])}, {"a": 2.0})
     assert (past.total["a"], past.ages["a"]) == (pytest.approx(1.15), 2)
     assert [row[1:] for row in Probe.checks(past)] == [(pytest.approx(1.15), "≤", 2.0)]
+
+
+def test_retrieval_accuracy_is_drawn_in_percent():
+    falling = {
+        (name, d): torch.linspace(1, 0, len(capacity.LOADS)) for name in capacity.VARIANTS for d in capacity.WIDTHS
+    }
+    lines = capacity.Capacity(falling, falling).figure().axes[1].lines
+    assert [(min(line.get_ydata()), max(line.get_ydata())) for line in lines] == [(0, 100)] * len(falling)

@@ -1,6 +1,7 @@
 """What a run does to the weights and says of itself, held against a plain loop, closed formulas and data sheets."""
 
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +96,7 @@ def test_the_card_says_bits_per_byte_of_the_held_out_text(data, tmp_path):
         loss = point["eval_loss"]
         bits = loss / math.log(2) * len(ids) / length
         assert f"| {point['step']} | {loss:.4f} | {math.exp(loss):.2f} | {bits:.4f} |" in readme
+    assert f"torch {torch.__version__}" in readme
     assert f"142 documents and {data.manifest['train']['tokens']:,} tokens for training, 8 held out" in readme
 
 
@@ -123,6 +125,15 @@ def test_speed_is_of_training_alone(monkeypatch):
     state.global_step, run.paused = 9, 2.0
     assert speed() == {"tokens_per_second": 128.0, "mfu": 0.896}  # 4 steps in 16 − 10 − 2 s
     assert speed() == {} and run.paused == 0.0  # no step since
+
+
+def test_the_time_of_an_evaluation_is_not_of_training(data, tmp_path, monkeypatch):
+    rests, speed = [], trainer.HeadraceTrainer._speed
+    monkeypatch.setattr(trainer.HeadraceTrainer, "_speed", lambda self: rests.append(self.resting) or speed(self))
+    started = time.perf_counter()
+    history = train(data, tmp_path, tokens=128 * 20, evaluate_every=4).state.log_history
+    assert any(rests) and all(0 <= rest < time.perf_counter() - started for rest in rests)
+    assert all(point["tokens_per_second"] > 0 for point in history if "tokens_per_second" in point)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +194,7 @@ def test_a_loss_as_large_as_the_unigrams_is_nothing_learnt():
         ("gla", 2 * (128 * (2 * 64 + 3 * 128 + 16) + 16 * 64) + 5 * 4 * 16 * 32),
     ],
 )
-def test_an_estimate_is_what_paper_and_pencil_say(mixer, per_layer):
+def test_an_estimate_is_what_paper_and_pencil_say(mixer, per_layer, capsys):
     """laptop-1m: 4 layers of 128, an MLP of 352, a vocabulary of 4,096, rows of 512, 4e6 tokens in steps of 8,192."""
     found = estimate(recipes.load("laptop-1m", {"mixer": mixer})[0])
     forward = 4 * (per_layer + 2 * 3 * 128 * 352) + 2 * 128 * 4096
@@ -199,6 +210,7 @@ def test_an_estimate_is_what_paper_and_pencil_say(mixer, per_layer):
     assert (made.config.num_heads, made.lm_head.weight is made.model.embed_tokens.weight) == (1, False)
     assert untied["weights, gradients, moments"] == weights + 16 * 128 * 4096
     assert wide["kept for the backward"] == 2 * found["bytes"]["kept for the backward"]
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("mixer", ["transformer", "gqa", "gla"])

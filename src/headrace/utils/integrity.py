@@ -8,6 +8,7 @@ from typing import Any
 
 from .errors import InputError
 
+SUM = "sha256"  # key of the checksum of a result
 CHECKSUMS = "checksums.json"  # checksums of a model's weights; its other files may be edited
 
 Recorded = dict[str, Any]  # {name of a file: {"bytes", "sha256"}, or in old records only the number of bytes}
@@ -30,6 +31,26 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{str(path)!r} is not JSON ({error}); delete it and run the command again") from None
+
+
+def write_result(path: Path, data: dict[str, Any]) -> None:
+    """Writes a JSON object with the SHA-256 of its content, which `read_result` checks."""
+    write_json(path, data | {SUM: digest(json.loads(json.dumps(data)))})  # as it is read: keys are strings
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """Returns an object written by `write_result`. An object without a checksum passes.
+
+    Raises InputError if the file is not a JSON object, or if its content has changed."""
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise InputError(f"{str(path)!r} is not a JSON object; delete it and run the command again")
+    if data.pop(SUM, None) not in (None, digest(data)):
+        raise InputError(
+            f"{str(path)!r} is damaged: it has another SHA-256 than when it was written; delete it and run the command "
+            "again"
+        )
+    return data
 
 
 def sha256(path: Path) -> str:

@@ -16,7 +16,7 @@ from ... import zoo
 from ...report.numbers import spread
 from ...spec.linear import MixerSpec
 from ...utils.environment import environment
-from ...utils.integrity import read_json, write_json
+from ...utils.integrity import read_result, write_result
 from .measure import measure
 from .models import PEERS, cache_bytes
 from .plan import MEASURED, BenchPlan, Point
@@ -37,8 +37,8 @@ def complete(plan: BenchPlan, wanted: list[Point], folder: Path, tell: Callable[
             torch.set_num_threads(plan.threads)
             models = measure(point, plan)
             about = environment() | {"threads": plan.threads, "date": datetime.now().isoformat(timespec="seconds")}
-            write_json(path, {"point": vars(point), "environment": about, "clock": plan.clock, "models": models})
-    held = [read_json(path) for path in (folder / "points").glob("*.json")]
+            write_result(path, {"point": vars(point), "environment": about, "clock": plan.clock, "models": models})
+    held = [read_result(path) for path in (folder / "points").glob("*.json")]
     return sorted(held, key=lambda one: (MEASURED.index(one["point"]["what"]), *list(one["point"].values())[1:]))
 
 

@@ -20,7 +20,7 @@ from ...training.gate_statistics import GateWatch
 from ...training.optimizer import optimizer
 from ...training.parameters import gate_parameters
 from ...utils.environment import environment
-from ...utils.integrity import write_json
+from ...utils.integrity import write_result
 from .model import build, flops, model_inputs
 from .plan import Arm, ArmRecipe
 
@@ -47,7 +47,7 @@ def train(arm: Arm, path: Path, tell: Tell, device: str = "cpu") -> None:
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    write_json(path, result(arm, model, curve) | {"seconds": time.perf_counter() - started})
+    write_result(path, result(arm, model, curve) | {"seconds": time.perf_counter() - started})
 
 
 def arguments(recipe: ArmRecipe, seed: int, folder: Path, device: str) -> TrainingArguments:

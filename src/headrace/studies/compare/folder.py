@@ -8,8 +8,8 @@ results.json, report.html, *.png the report
 from pathlib import Path
 from typing import Any
 
+from ...utils import integrity
 from ...utils.errors import InputError
-from ...utils.integrity import read_json
 from ...utils.provenance import refuse_foreign
 from .plan import Arm, Study
 
@@ -18,8 +18,8 @@ NEEDED = {"mixer", "seed", "scores", "environment", "flops", "speeds"}  # requir
 
 def read_result(path: Path) -> dict[str, Any]:
     """The result of an arm. InputError if the file is not a result."""
-    result = read_json(path)
-    if not isinstance(result, dict) or not result.keys() >= NEEDED:
+    result = integrity.read_result(path)
+    if not result.keys() >= NEEDED:
         raise InputError(f"{str(path)!r} is not the result of an arm; delete it and run the command again")
     return result
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...utils.integrity import write_json
+from ...utils.integrity import write_result
 from .folder import read_result, result_path
 from .plan import Study
 from .pool import Listen, train_all
@@ -34,7 +34,7 @@ def complete(study: Study, folder: Path, listen: Listen, workers: Sequence[str])
     if pending:
         train_all(pending, folder, workers, listen)
     results = collect(study, folder)
-    write_json(folder / "results.json", results)
+    write_result(folder / "results.json", results)
     return results
 
 

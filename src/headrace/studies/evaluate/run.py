@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
 
 from ...utils.errors import InputError
-from ...utils.integrity import digest, read_json, write_json
+from ...utils.integrity import digest, read_result, write_result
 from ...utils.provenance import claim
 from .checkpoint import ROOM, Checkpoint, fingerprint, named, read_checkpoint
 from .local import Missing, content, localise
@@ -94,7 +94,7 @@ def evaluate(
     for name, path in models.items():
         folder = output / slug(name)
         recorded[name] = dict(complete(path, found, plan, machine, folder, tell))
-        write_json(folder / "results.json", merged(recorded[name]))
+        write_result(folder / "results.json", merged(recorded[name]))
     return Evaluation(plan, recorded, missing)
 
 
@@ -129,12 +129,12 @@ def complete(
     for i, rows in enumerate(wanted, 1):
         name = rows.item.name
         kept, mark = folder / "items" / f"{slug(name)}.json", digest([model, rows.digest])
-        record = read_json(kept) if kept.exists() else {}
+        record = read_result(kept) if kept.exists() else {}
         if record.get("fingerprint") != mark:
             tell(f"{folder.name}: {name}, {i} of {len(wanted)}")
             checkpoint = checkpoint or read_checkpoint(path, machine.device)
             record = run_item(checkpoint, rows.item, rows.folder, plan, machine) | {"fingerprint": mark}
-            write_json(kept, record)
+            write_result(kept, record)
         yield name, record
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...utils import provenance
 from ...utils.errors import InputError
-from ...utils.integrity import digest, read_json, record, sha256, write_json
+from ...utils.integrity import digest, read_json, read_result, record, sha256, write_json, write_result
 from ...utils.processes import end_with_parent
 from .experiment import called
 
@@ -54,7 +54,7 @@ def mark(root: Path, command: list[str]) -> Path:
 def done(root: Path, command: list[str]) -> dict[str, Any] | None:
     """The record of a finished step: its seconds and, for a step with --json, its output; None if not finished."""
     path = mark(root, command)
-    return read_json(path) if path.exists() else None
+    return read_result(path) if path.exists() else None
 
 
 def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None], accept_old: bool = False) -> None:
@@ -76,16 +76,44 @@ def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None], acc
                 )
             tell(f"{said}: already finished")
             continue
+        if ended_unrecorded(root, command, given):
+            tell(f"{said}: already finished")
+            finish(root, command, given, seconds=None, printed=None)
+            continue
         tell(said)
+        begin(root, command, given)
         started = time.monotonic()
         code, printed = run(started_by(command, accept_old), "--json" in command)
         if code:
             raise InputError(f"step {i} ended with exit status {code}: {shlex.join(command)}")
-        seconds = round(time.monotonic() - started, 1)
-        write_json(
-            mark(root, command),
-            {"command": shlex.join(command), "seconds": seconds, "said": printed, "inputs": given},
-        )
+        finish(root, command, given, round(time.monotonic() - started, 1), printed)
+
+
+def made(command: list[str]) -> Path | None:
+    """The folder that a step makes atomically, so that the step has ended when the folder exists; None without one."""
+    if "headrace" not in command or called(command)[0] != "prepare":
+        return None
+    return Path(dict(itertools.pairwise(called(command)))["--output"])
+
+
+def begin(root: Path, command: list[str], given: dict[str, str]) -> None:
+    """Records that a step begins, if it makes a folder that does not exist yet."""
+    folder = made(command)
+    if folder is not None and not folder.exists():
+        write_json(mark(root, command).with_suffix(".begun"), given)
+
+
+def ended_unrecorded(root: Path, command: list[str], given: dict[str, str]) -> bool:
+    """Whether a step with these inputs made its folder, but was killed before it was recorded as finished."""
+    folder, begun = made(command), mark(root, command).with_suffix(".begun")
+    return folder is not None and folder.exists() and begun.exists() and read_json(begun) == given
+
+
+def finish(root: Path, command: list[str], given: dict[str, str], seconds: float | None, printed: str | None) -> None:
+    """Records that a step is finished. seconds: None if the step was killed before its end was recorded."""
+    record = {"command": shlex.join(command), "seconds": seconds, "said": printed, "inputs": given}
+    write_result(mark(root, command), record)
+    mark(root, command).with_suffix(".begun").unlink(missing_ok=True)
 
 
 def inputs(root: Path, command: list[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from ...report.numbers import NORMAL, half_interval
-from ...utils.integrity import read_json
+from ...utils.integrity import read_json, read_result
 from .execute import done
 from .experiment import Experiment, Scale, combinations, commands, run_folder
 
@@ -83,7 +83,7 @@ def evaluated(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Pat
     path = root / place["eval"] / run_folder(scale, root, at).name / "results.json"
     if not path.exists():
         return None
-    results, factor = read_json(path)["results"], place.get("times", 1)
+    results, factor = read_result(path)["results"], place.get("times", 1)
     items = place.get("mean") or [place["item"]]
     scores = [score(results.get(item, {}), place["metric"]) for item in items]
     there = [one for one in scores if one is not None]
@@ -124,7 +124,7 @@ def printed(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path)
 def compared(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
     """The mean over seeds of a final score in the results.json of `headrace compare`."""
     path = root / place["compare"] / "results.json"
-    arms = read_json(path)["arms"] if path.exists() else []
+    arms = read_result(path)["arms"] if path.exists() else []
     values = [Number(arm["scores"][place["metric"]]) for arm in arms if arm["mixer"] == at["mixer"] and arm["scores"]]
     return mean(values) if values else None
 
