@@ -51,10 +51,11 @@ class Launcher:
         self.layout = Layout.of(call, self.C)
         self.acc = torch.float32
         self.stored = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
-        kinds = {0: "none", 1: "fixed", 3: "scalar", 4: "vector"}
+        kind = {0: "none", 1: "fixed", 3: "scalar", 4: "vector"}[0 if call.log_decay is None else call.log_decay.dim()]
+        self.vector = kind == "vector"
         self.common = {
             "cu_seqlens": self.layout.cu_seqlens, "first_chunk": self.layout.first_chunk, "T": T, "H": H, "HQ": HQ, "K": K,
-            "C": self.C, "DECAY": kinds[0 if self.g is None else call.log_decay.dim()], "DELTA": call.delta,
+            "C": self.C, "DECAY": kind, "DELTA": call.delta,
             "PACKED": call.cu_seqlens is not None, **operands(call.v.dtype), "enable_fp_fusion": True,
         }  # fmt: skip
 
@@ -65,42 +66,38 @@ class Launcher:
         given = {f"{name}_stride": getattr(self, name) for name in names}
         return {name: 0 if x is None or x.dim() < 4 else x.stride(-3) for name, x in given.items()}
 
-    def prepare(self, keep: bool) -> dict[str, Tensor | None]:
-        """Returns the matrices inside each chunk."""
-        delta, shape = self.call.delta, (self.layout.chunks, self.H, self.C, self.C)
+    def prepare(self, keep: bool) -> dict[str, Any]:
+        """Returns the matrices inside each chunk and, under a decay per channel, q and k with the decay applied."""
+        delta, vector, shape = self.call.delta, self.vector, (self.layout.chunks, self.H, self.C, self.C)
         found = {
             "scores": self.new(*shape),
             "key_scores": self.new(*shape) if delta and keep else None,
             "inverse": self.new(*shape) if delta else None,
+            "q_rows": self.new(self.tokens, self.H, self.K) if vector else None,
+            "k_rows": self.new(self.tokens, self.H, self.K) if vector and delta else None,
+            "k_cols": self.new(self.tokens, self.H, self.K) if vector else None,
+            "end": self.new(self.layout.chunks, self.H, self.K, dtype=self.acc) if vector else None,
         }
         prepare[(self.layout.chunks, self.H)](
             self.q, self.k, self.g, self.beta, **found, owner=self.layout.owner, **self.strides("q", "k", "g"),
-            **self.common, BK=block(self.K, 64), num_warps=4, num_stages=2,
+            **self.common, BK=block(self.K, 32 if vector else 64), num_warps=4, num_stages=2,
         )  # fmt: skip
         return found
 
-    def grid(self) -> tuple[int, int]:
-        return -(-self.V // self.state_blocks["BV"]), self.call.sequences * self.H
-
-    @property
-    def state_blocks(self) -> dict[str, int]:
+    def carry(self, kernel: Any, found: dict[str, Any], **tensors: Tensor | None) -> None:
+        """Launches `scan` or `reverse_scan`, one program for each sequence, head and block of V."""
+        reading: dict[str, Any] = {"q": self.q, "k_rows": self.k, "k_cols": self.k, **self.strides("q", "k")}
+        common = self.common
+        if self.vector:
+            stride, common = self.H * self.K, self.common | {"HQ": self.H}
+            reading = {name: found[f"{name}"] for name in ("k_rows", "k_cols")}
+            reading |= {"q": found["q_rows"], "q_stride": stride, "k_stride": stride}
         BK = block(self.K, 256)
-        return {"BK": BK, "BV": block(self.V, 64 if BK <= 128 else 32)}
-
-    def scan(self, matrices: dict[str, Any], **results: Tensor | None) -> None:
-        call = self.call
-        initial = None if call.initial_state is None else call.initial_state.contiguous()
-        scan[self.grid()](
-            self.q, self.k, self.v, self.g, self.beta, self.write, self.read, matrices["scores"], matrices["inverse"], initial,
-            **results, scale=call.scale, **self.strides("q", "k", "v", "g"), **self.common, V=self.V, **self.state_blocks,
-            num_warps=4, num_stages=2,
-        )  # fmt: skip
-
-    def reverse_scan(self, matrices: dict[str, Any], d_out: Tensor, d_final: Tensor, **results: Tensor) -> None:
-        reverse_scan[self.grid()](
-            self.q, self.k, self.g, self.beta, self.write, self.read, matrices["scores"], matrices["inverse"], d_out, d_final,
-            **results, scale=self.call.scale, **self.strides("q", "k", "g"), **self.common, V=self.V, **self.state_blocks,
-            num_warps=4, num_stages=2,
+        BV = block(self.V, 64 if BK <= 128 else 32)
+        kernel[(-(-self.V // BV), self.call.sequences * self.H)](
+            **reading, g=self.g, end=found["end"], beta=self.beta, write=self.write, read=self.read, scores=found["scores"],
+            inverse=found["inverse"], **tensors, scale=self.call.scale, **common, V=self.V, BK=BK, BV=BV, num_warps=4,
+            num_stages=2,
         )  # fmt: skip
 
     def gradients(self, matrices: dict[str, Any], **tensors: Tensor | None) -> None:
@@ -108,8 +105,8 @@ class Launcher:
         gradients[(self.layout.chunks, self.H)](
             self.q, self.k, self.v, self.g, self.beta, self.write, self.read, matrices["scores"], matrices["key_scores"],
             **tensors, owner=self.layout.owner, scale=self.call.scale, **self.strides("q", "k", "v", "g"),
-            e_stride=e.stride(-3), **self.common, V=self.V, BK=block(self.K, 64),
-            BV=block(self.V, 64), num_warps=8, num_stages=2,
+            e_stride=e.stride(-3), **self.common, V=self.V, 
+            BK=block(self.K, 32 if self.vector else 64), BV=block(self.V, 64), num_warps=8, num_stages=2,
         )  # fmt: skip
 
 
@@ -141,7 +138,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Returns (out, final state)."""
     run = Launcher(call)
     out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), run.new(*call.state_shape, dtype=run.acc)
-    run.scan(run.prepare(keep=False), out=out, final=final, states=None, errors=None)
+    initial = None if call.initial_state is None else call.initial_state.contiguous()
+    run.carry(scan, run.prepare(keep=False), v=run.v, v_stride=run.v.stride(-3), initial=initial, out=out, final=final,
+              states=None, errors=None)  # fmt: skip
     return out, final
 
 
@@ -153,8 +152,11 @@ def backward(d_out: Tensor, d_final: Tensor, call: Call, decay_gradient: bool) -
     states, d_states = (run.new(run.layout.chunks, run.H, run.K, run.V) for _ in range(2))
     d_initial, target = run.new(*call.state_shape, dtype=run.acc), run.new(run.tokens, run.H, run.V)
     errors = run.new(run.tokens, run.H, run.V) if call.delta else None
-    run.scan(matrices, out=None, final=None, states=states, errors=errors)
-    run.reverse_scan(matrices, d_out, d_final, d_target=target, d_states=d_states, d_initial=d_initial)
+    initial = None if call.initial_state is None else call.initial_state.contiguous()
+    run.carry(scan, matrices, v=run.v, v_stride=run.v.stride(-3), initial=initial, out=None, final=None, states=states,
+              errors=errors)  # fmt: skip
+    run.carry(reverse_scan, matrices, d_out=d_out, d_final=d_final, d_target=target, d_states=d_states,
+              d_initial=d_initial)  # fmt: skip
 
     def numbers(wanted: bool) -> Tensor | None:
         return run.new(run.tokens, run.H, dtype=run.acc) if wanted else None

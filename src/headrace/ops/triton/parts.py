@@ -120,7 +120,8 @@ def left_of(high, low, C: tl.constexpr):
 def pair_decay(high, low, rows):
     """Returns e^{G_i − G_j} for j ≤ i, and zero elsewhere, [C, C]."""
     difference = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-    return tl.where(rows[:, None] >= rows[None, :], tl.exp(difference), 0.0)
+    causal = rows[:, None] >= rows[None, :]
+    return tl.where(causal, tl.exp(tl.where(causal, difference, 0.0)), 0.0)
 
 
 # --- a decay per key channel -----------------------------------------------------------------------------------------

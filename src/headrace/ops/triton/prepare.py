@@ -2,6 +2,8 @@
 
     scores(q, k)_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}   for j ≤ i
     delta rule:       inverse = (I + A β)⁻¹,   A = scores(k, k) below its diagonal
+
+A decay per key channel is applied here once, for all that read the state or write it: rows(q), rows(k), cols(k) and end.
 """
 
 import triton
@@ -19,7 +21,9 @@ from .parts import (
     pair_decay,
     product,
     span,
+    store_tile,
     tile,
+    to_end,
     together,
 )
 
@@ -64,12 +68,13 @@ def invert(N, rows, C: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def prepare(
-    q, k, g, beta, scores, key_scores, inverse, cu_seqlens, first_chunk, owner, T, q_stride, k_stride, g_stride,
+    q, k, g, beta, scores, key_scores, inverse, q_rows, k_rows, k_cols, end, cu_seqlens, first_chunk, owner, T, q_stride, k_stride, g_stride,
     H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
     DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (chunks, H). Writes scores [chunks, H, C, C] and, for the delta rule, inverse and, unless it is None,
-    key_scores (A) likewise."""
+    key_scores (A) likewise. For a decay per channel also q_rows, k_rows (delta), k_cols [tokens, H, K] and end [chunks, H, K].
+    """
     chunk, h = tl.program_id(0), tl.program_id(1)
     hq = h // (H // HQ)
     token, length = span(chunk, T, cu_seqlens, first_chunk, owner, PACKED, C)
@@ -89,7 +94,12 @@ def prepare(
             if DELTA:
                 kk += block_scores(xk, xk, k, k_stride, hq * K, this, g, g_stride, h * K, token, rows, length, columns,
                                    K, OPERAND, PRECISION)  # fmt: skip
-            M: tl.constexpr = SUB
+            grown = tl.exp(from_start(this, C))
+            store_tile(q_rows, xq * grown, token, H * K, h * K, rows, length, columns, K)
+            store_tile(k_cols, xk * tl.exp(to_end(after, rows, C)), token, H * K, h * K, rows, length, columns, K)
+            if DELTA:
+                store_tile(k_rows, xk * grown, token, H * K, h * K, rows, length, columns, K)
+            tl.store(end + (chunk.to(tl.int64) * H + h) * K + columns, tl.exp(tl.sum(this, 0)), mask=columns < K)
             for level in tl.static_range(0, 3):
                 if (SUB << level) < C:
                     late, early = level_factors(this, after, rows, SUB << level)

@@ -11,19 +11,15 @@ import triton
 import triton.language as tl
 
 from .parts import (
-    channel_decay,
-    from_start,
     head_sums,
     last_of,
     left_of,
     matrix,
     numbers,
-    places,
     product,
     sequence,
     store_tile,
     tile,
-    to_end,
 )
 
 
@@ -46,10 +42,20 @@ def chunk_matrix(x, place, rows, C: tl.constexpr):
     return tl.load(x + place * C * C + matrix(rows, rows, C)).to(tl.float32)
 
 
+@triton.jit
+def end_of(end, high, place, keys, K, C: tl.constexpr, DECAY: tl.constexpr):
+    """Returns the decay of the state over a chunk, [BK, 1]."""
+    if DECAY == "vector":
+        each = tl.load(end + place * K + keys, mask=keys < K, other=0.0)
+    else:
+        each = tl.zeros(keys.shape, tl.float32) + tl.exp(last_of(high, C))
+    return each[:, None]
+
+
 @triton.jit(do_not_specialize=["T"])
 def scan(
-    q, k, v, g, beta, write, read, scores, inverse, initial, out, final, states, errors, cu_seqlens, first_chunk,
-    T, scale, q_stride, k_stride, v_stride, g_stride,
+    q, k_rows, k_cols, v, g, end, beta, write, read, scores, inverse, initial, out, final, states, errors, cu_seqlens,
+    first_chunk, T, scale, q_stride, k_stride, v_stride,
     H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -65,49 +71,35 @@ def scan(
         token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
         if states is not None:
             store_state(states, S, place, keys, values, K, V)
-        xk = tile(k, token, k_stride, hq * K, rows, length, keys, K)
-        xv = tile(v, token, v_stride, h * V, rows, length, values, V)
-        strength = numbers(beta, token, h, H, rows, length, 1.0)
-        gate = numbers(write, token, h, H, rows, length, 1.0)
-        nothing = tl.zeros((C, BV), tl.float32)
-        if DECAY == "vector":
-            this, after = channel_decay(g, token, g_stride, h * K, rows, length, keys, K)
-            grown = tl.exp(from_start(this, C))
-            kept = xk * tl.exp(to_end(after, rows, C))
-        else:
-            high, low = head_sums(g, token, h, H, rows, length, DECAY)
-            seen, left = tl.exp(high), left_of(high, low, C)
-        U = xv * gate[:, None]
+        high, low = head_sums(g, token, h, H, rows, length, DECAY)
+        seen = tl.exp(high)[:, None]
+        U = tile(v, token, v_stride, h * V, rows, length, values, V)
+        U *= numbers(write, token, h, H, rows, length, 1.0)[:, None]
         if DELTA:
-            if DECAY == "vector":
-                stored = product(xk * grown, S, nothing, OPERAND, PRECISION)
-            else:
-                stored = product(xk, S, nothing, OPERAND, PRECISION) * seen[:, None]
-            U = product(chunk_matrix(inverse, place, rows, C), U - stored, nothing, OPERAND, PRECISION)
+            xk = tile(k_rows, token, k_stride, hq * K, rows, length, keys, K)
+            U -= product(xk, S, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION) * seen
+            solved = chunk_matrix(inverse, place, rows, C)
+            U = product(solved, U, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION)
             if errors is not None:
                 store_tile(errors, U, token, H * V, h * V, rows, length, values, V)
-        U *= strength[:, None]
+        U *= numbers(beta, token, h, H, rows, length, 1.0)[:, None]
         if out is not None:
             xq = tile(q, token, q_stride, hq * K, rows, length, keys, K)
-            if DECAY == "vector":
-                o = product(xq * grown, S, nothing, OPERAND, PRECISION)
-            else:
-                o = product(xq, S, nothing, OPERAND, PRECISION) * seen[:, None]
+            o = product(xq, S, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION) * seen
             o = product(chunk_matrix(scores, place, rows, C), U, o, OPERAND, PRECISION)
             o *= scale * numbers(read, token, h, H, rows, length, 1.0)[:, None]
             store_tile(out, o, token, H * V, h * V, rows, length, values, V)
-        if DECAY == "vector":
-            S = product(tl.trans(kept), U, S * tl.exp(tl.sum(this, 0))[:, None], OPERAND, PRECISION)
-        else:
-            S = product(tl.trans(xk), U * left[:, None], S * tl.exp(last_of(high, C)), OPERAND, PRECISION)
+        U *= left_of(high, low, C)[:, None]
+        xk = tl.trans(tile(k_cols, token, k_stride, hq * K, rows, length, keys, K))
+        S = product(xk, U, S * end_of(end, high, place, keys, K, C, DECAY), OPERAND, PRECISION)
     if final is not None:
         store_state(final, S, tl.program_id(1).to(tl.int64), keys, values, K, V)
 
 
 @triton.jit(do_not_specialize=["T"])
 def reverse_scan(
-    q, k, g, beta, write, read, scores, inverse, d_out, d_final, d_target, d_states, d_initial, cu_seqlens, first_chunk,
-    T, scale, q_stride, k_stride, g_stride,
+    q, k_rows, k_cols, g, end, beta, write, read, scores, inverse, d_out, d_final, d_target, d_states, d_initial, cu_seqlens,
+    first_chunk, T, scale, q_stride, k_stride,
     H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -124,33 +116,21 @@ def reverse_scan(
         i = last - j
         token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
         store_state(d_states, dS, place, keys, values, K, V)
-        xq = tile(q, token, q_stride, hq * K, rows, length, keys, K)
-        xk = tile(k, token, k_stride, hq * K, rows, length, keys, K)
+        high, low = head_sums(g, token, h, H, rows, length, DECAY)
+        seen = tl.exp(high)[:, None]
         do = tile(d_out, token, H * V, h * V, rows, length, values, V)
         do *= scale * numbers(read, token, h, H, rows, length, 1.0)[:, None]
-        strength = numbers(beta, token, h, H, rows, length, 1.0)
-        nothing = tl.zeros((C, BV), tl.float32)
-        if DECAY == "vector":
-            this, after = channel_decay(g, token, g_stride, h * K, rows, length, keys, K)
-            grown = tl.exp(from_start(this, C))
-            dU = product(xk * tl.exp(to_end(after, rows, C)), dS, nothing, OPERAND, PRECISION)
-            end = tl.exp(tl.sum(this, 0))[:, None]
-            readers, at_keys, do_rows = xq * grown, xk * grown, do
-        else:
-            high, low = head_sums(g, token, h, H, rows, length, DECAY)
-            seen = tl.exp(high)[:, None]
-            dU = product(xk, dS, nothing, OPERAND, PRECISION) * left_of(high, low, C)[:, None]
-            end = tl.exp(last_of(high, C))
-            readers, at_keys, do_rows = xq, xk, do * seen
+        xk = tile(k_cols, token, k_stride, hq * K, rows, length, keys, K)
+        dU = product(xk, dS, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION) * left_of(high, low, C)[:, None]
         dU = product(tl.trans(chunk_matrix(scores, place, rows, C)), do, dU, OPERAND, PRECISION)
-        dU *= strength[:, None]
-        dS = product(tl.trans(readers), do_rows, dS * end, OPERAND, PRECISION)
+        dU *= numbers(beta, token, h, H, rows, length, 1.0)[:, None]
+        xq = tl.trans(tile(q, token, q_stride, hq * K, rows, length, keys, K))
+        dS = product(xq, do * seen, dS * end_of(end, high, place, keys, K, C, DECAY), OPERAND, PRECISION)
         if DELTA:
-            dU = product(tl.trans(chunk_matrix(inverse, place, rows, C)), dU, nothing, OPERAND, PRECISION)
-            if DECAY == "vector":
-                dS -= product(tl.trans(at_keys), dU, tl.zeros_like(dS), OPERAND, PRECISION)
-            else:
-                dS -= product(tl.trans(at_keys), dU * seen, tl.zeros_like(dS), OPERAND, PRECISION)
+            solved = tl.trans(chunk_matrix(inverse, place, rows, C))
+            dU = product(solved, dU, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION)
+            xk = tl.trans(tile(k_rows, token, k_stride, hq * K, rows, length, keys, K))
+            dS = product(xk, dU * -seen, dS, OPERAND, PRECISION)
         else:
             dU *= numbers(write, token, h, H, rows, length, 1.0)[:, None]
         store_tile(d_target, dU, token, H * V, h * V, rows, length, values, V)
