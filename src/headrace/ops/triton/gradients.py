@@ -37,7 +37,7 @@ from .scan import chunk_matrix, load_state
 
 
 @triton.jit
-def pair_gradients(d_out, d_target, e, e_stride, token, h, rows, length, H, V, BV: tl.constexpr, C: tl.constexpr,
+def pair_gradients(d_out, d_target, e, e_stride, token, h, rows, length, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                    DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Returns R = dO Eᵀ and −dP Eᵀ, [C, C]."""
     read = tl.zeros((C, C), tl.float32)
@@ -54,7 +54,8 @@ def pair_gradients(d_out, d_target, e, e_stride, token, h, rows, length, H, V, B
 
 
 @triton.jit
-def state_gradients(d_out, d_target, e, e_stride, states, d_states, token, place, h, rows, length, keys, H, K, V,
+def state_gradients(d_out, d_target, e, e_stride, states, d_states, token, place, h, rows, length, keys, H: tl.constexpr,
+                    K: tl.constexpr, V: tl.constexpr,
                     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, OPERAND: tl.constexpr,
                     PRECISION: tl.constexpr):  # fmt: skip
     """Returns dO Sᵀ, −dP Sᵀ, E dSᵀ [C, BK], and the sums of S dS over V, [BK]."""
@@ -95,7 +96,7 @@ def factored_pairs(read, written, reading, f, xq, xk, late, early, DELTA: tl.con
 
 @triton.jit
 def visited_pairs(read, written, reading, f, q, k, q_stride, k_stride, offset, g, g_stride, g_offset, token, rows, length,
-                  columns, width, DELTA: tl.constexpr):  # fmt: skip
+                  columns, width: tl.constexpr, DELTA: tl.constexpr):  # fmt: skip
     """The same for the pairs of a block of SUB tokens, visited by their distance."""
     shape: tl.constexpr = (rows.shape[0], columns.shape[0])
     to_q = tl.zeros(shape, tl.float32)

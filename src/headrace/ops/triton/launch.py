@@ -137,7 +137,10 @@ def rows_of(x: Tensor) -> Tensor:
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Returns (out, final state)."""
     run = Launcher(call)
-    out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), run.new(*call.state_shape, dtype=run.acc)
+    out, final = (
+        torch.empty_like(call.v, memory_format=torch.contiguous_format),
+        run.new(*call.state_shape, dtype=run.acc),
+    )
     initial = None if call.initial_state is None else call.initial_state.contiguous()
     run.carry(scan, run.prepare(keep=False), v=run.v, v_stride=run.v.stride(-3), initial=initial, out=out, final=final,
               states=None, errors=None)  # fmt: skip

@@ -43,34 +43,40 @@ def sequence(n, T, cu_seqlens, first_chunk, PACKED: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def places(token, stride, offset, rows, columns):
-    return (token + rows).to(tl.int64)[:, None] * stride + offset + columns[None, :]
+def inside(rows, length, columns, width: tl.constexpr):
+    """Returns the mask of a tile; the columns need none if the blocks of columns end with them."""
+    mask = ((rows >= 0) & (rows < length))[:, None]
+    if width % columns.shape[0] != 0:
+        mask &= (columns < width)[None, :]
+    return mask
 
 
 @triton.jit
-def tile(x, token, stride, offset, rows, length, columns, width):
+def tile(x, token, stride, offset, rows, length, columns, width: tl.constexpr):
     """Loads [rows, columns] of a per-token tensor in float32."""
-    mask = ((rows >= 0) & (rows < length))[:, None] & (columns < width)[None, :]
-    return tl.load(x + places(token, stride, offset, rows, columns), mask=mask, other=0.0).to(tl.float32)
+    base = x + token * stride + offset
+    at = rows[:, None] * stride + columns[None, :]
+    return tl.load(base + at, mask=inside(rows, length, columns, width), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_tile(into, x, token, stride, offset, rows, length, columns, width):
-    mask = (rows < length)[:, None] & (columns < width)[None, :]
-    tl.store(into + places(token, stride, offset, rows, columns), x.to(into.dtype.element_ty), mask=mask)
+def store_tile(into, x, token, stride, offset, rows, length, columns, width: tl.constexpr):
+    base = into + token * stride + offset
+    at = rows[:, None] * stride + columns[None, :]
+    tl.store(base + at, x.to(into.dtype.element_ty), mask=inside(rows, length, columns, width))
 
 
 @triton.jit
-def numbers(x, token, h, H, rows, length, other):
+def numbers(x, token, h, H: tl.constexpr, rows, length, other):
     """Loads one number per token, [C], of a tensor [tokens, H] in float32; `other` for a tensor that is None."""
     if x is None:
         return tl.full(rows.shape, other, tl.float32)
-    return tl.load(x + (token + rows).to(tl.int64) * H + h, mask=rows < length, other=0.0).to(tl.float32)
+    return tl.load(x + token * H + h + rows * H, mask=rows < length, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_numbers(into, x, token, h, H, rows, length):
-    tl.store(into + (token + rows).to(tl.int64) * H + h, x.to(into.dtype.element_ty), mask=rows < length)
+    tl.store(into + token * H + h + rows * H, x.to(into.dtype.element_ty), mask=rows < length)
 
 
 @triton.jit
@@ -97,7 +103,7 @@ def head_sums(g, token, h, H, rows, length, DECAY: tl.constexpr):
         each = tl.maximum(tl.load(g + h).to(tl.float64), LEAST)
         G = (tl.minimum(rows, length - 1) + 1).to(tl.float64) * each
     elif DECAY == "scalar":
-        each = tl.load(g + (token + rows).to(tl.int64) * H + h, mask=rows < length, other=0.0)
+        each = tl.load(g + token * H + h + rows * H, mask=rows < length, other=0.0)
         G = tl.cumsum(tl.maximum(each.to(tl.float64), LEAST), 0)
     else:
         G = rows.to(tl.float64) * 0.0
@@ -135,7 +141,7 @@ def segment_sums(x, M: tl.constexpr, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def channel_decay(g, token, stride, offset, rows, length, columns, width):
+def channel_decay(g, token, stride, offset, rows, length, columns, width: tl.constexpr):
     """Loads log_decay [C, BK] of each token, and that of the token after it (zero after the last)."""
     this = tile(g, token, stride, offset, rows, length, columns, width)
     after = tile(g, token, stride, offset, rows + 1, length, columns, width)

@@ -29,8 +29,8 @@ from .parts import (
 
 
 @triton.jit
-def block_scores(x, y, y_at, y_stride, offset, this, g, g_stride, g_offset, token, rows, length, columns, width,
-                 OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def block_scores(x, y, y_at, y_stride, offset, this, g, g_stride, g_offset, token, rows, length, columns,
+                 width: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Returns the scores of pairs in the same block of SUB tokens, under a decay per channel.
 
     Under a decay that is not steep, e^{G_i − G_j} is the product of e^{G_i} and e^{−G_j} from the start of the block.
@@ -59,7 +59,9 @@ def invert(N, rows, C: tl.constexpr, PRECISION: tl.constexpr):
     inverse = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
     M = 1
     while M < C:
-        corner = ((rows // M)[:, None] == (rows // M)[None, :] + 1) & (rows[:, None] // (2 * M) == rows[None, :] // (2 * M))
+        corner = ((rows // M)[:, None] == (rows // M)[None, :] + 1) & (
+            rows[:, None] // (2 * M) == rows[None, :] // (2 * M)
+        )
         below = tl.dot(tl.where(corner, N, 0.0), inverse, input_precision=PRECISION)
         inverse -= tl.dot(inverse, below, input_precision=PRECISION)
         M *= 2

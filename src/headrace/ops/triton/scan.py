@@ -24,17 +24,15 @@ from .parts import (
 
 
 @triton.jit
-def load_state(x, place, rows, columns, K, V):
+def load_state(x, place, rows, columns, K: tl.constexpr, V: tl.constexpr):
     if x is None:
         return tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
-    mask = (rows < K)[:, None] & (columns < V)[None, :]
-    return tl.load(x + place * K * V + matrix(rows, columns, V), mask=mask, other=0.0).to(tl.float32)
+    return tile(x, place * K, V, 0, rows, K, columns, V)
 
 
 @triton.jit
-def store_state(into, S, place, rows, columns, K, V):
-    mask = (rows < K)[:, None] & (columns < V)[None, :]
-    tl.store(into + place * K * V + matrix(rows, columns, V), S.to(into.dtype.element_ty), mask=mask)
+def store_state(into, S, place, rows, columns, K: tl.constexpr, V: tl.constexpr):
+    store_tile(into, S, place * K, V, 0, rows, K, columns, V)
 
 
 @triton.jit
