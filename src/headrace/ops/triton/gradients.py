@@ -197,7 +197,7 @@ def gradients(
             for level in tl.static_range(0, 3):
                 if (SUB << level) < C:
                     late, early = level_factors(this, after, rows, SUB << level)
-                    near = together(rows, SUB << (level + 1))
+                    near = together(rows, SUB << (level + 1)) & (rows < length + start)[None, :]
                     a, b, c = factored_pairs(
                         tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, xq, xk, late, early, DELTA, OPERAND,
                         PRECISION,
@@ -208,7 +208,7 @@ def gradients(
                     slab += segment_sums(at_writer, SUB << level, False) - at_writer
                     to_q, to_reader, to_writer = to_q + a, to_reader + b, to_writer + c
             inside = from_start(this, SUB)
-            near = together(rows, SUB)
+            near = together(rows, SUB) & (rows < length + start)[None, :]
             if tl.min(tl.min(inside, 1), 0) >= -STEEP:
                 a, b, c = factored_pairs(
                     tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, xq, xk, tl.exp(inside), tl.exp(-inside),

@@ -11,7 +11,8 @@ from .gradients import gradients
 from .prepare import prepare
 from .scan import reverse_scan, scan
 
-CHUNK = 64
+CHUNK = 64  # tokens per chunk unless the call says otherwise
+LARGEST_KEY = 256  # the largest K: a program holds a state of all key channels
 
 
 class Layout(NamedTuple):
@@ -80,9 +81,18 @@ class Launcher:
         }
         prepare[(self.layout.chunks, self.H)](
             self.q, self.k, self.g, self.beta, **found, owner=self.layout.owner, **self.strides("q", "k", "g"),
-            **self.common, BK=block(self.K, 32 if vector else 64), num_warps=4, num_stages=2,
+            **self.common, **self.blocks("prepare"),
         )  # fmt: skip
         return found
+
+    def blocks(self, kernel: str) -> dict[str, int]:
+        """Returns the block sizes and the warps of a kernel: the largest that keep its values in registers."""
+        K, V = block(self.K, LARGEST_KEY), block(self.V, 64)
+        if kernel == "prepare":
+            return {"BK": min(K, 32 if self.vector else 64), "num_warps": 8 if self.vector else 4, "num_stages": 2}
+        if kernel == "gradients":
+            return {"BK": min(K, 16 if self.vector else 64), "BV": V, "num_warps": 8, "num_stages": 1 if self.vector else 2}
+        return {"BK": K, "BV": V if K <= 128 else min(V, 32), "num_warps": 4 if K <= 64 else 8, "num_stages": 2}
 
     def carry(self, kernel: Any, found: dict[str, Any], **tensors: Tensor | None) -> None:
         """Launches `scan` or `reverse_scan`, one program for each sequence, head and block of V."""
@@ -92,12 +102,10 @@ class Launcher:
             stride, common = self.H * self.K, self.common | {"HQ": self.H}
             reading = {name: found[f"{name}"] for name in ("k_rows", "k_cols")}
             reading |= {"q": found["q_rows"], "q_stride": stride, "k_stride": stride}
-        BK = block(self.K, 256)
-        BV = block(self.V, 64 if BK <= 128 else 32)
-        kernel[(-(-self.V // BV), self.call.sequences * self.H)](
+        blocks = self.blocks("scan")
+        kernel[(-(-self.V // blocks["BV"]), self.call.sequences * self.H)](
             **reading, g=self.g, end=found["end"], beta=self.beta, write=self.write, read=self.read, scores=found["scores"],
-            inverse=found["inverse"], **tensors, scale=self.call.scale, **common, V=self.V, BK=BK, BV=BV, num_warps=4,
-            num_stages=2,
+            inverse=found["inverse"], **tensors, scale=self.call.scale, **common, V=self.V, **blocks,
         )  # fmt: skip
 
     def gradients(self, matrices: dict[str, Any], **tensors: Tensor | None) -> None:
@@ -105,12 +113,12 @@ class Launcher:
         gradients[(self.layout.chunks, self.H)](
             self.q, self.k, self.v, self.g, self.beta, self.write, self.read, matrices["scores"], matrices["key_scores"],
             **tensors, owner=self.layout.owner, scale=self.call.scale, **self.strides("q", "k", "v", "g"),
-            e_stride=e.stride(-3), **self.common, V=self.V, 
-            BK=block(self.K, 32 if self.vector else 64), BV=block(self.V, 64), num_warps=8, num_stages=2,
+            e_stride=e.stride(-3), **self.common, V=self.V, **self.blocks("gradients"),
         )  # fmt: skip
 
 
 def block(size: int, most: int) -> int:
+    """Returns the power of two, from 16 to `most`, that holds size or that its blocks have."""
     return min(most, max(16, 1 << (size - 1).bit_length()))
 
 
