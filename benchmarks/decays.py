@@ -84,7 +84,7 @@ def main(
     """Time the op at several decays."""
     torch.set_num_threads(1)
     about, tokens, found = environment("cpu"), 64 if quick else 2048, []
-    usable = [name for name in backend if backends()[name] is None]
+    usable = [name for name in backend if backends()[name]["linear_attention"] is None]
     for name, computed_by, backward in itertools.product(family, usable, (False, True)):
         found += (rows := measure(name, computed_by, tokens, backward, 2 if quick else rounds))
         append(output, about, rows)

@@ -119,7 +119,8 @@ def contestants(name: str, shape: dict, backward: bool, wanted: str) -> tuple[li
     logits = torch.randn(2, *tensors["v"].shape[:3], generator=draw).to(tensors["v"])
     scored = tensors | {f"{way}_logits": x.requires_grad_() for way, x in zip(("read", "write"), logits, strict=True)}
     found = []
-    for backend in (b for b, missing in backends().items() if missing is None and can(family, b, tensors)):
+    available = (name for name, missing in backends().items() if missing["linear_attention"] is None)
+    for backend in (name for name in available if can(family, name, tensors)):
         found.append(Runner(f"headrace {backend}", partial(ours, family, backend), tensors))
         found.append(Runner(f"headrace {backend}, heads competing", partial(competing, family, backend), scored))
     for peer in (p for p in [*PEERS, ATTENTION] if p.family in (name, "attention") and wanted in p.name):

@@ -48,7 +48,8 @@ class Row:
 
 
 def first_backend(family, tensors) -> str:
-    return next(name for name, missing in backends().items() if missing is None and can(family, name, tensors))
+    available = (name for name, missing in backends().items() if missing["linear_attention"] is None)
+    return next(name for name in available if can(family, name, tensors))
 
 
 def pair(name: str, B: int, tokens: int, threads: int) -> tuple[str, list[Runner]]:

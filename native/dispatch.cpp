@@ -204,7 +204,7 @@ public:
         job_.layer = &p;
         job_.columns = p.V + (p.norm == kinds::norm::sum);
         job_.key_row = padded(p.Hq * p.K), job_.value_row = padded(p.H * job_.columns);
-        job_.decay_row = padded(p.decay > kinds::decay::softplus ? p.H * p.K : p.H), job_.head_row = padded(p.H);
+        job_.decay_row = padded(decay_shape() == HR_DECAY_VECTOR ? p.H * p.K : p.H), job_.head_row = padded(p.H);
         job_.low_row = padded(std::max({p.decay_reads, p.gate_reads, p.H}));
         job_.wide_row = padded(std::max({p.H * p.V, p.D}));
         numbers_.resize(p.B * (2 * job_.key_row + 2 * job_.value_row + job_.decay_row + 3 * job_.head_row +
@@ -233,12 +233,13 @@ public:
 private:
     static std::int64_t padded(std::int64_t n) { return (n + 15) / 16 * 16; }
 
+    hr_decay decay_shape() const { return kinds::shape(static_cast<kinds::decay::kind>(p_.decay)); }
     hr_problem recurrence() const {
         const auto per_head = [&](bool there, float* x) { return hr_tensor{there ? x : nullptr, job_.head_row, 0, 1}; };
-        const bool vector = p_.decay > kinds::decay::softplus, plain = p_.norm != kinds::norm::sum;
+        const bool vector = decay_shape() == HR_DECAY_VECTOR, plain = p_.norm != kinds::norm::sum;
         hr_problem r{};
         r.abi = HR_ABI, r.dtype = HR_FLOAT32, r.threads = p_.threads, r.scale = p_.scale;
-        r.decay = !p_.decay ? HR_DECAY_NONE : vector ? HR_DECAY_VECTOR : HR_DECAY_SCALAR;
+        r.decay = decay_shape();
         r.delta = p_.rule == kinds::rule::delta;
         r.B = r.sequences = p_.B, r.T = 1, r.H = p_.H, r.Hq = p_.Hq, r.K = p_.K, r.V = job_.columns;
         r.q = {job_.q, job_.key_row, 0, p_.K}, r.k = {job_.k, job_.key_row, 0, p_.K};

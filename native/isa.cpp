@@ -30,11 +30,13 @@ template <template <class, bool> class Run>
 struct Chosen {
     template <class Job>
     static std::size_t call(const Plan& plan, const Job& job, const Unit& unit, void* memory) {
-        switch (plan.problem->decay) {
-            case HR_DECAY_NONE: return rule<NoDecay>(plan, job, unit, memory);
+        switch (static_cast<hr_decay>(plan.problem->decay)) {  // no default: -Werror=switch refuses a decay without a case
+            case HR_DECAY_NONE: break;
+            case HR_DECAY_FIXED:
+            case HR_DECAY_SCALAR: return rule<ScalarDecay>(plan, job, unit, memory);
             case HR_DECAY_VECTOR: return rule<VectorDecay>(plan, job, unit, memory);
-            default: return rule<ScalarDecay>(plan, job, unit, memory);
         }
+        return rule<NoDecay>(plan, job, unit, memory);
     }
     template <class Decay, class Job>
     static std::size_t rule(const Plan& plan, const Job& job, const Unit& unit, void* memory) {

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include "headrace.h"
+
 #define HR_KINDS                                                        \
     "feature_map identity elu+1 relu silu\n"                            \
     "qk_norm none l2\n"                                                 \
@@ -22,7 +24,7 @@ namespace kinds {
 
 namespace feature_map { enum { identity, elu_plus_one, relu, silu, count }; }
 namespace qk_norm { enum { none, l2, count }; }
-namespace decay { enum { none, retnet, softplus, sigmoid, exp, softplus_vector, count }; }
+namespace decay { enum kind { none, retnet, softplus, sigmoid, exp, softplus_vector, count }; }
 namespace rule { enum { add, delta, count }; }
 namespace beta { enum { one, sigmoid, dt, count }; }
 namespace norm { enum { none, sum, rms, group, rms_joint, count }; }
@@ -33,5 +35,49 @@ namespace write { enum { none, value, beta, count }; }
 namespace source { enum { head, diag, query, hidden, count }; }
 namespace activation { enum { softmax, sigmoid, null, count }; }
 namespace gate_scale { enum { identity, one, count }; }
+
+// The shape of a kind's log_decay in the recurrence. No default: -Werror=switch refuses a kind that is not listed.
+constexpr hr_decay shape(decay::kind kind) {
+    switch (kind) {
+        case decay::none: return HR_DECAY_NONE;
+        case decay::retnet:
+        case decay::softplus: return HR_DECAY_SCALAR;
+        case decay::sigmoid:
+        case decay::exp:
+        case decay::softplus_vector: return HR_DECAY_VECTOR;
+        case decay::count: break;
+    }
+    return HR_DECAY_NONE;
+}
+
+// The number of names in the line of HR_KINDS that begins with `field`, which has to be the number of the enum's values.
+constexpr int names(const char* lines, const char* field) {
+    for (const char* at = lines; *at;) {
+        const char* word = field;
+        while (*word && *at == *word) at++, word++;
+        int spaces = 0;
+        const bool found = !*word && *at == ' ';
+        for (; *at && *at != '\n'; at++) spaces += *at == ' ';
+        if (found) return spaces;
+        if (*at) at++;
+    }
+    return -1;
+}
+
+#define HR_SAME_COUNT(field) static_assert(names(HR_KINDS, #field) == field::count, #field ": HR_KINDS and enum differ")
+HR_SAME_COUNT(feature_map);
+HR_SAME_COUNT(qk_norm);
+HR_SAME_COUNT(decay);
+HR_SAME_COUNT(rule);
+HR_SAME_COUNT(beta);
+HR_SAME_COUNT(norm);
+HR_SAME_COUNT(gate);
+HR_SAME_COUNT(order);
+HR_SAME_COUNT(read);
+HR_SAME_COUNT(write);
+HR_SAME_COUNT(source);
+HR_SAME_COUNT(activation);
+HR_SAME_COUNT(gate_scale);
+#undef HR_SAME_COUNT
 
 }  // namespace kinds

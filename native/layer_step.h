@@ -175,7 +175,7 @@ private:
     void make_decay() {
         const int reads = static_cast<int>(p.decay_reads);
         fill(low, decay_part(), reads);
-        switch (p.decay) {
+        switch (static_cast<kinds::decay::kind>(p.decay)) {  // no default: -Werror=switch refuses a kind without a case
             case kinds::decay::retnet:
                 for (int h = 0; h < H; h++) decay[h] = static_cast<float>(log1p(-exp2(-5.0 - h)));
                 break;
@@ -199,7 +199,8 @@ private:
                 each(decay, H * K, [&](vf y, int i) { return softplus(y + bias(i, H * K)); });
                 for (int h = 0; h < H; h++) scale_some(decay + h * K, K, -expf(number(p.decay_log, h)));
                 break;
-            default: break;
+            case kinds::decay::none:
+            case kinds::decay::count: break;
         }
     }
     HR_INLINE vf bias(int i, int n) const { return load_some(weights(p.decay_bias) + i, n - i); }

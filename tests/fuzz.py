@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from headrace import InputError, layers, linear_attention, step, zoo
-from headrace.layers.packing import Sequences
+from headrace.layers.convolution import convolve
 from headrace.layers.quantized import Int8Linear
 from headrace.ops.native import library as native
 from headrace.ops.reference import literal
+from headrace.ops.sequences import Sequences
 
 DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float64]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of what random sizes and decays leave
@@ -188,10 +189,10 @@ def convolution(dice: Dice) -> None:
     x = dice.laid_out(torch.randn(B, T, channels).to(dtype)).detach().requires_grad_(dice.likely(0.5))
     history = torch.randn(B, width - 1, channels).to(dice.choice(DTYPES))
     history = None if dice.likely(0.3) else dice.laid_out(history)
-    y, last = Sequences(x, None).convolve(conv, x, history)
+    y, last = convolve(conv, x, history, Sequences(x, None))
     exact = copy.deepcopy(conv).double()
     before = history.to(dtype).double() if history is not None else None
-    expected, expected_last = Sequences(x.double(), None).convolve(exact, x.double(), before)
+    expected, expected_last = convolve(exact, x.double(), before, Sequences(x.double(), None))
     near(y, expected, dtype)
     near(last, expected_last, dtype)
     if y.requires_grad:

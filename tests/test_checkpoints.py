@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from headrace import zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel, load
 from headrace.hf.config import TRANSFORMERS
-from headrace.layers.parts import HeadCompetition, SelfInitialised
+from headrace.layers.base import SelfInitialised
+from headrace.layers.competition import HeadCompetition
 from headrace.spec import to_json
 from headrace.utils.errors import InputError
 from tiny import SIZES, build, close, config, in_memory, tokens

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace import layers, zoo
-from headrace.layers.parts import HeadCompetition
+from headrace.layers.competition import HeadCompetition
 from headrace.spec import Competition
 
 D, H, T = 24, 3, 11

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from equation import skip_if_missing
-from headrace.layers.packing import Sequences
+from headrace.layers.convolution import convolve
 from headrace.ops.native import convolution
+from headrace.ops.sequences import Sequences
 from headrace.studies.verify import relative
 
 
@@ -27,7 +28,7 @@ def given(channels, tokens, rows=2, width=4, bias=True, dtype=torch.float64):
 def called(conv, wide, history, ends=None):
     """Results and gradients of convolving all channels of `wide` but the last five."""
     x = wide[..., :-5]
-    found = Sequences(x, ends).convolve(conv, x, history)
+    found = convolve(conv, x, history, Sequences(x, ends))
     weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) for y in found]
     loss = sum((y.double() * w).sum() for y, w in zip(found, weights, strict=True))
     return *found, *torch.autograd.grad(loss, [wide, history, *conv.parameters()])
@@ -75,7 +76,7 @@ def test_what_the_library_cannot_take_goes_to_pytorch():
     """Its structs hold up to 65,536 channels; x is a view of one number to keep the test small."""
     conv, x = nn.Conv1d(2**16 + 1, 2**16 + 1, 2, groups=2**16 + 1), torch.ones(1).expand(1, 3, 2**16 + 1)
     assert "65536 channels, and they are 2 and 65537" in convolution.refuses(conv, x)
-    found, expected = Sequences(x, None).convolve(conv, x, None)[0], conv(x.mT)
+    found, expected = convolve(conv, x, None, Sequences(x, None))[0], conv(x.mT)
     assert torch.allclose(found[:, 1:], torch.nn.functional.silu(expected).mT)
     assert "torch.float64" in convolution.refuses(conv, x.double())
 

@@ -43,7 +43,7 @@ def layer(mixer, dtype=torch.float32, width=32, heads=4) -> LinearMixer:
 
 
 def refusal(made, x):
-    return made.fused.refuses(made, x, made.fused.weights(made))
+    return made.fused.find(made, x, made.fused.weights(made))[1]
 
 
 def in_float64(made, mixer, x, **sizes):
@@ -67,8 +67,8 @@ def token_by_token(made, x, first):
 @torch.no_grad()
 def test_200_tokens(mixer):
     made, x = layer(mixer), torch.randn(2, 200, 32)
-    if made.fused.unknown:
-        pytest.skip(made.fused.unknown)
+    if made.fused.layers["native"].unknown:
+        pytest.skip(made.fused.layers["native"].unknown)
     (expected, final), (found, state) = in_float64(made, mixer, x), token_by_token(made, x, first=5)
     separate, last = made(x)
     assert relative(found, expected) <= LUCK * relative(separate, expected)
@@ -218,7 +218,8 @@ def arguments(mixer, rows=2, width=32, heads=4):
     made, caught = layer(mixer, width=width, heads=heads).requires_grad_(False), []
     state = made(torch.randn(rows, 3, width))[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_layer, "run", lambda *given: caught.append(given) or torch.zeros(rows, made.H * made.V))
+        run = lambda *given: caught.append(given) or torch.zeros(rows, made.H * made.V)  # noqa: E731
+        patch.setattr(native_layer.Layer, "run", run)
         made(torch.randn(rows, 1, width), state, in_place=True)
     known, weights, token, state = caught[0]
     given = dict(zip(known.weights, weights, strict=True))

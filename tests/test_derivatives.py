@@ -15,11 +15,12 @@ from headrace import InputError, linear_attention, step, zoo
 from headrace.layers import build
 from headrace.layers.attention.flash import flash_attention
 from headrace.layers.attention.gathered import Groups, attend_gathered
-from headrace.layers.packing import Sequences
+from headrace.layers.convolution import convolve
 from headrace.layers.quantized import Int8Linear
 from headrace.layers.scans.scan import Pack, packed_scan
 from headrace.layers.scans.selective_scan import Operands, selective_scan
 from headrace.ops.loss import linear_cross_entropy
+from headrace.ops.sequences import Sequences
 from headrace.studies.verify import relative
 
 # Forward-mode derivatives import it.
@@ -204,14 +205,14 @@ def test_meta_tensors(backend):
 # --- the convolution and the product with integers -------------------------------------------------------------------
 
 
-def convolve(conv, x):
-    return Sequences(x, None).convolve(conv, x, None)[0]
+def convolved(conv, x):
+    return convolve(conv, x, None, Sequences(x, None))[0]
 
 
 def test_the_convolution_is_pytorchs_under_transforms():
     skip_if_missing("native")
     conv, x = nn.Conv1d(6, 6, 4, groups=6), torch.randn(2, 9, 6)
-    run, exact = partial(convolve, conv), partial(convolve, nn.Conv1d(6, 6, 4, groups=6).double())
+    run, exact = partial(convolved, conv), partial(convolved, nn.Conv1d(6, 6, 4, groups=6).double())
     exact.args[0].load_state_dict(conv.state_dict())
     for transform in (torch.func.grad, torch.func.hessian, torch.func.jacfwd):
         found, expected = (transform(lambda x, f=f: f(x).square().sum())(y) for f, y in ((run, x), (exact, x.double())))
@@ -240,7 +241,7 @@ def test_tensor_subclasses(wrap):
     """One made of two tensors has no memory of its own to read."""
     q, x = torch.randn(1, 4, 2, 6), torch.randn(1, 3, 6)
     layer, conv = Int8Linear(nn.Linear(6, 5)), nn.Conv1d(6, 6, 4, groups=6)
-    for run, y in ((lambda q: linear_attention(q, q, q)[0], q), (layer, x[0]), (partial(convolve, conv), x)):
+    for run, y in ((lambda q: linear_attention(q, q, q)[0], q), (layer, x[0]), (partial(convolved, conv), x)):
         found = run(wrap(y))
         assert type(found) is type(wrap(y))
         assert torch.allclose(getattr(found, "a", found).as_subclass(torch.Tensor), run(y), atol=1e-6)

@@ -10,7 +10,7 @@ from torch import nn
 
 from headrace import layers, linear_attention, zoo
 from headrace.layers.matrix import chunks, gla_outer, rwkv7
-from headrace.layers.packing import Sequences
+from headrace.ops.sequences import Sequences
 from headrace.studies.verify import by_steps, specimen
 from headrace.utils.errors import InputError
 from peers import load

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from equation import H, inputs, skip_if_missing
 from headrace import linear_attention
-from headrace.layers.packing import Sequences
 from headrace.layers.residual import ResidualDelta
-from headrace.ops.recurrence import TOKENWISE
+from headrace.ops.call import TOKENWISE
 from headrace.ops.reference import literal
+from headrace.ops.sequences import Sequences
 from headrace.studies.verify import relative
 
 ROUNDED = 3e-6  # 2^-24 · √2048: the roundings of 2,048 tokens, as a random walk

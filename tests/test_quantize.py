@@ -9,8 +9,9 @@ from torch import nn
 import tiny
 from equation import LUCK, skip_if_missing
 from headrace import InputError, quantize
-from headrace.layers.quantized import FEW, Int8Linear
+from headrace.layers.quantized import Int8Linear
 from headrace.ops.native import library as native
+from headrace.ops.native.int8 import FEW
 from headrace.studies.verify import relative
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from attention_layers import agree, error
 from headrace import layers, linear_attention, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, load
-from headrace.layers.parts import rotary
+from headrace.layers.rotary import rotary
 from headrace.layers.taylor import TaylorFeatures, truncated_exp
 from headrace.spec.softmax_rnn import NORMS, SoftmaxRNNSpec
 from headrace.studies.verify import by_steps, with_op

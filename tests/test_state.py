@@ -151,8 +151,8 @@ def test_a_padded_row_and_a_pack_leave_the_state_as_it_is(name):
 def test_a_token_is_decoded_into_the_same_memory(name):
     skip_if_missing("native")
     made, x = layer(name), torch.randn(3, 12, D)
-    if made.fused.unknown:
-        pytest.skip(made.fused.unknown)
+    if made.fused.layers["native"].unknown:
+        pytest.skip(made.fused.layers["native"].unknown)
     state = made(x[:, :6])[1]
     kept = [y.data_ptr() for y in (state.memory, state.conv, state.tokens) if y is not None]
     for token in x[:, 6:].split(1, 1):
@@ -264,7 +264,7 @@ def test_weights_that_were_replaced():
     made.norm_weight = torch.nn.Parameter(torch.stack([weight, weight], 1)[:, 0])  # not contiguous: in separate steps
     assert relative(made(x[:, 7:], copy.deepcopy(state), in_place=True)[0], expected) < 1e-5
     made.norm_weight = torch.nn.Parameter(weight.to("meta"))
-    assert "norm_weight is on meta" in made.fused.refuses(made, x[:, 7:], made.fused.weights(made))
+    assert "norm_weight is on meta" in made.fused.find(made, x[:, 7:], made.fused.weights(made))[1]
     made.norm_weight = weight
     half = copy.deepcopy(made).half()
     assert relative(half(x[:, 7:].half(), copy.deepcopy(state), in_place=True)[0], expected) < 1e-2  # 8 · 2^-11, about

@@ -25,7 +25,7 @@ def parts_imported(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
-            names = [alias.name for alias in node.names] if base[-1] == "" else [base[1]]
+            names = [alias.name for alias in node.names] if base == ["headrace", ""] else [base[1]]
             found |= {name for name in names if (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()}
     return found
 
@@ -68,7 +68,7 @@ import headrace
 from headrace import HeadraceConfig, InputError, Mixer, backends, linear_attention, load, quantize, step, verify, zoo
 from headrace.hf import HeadraceForCausalLM
 from headrace.spec import MixerSpec
-assert backends()["torch"] is None and callable(verify)
+assert backends()["torch"]["linear_attention"] is None and callable(verify)
 assert set(headrace.__all__) <= set(dir(headrace)) and all(hasattr(headrace, name) for name in headrace.__all__)
 """
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0

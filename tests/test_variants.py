@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from headrace import layers, linear_attention, zoo
-from headrace.layers.packing import Sequences
-from headrace.layers.parts import FEATURE_MAPS, sum_norm
+from headrace.layers.feature_maps import FEATURE_MAPS, sum_norm
 from headrace.layers.residual import ResidualDelta
+from headrace.ops.sequences import Sequences
 from headrace.utils.errors import InputError
 
 D, H, T = 32, 4, 50

@@ -162,9 +162,9 @@ def verify(
 
 
 def backends() -> None:
-    """List the backends of the recurrence, and why the others are unavailable on this machine."""
-    from ..ops.dispatch import BACKENDS
+    """List the backends and what each computes, and why the others are unavailable on this machine."""
+    from ..ops.dispatch import BACKENDS, OPERATIONS, has
 
     for name, backend in BACKENDS.items():
-        reason = backend.missing()
-        print(f"{name}: {f'not here: {reason}' if reason else f'available ({backend.about()})'}")
+        reason, computes = backend.missing(), ", ".join(o for o in OPERATIONS if has(name, o))
+        print(f"{name}: {f'not here: {reason}' if reason else f'available ({backend.about()}): {computes}'}")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import zoo
-from ..layers.parts import Gate
+from ..layers.competition import Gate
 from ..spec.linear import Competition, MixerSpec, to_json
 from ..utils.errors import InputError
 from .config import HeadraceConfig

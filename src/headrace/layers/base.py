@@ -1,4 +1,4 @@
-"""`Mixer`, the base of mixers with a recurrent state: checks the state and removes padding.
+"""`Mixer`, the base of mixers with a recurrent state, which checks the state and removes padding; `SelfInitialised`.
 
 Dimensions: B batch, T tokens, D hidden size, N sequences, E channels, S state numbers per channel.
 """
@@ -7,12 +7,19 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ops.call import accumulator
 from ..utils.errors import InputError
 from .packing import without_padding
-from .parts import SelfInitialised
+
+
+class SelfInitialised(nn.Module):
+    """A module that initialises its own parameters in `reset_parameters`."""
+
+    def reset_parameters(self) -> None:
+        """Initialises the module's own parameters and buffers, without those of its submodules."""
+        raise TypeError(f"{type(self).__name__} does not define reset_parameters")
 
 
 class ScanState(NamedTuple):

@@ -1,4 +1,4 @@
-"""One token of a linear mixer in one native call, from its input projection to its output projection.
+"""One token of a linear mixer in one call of a backend, from its input projection to its output projection.
 
 The call overwrites the state, so it runs only with `in_place=True`.
 
@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.checks import require
+from ..ops.backend import LayerStep
+from ..ops.call import NORMALISER_EPS
 from ..ops.derivatives import has_address, transformed
-from ..ops.native import layer as native_layer
-from ..ops.native import library as native
-from ..ops.recurrence import NORMALISER_EPS, linear_attention
+from ..ops.dispatch import BACKENDS
+from ..ops.recurrence import linear_attention
 from ..spec.linear import Competition, MixerSpec
 from ..utils.errors import InputError
 from .base import check_state, may_write
-
-GROUP_NORM_EPS = 64e-5  # RWKV-6: 1e-5 · 8², where 8 is its head size divisor
+from .readout import GROUP_NORM_EPS
 
 
 class MixerState(NamedTuple):
@@ -32,7 +31,7 @@ class MixerState(NamedTuple):
     before: Tensor | None = None  # [N, H, K, V], the memory before the current chunk, decayed, for write.look
 
 
-# Paths of the weights in a LinearMixer, in the order of the native call; the first path that exists counts.
+# Paths of the weights in a LinearMixer, in the order of the call; the first path that exists counts.
 PLACES = {
     "conv_weight": ["conv.weight"],
     "conv_bias": ["conv.bias"],
@@ -51,11 +50,11 @@ PLACES = {
 
 
 class FusedStep:
-    """The native call of one LinearMixer: its constant arguments, and the paths of the weights."""
+    """One token of one LinearMixer in one call: the layer for each backend that has such calls, and the paths of its
+    weights."""
 
     def __init__(self, mixer: Any):
         spec, parts, gate = mixer.spec, mixer.parts, mixer.spec.competition or Competition()
-        kinds, self.unknown = native_layer.numbered(_kinds(spec))
         sizes = [
             mixer.in_proj.in_features, mixer.H, mixer.Hq, mixer.K, mixer.V, spec.inputs.conv, parts.get("decay", 0),
             parts.get("gate", 0),
@@ -67,35 +66,27 @@ class FusedStep:
         paths = {n: next((p for p in places if isinstance(_at(mixer, p), Tensor)), "") for n, places in PLACES.items()}
         paths = {name: path for name, path in paths.items() if path}
         self._places = [(path.split(".")[:-1], path.split(".")[-1]) for path in paths.values()]
-        here = not (native.missing or self.unknown)
-        self.layer: Any = native_layer.Layer(kinds, sizes, numbers, list(paths)) if here else None
+        self.layers: dict[str, LayerStep] = {
+            name: backend.layer_step(_kinds(spec), sizes, numbers, list(paths))
+            for name, backend in BACKENDS.items() if backend.layer_step is not None
+        }  # fmt: skip
         self._reads_input = gate.source == "hidden" and spec.competition is not None
 
-    def refuses(self, mixer: Any, x: Tensor, weights: list[Any] | None) -> str | None:
-        """Returns why the native call cannot compute x [B, T, D], or None. weights: from `self.weights`.
+    def find(self, mixer: Any, x: Tensor, weights: list[Any] | None) -> tuple[LayerStep | None, str | None]:
+        """Returns (the layer of the first backend that can compute x [B, T, D] in one call, None), or (None, why there
+        is none). weights: from `self.weights`.
 
         Raises InputError for a weight whose shape is not the layer's."""
-        if x.shape[1] != 1:
-            return "it takes one token of each sequence"
-        if torch.is_grad_enabled():
-            return "it has no gradient: torch.no_grad() is needed"
-        if not x.is_cpu or x.dtype not in native.DTYPES:
-            return f"it runs on the CPU, in float32 and bfloat16; x is {x.dtype} on {x.device.type}"
-        if native.missing or self.unknown:
-            return native.missing or self.unknown
-        if mixer.op is not linear_attention:
-            return "the mixer has an `op` of its own"
-        if torch.is_autocast_enabled("cpu"):
-            return "autocast is on"
-        if weights is None:
-            return "a weight was replaced, or its module has a hook"
-        if transformed() or not has_address(x):
-            return f"it reads memory by address, and x is under a transform or a {type(x).__name__}"
-        expected = self.layer.call(x.shape[0], x.dtype).weights
-        if (n := native_layer.unfit(weights, expected)) is None:
-            return None
-        require(weights[n].shape == expected[n].shape, expected[n].fault(weights[n]))
-        return expected[n].fault(weights[n])
+        reason = _separate(mixer, x, weights)
+        if reason is not None:
+            return None, reason
+        reason = "no backend computes a layer's token in one call"
+        for name, layer in self.layers.items():
+            if mixer.backend not in ("auto", name):
+                reason = f"the layer's backend is {mixer.backend}"
+            elif (reason := layer.refuses(x, weights or [])) is None:
+                return layer, None
+        return None, reason
 
     def weights(self, mixer: Any) -> list[Any] | None:
         """Returns the weights of the call, or None if one is not a plain parameter of its module any more, or its
@@ -111,24 +102,24 @@ class FusedStep:
             found.append(weight)
         return found
 
-    def writable(self, state: Any, mixer: Any, x: Tensor) -> MixerState:
+    def writable(self, layer: LayerStep, state: Any, mixer: Any, x: Tensor) -> MixerState:
         """Returns a state that the call may overwrite: the state itself, or copies if a tensor has another dtype, is
         not contiguous or is needed by autograd. Raises InputError for a state of another mixer or batch size."""
         if not isinstance(state, MixerState) or not (state.shift is state.before is mixer.shift):
             check_state(state, MixerState, mixer.state_shapes, x, None)
-        expected = self.layer.call(x.shape[0], x.dtype).state
         given = state.memory, state.conv, state.tokens
-        if native_layer.unfit(given, expected) is None and may_write(given):
+        if layer.fits(given, x.shape[0], x.dtype) and may_write(given):
             return state
         check_state(state, MixerState, mixer.state_shapes, x, None)
-        named = zip(given, expected, strict=True)
-        copies = {name: torch.empty(shape, dtype=dtype).copy_(y) for y, (shape, dtype, name) in named if y is not None}
+        named = zip(given, layer.state(x.shape[0], x.dtype), strict=True)
+        copies = {name: y.new_empty(shape or (), dtype=d).copy_(y) for y, (shape, d, name) in named if y is not None}
         return state._replace(**copies)
 
-    def run(self, weights: Any, projected: Tensor, x: Tensor, state: MixerState) -> Tensor:
+    def run(self, layer: LayerStep, weights: Any, projected: Tensor, x: Tensor, state: MixerState) -> Tensor:
         """Computes the output [B, H V] before the output projection, and updates `state`.
 
         Args:
+            layer: from `self.find`.
             weights: from `self.weights`.
             projected: [B, parts], the input projection of x.
             x: the layer's input [B, 1, D].
@@ -140,13 +131,30 @@ class FusedStep:
         hidden = x[:, 0].contiguous() if self._reads_input else None
         token = projected.contiguous(), hidden
         try:
-            return native_layer.run(self.layer, weights, token, (state.memory, state.conv, state.tokens))
+            return layer.run(weights, token, (state.memory, state.conv, state.tokens))
         except ValueError as error:
             raise InputError(str(error)) from None
 
 
+def _separate(mixer: Any, x: Tensor, weights: list[Any] | None) -> str | None:
+    """Returns why the operations of a layer have to run one by one, or None."""
+    if x.shape[1] != 1:
+        return "it takes one token of each sequence"
+    if torch.is_grad_enabled():
+        return "it has no gradient: torch.no_grad() is needed"
+    if mixer.op is not linear_attention:
+        return "the mixer has another `op`"
+    if torch.is_autocast_enabled(x.device.type):
+        return "autocast is on"
+    if weights is None:
+        return "a weight was replaced, or its module has a hook"
+    if transformed() or not has_address(x):
+        return f"it reads memory by address, and x is under a transform or a {type(x).__name__}"
+    return None
+
+
 def _kinds(spec: MixerSpec) -> dict[str, str]:
-    """Returns the kinds of a spec's parts, by the native library's names of the parts."""
+    """Returns the kinds of a spec's parts by the parts' names."""
     beta = spec.write.beta if spec.write.look is None else "sigmoid with write.look"
     gate = spec.competition
     read, write = (gate.read, gate.write) if gate else ("none", "none")

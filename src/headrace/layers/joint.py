@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.call import accumulator
-from .parts import Gate
+from .competition import Gate
 
 
 class MemoryChoice(Gate):

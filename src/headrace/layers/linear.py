@@ -9,22 +9,28 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.call import accumulator
+from ..ops.dispatch import has
 from ..ops.recurrence import linear_attention, step
+from ..ops.sequences import Sequences
 from ..ops.torch.tiles import product
 from ..spec.linear import MixerSpec
 from ..utils.errors import GateWarning
 from .base import Mixer
-from .decode import GROUP_NORM_EPS, FusedStep, MixerState
+from .competition import HeadCompetition
+from .convolution import convolve
+from .decays import DECAYS
+from .decode import FusedStep, MixerState
+from .feature_maps import FEATURE_MAPS, NORMS
 from .joint import MemoryChoice
-from .packing import Sequences
-from .parts import DECAYS, FEATURE_MAPS, NORMS, HeadCompetition, OutputGate, TokenShift, rotary
+from .readout import OutputGate, normalise, weight_size
 from .residual import ResidualDelta
+from .rotary import rotary
 from .streams import project
 from .taylor import TaylorFeatures
+from .token_shift import TokenShift
 
 
 class LinearMixer(Mixer):
@@ -60,7 +66,8 @@ class LinearMixer(Mixer):
     ):  # fmt: skip
         super().__init__()
         self.spec, self.norm_eps, self.rope_theta = spec, norm_eps, rope_theta
-        self.op = linear_attention  # may be set to a partial with a form, chunk size or backend
+        self.op = linear_attention  # may be set to a partial with a form or chunk size
+        self.backend = "auto"  # may be set to a backend's name; PyTorch computes what that backend does not have
         self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
         self.Hq = spec.heads.qk_groups or self.H
         self.state_shapes = spec.state_shapes(hidden_size, num_heads) | ({"tokens": ()} if spec.counts_tokens else {})
@@ -101,8 +108,8 @@ class LinearMixer(Mixer):
 
     def _build_readout(self) -> None:
         read, width = self.spec.read, self.H * self.V
-        sizes = {"rms": self.V, "group": width, "rms-joint": width}
-        self.norm_weight = nn.Parameter(torch.empty(sizes[read.norm])) if read.norm in sizes else None
+        size = weight_size(read.norm, self.H, self.V)
+        self.norm_weight = None if size is None else nn.Parameter(torch.empty(size))
         self.norm_bias = nn.Parameter(torch.empty(width)) if read.norm == "group" else None
         self.skip = nn.Parameter(torch.empty(self.H)) if read.skip else None
         self.gate = None
@@ -129,8 +136,8 @@ class LinearMixer(Mixer):
         if self.spec.read.norm == "group":  # RWKV-6's initialisation
             self.norm_weight.fill_(self.share**0.7)
             self.norm_bias.zero_()
-        if self.spec.decay.kind == "exp":
-            self.part("decay").zero_()  # the initial decay is the same for all tokens
+        if self.decay is not None and self.decay.starts_fixed:
+            self.part("decay").zero_()
         if self.bonus is not None:
             n = self.bonus.numel()
             i = torch.arange(n)
@@ -156,14 +163,15 @@ class LinearMixer(Mixer):
         tensors: dict[str, Any] = {"q": q, "k": k, "v": self._per_memory(v), **self._decay_and_gates(inputs, gates)}
         memory, before = None if state is None else state.memory, None
         if self.residual is not None:
-            op = partial(self.op, **self._settings())
+            op = partial(self.op, **self._settings(), backend=self.backend)
             out, memory, before = self.residual(op, tensors, state, sequences)
         elif x.shape[1] == 1 and cu_seqlens is None:
             token: dict[str, Any] = {name: _now(y) for name, y in tensors.items()}
-            out, memory = step(**token, state=memory, **self._settings())
+            out, memory = step(**token, state=memory, **self._settings(), backend=self._backend("step"))
             out = out[:, None]
         else:
-            out, memory = self.op(**tensors, initial_state=memory, cu_seqlens=cu_seqlens, **self._settings())
+            settings = self._settings() | {"initial_state": memory, "cu_seqlens": cu_seqlens}
+            out, memory = self.op(**tensors, **settings, backend=self.backend)
         if self.choice is not None:
             out = out.unflatten(2, (self.H, -1)).sum(3)
         y = self._read_out(out, v, inputs.get("gate"), gates[0])
@@ -173,15 +181,16 @@ class LinearMixer(Mixer):
 
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         weights = self.fused.weights(self)
-        if self.fused.refuses(self, x, weights) is not None:
+        layer, _ = self.fused.find(self, x, weights)
+        if layer is None:
             return self.forward(x, state)
-        state = self.fused.writable(state, self, x)
+        state = self.fused.writable(layer, state, self, x)
         if self.shift is None:
             projected = self.in_proj(x)
         else:
             inputs, shift = self._project(x, state, Sequences(x, None))
             projected, state = torch.cat(list(inputs.values()), -1), state._replace(shift=shift)
-        return self.o_proj(self.fused.run(weights, projected[:, 0], x, state)[:, None]), state
+        return self.o_proj(self.fused.run(layer, weights, projected[:, 0], x, state)[:, None]), state
 
     def _project(self, x: Tensor, state: MixerState | None, sequences: Sequences):
         """Returns the parts of the input projection, [B, T, size] each, and the next state of the token shift, if any,
@@ -199,7 +208,7 @@ class LinearMixer(Mixer):
         conv = None
         if self.conv is not None:
             history = None if state is None else state.conv
-            qkv, conv = sequences.convolve(self.conv, torch.cat([q, k, v], -1), history)
+            qkv, conv = convolve(self.conv, torch.cat([q, k, v], -1), history, sequences, self._backend("convolution"))
             q, k, v = qkv.split([q.shape[2], k.shape[2], v.shape[2]], -1)
         return (
             q.unflatten(-1, (self.Hq, self.K)),
@@ -235,6 +244,10 @@ class LinearMixer(Mixer):
         if positions is None:
             return q, k
         return rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
+
+    def _backend(self, operation: str) -> str:
+        """Returns the name of the backend that computes an operation of the layer."""
+        return self.backend if self.backend == "auto" or has(self.backend, operation) else "torch"
 
     def _scale(self) -> float:
         """The scale of the logits."""
@@ -289,24 +302,11 @@ class LinearMixer(Mixer):
         gate = None if self.gate is None else self.gate(gate_input)
         if gate is not None and read.order == "gate-norm":
             out = out * gate
-        out = self._normalised(out)
+        out = normalise(out, read.norm, self.norm_weight, self.norm_bias, self.norm_eps)
         out = out if strength is None else out * strength
         if gate is not None and read.order == "norm-gate":
             out = out * gate
         return self.o_proj(out.flatten(-2))
-
-    def _normalised(self, out: Tensor) -> Tensor:
-        norm, wide = self.spec.read.norm, out.to(accumulator(out))
-        if norm == "rms":
-            return F.rms_norm(wide, (self.V,), self.norm_weight.to(wide.dtype), self.norm_eps).to(out.dtype)
-        if norm == "rms-joint":
-            flat = F.rms_norm(wide.flatten(-2), (self.H * self.V,), self.norm_weight.to(wide.dtype), self.norm_eps)
-            return flat.unflatten(-1, (self.H, self.V)).to(out.dtype)
-        if norm == "group":
-            centred = F.layer_norm(wide, (self.V,), eps=GROUP_NORM_EPS)
-            weight, bias = self.norm_weight.view(self.H, self.V), self.norm_bias.view(self.H, self.V)
-            return (centred * weight + bias).to(out.dtype)
-        return out
 
 
 def _now(x: Tensor | None) -> Tensor | None:

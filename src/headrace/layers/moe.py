@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..ops.call import accumulator
 from ..spec.stack import Experts
-from .parts import SelfInitialised
+from .base import SelfInitialised
 
 
 class Routing(NamedTuple):

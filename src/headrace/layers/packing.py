@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.checks import require
-from ..ops.native import convolution
+from ..ops.sequences import Sequences
 from ..utils.errors import InputError
 
 
@@ -140,94 +140,3 @@ def count_tokens(
         positions, new = (mask.cumsum(1) - 1).clamp(min=0), mask.sum(1)
         positions = positions if seen is None else positions + seen[:, None]
     return positions, new if seen is None else seen + new
-
-
-class Sequences:
-    """The N sequences of x [B, T, D]: the rows, or the sequences packed in one row with bounds cu_seqlens [N + 1]."""
-
-    def __init__(self, x: Tensor, cu_seqlens: Tensor | None):
-        self.B, self.T = x.shape[:2]
-        self.cu_seqlens = cu_seqlens
-        self.count = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        if cu_seqlens is not None:
-            tokens = torch.arange(self.T, device=x.device)
-            starts = cu_seqlens[:-1].to(tokens)
-            self.owner = torch.searchsorted(starts, tokens, right=True) - 1
-            self.within = tokens - starts[self.owner]
-
-    def positions(self, seen: Tensor | None, like: Tensor) -> Tensor:
-        """Returns each token's position in its sequence, [B or 1, T]. seen [N]: number of tokens before x."""
-        if self.cu_seqlens is None:
-            tokens = torch.arange(self.T, device=like.device)[None]
-            return tokens if seen is None else tokens + seen[:, None]
-        return (self.within if seen is None else self.within + seen[self.owner])[None]
-
-    def lengths(self, like: Tensor) -> Tensor:
-        """Returns the lengths [N] of the sequences, on the device of `like`."""
-        if self.cu_seqlens is None:
-            return torch.full((self.B,), self.T, device=like.device)
-        return self.cu_seqlens.diff()
-
-    def totals(self, like: Tensor) -> Tensor:
-        """Returns the length of each token's sequence, [B, T], or [1, T] packed."""
-        lengths = self.lengths(like)
-        return lengths[:, None].expand(-1, self.T) if self.cu_seqlens is None else lengths[self.owner][None]
-
-    def counts(self) -> list[int]:
-        """Returns the lengths as a list. Synchronises a GPU if the sequences are packed."""
-        return [self.T] * self.B if self.cu_seqlens is None else self.cu_seqlens.diff().tolist()
-
-    def extend(self, x: Tensor, history: Tensor) -> Tensor:
-        """Puts the h tokens of history [N, h, D] before each sequence: [B, h + T, D], or [1, N h + T, D] packed."""
-        if self.cu_seqlens is None:
-            return torch.cat([history, x], 1)
-        h = history.shape[1]
-        full = x.new_zeros(1, self.T + self.count * h, x.shape[2])
-        before = (self._begins(h)[:, None] + torch.arange(h, device=x.device)).flatten()
-        full = full.index_copy(1, before, history.flatten(0, 1)[None])
-        return full.index_copy(1, self.places(h) + h, x)
-
-    def convolve(self, conv: nn.Conv1d, x: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Computes the SiLU of a causal depthwise convolution of x [B, T, D].
-
-        history [N, width − 1, D]: the tokens before x; None: zeros. Returns (y [B, T, D], the next history)."""
-        history = self._before(x, history, conv.kernel_size[0] - 1)
-        if convolution.refuses(conv, x):
-            y = self.drop_history(F.silu(conv(self.extend(x, history).mT).mT), history.shape[1])
-        else:
-            y = convolution.run(conv, x, history, self.cu_seqlens)
-        return y, self.last(x, history)
-
-    def shift(self, x: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the token before each token of x [B, T, D], and the next history [N, 1, D]."""
-        history = self._before(x, history, 1)
-        return self.drop_history(self.extend(x, history)[:, :-1], 1), self.last(x, history)
-
-    def _before(self, x: Tensor, history: Tensor | None, h: int) -> Tensor:
-        return x.new_zeros(self.count, h, x.shape[2]) if history is None else history.to(x)
-
-    def places(self, h: int) -> Tensor:
-        """Returns the index in `extend`'s result at which each token's window of h earlier tokens begins (packed)."""
-        return torch.arange(self.T, device=self.owner.device) + self.owner * h
-
-    def drop_history(self, windows: Tensor, h: int) -> Tensor:
-        """Selects the results of those windows of h + 1 tokens that end at a token of x: [B, T, D]."""
-        return windows if self.cu_seqlens is None else windows[:, self.places(h)]
-
-    def last(self, x: Tensor, history: Tensor) -> Tensor:
-        """Returns the next history: the last h tokens of history [N, h, D] followed by x, for each sequence."""
-        h = history.shape[1]
-        if self.cu_seqlens is None:
-            return torch.cat([history[:, self.T :], x[:, -h:]], 1)  # a copy, which shares no memory with x
-        if self.T == 0:
-            return history
-        places = self.cu_seqlens.diff()[:, None] + torch.arange(
-            -h, 0, device=x.device
-        )  # negative places are in the history
-        recent = x[0, (self.cu_seqlens[:-1, None] + places).clamp(min=0)]
-        earlier = history.gather(1, (h + places).clamp(max=h - 1)[..., None].expand_as(history))
-        return torch.where((places >= 0)[..., None], recent, earlier)
-
-    def _begins(self, h: int) -> Tensor:
-        assert self.cu_seqlens is not None
-        return self.cu_seqlens[:-1] + h * torch.arange(self.count, device=self.cu_seqlens.device)

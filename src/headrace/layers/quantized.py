@@ -1,23 +1,20 @@
 """Linear layers with int8 weights, for faster decoding: each token reads every weight once."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import derivatives
 from ..ops.checks import require
-from ..ops.native import library as native
+from ..ops.dispatch import choose
+from ..ops.torch.int8 import dequantised
 from ..utils.errors import InputError
-
-FEW = 8  # number of rows up to which reading the weights dominates the time
 
 
 class Int8Linear(nn.Module):
     """A linear layer y = x Wᵀ + b with int8 weights in [−127, 127] and one scale per row: its largest |entry| / 127.
 
-    x is not quantised; sums are in float32, or float64 for float64. Up to 8 rows use the native kernel, which reads the
-    integers. More rows, or calls without the kernel, multiply with the weight converted to x's dtype. A cast of the
-    module changes the dtype of `weight` and of the bias; integers and scales keep theirs.
+    x is not quantised; sums are in float32, or float64 for float64. The native kernel, which reads the integers,
+    computes up to 8 rows; PyTorch computes more rows, with the weight converted to x's dtype. A cast of the module
+    changes the dtype of `weight` and of the bias; integers and scales keep theirs.
 
     Args:
         linear: the layer whose weights are quantised.
@@ -51,20 +48,7 @@ class Int8Linear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """W [out_features, in_features] in the dtype of the original layer, or the dtype of the module's last cast."""
-        return self._weight(self.dtype)
-
-    def _weight(self, dtype: torch.dtype) -> Tensor:
-        return (self.integers * self.scale.to(torch.promote_types(dtype, torch.float32))[:, None]).to(dtype)
-
-    def _refuses(self, x: Tensor) -> str | None:
-        """Returns why the native kernel cannot compute the product, or None."""
-        if native.missing or not x.is_cpu:
-            return native.missing or f"the kernel runs on the CPU, and x is on {x.device.type}"
-        if x.dtype is torch.float64 or x.numel() > FEW * self.in_features:
-            return f"the kernel is for up to {FEW} rows in float32 or less, and x is {list(x.shape)} in {x.dtype}"
-        if derivatives.transformed() or not derivatives.has_address(x):
-            return f"the kernel reads memory by address, and x is under a transform or a {type(x).__name__}"
-        return None
+        return dequantised(self.integers, self.scale, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features], in x's dtype or autocast's.
@@ -73,12 +57,8 @@ class Int8Linear(nn.Module):
         self._check(x)
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        if self._refuses(x):
-            return F.linear(x, self._weight(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        rows = x.float().reshape(-1, self.in_features).contiguous()
-        out = native.int8_product(rows, self.integers, self.scale)
-        out = out if self.bias is None else out + self.bias
-        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        given = x, self.integers, self.scale, self.bias
+        return choose("int8_product", "auto", *given).run(*given)
 
     def _check(self, x: Tensor) -> None:
         if torch.is_grad_enabled() and x.requires_grad:

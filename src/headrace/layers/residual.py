@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.call import accumulator
+from ..ops.sequences import Sequences
 from ..utils.device import without_autocast
+from .base import SelfInitialised
 from .matrix.chunks import Chunks, carry
-from .packing import Sequences
-from .parts import SelfInitialised
 
 TINY = 1e-12  # added to the denominator: the surprise of an empty memory and a zero value is 0
 

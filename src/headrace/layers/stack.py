@@ -20,10 +20,9 @@ from ..spec.stack import BlockStyle, Layer, as_layers
 from . import SoftmaxAttention, build
 from .attention.attention import AttentionState
 from .attention.positions import sinusoidal
-from .base import Mixer, check_state
+from .base import Mixer, SelfInitialised, check_state
 from .moe import MixtureOfExperts
 from .packing import count_tokens
-from .parts import SelfInitialised
 
 PIECE = 1024  # number of tokens per call in `prefill`
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.call import accumulator
-from .parts import SelfInitialised
+from .base import SelfInitialised
 
 
 def truncated_exp(x: Tensor, order: int) -> Tensor:

@@ -1,18 +1,58 @@
 """The interface of a backend."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from .call import Call
+
+class Kernel(NamedTuple):
+    """A backend's implementation of an operation. Both functions take the operation's arguments."""
+
+    run: Callable[..., Any]
+    refuses: Callable[..., str | None]  # returns why the backend cannot compute these arguments, or None
+
+
+class LayerStep(Protocol):
+    """One token of one linear layer in one call, from the output of the input projection to the input of the output
+    projection, with the state updated in place.
+
+    It is made once per layer from (kinds, sizes, numbers, names of the weights); see `FusedStep` in layers/decode.py.
+    The state is (memory, conv, tokens).
+    """
+
+    unknown: str | None  # why the backend has no such layer, or None
+
+    def refuses(self, x: Tensor, weights: Sequence[Tensor]) -> str | None:
+        """Returns why x [B, 1, D] cannot be computed with these weights, or None. Raises InputError for a weight whose
+        shape is not the layer's."""
+
+    def fits(self, state: Sequence[Tensor | None], rows: int, dtype: torch.dtype) -> bool:
+        """Whether the state of `rows` sequences can be updated in place; otherwise it is copied."""
+
+    def state(self, rows: int, dtype: torch.dtype) -> Sequence[tuple[tuple[int, ...] | None, torch.dtype, str]]:
+        """Returns (shape, or None for a part that the layer does not have, dtype, name) of each tensor of the state."""
+
+    def run(self, weights: Sequence[Tensor], token: Sequence[Tensor | None], state: Sequence[Tensor | None]) -> Tensor:
+        """Computes [B, H V]. token: the projected input [B, parts], and the layer's input [B, D] or None.
+
+        Raises ValueError if a tensor of the state shares memory with another tensor."""
 
 
 class Backend(NamedTuple):
-    """An implementation of the recurrence."""
+    """A row of the table of backends: what computes each operation, or None for those that it does not have.
 
-    run: Callable[[Call], tuple[Tensor, Tensor]]  # computes (out, final state); differentiable
+    A backend that computes `linear_attention` alone is complete: the other operations then are another backend's.
+    """
+
     missing: Callable[[], str | None]  # returns why the backend is not available on this machine, or None
-    refuses: Callable[[Call], str | None]  # returns why the backend cannot compute a call, or None
     about: Callable[[], str]  # returns the backend's version
-    steps: bool  # whether `step` should use the backend for a single token
+    linear_attention: Kernel  # (call) -> (out, final state); differentiable
+    step: Kernel | None = None  # (call without token dimension, bonus, normalise) -> (out, state)
+    convolution: Kernel | None = None  # (conv, x, history, sequences) -> y; see `convolve`
+    layer_step: Callable[..., LayerStep] | None = None  # (kinds, sizes, numbers, names of the weights) -> LayerStep
+    int8_product: Kernel | None = None  # (x, integers, scale, bias) -> x · (integers · scale)ᵀ + bias
+
+
+OPERATIONS = Backend._fields[2:]

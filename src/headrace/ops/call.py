@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 DIFFERENTIABLE = 8  # number of arguments of a call, counted from the first, that have gradients
+TOKENWISE = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate")  # arguments with a token dimension
+NORMALISER_EPS = 1e-6
 
 
 class Call(NamedTuple):
@@ -40,6 +42,16 @@ class Call(NamedTuple):
         """The shape [N, H, K, V] of the state."""
         return self.sequences, self.v.shape[2], self.k.shape[3], self.v.shape[3]
 
+    def wide(self) -> "Call":
+        """Converts the tensors with a token dimension to the accumulator's precision."""
+        acc = accumulator(self.v)
+        return self._replace(**{name: x.to(acc) for name in TOKENWISE if (x := getattr(self, name)) is not None})
+
+    def with_tokens(self) -> "Call":
+        """Adds the token dimension to the tensors of a call of `step`, [B, ·] -> [B, 1, ·]."""
+        gates = (x if x is None or x.dim() == 1 else x.unsqueeze(1) for x in self[3:7])
+        return Call(self.q.unsqueeze(1), self.k.unsqueeze(1), self.v.unsqueeze(1), *gates, *self[7:])  # type: ignore
+
 
 TYPES: dict[Any, str] = {
     Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", float: "float", int | None: "int?",
@@ -50,3 +62,8 @@ SCHEMA = ", ".join(f"{TYPES[kind]} {name}" for name, kind in get_type_hints(Call
 def accumulator(x: Tensor) -> torch.dtype:
     """Returns the dtype of states, gates, norms and sums: float64 for float64 inputs, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def gated(x: Tensor, gate: Tensor | None) -> Tensor:
+    """Multiplies x [..., V] by its gate [...], if any."""
+    return x if gate is None else x * gate[..., None]

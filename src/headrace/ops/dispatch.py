@@ -1,43 +1,61 @@
-"""The table of backends, and the choice of the backend for a call."""
+"""The table of backends, and the choice of the backend that computes an operation."""
+
+from typing import Any
 
 from torch import Tensor
 
 from ..utils.errors import InputError
-from .backend import Backend
+from .backend import OPERATIONS, Backend
 from .call import Call
 from .native import op as native_op
 from .torch import op as torch_op
 from .triton import op as triton_op
 
-# In order of preference: "auto" takes the first backend that is available and does not refuse the call.
+# In order of preference: "auto" takes the first backend that is available and does not refuse the arguments.
 BACKENDS: dict[str, Backend] = {"native": native_op.BACKEND, "triton": triton_op.BACKEND, "torch": torch_op.BACKEND}
 
 
 def backends(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs):
-    """Lists the backends, or names the backend of a call.
+    """Lists what each backend computes, or names the backend of a call.
 
-    Without arguments, returns {name: None, or the reason why the backend is not available}. With the arguments of
-    `linear_attention`, returns the name of the backend that would compute the call.
+    Without arguments, returns {backend: {operation: None, or the reason why the backend does not compute it here}}.
+    With the arguments of `linear_attention`, returns the name of the backend that would compute the call.
 
     Raises:
         InputError: if the backend given by name cannot compute the call.
     """
     if q is None or k is None or v is None:
-        return {name: backend.missing() for name, backend in BACKENDS.items()}
+        return {name: {operation: unavailable(name, operation) for operation in OPERATIONS} for name in BACKENDS}
     given = {name: kwargs.get(name) for name in Call._fields[3:9]}
     call = Call(q, k, v, **given, delta=kwargs.get("rule") == "delta", scale=1.0, chunk_size=kwargs.get("chunk_size"))
-    chosen = choose(call, kwargs.get("backend", "auto"))
-    return next(name for name, backend in BACKENDS.items() if backend is chosen)
+    chosen = choose("linear_attention", kwargs.get("backend", "auto"), call)
+    return next(name for name, backend in BACKENDS.items() if backend.linear_attention is chosen)
 
 
-def choose(call: Call, name: str) -> Backend:
-    """Returns the backend for a call. Raises InputError if the named backend cannot compute it."""
+def unavailable(name: str, operation: str) -> str | None:
+    """Returns why a backend does not compute an operation on this machine, or None."""
+    return _named(name).missing() or (None if has(name, operation) else f"it has no {operation}")
+
+
+def has(name: str, operation: str) -> bool:
+    """Whether a backend implements an operation. Raises InputError for an unknown backend."""
+    return getattr(_named(name), operation) is not None
+
+
+def choose(operation: str, name: str, *arguments: Any) -> Any:
+    """Returns the Kernel that computes an operation on these arguments.
+
+    Raises InputError if the named backend cannot compute it, or if there is no such backend."""
     if name == "auto":
-        usable = (b for b in BACKENDS.values() if b.missing() is None and b.refuses(call) is None)
-        return next(usable)
-    if name not in BACKENDS:
-        raise InputError(f"backend={name!r} is unknown; expected 'auto' or one of {', '.join(BACKENDS)}")
-    reason = BACKENDS[name].missing() or BACKENDS[name].refuses(call)
+        here = (getattr(backend, operation) for backend in BACKENDS.values() if backend.missing() is None)
+        return next(kernel for kernel in here if kernel is not None and kernel.refuses(*arguments) is None)
+    reason = unavailable(name, operation) or (kernel := getattr(_named(name), operation)).refuses(*arguments)
     if reason is not None:
         raise InputError(f"backend={name!r} cannot run here: {reason}")
+    return kernel
+
+
+def _named(name: str) -> Backend:
+    if name not in BACKENDS:
+        raise InputError(f"backend={name!r} is unknown; expected 'auto' or one of {', '.join(BACKENDS)}")
     return BACKENDS[name]

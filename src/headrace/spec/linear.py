@@ -1,7 +1,7 @@
 """The spec of a linear mixer: frozen records of literals that say which projections a layer has and how it computes the
 arguments of `headrace.linear_attention`. Specs convert to and from JSON; contradictory fields raise InputError.
 
-Each kind named here is a key of a table of modules in `layers/parts.py`, or an option of `linear_attention`.
+Each kind named here is a key of a table in `layers/`, or an option of `linear_attention`.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from ..utils.errors import InputError
 from .attention import AttentionSpec, Pattern
+from .decay import Decay
 from .encoder_decoder import RecurrentSpec
 from .matrix import MatrixSpec
 from .record import Kind, PositiveFloat, PositiveInt, Range, Record, checked, fields, require_positive
@@ -61,18 +62,6 @@ class Inputs(Record):
     def positive(self) -> bool:
         """Whether all features are non-negative."""
         return self.feature_map in ("elu+1", "relu") or self.feature_map.startswith("dpfp")
-
-
-@dataclass(frozen=True)
-class Decay(Record):
-    """How the memory decays. log_decay has shape [H] for retnet, [B, T, H] for softplus, [B, T, H, K] for the others.
-
-    retnet and xpos are fixed; the decay of the other kinds is computed from the token: softplus (Mamba-2), sigmoid
-    (GLA), exp (RWKV-6), softplus-vector (KDA).
-    """
-
-    kind: Literal["none", "retnet", "xpos", "softplus", "sigmoid", "exp", "softplus-vector"] = "none"
-    rank: PositiveInt | None = None  # rank of the projection to a decay per key channel; None: the key dimension K
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,15 @@ heads, dt is a step size. The state S is [K, V]. Costs are FLOPs (a multiply-add
 projections and convolutions.
 """
 
-import inspect
 import math
-import re
 from typing import Any
 
 from .. import zoo
+from ..spec.decay import DECAYS, DecayShape
 from ..spec.linear import CACHED, AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, SoftmaxRNNSpec, to_json
 from ..utils.errors import InputError
 
 WIDTH, HEADS, TOKENS, CHUNK = 1024, 4, 2048, 64  # sizes at which costs are counted
-DECAYS = {"none": "", "retnet": "γ", "xpos": "diag(γ)", "softplus": "α"}  # all others: one per key channel
-RETENTION = {
-    "": "all", "γ": "γ, fixed per head", "diag(γ)": "γ, fixed per key channel", "α": "α, per head",
-    "diag(α)": "α, per key channel",
-}  # fmt: skip
 # (A_t, b_t, objective, retention) of mixers outside the algebra, whose specs do not contain them.
 OUTSIDE = {
     "s4": ("Ā", "B̄ u", "Legendre coefficients of the past", "Ā, fixed"),
@@ -37,17 +31,6 @@ COST = ("state", "bytes", "training", "decoding", "grows")
 VIEWS = {"update": UPDATE, "axes": AXES, "cost": COST, "paper": ("paper",)}
 
 
-def papers() -> dict[str, str]:
-    """Mixer -> address of its paper, which ends the comment before the mixer in zoo.py."""
-    found, address = {}, ""
-    for line in inspect.getsource(zoo).splitlines():
-        if match := re.search(r"#.*(https?://\S+)$", line):
-            address = match[1]
-        elif match := re.match(r'    "([\w-]+)":', line):
-            found[match[1]] = address
-    return found
-
-
 def account(name: str) -> dict[str, Any]:
     """The row of a mixer in the table, with its spec. `paper` is "–" for a mixer that was added at run time. If a mixer
     does not fit the table's width and heads, its costs are None and `state` is the reason."""
@@ -59,13 +42,13 @@ def account(name: str) -> dict[str, Any]:
         cost = _cost(spec, row)
     except InputError as reason:
         cost = dict.fromkeys(COST) | {"state": str(reason)}
-    base, known = name.partition("(")[0], papers()
-    paper = known.get(base) or known.get(base.removeprefix("softmax-"), "–")
+    base = name.partition("(")[0]
+    paper = zoo.PAPERS.get(base) or zoo.PAPERS.get(base.removeprefix("softmax-"), "–")
     return row | cost | {"paper": paper, "spec": to_json(spec)}
 
 
 def _linear(spec: MixerSpec) -> dict[str, Any]:
-    decay, gate, delta = DECAYS.get(spec.decay.kind, "diag(α)"), spec.competition, spec.write.rule == "delta"
+    (decay, retention), gate, delta = _decay(spec.decay.kind), spec.competition, spec.write.rule == "delta"
     beta = {"one": "", "dt": "dt ", "sigmoid": "β "}[spec.write.beta]
     write = "w " if gate is not None and gate.write != "none" else ""
     inputs = (spec.inputs.feature_map, spec.inputs.qk_norm, "rotary" if spec.inputs.rotary else "none")
@@ -77,8 +60,19 @@ def _linear(spec: MixerSpec) -> dict[str, Any]:
         "memory": "a matrix per head",
         "objective": "½‖v − kS‖²" if delta else "−⟨kS, v⟩",
         "optimiser": f"a gradient step of rate {beta.strip() or '1'}",
-        "retention": RETENTION[decay],
+        "retention": retention,
     }  # fmt: skip
+
+
+def _decay(kind: str) -> tuple[str, str]:
+    """Returns (the decay's symbol in A_t, its sentence about retention)."""
+    if kind == "none":
+        return "", "all"
+    decay = DECAYS[kind]
+    symbol, fixed = ("γ", "fixed ") if decay.fixed else ("α", "")
+    if decay.shape is DecayShape.VECTOR:
+        return f"diag({symbol})", f"{symbol}, {fixed}per key channel"
+    return symbol, f"{symbol}, {fixed}per head"
 
 
 def _cached(spec: AttentionSpec | SoftmaxRNNSpec) -> dict[str, Any]:

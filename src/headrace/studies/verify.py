@@ -88,9 +88,11 @@ def subject(spec) -> nn.Module:
     return layers.build(spec, hidden_size=HIDDEN, num_heads=HEADS, layer_idx=1, num_layers=3)
 
 
-def literal_op(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, **arguments):
+def literal_op(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, backend: str = "auto", **arguments
+):
     """`linear_attention` by the literal loop: shared q and k heads repeated, one sequence per batch row."""
-    assert cu_seqlens is None
+    assert cu_seqlens is None and backend == "auto"
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     return literal(q, k, v, **arguments)
 

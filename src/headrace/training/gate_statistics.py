@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.parts import HeadCompetition
+from ..layers.competition import HeadCompetition
 
 
 class GateStatistics:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..layers.parts import Gate, HeadCompetition
+from ..layers.competition import Gate, HeadCompetition
 
 
 def gate_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -15,7 +15,7 @@ from ...ops.checks import require
 from ...spec.linear import AttentionSpec
 from ..base import ANY, check_state, may_write
 from ..packing import count_tokens, without_padding
-from ..parts import rotary
+from ..rotary import rotary
 from .flash import flash_attention
 from .positions import DistanceBias
 from .sdpa import attend

@@ -1,11 +1,11 @@
-"""Positions other than rotary ones (parts.py): sinusoidal embeddings, and T5's relative position bias."""
+"""Positions other than rotary ones (layers/rotary.py): sinusoidal embeddings, and T5's relative position bias."""
 
 import math
 
 import torch
 from torch import Tensor, nn
 
-from ..parts import SelfInitialised
+from ..base import SelfInitialised
 
 FURTHEST = 128  # as in T5: all longer distances share one bucket
 

@@ -14,13 +14,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...ops.call import accumulator
+from ...ops.call import NORMALISER_EPS, accumulator
 from ...ops.checks import require
-from ...ops.recurrence import NORMALISER_EPS
+from ...ops.sequences import Sequences
 from ...spec.softmax_rnn import NORMS, SoftmaxRNNSpec
 from ..base import ANY, Mixer, check_state
-from ..packing import Sequences
-from ..parts import FEATURE_MAPS, l2_norm, rotary
+from ..feature_maps import FEATURE_MAPS, l2_norm
+from ..rotary import rotary
 from ..taylor import truncated_exp
 from .attention import AttentionState, attend_packed, extended
 from .sdpa import visible

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ...ops.sequences import Sequences
 from ...utils.device import without_autocast
-from ..packing import Sequences
 
 CHUNK = 32  # tokens per chunk of the matrix memories; a power of two
 SPAN = 1024  # number of tokens that are computed in parallel

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.call import accumulator
+from ...ops.sequences import Sequences
 from ...spec.linear import Decay, MatrixSpec
 from ..base import Mixer
+from ..decays import SigmoidDecay
 from ..decode import MixerState
-from ..packing import Sequences
-from ..parts import SigmoidDecay
 from .chunks import CHUNK, carry, recur
 
 

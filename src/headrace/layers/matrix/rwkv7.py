@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.call import accumulator
+from ...ops.sequences import Sequences
 from ...spec.linear import MatrixSpec
-from ..base import Mixer
+from ..base import Mixer, SelfInitialised
 from ..decode import GROUP_NORM_EPS, MixerState
-from ..packing import Sequences
-from ..parts import SelfInitialised
 from .chunks import CHUNK, carry, recur
 
 FASTEST = math.exp(-0.5)  # upper bound of −log_decay: the memory decays by at most e^−0.61 per token

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.call import accumulator
+from ...ops.sequences import Sequences
 from ...spec.linear import ScanSpec
 from ..base import Mixer, ScanState
-from ..packing import Sequences
-from ..parts import draw_step_bias_
+from ..convolution import convolve
+from ..decays import draw_step_bias_
 from .selective_scan import Operands, selective_scan, selective_step
 
 
@@ -58,7 +59,7 @@ class Mamba(Mixer):
     def run(self, x: Tensor, state: ScanState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ScanState]:
         sequences = Sequences(x, cu_seqlens)
         u, z = self.in_proj(x).chunk(2, -1)
-        u, conv = sequences.convolve(self.conv, u, None if state is None else state.conv)
+        u, conv = convolve(self.conv, u, None if state is None else state.conv, sequences)
         operands = self._operands(u, None if state is None else state.memory, sequences)
         if x.shape[1] == 1 and cu_seqlens is None:
             out, memory = selective_step(operands)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.call import accumulator
+from ...ops.sequences import Sequences
 from ...spec.linear import ScanSpec
 from ..base import Mixer, ScanState
-from ..packing import Sequences
 from .scan import Pack, packed_scan, running_maximum
 
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.call import accumulator
+from ...ops.sequences import Sequences
 from ...spec.linear import ScanSpec
 from ...utils.device import without_autocast
 from ..base import Mixer, ScanState
-from ..packing import Sequences
 from .linear_system import Diagonal, LowRank, Response
 
 

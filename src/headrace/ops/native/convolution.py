@@ -12,6 +12,7 @@ from .. import derivatives
 from ..call import Call
 from ..modules import untouched
 from ..operator import define, library
+from ..sequences import Sequences
 from . import library as native
 
 INPUTS = "Tensor x, Tensor weight, Tensor history, Tensor? cu_seqlens"
@@ -20,10 +21,8 @@ MOST_CHANNELS = 2**16
 _CONVOLUTION = struct.Struct("@qPP")  # hr_convolution
 
 
-def refuses(conv: nn.Conv1d, x: Tensor) -> str | None:
+def refuses(conv: nn.Conv1d, x: Tensor, *_) -> str | None:
     """Returns why the native convolution cannot compute x [B, T, C], or None."""
-    if native.missing is not None:
-        return native.missing
     if x.device.type != "cpu" or x.dtype not in native.DTYPES:
         return f"it runs on the CPU, in float32 and bfloat16, and x is {x.dtype} on {x.device.type}"
     if conv.kernel_size[0] > WIDEST or x.shape[2] > MOST_CHANNELS:
@@ -36,12 +35,11 @@ def refuses(conv: nn.Conv1d, x: Tensor) -> str | None:
     return None
 
 
-def run(conv: nn.Conv1d, x: Tensor, history: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Computes the SiLU of the causal depthwise convolution of x [B, T, C]. history [N, W − 1, C]: the tokens before
-    x."""
+def run(conv: nn.Conv1d, x: Tensor, history: Tensor, sequences: Sequences) -> Tensor:
+    """Computes the SiLU of the causal depthwise convolution of x [B, T, C] after history [N, W − 1, C]."""
     weight = conv.weight[:, 0].T
     bias = torch.zeros_like(weight[0]) if conv.bias is None else conv.bias
-    return _convolve(x, torch.cat([weight, bias[None]]), history, cu_seqlens)
+    return _convolve(x, torch.cat([weight, bias[None]]), history, sequences.cu_seqlens)
 
 
 class _Given:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..checks import require
 from ..operator import library
 from . import library as native
 
@@ -53,15 +54,19 @@ class Layer:
     """The constant arguments of a layer's native calls.
 
     Args:
-        kinds, sizes, numbers: in the order of hr_layer.
+        kinds: the kind of each part of the layer by the part's name in KINDS.
+        sizes, numbers: in the order of hr_layer.
         weights: names of the layer's weights.
 
     Raises:
         ValueError: if the kinds need other weights.
     """
 
-    def __init__(self, kinds: Sequence[int], sizes: Sequence[int], numbers: Sequence[float], weights: Sequence[str]):
-        self.kinds, self.sizes, self.numbers, self.weights = kinds, sizes, numbers, weights
+    def __init__(self, kinds: dict[str, str], sizes: Sequence[int], numbers: Sequence[float], weights: Sequence[str]):
+        self.kind, self.sizes, self.numbers, self.weights = kinds, sizes, numbers, weights
+        self.kinds, self.unknown = ([], native.missing) if native.missing else numbered(kinds)
+        if self.unknown is not None:
+            return
         absent = f"{struct.calcsize('P')}x"  # a null pointer
         self.addresses = "@" + "".join("P" if name in weights else absent for name in WEIGHTS) + "6P"
         self._calls: dict[Any, Call] = {}
@@ -72,9 +77,36 @@ class Layer:
             if name not in weights and name in shapes and name not in OPTIONAL:
                 raise ValueError(f"{name} is None; expected {_words(shapes[name])}")
 
-    @property
-    def kind(self) -> dict[str, str]:
-        return {name: values[i] for (name, values), i in zip(KINDS.items(), self.kinds, strict=True)}
+    def refuses(self, x: Tensor, weights: Sequence[Tensor]) -> str | None:
+        """Returns why the library cannot compute x [B, 1, D] with these weights, or None.
+
+        Raises InputError for a weight whose shape is not the layer's."""
+        if not x.is_cpu or x.dtype not in native.DTYPES:
+            return f"it runs on the CPU, in float32 and bfloat16; x is {x.dtype} on {x.device.type}"
+        if native.missing or self.unknown:
+            return native.missing or self.unknown
+        expected = self.call(x.shape[0], x.dtype).weights
+        if (n := unfit(weights, expected)) is None:
+            return None
+        require(weights[n].shape == expected[n].shape, expected[n].fault(weights[n]))
+        return expected[n].fault(weights[n])
+
+    def state(self, rows: int, dtype: torch.dtype) -> list["Expected"]:
+        """Returns what the library expects of the state of `rows` sequences."""
+        return self.call(rows, dtype).state
+
+    def fits(self, state: Sequence[Tensor | None], rows: int, dtype: torch.dtype) -> bool:
+        """Whether the library can update a state in place."""
+        return unfit(state, self.call(rows, dtype).state) is None
+
+    def run(self, weights: Sequence[Tensor], token: Sequence[Any], state: Sequence[Tensor | None]) -> Tensor:
+        """Runs one token: by the operator while tracing a graph, else without the dispatcher, which takes as long as
+        the step. The weights and the state must be as the call expects them."""
+        if torch.compiler.is_compiling():
+            given = dict(zip(self.weights, weights, strict=True))
+            every, settings = [given.get(name) for name in WEIGHTS], (self.kinds, self.sizes, self.numbers)
+            return torch.ops.headrace.layer_step(*token, every, *state, *settings)
+        return self.call(len(token[0]), token[0].dtype).step(weights, token, state)
 
     def call(self, rows: int, dtype: torch.dtype) -> "Call":
         """Returns the call for a batch size and a dtype of activations."""
@@ -210,7 +242,10 @@ class Call:
         self.apart.add(places)
 
 
-known = lru_cache(maxsize=MANY)(Layer)
+@lru_cache(maxsize=MANY)
+def known(kinds: tuple[int, ...], *rest) -> Layer:
+    """Returns the layer with these numbers of kinds."""
+    return Layer({name: values[i] for (name, values), i in zip(KINDS.items(), kinds, strict=True)}, *rest)
 
 
 def layer_step(projected: Tensor, hidden, weights, memory, conv, tokens, kinds, sizes, numbers) -> Tensor:
@@ -236,13 +271,3 @@ def _fake(projected, hidden, weights, memory, conv, tokens, kinds, sizes, number
 library.define(SCHEMA)
 library.impl("layer_step", layer_step, "CPU")
 torch.library.register_fake("headrace::layer_step", _fake, lib=library)
-
-
-def run(layer: Layer, weights: Sequence[Tensor], token: Sequence[Any], state: Sequence[Tensor | None]) -> Tensor:
-    """Runs one token: by the operator while tracing a graph, else without the dispatcher, which takes as long as the
-    step. The weights and the state must be as the layer's call expects them."""
-    if torch.compiler.is_compiling():
-        given = dict(zip(layer.weights, weights, strict=True))
-        every, settings = [given.get(name) for name in WEIGHTS], (layer.kinds, layer.sizes, layer.numbers)
-        return torch.ops.headrace.layer_step(*token, every, *state, *settings)
-    return layer.call(len(token[0]), token[0].dtype).step(weights, token, state)

@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...spec.decay import DecayShape
 from ..call import Call
 from ..torch.tiles import sequence_ends
 
 ABI = 4
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-DECAYS = {1: 1, 3: 2, 4: 3}  # hr_decay by the number of dimensions
+DECAYS = {1: DecayShape.FIXED, 3: DecayShape.SCALAR, 4: DecayShape.VECTOR}  # by the number of dimensions
 NO_MEMORY = 3
 KEEP_ERRORS = (
     0  # 1 would store V floats per token, and save 3 to 6 % of the time of a training step with the delta rule

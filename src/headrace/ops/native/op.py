@@ -1,10 +1,14 @@
 """The backend "native": the native library as a PyTorch operator for the CPU, `torch.ops.headrace.native`."""
 
 import torch
+from torch import Tensor
 
-from ..backend import Backend
+from .. import derivatives
+from ..backend import Backend, Kernel
 from ..call import Call
 from ..operator import register
+from ..rewrite import normalised
+from . import convolution, int8, layer
 from . import library as native
 
 CHUNKS = range(16, 129, 16)
@@ -30,10 +34,29 @@ def _kept_shapes(call: Call):
     return ((torch.library.get_ctx().new_dynamic_size(),),)
 
 
+_run = register("native", "CPU", native.forward, native.backward, ["kept"], _kept_shapes)
+
+
+def _step(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+    call = call.with_tokens()
+    out, state = normalised(call, _run) if normalise else _run(call)
+    return out.squeeze(1), state
+
+
+def _refuses_step(call: Call, bonus: Tensor | None, normalise: bool) -> str | None:
+    if bonus is not None:
+        return "it has no bonus for a single token"
+    if derivatives.transformed():
+        return "it supports neither transforms of torch.func nor forward-mode differentiation"
+    return _refuses(call)
+
+
 BACKEND = Backend(
-    run=register("native", "CPU", native.forward, native.backward, ["kept"], _kept_shapes),
     missing=lambda: native.missing,
-    refuses=_refuses,
     about=lambda: f"C++, {native.instructions}",
-    steps=True,
+    linear_attention=Kernel(_run, _refuses),
+    step=Kernel(_step, _refuses_step),
+    convolution=Kernel(convolution.run, convolution.refuses),
+    layer_step=layer.Layer,
+    int8_product=Kernel(int8.run, int8.refuses),
 )

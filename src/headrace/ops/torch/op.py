@@ -2,23 +2,22 @@
 
 import torch
 
-from ..backend import Backend
+from ..backend import Backend, Kernel
 from ..call import Call
 from ..operator import register
-from . import chunkwise as torch_chunkwise
-from . import tiles
+from . import chunkwise, convolution, int8, step, tiles
 
 
 def _forward(call: Call, keep: bool):
     with torch.autocast(call.q.device.type, enabled=False):  # the recurrence is in the accumulator's precision
-        return torch_chunkwise.forward(call, keep)
+        return chunkwise.forward(call, keep)
 
 
 def _backward(d_out, d_final, call: Call, kept, wanted):
     states, errors = kept
     with torch.autocast(call.q.device.type, enabled=False):
         # Only the gradient to the decay costs enough to be skipped if it is not wanted.
-        return torch_chunkwise.backward(d_out, d_final, call, states, errors, wanted[3])
+        return chunkwise.backward(d_out, d_final, call, states, errors, wanted[3])
 
 
 def _kept_shapes(call: Call):
@@ -29,10 +28,18 @@ def _kept_shapes(call: Call):
     return (states, B * H, K, V), (call.v.shape if call.delta else (0,))
 
 
+_run = register("chunkwise", "CompositeExplicitAutograd", _forward, _backward, ["states", "errors"], _kept_shapes)
+
+
+def _refuses(*arguments) -> None:
+    return None
+
+
 BACKEND = Backend(
-    run=register("chunkwise", "CompositeExplicitAutograd", _forward, _backward, ["states", "errors"], _kept_shapes),
     missing=lambda: None,
-    refuses=lambda call: None,
     about=lambda: f"PyTorch {torch.__version__}",
-    steps=False,
+    linear_attention=Kernel(_run, _refuses),
+    step=Kernel(step.step, _refuses),
+    convolution=Kernel(convolution.run, _refuses),
+    int8_product=Kernel(int8.run, _refuses),
 )

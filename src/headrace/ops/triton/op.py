@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import Backend
+from ..backend import Backend, Kernel
 from ..call import Call
 from ..operator import register
 
@@ -67,9 +67,9 @@ def _about() -> str:
 
 
 BACKEND = Backend(
-    run=register("triton", "CompositeExplicitAutograd", _forward, _backward, [], lambda call: ()),
     missing=missing,
-    refuses=refuses,
     about=_about,
-    steps=False,
+    linear_attention=Kernel(
+        register("triton", "CompositeExplicitAutograd", _forward, _backward, [], lambda call: ()), refuses
+    ),
 )

@@ -18,7 +18,7 @@ from ...layers.attention.softmax_rnn import SoftmaxRNN
 from ...layers.linear import LinearMixer
 from ...layers.matrix.chunks import recur
 from ...layers.matrix.rwkv7 import RWKV7, form, step
-from ...layers.packing import Sequences
+from ...ops.sequences import Sequences
 
 WIDE = 512  # columns of values per call of `mix`
 

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ...layers.parts import HeadCompetition
+from ...layers.competition import HeadCompetition
 from ...ops.recurrence import linear_attention
 from ...report.style import PALETTE
 from ...spec.linear import Competition

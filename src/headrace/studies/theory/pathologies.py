@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
-from ...layers.parts import FEATURE_MAPS
+from ...layers.feature_maps import FEATURE_MAPS
 from .base import (
     BLUE,
     EXACT,

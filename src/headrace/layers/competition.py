@@ -1,0 +1,78 @@
+"""Head competition: the gates that heads compute by a softmax over the heads.
+
+Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.call import accumulator
+from ..spec.linear import Competition
+from .base import SelfInitialised
+
+
+class Gate(SelfInitialised):
+    """Base of the modules that head competition adds to a mixer. The optimiser applies no weight decay to their
+    parameters, and retrofitting a trained model initialises only these."""
+
+
+class HeadCompetition(Gate):
+    """Logarithm of one gate per token and head, computed by a softmax over the heads (arXiv 2602.01744, equation 4).
+
+    The source of the scores s_h is: "head", ⟨q_h, w_h⟩; "diag", where the gate is entry h of softmax(q_h W); "query", a
+    linear map of all heads' q; "hidden", a linear map of the layer's input. Write gates use k in place of q. Weights
+    are initialised to zero, without random numbers. With scale "identity" the gate is divided by its value at zero
+    scores, so that the initial layer equals the mixer without competition bit for bit.
+    """
+
+    def __init__(
+        self, spec: Competition, hidden_size: int, num_heads: int, key_heads: int, key_dim: int, memories: int = 1
+    ):
+        """memories: number of memories per head; all H · memories of them compete, and replace the heads below."""
+        super().__init__()
+        self.spec, self.memories = spec, memories
+        self.num_heads = num_heads = num_heads * memories
+        shapes = {
+            "head": (num_heads, key_dim),
+            "diag": (key_dim, num_heads),
+            "query": (num_heads, key_heads * key_dim),
+            "hidden": (num_heads, hidden_size),
+        }
+        self.weight = nn.Parameter(torch.zeros(shapes[spec.source]))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def scores(self, heads: Tensor, x: Tensor) -> Tensor:
+        """Returns the scores [B, T, H], or [B, T, H, H] for source="diag".
+
+        Args:
+            heads: q or k [B, T, Hq, K] after the short convolution.
+            x: the layer's input [B, T, D].
+        """
+        if self.spec.source == "hidden":
+            return F.linear(x, self.weight)
+        if self.spec.source == "query":
+            return F.linear(heads.flatten(-2), self.weight)
+        heads = heads.repeat_interleave(self.num_heads // heads.shape[-2], -2)
+        return heads @ self.weight if self.spec.source == "diag" else (heads * self.weight).sum(-1)
+
+    def forward(self, heads: Tensor, x: Tensor) -> Tensor:
+        """Returns the logarithm of the gate [B, T, H]. Arguments as in `scores`."""
+        scores = self.scores(heads, x)
+        scores = scores.to(accumulator(scores)) / self.spec.temperature
+        log_gate = self._activate(scores)
+        if self.spec.source == "diag":
+            log_gate = log_gate.diagonal(dim1=-2, dim2=-1)
+        if self.spec.scale == "one":
+            return log_gate
+        # Computed with the same function, because log(num_heads) may differ in the last bit.
+        return log_gate - self._activate(scores.new_zeros(self.num_heads))
+
+    def _activate(self, scores: Tensor) -> Tensor:
+        if self.spec.activation == "sigmoid":
+            return F.logsigmoid(scores)
+        if self.spec.activation == "null":
+            return F.log_softmax(F.pad(scores, (0, 1)), -1)[..., :-1]
+        return F.log_softmax(scores, -1)

@@ -1,0 +1,61 @@
+"""The normaliser and the bonus, expressed through the arguments that every backend supports.
+
+`run` is a backend's function from a Call to (out, final state).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import NORMALISER_EPS, Call, accumulator, gated
+from .derivatives import has_address
+from .torch.tiles import sequence_ends
+
+Run = Callable[[Call], tuple[Tensor, Tensor]]
+
+
+def normalised(call: Call, run: Run) -> tuple[Tensor, Tensor]:
+    """Computes the normaliser as one more column of v, which is 1: the same decay, β and write gate apply to it."""
+    acc = accumulator(call.v)
+    v = torch.cat([call.v.to(acc), torch.ones_like(call.v[..., :1], dtype=acc)], -1)
+    out, state = run(call._replace(q=call.q.to(acc), k=call.k.to(acc), v=v, read_gate=None))
+    out = out[..., :-1] / (out[..., -1:] + NORMALISER_EPS)
+    return gated(out, call.read_gate).to(call.v.dtype), state
+
+
+def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:
+    """Delays k and v by one token, so that q_t reads S_{t-1}, and adds the bonus term of the current token.
+
+    Each sequence grows by one token: its first query reads the initial state, its last write reaches the final state.
+    The sum is in the accumulator's precision, so that outputs and gradients are rounded once."""
+    if call.cu_seqlens is not None and not torch.compiler.is_compiling() and has_address(call.cu_seqlens):
+        sequence_ends(call.cu_seqlens, call.v.shape[1])  # checked here, because the backend gets the shifted bounds
+    dtype, call, bonus = call.v.dtype, call.wide(), bonus.to(accumulator(call.v))
+    starts = call.k.new_zeros(1, dtype=torch.long) if call.cu_seqlens is None else call.cu_seqlens[:-1]
+    T, N = call.k.shape[1], starts.shape[0]
+    tokens = torch.arange(T, device=call.k.device)
+    place = tokens + (torch.searchsorted(starts.to(tokens), tokens, right=True) - 1)
+
+    def moved(x: Tensor | None, by: int) -> Any:
+        return None if x is None else x.new_zeros(x.shape[0], T + N, *x.shape[2:]).index_copy(1, place + by, x)
+
+    decay = call.log_decay
+    if decay is not None and decay.dim() == 1:
+        decay = decay.expand(call.v.shape[:3])
+    shifted = call._replace(
+        q=moved(call.q, 0), read_gate=moved(call.read_gate, 0), k=moved(call.k, 1), v=moved(call.v, 1),
+        log_decay=moved(decay, 1), beta=moved(call.beta, 1), write_gate=moved(call.write_gate, 1),
+    )  # fmt: skip
+    if call.cu_seqlens is not None:
+        shifted = shifted._replace(cu_seqlens=call.cu_seqlens + torch.arange(N + 1).to(call.cu_seqlens))
+    out, state = run(shifted)
+    weight = (_per_head(call.q, bonus) * bonus * _per_head(call.k, bonus)).sum(-1) * call.scale
+    for factor in (call.beta, call.write_gate, call.read_gate):
+        weight = weight if factor is None else weight * factor
+    return (out[:, place] + weight[..., None] * call.v).to(dtype), state
+
+
+def _per_head(x: Tensor, bonus: Tensor) -> Tensor:
+    return x.repeat_interleave(bonus.shape[0] // x.shape[-2], -2)

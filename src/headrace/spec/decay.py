@@ -1,0 +1,45 @@
+"""The decays of linear mixers, as data. layers/decays.py computes them."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal, NamedTuple
+
+from .record import PositiveInt, Record
+
+
+class DecayShape(IntEnum):
+    """The shapes of log_decay, with the numbers of hr_decay in native/headrace.h."""
+
+    NONE = 0  # None: no decay
+    FIXED = 1  # [H]
+    SCALAR = 2  # [B, T, H]
+    VECTOR = 3  # [B, T, H, K]
+
+
+class DecayKind(NamedTuple):
+    """What the library knows of a decay besides how it is computed."""
+
+    paper: str  # address of the paper that introduced the decay
+    shape: DecayShape  # shape of log_decay
+    fixed: bool = False  # whether the decay is the same for all tokens
+    native: bool = True  # whether the native library computes the decay in a layer's step (native/kinds.h)
+
+
+# A new decay is a row here, its name in `Decay`, and a class in layers/decays.py.
+DECAYS: dict[str, DecayKind] = {
+    "retnet": DecayKind("https://arxiv.org/abs/2307.08621", DecayShape.FIXED, fixed=True),
+    "xpos": DecayKind("https://arxiv.org/abs/2212.10554", DecayShape.VECTOR, fixed=True, native=False),
+    "softplus": DecayKind("https://arxiv.org/abs/2405.21060", DecayShape.SCALAR),
+    "sigmoid": DecayKind("https://arxiv.org/abs/2312.06635", DecayShape.VECTOR),
+    "exp": DecayKind("https://arxiv.org/abs/2404.05892", DecayShape.VECTOR),
+    "softplus-vector": DecayKind("https://arxiv.org/abs/2510.26692", DecayShape.VECTOR),
+}
+
+
+@dataclass(frozen=True)
+class Decay(Record):
+    """How the memory decays: retnet and xpos are fixed; the decay of the other kinds is computed from the token:
+    softplus (Mamba-2), sigmoid (GLA), exp (RWKV-6), softplus-vector (KDA)."""
+
+    kind: Literal["none", "retnet", "xpos", "softplus", "sigmoid", "exp", "softplus-vector"] = "none"
+    rank: PositiveInt | None = None  # rank of the projection to a decay per key channel; None: the key dimension K

@@ -1,0 +1,124 @@
+"""The named mixers and models. Each is a spec; an entry added to a table makes the name available to the models, the
+command line, the tests and the documentation.
+
+Every linear mixer `X` also has a version `softmax-X`, in which its heads compete (`compete`).
+"""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from ..spec.encoder_decoder import ModelSpec
+from ..spec.expression import expression, literal, split
+from ..spec.linear import (
+    AttentionSpec,
+    Competition,
+    MatrixSpec,
+    MixerSpec,
+    ScanSpec,
+    SoftmaxRNNSpec,
+    change_all,
+    from_json,
+    to_json,
+)
+from ..spec.stack import Decoder, StackSpec, as_layers
+from ..utils.errors import InputError
+from . import mixers, models
+from .entry import specs
+
+# A spec put into one of these tables at run time is a mixer like any other, without a paper.
+LINEAR: dict[str, MixerSpec] = specs(mixers.LINEAR)
+ATTENTION: dict[str, AttentionSpec] = specs(mixers.ATTENTION)
+SOFTMAX_RNNS: dict[str, SoftmaxRNNSpec] = specs(mixers.SOFTMAX_RNNS)
+SCANS: dict[str, ScanSpec] = specs(mixers.SCANS)
+MATRICES: dict[str, MatrixSpec] = specs(mixers.MATRICES)
+MODELS: dict[str, ModelSpec | Decoder] = specs(models.MODELS)
+_TABLES = mixers.LINEAR, mixers.ATTENTION, mixers.SOFTMAX_RNNS, mixers.SCANS, mixers.MATRICES, models.MODELS
+PAPERS = {name: entry.paper for table in _TABLES for name, entry in table.items()}  # type: ignore[attr-defined]
+PAPER = Competition(read="query", write="value", scale="one")  # equations 3-16 of arXiv 2602.01744 as published
+
+
+def compete(spec: MixerSpec, competition: Competition | None = None) -> MixerSpec:
+    """Returns the Softmax version of a linear mixer, whose heads compete for writes and reads (arXiv 2602.01744).
+
+    competition: None takes the defaults of `Competition`."""
+    return replace(spec, competition=competition or Competition())
+
+
+def plain(spec):
+    """Returns the spec with the competition removed from all its mixers: the spec that X and softmax-X share."""
+    return each_mixer(spec, lambda mixer: replace(mixer, competition=None))
+
+
+def each_mixer(spec, change: Callable[[MixerSpec], MixerSpec]):
+    """Returns the spec with `change` applied to every linear mixer, including those in hybrids and whole models."""
+    if isinstance(spec, Decoder):
+        return replace(
+            spec, layers=tuple(replace(layer, mixer=each_mixer(layer.mixer, change)) for layer in spec.layers)
+        )
+    if isinstance(spec, StackSpec):
+        return replace(spec, mixer=each_mixer(spec.mixer, change))
+    return change(spec) if isinstance(spec, MixerSpec) else spec
+
+
+def names() -> list[str]:
+    """Returns the names of all mixers, with and without competition. Whole models are in `MODELS`."""
+    return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *SCANS, *MATRICES, *ATTENTION, *SOFTMAX_RNNS]
+
+
+def get(mixer):
+    """Returns the spec of a mixer or model given as a name, an expression, a dict (`to_json`) or a spec.
+
+    An expression sets fields of a named spec: `softmax-gla(competition.activation=sigmoid, heads.count=8)`.
+    `competition=paper` selects the equations of arXiv 2602.01744 as published, `competition=none` removes the gates.
+    `bert(mixer=softmax-gla)` replaces the mixer of a whole model. `a+b` is a decoder whose layers alternate a and b.
+
+    Raises:
+        InputError: for an unknown name or field, and for a value that a field does not accept.
+    """
+    if isinstance(mixer, dict):
+        return from_json(mixer)
+    if not isinstance(mixer, str):
+        return mixer
+    if len(parts := split(mixer, "+")) > 1:
+        return Decoder(tuple(layer for part in parts for layer in as_layers(get(part))))
+    name, settings = expression(mixer, "mixer")
+    changes: dict[str, object] = {}
+    for path, text in settings.items():
+        named = {"paper": asdict(PAPER), "default": asdict(Competition()), "none": None}
+        changes[path] = named.get(text, text) if path == "competition" else literal(text)
+        if path == "mixer":  # the mixer of a whole model
+            changes[path] = to_json(get(text))
+    return change_all(_named(name), changes)
+
+
+def several(text: str) -> tuple[str, ...]:
+    """Returns the items of a comma-separated list; "all" stands for the names of all mixers.
+
+    Raises InputError for an empty list."""
+    if not (found := tuple(names()) if text.strip() == "all" else split(text)):
+        raise InputError(f"--mixers={text!r} names none; expected at least one")
+    return found
+
+
+def mixer(given):
+    """Returns the spec of a mixer or decoder, like `get`. Raises InputError for an encoder-decoder or BERT."""
+    if isinstance(spec := get(given), ModelSpec):
+        raise InputError(
+            f"mixer {given!r} is a whole model, not a layer's mixer; expected a mixer, or headrace.models.build for it"
+        )
+    return spec
+
+
+def _named(name: str):
+    if name in (known := LINEAR | SCANS | MATRICES | ATTENTION | SOFTMAX_RNNS | MODELS):
+        return known[name]
+    if (base := name.removeprefix("softmax-")) in LINEAR:
+        return compete(LINEAR[base])
+    if base in SCANS:
+        raise InputError(
+            f"mixer {name!r} does not exist, because {base} has no heads to compete; expected {base!r}, or softmax- "
+            f"before one of {', '.join(LINEAR)}"
+        )
+    near = difflib.get_close_matches(name, [*names(), *MODELS], 3) or names()
+    raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)}")

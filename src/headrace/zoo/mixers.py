@@ -1,0 +1,199 @@
+"""The named mixers."""
+
+from ..spec.linear import (
+    AttentionSpec,
+    Decay,
+    Heads,
+    Inputs,
+    MatrixSpec,
+    MixerSpec,
+    Pattern,
+    Read,
+    ScanSpec,
+    SoftmaxRNNSpec,
+    Write,
+)  # fmt: skip
+from .entry import Entry
+
+LINEAR: dict[str, Entry[MixerSpec]] = {
+    "linear-attention": Entry(
+        "The memory is the sum of kᵀ v; the output is divided by the sum of weights.",
+        "https://arxiv.org/abs/2006.16236",
+        MixerSpec(inputs=Inputs(feature_map="elu+1"), read=Read("sum", scale="one")),
+    ),
+    "taylor-softmax": Entry(
+        "Linear attention on features whose product is 1 + q·k + (q·k)²/2, the second-order Taylor polynomial of "
+        "softmax attention's e^(q·k).",
+        "https://arxiv.org/abs/2507.23632",
+        MixerSpec(Heads(key_dim=16), Inputs(feature_map="taylor-2", rotary=True), read=Read("sum")),
+    ),
+    "retnet": Entry(
+        "Linear attention with a fixed decay per head, rotary positions and RMSNorm per head.",
+        "https://arxiv.org/abs/2307.08621",
+        MixerSpec(Heads(expand_v=2.0), Inputs(rotary=True), Decay("retnet"), read=Read("rms", "silu")),
+    ),
+    "xpos-retnet": Entry(
+        "RetNet with the decay of xPos: a fixed rate per key channel, the same for all heads.",
+        "https://arxiv.org/abs/2212.10554",
+        MixerSpec(Heads(expand_v=2.0), Inputs(rotary=True), Decay("xpos"), read=Read("rms", "silu")),
+    ),
+    "mamba2": Entry(
+        "A step size dt, computed from the token, sets both decay and write strength.",
+        "https://arxiv.org/abs/2405.21060",
+        MixerSpec(
+            Heads(expand_k=4.0, expand_v=2.0, qk_groups=1),
+            Inputs(conv=4, conv_bias=True),
+            Decay("softplus"),
+            Write(beta="dt"),
+            Read("rms-joint", "silu", "gate-norm", scale="one", skip=True),
+        ),
+    ),
+    "gla": Entry(
+        "A decay per key channel, computed by a low-rank sigmoid gate.",
+        "https://arxiv.org/abs/2312.06635",
+        MixerSpec(Heads(expand_k=0.5), decay=Decay("sigmoid", rank=16), read=Read("rms", "silu")),
+    ),
+    "rwkv6": Entry(
+        "A bonus weight for the current token; inputs are mixed with the previous token.",
+        "https://arxiv.org/abs/2404.05892",
+        MixerSpec(
+            inputs=Inputs(shift="ddlerp"),
+            decay=Decay("exp", rank=64),
+            read=Read("group", "silu", scale="one", bonus=True),
+        ),
+    ),
+    "delta-fast-weights": Entry(
+        "Linear attention with the delta rule on sparse features (DPFP) that are normalised to sum 1.",
+        "https://arxiv.org/abs/2102.11174",
+        MixerSpec(
+            inputs=Inputs(feature_map="dpfp-1", qk_norm="sum"),
+            write=Write("delta", "sigmoid"),
+            read=Read("none", scale="one"),
+        ),
+    ),
+    "deltanet": Entry(
+        "Delta rule: the value stored under k is removed before v is written.",
+        "https://arxiv.org/abs/2406.06484",
+        MixerSpec(inputs=Inputs(conv=4, qk_norm="l2"), write=Write("delta", "sigmoid")),
+    ),
+    "gated-deltanet": Entry(
+        "DeltaNet with the decay of Mamba-2.",
+        "https://arxiv.org/abs/2412.06464",
+        MixerSpec(
+            Heads(expand_k=0.75, expand_v=1.5),
+            Inputs(conv=4, qk_norm="l2"),
+            Decay("softplus"),
+            Write("delta", "sigmoid"),
+            Read("rms", "silu"),
+        ),
+    ),
+    "residual-delta": Entry(
+        "Gated DeltaNet whose write strength β also depends on the error v − k S of the memory at the start of "
+        "each chunk of 16 tokens, with a weight initialised to 0. Original to this library.",
+        "https://arxiv.org/abs/2412.06464",
+        MixerSpec(
+            Heads(expand_k=0.75, expand_v=1.5),
+            Inputs(conv=4, qk_norm="l2"),
+            Decay("softplus"),
+            Write("delta", "sigmoid", look=16),
+            Read("rms", "silu"),
+        ),
+    ),
+    "kda": Entry(
+        "Gated DeltaNet with a decay per key channel.",
+        "https://arxiv.org/abs/2510.26692",
+        MixerSpec(
+            inputs=Inputs(conv=4, qk_norm="l2"),
+            decay=Decay("softplus-vector"),
+            write=Write("delta", "sigmoid"),
+            read=Read("rms", "sigmoid-low-rank"),
+        ),
+    ),
+}
+
+ATTENTION: dict[str, Entry[AttentionSpec]] = {
+    "transformer": Entry(
+        "Causal softmax attention with rotary positions (Transformer++); the baseline.",
+        "https://arxiv.org/abs/2302.13971",
+        AttentionSpec(),
+    ),
+    "mqa": Entry(
+        "Multi-query attention: all query heads share one key/value head.",
+        "https://arxiv.org/abs/1911.02150",
+        AttentionSpec(kv_heads=1),
+    ),
+    "gqa": Entry(
+        "Grouped-query attention: groups of query heads share a key/value head.",
+        "https://arxiv.org/abs/2305.13245",
+        AttentionSpec(kv_heads=2),
+    ),
+    "sliding-window": Entry(
+        "Each token attends to the last 64 tokens.",
+        "https://arxiv.org/abs/2310.06825",
+        AttentionSpec(pattern=Pattern(window=64)),
+    ),
+    "longformer": Entry(
+        "A window of 64 tokens and the first 4 tokens of the sequence.",
+        "https://arxiv.org/abs/2004.05150",
+        AttentionSpec(pattern=Pattern(window=64, first=4)),
+    ),
+    "bigbird": Entry(
+        "A window, the first block and random blocks: 3, 1 and 3 blocks of 16 tokens.",
+        "https://arxiv.org/abs/2007.14062",
+        AttentionSpec(pattern=Pattern(window=48, first=16, random=3, block=16)),
+    ),
+    "flash-reference": Entry(
+        "The transformer with FlashAttention's tiled algorithm in plain PyTorch, for study.",
+        "https://arxiv.org/abs/2205.14135",
+        AttentionSpec(form="tiles"),
+    ),
+}
+
+SOFTMAX_RNNS: dict[str, Entry[SoftmaxRNNSpec]] = {
+    "softmax-rnn-norm": Entry(
+        "Softmax attention whose denominator is the norm of its numerator.",
+        "https://arxiv.org/abs/2507.23632",
+        SoftmaxRNNSpec(denominator="l2"),
+    ),
+    "softmax-rnn-gate": Entry(
+        "The denominator is the number of tokens, and a gate per head multiplies the output.",
+        "https://arxiv.org/abs/2507.23632",
+        SoftmaxRNNSpec(clamp=5.0, denominator="output-gate", by_length=True),
+    ),
+}
+
+SCANS: dict[str, Entry[ScanSpec]] = {
+    "s4d": Entry(
+        "A time-invariant diagonal state-space model per channel.",
+        "https://arxiv.org/abs/2206.11893",
+        ScanSpec("s4d", state_size=64),
+    ),
+    "s4": Entry(
+        "A time-invariant state-space model per channel, with HiPPO's matrix as diagonal plus low-rank.",
+        "https://arxiv.org/abs/2111.00396",
+        ScanSpec("s4", state_size=64),
+    ),
+    "rwkv4": Entry(
+        "A weighted mean of past values per channel; the weights decay at a learned rate.",
+        "https://arxiv.org/abs/2305.13048",
+        ScanSpec("rwkv4"),
+    ),
+    "mamba": Entry(
+        "A diagonal state-space model whose step size, B and C are computed from the token.",
+        "https://arxiv.org/abs/2312.00752",
+        ScanSpec("mamba", state_size=16, conv=4, expand=2.0),
+    ),
+}
+
+MATRICES: dict[str, Entry[MatrixSpec]] = {
+    "gla-outer": Entry(
+        "GLA with a second gate, a decay per value channel.",
+        "https://arxiv.org/abs/2312.06635",
+        MatrixSpec("gla-outer", expand_k=0.5),
+    ),
+    "rwkv7": Entry(
+        "A delta rule whose removal key, replacement key and strength per channel are separate.",
+        "https://arxiv.org/abs/2503.14456",
+        MatrixSpec("rwkv7"),
+    ),
+}

@@ -1,0 +1,94 @@
+"""The table of backends: what it shows, and that a backend given by name computes what it is asked for or refuses."""
+
+import pytest
+import torch
+
+from equation import skip_if_missing
+from headrace import InputError, backends, step, zoo
+from headrace.layers import build
+from headrace.ops.backend import OPERATIONS, Backend, Kernel
+from headrace.ops.dispatch import BACKENDS
+from headrace.ops.native import library as native
+from headrace.ops.reference import literal
+from headrace.studies.verify import relative
+
+D = 32
+
+
+def layer(name="softmax-gated-deltanet"):
+    return build(zoo.get(name), hidden_size=D, num_heads=4, layer_idx=1, num_layers=3)
+
+
+def test_every_operation_of_every_backend_is_listed():
+    table = backends()
+    assert list(table) == list(BACKENDS)
+    assert all(tuple(row) == OPERATIONS for row in table.values())
+    assert table["torch"] == dict.fromkeys(OPERATIONS) | {"layer_step": "it has no layer_step"}
+
+
+def test_a_missing_backend_lists_its_reason(monkeypatch):
+    monkeypatch.setattr(native, "missing", "it is not here")
+    assert set(backends()["native"].values()) == {"it is not here"}
+
+
+@torch.no_grad()
+def test_a_layer_on_the_torch_backend_calls_nothing_else(monkeypatch):
+    mixer, x = layer(), torch.randn(2, 7, D)
+    expected = mixer(x)[0]
+    mixer.backend = "torch"
+    rest = {name: backend for name, backend in BACKENDS.items() if name == "torch"}
+    monkeypatch.setattr("headrace.ops.dispatch.BACKENDS", rest | {"native": BACKENDS["native"]._replace(missing=fail)})
+    y, carried = mixer(x[:, :6])
+    assert relative(torch.cat([y, mixer(x[:, 6:], carried, in_place=True)[0]], 1), expected.double()) < 1e-5
+
+
+def fail():
+    raise AssertionError("the backend was asked")
+
+
+@torch.no_grad()
+def test_a_layer_on_a_named_backend_refuses_what_the_backend_cannot_compute():
+    skip_if_missing("native")
+    mixer = layer().double()
+    mixer.backend = "native"
+    with pytest.raises(InputError, match=r"backend='native' cannot run here: .* x is torch.float64 on cpu"):
+        mixer(torch.randn(2, 7, D, dtype=torch.float64))
+    mixer.backend = "cuda"
+    with pytest.raises(InputError, match="backend='cuda' is unknown; expected 'auto' or one of native, torch"):
+        mixer(torch.randn(2, 7, D, dtype=torch.float64))
+
+
+@torch.no_grad()
+def test_a_step_on_a_named_backend():
+    skip_if_missing("native")
+    q, v = torch.rand(2, 4, 6), torch.randn(2, 4, 5)
+    found = {name: step(q, q, v, normalise=True, backend=name)[0] for name in ("native", "torch", "auto")}
+    assert torch.equal(found["native"], found["auto"])
+    assert relative(found["native"], found["torch"].double()) < 1e-6
+    with pytest.raises(InputError, match="backend='native' cannot run here: it has no bonus for a single token"):
+        step(q, q, v, bonus=torch.rand(4, 6), backend="native")
+
+
+@torch.no_grad()
+def test_a_backend_with_the_recurrence_alone_serves_a_layer(monkeypatch):
+    """What it does not have is PyTorch's, and asking for it by name is refused."""
+    calls = []
+
+    def run(call):
+        calls.append(call)
+        shared = call.v.shape[2] // call.k.shape[2]
+        q, k = (x.repeat_interleave(shared, 2) for x in (call.q, call.k))
+        names = ("log_decay", "beta", "write_gate", "read_gate", "initial_state", "scale")
+        given = {name: getattr(call, name) for name in names}
+        return literal(q, k, call.v, rule="delta" if call.delta else "add", **given)
+
+    loop = Backend(lambda: None, lambda: "the loop", Kernel(run, lambda call: None))
+    monkeypatch.setitem(BACKENDS, "loop", loop)
+    mixer, x = layer(), torch.randn(2, 7, D)
+    expected = mixer(x)[0]
+    mixer.backend = "loop"
+    y, state = mixer(x[:, :6])
+    assert len(calls) == 1
+    assert relative(torch.cat([y, mixer(x[:, 6:], state, in_place=True)[0]], 1), expected.double()) < 1e-5
+    with pytest.raises(InputError, match="backend='loop' cannot run here: it has no step"):
+        step(x, x, x, backend="loop")
