@@ -3,6 +3,7 @@
 - Products of bfloat16 matrices: it stores bfloat16 as uint16, and multiplies the integers. (Other arithmetic in
   bfloat16 is as wrong: a kernel must convert to float32 first.)
 - Autotuning, which asks the driver for times: the first configuration is taken.
+- NumPy's warnings: a kernel may compute infinities and NaN in entries that it masks afterwards.
 """
 
 from functools import wraps
@@ -16,6 +17,7 @@ def install() -> None:
     builder = interpreter.InterpreterBuilder
     builder.create_dot = _widened(builder.create_dot)
     autotuner.Autotuner.run = first_configuration
+    np.seterr(over="ignore", divide="ignore", invalid="ignore")
 
 
 def _widened(create_dot):

@@ -80,7 +80,6 @@ def test_a_fixed_decay_without_gradient():
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of entries that are then masked
 def test_a_decay_to_nothing():
     """−∞ starts a new sequence."""
     plain = arguments("scalar", state=False)
