@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ..call import Call
 from ..torch.tiles import product
+from .op import LARGEST_KEY
 from .gradients import gradients
 from .prepare import prepare
 from .scan import reverse_scan, scan
 
 CHUNK = 64  # tokens per chunk unless the call says otherwise
-LARGEST_KEY = 256  # the largest K: a program holds a state of all key channels
 
 
 class Layout(NamedTuple):
@@ -91,7 +91,12 @@ class Launcher:
         if kernel == "prepare":
             return {"BK": min(K, 32 if self.vector else 64), "num_warps": 8 if self.vector else 4, "num_stages": 2}
         if kernel == "gradients":
-            return {"BK": min(K, 16 if self.vector else 64), "BV": V, "num_warps": 8, "num_stages": 1 if self.vector else 2}
+            return {
+                "BK": min(K, 16 if self.vector else 64),
+                "BV": V,
+                "num_warps": 8,
+                "num_stages": 1 if self.vector else 2,
+            }
         return {"BK": K, "BV": V if K <= 128 else min(V, 32), "num_warps": 4 if K <= 64 else 8, "num_stages": 2}
 
     def carry(self, kernel: Any, found: dict[str, Any], **tensors: Tensor | None) -> None:

@@ -1,48 +1,38 @@
 """The backend "triton": headrace's own kernels for GPUs, as a PyTorch operator, `torch.ops.headrace.triton`."""
 
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...utils.device import interpreted
 from ..backend import Backend, Kernel
 from ..call import Call
 from ..operator import register
 
-CHUNK = 64
-LARGEST_KEY = 256
+LARGEST_KEY = 256  # a program holds a state of all key channels
+CHUNKS = 16, 32, 64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@cache
 def missing() -> str | None:
     """Returns why the backend is not available on this machine, or None."""
     if find_spec("triton") is None:
         return "Triton is not installed"
-    if not torch.cuda.is_available() and not interpreted():
-        return "there is no GPU"
-    return None
-
-
-def interpreted() -> bool:
-    """Whether Triton runs its kernels in its interpreter, on the CPU (TRITON_INTERPRET=1)."""
-    from triton import knobs
-
-    return knobs.runtime.interpret
+    return None if interpreted() or torch.cuda.is_available() else "it runs on a GPU, and PyTorch finds none"
 
 
 def refuses(call: Call) -> str | None:
     """Returns why the kernels cannot compute a call, or None."""
     device, dtype, K = call.v.device.type, call.v.dtype, call.k.shape[-1]
-    if device != "cuda" and not (device == "cpu" and interpreted()):
+    if device != "cuda" and not interpreted():
         return f"it runs on a GPU, and v is on {device}"
     if dtype not in DTYPES:
         return f"it computes in float32, from float32, bfloat16 or float16, and v is {dtype}"
     if not 0 < K <= LARGEST_KEY or call.v.shape[-1] == 0:
         return f"it takes K from 1 to {LARGEST_KEY} and V from 1, and they are {K} and {call.v.shape[-1]}"
-    if call.chunk_size not in (None, 16, 32, 64):
+    if call.chunk_size not in (None, *CHUNKS):
         return f"its chunks have 16, 32 or 64 tokens, and chunk_size is {call.chunk_size}"
     return None
 
