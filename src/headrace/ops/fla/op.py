@@ -12,6 +12,7 @@ multiplies v too, each product rounded once to v's dtype. Autograd gives the gra
 products. fla-core is imported by the first call, because its import takes seconds.
 """
 
+import os
 from importlib import import_module, util
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any

@@ -1,13 +1,15 @@
 """The last kernel of the backward: the gradients to q, k, the decay and the numbers per token, for all chunks at once.
 
-With R = dO Eᵀ (E = v under "add"), r' = scale · r, f = β w ("add") or β ("delta"), and sums over the pairs j ≤ i of a chunk:
+With R = dO Eᵀ (E = v under "add"), r' = scale · r, f = β w ("add") or β ("delta"), and sums over the pairs j ≤ i of a
+chunk:
 
     dq_i = r'_i (Σ_j R_ij f_j e^{G_i − G_j} k_j + rows(dO Sᵀ)_i)
     dk_j = f_j (Σ_i R_ij r'_i e^{G_i − G_j} q_i + cols(E dSᵀ)_j)
 
-The delta rule adds the same terms of the pairs (k_i, k_j), j < i, with −dP in place of dO. The gradients to r and f are the
-row sums ⟨q, ·⟩ and ⟨k, ·⟩ of what the numbers multiply: nothing is divided by them. The gradient to a token's log_decay is the
-sum over the pairs of an earlier writer and a reader at or after the token, in and out of the chunk, summed directly.
+The delta rule adds the same terms for the pairs (k_i, k_j), j < i, with −dP in place of dO, where P = w v − rows(k) S.
+The gradient to r is the row sum of q times the bracket, and the gradient to f that of k times the bracket: no division
+by r or f. The gradient to a token's log_decay is the direct sum over all pairs of an earlier writer and a reader at or
+after the token, inside and outside the chunk.
 """
 
 import triton
@@ -37,8 +39,10 @@ from .scan import chunk_matrix, load_state
 
 
 @triton.jit
-def pair_gradients(d_out, d_target, e, e_stride, token, h, rows, length, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-                   DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def pair_gradients(
+    d_out, d_target, e, e_stride, token, h, rows, length, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Returns R = dO Eᵀ and −dP Eᵀ, [C, C]."""
     read = tl.zeros((C, C), tl.float32)
     written = tl.zeros((C, C), tl.float32)
@@ -54,10 +58,11 @@ def pair_gradients(d_out, d_target, e, e_stride, token, h, rows, length, H: tl.c
 
 
 @triton.jit
-def state_gradients(d_out, d_target, e, e_stride, states, d_states, token, place, h, rows, length, keys, H: tl.constexpr,
-                    K: tl.constexpr, V: tl.constexpr,
-                    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, OPERAND: tl.constexpr,
-                    PRECISION: tl.constexpr):  # fmt: skip
+def state_gradients(
+    d_out, d_target, e, e_stride, states, d_states, token, place, h, rows, length, keys,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Returns dO Sᵀ, −dP Sᵀ, E dSᵀ [C, BK], and the sums of S dS over V, [BK]."""
     read = tl.zeros((C, BK), tl.float32)
     erased = tl.zeros((C, BK), tl.float32)
@@ -79,10 +84,13 @@ def state_gradients(d_out, d_target, e, e_stride, states, d_states, token, place
 
 
 @triton.jit
-def factored_pairs(read, written, reading, f, xq, xk, late, early, DELTA: tl.constexpr, OPERAND: tl.constexpr,
-                   PRECISION: tl.constexpr):  # fmt: skip
-    """Returns the gradients to r' q, to k as a reader and to f k as a writer, [C, BK], for pairs whose decay is the product of
-    the reader's factor `late` and the writer's factor `early` [C, BK]; R and R' are zero for all other pairs."""
+def factored_pairs(
+    read, written, reading, f, xq, xk, late, early, DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Returns the gradients to r' q, to k as a reader and to f k as a writer, [C, BK], from R and −dP Eᵀ.
+
+    They are those of pairs whose decay is the product of the reader's factor `late` and the writer's factor `early`
+    [C, BK]; the entries of all other pairs are zero."""
     nothing = tl.zeros(xq.shape, tl.float32)
     writers = xk * early
     to_q = late * product(read * f[None, :], writers, nothing, OPERAND, PRECISION)
@@ -95,9 +103,11 @@ def factored_pairs(read, written, reading, f, xq, xk, late, early, DELTA: tl.con
 
 
 @triton.jit
-def visited_pairs(read, written, reading, f, q, k, q_stride, k_stride, offset, g, g_stride, g_offset, token, rows, length,
-                  columns, width: tl.constexpr, DELTA: tl.constexpr):  # fmt: skip
-    """The same for the pairs of a block of SUB tokens, visited by their distance."""
+def visited_pairs(
+    read, written, reading, f, q, k, q_stride, k_stride, offset, g, g_stride, g_offset, token, rows, length, columns,
+    width: tl.constexpr, DELTA: tl.constexpr,
+):  # fmt: skip
+    """Returns the same for the pairs of a block of SUB tokens, in the order of their distance."""
     shape: tl.constexpr = (rows.shape[0], columns.shape[0])
     to_q = tl.zeros(shape, tl.float32)
     to_reader = tl.zeros(shape, tl.float32)
@@ -147,8 +157,8 @@ def gradients(
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (chunks, H). Writes dq, dk [tokens, H, K]; dg [tokens, H] or [tokens, H, K]; d_factor (the gradient to f) and
-    d_read [tokens, H]; for a delta rule with a write gate also dv and d_write. Those that are None are not computed."""
+    """Grid: (chunks, H). Writes dq, dk [tokens, H, K]; dg [tokens, H] or [tokens, H, K]; d_factor (the gradient to f)
+    and d_read [tokens, H]; for a delta rule with a write gate also dv and d_write. Skips those that are None."""
     chunk, h = tl.program_id(0), tl.program_id(1)
     hq = h // (H // HQ)
     token, length = span(chunk, T, cu_seqlens, first_chunk, owner, PACKED, C)
@@ -183,8 +193,8 @@ def gradients(
         xq = tile(q, token, q_stride, hq * K, rows, length, keys, K)
         xk = tile(k, token, k_stride, hq * K, rows, length, keys, K)
         to_q, to_reader, to_writer, passing = state_gradients(
-            d_out, d_target, e, e_stride, states, d_states, token, place, h, rows, length, keys, H, K, V, BK, BV, C, DELTA,
-            OPERAND, PRECISION,
+            d_out, d_target, e, e_stride, states, d_states, token, place, h, rows, length, keys, H, K, V, BK, BV, C,
+            DELTA, OPERAND, PRECISION,
         )  # fmt: skip
         if DECAY == "vector":
             this, after = channel_decay(g, token, g_stride, h * K, rows, length, keys, K)
@@ -197,10 +207,10 @@ def gradients(
             for level in tl.static_range(0, 3):
                 if (SUB << level) < C:
                     late, early = level_factors(this, after, rows, SUB << level)
-                    near = together(rows, SUB << (level + 1)) & (rows < length + start)[None, :]
+                    near = together(rows, SUB << (level + 1)) & (rows < length + start)[None, :]  # see below
                     a, b, c = factored_pairs(
-                        tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, xq, xk, late, early, DELTA, OPERAND,
-                        PRECISION,
+                        tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, xq, xk, late, early, DELTA,
+                        OPERAND, PRECISION,
                     )  # fmt: skip
                     at_reader = reading[:, None] * xq * a + xk * b
                     at_writer = f[:, None] * xk * c
@@ -208,11 +218,13 @@ def gradients(
                     slab += segment_sums(at_writer, SUB << level, False) - at_writer
                     to_q, to_reader, to_writer = to_q + a, to_reader + b, to_writer + c
             inside = from_start(this, SUB)
+            # The second condition holds wherever R is not zero. It depends on `start`, so that the compiler does not
+            # compute the masked matrices of all blocks before the loop, and spill them.
             near = together(rows, SUB) & (rows < length + start)[None, :]
             if tl.min(tl.min(inside, 1), 0) >= -STEEP:
                 a, b, c = factored_pairs(
-                    tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, xq, xk, tl.exp(inside), tl.exp(-inside),
-                    DELTA, OPERAND, PRECISION,
+                    tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, xq, xk, tl.exp(inside),
+                    tl.exp(-inside), DELTA, OPERAND, PRECISION,
                 )  # fmt: skip
             else:
                 a, b, c = visited_pairs(

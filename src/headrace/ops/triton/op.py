@@ -25,9 +25,9 @@ def missing() -> str | None:
 
 def refuses(call: Call) -> str | None:
     """Returns why the kernels cannot compute a call, or None."""
-    device, dtype, K = call.v.device.type, call.v.dtype, call.k.shape[-1]
-    if device != "cuda" and not interpreted():
-        return f"it runs on a GPU, and v is on {device}"
+    dtype, K = call.v.dtype, call.k.shape[-1]
+    if not (call.v.is_cuda or interpreted()):
+        return f"it runs on a GPU, and v is on {call.v.device.type}"
     if dtype not in DTYPES:
         return f"it computes in float32, from float32, bfloat16 or float16, and v is {dtype}"
     if not 0 < K <= LARGEST_KEY or call.v.shape[-1] == 0:

@@ -1,8 +1,8 @@
 """Device functions that all kernels share: spans of chunks, loads of tiles, and the decay inside a chunk.
 
-Names of arguments, in all kernels: H value heads and HQ heads of q and k; K and V their dimensions, padded to BK and BV;
-C tokens per chunk. A tile is [C, ·], for one head and the tokens of one chunk; rows past the end of a sequence are zero.
-Per-token tensors are [tokens, heads, ·] with a stride between tokens, where tokens counts through all rows of a batch.
+Arguments of all kernels: H value heads, HQ heads of q and k, dimensions K and V in blocks of BK and BV, C tokens per
+chunk. A tile is [C, ·], one head of the tokens of one chunk; its rows past the end of a sequence are zero.
+Per-token tensors are [tokens, heads, ·] with a stride between tokens, which are counted through all rows of the batch.
 """
 
 import triton
@@ -44,9 +44,9 @@ def sequence(n, T, cu_seqlens, first_chunk, PACKED: tl.constexpr, C: tl.constexp
 
 @triton.jit
 def inside(rows, length, columns, width: tl.constexpr):
-    """Returns the mask of a tile; the columns need none if the blocks of columns end with them."""
+    """Returns the mask of a tile. Columns need none if their blocks, each of a power of two, divide the width."""
     mask = ((rows >= 0) & (rows < length))[:, None]
-    if width % columns.shape[0] != 0:
+    if (columns.shape[0] - 1) & width != 0:
         mask &= (columns < width)[None, :]
     return mask
 

@@ -3,7 +3,7 @@
     scores(q, k)_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}   for j ≤ i
     delta rule:       inverse = (I + A β)⁻¹,   A = scores(k, k) below its diagonal
 
-A decay per key channel is applied here once, for all that read the state or write it: rows(q), rows(k), cols(k) and end.
+A decay per key channel is applied to q and k here, once: rows(q), rows(k), cols(k) and end are what `scan` multiplies.
 """
 
 import triton
@@ -54,14 +54,15 @@ def block_scores(x, y, y_at, y_stride, offset, this, g, g_stride, g_offset, toke
 
 @triton.jit
 def invert(N, rows, C: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns (I + N)⁻¹ of N [C, C], zero on and above the diagonal, by blocks: the inverse of a block of 2M tokens from
-    those of its halves. All intermediate values are inverses, which stay bounded when powers of N do not."""
+    """Returns (I + N)⁻¹ of N [C, C], which is zero on and above the diagonal.
+
+    The inverse of a block of 2M tokens comes from the inverses of its halves. All intermediate values are inverses of
+    blocks, which stay bounded where powers of N do not, as for a repeated key."""
     inverse = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
     M = 1
     while M < C:
-        corner = ((rows // M)[:, None] == (rows // M)[None, :] + 1) & (
-            rows[:, None] // (2 * M) == rows[None, :] // (2 * M)
-        )
+        half, whole = rows // M, rows // (2 * M)
+        corner = (half[:, None] == half[None, :] + 1) & (whole[:, None] == whole[None, :])
         below = tl.dot(tl.where(corner, N, 0.0), inverse, input_precision=PRECISION)
         inverse -= tl.dot(inverse, below, input_precision=PRECISION)
         M *= 2
@@ -70,13 +71,14 @@ def invert(N, rows, C: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def prepare(
-    q, k, g, beta, scores, key_scores, inverse, q_rows, k_rows, k_cols, end, cu_seqlens, first_chunk, owner, T, q_stride, k_stride, g_stride,
+    q, k, g, beta, scores, key_scores, inverse, q_rows, k_rows, k_cols, end, cu_seqlens, first_chunk, owner, T,
+    q_stride, k_stride, g_stride,
     H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
     DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (chunks, H). Writes scores [chunks, H, C, C] and, for the delta rule, inverse and, unless it is None,
-    key_scores (A) likewise. For a decay per channel also q_rows, k_rows (delta), k_cols [tokens, H, K] and end [chunks, H, K].
-    """
+    """Grid: (chunks, H). Writes scores [chunks, H, C, C]; for the delta rule inverse and, unless it is None, key_scores
+    (A) of the same shape; for a decay per channel q_rows, k_cols and, for the delta rule, k_rows [tokens, H, K], and
+    end [chunks, H, K]."""
     chunk, h = tl.program_id(0), tl.program_id(1)
     hq = h // (H // HQ)
     token, length = span(chunk, T, cu_seqlens, first_chunk, owner, PACKED, C)

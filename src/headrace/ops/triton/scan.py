@@ -1,10 +1,12 @@
-"""The kernels that carry the state from chunk to chunk, forward and in reverse, one program per sequence, head and block of V.
+"""The kernels that carry the state from chunk to chunk, forward and in reverse.
+
+A program computes all chunks of one sequence, head and block of V:
 
     U = β w v (add),  or  β E with E = (I + A β)⁻¹ (w v − rows(k) S) (delta)
     out = scale · r (scores(q, k) U + rows(q) S)          S ← end(S) + cols(k)ᵀ U
 
-rows(x)_i = x_i e^{G_i}, cols(x)_i = x_i e^{G_C − G_i}, end(S) = S e^{G_C}. Gates and β are one number per token and head:
-they multiply rows of the result, so that no gated copy of q, k or v exists.
+rows(x)_i = x_i e^{G_i}, cols(x)_i = x_i e^{G_C − G_i}, end(S) = S e^{G_C}, with G the sums of log_decay in the chunk.
+Gates and β multiply rows of products, so that there are no gated copies of q, k and v in memory.
 """
 
 import triton
@@ -58,14 +60,14 @@ def scan(
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of V, sequences × H). Writes what is not None of out, the final state [N, H, K, V], the states before
-    each chunk [chunks, H, K, V], and E (errors) of the delta rule."""
+    """Grid: (blocks of V, sequences × H). Writes what is not None of out, the final state [N, H, K, V], the states
+    before each chunk [chunks, H, K, V], and E (errors) of the delta rule."""
     n, h = tl.program_id(1) // H, tl.program_id(1) % H
     hq = h // (H // HQ)
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
     S = load_state(initial, tl.program_id(1).to(tl.int64), keys, values, K, V)
-    for i in range(0, tl.cdiv(tokens, C)):
+    for i in range(tl.cdiv(tokens, C)):
         token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
         if states is not None:
             store_state(states, S, place, keys, values, K, V)
@@ -96,21 +98,21 @@ def scan(
 
 @triton.jit(do_not_specialize=["T"])
 def reverse_scan(
-    q, k_rows, k_cols, g, end, beta, write, read, scores, inverse, d_out, d_final, d_target, d_states, d_initial, cu_seqlens,
-    first_chunk, T, scale, q_stride, k_stride,
+    q, k_rows, k_cols, g, end, beta, write, read, scores, inverse, d_out, d_final, d_target, d_states, d_initial,
+    cu_seqlens, first_chunk, T, scale, q_stride, k_stride,
     H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of V, sequences × H). Writes the gradients to the state after each chunk (d_states [chunks, H, K, V]),
-    to the initial state, and d_target [tokens, H, V]: the gradient to v (add), or to w v − rows(k) S (delta)."""
+    """Grid: (blocks of V, sequences × H). Writes the gradients to the state after each chunk (d_states [chunks, H, K,
+    V]), to the initial state, and d_target [tokens, H, V]: the gradient to v (add), or to w v − rows(k) S (delta)."""
     n, h = tl.program_id(1) // H, tl.program_id(1) % H
     hq = h // (H // HQ)
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
     dS = load_state(d_final, tl.program_id(1).to(tl.int64), keys, values, K, V)
     last = tl.cdiv(tokens, C) - 1
-    for j in range(0, last + 1):
+    for j in range(last + 1):
         i = last - j
         token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
         store_state(d_states, dS, place, keys, values, K, V)
