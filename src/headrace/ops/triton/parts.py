@@ -70,8 +70,10 @@ def store_tile(into, x, token, stride, offset, rows, length, columns, width: tl.
 def numbers(x, token, h, H: tl.constexpr, rows, length, other):
     """Loads one number per token, [C], of a tensor [tokens, H] in float32; `other` for a tensor that is None."""
     if x is None:
-        return tl.full(rows.shape, other, tl.float32)
-    return tl.load(x + token * H + h + rows * H, mask=rows < length, other=0.0).to(tl.float32)
+        found = tl.full(rows.shape, other, tl.float32)
+    else:
+        found = tl.load(x + token * H + h + rows * H, mask=rows < length, other=0.0).to(tl.float32)
+    return found
 
 
 @triton.jit

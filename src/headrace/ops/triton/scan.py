@@ -28,8 +28,10 @@ from .parts import (
 @triton.jit
 def load_state(x, place, rows, columns, K: tl.constexpr, V: tl.constexpr):
     if x is None:
-        return tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
-    return tile(x, place * K, V, 0, rows, K, columns, V)
+        S = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
+    else:
+        S = tile(x, place * K, V, 0, rows, K, columns, V)
+    return S
 
 
 @triton.jit
