@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from equation import DECAYS, Way, assert_same, inputs
-from headrace import InputError, backends, linear_attention
+from headrace import InputError, backends, linear_attention, step
+from headrace.ops.call import TOKENWISE
+from headrace.studies.verify import relative
 
 T, K, V = 37, 16, 24  # two chunks of 16 tokens and a part of the next
 RULES = ["add", "delta"]
@@ -100,6 +102,24 @@ def test_repeated_calls_agree_to_the_bit():
 
     for x, y in zip(run(), run(), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_step(decay, rule):
+    given = arguments(decay, rows=2, tokens=1, groups=2, value=40, bonus=rule == "add" and decay == "vector")
+    token = {n: x if x is None else (x[:, 0] if n in TOKENWISE and x.dim() > 1 else x) for n, x in given.items()}
+    token["state"] = token.pop("initial_state")
+    exact = step(**{n: x if x is None else x.detach() for n, x in token.items()}, rule=rule, backend="torch")
+    found = step(**{n: x if x is None else x.detach().float() for n, x in token.items()}, rule=rule, backend="triton")
+    for x, y in zip(found, exact, strict=True):
+        assert relative(x, y) <= 1e-6
+
+
+def test_a_step_with_gradients_is_refused():
+    x = torch.randn(1, 4, K, requires_grad=True)
+    with pytest.raises(InputError, match="its step has no derivatives"):
+        step(x, x, x, backend="triton")
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ...utils.device import interpreted
 from ..backend import Backend, Kernel
-from ..call import Call
-from ..operator import register
+from ..call import SCHEMA, Call
+from ..derivatives import transformed
+from ..operator import define, register
 
 LARGEST_KEY = 256  # a program holds a state of all key channels
 CHUNKS = 16, 32, 64
@@ -56,10 +57,39 @@ def _about() -> str:
     return f"Triton {triton.__version__}, {device}"
 
 
+def _step_of(*args):
+    from .step import step
+
+    *call, bonus = args
+    return step(Call(*call), bonus)
+
+
+def _like_step(*args):
+    call = Call(*args[:-1])
+    state = (*call.v.shape[:2], call.k.shape[-1], call.v.shape[-1])
+    return torch.empty_like(call.v, memory_format=torch.contiguous_format), call.v.new_empty(state, dtype=torch.float32)
+
+
+_step_op = define("triton_step", f"({SCHEMA}, Tensor? bonus)", 2, _step_of, _like_step, "CompositeExplicitAutograd")
+
+
+def _step(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+    return _step_op(*call, bonus)
+
+
+def _refuses_step(call: Call, bonus: Tensor | None, normalise: bool) -> str | None:
+    """Returns why the kernel cannot compute one token, or None."""
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*call.tensors, bonus))
+    if transformed() or wanted:
+        return "its step has no derivatives; torch.no_grad() or backend='torch' does"
+    return "its step has no normaliser" if normalise else refuses(call)
+
+
 BACKEND = Backend(
     missing=missing,
     about=_about,
     linear_attention=Kernel(
         register("triton", "CompositeExplicitAutograd", _forward, _backward, [], lambda call: ()), refuses
     ),
+    step=Kernel(_step, _refuses_step),
 )
