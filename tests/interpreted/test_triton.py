@@ -122,7 +122,7 @@ def test_a_step_with_gradients_is_refused():
         step(x, x, x, backend="triton")
 
 
-@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("tokens", [1, 2])
 def test_few_tokens(tokens):
     given = {n: x if x is None else x.detach().float() for n, x in arguments("vector", tokens=tokens).items()}
     out, state = linear_attention(**given, backend="triton")
