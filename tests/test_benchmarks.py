@@ -8,6 +8,7 @@ import pytest
 
 import decays
 import decode
+import gpu
 import model
 import op
 import taylor
@@ -88,3 +89,41 @@ def test_taylor_compares_mixers_that_there_are(tmp_path):
     text.write_text("what is compared must exist " * 100)
     for plan in taylor.plan((str(text),), steps=3, seeds=1).plans:
         plan.check()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(gpu, "DRY", gpu.DRY._replace(families=("scalar", "delta")))
+
+
+def test_the_gpu_benchmark_is_rehearsed_on_the_cpu(lines, small, capsys):
+    path, read = lines
+    assert gpu.main(["--dry", "--output", str(path)]) == 0
+    rows = read()
+    assert list(dict.fromkeys(row["stage"] for row in rows)) == list(gpu.STAGES)
+    assert {row["subject"] for row in rows if row["stage"] == "op"} >= {"torch", "torch, gates"}
+    errors = {row["measure"]: float(row["value"]) for row in rows if row["unit"] == "relative"}
+    # An output is rounded once to bfloat16 (2⁻⁹), a gradient and the weights that it is made of once each.
+    assert errors["output"] <= 2**-9 and errors["gradients"] <= 2**-7 and errors["state"] <= 1e-5
+    assert all(float(row["value"]) > 0 for row in rows)
+    assert f"{len(rows)} rows in {path}, of them 0 failures" in capsys.readouterr().out
+
+
+def test_a_backend_that_fails_does_not_end_the_gpu_benchmark(lines, small, monkeypatch):
+    from headrace.ops.dispatch import BACKENDS
+
+    def broken(call):
+        raise RuntimeError("misaligned address")
+
+    monkeypatch.setitem(BACKENDS, "native", BACKENDS["torch"]._replace(run=broken))
+    path, read = lines
+    assert gpu.main(["--dry", "--stage", "correctness", "--output", str(path)]) == 1
+    failed = [row for row in read() if row["measure"] == "failed"]
+    assert {(row["subject"], row["note"]) for row in failed} == {("native", "RuntimeError: misaligned address")}
+    assert any(row["subject"] == "torch" and row["measure"] == "gradients" for row in read())
+
+
+def test_the_gpu_benchmark_ends_in_time(lines, small, capsys):
+    path, _ = lines
+    assert gpu.main(["--dry", "--minutes", "0.001", "--output", str(path)]) == 0
+    assert "minutes are over" in capsys.readouterr().out

@@ -7,11 +7,15 @@ from torch import Tensor
 from ..utils.errors import InputError
 from .backend import OPERATIONS, Backend
 from .call import Call
+from .fla import op as fla_op
 from .native import op as native_op
 from .torch import op as torch_op
+from .triton import op as triton_op
 
 # In order of preference: "auto" takes the first backend that is available and does not refuse the arguments.
-BACKENDS: dict[str, Backend] = {"native": native_op.BACKEND, "torch": torch_op.BACKEND}
+BACKENDS: dict[str, Backend] = {
+    "native": native_op.BACKEND, "triton": triton_op.BACKEND, "fla": fla_op.BACKEND, "torch": torch_op.BACKEND,
+}  # fmt: skip
 
 
 def backends(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs):

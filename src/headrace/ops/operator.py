@@ -36,9 +36,9 @@ def register(name: str, key: str, forward: Callable, backward: Callable, kept: l
         f"{name}_kept", f"({SCHEMA})", 2 + len(kept), lambda *args: forward(Call(*args), True),
         _fake_kept(kept_shapes), key,
     )  # fmt: skip
-    arguments = ", ".join(f"Tensor {x}" for x in kept)
+    arguments = "".join(f", Tensor {x}" for x in kept)
     gradient = define(
-        f"{name}_backward", f"(Tensor d_out, Tensor d_final, {SCHEMA}, {arguments}, bool[] wanted)", DIFFERENTIABLE,
+        f"{name}_backward", f"(Tensor d_out, Tensor d_final, {SCHEMA}{arguments}, bool[] wanted)", DIFFERENTIABLE,
         _like_inputs(backward), _like_inputs(_fake_backward), key,
     )  # fmt: skip
     torch.library.register_autograd(f"headrace::{name}_kept", _gradient(gradient), setup_context=_save, lib=library)

@@ -28,6 +28,11 @@ def all_devices(name: str | None) -> list[str]:
     return [f"cuda:{i}" for i in range(torch.cuda.device_count())] if device == "cuda" else [device]
 
 
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in its interpreter, in Python, on tensors of any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def see_only(device: str) -> None:
     """Hides all GPUs except this one from the process, before CUDA is initialised. transformers' Trainer would use all
     GPUs."""

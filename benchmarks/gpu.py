@@ -1,0 +1,132 @@
+"""What headrace's backends do on a GPU: one command on a bare machine, at most ten minutes.
+
+    PYTHONPATH=src python benchmarks/gpu.py                    everything, the most valuable first
+    PYTHONPATH=src python benchmarks/gpu.py --stage op         one stage of: ceilings, correctness, op, train, decode
+    python benchmarks/gpu.py --dry                             the same program on small shapes on the CPU
+
+Needs PyTorch and, for its backends, Triton and fla-core (a folder with the wheel on PYTHONPATH will do); FlashQLA and
+FLA's layers are compared with if they can be imported. The backends are those of `headrace.backends()`. A row is
+appended to the CSV file as soon as it is measured, so that an interrupted run keeps what it found; what fails is a row
+with the error, and exit code 1.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # before PyTorch: its profiler would write a line per measurement
+
+import torch
+
+import gpu_stages
+from gpu_measure import Machine
+from gpu_stages import DRY, FULL, STAGES
+from record import append, environment
+
+RESULTS = Path(__file__).parent / "results" / "gpu.csv"
+WIDEST = 60  # characters of a note in the table; the file has all
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured number: a line of the CSV file."""
+
+    headrace: str
+    triton: str
+    stage: str
+    subject: str
+    shape: str
+    measure: str
+    value: float
+    unit: str
+    note: str = ""
+
+
+class OutOfTime(BaseException):
+    """Not an Exception, which a stage would take for the failure of what it measures."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 1 if anything failed."""
+    options = parser().parse_args(arguments)
+    if not options.dry and not torch.cuda.is_available():
+        print("PyTorch finds no GPU; expected one, or --dry", file=sys.stderr)
+        return 2
+    machine, sizes = Machine("cpu" if options.dry else "cuda"), DRY if options.dry else FULL
+    rows: list[Row] = []
+    about = environment(machine.device)
+    try:
+        with deadline(60 * options.minutes):
+            for stage in options.stage or STAGES:
+                start, began = time.perf_counter(), len(rows)
+                for row in measured(stage, machine, sizes):
+                    append(options.output, about, [row])
+                    rows.append(row)
+                print(f"\n{stage} ({time.perf_counter() - start:.0f} s)\n{table(rows[began:])}", flush=True)
+    except OutOfTime:
+        print(f"\n{options.minutes:g} minutes are over; so far\n{table(rows[began:])}")
+    failed = sum(row.measure == "failed" for row in rows)
+    print(f"\n{len(rows)} rows in {options.output}, of them {failed} failures")
+    return 1 if failed else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    about, _, rest = (__doc__ or "").partition("\n")
+    found = argparse.ArgumentParser(description=about, epilog=rest, formatter_class=argparse.RawTextHelpFormatter)
+    found.add_argument("--stage", action="append", choices=list(STAGES), help="stage to run; repeatable [default: all]")
+    found.add_argument("--minutes", type=float, default=10.0, help="time after which the run ends [default: 10]")
+    found.add_argument("--dry", action="store_true", help="small shapes on the CPU, to see that everything runs")
+    found.add_argument("--output", type=Path, default=RESULTS, help="CSV file to append to")
+    return found
+
+
+def measured(stage: str, machine: Machine, sizes: gpu_stages.Sizes) -> Iterator[Row]:
+    try:
+        from triton import __version__ as triton
+    except ImportError:
+        triton = ""
+    import headrace
+
+    for found in STAGES[stage](machine, sizes):
+        yield Row(headrace.__version__, triton, stage, *found)
+
+
+class deadline:
+    """Raises OutOfTime in the body after so many seconds."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def __enter__(self) -> None:
+        def ring(*_):
+            raise OutOfTime
+
+        self.before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+
+    def __exit__(self, *_) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self.before)
+
+
+def table(rows: list[Row]) -> str:
+    """A line for each subject and shape, a column for each measure."""
+    measures = list(dict.fromkeys(row.measure for row in rows))
+    units = {row.measure: row.unit for row in rows}
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        cells.setdefault((row.shape, row.subject), {})[row.measure] = row.note[:WIDEST] or f"{row.value:.4g}"
+    head = ["shape", "subject", *(f"{name} [{units[name]}]" if units[name] else name for name in measures)]
+    lines = [head, *([*where, *(found.get(name, "") for name in measures)] for where, found in cells.items())]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(padded)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

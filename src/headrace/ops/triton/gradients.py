@@ -1,0 +1,269 @@
+"""The last kernel of the backward: the gradients to q, k, the decay and the numbers per token, for all chunks at once.
+
+With R = dO Eᵀ (E = v under "add"), r' = scale · r, f = β w ("add") or β ("delta"), and sums over the pairs j ≤ i of a
+chunk:
+
+    dq_i = r'_i (Σ_j R_ij f_j e^{G_i − G_j} k_j + rows(dO Sᵀ)_i)
+    dk_j = f_j (Σ_i R_ij r'_i e^{G_i − G_j} q_i + cols(E dSᵀ)_j)
+
+The delta rule adds the same terms for the pairs (k_i, k_j), j < i, with −dP in place of dO, where P = w v − rows(k) S.
+The gradient to r is the row sum of q times the bracket, and the gradient to f that of k times the bracket: no division
+by r or f. The gradient to a token's log_decay is the direct sum over all pairs of an earlier writer and a reader at or
+after the token, inside and outside the chunk.
+"""
+
+import triton
+import triton.language as tl
+
+from .parts import (
+    STEEP,
+    SUB,
+    channel_decay,
+    from_start,
+    head_sums,
+    last_of,
+    left_of,
+    level_factors,
+    numbers,
+    pair_decay,
+    product,
+    segment_sums,
+    span,
+    store_numbers,
+    store_tile,
+    tile,
+    to_end,
+    together,
+)
+from .scan import chunk_matrix, load_state
+
+
+@triton.jit
+def pair_gradients(
+    d_out, d_target, e, e_stride, token, h, rows, length, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Returns R = dO Eᵀ and −dP Eᵀ, [C, C]."""
+    read = tl.zeros((C, C), tl.float32)
+    written = tl.zeros((C, C), tl.float32)
+    for start in range(0, V, BV):
+        values = start + tl.arange(0, BV)
+        do = tile(d_out, token, H * V, h * V, rows, length, values, V)
+        target = tl.trans(tile(e, token, e_stride, h * V, rows, length, values, V))
+        read = product(do, target, read, OPERAND, PRECISION)
+        if DELTA:
+            dp = tile(d_target, token, H * V, h * V, rows, length, values, V)
+            written = product(-dp, target, written, OPERAND, PRECISION)
+    return read, written
+
+
+@triton.jit
+def state_gradients(
+    d_out, d_target, e, e_stride, states, d_states, token, place, h, rows, length, keys,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Returns dO Sᵀ, −dP Sᵀ, E dSᵀ [C, BK], and the sums of S dS over V, [BK]."""
+    read = tl.zeros((C, BK), tl.float32)
+    erased = tl.zeros((C, BK), tl.float32)
+    written = tl.zeros((C, BK), tl.float32)
+    passing = tl.zeros((BK,), tl.float32)
+    for start in range(0, V, BV):
+        values = start + tl.arange(0, BV)
+        S = load_state(states, place, keys, values, K, V)
+        dS = load_state(d_states, place, keys, values, K, V)
+        passing += tl.sum(S * dS, 1)
+        do = tile(d_out, token, H * V, h * V, rows, length, values, V)
+        target = tile(e, token, e_stride, h * V, rows, length, values, V)
+        read = product(do, tl.trans(S), read, OPERAND, PRECISION)
+        written = product(target, tl.trans(dS), written, OPERAND, PRECISION)
+        if DELTA:
+            dp = tile(d_target, token, H * V, h * V, rows, length, values, V)
+            erased = product(-dp, tl.trans(S), erased, OPERAND, PRECISION)
+    return read, erased, written, passing
+
+
+@triton.jit
+def factored_pairs(
+    read, written, reading, f, xq, xk, late, early, DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Returns the gradients to r' q, to k as a reader and to f k as a writer, [C, BK], from R and −dP Eᵀ.
+
+    They are those of pairs whose decay is the product of the reader's factor `late` and the writer's factor `early`
+    [C, BK]; the entries of all other pairs are zero."""
+    nothing = tl.zeros(xq.shape, tl.float32)
+    writers = xk * early
+    to_q = late * product(read * f[None, :], writers, nothing, OPERAND, PRECISION)
+    to_writer = product(tl.trans(read * reading[:, None]), xq * late, nothing, OPERAND, PRECISION)
+    to_reader = nothing
+    if DELTA:
+        to_reader = late * product(written * f[None, :], writers, nothing, OPERAND, PRECISION)
+        to_writer = product(tl.trans(written), xk * late, to_writer, OPERAND, PRECISION)
+    return to_q, to_reader, early * to_writer
+
+
+@triton.jit
+def visited_pairs(
+    read, written, reading, f, q, k, q_stride, k_stride, offset, g, g_stride, g_offset, token, rows, length, columns,
+    width: tl.constexpr, DELTA: tl.constexpr,
+):  # fmt: skip
+    """Returns the same for the pairs of a block of SUB tokens, in the order of their distance."""
+    shape: tl.constexpr = (rows.shape[0], columns.shape[0])
+    to_q = tl.zeros(shape, tl.float32)
+    to_reader = tl.zeros(shape, tl.float32)
+    to_writer = tl.zeros(shape, tl.float32)
+    since = tl.zeros(shape, tl.float32)  # decay from the token `distance` before to this one
+    until = tl.zeros(shape, tl.float32)  # decay from this token to the one `distance` after
+    for distance in range(1, SUB):
+        since += tile(g, token, g_stride, g_offset, rows - distance + 1, length, columns, width)
+        until += tile(g, token, g_stride, g_offset, rows + distance, length, columns, width)
+        apart = rows[:, None] - rows[None, :] == distance
+        before = tile(k, token, k_stride, offset, rows - distance, length, columns, width) * tl.exp(since)
+        to_q += tl.sum(tl.where(apart, read * f[None, :], 0.0), 1)[:, None] * before
+        after = tile(q, token, q_stride, offset, rows + distance, length, columns, width) * tl.exp(until)
+        to_writer += tl.sum(tl.where(apart, read * reading[:, None], 0.0), 0)[:, None] * after
+        if DELTA:
+            to_reader += tl.sum(tl.where(apart, written * f[None, :], 0.0), 1)[:, None] * before
+            after = tile(k, token, k_stride, offset, rows + distance, length, columns, width) * tl.exp(until)
+            to_writer += tl.sum(tl.where(apart, written, 0.0), 0)[:, None] * after
+    return to_q, to_reader, to_writer
+
+
+@triton.jit
+def diagonal(x, rows):
+    return tl.sum(tl.where(rows[:, None] == rows[None, :], x, 0.0), 1)
+
+
+@triton.jit
+def before_and_after(a, b, rows):
+    """Returns for each token t the sum of a_i over i ≥ t and of b_j over j < t, [C]."""
+    causal = rows[:, None] >= rows[None, :]
+    return tl.sum(tl.where(causal, a[:, None], 0.0), 0) + tl.sum(tl.where(causal, 0.0, b[:, None]), 0)
+
+
+@triton.jit
+def crossing(x, rows, PRECISION: tl.constexpr):
+    """Returns for each token t the sum of x_ij [C, C] over the pairs j < t ≤ i, [C]."""
+    earlier = tl.where(rows[:, None] < rows[None, :], 1.0, 0.0)
+    sums = tl.dot(tl.where(rows[:, None] > rows[None, :], x, 0.0), earlier, input_precision=PRECISION)
+    return tl.sum(tl.where(rows[:, None] >= rows[None, :], sums, 0.0), 0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def gradients(
+    q, k, v, g, beta, write, read, scores, key_scores, e, states, d_states, d_out, d_target, dq, dk, dv, dg, d_factor,
+    d_write, d_read, cu_seqlens, first_chunk, owner, T, scale, q_stride, k_stride, v_stride, g_stride, e_stride,
+    H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: (chunks, H). Writes dq, dk [tokens, H, K]; dg [tokens, H] or [tokens, H, K]; d_factor (the gradient to f)
+    and d_read [tokens, H]; for a delta rule with a write gate also dv and d_write. Skips those that are None."""
+    chunk, h = tl.program_id(0), tl.program_id(1)
+    hq = h // (H // HQ)
+    token, length = span(chunk, T, cu_seqlens, first_chunk, owner, PACKED, C)
+    if length <= 0:
+        return
+    rows, place = tl.arange(0, C), chunk.to(tl.int64) * H + h
+    reading = scale * numbers(read, token, h, H, rows, length, 1.0)
+    f = numbers(beta, token, h, H, rows, length, 1.0)
+    if not DELTA:
+        f *= numbers(write, token, h, H, rows, length, 1.0)
+    R, R2 = pair_gradients(d_out, d_target, e, e_stride, token, h, rows, length, H, V, BV, C, DELTA, OPERAND, PRECISION)
+    R = tl.where(rows[:, None] >= rows[None, :], R, 0.0)
+    R2 = tl.where(rows[:, None] > rows[None, :], R2, 0.0)
+    if DECAY == "vector":
+        itself = diagonal(R, rows)
+        R = tl.where(rows[:, None] > rows[None, :], R, 0.0)
+    else:
+        high, low = head_sums(g, token, h, H, rows, length, DECAY)
+        seen, left, end = tl.exp(high), left_of(high, low, C), tl.exp(last_of(high, C))
+        if dg is not None:
+            crossed = R * reading[:, None] * f[None, :] * chunk_matrix(scores, place, rows, C)
+            if DELTA:
+                crossed += R2 * f[None, :] * chunk_matrix(key_scores, place, rows, C)
+            to_decay = crossing(crossed, rows, PRECISION)
+        decay = pair_decay(high, low, rows)
+        R *= decay
+        R2 *= decay
+    d_f = tl.zeros((C,), tl.float32)
+    d_r = tl.zeros((C,), tl.float32)
+    for start in range(0, K, BK):
+        keys = start + tl.arange(0, BK)
+        xq = tile(q, token, q_stride, hq * K, rows, length, keys, K)
+        xk = tile(k, token, k_stride, hq * K, rows, length, keys, K)
+        to_q, to_reader, to_writer, passing = state_gradients(
+            d_out, d_target, e, e_stride, states, d_states, token, place, h, rows, length, keys, H, K, V, BK, BV, C,
+            DELTA, OPERAND, PRECISION,
+        )  # fmt: skip
+        if DECAY == "vector":
+            this, after = channel_decay(g, token, g_stride, h * K, rows, length, keys, K)
+            grown = tl.exp(from_start(this, C))
+            to_q, to_reader, to_writer = to_q * grown, to_reader * grown, to_writer * tl.exp(to_end(after, rows, C))
+            at_reader = reading[:, None] * xq * to_q + xk * to_reader
+            at_writer = f[:, None] * xk * to_writer
+            slab = segment_sums(at_reader, C, True) + segment_sums(at_writer, C, False) - at_writer
+            slab += (passing * tl.exp(tl.sum(this, 0)))[None, :]
+            for level in tl.static_range(0, 3):
+                if (SUB << level) < C:
+                    late, early = level_factors(this, after, rows, SUB << level)
+                    near = together(rows, SUB << (level + 1)) & (rows < length + start)[None, :]  # see below
+                    a, b, c = factored_pairs(
+                        tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, xq, xk, late, early, DELTA,
+                        OPERAND, PRECISION,
+                    )  # fmt: skip
+                    at_reader = reading[:, None] * xq * a + xk * b
+                    at_writer = f[:, None] * xk * c
+                    slab += segment_sums(at_reader, SUB << level, True)
+                    slab += segment_sums(at_writer, SUB << level, False) - at_writer
+                    to_q, to_reader, to_writer = to_q + a, to_reader + b, to_writer + c
+            inside = from_start(this, SUB)
+            # The second condition holds wherever R is not zero. It depends on `start`, so that the compiler does not
+            # compute the masked matrices of all blocks before the loop, and spill them.
+            near = together(rows, SUB) & (rows < length + start)[None, :]
+            if tl.min(tl.min(inside, 1), 0) >= -STEEP:
+                a, b, c = factored_pairs(
+                    tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, xq, xk, tl.exp(inside),
+                    tl.exp(-inside), DELTA, OPERAND, PRECISION,
+                )  # fmt: skip
+            else:
+                a, b, c = visited_pairs(
+                    tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, q, k, q_stride, k_stride, hq * K, g,
+                    g_stride, h * K, token, rows, length, keys, K, DELTA,
+                )  # fmt: skip
+            if dg is not None:
+                slab += segment_sums(reading[:, None] * xq * a + xk * b - f[:, None] * xk * c, SUB, True)
+                store_tile(dg, slab, token, H * K, h * K, rows, length, keys, K)
+            to_q += a + (itself * f)[:, None] * xk
+            to_reader += b
+            to_writer += c + (itself * reading)[:, None] * xq
+        else:
+            to_q, to_reader, to_writer = to_q * seen[:, None], to_reader * seen[:, None], to_writer * left[:, None]
+            if dg is not None:
+                at_reader = tl.sum(reading[:, None] * xq * to_q + xk * to_reader, 1)
+                at_writer = f * tl.sum(xk * to_writer, 1)
+                to_decay += before_and_after(at_reader, at_writer, rows) + end * tl.sum(passing, 0)
+            to_q = product(R * f[None, :], xk, to_q, OPERAND, PRECISION)
+            to_writer = product(tl.trans(R * reading[:, None]), xq, to_writer, OPERAND, PRECISION)
+            if DELTA:
+                to_reader = product(R2 * f[None, :], xk, to_reader, OPERAND, PRECISION)
+                to_writer = product(tl.trans(R2), xk, to_writer, OPERAND, PRECISION)
+        d_r += scale * tl.sum(xq * to_q, 1)
+        d_f += tl.sum(xk * to_writer, 1)
+        store_tile(dq, reading[:, None] * to_q, token, H * K, h * K, rows, length, keys, K)
+        store_tile(dk, f[:, None] * to_writer + to_reader, token, H * K, h * K, rows, length, keys, K)
+    if dg is not None and DECAY != "vector":
+        store_numbers(dg, to_decay, token, h, H, rows, length)
+    if d_read is not None:
+        store_numbers(d_read, d_r, token, h, H, rows, length)
+    if d_factor is not None:
+        store_numbers(d_factor, d_f, token, h, H, rows, length)
+    if d_write is not None:
+        gate = numbers(write, token, h, H, rows, length, 1.0)
+        d_w = tl.zeros((C,), tl.float32)
+        for start in range(0, V, BV):
+            values = start + tl.arange(0, BV)
+            dp = tile(d_target, token, H * V, h * V, rows, length, values, V)
+            d_w += tl.sum(tile(v, token, v_stride, h * V, rows, length, values, V) * dp, 1)
+            store_tile(dv, gate[:, None] * dp, token, H * V, h * V, rows, length, values, V)
+        store_numbers(d_write, d_w, token, h, H, rows, length)

@@ -1,0 +1,95 @@
+"""The backend "triton": headrace's own kernels for GPUs, as a PyTorch operator, `torch.ops.headrace.triton`."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...utils.device import interpreted
+from ..backend import Backend, Kernel
+from ..call import SCHEMA, Call
+from ..derivatives import transformed
+from ..operator import define, register
+
+LARGEST_KEY = 256  # a program holds a state of all key channels
+CHUNKS = 16, 32, 64
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def missing() -> str | None:
+    """Returns why the backend is not available on this machine, or None."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    return None if interpreted() or torch.cuda.is_available() else "it runs on a GPU, and PyTorch finds none"
+
+
+def refuses(call: Call) -> str | None:
+    """Returns why the kernels cannot compute a call, or None."""
+    dtype, K = call.v.dtype, call.k.shape[-1]
+    if not (call.v.is_cuda or interpreted()):
+        return f"it runs on a GPU, and v is on {call.v.device.type}"
+    if dtype not in DTYPES:
+        return f"it computes in float32, from float32, bfloat16 or float16, and v is {dtype}"
+    if not 0 < K <= LARGEST_KEY or call.v.shape[-1] == 0:
+        return f"it takes K from 1 to {LARGEST_KEY} and V from 1, and they are {K} and {call.v.shape[-1]}"
+    if call.chunk_size not in (None, *CHUNKS):
+        return f"its chunks have 16, 32 or 64 tokens, and chunk_size is {call.chunk_size}"
+    return None
+
+
+def _forward(call: Call, keep: bool):
+    from .launch import forward
+
+    return forward(call)
+
+
+def _backward(d_out: Tensor, d_final: Tensor, call: Call, kept: Any, wanted: Any):
+    from .launch import backward
+
+    return backward(d_out, d_final, call, wanted[3])
+
+
+def _about() -> str:
+    import triton
+
+    device = "interpreter" if interpreted() else torch.cuda.get_device_name()
+    return f"Triton {triton.__version__}, {device}"
+
+
+def _step_of(*args):
+    from .step import step
+
+    *call, bonus = args
+    return step(Call(*call), bonus)
+
+
+def _like_step(*args):
+    call = Call(*args[:-1])
+    state = (*call.v.shape[:2], call.k.shape[-1], call.v.shape[-1])
+    return torch.empty_like(call.v, memory_format=torch.contiguous_format), call.v.new_empty(state, dtype=torch.float32)
+
+
+_step_op = define("triton_step", f"({SCHEMA}, Tensor? bonus)", 2, _step_of, _like_step, "CompositeExplicitAutograd")
+
+
+def _step(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+    return _step_op(*call, bonus)
+
+
+def _refuses_step(call: Call, bonus: Tensor | None, normalise: bool) -> str | None:
+    """Returns why the kernel cannot compute one token, or None."""
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*call.tensors, bonus))
+    if transformed() or wanted:
+        return "its step has no derivatives; torch.no_grad() or backend='torch' does"
+    return "its step has no normaliser" if normalise else refuses(call)
+
+
+BACKEND = Backend(
+    missing=missing,
+    about=_about,
+    linear_attention=Kernel(
+        register("triton", "CompositeExplicitAutograd", _forward, _backward, [], lambda call: ()), refuses
+    ),
+    step=Kernel(_step, _refuses_step),
+)

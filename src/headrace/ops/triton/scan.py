@@ -1,0 +1,139 @@
+"""The kernels that carry the state from chunk to chunk, forward and in reverse.
+
+A program computes all chunks of one sequence, head and block of V:
+
+    U = β w v (add),  or  β E with E = (I + A β)⁻¹ (w v − rows(k) S) (delta)
+    out = scale · r (scores(q, k) U + rows(q) S)          S ← end(S) + cols(k)ᵀ U
+
+rows(x)_i = x_i e^{G_i}, cols(x)_i = x_i e^{G_C − G_i}, end(S) = S e^{G_C}, with G the sums of log_decay in the chunk.
+Gates and β multiply rows of products, so that there are no gated copies of q, k and v in memory.
+"""
+
+import triton
+import triton.language as tl
+
+from .parts import (
+    head_sums,
+    last_of,
+    left_of,
+    matrix,
+    numbers,
+    product,
+    sequence,
+    store_tile,
+    tile,
+)
+
+
+@triton.jit
+def load_state(x, place, rows, columns, K: tl.constexpr, V: tl.constexpr):
+    if x is None:
+        S = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
+    else:
+        S = tile(x, place * K, V, 0, rows, K, columns, V)
+    return S
+
+
+@triton.jit
+def store_state(into, S, place, rows, columns, K: tl.constexpr, V: tl.constexpr):
+    store_tile(into, S, place * K, V, 0, rows, K, columns, V)
+
+
+@triton.jit
+def chunk_matrix(x, place, rows, C: tl.constexpr):
+    return tl.load(x + place * C * C + matrix(rows, rows, C)).to(tl.float32)
+
+
+@triton.jit
+def end_of(end, high, place, keys, K, C: tl.constexpr, DECAY: tl.constexpr):
+    """Returns the decay of the state over a chunk, [BK, 1]."""
+    if DECAY == "vector":
+        each = tl.load(end + place * K + keys, mask=keys < K, other=0.0)
+    else:
+        each = tl.zeros(keys.shape, tl.float32) + tl.exp(last_of(high, C))
+    return each[:, None]
+
+
+@triton.jit(do_not_specialize=["T"])
+def scan(
+    q, k_rows, k_cols, v, g, end, beta, write, read, scores, inverse, initial, out, final, states, errors, cu_seqlens,
+    first_chunk, T, scale, q_stride, k_stride, v_stride,
+    H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of V, sequences × H). Writes what is not None of out, the final state [N, H, K, V], the states
+    before each chunk [chunks, H, K, V], and E (errors) of the delta rule."""
+    n, h = tl.program_id(1) // H, tl.program_id(1) % H
+    hq = h // (H // HQ)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
+    S = load_state(initial, tl.program_id(1).to(tl.int64), keys, values, K, V)
+    for i in range(tl.cdiv(tokens, C)):
+        token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
+        if states is not None:
+            store_state(states, S, place, keys, values, K, V)
+        high, low = head_sums(g, token, h, H, rows, length, DECAY)
+        seen = tl.exp(high)[:, None]
+        U = tile(v, token, v_stride, h * V, rows, length, values, V)
+        U *= numbers(write, token, h, H, rows, length, 1.0)[:, None]
+        if DELTA:
+            xk = tile(k_rows, token, k_stride, hq * K, rows, length, keys, K)
+            U -= product(xk, S, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION) * seen
+            solved = chunk_matrix(inverse, place, rows, C)
+            U = product(solved, U, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION)
+            if errors is not None:
+                store_tile(errors, U, token, H * V, h * V, rows, length, values, V)
+        U *= numbers(beta, token, h, H, rows, length, 1.0)[:, None]
+        if out is not None:
+            xq = tile(q, token, q_stride, hq * K, rows, length, keys, K)
+            o = product(xq, S, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION) * seen
+            o = product(chunk_matrix(scores, place, rows, C), U, o, OPERAND, PRECISION)
+            o *= scale * numbers(read, token, h, H, rows, length, 1.0)[:, None]
+            store_tile(out, o, token, H * V, h * V, rows, length, values, V)
+        U *= left_of(high, low, C)[:, None]
+        xk = tl.trans(tile(k_cols, token, k_stride, hq * K, rows, length, keys, K))
+        S = product(xk, U, S * end_of(end, high, place, keys, K, C, DECAY), OPERAND, PRECISION)
+    if final is not None:
+        store_state(final, S, tl.program_id(1).to(tl.int64), keys, values, K, V)
+
+
+@triton.jit(do_not_specialize=["T"])
+def reverse_scan(
+    q, k_rows, k_cols, g, end, beta, write, read, scores, inverse, d_out, d_final, d_target, d_states, d_initial,
+    cu_seqlens, first_chunk, T, scale, q_stride, k_stride,
+    H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of V, sequences × H). Writes the gradients to the state after each chunk (d_states [chunks, H, K,
+    V]), to the initial state, and d_target [tokens, H, V]: the gradient to v (add), or to w v − rows(k) S (delta)."""
+    n, h = tl.program_id(1) // H, tl.program_id(1) % H
+    hq = h // (H // HQ)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
+    dS = load_state(d_final, tl.program_id(1).to(tl.int64), keys, values, K, V)
+    last = tl.cdiv(tokens, C) - 1
+    for j in range(last + 1):
+        i = last - j
+        token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
+        store_state(d_states, dS, place, keys, values, K, V)
+        high, low = head_sums(g, token, h, H, rows, length, DECAY)
+        seen = tl.exp(high)[:, None]
+        do = tile(d_out, token, H * V, h * V, rows, length, values, V)
+        do *= scale * numbers(read, token, h, H, rows, length, 1.0)[:, None]
+        xk = tile(k_cols, token, k_stride, hq * K, rows, length, keys, K)
+        dU = product(xk, dS, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION) * left_of(high, low, C)[:, None]
+        dU = product(tl.trans(chunk_matrix(scores, place, rows, C)), do, dU, OPERAND, PRECISION)
+        dU *= numbers(beta, token, h, H, rows, length, 1.0)[:, None]
+        xq = tl.trans(tile(q, token, q_stride, hq * K, rows, length, keys, K))
+        dS = product(xq, do * seen, dS * end_of(end, high, place, keys, K, C, DECAY), OPERAND, PRECISION)
+        if DELTA:
+            solved = tl.trans(chunk_matrix(inverse, place, rows, C))
+            dU = product(solved, dU, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION)
+            xk = tl.trans(tile(k_rows, token, k_stride, hq * K, rows, length, keys, K))
+            dS = product(xk, dU * -seen, dS, OPERAND, PRECISION)
+        else:
+            dU *= numbers(write, token, h, H, rows, length, 1.0)[:, None]
+        store_tile(d_target, dU, token, H * V, h * V, rows, length, values, V)
+    store_state(d_initial, dS, tl.program_id(1).to(tl.int64), keys, values, K, V)

@@ -1,0 +1,152 @@
+"""The backend "fla" against the literal loop in float64: outputs, final states and all gradients."""
+
+import pytest
+import torch
+
+pytest.importorskip("fla", reason="fla-core is not installed")
+
+import fla_shims
+
+from equation import DECAYS, Way, assert_same, inputs
+from headrace import InputError, backends, linear_attention
+
+fla_shims.install()
+T, K, V = 70, 16, 24  # a chunk of 64 tokens and a part of the next
+FLA = Way({"backend": "fla"}, torch.float32, 2e-6, 1e-5, T)
+HALF = FLA._replace(dtype=torch.float16, tolerance=3e-3, gradient_tolerance=3e-3)
+PACKED = torch.tensor([0, 5, 5, 37, 70])  # the second sequence is empty
+
+
+def arguments(decay, **options):
+    return inputs(decay, rows=1, tokens=T, key=K, value=V, **options)
+
+
+def call(backend="fla", **changes):
+    """linear_attention on the same float32 arguments, without gradients, each time."""
+    torch.manual_seed(0)
+    plain = {name: x if x is None else x.detach().float() for name, x in arguments("scalar").items()}
+    return linear_attention(**plain | changes, backend=backend)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_additive_rules(decay):
+    assert_same(arguments(decay), FLA)
+
+
+def test_without_gates_and_state():
+    assert_same(arguments("scalar", gates=False, state=False), FLA)
+
+
+def test_shared_keys():
+    assert_same(arguments("scalar", groups=2), FLA)
+
+
+def test_bonus():
+    assert_same(arguments("vector", bonus=True), FLA)
+
+
+def test_normaliser():
+    assert_same(arguments("none", normalise=True), FLA, normalise=True)
+
+
+@pytest.mark.parametrize("decay", ["fixed", "scalar"])
+def test_gated_delta_rule(decay):
+    assert_same(arguments(decay), FLA, rule="delta")
+
+
+def test_delta_rule():
+    assert_same(arguments("none"), HALF, rule="delta")
+
+
+@pytest.mark.slow
+def test_delta_rule_with_a_decay_per_channel():
+    assert_same(arguments("vector"), FLA, rule="delta")
+
+
+@pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
+def test_packed_sequences(decay):
+    assert_same(arguments(decay, n=4), FLA, PACKED)
+
+
+def test_packed_sequences_under_the_delta_rule():
+    assert_same(arguments("scalar", n=4, groups=2), FLA, PACKED, rule="delta")
+
+
+def test_a_fixed_decay_without_gradient():
+    """It has a kernel of its own."""
+    fixed = -torch.rand(4)
+    learned = call(log_decay=fixed.clone().requires_grad_())
+    for x, y in zip(call(log_decay=fixed), learned, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_decay_to_nothing():
+    """−∞ starts a new sequence."""
+    plain = arguments("scalar", state=False)
+    with torch.no_grad():
+        plain["log_decay"][:, 40] = -torch.inf
+    cut = {name: x if x is None else x[:, 40:] for name, x in plain.items()}
+    whole, _ = linear_attention(**{n: x if x is None else x.float() for n, x in plain.items()}, backend="fla")
+    rest, _ = linear_attention(**cut, backend="torch")
+    # FLA sums base-2 logarithms in float32, and those from 128 to 256 have steps of 2⁻¹⁶.
+    assert (whole[:, 40:] - rest).abs().max() <= 2**-16 * rest.abs().max()
+
+
+def test_bounds_changed_in_place_are_read_again():
+    bounds = torch.tensor([0, 30, 70])
+    call(cu_seqlens=bounds, initial_state=None)
+    bounds[1] = 10
+    changed, _ = call(cu_seqlens=bounds, initial_state=None)
+    expected, _ = call(cu_seqlens=torch.tensor([0, 10, 70]), initial_state=None)
+    assert torch.equal(changed, expected)
+
+
+@pytest.mark.parametrize("bounds", [[0, 5, 69], [0, 40, 30, 70], [1, 70]])
+def test_bounds_that_do_not_fit(bounds):
+    with pytest.raises(InputError, match="expected 0 = c_0"):
+        call(cu_seqlens=torch.tensor(bounds), initial_state=None)
+
+
+def test_second_derivatives_are_refused():
+    v = torch.randn(1, T, 4, V, requires_grad=True)
+    out, _ = call(v=v)
+    with pytest.raises(InputError, match="backend='fla' has no second derivative"):
+        torch.autograd.grad(out.square().sum(), v, create_graph=True)
+
+
+def long(size: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(1, 2, 4, size, dtype=dtype) for name in "qkv"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (long(16, torch.float64), "it takes bfloat16, float16 and float32, and v is torch.float64"),
+        (long(8), "it takes B ≥ 1 and K, V ≥ 16, and they are 1, 8 and 8"),
+        (long(17, torch.float16), "it takes even K and V in torch.float16, and they are 17 and 17"),
+        (long(272) | {"rule": "delta"}, "it takes K up to 256 under rule='delta', and K is 272"),
+        (long(16) | {"rule": "delta"}, "it takes bfloat16 and float16 for rule='delta' without decay"),
+        ({"chunk_size": 32}, "its chunks have 64 tokens, and chunk_size is 32"),
+    ],
+)
+def test_refusals(changes, reason):
+    if "v" in changes:
+        changes = {
+            "log_decay": None,
+            "beta": None,
+            "read_gate": None,
+            "write_gate": None,
+            "initial_state": None,
+        } | changes
+    with pytest.raises(InputError, match=f"backend='fla' cannot run here: {reason}"):
+        call(**changes)
+
+
+def test_transforms_take_another_backend():
+    x = torch.randn(3, 1, T, 2, K)
+    with pytest.raises(InputError, match=r"it has no rules for torch\.func"):
+        torch.func.vmap(lambda v: linear_attention(x[0], x[0], v, backend="fla")[0])(x)
+
+
+def test_it_is_listed():
+    assert backends()["fla"]["linear_attention"] is None

@@ -1,0 +1,43 @@
+"""The interpreter's products of bfloat16 matrices are right with the shim, and wrong without it."""
+
+import pytest
+import shims
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+@triton.jit
+def product(a, b, out, SIZE: tl.constexpr):
+    rows, columns = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    at = rows * SIZE + columns
+    tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at)))
+
+
+def error(dtype: torch.dtype) -> float:
+    a, b = torch.randn(2, 16, 16).to(dtype)
+    out = torch.full((16, 16), torch.nan)
+    product[(1,)](a, b, out, SIZE=16)
+    exact = a.double() @ b.double()
+    return float((out - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products(dtype):
+    """The operands are exact, and sums of 16 products in float32 err by at most 16 roundings."""
+    assert error(dtype) <= 16 * 2**-24
+
+
+def test_without_the_shim_bfloat16_is_wrong(monkeypatch):
+    builder = interpreter.InterpreterBuilder
+    monkeypatch.setattr(builder, "create_dot", builder.create_dot.__wrapped__)
+    assert not error(torch.bfloat16) < 1
+
+
+def test_autotuning_takes_the_first_configuration():
+    tuned = triton.autotune([triton.Config({"SIZE": 16}), triton.Config({"SIZE": 8})], key=[])(product)
+    a, b, out = torch.randn(3, 16, 16)
+    tuned[(1,)](a, b, out)
+    assert tuned.best_config.kwargs == {"SIZE": 16} and shims.first_configuration is type(tuned).run
+    torch.testing.assert_close(out, a @ b)

@@ -1,0 +1,155 @@
+"""The backend "triton" against the literal loop in float64: outputs, final states and all gradients."""
+
+import pytest
+import torch
+
+from equation import DECAYS, Way, assert_same, inputs
+from headrace import InputError, backends, linear_attention, step
+from headrace.ops.call import TOKENWISE
+from headrace.studies.verify import relative
+
+T, K, V = 37, 16, 24  # two chunks of 16 tokens and a part of the next
+RULES = ["add", "delta"]
+TRITON = Way({"backend": "triton", "chunk_size": 16}, torch.float32, 2e-6, 1e-5, T)
+WIDE = TRITON._replace(settings={"backend": "triton"})  # chunks of 64 tokens
+# bfloat16 keeps 8 digits: each product's operands are rounded once, and gradients pass through at most eight products.
+HALF = WIDE._replace(dtype=torch.bfloat16, tolerance=8 * 2**-8, gradient_tolerance=16 * 2**-8)
+PACKED = torch.tensor([0, 5, 5, 30, 37])  # the second sequence is empty
+
+
+def arguments(decay, **options):
+    return inputs(decay, **{"rows": 1, "tokens": T, "key": K, "value": V} | options)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_equation(decay, rule):
+    assert_same(arguments(decay, rows=2), TRITON, rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_without_gates_and_state(decay, rule):
+    assert_same(arguments(decay, gates=False, state=False), TRITON, rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+def test_whole_chunks_and_odd_sizes(decay, rule):
+    """Chunks of 64 tokens; K and V that are no powers of two, with V in two blocks."""
+    assert_same(arguments(decay, tokens=70, key=40, value=72, groups=2), WIDE, rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", ["fixed", "vector"])
+def test_packed_sequences(decay, rule):
+    assert_same(arguments(decay, n=4), TRITON, PACKED, rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+def test_steep_decays(decay, rule):
+    """Decays of up to e^-60 per token, beside some of nearly 1."""
+    given = arguments(decay, tokens=34)
+    with torch.no_grad():
+        given["log_decay"].mul_(60).masked_fill_(torch.rand_like(given["log_decay"]) < 0.3, -1e-3)
+    assert_same(given, TRITON, rule=rule)
+
+
+def test_a_decay_to_nothing():
+    """−∞ starts a new sequence."""
+    plain = {n: x if x is None else x.detach().float() for n, x in arguments("vector", state=False).items()}
+    plain["log_decay"][:, 20] = -torch.inf
+    cut = {n: x if x is None else x[:, 20:] for n, x in plain.items()}
+    whole, _ = linear_attention(**plain, backend="triton", chunk_size=16)
+    rest, _ = linear_attention(**cut, backend="torch")
+    torch.testing.assert_close(whole[:, 20:], rest, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+def test_bfloat16(decay, rule):
+    assert_same(arguments(decay, tokens=70, key=32, value=32), HALF, rule=rule)
+
+
+def test_bonus():
+    assert_same(arguments("vector", bonus=True), TRITON)
+
+
+def test_normaliser():
+    assert_same(arguments("none", normalise=True), TRITON, normalise=True)
+
+
+def test_views_of_one_projection():
+    """q, k and v as slices of one tensor, whose tokens are further apart than their sizes."""
+    joint = torch.randn(2, T, 4 * (K + K + V))
+    q, k, v = (x.unflatten(-1, (4, -1)) for x in joint.split([4 * K, 4 * K, 4 * V], -1))
+    for x, y in zip(
+        linear_attention(q, k, v, backend="triton", chunk_size=16),
+        linear_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend="triton", chunk_size=16),
+        strict=True,
+    ):
+        assert torch.equal(x, y)
+
+
+def test_repeated_calls_agree_to_the_bit():
+    given = {n: x if x is None else x.detach().float().requires_grad_() for n, x in arguments("scalar").items()}
+    leaves = [x for x in given.values() if x is not None]
+
+    def run():
+        out, state = linear_attention(**given, rule="delta", backend="triton", chunk_size=16)
+        return [out, state, *torch.autograd.grad(out.square().sum() + state.sum(), leaves)]
+
+    for x, y in zip(run(), run(), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_step(decay, rule):
+    given = arguments(decay, rows=2, tokens=1, groups=2, value=40, bonus=rule == "add" and decay == "vector")
+    token = {n: x if x is None else (x[:, 0] if n in TOKENWISE and x.dim() > 1 else x) for n, x in given.items()}
+    token["state"] = token.pop("initial_state")
+    exact = step(**{n: x if x is None else x.detach() for n, x in token.items()}, rule=rule, backend="torch")
+    found = step(**{n: x if x is None else x.detach().float() for n, x in token.items()}, rule=rule, backend="triton")
+    for x, y in zip(found, exact, strict=True):
+        assert relative(x, y) <= 1e-6
+
+
+def test_a_step_with_gradients_is_refused():
+    x = torch.randn(1, 4, K, requires_grad=True)
+    with pytest.raises(InputError, match="its step has no derivatives"):
+        step(x, x, x, backend="triton")
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_few_tokens(tokens):
+    given = {n: x if x is None else x.detach().float() for n, x in arguments("vector", tokens=tokens).items()}
+    out, state = linear_attention(**given, backend="triton")
+    expected, expected_state = linear_attention(**given, backend="torch")
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(state, expected_state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float64}, "it computes in float32, from float32, bfloat16 or float16, and v is torch.float64"),
+        ({"key": 257}, "it takes K from 1 to 256 and V from 1, and they are 257 and 24"),
+    ],
+)
+def test_refusals(changes, reason):
+    key, dtype = changes.get("key", K), changes.get("dtype", torch.float32)
+    q, v = torch.randn(1, 3, 4, key, dtype=dtype), torch.randn(1, 3, 4, V, dtype=dtype)
+    with pytest.raises(InputError, match=f"backend='triton' cannot run here: {reason}"):
+        linear_attention(q, q, v, backend="triton")
+
+
+def test_a_chunk_size_that_it_does_not_have():
+    x = torch.randn(1, 3, 4, K)
+    with pytest.raises(InputError, match="its chunks have 16, 32 or 64 tokens, and chunk_size is 48"):
+        linear_attention(x, x, x, backend="triton", chunk_size=48)
+
+
+def test_it_is_listed():
+    assert backends()["triton"]["linear_attention"] is None
