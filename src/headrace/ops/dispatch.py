@@ -9,7 +9,8 @@ from .fla import op as fla_op
 from .native import op as native_op
 from .torch import op as torch_op
 
-# In order of preference: "auto" takes the first backend that is available and does not refuse the call.
+# In order of preference: "auto" takes the first backend that is available and does not refuse the call. On a CPU that
+# is native or torch, on a GPU fla or torch.
 BACKENDS: dict[str, Backend] = {"native": native_op.BACKEND, "fla": fla_op.BACKEND, "torch": torch_op.BACKEND}
 
 

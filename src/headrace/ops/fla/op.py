@@ -104,8 +104,8 @@ def _miscompiled(call: Call) -> str | None:
         return None
     if not (call.delta or _per_token(decay)) or torch.cuda.get_device_capability(call.v.device)[0] != 9:
         return None
-    found = import_module("triton").__version__
-    if (3, 4) <= TorchVersion(found) < (3, 7, 1):
+    found = TorchVersion(import_module("triton").__version__)
+    if found >= "3.4" and found < "3.7.1":
         return f"Triton {found} miscompiles its gradients for this GPU; expected Triton 3.7.1 or newer"
     return None
 
