@@ -118,23 +118,18 @@ def _per_token(decay: Tensor | None) -> bool:
 # --- a call ----------------------------------------------------------------------------------------------------------
 
 
-class _FirstOrder(torch.autograd.Function):
-    """The identity, which refuses second derivatives: FLA's backward would give zeros."""
-
-    @staticmethod
-    def forward(ctx, out, state):
-        return out, state
-
-    @staticmethod
-    @first_order(NAME, "; expected form='recurrent', which has all derivatives")
-    def backward(ctx, d_out, d_state):
-        return d_out, d_state
+@first_order(NAME, "; expected form='recurrent', which has all derivatives")
+def _only_first(gradient: Tensor) -> None:
+    """A hook of the results, because the second derivatives of FLA's kernels would be zeros."""
 
 
 def _run(call: Call) -> tuple[Tensor, Tensor]:
     with without_autocast(call.v):  # the recurrence is in the dtypes that it is given
         out, state = _kernel(call)
-    return _FirstOrder.apply(out, state)
+    for result in (out, state):
+        if result.requires_grad:
+            result.register_hook(_only_first)
+    return out, state
 
 
 def _kernel(call: Call) -> tuple[Tensor, Tensor]:
