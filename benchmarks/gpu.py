@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # before PyTorch: its profiler would write a line per measurement
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before PyTorch: its profiler would write a line per measurement
 
 import torch
 
