@@ -19,13 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # before PyTorch: its profiler would write a line per measurement
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before PyTorch: its profiler would write a line per measurement
 
 import torch
 
-import gpu_stages
 from gpu_measure import Machine
-from gpu_stages import DRY, FULL, STAGES
+from gpu_stages import DRY, FULL, STAGES, Sizes
 from record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "gpu.csv"
@@ -85,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def measured(stage: str, machine: Machine, sizes: gpu_stages.Sizes) -> Iterator[Row]:
+def measured(stage: str, machine: Machine, sizes: Sizes) -> Iterator[Row]:
     try:
         from triton import __version__ as triton
     except ImportError:

@@ -1,6 +1,8 @@
 """The benchmarks run, and write what they found."""
 
 import csv
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import decays
 import decode
 import gpu
+import launches
 import model
 import op
 import taylor
@@ -127,3 +130,15 @@ def test_the_gpu_benchmark_ends_in_time(lines, small, capsys):
     path, _ = lines
     assert gpu.main(["--dry", "--minutes", "0.001", "--output", str(path)]) == 0
     assert "minutes are over" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_launches_counts_those_of_forward_and_backward(lines):
+    for package in ("triton", "fla"):
+        pytest.importorskip(package)
+    path, read = lines
+    command = [sys.executable, launches.__file__, "--gpu", "sm_90", "--family", "linear", "--output", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    rows = read()
+    assert [row["way"] for row in rows] == ["forward"] * 2 + ["backward"] * 4
+    assert all(int(row["registers"]) > 0 and int(row["matrix"]) > 0 for row in rows)

@@ -10,6 +10,7 @@ import pytest
 import headrace
 from headrace import zoo
 from headrace.cli import app as cli
+from headrace.ops import dispatch
 from headrace.spec import AttentionSpec, Decay, MixerSpec, Read, to_json
 from headrace.studies import catalog
 from headrace.studies.compare.choose import choose
@@ -180,6 +181,16 @@ def test_verify_fails_where_a_law_is_broken(headrace_, monkeypatch):
     monkeypatch.setattr(module, "verify", lambda names, *rest: [module.Row("gla", "step", 1.0, 1e-9)])
     code, out, _ = headrace_("verify", "--mixers", "gla")
     assert code == 1 and "1 of 1 laws are broken" in out and "BROKEN" in out
+    assert headrace_("backends")[1] in out  # the versions of what was run
+
+
+def test_verify_shows_what_a_backend_raised(headrace_, monkeypatch):
+    def run(call):
+        raise RuntimeError("misaligned address in chunk_gla_fwd")
+
+    monkeypatch.setitem(dispatch.BACKENDS, "new", dispatch.BACKENDS["torch"]._replace(run=run))
+    code, out, _ = headrace_("verify", "--mixers", "gla")
+    assert code == 1 and "gla, new in float64: RuntimeError: misaligned address in chunk_gla_fwd" in out
 
 
 def test_backends_and_version(headrace_):

@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 
-from headrace import GateWarning, layers, zoo
+from headrace import GateWarning, backends, layers, zoo
+from headrace.ops.dispatch import BACKENDS
 from headrace.spec import linear as spec
 from headrace.studies.verify import BATCH, HEADS, HIDDEN, laws, specimen
 
@@ -72,6 +73,28 @@ def test_a_law_can_fail():
     y = mixer(x)[0]
     mixer.in_proj.weight.data.add_(1e-6)
     assert all(relative(way(mixer, x), y) > 1e-10 for way in (FORMS | WAYS).values())
+
+
+def test_every_backend_is_checked_in_a_precision_that_it_takes():
+    rows = {row.law: row for row in laws("gla", "cpu", torch.float64, seed=0)}
+    assert {"torch in float64", "torch in float64, gradients"} <= set(rows)
+    if backends()["native"] is None:
+        assert {"native in float32", "native in float32, gradients"} <= set(rows)
+
+
+@pytest.mark.parametrize("wrong", [lambda out: out * 1.001, lambda out: out.nonexistent], ids=["inexact", "failing"])
+def test_a_backend_that_is_wrong_breaks_its_law(monkeypatch, wrong):
+    def run(call):
+        out, state = BACKENDS["torch"].run(call)
+        return wrong(out), state
+
+    monkeypatch.setitem(BACKENDS, "new", BACKENDS["torch"]._replace(run=run))
+    broken = [row for row in laws("gla", "cpu", torch.float64, seed=0) if not row.holds]
+    assert broken and all(row.law.startswith("new in float64") for row in broken)
+    assert [row.note for row in broken if row.note] in (
+        [],
+        ["AttributeError: 'Tensor' object has no attribute 'nonexistent'"],
+    )
 
 
 @pytest.mark.parametrize("name", [*zoo.names(), "softmax-residual-delta(competition.rank=3)"])

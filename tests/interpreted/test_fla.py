@@ -109,9 +109,15 @@ def test_bounds_that_do_not_fit(bounds):
 
 def test_second_derivatives_are_refused():
     v = torch.randn(1, T, 4, V, requires_grad=True)
-    out, _ = call(v=v)
-    with pytest.raises(InputError, match="backend='fla' has no second derivative"):
-        torch.autograd.grad(out.square().sum(), v, create_graph=True)
+    for result in call(v=v):
+        with pytest.raises(InputError, match="backend='fla' has no second derivative"):
+            torch.autograd.grad(result.square().sum(), v, create_graph=True, retain_graph=True)
+
+
+def test_results_may_be_changed_in_place():
+    v = torch.randn(1, T, 4, V, requires_grad=True)
+    plain, changed = (torch.autograd.grad(f(call(v=v)[0]).sum(), v)[0] for f in (lambda x: 2 * x, lambda x: x.mul_(2)))
+    assert torch.equal(plain, changed)
 
 
 def long(size: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -141,6 +141,7 @@ def verify(
     from ..studies.verify import TOLERANCE
     from ..studies.verify import verify as check
     from ..utils.device import on_device
+    from ..utils.environment import device_name
 
     dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCE}
     if dtype not in dtypes:
@@ -149,16 +150,21 @@ def verify(
     names = zoo.several("all" if mixers is None else mixers)
     for name in names:
         zoo.mixer(name)  # raises for an unknown name before the first check
-    console, broken = terminal(), 0
+    console, broken = terminal(), []
     table = Table("mixer", "law", "relative error", "tolerance", "")
     with interruptible("no result was kept"), telling(console) as tell:
         checked = track(names, "mixer", tell)
         for row in (row for name in checked for row in check([name], device, dtypes[dtype])):
-            broken += not row.holds
             mark = "holds" if row.holds else "[red]BROKEN"
             table.add_row(row.mixer, row.law, f"{row.error:.1e}", f"{row.tolerance:.0e}", mark)
+            broken += [] if row.holds else [row]
     console.print(table)
-    console.print(f"{broken} of {table.row_count} laws are broken on {device} in {dtype}")
+    console.print(f"{len(broken)} of {table.row_count} laws are broken on {device} in {dtype}")
+    if broken:
+        for row in (row for row in broken if row.note):
+            console.print(f"{row.mixer}, {row.law}: {row.note}", soft_wrap=True, highlight=False, markup=False)
+        print(f"{device}: {device_name(device)}")
+        backends()
     raise typer.Exit(1 if broken else 0)
 
 

@@ -12,7 +12,8 @@ from .native import op as native_op
 from .torch import op as torch_op
 from .triton import op as triton_op
 
-# In order of preference: "auto" takes the first backend that is available and does not refuse the arguments.
+# In order of preference: "auto" takes the first backend that is available and does not refuse the arguments. On a CPU
+# that is native or torch, on a GPU triton, fla or torch.
 BACKENDS: dict[str, Backend] = {
     "native": native_op.BACKEND, "triton": triton_op.BACKEND, "fla": fla_op.BACKEND, "torch": torch_op.BACKEND,
 }  # fmt: skip

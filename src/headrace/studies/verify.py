@@ -6,21 +6,24 @@ run token by token for a layer without the op.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import layers, zoo
 from ..layers.stack import Backbone, Sizes
+from ..ops.dispatch import BACKENDS
 from ..ops.recurrence import linear_attention
 from ..ops.reference import literal
 from ..spec.stack import Decoder
+from ..utils.errors import InputError
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 BATCH, TOKENS, HIDDEN, HEADS = 2, 67, 64, 4  # TOKENS: a chunk of 64 and a part of the next
+WIDE = 256  # hidden size on a GPU, where matrix products have at least 16 channels per head
 
 
 class Row(NamedTuple):
@@ -30,6 +33,7 @@ class Row(NamedTuple):
     law: str
     error: float
     tolerance: float
+    note: str = ""  # the error that a backend raised, whose relative error is infinite
 
     @property
     def holds(self) -> bool:
@@ -43,7 +47,8 @@ def verify(
 
     Args:
         names: names or expressions of mixers; None: all of the zoo.
-        device, dtype: where and in which precision the mixers run.
+        device, dtype: where and in which precision the mixers run. A backend that does not take the dtype runs in
+            float32, or else in bfloat16.
         seed: seed of parameters and inputs.
 
     Returns:
@@ -68,24 +73,61 @@ def laws(name: str, device: str, dtype: torch.dtype, seed: int) -> Iterable[Row]
             yield Row(name, law, relative(way(tested, x.to(device, dtype)), y), tolerance)
     expected = gradients(truth, reference, x)
     yield Row(name, "gradients", worst(gradients(at_once, tested, x.to(device, dtype)), expected), 10 * tolerance)
+    if isinstance(reference, layers.LinearMixer):
+        yield from backend_laws(name, device, dtype, seed)
 
 
-def specimen(name: str, seed: int) -> tuple[nn.Module, Tensor]:
+def backend_laws(name: str, device: str, dtype: torch.dtype, seed: int) -> Iterator[Row]:
+    """Two rows, outputs and gradients, for each backend that takes a linear mixer on the device."""
+    tested, x = specimen(name, seed, HIDDEN if device == "cpu" else WIDE)
+    reference: Any = copy.deepcopy(tested)
+    reference.op = literal_op
+    with torch.no_grad():
+        y = at_once(reference, x)
+    expected = gradients(at_once, reference, x)
+    for backend in (known for known, entry in BACKENDS.items() if entry.missing() is None):
+        for precision in dict.fromkeys((dtype, torch.float32, torch.bfloat16)):
+            law = f"{backend} in {str(precision).removeprefix('torch.')}"
+            mixer = copy.deepcopy(tested).to(device, precision)
+            mixer.op = partial(linear_attention, backend=backend)  # type: ignore[assignment]
+            rows = held_against(mixer, x.to(device, precision), y, expected, Row(name, law, 0.0, TOLERANCE[precision]))
+            if rows:
+                yield from rows
+                break
+
+
+def held_against(mixer: nn.Module, x: Tensor, y: Tensor, expected: list[Tensor], row: Row) -> list[Row]:
+    """The rows of a mixer's outputs and gradients, filled into `row`; none if the mixer's backend does not take it."""
+    try:
+        with torch.no_grad():
+            out = at_once(mixer, x)
+        found = gradients(at_once, mixer, x)
+    except InputError as error:
+        if "cannot run here" in str(error):
+            return []
+        raise
+    except Exception as error:  # a kernel that fails is a broken law, and other laws are still to be checked
+        return [row._replace(error=float("inf"), note=f"{type(error).__name__}: {error}")]
+    slopes = Row(row.mixer, f"{row.law}, gradients", worst(found, expected), 10 * row.tolerance)
+    return [row._replace(error=relative(out, y)), slopes]
+
+
+def specimen(name: str, seed: int, hidden: int = HIDDEN) -> tuple[nn.Module, Tensor]:
     """(a float64 mixer with randomly perturbed parameters, an input)"""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-    mixer = subject(zoo.mixer(name)).double()
+    mixer = subject(zoo.mixer(name), hidden).double()
     with torch.no_grad():
         for path, parameter in mixer.named_parameters():
             parameter.add_(draw(parameter.shape), alpha=1.0 if "competition" in path else 0.1)
-    return mixer, draw(BATCH, TOKENS, HIDDEN)
+    return mixer, draw(BATCH, TOKENS, hidden)
 
 
-def subject(spec) -> nn.Module:
+def subject(spec, hidden: int) -> nn.Module:
     """The module of a mixer; for a decoder, its stack of layers, which has the interface of a mixer."""
     if isinstance(spec, Decoder):
-        return Backbone(spec.layers, Sizes(HIDDEN, HEADS, HIDDEN, style=spec.style))
-    return layers.build(spec, hidden_size=HIDDEN, num_heads=HEADS, layer_idx=1, num_layers=3)
+        return Backbone(spec.layers, Sizes(hidden, HEADS, hidden, style=spec.style))
+    return layers.build(spec, hidden_size=hidden, num_heads=HEADS, layer_idx=1, num_layers=3)
 
 
 def literal_op(

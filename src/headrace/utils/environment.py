@@ -51,6 +51,11 @@ def git(*args: str) -> str | None:
     return done.stdout.strip()
 
 
+def device_name(device: str) -> str:
+    """Returns the name of a GPU, or of the processor."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else processor()
+
+
 def processor() -> str:
     """Returns the name of the processor."""
     try:

@@ -99,8 +99,8 @@ def _miscompiled(call: Call) -> str | None:
         return None
     if not (call.delta or _per_token(decay)) or torch.cuda.get_device_capability(call.v.device)[0] != 9:
         return None
-    found = import_module("triton").__version__
-    if (3, 4) <= TorchVersion(found) < (3, 7, 1):
+    found = TorchVersion(import_module("triton").__version__)
+    if found >= "3.4" and found < "3.7.1":
         return f"Triton {found} miscompiles its gradients for this GPU; expected Triton 3.7.1 or newer"
     return None
 
@@ -113,23 +113,18 @@ def _per_token(decay: Tensor | None) -> bool:
 # --- a call ----------------------------------------------------------------------------------------------------------
 
 
-class _FirstOrder(torch.autograd.Function):
-    """The identity, which refuses second derivatives: FLA's backward would give zeros."""
-
-    @staticmethod
-    def forward(ctx, out, state):
-        return out, state
-
-    @staticmethod
-    @first_order(NAME, "; expected form='recurrent', which has all derivatives")
-    def backward(ctx, d_out, d_state):
-        return d_out, d_state
+@first_order(NAME, "; expected form='recurrent', which has all derivatives")
+def _only_first(gradient: Tensor) -> None:
+    """A hook of the results, because the second derivatives of FLA's kernels would be zeros."""
 
 
 def _run(call: Call) -> tuple[Tensor, Tensor]:
     with without_autocast(call.v):  # the recurrence is in the dtypes that it is given
         out, state = _kernel(call)
-    return _FirstOrder.apply(out, state)
+    for result in (out, state):
+        if result.requires_grad:
+            result.register_hook(_only_first)
+    return out, state
 
 
 def _kernel(call: Call) -> tuple[Tensor, Tensor]:

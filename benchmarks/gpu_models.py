@@ -1,0 +1,109 @@
+"""Whole models on a GPU: training steps and decoding. See gpu.py."""
+
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpu_measure import Machine
+from gpu_sizes import Found, Sizes, failure
+from headrace import zoo
+from headrace.layers.stack import Backbone, default_intermediate_size
+from headrace.layers.stack import Sizes as StackSizes
+
+
+class FlaLayer(nn.Module):
+    """A layer of the package flash-linear-attention in the place of one of headrace's mixers."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, state=None, **_) -> tuple[Tensor, None]:
+        return self.layer(x)[0], None
+
+
+FLA_LAYERS = {
+    "gla": ("GatedLinearAttention", {"num_heads": 4}),
+    "retnet": ("MultiScaleRetention", {"num_heads": 4}),
+    "gated-deltanet": ("GatedDeltaNet", {"num_heads": 4, "head_dim": 192}),
+}
+
+
+class Model(nn.Module):
+    """A language model of one mixer: embedding, blocks, and the embedding again as the head."""
+
+    def __init__(self, mixer: str, sizes: Sizes, foreign: bool = False):
+        super().__init__()
+        stack = StackSizes(sizes.hidden, 4, default_intermediate_size(sizes.hidden))
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.backbone = Backbone([zoo.mixer(mixer)] * sizes.layers, stack)
+        if foreign:
+            kind, options = FLA_LAYERS[mixer]
+            layer = getattr(import_module("fla.layers"), kind)
+            for block in self.backbone.layers:
+                block.mixer = FlaLayer(layer(hidden_size=sizes.hidden, **options))
+
+    def loss(self, ids: Tensor) -> Tensor:
+        x, _ = self.backbone(self.embedding(ids))
+        return F.cross_entropy((x @ self.embedding.weight.T)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train(machine: Machine, sizes: Sizes) -> Iterator[Found]:
+    """Tokens per second of whole training steps in bfloat16, one model at a time."""
+    B, T = sizes.batch
+    subjects = [(name, False) for name in sizes.mixers]
+    subjects += [(name, True) for name in sizes.mixers if name in FLA_LAYERS and machine.is_gpu]
+    for mixer, foreign in subjects:
+        subject, where = f"FLA's {mixer}" if foreign else mixer, f"{sizes.layers} layers, B={B} T={T}"
+        try:
+            model = Model(mixer, sizes, foreign).to(machine.device, torch.bfloat16)
+            ids = torch.randint(sizes.vocabulary, (B, T), device=machine.device)
+            optimizer = torch.optim.AdamW(model.parameters(), fused=machine.is_gpu)
+            call = partial(training_step, model, optimizer, ids)
+            times = machine.race({mixer: call}, min(sizes.rounds, 10), 4 * sizes.budget)[mixer]
+        except ImportError as error:
+            yield subject, where, "refused", 0.0, "", str(error)
+            continue
+        except Exception as error:
+            yield failure(subject, where, error)
+            continue
+        yield subject, where, "parameters", float(sum(p.numel() for p in model.parameters())), "", ""
+        yield subject, where, "training", 1000 * B * T / times.device, "tokens/s", ""
+        if (peak := machine.peak(call)) is not None:
+            yield subject, where, "memory", peak / 2**20, "MiB", ""
+
+
+def training_step(model: Model, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+    model.loss(ids).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def decode(machine: Machine, sizes: Sizes) -> Iterator[Found]:
+    """Tokens per second after a context of 64 tokens, token by token, without a CUDA graph."""
+    for mixer in sizes.mixers:
+        model = Model(mixer, sizes).to(machine.device, torch.bfloat16).eval()
+        for B in sizes.streams:
+            where = f"{sizes.layers} layers, B={B}"
+            x = torch.randn(B, 64, sizes.hidden, dtype=torch.bfloat16, device=machine.device)
+            try:
+                _, states = model.backbone(x)
+                call = partial(decode_token, model, x[:, :1], states)
+                times = machine.race({mixer: call}, sizes.rounds, sizes.budget)[mixer]
+                launches = machine.launches(call)
+            except Exception as error:
+                yield failure(mixer, where, error)
+                continue
+            yield mixer, where, "decoding", 1000 * B / times.device, "tokens/s", ""
+            yield mixer, where, "host", times.host, "ms", ""
+            yield mixer, where, "launches", float(launches), "", ""
+
+
+def decode_token(model: Model, x: Tensor, states: list) -> Tensor:
+    y, _ = model.backbone(x, states)
+    return (y @ model.embedding.weight.T).argmax(-1)

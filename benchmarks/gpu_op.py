@@ -1,0 +1,151 @@
+"""The op on a GPU: the rates that limit it, errors, times, memory and launches of every backend. See gpu.py."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_measure import Call, Machine
+from gpu_sizes import Found, Sizes, failure
+from headrace import InputError, backends, linear_attention
+from headrace.ops.dispatch import BACKENDS
+from headrace.ops.reference import literal
+from headrace.studies.verify import relative, worst
+from peers import FAMILIES, Family
+
+# --- ceilings --------------------------------------------------------------------------------------------------------
+
+
+def ceilings(machine: Machine, sizes: Sizes) -> Iterator[Found]:
+    """The rates that nothing can exceed: of copying, of a product of matrices, of launches."""
+    x = torch.zeros(sizes.copied, dtype=torch.bfloat16, device=machine.device)
+    a = torch.randn(sizes.square, sizes.square, dtype=torch.bfloat16, device=machine.device)
+    small, y = torch.zeros(1, device=machine.device), torch.empty_like(x)
+    calls: dict[str, Call] = {"copy": lambda: y.copy_(x), "product": lambda: a @ a, "launch": lambda: small.add_(1)}
+    times = machine.race(calls, sizes.rounds, sizes.budget)
+    shape = "bfloat16"
+    yield "machine", shape, "copy", 2 * x.nbytes / times["copy"].device / 1e6, "GB/s", ""
+    yield "machine", shape, "product", 2 * sizes.square**3 / times["product"].device / 1e9, "TFLOP/s", ""
+    yield "machine", shape, "launch", 1000 * times["launch"].host, "µs", ""
+
+
+# --- the op ----------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(family: Family, shape: tuple[int, ...], machine: Machine) -> dict[str, Tensor]:
+    B, T, H, K, V = shape
+    return family.inputs(B=B, T=T, H=H, K=K, V=V, dtype=torch.bfloat16, device=machine.device)
+
+
+def engines(
+    family: Family, tensors: dict[str, Tensor]
+) -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]], str]]:
+    """(name, call, why it is refused) of every backend that is here."""
+    for name, backend in BACKENDS.items():
+        if backend.missing() is None:
+            call = partial(linear_attention, **tensors, **family.options(), backend=name)
+            try:
+                backends(**tensors, **family.options(), backend=name)
+                yield name, call, ""
+            except InputError as error:
+                yield name, call, str(error)
+
+
+def both_ways(call: Callable[[], Any], inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    """The gradients of a weighted sum of what the call returns."""
+    return list(torch.autograd.grad(list(call()), inputs, weights, allow_unused=True, materialize_grads=True))
+
+
+def correctness(machine: Machine, sizes: Sizes) -> Iterator[Found]:
+    """Errors in bfloat16 against the literal loop in float64 on the same numbers."""
+    for shape in sizes.correct:
+        for name in sizes.families:
+            family, where = FAMILIES[name], f"{name} {list(shape)}"
+            tensors = tensors_of(family, shape, machine)
+            inputs = [x for x in tensors.values() if x.requires_grad]
+            exact = {key: x.detach().double().requires_grad_(x.requires_grad) for key, x in tensors.items()}
+            truth = literal(**exact, **family.options())
+            weights = [torch.randn_like(x) for x in truth]
+            expected = both_ways(lambda truth=truth: truth, [x for x in exact.values() if x.requires_grad], weights)
+            truth = [x.cpu() for x in truth]
+            for engine, call, refused in engines(family, tensors):
+                if refused:
+                    yield engine, where, "refused", 0.0, "", refused
+                    continue
+                try:
+                    found = call()
+                    rounded = [w.to(x.dtype) for w, x in zip(weights, found, strict=True)]
+                    gradients = both_ways(lambda found=found: found, inputs, rounded)
+                    yield engine, where, "output", relative(found[0], truth[0]), "relative", ""
+                    yield engine, where, "state", relative(found[1], truth[1]), "relative", ""
+                    yield engine, where, "gradients", worst(gradients, [x.cpu() for x in expected]), "relative", ""
+                except Exception as error:  # one kernel's failure must not end the run
+                    yield failure(engine, where, error)
+
+
+def flash_qla(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    names = {"log_decay": "g"}
+    function = import_module("flash_qla").chunk_gated_delta_rule
+    return function(**{names.get(key, key): x for key, x in tensors.items()}, output_final_state=True, auto_cp=True)
+
+
+PEERS: dict[str, dict[str, Callable]] = {"gated-delta": {"flash_qla": flash_qla}}  # by module
+
+
+def runners(name: str, tensors: dict[str, Tensor]) -> dict[str, Call]:
+    """Ours by backend, without and with gates, and peers that can be imported."""
+    family, found = FAMILIES[name], {}
+    for engine, call, refused in engines(family, tensors):
+        if not refused:
+            found[engine] = call
+            gates = {f"{way}_gate": torch.rand_like(tensors["v"][..., 0]).requires_grad_() for way in ("read", "write")}
+            found[f"{engine}, gates"] = partial(call, **gates)
+    for peer, function in PEERS.get(name, {}).items():
+        try:
+            import_module(peer)
+        except ImportError:  # peers are optional; the table shows which ones ran
+            continue
+        found[peer] = partial(function, tensors)
+    return found
+
+
+def op(machine: Machine, sizes: Sizes) -> Iterator[Found]:
+    """Times, memory and launches of every backend and peer, in turn in one process."""
+    for shape in sizes.timed:
+        for name in sizes.families:
+            tensors, where = tensors_of(FAMILIES[name], shape, machine), f"{name} {list(shape)}"
+            calls: dict[str, Call] = {}
+            for runner, call in runners(name, tensors).items():
+                inputs = [x for x in {**tensors, **getattr(call, "keywords", {})}.values() if isinstance(x, Tensor)]
+                inputs = list({id(x): x for x in inputs if x.requires_grad}.values())
+                try:
+                    weights = [torch.ones_like(x) for x in call()]
+                    calls[runner] = torch.no_grad()(call)
+                    calls[f"{runner} | both"] = partial(both_ways, call, inputs, weights)
+                    calls[f"{runner} | both"]()
+                except Exception as error:
+                    calls = {key: x for key, x in calls.items() if not key.startswith(runner)}
+                    yield failure(runner, where, error)
+            yield from costs(machine, sizes, calls, where)
+
+
+def costs(machine: Machine, sizes: Sizes, calls: dict[str, Call], where: str) -> Iterator[Found]:
+    for key, times in machine.race(calls, sizes.rounds, sizes.budget).items():
+        runner, _, way = key.partition(" | ")
+        way = "f+b" if way else "fwd"
+        yield runner, where, way, times.device, "ms", ""
+        yield runner, where, f"{way} host", times.host, "ms", ""
+        yield runner, where, f"{way} launches", machine.launches(calls[key]), "", ""
+        if (peak := machine.peak(calls[key])) is not None:
+            yield runner, where, f"{way} memory", peak / 2**20, "MiB", ""
+        try:
+            replay = machine.graph(calls[key])
+        except Exception as error:  # not every call can be captured
+            yield runner, where, f"{way} graph", 0.0, "ms", f"no: {type(error).__name__}"
+            continue
+        if replay is not None:
+            graphed = machine.race({key: replay}, sizes.rounds, sizes.budget)[key]
+            yield runner, where, f"{way} graph", graphed.device, "ms", ""
