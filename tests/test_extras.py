@@ -12,7 +12,7 @@ from headrace.utils.errors import InputError
 # Of each extra the packages that those before it do not bring.
 EXTRAS = {
     "models": ("transformers", "accelerate", "matplotlib", "huggingface_hub", "tokenizers"),
-    "train": ("yaml", "datasets", "tensorboard", "pandas", "pyarrow"),
+    "train": ("omegaconf", "datasets", "tensorboard", "pandas", "pyarrow"),
     "serve": ("uvicorn", "starlette"),
     "eval": ("lm_eval", "html2text", "bs4", "sklearn"),
 }

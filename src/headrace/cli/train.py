@@ -60,36 +60,43 @@ def prepare(
     from ..data import Preparation
     from ..data import prepare as run
 
-    if bool(sources) == (task is not None):
-        found = "both text sources and" if sources else "neither text sources nor"
-        raise InputError(f"prepare has {found} --task; expected one of them")
-    ours = {"tokenizer": tokenizer, "length": length}
-    of_text, of_task = {"bpe": train_bpe, "held_out": held_out, "column": column}, {"rows": rows}
-    idle = given(of_text if task is not None else of_task)
-    if idle:
-        name, value = next(iter(idle.items()))
-        option = "train-bpe" if name == "bpe" else name.replace("_", "-")
-        where = (
-            "without --task; expected it with --task" if task is None else "with --task; expected it with text sources"
-        )
-        raise InputError(f"--{option}={value} {where} alone")
+    both = {"tokenizer": tokenizer, "length": length}
+    held = {"held_out": held_out, "column": column}
+    refuse_ignored(sources, task, {"rows": rows} if task is None else {"train_bpe": train_bpe} | held)
     with interruptible(f"{output} was not created"):
         if task is None:
-            plan = Preparation(tuple(sources or ()), seed=seed, workers=workers, **given(ours | of_text))
+            texts = tuple(sources or ())
+            plan = Preparation(texts, bpe=train_bpe, seed=seed, workers=workers, **given(both | held))
             manifest = run(plan, output)
         else:
             from ..studies.compare.choose import default, refined
             from ..tasks.prepared import prepare as draw
 
-            chosen = refined(default(task).task, given(ours))
+            chosen = refined(default(task).task, given(both))
             manifest = draw(chosen, task, 10000 if rows is None else rows, seed, workers, output)
-    table = Table("", "documents", "tokens", "rows", "bytes")
-    for part in ("train", "held_out"):
-        counts = manifest[part]
-        table.add_row(part, *(f"{counts[name]:,}" for name in ("documents", "tokens", "rows", "bytes")))
-    Console().print(table)
+    print_counts(manifest)
     speed = f"{manifest['megabytes_per_second']} MB/s; " if task is None else ""
     print(f"{speed}{output} is ready")
+
+
+def refuse_ignored(sources: list[str] | None, task: str | None, others: dict[str, Any]) -> None:
+    """Raises InputError unless `prepare` has either text sources or a task, and none of the options `others`, which
+    belong to the one that is not given."""
+    if bool(sources) == (task is not None):
+        found = "both text sources and" if sources else "neither text sources nor"
+        raise InputError(f"prepare has {found} --task; expected one of them")
+    for name, value in given(others).items():
+        here, there = ("without", "--task") if task is None else ("with", "text sources")
+        raise InputError(f"--{name.replace('_', '-')}={value} {here} --task; expected it with {there} alone")
+
+
+def print_counts(manifest: dict[str, Any]) -> None:
+    """Prints the numbers of documents, tokens, rows and bytes of prepared data."""
+    names = ("documents", "tokens", "rows", "bytes")
+    table = Table("", *names)
+    for part in ("train", "held_out"):
+        table.add_row(part, *(f"{manifest[part][name]:,}" for name in names))
+    Console().print(table)
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
