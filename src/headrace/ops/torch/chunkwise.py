@@ -30,16 +30,16 @@ import torch
 from torch import Tensor
 
 from ..call import DIFFERENTIABLE, Call
-from .decay import NoDecay
+from .decay import NoDecay, identity
 from .scan import Memory
-from .tiles import Chunks, Tiles, product
+from .tiles import Chunks, Tiles, plus_product, product
 
 
 def inverse(L: Tensor) -> Tensor:
     """Returns (I + L)⁻¹ for the lower triangle of L [M, C, C]. It is computed by substitution, because its entries stay
     bounded when powers of L do not, as for a repeated key."""
-    identity = torch.eye(L.shape[1], dtype=L.dtype, device=L.device).expand_as(L)
-    return torch.linalg.solve_triangular(L, identity, upper=False, unitriangular=True)
+    one = identity(L.shape[1], L.dtype, L.device).expand_as(L)
+    return torch.linalg.solve_triangular(L, one, upper=False, unitriangular=True)
 
 
 def finite(x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def backward(
         decay = tile.decay()
         D, dE, dS = write_backward(tile.d_out * call.scale, decay, gradients, part, call.delta)
         passed = None
-        if "log_decay" in grads:
+        if "log_decay" in grads and decay.through is not None:
             passed = (S * dS).sum(-1, keepdim=True).mul_(decay.through).mT
         read, written = torch.bmm(D, S.mT), torch.bmm(E[where], dS.mT)
         dx, dy, dg = decay.backward(torch.bmm(D, E[where].mT), read, written, passed)
@@ -150,21 +150,23 @@ def backward(
         shaped(chunks.join(grads[name]), x) if name in grads else None
         for name, x in zip(Call._fields[: DIFFERENTIABLE - 1], call.tensors, strict=False)
     )
-    return [*found, gradients.result()]
+    return [*found, None if call.initial_state is None else gradients.result()]
 
 
 def to_inputs(tile: Tiles, dx: Tensor, dy: Tensor, dE: Tensor, dg: Tensor | None) -> dict[str, Tensor]:
     """Converts the gradients to readers, writers and w v (v under the additive rule) to those to the inputs."""
     C = dy.shape[1]
-    grads = {"q": product(dx[:, :C], tile.read_gate), "k": product(dy, tile.factor), "v": dE}
+    grads = {"q": product(dx[:, :C], tile.read_gate), "v": dE}
     if dg is not None:
         grads["log_decay"] = dg
     if tile.read_gate is not None:
         grads["read_gate"] = row_dot(tile.q, dx[:, :C])
     d_factor = None if tile.factor is None else row_dot(tile.k, dy)
     if tile.delta:
-        grads["k"] = grads["k"] + dx[:, C:]
+        grads["k"] = plus_product(dx[:, C:], dy, tile.factor)
         grads["v"] = product(dE, tile.write_gate)
+    else:
+        grads["k"] = product(dy, tile.factor)
     if tile.beta is not None:
         grads["beta"] = d_factor if tile.delta else product(d_factor, tile.write_gate)
     if tile.write_gate is not None:

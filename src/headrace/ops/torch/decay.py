@@ -66,14 +66,14 @@ class ScalarDecay(NoDecay):
         return x.unflatten(1, (-1, self.y.shape[1]))
 
     def backward(self, dA: Tensor, read: Tensor, written: Tensor, passed: Tensor | None) -> Gradients:
-        dg, kinds, C = None, dA.shape[1] // self.y.shape[1], self.y.shape[1]
+        dg, (M, C, _), kinds = None, self.y.shape, dA.shape[1] // self.y.shape[1]
         self._by_kind(read).mul_(self.seen)
         written *= self.left
         if passed is not None:
-            later = crossing(kinds, C, dA.dtype, dA.device)[:, : kinds * C]
-            dg = summed(later, dA * self.scores).tril_(-1).sum(-1, keepdim=True)
+            matrix = crossing(kinds, C, dA.dtype, dA.device)
+            dg = summed(matrix[:, : kinds * C], dA * self.scores).tril_(-1).sum(-1, keepdim=True)
             flow = torch.cat([read * self.x, passed, written * self.y], 1).sum(-1, keepdim=True)
-            dg += summed(crossing(kinds, C, dA.dtype, dA.device), flow)
+            dg.baddbmm_(matrix.expand(M, -1, -1), flow)
         self._by_kind(dA).mul_(self.pairs)
         dx, dy, _ = super().backward(dA, read, written, None)
         return dx, dy, dg
@@ -89,7 +89,7 @@ class VectorDecay(NoDecay):
     """
 
     def __init__(self, x: Tensor, y: Tensor, log_decay: Tensor):
-        (M, C, K), c = y.shape, block_length(y.shape[1])
+        (M, C, _), c = y.shape, block_length(y.shape[1])
         self._take(x, y)
         self.sizes = M, x.shape[1] // C, C // c, c
         g = log_decay.unflatten(1, (-1, c))
@@ -166,14 +166,20 @@ def block_length(C: int) -> int:
 def between(g: Tensor) -> Tensor:
     """Returns the decay [..., n, n + 1, K] from boundary j to the end of token i, given log_decay [..., n, K]: the
     exponential of the sum over the tokens j, …, i, and 1 for j > i. Boundary j is before token j."""
-    spread = torch.where(covered(g.shape[-2], g.device), g[..., None, :], 0.0)
-    return spread.cumsum(-3).exp_()
+    mask, zero = covered(g.shape[-2], g.dtype, g.device)
+    return torch.where(mask, g[..., None, :], zero).cumsum(-3).exp_()
 
 
 @lru_cache(maxsize=64)
-def covered(n: int, device: torch.device) -> Tensor:
-    """Returns which boundaries j are before token i, [n, n + 1, 1]."""
-    return torch.ones(n, n + 1, dtype=torch.bool, device=device).tril()[..., None]
+def covered(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns which boundaries j are before token i, [n, n + 1, 1], and a zero."""
+    mask = torch.ones(n, n + 1, dtype=torch.bool, device=device).tril()
+    return mask[..., None], torch.zeros((), dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=64)
+def identity(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(C, dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=64)

@@ -85,7 +85,7 @@ class HalvedDecay(NoDecay):
             dx, dy, more = self._scores_backward(part, x, passed is not None)
             dxs.append(dx)
             written += dy
-            dg = dg if more is None else more.add_(dg)
+            dg = more if dg is None or more is None else more.add_(dg)
         return read.add_(torch.cat(dxs, 1)), written, dg
 
     def _scores_backward(self, dA: Tensor, x: Tensor, decay_gradient: bool) -> Gradients:

@@ -20,7 +20,7 @@ class Memory:
         if chunks.sequences is None:
             room = chunks.new_states(chunks.count + 1)
             edge = room[-1 if reverse else 0]
-            _ = edge.zero_() if state is None else edge.copy_(state.view_as(edge))
+            _ = edge.zero_() if state is None else edge.copy_(state.reshape(edge.shape))
             self.before, self.after = (room[1:], room[:-1]) if reverse else (room[:-1], room[1:])
         else:
             first = chunks.new_states(len(chunks.sequences.first))

@@ -122,11 +122,11 @@ class Packed:
     """The chunks of packed sequences with bounds cu_seqlens [N + 1].
 
     rows [T]: each token's row among the rows of all chunks. first, last [N]: each sequence's first and last chunk.
-    empty [N]: whether a sequence has no tokens. owner [chunks]: the sequence of each chunk; chunks without tokens belong
-    to the last one. opens, closes [chunks]: whether a chunk is the first or the last of its sequence."""
+    empty [N]: whether a sequence has no tokens. owner [chunks]: the sequence of each chunk; chunks without tokens
+    belong to the last one. opens, closes [chunks]: whether a chunk is the first or the last of its sequence."""
 
     def __init__(self, cu_seqlens: Tensor, T: int, chunks: int, length: int):
-        check_ends(cu_seqlens, T)
+        (sequence_ends if cu_seqlens.device.type == "cpu" else check_on_device)(cu_seqlens, T)
         ends = cu_seqlens.long()
         counts = (ends.diff() + length - 1) // length
         after = counts.cumsum(0)
@@ -139,14 +139,10 @@ class Packed:
         self.opens, self.closes = places == self.first[self.owner], places == self.last[self.owner]
 
 
-def check_ends(cu_seqlens: Tensor, T: int) -> None:
-    """Raises InputError unless 0 = c_0 ≤ … ≤ c_N = T. On another device than the CPU, the device raises an error later,
-    so that nothing waits for it."""
-    if cu_seqlens.device.type == "cpu":
-        sequence_ends(cu_seqlens, T)
-        return
+def check_on_device(cu_seqlens: Tensor, T: int) -> None:
+    """Checks cu_seqlens as `sequence_ends` does, but nothing waits for it: a GPU raises an error later."""
     expected = (cu_seqlens.diff() >= 0).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T)
-    torch._assert_async(expected, f"cu_seqlens; expected 0 = c_0 ≤ … ≤ c_N = T = {T}")
+    torch._assert_async(expected, f"cu_seqlens is wrong; expected 0 = c_0 ≤ … ≤ c_N = T = {T}")
 
 
 def sequence_ends(cu_seqlens: Tensor, T: int) -> list[int]:
@@ -164,6 +160,13 @@ def product(x: Tensor | None, y: Tensor | None) -> Any:
     return x * y
 
 
+def plus_product(total: Tensor | None, x: Tensor, y: Tensor | None) -> Tensor:
+    """Returns total + x y, with None for total = 0 and y = 1."""
+    if total is None:
+        return product(x, y)
+    return total + x if y is None else torch.addcmul(total, x, y)
+
+
 class Tiles(NamedTuple):
     """The inputs of chunks in the accumulator's dtype, [M, C, ·], or None. d_out: the gradient to the output."""
 
@@ -174,7 +177,7 @@ class Tiles(NamedTuple):
     beta: Tensor | None
     write_gate: Tensor | None
     read_gate: Tensor | None
-    d_out: Tensor | None
+    d_out: Any
     delta: bool
     kind: Callable[..., NoDecay]
 
@@ -183,12 +186,15 @@ class Tiles(NamedTuple):
         """Returns the tiles of all chunks."""
         g = call.log_decay
         g = g.expand(call.v.shape[:3]) if g is not None and g.dim() == 1 else g
+        kind = kind_of(g)
         tensors = (call.q, call.k, call.v, g, call.beta, call.write_gate, call.read_gate, d_out)
-        return cls(*chunks.split(*tensors), call.delta, kind_of(g))
+        q, k, v, g, beta, write_gate, read_gate, d_out = chunks.split(*tensors)
+        return cls(q, k, v, g, beta, write_gate, read_gate, d_out, call.delta, kind)
 
     def part(self, where: slice) -> "Tiles":
         """Returns some of the tiles."""
-        return Tiles(*(x[where] if isinstance(x, Tensor) else x for x in self[:-2]), *self[-2:])
+        given: Any = {name: x[where] for name, x in self._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(**given)
 
     def columns(self, decay_gradient: bool) -> dict[str, int]:
         """Returns the number of columns of each input that has a gradient."""
@@ -202,9 +208,8 @@ class Tiles(NamedTuple):
 
     def decay(self, taint: Tensor | None = None) -> NoDecay:
         """Returns the operators for the readers and writers. taint [M, C, 1], if any, is added to the writers."""
-        y, q = product(self.k, self.factor), product(self.q, self.read_gate)
-        x = torch.cat([q, self.k], 1) if self.delta else q
-        return self.kind(x, y if taint is None else y + taint, self.log_decay)
+        y, q = plus_product(taint, self.k, self.factor), product(self.q, self.read_gate)
+        return self.kind(torch.cat([q, self.k], 1) if self.delta else q, y, self.log_decay)
 
 
 def kind_of(log_decay: Tensor | None) -> Callable[..., NoDecay]:
