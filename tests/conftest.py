@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from equation import skip_if_missing
+from equation import prepare
 
 # Two processes of two threads on two cores wait for each other more than they compute.
 THREADS = int(os.environ.get("HEADRACE_TEST_THREADS", "1"))
@@ -26,10 +26,11 @@ def _a_number_of_threads_and_a_fixed_seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["torch", "native"])
-def backend(request):
-    skip_if_missing(request.param)
-    return request.param
+@pytest.fixture(params=["torch", "batched", "native"])
+def backend(request, monkeypatch):
+    """The name of a backend: "torch" twice, as on a CPU and as on a GPU."""
+    prepare(request.param, monkeypatch)
+    return "torch" if request.param == "batched" else request.param
 
 
 @pytest.fixture(scope="session")

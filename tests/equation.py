@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from headrace import backends, linear_attention
 from headrace.ops.reference import literal
+from headrace.ops.torch import tiles
 from headrace.studies.verify import relative
 
 B, T, H, K, V = 2, 13, 4, 6, 5  # all different, so that no transposed axis passes
@@ -35,10 +36,19 @@ CHUNKWISE = Way({"backend": "torch", "chunk_size": 5})
 NATIVE = Way({"backend": "native", "chunk_size": 16}, torch.float32, 3e-6, 3e-5, 37)
 WAYS = {
     "chunkwise": CHUNKWISE,
+    "batched": CHUNKWISE,
     "recurrent": Way({"form": "recurrent"}),
     "parallel": Way({"backend": "torch", "form": "parallel"}),
     "native": NATIVE,
 }
+
+
+def prepare(name: str, monkeypatch) -> None:
+    """Prepares a way, form or backend by name. "batched" is the PyTorch backend as on a GPU: all chunks at once."""
+    if name == "batched":
+        monkeypatch.setattr(tiles, "at_once", lambda device: True)
+    elif name == "native":
+        skip_if_missing(name)
 
 
 def skip_if_missing(backend: str) -> None:

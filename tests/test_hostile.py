@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from equation import DECAYS, WAYS, B, H, K, T, V, assert_same, inputs, skip_if_missing
+from equation import DECAYS, WAYS, B, H, K, T, V, assert_same, inputs, prepare
 from headrace import InputError, linear_attention
 
 FORMS = {name: way.settings for name, way in WAYS.items()}
@@ -13,9 +13,8 @@ KINDS = ["add", "delta", "bonus", "normalise"]
 
 
 @pytest.fixture(params=FORMS)
-def form(request):
-    if request.param == "native":
-        skip_if_missing("native")
+def form(request, monkeypatch):
+    prepare(request.param, monkeypatch)
     return FORMS[request.param]
 
 
@@ -49,10 +48,10 @@ def test_a_batch_of_none(form, decay, kind):
 
 @pytest.mark.parametrize("decay", ["fixed", "scalar", "vector"])
 @pytest.mark.parametrize("rule", ["add", "delta"])
-@pytest.mark.parametrize("name", ["chunkwise", "native"])
-def test_a_memory_that_grows(name, decay, rule):
+@pytest.mark.parametrize("name", ["chunkwise", "batched", "native"])
+def test_a_memory_that_grows(name, decay, rule, monkeypatch):
     """log_decay > 0 is no decay, and the equation holds."""
-    skip_if_missing({"chunkwise": "torch"}.get(name, name))
+    prepare(name, monkeypatch)
     x = inputs(decay, tokens=WAYS[name].tokens)
     x["log_decay"] = (-x["log_decay"].detach() / 2).requires_grad_()
     assert_same(x, WAYS[name], check=False, rule=rule)
@@ -64,11 +63,12 @@ NAMES = ["q", "k", "v", "log_decay", "beta", "write_gate", "read_gate"]
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
 @pytest.mark.parametrize("rule", ["add", "delta"])
-@pytest.mark.parametrize("name", ["chunkwise", "parallel", "recurrent"])
-def test_what_is_not_finite_stays_in_its_head_and_out_of_the_past(name, decay, rule, bad):
+@pytest.mark.parametrize("name", ["chunkwise", "batched", "parallel", "recurrent"])
+def test_what_is_not_finite_stays_in_its_head_and_out_of_the_past(name, decay, rule, bad, monkeypatch):
     """One number in the second chunk of three. Afterwards, but for q and the read gate, it is in the memory."""
     drawn, token = {name: y if y is None else y.detach() for name, y in inputs(decay, tokens=64).items()}, 37
-    settings = FORMS[name] | ({"chunk_size": 24} if name == "chunkwise" else {})
+    prepare(name, monkeypatch)
+    settings = FORMS[name] | ({"chunk_size": 24} if name in ("chunkwise", "batched") else {})
     fine, _ = linear_attention(**drawn, rule=rule, **settings)
     for spoilt in NAMES if decay != "none" else set(NAMES) - {"log_decay"}:
         x = drawn | {spoilt: drawn[spoilt].clone()}

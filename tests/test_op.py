@@ -6,15 +6,16 @@ from functools import partial
 import pytest
 import torch
 
-from equation import CHUNKWISE, DECAYS, WAYS, B, H, K, T, V, assert_same, by_literal, inputs, skip_if_missing
+from equation import CHUNKWISE, DECAYS, WAYS, B, H, K, T, V, assert_same, by_literal, inputs, prepare
 from headrace import InputError, backends, linear_attention, step
+from headrace.ops.call import Call
+from headrace.ops.torch.tiles import grid
 from headrace.studies.verify import relative
 
 
 @pytest.fixture(params=WAYS)
-def way(request):
-    if request.param == "native":
-        skip_if_missing("native")
+def way(request, monkeypatch):
+    prepare(request.param, monkeypatch)
     return WAYS[request.param]
 
 
@@ -51,17 +52,20 @@ def of_chunk(way, chunk_size):
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 7, 16, 63, 64, 65, 1000])
 @pytest.mark.parametrize("tokens", [1, 2, 63, 65])
-def test_any_length_and_chunk_size(tokens, chunk_size):
+@pytest.mark.parametrize("form", ["chunkwise", "batched"])
+def test_any_length_and_chunk_size(tokens, chunk_size, form, monkeypatch):
+    prepare(form, monkeypatch)
     for decay, rule in itertools.product(("scalar", "vector"), ("add", "delta")):
         assert_same(inputs(decay, rows=1, tokens=tokens), of_chunk(CHUNKWISE, chunk_size), rule=rule)
 
 
-def test_states_kept_at_a_stride():
-    """With K V large against the chunk, states are kept at some chunks only and recomputed between."""
-    from headrace.ops.torch.tiles import kept_stride
-
-    assert kept_stride(K, V, 1) > 1
-    assert kept_stride(256, 512, 64) == 2
+@pytest.mark.parametrize("form", ["chunkwise", "batched"])
+def test_states_that_are_too_large_are_not_kept(form, monkeypatch):
+    """With K V large against the chunk, the backward computes them again."""
+    prepare(form, monkeypatch)
+    x = {name: None if y is None else y.detach() for name, y in inputs("scalar").items()}
+    call = Call(**{name: y for name, y in x.items() if name != "bonus"})
+    assert not grid(call._replace(chunk_size=1)).keeps and grid(call._replace(chunk_size=2)).keeps
     for rule, decay in itertools.product(("add", "delta"), DECAYS):
         assert_same(inputs(decay), of_chunk(CHUNKWISE, 1), rule=rule)
 

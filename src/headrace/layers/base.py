@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..ops.call import accumulator
 from ..utils.errors import InputError
-from .packing import without_padding
+from .packing import must_not_wait, padding_last, without_padding
 
 
 class SelfInitialised(nn.Module):
@@ -80,6 +80,7 @@ class Mixer(SelfInitialised):
 
     state_kind: Any  # the NamedTuple class of the state
     state_shapes: Shapes
+    static_shapes = False  # whether `run` needs nothing of cu_seqlens but its shape before it computes
 
     def forward(
         self,
@@ -112,7 +113,8 @@ class Mixer(SelfInitialised):
             if "memory" in state._fields:  # the state may come from a layer in another precision
                 state = state._replace(memory=state.memory.to(accumulator(x)))
         if mask is not None:
-            return without_padding(self.run, x, state, mask)
+            remove = padding_last if self.static_shapes and must_not_wait(x) else without_padding
+            return remove(self.run, x, state, mask)
         return self.run(x, state, cu_seqlens) if x.shape[1] else (x, state)
 
     def run(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:

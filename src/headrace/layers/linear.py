@@ -46,6 +46,7 @@ class LinearMixer(Mixer):
     """
 
     state_kind = MixerState
+    static_shapes = True
     op: Callable[..., tuple[Tensor, Tensor]]
     # Parts are None if the spec does not have them.
     conv: Any

@@ -128,6 +128,28 @@ def without_padding(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: An
     return pad(y, places, x.shape[:2]), state
 
 
+def padding_last(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: Any, mask: Tensor) -> tuple[Tensor, Any]:
+    """Computes `without_padding` with shapes that do not depend on the mask, so that nothing waits for a device and one
+    graph compiles: the padding becomes one more packed sequence, the last, whose results are dropped."""
+    (B, T), N = x.shape[:2], x.shape[0] * x.shape[1]
+    if N == 0:
+        return x, state
+    padding = mask.logical_not()
+    order = padding.flatten().to(torch.uint8).argsort(stable=True)
+    pack = x.masked_fill(padding[..., None], 0).flatten(0, 1)[order][None]
+    ends = F.pad(F.pad(mask.sum(1).cumsum(0), (1, 0)), (0, 1), value=N)
+    if state is not None:
+        state = type(state)(*(None if y is None else torch.cat([y, y.new_zeros(1, *y.shape[1:])]) for y in state))
+    y, state = run(pack, state, ends)
+    y = y.new_zeros(N, *y.shape[2:]).index_copy(0, order, y[0]).unflatten(0, (B, T))
+    return y.masked_fill(padding[..., None], 0), type(state)(*(z if z is None else z[:-1] for z in state))
+
+
+def must_not_wait(x: Tensor) -> bool:
+    """Whether values of x are expensive to know: on another device than the CPU, and in a graph that is compiled."""
+    return x.device.type != "cpu" or torch.compiler.is_compiling()
+
+
 def count_tokens(
     x: Tensor, seen: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from .attention.attention import AttentionState
 from .attention.positions import sinusoidal
 from .base import Mixer, SelfInitialised, check_state
 from .moe import MixtureOfExperts
-from .packing import count_tokens
+from .packing import count_tokens, must_not_wait
 
 PIECE = 1024  # number of tokens per call in `prefill`
 
@@ -328,9 +328,15 @@ def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | 
         len(shape) == 2 and shape[0] == B and shape[1] >= T, f"attention_mask has shape {shape}; expected [{B}, {T}]"
     )
     mask = attention_mask[:, -T:].bool()
+    both = "attention_mask marks padding in packed sequences; expected cu_seqlens alone"
+    if must_not_wait(x):
+        if cu_seqlens is None:
+            return mask
+        torch._assert_async(mask.all(), both)
+        return None
     if mask.all():
         return None
-    require(cu_seqlens is None, "attention_mask marks padding in packed sequences; expected cu_seqlens alone")
+    require(cu_seqlens is None, both)
     return mask
 
 

@@ -1,117 +1,128 @@
 """The chunkwise form in PyTorch, for all devices, with a hand-written backward.
 
-The tokens are split into chunks of C tokens. A chunk is computed with matrix products, and passes the state S on to the
-next. With the operators of decay.py, q' = scale · r q, and E the value to write ("add") or its error ("delta"):
+The tokens are split into chunks of C tokens, which are computed with matrix products; the state S passes from chunk to
+chunk. With the operators of decay.py, writers y = β w k under the additive rule and β k under the delta rule,
+A = scores(q, y), and E the value to write ("add") or its error ("delta"):
 
-    add:    E = v, with β w k in place of k and 1 in place of β
-    delta:  (I + A β) E = w v − rows(k) S,   A = strictly lower scores(k, k)
-    out = rows(q') S + scores(q', k) β E         S ← end(S) + cols(k)ᵀ β E
+    add:    E = v
+    delta:  (I + L) E = w v − reads(k) S,   L = scores(k, y), which is strictly lower
+    out = scale · r (reads(q) S + A E)         S ← through · S + writes(y)ᵀ E
 
-Nothing is divided by β or a gate, so that they may be zero. The backward visits the chunks in reverse order. The
-forward keeps the state of every `stride`-th chunk and E, from which the backward recomputes the other states, so that
-the kept tensors are no larger than the inputs. (Autograd through a loop over slices would cost O(T²/C), since the
-gradient of a slice is as large as its source.)
+Nothing is divided by β or a gate, so that they may be zero.
 
-Dimensions: B batch, T tokens, H heads (q and k may have fewer), K key, V value, C chunk, N = B·H. Tiles are [N, C, ·].
+Chunks are computed in parts (tiles.py): each by itself on a CPU, whose caches they fit, and all at once on other
+devices, where only S passes from chunk to chunk in a loop (scan.py). For the delta rule, E then depends on a state that
+is not known yet: E = W − Y S with W = (I + L)⁻¹ w v and Y = (I + L)⁻¹ reads(k), so that
+
+    S ← through · S + writes(y)ᵀ W − writes(y)ᵀ Y S
+
+The backward passes the gradient to S through the chunks in reverse order in the same way. Given E, the delta rule is
+the additive rule with one more kind of reader: a key reads like a query, and the gradient to what it has read is −dE,
+where dE is the gradient to w v.
+
+Dimensions: C tokens per chunk, K key, V value, M tiles (see tiles.py), R kinds of readers: queries, and keys under the
+delta rule.
 """
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call import Call
-from .decay import NoDecay, earlier, later
-from .tiles import Gradients, Inputs, Span, Tile, finite, kept_states, product, row_dot, store
+from ..call import DIFFERENTIABLE, Call
+from .decay import NoDecay, identity
+from .scan import Memory
+from .tiles import Chunks, Tiles, plus_product, product
 
 
-def solver(tile: Tile) -> tuple[Tensor, Tensor]:
-    """Returns A and (I + A β)⁻¹ of the delta rule. The inverse is computed by substitution, because its entries stay
-    bounded when powers of A do not, as for a repeated key."""
-    A = tile.decay.scores(tile.k, tile.k).tril(-1)
-    identity = torch.eye(A.shape[1], dtype=A.dtype, device=A.device).expand_as(A)
-    M = product(A, None if tile.beta is None else tile.beta.mT)
-    return A, torch.linalg.solve_triangular(M, identity, upper=False, unitriangular=True)
+def inverse(L: Tensor) -> Tensor:
+    """Returns (I + L)⁻¹ for the lower triangle of L [M, C, C]. It is computed by substitution, because its entries stay
+    bounded when powers of L do not, as for a repeated key."""
+    one = identity(L.shape[1], L.dtype, L.device).expand_as(L)
+    return torch.linalg.solve_triangular(L, one, upper=False, unitriangular=True)
 
 
-def advance_(S: Tensor, tile: Tile, E: Tensor) -> Tensor:
-    """Updates S to the state after the chunk, in place."""
-    return tile.decay.end_(S).baddbmm_(tile.decay.cols(tile.k).mT, product(E, tile.beta))
+def finite(x: Tensor) -> Tensor:
+    """Replaces NaN and infinities by zeros."""
+    return x.nan_to_num(0.0, 0.0, 0.0)
 
 
-def chunk_forward(tile: Tile, S: Tensor, delta: bool) -> tuple[Tensor, Tensor]:
-    """Returns (out, E) of one chunk."""
-    decay, E = tile.decay, tile.v
-    if delta:
-        wanted = torch.baddbmm(product(E, tile.write), decay.rows(tile.k), S, alpha=-1)
-        E = torch.bmm(solver(tile)[1], finite(wanted))
-    U = finite(product(E, tile.beta))
-    return torch.bmm(decay.scores(tile.q, tile.k), U).baddbmm_(decay.rows(tile.q), S), E
+def row_dot(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).sum(-1, keepdim=True)
 
 
-def chunk_backward(
-    tile: Tile, E: Tensor, S: Tensor, dS: Tensor, d_out: Tensor, delta: bool, decay_gradient: bool
-) -> dict[str, Tensor]:
-    """Returns the gradients to the tile by the input's name.
-
-    dS is the gradient to the state after the chunk, and is overwritten with the gradient to the state before it."""
-    decay, q, k, U = tile.decay, tile.q, tile.k, product(E, tile.beta)
-    A = decay.scores(q, k)
-    dU = torch.bmm(A.mT, d_out).baddbmm_(decay.cols(k), dS)
-    dq, dk, dg = decay.scores_backward(torch.bmm(d_out, U.mT), q, k, A, decay_gradient)
-    read, written = decay.rows(torch.bmm(d_out, S.mT)), decay.cols(torch.bmm(U, dS.mT))
-    grads = {"q": dq.add_(read), "k": dk.add_(written), "v": dU}
-    if dg is not None and not isinstance(decay, NoDecay):
-        dg += decay.per_channel(decay.end_(S * dS).sum(-1)[:, None])
-        dg += earlier(k) @ decay.per_channel(written * k) + later(q) @ decay.per_channel(read * q)
-        grads["log_decay"] = dg
-    decay.end_(dS).baddbmm_(decay.rows(q).mT, d_out)
-    if delta:
-        _delta_backward_(grads, tile, E, S, dS, decay_gradient)
-    return grads
+def write(E: Tensor, decay: NoDecay, memory: Memory, part: range, delta: bool) -> Tensor:
+    """Passes the state through the chunks of a part, and returns E, given the value w v or v."""
+    C, V = E.shape[1:]
+    if not delta:
+        memory.pass_on(part, torch.bmm(decay.writes.mT, E), decay.through)
+        return E
+    solve, reads = inverse(decay.scores[:, C:]), decay.reads[:, C:]
+    if len(part) == 1:
+        E = torch.bmm(solve, finite(torch.baddbmm(E, reads, memory.enter(part[0]), alpha=-1)))
+        memory.pass_on(part, torch.bmm(decay.writes.mT, E), decay.through)
+        return E
+    solved = torch.bmm(solve, finite(torch.cat([E, reads], -1)))
+    added, removed = torch.bmm(decay.writes.mT, solved).tensor_split([V], -1)
+    W, Y = solved.tensor_split([V], -1)
+    return torch.baddbmm(W, Y, memory.pass_on(part, added, decay.through, removed), alpha=-1)
 
 
-def _delta_backward_(grads: dict[str, Tensor], tile: Tile, E: Tensor, S: Tensor, dS: Tensor, decay_gradient: bool):
-    """Adds the gradients through the delta rule's equation of E to `grads` and dS, from the gradient to U = β E, which
-    is in grads["v"]. Under the delta rule, k also reads the memory, like q."""
-    decay, k, dU = tile.decay, tile.k, grads["v"]
-    A, inverse = solver(tile)
-    dP = torch.bmm(inverse.mT, product(dU, tile.beta))
-    dA = torch.bmm(dP, E.mT).tril_(-1).neg_()
-    if tile.beta is not None:
-        grads["beta"] = row_dot(dU, E).add_((dA * A).sum(1)[..., None])
-        dA = dA * tile.beta.mT
-    late, early, dg = decay.scores_backward(dA, k, k, A, decay_gradient)
-    read = decay.rows(torch.bmm(dP, S.mT)).neg_()
-    grads["k"] += late.add_(early).add_(read)
-    dS.baddbmm_(decay.rows(k).mT, dP, alpha=-1)
-    if dg is not None and not isinstance(decay, NoDecay):
-        grads["log_decay"] += dg + later(k) @ decay.per_channel(read * k)
-    grads["v"] = product(dP, tile.write)
-    if tile.write is not None:
-        grads["write_gate"] = row_dot(tile.v, dP)
+def write_backward(
+    D: Tensor, decay: NoDecay, memory: Memory, part: range, delta: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Passes the gradient to the state through the chunks of a part, in reverse order, given the gradient to what the
+    queries read. Returns the gradients to what all readers read, to w v or v, and to the state after each chunk."""
+    C, V = D.shape[1:]
+    dE, reads, writes = torch.bmm(decay.scores[:, :C].mT, D), decay.reads[:, :C], decay.writes
+    if not delta:
+        dS = memory.pass_on(part, torch.bmm(reads.mT, D), decay.through)
+        return D, dE.baddbmm_(writes, dS), dS
+    solve = inverse(decay.scores[:, C:]).mT
+    if len(part) == 1:
+        dS = memory.enter(part[0])
+        dE = torch.bmm(solve, dE.baddbmm_(writes, dS))
+        D = torch.cat([D, -dE], 1)
+        memory.pass_on(part, torch.bmm(decay.reads.mT, D), decay.through)
+        return D, dE, dS
+    solved = torch.bmm(solve, torch.cat([dE, writes], -1))
+    moved, removed = torch.bmm(decay.reads[:, C:].mT, solved).tensor_split([V], -1)
+    dS = memory.pass_on(part, torch.baddbmm(moved, reads.mT, D, beta=-1), decay.through, removed)
+    P, Q = solved.tensor_split([V], -1)
+    dE = torch.baddbmm(P, Q, dS)
+    return torch.cat([D, -dE], 1), dE, dS
 
 
 def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns (out, final state, states kept for the backward, E kept for the backward). The kept tensors are empty
-    unless `keep`; E is also empty under the additive rule, where it equals v."""
-    x, v = Inputs(call), call.v
-    out, final = torch.empty_like(v, memory_format=torch.contiguous_format), x.states(call.initial_state)
-    room = kept_states(v.shape[1], len(x.sequences), x.chunk_size * x.stride)
-    states = final.new_empty((room, *final.shape[1:]) if keep else 0)
-    errors = final.new_empty(v.shape if keep and call.delta else 0)
-    slot = 0
-    for S, chunks in zip(final, x.sequences, strict=True):
-        for i, span in enumerate(chunks):
-            if keep and i % x.stride == 0:
-                states[slot], slot = S, slot + 1
-            tile = x.tile(span)
-            o, E = chunk_forward(tile, S, call.delta)
-            store(out, span, o)
-            if len(errors):
-                store(errors, span, E)
-            advance_(S, tile, E)
-    return out, x.by_sequence(final), states, errors
+    unless `keep`; the states also where they would be larger than q, k and v, and E under the additive rule, where it
+    equals v."""
+    chunks = Chunks(call)
+    tiles, memory = Tiles.of(call, chunks), Memory(chunks, call.initial_state)
+    out, E = chunks.new_rows(chunks.V), tiles.v.new_empty(tiles.v.shape if keep and call.delta else 0)
+    for part, where in chunks.parts():
+        tile = tiles.part(where)
+        value = product(tile.v, tile.write_gate) if call.delta else tile.v
+        # A token whose value is not finite gets a NaN writer, through which scores pass NaN to the later tokens. In
+        # products over the chunk its value is zero, because 0 · NaN would affect the earlier tokens.
+        decay = tile.decay((value * 0).sum(-1, keepdim=True))
+        found = write(value, decay, memory, part, call.delta)
+        if len(E):
+            E[where] = found
+        read = torch.bmm(decay.reads[:, : chunks.length], memory.at(part))
+        A, scale = decay.scores[:, : chunks.length], call.scale
+        chunks.store(out, part, read.baddbmm_(A, finite(found), beta=scale, alpha=scale))
+    states = memory.before if keep and chunks.keeps else out.new_empty(0)
+    return chunks.join(out).to(call.v.dtype), memory.result(), states, E
+
+
+def replay(call: Call, chunks: Chunks, tiles: Tiles, E: Tensor) -> Tensor:
+    """Returns the states before all chunks, [chunks, N, K, V], that writing E leads to."""
+    memory = Memory(chunks, call.initial_state)
+    for part, where in chunks.parts():
+        decay = tiles.part(where).decay()
+        memory.pass_on(part, torch.bmm(decay.writes.mT, E[where]), decay.through)
+    return memory.before
 
 
 def backward(
@@ -119,21 +130,54 @@ def backward(
 ) -> list[Tensor | None]:
     """Returns the gradients to q, k, v, log_decay, beta, write_gate, read_gate (None for inputs that are None) and the
     initial state."""
-    x = Inputs(call)
-    grads, d_initial, slot = Gradients(x, call), x.states(d_final), x.kept
-    for dS, chunks in zip(reversed(d_initial.unbind()), reversed(x.sequences), strict=True):
-        for run in reversed(x.runs(chunks)):
-            slot -= 1
-            for span, tile, E, S in reversed(list(replay(x, run, states[slot], errors))):
-                grads.add(span, chunk_backward(tile, E, S, dS, x.lay_out(d_out, span), call.delta, decay_gradient))
-    return [*grads.all(), x.by_sequence(d_initial)]
+    chunks = Chunks(call)
+    tiles, gradients = Tiles.of(call, chunks, d_out), Memory(chunks, d_final, reverse=True)
+    E = errors if call.delta else tiles.v
+    states = (states if chunks.keeps else replay(call, chunks, tiles, E)).flatten(0, 1)
+    grads = {name: chunks.new_rows(columns) for name, columns in tiles.columns(decay_gradient).items()}
+    for part, where in reversed(chunks.parts()):
+        tile, S = tiles.part(where), states[where]
+        decay = tile.decay()
+        D, dE, dS = write_backward(tile.d_out * call.scale, decay, gradients, part, call.delta)
+        passed = None
+        if "log_decay" in grads and decay.through is not None:
+            passed = (S * dS).sum(-1, keepdim=True).mul_(decay.through).mT
+        read, written = torch.bmm(D, S.mT), torch.bmm(E[where], dS.mT)
+        dx, dy, dg = decay.backward(torch.bmm(D, E[where].mT), read, written, passed)
+        for name, grad in to_inputs(tile, dx, dy, dE, dg).items():
+            chunks.store(grads[name], part, grad)
+    found = (
+        shaped(chunks.join(grads[name]), x) if name in grads else None
+        for name, x in zip(Call._fields[: DIFFERENTIABLE - 1], call.tensors, strict=False)
+    )
+    return [*found, None if call.initial_state is None else gradients.result()]
 
 
-def replay(x: Inputs, run: list[Span], S: Tensor, errors: Tensor) -> Iterator[tuple[Span, Tile, Tensor, Tensor]]:
-    """Recomputes a run of chunks from the state kept at its start. Yields (span, tile, E, state before the chunk)."""
-    for i, span in enumerate(run):
-        tile = x.tile(span)
-        E = x.lay_out(errors, span) if x.call.delta else tile.v
-        yield span, tile, E, S
-        if i + 1 < len(run):
-            S = advance_(S.clone(), tile, E)
+def to_inputs(tile: Tiles, dx: Tensor, dy: Tensor, dE: Tensor, dg: Tensor | None) -> dict[str, Tensor]:
+    """Converts the gradients to readers, writers and w v (v under the additive rule) to those to the inputs."""
+    C = dy.shape[1]
+    grads = {"q": product(dx[:, :C], tile.read_gate), "v": dE}
+    if dg is not None:
+        grads["log_decay"] = dg
+    if tile.read_gate is not None:
+        grads["read_gate"] = row_dot(tile.q, dx[:, :C])
+    d_factor = None if tile.factor is None else row_dot(tile.k, dy)
+    if tile.delta:
+        grads["k"] = plus_product(dx[:, C:], dy, tile.factor)
+        grads["v"] = product(dE, tile.write_gate)
+    else:
+        grads["k"] = product(dy, tile.factor)
+    if tile.beta is not None:
+        grads["beta"] = d_factor if tile.delta else product(d_factor, tile.write_gate)
+    if tile.write_gate is not None:
+        grads["write_gate"] = row_dot(tile.v, dE) if tile.delta else product(d_factor, tile.beta)
+    return grads
+
+
+def shaped(grad: Tensor, like: Any) -> Tensor:
+    """Sums a gradient [B, T, H, ·] over what `like` shares: the tokens of a fixed decay, or groups of heads."""
+    if like.dim() == 1:
+        return grad.sum((0, 1, 3))
+    if like.dim() == 4 and like.shape[2] != grad.shape[2]:
+        return grad.unflatten(2, (like.shape[2], -1)).sum(3)
+    return grad.view(like.shape)

@@ -1,20 +1,22 @@
-"""The decay inside one chunk of C tokens, for the three shapes of log_decay.
+"""The operators of one chunk of C tokens, for the three shapes of log_decay: what its readers x see of its writers y.
 
-With G_i the sum of log_decay over the chunk's tokens up to and including i (per head, or per head and key channel):
+Readers are queries and, under the delta rule, keys: x [M, R·C, K] has the C queries first, then the C keys. A query
+sees the writers up to its own token, a key those before it. With G_i the sum of log_decay over the chunk's tokens up to
+and including i (per head, or per head and key channel):
 
-    rows(x)      x_i e^{G_i}                     decay from the incoming state to token i
-    cols(x)      x_i e^{G_C − G_i}               decay from token i to the end of the chunk
-    end_(S)      S e^{G_C}                       decay of the incoming state over the chunk
-    scores(x,y)  Σ_k x_ik y_jk e^{G_i − G_j}     for j ≤ i, zero elsewhere: decay from token j to token i
+    scores  [M, R·C, C]   Σ_k x_ik y_jk e^{G_i − G_j} for the writers j that reader i sees, else 0
+    reads   [M, R·C, K]   x_i e^{G_i}            decay from the incoming state to token i
+    writes  [M, C, K]     y_j e^{G_C − G_j}      decay from token j to the end of the chunk
+    through [M, K or 1, 1]  e^{G_C}              decay of the incoming state; None if it does not decay
 
-G and its differences are float64, so that −50 followed by −0.01 keeps its digits. No decay overflows: exponents are at
-most 0, except within blocks that are short enough. (A positive log_decay makes the memory grow, and overflows only if
-the memory does.) The upper triangle of scores is set to zero, not multiplied by zero, so that a NaN affects only the
-tokens after it.
+G is never computed: each G_i − G_j is a sum of its own over the tokens in between. Differences of sums would lose the
+digits of −0.01 after −50, and would be NaN for −∞. No decay overflows, since no exponent is above 0. (A positive
+log_decay makes the memory grow, and overflows only if the memory does.) What a reader does not see is set to zero, not
+multiplied by zero, so that a NaN affects only the tokens after it.
 
 The gradient to a token's log_decay is the sum of the contributions of all pairs of an earlier writer and a reader at or
 after the token. These pairs are summed directly: the difference of larger sums (q·dq − k·dk, accumulated) would leave
-rounding errors when a strong decay makes the contributions small. Tensors are [N, C, ·], with N = batch × heads.
+rounding errors when a strong decay makes the contributions small.
 """
 
 from functools import lru_cache
@@ -23,182 +25,193 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST = -1000.0  # lower bound of log_decay: e^LEAST is 0 in float64, and −∞ would give NaN differences of sums
-Scored = tuple[Tensor, Tensor, Tensor | None]  # gradients to x, y and log_decay
-
-
-def later(x: Tensor) -> Tensor:
-    """Returns the matrix [C, C] that sums x […, C, ·] over each token and the later ones."""
-    return _ones(x.shape[-2], x.dtype, x.device).triu()
-
-
-def earlier(x: Tensor) -> Tensor:
-    """Returns the matrix [C, C] that sums x […, C, ·] over the tokens before each token."""
-    return _ones(x.shape[-2], x.dtype, x.device).tril(-1)
-
-
-@lru_cache(maxsize=32)
-def _ones(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.ones(C, C, dtype=dtype, device=device)
+Gradients = tuple[Tensor, Tensor, Tensor | None]  # to x, y and log_decay
 
 
 class NoDecay:
     """No decay, and the interface of the three classes."""
 
-    def rows(self, x: Tensor) -> Tensor:
-        return x
+    through: Tensor | None = None
 
-    cols = rows
+    def __init__(self, x: Tensor, y: Tensor, log_decay: Tensor | None = None):
+        self._take(x, y)
+        self.reads, self.writes = x, y
+        self.scores = torch.bmm(x, y.mT).masked_fill_(self.hidden, 0)
 
-    def end_(self, S: Tensor) -> Tensor:
-        return S
+    def _take(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.hidden = x, y, hidden(x.shape[1] // y.shape[1], y.shape[1], x.device)
 
-    def scores(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.bmm(x, y.mT).tril_()
+    def backward(self, dA: Tensor, read: Tensor, written: Tensor, passed: Tensor | None) -> Gradients:
+        """Returns the gradients to x, y and log_decay. May overwrite its arguments.
 
-    def scores_backward(self, dA: Tensor, x: Tensor, y: Tensor, A: Tensor, decay_gradient: bool) -> Scored:
-        """Returns the gradients to x, y and, if decay_gradient, log_decay, given A = scores(x, y) and its gradient dA.
-
-        The upper triangle of dA is ignored, and dA may be overwritten."""
-        dA = dA.tril_()
-        return torch.bmm(dA, y), torch.bmm(dA.mT, x), None
-
-
-class ScalarDecay:
-    """A decay per head and token: log_decay [N, C, 1]."""
-
-    def __init__(self, log_decay: Tensor, dtype: torch.dtype):
-        G = log_decay.double().clamp(min=LEAST).cumsum(1)
-        self.pairs = (G - G.mT).tril_().to(dtype).exp_()  # tril_ makes the upper triangle 1, which would overflow
-        self.seen = G.to(dtype).exp()
-        self.left = self.pairs[:, -1, :, None]
-        self.all = self.seen[:, -1:]
-
-    def rows(self, x: Tensor) -> Tensor:
-        return x * self.seen
-
-    def cols(self, x: Tensor) -> Tensor:
-        return x * self.left
-
-    def end_(self, S: Tensor) -> Tensor:
-        return S.mul_(self.all)
-
-    def scores(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.bmm(x, y.mT).mul_(self.pairs).tril_()
-
-    def scores_backward(self, dA: Tensor, x: Tensor, y: Tensor, A: Tensor, decay_gradient: bool) -> Scored:
-        dg = None
-        if decay_gradient:
-            passing = torch.matmul(later(A), dA * A).tril_(-1)
-            dg = passing.sum(-1, keepdim=True)
-        dA = dA.mul_(self.pairs).tril_()
-        return torch.bmm(dA, y), torch.bmm(dA.mT, x), dg
-
-    def per_channel(self, x: Tensor) -> Tensor:
-        """Converts gradients per key channel to gradients per channel of log_decay, which has one."""
-        return x.sum(-1, keepdim=True)
+        dA, read, written: the gradients to scores, reads and writes. passed [M, 1, K]: the product of the gradient to
+        `through` and `through`; None if the gradient to log_decay is not wanted."""
+        dA.masked_fill_(self.hidden, 0)
+        return read.baddbmm_(dA, self.y), written.baddbmm_(dA.mT, self.x), None
 
 
-class VectorDecay:
-    """A decay per head, token and key channel: log_decay [N, C, K].
+class ScalarDecay(NoDecay):
+    """A decay per head and token: log_decay [M, C, 1]."""
 
-    e^{G_i − G_j} = e^{G_i − G_m} e^{G_m − G_j} for any m between j and i. With m the middle of a block of tokens, both
-    factors are at most 1, and the block's lower-left quarter is one matrix product. The two remaining triangles are
-    blocks of half the size, down to blocks of `base` tokens. A block of `base` tokens is one product with exponents of
-    both signs: `base` must be small enough that e^{|log_decay| base} does not overflow; it may be 1.
+    def __init__(self, x: Tensor, y: Tensor, log_decay: Tensor):
+        super().__init__(x, y)
+        decays = between(log_decay).squeeze(-1)
+        self.pairs, self.seen, self.left = decays[:, None, :, 1:], decays[:, None, :, :1], decays[:, -1, 1:, None]
+        self.through = decays[:, -1:, :1]
+        self._by_kind(self.scores).mul_(self.pairs)
+        self.reads, self.writes = (self._by_kind(x) * self.seen).view_as(x), y * self.left
+
+    def _by_kind(self, x: Tensor) -> Tensor:
+        """Returns a view [M, R, C, ·] of a tensor of the readers."""
+        return x.unflatten(1, (-1, self.y.shape[1]))
+
+    def backward(self, dA: Tensor, read: Tensor, written: Tensor, passed: Tensor | None) -> Gradients:
+        dg, (M, C, _), kinds = None, self.y.shape, dA.shape[1] // self.y.shape[1]
+        self._by_kind(read).mul_(self.seen)
+        written *= self.left
+        if passed is not None:
+            matrix = crossing(kinds, C, dA.dtype, dA.device)
+            dg = summed(matrix[:, : kinds * C], dA * self.scores).tril_(-1).sum(-1, keepdim=True)
+            flow = torch.cat([read * self.x, passed, written * self.y], 1).sum(-1, keepdim=True)
+            dg.baddbmm_(matrix.expand(M, -1, -1), flow)
+        self._by_kind(dA).mul_(self.pairs)
+        dx, dy, _ = super().backward(dA, read, written, None)
+        return dx, dy, dg
+
+
+class VectorDecay(NoDecay):
+    """A decay per head, token and key channel: log_decay [M, C, K].
+
+    A chunk is n blocks of c tokens, with c near the root of C. For a writer in an earlier block J than the reader's
+    block I, e^{G_i − G_j} is the product of the decays from j to the end of J, from there to the start of I, and from
+    there to i. With the first two multiplied to y for each I, these scores are one matrix product per block. Within a
+    block, the decay is multiplied to y for each reader.
     """
 
-    def __init__(self, log_decay: Tensor, dtype: torch.dtype, base: int):
-        G = log_decay.double().clamp(min=LEAST).cumsum(1)
-        self.length = G.shape[1]
-        self.seen = G.to(dtype).exp()
-        self.left = (G[:, -1:] - G).to(dtype).exp()
-        self.all = self.seen[:, -1, :, None]
-        size = max(base, 1 << (self.length - 1).bit_length())
-        self.base, self.padding = base, size - self.length
-        # Padding repeats the last G, so that no exponent becomes positive.
-        G = torch.cat([G, G[:, -1:].expand(-1, self.padding, -1)], 1) if self.padding else G
-        self.levels = [self._level(G, m, dtype) for m in self._halves(size)]
-        blocks = G.unflatten(1, (-1, base))
-        middle = blocks[:, :, base // 2, None]
-        self.ahead = (blocks - middle).to(dtype).exp()
-        self.behind = (middle - blocks).to(dtype).exp()
+    def __init__(self, x: Tensor, y: Tensor, log_decay: Tensor):
+        (M, C, _), c = y.shape, block_length(y.shape[1])
+        self._take(x, y)
+        self.sizes = M, x.shape[1] // C, C // c, c
+        g = log_decay.unflatten(1, (-1, c))
+        inside, outside = between(g), between(F.pad(g.sum(2), (0, 0, 1, 0)))[:, :, 1:]
+        self.near, self.since, self.until = inside[:, :, :, 1:], inside[:, :, :, 0], inside[:, :, -1, 1:]
+        self.blocks, self.through = outside[:, :-1, 1:, None], outside[:, -1, 0, :, None]
+        self.seen, self.left = outside[:, :-1, 0, None] * self.since, outside[:, -1, 1:, None] * self.until
+        self.reads = (self._by_block(x) * self.seen[:, None]).view_as(x)
+        self.writes = (y.view_as(self.left) * self.left).view_as(y)
+        self._score()
 
-    def _halves(self, size: int) -> list[int]:
-        """Returns size/2, size/4, …, base."""
-        return [size >> i for i in range(1, size.bit_length()) if size >> i >= self.base]
+    def _by_block(self, x: Tensor) -> Tensor:
+        """Returns a view [M, R, n, c, ·] of a tensor of the readers."""
+        return x.unflatten(1, self.sizes[1:])
 
-    @staticmethod
-    def _level(G: Tensor, m: int, dtype: torch.dtype) -> tuple[int, Tensor, Tensor]:
-        first, second = G.unflatten(1, (-1, 2, m)).unbind(2)
-        middle = first[:, :, -1:]
-        return m, (second - middle).to(dtype).exp(), (middle - first).to(dtype).exp()
+    def _diagonal(self, A: Tensor) -> Tensor:
+        """Returns a view [M, n, c, R, c] of the diagonal blocks of scores."""
+        M, R, n, c = self.sizes
+        return A.view(M, R, n, c, n, c).diagonal(dim1=2, dim2=4).permute(0, 4, 2, 1, 3)
 
-    def _padded(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, 0, self.padding)) if self.padding else x
+    def _score(self) -> None:
+        M, R, n, c = self.sizes
+        y, K = self.y.unflatten(1, (n, c)), self.y.shape[-1]
+        self.ended = y * self.until
+        self.early = (self.ended[:, None] * self.blocks).reshape(M * n, n * c, K)
+        self.late = (self._by_block(self.x) * self.since[:, None]).transpose(1, 2).reshape(M * n, R * c, K)
+        scores = torch.bmm(self.late, self.early.mT)
+        self.scores = scores.view(M, n, R, c, n * c).transpose(1, 2).reshape(M, R * n * c, n * c)
+        self.own = self.x.unflatten(1, (R, n * c)).transpose(1, 2).reshape(M * n * c, R, K)
+        self.beside = (y[:, :, None] * self.near).reshape(M * n * c, c, K)
+        self._diagonal(self.scores).copy_(torch.bmm(self.own, self.beside.mT).view(M, n, c, R, c))
+        self.scores.masked_fill_(self.hidden, 0)
 
-    def rows(self, x: Tensor) -> Tensor:
-        return x * self.seen
+    def backward(self, dA: Tensor, read: Tensor, written: Tensor, passed: Tensor | None) -> Gradients:
+        M, R, n, c = self.sizes
+        K, dg = self.y.shape[-1], None
+        dA_far = dA.masked_fill(not_earlier(R, n, c, dA.device), 0)
+        dA_far = self._by_block(dA_far).transpose(1, 2).reshape(M * n, R * c, n * c)
+        dA_near = self._diagonal(dA.masked_fill_(self.hidden, 0)).reshape(M * n * c, R, c)
+        self._by_block(read).mul_(self.seen[:, None])
+        written.unflatten(1, (n, c)).mul_(self.left)
+        d_beside = torch.bmm(dA_near.mT, self.own)
+        d_early = torch.bmm(dA_far.mT, self.late).view(M, n, n, c, K).mul_(self.blocks)
+        late = torch.bmm(dA_far, self.early).view(M, n, R, c, K).mul_(self.since[:, :, None])
+        early = d_early.sum(1).mul_(self.until)
+        if passed is not None:
+            dg = self._flows(read, written, passed, late, early, d_early, d_beside)
+        near = torch.bmm(dA_near, self.beside).view(M, n * c, R, K).transpose(1, 2)
+        self._by_block(read).add_(late.transpose(1, 2))
+        read.unflatten(1, (R, n * c)).add_(near)
+        written.unflatten(1, (n, c)).add_(early).add_((d_beside.view(M, n, c, c, K) * self.near).sum(2))
+        return read, written, dg
 
-    def cols(self, x: Tensor) -> Tensor:
-        return x * self.left
+    def _flows(self, read, written, passed, late, early, d_early, d_beside) -> Tensor:
+        """Returns the gradient to log_decay: the sum of what passes a token from the incoming state or to the outgoing
+        one, between blocks, and within its block."""
+        M, R, n, c = self.sizes
+        kind, K = (read.dtype, read.device), self.y.shape[-1]
+        x, y = self._by_block(self.x).transpose(1, 2), self.y.unflatten(1, (n, c))
+        dg = summed(crossing(R, n * c, *kind), torch.cat([read * self.x, passed, written * self.y], 1))
+        over = summed(straddling(n, 1, *kind), (d_early * self.ended[:, None]).sum(3).flatten(1, 2))
+        flow = torch.cat([(late * x).flatten(2, 3), over[:, :, None], early * y], 2).flatten(0, 1)
+        dg.view(M * n, c, K).add_(summed(crossing(R, c, *kind), flow))
+        inside = (d_beside * self.beside).view(M * n, c * c, K)
+        dg.view(M * n, c, K).add_(summed(straddling(c, 0, *kind), inside))
+        return dg
 
-    def end_(self, S: Tensor) -> Tensor:
-        return S.mul_(self.all)
 
-    @staticmethod
-    def _quarters(A: Tensor, m: int) -> Tensor:
-        """Returns a view [N, blocks, m, m] of the lower-left quarters of A's diagonal blocks of size 2m."""
-        blocks = A.unflatten(2, (-1, 2, m)).unflatten(1, (-1, 2, m))[:, :, 1, :, :, 0]
-        return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+def block_length(C: int) -> int:
+    """Returns the tokens per block of VectorDecay: the power of two near the root of C."""
+    return 1 << (C - 1).bit_length() // 2
 
-    def _blocks(self, A: Tensor) -> Tensor:
-        """Returns a view [N, blocks, base, base] of A's diagonal blocks of size base."""
-        blocks = A.unflatten(2, (-1, self.base)).unflatten(1, (-1, self.base))
-        return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
 
-    def _based(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x.unflatten(1, (-1, self.base)) * self.ahead, y.unflatten(1, (-1, self.base)) * self.behind
+def between(g: Tensor) -> Tensor:
+    """Returns the decay [..., n, n + 1, K] from boundary j to the end of token i, given log_decay [..., n, K]: the
+    exponential of the sum over the tokens j, …, i, and 1 for j > i. Boundary j is before token j."""
+    mask, zero = covered(g.shape[-2], g.dtype, g.device)
+    return torch.where(mask, g[..., None, :], zero).cumsum(-3).exp_()
 
-    def scores(self, x: Tensor, y: Tensor) -> Tensor:
-        x, y = self._padded(x), self._padded(y)
-        A = x.new_zeros(x.shape[0], x.shape[1], x.shape[1])
-        ahead, behind = self._based(x, y)
-        self._blocks(A).copy_((ahead @ behind.mT).tril_())
-        for m, after, before in self.levels:
-            x_after = x.unflatten(1, (-1, 2, m))[:, :, 1] * after
-            y_before = y.unflatten(1, (-1, 2, m))[:, :, 0] * before
-            self._quarters(A, m).copy_(x_after @ y_before.mT)
-        return A[:, : self.length, : self.length]
 
-    def scores_backward(self, dA: Tensor, x: Tensor, y: Tensor, A: Tensor, decay_gradient: bool) -> Scored:
-        x, y = self._padded(x), self._padded(y)
-        dA = F.pad(dA, (0, self.padding, 0, self.padding)) if self.padding else dA
-        ahead, behind = self._based(x, y)
-        block = self._blocks(dA).tril()
-        dx, dy = ((block @ behind) * self.ahead).flatten(1, 2), ((block.mT @ ahead) * self.behind).flatten(1, 2)
-        dg = self._crossing_in_blocks(x, y, dx, dy) if decay_gradient else None
-        for m, after, before in self.levels:
-            x_after = x.unflatten(1, (-1, 2, m))[:, :, 1]
-            y_before = y.unflatten(1, (-1, 2, m))[:, :, 0]
-            quarter = self._quarters(dA, m)
-            dx_after = (quarter @ (y_before * before)).mul_(after)
-            dy_before = (quarter.mT @ (x_after * after)).mul_(before)
-            dx.unflatten(1, (-1, 2, m))[:, :, 1] += dx_after
-            dy.unflatten(1, (-1, 2, m))[:, :, 0] += dy_before
-            if dg is not None:
-                first, second = dg.unflatten(1, (-1, 2, m)).unbind(2)
-                second += later(second) @ (x_after * dx_after)
-                first += earlier(first) @ (y_before * dy_before)
-        return dx[:, : self.length], dy[:, : self.length], None if dg is None else dg[:, : self.length]
+@lru_cache(maxsize=64)
+def covered(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns which boundaries j are before token i, [n, n + 1, 1], and a zero."""
+    mask = torch.ones(n, n + 1, dtype=torch.bool, device=device).tril()
+    return mask[..., None], torch.zeros((), dtype=dtype, device=device)
 
-    def _crossing_in_blocks(self, x: Tensor, y: Tensor, dx: Tensor, dy: Tensor) -> Tensor:
-        """Returns the gradient to log_decay from pairs within a block, as a difference of sums. Blocks of several
-        tokens are only used for decays weak enough that its rounding errors are small."""
-        if self.base == 1:
-            return torch.zeros_like(x)
-        difference = (x * dx).addcmul_(y, dy, value=-1).unflatten(1, (-1, self.base))
-        return (later(difference) @ difference).flatten(1, 2)
 
-    def per_channel(self, x: Tensor) -> Tensor:
-        return x
+@lru_cache(maxsize=64)
+def identity(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(C, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=64)
+def hidden(kinds: int, C: int, device: torch.device) -> Tensor:
+    """Returns which writers [C] the readers [R·C] do not see, for R = 1 (queries) or 2 (queries and keys)."""
+    ones = torch.ones(C, C, dtype=torch.bool, device=device)
+    return torch.cat([ones.triu(1 - kind) for kind in range(kinds)])
+
+
+@lru_cache(maxsize=64)
+def not_earlier(kinds: int, n: int, c: int, device: torch.device) -> Tensor:
+    """Returns which writers [C] are in no earlier block than the readers [R·C], with n blocks of c tokens."""
+    ones = torch.ones(n, n, dtype=torch.bool, device=device).triu()
+    return ones.repeat_interleave(c, 0).repeat_interleave(c, 1).repeat(kinds, 1)
+
+
+@lru_cache(maxsize=64)
+def crossing(kinds: int, C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the matrix [C, R·C + 1 + C] that sums, for each token, over the readers at or after it, what passes the
+    whole chunk, and the writers before it."""
+    ones = torch.ones(C, C, dtype=dtype, device=device)
+    return torch.cat([*[ones.triu()] * kinds, ones[:, :1], ones.tril(-1)], 1)
+
+
+@lru_cache(maxsize=64)
+def straddling(n: int, gap: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the matrix [n, n·n] that sums, for each t, over the pairs (i, j) with j < t and i ≥ t + gap."""
+    t = torch.arange(n, device=device)
+    pairs = (t[None, :, None] >= t[:, None, None] + gap) & (t[None, None, :] < t[:, None, None])
+    return pairs.flatten(1).to(dtype)
+
+
+def summed(matrix: Tensor, x: Tensor) -> Tensor:
+    """Returns the product of a matrix [a, b] and each of x [M, b, ·]."""
+    return torch.bmm(matrix.expand(len(x), -1, -1), x)

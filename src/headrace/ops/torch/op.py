@@ -22,10 +22,8 @@ def _backward(d_out, d_final, call: Call, kept, wanted):
 
 def _kept_shapes(call: Call):
     """Returns the shapes of the kept states and of E."""
-    (B, T, H, V), K, chunk = call.v.shape, call.k.shape[-1], tiles.chunk_size(call)
-    sequences = 1 if call.cu_seqlens is None else call.sequences
-    states = tiles.kept_states(T, sequences, chunk * tiles.kept_stride(K, V, chunk))
-    return (states, B * H, K, V), (call.v.shape if call.delta else (0,))
+    (B, _, H, V), K, (chunks, length, keeps) = call.v.shape, call.k.shape[-1], tiles.grid(call)
+    return (chunks, B * H, K, V) if keeps else (0,), (chunks * B * H, length, V) if call.delta else (0,)
 
 
 _run = register("chunkwise", "CompositeExplicitAutograd", _forward, _backward, ["states", "errors"], _kept_shapes)

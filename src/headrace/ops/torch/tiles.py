@@ -1,102 +1,148 @@
-"""Splits the inputs of the recurrence into chunks, and assembles the gradients from those of the chunks.
+"""Splits the tokens of a call into chunks of equal length, and joins them again.
 
-Dimensions: B batch, T tokens, H heads (q and k may have fewer), K key, V value, C chunk, N = B·H. Tiles are [N, C, ·].
+The number and the length of the chunks depend on shapes only, so that nothing waits for a device: a packed batch of N
+sequences has at most T // C + N chunks, and a chunk never has tokens of two sequences. Tokens that fill up a chunk are
+zeros, which neither change the memory nor decay it.
+
+Dimensions: B batch, T tokens, H heads (q and k may have fewer), N sequences, C tokens per chunk, K key, V value.
+A tile is a chunk of one head; M = chunks · B · H tiles, the chunks outermost.
 """
 
-from itertools import pairwise
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...utils.errors import InputError
-from ..call import DIFFERENTIABLE, Call, accumulator
-from .decay import NoDecay, ScalarDecay, VectorDecay
-
-Span = tuple[int, int]
-
-
-class Tile(NamedTuple):
-    """The inputs of one chunk in the accumulator's dtype: q, k [N, C, K], v [N, C, V], beta and write [N, C, 1].
-
-    q is q' = scale · r q. Under the additive rule k is β w k, and beta and write are None. A token whose value or gates
-    have NaN or an infinity gets a NaN key, through which scores pass NaN to the later tokens. Products over the chunk
-    replace its value by zeros, because 0 · NaN would affect the earlier tokens."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Tensor | None
-    write: Tensor | None
-    decay: NoDecay | ScalarDecay | VectorDecay
+from ..call import Call, accumulator
+from .decay import NoDecay, ScalarDecay, VectorDecay, block_length
+from .halves import HalvedDecay, block_of
 
 
-class Inputs:
-    """The inputs of the recurrence and their chunks: one list of chunks for a batch, or one per packed sequence."""
+class Grid(NamedTuple):
+    """The chunks of a call: their number, their length, and whether the forward keeps their states."""
+
+    chunks: int
+    length: int
+    keeps: bool
+
+
+def grid(call: Call) -> Grid:
+    """Returns the grid of a call, from its shapes alone."""
+    (_, T, _, V), K, C = call.v.shape, call.k.shape[-1], chunk_size(call)
+    if call.cu_seqlens is None:
+        chunks = -(-T // C)
+        C = -(-T // chunks)  # balanced: 65 tokens in chunks of 64 are two chunks of 33
+    else:
+        C = min(C, T)
+        chunks = T // C + call.sequences
+    keeps = K * V <= C * (2 * K + V)  # where the states are no larger than q, k and v
+    if call.log_decay is not None and call.log_decay.dim() == 4:
+        C = -(-C // block_length(C)) * block_length(C)
+    return Grid(chunks, C, keeps)
+
+
+def chunk_size(call: Call) -> int:
+    """Returns the call's chunk size, or by default a power of two between 16 and 64 near the mean of K and V: in larger
+    chunks the C×C work inside a chunk costs more than the K×V work between chunks saves."""
+    return call.chunk_size or min(64, max(16, 1 << ((call.k.shape[-1] + call.v.shape[-1]) // 2 - 1).bit_length()))
+
+
+def at_once(device: torch.device) -> bool:
+    """Whether all chunks are computed at once. A CPU computes them one by one, while they are in its caches."""
+    return device.type != "cpu"
+
+
+class Chunks:
+    """The chunks of a call, on its device."""
 
     def __init__(self, call: Call):
-        self.call, self.chunk_size, self.dtype = call, chunk_size(call), accumulator(call.q)
-        (self.B, T, self.H, self.V), self.K = call.v.shape, call.k.shape[-1]
-        # Laid out once for all tokens, because an operation on a small tensor takes as long as on a larger one.
-        self.beta, self.write, self.read = (self.per_token(x) for x in (call.beta, call.write_gate, call.read_gate))
-        self.strength = call.scale if self.read is None else self.read * call.scale
-        # Under the additive rule β and w scale k instead of v, since k usually has fewer columns.
-        self.factor = None if call.delta else product(self.beta, self.write)
-        # NaN for a token with NaN or an infinity in v, β or w, else 0: see `Tile`.
-        self.taint = self.per_token((call.v * 0).sum(-1))
-        for gate in (self.beta, self.write):
-            self.taint = self.taint if gate is None else self.taint + gate * 0
-        ends, C = [0, T] if call.cu_seqlens is None else sequence_ends(call.cu_seqlens, T), self.chunk_size
-        self.sequences = [[(t, min(t + C, end)) for t in range(start, end, C)] for start, end in pairwise(ends)]
-        self.stride = kept_stride(self.K, self.V, C)
-        self.kept = sum(len(self.runs(chunks)) for chunks in self.sequences)
-        self.base = 1 if call.log_decay is None or call.log_decay.dim() < 4 else block_of(call.log_decay)
-        self._fixed: dict[int, ScalarDecay] = {}
+        self.count, self.length, self.keeps = grid(call)
+        (self.B, self.T, self.H, self.V), self.K = call.v.shape, call.k.shape[-1]
+        self.groups, self.dtype, self.device = self.H // call.q.shape[2], accumulator(call.q), call.v.device
+        self.sequences = None if call.cu_seqlens is None else Packed(call.cu_seqlens, self.T, self.count, self.length)
 
-    def runs(self, chunks: list[Span]) -> list[list[Span]]:
-        """Groups the chunks of a sequence into runs of `stride` chunks. The state at the start of a run is kept."""
-        return [chunks[i : i + self.stride] for i in range(0, len(chunks), self.stride)]
+    def parts(self) -> list[tuple[range, slice]]:
+        """Returns the parts that are computed at once: their chunks, and where their tiles are."""
+        tiles, size = self.B * self.H, self.count if at_once(self.device) else 1
+        starts = range(0, self.count, size)
+        return [(range(c, c + size), slice(c * tiles, (c + size) * tiles)) for c in starts]
 
-    def by_sequence(self, states: Tensor) -> Tensor:
-        """Reshapes states from [sequences, N, K, V] to [B or sequences, H, K, V]."""
-        return states.view(states.shape[0] * states.shape[1] // self.H, self.H, self.K, self.V)
+    def new_states(self, count: int) -> Tensor:
+        """Returns room for the states of chunks or sequences, [count, N, K, V] or [count, H, K, V] of one row."""
+        return torch.empty(count, self.B * self.H, self.K, self.V, dtype=self.dtype, device=self.device)
 
-    def states(self, like: Tensor | None) -> Tensor:
-        """Returns a copy of the given states (None: zeros), [sequences, N, K, V]."""
-        N = self.B * self.H if len(self.sequences) == 1 else self.H
-        shape = (len(self.sequences), N, self.K, self.V)
-        if like is None:
-            return self.call.q.new_zeros(shape, dtype=self.dtype)
-        return like.to(self.dtype, copy=True, memory_format=torch.contiguous_format).view(shape)
+    def split(self, *tensors: Tensor | None) -> list[Any]:
+        """Converts tensors [B, T, H or H/groups, ·] or [B, T, H], if not None, to tiles [M, C, ·]."""
+        columns = [None if x is None else self._columns(x) for x in tensors]
+        given = [x for x in columns if x is not None]
+        x = self._rows(torch.cat(given, -1).flatten(2, 3))
+        x = x.unflatten(1, (self.count, self.length)).permute(1, 0, 3, 2, 4)
+        x = x.to(self.dtype, memory_format=torch.contiguous_format).flatten(0, 2)
+        parts = iter(x.split([y.shape[-1] for y in given], -1))
+        return [None if x is None else next(parts) for x in columns]
 
-    def lay_out(self, x: Tensor, span: Span) -> Tensor:
-        """Converts the span of [B, T, H or Hq, ·] to [N, C, ·] in the accumulator's dtype."""
-        x = x[:, span[0] : span[1]].to(self.dtype).transpose(1, 2)
-        if x.shape[1] != self.H:
-            x = x.repeat_interleave(self.H // x.shape[1], 1)
-        return x.flatten(0, 1)
+    def _columns(self, x: Tensor) -> Tensor:
+        """Converts one of `split`'s tensors to [B, T, H/groups, groups, ·]."""
+        if x.dim() == 3:
+            x = x[..., None]
+        if x.shape[2] == self.H:
+            return x.unflatten(2, (-1, self.groups))
+        return x[:, :, :, None].expand(-1, -1, -1, self.groups, -1)
 
-    def per_token(self, x: Tensor | None) -> Any:
-        """Converts [B, T, H] to [N, T, 1] in the accumulator's dtype."""
-        return None if x is None else x.to(self.dtype).transpose(1, 2).flatten(0, 1)[..., None].contiguous()
+    def _rows(self, x: Tensor) -> Tensor:
+        """Puts the tokens of x [B, T, ·] into the rows of their chunks: [B, chunks · C, ·]."""
+        size = self.count * self.length
+        if self.sequences is None:
+            return F.pad(x, (0, 0, 0, 0, 0, size - self.T)) if size > self.T else x
+        return x.new_zeros(x.shape[0], size, *x.shape[2:]).index_copy_(1, self.sequences.rows, x)
 
-    def decay(self, span: Span) -> NoDecay | ScalarDecay | VectorDecay:
-        g, C = self.call.log_decay, span[1] - span[0]
-        if g is None:
-            return NoDecay()
-        if g.dim() == 4:
-            return VectorDecay(self.lay_out(g, span), self.dtype, self.base)
-        if g.dim() == 3:
-            return ScalarDecay(self.lay_out(g[..., None], span), self.dtype)
-        if C not in self._fixed:
-            self._fixed[C] = ScalarDecay(g.repeat(self.B)[:, None, None].expand(-1, C, 1), self.dtype)
-        return self._fixed[C]
+    def new_rows(self, columns: int) -> Tensor:
+        """Returns room for the rows of all chunks, [B, chunks, C, H, columns]."""
+        shape = (self.B, self.count, self.length, self.H, columns)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def tile(self, span: Span) -> Tile:
-        q, k, v = (self.lay_out(x, span) for x in self.call[:3])
-        q, k = q * during(self.strength, span), product(k, during(self.factor, span)) + during(self.taint, span)
-        beta, write = (during(x, span) if self.call.delta else None for x in (self.beta, self.write))
-        return Tile(q, k, v, beta, write, self.decay(span))
+    def join(self, rows: Tensor) -> Tensor:
+        """Returns the tokens [B, T, H, ·] of the rows of all chunks."""
+        rows = rows.flatten(1, 2)
+        if self.sequences is not None:
+            return rows.index_select(1, self.sequences.rows)
+        return rows[:, : self.T].contiguous() if rows.shape[1] > self.T else rows
+
+    def store(self, rows: Tensor, part: range, x: Tensor) -> None:
+        """Stores the tiles [M, C, ·] of a part of the chunks in the rows of all chunks."""
+        x = x.reshape(len(part), self.B, self.H, self.length, x.shape[-1])
+        rows[:, part.start : part.stop] = x.permute(1, 0, 3, 2, 4)
+
+
+class Packed:
+    """The chunks of packed sequences with bounds cu_seqlens [N + 1].
+
+    rows [T]: each token's row among the rows of all chunks. first, last [N]: each sequence's first and last chunk.
+    empty [N]: whether a sequence has no tokens. owner [chunks]: the sequence of each chunk; chunks without tokens
+    belong to the last one. opens, closes [chunks]: whether a chunk is the first or the last of its sequence."""
+
+    def __init__(self, cu_seqlens: Tensor, T: int, chunks: int, length: int):
+        (sequence_ends if cu_seqlens.device.type == "cpu" else check_on_device)(cu_seqlens, T)
+        ends = cu_seqlens.long()
+        counts = (ends.diff() + length - 1) // length
+        after = counts.cumsum(0)
+        first = after - counts
+        self.first, self.last, self.empty = first.clamp(max=chunks - 1), (after - 1).clamp_(min=0), counts == 0
+        tokens, places = torch.arange(T, device=ends.device), torch.arange(chunks, device=ends.device)
+        shift = first * length - ends[:-1]
+        self.rows = tokens + shift[torch.searchsorted(ends[1:], tokens, right=True)]
+        self.owner = torch.searchsorted(after, places, right=True).clamp_(max=len(counts) - 1)
+        self.opens, self.closes = places == self.first[self.owner], places == self.last[self.owner]
+
+
+def check_on_device(cu_seqlens: Tensor, T: int) -> None:
+    """Checks cu_seqlens as `sequence_ends` does, but nothing waits for it: a GPU raises an error later."""
+    expected = (cu_seqlens.diff() >= 0).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T)
+    torch._assert_async(expected, f"cu_seqlens is wrong; expected 0 = c_0 ≤ … ≤ c_N = T = {T}")
 
 
 def sequence_ends(cu_seqlens: Tensor, T: int) -> list[int]:
@@ -114,102 +160,60 @@ def product(x: Tensor | None, y: Tensor | None) -> Any:
     return x * y
 
 
-def during(x: Tensor | float | None, span: Span) -> Any:
-    """Returns the span of a per-token tensor [N, T, 1]. Numbers and None are returned unchanged."""
-    return x[:, span[0] : span[1]] if isinstance(x, Tensor) else x
+def plus_product(total: Tensor | None, x: Tensor, y: Tensor | None) -> Tensor:
+    """Returns total + x y, with None for total = 0 and y = 1."""
+    if total is None:
+        return product(x, y)
+    return total + x if y is None else torch.addcmul(total, x, y)
 
 
-def kept_stride(K: int, V: int, chunk_size: int) -> int:
-    """Returns the number of chunks per kept state with which the kept states are no larger than q, k and v."""
-    return max(1, -(-K * V // (chunk_size * (2 * K + V))))
+class Tiles(NamedTuple):
+    """The inputs of chunks in the accumulator's dtype, [M, C, ·], or None. d_out: the gradient to the output."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    beta: Tensor | None
+    write_gate: Tensor | None
+    read_gate: Tensor | None
+    d_out: Any
+    delta: bool
+    kind: Callable[..., NoDecay]
+
+    @classmethod
+    def of(cls, call: Call, chunks: Chunks, d_out: Tensor | None = None) -> "Tiles":
+        """Returns the tiles of all chunks."""
+        g = call.log_decay
+        g = g.expand(call.v.shape[:3]) if g is not None and g.dim() == 1 else g
+        kind = kind_of(g)
+        tensors = (call.q, call.k, call.v, g, call.beta, call.write_gate, call.read_gate, d_out)
+        q, k, v, g, beta, write_gate, read_gate, d_out = chunks.split(*tensors)
+        return cls(q, k, v, g, beta, write_gate, read_gate, d_out, call.delta, kind)
+
+    def part(self, where: slice) -> "Tiles":
+        """Returns some of the tiles."""
+        given: Any = {name: x[where] for name, x in self._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(**given)
+
+    def columns(self, decay_gradient: bool) -> dict[str, int]:
+        """Returns the number of columns of each input that has a gradient."""
+        wanted = Tiles._fields[:3] + Tiles._fields[3 if decay_gradient else 4 : 7]
+        return {name: x.shape[-1] for name in wanted if (x := getattr(self, name)) is not None}
+
+    @property
+    def factor(self) -> Any:
+        """What scales k where it writes: β, and w under the additive rule, since k usually has fewer columns than v."""
+        return self.beta if self.delta else product(self.beta, self.write_gate)
+
+    def decay(self, taint: Tensor | None = None) -> NoDecay:
+        """Returns the operators for the readers and writers. taint [M, C, 1], if any, is added to the writers."""
+        y, q = plus_product(taint, self.k, self.factor), product(self.q, self.read_gate)
+        return self.kind(torch.cat([q, self.k], 1) if self.delta else q, y, self.log_decay)
 
 
-def kept_states(T: int, sequences: int, tokens: int) -> int:
-    """Returns an upper bound of the number of kept states, one per run of `tokens` tokens of a sequence or its rest.
-
-    The bound depends only on shapes, because a size that depends on cu_seqlens would break a traced graph."""
-    return (T - 1) // tokens + sequences
-
-
-def chunk_size(call: Call) -> int:
-    """Returns the call's chunk size, or by default a power of two between 16 and 64 near the mean of K and V: in larger
-    chunks the C×C work inside a chunk costs more than the K×V work between chunks saves."""
-    return call.chunk_size or min(64, max(16, 1 << ((call.k.shape[-1] + call.v.shape[-1]) // 2 - 1).bit_length()))
-
-
-def block_of(log_decay: Tensor, longest: int = 16, most: float = 64.0) -> int:
-    """Returns the base of VectorDecay: the longest block, a power of two, over which no decay exceeds e^most; 1 if a
-    decay is NaN, so that the NaN affects no earlier token."""
-    low, high = log_decay.aminmax() if log_decay.numel() else (log_decay.new_zeros(()),) * 2
-    steepest = float(torch.maximum(-low, high))
-    tokens = longest if steepest * longest <= most else most / steepest
-    return 1 << int(tokens).bit_length() - 1 if tokens >= 1 else 1
-
-
-def finite(x: Tensor) -> Tensor:
-    """Replaces NaN and infinities by zeros."""
-    return x.nan_to_num(0.0, 0.0, 0.0)
-
-
-def row_dot(x: Tensor, y: Tensor) -> Tensor:
-    return (x * y).sum(-1, keepdim=True)
-
-
-class Gradients:
-    """Gradients to the inputs, filled chunk by chunk. Gradients of per-token inputs are stored as [N, T, 1]."""
-
-    def __init__(self, x: Inputs, call: Call):
-        self.x, self.call = x, call
-        large = {"q": call.q, "k": call.k, "v": call.v, "log_decay": call.log_decay}
-        self.large = {name: empty_like(given, x.dtype) for name, given in large.items() if given is not None}
-        whole = (x.B * x.H, call.v.shape[1], 1)
-        per_token = {"beta": x.beta, "write_gate": x.write, "read_gate": x.read, "factor": x.factor}
-        self.small = {n: call.q.new_empty(whole, dtype=x.dtype) for n, given in per_token.items() if given is not None}
-
-    def add(self, span: Span, grads: dict[str, Tensor]) -> None:
-        """Converts the gradients to a chunk's tile to gradients to the inputs, and stores them."""
-        x = self.x
-        if x.read is not None:
-            grads["read_gate"] = self.call.scale * row_dot(x.lay_out(self.call.q, span), grads["q"])
-        grads["q"] = grads["q"] * during(x.strength, span)
-        if x.factor is not None:
-            grads["factor"] = row_dot(x.lay_out(self.call.k, span), grads["k"])
-            grads["k"] = grads["k"] * during(x.factor, span)
-        for name, grad in grads.items():
-            if name in self.small:
-                self.small[name][:, span[0] : span[1]] = grad
-            else:
-                self._store(self.large[name], span, grad)
-
-    def _store(self, into: Tensor, span: Span, x: Tensor) -> None:
-        """Inverts `lay_out`, with sums over the heads that share q and k, and over the tokens of a fixed decay."""
-        x = x.unflatten(0, (self.x.B, self.x.H)).transpose(1, 2)
-        if into.dim() == 1:
-            into += x.sum((0, 1, 3))
-            return
-        x = x.squeeze(-1) if into.dim() == 3 else x
-        if x.shape[2] != into.shape[2]:
-            x = x.unflatten(2, (into.shape[2], -1)).sum(3)
-        into[:, span[0] : span[1]] = x
-
-    def all(self) -> list[Tensor | None]:
-        """Returns the gradients to q, …, read_gate in the order of a call; None for inputs that are None."""
-        small, x = self.small, self.x
-        if "factor" in small:
-            small |= {"beta": product(small["factor"], x.write), "write_gate": product(small["factor"], x.beta)}
-        gathered = {n: g.squeeze(-1).unflatten(0, (x.B, x.H)).transpose(1, 2) for n, g in small.items()}
-        given: Any = {name: getattr(self.call, name, None) for name in gathered}  # `factor` is no input: None
-        found = {n: g.to(given[n].dtype).contiguous() for n, g in gathered.items() if given[n] is not None}
-        return [(self.large | found).get(name) for name in Call._fields[: DIFFERENTIABLE - 1]]
-
-
-def empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns an empty gradient of x in a dtype; zeros for a fixed decay [H], whose gradient is summed over tokens."""
-    if x.dim() == 1:
-        return torch.zeros_like(x, dtype=dtype)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def store(into: Tensor, span: Span, x: Tensor) -> None:
-    """Stores a chunk [N, C, V] in a span of [B, T, H, V]."""
-    into[:, span[0] : span[1]] = x.unflatten(0, (into.shape[0], into.shape[2])).transpose(1, 2)
+def kind_of(log_decay: Tensor | None) -> Callable[..., NoDecay]:
+    """Returns the class of a decay None, [B, T, H] or [B, T, H, K]."""
+    if log_decay is None or log_decay.dim() == 3:
+        return NoDecay if log_decay is None else ScalarDecay
+    return VectorDecay if at_once(log_decay.device) else partial(HalvedDecay, base=block_of(log_decay))
