@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace import GateWarning, layers, zoo
-from headrace.spec import linear as spec
+from headrace.spec import serialise as spec
 from headrace.studies.verify import BATCH, HEADS, HIDDEN, laws, specimen
 
 OPTIONS = [

@@ -15,9 +15,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from ..layers.block import Block
 from ..layers.moe import balance_loss, routings
-from ..layers.packing import flash_bounds, pack_rows, sequences
-from ..layers.stack import Backbone, Block, initialise, padding_mask
+from ..layers.packing import flash_bounds, pack_rows, padding_mask, sequences
+from ..layers.stack import Backbone, initialise
 from ..ops.checks import require
 from ..ops.loss import IGNORED, causal_loss
 from ..ops.modules import untouched

@@ -82,20 +82,15 @@ def linear_attention(
         InputError: for arguments that do not fit together, a backend that cannot compute the call, and a parallel form
             that would exceed 4 GiB.
     """
-    optional = {
-        "log_decay": log_decay, "beta": beta, "read_gate": read_gate, "write_gate": write_gate, "bonus": bonus,
-        "initial_state": initial_state, "cu_seqlens": cu_seqlens,
+    options = {
+        "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate,
+        "initial_state": initial_state, "cu_seqlens": cu_seqlens, "bonus": bonus,
     }  # fmt: skip
-    check_rule(rule, bonus, normalise)
     check_form(form, chunk_size)
-    check_shapes(q, k, v, optional, normalise, ("B", "T"))
+    call = _checked((q, k, v), options, rule, normalise, scale, ("B", "T"))
     if check:
-        check_values(q, k, v, optional, rule, normalise)
-    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    call = Call(
-        q, k, v, log_decay, beta, write_gate, read_gate, initial_state, cu_seqlens,
-        delta=rule == "delta", scale=scale, chunk_size=_chunk(form, chunk_size, v, cu_seqlens),
-    )  # fmt: skip
+        check_values(q, k, v, options, rule, normalise)
+    call = call._replace(chunk_size=_chunk(form, chunk_size, v, cu_seqlens))
     if form == "recurrent":
         if backend not in ("auto", "torch"):
             raise InputError(
@@ -110,6 +105,20 @@ def linear_attention(
     if bonus is not None:
         return with_bonus(call, bonus, chosen.run)
     return chosen.run(call)
+
+
+def _checked(
+    qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Tensor | None], rule: str, normalise: bool,
+    scale: float | None, axes: tuple[str, ...],
+) -> Call:  # fmt: skip
+    """Checks the arguments of `linear_attention` or `step` and returns their call. options: in the order of Call's
+    fields, then the bonus."""
+    check_rule(rule, options["bonus"], normalise)
+    check_shapes(*qkv, options, normalise, axes)
+    scale = qkv[1].shape[-1] ** -0.5 if scale is None else float(scale)
+    log_decay, beta, write_gate, read_gate, state, cu_seqlens, _ = options.values()
+    gates = log_decay, beta, write_gate, read_gate
+    return Call(*qkv, *gates, state, cu_seqlens, delta=rule == "delta", scale=scale)
 
 
 def _chunk(form: str, chunk_size: int | None, v: Tensor, cu_seqlens: Tensor | None) -> int | None:
@@ -158,12 +167,9 @@ def step(
     Raises:
         InputError: for arguments that do not fit together, and for a backend that cannot compute the call.
     """
-    optional = {
-        "log_decay": log_decay, "beta": beta, "read_gate": read_gate, "write_gate": write_gate, "bonus": bonus,
-        "state": state,
+    options = {
+        "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate, "state": state,
+        "cu_seqlens": None, "bonus": bonus,
     }  # fmt: skip
-    check_rule(rule, bonus, normalise)
-    check_shapes(q, k, v, optional, normalise, ("B",))
-    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    call = Call(q, k, v, log_decay, beta, write_gate, read_gate, state, delta=rule == "delta", scale=scale)
+    call = _checked((q, k, v), options, rule, normalise, scale, ("B",))
     return choose("step", backend, call, bonus, normalise).run(call, bonus, normalise)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import takewhile
 
 from ... import zoo
-from ...spec.linear import CACHED, to_json
+from ...spec.serialise import CACHED, to_json
 from . import many_mixers
 from .failures import at_chance, failures
 from .pairwise import Difference, as_control, common_seeds, competing, find, pairs, without_count

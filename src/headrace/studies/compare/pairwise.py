@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from scipy.special import stdtrit
 
 from ... import zoo
-from ...spec.linear import AttentionSpec, MixerSpec, Spec, change
+from ...spec.attention import AttentionSpec
+from ...spec.linear import MixerSpec
+from ...spec.serialise import Spec, change
 from .summary import Comparison, Contender, count, show
 
 LEVEL = 0.95  # confidence level of an interval

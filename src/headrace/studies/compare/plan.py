@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ... import zoo
 from ...spec.encoder_decoder import ModelSpec
-from ...spec.linear import to_json
+from ...spec.serialise import to_json
 from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
 from ...utils.errors import InputError
