@@ -87,10 +87,11 @@ def linear_attention(
         "initial_state": initial_state, "cu_seqlens": cu_seqlens, "bonus": bonus,
     }  # fmt: skip
     check_form(form, chunk_size)
-    call = _checked((q, k, v), options, rule, normalise, scale, ("B", "T"))
+    call = _checked(q, k, v, options, rule, normalise, scale, chunk_size, ("B", "T"))
     if check:
         check_values(q, k, v, options, rule, normalise)
-    call = call._replace(chunk_size=_chunk(form, chunk_size, v, cu_seqlens))
+    if form == "parallel":
+        call = call._replace(chunk_size=_one_chunk(v, cu_seqlens))
     if form == "recurrent":
         if backend not in ("auto", "torch"):
             raise InputError(
@@ -108,23 +109,20 @@ def linear_attention(
 
 
 def _checked(
-    qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Tensor | None], rule: str, normalise: bool,
-    scale: float | None, axes: tuple[str, ...],
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], rule: str, normalise: bool,
+    scale: float | None, chunk_size: int | None, axes: tuple[str, ...],
 ) -> Call:  # fmt: skip
     """Checks the arguments of `linear_attention` or `step` and returns their call. options: in the order of Call's
     fields, then the bonus."""
     check_rule(rule, options["bonus"], normalise)
-    check_shapes(*qkv, options, normalise, axes)
-    scale = qkv[1].shape[-1] ** -0.5 if scale is None else float(scale)
+    check_shapes(q, k, v, options, normalise, axes)
     log_decay, beta, write_gate, read_gate, state, cu_seqlens, _ = options.values()
-    gates = log_decay, beta, write_gate, read_gate
-    return Call(*qkv, *gates, state, cu_seqlens, delta=rule == "delta", scale=scale)
+    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
+    return Call(q, k, v, log_decay, beta, write_gate, read_gate, state, cu_seqlens, rule == "delta", scale, chunk_size)
 
 
-def _chunk(form: str, chunk_size: int | None, v: Tensor, cu_seqlens: Tensor | None) -> int | None:
-    """Returns the chunk size. The parallel form is one chunk as long as the longest sequence."""
-    if form != "parallel":
-        return chunk_size
+def _one_chunk(v: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Returns the chunk size of the parallel form: the length of the longest sequence."""
     T = v.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
     needed = v.shape[0] * v.shape[2] * T * T * accumulator(v).itemsize
     if needed > PARALLEL_LIMIT:
@@ -171,5 +169,5 @@ def step(
         "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate, "state": state,
         "cu_seqlens": None, "bonus": bonus,
     }  # fmt: skip
-    call = _checked((q, k, v), options, rule, normalise, scale, ("B",))
+    call = _checked(q, k, v, options, rule, normalise, scale, None, ("B",))
     return choose("step", backend, call, bonus, normalise).run(call, bonus, normalise)
