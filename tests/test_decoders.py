@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
-from headrace.layers.stack import MLP, Sizes
+from headrace.layers.block import MLP, Sizes
 from headrace.spec.stack import BlockStyle
 from headrace.studies.verify import relative
 from headrace.utils.errors import InputError

@@ -8,7 +8,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from attention_layers import D, H, agree, d, error
 from headrace import layers, zoo
-from headrace.layers.stack import Block, Sizes
+from headrace.layers.block import Block, Sizes
 from headrace.spec import AttentionSpec
 from headrace.utils.errors import InputError
 

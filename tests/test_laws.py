@@ -7,7 +7,7 @@ import torch
 
 from headrace import GateWarning, backends, layers, zoo
 from headrace.ops.dispatch import BACKENDS
-from headrace.spec import linear as spec
+from headrace.spec import serialise as spec
 from headrace.studies.verify import BATCH, HEADS, HIDDEN, laws, specimen
 
 OPTIONS = [

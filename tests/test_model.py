@@ -8,14 +8,10 @@ import headrace
 from headrace import zoo
 from headrace.layers import SoftmaxAttention
 from headrace.layers.attention.sdpa import attend
-from headrace.layers.stack import (
-    Backbone,
-    Sizes,
-    count_parameters,
-    default_intermediate_size,
-    match_intermediate_size,
-    padding_mask,
-)
+from headrace.layers.block import Sizes
+from headrace.layers.packing import padding_mask
+from headrace.layers.stack import Backbone
+from headrace.layers.widths import count_parameters, default_intermediate_size, match_intermediate_size
 from headrace.spec import AttentionSpec, Pattern
 from headrace.utils.errors import InputError
 

@@ -12,7 +12,7 @@ from headrace.layers.scans.linear_system import Response
 from headrace.layers.scans.rwkv4 import blank, wkv
 from headrace.layers.scans.s4 import S4, hippo, legs
 from headrace.layers.scans.selective_scan import Operands, selective_scan, selective_step
-from headrace.spec import linear as spec
+from headrace.spec import scan as spec
 from headrace.studies.verify import by_steps, specimen
 from headrace.utils.errors import InputError
 

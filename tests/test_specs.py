@@ -11,7 +11,7 @@ import torch
 
 from headrace import InputError, layers, zoo
 from headrace.hf.config import HeadraceConfig
-from headrace.layers.stack import Sizes
+from headrace.layers.block import Sizes
 from headrace.models import ModelSizes
 from headrace.spec import (
     AttentionSpec,
@@ -33,6 +33,9 @@ from headrace.spec import (
     attention as attention_spec,
 )
 from headrace.spec import (
+    decay as decay_spec,
+)
+from headrace.spec import (
     encoder_decoder as model_spec,
 )
 from headrace.spec import (
@@ -50,7 +53,7 @@ from headrace.spec import (
 from headrace.spec import stack as stack
 from headrace.spec.stack import Decoder, Experts, Layer, TransformerSpec
 
-MODULES = (attention_spec, matrix_spec, model_spec, scan_spec, softmax_rnn_spec, spec, stack)
+MODULES = (attention_spec, decay_spec, matrix_spec, model_spec, scan_spec, softmax_rnn_spec, spec, stack)
 NEEDED = {  # by the records that have fields without a default
     Pattern: (3,), ScanSpec: ("mamba", 4, 4), MatrixSpec: ("gla-outer",), Layer: (AttentionSpec(),),
     Decoder: ((Layer(AttentionSpec()),),), Sizes: (8, 2, None), ModelSizes: (11,),

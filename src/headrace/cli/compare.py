@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from .. import zoo
-from ..spec.linear import to_json
+from ..spec.serialise import to_json
 from ..studies import catalog
 from ..utils.errors import InputError
 from .console import AcceptOld, Device, interruptible, telling, terminal, track

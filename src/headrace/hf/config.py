@@ -8,9 +8,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .. import zoo
-from ..layers.stack import Sizes, default_intermediate_size
-from ..spec.linear import Spec, from_json, to_json
+from ..layers.block import Sizes
+from ..layers.widths import default_intermediate_size
 from ..spec.record import require_positive
+from ..spec.serialise import Spec, from_json, to_json
 from ..spec.stack import BlockStyle, Decoder, Layer, as_decoder, as_layers, as_style
 from ..utils.errors import InputError, nearest
 

@@ -13,8 +13,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ..layers.packing import flash_bounds, pack_rows, sequences
-from ..layers.stack import Backbone, Block, initialise, padding_mask
+from ..layers.block import Block
+from ..layers.packing import flash_bounds, pack_rows, padding_mask, sequences
+from ..layers.stack import Backbone, initialise
 from ..ops.checks import require
 from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal

@@ -8,7 +8,8 @@ import torch
 
 from .. import zoo
 from ..layers.competition import Gate
-from ..spec.linear import Competition, MixerSpec, to_json
+from ..spec.linear import Competition, MixerSpec
+from ..spec.serialise import to_json
 from ..utils.errors import InputError
 from .checkpoint import load
 from .config import HeadraceConfig

@@ -3,7 +3,12 @@
 from torch import nn
 
 from .. import zoo
-from ..spec.linear import AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, SoftmaxRNNSpec, Spec
+from ..spec.attention import AttentionSpec
+from ..spec.linear import MixerSpec
+from ..spec.matrix import MatrixSpec
+from ..spec.scan import ScanSpec
+from ..spec.serialise import Spec
+from ..spec.softmax_rnn import SoftmaxRNNSpec
 from ..spec.stack import Decoder
 from ..utils.errors import InputError
 from .attention.attention import SoftmaxAttention

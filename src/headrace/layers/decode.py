@@ -77,14 +77,21 @@ class FusedStep:
         is none). weights: from `self.weights`.
 
         Raises InputError for a weight whose shape is not the layer's."""
-        reason = _separate(mixer, x, weights)
-        if reason is not None:
-            return None, reason
-        reason = "no backend computes a layer's token in one call"
+        if x.shape[1] != 1:
+            return None, "it takes one token of each sequence"
+        if torch.is_grad_enabled():
+            return None, "it has no gradient: torch.no_grad() is needed"
+        if mixer.op is not linear_attention:
+            return None, "the mixer has another `op`"
+        if weights is None:
+            return None, "a weight was replaced, or its module has a hook"
+        if transformed() or not has_address(x):
+            return None, f"it reads memory by address, and x is under a transform or a {type(x).__name__}"
+        reason: str | None = "no backend computes a layer's token in one call"
         for name, layer in self.layers.items():
-            if mixer.backend not in ("auto", name):
+            if mixer.backend != "auto" and mixer.backend != name:
                 reason = f"the layer's backend is {mixer.backend}"
-            elif (reason := layer.refuses(x, weights or [])) is None:
+            elif (reason := layer.refuses(x, weights)) is None:
                 return layer, None
         return None, reason
 
@@ -134,23 +141,6 @@ class FusedStep:
             return layer.run(weights, token, (state.memory, state.conv, state.tokens))
         except ValueError as error:
             raise InputError(str(error)) from None
-
-
-def _separate(mixer: Any, x: Tensor, weights: list[Any] | None) -> str | None:
-    """Returns why the operations of a layer have to run one by one, or None."""
-    if x.shape[1] != 1:
-        return "it takes one token of each sequence"
-    if torch.is_grad_enabled():
-        return "it has no gradient: torch.no_grad() is needed"
-    if mixer.op is not linear_attention:
-        return "the mixer has another `op`"
-    if torch.is_autocast_enabled(x.device.type):
-        return "autocast is on"
-    if weights is None:
-        return "a weight was replaced, or its module has a hook"
-    if transformed() or not has_address(x):
-        return f"it reads memory by address, and x is under a transform or a {type(x).__name__}"
-    return None
 
 
 def _kinds(spec: MixerSpec) -> dict[str, str]:

@@ -150,6 +150,34 @@ def must_not_wait(x: Tensor) -> bool:
     return x.device.type != "cpu" or torch.compiler.is_compiling()
 
 
+def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+    """Returns the padding mask, bool [B, T], of x [B, T, D], or None without padding.
+
+    attention_mask: [B, L] with L ≥ T, whose last T columns belong to x. Raises InputError for shapes that do not fit,
+    and for padding in packed sequences."""
+    B, T = x.shape[:2]
+    if cu_seqlens is not None:
+        require(B == 1, f"cu_seqlens packs sequences into one row; expected B=1, got B={B}")
+        require(cu_seqlens.dim() == 1, f"cu_seqlens has shape {list(cu_seqlens.shape)}; expected [N + 1]")
+    if attention_mask is None:
+        return None
+    shape = list(attention_mask.shape)
+    require(
+        len(shape) == 2 and shape[0] == B and shape[1] >= T, f"attention_mask has shape {shape}; expected [{B}, {T}]"
+    )
+    mask = attention_mask[:, -T:].bool()
+    both = "attention_mask marks padding in packed sequences; expected cu_seqlens alone"
+    if must_not_wait(x):
+        if cu_seqlens is None:
+            return mask
+        torch._assert_async(mask.all(), both)
+        return None
+    if mask.all():
+        return None
+    require(cu_seqlens is None, both)
+    return mask
+
+
 def count_tokens(
     x: Tensor, seen: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:

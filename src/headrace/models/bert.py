@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ..layers.stack import build_norm, initialise, padding_mask
+from ..layers.block import build_norm
+from ..layers.packing import padding_mask
+from ..layers.stack import initialise
 from ..ops.checks import require
 from ..spec.stack import BertSpec
 from .encoder_decoder import ModelSizes, mean_loss

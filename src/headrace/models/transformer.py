@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.attention.attention import AttentionState, SoftmaxAttention
-from ..layers.stack import Backbone, Sizes, default_intermediate_size, initialise, padding_mask
+from ..layers.block import Sizes
+from ..layers.packing import padding_mask
+from ..layers.stack import Backbone, initialise
+from ..layers.widths import default_intermediate_size
 from ..ops.checks import require
 from ..spec.stack import StackSpec, TransformerSpec
 from .encoder_decoder import Decoded, EncoderDecoder, ModelSizes

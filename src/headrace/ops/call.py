@@ -49,8 +49,15 @@ class Call(NamedTuple):
 
     def with_tokens(self) -> "Call":
         """Adds the token dimension to the tensors of a call of `step`, [B, ·] -> [B, 1, ·]."""
-        gates = (x if x is None or x.dim() == 1 else x.unsqueeze(1) for x in self[3:7])
-        return Call(self.q.unsqueeze(1), self.k.unsqueeze(1), self.v.unsqueeze(1), *gates, *self[7:])  # type: ignore
+        q, k, v, log_decay, beta, write_gate, read_gate, *rest = self
+        return Call(
+            q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), _one_row(log_decay), _one_row(beta), _one_row(write_gate),
+            _one_row(read_gate), *rest,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+def _one_row(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.dim() == 1 else x.unsqueeze(1)
 
 
 TYPES: dict[Any, str] = {

@@ -51,8 +51,11 @@ def choose(operation: str, name: str, *arguments: Any) -> Any:
 
     Raises InputError if the named backend cannot compute it, or if there is no such backend."""
     if name == "auto":
-        here = (getattr(backend, operation) for backend in BACKENDS.values() if backend.missing() is None)
-        return next(kernel for kernel in here if kernel is not None and kernel.refuses(*arguments) is None)
+        for backend in BACKENDS.values():
+            kernel = getattr(backend, operation)
+            if kernel is not None and backend.missing() is None and kernel.refuses(*arguments) is None:
+                return kernel
+        raise InputError(f"no backend has {operation} for these arguments")
     reason = unavailable(name, operation) or (kernel := getattr(_named(name), operation)).refuses(*arguments)
     if reason is not None:
         raise InputError(f"backend={name!r} cannot run here: {reason}")

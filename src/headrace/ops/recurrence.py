@@ -82,20 +82,16 @@ def linear_attention(
         InputError: for arguments that do not fit together, a backend that cannot compute the call, and a parallel form
             that would exceed 4 GiB.
     """
-    optional = {
-        "log_decay": log_decay, "beta": beta, "read_gate": read_gate, "write_gate": write_gate, "bonus": bonus,
-        "initial_state": initial_state, "cu_seqlens": cu_seqlens,
+    options = {
+        "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate,
+        "initial_state": initial_state, "cu_seqlens": cu_seqlens, "bonus": bonus,
     }  # fmt: skip
-    check_rule(rule, bonus, normalise)
     check_form(form, chunk_size)
-    check_shapes(q, k, v, optional, normalise, ("B", "T"))
+    call = _checked(q, k, v, options, rule, normalise, scale, chunk_size, ("B", "T"))
     if check:
-        check_values(q, k, v, optional, rule, normalise)
-    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    call = Call(
-        q, k, v, log_decay, beta, write_gate, read_gate, initial_state, cu_seqlens,
-        delta=rule == "delta", scale=scale, chunk_size=_chunk(form, chunk_size, v, cu_seqlens),
-    )  # fmt: skip
+        check_values(q, k, v, options, rule, normalise)
+    if form == "parallel":
+        call = call._replace(chunk_size=_one_chunk(v, cu_seqlens))
     if form == "recurrent":
         if backend not in ("auto", "torch"):
             raise InputError(
@@ -112,10 +108,21 @@ def linear_attention(
     return chosen.run(call)
 
 
-def _chunk(form: str, chunk_size: int | None, v: Tensor, cu_seqlens: Tensor | None) -> int | None:
-    """Returns the chunk size. The parallel form is one chunk as long as the longest sequence."""
-    if form != "parallel":
-        return chunk_size
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], rule: str, normalise: bool,
+    scale: float | None, chunk_size: int | None, axes: tuple[str, ...],
+) -> Call:  # fmt: skip
+    """Checks the arguments of `linear_attention` or `step` and returns their call. options: in the order of Call's
+    fields, then the bonus."""
+    check_rule(rule, options["bonus"], normalise)
+    check_shapes(q, k, v, options, normalise, axes)
+    log_decay, beta, write_gate, read_gate, state, cu_seqlens, _ = options.values()
+    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
+    return Call(q, k, v, log_decay, beta, write_gate, read_gate, state, cu_seqlens, rule == "delta", scale, chunk_size)
+
+
+def _one_chunk(v: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Returns the chunk size of the parallel form: the length of the longest sequence."""
     T = v.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
     needed = v.shape[0] * v.shape[2] * T * T * accumulator(v).itemsize
     if needed > PARALLEL_LIMIT:
@@ -158,12 +165,9 @@ def step(
     Raises:
         InputError: for arguments that do not fit together, and for a backend that cannot compute the call.
     """
-    optional = {
-        "log_decay": log_decay, "beta": beta, "read_gate": read_gate, "write_gate": write_gate, "bonus": bonus,
-        "state": state,
+    options = {
+        "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate, "state": state,
+        "cu_seqlens": None, "bonus": bonus,
     }  # fmt: skip
-    check_rule(rule, bonus, normalise)
-    check_shapes(q, k, v, optional, normalise, ("B",))
-    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    call = Call(q, k, v, log_decay, beta, write_gate, read_gate, state, delta=rule == "delta", scale=scale)
+    call = _checked(q, k, v, options, rule, normalise, scale, None, ("B",))
     return choose("step", backend, call, bonus, normalise).run(call, bonus, normalise)

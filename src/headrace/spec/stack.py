@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from ..utils.errors import InputError
+from .attention import AttentionSpec
 from .encoder_decoder import ModelSpec
-from .linear import CACHED, TYPES, AttentionSpec, Spec, record
 from .record import NonNegativeFloat, PositiveInt, Range, Record, require_positive
+from .serialise import CACHED, TYPES, Spec, record
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,13 @@ import math
 from typing import Any
 
 from .. import zoo
+from ..spec.attention import AttentionSpec
 from ..spec.decay import DECAYS, DecayShape
-from ..spec.linear import CACHED, AttentionSpec, MatrixSpec, MixerSpec, ScanSpec, SoftmaxRNNSpec, to_json
+from ..spec.linear import MixerSpec
+from ..spec.matrix import MatrixSpec
+from ..spec.scan import ScanSpec
+from ..spec.serialise import CACHED, to_json
+from ..spec.softmax_rnn import SoftmaxRNNSpec
 from ..utils.errors import InputError
 
 WIDTH, HEADS, TOKENS, CHUNK = 1024, 4, 2048, 64  # sizes at which costs are counted

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import layers, zoo
-from ..layers.stack import Backbone, Sizes
+from ..layers.block import Sizes
+from ..layers.stack import Backbone
 from ..ops.dispatch import BACKENDS
 from ..ops.recurrence import linear_attention
 from ..ops.reference import literal

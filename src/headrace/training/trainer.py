@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 from transformers import ProgressCallback, Trainer
 
-from ..layers.stack import Block
+from ..layers.block import Block
 from ..ops.loss import IGNORED
 from .checkpoints import UNFINISHED
 from .gate_statistics import GateWatch

@@ -8,19 +8,14 @@ import difflib
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from ..spec.attention import AttentionSpec
 from ..spec.encoder_decoder import ModelSpec
 from ..spec.expression import expression, literal, split
-from ..spec.linear import (
-    AttentionSpec,
-    Competition,
-    MatrixSpec,
-    MixerSpec,
-    ScanSpec,
-    SoftmaxRNNSpec,
-    change_all,
-    from_json,
-    to_json,
-)
+from ..spec.linear import Competition, MixerSpec
+from ..spec.matrix import MatrixSpec
+from ..spec.scan import ScanSpec
+from ..spec.serialise import change_all, from_json, to_json
+from ..spec.softmax_rnn import SoftmaxRNNSpec
 from ..spec.stack import Decoder, StackSpec, as_layers
 from ..utils.errors import InputError
 from . import mixers, models

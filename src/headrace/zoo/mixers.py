@@ -1,18 +1,11 @@
 """The named mixers."""
 
-from ..spec.linear import (
-    AttentionSpec,
-    Decay,
-    Heads,
-    Inputs,
-    MatrixSpec,
-    MixerSpec,
-    Pattern,
-    Read,
-    ScanSpec,
-    SoftmaxRNNSpec,
-    Write,
-)  # fmt: skip
+from ..spec.attention import AttentionSpec, Pattern
+from ..spec.decay import Decay
+from ..spec.linear import Heads, Inputs, MixerSpec, Read, Write
+from ..spec.matrix import MatrixSpec
+from ..spec.scan import ScanSpec
+from ..spec.softmax_rnn import SoftmaxRNNSpec
 from .entry import Entry
 
 LINEAR: dict[str, Entry[MixerSpec]] = {

@@ -3,8 +3,8 @@ decoders."""
 
 from dataclasses import replace
 
+from ..spec.attention import AttentionSpec
 from ..spec.encoder_decoder import Alignment, ModelSpec, RecurrentSpec
-from ..spec.linear import AttentionSpec
 from ..spec.stack import BertSpec, BlockStyle, Decoder, Experts, Layer, TransformerSpec
 from .entry import Entry
 from .mixers import SCANS

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ...spec.linear import AttentionSpec, MixerSpec
+from ...spec.attention import AttentionSpec
+from ...spec.linear import MixerSpec
 from ...utils.errors import InputError
 from .form import (
     COMMON,

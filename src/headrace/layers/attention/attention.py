@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ...ops.checks import require
-from ...spec.linear import AttentionSpec
+from ...spec.attention import AttentionSpec
 from ..base import ANY, check_state, may_write
 from ..packing import count_tokens, without_padding
 from ..rotary import rotary

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
-from ...spec.linear import Decay, MatrixSpec
+from ...spec.decay import Decay
+from ...spec.matrix import MatrixSpec
 from ..base import Mixer
 from ..decays import SigmoidDecay
 from ..decode import MixerState

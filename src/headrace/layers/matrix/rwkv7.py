@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
-from ...spec.linear import MatrixSpec
+from ...spec.matrix import MatrixSpec
 from ..base import Mixer, SelfInitialised
 from ..decode import GROUP_NORM_EPS, MixerState
 from .chunks import CHUNK, carry, recur

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
-from ...spec.linear import ScanSpec
+from ...spec.scan import ScanSpec
 from ..base import Mixer, ScanState
 from ..convolution import convolve
 from ..decays import draw_step_bias_

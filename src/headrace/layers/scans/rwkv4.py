@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
-from ...spec.linear import ScanSpec
+from ...spec.scan import ScanSpec
 from ..base import Mixer, ScanState
 from .scan import Pack, packed_scan, running_maximum
 

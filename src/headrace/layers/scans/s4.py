@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
-from ...spec.linear import ScanSpec
+from ...spec.scan import ScanSpec
 from ...utils.device import without_autocast
 from ..base import Mixer, ScanState
 from .linear_system import Diagonal, LowRank, Response

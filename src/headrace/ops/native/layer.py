@@ -85,6 +85,8 @@ class Layer:
             return f"it runs on the CPU, in float32 and bfloat16; x is {x.dtype} on {x.device.type}"
         if native.missing or self.unknown:
             return native.missing or self.unknown
+        if torch.is_autocast_enabled("cpu"):
+            return "autocast is on"
         expected = self.call(x.shape[0], x.dtype).weights
         if (n := unfit(weights, expected)) is None:
             return None

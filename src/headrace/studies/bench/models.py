@@ -11,8 +11,9 @@ from torch import nn
 from ... import zoo
 from ...hf.config import HeadraceConfig
 from ...hf.model import HeadraceForCausalLM
-from ...layers.stack import default_intermediate_size
-from ...spec.linear import CACHED, MixerSpec
+from ...layers.widths import default_intermediate_size
+from ...spec.linear import MixerSpec
+from ...spec.serialise import CACHED
 from ...utils.errors import InputError
 
 LONGEST = 2**20  # tokens

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ... import zoo
-from ...spec.linear import admitted
+from ...spec.serialise import admitted
 from ...spec.stack import Decoder
 from ...tasks import Task, Text
 from ...utils.errors import InputError, nearest

@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from ... import zoo
 from ...report.numbers import count
-from ...spec.linear import CACHED, to_json
+from ...spec.serialise import CACHED, to_json
 from .failures import at_chance, failures
 from .pairwise import Difference, as_control, common_seeds, competing, find, pairs, without_count
 from .summary import Comparison, Contender, show_contender, show_scores

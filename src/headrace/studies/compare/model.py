@@ -11,7 +11,7 @@ from ... import models
 from ...hf.model import HeadraceConfig, HeadraceForCausalLM
 from ...models import shift_right
 from ...spec.encoder_decoder import ModelSpec
-from ...spec.linear import from_json
+from ...spec.serialise import from_json
 from ...tasks import IGNORED, Sequences
 from ...tasks.base import Batch
 from ...tasks.sequences import START

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 
 from ... import zoo
 from ...report.numbers import count, half_interval
-from ...spec.linear import AttentionSpec, MixerSpec, Spec, change
+from ...spec.attention import AttentionSpec
+from ...spec.linear import MixerSpec
+from ...spec.serialise import Spec, change
 from .summary import Comparison, Contender, show
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ... import zoo
 from ...spec.encoder_decoder import ModelSpec
-from ...spec.linear import to_json
 from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt
+from ...spec.serialise import to_json
 from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
 from ...training.optimization import Optimization

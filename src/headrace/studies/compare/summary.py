@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import zoo
 from ...report.numbers import quartiles
-from ...spec.linear import Spec, from_json
+from ...spec.serialise import Spec, from_json
 from ...tasks import TASKS, Metric
 
 MANY = 12  # with more mixers than this, pictures have a panel for each backbone

@@ -3,9 +3,9 @@
 from functools import cache, partial
 from typing import Any
 
-from ...layers.stack import count_parameters, default_intermediate_size, match_intermediate_size
+from ...layers.widths import count_parameters, default_intermediate_size, match_intermediate_size
 from ...spec.encoder_decoder import ModelSpec
-from ...spec.linear import to_json
+from ...spec.serialise import to_json
 from ...spec.stack import StackSpec
 from .model import build
 from .plan import MATCHED, Arm, Plan

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import zoo
 from ...report.page import template
-from ...spec.linear import Spec
+from ...spec.serialise import Spec
 from ...utils.environment import environment
 from .findings import RULES, findings
 from .recorder import Recorded, weights
