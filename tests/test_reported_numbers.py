@@ -217,6 +217,13 @@ def test_the_level_of_guessing_and_what_reaches_it():
     assert scores.guessing(recorded([1.0], choices=(1, 3))) is None
 
 
+@pytest.mark.parametrize(("metric", "unit", "mean"), [("word_perplexity", "nats", 0.25), ("acc", "points", 25.0)])
+def test_a_difference_is_in_nats_or_in_points(metric, unit, mean):
+    first, second = (scores.Score(metric, [(value, 2.0), (value, 2.0)]) for value in (-1.0, -0.5))
+    found = scores.Pair(first, second)
+    assert (found.unit, found.difference.mean) == (unit, pytest.approx(mean))
+
+
 def test_a_perplexity_is_not_at_the_level_of_guessing():
     samples = [{"doc_hash": "1", "choices": 1, "scores": {"perplexity": -9.0, "acc": 1.0}}] * 3
     assert words.at_chance("x", {"samples": samples, "unigram": {}}) == ""
