@@ -132,6 +132,17 @@ def test_the_table_of_compression_has_a_cell_for_each_context(tmp_path):
     assert section.rows == [("gla", "8× (6×)", "16× (12×)"), ("softmax-gla", "–", "16× (12×)")]
 
 
+def test_lines_tell_models_apart_and_panels_name_their_rows():
+    lines = {"gla": "-", "softmax-gla": "--", "transformers-llama": ":"}
+    found = {name: report.look(name, list(lines)) for name in lines}
+    assert {name: look["ls"] for name, look in found.items()} == lines
+    assert found["gla"]["color"] == found["softmax-gla"]["color"] != found["transformers-llama"]["color"]
+    line = {"left_out": None, "tokens_per_second": "5"}
+    figure = report.panels("training", {"gla": {(16, 1): line, (32, 1): line, (16, 4): line}}, "x", "y")
+    assert [ax.get_title() for ax in figure.axes] == ["1 row", "4 rows"]
+    assert [list(ax.lines[0].get_xdata()) for ax in figure.axes] == [[16, 32], [16]]
+
+
 def test_one_measurement_has_no_spread():
     """± 0 % would say that there is no noise."""
     plan = BenchPlan(("gla", "softmax-gla"), SHAPE, rounds=1)

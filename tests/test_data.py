@@ -53,10 +53,11 @@ def test_no_token_is_lost_or_stands_twice(jsonl, tmp_path, workers, length, bpe)
     assert "".join(TEXTS)[: len(text)] == text.replace(tokenizer.END, "") or tokenizer.END in text
 
 
-def test_documents_begin_where_starts_say(jsonl, tmp_path):
-    prepare(Preparation((str(jsonl),), length=50), tmp_path / "d")
+@pytest.mark.parametrize("length", [50, 48])  # the last row is full, and is not
+def test_documents_begin_where_starts_say(length, jsonl, tmp_path):
+    prepare(Preparation((str(jsonl),), length=length), tmp_path / "d")
     data = open_data(tmp_path / "d")
-    begins = [50 * i + start for i, row in enumerate(data.train) for start in row["starts"]]
+    begins = [length * i + start for i, row in enumerate(data.train) for start in row["starts"]]
     tokens, end = np.array(tokens_of(data.train)), data.tokenizer.eos_token_id
     assert begins == [0, *(np.flatnonzero(tokens == end)[:-1] + 1)]
 

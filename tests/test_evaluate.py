@@ -139,8 +139,9 @@ def test_scores_are_those_of_a_plain_computation(kind, checkpoints, data, tmp_pa
 
 
 def test_the_standard_error_of_the_harness_is_ours(checkpoints, data, tmp_path):
-    plan = EvaluationPlan("piqa", data=str(data))
-    found = evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path).items["llama"]["piqa"]
+    plan, told = EvaluationPlan("piqa", data=str(data)), []
+    found = evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path, tell=told.append).items["llama"]["piqa"]
+    assert told == ["llama: piqa, 1 of 1"]
     theirs, ours = found["results"]["results"]["piqa"], scores(found)
     for metric in ("acc", "acc_norm"):
         assert ours[metric].value == pytest.approx(theirs[f"{metric},none"])

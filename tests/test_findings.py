@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from headrace import zoo
+from headrace.report.page import Page, Section
 from headrace.studies.compare import plots, sweep
 from headrace.studies.compare.conditions import conditions
 from headrace.studies.compare.defaults import DEFAULTS, PAIR, REVERSE, TEXT
@@ -105,6 +106,12 @@ def test_gates_and_alignment_are_of_the_end_of_the_first_seed():
             point["gates"] = [arm["seed"], point["step"]]
     contender = summarise(found)[0].contenders[0]
     assert (contender.gates, contender.alignment) == ([0, 5], 0)
+
+
+def test_what_a_page_says_is_text_and_not_markup(tmp_path):
+    page = Page("Title", "about <b>", [Section("A", sentences=("x < y & <script>",))], "headrace <i>")
+    text = page.write(tmp_path / "page.html").read_text("utf-8")
+    assert "x &lt; y &amp; &lt;script&gt;" in text and "about &lt;b&gt;" in text and "headrace &lt;i&gt;" in text
 
 
 def test_without_competition_the_best_is_compared_with_the_second():

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -75,6 +76,15 @@ def test_one_row_of_a_task_can_be_prepared_and_none_is_refused(tmp_path, monkeyp
 def test_tasks_that_are_more_than_tokens_and_answers_are_not_prepared(task, tmp_path):
     with pytest.raises(InputError, match=f"--task {task.name} cannot be prepared"):
         prepared_task.prepare(task, task.name, 300, 0, 1, tmp_path / "data")
+
+
+@pytest.mark.parametrize(("change", "refused"), [({"seconds": 99.0, "files": {}}, False), ({"seed": 5}, True)])
+def test_a_run_goes_on_with_data_prepared_again_but_not_with_other_data(change, refused, data, tmp_path):
+    chosen, _ = recipe()
+    run.claim(tmp_path, chosen, data)
+    again = replace(data, manifest=data.manifest | change)
+    with pytest.raises(InputError, match="holds another run") if refused else nullcontext():
+        run.claim(tmp_path, chosen, again)
 
 
 class Killed(Exception):

@@ -19,7 +19,8 @@ from headrace.studies.bench import measure, report, results
 from headrace.studies.bench.models import Shape, build, cache_bytes
 from headrace.studies.bench.plan import BenchPlan, Point, points
 from headrace.studies.evaluate import findings, scores, unigram
-from headrace.studies.evaluate.report import draw
+from headrace.studies.evaluate.report import draw, write_report
+from headrace.studies.evaluate.run import Evaluation, EvaluationPlan
 from headrace.studies.inspect.recorder import record
 from headrace.studies.reproduce import experiment, numbers, show
 from tiny import build as model
@@ -214,6 +215,33 @@ def test_the_level_of_guessing_and_what_reaches_it():
     told = lambda right: findings.at_chance("x", recorded([1.0] * right + [0.0] * (100 - right), choices=(2, 5, 5, 5)))  # noqa: E731
     assert told(36) == f"x (acc 36.0 ± {100 * math.sqrt(0.36 * 0.64 / 99):.1f} %; guessing 27.5 %)" and told(38) == ""
     assert scores.guessing(recorded([1.0], choices=(1, 3))) is None
+
+
+@pytest.mark.parametrize(("metric", "unit", "mean"), [("word_perplexity", "nats", 0.25), ("acc", "points", 25.0)])
+def test_a_difference_is_in_nats_or_in_points(metric, unit, mean):
+    first, second = (scores.Score(metric, [(value, 2.0), (value, 2.0)]) for value in (-1.0, -0.5))
+    found = scores.Pair(first, second)
+    assert (found.unit, found.difference.mean) == (unit, pytest.approx(mean))
+
+
+def test_a_perplexity_is_not_at_the_level_of_guessing():
+    samples = [{"doc_hash": "1", "choices": 1, "scores": {"perplexity": -9.0, "acc": 1.0}}] * 3
+    assert findings.at_chance("x", {"samples": samples, "unigram": {}}) == ""
+    samples = [{"doc_hash": "1", "choices": 1, "scores": {"perplexity": -9.0, "acc": 0.0}}] * 3
+    assert findings.at_chance("x", {"samples": samples, "unigram": {}}) == "x (0 of 3 rows)"
+
+
+def test_the_metrics_of_other_lengths_of_a_needle_task_are_left_out():
+    samples = [{"scores": {"1024": -1.0, "2048": found}} for found in (1.0, 0.0)]
+    assert {name: score.value for name, score in scores.scores({"samples": samples}).items()} == {"2048": 0.5}
+
+
+@pytest.mark.parametrize(("limit", "said"), [(5, "the first 5 rows of each task"), (None, "lm-evaluation-harness")])
+def test_the_page_says_how_many_rows_there_are(limit, said, tmp_path):
+    record = recorded([1.0, 0.0], max_length=64, trained_length=64, seconds=1.0)
+    evaluation = Evaluation(EvaluationPlan("piqa", limit=limit), {"a": {"piqa": record}, "b": {"piqa": record}}, {})
+    page = write_report(evaluation, {"a": "a", "b": "b"}, tmp_path).read_text("utf-8")
+    assert said in page and ("the first" in page) == (limit is not None)
 
 
 def test_the_unigram_is_of_the_very_rows():

@@ -338,6 +338,13 @@ def test_spans_are_shown_as_characters_and_numbered_marks(book):
     assert task.text(torch.tensor([FIRST + ord("A"), mark, mark + 1, 0])) == ["A", "<0>", "<1>", f"{-FIRST}"]
 
 
+def test_every_token_of_spans_is_in_the_vocabulary(book):
+    task = Spans((str(book),), length=64)
+    rows = task.held_out(64)
+    most = max(int(rows[name].max()) for name in ("input_ids", "shift_labels"))
+    assert most == task.vocab_size - 1 and task.spans == 3
+
+
 def test_scores_of_text(book):
     scores = Text((str(book),)).scores(nats(math.log(2)))
     assert scores == {"loss": math.log(2), "bits per byte": pytest.approx(1.0), "perplexity": pytest.approx(2.0)}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..layers.moe import balance_loss, routings
-from ..layers.stack import padding_mask
+from ..layers.packing import padding_mask
 from ..ops.loss import IGNORED, causal_loss
 from ..ops.modules import untouched
 from ..utils.errors import InputError

@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ... import zoo
-from ...spec.linear import MixerSpec, admitted
+from ...spec.linear import MixerSpec
 from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from ...spec.serialise import admitted
 from ...utils.errors import InputError, nearest
 from ..optimization import Optimization
 
