@@ -89,6 +89,9 @@ def test_the_device_checks_where_sequences_end():
 
 MIXERS = [name for name in zoo.names() if type(zoo.get(name)).__name__ == "MixerSpec"]
 
+# Where β depends on the memory (write.look), a loop over chunks needs the lengths of the sequences.
+ONE_GRAPH = [name for name in MIXERS if zoo.get(name).write.look is None]
+
 
 def layer(name):
     return build(zoo.get(name), hidden_size=16, num_heads=2, layer_idx=1, num_layers=3).double()
@@ -118,7 +121,7 @@ def test_padding_is_dropped_without_waiting(name, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", ONE_GRAPH)
 def test_every_linear_mixer_is_one_graph(name, padded):
     torch._dynamo.reset()
     made, x = layer(name), torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
