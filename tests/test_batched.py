@@ -52,10 +52,10 @@ def calls(decay, tokens, packed=False, gates=False, rule="delta"):
 
 # By rule and decay, plain: what is left of the calls without those that a further chunk adds.
 CEILINGS = {
-    ("add", "none"): 33, ("add", "fixed"): 62, ("add", "scalar"): 61, ("add", "vector"): 104,
-    ("delta", "none"): 52, ("delta", "fixed"): 81, ("delta", "scalar"): 80, ("delta", "vector"): 130,
+    ("add", "none"): 32, ("add", "fixed"): 61, ("add", "scalar"): 60, ("add", "vector"): 103,
+    ("delta", "none"): 51, ("delta", "fixed"): 80, ("delta", "scalar"): 79, ("delta", "vector"): 129,
 }  # fmt: skip
-GATES, PACKED = 19, 71  # what gates and packed sequences add at most
+GATES, PACKED, RAGGED = 18, 74, 2  # what gates, packed sequences and an incomplete chunk add at most
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -69,7 +69,7 @@ def test_the_number_of_calls_does_not_depend_on_the_tokens(rule, decay, gates, p
         names, chunks = calls(decay, tokens, packed, gates, rule)
         assert not WAITS & names.keys()
         rest = names.total() - per_chunk * chunks
-        assert rest <= CEILINGS[rule, decay] + GATES * gates + PACKED * packed + (tokens % 64 > 0) * 7
+        assert rest <= CEILINGS[rule, decay] + GATES * gates + PACKED * packed + RAGGED * (tokens % 64 > 0)
 
 
 def test_the_count_sees_what_waits():
@@ -88,6 +88,9 @@ def test_the_device_checks_where_sequences_end():
 
 
 MIXERS = [name for name in zoo.names() if type(zoo.get(name)).__name__ == "MixerSpec"]
+
+# Where β depends on the memory (write.look), a loop over chunks needs the lengths of the sequences.
+ONE_GRAPH = [name for name in MIXERS if zoo.get(name).write.look is None]
 
 
 def layer(name):
@@ -118,7 +121,7 @@ def test_padding_is_dropped_without_waiting(name, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", ONE_GRAPH)
 def test_every_linear_mixer_is_one_graph(name, padded):
     torch._dynamo.reset()
     made, x = layer(name), torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
