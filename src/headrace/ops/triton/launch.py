@@ -53,7 +53,7 @@ class Launcher:
         first = F.pad((bounds.diff() + (C - 1)).div(C, rounding_mode="floor").cumsum(0), (1, 0))
         chunks = T // C + N
         owner = torch.searchsorted(first, torch.arange(chunks, device=first.device), right=True) - 1
-        packed = {"cu_seqlens": bounds.int(), "first_chunk": first.int()}
+        packed: dict[str, Optional] = {"cu_seqlens": bounds.int(), "first_chunk": first.int()}
         return chunks, packed, owner.clamp(max=N - 1).int()
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -89,7 +89,7 @@ class Launcher:
         )  # fmt: skip
         return found
 
-    def carry(self, kernel: Any, found: dict[str, Any], **tensors: Optional) -> None:
+    def carry(self, kernel: Any, found: dict[str, Any], **arguments: Any) -> None:
         """Launches `scan` or `reverse_scan`."""
         q, k_rows, k_cols, heads = self.q, self.k, self.k, self.common["HQ"]
         if self.decay == "vector":
@@ -97,7 +97,7 @@ class Launcher:
         blocks = self.blocks("scan")
         kernel[(-(-self.V // blocks["BV"]), self.call.sequences * self.H)](
             q=q, k_rows=k_rows, k_cols=k_cols, g=self.g, end=found["end"], **self.numbers, scores=found["scores"],
-            inverse=found["inverse"], **tensors, scale=self.call.scale, **strides(q=q, k=k_cols),
+            inverse=found["inverse"], **arguments, scale=self.call.scale, **strides(q=q, k=k_cols),
             **self.common | {"HQ": heads}, V=self.V, **blocks,
         )  # fmt: skip
 
@@ -115,7 +115,8 @@ class Launcher:
 
 def shared_memory(x: Tensor) -> int:
     """Returns the bytes of shared memory that a program may use on the device of x."""
-    return 0 if interpreted() else torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+    about: Any = None if interpreted() else torch.cuda.get_device_properties(x.device)
+    return about.shared_memory_per_block_optin if about else 0
 
 
 def block(size: int, most: int) -> int:
@@ -205,6 +206,10 @@ def _in_place_of_inputs(call: Call, found: dict[str, Any]) -> list[Optional]:
         d_write = product(factor, call.beta)
     if dg is not None and call.log_decay is not None and call.log_decay.dim() == 1:
         dg = dg.sum((0, 1))
-    dq, dk = (x.unflatten(2, (call.q.shape[2], -1)).sum(3) if x.shape[2] != call.q.shape[2] else x
-              for x in (shaped["dq"], shaped["dk"]))  # fmt: skip
+    dq, dk = (over_groups(found[name].view(*call.v.shape[:3], -1), call.q.shape[2]) for name in ("dq", "dk"))
     return [dq, dk, shaped["dv"], dg, d_beta, d_write, shaped["d_read"]]
+
+
+def over_groups(x: Tensor, groups: int) -> Tensor:
+    """Sums a gradient [B, T, H, K] over the heads that share one of the `groups` heads of q or k."""
+    return x if x.shape[2] == groups else x.unflatten(2, (groups, -1)).sum(3)
