@@ -1,4 +1,4 @@
-"""The launches of the backend "triton", compiled for GPUs that are not there: their number, and what their code needs."""
+"""The launches of the backend "triton", compiled for GPUs that are not there: their number and their code."""
 
 import pytest
 import torch
