@@ -53,6 +53,7 @@ class Backend(NamedTuple):
     convolution: Kernel | None = None  # (conv, x, history, sequences) -> y; see `convolve`
     layer_step: Callable[..., LayerStep] | None = None  # (kinds, sizes, numbers, names of the weights) -> LayerStep
     int8_product: Kernel | None = None  # (x, integers, scale, bias) -> x · (integers · scale)ᵀ + bias
+    on_request: bool = False  # whether only its name chooses it, and "auto" does not
 
 
-OPERATIONS = Backend._fields[2:]
+OPERATIONS = Backend._fields[2:-1]

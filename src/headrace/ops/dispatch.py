@@ -13,9 +13,9 @@ from .torch import op as torch_op
 from .triton import op as triton_op
 
 # In order of preference: "auto" takes the first backend that is available and does not refuse the arguments. On a CPU
-# that is native or torch, on a GPU triton, fla or torch.
+# that is native or torch, on a GPU fla or torch. No GPU has run the kernels of triton yet, so they run on request only.
 BACKENDS: dict[str, Backend] = {
-    "native": native_op.BACKEND, "triton": triton_op.BACKEND, "fla": fla_op.BACKEND, "torch": torch_op.BACKEND,
+    "native": native_op.BACKEND, "fla": fla_op.BACKEND, "triton": triton_op.BACKEND, "torch": torch_op.BACKEND,
 }  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def choose(operation: str, name: str, *arguments: Any) -> Any:
     Raises InputError if the named backend cannot compute it, or if there is no such backend."""
     if name == "auto":
         for backend in BACKENDS.values():
-            kernel = getattr(backend, operation)
+            kernel = None if backend.on_request else getattr(backend, operation)
             if kernel is not None and backend.missing() is None and kernel.refuses(*arguments) is None:
                 return kernel
         raise InputError(f"no backend has {operation} for these arguments")

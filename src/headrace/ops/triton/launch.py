@@ -1,6 +1,6 @@
 """Launches of the kernels: two for the forward, four for the backward, whatever the length."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,20 @@ DECAYS = {0: "none", 1: "fixed", 3: "scalar", 4: "vector"}  # by the dimensions 
 Optional = Tensor | None
 
 
+class GPU(NamedTuple):
+    """What the block sizes depend on."""
+
+    wide: bool  # whether matrix instructions read their operands from shared memory: Hopper and Blackwell's data centre
+    stages: int  # 2: the next chunk is loaded during the products of this one
+
+    @classmethod
+    def of(cls, x: Tensor) -> "GPU":
+        if interpreted():
+            return cls(True, 1)
+        about: Any = torch.cuda.get_device_properties(x.device)
+        return cls(about.major in (9, 10), 2 if about.shared_memory_per_block_optin >= ROOM_TO_PREFETCH else 1)
+
+
 class Launcher:
     """The kernels' common arguments, and one method per launch."""
 
@@ -34,7 +48,7 @@ class Launcher:
             "beta": one_stride(call.beta), "write": one_stride(call.write_gate), "read": one_stride(call.read_gate),
         }  # fmt: skip
         self.stored = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
-        self.stages = 2 if shared_memory(call.v) >= ROOM_TO_PREFETCH else 1
+        self.gpu = GPU.of(call.v)
         self.chunks, packed, self.owner = self._chunks(B, T)
         self.common: dict[str, Any] = {
             **packed, "T": T, "H": self.H, "HQ": HQ, "K": self.K, "C": self.C, "DECAY": self.decay,
@@ -61,14 +75,14 @@ class Launcher:
 
     def blocks(self, kernel: str) -> dict[str, int]:
         """Returns the block sizes and warps of a kernel: the largest blocks that (nearly) stay in registers."""
-        K, V, vector = block(self.K, LARGEST_KEY), block(self.V, 64), self.decay == "vector"
+        K, vector, about = block(self.K, LARGEST_KEY), self.decay == "vector", self.gpu
         if kernel == "prepare":
-            return {"BK": min(K, 32 if vector else 64), "num_warps": 8 if vector else 4, "num_stages": self.stages}
+            return {"BK": min(K, 32 if vector else 64), "num_warps": 8 if vector else 4, "num_stages": about.stages}
         if kernel == "gradients":
-            BK, stages = (16, 1) if vector else (64, self.stages)
-            return {"BK": min(K, BK), "BV": V, "num_warps": 8, "num_stages": stages}
-        BV = V if K <= 128 else min(V, 32)
-        return {"BK": K, "BV": BV, "num_warps": 4 if K <= 64 else 8, "num_stages": self.stages}
+            BK, stages = (16, 1) if vector else (64 if about.wide else 32, about.stages)
+            return {"BK": min(K, BK), "BV": block(self.V, 64), "num_warps": 8, "num_stages": stages}
+        BV = block(self.V, 64 if K <= 128 and about.wide else 32)
+        return {"BK": K, "BV": BV, "num_warps": 4 if K <= 64 else 8, "num_stages": about.stages}
 
     def prepare(self, backward: bool) -> dict[str, Any]:
         """Returns the matrices inside each chunk and, under a decay per channel, q and k with the decay applied."""
@@ -111,12 +125,6 @@ class Launcher:
             key_scores=found["key_scores"], **tensors, scale=self.call.scale, **self.common, V=self.V,
             **strides(q=self.q, k=self.k, v=self.v, g=self.g, e=tensors["e"]), **self.blocks("gradients"),
         )  # fmt: skip
-
-
-def shared_memory(x: Tensor) -> int:
-    """Returns the bytes of shared memory that a program may use on the device of x."""
-    about: Any = None if interpreted() else torch.cuda.get_device_properties(x.device)
-    return about.shared_memory_per_block_optin if about else 0
 
 
 def block(size: int, most: int) -> int:

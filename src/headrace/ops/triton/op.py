@@ -92,4 +92,5 @@ BACKEND = Backend(
         register("triton", "CompositeExplicitAutograd", _forward, _backward, [], lambda call: ()), refuses
     ),
     step=Kernel(_step, _refuses_step),
+    on_request=True,
 )
