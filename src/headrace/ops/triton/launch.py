@@ -109,7 +109,7 @@ class Launcher:
         if self.decay == "vector":
             q, k_rows, k_cols, heads = found["q_rows"], found["k_rows"], found["k_cols"], self.H
         blocks = self.blocks("scan")
-        kernel[(-(-self.V // blocks["BV"]), self.call.sequences * self.H)](
+        kernel[(self.call.sequences * self.H, -(-self.V // blocks["BV"]))](
             q=q, k_rows=k_rows, k_cols=k_cols, g=self.g, end=found["end"], **self.numbers, scores=found["scores"],
             inverse=found["inverse"], **arguments, scale=self.call.scale, **strides(q=q, k=k_cols),
             **self.common | {"HQ": heads}, V=self.V, **blocks,

@@ -62,13 +62,13 @@ def scan(
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of V, sequences × H). Writes what is not None of out, the final state [N, H, K, V], the states
+    """Grid: (sequences × H, blocks of V). Writes what is not None of out, the final state [N, H, K, V], the states
     before each chunk [chunks, H, K, V], and E (errors) of the delta rule."""
-    n, h = tl.program_id(1) // H, tl.program_id(1) % H
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H
     hq = h // (H // HQ)
-    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
-    S = load_state(initial, tl.program_id(1).to(tl.int64), keys, values, K, V)
+    S = load_state(initial, tl.program_id(0).to(tl.int64), keys, values, K, V)
     for i in range(tl.cdiv(tokens, C)):
         token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
         if states is not None:
@@ -95,7 +95,7 @@ def scan(
         xk = tl.trans(tile(k_cols, token, k_stride, hq * K, rows, length, keys, K))
         S = product(xk, U, S * end_of(end, high, place, keys, K, C, DECAY), OPERAND, PRECISION)
     if final is not None:
-        store_state(final, S, tl.program_id(1).to(tl.int64), keys, values, K, V)
+        store_state(final, S, tl.program_id(0).to(tl.int64), keys, values, K, V)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -106,13 +106,13 @@ def reverse_scan(
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of V, sequences × H). Writes the gradients to the state after each chunk (d_states [chunks, H, K,
+    """Grid: (sequences × H, blocks of V). Writes the gradients to the state after each chunk (d_states [chunks, H, K,
     V]), to the initial state, and d_target [tokens, H, V]: the gradient to v (add), or to w v − rows(k) S (delta)."""
-    n, h = tl.program_id(1) // H, tl.program_id(1) % H
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H
     hq = h // (H // HQ)
-    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
-    dS = load_state(d_final, tl.program_id(1).to(tl.int64), keys, values, K, V)
+    dS = load_state(d_final, tl.program_id(0).to(tl.int64), keys, values, K, V)
     last = tl.cdiv(tokens, C) - 1
     for j in range(last + 1):
         i = last - j
@@ -136,4 +136,4 @@ def reverse_scan(
         else:
             dU *= numbers(write, token, h, H, rows, length, 1.0)[:, None]
         store_tile(d_target, dU, token, H * V, h * V, rows, length, values, V)
-    store_state(d_initial, dS, tl.program_id(1).to(tl.int64), keys, values, K, V)
+    store_state(d_initial, dS, tl.program_id(0).to(tl.int64), keys, values, K, V)

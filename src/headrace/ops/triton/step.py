@@ -25,11 +25,11 @@ def step_kernel(
     q, k, v, g, beta, write, read, bonus, state, out, after, scale, H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of V, B × H). q, k [B, HQ, K], v [B, H, V], g [H], [B, H] or [B, H, K], numbers [B, H]."""
-    row = tl.program_id(1)
+    """Grid: (B × H, blocks of V). q, k [B, HQ, K], v [B, H, V], g [H], [B, H] or [B, H, K], numbers [B, H]."""
+    row = tl.program_id(0)
     h = row % H
     shared = (row // H) * HQ + h // (H // HQ)
-    keys, values = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    keys, values = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     has_key, has_value = keys < K, values < V
     at = row.to(tl.int64) * K * V + keys[:, None] * V + values[None, :]
     mask = has_key[:, None] & has_value[None, :]
@@ -72,7 +72,7 @@ def step(call: Call, bonus: Tensor | None) -> tuple[Tensor, Tensor]:
     BK = block(K, 1 << 16)
     BV = block(V, max(16, PROGRAM // BK))
     with torch.cuda.device_of(call.v):
-        step_kernel[(-(-V // BV), B * H)](
+        step_kernel[(B * H, -(-V // BV))](
             *given, out, after, call.scale, H=H, HQ=HQ, K=K, V=V, BK=BK, BV=BV, DECAY=DECAYS[dims], DELTA=call.delta,
             num_warps=4,
         )  # fmt: skip
