@@ -24,7 +24,6 @@ from rich.table import Table
 from scipy.stats import t as student
 
 from headrace.report.style import PALETTE, STYLE
-from headrace.studies.compare.folder import claim
 from headrace.studies.compare.page import write_report
 from headrace.studies.compare.plan import ArmRecipe, Plan, Shape, Study
 from headrace.studies.compare.pool import place_workers
@@ -34,6 +33,7 @@ from headrace.studies.compare.terminal import board
 from headrace.tasks import Digits, Pair
 from headrace.utils.device import all_devices
 from headrace.utils.integrity import read_json
+from headrace.utils.provenance import claim
 
 console = Console(width=None if Console().is_terminal else 140)
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -132,7 +132,7 @@ def run(
 ) -> None:
     for name in chosen(names):
         folder, asked = output / name, study(name)
-        claim(folder, asked)
+        claim(folder, asked.to_json())
         with board(asked, console) as progress:
             results = complete(asked, folder, progress.listen, place_workers(all_devices(None), workers))
         console.print(f"{name}: {write_report(results, folder)}")

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from gpu_measure import Machine
 from gpu_sizes import Found, Sizes, failure
 from headrace import zoo
-from headrace.layers.stack import Backbone, default_intermediate_size
+from headrace.layers.stack import Backbone
 from headrace.layers.stack import Sizes as StackSizes
+from headrace.layers.widths import default_intermediate_size
 
 
 class FlaLayer(nn.Module):

@@ -26,7 +26,7 @@ from headrace import quantize
 from headrace.report.numbers import spread
 from headrace.studies.bench.measure import built, ids, measure, resident
 from headrace.studies.bench.models import PEERS, Shape, build, ours
-from headrace.studies.bench.plan import Plan, Point
+from headrace.studies.bench.plan import BenchPlan, Point
 from record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "model.csv"
@@ -70,7 +70,7 @@ def parameters(name: str, shape: Shape) -> int:
         return sum(p.numel() for p in build(name, shape).parameters())
 
 
-def timed(what: str, point: Point, plan: Plan, models: dict[str, str]) -> list[Row]:
+def timed(what: str, point: Point, plan: BenchPlan, models: dict[str, str]) -> list[Row]:
     times = {label: found["seconds"] for label, found in zip(models, measure(point, plan).values(), strict=True)}
     base = next(iter(times.values()))
     return [
@@ -83,7 +83,7 @@ def timed(what: str, point: Point, plan: Plan, models: dict[str, str]) -> list[R
     ]  # fmt: skip
 
 
-def prefilled(label: str, plan: Plan, tokens: int) -> Row:
+def prefilled(label: str, plan: BenchPlan, tokens: int) -> Row:
     torch.set_num_threads(plan.threads)
     (name,) = plan.models
     model = built(name, plan).eval()
@@ -117,8 +117,8 @@ def select(wanted: list[str], among: dict[str, str]) -> dict[str, str]:
     return {label: name for label, name in among.items() if any(part in label for part in wanted)}
 
 
-def plan_of(models: dict[str, str], layers: int, threads: int, rounds: int) -> Plan:
-    return Plan(tuple(models.values()), Shape(layers), threads=threads, rounds=rounds)
+def plan_of(models: dict[str, str], layers: int, threads: int, rounds: int) -> BenchPlan:
+    return BenchPlan(tuple(models.values()), Shape(layers), threads=threads, rounds=rounds)
 
 
 @app.command()

@@ -24,12 +24,12 @@ from headrace.layers.attention.softmax_rnn import numerator
 from headrace.layers.taylor import truncated_exp
 from headrace.report.style import PALETTE, STYLE
 from headrace.spec.softmax_rnn import SoftmaxRNNSpec
-from headrace.studies.compare.folder import claim
 from headrace.studies.compare.plan import ArmRecipe, Plan, Shape, Study
 from headrace.studies.compare.pool import place_workers
 from headrace.studies.compare.run import complete
 from headrace.tasks import Text
 from headrace.utils.device import all_devices
+from headrace.utils.provenance import claim
 from record import append, environment
 
 HERE = Path(__file__).parent
@@ -142,7 +142,7 @@ def curves(
 ) -> None:
     """A language model of bytes for every mixer, one after another in one process."""
     study = plan(tuple(unpacked(Path(text), output.parent) for text in texts), steps, seeds)
-    claim(output, study)
+    claim(output, study.to_json())
     results = complete(study, output, listen, place_workers(all_devices(None), 1))
     points = list(collect(results))
     with (RESULTS / "taylor_curves.csv").open("w", newline="") as file:

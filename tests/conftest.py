@@ -1,12 +1,16 @@
+import hashlib
 import json
 import os
 import tempfile
+from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch is there: what is tested is the CPU, on every machine
-# PyTorch's cache of compiled code takes what was compiled for one instruction set for another's.
+# PyTorch's cache of compiled code takes what was compiled for one instruction set, or for other shapes of what our
+# operators keep for the backward, for what it needs.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(
-    tempfile.gettempdir(), f"headrace-inductor-{os.getuid()}-{os.environ.get('ATEN_CPU_CAPABILITY', 'best')}"
-)
+    tempfile.gettempdir(), f"headrace-inductor-{os.getuid()}-{os.environ.get('ATEN_CPU_CAPABILITY', 'best')}",
+    hashlib.sha256(b"".join(map(Path.read_bytes, sorted(Path(__file__).parents[1].glob("src/**/*.py"))))).hexdigest(),
+)  # fmt: skip
 
 import pytest
 import torch

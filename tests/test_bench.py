@@ -134,7 +134,7 @@ def test_the_table_of_compression_has_a_cell_for_each_context(tmp_path):
 
 def test_lines_tell_models_apart_and_panels_name_their_rows():
     lines = {"gla": "-", "softmax-gla": "--", "transformers-llama": ":"}
-    found = {name: report.look(name, list(lines)) for name in lines}
+    found = {name: report.line_style(name, list(lines)) for name in lines}
     assert {name: look["ls"] for name, look in found.items()} == lines
     assert found["gla"]["color"] == found["softmax-gla"]["color"] != found["transformers-llama"]["color"]
     line = {"left_out": None, "tokens_per_second": "5"}

@@ -11,6 +11,7 @@ import headrace
 from headrace import zoo
 from headrace.cli import app as cli
 from headrace.ops import dispatch
+from headrace.ops.backend import Kernel
 from headrace.spec import AttentionSpec, Decay, MixerSpec, Read, to_json
 from headrace.studies import catalog
 from headrace.studies.compare.choose import choose
@@ -188,7 +189,9 @@ def test_verify_shows_what_a_backend_raised(headrace_, monkeypatch):
     def run(call):
         raise RuntimeError("misaligned address in chunk_gla_fwd")
 
-    monkeypatch.setitem(dispatch.BACKENDS, "new", dispatch.BACKENDS["torch"]._replace(run=run))
+    monkeypatch.setitem(
+        dispatch.BACKENDS, "new", dispatch.BACKENDS["torch"]._replace(linear_attention=Kernel(run, lambda call: None))
+    )
     code, out, _ = headrace_("verify", "--mixers", "gla")
     assert code == 1 and "gla, new in float64: RuntimeError: misaligned address in chunk_gla_fwd" in out
 

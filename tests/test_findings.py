@@ -109,7 +109,7 @@ def test_gates_and_alignment_are_of_the_end_of_the_first_seed():
 
 
 def test_what_a_page_says_is_text_and_not_markup(tmp_path):
-    page = Page("Title", "about <b>", [Section("A", sentences=("x < y & <script>",))], "headrace <i>")
+    page = Page("Title", ["about <b>"], [Section("A", sentences=("x < y & <script>",))], "headrace <i>")
     text = page.write(tmp_path / "page.html").read_text("utf-8")
     assert "x &lt; y &amp; &lt;script&gt;" in text and "about &lt;b&gt;" in text and "headrace &lt;i&gt;" in text
 

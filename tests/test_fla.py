@@ -20,7 +20,7 @@ def asked(dtype=torch.bfloat16, grad=False, **more):
 
 
 def test_on_a_cpu_it_says_what_it_needs():
-    assert backends()["fla"] == "it runs on a GPU, and PyTorch finds none"
+    assert backends()["fla"]["linear_attention"] == "it runs on a GPU, and PyTorch finds none"
     with pytest.raises(InputError, match="backend='fla' cannot run here: it runs on a GPU, and PyTorch finds none"):
         asked()
 

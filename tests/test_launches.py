@@ -11,13 +11,14 @@ from peers import FAMILIES
 
 pytestmark = pytest.mark.slow
 KERNELS = ["prepare", "scan", "prepare", "scan", "reverse_scan", "gradients"]  # two forward, four backward
-# Bytes of registers spilled to memory, at most, by (GPU, family). FLA's kernels of the same family spill up to 7,512.
+# Bytes of registers that a thread may spill to memory, by (GPU, family): somewhat above what Triton 3.7.1 and 3.9.0
+# made. FLA's kernels spill up to 7,512 bytes under a decay per channel, and up to 824 and 2,080 under delta rules.
 STACK = {
-    ("sm_90", "linear"): 0, ("sm_90", "scalar"): 0, ("sm_90", "vector"): 72,
-    ("sm_90", "delta"): 16, ("sm_90", "gated-delta"): 16, ("sm_90", "kda"): 368,
-    ("sm_100", "scalar"): 40, ("sm_100", "gated-delta"): 192, ("sm_100", "kda"): 408,
-    ("sm_80", "scalar"): 0, ("sm_80", "vector"): 352,
-    ("sm_120", "scalar"): 8, ("gfx942", "scalar"): 8, ("gfx942", "gated-delta"): 172,
+    ("sm_90", "linear"): 0, ("sm_90", "scalar"): 0, ("sm_90", "vector"): 128,
+    ("sm_90", "delta"): 64, ("sm_90", "gated-delta"): 64, ("sm_90", "kda"): 512,
+    ("sm_100", "scalar"): 64, ("sm_100", "gated-delta"): 256, ("sm_100", "kda"): 512,
+    ("sm_80", "scalar"): 0, ("sm_80", "vector"): 384,
+    ("sm_120", "scalar"): 64, ("gfx942", "scalar"): 64, ("gfx942", "gated-delta"): 256,
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headrace import GateWarning, backends, layers, zoo
+from headrace.ops.backend import Kernel
 from headrace.ops.dispatch import BACKENDS
 from headrace.spec import serialise as spec
 from headrace.studies.verify import BATCH, HEADS, HIDDEN, laws, specimen
@@ -78,17 +79,17 @@ def test_a_law_can_fail():
 def test_every_backend_is_checked_in_a_precision_that_it_takes():
     rows = {row.law: row for row in laws("gla", "cpu", torch.float64, seed=0)}
     assert {"torch in float64", "torch in float64, gradients"} <= set(rows)
-    if backends()["native"] is None:
+    if backends()["native"]["linear_attention"] is None:
         assert {"native in float32", "native in float32, gradients"} <= set(rows)
 
 
 @pytest.mark.parametrize("wrong", [lambda out: out * 1.001, lambda out: out.nonexistent], ids=["inexact", "failing"])
 def test_a_backend_that_is_wrong_breaks_its_law(monkeypatch, wrong):
     def run(call):
-        out, state = BACKENDS["torch"].run(call)
+        out, state = BACKENDS["torch"].linear_attention.run(call)
         return wrong(out), state
 
-    monkeypatch.setitem(BACKENDS, "new", BACKENDS["torch"]._replace(run=run))
+    monkeypatch.setitem(BACKENDS, "new", BACKENDS["torch"]._replace(linear_attention=Kernel(run, lambda call: None)))
     broken = [row for row in laws("gla", "cpu", torch.float64, seed=0) if not row.holds]
     assert broken and all(row.law.startswith("new in float64") for row in broken)
     assert [row.note for row in broken if row.note] in (

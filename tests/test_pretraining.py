@@ -81,10 +81,10 @@ def test_tasks_that_are_more_than_tokens_and_answers_are_not_prepared(task, tmp_
 @pytest.mark.parametrize(("change", "refused"), [({"seconds": 99.0, "files": {}}, False), ({"seed": 5}, True)])
 def test_a_run_goes_on_with_data_prepared_again_but_not_with_other_data(change, refused, data, tmp_path):
     chosen, _ = recipe()
-    run.claim(tmp_path, chosen, data)
+    run.begin(tmp_path, chosen, data)
     again = replace(data, manifest=data.manifest | change)
     with pytest.raises(InputError, match="holds another run") if refused else nullcontext():
-        run.claim(tmp_path, chosen, again)
+        run.begin(tmp_path, chosen, again)
 
 
 class Killed(Exception):
@@ -159,7 +159,7 @@ def test_what_a_run_leaves(data, tmp_path):
     assert "trust_remote_code=True" in card and (tmp_path / "run" / "model" / "modeling_headrace.py").is_file()
     assert (tmp_path / "run" / "model" / "curves.png").stat().st_size > 1000
     assert trainer.careful().skipped == 0
-    (evaluated, *_) = (point for point in points if "eval_write_entropy_1" in point)
+    (evaluated, *_) = (point for point in trainer.state.log_history if "eval_write_entropy_1" in point)
     loads = [value for name, value in evaluated.items() if re.fullmatch(r"eval_write_load_1_\d+", name)]
     assert len(loads) == TINY["heads"] and sum(loads) == pytest.approx(1)
     counts = torch.tensor([token for row in data.held_out["input_ids"] for token in row]).bincount()

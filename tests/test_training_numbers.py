@@ -129,7 +129,7 @@ def test_speed_is_of_training_alone(monkeypatch):
 
 def test_the_time_of_an_evaluation_is_not_of_training(data, tmp_path, monkeypatch):
     rests, speed = [], trainer.HeadraceTrainer._speed
-    monkeypatch.setattr(trainer.HeadraceTrainer, "_speed", lambda self: rests.append(self.resting) or speed(self))
+    monkeypatch.setattr(trainer.HeadraceTrainer, "_speed", lambda self: rests.append(self.paused) or speed(self))
     started = time.perf_counter()
     history = train(data, tmp_path, tokens=128 * 20, evaluate_every=4).state.log_history
     assert any(rests) and all(0 <= rest < time.perf_counter() - started for rest in rests)

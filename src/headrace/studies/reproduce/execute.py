@@ -93,7 +93,8 @@ def made(command: list[str]) -> Path | None:
     """The folder that a step makes atomically, so that the step has ended when the folder exists; None without one."""
     if "headrace" not in command or called(command)[0] != "prepare":
         return None
-    return Path(dict(itertools.pairwise(called(command)))["--output"])
+    output = dict(itertools.pairwise(called(command))).get("--output")
+    return None if output is None else Path(output)
 
 
 def begin(root: Path, command: list[str], given: dict[str, str]) -> None:
