@@ -130,6 +130,61 @@ def visited_pairs(
 
 
 @triton.jit
+def block_pairs(
+    read, written, reading, f, xq, xk, this, q, k, q_stride, k_stride, offset, g, g_stride, g_offset, token, rows,
+    length, columns, width: tl.constexpr, DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Returns the same for the pairs of a block of SUB tokens, factored from the block's start unless it is steep."""
+    inside = from_start(this, SUB)
+    if tl.min(tl.min(inside, 1), 0) >= -STEEP:
+        a, b, c = factored_pairs(
+            read, written, reading, f, xq, xk, tl.exp(inside), tl.exp(-inside), DELTA, OPERAND, PRECISION
+        )
+    else:
+        a, b, c = visited_pairs(
+            read, written, reading, f, q, k, q_stride, k_stride, offset, g, g_stride, g_offset, token, rows, length,
+            columns, width, DELTA,
+        )  # fmt: skip
+    return a, b, c
+
+
+@triton.jit
+def halved_pairs(
+    R, R2, alive, reading, f, xq, xk, this, after, rows, to_q, to_reader, to_writer, slab, C: tl.constexpr,
+    DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients of the pairs in different halves of a block of 2·SUB tokens, of 4·SUB tokens, …, of C."""
+    for level in tl.static_range(0, 3):
+        if (SUB << level) < C:
+            late, early = level_factors(this, after, rows, SUB << level)
+            near = together(rows, SUB << (level + 1)) & alive
+            a, b, c = factored_pairs(
+                tl.where(near, R, 0.0),
+                tl.where(near, R2, 0.0),
+                reading,
+                f,
+                xq,
+                xk,
+                late,
+                early,
+                DELTA,
+                OPERAND,
+                PRECISION,
+            )
+            slab += decay_gradient(reading, f, xq, xk, a, b, c, SUB << level)
+            to_q, to_reader, to_writer = to_q + a, to_reader + b, to_writer + c
+    return to_q, to_reader, to_writer, slab
+
+
+@triton.jit
+def decay_gradient(reading, f, xq, xk, to_q, to_reader, to_writer, M: tl.constexpr):
+    """Returns for each token the sum over its segment of M tokens of what later readers read and earlier ones wrote."""
+    written = f[:, None] * xk * to_writer
+    read = segment_sums(reading[:, None] * xq * to_q + xk * to_reader, M, True)
+    return read + segment_sums(written, M, False) - written
+
+
+@triton.jit
 def diagonal(x, rows):
     return tl.sum(tl.where(rows[:, None] == rows[None, :], x, 0.0), 1)
 
@@ -200,37 +255,20 @@ def gradients(
             this, after = channel_decay(g, token, g_stride, h * K, rows, length, keys, K)
             grown = tl.exp(from_start(this, C))
             to_q, to_reader, to_writer = to_q * grown, to_reader * grown, to_writer * tl.exp(to_end(after, rows, C))
-            at_reader = reading[:, None] * xq * to_q + xk * to_reader
-            at_writer = f[:, None] * xk * to_writer
-            slab = segment_sums(at_reader, C, True) + segment_sums(at_writer, C, False) - at_writer
+            slab = decay_gradient(reading, f, xq, xk, to_q, to_reader, to_writer, C)
             slab += (passing * tl.exp(tl.sum(this, 0)))[None, :]
-            for level in tl.static_range(0, 3):
-                if (SUB << level) < C:
-                    late, early = level_factors(this, after, rows, SUB << level)
-                    near = together(rows, SUB << (level + 1)) & (rows < length + start)[None, :]  # see below
-                    a, b, c = factored_pairs(
-                        tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, xq, xk, late, early, DELTA,
-                        OPERAND, PRECISION,
-                    )  # fmt: skip
-                    at_reader = reading[:, None] * xq * a + xk * b
-                    at_writer = f[:, None] * xk * c
-                    slab += segment_sums(at_reader, SUB << level, True)
-                    slab += segment_sums(at_writer, SUB << level, False) - at_writer
-                    to_q, to_reader, to_writer = to_q + a, to_reader + b, to_writer + c
-            inside = from_start(this, SUB)
-            # The second condition holds wherever R is not zero. It depends on `start`, so that the compiler does not
-            # compute the masked matrices of all blocks before the loop, and spill them.
-            near = together(rows, SUB) & (rows < length + start)[None, :]
-            if tl.min(tl.min(inside, 1), 0) >= -STEEP:
-                a, b, c = factored_pairs(
-                    tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, xq, xk, tl.exp(inside),
-                    tl.exp(-inside), DELTA, OPERAND, PRECISION,
-                )  # fmt: skip
-            else:
-                a, b, c = visited_pairs(
-                    tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, q, k, q_stride, k_stride, hq * K, g,
-                    g_stride, h * K, token, rows, length, keys, K, DELTA,
-                )  # fmt: skip
+            # The mask holds wherever R is not zero. It depends on `start`, so that the compiler does not compute the
+            # masked matrices of all blocks before the loop, and spill them.
+            alive = (rows < length + start)[None, :]
+            to_q, to_reader, to_writer, slab = halved_pairs(
+                R, R2, alive, reading, f, xq, xk, this, after, rows, to_q, to_reader, to_writer, slab, C, DELTA,
+                OPERAND, PRECISION,
+            )  # fmt: skip
+            near = together(rows, SUB) & alive
+            a, b, c = block_pairs(
+                tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, xq, xk, this, q, k, q_stride, k_stride,
+                hq * K, g, g_stride, h * K, token, rows, length, keys, K, DELTA, OPERAND, PRECISION,
+            )  # fmt: skip
             if dg is not None:
                 slab += segment_sums(reading[:, None] * xq * a + xk * b - f[:, None] * xk * c, SUB, True)
                 store_tile(dg, slab, token, H * K, h * K, rows, length, keys, K)
