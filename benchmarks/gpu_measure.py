@@ -46,7 +46,7 @@ class Machine:
         torch.cuda.synchronize()
         return first.elapsed_time(last), host
 
-    def race(self, calls: dict[str, Call], rounds: int, budget: float) -> dict[str, Times]:
+    def interleave(self, calls: dict[str, Call], rounds: int, budget: float) -> dict[str, Times]:
         """Times the calls in turn, round after round; a call that has used `budget` seconds sits out the rest."""
         for call in calls.values():
             call()  # compiles and tunes

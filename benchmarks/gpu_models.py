@@ -65,7 +65,7 @@ def train(machine: Machine, sizes: Sizes) -> Iterator[Found]:
             ids = torch.randint(sizes.vocabulary, (B, T), device=machine.device)
             optimizer = torch.optim.AdamW(model.parameters(), fused=machine.is_gpu)
             call = partial(training_step, model, optimizer, ids)
-            times = machine.race({mixer: call}, min(sizes.rounds, 10), 4 * sizes.budget)[mixer]
+            times = machine.interleave({mixer: call}, min(sizes.rounds, 10), 4 * sizes.budget)[mixer]
         except ImportError as error:
             yield subject, where, "refused", 0.0, "", str(error)
             continue
@@ -95,7 +95,7 @@ def decode(machine: Machine, sizes: Sizes) -> Iterator[Found]:
             try:
                 _, states = model.backbone(x)
                 call = partial(decode_token, model, x[:, :1], states)
-                times = machine.race({mixer: call}, sizes.rounds, sizes.budget)[mixer]
+                times = machine.interleave({mixer: call}, sizes.rounds, sizes.budget)[mixer]
                 launches = machine.launches(call)
             except Exception as error:
                 yield failure(mixer, where, error)

@@ -25,7 +25,7 @@ def ceilings(machine: Machine, sizes: Sizes) -> Iterator[Found]:
     a = torch.randn(sizes.square, sizes.square, dtype=torch.bfloat16, device=machine.device)
     small, y = torch.zeros(1, device=machine.device), torch.empty_like(x)
     calls: dict[str, Call] = {"copy": lambda: y.copy_(x), "product": lambda: a @ a, "launch": lambda: small.add_(1)}
-    times = machine.race(calls, sizes.rounds, sizes.budget)
+    times = machine.interleave(calls, sizes.rounds, sizes.budget)
     shape = "bfloat16"
     yield "machine", shape, "copy", 2 * x.nbytes / times["copy"].device / 1e6, "GB/s", ""
     yield "machine", shape, "product", 2 * sizes.square**3 / times["product"].device / 1e9, "TFLOP/s", ""
@@ -133,7 +133,7 @@ def op(machine: Machine, sizes: Sizes) -> Iterator[Found]:
 
 
 def costs(machine: Machine, sizes: Sizes, calls: dict[str, Call], where: str) -> Iterator[Found]:
-    for key, times in machine.race(calls, sizes.rounds, sizes.budget).items():
+    for key, times in machine.interleave(calls, sizes.rounds, sizes.budget).items():
         runner, _, way = key.partition(" | ")
         way = "f+b" if way else "fwd"
         yield runner, where, way, times.device, "ms", ""
@@ -147,5 +147,5 @@ def costs(machine: Machine, sizes: Sizes, calls: dict[str, Call], where: str) ->
             yield runner, where, f"{way} graph", 0.0, "ms", f"no: {type(error).__name__}"
             continue
         if replay is not None:
-            graphed = machine.race({key: replay}, sizes.rounds, sizes.budget)[key]
+            graphed = machine.interleave({key: replay}, sizes.rounds, sizes.budget)[key]
             yield runner, where, f"{way} graph", graphed.device, "ms", ""

@@ -41,7 +41,7 @@ class Refused(HTTPException):
         self.param, self.code = param, code
 
 
-class Known(BaseModel):
+class ImplementedFields(BaseModel):
     """The implemented fields; other fields are accepted only if they have no effect. Null means the default."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -75,12 +75,12 @@ def _parts(given: Any) -> Any:
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class StreamOptions(Known):
+class StreamOptions(ImplementedFields):
     include_usage: bool = False
     include_obfuscation: bool = False  # accepted without effect: packets are not padded
 
 
-class Generation(Known):
+class Generation(ImplementedFields):
     """The fields of both kinds of requests."""
 
     model: str | None = None
@@ -145,12 +145,12 @@ class Completion(Generation):
         return {"text": text}
 
 
-class Part(Known):
+class Part(ImplementedFields):
     type: Literal["text"]
     text: str
 
 
-class Message(Known):
+class Message(ImplementedFields):
     role: str
     content: Annotated[list[Part], BeforeValidator(_parts)]
 

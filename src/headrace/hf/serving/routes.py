@@ -25,7 +25,7 @@ from ..generate import read_tokenizer
 from .engine import Engine, Piece
 from .requests import Chat, Completion, Refused
 
-Asked = Completion | Chat
+GenerationRequest = Completion | Chat
 
 BODY_SECONDS, SEND_SECONDS = 30, 60  # timeouts for receiving a body, and for sending a piece of an answer
 
@@ -85,7 +85,7 @@ class Service:
         finally:
             self.requests -= 1
 
-    async def read(self, kind: type[Asked], request: Request) -> tuple[Asked, list[list[int]]]:
+    async def read(self, kind: type[GenerationRequest], request: Request) -> tuple[GenerationRequest, list[list[int]]]:
         """(the request, the tokens of its prompts)"""
         asked = kind.read(await read_body(request, self.limits.body))
         self._named(asked.model)
@@ -108,7 +108,9 @@ class Service:
             sentence = f"the prompt has the token {reprlib.repr(unknown)}; the model has {self.vocab_size}"
             raise Refused(400, sentence, "prompt")
 
-    async def generate(self, asked: Asked, prompts: list[list[int]]) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def generate(
+        self, asked: GenerationRequest, prompts: list[list[int]]
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yields (index of the choice, piece) for all choices."""
         for row, ids in enumerate(prompts):
             for choice in range(asked.n):
@@ -138,7 +140,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 class Answers:
     """The route of one kind of request, as an ASGI application, so that it is notified when the client disconnects."""
 
-    def __init__(self, service: Service, kind: type[Asked]):
+    def __init__(self, service: Service, kind: type[GenerationRequest]):
         self.service, self.kind = service, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,9 +149,9 @@ class Answers:
             asked, prompts = await self.service.read(self.kind, Request(scope, receive))
             answer = self.stream(asked, prompts) if asked.stream else self.whole(asked, prompts)
             kind = b"text/event-stream" if asked.stream else b"application/json"
-            await unless_gone(send_all(answer, kind, send), receive)
+            await until_disconnected(send_all(answer, kind, send), receive)
 
-    async def whole(self, asked: Asked, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
+    async def whole(self, asked: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
         """The answer as one JSON object."""
         texts = [""] * (len(prompts) * asked.n)
         ends: list[Piece] = []
@@ -162,7 +164,7 @@ class Answers:
         usage = _usage(prompts, sum(end.tokens for end in ends))
         yield json.dumps(self._head(asked.object[0]) | {"choices": choices, "usage": usage}).encode()
 
-    async def stream(self, asked: Asked, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
+    async def stream(self, asked: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, one for each piece."""
         head, latest, tokens = self._head(asked.object[1]), -1, 0
         async with aclosing(self.service.generate(asked, prompts)) as pieces:
@@ -211,7 +213,7 @@ async def send_all(chunks: AsyncGenerator[bytes, None], kind: bytes, send: Send)
     await sent("body")
 
 
-async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+async def until_disconnected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
     """Awaits the work, and cancels it if the client disconnects first."""
 
     async def gone() -> None:
