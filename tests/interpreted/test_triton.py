@@ -145,6 +145,13 @@ def test_refusals(changes, reason):
         linear_attention(q, q, v, backend="triton")
 
 
+@pytest.mark.parametrize("bounds", [[0, 5, 36], [0, 30, 20, 37], [1, 37]])
+def test_bounds_that_do_not_fit(bounds):
+    x = torch.randn(1, T, 4, K)
+    with pytest.raises(InputError, match="expected 0 = c_0"):
+        linear_attention(x, x, x, cu_seqlens=torch.tensor(bounds), backend="triton")
+
+
 def test_a_chunk_size_that_it_does_not_have():
     x = torch.randn(1, 3, 4, K)
     with pytest.raises(InputError, match="its chunks have 16, 32 or 64 tokens, and chunk_size is 48"):

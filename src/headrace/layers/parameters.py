@@ -25,16 +25,7 @@ from .token_shift import TokenShift
 
 
 class LinearParameters(Mixer):
-    """The parameters of the mixer of a MixerSpec.
-
-    Args:
-        spec: kinds and sizes of the layer's parts.
-        hidden_size: D.
-        num_heads: H, unless spec.heads.count sets it.
-        layer_idx, num_layers: index of the layer and depth of the model, for RWKV-6's initialisation.
-        norm_eps: epsilon of the norm after the readout.
-        rope_theta: base of the rotary frequencies.
-    """
+    """The parameters of a `LinearMixer`, from its arguments, and their initialisation."""
 
     state_kind = MixerState
     static_shapes = True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .call import NORMALISER_EPS, Call, accumulator, gated
 from .derivatives import has_address
-from .torch.tiles import sequence_ends
+from .torch.tiles import check_bounds
 
 Run = Callable[[Call], tuple[Tensor, Tensor]]
 
@@ -31,7 +31,7 @@ def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:
     Each sequence grows by one token: its first query reads the initial state, its last write reaches the final state.
     The sum is in the accumulator's precision, so that outputs and gradients are rounded once."""
     if call.cu_seqlens is not None and not torch.compiler.is_compiling() and has_address(call.cu_seqlens):
-        sequence_ends(call.cu_seqlens, call.v.shape[1])  # checked here, because the backend gets the shifted bounds
+        check_bounds(call.cu_seqlens, call.v.shape[1])  # checked here, because the backend gets the shifted bounds
     dtype, call, bonus = call.v.dtype, call.wide(), bonus.to(accumulator(call.v))
     starts = call.k.new_zeros(1, dtype=torch.long) if call.cu_seqlens is None else call.cu_seqlens[:-1]
     T, N = call.k.shape[1], starts.shape[0]

@@ -126,7 +126,7 @@ class Packed:
     belong to the last one. opens, closes [chunks]: whether a chunk is the first or the last of its sequence."""
 
     def __init__(self, cu_seqlens: Tensor, T: int, chunks: int, length: int):
-        (sequence_ends if cu_seqlens.device.type == "cpu" else check_on_device)(cu_seqlens, T)
+        check_bounds(cu_seqlens, T)
         ends = cu_seqlens.long()
         counts = (ends.diff() + length - 1) // length
         after = counts.cumsum(0)
@@ -137,6 +137,11 @@ class Packed:
         self.rows = tokens + shift[torch.searchsorted(ends[1:], tokens, right=True)]
         self.owner = torch.searchsorted(after, places, right=True).clamp_(max=len(counts) - 1)
         self.opens, self.closes = places == self.first[self.owner], places == self.last[self.owner]
+
+
+def check_bounds(cu_seqlens: Tensor, T: int) -> None:
+    """Checks that 0 = c_0 ≤ … ≤ c_N = T: at once on a CPU, without a wait elsewhere."""
+    (sequence_ends if cu_seqlens.device.type == "cpu" else check_on_device)(cu_seqlens, T)
 
 
 def check_on_device(cu_seqlens: Tensor, T: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...utils.device import interpreted
 from ..call import Call
-from ..torch.tiles import product
+from ..torch.tiles import check_bounds, product
 from .gradients import gradients
 from .op import LARGEST_KEY
 from .prepare import prepare
@@ -64,6 +64,7 @@ class Launcher:
         bounds, C, N = self.call.cu_seqlens, self.C, self.call.sequences
         if bounds is None:
             return B * -(-T // C), {"cu_seqlens": None, "first_chunk": None}, None
+        check_bounds(bounds, T)
         first = F.pad((bounds.diff() + (C - 1)).div(C, rounding_mode="floor").cumsum(0), (1, 0))
         chunks = T // C + N
         owner = torch.searchsorted(first, torch.arange(chunks, device=first.device), right=True) - 1
@@ -136,10 +137,10 @@ def operands(dtype: torch.dtype) -> dict[str, Any]:
     """Returns what matrix products round their operands to.
 
     float16 is multiplied in TF32, which has the digits of float16 and the range of float32. float32 is multiplied in
-    TF32 only if torch.backends.cuda.matmul.allow_tf32 is set."""
+    TF32 only after torch.set_float32_matmul_precision("high")."""
     if dtype == torch.bfloat16:
         return {"OPERAND": tl.bfloat16, "PRECISION": "tf32"}
-    rounded = dtype == torch.float16 or torch.backends.cuda.matmul.allow_tf32
+    rounded = dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest"
     return {"OPERAND": tl.float32, "PRECISION": "tf32" if rounded else "ieee"}
 
 
