@@ -20,7 +20,7 @@ GROUPS = {
     "Train": ["prepare", "train", "curves", "recipes"],
     "Evaluate": ["eval", "bench"],
     "Understand": ["inspect", "reproduce"],
-    "Use": ["generate", "serve", "convert", "retrofit"],
+    "Use": ["generate", "serve", "convert", "export", "retrofit"],
 }
 COMMANDS = typer.main.get_command(cli.app).commands
 NAMES = list(COMMANDS)

@@ -117,6 +117,7 @@ GROUPS = {
         "convert": Command(
             use.convert, "models", ("llama-checkpoint --output ours", f"{MODEL} --to gla --output theirs")
         ),
+        "export": Command(use.export, "models", (f"{MODEL} --to onnx --output model-onnx",)),
         "retrofit": Command(use.retrofit, "models", (f"{MODEL} --output competing",)),
     },
 }

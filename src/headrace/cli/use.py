@@ -1,16 +1,17 @@
-"""Use: generate, serve, convert, retrofit."""
+"""Use: generate, serve, convert, export, retrofit."""
 
 import json
 import shutil
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from ..utils.errors import InputError
-from .console import Checkpoint, Device, NewFolder, PromptFile, interruptible, read_prompt
+from .console import Checkpoint, Device, NewFolder, PromptFile, interruptible, needing, read_prompt
 
-# Files that `convert` copies unchanged: the tokenizer in any of its formats, and the generation settings.
+# Files that `convert` and `export` copy unchanged: the tokenizer in any of its formats, and the generation settings.
 COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
@@ -94,10 +95,33 @@ def convert(
             bring_in(checkpoint).save_pretrained(folder)
         else:
             take_out(load(checkpoint), to, folder)
-        for name in COPIED:
-            if (checkpoint / name).is_file():
-                shutil.copy(checkpoint / name, folder / name)
+        _copy(checkpoint, folder)
     print(f"{output} is {checkpoint} in the format of {to or 'headrace'}")
+
+
+def export(
+    checkpoint: Checkpoint,
+    output: NewFolder,
+    to: Annotated[str, typer.Option(help="Format of a runtime: see below.")],
+) -> None:
+    """Write a checkpoint for another runtime."""
+    from ..export import FORMATS, writer
+    from ..utils.processes import new_folder
+
+    given: dict[str, Any] = {}
+    options = {name: value for name, value in given.items() if value is not None}
+    extra = FORMATS[to].extra if to in FORMATS else "models"
+    write = needing(extra, f"export --to {to}", lambda folder: writer(to, options)(checkpoint, folder))
+    with new_folder(output) as folder:
+        sentence = write(folder)
+        _copy(checkpoint, folder)
+    print(f"{output}: {sentence}")
+
+
+def _copy(checkpoint: Path, folder: Path) -> None:
+    for name in COPIED:
+        if (checkpoint / name).is_file():
+            shutil.copy(checkpoint / name, folder / name)
 
 
 def retrofit(checkpoint: Checkpoint, output: NewFolder) -> None:

@@ -1,0 +1,35 @@
+"""Export of a checkpoint to the formats of other runtimes."""
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..utils.errors import InputError
+
+
+class Format(NamedTuple):
+    """A format: the module of this package that writes it, and the extra that installs what the module imports.
+
+    The module has a function `export(checkpoint, folder, **options) -> sentence`, which writes the files of the format
+    into an empty folder and says what it wrote. Its options have defaults."""
+
+    module: str
+    extra: str
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def writer(to: str, options: dict[str, Any]) -> Callable[[Path, Path], str]:
+    """Returns the function (checkpoint, folder) -> sentence of a format. options: those that the user has given.
+
+    Raises InputError for an unknown format, and for an option that the format does not have."""
+    if to not in FORMATS:
+        raise InputError(f"--to {to!r} is unknown; expected one of {', '.join(FORMATS)}")
+    run = import_module(f".{FORMATS[to].module}", __package__).export
+    known = list(inspect.signature(run).parameters)[2:]
+    for name in options.keys() - set(known):
+        raise InputError(f"--{name} has no effect with --to {to}; its options are {', '.join(f'--{x}' for x in known)}")
+    return lambda checkpoint, folder: run(checkpoint, folder, **options)
