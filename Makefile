@@ -8,7 +8,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1
 TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint format native sanitize bench lines clean
+.PHONY: demo test lint format docs linkcheck native sanitize bench lines clean
 
 demo: $(VENV)/.models
 	$(BIN)/headrace compare
@@ -27,6 +27,15 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The documentation site, build/site/index.html. A page is read or run again only if it changed; `make clean` forgets all.
+SPHINX := $(BIN)/python -m sphinx -W --keep-going --fresh-env -d build/doctrees
+docs: $(VENV)/.docs
+	$(SPHINX) -b html docs build/site
+
+# Asks every external link for an answer: needs the internet.
+linkcheck: $(VENV)/.docs
+	$(SPHINX) -b linkcheck docs build/linkcheck
 
 # The native library again, after an edit of its sources.
 native: $(VENV)/.dev

@@ -1,0 +1,68 @@
+"""Sphinx configuration of the documentation site: `make docs`."""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import copytree
+
+from sphinx.application import Sphinx
+
+import headrace
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # studies/, and the extension `generated`
+
+project = "headrace"
+copyright = "2026, the headrace authors"
+version = release = headrace.__version__
+extensions = [
+    "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_design", "sphinx_copybutton",
+    "generated",
+]  # fmt: skip
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", ".*")]  # types of signatures; every reference in a text is checked
+
+html_theme = "furo"
+html_title = "headrace"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+pygments_style, pygments_dark_style = "friendly", "github-dark"
+copybutton_prompt_text = "$ "
+
+myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath", "substitution"]
+myst_heading_anchors = 3  # anchors of headings as on GitHub
+suppress_warnings = ["mystnb.unknown_mime_type"]
+
+# Tutorials run at each build, one CPU thread each; an error in a cell fails the build.
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 80
+
+mathjax_path = "mathjax/tex-chtml.js"  # from a pip package, copied by `copy_mathjax`: no page loads anything from outside
+
+
+def copy_mathjax(app: Sphinx, error: Exception | None) -> None:
+    """Copies MathJax's script and its fonts into the site."""
+    found = find_spec("sphinx-mathjax-offline")
+    if error is None and found is not None and found.origin is not None:
+        source, to = Path(found.origin).parent / "static" / "mathjax", Path(app.outdir, "_static", "mathjax")
+        for part in (mathjax_path.removeprefix("mathjax/"), "output/chtml/fonts/woff-v2"):
+            (to / part).parent.mkdir(parents=True, exist_ok=True)
+            if (source / part).is_dir():
+                copytree(source / part, to / part, dirs_exist_ok=True)
+            else:
+                (to / part).write_bytes((source / part).read_bytes())
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("build-finished", copy_mathjax)

@@ -1,0 +1,154 @@
+"""Sphinx extension: what the site takes from the code. The directive `{generated} NAME ARGUMENT ...` inserts the Markdown
+that the function NAME of this module returns; docstrings become reStructuredText."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+import typer
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+from typer.cli import get_docs_for_click
+
+from headrace import zoo
+from headrace.cli.app import GROUPS, app
+from headrace.spec.linear import MixerSpec
+from headrace.studies import catalog
+from headrace.tasks import TASKS
+from headrace.training import recipes as shipped
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    cells = [["" if cell is None else str(cell).replace("|", r"\|") for cell in row] for row in rows]
+    head = list(head)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells)) + "\n"
+
+
+def cheatsheet() -> str:
+    """One row per mixer; the columns of linear mixers are the parts of their spec."""
+    linear, others = [], []
+    for name in zoo.names():
+        row = catalog.describe(name)
+        cost = row["state"], catalog.cell(row["bytes"]), catalog.cell(row["decoding"]), _paper(row["paper"])
+        spec = zoo.get(name)
+        if isinstance(spec, MixerSpec):
+            linear.append((f"`{name}`", *_parts(spec), *cost))
+        else:
+            others.append((f"`{name}`", row["memory"], row["retention"], row["A_t"], row["b_t"], *cost))
+    cost_columns = "state", "bytes", "FLOPs", "paper"
+    return "\n".join((
+        "## Linear mixers\n", table(("mixer", "decay", "write", "features", "read", *cost_columns), linear),
+        "## Other mixers\n", table(("mixer", "memory", "keeps", "A", "b", *cost_columns), others), catalog.COUNTED,
+    ))  # fmt: skip
+
+
+def _parts(spec: MixerSpec) -> tuple[str, ...]:
+    write = " ".join((spec.write.rule, *([] if spec.write.beta == "one" else [f"β={spec.write.beta}"])))
+    features = (spec.inputs.feature_map, spec.inputs.qk_norm, "rotary" if spec.inputs.rotary else "none")
+    read = spec.read.norm, f"{spec.read.gate} gate", "bonus" * spec.read.bonus, "skip" * spec.read.skip
+    gates = " + gate" * (spec.competition is not None)
+    plain = [part for part in features if part not in ("none", "identity")]
+    shown = [part for part in read if part and not part.startswith("none")]
+    return spec.decay.kind, write + gates, ", ".join(plain) or "–", ", ".join(shown or ["plain"]) + gates
+
+
+def _paper(address: str) -> str:
+    return f"[{address.rsplit('/', 1)[1]}]({address})" if "://" in address else address
+
+
+def commands() -> str:
+    """All commands with their options, as Typer writes them."""
+    group: Any = typer.main.get_command(app)
+    top, text = typer.Context(group, info_name="headrace"), []
+    for title, names in GROUPS.items():
+        text.append(f"## {title}\n")
+        for name, command in names.items():
+            one = group.commands[name]
+            one.epilog = None
+            examples = "\n".join(f"headrace {name} {example}".strip() for example in command.examples)
+            page = get_docs_for_click(obj=one, ctx=top, indent=2, name=name, call_prefix="headrace")
+            text.append(f"{page}\n```sh\n{examples}\n```\n")
+    return "\n".join(text)
+
+
+def fields(*paths: str) -> str:
+    """A section per dataclass: its docstring, and the type, default and comment of each field."""
+    found = (getattr(import_module(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in paths)
+    return "\n".join(f"## {cls.__name__}\n\n{_about(cls)}\n\n{field_table(cls)}" for cls in found)
+
+
+def field_table(cls: type) -> str:
+    comments = {name: comment for part in reversed(cls.__mro__[:-1]) for name, comment in _comments(part).items()}
+    rows = [
+        (f"`{f.name}`", f"`{_type(f)}`", f"`{_default(f)}`", comments.get(f.name, "")) for f in dataclasses.fields(cls)
+    ]
+    return table(("field", "type", "default", "meaning"), rows)
+
+
+def _about(cls: type) -> str:
+    return inspect.cleandoc(cls.__doc__ or "").partition("\n\nRaises:")[0]
+
+
+def _type(field: dataclasses.Field) -> str:
+    return re.sub(r"(?:typing|headrace[\w.]*)\.|<class '|'>", "", inspect.formatannotation(field.type))
+
+
+def _default(field: dataclasses.Field) -> str:
+    made = field.default_factory
+    return repr(field.default) if made is dataclasses.MISSING else f"{getattr(made, '__name__', made)}()"
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """The comments of a dataclass's fields: before a field, on its line, or inside its brackets."""
+    try:
+        source = inspect.getsource(cls)
+    except OSError:
+        return {}
+    found = re.findall(r"((?:^    # .*\n)*)^    (\w+): ((?:.*(?:\n     .*|\n    \).*)*))", source, re.MULTILINE)
+    return {name: " ".join(re.findall(r"# (?!type:|fmt:|noqa)(.*)", above + rest)) for above, name, rest in found}
+
+
+def tasks() -> str:
+    """A section per task: its description with an example row, and its fields."""
+    return "\n".join(
+        f"## {name}\n\n```text\n{inspect.getdoc(inspect.getmodule(task))}\n```\n\n{field_table(task)}"
+        for name, task in TASKS.items()
+    )
+
+
+def recipes() -> str:
+    rows = []
+    for name in shipped.names():
+        one, about = shipped.load(name)
+        sizes = one.hidden_size, one.layers, one.heads, one.length, f"{one.tokens / 1e6:,.0f} M"
+        rows.append((f"`{name}`", *sizes, f"{one.lr:g}", about.source))
+    return table(("recipe", "width", "layers", "heads", "length", "tokens", "lr", "source"), rows)
+
+
+class Generated(SphinxDirective):
+    required_arguments, optional_arguments, final_argument_whitespace = 1, 1, True
+
+    def run(self) -> list[nodes.Node]:
+        name, *arguments = " ".join(self.arguments).split()
+        return self.parse_text_to_nodes(globals()[name](*arguments), allow_section_headings=True)
+
+
+def docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Makes indented equations literal blocks, and a name in single backticks code; `_`, `*` and `|` stand for themselves."""
+    text = re.sub(r"([_*|\\])", r"\\\1", "\n".join(lines))
+    text = re.sub(r"`[^`\n]+`", lambda code: f"`{code[0]}`".replace("\\", ""), text)
+    blocks = re.split(r"\n\n", text)
+    for i, block in enumerate(blocks):
+        if block.startswith("    ") and not blocks[i - 1].strip().endswith("Args:"):
+            blocks[i] = "::\n\n" + block.replace("\\", "")
+    lines[:] = "\n\n".join(blocks).split("\n")
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.add_directive("generated", Generated)
+    app.connect("autodoc-process-docstring", docstring, priority=100)  # before napoleon, which has 500
+    return {"parallel_read_safe": True}
