@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, HeadraceModel, load
     from .layers import Mixer
     from .layers.quantized import quantize
+    from .ops.context_parallel import context_parallel
     from .ops.dispatch import backends
     from .ops.recurrence import linear_attention, step
     from .studies.verify import verify
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "linear_attention": "ops.recurrence",
     "step": "ops.recurrence",
+    "context_parallel": "ops.context_parallel",
     "backends": "ops.dispatch",
     "Mixer": "layers",
     "quantize": "layers.quantized",
@@ -36,7 +38,7 @@ del auto
 
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Mixer",
-    "backends", "linear_attention", "load", "quantize", "step", "verify",
+    "backends", "context_parallel", "linear_attention", "load", "quantize", "step", "verify",
 ]  # fmt: skip
 
 

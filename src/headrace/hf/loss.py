@@ -11,6 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..layers.moe import balance_loss, routings
 from ..layers.packing import padding_mask
+from ..ops.context_parallel import current
 from ..ops.loss import IGNORED, causal_loss
 from ..ops.modules import untouched
 from ..utils.errors import InputError
@@ -19,6 +20,10 @@ from ..utils.errors import InputError
 def token_loss(model: Any, hidden: Tensor, logits: Tensor | None, **loss_kwargs) -> Tensor:
     """The mean loss. Without logits it is computed in pieces, unless the head or the loss has been replaced or the
     head has hooks."""
+    if current() is not None and loss_kwargs.get("shift_labels") is None:
+        raise InputError(
+            "labels=... under context_parallel, where a label can be in another process; expected shift_labels"
+        )
     plain = untouched(model.lm_head, nn.Linear) and model.lm_head.bias is None
     if logits is None and plain and model.loss_function is ForCausalLMLoss:
         return causal_loss(hidden, model.lm_head.weight, **loss_kwargs)

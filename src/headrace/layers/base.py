@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.call import accumulator
+from ..ops.checks import require
+from ..ops.context_parallel import current, refuse_parts
 from ..utils.errors import InputError
 from .packing import must_not_wait, padding_last, without_padding
 
@@ -82,6 +84,11 @@ class Mixer(SelfInitialised):
     state_shapes: Shapes
     static_shapes = False  # whether `run` needs nothing of cu_seqlens but its shape before it computes
 
+    @property
+    def splits(self) -> bool:
+        """Whether `context_parallel` can split the tokens over processes."""
+        return False
+
     def forward(
         self,
         x: Tensor,
@@ -106,7 +113,9 @@ class Mixer(SelfInitialised):
         Raises:
             InputError: for a state of another mixer or of another number of sequences.
         """
-        if in_place and state is not None and mask is None and cu_seqlens is None and x.shape[1]:
+        if current() is not None:
+            self._check_part(state, mask, cu_seqlens)
+        elif in_place and state is not None and mask is None and cu_seqlens is None and x.shape[1]:
             return self.run_in_place(x, state)
         if state is not None:
             check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
@@ -116,6 +125,13 @@ class Mixer(SelfInitialised):
             remove = padding_last if self.static_shapes and must_not_wait(x) else without_padding
             return remove(self.run, x, state, mask)
         return self.run(x, state, cu_seqlens) if x.shape[1] else (x, state)
+
+    def _check_part(self, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        if not self.splits:
+            refuse_parts(self)
+        require(mask is None, "mask marks padding under context_parallel; expected packed sequences, by cu_seqlens")
+        packed = state is not None and cu_seqlens is not None
+        require(not packed, "state is given for packed sequences under context_parallel; expected state=None")
 
     def run(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
         """Computes the mixer for T ≥ 1 tokens without padding."""

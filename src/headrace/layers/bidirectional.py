@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from ..ops.checks import require
+from ..ops.context_parallel import refuse_parts
 
 
 class BothWays(nn.Module):
@@ -24,6 +25,7 @@ class BothWays(nn.Module):
         in_place: bool = False,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """x [B, T, D] -> (y [B, T, D], None). Raises InputError for a state: an encoder needs whole sequences."""
+        refuse_parts(self)
         require(state is None, "state is given to an encoder, which has none; expected state=None")
         y, _ = self.forwards(x, mask=mask, cu_seqlens=cu_seqlens)
         mask = None if mask is None else mask.flip(1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops.call import accumulator
+from ..ops.context_parallel import current
 from ..ops.dispatch import has
 from ..ops.recurrence import step
 from ..ops.sequences import Sequences
@@ -35,6 +36,10 @@ class LinearMixer(LinearParameters):
         rope_theta: base of the rotary frequencies.
     """
 
+    @property
+    def splits(self) -> bool:
+        return self.residual is None
+
     def run(self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, MixerState]:
         sequences = Sequences(x, cu_seqlens)
         inputs, shift = self._project(x, state, sequences)
@@ -47,7 +52,7 @@ class LinearMixer(LinearParameters):
         if self.residual is not None:
             op = partial(self.op, **self._settings(), backend=self.backend)
             out, memory, before = self.residual(op, tensors, state, sequences)
-        elif x.shape[1] == 1 and cu_seqlens is None:
+        elif x.shape[1] == 1 and cu_seqlens is None and current() is None:
             token: dict[str, Any] = {name: _now(y) for name, y in tensors.items()}
             out, memory = step(**token, state=memory, **self._settings(), backend=self._backend("step"))
             out = out[:, None]

@@ -6,13 +6,15 @@ rewrite.py expresses the normaliser and the bonus through the arguments that eve
 Shapes: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N packed sequences.
 """
 
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
 
 from ..utils.errors import InputError
 from .call import Call, accumulator
-from .checks import check_form, check_rule, check_shapes, check_values
+from .checks import check_form, check_rule, check_shapes, check_values, require
+from .context_parallel import Borders, current, over_processes
 from .dispatch import choose
 from .rewrite import normalised, with_bonus
 from .torch.step import recurrent
@@ -82,6 +84,11 @@ def linear_attention(
         InputError: for arguments that do not fit together, a backend that cannot compute the call, and a parallel form
             that would exceed 4 GiB.
     """
+    part, borders = current(), None
+    if part is not None:
+        require(form == "chunkwise", f"form={form!r} under context_parallel; expected form='chunkwise'")
+        borders = Borders(part, cu_seqlens, v.shape[1])
+        cu_seqlens = borders.cu_seqlens
     options = {
         "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate,
         "initial_state": initial_state, "cu_seqlens": cu_seqlens, "bonus": bonus,
@@ -100,12 +107,14 @@ def linear_attention(
         # In the accumulator's precision, because gradients of tensors shared by all tokens are summed over tokens.
         out, state = recurrent(call.wide(), None if bonus is None else bonus.to(accumulator(v)), normalise)
         return out.to(v.dtype), state
-    chosen = choose("linear_attention", backend, call)
+    run = choose("linear_attention", backend, call).run
+    if borders is not None:
+        run = partial(over_processes, borders=borders, run=run)
     if normalise:
-        return normalised(call, chosen.run)
+        return normalised(call, run)
     if bonus is not None:
-        return with_bonus(call, bonus, chosen.run)
-    return chosen.run(call)
+        return with_bonus(call, bonus, run)
+    return run(call)
 
 
 def _checked(

@@ -6,16 +6,24 @@ Dimensions: B batch, T tokens, D size of a token, N sequences, h tokens of histo
 import torch
 from torch import Tensor
 
+from .context_parallel import Borders, current
+
 
 class Sequences:
-    """The N sequences of x [B, T, D]: the rows, or the sequences packed in one row with bounds cu_seqlens [N + 1]."""
+    """The N sequences of x [B, T, D]: the rows, or the sequences packed in one row with bounds cu_seqlens [N + 1].
+
+    Under `context_parallel`, x is one process's part of the row, and positions are those in the whole row."""
 
     def __init__(self, x: Tensor, cu_seqlens: Tensor | None):
         self.B, self.T = x.shape[:2]
-        self.cu_seqlens = cu_seqlens
+        part = current()
+        self.borders = None if part is None else Borders(part, cu_seqlens, self.T)
+        self.offset = 0 if self.borders is None else self.borders.offset
+        self.bounds = cu_seqlens  # in the whole row
+        self.cu_seqlens = cu_seqlens if self.borders is None else self.borders.cu_seqlens
         self.count = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if cu_seqlens is not None:
-            tokens = torch.arange(self.T, device=x.device)
+            tokens = torch.arange(self.T, device=x.device) + self.offset
             starts = cu_seqlens[:-1].to(tokens)
             self.owner = torch.searchsorted(starts, tokens, right=True) - 1
             self.within = tokens - starts[self.owner]
@@ -23,15 +31,16 @@ class Sequences:
     def positions(self, seen: Tensor | None, like: Tensor) -> Tensor:
         """Returns each token's position in its sequence, [B or 1, T]. seen [N]: number of tokens before x."""
         if self.cu_seqlens is None:
-            tokens = torch.arange(self.T, device=like.device)[None]
+            tokens = torch.arange(self.T, device=like.device)[None] + self.offset
             return tokens if seen is None else tokens + seen[:, None]
         return (self.within if seen is None else self.within + seen[self.owner])[None]
 
     def lengths(self, like: Tensor) -> Tensor:
-        """Returns the lengths [N] of the sequences, on the device of `like`."""
-        if self.cu_seqlens is None:
-            return torch.full((self.B,), self.T, device=like.device)
-        return self.cu_seqlens.diff()
+        """Returns the lengths [N] of the sequences up to the last token of x, on the device of `like`."""
+        end = self.offset + self.T
+        if self.bounds is None:
+            return torch.full((self.B,), end, device=like.device)
+        return self.bounds.diff() if self.borders is None else self.bounds.clamp(max=end).diff()
 
     def totals(self, like: Tensor) -> Tensor:
         """Returns the length of each token's sequence, [B, T], or [1, T] packed."""
@@ -59,7 +68,8 @@ class Sequences:
 
     def before(self, x: Tensor, history: Tensor | None, h: int) -> Tensor:
         """Returns the h tokens before each sequence of x, [N, h, D]: history, or zeros for None."""
-        return x.new_zeros(self.count, h, x.shape[2]) if history is None else history.to(x)
+        history = x.new_zeros(self.count, h, x.shape[2]) if history is None else history.to(x)
+        return history if self.borders is None else self.borders.history(x, history)
 
     def places(self, h: int) -> Tensor:
         """Returns the index in `extend`'s result at which each token's window of h earlier tokens begins (packed)."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ...ops.checks import require
+from ...ops.context_parallel import refuse_parts
 from ...spec.attention import AttentionSpec
 from ..base import ANY, check_state, may_write
 from ..packing import count_tokens, without_padding
@@ -84,6 +85,7 @@ class SoftmaxAttention(nn.Module):
         in_place: bool = False,
     ) -> tuple[Tensor, State]:
         """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state)."""
+        refuse_parts(self)
         require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")
         if state is not None:
             check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)

@@ -1,0 +1,196 @@
+"""What each process of a group computes in test_context_parallel.py, and how far it is from one process."""
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+
+from headrace import InputError, context_parallel, layers, linear_attention
+from headrace.ops import context_parallel as context
+from headrace.studies.verify import relative
+from tiny import build
+
+T, H, K, V = 32, 4, 6, 5
+BOUNDS = [0, 3, 3, 8, 27, 32]  # an empty sequence, one that ends at a border, one over three of four processes
+OPS = {
+    "none": {}, "fixed": {"decay": [H]}, "scalar": {"decay": [1, T, H]}, "vector": {"decay": [1, T, H, K]},
+    "bonus": {"decay": [1, T, H, K], "bonus": True}, "normalise": {"normalise": True, "decay": [1, T, H]},
+    "delta": {"rule": "delta"}, "gated delta": {"rule": "delta", "decay": [1, T, H]},
+    "kda": {"rule": "delta", "decay": [1, T, H, K]},
+}  # fmt: skip
+
+
+def run(world, folder, port, names):
+    """Runs `check` in `world` processes and returns their findings."""
+    mp.start_processes(_process, (world, str(folder), port, names), world, start_method="spawn")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+def _process(rank, world, folder, port, names):
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
+    torch.save(check(names), os.path.join(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+def check(names):
+    found = {}
+    for kind, options in OPS.items():
+        for packed in (False, True):
+            found[f"op, {kind}, {'packed' if packed else 'rows'}"] = op_error(packed, **options)
+    for name in names:
+        for packed in (False, True):
+            found[f"layer, {name}, {'packed' if packed else 'rows'}"] = layer_error(name, packed)
+    found["model"] = model_error()
+    found["one process without gradients"] = frozen_error()
+    return found | {"refused": refusals(), "bytes": sent()}
+
+
+def op_error(packed, decay=None, **options):
+    torch.manual_seed(0)
+    rows, wide = (1, len(BOUNDS) - 1) if packed else (2, 2)
+    bonus, normalise = options.pop("bonus", False), options.get("normalise", False)
+    x = {
+        "q": torch.rand(rows, T, H // 2, K), "k": F.normalize(torch.rand(rows, T, H // 2, K), dim=-1),
+        "v": torch.randn(rows, T, H, V), "beta": torch.rand(rows, T, H), "read_gate": 2 * torch.rand(rows, T, H),
+        "write_gate": 2 * torch.rand(rows, T, H), "initial_state": torch.rand(wide, H, K, V + normalise),
+    }  # fmt: skip
+    if decay is not None:
+        x["log_decay"] = -torch.rand(*([rows, *decay[1:]] if len(decay) > 1 else decay))
+    if bonus:
+        x["bonus"] = torch.randn(H, K)
+    x = {name: y.double() for name, y in x.items()}
+    ends = torch.tensor(BOUNDS) if packed else None
+
+    def call(x):
+        return linear_attention(**x, cu_seqlens=ends, **options)
+
+    whole = {name: y.clone().requires_grad_() for name, y in x.items()}
+    out, final = call(whole)
+    weight, weight_final = torch.randn_like(out), torch.randn_like(final)
+    with context_parallel() as part:
+        last = part.rank == part.size - 1
+        mine = {name: cut(part, y).clone().requires_grad_() for name, y in x.items()}
+        got, state = call(mine)
+        reached = (
+            ((got * part.split(weight)).sum() + 0 * state.sum())
+            if packed
+            else ((got * part.split(weight)).sum() + (state * weight_final).sum() * last)
+        )
+        reached.backward()
+        ((out * weight).sum() + (0 if packed else (final * weight_final).sum())).backward()
+        errors = [relative(got, part.split(out))]
+        if last:
+            errors.append(relative(state[-1], final[-1]))  # in a pack, the sequence that ends in this process
+        for name, y in whole.items():
+            errors.append(relative(summed(part, mine[name].grad, y), cut(part, y.grad)))
+    return max(errors)
+
+
+def cut(part, x):
+    """This process's tokens; states, and what has no tokens, whole."""
+    return part.split(x) if x.dim() >= 3 and x.shape[1] == T else x
+
+
+def summed(part, grad, like):
+    """The gradient to this process's tokens, or the sum over processes for what all of them have."""
+    if like.dim() >= 3 and like.shape[1] == T:
+        return grad
+    dist.all_reduce(grad)
+    return grad
+
+
+def layer_error(name, packed):
+    torch.manual_seed(1)
+    layer = layers.Mixer(name, hidden_size=16, num_heads=4).double()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    x = torch.randn(1 if packed else 2, T, 16, dtype=torch.float64, requires_grad=True)
+    ends, weight = torch.tensor(BOUNDS) if packed else None, torch.randn_like(x)
+    y, _ = layer(x, cu_seqlens=ends)
+    wanted = torch.autograd.grad((y * weight).sum(), [x, *layer.parameters()])
+    with context_parallel() as part:
+        mine = part.split(x.detach()).requires_grad_()
+        got, _ = layer(mine, cu_seqlens=ends)
+        grads = torch.autograd.grad((got * part.split(weight)).sum(), [mine, *layer.parameters()])
+        errors = [relative(got, part.split(y)), relative(grads[0], part.split(wanted[0]))]
+    for grad, want in zip(grads[1:], wanted[1:], strict=True):
+        dist.all_reduce(grad)
+        errors.append(relative(grad, want))
+    return max(errors)
+
+
+def model_error():
+    """The loss and the gradients of a hybrid of convolutions, rotary positions and token shifts."""
+    torch.manual_seed(2)
+    model = build(["softmax-gated-deltanet", "retnet", "rwkv6"], num_hidden_layers=3).train()
+    ids = torch.randint(1, 29, (2, T))
+    wanted = model(ids, labels=ids).loss
+    before = torch.autograd.grad(wanted, list(model.parameters()))
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    with context_parallel() as part:
+        items = (labels != -100).sum()
+        loss = model(part.split(ids), shift_labels=part.split(labels), num_items_in_batch=items).loss
+        after = torch.autograd.grad(loss, list(model.parameters()))
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    errors = [relative(loss, wanted)]
+    for grad, want in zip(after, before, strict=True):
+        dist.all_reduce(grad)
+        errors.append(relative(grad, want))
+    return max(errors)
+
+
+def frozen_error():
+    """The last process alone has inputs that need a gradient: the others must take part in its backward."""
+    torch.manual_seed(3)
+    q, k, v = torch.randn(1, T, H, K), torch.randn(1, T, H, K), torch.randn(1, T, H, V)
+    weight = torch.randn(1, T, H, V)
+    with context_parallel() as part:
+        last = part.rank == part.size - 1
+        mine = [part.split(x).clone().requires_grad_(last) for x in (q, k, v)]
+        out, _ = linear_attention(*mine)
+        (out * part.split(weight)).sum().backward()
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    (linear_attention(*whole)[0] * weight).sum().backward()
+    return max(relative(m.grad, part.split(w.grad)) for m, w in zip(mine, whole, strict=True)) if last else 0.0
+
+
+def refusals():
+    """The sentences of what cannot be split. Every process refuses before it communicates."""
+    x, said = torch.randn(1, 8, 16), {}
+    with context_parallel() as part:
+        for name in ("transformer", "mamba", "rwkv7", "residual-delta"):
+            said[name] = refused(lambda name=name: layers.Mixer(name, hidden_size=16, num_heads=4)(x))
+        gla = layers.Mixer("gla", hidden_size=16, num_heads=4)
+        said["padding"] = refused(lambda: gla(x, mask=torch.ones(1, 8, dtype=torch.bool)))
+        said["uneven"] = refused(lambda: part.split(torch.randn(1, 9, 16)))
+        said["unequal"] = refused(lambda: gla(x[:, : 8 - part.rank]))
+        said["labels"] = refused(lambda: build("gla")(torch.ones(1, 8, dtype=int), labels=torch.ones(1, 8, dtype=int)))
+    return said
+
+
+def refused(call):
+    try:
+        call()
+    except InputError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
+def sent():
+    """Numbers that a process sends in a call of the op, forward and backward, by rule."""
+    numbers, gather = {}, context.Part.gather
+    for rule in ("add", "delta"):
+        counts = []
+        context.Part.gather = lambda part, x, counts=counts: counts.append(x.numel()) or gather(part, x)
+        x = [torch.randn(1, 8, H, n, requires_grad=True) for n in (K, K, V)]
+        with context_parallel():
+            linear_attention(*x, rule=rule)[0].sum().backward()
+        context.Part.gather, numbers[rule] = gather, counts
+    return numbers
