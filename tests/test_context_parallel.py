@@ -1,11 +1,16 @@
 """Tokens that are split over processes give the outputs and gradients of one process."""
 
+import json
+import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from headrace import InputError, context_parallel, zoo
 from ranks import OPS, H, K, V, run
+from training import arguments, train
 
 ERROR = 1e-10  # float64: the same sums in another order
 MIXERS = [name for name in zoo.names() if name.removeprefix("softmax-") in zoo.LINEAR and "residual" not in name]
@@ -62,6 +67,31 @@ def test_what_cannot_be_split_is_refused_by_name(found):
         assert "SoftmaxAttention" in said["transformer"] and "Mamba" in said["mamba"] and "RWKV7" in said["rwkv7"]
         assert "LinearMixer" in said["residual-delta"] and "mask" in said["padding"]
         assert "9 tokens" in said["uneven"] and "[8, 7" in said["unequal"] and "shift_labels" in said["labels"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "apart"), [(2, False), (4, True)])
+@pytest.mark.filterwarnings("ignore")  # of the Trainer's own
+def test_a_run_whose_rows_are_shared_by_two_processes_is_that_of_one(data, prepared, tmp_path, processes, apart):
+    settings = {"mixer": "softmax-gated-deltanet", "tokens": 128 * 4, "precision": "float32", "apart": apart}
+    train(data, tmp_path / "1", **settings)
+    script = tmp_path / "program.py"
+    script.write_text("from headrace.cli import main\nmain()\n")
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", script]
+    command = [*start, *arguments(prepared, tmp_path / "2", **settings, context_parallel=2)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    histories = [json.loads((tmp_path / name / "model" / "history.json").read_text()) for name in "12"]
+    for name in ("loss", "grad_norm", "eval_loss", "final_loss"):
+        one, shared = ([point[name] for point in history if name in point] for history in histories)
+        assert one and shared == pytest.approx(one, rel=1e-4), name  # the log has four digits of a step's loss
+
+
+def test_processes_that_cannot_share_rows_are_refused(data, tmp_path):
+    with pytest.raises(InputError, match="context_parallel=2 with 1 process"):
+        train(data, tmp_path, context_parallel=2)
+    with pytest.raises(InputError, match="context_parallel=3; expected a divisor of length=32"):
+        train(data, tmp_path, context_parallel=3)
 
 
 def test_a_group_is_needed():

@@ -114,8 +114,8 @@ class _FusedAttention(TorchFunctionMode):
 
 
 def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
-    """Bytes that a forward pass over `micro_batch` rows saves for the backward, in the recipe's precision. Each storage
-    counts once."""
+    """Bytes that a forward pass over `micro_batch` rows saves for the backward in a process, in the recipe's precision.
+    Each storage counts once."""
     storages: dict[int, Any] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
         model.gradient_checkpointing_enable()
     nn.Module.to(model, getattr(torch, recipe.precision))
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    ids = torch.zeros(1, recipe.length, dtype=torch.long, device="meta")
+    ids = torch.zeros(1, recipe.length // recipe.context_parallel, dtype=torch.long, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _FusedAttention():
         model(input_ids=ids, use_cache=False)  # the loss keeps as much as the last hidden states
     return recipe.micro_batch * sum(s.nbytes() for key, s in storages.items() if key not in weights)

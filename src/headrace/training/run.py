@@ -66,7 +66,7 @@ def train(
     check_data(recipe, data)
     check_tokenizer(recipe, data)
     check_trackers(trackers)
-    check_launcher(fsdp)
+    check_launcher(fsdp, recipe.context_parallel)
     settings = arguments(recipe, folder, fsdp, trackers)  # initialises torch.distributed
     with agreed(folder, partial(begin, folder, recipe, data, accept_old)) as last:
         set_seed(recipe.seed)
@@ -159,10 +159,18 @@ def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
         )
 
 
-def check_launcher(fsdp: bool) -> None:
-    """InputError for --fsdp without torchrun. Under torchrun, ends this process when torchrun ends."""
+def check_launcher(fsdp: bool, per_row: int) -> None:
+    """InputError for --fsdp without torchrun, and for processes that cannot share rows evenly. Under torchrun, ends
+    this process when torchrun ends."""
     if fsdp and "WORLD_SIZE" not in os.environ:
         raise InputError("--fsdp shards a model over several processes; expected a start by torchrun")
+    if fsdp and per_row > 1:
+        raise InputError(f"--fsdp with context_parallel={per_row} is not implemented; expected one of them")
+    if (processes := int(os.environ.get("WORLD_SIZE", 1))) % per_row:
+        raise InputError(
+            f"context_parallel={per_row} with {processes} process{'es' if processes > 1 else ''}; expected a start by "
+            f"torchrun with a multiple of {per_row} processes"
+        )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid())
 
@@ -189,6 +197,7 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
         eval_dataset=some(data.held_out, recipe.evaluate_rows),
         optimizers=(optimizer(model, recipe), None),
         measures=Measures(recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], counted, peak_flops()),
+        per_row=recipe.context_parallel,
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress)
@@ -255,9 +264,9 @@ def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> Traini
 
 
 def share_rows(recipe: Recipe, settings: TrainingArguments) -> None:
-    """Sets the rows per device and the accumulation steps such that a step has the recipe's number of rows. InputError
-    if the rows cannot be shared evenly."""
-    each, rest = divmod(recipe.rows, settings.world_size)
+    """Sets the rows per forward pass and the accumulation steps such that a step has the recipe's number of rows.
+    InputError if the rows cannot be shared evenly."""
+    each, rest = divmod(recipe.rows, settings.world_size // recipe.context_parallel)
     micro = min(recipe.micro_batch, each)
     if rest or each % max(micro, 1):
         raise InputError(

@@ -5,18 +5,21 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import RandomSampler
 from transformers import ProgressCallback, Trainer
 
 from ..layers.block import Block
+from ..ops.context_parallel import Part, context_parallel
 from ..ops.loss import IGNORED
 from .checkpoints import UNFINISHED
 from .gate_statistics import GateWatch
@@ -26,11 +29,21 @@ GATE = re.compile(r"_(read|write)_(entropy|specialisation|load)_")  # logged nam
 
 
 class HeadraceTrainer(Trainer):
-    """A Trainer for language models. measures: constants by which losses and speeds are converted."""
+    """A Trainer for language models.
 
-    def __init__(self, *args, measures: "Measures", **kwargs):
+    Args:
+        measures: constants by which losses and speeds are converted.
+        per_row: number of consecutive processes that share the tokens of a row, by `context_parallel`.
+    """
+
+    def __init__(self, *args, measures: "Measures", per_row: int = 1, **kwargs):
         super().__init__(*args, **kwargs)
-        self.measures = measures
+        self.measures, self.per_row = measures, per_row
+        if per_row > 1:
+            sizes, names = (self.args.world_size // per_row, per_row), ("dp_replicate", "cp")
+            mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=names)
+            self.accelerator.state.device_mesh = mesh  # its data loaders give one row to all processes of "cp"
+            self.group = mesh["cp"].get_group()
         self.gates: list[dict[str, Any]] = []  # gate statistics of the last evaluation
         self.last_log: tuple[float, int] | None = None
         self.paused = 0.0
@@ -38,8 +51,33 @@ class HeadraceTrainer(Trainer):
     def _get_train_sampler(self, train_dataset=None) -> RandomSampler:
         """Random order in each epoch, without the last rows of an epoch if they do not fill a step."""
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
-        step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        readers = self.args.world_size // self.per_row
+        step = self.args.train_batch_size * self.args.gradient_accumulation_steps * readers
         return RandomSampler(rows, num_samples=len(rows) // step * step)
+
+    # --- rows that several processes share ---------------------------------------------------------------------------
+
+    def get_cp_size(self) -> int:
+        return self.per_row
+
+    def _prepare_context_parallel_inputs(self, model, inputs):
+        return self._together, self._part(inputs)
+
+    def _together(self) -> Any:
+        return context_parallel(self.group) if self.per_row > 1 else nullcontext()
+
+    def _part(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This process's tokens of a batch, with the labels that follow them. A short row is padded at its end."""
+        if self.per_row == 1:
+            return batch
+        labels = batch.get("shift_labels", F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED))
+        missing = -labels.shape[1] % len(self.train_dataset[0]["input_ids"])  # type: ignore[index]
+        ids, labels = F.pad(batch["input_ids"], (0, missing)), F.pad(labels, (0, missing), value=IGNORED)
+        part = Part(self.group)
+        mine = {"input_ids": part.split(ids), "labels": part.split(labels), "shift_labels": part.split(labels)}
+        if "cu_seqlens" in batch:  # the padding follows the last sequence
+            mine["cu_seqlens"] = torch.cat([batch["cu_seqlens"][:-1], batch["cu_seqlens"][-1:] + missing])
+        return batch | mine
 
     # --- held-out text -----------------------------------------------------------------------------------------------
 
@@ -66,8 +104,9 @@ class HeadraceTrainer(Trainer):
     def _held_out(self, model: nn.Module, rows: Any) -> tuple[Tensor, list[dict[str, Any]]]:
         """([sum of losses, number of tokens] over all processes, gate statistics of this process)"""
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        with evaluating(model), GateWatch().on(model) as watch:
-            for batch in map(self._prepare_inputs, self._share(self.eval_dataset if rows is None else rows)):
+        shared = self._share(self.eval_dataset if rows is None else rows)
+        with evaluating(model), GateWatch().on(model) as watch, self._together():
+            for batch in map(self._prepare_inputs, map(self._part, shared)):
                 watch.asked = batch["labels"] != IGNORED
                 count = answers(batch).sum()
                 with self.compute_loss_context_manager():
@@ -76,9 +115,9 @@ class HeadraceTrainer(Trainer):
         return self.accelerator.reduce(total, "sum"), watch.summary()
 
     def _share(self, rows: Any) -> Iterator[dict[str, Tensor]]:
-        """The batches of this process; each row is in one batch of one process."""
-        args = self.args
-        for chosen in shares(len(rows), args.eval_batch_size, args.process_index, args.world_size):
+        """The batches of this process; each row is in one batch of one process, or of those that share it."""
+        args, each = self.args, self.per_row
+        for chosen in shares(len(rows), args.eval_batch_size, args.process_index // each, args.world_size // each):
             batch = self.data_collator([rows[i] for i in chosen or [0]])  # type: ignore[misc]
             if not chosen:
                 for name in {"labels", "shift_labels"} & batch.keys():

@@ -51,6 +51,7 @@ class Recipe(Optimization):
     # the run
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     micro_batch: PositiveInt = 8  # rows per device and forward pass; gradients are accumulated over a step
+    context_parallel: PositiveInt = 1  # processes of torchrun that share the tokens of a row
     recompute: bool = False  # recompute activations in the backward
     compile: bool = False
     seed: Annotated[int, Range(f"0 to {2**32 - 1}", lambda seed: 0 <= seed < 2**32)] = 0
@@ -67,6 +68,10 @@ class Recipe(Optimization):
         yield (
             self.batch_tokens % self.length > 0,
             f"batch_tokens={self.batch_tokens}; expected a multiple of length={self.length}",
+        )
+        yield (
+            self.length % self.context_parallel > 0,
+            f"context_parallel={self.context_parallel}; expected a divisor of length={self.length}",
         )
         yield (
             self.warmup_tokens >= self.tokens,
