@@ -73,7 +73,8 @@ def test_what_cannot_be_split_is_refused_by_name(found):
 @pytest.mark.parametrize(("processes", "apart"), [(2, False), (4, True)])
 @pytest.mark.filterwarnings("ignore")  # of the Trainer's own
 def test_a_run_whose_rows_are_shared_by_two_processes_is_that_of_one(data, prepared, tmp_path, processes, apart):
-    settings = {"mixer": "softmax-gated-deltanet", "tokens": 128 * 4, "precision": "float32", "apart": apart}
+    settings = {"mixer": "softmax-gated-deltanet", "tokens": 128 * 4, "save_every": 2, "precision": "float32"}
+    settings["apart"] = apart
     train(data, tmp_path / "1", **settings)
     script = tmp_path / "program.py"
     script.write_text("from headrace.cli import main\nmain()\n")
