@@ -2,16 +2,26 @@
 
 import os
 import sys
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import copytree
 
+import torch
 from sphinx.application import Sphinx
 
 import headrace
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # studies/, and the extension `generated`
+
+
+def sources() -> str:
+    """A name for the code that the pages run: the library, the experiments, PyTorch."""
+    files = [path for folder in ("src", "studies", "native") for path in sorted((ROOT / folder).rglob("*.*"))]
+    text = b"".join(path.read_bytes() for path in files if path.suffix in (".py", ".so", ".yaml", ".cpp", ".h"))
+    return sha256(text + torch.__version__.encode()).hexdigest()[:16]
+
 
 project = "headrace"
 copyright = "2026, the headrace authors"
@@ -30,17 +40,23 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 pygments_style, pygments_dark_style = "friendly", "github-dark"
+smartquotes = False  # `--text` is an option
 copybutton_prompt_text = "$ "
 
 myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath", "substitution"]
 myst_heading_anchors = 3  # anchors of headings as on GitHub
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
-# Tutorials run at each build, one CPU thread each; an error in a cell fails the build.
+# A page of code runs on one CPU thread, in a folder of its own, and an error in a cell fails the build. Its outputs are kept
+# for as long as neither the page nor the library changes.
 nb_execution_mode = "cache"
+nb_execution_cache_path = str(ROOT / "build" / "notebooks" / sources())
+nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
+nb_output_stderr = "remove"  # progress bars
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the command headrace
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
 
 autodoc_member_order = "bysource"

@@ -31,12 +31,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 def cheatsheet() -> str:
     """One row per mixer; the columns of linear mixers are the parts of their spec."""
     linear, others = [], []
-    for name in zoo.names():
+    for name in (name for name in zoo.names() if name.removeprefix("softmax-") not in zoo.LINEAR or name in zoo.LINEAR):
         row = catalog.describe(name)
         cost = row["state"], catalog.cell(row["bytes"]), catalog.cell(row["decoding"]), _paper(row["paper"])
         spec = zoo.get(name)
         if isinstance(spec, MixerSpec):
-            linear.append((f"`{name}`", *_parts(spec), *cost))
+            linear.append((f"`{name}`, `softmax-{name}`", *_parts(spec), *cost))
         else:
             others.append((f"`{name}`", row["memory"], row["retention"], row["A_t"], row["b_t"], *cost))
     cost_columns = "state", "bytes", "FLOPs", "paper"
@@ -50,10 +50,9 @@ def _parts(spec: MixerSpec) -> tuple[str, ...]:
     write = " ".join((spec.write.rule, *([] if spec.write.beta == "one" else [f"β={spec.write.beta}"])))
     features = (spec.inputs.feature_map, spec.inputs.qk_norm, "rotary" if spec.inputs.rotary else "none")
     read = spec.read.norm, f"{spec.read.gate} gate", "bonus" * spec.read.bonus, "skip" * spec.read.skip
-    gates = " + gate" * (spec.competition is not None)
     plain = [part for part in features if part not in ("none", "identity")]
     shown = [part for part in read if part and not part.startswith("none")]
-    return spec.decay.kind, write + gates, ", ".join(plain) or "–", ", ".join(shown or ["plain"]) + gates
+    return spec.decay.kind, write, ", ".join(plain) or "–", ", ".join(shown or ["plain"])
 
 
 def _paper(address: str) -> str:
@@ -71,6 +70,7 @@ def commands() -> str:
             one.epilog = None
             examples = "\n".join(f"headrace {name} {example}".strip() for example in command.examples)
             page = get_docs_for_click(obj=one, ctx=top, indent=2, name=name, call_prefix="headrace")
+            page = re.sub(r"(`[^`]*`)|<", lambda found: found[1] or "&lt;", page)
             text.append(f"{page}\n```sh\n{examples}\n```\n")
     return "\n".join(text)
 
@@ -144,7 +144,7 @@ def docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: 
     blocks = re.split(r"\n\n", text)
     for i, block in enumerate(blocks):
         if block.startswith("    ") and not blocks[i - 1].strip().endswith("Args:"):
-            blocks[i] = "::\n\n" + block.replace("\\", "")
+            blocks[i] = ".. code-block:: text\n\n" + block.replace("\\", "")
     lines[:] = "\n\n".join(blocks).split("\n")
 
 
