@@ -1,100 +1,117 @@
-"""Commands without the extras that they need: one sentence that says which pip command brings what is missing."""
+"""Without the extras that they need, commands and imports say in one sentence which pip command installs them."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
-from headrace.cli.console import needing
+from headrace.cli import app
+from headrace.utils import extras
 from headrace.utils.errors import InputError
 
-# Of each extra the packages that those before it do not bring.
-EXTRAS = {
-    "models": ("transformers", "accelerate", "matplotlib", "huggingface_hub", "tokenizers"),
-    "train": ("omegaconf", "datasets", "tensorboard", "pandas", "pyarrow"),
-    "serve": ("uvicorn", "starlette"),
-    "eval": ("lm_eval", "html2text", "bs4", "sklearn"),
-}
-COMMANDS = {
-    "compare --task pair --steps 1": "models",
-    "bench": "models",
-    "inspect model --text abc": "models",
-    "generate model --prompt abc": "models",
-    "convert model --output new": "models",
-    "retrofit model --output new": "models",
-    "prepare words.txt --output new": "train",
-    "prepare --task mqar --output new": "train",
-    "train laptop-1m --data data": "train",
-    "train laptop-1m --dry-run": "train",
-    "recipes": "train",
-    "recipes --mixers gla": "train",
-    "curves run": "train",
-    "reproduce": "train",
-    "reproduce table-3": "train",
-    "serve model": "serve",
-    "eval model --suite language": "eval",
-    "zoo": None,
-    "verify --mixers gla": None,
-    "backends": None,
-}
-# Runs every command in one process, where packages are not found as if they were not installed.
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+COMMANDS = {name: command for commands in app.GROUPS.values() for name, command in commands.items()}
+EVERYTHING = {package for names in extras.EXTRAS.values() for package in names}
+OPTIONAL = EVERYTHING - {"pydantic"}  # which newer versions of Typer install
+# Runs each line of Python in one process, where packages are not found as if they were not installed.
 RUN = """
-import contextlib, importlib.machinery, io, json, sys
+import contextlib, importlib.machinery, io, json, shlex, sys
 
-commands, missing = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+lines, missing = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 find = importlib.machinery.PathFinder.find_spec
 importlib.machinery.PathFinder.find_spec = classmethod(
     lambda cls, name, *where: None if name.split(".")[0] in missing else find(name, *where)
 )
+import headrace
 from headrace.cli import main
 
-ended = {}
-for command in commands:
-    sys.argv = ["headrace", *command.split()]
+def run(command):
+    sys.argv = ["headrace", *shlex.split(command)]
+    main()
+
+ended = []
+for line in lines:
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
         try:
-            main()
+            exec(line)
+            ended.append(("done", ""))
         except SystemExit as end:
-            ended[command] = end.code or 0, said.getvalue()
+            ended.append((end.code or 0, said.getvalue()))
         except BaseException as error:
-            ended[command] = repr(error), said.getvalue()
+            ended.append((type(error).__name__, str(error)))
 print(json.dumps(ended))
 """
 
 
-def run(commands, missing, folder):
-    (folder / "words.txt").write_text("some words " * 100)
-    arguments = [json.dumps(list(commands)), json.dumps(list(missing))]
+def run(lines, missing, folder):
+    arguments = [json.dumps(list(lines)), json.dumps(list(missing))]
     done = subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return zip(lines, json.loads(done.stdout.splitlines()[-1]), strict=True)
 
 
-@pytest.mark.parametrize("installed", [(), ("models",), ("models", "train")], ids=lambda names: "+".join(names) or "no")
+@pytest.mark.parametrize("installed", [None, "models", "train"])
 def test_a_command_says_which_extra_it_needs(installed, tmp_path):
-    missing = [package for extra, packages in EXTRAS.items() if extra not in installed for package in packages]
-    commands = {command: extra for command, extra in COMMANDS.items() if extra not in (*installed, None)}
-    for command, (code, said) in run(commands, missing, tmp_path).items():
-        name = command.split()[0]
-        assert code == 2 and said.count("\n") == 1, (command, code, said)
-        assert said.startswith(f"headrace: {name} needs "), (command, said)
-        assert f'which is not installed: pip install "headrace[{commands[command]}]"' in said, (command, said)
+    """Every command, with each of its examples and with no argument at all."""
+    missing = OPTIONAL - set(extras.packages(installed) if installed else ())
+    lacking = {name: c for name, c in COMMANDS.items() if c.extra and missing & set(extras.packages(c.extra))}
+    examples = [f"{name} {example}" for name, c in lacking.items() for example in c.examples]
+    assert examples
+    for line, (code, said) in run([f"run({line!r})" for line in examples], missing, tmp_path):
+        name = re.findall(r"\w+", line)[1]
+        assert code == 2 and said.count("\n") == 1, (line, code, said)
+        assert said.startswith(f"headrace: {name} needs "), (line, said)
+        assert said.endswith(f' not installed: pip install "headrace[{lacking[name].extra}]"\n'), (line, said)
 
 
 def test_what_needs_no_extra_runs_without(tmp_path):
-    missing = [package for packages in EXTRAS.values() for package in packages]
-    ended = run([command for command, extra in COMMANDS.items() if extra is None], missing, tmp_path)
-    assert {code for code, _ in ended.values()} == {0}, ended
+    free = [name for name, command in COMMANDS.items() if command.extra is None]
+    lines = [f"run({name!r})" for name in free if name != "verify"] + ["run('verify --mixers gla')"]
+    lines += [f"run({f'{name} --help'!r})" for name in COMMANDS]
+    ended = run(lines, OPTIONAL, tmp_path)
+    assert [(line, code) for line, (code, _) in ended if code != 0] == []
 
 
-def test_transformers_names_a_package_in_an_error_of_its_own(monkeypatch):
-    monkeypatch.setattr("transformers.training_args.is_accelerate_available", lambda *_: False)
-    from transformers import TrainingArguments
+def test_an_option_says_which_extra_it_needs(tmp_path):
+    commands = {
+        "compare --task digits": ("the task digits", "sklearn", "eval"),
+        "compare --task needle(length=64)": ("the task needle", "wonderwords", "eval"),
+    }
+    for line, (code, said) in run([f"run({line!r})" for line in commands], ["sklearn", "wonderwords"], tmp_path):
+        who, package, extra = commands[line.split("'")[1]]
+        needs = f"{who} needs {package}, which is not installed"
+        assert (code, said) == (2, f'headrace: {needs}: pip install "headrace[{extra}]"\n'), line
 
-    command = needing("train", "train", lambda: TrainingArguments("runs").device)
-    with pytest.raises(InputError, match=r'train needs accelerate, .*: pip install "headrace\[train\]"'):
-        command()
+
+def test_an_import_says_which_extra_it_needs(tmp_path):
+    import headrace
+
+    parts = {"headrace.hf": "models", "headrace.models": "models", "headrace.data": "train"}
+    lines = [f"import {part}" for part in parts] + [f"headrace.{name}" for name in headrace.__all__]
+    for line, (error, said) in run(lines, OPTIONAL, tmp_path):
+        extra = parts.get(line.removeprefix("import "), "models")
+        assert error in ("done", "MissingPackage"), (line, said)
+        assert error == "done" or said.endswith(f'not installed: pip install "headrace[{extra}]"'), (line, said)
+        assert error == "MissingPackage" or line not in [f"import {part}" for part in parts], line
+
+
+def test_a_tracker_says_which_extra_it_needs(monkeypatch):
+    trackers = pytest.importorskip("headrace.training.run", reason="the extra [train] is not installed")
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"--trackers=wandb needs wandb, .*headrace\[wandb\]"):
+        trackers.check_trackers("wandb")
+
+
+def test_a_missing_package_is_an_import_error():
+    with pytest.raises(ImportError, match="it needs no_such_package") as caught:
+        extras.require("it", "no_such_package", extra="models")
+    assert isinstance(caught.value, InputError)
 
 
 def test_an_import_that_fails_for_another_reason_is_not_hidden():
@@ -102,4 +119,24 @@ def test_an_import_that_fails_for_another_reason_is_not_hidden():
         from headrace import nothing_of_this_name  # noqa: F401
 
     with pytest.raises(ImportError, match="cannot import name"):
-        needing("train", "train", command)()
+        app.needing(None, "train", command)()
+
+
+def test_the_table_is_that_of_the_project():
+    """Every extra, what it includes, and every package that a module imports."""
+    declared = {name: needs for name, needs in PROJECT["optional-dependencies"].items() if name not in ("dev", "docs")}
+    assert set(extras.EXTRAS) == set(declared)
+    for name, needs in declared.items():
+        included = [need for need in needs if need.startswith("headrace[")]
+        assert included == ([f"headrace[{extras.INCLUDES[name]}]"] if name in extras.INCLUDES else [])
+    basic = {"torch", "numpy", "safetensors", "typer", "rich", "headrace"}
+    brought = {"triton", "pydantic_core", "markupsafe"}  # by PyTorch, pydantic and jinja2
+    assert imported() - EVERYTHING - brought <= basic | set(sys.stdlib_module_names)
+    assert {command.extra for command in COMMANDS.values()} - {None} <= set(extras.EXTRAS)
+
+
+def imported():
+    nodes = [n for path in (ROOT / "src").rglob("*.py") for n in ast.walk(ast.parse(path.read_text("utf-8")))]
+    names = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
+    names += [n.module for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
+    return {name.split(".")[0] for name in names}

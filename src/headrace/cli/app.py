@@ -128,7 +128,7 @@ def register(group: str, name: str, command: Command) -> None:
     epilog = "\n\n".join(["Examples:", *(f"headrace {name} {example}".strip() for example in command.examples)])
     paragraphs = cleandoc(command.run.__doc__ or "").split("\n\n")  # Typer would keep the line breaks within them
     description = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    run = needing(command.extra, name, command.run) if command.extra else command.run
+    run = needing(command.extra, name, command.run)
     app.command(name=name, rich_help_panel=group, help=description, epilog=epilog)(run)
 
 

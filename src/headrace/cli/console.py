@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+from ..utils import extras
 from ..utils.errors import InputError
 from ..utils.processes import Terminated, terminable
 
@@ -118,29 +119,19 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise InputError(f"{name} is not UTF-8: {error}") from None
 
 
-def needing(extra: str, name: str, command: Callable) -> Callable:
-    """Wraps a command so that a missing package raises an InputError that names the extra to install."""
+def needing(extra: str | None, name: str, command: Callable) -> Callable:
+    """Wraps a command so that a package that is not installed raises an InputError that names the extra to install.
+
+    The packages of the command's own extra are looked for before it runs; those that only some of its options need,
+    when an import fails."""
 
     @wraps(command)
     def run(*args, **kwargs):
+        extras.require(name, *(extras.packages(extra) if extra else ()), extra=extra)
         try:
             return command(*args, **kwargs)
         except ImportError as error:
-            if (package := missing(error)) is None:
-                raise
-            raise InputError(
-                f'{name} needs {package}, which is not installed: pip install "headrace[{extra}]"'
-            ) from error
+            extras.explain(name, error)
+            raise
 
     return run
-
-
-def missing(error: BaseException | None) -> str | None:
-    """The package whose import failed, including one that transformers names in an ImportError of its own."""
-    while error is not None:
-        if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(__package__):
-            return error.name.partition(".")[0]
-        if "requires `accelerate" in str(error):
-            return "accelerate"
-        error = error.__cause__ or error.__context__
-    return None

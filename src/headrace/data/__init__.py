@@ -1,5 +1,9 @@
 """Prepares text as packed tokens on disk, and reads these as batches."""
 
+from ..utils.extras import require
+
+require(__name__, "transformers", "datasets", extra="train")
+
 from .preparation import Preparation, prepare
 from .rows import Collator, PackedData, open_data, unigram_loss
 

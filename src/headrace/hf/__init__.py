@@ -1,5 +1,9 @@
 """The language model with the interfaces of Hugging Face transformers, generation, a server, and conversion."""
 
+from ..utils.extras import require
+
+require(__name__, "transformers")
+
 from .cache import HeadraceCache
 from .checkpoint import load
 from .config import HeadraceConfig

@@ -1,5 +1,9 @@
 """Whole models: encoder-decoders and BERT."""
 
+from ..utils.extras import require
+
+require(__name__, "transformers")
+
 from ..spec.encoder_decoder import ModelSpec, RecurrentSpec
 from ..spec.stack import BertSpec, TransformerSpec
 from .bert import BertModel

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
+from ..utils.extras import require
 from .base import Batch, ByToken
 
 GREYS, PIXELS, CLASSES = 17, 64, 10
@@ -57,10 +58,9 @@ def asked(pictures: Tensor, digits: Tensor, which: Tensor) -> Batch:
 @lru_cache(maxsize=1)
 def load() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """(pictures [n, 64], digits [n]) for training, and the same for the held-out pictures."""
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError:
-        raise InputError('the task digits needs scikit-learn: pip install "headrace[eval]"') from None
+    require("the task digits", "sklearn")
+    from sklearn.datasets import load_digits
+
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     pictures, digits = (torch.from_numpy(x[order]).long() for x in (data.data, data.target))

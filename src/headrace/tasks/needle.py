@@ -29,6 +29,7 @@ import torch
 
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
+from ..utils.extras import require
 from .base import Batch, ByRow, Drawn
 from .text import read
 
@@ -151,10 +152,9 @@ def random_words(rng: random.Random) -> Iterator[str]:
 @lru_cache(maxsize=1)
 def vocabulary() -> tuple[list[str], list[str], list[str]]:
     """(adjectives, nouns, verbs)"""
-    try:
-        from wonderwords import RandomWord
-    except ModuleNotFoundError:
-        raise InputError('the task needle needs wonderwords: pip install "headrace[eval]"') from None
+    require("the task needle", "wonderwords")
+    from wonderwords import RandomWord
+
     words = RandomWord()
     adjectives, nouns, verbs = (sorted(words.filter(include_categories=[c])) for c in ("adjective", "noun", "verb"))
     return adjectives, nouns, verbs
@@ -162,10 +162,9 @@ def vocabulary() -> tuple[list[str], list[str], list[str]]:
 
 @lru_cache(maxsize=2)
 def load_tokenizer(name: str | None) -> Any:
-    try:
-        from ..data import tokenizer
-    except ModuleNotFoundError as error:
-        raise InputError(f'the task needle needs {error.name}: pip install "headrace[eval]"') from None
+    require("the task needle", "datasets", extra="eval")
+    from ..data import tokenizer
+
     return tokenizer.find(name)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from .. import zoo
 from ..data import Collator, PackedData, unigram_loss
 from ..utils.errors import InputError
+from ..utils.extras import require
 from ..utils.integrity import write_json
 from ..utils.processes import end_with_parent
 from ..utils.provenance import claim
@@ -179,8 +179,8 @@ def check_trackers(trackers: str) -> None:
     for name in zoo.split(trackers):
         if name not in TRACKERS:
             raise InputError(f"--trackers={trackers!r}; expected {', '.join(TRACKERS)}, or several separated by commas")
-        if name != "none" and find_spec(name) is None:
-            raise InputError(f"--trackers={trackers!r}: {name} is not installed (pip install {name})")
+        if name != "none":
+            require(f"--trackers={trackers}", name)
 
 
 def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) -> HeadraceTrainer:
