@@ -13,8 +13,8 @@ from .onnx import op as onnx_op
 from .torch import op as torch_op
 from .triton import op as triton_op
 
-# In order of preference: "auto" takes the first backend that is available and does not refuse the arguments. On a CPU
-# that is native or torch, on a GPU fla or torch, and onnx inside torch.onnx.export. No GPU has run the kernels of triton
+# In order of preference: "auto" takes the first backend that is available and does not refuse the arguments. Inside
+# torch.onnx.export that is onnx, on a CPU native or torch, on a GPU fla or torch. No GPU has run the kernels of triton
 # yet, so they run on request only.
 BACKENDS: dict[str, Backend] = {
     "onnx": onnx_op.BACKEND, "native": native_op.BACKEND, "fla": fla_op.BACKEND, "triton": triton_op.BACKEND,
