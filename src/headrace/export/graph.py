@@ -3,7 +3,10 @@
 Dimensions: B batch, T tokens.
 """
 
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -92,8 +95,7 @@ def trace(model: HeadraceForCausalLM) -> Any:
     known = states(model)
     ids = torch.ones(TRACED["batch"], TRACED["tokens"], dtype=torch.long)
     varying = [{i: n for i, n in enumerate(state.shape) if isinstance(n, str)} for state in known]
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of the exporter, about its own code
+    with _silence(), torch.no_grad():
         program: Any = torch.onnx.export(
             Pass(model), (ids, [state.zeros(**TRACED) for state in known]), dynamo=True, verbose=False,
             opset_version=OPSET, dynamic_shapes=({0: "batch", 1: "tokens"}, varying),
@@ -105,6 +107,19 @@ def trace(model: HeadraceForCausalLM) -> Any:
         if "past" not in state.shape:  # traced as a function of `tokens`, from which the end of a longer tensor is cut
             output.shape = type(output.shape)(state.shape)
     return program
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Suppresses the exporter's warnings, which are about its own code and about packages that it does not need."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _log_sigmoid(x: Any) -> Any:

@@ -1,5 +1,6 @@
 """`headrace export --to onnx`: writes a language model for ONNX Runtime, and compares the file with PyTorch there."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from ..utils.integrity import write_json
 from ..utils.provenance import running
 from .graph import OPSET, State, check_exportable, states, trace
 
-TOLERANCE = 1e-5  # of float32: largest difference of two logits, as a share of the largest logit
+# Largest error of a logit in float32, as a share of the largest logit. Twice PyTorch's own error passes too, because
+# the errors of a deep model depend on its weights.
+TOLERANCE = 1e-5
 MODEL, ABOUT = "model.onnx", "headrace.json"
 PIECES = 7, 5, *[1] * 8  # tokens per call of the comparison
 STANDARD = 27  # the first opset of ONNX with LinearAttention
@@ -39,14 +42,15 @@ def export(checkpoint: Path, folder: Path, weights: str = "float32", opset: int 
     check_exportable(model)
     path = folder / MODEL
     trace(model).save(path)
-    found = difference(Runtime(path, states(model), batch=2), model)
-    if not found <= TOLERANCE:
-        raise InputError(f"ONNX Runtime's logits are {found:.1e} of the largest away from PyTorch's")
-    sentence = f"logits within {found:.0e} of PyTorch's, of the largest"
+    found, own = errors(path, model)
+    if not found <= max(TOLERANCE, 2 * own):
+        raise InputError(
+            f"the logits of {MODEL} are wrong by {found:.1e} of the largest, those of PyTorch by {own:.1e}"
+        )
+    sentence = f"its logits are within {found:.0e} of float64's, as a share of the largest; PyTorch's within {own:.0e}"
     if weights == "int8":
         quantize(path)
-        found = difference(Runtime(path, states(model), batch=2), model)
-        sentence += f" in float32, within {found:.0e} with int8 weights"
+        sentence += f"; with int8 weights within {errors(path, model)[0]:.0e}"
     if opset == STANDARD:
         standardise(path)
     write_json(folder / ABOUT, about(model) | {"opset": opset, "weights": weights, "made_by": running(**versions())})
@@ -64,7 +68,7 @@ def about(model: HeadraceForCausalLM) -> dict[str, Any]:
     """Returns what a program needs in order to run the graph."""
     return {
         "vocab_size": model.config.vocab_size,
-        "eos_token_id": model.config.eos_token_id,
+        "eos_token_ids": _several(model.generation_config.eos_token_id),
         "states": [
             {
                 "past": f"past.{state.name}", "present": f"present.{state.name}", "shape": state.shape,
@@ -73,6 +77,10 @@ def about(model: HeadraceForCausalLM) -> dict[str, Any]:
             for state in states(model)
         ],
     }  # fmt: skip
+
+
+def _several(given: int | list[int] | None) -> list[int]:
+    return [] if given is None else [given] if isinstance(given, int) else given
 
 
 class Runtime:
@@ -102,12 +110,15 @@ class Runtime:
 
 
 @torch.no_grad()
-def difference(run: Runtime, model: HeadraceForCausalLM) -> float:
-    """Returns the largest difference between the logits of the file and of the model, as a share of the largest logit,
-    for two sequences of random tokens that the file computes in pieces."""
+def errors(path: Path, model: HeadraceForCausalLM) -> tuple[float, float]:
+    """Returns the largest errors of the logits of the file and of the model, as a share of the largest logit, for two
+    sequences of random tokens, which the file computes in pieces. The truth is the model in float64."""
     ids = torch.randint(model.config.vocab_size, (2, sum(PIECES)), generator=torch.Generator().manual_seed(0))
-    ours, theirs = model(ids).logits, torch.cat([run(piece) for piece in ids.split(PIECES, 1)], 1)
-    return float((theirs - ours).abs().max() / ours.abs().max())
+    run = Runtime(path, states(model), batch=2)
+    found = torch.cat([run(piece) for piece in ids.split(PIECES, 1)], 1)
+    own, truth = model(ids).logits, copy.deepcopy(model).double()(ids).logits
+    largest = float(truth.abs().max())
+    return float((found - truth).abs().max()) / largest, float((own - truth).abs().max()) / largest
 
 
 def quantize(path: Path) -> None:
