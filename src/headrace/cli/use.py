@@ -102,13 +102,29 @@ def convert(
 def export(
     checkpoint: Checkpoint,
     output: NewFolder,
-    to: Annotated[str, typer.Option(help="Format of a runtime: see below.")],
+    to: Annotated[str, typer.Option(help="Format: onnx (ONNX Runtime), or web (the same with a page for a browser).")],
+    weights: Annotated[
+        str | None, typer.Option(help=r"Precision of the weights: float32, or int8. \[default: float32]")
+    ] = None,
+    opset: Annotated[
+        int | None,
+        typer.Option(
+            help=r"ONNX's version: 23, or 27, whose LinearAttention runtimes do not enable yet. \[default: 23]"
+        ),
+    ] = None,
+    libraries: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the page of --to web finds onnxruntime-web and @huggingface/tokenizers: an address, or a "
+            r"folder node_modules to copy them from. \[default: https://cdn.jsdelivr.net/npm]"
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint for another runtime."""
     from ..export import FORMATS, writer
     from ..utils.processes import new_folder
 
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"weights": weights, "opset": opset, "libraries": libraries}
     options = {name: value for name, value in given.items() if value is not None}
     extra = FORMATS[to].extra if to in FORMATS else "models"
     write = needing(extra, f"export --to {to}", lambda folder: writer(to, options)(checkpoint, folder))

@@ -19,7 +19,7 @@ class Format(NamedTuple):
     extra: str
 
 
-FORMATS: dict[str, Format] = {}
+FORMATS = {"onnx": Format("onnx", "onnx"), "web": Format("web", "onnx")}
 
 
 def writer(to: str, options: dict[str, Any]) -> Callable[[Path, Path], str]:

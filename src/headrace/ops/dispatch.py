@@ -9,13 +9,16 @@ from .backend import OPERATIONS, Backend
 from .call import Call
 from .fla import op as fla_op
 from .native import op as native_op
+from .onnx import op as onnx_op
 from .torch import op as torch_op
 from .triton import op as triton_op
 
-# In order of preference: "auto" takes the first backend that is available and does not refuse the arguments. On a CPU
-# that is native or torch, on a GPU fla or torch. No GPU has run the kernels of triton yet, so they run on request only.
+# In order of preference: "auto" takes the first backend that is available and does not refuse the arguments. Inside
+# torch.onnx.export that is onnx, on a CPU native or torch, on a GPU fla or torch. No GPU has run the kernels of triton
+# yet, so they run on request only.
 BACKENDS: dict[str, Backend] = {
-    "native": native_op.BACKEND, "fla": fla_op.BACKEND, "triton": triton_op.BACKEND, "torch": torch_op.BACKEND,
+    "onnx": onnx_op.BACKEND, "native": native_op.BACKEND, "fla": fla_op.BACKEND, "triton": triton_op.BACKEND,
+    "torch": torch_op.BACKEND,
 }  # fmt: skip
 
 

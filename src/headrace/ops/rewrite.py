@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .call import NORMALISER_EPS, Call, accumulator, gated
@@ -30,16 +31,18 @@ def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:
 
     Each sequence grows by one token: its first query reads the initial state, its last write reaches the final state.
     The sum is in the accumulator's precision, so that outputs and gradients are rounded once."""
-    if call.cu_seqlens is not None and not torch.compiler.is_compiling() and has_address(call.cu_seqlens):
-        check_bounds(call.cu_seqlens, call.v.shape[1])  # checked here, because the backend gets the shifted bounds
+    bounds, T = call.cu_seqlens, call.v.shape[1]
+    if bounds is not None and not torch.compiler.is_compiling() and has_address(bounds):
+        check_bounds(bounds, T)  # checked here, because the backend gets the shifted bounds
     dtype, call, bonus = call.v.dtype, call.wide(), bonus.to(accumulator(call.v))
-    starts = call.k.new_zeros(1, dtype=torch.long) if call.cu_seqlens is None else call.cu_seqlens[:-1]
-    T, N = call.k.shape[1], starts.shape[0]
-    tokens = torch.arange(T, device=call.k.device)
-    place = tokens + (torch.searchsorted(starts.to(tokens), tokens, right=True) - 1)
+    place = tokens = torch.arange(T, device=call.k.device)
+    if bounds is not None:
+        place = tokens + (torch.searchsorted(bounds[:-1].to(tokens), tokens, right=True) - 1)
 
     def moved(x: Tensor | None, by: int) -> Any:
-        return None if x is None else x.new_zeros(x.shape[0], T + N, *x.shape[2:]).index_copy(1, place + by, x)
+        if x is None or bounds is None:
+            return x if x is None else F.pad(x, (0, 0) * (x.dim() - 2) + (by, 1 - by))
+        return x.new_zeros(1, T + call.sequences, *x.shape[2:]).index_copy(1, place + by, x)
 
     decay = call.log_decay
     if decay is not None and decay.dim() == 1:
@@ -48,13 +51,13 @@ def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:
         q=moved(call.q, 0), read_gate=moved(call.read_gate, 0), k=moved(call.k, 1), v=moved(call.v, 1),
         log_decay=moved(decay, 1), beta=moved(call.beta, 1), write_gate=moved(call.write_gate, 1),
     )  # fmt: skip
-    if call.cu_seqlens is not None:
-        shifted = shifted._replace(cu_seqlens=call.cu_seqlens + torch.arange(N + 1).to(call.cu_seqlens))
+    if bounds is not None:
+        shifted = shifted._replace(cu_seqlens=bounds + torch.arange(len(bounds)).to(bounds))
     out, state = run(shifted)
     weight = (_per_head(call.q, bonus) * bonus * _per_head(call.k, bonus)).sum(-1) * call.scale
     for factor in (call.beta, call.write_gate, call.read_gate):
         weight = weight if factor is None else weight * factor
-    return (out[:, place] + weight[..., None] * call.v).to(dtype), state
+    return ((out[:, :T] if bounds is None else out[:, place]) + weight[..., None] * call.v).to(dtype), state
 
 
 def _per_head(x: Tensor, bonus: Tensor) -> Tensor:
