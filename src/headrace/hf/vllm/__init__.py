@@ -1,0 +1,13 @@
+"""The vLLM plugin: `register` is an entry point of the group `vllm.general_plugins`."""
+
+
+def register() -> None:
+    """Registers headrace's language model with vLLM, and its configuration with transformers. vLLM calls this function
+    in each of its processes."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
+
+    from .. import model  # noqa: F401  registers HeadraceConfig with AutoConfig
+
+    ModelRegistry.register_model("HeadraceForCausalLM", "headrace.hf.vllm.model:HeadraceForCausalLM")
+    MODELS_CONFIG_MAP["HeadraceForCausalLM"] = MambaModelConfig  # a cache with one state for each sequence
