@@ -156,6 +156,7 @@ def _write(texts: Dataset, tokens: PreTrainedTokenizerFast, plan: Preparation, f
         _pack, fn_kwargs={"documents": encoded, "ends": ends, "length": plan.length}, batched=True, batch_size=BATCH,
         remove_columns=["row"], features=Features({"input_ids": Sequence(word), "starts": Sequence(Value("int32"))}),
         num_proc=_processes(plan, count), desc=f"packing {folder.name}",
+        cache_file_name=str(folder.with_suffix(".arrow")),  # else the rows of a data set in memory stay in memory
     )  # fmt: skip
     rows.save_to_disk(folder)
     total = {"documents": len(texts), "tokens": int(ends[-1]), "rows": count, "bytes": int(sum(encoded["bytes"]))}
@@ -187,13 +188,23 @@ def lengths(encoded: Dataset) -> np.ndarray:
     return np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks])
 
 
+def _between(documents: Any, first: int, count: int) -> np.ndarray:
+    """Returns `count` tokens from the token `first` of an Arrow column of documents on. Copies no others, because one
+    document can be the whole text."""
+    parts, passed = [], 0
+    for chunk in documents.chunks:
+        tokens = chunk.flatten().to_numpy(zero_copy_only=True)
+        parts.append(tokens[max(first - passed, 0) : max(first + count - passed, 0)])
+        passed += len(tokens)
+    return np.concatenate(parts)
+
+
 def _pack(batch: dict[str, list[int]], documents: Dataset, ends: np.ndarray, length: int) -> dict[str, list[Any]]:
     """Rows of consecutive tokens, with the positions in each row at which documents begin."""
     first, last = batch["row"][0] * length, min((batch["row"][-1] + 1) * length, int(ends[-1]))
-    begin, end = np.searchsorted(ends, [first, last - 1], side="right")
-    ids = np.concatenate([np.asarray(x) for x in documents[int(begin) : int(end) + 1]["ids"]])
-    begins = np.concatenate([[0], ends])[begin : end + 1]
-    ids = ids[first - begins[0] : last - begins[0]]
+    begin, end = (int(i) for i in np.searchsorted(ends, [first, last - 1], side="right"))
+    begins = np.concatenate([ends[begin - 1 : begin] if begin else [0], ends[begin:end]])
+    ids = _between(documents.with_format("arrow")[begin : end + 1]["ids"], first - int(begins[0]), last - first)
     places = begins[begins >= first] - first
     rows = [ids[i : i + length] for i in range(0, len(ids), length)]
     starts = [places[(places >= i) & (places < i + length)] - i for i in range(0, len(ids), length)]
