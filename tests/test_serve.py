@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM, load
 from headrace.hf.generate import generate, sampling_settings
-from headrace.hf.serving import Limits, application, routes, serve
+from headrace.hf.serving import Limits, application, engine, routes, serve
 from headrace.hf.serving.engine import Engine, Sampling
 from headrace.utils.errors import InputError
 from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving
@@ -214,14 +214,77 @@ def test_a_client_that_goes_away_ends_its_generation(server, client, checkpoint,
     assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
 
 
-def test_a_prompt_is_not_read_on_for_a_client_that_has_gone(checkpoint):
-    model, tokenizer, reached = load(checkpoint), byte_level(), []
-    engine = Engine(model, tokenizer)
-    for number, block in enumerate(model.model.backbone.layers):
-        block.register_forward_hook(lambda *_, number=number: reached.append(number) or engine.gone.set())
-    with pytest.raises(InterruptedError):
-        engine._run([1, 2, 3], Sampling(4), threading.Event(), print)
-    assert reached == [0]
+def test_a_prompt_is_not_read_on_for_a_client_that_has_gone(checkpoint, monkeypatch):
+    """Its second piece is not processed."""
+    monkeypatch.setattr(engine, "PIECE", 2)
+    model, said, read = load(checkpoint), [], []
+    one = Engine(model, byte_level())
+    stream = engine.Stream([1, 2, 3, 4], Sampling(4), byte_level(), model.device, said.append)
+    model.model.register_forward_hook(lambda *_: read.append(1) or stream.gone.set())
+    one.submit(stream)
+    other = engine.Stream([1], Sampling(1), byte_level(), model.device, said.append)
+    one.submit(other)
+    while not said:
+        time.sleep(0.01)
+    assert len(read) == 2 and said[0].finish == "length"  # a piece of each prompt
+
+
+@pytest.mark.parametrize("mixer", ["softmax-gla", "rwkv6", "gated-deltanet", ["softmax-gla", "transformer"]])
+def test_streams_that_join_and_leave_get_the_tokens_that_they_get_alone(tmp_path, monkeypatch, mixer):
+    """Prompts of different lengths, in pieces, arrive at different times; some leave before their end."""
+    monkeypatch.setattr(engine, "PIECE", 3)
+    model = load(save(tmp_path, ASCII, mixer=mixer))
+    many = Engine(model, byte_level())
+    prompts = [list(range(1, n)) for n in (2, 9, 4, 17, 3, 8)]
+    said = [[] for _ in prompts]
+    for place, ids in enumerate(prompts):
+        sampling = Sampling(6 + 5 * place, temperature=place % 2, seed=place)
+        stream = engine.Stream(ids, sampling, byte_level(), model.device, said[place].append)
+        many.submit(stream)
+        if place == 2:
+            while not said[2]:
+                time.sleep(0.01)
+            stream.gone.set()  # leaves in the middle
+    for place, ids in enumerate(prompts):
+        if place == 2:
+            continue
+        while not said[place] or said[place][-1].finish is None:
+            time.sleep(0.01)
+        alone, sampling = [], Sampling(6 + 5 * place, temperature=place % 2, seed=place)
+        single = Engine(model, byte_level())
+        single.submit(engine.Stream(ids, sampling, byte_level(), model.device, alone.append))
+        while not alone or alone[-1].finish is None:
+            time.sleep(0.01)
+        assert "".join(p.text for p in said[place]) == "".join(p.text for p in alone)
+        assert said[place][-1].tokens == alone[-1].tokens == 6 + 5 * place
+
+
+def test_an_error_of_one_prompt_ends_no_other(checkpoint):
+    model, fine, failed = load(checkpoint), [], []
+    one = Engine(model, byte_level())
+    one.submit(engine.Stream([1, 10**9], Sampling(4), byte_level(), model.device, failed.append))
+    one.submit(engine.Stream([1], Sampling(4), byte_level(), model.device, fine.append))
+    while not fine or fine[-1].finish is None:
+        time.sleep(0.01)
+    assert isinstance(failed[0], Exception) and fine[-1].tokens == 4
+
+
+def test_what_the_server_counts(checkpoint):
+    with serving(checkpoint) as base:
+        ask(connect(base), "abc", max_tokens=5)
+        page = httpx.get(f"{base}/metrics", timeout=600, trust_env=False).text
+    values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    assert float(values["headrace_prompt_tokens_total"]) == 3
+    assert float(values["headrace_generated_tokens_total"]) == 5
+    assert float(values["headrace_first_piece_seconds_count"]) == 1
+    assert float(values["headrace_requests_open"]) == float(values["headrace_streams_running"]) == 0
+
+
+def test_a_setting_of_the_model_that_the_server_does_not_apply_is_refused(checkpoint):
+    model = load(checkpoint)
+    model.generation_config.repetition_penalty = 1.2
+    with pytest.raises(InputError, match="RepetitionPenalty"):
+        Engine(model, byte_level())
 
 
 def test_fifty_clients_that_go_away(server, client, checkpoint):
@@ -247,21 +310,20 @@ def test_fifty_clients_that_go_away(server, client, checkpoint):
     assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
 
 
-def test_more_than_may_wait_are_told_to_come_again(checkpoint):
-    with serving(checkpoint, waiting=1) as base:
+def test_more_than_may_be_open_are_told_to_come_again(checkpoint):
+    with serving(checkpoint, requests=2) as base:
         client = connect(base)
-        with ask(client, "a", stream=True, max_tokens=ENDLESS) as first:
-            next(iter(first))
-            with ThreadPoolExecutor(1) as other:
-                waits = other.submit(ask, client, "question7:")
-                while httpx.get(f"{base}/health", timeout=600, trust_env=False).json()["requests"] < 2:
-                    time.sleep(0.02)
-                with pytest.raises(openai.RateLimitError) as refused:
-                    ask(client, "a")
-                assert int(refused.value.response.headers["retry-after"]) >= 1
-                assert client.models.list().data  # whoever does not generate does not wait
-                first.close()
-                assert waits.result().choices[0].text == greedy(checkpoint, "question7:")
+        endless = {"stream": True, "max_tokens": ENDLESS}
+        with ask(client, "a", **endless) as first, ask(client, "b", **endless) as second:
+            assert next(iter(first)) and next(iter(second))  # both get tokens
+            with pytest.raises(openai.RateLimitError) as refused:
+                ask(client, "a")
+            assert int(refused.value.response.headers["retry-after"]) >= 1
+            assert client.models.list().data  # what does not generate is not refused
+            first.close()
+            while httpx.get(f"{base}/health", timeout=600, trust_env=False).json()["requests"] > 1:
+                time.sleep(0.02)
+            assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
 
 
 def test_a_client_that_does_not_read_is_given_up(monkeypatch):
@@ -287,7 +349,7 @@ def test_a_failure_is_an_error_of_the_server(checkpoint, monkeypatch):
         raise OSError("a disk")
 
     with serving(checkpoint) as base:
-        monkeypatch.setattr(HeadraceForCausalLM, "generate", fails)
+        monkeypatch.setattr(HeadraceForCausalLM, "forward", fails)
         with pytest.raises(openai.InternalServerError, match="failed with OSError"):
             ask(connect(base), "a")
 

@@ -55,21 +55,22 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free port.")] = 8000,
     longest: Annotated[int, typer.Option(help="Maximum tokens of a prompt. Longer prompts are refused.")] = 32768,
     tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer. Requests for more are refused.")] = 4096,
-    waiting: Annotated[int, typer.Option(help="Maximum number of waiting requests. Further ones are refused.")] = 64,
+    requests: Annotated[int, typer.Option(help="Maximum number of open requests. Further ones are refused.")] = 256,
     device: Device = None,
 ) -> None:
     """Serve a model over the OpenAI API: completions, and chat if the tokenizer has a template.
 
-    The server answers one request at a time. It has no authentication and no encryption: expose it to a network only
-    behind a proxy that provides both."""
+    Requests are generated together, and long prompts are processed in pieces between their tokens. GET /metrics shows
+    counts and latencies in the format of Prometheus. The server has no authentication and no encryption: expose it to
+    a network only behind a proxy that provides both."""
     from ..hf.serving import Limits
     from ..hf.serving import serve as run
 
-    for name, value, least in (("longest", longest, 1), ("tokens", tokens, 1), ("waiting", waiting, 0)):
+    for name, value, least in (("longest", longest, 1), ("tokens", tokens, 1), ("requests", requests, 1)):
         if value < least:
             raise InputError(f"--{name}={value}; expected at least {least}")
     with interruptible("the server has ended"):
-        run(checkpoint, host, port, Limits(longest, tokens, waiting), device)
+        run(checkpoint, host, port, Limits(longest, tokens, requests), device)
 
 
 def convert(

@@ -68,6 +68,15 @@ class HeadraceCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         self._change(lambda x: x[indices.to(x.device)])
 
+    def append(self, other: "HeadraceCache") -> None:
+        """Appends the sequences of another cache, which must not be used afterwards. The states have one size each:
+        those of recurrent layers."""
+        if self.states is None or other.states is None:
+            self.states, self.columns = self.states or other.states, max(self.columns, other.columns)
+            return
+        pairs = zip(self.states, other.states, strict=True)
+        self.states = [type(a)(*map(_joined, a, b)) for a, b in pairs]
+
     def crop(self, tokens_to_remove: int) -> None:
         raise InputError(
             f"crop(tokens_to_remove={tokens_to_remove}) is not possible, as a recurrent state does not keep earlier "
@@ -90,6 +99,10 @@ def _alone(x: Tensor | None) -> Tensor | None:
     if x is None or (x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _joined(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return None if a is None or b is None else torch.cat([a, b])
 
 
 def _changed(state: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -10,7 +10,7 @@ EXTRAS = {
     "train": ("datasets", "tensorboard", "omegaconf"),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
-    "serve": ("starlette", "uvicorn", "pydantic"),
+    "serve": ("starlette", "uvicorn", "pydantic", "prometheus_client"),
     "eval": ("lm_eval", "wonderwords", "nltk", "html2text", "bs4", "httpx", "sklearn"),
     "gpu": ("fla", "einops", "packaging"),
 }

@@ -1,5 +1,5 @@
-"""An OpenAI-compatible server of one model: requests.py checks requests, engine.py generates text, routes.py connects
-the two. Requests are processed one after another, without batching.
+"""An OpenAI-compatible server of one model: requests.py checks requests, engine.py generates text for all of them
+together, routes.py connects the two.
 """
 
 import socket

@@ -1,22 +1,28 @@
-"""Generates text with one model, one request after another."""
+"""Generates text for all open requests together.
+
+The states of a recurrent model have one size, whatever the number of tokens, so requests join and leave the batch of
+those that are generated at any token. A prompt is processed in pieces, between two tokens of the batch.
+"""
 
 import asyncio
-import math
+import copy
+import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-UNFINISHED = "\ufffd"  # the decoded text of an incomplete character
+from ...layers.base import Mixer
+from ...layers.moe import MixtureOfExperts
+from ...utils.errors import InputError
+from ..cache import HeadraceCache
+from .text import Text
+
+PIECE = 256  # tokens of a prompt that are processed before the batch gets its next token
 
 
 class Sampling(NamedTuple):
@@ -37,68 +43,202 @@ class Piece(NamedTuple):
     finish: str | None = None
 
 
+Tell = Callable[[Piece | Exception], None]
+
+
+class Stream:
+    """A request: its prompt, its random generator, and its text so far.
+
+    tell: called with each piece, or with the error that ended the request."""
+
+    def __init__(self, ids: list[int], sampling: Sampling, tokenizer: Any, device: torch.device, tell: Tell):
+        self.prompt = deque(torch.tensor([ids], device=device).split(PIECE, 1))
+        self.sampling, self.text, self.tell = sampling, Text(tokenizer, sampling.stop), tell
+        self.draw = Draw(sampling, device) if sampling.temperature > 0 else None
+        self.cache = HeadraceCache()  # before the stream joins a batch
+        self.gone = threading.Event()  # set if the client has disconnected
+
+    def add(self, token: int, ends: list[int]) -> bool:
+        """Passes the next token on. Returns whether the stream goes on."""
+        more, count = self.text.add(token), len(self.text.tokens)
+        stopped = self.text.stopped or token in ends
+        if not stopped and count < self.sampling.max_tokens:
+            if more:
+                self.tell(Piece(more, count))
+            return True
+        self.tell(Piece(more + self.text.rest(), count, "stop" if stopped else "length"))
+        return False
+
+
+class Batch:
+    """Streams that get their tokens together. states: of all streams, one after another."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.tokens: list[int] = []  # the last token of each stream
+        self.cache = HeadraceCache()
+
+    def join(self, stream: Stream, token: int) -> None:
+        self.cache.append(stream.cache)
+        self.streams.append(stream)
+        self.tokens.append(token)
+
+    def keep(self, places: list[int]) -> None:
+        """Removes all streams but those at these places."""
+        if len(places) < len(self.streams):
+            self.streams = [self.streams[i] for i in places]
+            self.tokens = [self.tokens[i] for i in places]
+            if places:
+                self.cache.batch_select_indices(torch.tensor(places))
+            else:
+                self.cache.reset()
+
+
 class Engine:
-    """Generates one request at a time in a thread; other requests wait."""
+    """Generates requests in a thread of its own.
+
+    Streams of a recurrent model share one batch. Keys and values of softmax attention have the lengths of their
+    sequences, so in a model with attention each stream is a batch of its own."""
 
     def __init__(self, model: Any, tokenizer: Any):
+        check_generation(model)
         self.model, self.tokenizer = model, tokenizer
         ends = model.generation_config.eos_token_id
         self.ends = ends if isinstance(ends, list) else [ends]
-        self.thread = ThreadPoolExecutor(1, "generation")
-        self.gone = Event()  # set if the client of the current request has disconnected
-        for block in model.model.backbone.layers:
-            block.register_forward_pre_hook(self._go_on)
+        self.together = _recurrent(model)
+        self.arrivals: SimpleQueue[Stream] = SimpleQueue()
+        self.prompts: deque[Stream] = deque()
+        self.batches: list[Batch] = []
+        self.thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     async def pieces(self, ids: list[int], sampling: Sampling) -> AsyncGenerator[Piece, None]:
         """Yields the continuation of the tokens. Closing the iterator (aclose) ends the generation, even while the
         prompt is processed."""
-        loop, gone = asyncio.get_running_loop(), Event()
-        pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
 
-        def tell(piece: Piece | None) -> None:
-            if not gone.is_set():
+        def tell(piece: Piece | Exception) -> None:
+            if not stream.gone.is_set():
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        run: Future[None] = self.thread.submit(self._run, ids, sampling, gone, tell)
-        run.add_done_callback(lambda _: tell(None))
+        stream = Stream(ids, sampling, self.tokenizer, self.model.device, tell)
+        self.submit(stream)
         try:
-            while (piece := await pieces.get()) is not None:
+            finish = None
+            while finish is None:
+                piece = await pieces.get()
+                if isinstance(piece, Exception):
+                    raise piece
                 yield piece
-            run.result()  # raises what the generation raised
+                finish = piece.finish
         finally:
-            gone.set()
-            run.cancel()
+            stream.gone.set()
 
-    def _run(self, ids: list[int], sampling: Sampling, gone: Event, tell: Callable[[Piece], None]) -> None:
-        self.gone = gone
-        text = Text(self.tokenizer, sampling.stop)
-        device = self.model.device
-        prompt = torch.tensor([ids], device=device)
-        drawn = [Draw(sampling, device)] if sampling.temperature > 0 else []
+    def submit(self, stream: Stream) -> None:
+        self.arrivals.put(stream)
+        if not self.thread.is_alive():
+            self.thread.start()
+
+    @property
+    def running(self) -> int:
+        """Number of streams that get tokens."""
+        return sum(len(batch.streams) for batch in self.batches)
+
+    def _run(self) -> None:
         with torch.inference_mode():
-            out = self.model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),  # no token of a prompt is padding
-                logits_processor=LogitsProcessorList(drawn),
-                stopping_criteria=[Follow(text, tell)],
-                max_new_tokens=sampling.max_tokens,
-                do_sample=False,  # Draw has sampled already
-                num_beams=1,
-                use_cache=True,
-                pad_token_id=self.tokenizer.eos_token_id,
-            )
-        rest = text.rest()
-        stopped = text.stopped or int(out[0, -1]) in self.ends
-        tell(Piece(rest, len(text.tokens), "stop" if stopped else "length"))
+            while True:
+                self._admit()
+                self._read()
+                for batch in self.batches:
+                    self._guarded(self._decode, batch, batch.streams)
+                self.batches = [batch for batch in self.batches if batch.streams]
 
-    def _go_on(self, *_: Any) -> None:
-        if self.gone.is_set():
-            raise InterruptedError("the client has gone")
+    def _admit(self) -> None:
+        """Takes the requests that have arrived. Waits for one if there is nothing to do."""
+        if not self.prompts and not self.batches:
+            self.prompts.append(self.arrivals.get())
+        while True:
+            try:
+                self.prompts.append(self.arrivals.get_nowait())
+            except Empty:
+                return
+
+    def _read(self) -> None:
+        """Processes a piece of one prompt; the prompts take turns."""
+        if not self.prompts:
+            return
+        stream = self.prompts.popleft()
+        if not stream.gone.is_set():
+            self._guarded(self._read_piece, stream, [stream])
+
+    def _read_piece(self, stream: Stream) -> None:
+        piece = stream.prompt.popleft()
+        logits = self.model(piece, past_key_values=stream.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        if stream.prompt:
+            self.prompts.append(stream)
+            return
+        token = self._next([stream], logits)[0]
+        if stream.add(token, self.ends):
+            if not self.batches or not self.together:
+                self.batches.append(Batch())
+            self.batches[-1].join(stream, token)
+
+    def _decode(self, batch: Batch) -> None:
+        """Computes the next token of each stream of a batch."""
+        batch.keep([i for i, stream in enumerate(batch.streams) if not stream.gone.is_set()])
+        if not batch.streams:
+            return
+        model, device = self.model.model, self.model.device
+        x = model.embed_tokens(torch.tensor(batch.tokens, device=device)[:, None])
+        x, states = model.backbone(x, batch.cache.states, in_place=True)
+        batch.cache.replace(states, 1)
+        batch.tokens = self._next(batch.streams, self.model.lm_head(x)[:, -1])
+        steps = zip(batch.streams, batch.tokens, strict=True)
+        batch.keep([i for i, (stream, token) in enumerate(steps) if stream.add(token, self.ends)])
+
+    def _next(self, streams: list[Stream], logits: Tensor) -> list[int]:
+        """Returns the next token of each stream. logits: [streams, vocabulary]."""
+        tokens = logits.argmax(-1).tolist()
+        for i, stream in enumerate(streams):
+            if stream.draw is not None:
+                tokens[i] = stream.draw(logits[i : i + 1].float())
+        return tokens
+
+    def _guarded(self, work: Callable[[Any], None], what: Any, streams: list[Stream]) -> None:
+        """Does the work. An error ends its streams, and no others."""
+        try:
+            work(what)
+        except Exception as error:  # is raised in `pieces`
+            for stream in streams:
+                stream.tell(error)
+                stream.gone.set()
 
 
-class Draw(LogitsProcessor):
-    """Samples a token as transformers does and masks all others. Each request has its own random generator, as the
-    global one is shared by all threads."""
+def check_generation(model: Any) -> None:
+    """Raises InputError for a generation_config that changes logits, which the server does not do."""
+    greedy = copy.deepcopy(model.generation_config)
+    greedy.update(do_sample=False, num_beams=1)
+    if found := model._get_logits_processor(greedy, 1, torch.zeros(1, 1, dtype=torch.long)):
+        names = ", ".join(type(processor).__name__ for processor in found)
+        raise InputError(f"the model's generation_config asks for {names}, which the server does not apply")
+
+
+def _recurrent(model: Any) -> bool:
+    """Whether all states have one size, and a sequence that is too long ends itself alone."""
+    backbone = model.model.backbone
+    learned = backbone.positions is not None and backbone.positions.table is not None
+    return (
+        backbone.shared is None
+        and not learned
+        and all(
+            isinstance(layer.mixer, Mixer) and not isinstance(layer.mlp, MixtureOfExperts) for layer in backbone.layers
+        )
+    )
+
+
+class Draw:
+    """Samples tokens as transformers does. Each request has a random generator of its own, so that its text does not
+    depend on other requests."""
 
     def __init__(self, sampling: Sampling, device: torch.device):
         top_p = [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
@@ -109,61 +249,8 @@ class Draw(LogitsProcessor):
         else:
             self.generator.manual_seed(sampling.seed)
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        token = torch.multinomial(self.warp(input_ids, scores).softmax(-1), 1, generator=self.generator)
-        return torch.full_like(scores, -math.inf).scatter(1, token, 0.0)
-
-
-class Follow(StoppingCriteria):
-    """Passes the text of every token to `tell`, and stops the generation at a stop string."""
-
-    def __init__(self, text: "Text", tell: Callable[[Piece], None]):
-        self.text, self.tell = text, tell
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        if more := self.text.add(int(input_ids[0, -1])):
-            self.tell(Piece(more, len(self.text.tokens)))
-        return torch.tensor([self.text.stopped], device=input_ids.device)
-
-
-class Text:
-    """Decodes tokens one by one to text. Incomplete characters and possible beginnings of a stop string are held back.
-
-    Each step decodes the tokens from the last boundary but one between characters, so that spaces and bytes are decoded
-    in their context."""
-
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...]):
-        self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
-        self.tokens: list[int] = []
-        self.before, self.read, self.held = 0, 0, ""
-
-    def add(self, token: int) -> str:
-        """The additional text that is final after one more token."""
-        self.tokens.append(token)
-        new = self._new()
-        if not new or new.endswith(UNFINISHED):
-            return ""
-        self.before, self.read = self.read, len(self.tokens)
-        return self._until_stop(new, kept=True)
-
-    def rest(self) -> str:
-        """The text held back, after the last token."""
-        return "" if self.stopped else self._until_stop(self._new(), kept=False)
-
-    def _new(self) -> str:
-        known = self._decode(self.tokens[self.before : self.read])
-        return self._decode(self.tokens[self.before :])[len(known) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def _until_stop(self, new: str, kept: bool) -> str:
-        self.held += new
-        found = [at for stop in self.stop if (at := self.held.find(stop)) >= 0]
-        if found:
-            self.stopped, end = True, min(found)
-        else:
-            begun = (n for stop in self.stop for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
-            end = len(self.held) - (max(begun, default=0) if kept else 0)
-        text, self.held = self.held[:end], self.held[end:]
-        return text
+    def __call__(self, scores: Tensor) -> int:
+        """scores: logits [1, vocabulary]."""
+        unused: Any = None
+        probabilities = self.warp(unused, scores).softmax(-1)
+        return int(torch.multinomial(probabilities, 1, generator=self.generator))

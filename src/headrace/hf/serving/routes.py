@@ -14,7 +14,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -23,6 +23,7 @@ from ...utils.errors import InputError
 from ..checkpoint import load
 from ..generate import read_tokenizer
 from .engine import Engine, Piece
+from .metrics import Metrics
 from .requests import Chat, Completion, Refused
 
 GenerationRequest = Completion | Chat
@@ -36,7 +37,7 @@ class Limits:
 
     prompt: int = 32768  # tokens of a prompt
     tokens: int = 4096  # tokens of an answer
-    waiting: int = 64  # requests waiting for the current one
+    requests: int = 256  # open at a time
 
     @property
     def body(self) -> int:
@@ -53,9 +54,13 @@ class Service:
         self.tokenizer, decoder = tokenizers  # one for each thread
         self.engine = Engine(model, decoder)
         self.requests, self.tokenising = 0, asyncio.Lock()
+        self.metrics = Metrics(lambda: self.requests, lambda: self.engine.running)
 
     async def health(self, request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok", "requests": self.requests})
+
+    async def measured(self, request: Request) -> Response:
+        return Response(self.metrics.page(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -75,9 +80,9 @@ class Service:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Counts a request while it waits or is processed. Refused if too many are waiting."""
-        if self.requests > self.limits.waiting:
-            sentence = f"{self.limits.waiting} requests are waiting already; try again later"
+        """Counts a request while it is open. Refused if too many are."""
+        if self.requests >= self.limits.requests:
+            sentence = f"{self.limits.requests} requests are open already; try again later"
             raise Refused(429, sentence, code="rate_limit_exceeded", headers={"Retry-After": "1"})
         self.requests += 1
         try:
@@ -115,8 +120,10 @@ class Service:
         for row, ids in enumerate(prompts):
             for choice in range(asked.n):
                 sampling = asked.sampling(self.limits.tokens, choice)
+                clock = self.metrics.stream(len(ids))
                 async with aclosing(self.engine.pieces(ids, sampling)) as pieces:
                     async for piece in pieces:
+                        clock.tick(piece.tokens)
                         yield row * asked.n + choice, piece
 
 
@@ -252,6 +259,7 @@ def application(checkpoint: Path, limits: Limits = Limits(), device: str | None 
     service = Service(str(checkpoint), model, (tokenizer, decoder), limits)
     routes = [
         Route("/health", service.health),
+        Route("/metrics", service.measured),
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.model),
         Route("/v1/completions", Answers(service, Completion), methods=["POST"]),

@@ -1,0 +1,52 @@
+"""What the server counts and measures, in the format of Prometheus: `GET /metrics`."""
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+SECONDS = 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100  # bounds of the buckets
+
+
+class Metrics:
+    """open_requests, running: functions that return the present numbers."""
+
+    def __init__(self, open_requests: Callable[[], int], running: Callable[[], int]):
+        self.registry = registry = CollectorRegistry()
+        for name, what, value in (
+            ("headrace_requests_open", "Requests that are not answered yet", open_requests),
+            ("headrace_streams_running", "Streams that get tokens", running),
+        ):
+            Gauge(name, what, registry=registry).set_function(value)
+        self.prompt = Counter("headrace_prompt_tokens", "Tokens of prompts", registry=registry)
+        self.generated = Counter("headrace_generated_tokens", "Generated tokens", registry=registry)
+        self.first = Histogram(
+            "headrace_first_piece_seconds", "Seconds from a request to its first piece of text", buckets=SECONDS,
+            registry=registry,
+        )  # fmt: skip
+        self.between = Histogram(
+            "headrace_between_pieces_seconds", "Seconds between two pieces of a text", buckets=SECONDS,
+            registry=registry,
+        )  # fmt: skip
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def stream(self, prompt: int) -> "Clock":
+        """Counts the tokens of a prompt. Returns the clock of its stream."""
+        self.prompt.inc(prompt)
+        return Clock(self)
+
+
+class Clock:
+    """Counts the tokens of one stream and measures the time between its pieces."""
+
+    def __init__(self, metrics: Metrics):
+        self.metrics, self.last, self.tokens = metrics, time.perf_counter(), 0
+
+    def tick(self, tokens: int) -> None:
+        """tokens: number of generated tokens so far, at a piece of text."""
+        now = time.perf_counter()
+        (self.metrics.between if self.tokens else self.metrics.first).observe(now - self.last)
+        self.metrics.generated.inc(tokens - self.tokens)
+        self.last, self.tokens = now, tokens

@@ -1,0 +1,48 @@
+"""Decodes generated tokens to text, piece by piece."""
+
+from typing import Any
+
+UNFINISHED = "\ufffd"  # the decoded text of an incomplete character
+
+
+class Text:
+    """Decodes tokens one by one to text. Incomplete characters and possible beginnings of a stop string are held back.
+
+    Each step decodes the tokens from the last boundary but one between characters, so that spaces and bytes are decoded
+    in their context."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]):
+        self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
+        self.tokens: list[int] = []
+        self.before, self.read, self.held = 0, 0, ""
+
+    def add(self, token: int) -> str:
+        """The additional text that is final after one more token."""
+        self.tokens.append(token)
+        new = self._new()
+        if not new or new.endswith(UNFINISHED):
+            return ""
+        self.before, self.read = self.read, len(self.tokens)
+        return self._until_stop(new, kept=True)
+
+    def rest(self) -> str:
+        """The text held back, after the last token."""
+        return "" if self.stopped else self._until_stop(self._new(), kept=False)
+
+    def _new(self) -> str:
+        known = self._decode(self.tokens[self.before : self.read])
+        return self._decode(self.tokens[self.before :])[len(known) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _until_stop(self, new: str, kept: bool) -> str:
+        self.held += new
+        found = [at for stop in self.stop if (at := self.held.find(stop)) >= 0]
+        if found:
+            self.stopped, end = True, min(found)
+        else:
+            begun = (n for stop in self.stop for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
+            end = len(self.held) - (max(begun, default=0) if kept else 0)
+        text, self.held = self.held[:end], self.held[end:]
+        return text
