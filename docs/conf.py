@@ -47,8 +47,8 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath", "substitu
 myst_heading_anchors = 3  # anchors of headings as on GitHub
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
-# A page of code runs on one CPU thread, in a folder of its own, and an error in a cell fails the build. Its outputs are kept
-# for as long as neither the page nor the library changes.
+# A page of code runs on one CPU thread in a folder of its own, and an error in a cell fails the build. The outputs are
+# kept for as long as neither the page nor the library changes.
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(ROOT / "build" / "notebooks" / sources())
 nb_execution_in_temp = True
@@ -56,6 +56,7 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
 nb_output_stderr = "remove"  # progress bars
+os.environ["PYTHONPATH"] = str(ROOT)  # studies/
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the command headrace
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
 
@@ -64,7 +65,9 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 80
 
-mathjax_path = "mathjax/tex-chtml.js"  # from a pip package, copied by `copy_mathjax`: no page loads anything from outside
+mathjax_path = (
+    "mathjax/tex-chtml.js"  # from a pip package, copied by `copy_mathjax`: no page loads anything from outside
+)
 
 
 def copy_mathjax(app: Sphinx, error: Exception | None) -> None:

@@ -1,25 +1,31 @@
-"""Sphinx extension: what the site takes from the code. The directive `{generated} NAME ARGUMENT ...` inserts the Markdown
-that the function NAME of this module returns; docstrings become reStructuredText."""
+"""Sphinx extension: what the site takes from the code. The directive `{generated} NAME ARGUMENT ...` inserts the
+Markdown that the function NAME of this module returns; docstrings become reStructuredText."""
 
 import dataclasses
 import inspect
 import re
 from collections.abc import Iterable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
 from docutils import nodes
+from myst_parser.slugs import github_slugify
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from typer.cli import get_docs_for_click
 
 from headrace import zoo
 from headrace.cli.app import GROUPS, app
+from headrace.hf.config import ELSEWHERE
 from headrace.spec.linear import MixerSpec
 from headrace.studies import catalog
 from headrace.tasks import TASKS
 from headrace.training import recipes as shipped
+
+DOCS = Path(__file__).parent
+PEERS = r"(?:^|: )(?:fla|flash|ggml|idiap|mamba|rwkv|torch|transformers)\b"  # libraries in docs/results.md
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -129,6 +135,34 @@ def recipes() -> str:
     return table(("recipe", "width", "layers", "heads", "length", "tokens", "lr", "source"), rows)
 
 
+def losses() -> str:
+    """The measurements of docs/results.md in which another library takes less time than headrace."""
+    section, head, rows = "", [], []
+    for line in (DOCS / "results.md").read_text("utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("#"):
+            section = line.strip("# ")
+        elif line.startswith("|  |"):
+            head, column = cells, cells.index("over headrace") if "over headrace" in cells else 0
+        elif line.startswith("| ") and re.search(PEERS, cells[0]):
+            for title, cell in zip(head[1:], cells[1:], strict=True):
+                number = re.match(r"\*\*([\d.]+)\*\*", cell) if not column else re.match(r"([\d.]+)$", cell)
+                if number and (not column or title == head[column]) and float(number[1]) < 1:
+                    what, _, peer = cells[0].rpartition(": ")
+                    rows.append((peer, f"{section}, {what or title}", number[1]))
+    return table(("faster", "at", "time / headrace's"), rows)
+
+
+def negatives() -> str:
+    """The titles of the lab book's negative results, as links."""
+    titles = re.findall(r"^## (\d{4}-\d\d-\d\d · .*negative.*)$", (DOCS / "log.md").read_text("utf-8"), re.MULTILINE)
+    return "\n".join(f"- [{title}](log.md#{github_slugify(title)})" for title in titles)
+
+
+def elsewhere() -> str:
+    return table(("field of another configuration", "headrace"), ((f"`{a}`", f"`{b}`") for a, b in ELSEWHERE.items()))
+
+
 class Generated(SphinxDirective):
     required_arguments, optional_arguments, final_argument_whitespace = 1, 1, True
 
@@ -138,7 +172,7 @@ class Generated(SphinxDirective):
 
 
 def docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Makes indented equations literal blocks, and a name in single backticks code; `_`, `*` and `|` stand for themselves."""
+    """Makes indented equations literal blocks, and text in single backticks code; `_`, `*` and `|` are no markup."""
     text = re.sub(r"([_*|\\])", r"\\\1", "\n".join(lines))
     text = re.sub(r"`[^`\n]+`", lambda code: f"`{code[0]}`".replace("\\", ""), text)
     blocks = re.split(r"\n\n", text)

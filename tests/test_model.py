@@ -182,6 +182,31 @@ def test_a_layer_by_itself(mixer):
     assert "Mixer" in dir(headrace) and {*headrace.__all__} <= {*dir(headrace)}
 
 
+MASK = torch.ones(2, 9, dtype=torch.bool)
+REFUSED = [
+    ({"x": torch.zeros(9, 32)}, r"x has shape \[9, 32\]; expected \[B, T, 32\]"),
+    ({"x": torch.zeros(2, 9, 16)}, r"x has shape \[2, 9, 16\]; expected \[B, T, 32\]"),
+    ({"mask": MASK[:, :8]}, r"mask has dtype torch.bool and shape \[2, 8\]; expected torch.bool and \[2, 9\]"),
+    ({"mask": MASK.float()}, r"mask has dtype torch.float32 and shape \[2, 9\]"),
+    ({"mask": MASK, "cu_seqlens": torch.tensor([0, 9])}, "mask and cu_seqlens are both given"),
+]
+
+
+@pytest.mark.parametrize(
+    "mixer", ["softmax-gla", "transformer", "sliding-window", "mamba", "rwkv7", "softmax-rnn-norm"]
+)
+@pytest.mark.parametrize(("given", "sentence"), REFUSED)
+def test_a_layer_refuses_what_does_not_fit(mixer, given, sentence):
+    layer = headrace.Mixer(mixer, hidden_size=32, num_heads=4)
+    with pytest.raises(InputError, match=sentence):
+        layer(**{"x": torch.zeros(2, 9, 32)} | given)
+
+
+def test_a_layer_beyond_the_depth_is_refused():
+    with pytest.raises(InputError, match="layer_idx=2; expected 0 to 1"):
+        headrace.Mixer("rwkv6", hidden_size=32, layer_idx=2, num_layers=2)
+
+
 @pytest.mark.parametrize(
     ("mixer", "sentence"), [("sofmax-gla", "is unknown"), ("bert", "whole model"), ("jamba", "several layers")]
 )

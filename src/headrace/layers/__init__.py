@@ -1,8 +1,11 @@
 """Token mixers: modules that map x [B, T, D] and a state to y [B, T, D] and the next state."""
 
+from typing import Any
+
 from torch import nn
 
 from .. import zoo
+from ..ops.checks import require
 from ..spec.attention import AttentionSpec
 from ..spec.linear import MixerSpec
 from ..spec.matrix import MatrixSpec
@@ -43,13 +46,17 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
         settings["causal"] = causal
     elif not causal:
         return BothWays(*(build(spec, **settings) for _ in range(2)))
-    kinds = SCANS | MATRICES
-    mixer = kinds[spec.kind] if isinstance(spec, ScanSpec | MatrixSpec) else MIXERS[type(spec)]
-    return mixer(spec, **settings)
+    kinds: Any = SCANS | MATRICES
+    built = (kinds[spec.kind] if isinstance(spec, ScanSpec | MatrixSpec) else MIXERS[type(spec)])(spec, **settings)
+    built.hidden_size = settings["hidden_size"]
+    return built
 
 
-def Mixer(mixer, *, hidden_size: int, num_heads: int = 4, causal: bool = True, **settings) -> nn.Module:
-    """Returns a mixer as a layer for your own models.
+def Mixer(
+    mixer, *, hidden_size: int, num_heads: int = 4, causal: bool = True, layer_idx: int = 0, num_layers: int = 1,
+    norm_eps: float = 1e-6, rope_theta: float = 10000.0,
+) -> nn.Module:  # fmt: skip
+    """Returns a mixer as a layer for your own models, an `nn.Module` that maps x to (y, state).
 
         layer = headrace.Mixer("softmax-gla", hidden_size=256, num_heads=4)
         y, state = layer(x)                             # x and y [B, T, hidden_size]
@@ -62,16 +69,20 @@ def Mixer(mixer, *, hidden_size: int, num_heads: int = 4, causal: bool = True, *
         hidden_size: D.
         num_heads: number of heads, unless the mixer sets it.
         causal: False lets every token see all tokens of its sequence.
-        settings: norm_eps, rope_theta; layer_idx and num_layers, for initialisations that depend on the layer's depth.
+        layer_idx, num_layers: index of the layer and depth of the model, for initialisations that depend on them.
+        norm_eps: epsilon of the norm after the readout.
+        rope_theta: base of the rotary frequencies.
 
     Raises:
         InputError: for an unknown mixer, a whole model, and sizes that do not divide.
     """
+    require(0 <= layer_idx < num_layers, f"layer_idx={layer_idx}; expected 0 to {num_layers - 1}, below num_layers")
     spec = zoo.mixer(mixer)
     if isinstance(spec, Decoder):
         raise InputError(f"mixer {mixer!r} is a decoder of several layers; expected the mixer of one layer")
     spec.head_dims(hidden_size, num_heads)
-    return build(spec, causal=causal, hidden_size=hidden_size, num_heads=num_heads, **settings)
+    depth = {"layer_idx": layer_idx, "num_layers": num_layers, "norm_eps": norm_eps, "rope_theta": rope_theta}
+    return build(spec, causal=causal, hidden_size=hidden_size, num_heads=num_heads, **depth)
 
 
 __all__ = ["BothWays", "LinearMixer", "Mixer", "MixerState", "SoftmaxAttention", "build"]

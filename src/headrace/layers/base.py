@@ -38,6 +38,20 @@ INTEGERS = ("tokens", "seen", "valid")
 OPTIONAL = ("valid", "room")
 
 
+def check_input(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, hidden_size: int | None) -> None:
+    """Raises InputError unless x is [B, T, hidden_size], and mask, which excludes cu_seqlens, is a bool [B, T].
+    hidden_size: None for any."""
+    if x.dim() != 3 or hidden_size not in (None, x.shape[2]):
+        raise InputError(f"x has shape {_shape(x)}; expected [B, T, {hidden_size or 'D'}]")
+    if mask is None:
+        return
+    if cu_seqlens is not None:
+        raise InputError("mask and cu_seqlens are both given; expected one of them")
+    if mask.dtype is not torch.bool or mask.shape != x.shape[:2]:
+        found = f"dtype {mask.dtype} and shape {_shape(mask)}"
+        raise InputError(f"mask has {found}; expected torch.bool and {_shape(x.shape[:2])}")
+
+
 def check_state(state: Any, kind: Any, shapes: Shapes, x: Tensor, cu_seqlens: Tensor | None) -> None:
     """Raises InputError unless `state` is a `kind` with exactly the tensors of `shapes`, for the sequences of x."""
     if not isinstance(state, kind):
@@ -82,6 +96,7 @@ class Mixer(SelfInitialised):
 
     state_kind: Any  # the NamedTuple class of the state
     state_shapes: Shapes
+    hidden_size: int | None = None  # D, set by `layers.build`
     static_shapes = False  # whether `run` needs nothing of cu_seqlens but its shape before it computes
 
     @property
@@ -111,12 +126,13 @@ class Mixer(SelfInitialised):
             (y [B, T, D], the next state; without tokens, the state given).
 
         Raises:
-            InputError: for a state of another mixer or of another number of sequences.
+            InputError: for x or a mask of another shape, and a state of another mixer or another number of sequences.
         """
         if current() is not None:
             self._check_part(state, mask, cu_seqlens)
         elif in_place and state is not None and mask is None and cu_seqlens is None and x.shape[1]:
             return self.run_in_place(x, state)
+        check_input(x, mask, cu_seqlens, self.hidden_size)
         if state is not None:
             check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
             if "memory" in state._fields:  # the state may come from a layer in another precision

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ...ops.checks import require
 from ...ops.context_parallel import refuse_parts
 from ...spec.attention import AttentionSpec
-from ..base import ANY, check_state, may_write
+from ..base import ANY, check_input, check_state, may_write
 from ..packing import count_tokens, without_padding
 from ..rotary import rotary
 from .flash import flash_attention
@@ -62,7 +62,7 @@ class SoftmaxAttention(nn.Module):
         require(
             causal or spec.pattern is None, f"{spec.pattern} requires causal=True; expected pattern=None in an encoder"
         )
-        self.spec, self.rope_theta, self.causal = spec, rope_theta, causal
+        self.spec, self.rope_theta, self.causal, self.hidden_size = spec, rope_theta, causal, hidden_size
         self.state_kind = AttentionState if spec.pattern is None else WindowState
         self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,), "seen": ()}
         H, (self.head_dim, _) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
@@ -87,6 +87,7 @@ class SoftmaxAttention(nn.Module):
         """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state)."""
         refuse_parts(self)
         require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")
+        check_input(x, mask, cu_seqlens, self.hidden_size)
         if state is not None:
             check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
         if self.spec.pattern is not None and mask is not None:
