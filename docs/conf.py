@@ -13,7 +13,7 @@ from sphinx.application import Sphinx
 import headrace
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # studies/, and the extension `generated`
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # the package studies; the extensions of this folder
 
 
 def sources() -> str:
@@ -43,7 +43,7 @@ pygments_style, pygments_dark_style = "friendly", "github-dark"
 smartquotes = False  # `--text` is an option
 copybutton_prompt_text = "$ "
 
-myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath", "substitution"]
+myst_enable_extensions = ["attrs_block", "colon_fence", "dollarmath"]
 myst_heading_anchors = 3  # anchors of headings as on GitHub
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
@@ -56,7 +56,7 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
 nb_output_stderr = "remove"  # progress bars
-os.environ["PYTHONPATH"] = str(ROOT)  # studies/
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # for the pages of code
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the command headrace
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
 
