@@ -40,7 +40,6 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 pygments_style, pygments_dark_style = "friendly", "github-dark"
-smartquotes = False  # `--text` is an option
 copybutton_prompt_text = "$ "
 
 myst_enable_extensions = ["attrs_block", "colon_fence", "dollarmath"]

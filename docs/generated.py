@@ -20,6 +20,8 @@ from headrace import zoo
 from headrace.cli.app import GROUPS, app
 from headrace.hf.config import ELSEWHERE
 from headrace.spec.linear import MixerSpec
+from headrace.spec.record import Kind
+from headrace.spec.record import fields as accepted
 from headrace.studies import catalog
 from headrace.tasks import TASKS
 from headrace.training import recipes as shipped
@@ -76,7 +78,7 @@ def commands() -> str:
             one.epilog = None
             examples = "\n".join(f"headrace {name} {example}".strip() for example in command.examples)
             page = get_docs_for_click(obj=one, ctx=top, indent=2, name=name, call_prefix="headrace")
-            page = re.sub(r"(`[^`]*`)|<", lambda found: found[1] or "&lt;", page)
+            page = re.sub(r"(`[^`]*`)|(--[a-z-]+)|<", lambda x: x[1] or (f"`{x[2]}`" if x[2] else "&lt;"), page)
             text.append(f"{page}\n```sh\n{examples}\n```\n")
     return "\n".join(text)
 
@@ -89,23 +91,27 @@ def fields(*paths: str) -> str:
 
 def field_table(cls: type) -> str:
     comments = {name: comment for part in reversed(cls.__mro__[:-1]) for name, comment in _comments(part).items()}
-    rows = [
-        (f"`{f.name}`", f"`{_type(f)}`", f"`{_default(f)}`", comments.get(f.name, "")) for f in dataclasses.fields(cls)
-    ]
-    return table(("field", "type", "default", "meaning"), rows)
+    types = {name: ", ".join(map(_type, kinds)) for name, kinds in accepted(cls).items()}
+    rows = [(f"`{f.name}`", types[f.name], _default(f), comments.get(f.name)) for f in dataclasses.fields(cls)]
+    return table(("field", "value", "default", "meaning"), rows)
 
 
 def _about(cls: type) -> str:
     return inspect.cleandoc(cls.__doc__ or "").partition("\n\nRaises:")[0]
 
 
-def _type(field: dataclasses.Field) -> str:
-    return re.sub(r"(?:typing|headrace[\w.]*)\.|<class '|'>", "", inspect.formatannotation(field.type))
+def _type(kind: Kind) -> str:
+    if kind.among:
+        return ", ".join(f"`{value!r}`" for value in kind.among)
+    name = f"tuple of {', '.join(map(_type, kind.items))}" if kind.items else f"`{kind.type.__name__}`"
+    return f"{name} {kind.range.text}" if kind.range else name.replace("NoneType", "None")
 
 
 def _default(field: dataclasses.Field) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{field.default!r}`"
     made = field.default_factory
-    return repr(field.default) if made is dataclasses.MISSING else f"{getattr(made, '__name__', made)}()"
+    return "required" if made is dataclasses.MISSING else f"`{getattr(made, '__name__', made)}()`"
 
 
 def _comments(cls: type) -> dict[str, str]:
