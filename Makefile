@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Without an NVIDIA driver the CPU wheels of PyTorch are taken (the default wheel brings several GB of CUDA).
-# Set TORCH_INDEX to another wheel index, or to nothing to use pip's own configuration alone.
+# PyPI's wheel of PyTorch for Linux brings several GB of CUDA. Without an NVIDIA driver pip also looks into PyTorch's index
+# of CPU wheels; if that index does not answer the first time, pip goes on without a warning and takes what its own
+# configuration has. TORCH_INDEX names another index, or nothing.
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1
-TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--retries 0 --extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test lint format docs linkcheck native sanitize bench lines clean
 

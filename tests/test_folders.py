@@ -84,17 +84,11 @@ WAYS = {
     "model = pipeline('text-generation', model=folder).model",
     "headrace unknown": "from transformers import AutoModelForCausalLM; "
     "model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)",
-    "a pipeline, headrace unknown": "from transformers import pipeline; "
-    "model = pipeline('text-generation', model=folder, trust_remote_code=True).model",
-    "lm-evaluation-harness, headrace unknown": "from lm_eval.models.huggingface import HFLM; "
-    "model = HFLM(folder, backend='causal', device='cpu', trust_remote_code=True).model",
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_transformers_reads_a_folder_in_a_fresh_process(way, folder, tmp_path):
-    if "harness" in way:
-        pytest.importorskip("lm_eval", reason="the extra [eval] is not installed")
     code = f"import sys; folder = sys.argv[1]; {WAYS[way]}; print(type(model).__module__, type(model).__name__)"
     assert in_a_fresh_process(code, folder, tmp_path).split("\n")[-2] == "headrace.hf.model HeadraceForCausalLM"
 

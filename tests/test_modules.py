@@ -2,19 +2,16 @@
 
 import warnings
 
-import peft
 import pytest
 import torch
 from torch import nn
 
 from headrace import layers, zoo
-from headrace.hf import HeadraceForCausalLM
 from headrace.layers.quantized import Int8Linear
 from headrace.studies.verify import relative
-from tiny import SIZES, build, close, config, tokens
+from tiny import SIZES, build, close, tokens
 
 D, T = 32, 6
-WITH_IN_PROJ = [*zoo.LINEAR, *(f"softmax-{name}" for name in zoo.LINEAR), "mamba", "gla-outer"]
 
 
 def layer(name, dtype=torch.float32):
@@ -55,25 +52,6 @@ def test_what_changes_a_layer_of_a_mixer_changes_the_mixer(name, how):
         assert all(relative(y, z) > 1e-4 for y, z in zip(changed, halves(plain), strict=True)), where
         undo[0]()
     assert torch.equal(made(x)[0], plain)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it by its old name
-@pytest.mark.parametrize("name", WITH_IN_PROJ)
-@torch.no_grad()
-def test_an_adapter_of_the_input_projection_is_its_merged_weight(name):
-    """LoRA adds to what the layer's forward gives: to every part of it, for any number of tokens."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of gates that cannot act
-        model = HeadraceForCausalLM(config(name))
-    settings = peft.LoraConfig(r=3, target_modules=["in_proj"], init_lora_weights=False)
-    adapted, ids = peft.get_peft_model(model.double().eval(), settings).eval(), tokens(2)
-    with adapted.disable_adapter():
-        plain = adapted(ids).logits
-    first = adapted(ids[:, :-1], use_cache=True)
-    last = adapted(ids[:, -1:], past_key_values=first.past_key_values).logits
-    found = torch.cat([first.logits, last], 1)
-    assert relative(found, plain) > 1e-2
-    close(found, adapted.merge_and_unload()(ids).logits)
 
 
 class Negated(nn.Conv1d):

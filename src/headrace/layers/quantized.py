@@ -78,12 +78,14 @@ def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
     trained, and its saved weights cannot be loaded: save the original model instead.
 
     Raises:
-        InputError: for a kind other than "int8", and for a model that is itself a linear layer.
+        InputError: for a kind other than "int8", for a model that is itself a linear layer, and for one with adapters.
     """
     if kind != "int8":
         raise InputError(f"kind={kind!r} is unknown; expected 'int8'")
     if type(model) is nn.Linear:
         raise InputError("model is a linear layer itself; expected a module that contains it, or use Int8Linear")
+    if any(hasattr(module, "base_layer") for module in model.modules()):  # PEFT's name for what an adapter wraps
+        raise InputError("model has adapters; expected model.merge_and_unload()")
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear:

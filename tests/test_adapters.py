@@ -1,0 +1,59 @@
+"""LoRA adapters of PEFT on the layers of every mixer."""
+
+import warnings
+
+import peft
+import pytest
+import torch
+
+from headrace import quantize, zoo
+from headrace.hf import HeadraceForCausalLM
+from headrace.studies.verify import relative
+from headrace.utils.errors import InputError
+from tiny import config, tokens, trained
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # its old name, in peft
+
+
+def adapted(name, targets):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of gates that cannot act
+        model = trained(HeadraceForCausalLM(config(name, num_hidden_layers=1)))
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, target_modules=targets))
+
+
+@torch.no_grad()
+def logits(model, ids):
+    """Of all tokens at once, and of the last one again from a cache, as generation computes it."""
+    first = model(input_ids=ids[:, :-1], use_cache=True)
+    last = model(input_ids=ids[:, -1:], past_key_values=first.past_key_values, use_cache=True).logits
+    return torch.cat([model(input_ids=ids).logits, last], 1)
+
+
+def trains(model, ids):
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    model.eval()
+    return gradients and all(grad is not None and grad.any() for grad in gradients.values())
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_an_adapter_of_every_linear_layer_is_its_merged_weight(name):
+    """In float32 too, which takes the fast paths: a path that read a layer's weight would leave the adapter out."""
+    model, ids = adapted(name, "all-linear"), tokens(2)
+    assert trains(model, ids)
+    with model.disable_adapter():
+        plain = logits(model, ids)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-4)):  # measured: 3e-15, 2e-6
+        found = logits(model.to(dtype), ids)
+        assert relative(found, plain) > 1e-3
+        model.merge_adapter()
+        assert relative(logits(model, ids), found) <= tolerance
+        model.unmerge_adapter()
+    assert relative(logits(model.merge_and_unload(), ids), found) <= tolerance
+
+
+def test_a_model_with_adapters_is_not_quantised():
+    """PEFT would merge them into a copy of the weight, and they would be lost."""
+    with pytest.raises(InputError, match="has adapters; expected model[.]merge_and_unload"):
+        quantize(adapted("gla", ["in_proj"]))

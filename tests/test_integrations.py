@@ -1,0 +1,157 @@
+"""Models in programs of the Hugging Face world that do not import headrace, or that train them by their own loop."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+
+import tiny
+from headrace.data.tokenizer import byte_level
+from headrace.hf import HeadraceForCausalLM, load
+from headrace.studies.verify import relative
+
+TEXT = "one two three four five six seven eight nine ten. "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    path, tokenizer = tmp_path_factory.mktemp("integrations") / "model", byte_level()
+    model = HeadraceForCausalLM(tiny.config("softmax-gla", vocab_size=len(tokenizer)))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def run(*command, cache, **environment):
+    """The output of a program that knows headrace from the folder alone."""
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(cache),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, cwd=cache, stdin=subprocess.DEVNULL,
+        env=os.environ | offline | environment,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_without_its_import_transformers_says_what_to_pass(folder, tmp_path):
+    code = f"from transformers import AutoModelForCausalLM as Auto; Auto.from_pretrained({str(folder)!r})"
+    failed, _, said = run("-c", code, cache=tmp_path)
+    assert failed and "trust_remote_code=True" in said.splitlines()[-1]
+
+
+def test_the_harness_by_its_own_command(folder, tmp_path):
+    """lm_eval's perplexity of a text is that of the model."""
+    pytest.importorskip("lm_eval", reason="the extra [eval] is not installed")
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT * 3}))
+    (tmp_path / "task.yaml").write_text(f"""
+task: counting
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / "text.jsonl"}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: bits_per_byte}}]
+""")
+    failed, said, errors = run(
+        "-m", "lm_eval", "run", "--model", "hf", "--tasks", "counting", "--include_path", tmp_path, "--device", "cpu",
+        "--model_args", f"pretrained={folder},trust_remote_code=True,backend=causal,max_length=256,logits_cache=False",
+        "--output_path", tmp_path / "results.json", cache=tmp_path,
+    )  # fmt: skip
+    assert not failed, errors[-2000:]
+    found = json.loads(next(tmp_path.glob("results*.json")).read_text())["results"]["counting"]["bits_per_byte,none"]
+    tokenizer, model = byte_level(), load(folder)
+    ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer.encode(TEXT * 3)]])
+    with torch.no_grad():
+        nats = float(model(ids, labels=ids).loss)
+    assert found == pytest.approx(nats / torch.tensor(2.0).log().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_supervised_fine_tuning_of_trl(folder, tmp_path, adapter):
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    import peft
+
+    model, tokenizer = load(folder), byte_level()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    rows = Dataset.from_list([{"prompt": "one two", "completion": TEXT}] * 16)
+    settings = trl.SFTConfig(
+        output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+        report_to="none", use_cpu=True, bf16=False, save_strategy="no", seed=0,
+    )  # fmt: skip
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if adapter else None
+    trainer = trl.SFTTrainer(
+        model=model, args=settings, train_dataset=rows, processing_class=tokenizer, peft_config=lora
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.1
+    moved = [name for name, p in model.named_parameters() if name in before and not torch.equal(p, before[name])]
+    assert bool(moved) is not adapter
+
+
+TRAIN = """
+import sys, torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+accelerator = Accelerator(cpu=True)
+print(f"one of {accelerator.num_processes}\\n", end="", flush=True)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+rows = torch.randint(1, 100, (24, 12), generator=torch.Generator().manual_seed(0))
+batches = DataLoader(rows, batch_size=4 // accelerator.num_processes)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+for ids in batches:
+    loss = model(input_ids=ids, labels=ids).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.wait_for_everyone()
+accelerator.unwrap_model(model).save_pretrained(sys.argv[2], is_main_process=accelerator.is_main_process)
+accelerator.end_training()
+"""
+
+
+def test_two_processes_of_accelerate_train_as_one(folder, tmp_path):
+    """`--multi_gpu` starts the processes that the script then takes to the CPU; with `--cpu` accelerate starts one."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    for processes in (1, 2):
+        failed, said, errors = run(
+            "-m", "accelerate.commands.launch", *(["--multi_gpu"] if processes > 1 else ["--cpu"]),
+            "--num_processes", processes, "--num_machines", 1,
+            "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", 0,
+            tmp_path / "train.py", folder, tmp_path / f"of-{processes}", cache=tmp_path,
+        )  # fmt: skip
+        assert not failed, errors[-2000:]
+        assert said.count(f"one of {processes}") == processes
+    start, one, two = (dict(load(tmp_path / name).named_parameters()) for name in (folder, "of-1", "of-2"))
+    for name in one:
+        assert relative(two[name], one[name]) < 1e-4, name  # measured: 8e-6 in float32
+    assert any(relative(one[name], start[name]) > 1e-2 for name in one)
+
+
+def test_a_pipeline_continues_as_generate_does(folder, tmp_path):
+    code = (
+        "import sys; from transformers import pipeline; "
+        f"print(repr(pipeline('text-generation', model={str(folder)!r}, trust_remote_code=True)"
+        f"({TEXT!r}, max_new_tokens=8, do_sample=False)[0]['generated_text']))"
+    )
+    failed, said, errors = run("-c", code, cache=tmp_path)
+    assert not failed, errors[-2000:]
+    tokenizer, model = byte_level(), load(folder)
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    written = tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0], skip_special_tokens=True)
+    assert re.search(re.escape(repr(written)), said)
