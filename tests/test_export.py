@@ -43,7 +43,7 @@ ROUNDING = 64 * 2**-24
 
 def decays(T):
     g = -torch.rand(B, T, H, K)
-    return {"none": None, "fixed": g[0, 0, :, 0], "token": g[..., 0], "channel": g}
+    return {"none": None, "fixed": g[0, 0, :, 0].clone(), "token": g[..., 0].clone(), "channel": g}
 
 
 def arguments(T):
@@ -65,8 +65,8 @@ def recurrences(op, qkv, gates, decays, state):
 
 
 class Recurrences(nn.Module):
-    def forward(self, *tensors):
-        return list(recurrences(linear_attention, *tensors))
+    def forward(self, qkv, gates, decays, state):
+        return list(recurrences(linear_attention, qkv, gates, decays, state))
 
 
 def wide(x):

@@ -106,6 +106,8 @@ def trace(model: HeadraceForCausalLM) -> Any:
     for state, output in zip(known, program.model.graph.outputs[1:], strict=True):
         if "past" not in state.shape:  # traced as a function of `tokens`, from which the end of a longer tensor is cut
             output.shape = type(output.shape)(state.shape)
+    for node in program.model.graph:  # stack traces, with paths of this machine
+        node.metadata_props.clear()
     return program
 
 
