@@ -142,9 +142,21 @@ def extrapolated(rows: list[dict]) -> list[str]:
     return [f"### Training extrapolated, not measured\n\n{table(header, lines)}"] if lines else []
 
 
+def exports() -> str:
+    rows = newest(read("export.csv"), ("mixer", "task", "runner"))
+    lines = [
+        [f"{r['mixer']}, {r['task']}: {r['runner']}", f"**{float(r['over_ours']):.2f}**",
+         f"{float(r['tokens_per_second']):.0f}", f"{float(r['megabytes']):.1f}"]
+        for r in rows
+    ]  # fmt: skip
+    header = ["", "time over headrace's", "tokens/s", "MB"]
+    what = f"5 layers of 256, prompts of 512 tokens, ONNX Runtime {rows[-1]['onnxruntime']}"
+    return f"## Exported models\n\n{about(rows)}; {what}.\n\n{table(header, lines)}"
+
+
 SECTIONS = {
     "op.csv": op, "decays.csv": decays, "threads.csv": threads, "step.csv": stepping, "decode.csv": decoding,
-    "model.csv": models,
+    "model.csv": models, "export.csv": exports,
 }  # fmt: skip
 
 

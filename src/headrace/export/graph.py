@@ -95,7 +95,7 @@ def trace(model: HeadraceForCausalLM) -> Any:
     known = states(model)
     ids = torch.ones(TRACED["batch"], TRACED["tokens"], dtype=torch.long)
     varying = [{i: n for i, n in enumerate(state.shape) if isinstance(n, str)} for state in known]
-    with _silence(), torch.no_grad():
+    with silent(), torch.no_grad():
         program: Any = torch.onnx.export(
             Pass(model), (ids, [state.zeros(**TRACED) for state in known]), dynamo=True, verbose=False,
             opset_version=OPSET, dynamic_shapes=({0: "batch", 1: "tokens"}, varying),
@@ -106,12 +106,14 @@ def trace(model: HeadraceForCausalLM) -> Any:
     for state, output in zip(known, program.model.graph.outputs[1:], strict=True):
         if "past" not in state.shape:  # traced as a function of `tokens`, from which the end of a longer tensor is cut
             output.shape = type(output.shape)(state.shape)
+    for node in program.model.graph:  # stack traces, with paths of this machine
+        node.metadata_props.clear()
     return program
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """Suppresses the exporter's warnings, which are about its own code and about packages that it does not need."""
+def silent() -> Iterator[None]:
+    """Suppresses what other packages say about their own code, and about packages that are not needed."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -12,7 +12,7 @@ from ..hf.model import HeadraceForCausalLM
 from ..utils.errors import InputError
 from ..utils.integrity import write_json
 from ..utils.provenance import running
-from .graph import OPSET, State, check_exportable, states, trace
+from .graph import OPSET, State, check_exportable, silent, states, trace
 
 # Largest error of a logit in float32, as a share of the largest logit. Twice PyTorch's own error passes too, because
 # the errors of a deep model depend on its weights.
@@ -122,23 +122,29 @@ def errors(path: Path, model: HeadraceForCausalLM) -> tuple[float, float]:
 
 
 def quantize(path: Path) -> None:
-    """Replaces the matrices of linear layers by int8, with one scale per 32 numbers of a row."""
+    """Replaces the constant matrices of products by int8, with one scale per 32 numbers. The products are computed in
+    int8 too, with one scale per 32 numbers of the input."""
     import onnx
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-    quantizer = MatMulNBitsQuantizer(onnx.load(path), bits=8, block_size=32, is_symmetric=True)
-    quantizer.process()
-    quantizer.model.save_model_to_file(str(path))
+    model, data = onnx.load(path), path.with_name(f"{path.name}.data")
+    with silent():
+        quantizer = MatMulNBitsQuantizer(model, bits=8, block_size=32, is_symmetric=True, accuracy_level=4)
+        quantizer.process()
+    external = data.exists()
+    data.unlink(missing_ok=True)
+    quantizer.model.save_model_to_file(str(path), use_external_data_format=external)
 
 
 def standardise(path: Path) -> None:
     """Replaces ONNX Runtime's node of the recurrence by ONNX's, which has the same inputs and attributes."""
     import onnx
 
-    model = onnx.load(path)
+    model = onnx.load(path, load_external_data=False)
     for node in model.graph.node:
         if node.op_type == "LinearAttention":
             node.domain = ""
-    del model.opset_import[:]
-    model.opset_import.append(onnx.helper.make_opsetid("", STANDARD))
+    for imported in model.opset_import:
+        if not imported.domain:
+            imported.version = STANDARD
     onnx.save(model, path)

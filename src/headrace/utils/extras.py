@@ -12,9 +12,17 @@ EXTRAS = {
     "trackio": ("trackio",),
     "serve": ("starlette", "uvicorn", "pydantic", "prometheus_client"),
     "eval": ("lm_eval", "wonderwords", "nltk", "html2text", "bs4", "httpx", "sklearn"),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "gpu": ("fla", "einops", "packaging"),
 }
-INCLUDES = {"train": "models", "wandb": "train", "trackio": "train", "serve": "models", "eval": "train"}
+INCLUDES = {
+    "train": "models",
+    "wandb": "train",
+    "trackio": "train",
+    "serve": "models",
+    "eval": "train",
+    "onnx": "models",
+}
 
 
 class MissingPackage(InputError, ImportError):
