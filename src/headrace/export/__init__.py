@@ -19,7 +19,7 @@ class Format(NamedTuple):
     extra: str
 
 
-FORMATS = {"onnx": Format("onnx", "onnx"), "web": Format("web", "onnx")}
+FORMATS = {"onnx": Format("onnx", "onnx"), "web": Format("web", "onnx"), "gguf": Format("gguf", "gguf")}
 
 
 def writer(to: str, options: dict[str, Any]) -> Callable[[Path, Path], str]:
