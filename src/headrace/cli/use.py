@@ -103,7 +103,12 @@ def convert(
 def export(
     checkpoint: Checkpoint,
     output: NewFolder,
-    to: Annotated[str, typer.Option(help="Format: onnx (ONNX Runtime), or web (the same with a page for a browser).")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="Format: onnx (ONNX Runtime), web (the same with a page for a browser), or gguf (llama.cpp)."
+        ),
+    ],
     weights: Annotated[
         str | None, typer.Option(help=r"Precision of the weights: float32, or int8. \[default: float32]")
     ] = None,

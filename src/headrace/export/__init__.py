@@ -19,7 +19,7 @@ class Format(NamedTuple):
     extra: str
 
 
-FORMATS = {"onnx": Format("onnx", "onnx"), "web": Format("web", "onnx")}
+FORMATS = {"onnx": Format("onnx", "onnx"), "web": Format("web", "onnx"), "gguf": Format("gguf", "gguf")}
 
 
 def writer(to: str, options: dict[str, Any]) -> Callable[[Path, Path], str]:
@@ -29,7 +29,9 @@ def writer(to: str, options: dict[str, Any]) -> Callable[[Path, Path], str]:
     if to not in FORMATS:
         raise InputError(f"--to {to!r} is unknown; expected one of {', '.join(FORMATS)}")
     run = import_module(f".{FORMATS[to].module}", __package__).export
-    known = list(inspect.signature(run).parameters)[2:]
-    for name in options.keys() - set(known):
-        raise InputError(f"--{name} has no effect with --to {to}; its options are {', '.join(f'--{x}' for x in known)}")
+    known = [f"--{name}" for name in list(inspect.signature(run).parameters)[2:]]
+    for name in options:
+        if f"--{name}" not in known:
+            found = ", ".join(known) or "none"
+            raise InputError(f"--{name} has no effect with --to {to}; its options are {found}")
     return lambda checkpoint, folder: run(checkpoint, folder, **options)

@@ -1,0 +1,222 @@
+"""GGUF, the file format of llama.cpp, for the models of which llama.cpp has an architecture."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import torch
+from torch import Tensor
+
+from .. import zoo
+from ..hf import load
+from ..hf.generate import read_tokenizer
+from ..layers.linear import LinearMixer
+from ..layers.matrix.rwkv7 import RWKV7
+from ..ops.checks import require
+from ..spec.linear import MixerSpec
+from ..spec.matrix import MatrixSpec
+from ..spec.stack import Layer, as_style
+from ..utils.errors import InputError
+
+NAME = "model.gguf"
+HEAD = 32  # head dimension of `identity_layer`
+Settings = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+class Architecture(NamedTuple):
+    """An architecture of llama.cpp."""
+
+    mixer: str  # name in the zoo of the mixer that it computes, of which the sizes may differ
+    settings: Callable[[Any], Settings]  # settings of a model, by their names in GGUF without the architecture's
+    layer: Callable[[Any], Tensors]  # tensors of a mixer, by their names in GGUF without the layer's
+    mlp: str = "swiglu"  # kind of MLP
+    mlp_norm: str = "ffn_norm.weight"  # name of the norm before the MLP
+    last: Callable[[Any], Tensors] = lambda model: {}  # tensors of one more layer
+
+
+def state_space(model: Any) -> Settings:
+    """The settings of Mamba-2 and Gated DeltaNet."""
+    mixer = model.model.backbone.layers[0].mixer
+    sizes = {"state_size": mixer.K, "time_step_rank": mixer.H, "group_count": mixer.Hq, "inner_size": mixer.H * mixer.V}
+    return {f"ssm.{name}": n for name, n in sizes.items()} | {"ssm.conv_kernel": mixer.spec.inputs.conv}
+
+
+def gated_deltanet_settings(model: Any) -> Settings:
+    mixer, n = model.model.backbone.layers[0].mixer, model.config.num_hidden_layers
+    dims = f"key dimension {mixer.K} and value dimension {mixer.V} per head"
+    require(mixer.K == mixer.V, f"--to gguf: {dims}; llama.cpp needs equal ones for gated-deltanet")
+    return state_space(model) | {
+        "block_count": n + 1, "attention.recurrent_layers": [True] * n + [False], "attention.head_count": 1,
+        "attention.head_count_kv": 1, "attention.key_length": HEAD, "attention.value_length": HEAD,
+        "rope.dimension_count": HEAD, "rope.dimension_sections": [HEAD // 4, HEAD // 4, 0, 0],
+    }  # fmt: skip
+
+
+def gated_deltanet_layer(mixer: LinearMixer) -> Tensors:
+    def tiled(x: Tensor, size: int = 1, dim: int = 0) -> Tensor:
+        """Orders value heads as llama.cpp does: the first of every key head, then the second of every key head, ..."""
+        return x.unflatten(dim, (mixer.Hq, -1, size)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+    V, qk, conv = mixer.V, 2 * mixer.Hq * mixer.K, mixer.conv.weight[:, 0]
+    return {
+        "attn_qkv.weight": torch.cat([mixer.part("q"), mixer.part("k"), tiled(mixer.part("v"), V)]),
+        "attn_gate.weight": tiled(mixer.part("gate"), V),
+        "ssm_conv1d.weight": torch.cat([conv[:qk], tiled(conv[qk:], V)]),
+        "ssm_beta.weight": tiled(mixer.part("beta")),
+        "ssm_alpha.weight": tiled(mixer.part("decay")),
+        "ssm_a": -tiled(mixer.decay.A_log).exp(),
+        "ssm_dt.bias": tiled(mixer.decay.dt_bias),
+        "ssm_norm.weight": mixer.norm_weight,
+        "ssm_out.weight": tiled(mixer.o_proj.weight, V, 1),
+    }
+
+
+def identity_layer(model: Any) -> Tensors:
+    """A layer of softmax attention that adds 0 to its input: llama.cpp's graph of Gated DeltaNet needs attention."""
+    D, width = model.config.hidden_size, model.config.intermediate_size
+    shapes = {
+        "attn_q": (2 * HEAD, D), "attn_k": (HEAD, D), "attn_v": (HEAD, D), "attn_output": (D, HEAD),
+        "attn_q_norm": (HEAD,), "attn_k_norm": (HEAD,), "attn_norm": (D,), "post_attention_norm": (D,),
+        "ffn_gate": (width, D), "ffn_up": (width, D), "ffn_down": (D, width),
+    }  # fmt: skip
+    return {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+
+
+def mamba2_layer(mixer: LinearMixer) -> Tensors:
+    require(mixer.Hq == 1, f"--to gguf: heads.qk_groups={mixer.Hq}; llama.cpp needs 1, as it norms groups separately")
+
+    def vkq(x: Tensor) -> Tensor:
+        q, k, v = x.split([mixer.K, mixer.K, mixer.H * mixer.V])
+        return torch.cat([v, k, q])
+
+    return {
+        "ssm_in.weight": torch.cat([mixer.part(name) for name in ("gate", "v", "k", "q", "decay")]),
+        "ssm_conv1d.weight": vkq(mixer.conv.weight[:, 0]),
+        "ssm_conv1d.bias": vkq(mixer.conv.bias),
+        "ssm_dt.bias": mixer.decay.dt_bias,
+        "ssm_a": -mixer.decay.A_log.exp()[:, None],
+        "ssm_d": mixer.skip[:, None],
+        "ssm_norm.weight": mixer.norm_weight[None],
+        "ssm_out.weight": mixer.o_proj.weight,
+    }
+
+
+def rwkv7_settings(model: Any) -> Settings:
+    mixer = model.model.backbone.layers[0].mixer
+    require(mixer.K == 64, f"--to gguf: head dimension {mixer.K}; llama.cpp computes rwkv7 only for 64")
+    ranks = {"decay": mixer.decay, "iclr": mixer.rate, "value_residual_mix": mixer.rate, "gate": mixer.gate}
+    own = {f"attention.{name}_lora_rank": part.down.shape[1] for name, part in ranks.items()}
+    return own | {"wkv.head_size": mixer.K, "token_shift_count": 1}
+
+
+def rwkv7_layer(mixer: RWKV7) -> Tensors:
+    D, rank = mixer.rate.down.shape
+    own = {
+        "w0": mixer.decay_bias, "a0": mixer.rate_bias, "k_k": mixer.k_read, "k_a": mixer.k_rate, "r_k": mixer.bonus,
+        # llama.cpp adds the first layer's values with the weight σ(v0 + …), which is 0 here
+        "v0": torch.full((D,), -1e4), "v1": torch.zeros(rank, D), "v2": torch.zeros(D, rank),
+        "lerp_fused": mixer.mix[:, None, None], "key": mixer.k_proj.weight, "value": mixer.v_proj.weight,
+        "receptance": mixer.q_proj.weight, "output": mixer.o_proj.weight, "ln": mixer.norm_weight,
+    }  # fmt: skip
+    for name, part in {"w": mixer.decay, "a": mixer.rate, "g": mixer.gate}.items():
+        own |= {f"{name}1": part.down.T, f"{name}2": part.up.T}
+    return {f"time_mix_{name}.weight": x for name, x in own.items()} | {"time_mix_ln.bias": mixer.norm_bias}
+
+
+ARCHITECTURES = {
+    "qwen35": Architecture(
+        "gated-deltanet", gated_deltanet_settings, gated_deltanet_layer, mlp_norm="post_attention_norm.weight",
+        last=identity_layer,
+    ),
+    "mamba2": Architecture("mamba2", state_space, mamba2_layer, "none"),
+    "arwkv7": Architecture("rwkv7", rwkv7_settings, rwkv7_layer),
+}  # fmt: skip
+
+
+def export(checkpoint: Path, folder: Path) -> str:
+    """Writes model.gguf in float32. Returns a sentence that says what was written.
+
+    Raises InputError if llama.cpp has no architecture for the model, or no implementation of its tokenizer."""
+    model = load(checkpoint)
+    require(model.dtype != torch.float64, "the weights are float64, which --to gguf would round to float32")
+    config, model = model.config, model.float()
+    name, kind = architecture(config)
+    settings: Settings = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size or 0,
+        "attention.head_count": 0, "attention.layer_norm_rms_epsilon": config.norm_eps, **kind.settings(model),
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(folder / NAME, name)
+    add: dict[type, Callable[[str, Any], None]]
+    add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    for key, value in settings.items():
+        add[type(value)](f"{name}.{key}", value)
+    _add_tokenizer(writer, checkpoint, config.vocab_size)
+    for key, tensor in tensors(model, kind).items():
+        writer.add_tensor(key, tensor.detach().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return f"{NAME} has the architecture {name} of llama.cpp, in float32"
+
+
+def architecture(config: Any) -> tuple[str, Architecture]:
+    """Returns llama.cpp's architecture for a model, with its name. Raises InputError if it has none."""
+    spec, layers = config.mixers[0], config.stack.over(config.num_hidden_layers)
+    for name, kind in ARCHITECTURES.items():
+        named: Any = zoo.get(kind.mixer)
+        if isinstance(spec, MixerSpec) and isinstance(named, MixerSpec):
+            named = replace(named, heads=spec.heads, inputs=replace(named.inputs, conv=spec.inputs.conv or 4))
+        elif isinstance(spec, MatrixSpec) and isinstance(named, MatrixSpec):
+            named = replace(named, rank=spec.rank, count=spec.count)
+        if layers == [Layer(named)] * len(layers):
+            expected = f"expected style.mlp={kind.mlp!r}, and defaults otherwise"
+            require(config.sizes.style == as_style({"mlp": kind.mlp}), f"--to gguf with {kind.mixer}: {expected}")
+            return name, kind
+    known = ", ".join(kind.mixer for kind in ARCHITECTURES.values())
+    found = "head competition" if getattr(spec, "competition", None) else "the mixers of this model"
+    raise InputError(f"--to gguf: llama.cpp has no architecture for {found}; expected {known} in all layers")
+
+
+def tensors(model: Any, kind: Architecture) -> Tensors:
+    """Returns the tensors of a GGUF file by their names."""
+    layers = []
+    for block in model.model.backbone.layers:
+        own = kind.layer(block.mixer) | {"attn_norm.weight": block.mixer_norm.weight}
+        if block.mlp is not None:
+            own[kind.mlp_norm] = block.mlp_norm.weight
+            own |= {f"ffn_{n}.weight": getattr(block.mlp, f"{n}_proj").weight for n in ("gate", "up", "down")}
+        layers.append(own)
+    found = {f"blk.{i}.{name}": x for i, own in enumerate([*layers, kind.last(model)]) for name, x in own.items()}
+    outside = {
+        "token_embd": model.model.embed_tokens,
+        "output_norm": model.model.backbone.norm,
+        "output": model.lm_head,
+    }
+    return found | {f"{name}.weight": module.weight for name, module in outside.items()}
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, vocab_size: int) -> None:
+    """Adds a byte-level BPE tokenizer that splits text as GPT-2's. Raises InputError for other tokenizers."""
+    tokenizer = read_tokenizer(checkpoint)
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, split = described["model"], described["pre_tokenizer"] or {}
+    gpt2 = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}.items() <= split.items()
+    plain = model["type"] == "BPE" and described["normalizer"] is None and not model.get("ignore_merges")
+    require(gpt2 and plain, "--to gguf needs a tokenizer of byte-level BPE that splits text as GPT-2's")
+    names = {i: name for name, i in tokenizer.get_vocab().items()}
+    types = dict.fromkeys(names, gguf.TokenType.NORMAL)
+    types |= {token["id"]: gguf.TokenType.CONTROL for token in described["added_tokens"] if token["special"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([names.get(i, f"[unused {i}]") for i in range(vocab_size)])
+    writer.add_token_types([types.get(i, gguf.TokenType.UNUSED) for i in range(vocab_size)])
+    # llama.cpp needs the merges, and the writer omits an empty list
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]] or [""])
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_add_bos_token(False)

@@ -1,0 +1,90 @@
+"""GGUF: llama.cpp computes the logits and the tokens of headrace for the models of which it has an architecture."""
+
+import pytest
+import torch
+
+import tiny
+from headrace import InputError
+from headrace.data.tokenizer import byte_level, train_bpe
+from headrace.hf.generate import read_tokenizer
+
+gguf = pytest.importorskip("headrace.export.gguf", reason='pip install "headrace[gguf]"', exc_type=ImportError)
+
+SIZES = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 64}
+MODELS = {
+    "gated-deltanet(heads.expand_k=1.0, heads.expand_v=1.0)": {"num_heads": 4},
+    "gated-deltanet(heads.expand_k=2.0, heads.expand_v=2.0, heads.qk_groups=2, inputs.conv=3)": {"num_heads": 4},
+    "mamba2": {"num_heads": 4, "mlp": "none", "intermediate_size": None},
+    "rwkv7": {"num_heads": 2},
+}
+TEXT = "The cat's 123 dogs — ünï?  sat\n on <|endoftext|> it"
+
+
+def saved(folder, mixer, tokenizer=None, **changes):
+    model = tiny.build(mixer, **SIZES | changes).float()
+    for part in (model, tokenizer or byte_level()):
+        part.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+@torch.no_grad()
+def test_llama_cpp_computes_the_same_logits(mixer, tmp_path):
+    """In pieces, so that states are carried. The logits are up to 15; with sums in another order, those in float32
+    differed by up to 1.3e-4."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python (it builds llama.cpp)")
+    (tmp_path / "out").mkdir()
+    model = saved(tmp_path, mixer, **MODELS[mixer])
+    gguf.export(tmp_path, tmp_path / "out")
+    llama = llama_cpp.Llama(str(tmp_path / "out" / gguf.NAME), n_ctx=64, logits_all=True, verbose=False, n_threads=1)
+    ids = torch.randint(0, 300, (50,))
+    for piece in ids.split([1, 30, 1, 18]):
+        llama.eval(piece.tolist())
+    tiny.close(torch.tensor(llama.scores[:50]), model(ids[None]).logits[0], 1e-3)
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), train_bpe(["the cats and the dogs sat on the mat"] * 9, 290)])
+def test_llama_cpp_splits_text_into_the_same_tokens(tokenizer, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python (it builds llama.cpp)")
+    (tmp_path / "out").mkdir()
+    saved(tmp_path, "mamba2", tokenizer, **MODELS["mamba2"])
+    gguf.export(tmp_path, tmp_path / "out")
+    llama = llama_cpp.Llama(str(tmp_path / "out" / gguf.NAME), n_ctx=64, vocab_only=True, verbose=False)
+    expected = read_tokenizer(tmp_path)(TEXT)["input_ids"]
+    assert llama.tokenize(TEXT.encode(), add_bos=False, special=True) == expected
+    assert llama.detokenize(expected, special=True).decode() == TEXT
+    assert llama.token_eos() == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    "mixer, changes, reason",
+    [
+        ("softmax-gated-deltanet", {}, "no architecture for head competition; expected gated-deltanet, mamba2, rwkv7"),
+        ("gla", {}, "llama.cpp has no architecture for the mixers of this model"),
+        ("hybrid", {}, "llama.cpp has no architecture for head competition"),
+        ("gated-deltanet", {}, "key dimension 24 and value dimension 48 per head; llama.cpp needs equal ones"),
+        ("mamba2", {}, "with mamba2: expected style.mlp='none'"),
+        ("mamba2(heads.qk_groups=2)", MODELS["mamba2"], "heads.qk_groups=2; llama.cpp needs 1"),
+        ("rwkv7", {"num_heads": 4}, "head dimension 32; llama.cpp computes rwkv7 only for 64"),
+    ],
+)  # fmt: skip
+def test_what_llama_cpp_does_not_have_is_refused(mixer, changes, reason, tmp_path):
+    saved(tmp_path, mixer, **changes)
+    with pytest.raises(InputError, match=reason):
+        gguf.export(tmp_path, tmp_path)
+
+
+def test_weights_are_not_rounded(tmp_path):
+    saved(tmp_path, "rwkv7", num_heads=2).double().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="the weights are float64, which --to gguf would round to float32"):
+        gguf.export(tmp_path, tmp_path)
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    tokenizer = byte_level()
+    saved(tmp_path, "rwkv7", tokenizer, num_heads=2)
+    (tmp_path / "tokenizer.json").write_text(
+        (tmp_path / "tokenizer.json").read_text().replace('"use_regex": true', '"use_regex": false')
+    )
+    with pytest.raises(InputError, match="--to gguf needs a tokenizer of byte-level BPE that splits text as GPT-2's"):
+        gguf.export(tmp_path, tmp_path)
