@@ -11,10 +11,15 @@ EXTRAS = {
     "wandb": ("wandb",),
     "trackio": ("trackio",),
     "serve": ("starlette", "uvicorn", "pydantic"),
+    "vllm": ("vllm",),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "eval": ("lm_eval", "wonderwords", "nltk", "html2text", "bs4", "httpx", "sklearn"),
     "gpu": ("fla", "einops", "packaging"),
 }
-INCLUDES = {"train": "models", "wandb": "train", "trackio": "train", "serve": "models", "eval": "train"}
+INCLUDES = {
+    "train": "models", "wandb": "train", "trackio": "train", "serve": "models", "vllm": "models", "onnx": "models",
+    "eval": "train",
+}  # fmt: skip
 
 
 class MissingPackage(InputError, ImportError):
