@@ -13,6 +13,8 @@ EXTRAS = {
     "serve": ("starlette", "uvicorn", "pydantic", "prometheus_client"),
     "eval": ("lm_eval", "wonderwords", "nltk", "html2text", "bs4", "httpx", "sklearn"),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "gguf": ("gguf",),
+    "vllm": ("vllm",),
     "gpu": ("fla", "einops", "packaging"),
 }
 INCLUDES = {
@@ -22,6 +24,8 @@ INCLUDES = {
     "serve": "models",
     "eval": "train",
     "onnx": "models",
+    "gguf": "models",
+    "vllm": "models",
 }
 
 
