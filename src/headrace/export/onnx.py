@@ -47,14 +47,15 @@ def export(checkpoint: Path, folder: Path, weights: str = "float32", opset: int 
         raise InputError(
             f"the logits of {MODEL} are wrong by {found:.1e} of the largest, those of PyTorch by {own:.1e}"
         )
-    sentence = f"its logits are within {found:.0e} of float64's, as a share of the largest; PyTorch's within {own:.0e}"
+    sentence = f"its logits differ from float64's by {found:.1e} of the largest, PyTorch's by {own:.1e}"
     if weights == "int8":
         quantize(path)
-        sentence += f"; with int8 weights within {errors(path, model)[0]:.0e}"
+        sentence += f", with int8 weights by {errors(path, model)[0]:.1e}"
     if opset == STANDARD:
         standardise(path)
     write_json(folder / ABOUT, about(model) | {"opset": opset, "weights": weights, "made_by": running(**versions())})
-    return f"{MODEL} of {path.stat().st_size / 1e6:.1f} MB; {sentence}"
+    size = sum(file.stat().st_size for file in folder.glob(f"{MODEL}*"))
+    return f"{MODEL} of {size / 1e6:.1f} MB; {sentence}"
 
 
 def versions() -> dict[str, str]:
