@@ -23,7 +23,7 @@ from record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "launches.csv"
 GPUS = "sm_80", "sm_90", "sm_100", "sm_120", "gfx942"
-ON_CPU = {"native", "torch"}  # the backends that launch nothing
+ON_CPU = {"native", "torch", "onnx"}  # the backends that launch nothing
 
 
 @dataclass(frozen=True)
