@@ -55,23 +55,28 @@ def test_the_site(tmp_path):
     pages = {path.relative_to(site).as_posix(): Page(path) for path in site.rglob("*.html")}
     assert {page.relative_to(DOCS).with_suffix(".html").as_posix() for page in DOCS.rglob("*.md")} <= pages.keys()
     for page in NOTEBOOKS:
-        every_cell_ran(page, tmp_path / "jupyter_execute" / page.relative_to(DOCS).with_suffix(".ipynb"))
+        name = page.relative_to(DOCS)
+        shown = " ".join(pages[name.with_suffix(".html").as_posix()].text.split())
+        every_cell_ran(page, tmp_path / "jupyter_execute" / name.with_suffix(".ipynb"), shown)
     links_lead_somewhere(site, pages)
     nothing_comes_from_outside(site, pages)
     generated_pages_are_complete(pages)
+    every_law_is_drawn(pages["gallery.html"])
 
 
-def every_cell_ran(page, executed):
-    """A run numbers its cells from 1. A page with kept outputs has lost the numbers, which the kept run still has."""
+def every_cell_ran(page, executed, shown):
+    """A run numbers its cells from 1. Sphinx copies a page with kept outputs without numbers and outputs; the kept run
+    has them. shown: the text of the page in the site."""
     cells = code_cells(executed)
     assert len(cells) == page.read_text("utf-8").count("\n```{code-cell}") > 0, page
     kept = [code_cells(path) for path in (ROOT / "build" / "notebooks").glob("*/executed/*/base.ipynb")]
     ran = next((run for run in [cells, *kept] if same(run, cells) and run[0]["execution_count"] is not None), [])
     assert [cell["execution_count"] for cell in ran] == list(range(1, len(cells) + 1)), page
-    for cell in cells:
-        failed = [out["ename"] for out in cell["outputs"] if out["output_type"] == "error"]
+    for cell in ran:
+        errors = [out for out in cell["outputs"] if out["output_type"] == "error"]
         expected = "raises-exception" in cell["metadata"].get("tags", [])
-        assert failed == ["InputError"] * expected, f"{page}: {cell['source']}"
+        assert [error["ename"] for error in errors] == ["InputError"] * expected, f"{page}: {cell['source']}"
+        assert all(" ".join(error["evalue"].split()) in shown for error in errors), f"{page}: {cell['source']}"
 
 
 def code_cells(notebook):
@@ -115,6 +120,11 @@ def generated_pages_are_complete(pages):
         options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
         missing = [option for option in (f"headrace {command.name}", *options) if option not in text]
         assert not missing, f"{command.name}: {missing}"
+
+
+def every_law_is_drawn(gallery):
+    drawn = [asset for asset in gallery.assets if "_images/" in asset]
+    assert len(drawn) >= (DOCS / "gallery.md").read_text("utf-8").count('\nlaw("') > 0
 
 
 def test_the_gallery_has_every_law():
