@@ -65,7 +65,7 @@ MISTAKES = {
     "generate notes --prompt a --top-p 0.5": "--top-p has no effect at --temperature 0",
     "serve notes --longest 0": "--longest=0; expected at least 1",
     "serve notes --tokens 0": "--tokens=0; expected at least 1",
-    "serve notes --waiting -1": "--waiting=-1; expected at least 0",
+    "serve notes --requests 0": "--requests=0; expected at least 1",
     "train laptop-1m tokens=20480 --dry-run": "expected fewer than tokens=20480; add warmup_tokens=1024",
     "compare --heads 7": "num_heads=7 does not divide",
     "compare --mixers bahdanau": "'bahdanau' cannot train on --task pair",

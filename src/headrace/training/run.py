@@ -78,13 +78,15 @@ def train(
 
 
 def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = False) -> Path | None:
-    """Claims the folder for the run and returns the checkpoint to resume from. Called in process 0 only.
+    """Claims the folder for the run and returns the checkpoint to resume from. Called in process 0 only. A run may go on
+    with another number of processes per row.
 
     Raises:
         InputError: the folder belongs to another run or to another version of headrace.
     """
     identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
-    plan = {"recipe": json.loads(json.dumps(asdict(recipe))), "data": identity}  # as it is read back: lists for tuples
+    fields = {name: value for name, value in asdict(recipe).items() if name != "context_parallel"}
+    plan = {"recipe": json.loads(json.dumps(fields)), "data": identity}  # as it is read back: lists for tuples
     claim(folder, plan, accept_old, "run.json")
     checkpoints.discard_unfinished(folder)
     return checkpoints.newest(folder)
