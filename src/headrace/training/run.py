@@ -78,8 +78,8 @@ def train(
 
 
 def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = False) -> Path | None:
-    """Claims the folder for the run and returns the checkpoint to resume from. Called in process 0 only. A run may go on
-    with another number of processes per row.
+    """Claims the folder for the run and returns the checkpoint to resume from. Called in process 0 only. A run may go
+    on with another number of processes per row.
 
     Raises:
         InputError: the folder belongs to another run or to another version of headrace.
