@@ -192,9 +192,24 @@ def test_no_web_page_may_read_or_ask(server):
     assert asked.status_code == 405 and not [name for name in asked.headers if name.startswith("access-control")]
 
 
-def until_free(base):
-    while httpx.get(f"{base}/health", timeout=600, trust_env=False).json()["requests"]:
+def wait_for(condition):
+    for _ in range(30000):  # ten minutes, on a busy machine
+        if condition():
+            return
         time.sleep(0.02)
+    raise AssertionError("it never came")
+
+
+def ended(pieces):
+    wait_for(lambda: pieces and pieces[-1].finish is not None)
+
+
+def requests_of(base):
+    return httpx.get(f"{base}/health", timeout=600, trust_env=False).json()["requests"]
+
+
+def until_free(base):
+    wait_for(lambda: not requests_of(base))
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -224,8 +239,7 @@ def test_a_prompt_is_not_read_on_for_a_client_that_has_gone(checkpoint, monkeypa
     one.submit(stream)
     other = engine.Stream([1], Sampling(1), byte_level(), model.device, said.append)
     one.submit(other)
-    while not said:
-        time.sleep(0.01)
+    wait_for(lambda: said)
     assert len(read) == 2 and said[0].finish == "length"  # a piece of each prompt
 
 
@@ -242,19 +256,16 @@ def test_streams_that_join_and_leave_get_the_tokens_that_they_get_alone(tmp_path
         stream = engine.Stream(ids, sampling, byte_level(), model.device, said[place].append)
         many.submit(stream)
         if place == 2:
-            while not said[2]:
-                time.sleep(0.01)
+            wait_for(lambda: said[2])
             stream.gone.set()  # leaves in the middle
     for place, ids in enumerate(prompts):
         if place == 2:
             continue
-        while not said[place] or said[place][-1].finish is None:
-            time.sleep(0.01)
+        ended(said[place])
         alone, sampling = [], Sampling(6 + 5 * place, temperature=place % 2, seed=place)
         single = Engine(model, byte_level())
         single.submit(engine.Stream(ids, sampling, byte_level(), model.device, alone.append))
-        while not alone or alone[-1].finish is None:
-            time.sleep(0.01)
+        ended(alone)
         assert "".join(p.text for p in said[place]) == "".join(p.text for p in alone)
         assert said[place][-1].tokens == alone[-1].tokens == 6 + 5 * place
 
@@ -264,8 +275,7 @@ def test_an_error_of_one_prompt_ends_no_other(checkpoint):
     one = Engine(model, byte_level())
     one.submit(engine.Stream([1, 10**9], Sampling(4), byte_level(), model.device, failed.append))
     one.submit(engine.Stream([1], Sampling(4), byte_level(), model.device, fine.append))
-    while not fine or fine[-1].finish is None:
-        time.sleep(0.01)
+    ended(fine)
     assert isinstance(failed[0], Exception) and fine[-1].tokens == 4
 
 
@@ -321,8 +331,7 @@ def test_more_than_may_be_open_are_told_to_come_again(checkpoint):
             assert int(refused.value.response.headers["retry-after"]) >= 1
             assert client.models.list().data  # what does not generate is not refused
             first.close()
-            while httpx.get(f"{base}/health", timeout=600, trust_env=False).json()["requests"] > 1:
-                time.sleep(0.02)
+            wait_for(lambda: requests_of(base) <= 1)
             assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
 
 

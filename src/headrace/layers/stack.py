@@ -122,7 +122,7 @@ class Backbone(nn.Module):
     ) -> tuple[Tensor, list[Any]]:
         """Computes `forward` without a gradient. If all layers are recurrent, it computes PIECE tokens at a time, which
         bounds the memory for activations, and overwrites x with the result."""
-        if x.shape[1] <= PIECE or not self._recurrent():
+        if x.shape[1] <= PIECE or not self.recurrent:
             return self(x, states, mask=mask, in_place=in_place)
         for start in range(0, x.shape[1], PIECE):
             piece = slice(start, start + PIECE)
@@ -130,8 +130,10 @@ class Backbone(nn.Module):
             x[:, piece], states = self(x[:, piece], states, mask=now, in_place=in_place or start > 0)
         return x, states  # type: ignore[return-value]
 
-    def _recurrent(self) -> bool:
-        # The load balance of a mixture of experts is defined over all tokens.
+    @property
+    def recurrent(self) -> bool:
+        """Whether tokens can be computed in pieces at no other cost: all states have a size that does not depend on the
+        number of tokens, and there is no mixture of experts, whose load balance is defined over all tokens."""
         return self.shared is None and all(
             isinstance(layer.mixer, Mixer) and not isinstance(layer.mlp, MixtureOfExperts) for layer in self.layers
         )

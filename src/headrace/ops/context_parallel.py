@@ -111,12 +111,12 @@ class Borders:
 
     def __init__(self, part: Part, cu_seqlens: Tensor | None, T: int):
         self.part, self.offset = part, part.offset(T)
-        self.begin, self.end = self.offset, self.offset + T
+        self.end = self.offset + T
         self.cu_seqlens = self.starts = None
         if cu_seqlens is not None:
             self.starts = cu_seqlens[:-1].long()
-            self.cu_seqlens = (cu_seqlens - self.begin).clamp(0, T)  # sequences of other processes are empty
-            self.first, self.last = self._at(self.begin), self._at(self.end - 1)
+            self.cu_seqlens = (cu_seqlens - self.offset).clamp(0, T)  # sequences of other processes are empty
+            self.first, self.last = self._at(self.offset), self._at(self.end - 1)
 
     def _at(self, token: int) -> Tensor:
         """Returns the index [1] of the sequence that a token of the whole row is in."""
@@ -127,13 +127,13 @@ class Borders:
         """Returns whether the first token's sequence begins in another process, as 1 or 0 in x's dtype: [] or [1]."""
         if self.starts is None:
             return x.new_tensor(float(self.part.rank > 0))
-        return (self.starts[self.first] < self.begin).to(x.dtype)
+        return (self.starts[self.first] < self.offset).to(x.dtype)
 
     def begins(self, x: Tensor) -> Tensor:
         """Returns which of the N sequences begin in this process, as 1 or 0 in x's dtype: [] or [N]."""
         if self.starts is None:
             return x.new_tensor(float(self.part.rank == 0))
-        return ((self.starts >= self.begin) & (self.starts < self.end)).to(x.dtype)
+        return ((self.starts >= self.offset) & (self.starts < self.end)).to(x.dtype)
 
     def entering(self, x: Tensor) -> Tensor:
         """Selects the n sequences that come from the process before, of x [N, ...]."""
@@ -164,7 +164,7 @@ class Borders:
         before = self.part.before(x[:, T - h :])
         if self.starts is None:
             return before if self.part.rank else given + 0 * before
-        places = torch.arange(self.begin - h, self.begin, device=x.device)
+        places = torch.arange(self.offset - h, self.offset, device=x.device)
         inside = (places >= self.starts[self.first]).to(x.dtype)[None, :, None] * self.continues(x)
         return self.place(given, before * inside)
 

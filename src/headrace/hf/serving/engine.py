@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-from ...layers.base import Mixer
-from ...layers.moe import MixtureOfExperts
 from ...utils.errors import InputError
 from ..cache import HeadraceCache
 from .text import Text
@@ -105,7 +103,7 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         ends = model.generation_config.eos_token_id
         self.ends = ends if isinstance(ends, list) else [ends]
-        self.together = _recurrent(model)
+        self.together = _together(model)
         self.arrivals: SimpleQueue[Stream] = SimpleQueue()
         self.prompts: deque[Stream] = deque()
         self.batches: list[Batch] = []
@@ -223,17 +221,10 @@ def check_generation(model: Any) -> None:
         raise InputError(f"the model's generation_config asks for {names}, which the server does not apply")
 
 
-def _recurrent(model: Any) -> bool:
-    """Whether all states have one size, and a sequence that is too long ends itself alone."""
+def _together(model: Any) -> bool:
+    """Whether all states have one size, and a sequence that is too long for learned positions ends itself alone."""
     backbone = model.model.backbone
-    learned = backbone.positions is not None and backbone.positions.table is not None
-    return (
-        backbone.shared is None
-        and not learned
-        and all(
-            isinstance(layer.mixer, Mixer) and not isinstance(layer.mlp, MixtureOfExperts) for layer in backbone.layers
-        )
-    )
+    return backbone.recurrent and getattr(backbone.positions, "table", None) is None
 
 
 class Draw:
