@@ -1,7 +1,8 @@
 """Generates text for all open requests together.
 
 The states of a recurrent model have one size, whatever the number of tokens, so requests join and leave the batch of
-those that are generated at any token. A prompt is processed in pieces, between two tokens of the batch.
+those that are generated at any token. A long prompt is processed in pieces, and stops before each layer for a turn of
+the others: a prompt of one piece, and a token of the batch. So the others wait for one layer of one piece.
 """
 
 import asyncio
@@ -9,7 +10,10 @@ import copy
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from math import inf
 from queue import Empty, SimpleQueue
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +24,7 @@ from ...utils.errors import InputError
 from ..cache import HeadraceCache
 from .text import Text
 
-PIECE = 256  # tokens of a prompt that are processed before the batch gets its next token
+PIECE = 256  # tokens of a prompt that are processed in one call
 
 
 class Sampling(NamedTuple):
@@ -105,8 +109,13 @@ class Engine:
         self.ends = ends if isinstance(ends, list) else [ends]
         self.together = _together(model)
         self.arrivals: SimpleQueue[Stream] = SimpleQueue()
-        self.prompts: deque[Stream] = deque()
+        self.prompts: deque[Stream] = deque()  # of which one piece is left
+        self.long: deque[Stream] = deque()
         self.batches: list[Batch] = []
+        self.resumed = inf  # when the piece of a long prompt that is processed has gone on; inf: there is none
+        self.turn = 0.0  # seconds of the latest turn of the others
+        for layer in model.model.backbone.layers:
+            layer.register_forward_pre_hook(self._between_layers)
         self.thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     async def pieces(self, ids: list[int], sampling: Sampling) -> AsyncGenerator[Piece, None]:
@@ -145,27 +154,43 @@ class Engine:
     def _run(self) -> None:
         with torch.inference_mode():
             while True:
-                self._admit()
-                self._read()
-                for batch in self.batches:
-                    self._guarded(self._decode, batch, batch.streams)
-                self.batches = [batch for batch in self.batches if batch.streams]
+                if not (self.prompts or self.long or self.batches):
+                    self._enqueue(self.arrivals.get())
+                self._take_turn()
+                if self.long:
+                    self._read_long(self.long.popleft())
 
-    def _admit(self) -> None:
-        """Takes the requests that have arrived. Waits for one if there is nothing to do."""
-        if not self.prompts and not self.batches:
-            self.prompts.append(self.arrivals.get())
-        while True:
-            try:
-                self.prompts.append(self.arrivals.get_nowait())
-            except Empty:
-                return
+    def _take_turn(self) -> None:
+        """Processes one short prompt and generates a token of each stream."""
+        with suppress(Empty):
+            while True:
+                self._enqueue(self.arrivals.get_nowait())
+        if self.prompts:
+            self._read(self.prompts.popleft())
+        for batch in self.batches:
+            self._guarded(self._decode, batch, batch.streams)
+        self.batches = [batch for batch in self.batches if batch.streams]
 
-    def _read(self) -> None:
-        """Processes a piece of one prompt; the prompts take turns."""
-        if not self.prompts:
-            return
-        stream = self.prompts.popleft()
+    def _enqueue(self, stream: Stream) -> None:
+        (self.long if len(stream.prompt) > 1 else self.prompts).append(stream)
+
+    def _read_long(self, stream: Stream) -> None:
+        """Processes a piece of a long prompt, with turns of the others between its layers."""
+        self.resumed = perf_counter()
+        self._read(stream)
+        self.resumed = inf
+
+    def _between_layers(self, *_: Any) -> None:
+        """A turn of the others, for at most half of the time while a long prompt is processed."""
+        now = perf_counter()
+        if now - self.resumed >= self.turn and threading.current_thread() is self.thread:
+            self.resumed = inf  # the layers of a turn are not interrupted
+            self._take_turn()
+            self.resumed = perf_counter()
+            self.turn = self.resumed - now
+
+    def _read(self, stream: Stream) -> None:
+        """Processes a piece of a prompt."""
         if not stream.gone.is_set():
             self._guarded(self._read_piece, stream, [stream])
 
@@ -173,7 +198,7 @@ class Engine:
         piece = stream.prompt.popleft()
         logits = self.model(piece, past_key_values=stream.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         if stream.prompt:
-            self.prompts.append(stream)
+            self._enqueue(stream)
             return
         token = self._next([stream], logits)[0]
         if stream.add(token, self.ends):
