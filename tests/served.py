@@ -36,9 +36,12 @@ def serving(checkpoint, **limits):
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
+    for _ in range(12000):  # ten minutes, on a busy machine
         assert thread.is_alive()
+        if server.started:
+            break
         time.sleep(0.05)
+    assert server.started
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join()

@@ -298,20 +298,18 @@ READERS = {
     "inspect": lambda model, tmp: ["inspect", model, "--text", "1 times 1", "--output", tmp / "inspect.html"],
     "retrofit": lambda model, tmp: ["retrofit", model, "--output", tmp / "out"],
     "convert": lambda model, tmp: ["convert", model, "--to", "gla", "--output", tmp / "out"],
-    "serve": lambda model, tmp: ["serve", model],
+    "serve": lambda model, tmp: ["serve", model, "--port", 0],
     "train": lambda model, tmp: arguments(tmp / "data", tmp / "out", weights=model),
 }
 
 
 @pytest.mark.parametrize("command", READERS)
-def test_a_flipped_bit_of_a_model_is_refused(command, trained_model, prepared, tmp_path, headrace_, monkeypatch):
-    pytest.importorskip({"eval": "lm_eval", "serve": "fastapi"}.get(command, "torch"))
+def test_a_flipped_bit_of_a_model_is_refused(command, trained_model, prepared, tmp_path, headrace_):
+    pytest.importorskip({"eval": "lm_eval", "serve": "uvicorn"}.get(command, "torch"))
     model = shutil.copytree(trained_model, tmp_path / "model")
     (tmp_path / "data").symlink_to(prepared)
     (tmp_path / "wiki.test.raw").write_text(" = Sea = \n \n The sea is a thing . \n")
     flip(model / "model.safetensors")
-    if command == "serve":
-        monkeypatch.setattr("uvicorn.run", lambda *_, **__: None)
     code, said = headrace_(*READERS[command](model, tmp_path))
     assert code == 2 and "is damaged: model.safetensors has another SHA-256 than when it was written" in said, said
 

@@ -1,6 +1,7 @@
 """The server: right answers to many at once, no work for who has gone."""
 
 import asyncio
+import itertools
 import json
 import signal
 import socket
@@ -221,8 +222,7 @@ def test_a_client_that_goes_away_ends_its_generation(server, client, checkpoint,
             f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         )
         gone.sendall(head.encode() + b"\r\n\r\n" + body)
-        while not httpx.get(f"{server}/health", timeout=600, trust_env=False).json()["requests"]:
-            time.sleep(0.02)
+        wait_for(lambda: requests_of(server))
         if streamed:
             assert gone.recv(15) == b"HTTP/1.1 200 OK"
     until_free(server)
@@ -241,6 +241,41 @@ def test_a_prompt_is_not_read_on_for_a_client_that_has_gone(checkpoint, monkeypa
     one.submit(other)
     wait_for(lambda: said)
     assert len(read) == 2 and said[0].finish == "length"  # a piece of each prompt
+
+
+def test_a_short_prompt_does_not_wait_for_a_piece_of_a_long_one(checkpoint, monkeypatch):
+    """It arrives before the first of two layers and is answered before the second."""
+    monkeypatch.setattr(engine, "PIECE", 4)
+    monkeypatch.setattr(engine, "perf_counter", itertools.count().__next__)  # each layer takes as long as a turn
+    model, said, read = load(checkpoint), {"long": [], "short": []}, []
+    one = Engine(model, byte_level())
+    streams = {
+        name: engine.Stream(ids, Sampling(1), byte_level(), model.device, said[name].append)
+        for name, ids in {"long": list(range(1, 10)), "short": [1]}.items()
+    }
+
+    def arrive(*_):
+        arrival.remove()
+        one.submit(streams["short"])
+
+    arrival = model.model.backbone.layers[0].register_forward_pre_hook(arrive)
+    model.model.register_forward_hook(lambda module, args, out: read.append(out.last_hidden_state.shape[1]))
+    one.submit(streams["long"])
+    ended(said["long"])
+    assert read == [1, 4, 4, 1] and said["short"][-1].finish == "length"
+
+
+def test_a_long_prompt_has_half_of_the_time(checkpoint, monkeypatch):
+    """A turn of the others that takes three layers' time is followed by three layers."""
+    one, clock, turns = Engine(load(checkpoint), byte_level()), [0], []
+    monkeypatch.setattr(engine, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(one, "thread", threading.current_thread())
+    monkeypatch.setattr(one, "_take_turn", lambda: (turns.append(clock[0]), clock.__setitem__(0, clock[0] + 3)))
+    one.resumed = 0
+    for _ in range(8):
+        clock[0] += 1
+        one._between_layers()
+    assert turns == [1, 7, 13]
 
 
 @pytest.mark.parametrize("mixer", ["softmax-gla", "rwkv6", "gated-deltanet", ["softmax-gla", "transformer"]])
