@@ -59,30 +59,31 @@ def skip_if_missing(backend: str) -> None:
 
 
 def inputs(
-    decay=None, *, rows=B, tokens=T, groups=H, key=K, value=V, gates=True, bonus=False, normalise=False, state=True,
-    n=None,
+    decay=None, *, rows=B, tokens=T, heads=H, groups=None, key=K, value=V, gates=True, bonus=False, normalise=False,
+    state=True, n=None,
 ):  # fmt: skip
-    """Arguments of the op by name, in float64, with gradients."""
+    """Arguments of the op by name, in float64, with gradients. groups: heads of q and k."""
+    groups = groups or heads
     draw = lambda *shape: torch.rand(*shape, dtype=torch.float64)  # noqa: E731
     signed = (lambda x: x.abs()) if normalise else (lambda x: x)
-    shapes = {"none": None, "fixed": (H,), "scalar": (rows, tokens, H), "vector": (rows, tokens, H, key)}
+    shapes = {"none": None, "fixed": (heads,), "scalar": (rows, tokens, heads), "vector": (rows, tokens, heads, key)}
     shape = shapes[decay or "none"]
     found = {
         "q": signed(torch.randn(rows, tokens, groups, key).double()),
         "k": signed(F.normalize(torch.randn(rows, tokens, groups, key).double(), dim=-1)),
-        "v": torch.randn(rows, tokens, H, value).double(),
+        "v": torch.randn(rows, tokens, heads, value).double(),
         "log_decay": None if shape is None else -draw(*shape),
-        **{name: draw(rows, tokens, H) if gates else None for name in ("beta", "read_gate", "write_gate")},
-        "bonus": torch.randn(H, key).double() if bonus else None,
-        "initial_state": draw(n or rows, H, key, value + normalise) if state else None,
+        **{name: draw(rows, tokens, heads) if gates else None for name in ("beta", "read_gate", "write_gate")},
+        "bonus": torch.randn(heads, key).double() if bonus else None,
+        "initial_state": draw(n or rows, heads, key, value + normalise) if state else None,
     }
     return {name: x if x is None else x.requires_grad_() for name, x in found.items()}
 
 
 def by_literal(arguments, cu_seqlens=None, **settings):
     """literal, with grouped heads repeated and packed sequences one by one."""
-    heads = {name: arguments[name].repeat_interleave(H // arguments[name].shape[2], 2) for name in ("q", "k")}
-    arguments = arguments | heads
+    heads = arguments["v"].shape[2]
+    arguments = arguments | {n: arguments[n].repeat_interleave(heads // arguments[n].shape[2], 2) for n in ("q", "k")}
     if cu_seqlens is None:
         return literal(**arguments, **settings)
     outs, states = [], []

@@ -24,8 +24,9 @@ OPS = {
 
 
 def run(world, folder, port, names):
-    """Runs `check` in `world` processes and returns their findings."""
-    mp.start_processes(_process, (world, str(folder), port, names), world, start_method="spawn")
+    """Runs `check` in `world` processes, forked from one that has imported headrace, and returns their findings."""
+    mp.get_context("forkserver").set_forkserver_preload(["headrace.hf"])
+    mp.start_processes(_process, (world, str(folder), port, names), world, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 

@@ -64,7 +64,13 @@ def assert_compiled_is_eager(given, *rest, **settings):
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+# "batched" is the operator of "torch", with other code in it, which a compiler does not see; `test_opcheck` compares
+# the strides of its results with those that the compiler is told.
+operators = pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
+
+
 @pytest.mark.slow
+@operators
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("rule", "decay"), [("add", "vector"), ("add", "fixed"), ("delta", "scalar")])
 def test_compiles_as_one_graph(backend, rule, decay, packed):
@@ -73,6 +79,7 @@ def test_compiles_as_one_graph(backend, rule, decay, packed):
         assert_compiled_is_eager(given, ends, backend, rule)
 
 
+@operators
 @pytest.mark.parametrize("packed", [False, True])
 def test_another_length_is_not_compiled_again(backend, packed):
     """But where a size becomes 0 or 1, of which PyTorch makes special cases: chunks, or states kept."""

@@ -11,7 +11,7 @@ from equation import DECAYS, Way, assert_same, inputs
 from headrace import InputError, backends, linear_attention
 
 fla_shims.install()
-T, K, V = 70, 16, 24  # a chunk of 64 tokens and a part of the next
+T, H, K, V = 70, 2, 16, 24  # a chunk of 64 tokens and a part of the next
 # Four times the worst over four seeds: outputs and states 5.0e-7 and 7.4e-4, gradients 3.2e-6 and 1.0e-3.
 FLA = Way({"backend": "fla"}, torch.float32, 2e-6, 1.3e-5, T)
 HALF = FLA._replace(dtype=torch.float16, tolerance=3e-3, gradient_tolerance=4e-3)
@@ -19,7 +19,7 @@ PACKED = torch.tensor([0, 5, 5, 37, 70])  # the second sequence is empty
 
 
 def arguments(decay, **options):
-    return inputs(decay, rows=1, tokens=T, key=K, value=V, **options)
+    return inputs(decay, **{"rows": 1, "tokens": T, "heads": H, "key": K, "value": V} | options)
 
 
 def call(backend="fla", **changes):
@@ -39,7 +39,7 @@ def test_without_gates_and_state():
 
 
 def test_shared_keys():
-    assert_same(arguments("scalar", groups=2), FLA)
+    assert_same(arguments("scalar", heads=4, groups=2), FLA)
 
 
 def test_bonus():
@@ -70,12 +70,12 @@ def test_packed_sequences(decay):
 
 
 def test_packed_sequences_under_the_delta_rule():
-    assert_same(arguments("scalar", n=4, groups=2), FLA, PACKED, rule="delta")
+    assert_same(arguments("scalar", n=4, heads=4, groups=2), FLA, PACKED, rule="delta")
 
 
 def test_a_fixed_decay_without_gradient():
     """It has a kernel of its own."""
-    fixed = -torch.rand(4)
+    fixed = -torch.rand(H)
     learned = call(log_decay=fixed.clone().requires_grad_())
     for x, y in zip(call(log_decay=fixed), learned, strict=True):
         torch.testing.assert_close(x, y)
@@ -109,20 +109,20 @@ def test_bounds_that_do_not_fit(bounds):
 
 
 def test_second_derivatives_are_refused():
-    v = torch.randn(1, T, 4, V, requires_grad=True)
+    v = torch.randn(1, T, H, V, requires_grad=True)
     for result in call(v=v):
         with pytest.raises(InputError, match="backend='fla' has no second derivative"):
             torch.autograd.grad(result.square().sum(), v, create_graph=True, retain_graph=True)
 
 
 def test_results_may_be_changed_in_place():
-    v = torch.randn(1, T, 4, V, requires_grad=True)
+    v = torch.randn(1, T, H, V, requires_grad=True)
     plain, changed = (torch.autograd.grad(f(call(v=v)[0]).sum(), v)[0] for f in (lambda x: 2 * x, lambda x: x.mul_(2)))
     assert torch.equal(plain, changed)
 
 
 def long(size: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(1, 2, 4, size, dtype=dtype) for name in "qkv"}
+    return {name: torch.zeros(1, 2, H, size, dtype=dtype) for name in "qkv"}
 
 
 @pytest.mark.parametrize(

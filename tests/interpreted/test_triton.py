@@ -8,7 +8,7 @@ from headrace import InputError, backends, linear_attention, step
 from headrace.ops.call import TOKENWISE
 from headrace.studies.verify import relative
 
-T, K, V = 37, 16, 24  # two chunks of 16 tokens and a part of the next
+T, H, K, V = 37, 2, 16, 24  # two chunks of 16 tokens and a part of the next
 RULES = ["add", "delta"]
 TRITON = Way({"backend": "triton", "chunk_size": 16}, torch.float32, 2e-6, 1e-5, T)
 WIDE = TRITON._replace(settings={"backend": "triton"})  # chunks of 64 tokens
@@ -18,7 +18,7 @@ PACKED = torch.tensor([0, 5, 5, 30, 37])  # the second sequence is empty
 
 
 def arguments(decay, **options):
-    return inputs(decay, **{"rows": 1, "tokens": T, "key": K, "value": V} | options)
+    return inputs(decay, **{"rows": 1, "tokens": T, "heads": H, "key": K, "value": V} | options)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -37,13 +37,14 @@ def test_without_gates_and_state(decay, rule):
 @pytest.mark.parametrize("decay", ["scalar", "vector"])
 def test_whole_chunks_and_odd_sizes(decay, rule):
     """Chunks of 64 tokens; K and V that are no powers of two, with V in two blocks."""
-    assert_same(arguments(decay, tokens=70, key=40, value=72, groups=2), WIDE, rule=rule)
+    assert_same(arguments(decay, tokens=70, key=40, value=72), WIDE, rule=rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("decay", ["fixed", "vector"])
 def test_packed_sequences(decay, rule):
-    assert_same(arguments(decay, n=4), TRITON, PACKED, rule=rule)
+    """With two heads for each key."""
+    assert_same(arguments(decay, n=4, heads=4, groups=2), TRITON, PACKED, rule=rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -82,8 +83,8 @@ def test_normaliser():
 
 def test_views_of_one_projection():
     """q, k and v as slices of one tensor, whose tokens are further apart than their sizes."""
-    joint = torch.randn(2, T, 4 * (K + K + V))
-    q, k, v = (x.unflatten(-1, (4, -1)) for x in joint.split([4 * K, 4 * K, 4 * V], -1))
+    joint = torch.randn(2, T, H * (K + K + V))
+    q, k, v = (x.unflatten(-1, (H, -1)) for x in joint.split([H * K, H * K, H * V], -1))
     for x, y in zip(
         linear_attention(q, k, v, backend="triton", chunk_size=16),
         linear_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend="triton", chunk_size=16),
@@ -107,7 +108,7 @@ def test_repeated_calls_agree_to_the_bit():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_step(decay, rule):
-    given = arguments(decay, rows=2, tokens=1, groups=2, value=40, bonus=rule == "add" and decay == "vector")
+    given = arguments(decay, rows=2, tokens=1, heads=4, groups=2, value=40, bonus=rule == "add" and decay == "vector")
     token = {n: x if x is None else (x[:, 0] if n in TOKENWISE and x.dim() > 1 else x) for n, x in given.items()}
     token["state"] = token.pop("initial_state")
     exact = step(**{n: x if x is None else x.detach() for n, x in token.items()}, rule=rule, backend="torch")
@@ -117,7 +118,7 @@ def test_step(decay, rule):
 
 
 def test_a_step_with_gradients_is_refused():
-    x = torch.randn(1, 4, K, requires_grad=True)
+    x = torch.randn(1, H, K, requires_grad=True)
     with pytest.raises(InputError, match="its step has no derivatives"):
         step(x, x, x, backend="triton")
 
@@ -140,20 +141,20 @@ def test_few_tokens(tokens):
 )
 def test_refusals(changes, reason):
     key, dtype = changes.get("key", K), changes.get("dtype", torch.float32)
-    q, v = torch.randn(1, 3, 4, key, dtype=dtype), torch.randn(1, 3, 4, V, dtype=dtype)
+    q, v = torch.randn(1, 3, H, key, dtype=dtype), torch.randn(1, 3, H, V, dtype=dtype)
     with pytest.raises(InputError, match=f"backend='triton' cannot run here: {reason}"):
         linear_attention(q, q, v, backend="triton")
 
 
 @pytest.mark.parametrize("bounds", [[0, 5, 36], [0, 30, 20, 37], [1, 37]])
 def test_bounds_that_do_not_fit(bounds):
-    x = torch.randn(1, T, 4, K)
+    x = torch.randn(1, T, H, K)
     with pytest.raises(InputError, match="expected 0 = c_0"):
         linear_attention(x, x, x, cu_seqlens=torch.tensor(bounds), backend="triton")
 
 
 def test_a_chunk_size_that_it_does_not_have():
-    x = torch.randn(1, 3, 4, K)
+    x = torch.randn(1, 3, H, K)
     with pytest.raises(InputError, match="its chunks have 16, 32 or 64 tokens, and chunk_size is 48"):
         linear_attention(x, x, x, backend="triton", chunk_size=48)
 
