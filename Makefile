@@ -18,7 +18,7 @@ demo: $(VENV)/.models
 test $(VENV)/.dev: export HEADRACE_NATIVE ?= required
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -15,6 +15,8 @@ import headrace
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # the package studies; the extensions of this folder
 
+from kernels import fork_kernels  # noqa: E402
+
 
 def sources() -> str:
     """A name for the code that the pages run: the library, the experiments, PyTorch."""
@@ -58,6 +60,8 @@ nb_output_stderr = "remove"  # progress bars
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # for the pages of code
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the command headrace
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+if sys.platform == "linux":  # elsewhere a process with many libraries may not be forked, or not at all
+    fork_kernels()
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

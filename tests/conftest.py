@@ -24,6 +24,11 @@ settings.register_profile("any load", deadline=None, suppress_health_check=[Heal
 settings.load_profile("any load")
 
 
+def pytest_collection_modifyitems(items):
+    """The slow tests come first: one that begins last keeps all other workers waiting."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(autouse=True)
 def _a_number_of_threads_and_a_fixed_seed():
     torch.set_num_threads(THREADS)

@@ -242,6 +242,8 @@ def test_the_held_out_loss_is_of_every_row(data, tmp_path, rows):
 def test_layers_that_leave_autocast_can_be_trained(data, tmp_path, mixer):
     """What a run costs is counted on the meta device, which has no autocast."""
     train(data, tmp_path / "run", tokens=128 * 2, mixer=mixer)
+    model = load(tmp_path / "run" / "model")
+    assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=1e-4)
 
 
 def test_the_held_out_loss_of_a_mixture_of_experts_is_cross_entropy(data, tmp_path):

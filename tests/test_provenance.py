@@ -70,6 +70,7 @@ def test_a_folder_that_was_left_before_anything_was_done_serves_other_code(tmp_p
     (tmp_path / ".plan.json.123").touch()
     other_code()
     claim(tmp_path, {"a": 1})
+    assert OTHER in (tmp_path / MADE_BY).read_text("utf-8") and not provenance.sentence(tmp_path)
 
 
 def test_a_measurement_on_another_machine_is_another(tmp_path):

@@ -43,8 +43,12 @@ def test_whole_chunks_and_odd_sizes(decay, rule):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("decay", ["fixed", "vector"])
 def test_packed_sequences(decay, rule):
-    """With two heads for each key."""
-    assert_same(arguments(decay, n=4, heads=4, groups=2), TRITON, PACKED, rule=rule)
+    assert_same(arguments(decay, n=4), TRITON, PACKED, rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_shared_keys(rule):
+    assert_same(arguments("vector", tokens=18, heads=4, groups=2), TRITON, rule=rule)
 
 
 @pytest.mark.parametrize("rule", RULES)

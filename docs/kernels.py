@@ -1,0 +1,62 @@
+"""Kernels for the pages of code that need not import PyTorch and transformers again.
+
+Each page has a process of its own, forked from one that has imported them. It has not imported headrace, so that a page
+must itself import all that it uses of it.
+"""
+
+import multiprocessing
+import os
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from jupyter_client.connect import KernelConnectionInfo
+from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
+
+CONTEXT = multiprocessing.get_context("forkserver")
+# Not matplotlib, which takes the backend that IPython sets when it is imported.
+SHARED = [
+    "torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils", "transformers.generation.utils",
+    "transformers.loss.loss_utils", "ipykernel.kernelapp",
+]  # fmt: skip
+
+
+def run(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
+    from ipykernel.kernelapp import launch_new_instance
+
+    os.chdir(folder)
+    os.environ |= environment | {"JPY_PARENT_PID": str(os.getppid())}
+    launch_new_instance(arguments)
+
+
+class Kernel(CONTEXT.Process):
+    """A forked process with the methods of subprocess.Popen that a provisioner calls."""
+
+    stdin = stdout = stderr = None
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self) -> int | None:
+        self.join()
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None and self.pid is not None:
+            os.kill(self.pid, number)
+
+
+class Forked(LocalProvisioner):
+    async def launch_kernel(self, cmd: list[str], **settings: Any) -> KernelConnectionInfo:
+        """cmd: python -m ipykernel_launcher ARGUMENTS"""
+        self.process = Kernel(target=run, args=(cmd[3:], str(settings["cwd"]), settings["env"]))
+        self.process.start()
+        self.pid = self.process.pid
+        return self.connection_info
+
+
+def fork_kernels() -> None:
+    """Has Jupyter start kernels so, in this process."""
+    CONTEXT.set_forkserver_preload(SHARED)
+    factory = KernelProvisionerFactory.instance()
+    factory.provisioners["forked"] = EntryPoint("forked", "kernels:Forked", factory.GROUP_NAME)
+    factory.default_provisioner_name = "forked"
