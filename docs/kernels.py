@@ -48,7 +48,7 @@ class Kernel(CONTEXT.Process):
 class Forked(LocalProvisioner):
     async def launch_kernel(self, cmd: list[str], **settings: Any) -> KernelConnectionInfo:
         """cmd: python -m ipykernel_launcher ARGUMENTS"""
-        self.process = Kernel(target=run, args=(cmd[3:], str(settings["cwd"]), settings["env"]))
+        self.process = Kernel(target=run, args=(cmd[3:], str(settings.get("cwd") or os.getcwd()), settings["env"]))
         self.process.start()
         self.pid = self.process.pid
         return self.connection_info
