@@ -10,6 +10,7 @@ import subprocess
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlencode
 
 import pytest
@@ -138,6 +139,24 @@ def exported(checkpoint, tmp_path_factory):
     assert done.exit_code == 0, done.exception
     assert re.search(r"model\.onnx of [\d.]+ MB; its logits differ from float64's by [\d.]+e-0[6-9]", done.output)
     return folder
+
+
+@torch.no_grad()
+def test_a_graph_with_wrong_numbers_is_refused(checkpoint, exported, tmp_path, monkeypatch):
+    """That of a model in which one matrix was a thousandth smaller."""
+    changed = load(checkpoint)
+    changed.model.backbone.layers[1].mixer.o_proj.weight.mul_(1.001)
+    for part in (changed, byte_level()):
+        part.save_pretrained(tmp_path / "changed")
+    graph = SimpleNamespace(save=lambda path: shutil.copy(exported / "model.onnx", path))
+    monkeypatch.setattr("headrace.export.onnx.trace", lambda model: graph)
+    command = ["export", str(tmp_path / "changed"), "--to", "onnx", "--output", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, command)
+    assert isinstance(done.exception, InputError) and not (tmp_path / "out").exists()
+    assert re.fullmatch(
+        r"the logits of model\.onnx are wrong by [1-9]\.\de-0[45] of the largest, those of PyTorch by .*e-0[678]",
+        str(done.exception),
+    )
 
 
 @torch.no_grad()
