@@ -1,22 +1,30 @@
-"""Tokens per second of `headrace serve` and of vLLM's server, for a model of random weights, over the loopback.
+"""Speed, latency and memory of `headrace serve`, for a model of random weights, over the loopback; vLLM's server in turn.
 
+python benchmarks/serving.py
 python benchmarks/serving.py --vllm VENV/bin/python          of a venv with headrace and vLLM
 """
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import httpx
+import numpy
+import psutil
+import torch
 import typer
+from rich.console import Console
+from rich.table import Table
 
 import headrace
 from headrace.data.tokenizer import byte_level
@@ -24,13 +32,17 @@ from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "serving.csv"
-SIZES = {"vocab_size": 257, "hidden_size": 256, "num_hidden_layers": 6, "num_heads": 4}
+SIZES = {"hidden_size": 256, "num_hidden_layers": 6, "num_heads": 4, "max_position_embeddings": 2**16}
 PORTS = {"headrace": 8701, "vllm": 8702}
-PROMPT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 3
+ASCII = 94  # the tokens that are characters by themselves, so that each is an event of its own
+STREAMS = 1, 8, 64, 200
+LONG, MANY = 50_000, 1000  # tokens of the long prompt; requests before memory is looked at again
 
 
 @dataclass
 class Row:
+    """Times in milliseconds. Speeds and latencies are None where a load does not measure them."""
+
     server: str
     server_version: str
     mixer: str
@@ -38,17 +50,60 @@ class Row:
     streams: int
     tokens: int  # of an answer
     rounds: int
-    tokens_per_second: float  # of all streams together: the median of the rounds
-    slowest: float
-    fastest: float
+    tokens_per_second: float | None  # of all streams together: the median of the rounds
+    slowest: float | None
+    fastest: float | None
+    load: str
+    prompt_tokens: int
+    requests: int
+    first_p50: float  # from the request to the first token
+    first_p99: float
+    next_p50: float | None  # between two tokens of a stream
+    next_p99: float | None
+    memory: float  # MiB of the server's processes after the load
+
+
+class Server(NamedTuple):
+    version: str
+    model: str
+    process: psutil.Process
+    client: httpx.AsyncClient
+
+    def memory(self) -> float:
+        family = [self.process, *self.process.children(recursive=True)]
+        return sum(process.memory_info().rss for process in family) / 2**20
+
+
+class Answer(NamedTuple):
+    """Seconds to the first token, and between tokens."""
+
+    first: float
+    gaps: list[float]
+
+
+class Found(NamedTuple):
+    """Answers, the seconds that they took together, and the server's memory afterwards."""
+
+    answers: list[Answer]
+    seconds: float
+    memory: float
+
+    @property
+    def speed(self) -> float:
+        return sum(1 + len(answer.gaps) for answer in self.answers) / self.seconds
+
+
+Load = Callable[[Server, str, int], Awaitable[Found]]  # the arguments: prompt, tokens of an answer
 
 
 @contextmanager
-def served(name: str, command: list[str]):
-    """The address of a server that is ready, which ends with the block."""
+def served(name: str, command: list[str], model: str):
+    """A server that is ready, which ends with the block."""
     address = f"http://127.0.0.1:{PORTS[name]}"
     settings = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    server = subprocess.Popen([*command, "--port", str(PORTS[name])], stdout=sys.stderr, env=settings)
+    server = subprocess.Popen(
+        [*command, "--port", str(PORTS[name])], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=settings
+    )
     try:
         for _ in range(600):
             with suppress(httpx.HTTPError):
@@ -57,54 +112,137 @@ def served(name: str, command: list[str]):
             time.sleep(1)
         else:
             raise SystemExit(f"{name} did not start")
-        yield address
+        version = headrace.__version__
+        if name == "vllm":
+            version = httpx.get(f"{address}/version", trust_env=False).json()["version"]
+        limits = httpx.Limits(max_connections=None)
+        client = httpx.AsyncClient(base_url=address, timeout=3600, limits=limits, trust_env=False)
+        yield Server(version, model, psutil.Process(server.pid), client)
     finally:
         server.terminate()
         server.wait()
 
 
-async def speed(address: str, model: str, streams: int, tokens: int) -> float:
-    """Tokens per second of so many requests at once."""
-    asked = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
-    async with httpx.AsyncClient(base_url=address, timeout=600, trust_env=False) as client:
+async def ask(server: Server, prompt: str, tokens: int) -> Answer:
+    asked = {"model": server.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+    times = [time.perf_counter()]
+    async with server.client.stream("POST", "/v1/completions", json=asked) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
+                times.append(time.perf_counter())
+    first, *gaps = (after - before for before, after in pairwise(times))
+    return Answer(first, gaps)
+
+
+def at_once(streams: int) -> Load:
+    async def load(server: Server, prompt: str, tokens: int) -> Found:
         began = time.perf_counter()
-        answers = await asyncio.gather(*(client.post("/v1/completions", json=asked) for _ in range(streams)))
-        seconds = time.perf_counter() - began
-    return sum(answer.raise_for_status().json()["usage"]["completion_tokens"] for answer in answers) / seconds
+        answers = await asyncio.gather(*(ask(server, prompt, tokens) for _ in range(streams)))
+        return Found(answers, time.perf_counter() - began, server.memory())
+
+    return load
+
+
+async def one_by_one(server: Server, prompt: str, tokens: int) -> Found:
+    """Twenty requests for one token, each after the one before."""
+    answers = [await ask(server, prompt, 1) for _ in range(20)]
+    return Found(answers, sum(answer.first for answer in answers), server.memory())
+
+
+async def beside(server: Server, prompt: str, tokens: int) -> Found:
+    """Requests for one token, each after the one before, while a long prompt is read."""
+    reading = asyncio.create_task(ask(server, "a" * LONG, 1))
+    answers: list[Answer] = []
+    await asyncio.sleep(0.5)  # the text of the long prompt is tokenised
+    while not reading.done():
+        answers.append(await ask(server, prompt, 1))
+    await reading
+    if len(answers) < 2:
+        raise SystemExit("the long prompt was read before two short ones were answered")
+    answers.pop()  # when it ended, the long prompt had ended
+    return Found(answers, sum(answer.first for answer in answers), server.memory())
+
+
+async def many(server: Server, prompt: str, tokens: int) -> Found:
+    """A thousand requests for eight tokens, 64 at a time."""
+    places, began = asyncio.Semaphore(64), time.perf_counter()
+
+    async def one() -> Answer:
+        async with places:
+            return await ask(server, prompt, 8)
+
+    answers = await asyncio.gather(*(one() for _ in range(MANY)))
+    return Found(answers, time.perf_counter() - began, server.memory())
+
+
+LOADS: dict[str, tuple[Load, int]] = {  # and the number of streams
+    **{f"{n} stream{'s' * (n > 1)}": (at_once(n), n) for n in STREAMS},
+    "a prompt alone": (one_by_one, 1),
+    f"beside a prompt of {LONG:,} tokens": (beside, 2),
+    f"{MANY:,} requests": (many, 64),
+}
+
+
+def row(about: dict, load: str, tokens: int, rounds: list[Found]) -> Row:
+    answers = [answer for found in rounds for answer in found.answers]
+    firsts, gaps = [answer.first for answer in answers], [gap for answer in answers for gap in answer.gaps]
+    speeds = [round(float(f([found.speed for found in rounds])), 1) for f in (numpy.median, min, max)]
+    times = [[round(1000 * float(numpy.percentile(x, p)), 2) if x else None for p in (50, 99)] for x in (firsts, gaps)]
+    return Row(
+        **about, load=load, streams=LOADS[load][1], tokens=tokens, rounds=len(rounds), requests=len(answers),
+        **dict(zip(("tokens_per_second", "slowest", "fastest"), speeds if gaps else [None] * 3, strict=True)),
+        **dict(zip(("first_p50", "first_p99", "next_p50", "next_p99"), [*times[0], *times[1]], strict=True)),
+        memory=round(rounds[-1].memory, 1),
+    )  # fmt: skip
+
+
+async def measure(servers: dict[str, Server], prompt: str, tokens: int, rounds: int, about: dict) -> list[Row]:
+    """The servers take turns; their first answers are not counted."""
+    rows = []
+    for name, (load, _) in LOADS.items():
+        found: dict[str, list[Found]] = {server: [] for server in servers}
+        for i in range(rounds + 1 if load is not many else 1):
+            for which, server in servers.items():
+                result = await load(server, prompt, tokens)
+                found[which] += [result] if i or load is many else []
+        for which, server in servers.items():
+            own = {"server": which, "server_version": server.version, "prompt_tokens": len(prompt)}
+            rows.append(row(about | own, name, tokens, found[which]))
+    return rows
+
+
+def table(rows: list[Row]) -> Table:
+    shown = Table("server", "load", "tokens/s", "first token, ms: p50", "p99", "next token, ms: p50", "p99", "MiB")
+    for r in rows:
+        numbers = (r.tokens_per_second, r.first_p50, r.first_p99, r.next_p50, r.next_p99, r.memory)
+        shown.add_row(r.server, r.load, *("" if x is None else f"{x:,.1f}" for x in numbers))
+    return shown
 
 
 def main(
-    vllm: Annotated[Path, typer.Option(help="Python of a venv with headrace and vLLM.")],
+    vllm: Annotated[Path | None, typer.Option(help="Python of a venv with headrace and vLLM.")] = None,
     mixer: str = "softmax-gla",
+    prompt: Annotated[str, typer.Option(help="ASCII text; a byte is a token.")] = "Once upon a time",
     tokens: int = 128,
-    rounds: int = 7,
+    rounds: int = 5,
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model = HeadraceForCausalLM(HeadraceConfig(mixer=mixer, **SIZES))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = HeadraceForCausalLM(HeadraceConfig(mixer=mixer, vocab_size=257, **SIZES))
+        with torch.no_grad():
+            model.lm_head.weight[ASCII:] = 0  # never the largest
         for part in (model, byte_level()):
             part.save_pretrained(folder)
-        ours = [sys.executable, "-c", "from headrace.cli import main; main()", "serve", folder]
-        api = [str(vllm), "-m", "vllm.entrypoints.openai.api_server"]
-        theirs = [*api, "--model", folder, "--dtype", "float32", "--enforce-eager"]
-        with served("headrace", ours) as one, served("vllm", theirs) as two:
-            version = httpx.get(f"{two}/version", trust_env=False).json()["version"]
-            versions = {"headrace": headrace.__version__, "vllm": version}
-            names = {"headrace": (one, folder), "vllm": (two, folder)}
-            for streams in (1, 8):
-                found: dict[str, list[float]] = {name: [] for name in names}
-                for i in range(rounds + 1):  # the first is not counted
-                    for name, (address, called) in names.items():
-                        value = asyncio.run(speed(address, called, streams, tokens))
-                        found[name] += [value] if i else []
-                rows = [
-                    Row(name, versions[name], mixer, model.num_parameters(), streams, tokens, rounds,
-                        *(round(f(values), 1) for f in (median, min, max)))
-                    for name, values in found.items()
-                ]  # fmt: skip
-                append(RESULTS, environment("cpu"), rows)
-                for row in rows:
-                    print(f"{row.server:9} {streams} streams: {row.tokens_per_second:8.1f} tokens/s "
-                          f"({row.slowest} to {row.fastest})")  # fmt: skip
+        start = [sys.executable, "-c", "from headrace.cli import main; main()", "serve", folder]
+        commands = {"headrace": [*start, "--longest", str(LONG)]}
+        if vllm is not None:
+            api = [str(vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+            commands["vllm"] = [*api, "--dtype", "float32", "--enforce-eager"]
+        servers = {name: stack.enter_context(served(name, command, folder)) for name, command in commands.items()}
+        about = {"mixer": mixer, "parameters": model.num_parameters()}
+        rows = asyncio.run(measure(servers, prompt, tokens, rounds, about))
+        append(RESULTS, environment("cpu"), rows)
+        Console(width=120).print(table(rows))
 
 
 if __name__ == "__main__":
