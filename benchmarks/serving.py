@@ -1,4 +1,4 @@
-"""Speed, latency and memory of `headrace serve`, for a model of random weights, over the loopback; vLLM's server in turn.
+"""Speed, latency and memory of `headrace serve`, for random weights, over the loopback; of vLLM's server in turn.
 
 python benchmarks/serving.py
 python benchmarks/serving.py --vllm VENV/bin/python          of a venv with headrace and vLLM
