@@ -142,6 +142,29 @@ def test_rates_of_the_recipe():
     assert given.lr_scheduler_kwargs == {"min_lr_rate": 0.05}
 
 
+@pytest.mark.parametrize(("asked", "std"), [(None, 0.64 / 64**0.5), (0.3, 0.3)])
+@pytest.mark.parametrize("mixer", ["retnet", "bert(mixer=gla)", "jamba"])
+def test_first_weights_suit_the_width_unless_told_otherwise(mixer, asked, std):
+    from headrace.studies.compare.model import build
+
+    task = Masked(length=24) if mixer.startswith("bert") else SMALL.task
+    plan = replace(SMALL, mixers=(mixer,), task=task, shape=Shape(layers=2, mlp=64))
+    for arm in replace(plan, recipe=replace(plan.recipe, initializer_range=asked)).arms()[:1]:
+        drawn = [p for name, p in build(arm).named_parameters() if p.dim() > 1 and "mlp" in name and "router" not in name]
+        for weight in drawn:  # the standard error of a standard deviation is std / √(2 n)
+            assert weight.std().item() == pytest.approx(std, abs=5 * std / (2 * weight.numel()) ** 0.5)
+        assert drawn
+
+
+def test_an_encoder_decoder_keeps_its_own_first_weights():
+    from headrace.studies.compare.model import build
+
+    plan = replace(SMALL, mixers=("t5",), task=Reverse(), recipe=replace(SMALL.recipe, initializer_range=0.1))
+    with pytest.raises(InputError, match=r"initializer_range=0.1; expected None"):
+        plan.arms()
+    assert build(replace(plan, recipe=SMALL.recipe).arms()[0])
+
+
 @pytest.mark.parametrize(("kind", "length"), [("normal", None), ("orthogonal", 0.3 * 2)])
 def test_gates_are_drawn_with_the_standard_deviation_that_is_asked_for(kind, length):
     from headrace.studies.compare.model import build

@@ -49,6 +49,10 @@ def compare(
             r"Each value is one comparison. \[default: none]"
         ),
     ] = None,
+    initializer_range: Annotated[
+        float | None,
+        typer.Option(help=r"Standard deviation of the first weights. \[default: 0.64 / √hidden_size]"),
+    ] = None,
     hidden_size: Annotated[int | None, typer.Option(help=r"Hidden size of the models. \[default: 64]")] = None,
     layers: Annotated[int | None, typer.Option(help=r"Number of layers. \[default: 1]")] = None,
     heads: Annotated[int | None, typer.Option(help=r"Number of heads per layer. \[default: 8]")] = None,
@@ -78,6 +82,7 @@ def compare(
     changes = {
         "mixers": mixers, "seeds": seeds, "steps": steps, "batch_size": batch_size, "lr": lr, "length": length,
         "hidden_size": hidden_size, "layers": layers, "heads": heads,
+        "initializer_range": initializer_range,
     }  # fmt: skip
     study = choose(task, [*(text or []), *(files or [])], tokenizer, changes, sweep)
     folder, console = output or Path("runs", study.name), terminal()
