@@ -255,6 +255,18 @@ def test_choosing():
     assert isinstance(plan.task, Text) and plan.task.files == ("a.txt",) and plan.recipe.steps == 7
 
 
+def test_seeds_are_a_number_or_named():
+    of = lambda text: choose("pair", [], None, {"seeds": text}).plans[0]  # noqa: E731
+    assert of("2").seed_numbers == (0, 1) and of("10-14").seed_numbers == (10, 11, 12, 13, 14)
+    assert of("7-7").seed_numbers == (7,) and of("7, 10-12,3").seed_numbers == (7, 10, 11, 12, 3)
+    assert [arm.seed for arm in of("10,12").arms()[:: len(PAIR.mixers)]] == [10, 12]
+    for wrong in ("x", "-3", "1-2-3", "3,", "5-3", "3,3", "1.5"):
+        with pytest.raises(InputError, match=f"--seeds '{wrong}'"):
+            of(wrong)
+    with pytest.raises(InputError, match="--seeds=0; expected more than 0"):
+        of("0").check()
+
+
 def test_tasks_are_expressions_and_sweeps_are_plans_with_names_of_their_own():
     (plan,) = choose("pair(keys=50, length=48)", [], None, {}).plans
     assert plan.task == Pair(keys=50)

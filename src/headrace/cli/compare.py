@@ -37,7 +37,10 @@ def compare(
     tokenizer: Annotated[
         str | None, typer.Option(help=r"Tokenizer, a JSON file of `tokenizers`. \[default: bytes]")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(help=r"Number of random seeds. \[default: 3]")] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(help=r"Number of random seeds, or the seeds themselves: 10-14 or 7,10-14. \[default: 3]"),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help=r"Number of training steps. \[default: 300]")] = None,
     batch_size: Annotated[int | None, typer.Option(help=r"Rows per training step. \[default: 64]")] = None,
     lr: Annotated[float | None, typer.Option(help=r"Peak learning rate. \[default: 0.01]")] = None,

@@ -30,6 +30,8 @@ def choose(
         InputError: an unknown task or field, or a text file or tokenizer for a task without text.
     """
     changes = {name: value for name, value in changes.items() if value is not None}
+    if "seeds" in changes:
+        changes["seeds"] = seeds(changes["seeds"])
     if task is None and not files and "mixers" not in changes and sweep is None:
         if tokenizer is not None:
             raise InputError(f"--tokenizer {tokenizer} needs a task with text; add --text FILE or --task text")
@@ -47,6 +49,19 @@ def choose(
         plan = replace(plan, task=replace(plan.task, files=tuple(files), tokenizer=tokenizer))
     plan = changed(plan, changes)
     return swept(plan, sweep) if sweep else Study(plan.name, f"Mixers compared: {plan.name}", (plan,))
+
+
+def seeds(text: str | int) -> int | tuple[int, ...]:
+    """A number of seeds, or the seeds that a list of numbers and ranges names: "3", "10-14" or "7,10-14"."""
+    if isinstance(text, int) or text.strip().isdecimal():
+        return int(text)
+    ends = [part.split("-") for part in text.replace(" ", "").split(",")]
+    if not all(len(pair) <= 2 and all(map(str.isdecimal, pair)) for pair in ends):
+        raise InputError(f"--seeds {text!r}; expected a number of seeds, or seeds such as 10-14 or 7,10-14")
+    named = tuple(seed for pair in ends for seed in range(int(pair[0]), int(pair[-1]) + 1))
+    if not named or len(set(named)) < len(named):
+        raise InputError(f"--seeds {text!r} names {'a seed twice' if named else 'none'}; expected different seeds")
+    return named
 
 
 def default(task: str) -> Plan:

@@ -65,7 +65,7 @@ def settings(comparison: Comparison) -> Section:
     steps = (
         f"{recipe['steps']} steps of {recipe['batch_size']} × {plan['length']} tokens, hidden size "
         f"{shape['hidden_size']}, {count(shape['heads'], 'head')}, {count(shape['layers'], 'layer')}, learning rate "
-        f"{recipe['lr']}, {count(plan['seeds'], 'seed')}."
+        f"{recipe['lr']}, {seeds_of(plan['seeds'])}."
     )
     return Section(
         title="Settings and sizes",
@@ -74,6 +74,10 @@ def settings(comparison: Comparison) -> Section:
         rows=[[name(c, comparison), *sizes(c)] for c in comparison.shown],
         listing=json.dumps({key: plan[key] for key in ("task", "shape", "recipe")}, indent=2),
     )
+
+
+def seeds_of(seeds: int | list[int]) -> str:
+    return count(seeds, "seed") if isinstance(seeds, int) else f"seeds {', '.join(map(str, seeds))}"
 
 
 def sweep_section(over: sweep.Sweep, folder: Path) -> Section:

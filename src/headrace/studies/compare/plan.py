@@ -55,7 +55,7 @@ class Plan:
     task: Task
     shape: Shape = field(default_factory=Shape)
     recipe: ArmRecipe = ArmRecipe()
-    seeds: int = 3
+    seeds: int | tuple[int, ...] = 3  # a number: so many, from 0; a tuple: these
 
     def check(self) -> None:
         """Checks the plan before training begins.
@@ -67,7 +67,7 @@ class Plan:
         positive = {"layers": self.shape.layers, "heads": self.shape.heads, "hidden-size": self.shape.hidden_size}
         if self.shape.mlp is not None and self.shape.mlp < 0:
             raise InputError(f"shape.mlp={self.shape.mlp}; expected at least 0")
-        for name, value in (positive | {"seeds": self.seeds}).items():
+        for name, value in (positive | {"seeds": self.seeds if isinstance(self.seeds, int) else 1}).items():
             if not value > 0:
                 raise InputError(f"--{name}={value}; expected more than 0")
         if len(set(self.mixers)) < len(self.mixers) or not self.mixers:
@@ -82,12 +82,16 @@ class Plan:
                 )
         self.task.held_out(1)  # raises InputError if the task's data are missing
 
+    @property
+    def seed_numbers(self) -> tuple[int, ...]:
+        return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
+
     def arms(self) -> list["Arm"]:
         """All arms, seed by seed, so that an interrupted comparison has results for every mixer."""
         widths = self.widths()
         return [
             Arm(self, mixer, to_json(zoo.get(mixer)), widths[mixer], seed)
-            for seed in range(self.seeds)
+            for seed in self.seed_numbers
             for mixer in self.mixers
         ]
 
