@@ -150,7 +150,9 @@ def test_first_weights_suit_the_width_unless_told_otherwise(mixer, asked, std):
     task = Masked(length=24) if mixer.startswith("bert") else SMALL.task
     plan = replace(SMALL, mixers=(mixer,), task=task, shape=Shape(layers=2, mlp=64))
     for arm in replace(plan, recipe=replace(plan.recipe, initializer_range=asked)).arms()[:1]:
-        drawn = [p for name, p in build(arm).named_parameters() if p.dim() > 1 and "mlp" in name and "router" not in name]
+        drawn = [
+            p for name, p in build(arm).named_parameters() if p.dim() > 1 and "mlp" in name and "router" not in name
+        ]
         for weight in drawn:  # the standard error of a standard deviation is std / √(2 n)
             assert weight.std().item() == pytest.approx(std, abs=5 * std / (2 * weight.numel()) ** 0.5)
         assert drawn

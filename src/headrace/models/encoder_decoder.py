@@ -60,7 +60,7 @@ class EncoderDecoder(nn.Module):
         super().__init__()
         require(
             sizes.initializer_range is None,
-            f"initializer_range={sizes.initializer_range}; expected None, as encoder-decoders start by rules of their own",
+            f"initializer_range={sizes.initializer_range}; expected None, as an encoder-decoder has its own rule",
         )
         self.sizes, self.label_smoothing = sizes, label_smoothing
 
