@@ -142,6 +142,31 @@ def test_rates_of_the_recipe():
     assert given.lr_scheduler_kwargs == {"min_lr_rate": 0.05}
 
 
+@pytest.mark.parametrize(("asked", "std"), [(None, 0.64 / 64**0.5), (0.3, 0.3)])
+@pytest.mark.parametrize("mixer", ["retnet", "bert(mixer=gla)", "jamba"])
+def test_first_weights_suit_the_width_unless_told_otherwise(mixer, asked, std):
+    from headrace.studies.compare.model import build
+
+    task = Masked(length=24) if mixer.startswith("bert") else SMALL.task
+    plan = replace(SMALL, mixers=(mixer,), task=task, shape=Shape(layers=2, mlp=64))
+    for arm in replace(plan, recipe=replace(plan.recipe, initializer_range=asked)).arms()[:1]:
+        drawn = [
+            p for name, p in build(arm).named_parameters() if p.dim() > 1 and "mlp" in name and "router" not in name
+        ]
+        for weight in drawn:  # the standard error of a standard deviation is std / √(2 n)
+            assert weight.std().item() == pytest.approx(std, abs=5 * std / (2 * weight.numel()) ** 0.5)
+        assert drawn
+
+
+def test_an_encoder_decoder_keeps_its_own_first_weights():
+    from headrace.studies.compare.model import build
+
+    plan = replace(SMALL, mixers=("t5",), task=Reverse(), recipe=replace(SMALL.recipe, initializer_range=0.1))
+    with pytest.raises(InputError, match=r"initializer_range=0.1; expected None"):
+        plan.arms()
+    assert build(replace(plan, recipe=SMALL.recipe).arms()[0])
+
+
 @pytest.mark.parametrize(("kind", "length"), [("normal", None), ("orthogonal", 0.3 * 2)])
 def test_gates_are_drawn_with_the_standard_deviation_that_is_asked_for(kind, length):
     from headrace.studies.compare.model import build
@@ -230,6 +255,18 @@ def test_choosing():
     assert (plan.mixers, plan.task.length, plan.shape.heads) == (("gla", "softmax-gla"), 20, 4)
     (plan,) = choose(None, ["a.txt"], None, {"steps": 7}).plans
     assert isinstance(plan.task, Text) and plan.task.files == ("a.txt",) and plan.recipe.steps == 7
+
+
+def test_seeds_are_a_number_or_named():
+    of = lambda text: choose("pair", [], None, {"seeds": text}).plans[0]  # noqa: E731
+    assert of("2").seed_numbers == (0, 1) and of("10-14").seed_numbers == (10, 11, 12, 13, 14)
+    assert of("7-7").seed_numbers == (7,) and of("7, 10-12,3").seed_numbers == (7, 10, 11, 12, 3)
+    assert [arm.seed for arm in of("10,12").arms()[:: len(PAIR.mixers)]] == [10, 12]
+    for wrong in ("x", "-3", "1-2-3", "3,", "5-3", "3,3", "1.5"):
+        with pytest.raises(InputError, match=f"--seeds '{wrong}'"):
+            of(wrong)
+    with pytest.raises(InputError, match="--seeds=0; expected more than 0"):
+        of("0").check()
 
 
 def test_tasks_are_expressions_and_sweeps_are_plans_with_names_of_their_own():

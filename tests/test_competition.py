@@ -9,6 +9,7 @@ import torch
 from headrace import layers, zoo
 from headrace.layers.competition import HeadCompetition
 from headrace.spec import Competition
+from headrace.utils.errors import InputError
 
 D, H, T = 24, 3, 11
 
@@ -107,13 +108,56 @@ def test_one_head_is_the_identity():
     assert torch.equal(gate(torch.randn(2, 7, 1, 4).double(), torch.zeros(2, 7, 12)), torch.zeros(2, 7, 1).double())
 
 
-@pytest.mark.parametrize("activation", ["softmax", "sigmoid", "null"])
+@pytest.mark.parametrize(
+    "activation", [{}, {"activation": "sigmoid"}, {"activation": "null"}, {"activation": "sigmoid", "range": "heads"}]
+)
 @pytest.mark.parametrize("source", ["head", "diag", "query", "hidden"])
 @pytest.mark.parametrize("heads", [5, 429])  # PyTorch's logarithm of 429 is not the nearest float32 to it
 def test_a_zero_score_is_a_gate_of_exactly_one(activation, source, heads):
-    gate = HeadCompetition(Competition(activation=activation, source=source), 12, heads, heads, 4)
+    gate = HeadCompetition(Competition(**activation, source=source), 12, heads, heads, 4)
     log_gate = gate(torch.randn(2, 7, heads, 4), torch.randn(2, 7, 12))
     assert torch.equal(log_gate, torch.zeros(2, 7, heads))
+
+
+@pytest.mark.parametrize("largest", ["heads", 3.0])
+def test_a_wide_sigmoid_has_the_range_and_the_slope_of_a_softmax(largest):
+    """R σ(s − log(R − 1)): 1 at s = 0, between 0 and R, with slope 1 − 1/R at 0, as H softmax(s) has for R = H."""
+    heads, R = 5, 5.0 if largest == "heads" else largest
+    gate = competition(heads=heads, activation="sigmoid", range=largest, source="hidden")
+    softmax = competition(heads=heads, source="hidden")
+    for one in (gate, softmax):
+        one.weight.data.zero_()[0, 0] = 1.0  # head 0 scores the first number of x, the others score 0
+    s = torch.linspace(-9, 9, 7, dtype=torch.float64, requires_grad=True)
+    x = torch.nn.functional.pad(s[None, :, None], (0, 11))
+    gates = gate(torch.zeros(1, 7, heads, 4).double(), x).exp()[0]
+    torch.testing.assert_close(gates[:, 0], R * torch.sigmoid(s - math.log(R - 1)))
+    assert (gates[:, 1:] == 1).all() and gates[3, 0] == 1
+    ends = gate(torch.zeros(1, 2, heads, 4).double(), torch.tensor([[[-99.0], [99.0]]]).double().expand(1, 2, 12)).exp()
+    torch.testing.assert_close(ends[0, :, 0], torch.tensor([0.0, R]).double(), atol=1e-12, rtol=1e-12)
+    (slope,) = torch.autograd.grad(gates[3, 0], s)
+    assert slope[3].item() == pytest.approx(1 - 1 / R)
+    if largest == "heads":
+        (its,) = torch.autograd.grad(softmax(torch.zeros(1, 7, heads, 4).double(), x).exp()[0, 3, 0], s)
+        torch.testing.assert_close(slope, its)
+
+
+def test_a_range_is_of_sigmoid_gates():
+    with pytest.raises(InputError, match=r"competition.range=heads is of sigmoid gates; expected .*, got 'softmax'"):
+        Competition(range="heads")
+    for value in (1, 1.0, "wide"):
+        with pytest.raises(InputError, match="range"):
+            Competition(activation="sigmoid", range=value)
+
+
+@pytest.mark.parametrize("source", ["head", "hidden"])
+def test_shuffled_gates_have_the_values_of_the_softmax_and_another_head_at_each_position(source):
+    own, shuffled = competition(source=source), competition(source=source, shuffle=True)
+    shuffled.weight.data.copy_(own.weight)
+    q, x, positions = torch.randn(2, 7, 5, 4).double(), torch.randn(2, 7, 12).double(), torch.arange(7)[None]
+    gates, moved = own(q, x), shuffled(q, x, positions)
+    torch.testing.assert_close(moved.sort(-1).values, gates.sort(-1).values, atol=0, rtol=0)
+    for t in range(7):
+        assert torch.equal(moved[:, t], gates[:, t].roll(-t, -1))
 
 
 def test_a_null_slot_can_close_every_head():

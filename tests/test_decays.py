@@ -1,5 +1,6 @@
 """Each decay is declared once: what spec/decay.py says is what its class computes, specs name and C++ knows."""
 
+import math
 import re
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -11,6 +12,7 @@ from equation import skip_if_missing
 from headrace.layers import decays
 from headrace.ops.native import layer as native_layer
 from headrace.spec.decay import DECAYS, Decay, DecayShape
+from headrace.utils.errors import InputError
 
 NATIVE = Path(__file__).parent.parent / "native"
 
@@ -31,6 +33,23 @@ def test_a_decay_is_as_declared(kind):
     assert declared.fixed == torch.equal(decay(x.flip(1)), log_decay)
     assert declared.fixed == (decay.in_features == 0)
     assert declared.paper.startswith("https://arxiv.org/abs/")
+
+
+@pytest.mark.parametrize(("kind", "numbers"), [("softplus", 400), ("softplus-vector", 1600)])
+def test_first_step_sizes_lie_between_the_bounds_of_the_spec(kind, numbers):
+    for low, high in ((1e-3, 1e-1), (1e-5, 1e-3)):
+        decay = decays.DECAYS[kind](Decay(kind, dt_min=low, dt_max=high), 400, 4, 0.0)
+        dt = torch.nn.functional.softplus(decay.dt_bias.double())
+        assert dt.numel() == numbers and low * 0.999 <= dt.min() <= dt.max() <= high * 1.001
+        middle = dt.log().mean().item()  # of a uniform distribution of width w the standard deviation is w / √12
+        assert middle == pytest.approx(math.log(low * high) / 2, abs=5 * math.log(high / low) / (12 * numbers) ** 0.5)
+
+
+def test_step_sizes_are_of_softplus_decays():
+    with pytest.raises(InputError, match=r"dt_min=1e-05 and dt_max=0.001 are step sizes, which decay.kind='sigmoid'"):
+        Decay("sigmoid", dt_min=1e-5, dt_max=1e-3)
+    with pytest.raises(InputError, match=r"dt_min=0.1 exceeds dt_max=0.01"):
+        Decay("softplus", dt_min=0.1, dt_max=0.01)
 
 
 def test_the_shapes_have_the_numbers_of_the_header():

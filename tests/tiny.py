@@ -25,7 +25,10 @@ MIXERS = {
     "experts": "jamba",
     "shared": "zamba",
 }
-SIZES = {"vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 16}
+SIZES = {
+    "vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 16,
+    "initializer_range": 0.02,  # small beside what `trained` adds: with more, a tied model repeats its last token
+}  # fmt: skip
 T = 9
 
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -37,7 +37,10 @@ def compare(
     tokenizer: Annotated[
         str | None, typer.Option(help=r"Tokenizer, a JSON file of `tokenizers`. \[default: bytes]")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(help=r"Number of random seeds. \[default: 3]")] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(help=r"Number of random seeds, or the seeds themselves: 10-14 or 7,10-14. \[default: 3]"),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help=r"Number of training steps. \[default: 300]")] = None,
     batch_size: Annotated[int | None, typer.Option(help=r"Rows per training step. \[default: 64]")] = None,
     lr: Annotated[float | None, typer.Option(help=r"Peak learning rate. \[default: 0.01]")] = None,
@@ -49,9 +52,28 @@ def compare(
             r"Each value is one comparison. \[default: none]"
         ),
     ] = None,
+    initializer_range: Annotated[
+        float | None,
+        typer.Option(help=r"Standard deviation of the first weights. \[default: 0.64 / √hidden_size]"),
+    ] = None,
+    tune: Annotated[
+        str | None,
+        typer.Option(
+            help="Field of the training and its values: lr=VALUE,VALUE,... Each mixer takes its best value, on "
+            r"other seeds than the reported. \[default: none]"
+        ),
+    ] = None,
+    tune_seeds: Annotated[
+        str | None,
+        typer.Option(help=r"Seeds of the search, as with --seeds. \[default: three that are not reported]"),
+    ] = None,
     hidden_size: Annotated[int | None, typer.Option(help=r"Hidden size of the models. \[default: 64]")] = None,
     layers: Annotated[int | None, typer.Option(help=r"Number of layers. \[default: 1]")] = None,
     heads: Annotated[int | None, typer.Option(help=r"Number of heads per layer. \[default: 8]")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help=r"YAML file of a study with its question and test, in place of options. \[default: none]"),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/<task>]")] = None,
     device: Device = None,
     workers: Annotated[
@@ -65,7 +87,7 @@ def compare(
     Without arguments, runs a demonstration. After an interruption, the same command resumes. Each task has its own
     defaults; the options below show those of `pair`. `cuda` stands for all GPUs.
     """
-    from ..studies.compare.choose import choose
+    from ..studies.compare.choose import choose, planned
     from ..studies.compare.folder import check
     from ..studies.compare.page import write_report
     from ..studies.compare.pool import place_workers
@@ -78,11 +100,18 @@ def compare(
     changes = {
         "mixers": mixers, "seeds": seeds, "steps": steps, "batch_size": batch_size, "lr": lr, "length": length,
         "hidden_size": hidden_size, "layers": layers, "heads": heads,
+        "initializer_range": initializer_range,
     }  # fmt: skip
-    study = choose(task, [*(text or []), *(files or [])], tokenizer, changes, sweep)
+    given = [*(text or []), *(files or [])]
+    if plan is None:
+        study = choose(task, given, tokenizer, changes, sweep, tune, tune_seeds)
+    else:
+        apart = {"task": task, "text": given or None, "tokenizer": tokenizer, "sweep": sweep, "tune": tune}
+        refuse_beside_plan(plan, changes | apart | {"tune_seeds": tune_seeds})
+        study = planned(plan)
     folder, console = output or Path("runs", study.name), terminal()
-    for plan in study.plans:
-        for sentence in plan.idle_gates():
+    for one in study.plans:
+        for sentence in one.idle_gates():
             console.print(f"Note: {sentence}", style="yellow", highlight=False, soft_wrap=True)
     places = place_workers(all_devices(device), workers)
     check(folder, study)
@@ -93,6 +122,14 @@ def compare(
         report = write_report(results, folder)
     print_results(results, console)
     console.print(f"The report is {report}", soft_wrap=True, highlight=False)
+
+
+def refuse_beside_plan(plan: Path, options: dict[str, Any]) -> None:
+    """InputError for an option beside --plan, whose file has all settings."""
+    if beside := next((name for name, value in options.items() if value is not None), None):
+        raise InputError(
+            f"--{beside.replace('_', '-')} is given beside --plan {str(plan)!r}, which has all settings; expected one"
+        )
 
 
 def list_zoo(

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from .. import zoo
 from ..layers.block import Sizes
-from ..layers.widths import default_intermediate_size
+from ..layers.widths import default_intermediate_size, default_std
 from ..spec.record import require_positive
 from ..spec.serialise import Spec, from_json, to_json
 from ..spec.stack import BlockStyle, Decoder, Layer, as_decoder, as_layers, as_style
@@ -59,7 +59,8 @@ class HeadraceConfig(PreTrainedConfig):
         intermediate_size: width of the MLP; None: `layers.stack.default_intermediate_size`.
         style: the block around the mixers, as a BlockStyle or a dict of fields that differ from the mixer's style.
         mlp: short for the field `mlp` of the style.
-        initializer_range: standard deviation of the initial weights of linear layers and embeddings.
+        initializer_range: standard deviation of the initial weights of linear layers and embeddings; None:
+            `layers.widths.default_std`, 0.64 / √hidden_size.
         max_position_embeddings: the longest sequence of a style with learned positions; otherwise informative only.
 
     Raises:
@@ -79,7 +80,7 @@ class HeadraceConfig(PreTrainedConfig):
     style: Any = None
     mlp: str | None = None
     norm_eps: float = 1e-6
-    initializer_range: float = 0.02
+    initializer_range: float | None = None
     tie_word_embeddings: bool = True
     rope_theta: float = 10000.0
     max_position_embeddings: int = 2048
@@ -121,7 +122,9 @@ class HeadraceConfig(PreTrainedConfig):
     def _check_values(self) -> None:
         sizes = {name: getattr(self, name) for name in SIZES}
         require_positive(**{name: n for name, n in sizes.items() if (name, n) != ("intermediate_size", None)})
-        for name in ("norm_eps", "rope_theta"):
+        if self.initializer_range is None:
+            self.initializer_range = default_std(self.hidden_size)
+        for name in ("norm_eps", "rope_theta", "initializer_range"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value < math.inf:
                 raise InputError(f"{name}={value!r}; expected a positive number")

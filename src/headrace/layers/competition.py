@@ -3,6 +3,8 @@
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,6 +35,8 @@ class HeadCompetition(Gate):
         super().__init__()
         self.spec, self.memories = spec, memories
         self.num_heads = num_heads = num_heads * memories
+        largest = num_heads if spec.range == "heads" else spec.range
+        self.offset = math.log(largest - 1) if largest > 1 else -math.inf  # where a sigmoid is 1 / largest
         shapes = {
             "head": (num_heads, key_dim),
             "diag": (key_dim, num_heads),
@@ -58,8 +62,20 @@ class HeadCompetition(Gate):
         heads = heads.repeat_interleave(self.num_heads // heads.shape[-2], -2)
         return heads @ self.weight if self.spec.source == "diag" else (heads * self.weight).sum(-1)
 
-    def forward(self, heads: Tensor, x: Tensor) -> Tensor:
-        """Returns the logarithm of the gate [B, T, H]. Arguments as in `scores`."""
+    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Returns the logarithm of the gate [B, T, H].
+
+        Args:
+            heads, x: as in `scores`.
+            positions: [B or 1, T], of each token in its sequence; needed for spec.shuffle only.
+        """
+        log_gate = self._log_gate(heads, x)
+        if positions is None or not self.spec.shuffle:
+            return log_gate
+        owner = (torch.arange(self.num_heads, device=x.device) + positions[..., None]) % self.num_heads
+        return log_gate.gather(-1, owner.expand_as(log_gate))
+
+    def _log_gate(self, heads: Tensor, x: Tensor) -> Tensor:
         scores = self.scores(heads, x)
         scores = scores.to(accumulator(scores)) / self.spec.temperature
         log_gate = self._activate(scores)
@@ -72,7 +88,7 @@ class HeadCompetition(Gate):
 
     def _activate(self, scores: Tensor) -> Tensor:
         if self.spec.activation == "sigmoid":
-            return F.logsigmoid(scores)
+            return F.logsigmoid(scores - self.offset)
         if self.spec.activation == "null":
             return F.log_softmax(F.pad(scores, (0, 1)), -1)[..., :-1]
         return F.log_softmax(scores, -1)

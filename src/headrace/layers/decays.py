@@ -29,7 +29,7 @@ class DecayModule(SelfInitialised):
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
-        self.num_heads, self.key_dim, self.depth = num_heads, key_dim, depth
+        self.spec, self.num_heads, self.key_dim, self.depth = spec, num_heads, key_dim, depth
 
     def reset_parameters(self) -> None:
         """Initialises the parameters of the module itself; the default has none."""
@@ -76,7 +76,7 @@ class SoftplusDecay(DecayModule):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.A_log.uniform_(1, 16).log_()
-        draw_step_bias_(self.dt_bias)
+        draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
     def step_size(self, x: Tensor) -> Tensor:
         """Returns dt [B, T, H]."""
@@ -92,9 +92,9 @@ class SoftplusDecay(DecayModule):
 
 
 @torch.no_grad()
-def draw_step_bias_(bias: Tensor, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4) -> None:
+def draw_step_bias_(bias: Tensor, low: float = 1e-3, high: float = 1e-1) -> None:
     """Mamba's initialisation: sets the bias to softplus⁻¹(dt), with dt log-uniform between low and high."""
-    dt = bias.uniform_(math.log(low), math.log(high)).exp().clamp(min=floor)
+    dt = bias.uniform_(math.log(low), math.log(high)).exp()
     bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
@@ -151,7 +151,7 @@ class SoftplusVectorDecay(DecayModule):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.A_log.uniform_(1, 16).log_()
-        draw_step_bias_(self.dt_bias)
+        draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
     def forward(self, x: Tensor) -> Tensor:
         acc = accumulator(x)

@@ -149,12 +149,14 @@ def _kinds(spec: MixerSpec) -> dict[str, str]:
     gate = spec.competition
     read, write = (gate.read, gate.write) if gate else ("none", "none")
     gate = gate or Competition()
+    known = gate.range == Competition.range and not gate.shuffle
     return {
         "feature_map": spec.inputs.feature_map, "qk_norm": spec.inputs.qk_norm, "decay": spec.decay.kind,
         "rule": spec.write.rule, "beta": beta, "norm": spec.read.norm, "gate": spec.read.gate,
         "order": spec.read.order, "read": read, "write": write,
         "source": gate.source if gate.rank == 1 else f"{gate.rank} memories of each head",
-        "activation": gate.activation, "gate_scale": gate.scale,
+        "activation": gate.activation if known else f"{gate.activation} of range {gate.range}, shuffle={gate.shuffle}",
+        "gate_scale": gate.scale,
     }  # fmt: skip
 
 

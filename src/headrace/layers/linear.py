@@ -44,9 +44,10 @@ class LinearMixer(LinearParameters):
         sequences = Sequences(x, cu_seqlens)
         inputs, shift = self._project(x, state, sequences)
         q, k, v, conv = self._convolve(inputs, state, sequences)
-        gates = self._compete(q, k, x)
         tokens = state.tokens if state is not None else None
-        q, k = self._shape(q, k, sequences.positions(tokens, x) if self.spec.inputs.rotary else None)
+        positions = sequences.positions(tokens, x) if self.spec.counts_tokens else None
+        gates = self._compete(q, k, x, positions)
+        q, k = self._shape(q, k, positions if self.spec.inputs.rotary else None)
         tensors: dict[str, Any] = {"q": q, "k": k, "v": self._per_memory(v), **self._decay_and_gates(inputs, gates)}
         memory, before = None if state is None else state.memory, None
         if self.residual is not None:
@@ -104,11 +105,13 @@ class LinearMixer(LinearParameters):
             conv,
         )
 
-    def _compete(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _compete(
+        self, q: Tensor, k: Tensor, x: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns the logarithms of read gate [B, T, H] and write gate [B, T, H · memories], and the choice of memories
         [B, T, H · memories]; None for those that the spec does not have."""
-        read = None if self.read_competition is None else self.read_competition(q, x)
-        write = None if self.write_competition is None else self.write_competition(k, x)
+        read = None if self.read_competition is None else self.read_competition(q, x, positions)
+        write = None if self.write_competition is None else self.write_competition(k, x, positions)
         return read, write, None if self.choice is None else self.choice(q)
 
     def _per_memory(self, x: Tensor | None) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..ops.call import accumulator
 from ..spec.stack import Experts
 from .base import SelfInitialised
+from .widths import default_std
 
 
 class Routing(NamedTuple):
@@ -47,9 +48,10 @@ class MixtureOfExperts(SelfInitialised):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, std: float | None = None) -> None:
+        """std: standard deviation of the experts' initial weights; None: `layers.widths.default_std`."""
         for weight in (self.up, self.down):
-            weight.normal_(std=0.02)
+            weight.normal_(std=default_std(self.up.shape[-1]) if std is None else std)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""

@@ -154,5 +154,7 @@ def initialise(module: nn.Module, std: float | None = None) -> None:
         nn.init.normal_(module.weight, std=inputs**-0.5 if std is None else std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+    elif isinstance(module, MixtureOfExperts):
+        module.reset_parameters(std)
     elif isinstance(module, SelfInitialised | nn.Conv1d | nn.RMSNorm | nn.LayerNorm):
         module.reset_parameters()

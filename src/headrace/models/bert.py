@@ -15,12 +15,11 @@ from transformers.utils import ModelOutput
 from ..layers.block import build_norm
 from ..layers.packing import padding_mask
 from ..layers.stack import initialise
+from ..layers.widths import default_std
 from ..ops.checks import require
 from ..spec.stack import BertSpec
 from .encoder_decoder import ModelSizes, mean_loss
 from .transformer import block_sizes, stack
-
-INITIAL_STD = 0.02
 
 
 @dataclass
@@ -45,7 +44,7 @@ class BertModel(nn.Module):
         self.token_head = nn.Sequential(nn.Linear(D, D), nn.GELU(), build_norm(block_sizes(spec, sizes)))
         self.token_bias = nn.Parameter(torch.zeros(sizes.vocab_size))
         self.next_head = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
-        self.apply(partial(initialise, std=INITIAL_STD))
+        self.apply(partial(initialise, std=sizes.initializer_range or default_std(D)))
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,

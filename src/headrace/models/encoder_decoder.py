@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 from ..ops.call import accumulator
 from ..ops.checks import require
 from ..ops.loss import IGNORED
-from ..spec.record import NonNegativeFloat, NonNegativeInt, PositiveInt, Record
+from ..spec.record import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Record
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class ModelSizes(Record):
     num_heads: PositiveInt = 4
     num_layers: PositiveInt = 1
     intermediate_size: PositiveInt | None = None  # width of the MLP; None: the default for hidden_size
+    initializer_range: PositiveFloat | None = None  # standard deviation of BERT's initial weights; None: 0.64 / √D
     max_positions: PositiveInt = 512  # number of learned absolute positions
     norm_eps: NonNegativeFloat = 1e-6
     start_token_id: NonNegativeInt = 0  # the decoder's first input, and padding after the end of an output
@@ -57,6 +58,10 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self, sizes: ModelSizes, label_smoothing: float = 0.0):
         super().__init__()
+        require(
+            sizes.initializer_range is None,
+            f"initializer_range={sizes.initializer_range}; expected None, as an encoder-decoder has its own rule",
+        )
         self.sizes, self.label_smoothing = sizes, label_smoothing
 
     def encode(self, input_ids: Tensor, valid: Tensor) -> Any:

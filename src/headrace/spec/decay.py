@@ -1,10 +1,11 @@
 """The decays of linear mixers, as data. layers/decays.py computes them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple
 
-from .record import PositiveInt, Record
+from .record import PositiveFloat, PositiveInt, Record
 
 
 class DecayShape(IntEnum):
@@ -43,3 +44,16 @@ class Decay(Record):
 
     kind: Literal["none", "retnet", "xpos", "softplus", "sigmoid", "exp", "softplus-vector"] = "none"
     rank: PositiveInt | None = None  # rank of the projection to a decay per key channel; None: the key dimension K
+    # The first step sizes of softplus decays are log-uniform between these, Mamba's: a head then forgets half after 0.4
+    # to 700 tokens. Smaller ones suit memories that must hold a whole row.
+    dt_min: PositiveFloat = 1e-3
+    dt_max: PositiveFloat = 1e-1
+
+    def _objections(self) -> Iterator[tuple[bool, str]]:
+        yield self.dt_min > self.dt_max, f"dt_min={self.dt_min} exceeds dt_max={self.dt_max}; expected at most that"
+        own = (self.dt_min, self.dt_max) == (Decay.dt_min, Decay.dt_max)
+        yield (
+            not (own or self.kind.startswith("softplus")),
+            f"dt_min={self.dt_min} and dt_max={self.dt_max} are step sizes, which decay.kind={self.kind!r} does not "
+            "have; expected 'softplus' or 'softplus-vector'",
+        )

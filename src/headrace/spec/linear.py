@@ -96,8 +96,26 @@ class Competition(Record):
     activation: Literal["softmax", "sigmoid", "null"] = "softmax"  # null: a softmax with one more logit, fixed at 0
     scale: Literal["identity", "one"] = "identity"  # identity: gates are scaled to be 1 for equal scores; one: unscaled
     temperature: PositiveFloat = 1.0  # divides the scores
+    # largest gate R of a sigmoid with scale "identity": R σ(s − log(R − 1)), of slope 1 − 1/R at s = 0; heads: the
+    # number of heads, with which range and slope are those of the softmax, so that only the competition is missing
+    range: Annotated[float, Range("more than 1", lambda r: r > 1)] | Literal["heads"] = 2.0
+    # a control: at position t of a sequence, each head gets the gate of the head t further on, so that the gates of a
+    # token have the values of the activation but belong to no head
+    shuffle: bool = False
     # number of memories per head, which compete as well; state and cost are multiplied by it
     rank: PositiveInt = 1
+
+    def _objections(self):
+        yield (
+            self.range != Competition.range and self.activation != "sigmoid",
+            f"competition.range={self.range} is of sigmoid gates; expected competition.activation='sigmoid', got "
+            f"{self.activation!r}",
+        )
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the gate of a single head is 1 for all scores."""
+        return self.rank == 1 and (self.activation == "softmax" or self.range == "heads")
 
 
 @dataclass(frozen=True)
@@ -173,8 +191,8 @@ class MixerSpec(Record):
                 "out again: the read gate acts only where it is below sqrt(ε / mean square of the readout); "
                 "competition.read='norm' puts it after the norm"
             )
-        if (self.heads.count or num_heads) == 1 and gate.activation == "softmax" and gate.rank == 1:
-            found.append("a softmax over num_heads=1 head is always 1: this competition is the identity")
+        if (self.heads.count or num_heads) == 1 and gate.fixed:
+            found.append(f"a {gate.activation} over num_heads=1 head is always 1: this competition is the identity")
         return found
 
     # --- derived, never stored -----------------------------------------------------------------------------------
@@ -218,7 +236,8 @@ class MixerSpec(Record):
     @property
     def counts_tokens(self) -> bool:
         """Whether the output depends on the position of a token in its sequence."""
-        return self.inputs.rotary or self.write.look is not None
+        shuffled = self.competition is not None and self.competition.shuffle
+        return self.inputs.rotary or self.write.look is not None or shuffled
 
     def state_shapes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""

@@ -34,6 +34,7 @@ def config(recipe: Recipe, **kept: Any) -> HeadraceConfig:
         intermediate_size=recipe.intermediate_size,
         tie_word_embeddings=recipe.tie,
         max_position_embeddings=recipe.length,
+        initializer_range=recipe.initializer_range,
         **kept,
     )
 

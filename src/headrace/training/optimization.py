@@ -1,4 +1,5 @@
-"""The fields that every recipe for training has: AdamW, its learning-rate schedule, and the competition's gates."""
+"""The fields that every recipe for training has: AdamW, its learning-rate schedule, the initial weights, and the
+competition's gates."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ class Optimization(Record):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     clip: PositiveFloat | None = 1.0  # largest norm of the gradient; None: no clipping
+    initializer_range: PositiveFloat | None = (
+        None  # standard deviation of the initial weights; None: 0.64 / √hidden_size
+    )
     gate_lr: NonNegativeFloat = 1.0  # learning rate of the competition's weights as a multiple of lr
     gate_std: NonNegativeFloat = 0.0  # standard deviation of the competition's initial weights
     gate_init: Literal["normal", "orthogonal"] = "normal"

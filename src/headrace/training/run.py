@@ -85,7 +85,10 @@ def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = Fal
         InputError: the folder belongs to another run or to another version of headrace.
     """
     identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
-    fields = {name: value for name, value in asdict(recipe).items() if name != "context_parallel"}
+    fields = asdict(recipe)
+    del fields["context_parallel"]
+    if recipe.initializer_range is None:  # runs of before this field go on: their weights are in the checkpoint
+        del fields["initializer_range"]
     plan = {"recipe": json.loads(json.dumps(fields)), "data": identity}  # as it is read back: lists for tuples
     claim(folder, plan, accept_old, "run.json")
     checkpoints.discard_unfinished(folder)

@@ -153,6 +153,8 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
         "comparison": plan.name,
         "mixer": arm.mixer,
         "seed": arm.seed,
+        "lr": plan.recipe.lr,
+        "steps": plan.recipe.steps,
         "spec": arm.spec,
         "parameters": sum(p.numel() for p in model.parameters()),
         "gate_parameters": sum(p.numel() for p in gate_parameters(model)),

@@ -3,6 +3,7 @@
 import difflib
 import re
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from ... import zoo
@@ -10,13 +11,16 @@ from ...spec.serialise import admitted
 from ...spec.stack import Decoder
 from ...tasks import Task, Text
 from ...utils.errors import InputError, nearest
+from . import tuning
 from .defaults import DEFAULTS, DEMO
-from .plan import ArmRecipe, Plan, Shape, Study
+from .plan import ArmRecipe, Plan, Shape, Study, numbers
+from .question import read as read_plan
 
 
 def choose(
-    task: str | None, files: list[str], tokenizer: str | None, changes: dict[str, Any], sweep: str | None = None
-) -> Study:
+    task: str | None, files: list[str], tokenizer: str | None, changes: dict[str, Any], sweep: str | None = None,
+    tune: str | None = None, tune_seeds: str | int | None = None,
+) -> Study:  # fmt: skip
     """The study for a task, or the demo if nothing is chosen.
 
     Args:
@@ -25,19 +29,26 @@ def choose(
         tokenizer: path of a tokenizer.json for a language-modelling task.
         changes: values of fields of the plan, shape and recipe, and of `length`; None keeps the default.
         sweep: `FIELD=VALUE,VALUE,…` for a plan at each value of a field.
+        tune: `FIELD=VALUE,VALUE,…` for a search over values of a field of the recipe, for each mixer apart.
+        tune_seeds: seeds of the search, as for `seeds`; None: others than those reported.
 
     Raises:
         InputError: an unknown task or field, or a text file or tokenizer for a task without text.
     """
     changes = {name: value for name, value in changes.items() if value is not None}
+    if "seeds" in changes:
+        changes["seeds"] = seeds(changes["seeds"])
     if task is None and not files and "mixers" not in changes and sweep is None:
         if tokenizer is not None:
             raise InputError(f"--tokenizer {tokenizer} needs a task with text; add --text FILE or --task text")
-        return replace(DEMO, plans=tuple(changed(plan, changes) for plan in DEMO.plans))
+        return tuned(replace(DEMO, plans=tuple(changed(plan, changes) for plan in DEMO.plans)), tune, tune_seeds)
     swept_field = [sweep.partition("=")[0].strip()] if sweep else []
-    settings = [*changes, *(zoo.expression(task, "--task")[1] if task else ()), *swept_field]
+    tuned_field = [tune.partition("=")[0].strip()] if tune else []
+    settings = [*changes, *(zoo.expression(task, "--task")[1] if task else ()), *swept_field, *tuned_field]
     if twice := next((name for i, name in enumerate(settings) if name in settings[:i]), None):
-        raise InputError(f"{twice!r} is set twice, by --task, --sweep or its own option; expected each field once")
+        raise InputError(
+            f"{twice!r} is set twice, by --task, --sweep, --tune or its own option; expected each field once"
+        )
     plan = default(task or ("text" if files else "pair"))
     if files or tokenizer is not None:
         if not isinstance(plan.task, Text):
@@ -46,7 +57,48 @@ def choose(
             )
         plan = replace(plan, task=replace(plan.task, files=tuple(files), tokenizer=tokenizer))
     plan = changed(plan, changes)
-    return swept(plan, sweep) if sweep else Study(plan.name, f"Mixers compared: {plan.name}", (plan,))
+    study = swept(plan, sweep) if sweep else Study(plan.name, f"Mixers compared: {plan.name}", (plan,))
+    return tuned(study, tune, tune_seeds)
+
+
+def tuned(study: Study, tune: str | None, tune_seeds: str | int | None) -> Study:
+    """The study with the search that `tune` asks for in each of its plans."""
+    if tune is None:
+        if tune_seeds is not None:
+            raise InputError(f"--tune-seeds {tune_seeds} needs a search; add --tune FIELD=VALUE,VALUE,…")
+        return study
+    own = None if tune_seeds is None else numbers(seeds(tune_seeds))
+    plans = tuple(replace(plan, tuning=tuning.parse(tune, plan.seed_numbers, own)) for plan in study.plans)
+    return replace(study, plans=plans)
+
+
+def planned(path: Path) -> Study:
+    """The study of a plan's file (question.py). InputError for a file that is no plan, and for an unknown option."""
+    question, options = read_plan(path)
+    apart = {name: options.pop(name, None) for name in ("task", "text", "tokenizer", "sweep", "tune", "tune_seeds")}
+    known = {"mixers", "seeds", "length", *(f.name for record in (Shape, ArmRecipe) for f in fields(record))}
+    if unknown := next((name for name in options if name not in known), None):
+        near = nearest(unknown, known | apart.keys())
+        raise InputError(f"--plan {str(path)!r} sets {unknown!r}, which is no option; the nearest is {near!r}")
+    text = apart.pop("text") or []
+    files = [text] if isinstance(text, str) else text
+    study = choose(apart.pop("task"), files, apart.pop("tokenizer"), options, **apart)
+    return replace(study, name=path.stem, title=question.text, question=question)
+
+
+def seeds(text: str | int | list[int]) -> int | tuple[int, ...]:
+    """A number of seeds, or the seeds that a list of numbers and ranges names: "3", "10-14" or "7,10-14"."""
+    if isinstance(text, list):
+        return tuple(text)
+    if isinstance(text, int) or text.strip().isdecimal():
+        return int(text)
+    ends = [part.split("-") for part in text.replace(" ", "").split(",")]
+    if not all(len(pair) <= 2 and all(map(str.isdecimal, pair)) for pair in ends):
+        raise InputError(f"--seeds {text!r}; expected a number of seeds, or seeds such as 10-14 or 7,10-14")
+    named = tuple(seed for pair in ends for seed in range(int(pair[0]), int(pair[-1]) + 1))
+    if not named or len(set(named)) < len(named):
+        raise InputError(f"--seeds {text!r} names {'a seed twice' if named else 'none'}; expected different seeds")
+    return named
 
 
 def default(task: str) -> Plan:

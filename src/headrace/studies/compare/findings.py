@@ -13,10 +13,9 @@ from ...report.numbers import count
 from ...spec.serialise import CACHED, to_json
 from .failures import at_chance, failures
 from .pairwise import Difference, as_control, common_seeds, competing, find, pairs, without_count
+from .rows import HELD, RULE, converged
 from .summary import Comparison, Contender, show_contender, show_scores
 
-LATE = 0.02  # a model is still learning if the last interval between evaluations gave more than this part of its gain
-HELD = 0.9  # smallest score at which a model still solves the task at a length
 EVEN = 0.95  # gate entropy over log(heads) from which on the heads count as used evenly
 SPELT = 2  # largest number of pairs that the answer names one by one
 
@@ -44,9 +43,12 @@ def headline(comparisons: list[Comparison]) -> str:
     return f"{'; '.join(clauses)}.".replace("on", "On", 1)
 
 
-def findings(comparison: Comparison) -> list[str]:
-    """Sentences on one comparison, the most important first; empty if no mixer has a score."""
+def findings(comparison: Comparison, planned: bool = False) -> list[str]:
+    """Sentences on one comparison, the most important first; empty if no mixer has a score.
+
+    planned: whether a plan names the differences to be tested, so that none is judged here."""
     rules = RULES_OF_MANY if comparison.many else RULES
+    rules = tuple(rule for rule in rules if not (planned and rule in JUDGING))
     return [sentence for rule in rules for sentence in rule(comparison)] if comparison.finished else []
 
 
@@ -178,21 +180,18 @@ def cautions(comparison: Comparison) -> Iterator[str]:
             yield f"A gate of {contender.label} has little or no effect: {idle}."
         if lost := [arm["seed"] for arm in contender.arms if arm["diverged"]]:
             yield f"{contender.label} diverged with seed {', '.join(map(str, lost))}: its loss is not finite."
-    if learning := [c.label for c in comparison.finished if still_learning(c)]:
-        who = f"{len(learning)} of {len(comparison.finished)}" if comparison.many else ", ".join(learning)
-        yield f"Still learning when training ended: {who}. More steps would change the scores."
+    if learning := [c for c in comparison.finished if not all(map(converged, c.arms))]:
+        runs = [
+            f"{c.label} in {sum(not converged(a) for a in c.arms)} of {count(len(c.arms), 'seed')}" for c in learning
+        ]
+        who = f"{len(learning)} of {len(comparison.finished)} mixers" if comparison.many else ", ".join(runs)
+        yield f"Not converged: {who}; more steps would change the scores ({RULE})."
     recipe, arm = comparison.plan["recipe"], comparison.contenders[0].arms[0]
     tokens = recipe["steps"] * recipe["batch_size"] * comparison.plan["length"]
     yield (
         f"These results hold for {arm['parameters'] / 1e6:.2g} M parameters and {tokens / 1e6:.2g} M training tokens; "
         "they say nothing about larger models."
     )
-
-
-def still_learning(contender: Contender) -> bool:
-    """Whether more than LATE of the change in mean score came after the last evaluation but one."""
-    means = [mean for _, mean, _, _ in contender.curve()]
-    return len(means) > 2 and abs(means[-1] - means[-2]) > LATE * abs(means[-1] - means[0])
 
 
 def tally(differences: list[Difference]) -> str:
@@ -219,4 +218,5 @@ RULES: tuple[Rule, ...] = (
     failures, differences, controls, fewer_heads, ranking, lengths, gate_entropy, alignments, caches, gate_parameters,
     cautions,
 )  # fmt: skip
+JUDGING: tuple[Rule, ...] = (differences, controls, fewer_heads)
 RULES_OF_MANY: tuple[Rule, ...] = (at_chance, best_and_worst, differences, gate_parameters, cautions)

@@ -68,6 +68,7 @@ def build(arm: Arm) -> CausalModel | CompleteModel:
     shape, spec = arm.plan.shape, from_json(arm.spec)
     if isinstance(spec, ModelSpec):
         sizes = {"num_heads": shape.heads, "num_layers": shape.layers, "intermediate_size": arm.width}
+        sizes |= {"initializer_range": arm.plan.recipe.initializer_range}
         return CompleteModel(
             models.build(spec, vocab_size=arm.plan.task.vocab_size, hidden_size=shape.hidden_size, **sizes)
         )
@@ -82,6 +83,7 @@ def build(arm: Arm) -> CausalModel | CompleteModel:
         max_position_embeddings=arm.plan.positions,
         tie_word_embeddings=False,
         use_cache=False,
+        initializer_range=arm.plan.recipe.initializer_range,
     )
     model = CausalModel(HeadraceForCausalLM(config))
     initialise_gates(model, arm.plan.recipe.gate_std, arm.plan.recipe.gate_init)

@@ -2,12 +2,13 @@
 
 import statistics
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ... import zoo
 from ...report.numbers import count, half_interval
 from ...spec.attention import AttentionSpec
 from ...spec.linear import MixerSpec
-from ...spec.serialise import Spec, change
+from ...spec.serialise import Spec
 from .summary import Comparison, Contender, show
 
 
@@ -73,8 +74,9 @@ class Difference:
 
 
 def competing(comparison: Comparison) -> list[Contender]:
-    """Finished mixers whose heads compete; those with sigmoid gates are controls and left out."""
-    return [c for c in comparison.finished_in_order if c.gated and c.spec != as_control(c.spec)]
+    """Finished mixers whose heads compete; those with sigmoid or shuffled gates are controls and left out."""
+    competes = lambda c: c.spec not in (zoo.plain(c.spec), as_control(c.spec), with_gates(c.spec, shuffle=True))  # noqa: E731
+    return [c for c in comparison.finished_in_order if competes(c)]
 
 
 def find(comparison: Comparison, spec: Spec) -> Contender | None:
@@ -83,11 +85,17 @@ def find(comparison: Comparison, spec: Spec) -> Contender | None:
 
 def as_control(spec: Spec) -> Spec:
     """The spec with sigmoid gates in place of softmax gates, so that heads do not compete."""
+    return with_gates(spec, activation="sigmoid")
 
-    def sigmoid(mixer: MixerSpec) -> MixerSpec:
-        return mixer if mixer.competition is None else change(mixer, "competition.activation", "sigmoid")
 
-    return zoo.each_mixer(spec, sigmoid)
+def with_gates(spec: Spec, **changes: Any) -> Spec:
+    """The spec with changes of the fields of every competition."""
+
+    def changed(mixer: MixerSpec) -> MixerSpec:
+        gate = mixer.competition
+        return mixer if gate is None else replace(mixer, competition=replace(gate, **changes))
+
+    return zoo.each_mixer(spec, changed)
 
 
 def without_count(spec: Spec) -> Spec:

@@ -4,18 +4,19 @@ comparisons with one report.
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ... import zoo
 from ...spec.encoder_decoder import ModelSpec
 from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt
-from ...spec.serialise import to_json
+from ...spec.serialise import admitted, to_json
 from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
 from ...training.optimization import Optimization
 from ...utils.errors import InputError
+from .question import Question
 
 MATCHED = 1.05  # largest ratio of two sizes that are called matched
 
@@ -46,6 +47,20 @@ class ArmRecipe(Optimization):
     held_out: PositiveInt = 512  # number of held-out rows
 
 
+def numbers(seeds: int | tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(range(seeds)) if isinstance(seeds, int) else seeds
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A search over values of a field of the recipe, for each mixer apart (tuning.py). The reported seeds are not among
+    `seeds`."""
+
+    field: str
+    values: tuple[Any, ...]
+    seeds: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Plan:
     """One comparison: everything that its scores depend on."""
@@ -55,7 +70,8 @@ class Plan:
     task: Task
     shape: Shape = field(default_factory=Shape)
     recipe: ArmRecipe = ArmRecipe()
-    seeds: int = 3
+    seeds: int | tuple[int, ...] = 3  # a number: so many, from 0; a tuple: these
+    tuning: Tuning | None = None
 
     def check(self) -> None:
         """Checks the plan before training begins.
@@ -67,7 +83,7 @@ class Plan:
         positive = {"layers": self.shape.layers, "heads": self.shape.heads, "hidden-size": self.shape.hidden_size}
         if self.shape.mlp is not None and self.shape.mlp < 0:
             raise InputError(f"shape.mlp={self.shape.mlp}; expected at least 0")
-        for name, value in (positive | {"seeds": self.seeds}).items():
+        for name, value in (positive | {"seeds": self.seeds if isinstance(self.seeds, int) else 1}).items():
             if not value > 0:
                 raise InputError(f"--{name}={value}; expected more than 0")
         if len(set(self.mixers)) < len(self.mixers) or not self.mixers:
@@ -80,16 +96,41 @@ class Plan:
                     "bert, mixers and decoders; reverse, dates and spans take all but bert; the other tasks take "
                     "mixers and decoders"
                 )
+        for trial in self.trials():
+            trial.check()
+        if shared := set(self.tuning.seeds if self.tuning else ()) & set(self.seed_numbers):
+            raise InputError(
+                f"seed {min(shared)} is among those of the search and those reported; expected other seeds"
+            )
         self.task.held_out(1)  # raises InputError if the task's data are missing
 
-    def arms(self) -> list["Arm"]:
-        """All arms, seed by seed, so that an interrupted comparison has results for every mixer."""
+    @property
+    def seed_numbers(self) -> tuple[int, ...]:
+        return numbers(self.seeds)
+
+    def arms(self, tuned: dict[str, Any] | None = None) -> list["Arm"]:
+        """All arms, seed by seed, so that an interrupted comparison has results for every mixer.
+
+        tuned: mixer -> its value of the tuned field; without it, all arms have the value of the recipe."""
         widths = self.widths()
+        plans = {mixer: self.at(tuned[mixer]) if tuned else self for mixer in self.mixers}
         return [
-            Arm(self, mixer, to_json(zoo.get(mixer)), widths[mixer], seed)
-            for seed in range(self.seeds)
+            Arm(plans[mixer], mixer, to_json(zoo.get(mixer)), widths[mixer], seed)
+            for seed in self.seed_numbers
             for mixer in self.mixers
         ]
+
+    def at(self, value: Any) -> "Plan":
+        """The plan with a value of the tuned field."""
+        values = admitted(ArmRecipe, {self.tuning.field: value}, "recipe")  # type: ignore[union-attr]
+        return replace(self, recipe=replace(self.recipe, **values))
+
+    def trials(self) -> list["Plan"]:
+        """A plan for each value of the search, if there is one."""
+        if self.tuning is None:
+            return []
+        own = {"seeds": self.tuning.seeds, "tuning": None}
+        return [replace(self.at(v), name=f"{self.name}-{self.tuning.field}-{v}", **own) for v in self.tuning.values]
 
     def idle_gates(self) -> list[str]:
         """A sentence for each gate of the mixers that has little or no effect."""
@@ -115,6 +156,8 @@ class Plan:
             data["task"]["sha256"] = sha256
         data["length"] = self.task.length
         data["widths"] = self.widths()
+        values = self.tuning.values if self.tuning else ()
+        data["trials"] = [{"name": t.name, "value": v} for t, v in zip(self.trials(), values, strict=True)]
         data["specs"] = {mixer: to_json(zoo.get(mixer)) for mixer in self.mixers}
         return data
 
@@ -143,9 +186,19 @@ class Study:
     title: str
     plans: tuple[Plan, ...]
     sweep: dict[str, Any] | None = None  # {field, values: one for each plan}
+    question: Question | None = None  # of a study that was written down before its runs
 
-    def arms(self) -> list[Arm]:
-        return [arm for plan in self.plans for arm in plan.arms()]
+    @property
+    def swept(self) -> dict[str, Any]:
+        """Name of a plan -> its value of the swept field; empty without a sweep."""
+        return {p.name: v for p, v in zip(self.plans, self.sweep["values"], strict=True)} if self.sweep else {}
+
+    def trials(self) -> list[Plan]:
+        return [trial for plan in self.plans for trial in plan.trials()]
+
+    def arms(self, tuned: dict[str, dict[str, Any]] | None = None) -> list[Arm]:
+        """The reported arms. tuned: name of a plan -> its mixers' values of the tuned field."""
+        return [arm for plan in self.plans for arm in plan.arms((tuned or {}).get(plan.name))]
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -154,6 +207,7 @@ class Study:
             "plans": [plan.to_json() for plan in self.plans],
         }
         data |= {"sweep": self.sweep} if self.sweep else {}
+        data |= {"question": asdict(self.question)} if self.question else {}
         return json.loads(json.dumps(data))  # equal to what is read back: lists for tuples
 
 

@@ -10,6 +10,11 @@ from ...report.numbers import quartiles
 from ...spec.serialise import Spec, from_json
 from ...tasks import TASKS, Metric
 
+CONTROLS = {  # the name that takes the place of "softmax" in a label -> the settings that it stands for
+    "wide-sigmoid": {"competition.activation=sigmoid", "competition.range=heads"},
+    "sigmoid": {"competition.activation=sigmoid"},
+    "shuffled": {"competition.shuffle=true"},
+}
 MANY = 12  # with more mixers than this, pictures have a panel for each backbone
 
 
@@ -175,9 +180,10 @@ def parse(mixer: str) -> tuple[str, list[str]]:
 
 def label(name: str, settings: list[str]) -> str:
     """The label of a mixer; `softmax-x(competition.activation=sigmoid)` is labelled sigmoid-x, as it has no softmax."""
-    if name.startswith("softmax-") and "competition.activation=sigmoid" in settings:
-        name = "sigmoid-" + name.removeprefix("softmax-")
-        settings = [s for s in settings if s != "competition.activation=sigmoid"]
+    for kind, own in CONTROLS.items():
+        if name.startswith("softmax-") and own <= set(settings):
+            name = f"{kind}-{name.removeprefix('softmax-')}"
+            settings = [s for s in settings if s not in own]
     short = [s.replace("heads.count=", "heads=").removeprefix("competition.") for s in settings]
     return f"{name} ({', '.join(short)})" if short else name
 

@@ -109,13 +109,14 @@ def answer(sweep: Sweep) -> str:
     return "; ".join(differences(sweep) or reaches(sweep)) or "no model has a score"
 
 
-def findings(sweep: Sweep) -> list[str]:
+def findings(sweep: Sweep, planned: bool = False) -> list[str]:
+    """planned: whether a plan names the differences to be tested, so that none is judged here."""
     lost = [
         f"At {sweep.field}={value}: {sentence}"
         for value, comparison in zip(sweep.values, sweep.comparisons, strict=True)
         for sentence in at_chance(comparison)
     ]
-    return [*lost, *(f"{clause}." for clause in reaches(sweep) if differences(sweep))]
+    return [*lost, *(f"{clause}." for clause in reaches(sweep) if planned or differences(sweep))]
 
 
 def reaches(sweep: Sweep) -> list[str]:

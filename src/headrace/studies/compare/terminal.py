@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import sweep
+from . import statistics, sweep, tuning
 from .findings import findings, headline
 from .page import HEADER, SHOWN, cells, matching
-from .plan import Arm, Study
+from .plan import Arm, Plan, Study
 from .summary import labels, show, summarise
 
 LINES = 20  # number of progress lines in all if the output is not a terminal
@@ -24,8 +24,11 @@ class Board:
 
     def __init__(self, progress: Progress, study: Study):
         self.progress = progress
-        self.names = {plan.name: labels(plan.mixers) for plan in study.plans}
-        self.total = progress.add_task("all arms", total=sum(arm.plan.recipe.steps for arm in study.arms()), score="")
+        plans = [*study.trials(), *study.plans]
+        self.names = {plan.name: labels(plan.mixers) for plan in plans}
+        self.total = progress.add_task(
+            "all arms", total=sum(arms_of(plan) * plan.recipe.steps for plan in plans), score=""
+        )
         self.bars: dict[str, TaskID] = {}
         self.steps: dict[str, int] = {}
         self.lines = 0
@@ -55,6 +58,10 @@ class Board:
             self.progress.console.print(f"{done} of {total:.0f} steps of all arms", highlight=False)
 
 
+def arms_of(plan: Plan) -> int:
+    return len(plan.mixers) * len(plan.seed_numbers)
+
+
 @contextmanager
 def board(study: Study, console: Console) -> Iterator[Board]:
     columns = [TextColumn(column) if isinstance(column, str) else column for column in COLUMNS]
@@ -64,19 +71,26 @@ def board(study: Study, console: Console) -> Iterator[Board]:
 
 def print_results(results: dict[str, Any], console: Console) -> None:
     """Prints the headline, the matched quantities and, for each comparison, a table and the first findings."""
-    comparisons, over = summarise(results), sweep.read(results)
-    say(console, f"{sweep.answer(over)}." if over else headline(comparisons), style="bold")
+    comparisons, over, asked = summarise(results), sweep.read(results), statistics.of_results(results)
+    say(
+        console, asked[0].answer if asked else f"{sweep.answer(over)}." if over else headline(comparisons), style="bold"
+    )
+    for table in asked:
+        print_table(console, table.about, table.header, table.rows)
     for comparison in comparisons:
         if matched := matching(comparison):
             say(console, matched)
+    for comparison in (c for c in comparisons if c.plan["tuning"]):
+        header, *rows = tuning.table(comparison, results)
+        print_table(console, f"{comparison.plan['name']}, search", header, rows)
     if over:
         print_table(console, f"by {over.field}", ["mixer", *(f"{over.field}={v}" for v in over.values)], over.table())
-        print_findings(console, sweep.findings(over))
+        print_findings(console, sweep.findings(over, bool(asked)))
         return
     for comparison in comparisons:
         rows = [[c.label, *cells(c)] for c in comparison.shown]
         print_table(console, comparison.plan["name"], HEADER, rows)
-        print_findings(console, findings(comparison))
+        print_findings(console, findings(comparison, bool(asked)))
 
 
 def print_table(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

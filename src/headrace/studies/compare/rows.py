@@ -1,0 +1,70 @@
+"""The runs of a study as rows of a table, one for each run, trials of a search among them: runs.csv.
+
+A report's statistics and a study's tables are computed from these rows alone.
+"""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...tasks import TASKS
+
+COLUMNS = (
+    "commit", "comparison", "mixer", "seed", "trial", "lr", "steps", "metric", "score", "loss", "reached", "converged",
+    "parameters", "state_bytes", "seconds",
+)  # fmt: skip
+HELD = 0.9  # smallest score at which a model still solves a task
+SETTLED = 0.02  # a run has converged if the last third of its steps gave less than this part of the fall of its loss
+RULE = f"converged: the last third of the steps gave less than {SETTLED:.0%} of the fall of the held-out loss"
+
+Row = dict[str, Any]
+
+
+def rows(results: dict[str, Any]) -> list[Row]:
+    """The runs of a results.json. score, loss: at the end, None for a run that diverged. reached: the first evaluated
+    step with a score of at least HELD, None without one. trial: whether the run belongs to a search."""
+    plans = results["study"]["plans"]
+    metrics = {plan["name"]: TASKS[plan["task"]["name"]].metric.name for plan in plans}
+    metrics |= {trial["name"]: metrics[plan["name"]] for plan in plans for trial in plan["trials"]}
+    runs = [*((arm, True) for arm in results["trials"]), *((arm, False) for arm in results["arms"])]
+    return [row(arm, metrics[arm["comparison"]], trial) for arm, trial in runs]
+
+
+def row(arm: dict[str, Any], metric: str, trial: bool) -> Row:
+    found = {name: arm[name] for name in COLUMNS if name in arm} | {"trial": trial, "metric": metric}
+    found |= {"score": arm["scores"].get(metric), "loss": arm["scores"].get("loss")}
+    above = (point["step"] for point in arm["curve"] if point["scores"].get(metric, 0) >= HELD)
+    return found | {"reached": next(above, None), "converged": converged(arm)}
+
+
+def converged(arm: dict[str, Any]) -> bool:
+    """Whether training went on until the held-out loss stopped falling, by RULE."""
+    points = [(point["step"], point["scores"]["loss"]) for point in arm["curve"] if point["scores"]]
+    if arm["diverged"] or len(points) < 2:
+        return False
+    (_, first), (last, _) = points[0], points[-1]
+    best = min(loss for _, loss in points)
+    before = min(loss for step, loss in points if step <= 2 / 3 * last)
+    return before - best <= SETTLED * (first - best)
+
+
+def write(found: Sequence[Row], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(found)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows that `write` wrote; numbers are numbers again, and an empty cell is None."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [{name: value(name, text) for name, text in line.items()} for line in csv.DictReader(file)]
+
+
+def value(name: str, text: str) -> Any:
+    if name in ("trial", "converged"):
+        return text == "True"
+    if name in ("seed", "steps", "reached", "parameters", "state_bytes"):
+        return int(text) if text else None
+    return (float(text) if text else None) if name in ("lr", "score", "loss", "seconds") else text
