@@ -118,7 +118,6 @@ def train(
     mixer: Annotated[
         str | None, typer.Option(help=r"Mixer: a name or expression (see `headrace zoo`). \[default: the recipe's]")
     ] = None,
-    fsdp: Annotated[bool, typer.Option("--fsdp", help="FSDP: shard the model over the processes of torchrun.")] = False,
     trackers: Annotated[
         str, typer.Option(help="Trackers, separated by commas: tensorboard, wandb, trackio; or none.")
     ] = "tensorboard",
@@ -146,7 +145,7 @@ def train(
 
     folder = output or Path("runs", f"{Path(recipe).stem}-{chosen.mixer}")
     with interruptible(f"{folder} keeps the newest checkpoint; the same command continues from it"):
-        run(chosen, about, open_data(data), folder, fsdp, trackers, accept_old)
+        run(chosen, about, open_data(data), folder, trackers, accept_old)
 
 
 def curves(

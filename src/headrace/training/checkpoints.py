@@ -6,8 +6,13 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -16,6 +21,7 @@ from ..utils.integrity import damage, read_json, record, write_json
 
 MARKER = "complete.json"
 UNFINISHED = ".unfinished"  # the folder in which checkpoints are written
+OPTIMIZER = "optimizer"  # the folder in a checkpoint of the optimiser's state
 KEPT = 2
 
 
@@ -44,6 +50,20 @@ def newest(folder: Path) -> Path | None:
 def discard_unfinished(folder: Path) -> None:
     if (folder / UNFINISHED).exists():
         shutil.rmtree(folder / UNFINISHED)
+
+
+def save_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
+    """Writes the state of the optimiser and of its schedule, by names of parameters. Each process writes its part."""
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer), "scheduler": scheduler.state_dict()}
+    dcp.save(state, checkpoint_id=checkpoint / OPTIMIZER, no_dist=not torch.distributed.is_initialized())
+
+
+def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
+    """Reads what `save_optimizer` wrote with any number of processes. Each process reads its part."""
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer), "scheduler": scheduler.state_dict()}
+    dcp.load(state, checkpoint_id=checkpoint / OPTIMIZER, no_dist=not torch.distributed.is_initialized())
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
 
 
 class MarkComplete(TrainerCallback):

@@ -37,22 +37,23 @@ from .card import write_card
 from .model import build, estimate
 from .optimizer import optimizer
 from .recipes import About, Recipe
+from .sharding import shard
 from .trainer import HeadraceTrainer, Measures, Progress, answers
 from .watch import Stop, Watch
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "none")
 NOT_IDENTIFYING = ("seconds", "megabytes_per_second", "files")  # fields of a manifest that do not identify the data
+PARALLEL = ("context_parallel", "shard")  # fields of a recipe that do not identify a run
 LOG_EVERY = 10  # steps between logs if save_every is a multiple, else their greatest common divisor
 
 
 def train(
-    recipe: Recipe, about: About, data: PackedData, folder: Path, fsdp: bool = False, trackers: str = "tensorboard",
+    recipe: Recipe, about: About, data: PackedData, folder: Path, trackers: str = "tensorboard",
     accept_old: bool = False,
 ):  # fmt: skip
     """Trains the model of a recipe to the end, from the newest checkpoint in the folder if there is one.
 
     Args:
-        fsdp: shard the model over the processes of torchrun.
         trackers: names from TRACKERS, separated by commas.
         accept_old: resume a run of another version of headrace.
 
@@ -66,8 +67,8 @@ def train(
     check_data(recipe, data)
     check_tokenizer(recipe, data)
     check_trackers(trackers)
-    check_launcher(fsdp, recipe.context_parallel)
-    settings = arguments(recipe, folder, fsdp, trackers)  # initialises torch.distributed
+    check_launcher(recipe)
+    settings = arguments(recipe, folder, trackers)  # initialises torch.distributed
     with agreed(folder, partial(begin, folder, recipe, data, accept_old)) as last:
         set_seed(recipe.seed)
         trainer = make_trainer(recipe, data, settings)
@@ -85,7 +86,7 @@ def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = Fal
         InputError: the folder belongs to another run or to another version of headrace.
     """
     identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
-    fields = {name: value for name, value in asdict(recipe).items() if name != "context_parallel"}
+    fields = {name: value for name, value in asdict(recipe).items() if name not in PARALLEL}
     plan = {"recipe": json.loads(json.dumps(fields)), "data": identity}  # as it is read back: lists for tuples
     claim(folder, plan, accept_old, "run.json")
     checkpoints.discard_unfinished(folder)
@@ -161,18 +162,16 @@ def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
         )
 
 
-def check_launcher(fsdp: bool, per_row: int) -> None:
-    """InputError for --fsdp without torchrun, and for processes that cannot share rows evenly. Under torchrun, ends
-    this process when torchrun ends."""
-    if fsdp and "WORLD_SIZE" not in os.environ:
-        raise InputError("--fsdp shards a model over several processes; expected a start by torchrun")
-    if fsdp and per_row > 1:
-        raise InputError(f"--fsdp with context_parallel={per_row} is not implemented; expected one of them")
-    if (processes := int(os.environ.get("WORLD_SIZE", 1))) % per_row:
-        raise InputError(
-            f"context_parallel={per_row} with {processes} process{'es' if processes > 1 else ''}; expected a start by "
-            f"torchrun with a multiple of {per_row} processes"
-        )
+def check_launcher(recipe: Recipe) -> None:
+    """InputError for processes that cannot share rows or weights evenly. Under torchrun, ends this process when torchrun
+    ends."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    for name in PARALLEL:
+        if processes % (each := getattr(recipe, name)):
+            raise InputError(
+                f"{name}={each} with {processes} process{'es' if processes > 1 else ''}; expected a start by "
+                f"torchrun with a multiple of {each} processes"
+            )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid())
 
@@ -187,6 +186,8 @@ def check_trackers(trackers: str) -> None:
 
 def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) -> HeadraceTrainer:
     model = build(recipe)
+    if recipe.shard > 1:
+        shard(model, settings.device, recipe.shard)
     end = None if data.tokenizer is None else data.tokenizer.eos_token_id
     model.config.eos_token_id = model.generation_config.eos_token_id = end
     held_out = data.manifest["held_out"]
@@ -209,11 +210,7 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
 
 def check_started(trainer: HeadraceTrainer, recipe: Recipe) -> None:
     """InputError if accelerate started with other settings than requested, which it does not report by itself."""
-    started, settings = trainer.accelerator, trainer.args
-    if settings.fsdp and not trainer.is_fsdp_enabled:
-        raise InputError(
-            "--fsdp was requested, but accelerate started without it; expected several GPUs under torchrun"
-        )
+    started = trainer.accelerator
     processes = int(os.environ.get("WORLD_SIZE", 1))
     precision = "bf16" if recipe.precision == "bfloat16" else "no"
     compiled = started.state.dynamo_plugin.backend.value != "NO"
@@ -236,7 +233,7 @@ def some(rows: Dataset, count: int) -> Dataset:
     return rows if len(rows) <= count else rows.select(torch.linspace(0, len(rows) - 1, count).long().tolist())
 
 
-def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> TrainingArguments:
+def arguments(recipe: Recipe, folder: Path, trackers: str) -> TrainingArguments:
     cpu = not torch.accelerator.is_available()
     settings = training_arguments(
         recipe,
@@ -247,8 +244,6 @@ def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> Traini
         bf16=recipe.precision == "bfloat16",
         activation_checkpointing=recipe.recompute,
         torch_compile=recipe.compile,
-        fsdp="full_shard" if fsdp else "",
-        fsdp_config={"version": 2} if fsdp else None,
         seed=recipe.seed,
         data_seed=recipe.seed,
         dataloader_pin_memory=not cpu,
