@@ -55,7 +55,10 @@ def discard_unfinished(folder: Path) -> None:
 def save_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
     """Writes the state of the optimiser and of its schedule, by names of parameters. Each process writes its part."""
     state = {"optimizer": get_optimizer_state_dict(model, optimizer), "scheduler": scheduler.state_dict()}
-    dcp.save(state, checkpoint_id=checkpoint / OPTIMIZER, no_dist=not torch.distributed.is_initialized())
+    try:
+        dcp.save(state, checkpoint_id=checkpoint / OPTIMIZER, no_dist=not torch.distributed.is_initialized())
+    except dcp.CheckpointException as error:  # not an Exception
+        raise next(iter(error.failures.values()))[0] from None
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:

@@ -13,21 +13,18 @@ from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor, device, nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ..layers.block import Block
 
 
-def shard(model: nn.Module, where: device, processes: int) -> None:
-    """Shares out the parameters over each group of `processes` consecutive processes; the groups have the same ones.
-
-    where: the device of this process. The optimiser must be made afterwards."""
-    groups = dist.get_world_size() // processes
-    mesh = init_device_mesh(where.type, (groups, processes), mesh_dim_names=("dp_replicate", "dp_shard"))
-    mesh = mesh if groups > 1 else mesh["dp_shard"]
+def shard(model: nn.Module, grid: DeviceMesh) -> None:
+    """Shares out the parameters over the processes along the dimension "dp_shard" of a grid; along "dp_replicate", if it
+    is longer than 1, processes have the same ones. The optimiser must be made afterwards."""
+    mesh = grid if grid["dp_replicate"].size() > 1 else grid["dp_shard"]
     for block in filter(lambda module: isinstance(module, Block), model.modules()):
         fully_shard(block, mesh=mesh)
     # Otherwise the embedding would stay whole after an evaluation, and the optimiser would not see it.
@@ -50,8 +47,11 @@ def is_sharded(model: Any) -> bool:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of a sharded model in the memory of process 0; empty in the others. All processes must call it."""
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    """The weights of a sharded model in the memory of process 0, tied ones once; empty in the others. All processes must
+    call it."""
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    once, all_names = (dict(model.named_parameters(remove_duplicate=unique)).keys() for unique in (True, False))
+    return {name: weight for name, weight in weights.items() if name not in all_names - once}
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

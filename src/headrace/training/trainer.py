@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import RandomSampler
 from transformers import ProgressCallback, Trainer
 
@@ -24,6 +23,7 @@ from ..ops.loss import IGNORED
 from .checkpoints import OPTIMIZER, UNFINISHED, load_optimizer, save_optimizer
 from .gate_statistics import GateWatch
 from .optimizer import CarefulAdamW
+from .processes import grid
 from .sharding import is_sharded, load_weights, whole_weights
 
 GATE = re.compile(r"_(read|write)_(entropy|specialisation|load)_")  # logged names of gate statistics
@@ -41,8 +41,7 @@ class HeadraceTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.measures, self.per_row = measures, per_row
         if per_row > 1:
-            sizes, names = (self.args.world_size // per_row, per_row), ("dp_replicate", "cp")
-            mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=names)
+            mesh = grid(self.args, dp_replicate=self.args.world_size // per_row, cp=per_row)
             self.accelerator.state.device_mesh = mesh  # its data loaders give one row to all processes of "cp"
             self.group = mesh["cp"].get_group()
         if is_sharded(self.model):  # autocast and compilation, but no DistributedDataParallel
@@ -180,9 +179,11 @@ class HeadraceTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not bool(loss.isfinite()):
+        broken = (~loss.isfinite()).int()
+        if self.accelerator.reduce(broken, "sum"):  # a sharded model computes in all processes or in none
             where = first_not_finite(model, self._prepare_inputs(inputs))
-            print(f"step {self.state.global_step + 1}: the loss is {loss.item()}, first in {where}", file=sys.stderr)
+            if broken:
+                print(f"step {self.state.global_step + 1}: the loss is {loss.item()}, first in {where}", file=sys.stderr)
         return loss
 
     def careful(self) -> CarefulAdamW:
