@@ -45,12 +45,6 @@ def test_a_step_larger_than_the_data_is_refused(data, tmp_path):
         train(data, tmp_path / "run", batch_tokens=64 * 10**15, tokens=64e15, warmup_tokens=0)
 
 
-def test_sharding_without_processes_is_refused(data, tmp_path, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(InputError, match="--fsdp shards a model over several processes; expected a start by torchrun"):
-        run.train(*recipe(), data, tmp_path / "run", fsdp=True, trackers="none")
-
-
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [

@@ -81,13 +81,13 @@ def track(items: Sequence[T], name: str, tell: Callable[[str], None]) -> Iterato
 
 
 @contextmanager
-def interruptible(farewell: str) -> Iterator[None]:
-    """Turns Ctrl-C into the farewell and exit code 130, and SIGTERM into the farewell and exit code 143."""
+def interruptible(farewell: str, terminated: int = 143) -> Iterator[None]:
+    """Turns Ctrl-C into the farewell and exit code 130, and SIGTERM into the farewell and exit code `terminated`."""
     try:
         with terminable():
             yield
     except KeyboardInterrupt as stop:
-        what, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        what, code = ("terminated", terminated) if isinstance(stop, Terminated) else ("interrupted", 130)
         print(f"\n{what}: {farewell}", file=sys.stderr)
         raise typer.Exit(code) from None
 

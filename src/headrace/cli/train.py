@@ -118,10 +118,12 @@ def train(
     mixer: Annotated[
         str | None, typer.Option(help=r"Mixer: a name or expression (see `headrace zoo`). \[default: the recipe's]")
     ] = None,
-    fsdp: Annotated[bool, typer.Option("--fsdp", help="FSDP: shard the model over the processes of torchrun.")] = False,
     trackers: Annotated[
         str, typer.Option(help="Trackers, separated by commas: tensorboard, wandb, trackio; or none.")
     ] = "tensorboard",
+    timeout: Annotated[
+        int, typer.Option(help="Seconds that a process of torchrun waits for the others before the run ends.")
+    ] = 1800,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Dry run: print parameters, FLOPs and memory, and train nothing.")
     ] = False,
@@ -131,7 +133,8 @@ def train(
     """Train a language model by a recipe.
 
     After an interruption, the same command resumes from the last checkpoint. Ctrl-C and SIGTERM finish the current
-    step, write a checkpoint, and exit with code 130 or 143."""
+    step and write a checkpoint. The exit code is then 130 after Ctrl-C and 0 after SIGTERM, by which a scheduler ends a
+    job before its time; the trained model is in OUTPUT/model only at the end of a run."""
     from ..training import recipes
 
     changes = assignments([*(settings or []), *([] if mixer is None else [f"mixer={mixer}"])])
@@ -145,8 +148,8 @@ def train(
     from ..training.run import train as run
 
     folder = output or Path("runs", f"{Path(recipe).stem}-{chosen.mixer}")
-    with interruptible(f"{folder} keeps the newest checkpoint; the same command continues from it"):
-        run(chosen, about, open_data(data), folder, fsdp, trackers, accept_old)
+    with interruptible(f"{folder} keeps the newest checkpoint; the same command continues from it", terminated=0):
+        run(chosen, about, open_data(data), folder, trackers, accept_old, timeout)
 
 
 def curves(

@@ -5,9 +5,17 @@ renamed last. A folder without a marker is incomplete or not ours, and is neithe
 import os
 import shutil
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -16,6 +24,7 @@ from ..utils.integrity import damage, read_json, record, write_json
 
 MARKER = "complete.json"
 UNFINISHED = ".unfinished"  # the folder in which checkpoints are written
+OPTIMIZER = "optimizer"  # the folder in a checkpoint of the optimiser's state
 KEPT = 2
 
 
@@ -44,6 +53,36 @@ def newest(folder: Path) -> Path | None:
 def discard_unfinished(folder: Path) -> None:
     if (folder / UNFINISHED).exists():
         shutil.rmtree(folder / UNFINISHED)
+
+
+def save_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
+    """Writes the state of the optimiser and of its schedule, by names of parameters. Each process writes its part."""
+    try:
+        with _quietly():
+            dcp.save(_state(model, optimizer, scheduler), checkpoint_id=checkpoint / OPTIMIZER)
+    except dcp.CheckpointException as error:  # not an Exception
+        raise next(iter(error.failures.values()))[0] from None
+
+
+def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
+    """Reads what `save_optimizer` wrote with any number of processes. Each process reads its part."""
+    state = _state(model, optimizer, scheduler)
+    with _quietly():
+        dcp.load(state, checkpoint_id=checkpoint / OPTIMIZER)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+
+
+def _state(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+    return {"optimizer": get_optimizer_state_dict(model, optimizer), "scheduler": scheduler.state_dict()}
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's warning that one process writes alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 class MarkComplete(TrainerCallback):

@@ -28,7 +28,6 @@ from ..data import Collator, PackedData, unigram_loss
 from ..utils.errors import InputError
 from ..utils.extras import require
 from ..utils.integrity import write_json
-from ..utils.processes import end_with_parent
 from ..utils.provenance import claim
 from . import checkpoints
 from .agreement import agreed
@@ -36,7 +35,9 @@ from .arguments import training_arguments
 from .card import write_card
 from .model import build, estimate
 from .optimizer import optimizer
+from .processes import PARALLEL, TIMEOUT, check_launcher, grid, is_lost, who_is_lost
 from .recipes import About, Recipe
+from .sharding import shard
 from .trainer import HeadraceTrainer, Measures, Progress, answers
 from .watch import Stop, Watch
 
@@ -46,32 +47,32 @@ LOG_EVERY = 10  # steps between logs if save_every is a multiple, else their gre
 
 
 def train(
-    recipe: Recipe, about: About, data: PackedData, folder: Path, fsdp: bool = False, trackers: str = "tensorboard",
-    accept_old: bool = False,
+    recipe: Recipe, about: About, data: PackedData, folder: Path, trackers: str = "tensorboard",
+    accept_old: bool = False, timeout: int = TIMEOUT,
 ):  # fmt: skip
     """Trains the model of a recipe to the end, from the newest checkpoint in the folder if there is one.
 
     Args:
-        fsdp: shard the model over the processes of torchrun.
         trackers: names from TRACKERS, separated by commas.
         accept_old: resume a run of another version of headrace.
+        timeout: seconds that a process waits for the others.
 
     Returns:
         The Trainer.
 
     Raises:
         InputError: data, tokenizer, trackers or launcher do not fit the recipe, the folder belongs to another run, a
-            checkpoint is damaged or cannot be written, or training diverged.
+            checkpoint is damaged or cannot be written, training diverged, or a process no longer answers.
     """
     check_data(recipe, data)
     check_tokenizer(recipe, data)
     check_trackers(trackers)
-    check_launcher(fsdp, recipe.context_parallel)
-    settings = arguments(recipe, folder, fsdp, trackers)  # initialises torch.distributed
+    check_launcher(recipe, timeout)
+    settings = arguments(recipe, folder, trackers, timeout)  # initialises torch.distributed
     with agreed(folder, partial(begin, folder, recipe, data, accept_old)) as last:
         set_seed(recipe.seed)
         trainer = make_trainer(recipe, data, settings)
-        with report_write_errors(trainer, folder):
+        with report_failures(trainer, folder):
             train_to_end(trainer, last, recipe, folder)
             finish(trainer, recipe, about, data, folder / "model")
     return trainer
@@ -85,8 +86,7 @@ def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = Fal
         InputError: the folder belongs to another run or to another version of headrace.
     """
     identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
-    fields = asdict(recipe)
-    del fields["context_parallel"]
+    fields = {name: value for name, value in asdict(recipe).items() if name not in PARALLEL}
     if recipe.initializer_range is None:  # runs of before this field go on: their weights are in the checkpoint
         del fields["initializer_range"]
     plan = {"recipe": json.loads(json.dumps(fields)), "data": identity}  # as it is read back: lists for tuples
@@ -96,14 +96,20 @@ def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = Fal
 
 
 @contextmanager
-def report_write_errors(trainer: HeadraceTrainer, folder: Path) -> Iterator[None]:
+def report_failures(trainer: HeadraceTrainer, folder: Path) -> Iterator[None]:
+    """Raises an InputError that names the last complete checkpoint for a file that cannot be written, and for a process
+    that does not answer."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not raised by torch.save
+        if is_lost(error):
+            reason = who_is_lost(trainer.args.ddp_timeout)
+        elif isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not raised by torch.save
             raise
-        full = getattr(error, "errno", None) == errno.ENOSPC
-        reason = "the disk is full" if full else f"a checkpoint cannot be written ({str(error).splitlines()[0]})"
+        elif getattr(error, "errno", None) == errno.ENOSPC:
+            reason = "the disk is full"
+        else:
+            reason = f"a checkpoint cannot be written ({str(error).splitlines()[0]})"
         raise stopped_run(f"{reason} at step {trainer.state.global_step}", folder) from error
 
 
@@ -164,22 +170,6 @@ def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
         )
 
 
-def check_launcher(fsdp: bool, per_row: int) -> None:
-    """InputError for --fsdp without torchrun, and for processes that cannot share rows evenly. Under torchrun, ends
-    this process when torchrun ends."""
-    if fsdp and "WORLD_SIZE" not in os.environ:
-        raise InputError("--fsdp shards a model over several processes; expected a start by torchrun")
-    if fsdp and per_row > 1:
-        raise InputError(f"--fsdp with context_parallel={per_row} is not implemented; expected one of them")
-    if (processes := int(os.environ.get("WORLD_SIZE", 1))) % per_row:
-        raise InputError(
-            f"context_parallel={per_row} with {processes} process{'es' if processes > 1 else ''}; expected a start by "
-            f"torchrun with a multiple of {per_row} processes"
-        )
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(os.getppid())
-
-
 def check_trackers(trackers: str) -> None:
     for name in zoo.split(trackers):
         if name not in TRACKERS:
@@ -190,6 +180,9 @@ def check_trackers(trackers: str) -> None:
 
 def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) -> HeadraceTrainer:
     model = build(recipe)
+    if recipe.shard > 1:
+        replicas = settings.world_size // recipe.shard
+        shard(model, grid(settings, dp_replicate=replicas, dp_shard=recipe.shard))
     end = None if data.tokenizer is None else data.tokenizer.eos_token_id
     model.config.eos_token_id = model.generation_config.eos_token_id = end
     held_out = data.manifest["held_out"]
@@ -212,11 +205,7 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
 
 def check_started(trainer: HeadraceTrainer, recipe: Recipe) -> None:
     """InputError if accelerate started with other settings than requested, which it does not report by itself."""
-    started, settings = trainer.accelerator, trainer.args
-    if settings.fsdp and not trainer.is_fsdp_enabled:
-        raise InputError(
-            "--fsdp was requested, but accelerate started without it; expected several GPUs under torchrun"
-        )
+    started = trainer.accelerator
     processes = int(os.environ.get("WORLD_SIZE", 1))
     precision = "bf16" if recipe.precision == "bfloat16" else "no"
     compiled = started.state.dynamo_plugin.backend.value != "NO"
@@ -239,7 +228,7 @@ def some(rows: Dataset, count: int) -> Dataset:
     return rows if len(rows) <= count else rows.select(torch.linspace(0, len(rows) - 1, count).long().tolist())
 
 
-def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> TrainingArguments:
+def arguments(recipe: Recipe, folder: Path, trackers: str, timeout: int = TIMEOUT) -> TrainingArguments:
     cpu = not torch.accelerator.is_available()
     settings = training_arguments(
         recipe,
@@ -250,8 +239,7 @@ def arguments(recipe: Recipe, folder: Path, fsdp: bool, trackers: str) -> Traini
         bf16=recipe.precision == "bfloat16",
         activation_checkpointing=recipe.recompute,
         torch_compile=recipe.compile,
-        fsdp="full_shard" if fsdp else "",
-        fsdp_config={"version": 2} if fsdp else None,
+        ddp_timeout=timeout,
         seed=recipe.seed,
         data_seed=recipe.seed,
         dataloader_pin_memory=not cpu,

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import RandomSampler
 from transformers import ProgressCallback, Trainer
 
 from ..layers.block import Block
 from ..ops.context_parallel import Part, context_parallel
 from ..ops.loss import IGNORED
-from .checkpoints import UNFINISHED
+from .checkpoints import OPTIMIZER, UNFINISHED, load_optimizer, save_optimizer
 from .gate_statistics import GateWatch
 from .optimizer import CarefulAdamW
+from .processes import grid
+from .sharding import is_sharded, load_weights, whole_weights
 
 GATE = re.compile(r"_(read|write)_(entropy|specialisation|load)_")  # logged names of gate statistics
 
@@ -40,10 +41,11 @@ class HeadraceTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.measures, self.per_row = measures, per_row
         if per_row > 1:
-            sizes, names = (self.args.world_size // per_row, per_row), ("dp_replicate", "cp")
-            mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=names)
+            mesh = grid(self.args, dp_replicate=self.args.world_size // per_row, cp=per_row)
             self.accelerator.state.device_mesh = mesh  # its data loaders give one row to all processes of "cp"
             self.group = mesh["cp"].get_group()
+        if is_sharded(self.model):  # autocast and compilation, but no DistributedDataParallel
+            self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         self.gates: list[dict[str, Any]] = []  # gate statistics of the last evaluation
         self.last_log: tuple[float, int] | None = None
         self.paused = 0.0
@@ -130,6 +132,27 @@ class HeadraceTrainer(Trainer):
         """The folder in which `MarkComplete` expects a written checkpoint."""
         return str(Path(str(self.args.output_dir), UNFINISHED))
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not is_sharded(self.model):
+            super().save_model(output_dir, _internal_call)
+        elif weights := whole_weights(self.model):
+            self._save(output_dir, state_dict=weights)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if is_sharded(self.model):
+            load_weights(self.model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_optimizer(Path(output_dir), self.model, self.careful(), self.lr_scheduler)  # type: ignore[arg-type]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and Path(checkpoint, OPTIMIZER).is_dir():
+            load_optimizer(Path(checkpoint), self.model, self.careful(), self.lr_scheduler)  # type: ignore[arg-type]
+        else:  # nothing to load, or the Trainer's own file, which earlier versions wrote
+            super()._load_optimizer_and_scheduler(checkpoint)
+
     # --- what is logged ----------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -156,9 +179,11 @@ class HeadraceTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not bool(loss.isfinite()):
+        broken = (~loss.isfinite()).int()
+        if self.accelerator.reduce(broken, "sum"):  # a sharded model computes in all processes or in none
             where = first_not_finite(model, self._prepare_inputs(inputs))
-            print(f"step {self.state.global_step + 1}: the loss is {loss.item()}, first in {where}", file=sys.stderr)
+            if broken:
+                print(f"step {self.state.global_step + 1}: the loss is {loss.item()}, first in {where}", file=sys.stderr)
         return loss
 
     def careful(self) -> CarefulAdamW:

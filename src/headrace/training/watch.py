@@ -49,8 +49,8 @@ class Stop(TrainerCallback):
     """On SIGTERM or Ctrl-C, ends the run after the current step with a checkpoint; a second Ctrl-C ends it at once."""
 
     def __init__(self) -> None:
-        self.heard: int | None = None
-        self.stopped = False
+        self.heard = 0  # the number of the signal that reached this process; 0: none
+        self.stopped = 0  # of the signal by which all processes stop
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -70,17 +70,18 @@ class Stop(TrainerCallback):
         self.heard = number
 
     def on_step_end(self, args, state, control, **kwargs):
-        stop = torch.tensor(float(self.heard is not None), device=args.device)
-        if torch.distributed.is_initialized():  # a signal reaches the processes at different steps
-            torch.distributed.all_reduce(stop, torch.distributed.ReduceOp.MAX)
-        if stop:
+        heard = torch.tensor(self.heard, device=args.device)
+        if torch.distributed.is_initialized():  # a signal reaches the processes at different steps, or one alone
+            torch.distributed.all_reduce(heard, torch.distributed.ReduceOp.MAX)
+        if heard:
+            self.stopped = int(heard)
             # Without a log here, measurements since the last log would be lost.
-            self.stopped = control.should_log = control.should_save = control.should_training_stop = True
+            control.should_log = control.should_save = control.should_training_stop = True
 
     def end(self) -> None:
         """Raises KeyboardInterrupt or Terminated if a signal stopped the run."""
         if self.stopped:
-            raise KeyboardInterrupt if self.heard == signal.SIGINT else Terminated
+            raise KeyboardInterrupt if self.stopped == signal.SIGINT else Terminated
 
 
 def tell(state, sentence: str) -> None:

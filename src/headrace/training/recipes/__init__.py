@@ -52,6 +52,7 @@ class Recipe(Optimization):
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     micro_batch: PositiveInt = 8  # rows per device and forward pass; gradients are accumulated over a step
     context_parallel: PositiveInt = 1  # processes of torchrun that share the tokens of a row
+    shard: PositiveInt = 1  # processes of torchrun that share the weights, the gradients and the optimiser's moments
     recompute: bool = False  # recompute activations in the backward
     compile: bool = False
     seed: Annotated[int, Range(f"0 to {2**32 - 1}", lambda seed: 0 <= seed < 2**32)] = 0

@@ -1,0 +1,87 @@
+"""Runs that a group of processes trains one after the other by `headrace train`, as torchrun would start them."""
+
+import multiprocessing as mp
+import os
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+GRACE = 5  # seconds in which the other processes may end after one has failed
+
+
+@dataclass
+class Run:
+    folder: Path
+    changes: dict = field(default_factory=dict)  # fields of the recipe
+    signals: dict = field(default_factory=dict)  # {process: (step, signal that it sends to itself before the step)}
+    options: tuple = ()  # of the command
+
+
+def train_all(runs, data, processes=1):
+    """Trains the runs in `processes` processes, which are new, and returns their exit codes."""
+    context, given = mp.get_context("forkserver"), (processes, _free_port(), data, runs)
+    context.set_forkserver_preload(["headrace.training.run"])  # imported once for all groups
+    group = [context.Process(target=_process, args=(rank, *given), daemon=True) for rank in range(processes)]
+    for process in group:
+        process.start()
+    for process in group:
+        process.join(GRACE if any(other.exitcode for other in group) else 300)
+        process.kill()
+        process.join()
+    return [process.exitcode for process in group]
+
+
+def _free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _process(rank, processes, port, data, runs):
+    from headrace.training import run
+
+    torch.set_num_threads(1)
+    if processes > 1:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
+    run.LOG_EVERY, make = 1, run.make_trainer
+    for one in runs:
+        with (one.folder.parent / f"{one.folder.name}-{rank}.txt").open("w") as said:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+
+        def with_signal(*given, one=one):
+            trainer = make(*given)
+            trainer.add_callback(SignalTo(*one.signals.get(rank, (None, None))))
+            return trainer
+
+        run.make_trainer = with_signal
+        command(data, one)
+
+
+def command(data, one):
+    """Ends this process unless the command ends with code 0."""
+    from headrace.cli import main
+    from training import arguments
+
+    sys.argv = ["headrace", *arguments(data, one.folder, **one.changes), *one.options]
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+
+
+class SignalTo(TrainerCallback):
+    """Sends this process a signal before a step."""
+
+    def __init__(self, step, number):
+        self.step, self.number = step, number
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.number)
