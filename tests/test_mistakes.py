@@ -80,7 +80,7 @@ def test_the_end_of_a_document_is_never_read_from_its_text(tmp_path):
             tmp_path / f"d{workers}",
         )
         data = open_data(tmp_path / f"d{workers}")
-        tokens = [token for row in data.train["input_ids"] for token in row]
+        tokens = [token for row in data.train for token in row["input_ids"]]
         assert tokens.count(data.tokenizer.eos_token_id) == 19
         assert data.tokenizer.decode(tokens).count(tokenizer.END) == 2 * 19
 
