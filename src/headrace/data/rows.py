@@ -4,7 +4,7 @@ Dimensions: B rows, L tokens in a row.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -58,16 +58,23 @@ class TextRows(torch.utils.data.Dataset):
         starts = self.ends[begin:end] - first
         return {"input_ids": ids.tolist(), "starts": [0, *starts.tolist()] if i == 0 else starts.tolist()}
 
-    def select(self, rows: Iterable[int]) -> Subset:
-        return Subset(self, list(rows) if not isinstance(rows, range) else rows)
+    def select(self, rows: Sequence[int]) -> "Selected":
+        return Selected(self, rows)
+
+
+class Selected(Subset):
+    """Some of the rows."""
+
+    def select(self, rows: Sequence[int]) -> "Selected":
+        return Selected(self, rows)
 
 
 @dataclass(frozen=True)
 class PackedData:
     """Data written by `headrace prepare`. Rows of tasks, and of text that older versions prepared, are Arrow."""
 
-    train: TextRows | Dataset
-    held_out: TextRows | Dataset
+    train: TextRows | Selected | Dataset
+    held_out: TextRows | Selected | Dataset
     tokenizer: PreTrainedTokenizerFast | None  # None: the tokens of a synthetic task, which are not text
     manifest: dict[str, Any]
 
