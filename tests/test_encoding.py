@@ -1,6 +1,7 @@
 """The tokens of pieces are those of the whole text."""
 
 import gzip
+import json
 import os
 import random
 from itertools import pairwise
@@ -66,13 +67,35 @@ TOKENIZERS = {
 TOKENIZERS["NeoX"].add_tokens([AddedToken(" " * n, normalized=True) for n in range(2, 6)])
 
 
+def sentences(fallback=True, more=()):
+    """A tokenizer as Llama 2's, of the commonest pairs of letters."""
+    vocabulary = {"<unk>": 0, "</s>": 1} | {f"<0x{byte:02X}>": byte + 2 for byte in range(256)}
+    letters = sorted({*README.replace(" ", "▁")} - {"\n"})
+    made = Tokenizer(models.BPE())
+    marks = pre_tokenizers.Split(Regex(r"[!-/:-@\[-`{-~]|\n"), "isolated")  # no token has a letter before a mark
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="first"), marks])
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=letters, show_progress=False)
+    made.train_from_iterator([README, "  x" * 50, "    y" * 50], trainer)
+    form = json.loads(made.to_str())
+    named = [*vocabulary, *form["model"]["vocab"], *map("".join, more)]
+    form["model"] |= {"byte_fallback": fallback, "fuse_unk": True, "unk_token": "<unk>"}
+    form["model"]["merges"] += more
+    form["model"]["vocab"] = {token: i for i, token in enumerate(named)}
+    form["pre_tokenizer"] = form["pre_tokenizer"]["pretokenizers"][0] | {"split": False}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(form)), eos_token="</s>")
+
+
 def whole(tokens, text):
     tokens.backend_tokenizer.encode_special_tokens = True
     return tokens.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
 
+TOKENIZERS["Llama 2"] = sentences()
+
+
 def apart(text):
-    return [text[a:b] for a, b in pairwise([0, *(found.start() for found in PLACES.finditer(text)), len(text)])]
+    places = [found.start() for found in PLACES.finditer(text)]
+    return [text[a:b] for a, b in pairwise([0, *places, len(text)]) if a < b]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -80,12 +103,14 @@ def apart(text):
 def test_pieces_have_the_tokens_of_the_whole(name, pieces):
     text, encode = "".join(pieces).encode(errors="ignore").decode(), Encoder(TOKENIZERS[name])
     assert encode.cut
-    tokens, counts = encode([text, "", text])
+    tokens, counts = encode([encode.begun(text), "", encode.begun(text)])
     expected = whole(TOKENIZERS[name], text)
     assert tokens.tolist() == expected * 2 and counts.tolist() == [len(expected), 0, len(expected)]
-    assert PIECES.findall(text) == [piece for piece in apart(text) if piece]
+    assert PIECES.findall(text) == apart(text)
     place = last_place(text, 0)
-    assert place == max([0, *(found.start() for found in PLACES.finditer(text) if found.start() < len(text))])
+    assert place == len(text) - len((apart(text) or [""])[-1])
+    parts = encode([encode.begun(text[:place]), text[place:]] if place else [encode.begun(text)])[0]
+    assert parts.tolist() == expected
 
 
 def test_pieces_are_forgotten_and_learnt_again(monkeypatch):
@@ -115,6 +140,8 @@ for added in (AddedToken("two words"), AddedToken("word", rstrip=True), AddedTok
     made = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
     made.add_tokens([added])
     UNSAFE[repr(added.content)] = made
+UNSAFE["unknown characters"] = sentences(fallback=False)
+UNSAFE["a merge across a place"] = sentences(more=[["e", "."]])
 
 
 @pytest.mark.parametrize("name", UNSAFE)

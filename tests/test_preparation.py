@@ -1,6 +1,7 @@
 """Text of any size is prepared block by block: killed, sharded, streamed or with bad rows, the tokens are the same."""
 
 import bz2
+import fcntl
 import gzip
 import json
 import lzma
@@ -94,6 +95,8 @@ def test_what_is_killed_by_the_system_goes_on(plan, tmp_path, after):
     child.kill()
     child.join()
     if not (tmp_path / "killed").exists():
+        with (tmp_path / ".killed.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the system has ended the workers, too
         prepare(plan, tmp_path / "killed")
     assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole")
 
@@ -118,9 +121,7 @@ def test_what_is_unfinished_belongs_to_its_settings_and_files(plan, jsonl, tmp_p
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(preparation.parts, "assemble", lambda *_: (_ for _ in ()).throw(Killed))
         prepare(plan, tmp_path / "d")
-    with pytest.raises(
-        InputError, match=r"unfinished preparation with other settings or files \(seed is 0 there"
-    ):
+    with pytest.raises(InputError, match=r"unfinished preparation with other settings or files \(seed is 0 there"):
         prepare(replace(plan, seed=1), tmp_path / "d")
     os.utime(source, ns=(1, 1))
     with pytest.raises(InputError, match=r"with other settings or files \(sources is .* there and .* here\)"):

@@ -1,15 +1,17 @@
 """Tokens of texts, exactly those of a tokenizer, several times faster.
 
 A text is cut at places where the tokens of the parts are those of the whole, and the tokens of a part are kept: most
-words return. A place is safe if the pre-tokenizer always cuts there, whatever stands before and after, and if neither
-the normaliser nor an added token reaches across:
+words return. These places are
 
-    before a space between printable characters ("one| two"), and after a newline between them ("one\\n|two"):
-        for all of `PATTERNS`, a piece that contains white space begins with it, or is only white space, or ends a line
-    between an ASCII letter and punctuation or the end of its line ("one|, two", "one|\\ntwo"): no piece of `PATTERNS`
-        goes on behind a letter with anything but letters
+    before a space between printable characters ("one| two")
+    after a newline between printable characters ("one\n|two")
+    between an ASCII letter and punctuation, or a newline before a printable character ("one|, two", "one|\ntwo")
 
-Nothing is cut beside combining marks or unknown white space. A tokenizer without such places is given whole documents.
+They are safe for byte-level BPE with one of `PATTERNS`, which take a space only as the first of a piece with other
+characters, end a piece behind a newline, and go on behind a letter with letters only; and for BPE of the whole text if
+no merge makes a token with such a place inside. Neither the normaliser nor an added token may reach across a place;
+nothing is cut beside combining marks or unknown white space. A tokenizer of which this is not known is given whole
+documents.
 """
 
 import json
@@ -19,16 +21,13 @@ from itertools import chain, islice
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 KEPT = 1 << 18  # pieces whose tokens are kept, if they have 8 tokens or fewer on average
 PRINTED = r"[\w!-~]"  # letters, digits and ASCII punctuation: never white space, never a combining mark
 MARKS = r"[!-/:-@\[-`{-~]"
 SPACES = rf"(?<={PRINTED})(?= {PRINTED})"
-PLACES = re.compile(rf"{SPACES}|(?<={PRINTED}\n)(?={PRINTED})|(?<=[A-Za-z])(?={MARKS}|\n{PRINTED})")
-# The first alternative is the second for plain words, and faster.
-PIECES = re.compile(rf" ?[A-Za-z]++(?={MARKS}|[ \n]{PRINTED})|[\s\S]+?(?:{PLACES.pattern}|\Z)")
-ACROSS = re.compile(rf"{PRINTED} |[A-Za-z](?:{MARKS}|\n)|\n.", re.DOTALL)  # an added token that may hold a place
 
 LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -38,21 +37,38 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 PATTERNS = (GPT2, LLAMA, LLAMA.replace("{1,3}", ""))  # of GPT-2 and NeoX, Llama 3, Qwen
 
 
+PLACES = re.compile(rf"{SPACES}|(?<={PRINTED}\n)(?={PRINTED})|(?<=[A-Za-z])(?={MARKS}|\n{PRINTED})")
+# The first alternative is the second for plain words, and faster.
+PIECES = re.compile(rf" ?[A-Za-z]++(?={MARKS}|[ \n]{PRINTED})|[\s\S]+?(?:{PLACES.pattern}|\Z)")
+ACROSS = re.compile(rf"{PRINTED} |[A-Za-z](?:{MARKS}|\n)|\n.", re.DOTALL)  # an added token that may hold a place
+MERGED = re.compile(rf"[^▁]▁|[A-Za-z]{MARKS}|.\n|\n.", re.DOTALL)  # a merged token that may hold a place
+
+
 def can_be_cut(tokens: PreTrainedTokenizerFast) -> bool:
-    """Whether the tokens of the parts of a text that is cut at `PLACES` are those of the whole text."""
+    """Whether it is known that the tokens of the parts of a text that is cut at `PLACES` are those of the whole."""
     form = json.loads(tokens.backend_tokenizer.to_str())
     model, added = form["model"], [token for token in form["added_tokens"] if not token["special"]]
-    return (
-        model["type"] == "BPE"
-        and not model.get("dropout")
-        and not form.get("truncation")
-        and form["normalizer"] in (None, {"type": "NFC"})
-        and _pattern(form["pre_tokenizer"]) in PATTERNS
-        and not any(
-            token["lstrip"] or token["rstrip"] or token["single_word"] or ACROSS.search(token["content"])
-            for token in added
-        )
-    )
+    if model["type"] != "BPE" or model.get("dropout") or form.get("truncation"):
+        return False
+    if form["normalizer"] in (None, {"type": "NFC"}) and _pattern(form["pre_tokenizer"]) in PATTERNS:
+        return not any(map(_reaches, added))
+    return not added and _has_spaces_in_front(form)
+
+
+def last_place(text: str, begin: int) -> int:
+    """The last safe place of a text behind the character `begin`, or 0 if there is none."""
+    step = 1 << 12
+    for at in range(len(text) - step, begin - step, -step):
+        first = max(at, begin)
+        found = [one.start() for one in PLACES.finditer(text, first, at + step + 2)]
+        if inside := [place for place in found if 0 < place < len(text)]:
+            return inside[-1]
+    return 0
+
+
+def _reaches(added: dict[str, Any]) -> bool:
+    """Whether an added token may reach across a place."""
+    return added["lstrip"] or added["rstrip"] or added["single_word"] or bool(ACROSS.search(added["content"]))
 
 
 def _pattern(pre_tokenizer: Any) -> str | None:
@@ -71,33 +87,45 @@ def _pattern(pre_tokenizer: Any) -> str | None:
     return None
 
 
-def last_place(text: str, begin: int) -> int:
-    """The last safe place of a text behind the character `begin`, or 0 if there is none."""
-    step = 1 << 12
-    for first in range(len(text) - step, begin - step, -step):
-        first = max(first, begin)
-        for found in reversed(list(PLACES.finditer(text, first, first + step + 2))):
-            if 0 < found.start() < len(text):
-                return found.start()
-    return 0
+def _has_spaces_in_front(form: dict[str, Any]) -> bool:
+    """Whether a tokenizer is as Llama 2's and Mistral's: BPE of the whole text, with ▁ for spaces, in which no merge
+    reaches across a place, and no character is unknown."""
+    space, model = form["pre_tokenizer"] or {}, form["model"]
+    return (
+        form["normalizer"] is None
+        and (space.get("type"), space.get("replacement"), space.get("split")) == ("Metaspace", "▁", False)
+        and model["byte_fallback"]
+        and not model.get("ignore_merges")
+        and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+        and not any(MERGED.search("".join(pair)) for pair in model["merges"])
+    )
 
 
 class Encoder:
     """Tokenises texts without special tokens; what looks like one is text.
 
     Args:
-        tokens: the tokenizer, whose words are taken one by one if it `can_be_cut`.
+        tokens: the tokenizer, whose pieces are tokenised one by one if it `can_be_cut`.
     """
 
     def __init__(self, tokens: PreTrainedTokenizerFast):
-        self.tokenizer = tokens.backend_tokenizer
+        self.cut, self.tokenizer, self.prefix = can_be_cut(tokens), tokens.backend_tokenizer, False
+        form = json.loads(self.tokenizer.to_str())
+        if self.cut and (form["pre_tokenizer"] or {}).get("type") == "Metaspace":
+            self.prefix = form["pre_tokenizer"]["prepend_scheme"] != "never"
+            form["pre_tokenizer"]["prepend_scheme"] = "never"  # `begun` writes the prefix where it belongs
+            self.tokenizer = Tokenizer.from_str(json.dumps(form))
         self.tokenizer.encode_special_tokens = True
         self.word = np.dtype(np.uint16 if len(tokens) <= 1 << 16 else np.int32)
-        self.cut = can_be_cut(tokens)
         self._forget()
 
+    def begun(self, text: str) -> str:
+        """The text of the beginning of a document, with the space that the tokenizer writes before it."""
+        return " " + text if self.prefix and text and text[0] not in " ▁" else text
+
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of all texts, one after another, and the number of tokens of each text."""
+        """The tokens of all texts, one after another, and the number of tokens of each text. The beginning of a
+        document is to be passed through `begun` before."""
         if not self.cut:
             ids = list(self._whole(texts))
             return np.fromiter(chain.from_iterable(ids), self.word), np.array([len(one) for one in ids], np.int64)

@@ -93,7 +93,7 @@ def _tokenised(rows: list[tuple[Row, bool]], encode: Encoder, end: int) -> tuple
     """Tokens of the rows with the token `end` behind each document, and where each document ends."""
     parts, places, passed = [np.empty(0, encode.word)], [np.empty(0, np.int64)], 0
     for group in groups(rows, TOGETHER):
-        tokens, counts = encode([row.text for row, _ in group])
+        tokens, counts = encode([row.text if row.offset else encode.begun(row.text) for row, _ in group])
         whole = np.cumsum(counts)[[row.ends for row, _ in group]]  # where a document ends, without the end tokens
         parts.append(np.insert(tokens, whole, end))
         places.append(passed + whole + np.arange(1, len(whole) + 1))

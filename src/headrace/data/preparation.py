@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +33,10 @@ from .encoding import can_be_cut
 from .held_out import Choice, choose
 from .workers import Told, make_parts
 
+WHOLE = (
+    "it is not known where documents can be cut for this tokenizer: each is tokenised as a whole, which is slower "
+    "and takes memory for the longest"
+)
 BLOCK = 1 << 23  # bytes of text in a part
 
 
@@ -109,7 +114,9 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
         _claim(plan, given, work)
         choice = choose(sources.rows(plan.sources, plan.column, cut=True), plan.held_out, plan.seed)
         tokens = given or _trained(plan, choice, work / "tokenizer")
-        blocks = _blocks(plan, choice, can_be_cut(tokens))
+        if not (cut := can_be_cut(tokens)):
+            print(WHOLE, file=sys.stderr)
+        blocks = _blocks(plan, choice, cut)
         told, new = make_parts(blocks, tokens, work / "parts", plan.workers, _share_of_tokens(plan))
         tokens.save_pretrained(ready / "tokenizer")
         manifest = _described(plan, tokens)
@@ -178,6 +185,7 @@ def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, 
     return {
         "sources": sources.fingerprint(plan.sources),
         "tokenizer_sha256": _sha256(tokens),
+        "documents_cut": can_be_cut(tokens),
         "vocab_size": len(tokens),
         "length": plan.length,
         "held_out_share": plan.held_out,

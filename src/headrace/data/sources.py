@@ -99,8 +99,7 @@ def _text(source: str, cut: bool) -> Iterator[Row]:
     with _open(source, mode="rt", encoding="utf-8") as file:
         while new := file.read(WINDOW if cut else -1):
             text, begin = held + new, max(len(held) - 2, 0)  # a place needs two characters
-            at = last_place(text, begin) if cut else 0
-            if at:
+            if at := last_place(text, begin) if cut else 0:
                 size = len(text[:at].encode())
                 yield Row(name, 1, text[:at], size, offset, ends=False)
                 offset += size
