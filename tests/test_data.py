@@ -11,10 +11,9 @@ from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
-from datasets import Dataset
-
 from headrace.data import Collator, Preparation, open_data, prepare, tokenizer
-from headrace.data.preparation import split
+from headrace.data.held_out import choose
+from headrace.data.sources import Row
 from headrace.utils.errors import InputError
 
 TEXTS = [f"Document {i}. " + "some words of it, and more; " * (7 * i % 11) for i in range(40)]
@@ -28,7 +27,7 @@ def jsonl(tmp_path_factory):
 
 
 def tokens_of(part):
-    return [token for row in part["input_ids"] for token in row]
+    return [token for row in part for token in row["input_ids"]]
 
 
 def encoded(texts, tokens):
@@ -45,7 +44,7 @@ def test_no_token_is_lost_or_stands_twice(jsonl, tmp_path, workers, length, bpe)
     for part, chosen in ((data.held_out, sorted(apart)), (data.train, sorted({*range(len(TEXTS))} - {*apart}))):
         expected = encoded([TEXTS[i] for i in chosen], data.tokenizer)
         assert tokens_of(part) == expected
-        assert all(len(row) == length for row in part["input_ids"][:-1])
+        assert all(len(row["input_ids"]) == length for row in list(part)[:-1])
     assert manifest["train"]["tokens"] == len(tokens_of(data.train))
     assert manifest["train"]["documents"] == 36 and manifest["held_out"]["documents"] == 4
     assert manifest["vocab_size"] == (bpe or 257)
@@ -115,15 +114,16 @@ def test_a_document_too_short_for_the_held_out_text_is_not_cut(tmp_path):
 
 @pytest.mark.parametrize(("count", "held_out", "expected"), [(3, 0.9, 2), (2, 0.9, 1), (4, 0.5, 2)])
 def test_a_document_is_left_for_training(count, held_out, expected):
-    parts = split(Dataset.from_dict({"text": ["a"] * count}), held_out, 0)
-    assert (len(parts["train"]), len(parts["held_out"])) == (count - expected, expected)
+    rows = [Row("a", i, "a", 1) for i in range(count)]
+    choice = choose(rows, held_out, 0)
+    assert [held for _, held in choice.parted(rows)].count(True) == expected
 
 
 def test_two_workers_write_what_one_does(jsonl, tmp_path):
     for workers in (1, 2):
         prepare(Preparation((str(jsonl),), length=16, workers=workers), tmp_path / str(workers))
     one, two = (open_data(tmp_path / str(workers)) for workers in (1, 2))
-    assert one.train[:] == two.train[:] and one.held_out[:] == two.held_out[:]
+    assert list(one.train) == list(two.train) and list(one.held_out) == list(two.held_out)
 
 
 def test_text_files_and_parquet_give_the_same_documents(jsonl, tmp_path):
@@ -142,7 +142,7 @@ def test_text_files_and_parquet_give_the_same_documents(jsonl, tmp_path):
     }
     for name, (files, column) in sources.items():
         prepare(Preparation(files, length=32, column=column), tmp_path / name)
-    found = [open_data(tmp_path / name).train[:] for name in sources]
+    found = [list(open_data(tmp_path / name).train) for name in sources]
     assert found[0] == found[1] == found[2]
 
 
@@ -151,7 +151,7 @@ MISTAKES = {
     "a column that is not there": (
         None,
         {"column": "body"},
-        "--column 'body' is not in the data; expected one of text, n",
+        "no documents: texts.jsonl row 1, with .*text.*n.* is without a column 'body'",
     ),
     "an unknown kind": (("texts.xls",), {}, "has an unknown suffix"),
     "no tokenizer": (None, {"tokenizer": "nowhere.json"}, "--tokenizer 'nowhere.json' cannot be read"),

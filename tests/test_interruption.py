@@ -217,7 +217,7 @@ def plain_loss(model, rows):
     """Nats per token, row by row."""
     total = count = 0
     with torch.no_grad():
-        for row in rows["input_ids"]:
+        for row in (row["input_ids"] for row in rows):
             logits = model(torch.tensor([row])).logits[0, :-1]
             total += torch.nn.functional.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum").item()
             count += len(row) - 1
@@ -274,16 +274,13 @@ def test_a_flipped_bit_of_a_checkpoint_is_named(data, tmp_path, name):
         train(data, tmp_path / "run", tokens=128 * 2)
 
 
-@pytest.mark.parametrize("part", ["train/data-*.arrow", "held_out/data-*.arrow", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize("part", ["train.npy", "held_out.ends.npy", "tokenizer/tokenizer.json"])
 def test_a_flipped_bit_of_the_data_is_named(tmp_path, part):
     (tmp_path / "texts.jsonl").write_text((json.dumps({"text": "some words"}) + "\n") * 100)
     prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16), tmp_path / "d")
     open_data(tmp_path / "d")
-    (file,) = (tmp_path / "d").glob(part)
-    flip(file)
-    with pytest.raises(
-        InputError, match=rf"--data .*d' is damaged: {file.parent.name}/{file.name} has another SHA-256"
-    ):
+    flip(tmp_path / "d" / part)
+    with pytest.raises(InputError, match=rf"--data .*d' is damaged: {part} has another SHA-256"):
         open_data(tmp_path / "d")
 
 

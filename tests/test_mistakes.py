@@ -48,13 +48,12 @@ def test_a_step_larger_than_the_data_is_refused(data, tmp_path):
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ([None, "words", "more"], "document 1 of --column 'text' is null; expected text"),
-        ([1, 2, 3], "--column 'text' holds int64; expected text"),
-        ([None, None], "--column 'text' holds null; expected text"),
-        ([["a"], ["b"]], "--column 'text' holds .*; expected text"),
+        ([1, 2, 3], "no documents: texts.jsonl row 1 is of type int, not text; expected at least 1"),
+        ([None, None], "no documents: texts.jsonl row 1 is null; expected at least 1"),
+        ([["a"], ["b"]], "no documents: texts.jsonl row 1 is of type list, not text; expected at least 1"),
     ],
 )
-def test_what_is_no_text_is_refused(tmp_path, values, sentence):
+def test_rows_without_any_text_are_refused(tmp_path, values, sentence):
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
     with pytest.raises(InputError, match=sentence):
         prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16), tmp_path / "d")
@@ -74,7 +73,7 @@ def test_the_end_of_a_document_is_never_read_from_its_text(tmp_path):
             tmp_path / f"d{workers}",
         )
         data = open_data(tmp_path / f"d{workers}")
-        tokens = [token for row in data.train["input_ids"] for token in row]
+        tokens = [token for row in data.train for token in row["input_ids"]]
         assert tokens.count(data.tokenizer.eos_token_id) == 19
         assert data.tokenizer.decode(tokens).count(tokenizer.END) == 2 * 19
 

@@ -147,7 +147,7 @@ def test_what_a_run_leaves(data, tmp_path):
     model, points = load(tmp_path / "run" / "model"), losses(tmp_path / "run")
     with torch.no_grad():
         total = count = 0
-        for row in data.held_out["input_ids"]:
+        for row in (row["input_ids"] for row in data.held_out):
             logits = model(torch.tensor([row])).logits[0, :-1]
             total += torch.nn.functional.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum").item()
             count += len(row) - 1
@@ -162,7 +162,7 @@ def test_what_a_run_leaves(data, tmp_path):
     (evaluated, *_) = (point for point in trainer.state.log_history if "eval_write_entropy_1" in point)
     loads = [value for name, value in evaluated.items() if re.fullmatch(r"eval_write_load_1_\d+", name)]
     assert len(loads) == TINY["heads"] and sum(loads) == pytest.approx(1)
-    counts = torch.tensor([token for row in data.held_out["input_ids"] for token in row]).bincount()
+    counts = torch.tensor([token for row in data.held_out for token in row["input_ids"]]).bincount()
     frequencies = torch.distributions.Categorical(counts.double()).entropy()
     assert f"these tokens has {frequencies:.4f}" in card and ("The model learnt nothing" in card) == (
         final >= frequencies
@@ -219,7 +219,7 @@ def test_every_step_is_whole(data, tmp_path, monkeypatch, changes):
         return step(self, model, inputs, *rest)
 
     monkeypatch.setattr(HeadraceTrainer, "training_step", count)
-    rows = data.train.select(range(13)).to_list()
+    rows = list(data.train.select(range(13)))
     changed = replace(data, train=Dataset.from_list([*rows, {"input_ids": rows[0]["input_ids"][:7], "starts": [0]}]))
     train(changed, tmp_path / "run", tokens=128 * 9, **changes)
     tokens = [sum(n for at, n in seen if at == i) for i in range(9)]

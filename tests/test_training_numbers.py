@@ -85,7 +85,7 @@ def test_the_card_says_bits_per_byte_of_the_held_out_text(data, tmp_path):
         == [p["step"] for p in history if "loss" in p][1:]
     )
     final = next(point for point in history if "final_loss" in point)
-    ids = [token for row in data.held_out["input_ids"] for token in row]
+    ids = [token for row in data.held_out for token in row["input_ids"]]
     length = sum(token != data.tokenizer.eos_token_id for token in ids)  # every other token is a byte
     texts = data.manifest["held_out"]
     assert (texts["bytes"], texts["tokens"]) == (length, len(ids))
@@ -105,7 +105,7 @@ def test_a_loss_is_of_the_tokens_that_are_asked_for(data, tmp_path):
     """Of rows in twos: two of 32 tokens, two of a single one, which ask for nothing, and then one answer."""
     chosen = recipe(precision="float32")[0]
     made = run.make_trainer(chosen, data, run.arguments(chosen, tmp_path, False, "none"))
-    rows = [*data.held_out["input_ids"][:2], [5], [5], [5, 6], [7]]
+    rows = [data.held_out[0]["input_ids"], data.held_out[1]["input_ids"], [5], [5], [5, 6], [7]]
     total, _ = made._held_out(made.model, [{"input_ids": row, "starts": [0]} for row in rows])
     with torch.no_grad():
         expected = sum(

@@ -21,8 +21,8 @@ def prepare(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Text, JSON Lines or Parquet files, or the name of one data set on the Hub. "
-            r"\[default: none, with --task]"
+            help="Text, JSON Lines or Parquet files (also .gz, .zst, .bz2, .xz), or one data set: a folder or a name "
+            r"on the Hub. With --join, the folders of the shards. \[default: none, with --task]"
         ),
     ] = None,
     tokenizer: Annotated[
@@ -53,20 +53,37 @@ def prepare(
         ),
     ] = None,
     rows: Annotated[int | None, typer.Option(help=r"Number of rows of the task. \[default: 10000]")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help=r"Number of training tokens at which to stop. \[default: all of the text]")
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Shard i/n, as 2/8: prepare one of n parts, of which each can be made on another machine. "
+            r"\[default: everything]"
+        ),
+    ] = None,
+    join: Annotated[bool, typer.Option("--join", help="Join: make one folder of those of all shards.")] = False,
 ) -> None:
-    """Tokenise and pack text for `headrace train`, or draw rows of a task.
+    """Tokenise text for `headrace train`, or draw rows of a task.
 
-    In rows of a task, only the answers contribute to the loss."""
+    After an interruption, the same command goes on. In rows of a task, only the answers contribute to the loss."""
     from ..data import Preparation
+    from ..data import join as joined
     from ..data import prepare as run
 
     both = {"tokenizer": tokenizer, "length": length}
-    held = {"held_out": held_out, "column": column}
-    refuse_ignored(sources, task, {"rows": rows} if task is None else {"train_bpe": train_bpe} | held)
-    with interruptible(f"{output} was not created"):
-        if task is None:
-            texts = tuple(sources or ())
-            plan = Preparation(texts, bpe=train_bpe, seed=seed, workers=workers, **given(both | held))
+    held = {"train_bpe": train_bpe, "held_out": held_out, "column": column, "tokens": tokens, "shard": shard}
+    refuse_ignored(sources, task, {"rows": rows} if task is None else held)
+    again = "" if task else "; the same command goes on"
+    with interruptible(f"{output} was not created{again}"):
+        if join:
+            refuse_beside_join(task, both | held)
+            manifest = joined([Path(source) for source in sources or ()], output)
+        elif task is None:
+            how = {"tokens": tokens and whole("tokens", tokens), "shard": shard and fraction("shard", shard)}
+            how |= {"bpe": train_bpe, "held_out": held_out, "column": column}
+            plan = Preparation(tuple(sources or ()), seed=seed, workers=workers, **given(both | how))
             manifest = run(plan, output)
         else:
             from ..studies.compare.choose import default, refined
@@ -77,6 +94,27 @@ def prepare(
     print_counts(manifest)
     speed = f"{manifest['megabytes_per_second']} MB/s; " if task is None else ""
     print(f"{speed}{output} is ready")
+
+
+def refuse_beside_join(task: str | None, options: dict[str, Any]) -> None:
+    """Raises InputError for options that the shards have settled."""
+    for name, value in given({"task": task} | options).items():
+        raise InputError(f"--{name.replace('_', '-')}={value} with --join; expected --output and the shards alone")
+
+
+def whole(name: str, number: float) -> int:
+    """An integer, which may be written as 15e9."""
+    if not number.is_integer():
+        raise InputError(f"--{name} {number:g}; expected an integer")
+    return int(number)
+
+
+def fraction(name: str, text: str) -> tuple[int, int]:
+    """The numbers of "i/n"."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal()):
+        raise InputError(f"--{name} {text!r}; expected i/n, as 2/8")
+    return int(part), int(parts)
 
 
 def refuse_ignored(sources: list[str] | None, task: str | None, others: dict[str, Any]) -> None:
@@ -97,6 +135,8 @@ def print_counts(manifest: dict[str, Any]) -> None:
     for part in ("train", "held_out"):
         table.add_row(part, *(f"{manifest[part][name]:,}" for name in names))
     Console().print(table)
+    for what, found in manifest.get("bad_rows", {}).items():
+        print(f"left out: {found['rows']:,} row{'s' if found['rows'] > 1 else ''} {what}, first {found['first']}")
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,32 +1,43 @@
-"""Prepares text as packed rows of tokens in a folder, which is written atomically:
+"""Prepares text as packed tokens in a folder, which is written atomically:
 
-    train/, held_out/    Arrow: input_ids, `length` tokens per row (fewer in the last), and starts of documents
-    tokenizer/           the tokenizer
-    manifest.json        sources, tokenizer, counts, and the SHA-256 of every file
+    train.npy, held_out.npy              all tokens, one document after another
+    train.ends.npy, held_out.ends.npy    where documents end
+    tokenizer/                           the tokenizer
+    manifest.json                        sources, tokenizer, counts, and the SHA-256 of every file
 
-Every document ends with the tokenizer's end token. Documents are concatenated and cut into rows, so that each token is
-in exactly one row.
+Every document ends with the tokenizer's end token. Row i is the tokens [i·length, (i+1)·length) of all documents, so
+that each token is in exactly one row. What was read is tokenised block by block into parts beside the folder
+(`parts.py`), from which the same command goes on when it was killed.
 """
 
 import hashlib
+import json
+import os
+import shutil
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedTokenizerFast
 
 from ..utils.errors import InputError
-from ..utils.integrity import record, write_json
-from ..utils.processes import forks_end_with_parent, new_folder
-from . import sources, tokenizer
+from ..utils.integrity import read_json, record, write_json
+from ..utils.processes import forks_end_with_parent, new_folder, resumed_folder
+from ..utils.provenance import difference
+from . import parts, sources, tokenizer
+from .encoding import can_be_cut
+from .held_out import Choice, choose
+from .workers import Told, make_parts
 
-BATCH = 64  # rows or documents per batch of a worker
+WHOLE = (
+    "it is not known where documents can be cut for this tokenizer: each is tokenised as a whole, which is slower "
+    "and takes memory for the longest"
+)
+BLOCK = 1 << 23  # bytes of text in a part
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,7 @@ class Preparation:
     """The settings of a preparation.
 
     Args:
-        sources: files of one kind (text, jsonl, parquet), or the name of a data set on the Hub.
+        sources: files of one kind (text, jsonl, Parquet), or one data set: a folder or a name on the Hub.
         tokenizer: a file, a folder or a name on the Hub; None: bytes.
         bpe: size of a vocabulary to train on the text, in place of `tokenizer`.
         length: tokens per row.
@@ -42,7 +53,10 @@ class Preparation:
             book).
         seed: seed of the choice of held-out documents.
         workers: number of processes.
-        column: name of the text column in jsonl, parquet and Hub data.
+        column: name of the text column in jsonl, Parquet and data sets.
+        tokens: number of training tokens at which to stop, at the end of a block of about 8 MB of text; None: at the
+            end of the sources.
+        shard: (i, n): every n-th block from the i-th on, for `join`; i counts from 1.
 
     Raises:
         InputError: a value is out of range, or both `bpe` and `tokenizer` are given.
@@ -56,6 +70,8 @@ class Preparation:
     seed: int = 0
     workers: int = 1
     column: str = "text"
+    tokens: int | None = None
+    shard: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
         if self.length < 2:
@@ -66,42 +82,116 @@ class Preparation:
             raise InputError(f"--seed {self.seed}; expected at least 0")
         if self.workers < 1:
             raise InputError(f"--workers {self.workers}; expected at least 1")
+        if self.tokens is not None and self.tokens < 1:
+            raise InputError(f"--tokens {self.tokens}; expected at least 1")
         if self.bpe is not None and self.tokenizer is not None:
             raise InputError(f"--train-bpe {self.bpe} and --tokenizer {self.tokenizer!r}; expected one of them")
-
-
-def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
-    """Prepares the data in the folder `output`, which must not exist, and returns the manifest. InputError for sources
-    or a tokenizer that cannot be read."""
-    return finished(output, partial(_prepare, plan))
+        if not 1 <= self.shard[0] <= self.shard[1]:
+            raise InputError(f"--shard {'/'.join(map(str, self.shard))}; expected i/n with 1 ≤ i ≤ n")
+        if self.bpe is not None and self.shard[1] > 1:
+            raise InputError(f"--train-bpe {self.bpe} with --shard; expected a tokenizer that all shards read")
 
 
 def finished(output: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Makes a folder atomically: `fill` writes its files and returns the manifest, which is added and returned."""
     with new_folder(output) as folder, forks_end_with_parent():
-        manifest = fill(folder)
-        manifest["files"] = record(folder)
-        write_json(folder / "manifest.json", manifest)
+        return _sealed(folder, fill(folder))
+
+
+def _sealed(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    manifest["files"] = record(folder)
+    write_json(folder / "manifest.json", manifest)
     return manifest
 
 
-def _prepare(plan: Preparation, folder: Path) -> dict[str, Any]:
-    started, texts = time.perf_counter(), sources.documents(list(plan.sources), plan.column)
-    parts = split(texts, plan.held_out, plan.seed)
-    tokens = tokenizer.find(plan.tokenizer) if plan.bpe is None else _trained(parts["train"], plan.bpe)
-    tokens.save_pretrained(folder / "tokenizer")
-    counts = {name: _write(part, tokens, plan, folder / name) for name, part in parts.items()}
-    seconds = time.perf_counter() - started
+def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
+    """Prepares the data, or a shard of them, in the folder `output`, which must not exist, and returns the manifest.
+    Goes on with what a killed process with the same plan has left.
+
+    InputError for sources or a tokenizer that cannot be read, or an unfinished preparation with another plan."""
+    with resumed_folder(output) as (work, ready), forks_end_with_parent():
+        started, given = time.perf_counter(), None if plan.bpe else tokenizer.find(plan.tokenizer)
+        _claim(plan, given, work)
+        choice = choose(sources.rows(plan.sources, plan.column, cut=True), plan.held_out, plan.seed)
+        tokens = given or _trained(plan, choice, work / "tokenizer")
+        if not (cut := can_be_cut(tokens)):
+            print(WHOLE, file=sys.stderr)
+        blocks = _blocks(plan, choice, cut)
+        told, new = make_parts(blocks, tokens, work / "parts", plan.workers, _share_of_tokens(plan))
+        tokens.save_pretrained(ready / "tokenizer")
+        manifest = _described(plan, tokens)
+        if plan.shard[1] > 1:
+            manifest |= _as_shard(told, work / "parts", plan, ready / "parts")
+        else:
+            manifest |= assembled(told, dict.fromkeys(told, work / "parts"), plan.length, ready)
+        seconds = time.perf_counter() - started
+        manifest |= {"seconds": round(seconds, 1), "megabytes_per_second": round(new / 1e6 / seconds, 2)}
+        return _sealed(ready, manifest)
+
+
+def _claim(plan: Preparation, given: PreTrainedTokenizerFast | None, work: Path) -> None:
+    """Writes what decides the parts into the folder of unfinished work. InputError if other parts are there."""
+    decides = {
+        name: value for name, value in asdict(plan).items() if name not in ("length", "workers", "tokens", "tokenizer")
+    }
+    decides |= {
+        "sources": sources.state(plan.sources), "tokenizer": given and _sha256(given), "block": BLOCK,
+        "versions": versions(),
+    }  # fmt: skip
+    wanted, path = json.loads(json.dumps(decides)), work / "plan.json"
+    if path.exists() and (held := read_json(path)) != wanted and any((work / "parts").glob("*.json")):
+        where, there, here = difference(held, wanted)
+        raise InputError(
+            f"{str(work)!r} is an unfinished preparation with other settings or files ({where} is {there} there and "
+            f"{here} here); repeat that command, or delete the folder"
+        )
+    if not path.exists() or read_json(path) != wanted:
+        shutil.rmtree(work / "tokenizer", ignore_errors=True)
+        write_json(path, wanted)
+
+
+def _sha256(tokens: PreTrainedTokenizerFast) -> str:
+    return hashlib.sha256(tokens.backend_tokenizer.to_str().encode()).hexdigest()
+
+
+def _trained(plan: Preparation, choice: Choice, folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that is trained on the training text, once."""
+    if not folder.exists():
+        assert plan.bpe is not None
+        rows = choice.parted(sources.rows(plan.sources, plan.column, cut=True))
+        texts = (row.text for row, held_out in rows if not held_out and not row.bad)
+        beside = folder.with_suffix(".unfinished")
+        tokenizer.train_bpe(texts, plan.bpe).save_pretrained(beside)
+        beside.replace(folder)
+    return tokenizer.find(str(folder))
+
+
+def _blocks(plan: Preparation, choice: Choice, cut: bool) -> Iterator[parts.Block]:
+    """The blocks of the shard."""
+    rows = choice.parted(sources.rows(plan.sources, plan.column, cut))
+    number, count = plan.shard
+    for i, group in enumerate(parts.groups(rows, BLOCK)):
+        if i % count == number - 1:
+            yield parts.block(i, group)
+
+
+def _share_of_tokens(plan: Preparation) -> int | None:
+    """Training tokens at which the shard stops."""
+    return None if plan.tokens is None else -(-plan.tokens // plan.shard[1])
+
+
+def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, Any]:
+    wanted = {} if plan.tokens is None else {"tokens_wanted": plan.tokens}
     return {
-        "sources": sources.fingerprint(list(plan.sources)),
-        "tokenizer_sha256": hashlib.sha256(tokens.backend_tokenizer.to_str().encode()).hexdigest(),
+        "sources": sources.fingerprint(plan.sources),
+        "tokenizer_sha256": _sha256(tokens),
+        "documents_cut": can_be_cut(tokens),
         "vocab_size": len(tokens),
         "length": plan.length,
         "held_out_share": plan.held_out,
         "seed": plan.seed,
-        **counts,
-        "seconds": round(seconds, 1),
-        "megabytes_per_second": round(sum(part["bytes"] for part in counts.values()) / 1e6 / seconds, 2),
+        "column": plan.column,
+        **wanted,
         "versions": versions(),
     }
 
@@ -110,102 +200,29 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("headrace", "datasets", "tokenizers", "transformers")}
 
 
-def split(texts: Dataset, held_out: float, seed: int) -> dict[str, Dataset]:
-    """Splits documents into training and held-out ones, each in the order of the source. If the fraction is less than
-    half a document, the end of one document is held out instead. InputError for no documents or a fraction that no
-    document is long enough for."""
-    count = len(texts)
-    if not count:
-        raise InputError("the sources hold no documents; expected at least 1")
-    apart = np.random.default_rng(seed).permutation(count)[: min(round(held_out * count), count - 1)]
-    if not len(apart):
-        return _cut(texts, held_out, seed)
-    chosen = np.zeros(count, dtype=bool)
-    chosen[apart] = True
-    return {"train": texts.select(np.flatnonzero(~chosen)), "held_out": texts.select(np.flatnonzero(chosen))}
+def _as_shard(told: dict[int, Told], parts_of: Path, plan: Preparation, folder: Path) -> dict[str, Any]:
+    """Links the parts into the folder of a shard, and returns what `join` reads."""
+    folder.mkdir()
+    for number in told:
+        file = parts.path(parts_of, number)
+        os.link(file, folder / file.name)
+    return {"shard": list(plan.shard), "block": BLOCK, "parts": told} | _counts([*told.values()], plan.length)
 
 
-def _cut(texts: Dataset, held_out: float, seed: int) -> dict[str, Dataset]:
-    """Holds out the end of one document: the first in random order that is longer than the held-out text."""
-    documents = texts["text"][:]
-    wanted = max(round(held_out * sum(map(len, documents))), 1)
-    order = np.random.default_rng(seed).permutation(len(documents))
-    at = next((i for i in order if len(documents[i]) > wanted), None)
-    if at is None:
-        raise InputError(f"--held-out {held_out} is {wanted} characters; expected a document with more characters")
-    text = documents[at]
-    documents[at] = text[:-wanted]
-    parts = {"train": documents, "held_out": [text[-wanted:]]}
-    return {name: Dataset.from_dict({"text": part}) for name, part in parts.items()}
+def assembled(told: dict[int, Told], where: dict[int, Path], length: int, folder: Path) -> dict[str, Any]:
+    """Joins the parts, which `told` describes and which lie in the folders `where`, and returns the counts."""
+    counts = _counts([told[n] for n in sorted(told)], length)
+    for split in parts.SPLITS:
+        if not counts[split]["tokens"]:
+            raise InputError(f"no text is left as {split}; expected more text or another --held-out")
+    parts.assemble([(parts.path(where[n], n), told[n]) for n in sorted(told)], folder)
+    return counts
 
 
-def _trained(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    return tokenizer.train_bpe((text for batch in texts.iter(BATCH) for text in batch["text"]), vocab_size)
-
-
-def _write(texts: Dataset, tokens: PreTrainedTokenizerFast, plan: Preparation, folder: Path) -> dict[str, int]:
-    word = Value("uint16" if len(tokens) <= 1 << 16 else "int32")
-    encoded = texts.map(
-        _encode, fn_kwargs={"tokens": tokens}, batched=True, batch_size=BATCH, remove_columns=["text"],
-        features=Features({"ids": Sequence(word), "bytes": Value("int64")}), num_proc=_processes(plan, len(texts)),
-        desc=f"tokenising {folder.name}",
-    )  # fmt: skip
-    ends = np.cumsum(lengths(encoded))
-    count = -(-int(ends[-1]) // plan.length)
-    rows = Dataset.from_dict({"row": range(count)}).map(
-        _pack, fn_kwargs={"documents": encoded, "ends": ends, "length": plan.length}, batched=True, batch_size=BATCH,
-        remove_columns=["row"], features=Features({"input_ids": Sequence(word), "starts": Sequence(Value("int32"))}),
-        num_proc=_processes(plan, count), desc=f"packing {folder.name}",
-        cache_file_name=str(folder.with_suffix(".arrow")),  # else the rows of a data set in memory stay in memory
-    )  # fmt: skip
-    rows.save_to_disk(folder)
-    total = {"documents": len(texts), "tokens": int(ends[-1]), "rows": count, "bytes": int(sum(encoded["bytes"]))}
-    for file in {part["filename"] for data in (encoded, rows) for part in data.cache_files}:
-        Path(file).unlink(missing_ok=True)
-    return total
-
-
-def _processes(plan: Preparation, items: int) -> int | None:
-    """Number of worker processes; None: this process does the work."""
-    count = min(plan.workers, items)
-    return count if count > 1 else None
-
-
-def _encode(batch: dict[str, list[str]], tokens: PreTrainedTokenizerFast) -> dict[str, list[Any]]:
-    tokens.backend_tokenizer.encode_special_tokens = (
-        True  # as text, so that only the end of a document is the end token
-    )
-    encoded = tokens.backend_tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
-    return {
-        "ids": [[*text.ids, tokens.eos_token_id] for text in encoded],
-        "bytes": [len(text.encode()) for text in batch["text"]],
-    }
-
-
-def lengths(encoded: Dataset) -> np.ndarray:
-    """Number of tokens of each document."""
-    column = encoded.with_format("arrow")["ids"]
-    return np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks])
-
-
-def _between(documents: Any, first: int, count: int) -> np.ndarray:
-    """Returns `count` tokens from the token `first` of an Arrow column of documents on. Copies no others, because one
-    document can be the whole text."""
-    parts, passed = [], 0
-    for chunk in documents.chunks:
-        tokens = chunk.flatten().to_numpy(zero_copy_only=True)
-        parts.append(tokens[max(first - passed, 0) : max(first + count - passed, 0)])
-        passed += len(tokens)
-    return np.concatenate(parts)
-
-
-def _pack(batch: dict[str, list[int]], documents: Dataset, ends: np.ndarray, length: int) -> dict[str, list[Any]]:
-    """Rows of consecutive tokens, with the positions in each row at which documents begin."""
-    first, last = batch["row"][0] * length, min((batch["row"][-1] + 1) * length, int(ends[-1]))
-    begin, end = (int(i) for i in np.searchsorted(ends, [first, last - 1], side="right"))
-    begins = np.concatenate([ends[begin - 1 : begin] if begin else [0], ends[begin:end]])
-    ids = _between(documents.with_format("arrow")[begin : end + 1]["ids"], first - int(begins[0]), last - first)
-    places = begins[begins >= first] - first
-    rows = [ids[i : i + length] for i in range(0, len(ids), length)]
-    starts = [places[(places >= i) & (places < i + length)] - i for i in range(0, len(ids), length)]
-    return {"input_ids": rows, "starts": starts}
+def _counts(told: list[Told], length: int) -> dict[str, Any]:
+    """Counts of documents, tokens, bytes and rows of both splits, and the bad rows."""
+    counts: dict[str, Any] = {}
+    for split in parts.SPLITS:
+        total = {key: sum(one[split][key] for one in told) for key in ("documents", "tokens", "bytes")}
+        counts[split] = total | {"rows": -(-total["tokens"] // length)}
+    return {**counts, "bad_rows": parts.bad_in(told)}

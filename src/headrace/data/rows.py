@@ -4,14 +4,17 @@ Dimensions: B rows, L tokens in a row.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset, load_from_disk
 from torch import Tensor
+from torch.utils.data import Subset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..ops.loss import IGNORED
@@ -19,12 +22,59 @@ from ..utils.errors import InputError
 from ..utils.integrity import damage
 
 
+class TextRows(torch.utils.data.Dataset):
+    """Rows of text, of tokens that stay on the disk: row i is {"input_ids": the tokens [i·length, (i+1)·length), fewer
+    in the last row, "starts": where documents begin in it}. What is sent to another process is the name of the file.
+
+    Args:
+        tokens: file with the tokens of all documents; the file <name>.ends.npy beside it has where documents end.
+        length: tokens per row.
+    """
+
+    def __init__(self, tokens: Path, length: int):
+        self.file, self.length = tokens, length
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        return np.load(self.file, mmap_mode="r")
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        return np.load(self.file.with_suffix(".ends.npy"), mmap_mode="r")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TextRows, (self.file, self.length)
+
+    def __len__(self) -> int:
+        return -(-len(self.tokens) // self.length)
+
+    def __getitem__(self, i: int) -> dict[str, list[int]]:
+        i = i + len(self) if i < 0 else i
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        first = i * self.length
+        ids = self.tokens[first : first + self.length]
+        begin, end = np.searchsorted(self.ends, [first, first + len(ids)])  # a document that ends at `end` is the last
+        starts = self.ends[begin:end] - first
+        return {"input_ids": ids.tolist(), "starts": [0, *starts.tolist()] if i == 0 else starts.tolist()}
+
+    def select(self, rows: Sequence[int]) -> "Selected":
+        return Selected(self, rows)
+
+
+class Selected(Subset):
+    """Some of the rows."""
+
+    def select(self, rows: Sequence[int]) -> "Selected":
+        return Selected(self, rows)
+
+
 @dataclass(frozen=True)
 class PackedData:
-    """Data written by `headrace prepare`."""
+    """Data written by `headrace prepare`. Rows of tasks, and of text that older versions prepared, are Arrow."""
 
-    train: Dataset
-    held_out: Dataset
+    train: TextRows | Selected | Dataset
+    held_out: TextRows | Selected | Dataset
     tokenizer: PreTrainedTokenizerFast | None  # None: the tokens of a synthetic task, which are not text
     manifest: dict[str, Any]
 
@@ -33,30 +83,38 @@ def open_data(folder: Path) -> PackedData:
     """Opens a folder written by `headrace prepare`. InputError if it is not such a folder or is damaged."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        if "shard" in manifest:
+            raise InputError(f"--data {str(folder)!r} is one shard of the data; expected what `prepare --join` makes")
         if wrong := damage(folder, manifest.get("files", {})):
             raise InputError(f"--data {str(folder)!r} is damaged: {wrong}; prepare it again")
-        parts: list[Any] = [load_from_disk(str(folder / name)) for name in ("train", "held_out")]
+        parts = [_rows(folder, name, manifest["length"]) for name in ("train", "held_out")]
         read = partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
         tokens: Any = None if manifest["tokenizer_sha256"] is None else read(folder / "tokenizer")
+        sizes = [len(part) for part in parts]
     except InputError:
         raise
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"--data {str(folder)!r} is not a folder written by `headrace prepare`: {reason}") from error
-    for part, name in zip(parts, ("train", "held_out"), strict=True):
-        if len(part) != manifest[name]["rows"]:
-            raise InputError(
-                f"--data {str(folder)!r} has {len(part)} rows in {name}; expected {manifest[name]['rows']}"
-            )
+    for size, name in zip(sizes, ("train", "held_out"), strict=True):
+        if size != manifest[name]["rows"]:
+            raise InputError(f"--data {str(folder)!r} has {size} rows in {name}; expected {manifest[name]['rows']}")
     return PackedData(parts[0], parts[1], tokens, manifest)
 
 
-def unigram_loss(rows: Dataset) -> float:
+def _rows(folder: Path, name: str, length: int) -> Any:
+    return load_from_disk(str(folder / name)) if (folder / name).is_dir() else TextRows(folder / f"{name}.npy", length)
+
+
+def unigram_loss(rows: Any) -> float:
     """Loss in nats per token of a unigram model with the token frequencies of the rows."""
-    column = "shift_labels" if "shift_labels" in rows.column_names else "input_ids"
-    tokens = torch.cat([torch.as_tensor(row) for row in rows[column]])
-    counts = tokens[tokens != IGNORED].bincount().double()
-    return float(torch.special.entr(counts / counts.sum()).sum())
+    counts = torch.zeros(0, dtype=torch.long)
+    for row in rows:
+        tokens = torch.as_tensor(row["shift_labels" if "shift_labels" in row else "input_ids"])
+        found = tokens[tokens != IGNORED].bincount(minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    return float(torch.special.entr(counts / counts.sum(dtype=torch.double)).sum())
 
 
 @dataclass(frozen=True)

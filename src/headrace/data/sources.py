@@ -1,62 +1,87 @@
-"""Reads documents from files or the Hub as a data set with the single column `text`."""
+"""Reads documents one after another from files or a data set of the Hub, in memory that no source's size decides."""
 
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetNotFoundError
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet
+from datasets import load_dataset
 
 from ..utils.errors import InputError
 from ..utils.integrity import sha256
+from ..utils.provenance import short
+from .encoding import last_place
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-TEXT = ("string", "large_string", "string_view")
-PACKED = {".gz", ".zst", ".bz2", ".xz"}
+PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+WINDOW = 1 << 20  # characters of a text file that are read together
+ROWS = 64  # rows of a Parquet file that are read together
 
 
-def documents(sources: list[str], column: str) -> Dataset:
-    """The documents of local files (a text file is one document; jsonl and parquet have one per row) or of one data set
-    on the Hub, in the column "text".
+class Row(NamedTuple):
+    """A document of a source, a part of it, or a row that is none.
+
+    text: the text; of a row without the column of the text, the columns that it has.
+    offset: bytes of the document before `text`.
+    ends: whether the document ends with `text`.
+    bad: why the row is no document, in words that fit many rows; "" for a document.
+    """
+
+    source: str
+    number: int  # in its source, from 1
+    text: str = ""
+    size: int = 0  # of the text in bytes
+    offset: int = 0
+    ends: bool = True
+    bad: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{self.source} row {self.number}" + (f", with {self.text}" if self.bad and self.text else "")
+
+
+def rows(sources: tuple[str, ...], column: str, cut: bool) -> Iterator[Row]:
+    """The rows of local files (a text file is one document; jsonl and Parquet have one per row) or of one data set: a
+    folder or a name on the Hub.
+
+    Args:
+        column: name of the column of the text.
+        cut: whether a text file may come in several rows, cut at `encoding.PLACES`.
 
     Raises:
-        InputError: a source is missing or cannot be read, the files are of several kinds, or the column is missing, not
-            text or null in a row.
+        InputError: a source is missing or cannot be read, or the files are of several kinds.
     """
+    read = _reader(sources, column, cut)
+    for source in sources:
+        try:
+            yield from read(source)
+        except InputError:
+            raise
+        except Exception as error:  # each library that reads raises classes of its own
+            raise InputError(f"source {source!r} cannot be read: {_cause(error)}") from error
+
+
+def _reader(sources: tuple[str, ...], column: str, cut: bool) -> Callable[[str], Iterator[Row]]:
     files = [Path(source) for source in sources]
-    if all(file.is_file() for file in files) and files:
-        found = _local(files)
-    elif len(sources) == 1 and not files[0].exists() and not files[0].suffix:
-        found = _hub(sources[0])
-    else:
-        missing = next(source for source, file in zip(sources, files, strict=True) if not file.is_file())
-        raise InputError(
-            f"source {missing!r} is not a file; expected text, jsonl or parquet files, or one Hub data set"
-        )
-    if column not in found.column_names:
-        raise InputError(f"--column {column!r} is not in the data; expected one of {', '.join(found.column_names)}")
-    found = found.select_columns([column])
-    kind = getattr(found.features[column], "dtype", found.features[column])
-    if kind not in TEXT:
-        raise InputError(f"--column {column!r} holds {kind}; expected text")
-    if (texts := found.data.column(column)).null_count:
-        first = texts.is_null().index(True).as_py() + 1
-        raise InputError(f"document {first} of --column {column!r} is null; expected text")
-    return found if column == "text" else found.rename_column(column, "text")
-
-
-def _local(files: list[Path]) -> Dataset:
-    kinds = {_reader(file) for file in files}
+    if len(files) == 1 and (files[0].is_dir() or (not files[0].exists() and not files[0].suffix)):
+        return partial(_data_set, column=column)
+    if missing := [source for source, file in zip(sources, files, strict=True) if not file.is_file()]:
+        raise InputError(f"source {missing[0]!r} is not a file; expected text, jsonl or Parquet files, or one data set")
+    kinds = {_kind(file) for file in files}
     if len(kinds) > 1:
         raise InputError(f"the sources mix {' and '.join(sorted(kinds))} files; expected one kind")
-    kind = kinds.pop()
-    options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
-    try:
-        return load_dataset(kind, data_files=[str(file) for file in files], split="train", **options)
-    except Exception as error:  # datasets raises a class of its own around whatever a file does wrong
-        raise InputError(f"the sources cannot be read as {kind}: {_cause(error)}") from error
+    return {
+        "text": partial(_text, cut=cut),
+        "json": partial(_json, column=column),
+        "parquet": partial(_parquet, column=column),
+    }[kinds.pop()]
 
 
-def _reader(file: Path) -> str:
+def _kind(file: Path) -> str:
     suffixes = [s.lower() for s in file.suffixes]
     if suffixes and suffixes[-1] in PACKED:
         suffixes.pop()
@@ -65,15 +90,86 @@ def _reader(file: Path) -> str:
     return READERS[suffixes[-1]]
 
 
-def _hub(source: str) -> Dataset:
-    """A data set of the Hub: `owner/name` or `owner/name:configuration`."""
-    name, _, configuration = source.partition(":")
+def _open(source: str, **how: Any) -> Any:
+    return fsspec.open(Path(source).resolve().as_uri(), compression=PACKED.get(Path(source).suffix.lower()), **how)
+
+
+def _text(source: str, cut: bool) -> Iterator[Row]:
+    name, offset, held = Path(source).name, 0, ""
+    with _open(source, mode="rt", encoding="utf-8") as file:
+        while new := file.read(WINDOW if cut else -1):
+            text, begin = held + new, max(len(held) - 2, 0)  # a place needs two characters
+            if at := last_place(text, begin) if cut else 0:
+                size = len(text[:at].encode())
+                yield Row(name, 1, text[:at], size, offset, ends=False)
+                offset += size
+            held = text[at:]
+    if held:
+        yield Row(name, 1, held, len(held.encode()), offset)
+    else:
+        yield Row(name, 1, bad="empty")
+
+
+def _json(source: str, column: str) -> Iterator[Row]:
+    name = Path(source).name
+    with _open(source, mode="rb") as file:
+        for number, line in enumerate(file, 1):
+            if number == 1 and line.lstrip()[:1] == b"[":  # one array: read as a whole
+                file.seek(0)
+                for number, item in enumerate(json.load(file), 1):
+                    yield _of_record(name, number, item, column)
+                return
+            try:
+                item = json.loads(line.decode())
+            except UnicodeDecodeError:
+                yield Row(name, number, bad="not UTF-8")
+            except ValueError:
+                yield Row(name, number, bad="not JSON" if line.strip() else "empty")
+            else:
+                yield _of_record(name, number, item, column)
+
+
+def _of_record(name: str, number: int, item: Any, column: str) -> Row:
+    if not isinstance(item, dict):
+        return Row(name, number, bad="no JSON object")
+    if column not in item:
+        return Row(name, number, short(list(item)), bad=f"without a column {column!r}")
+    return _of_value(name, number, item[column])
+
+
+def _of_value(name: str, number: int, value: Any) -> Row:
     try:
-        return load_dataset(name, configuration or None, split="train")
-    except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:
-        raise InputError(
-            f"source {source!r} is neither a file nor a data set that can be loaded from the Hub: {_cause(error)}"
-        ) from error
+        text = value.decode() if isinstance(value, bytes) else value
+        if not isinstance(text, str):
+            return Row(name, number, bad="null" if text is None else f"of type {type(text).__name__}, not text")
+        return Row(name, number, text, len(text.encode())) if text else Row(name, number, bad="empty")
+    except UnicodeError:  # also a half of a character of two, which JSON can write
+        return Row(name, number, bad="not UTF-8")
+
+
+def _parquet(source: str, column: str) -> Iterator[Row]:
+    name = Path(source).name
+    with pa.parquet.ParquetFile(source) as file:
+        if column not in file.schema_arrow.names:
+            raise InputError(
+                f"--column {column!r} is not in {source!r}; expected one of {', '.join(file.schema_arrow.names)}"
+            )
+        kind = file.schema_arrow.field(column).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise InputError(f"--column {column!r} of {source!r} holds {kind}; expected text")
+        number = 0
+        for batch in file.iter_batches(ROWS, columns=[column], use_threads=False):
+            for value in batch.column(0).cast(pa.large_binary()).to_pylist():
+                number += 1
+                yield _of_value(name, number, value)
+
+
+def _data_set(source: str, column: str) -> Iterator[Row]:
+    """Of a folder, or of the Hub: `owner/name` or `owner/name:configuration`."""
+    name, _, configuration = source.partition(":")
+    found: Any = load_dataset(name, configuration or None, split="train", streaming=True)
+    for number, item in enumerate(found, 1):
+        yield _of_record(source, number, item, column)
 
 
 def _cause(error: BaseException) -> str:
@@ -82,11 +178,21 @@ def _cause(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def fingerprint(sources: list[str]) -> list[dict[str, Any]]:
-    """Name, size in bytes and SHA-256 of every file; the name alone for a data set of the Hub."""
+def fingerprint(sources: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Name, size in bytes and SHA-256 of every file; the name alone for a data set."""
     return [
         {"name": Path(source).name, "bytes": Path(source).stat().st_size, "sha256": sha256(Path(source))}
         if Path(source).is_file()
         else {"name": source}
         for source in sources
     ]
+
+
+def state(sources: tuple[str, ...]) -> list[Any]:
+    """What tells whether local files have changed: the name, size and time of change of each."""
+    found: list[Any] = []
+    for source in map(Path, sources):
+        inside = sorted(source.rglob("*")) if source.is_dir() else [source]
+        files = [(str(file), file.stat()) for file in inside if file.is_file()]
+        found.append([str(source), [[name, about.st_size, about.st_mtime_ns] for name, about in files]])
+    return found

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, Sampler
 from transformers import ProgressCallback, Trainer
 
+from ..data import Shuffled
 from ..layers.block import Block
 from ..ops.context_parallel import Part, context_parallel
 from ..ops.loss import IGNORED
@@ -50,12 +52,15 @@ class HeadraceTrainer(Trainer):
         self.last_log: tuple[float, int] | None = None
         self.paused = 0.0
 
-    def _get_train_sampler(self, train_dataset=None) -> RandomSampler:
+    def _get_train_sampler(self, train_dataset=None) -> Sampler:
         """Random order in each epoch, without the last rows of an epoch if they do not fill a step."""
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
         readers = self.args.world_size // self.per_row
         step = self.args.train_batch_size * self.args.gradient_accumulation_steps * readers
-        return RandomSampler(rows, num_samples=len(rows) // step * step)
+        count = len(rows) // step * step
+        if isinstance(rows, Dataset):  # of a task, or in the order of the runs of older versions
+            return RandomSampler(rows, num_samples=count)
+        return Shuffled(len(rows), count, self.args.data_seed)  # type: ignore[arg-type]
 
     # --- rows that several processes share ---------------------------------------------------------------------------
 

@@ -55,15 +55,37 @@ def new_folder(output: Path) -> Iterator[Path]:
     incomplete. Holds the lock of `output`.
 
     Raises InputError if output exists, or if another process is making it."""
-    with locked_beside(output):
-        if output.exists():
-            raise InputError(f"--output {str(output)!r} exists; name another, or delete it")
+    with _making(output):
         beside = output.with_name(f".{output.name}.unfinished")
         if beside.exists():  # left by a process that was killed
             shutil.rmtree(beside)
         beside.mkdir()
         yield beside
         beside.rename(output)
+
+
+@contextmanager
+def resumed_folder(output: Path) -> Iterator[tuple[Path, Path]]:
+    """Yields a temporary folder with what a killed process has left, and an empty folder in it, which is renamed to
+    `output` at the end of the block; then the temporary folder is deleted. Holds the lock of `output`.
+
+    Raises InputError if output exists, or if another process is making it."""
+    with _making(output):
+        work = output.with_name(f".{output.name}.parts")
+        ready = work / "ready"
+        shutil.rmtree(ready, ignore_errors=True)
+        ready.mkdir(parents=True)
+        yield work, ready
+        ready.rename(output)
+        shutil.rmtree(work)
+
+
+@contextmanager
+def _making(output: Path) -> Iterator[None]:
+    with locked_beside(output):
+        if output.exists():
+            raise InputError(f"--output {str(output)!r} exists; name another, or delete it")
+        yield
 
 
 def locked_beside(output: Path) -> AbstractContextManager[str]:

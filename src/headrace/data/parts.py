@@ -1,0 +1,128 @@
+"""Tokenised parts of prepared data, each written once, and the flat files that they make together:
+
+<number>.npz    tokens and ends of documents, of the training and of the held-out text of one block
+<number>.json   its counts and SHA-256: written last, so that a part with a record is whole
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..utils.integrity import damage, read_json, record, write_json
+from .encoding import Encoder
+from .sources import Row
+
+SPLITS = ("train", "held_out")
+TOGETHER = 1 << 20  # bytes that are tokenised together
+
+
+class Block(NamedTuple):
+    """What becomes one part: consecutive rows of the sources."""
+
+    number: int
+    rows: list[tuple[Row, bool]]  # documents or parts of them, and whether they are held out
+    bad: dict[str, dict[str, Any]]  # {what is wrong with rows: {"rows": their number, "first": the place of the first}}
+
+
+def groups(rows: Iterable[tuple[Row, bool]], size: int) -> Iterator[list[tuple[Row, bool]]]:
+    """Consecutive rows that have at least a number of bytes together, except those of the last group."""
+    group, total = [], 0
+    for row in rows:
+        group.append(row)
+        total += row[0].size + 1  # so that rows without text end, too
+        if total >= size:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
+
+
+def block(number: int, rows: list[tuple[Row, bool]]) -> Block:
+    bad = bad_in({"bad": {row.bad: {"rows": 1, "first": row.where}}} for row, _ in rows if row.bad)
+    return Block(number, [(row, held_out) for row, held_out in rows if not row.bad], bad)
+
+
+def bad_in(told: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The bad rows of all parts, by what is wrong with them."""
+    total: dict[str, dict[str, Any]] = {}
+    for one in told:
+        for what, found in one["bad"].items():
+            total.setdefault(what, {"rows": 0, "first": found["first"]})["rows"] += found["rows"]
+    return total
+
+
+def path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.npz"
+
+
+def finished(folder: Path, number: int) -> dict[str, Any] | None:
+    """The record of a part; None if there is no whole part."""
+    record = path(folder, number).with_suffix(".json")
+    if not record.exists():
+        return None
+    told = read_json(record)
+    return None if damage(folder, told["files"]) else told
+
+
+def write(block: Block, encode: Encoder, end: int, folder: Path) -> dict[str, Any]:
+    """Tokenises a block into a part, each document with the token `end` behind it, and returns the record."""
+    arrays: dict[str, np.ndarray] = {}
+    counts = {}
+    for split in SPLITS:
+        rows = [row for row in block.rows if row[1] == (split == "held_out")]
+        tokens, ends = _tokenised(rows, encode, end)
+        arrays |= {split: tokens, f"{split}.ends": ends}
+        size = sum(row.size for row, _ in rows)
+        counts[split] = {"documents": len(ends), "tokens": len(tokens), "bytes": size}
+    file_of = path(folder, block.number)
+    beside = file_of.with_suffix(".unfinished")
+    with beside.open("wb") as file:
+        np.savez(file, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(file_of)
+    told = {**counts, "bad": block.bad, "files": record(folder, file_of.name)}
+    write_json(file_of.with_suffix(".json"), told)
+    return told
+
+
+def _tokenised(rows: list[tuple[Row, bool]], encode: Encoder, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the rows with the token `end` behind each document, and where each document ends."""
+    parts, places, passed = [np.empty(0, encode.word)], [np.empty(0, np.int64)], 0
+    for group in groups(rows, TOGETHER):
+        tokens, counts = encode([row.text if row.offset else encode.begun(row.text) for row, _ in group])
+        whole = np.cumsum(counts)[[row.ends for row, _ in group]]  # where a document ends, without the end tokens
+        parts.append(np.insert(tokens, whole, end))
+        places.append(passed + whole + np.arange(1, len(whole) + 1))
+        passed += len(parts[-1])
+    return np.concatenate(parts), np.concatenate(places)
+
+
+def assemble(made: list[tuple[Path, dict[str, Any]]], folder: Path) -> None:
+    """Writes <split>.npy, the tokens of the parts one after another, and <split>.ends.npy, where documents end.
+
+    made: the parts with their records."""
+    for split in SPLITS:
+        counts = [told[split] for _, told in made]
+        begins = np.cumsum([0, *(count["tokens"] for count in counts)])
+        _write(folder / f"{split}.npy", int(begins[-1]), (_read(part, split) for part, _ in made))
+        ends = (_read(part, f"{split}.ends") + begin for (part, _), begin in zip(made, begins, strict=False))
+        _write(folder / f"{split}.ends.npy", sum(count["documents"] for count in counts), ends)
+
+
+def _read(part: Path, array: str) -> np.ndarray:
+    with np.load(part) as arrays:
+        return arrays[array]
+
+
+def _write(path: Path, length: int, arrays: Iterator[np.ndarray]) -> None:
+    """Writes one-dimensional arrays as one .npy file of a known length, one at a time."""
+    with path.open("wb") as file:
+        for i, array in enumerate(arrays):
+            if i == 0:
+                kind = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": (length,)}
+                np.lib.format.write_array_header_1_0(file, kind)
+            array.tofile(file)

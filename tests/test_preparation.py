@@ -1,0 +1,304 @@
+"""Text of any size is prepared block by block: killed, sharded, streamed or with bad rows, the tokens are the same."""
+
+import bz2
+import fcntl
+import gzip
+import json
+import lzma
+import os
+import pickle
+import random
+from dataclasses import replace
+from multiprocessing import get_context
+
+import numpy as np
+import pyarrow
+import pytest
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+from pyarrow import parquet
+from torch.utils.data import DataLoader
+
+from headrace.cli.train import prepare as command
+from headrace.data import Preparation, join, open_data, preparation, prepare, sources, workers
+from headrace.utils.errors import InputError
+
+WORDS = ["alpha", "beta,", "gamma.\n", "delta\n\n", "été", "12", "it's", "—", "  x", "中文"]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(preparation, "BLOCK", 1000)
+    monkeypatch.setattr(sources, "WINDOW", 300)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    draw = random.Random(0)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(1, 60))) for _ in range(150)]
+
+
+@pytest.fixture(scope="module")
+def jsonl(texts, tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def plan(jsonl):
+    return Preparation((str(jsonl),), length=64, held_out=0.1)
+
+
+def tokens(folder):
+    """All that `prepare` wrote, but for times and sources."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    arrays = {name: np.load(folder / f"{name}.npy").tolist() for name in ("train", "held_out")}
+    ends = {f"{name}.ends": np.load(folder / f"{name}.ends.npy").tolist() for name in ("train", "held_out")}
+    return arrays | ends | {name: manifest[name] for name in ("train_counts", "bad_rows") if name in manifest}
+
+
+class Killed(KeyboardInterrupt):
+    pass
+
+
+@pytest.mark.parametrize("done", [0, 1, 7])
+def test_a_killed_preparation_goes_on(plan, tmp_path, monkeypatch, done):
+    prepare(plan, tmp_path / "whole")
+    finished, made = workers._result, []
+
+    def kill(number, found):
+        if number >= done:
+            raise Killed
+        return finished(number, found)
+
+    monkeypatch.setattr(workers, "_result", kill)
+    with pytest.raises(Killed):
+        prepare(plan, tmp_path / "killed")
+    kept = len(list((tmp_path / ".killed.parts" / "parts").glob("*.json")))
+    assert kept >= done and not (tmp_path / "killed").exists()
+    monkeypatch.setattr(workers, "_result", lambda *one: made.append(finished(*one)) or made[-1])
+    prepare(replace(plan, workers=2), tmp_path / "killed")
+    assert sum(not new for _, _, new in made) == kept
+    assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed", "whole"]
+
+
+@pytest.mark.parametrize("after", [0, 3, 9])
+def test_what_is_killed_by_the_system_goes_on(plan, tmp_path, after):
+    prepare(plan, tmp_path / "whole")
+    child = get_context("fork").Process(target=prepare, args=(plan, tmp_path / "killed"))
+    child.start()
+    while child.is_alive() and not (tmp_path / ".killed.parts" / "parts" / f"{after:06d}.npz").exists():
+        child.join(0.01)
+    child.kill()
+    child.join()
+    if not (tmp_path / "killed").exists():
+        with (tmp_path / ".killed.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the system has ended the workers, too
+        prepare(plan, tmp_path / "killed")
+    assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole")
+
+
+def test_a_damaged_part_is_made_again(plan, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(preparation.parts, "assemble", lambda *_: (_ for _ in ()).throw(Killed))
+        prepare(plan, tmp_path / "d")
+    parts = tmp_path / ".d.parts" / "parts"
+    content = bytearray((parts / "000002.npz").read_bytes())
+    content[len(content) // 2] ^= 1
+    (parts / "000002.npz").write_bytes(content)
+    prepare(plan, tmp_path / "d")
+    prepare(plan, tmp_path / "whole")
+    assert tokens(tmp_path / "d") == tokens(tmp_path / "whole")
+
+
+def test_what_is_unfinished_belongs_to_its_settings_and_files(plan, jsonl, tmp_path, monkeypatch):
+    source = tmp_path / "texts.jsonl"
+    source.write_bytes(jsonl.read_bytes())
+    plan = replace(plan, sources=(str(source),))
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(preparation.parts, "assemble", lambda *_: (_ for _ in ()).throw(Killed))
+        prepare(plan, tmp_path / "d")
+    with pytest.raises(InputError, match=r"unfinished preparation with other settings or files \(seed is 0 there"):
+        prepare(replace(plan, seed=1), tmp_path / "d")
+    os.utime(source, ns=(1, 1))
+    with pytest.raises(InputError, match=r"with other settings or files \(sources is .* there and .* here\)"):
+        prepare(plan, tmp_path / "d")
+
+
+def test_shards_join_to_what_one_run_makes(plan, tmp_path):
+    prepare(plan, tmp_path / "whole")
+    shards = [tmp_path / f"shard{i}" for i in (1, 2, 3)]
+    for i, shard in enumerate(shards, 1):
+        prepare(replace(plan, shard=(i, 3)), shard)
+    made = join(shards[::-1], tmp_path / "joined")
+    assert tokens(tmp_path / "joined") == tokens(tmp_path / "whole")
+    whole = open_data(tmp_path / "whole").manifest
+    assert all(made[name] == whole[name] for name in whole if name not in ("seconds", "megabytes_per_second"))
+    with pytest.raises(InputError, match=r"is one shard of the data; expected what `prepare --join` makes"):
+        open_data(shards[0])
+    with pytest.raises(InputError, match="shard 2/3 is missing; expected all 3"):
+        join([shards[0], shards[2]], tmp_path / "none")
+    prepare(replace(plan, shard=(2, 3)), tmp_path / "again")
+    with pytest.raises(InputError, match=r"shards .*shard2' and .*again' are both 2/3"):
+        join([*shards, tmp_path / "again"], tmp_path / "none")
+    prepare(replace(plan, shard=(2, 3), seed=5), tmp_path / "other")
+    with pytest.raises(InputError, match="other' belongs to another preparation: seed is 5 there and 0 in the first"):
+        join([shards[0], tmp_path / "other", shards[2]], tmp_path / "none")
+    with pytest.raises(InputError, match="whole' is no folder that `headrace prepare --shard` wrote"):
+        join([tmp_path / "whole"], tmp_path / "none")
+    part = next((shards[1] / "parts").iterdir())
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(InputError, match="shard2' is damaged"):
+        join(shards, tmp_path / "none")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_enough_tokens_are_the_first_ones(plan, tmp_path, count):
+    prepare(plan, tmp_path / "whole")
+    whole = tokens(tmp_path / "whole")["train"]
+    made = prepare(replace(plan, tokens=2000, workers=count), tmp_path / "d")
+    found = tokens(tmp_path / "d")["train"]
+    assert 2000 <= len(found) == made["train"]["tokens"] < 3100 and found == whole[: len(found)]
+
+
+def test_a_long_text_is_read_in_windows(tmp_path, texts):
+    """As one file of many windows and blocks, it has the tokens of one row."""
+    book = "\n".join(texts)
+    (tmp_path / "book.txt").write_text(book)
+    (tmp_path / "book.jsonl").write_text(json.dumps({"text": book}) + "\n")
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"text": README * 3}) + "\n")
+    prepare(Preparation((str(tmp_path / "lines.jsonl"),), bpe=400, length=64, held_out=0.1), tmp_path / "bpe")
+    for kind in ("txt", "jsonl"):
+        plan = Preparation((str(tmp_path / f"book.{kind}"),), str(tmp_path / "bpe/tokenizer"), length=64, held_out=0.01)
+        prepare(plan, tmp_path / kind)
+    rows = list(sources.rows((str(tmp_path / "book.txt"),), "text", cut=True))
+    assert len(rows) > 20 and "".join(row.text for row in rows) == book
+    assert [row.offset for row in rows] == [len("".join(r.text for r in rows[:i]).encode()) for i in range(len(rows))]
+    assert tokens(tmp_path / "txt") == tokens(tmp_path / "jsonl")
+    decoded = [open_data(tmp_path / "txt").tokenizer.decode(tokens(tmp_path / "txt")[name][:-1]) for name in SPLITS]
+    assert "".join(decoded) == book
+    assert len(decoded[1].encode()) == pytest.approx(0.01 * len(book.encode()), abs=4)
+
+
+SPLITS = ("train", "held_out")
+README = "Some words, which are trained on; it's them: 123, 4567.\n\nAnd a paragraph.\n"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_many_documents_each_is_drawn(tmp_path, seed):
+    texts = [f"{i}" for i in range(3000)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    made = prepare(Preparation((str(tmp_path / "texts.jsonl"),), held_out=0.1, seed=seed), tmp_path / "d")
+    data = open_data(tmp_path / "d")
+    found = {}
+    for name in SPLITS:
+        text = data.tokenizer.decode(tokens(tmp_path / "d")[name])
+        found[name] = text.split("<|endoftext|>")[:-1]
+        assert len(found[name]) == made[name]["documents"]
+    assert sorted(found["train"] + found["held_out"], key=int) == texts
+    assert abs(len(found["held_out"]) - 300) < 6 * (3000 * 0.1 * 0.9) ** 0.5  # of a fixed draw
+
+
+def test_every_reader_gives_the_same_documents(texts, jsonl, tmp_path, plan):
+    prepare(plan, tmp_path / "whole")
+    raw = jsonl.read_bytes()
+    files = {"a.jsonl.gz": gzip.compress(raw), "b.jsonl.bz2": bz2.compress(raw), "c.jsonl.xz": lzma.compress(raw)}
+    files["d.json"] = json.dumps([{"text": text} for text in texts]).encode()
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "e.parquet", tmp_path / "folder" / "train.parquet"):
+        parquet.write_table(pyarrow.table({"n": range(len(texts)), "text": texts}), path, row_group_size=70)
+    for name in (*files, "e.parquet", "folder"):
+        prepare(replace(plan, sources=(str(tmp_path / name),)), tmp_path / f"of {name}")
+        assert tokens(tmp_path / f"of {name}") == tokens(tmp_path / "whole"), name
+
+
+def test_zstandard(jsonl, plan, tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    (tmp_path / "texts.jsonl.zst").write_bytes(zstandard.compress(jsonl.read_bytes()))
+    for name, source in (("a", jsonl), ("b", tmp_path / "texts.jsonl.zst")):
+        prepare(replace(plan, sources=(str(source),)), tmp_path / name)
+    assert tokens(tmp_path / "a") == tokens(tmp_path / "b")
+
+
+def test_bad_rows_are_counted_and_named(texts, tmp_path, capsys):
+    bad = [b'{"text": "\xff"}', b'{"text": ', b"[1]", b'{"body": "x"}', b'{"text": null}', b'{"text": ""}', b""]
+    bad += [b'{"text": 5}', b'{"text": "\\ud800"}', b'{"body": "y", "more": 1}']
+    good = [json.dumps({"text": text}).encode() for text in texts[:40]]
+    (tmp_path / "good.jsonl").write_bytes(b"\n".join(good))
+    (tmp_path / "mixed.jsonl").write_bytes(b"\n".join([*good[:20], *bad, *good[20:]]))
+    for name in ("good", "mixed"):
+        command(tmp_path / name, [str(tmp_path / f"{name}.jsonl")], length=16, held_out=0.1)
+    assert tokens(tmp_path / "good") | {"bad_rows": 0} == tokens(tmp_path / "mixed") | {"bad_rows": 0}
+    found = open_data(tmp_path / "mixed").manifest["bad_rows"]
+    assert {what: (one["rows"], one["first"]) for what, one in found.items()} == {
+        "not UTF-8": (2, "mixed.jsonl row 21"),
+        "not JSON": (1, "mixed.jsonl row 22"),
+        "no JSON object": (1, "mixed.jsonl row 23"),
+        "without a column 'text'": (2, 'mixed.jsonl row 24, with ["body"]'),
+        "null": (1, "mixed.jsonl row 25"),
+        "empty": (2, "mixed.jsonl row 26"),
+        "of type int, not text": (1, "mixed.jsonl row 28"),
+    }
+    said = capsys.readouterr().out
+    assert "left out: 2 rows without a column 'text', first mixed.jsonl row 24, with [\"body\"]\n" in said
+    assert "left out: 1 row null, first mixed.jsonl row 25\n" in said
+
+
+def test_bad_rows_of_parquet(tmp_path):
+    values = pyarrow.array([b"good", b"\xff", None, b"", b"also good"] * 3).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
+    made = prepare(Preparation((str(tmp_path / "a.parquet"),), held_out=0.2), tmp_path / "d")
+    assert {what: one["rows"] for what, one in made["bad_rows"].items()} == {"not UTF-8": 3, "null": 3, "empty": 3}
+    assert made["train"]["documents"] + made["held_out"]["documents"] == 6
+    parquet.write_table(pyarrow.table({"n": [1, 2]}), tmp_path / "b.parquet")
+    for column, said in (
+        ("text", "--column 'text' is not in .*; expected one of n"),
+        ("n", "holds int64; expected text"),
+    ):
+        with pytest.raises(InputError, match=said):
+            prepare(Preparation((str(tmp_path / "b.parquet"),), column=column), tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "b.jsonl.gz", "c.parquet"])
+def test_a_file_that_cannot_be_read_is_named(name, tmp_path):
+    (tmp_path / name).write_bytes(b"\xff\xfe no text")
+    with pytest.raises(InputError, match=f"source .*{name}' cannot be read"):
+        prepare(Preparation((str(tmp_path / name),)), tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shard": "3"}, "--shard '3'; expected i/n"),
+        ({"shard": "3/2"}, "--shard 3/2; expected i/n with 1 ≤ i ≤ n"),
+        ({"shard": "1/2", "train_bpe": 300}, "--train-bpe 300 with --shard"),
+        ({"tokens": 0.5}, "--tokens 0.5; expected an integer"),
+        ({"tokens": -1.0}, "--tokens -1; expected at least 1"),
+        ({"join": True, "length": 5}, "--length=5 with --join; expected --output and the shards alone"),
+        ({"tokens": 1.0, "task": "mqar", "sources": None}, "--tokens=1.0 with --task"),
+    ],
+)
+def test_mistakes(jsonl, tmp_path, options, said):
+    with pytest.raises(InputError, match=said):
+        command(tmp_path / "d", **({"sources": [str(jsonl)]} | options))
+
+
+def test_rows_are_read_from_the_disk(plan, tmp_path):
+    """What another process gets is names, and loaders read rows in any order and many at once."""
+    prepare(plan, tmp_path / "d")
+    rows = open_data(tmp_path / "d").train
+    assert len(rows.tokens) > 2000 and len(pickle.dumps(rows)) < 1000
+    again = pickle.loads(pickle.dumps(rows))
+    assert list(again) == list(rows) and rows[-1] == rows[len(rows) - 1]
+    assert isinstance(rows.tokens, np.memmap) and rows.tokens.dtype == np.uint16
+    for i in (len(rows), -len(rows) - 1):
+        with pytest.raises(IndexError):
+            rows[i]
+    chosen = rows.select(range(1, 9)).select([0, 7, 3])
+    assert [chosen[i] for i in range(3)] == [rows[1], rows[8], rows[4]]
+    assert next(iter(DataLoader(chosen, 3, collate_fn=list))) == [rows[1], rows[8], rows[4]]

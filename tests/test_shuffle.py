@@ -1,0 +1,49 @@
+"""The order of rows: each row once, in an order of its own for each epoch and seed."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+from headrace.data import Shuffled
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 13, 64, 65, 1000, 4097, 20_000])
+def test_each_row_is_there_once(rows):
+    order = Shuffled(rows, rows, seed=1)
+    for epoch in range(3):
+        order.set_epoch(epoch)
+        assert sorted(order) == list(range(rows))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own_which_return():
+    orders = {}
+    for seed in range(3):
+        for epoch in range(3):
+            made = Shuffled(1000, 1000, seed)
+            made.set_epoch(epoch)
+            orders[seed, epoch] = list(made)
+            assert list(made) == orders[seed, epoch]
+    assert len(set(map(tuple, orders.values()))) == 9
+    assert list(Shuffled(1000, 90, 0)) == orders[0, 0][:90] and len(Shuffled(1000, 90, 0)) == 90
+
+
+@pytest.mark.parametrize("rows", [7, 100, 5000])
+def test_the_order_is_like_a_random_one(rows):
+    """In 200 orders: how often a place has each row (chi squared), and how row and place, and a row and the next,
+    correlate. With fixed seeds the test is no draw; a true permutation fails it in one of 10^6 times."""
+    orders = np.array([list(Shuffled(rows, rows, seed)) for seed in range(200)])
+    for place in (0, rows // 2, rows - 1):
+        bins = np.histogram(orders[:, place], bins=min(rows, 7), range=(0, rows))[0]
+        widths = np.histogram(np.arange(rows), bins=min(rows, 7), range=(0, rows))[0]
+        assert stats.chisquare(bins, 200 * widths / rows).pvalue > 1e-7
+    for a, b in ((orders, np.broadcast_to(np.arange(rows), orders.shape)), (orders[:, 1:], orders[:, :-1])):
+        deviation = np.corrcoef(a.ravel(), b.ravel())[0, 1] + (0 if b is not orders[:, :-1] else 1 / (rows - 1))
+        assert abs(deviation) < 5.3 / np.sqrt(a.size) + 2 / rows
+
+
+def test_an_order_of_very_many_rows_needs_no_memory():
+    """15e9 tokens of 512 are 29 million rows; here are 2^40."""
+    first = [row for row, _ in zip(Shuffled(2**40, 2**40, 0), range(10_000), strict=False)]
+    assert len(set(first)) == 10_000 and stats.kstest(np.array(first) / 2**40, "uniform").pvalue > 1e-6
