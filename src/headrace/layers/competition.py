@@ -33,6 +33,7 @@ class HeadCompetition(Gate):
         super().__init__()
         self.spec, self.memories = spec, memories
         self.num_heads = num_heads = num_heads * memories
+        self.repeats = num_heads // key_heads  # how many heads share a head of q or k
         shapes = {
             "head": (num_heads, key_dim),
             "diag": (key_dim, num_heads),
@@ -55,7 +56,7 @@ class HeadCompetition(Gate):
             return F.linear(x, self.weight)
         if self.spec.source == "query":
             return F.linear(heads.flatten(-2), self.weight)
-        heads = heads.repeat_interleave(self.num_heads // heads.shape[-2], -2)
+        heads = heads.repeat_interleave(self.repeats, -2)
         return heads @ self.weight if self.spec.source == "diag" else (heads * self.weight).sum(-1)
 
     def forward(self, heads: Tensor, x: Tensor) -> Tensor:
