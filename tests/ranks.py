@@ -1,11 +1,7 @@
 """What each process of a group computes in test_context_parallel.py, and how far it is from one process."""
 
-import datetime
-import os
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from headrace import InputError, context_parallel, layers, linear_attention
@@ -21,21 +17,6 @@ OPS = {
     "delta": {"rule": "delta"}, "gated delta": {"rule": "delta", "decay": [1, T, H]},
     "kda": {"rule": "delta", "decay": [1, T, H, K]},
 }  # fmt: skip
-
-
-def run(world, folder, port, names):
-    """Runs `check` in `world` processes, forked from one that has imported headrace, and returns their findings."""
-    mp.get_context("forkserver").set_forkserver_preload(["headrace.hf"])
-    mp.start_processes(_process, (world, str(folder), port, names), world, start_method="forkserver")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
-
-
-def _process(rank, world, folder, port, names):
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
-    torch.save(check(names), os.path.join(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
 
 
 def check(names):

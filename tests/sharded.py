@@ -2,13 +2,14 @@
 
 import multiprocessing as mp
 import os
-import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import TrainerCallback
+
+from groups import free_port
 
 GRACE = 5  # seconds in which the other processes may end after one has failed
 
@@ -23,7 +24,7 @@ class Run:
 
 def train_all(runs, data, processes=1):
     """Trains the runs in `processes` processes, which are new, and returns their exit codes."""
-    context, given = mp.get_context("forkserver"), (processes, _free_port(), data, runs)
+    context, given = mp.get_context("forkserver"), (processes, free_port(), data, runs)
     context.set_forkserver_preload(["headrace.training.run"])  # imported once for all groups
     group = [context.Process(target=_process, args=(rank, *given), daemon=True) for rank in range(processes)]
     for process in group:
@@ -33,12 +34,6 @@ def train_all(runs, data, processes=1):
         process.kill()
         process.join()
     return [process.exitcode for process in group]
-
-
-def _free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def _process(rank, processes, port, data, runs):

@@ -2,14 +2,14 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 
+from groups import run
 from headrace import InputError, context_parallel, zoo
-from ranks import OPS, H, K, V, run
+from ranks import OPS, H, K, V, check
 from training import arguments, train
 
 ERROR = 1e-10  # float64: the same sums in another order
@@ -18,18 +18,12 @@ MIXERS = [name for name in zoo.names() if name.removeprefix("softmax-") in zoo.L
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return run(4, tmp_path_factory.mktemp("ranks"), free_port(), MIXERS)
+    return run(4, tmp_path_factory.mktemp("ranks"), check, MIXERS)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request, four, tmp_path_factory):
-    return four if request.param == 4 else run(2, tmp_path_factory.mktemp("ranks"), free_port(), [])
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return four if request.param == 4 else run(2, tmp_path_factory.mktemp("ranks"), check, [])
 
 
 def errors(found, name):

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, HeadraceModel, load
     from .layers import Mixer
     from .layers.quantized import quantize
+    from .layers.tensor_parallel import tensor_parallel
     from .ops.context_parallel import context_parallel
     from .ops.dispatch import backends
     from .ops.recurrence import linear_attention, step
@@ -25,6 +26,7 @@ _LAZY = {
     "backends": "ops.dispatch",
     "Mixer": "layers",
     "quantize": "layers.quantized",
+    "tensor_parallel": "layers.tensor_parallel",
     "verify": "studies.verify",
     "HeadraceConfig": "hf",
     "HeadraceModel": "hf",
@@ -38,7 +40,8 @@ del auto
 
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Mixer",
-    "backends", "context_parallel", "linear_attention", "load", "quantize", "step", "verify",
+    "backends", "context_parallel", "linear_attention", "load", "quantize", "step", "tensor_parallel",
+    "verify",
 ]  # fmt: skip
 
 

@@ -167,6 +167,16 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Dry run: print parameters, FLOPs and memory, and train nothing.")
     ] = False,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="Machine of the dry run, such as 8xH100 or 4x8xH100: print layout, memory per device and days. "
+            r"\[default: none]"
+        ),
+    ] = None,
+    efficiency: Annotated[
+        float, typer.Option(help="Fraction of the machine's peak FLOPs that the dry run assumes the model to reach.")
+    ] = 0.3,
     as_json: Annotated[bool, typer.Option("--json", help="JSON output of the dry run.")] = False,
     accept_old: AcceptOld = False,
 ) -> None:
@@ -180,8 +190,13 @@ def train(
     changes = assignments([*(settings or []), *([] if mixer is None else [f"mixer={mixer}"])])
     chosen, about = recipes.load(recipe, changes)
     if dry_run or as_json:
-        print_costs(chosen, about, as_json)
+        from ..training import machine as machines
+
+        plan = None if machine is None else machines.plan(chosen, machines.parse(machine), fsdp, efficiency)
+        print_costs(chosen, about, plan, as_json)
         return
+    if machine is not None:
+        raise InputError(f"--machine={machine} without --dry-run; expected it with --dry-run or --json")
     if data is None:
         raise InputError("--data is missing; expected a folder made by `headrace prepare`")
     from ..data import open_data
@@ -203,15 +218,16 @@ def curves(
     print(f"{output} shows {len(runs)} run{'s' if len(runs) > 1 else ''}")
 
 
-def print_costs(recipe: Any, about: Any, as_json: bool) -> None:
-    """Prints parameters, steps, FLOPs and memory of a recipe."""
+def print_costs(recipe: Any, about: Any, plan: dict[str, Any] | None, as_json: bool) -> None:
+    """Prints parameters, steps, FLOPs and memory of a recipe. plan: what it needs of a machine, of `machine.plan`."""
     from dataclasses import asdict
 
     from ..training.model import estimate
 
     costs = estimate(recipe)
     if as_json:
-        print(json.dumps({"recipe": asdict(recipe), **asdict(about), **costs}, indent=1))
+        machine = {} if plan is None else {"machine": plan}
+        print(json.dumps({"recipe": asdict(recipe), **asdict(about), **costs, **machine}, indent=1))
         return
     table = Table(show_header=False, title=f"{recipe.mixer}, {recipe.layers} layers of {recipe.hidden_size}")
     for name, number in costs["parameters"].items():
@@ -219,10 +235,26 @@ def print_costs(recipe: Any, about: Any, as_json: bool) -> None:
     table.add_row("steps", f"{costs['steps']:,} of {costs['rows_per_step']} rows, {costs['warmup_steps']:,} of warm-up")
     table.add_row("tokens", f"{costs['tokens']:,}")
     table.add_row("FLOPs", f"{costs['flops_per_token'] / GIGA:,.2f} G per token, {costs['flops']:.2e} in total")
-    for name, number in costs["bytes"].items():
+    for name, number in (costs if plan is None else plan)["bytes"].items():
         table.add_row(f"memory, {name}", f"{number / 2**30:,.2f} GiB")
+    for name, text in ({} if plan is None else machine_rows(plan)).items():
+        table.add_row(name, text)
     table.add_row("assumed", ", ".join(about.assumed) or "nothing")
     Console().print(table)
+
+
+def machine_rows(plan: dict[str, Any]) -> dict[str, str]:
+    """The rows of the dry run's table about a machine."""
+    needed, there = sum(plan["bytes"].values()) / 2**30, plan["bytes_of_device"] / 2**30
+    no = "does not fit; expected a smaller micro_batch, recompute=true, --fsdp, or other devices"
+    layout = f"{plan['data_parallel']} × {plan['context_parallel']} per row" + ", FSDP" * plan["fsdp"]
+    reached = f"{plan['efficiency']:.0%} of the peak, an assumption"
+    return {
+        "memory per device": f"{needed:,.1f} of {there:,.1f} GiB: {'fits' if plan['fits'] else no}",
+        "devices": f"{plan['devices']} {plan['device']}: {layout}",
+        "rows per device": f"{plan['rows_per_pass']} in a pass, {plan['passes_per_step']} passes in a step",
+        "time": f"{plan['days']:,.2f} days, {plan['tokens_per_second']:,.0f} tokens/s, at {reached}",
+    }
 
 
 def list_recipes(

@@ -16,6 +16,7 @@ from transformers.utils import can_return_tuple
 from ..layers.block import Block
 from ..layers.packing import flash_bounds, pack_rows, padding_mask, sequences
 from ..layers.stack import Backbone, initialise
+from ..layers.tensor_parallel import cuts_of, read_plan, tensor_parallel, whole_state_dict
 from ..ops.checks import require
 from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
@@ -40,8 +41,23 @@ class HeadracePreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         initialise(module, self.config.initializer_range)
 
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """As in transformers, but with tp_plan="auto" every process of torchrun reads the whole model and keeps its
+        heads (`headrace.tensor_parallel`). Raises InputError for another tp_plan, tp_size and distributed_config."""
+        mesh = read_plan(kwargs)
+        loaded: Any = super().from_pretrained(*args, **kwargs)
+        if mesh is not None:
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            tensor_parallel(model, mesh).to(mesh.device_type)
+        return loaded
+
     def save_pretrained(self, save_directory, is_main_process: bool = True, **options):  # type: ignore[override]
-        """As in transformers, and writes checksums of the weights, which `load` verifies."""
+        """As in transformers, and writes checksums of the weights, which `load` verifies. All processes of
+        `tensor_parallel` must call it; the first one writes the whole model."""
+        if cuts_of(self):
+            options["state_dict"] = whole_state_dict(self)
+            is_main_process = is_main_process and torch.distributed.get_rank() == 0
         if is_main_process:
             unseal(Path(save_directory))
         super().save_pretrained(save_directory, is_main_process, **options)

@@ -35,8 +35,7 @@ class HeadCompetition(Gate):
         super().__init__()
         self.spec, self.memories = spec, memories
         self.num_heads = num_heads = num_heads * memories
-        largest = num_heads if spec.range == "heads" else spec.range
-        self.offset = math.log(largest - 1) if largest > 1 else -math.inf  # where a sigmoid is 1 / largest
+        self.repeats = num_heads // key_heads  # how many heads share a head of q or k
         shapes = {
             "head": (num_heads, key_dim),
             "diag": (key_dim, num_heads),
@@ -44,6 +43,12 @@ class HeadCompetition(Gate):
             "hidden": (num_heads, hidden_size),
         }
         self.weight = nn.Parameter(torch.zeros(shapes[spec.source]))
+
+    @property
+    def offset(self) -> float:
+        """The offset of a sigmoid whose value is 1 / range at a score of zero."""
+        largest = self.num_heads if self.spec.range == "heads" else self.spec.range
+        return math.log(largest - 1) if largest > 1 else -math.inf
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -59,7 +64,7 @@ class HeadCompetition(Gate):
             return F.linear(x, self.weight)
         if self.spec.source == "query":
             return F.linear(heads.flatten(-2), self.weight)
-        heads = heads.repeat_interleave(self.num_heads // heads.shape[-2], -2)
+        heads = heads.repeat_interleave(self.repeats, -2)
         return heads @ self.weight if self.spec.source == "diag" else (heads * self.weight).sum(-1)
 
     def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:

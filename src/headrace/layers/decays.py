@@ -42,9 +42,11 @@ class DecayModule(SelfInitialised):
 class FixedDecay(DecayModule):
     """RetNet's decay: log_decay [H] = log(1 − 2^(−5−h)) (arXiv 2307.08621, section 2.2)."""
 
+    first = 0  # index of the first head, of those that a process has under tensor_parallel
+
     def forward(self, x: Tensor) -> Tensor:
         # Computed instead of stored, because a half-precision buffer would lose most digits.
-        h = torch.arange(self.num_heads, device=x.device, dtype=torch.float64)
+        h = torch.arange(self.first, self.first + self.num_heads, device=x.device, dtype=torch.float64)
         return torch.log1p(-torch.exp2(-5 - h)).to(accumulator(x))
 
 

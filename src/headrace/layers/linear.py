@@ -192,11 +192,14 @@ class LinearMixer(LinearParameters):
         gate = None if self.gate is None else self.gate(gate_input)
         if gate is not None and read.order == "gate-norm":
             out = out * gate
-        out = normalise(out, read.norm, self.norm_weight, self.norm_bias, self.norm_eps)
+        out = self._normalise(out)
         out = out if strength is None else out * strength
         if gate is not None and read.order == "norm-gate":
             out = out * gate
         return self.o_proj(out.flatten(-2))
+
+    def _normalise(self, out: Tensor) -> Tensor:
+        return normalise(out, self.spec.read.norm, self.norm_weight, self.norm_bias, self.norm_eps)
 
 
 def _now(x: Tensor | None) -> Tensor | None:

@@ -33,6 +33,7 @@ from . import checkpoints
 from .agreement import agreed
 from .arguments import training_arguments
 from .card import write_card
+from .machine import peak
 from .model import build, estimate
 from .optimizer import optimizer
 from .processes import PARALLEL, TIMEOUT, check_launcher, grid, is_lost, who_is_lost
@@ -252,30 +253,15 @@ def arguments(recipe: Recipe, folder: Path, trackers: str, timeout: int = TIMEOU
         report_to=list(zoo.split(trackers)),
         per_device_eval_batch_size=recipe.micro_batch,
     )
-    share_rows(recipe, settings)
+    settings.per_device_train_batch_size, settings.gradient_accumulation_steps = recipe.share(settings.world_size)
     return settings
-
-
-def share_rows(recipe: Recipe, settings: TrainingArguments) -> None:
-    """Sets the rows per forward pass and the accumulation steps such that a step has the recipe's number of rows.
-    InputError if the rows cannot be shared evenly."""
-    each, rest = divmod(recipe.rows, settings.world_size // recipe.context_parallel)
-    micro = min(recipe.micro_batch, each)
-    if rest or each % max(micro, 1):
-        raise InputError(
-            f"a step has {recipe.rows} rows (batch_tokens / length), which {settings.world_size} processes with "
-            f"micro_batch={recipe.micro_batch} cannot share evenly"
-        )
-    settings.per_device_train_batch_size, settings.gradient_accumulation_steps = micro, each // micro
 
 
 def peak_flops() -> float | None:
     """Peak bfloat16 FLOPs per second of all devices without sparsity, by the data sheets; None if not known."""
     if not torch.cuda.is_available():
         return None
-    known = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
-    name = torch.cuda.get_device_name()
-    one = next((flops for model, flops in known.items() if model in name), None)
+    one = peak(torch.cuda.get_device_name())
     count = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return None if one is None else one * count
 

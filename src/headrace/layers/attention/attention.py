@@ -91,7 +91,8 @@ class SoftmaxAttention(nn.Module):
         if state is not None:
             check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
         if self.spec.pattern is not None and mask is not None:
-            return without_padding(lambda pack, state, ends: self.forward(pack, state, cu_seqlens=ends), x, state, mask)
+            forward = SoftmaxAttention.forward  # not a subclass's, which would be in its own call twice
+            return without_padding(lambda p, state, ends: forward(self, p, state, cu_seqlens=ends), x, state, mask)
         q, k, v = self._query(x), *self._key_value(x)
         if self.spec.rotary:
             positions, _ = count_tokens(x, None if state is None else state.seen, mask, cu_seqlens)

@@ -97,6 +97,20 @@ class Recipe(Optimization):
         """Number of rows per step."""
         return self.batch_tokens // self.length
 
+    def share(self, processes: int) -> tuple[int, int]:
+        """Returns the rows of a forward pass of a process, and the passes of a step. Raises InputError if the processes
+        cannot share the rows of a step evenly."""
+        groups, left = divmod(processes, self.context_parallel)
+        each, rest = divmod(self.rows, max(groups, 1))
+        micro = min(self.micro_batch, each)
+        if left or rest or each % max(micro, 1):
+            shared = f" and context_parallel={self.context_parallel}" if self.context_parallel > 1 else ""
+            raise InputError(
+                f"a step has {self.rows} rows (batch_tokens / length), which {processes} processes with "
+                f"micro_batch={self.micro_batch}{shared} cannot share evenly"
+            )
+        return micro, each // micro
+
     @property
     def clips(self) -> float | None:
         """The largest norm of the gradient after `clip` and `clip_when`; None: no clipping."""

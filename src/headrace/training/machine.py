@@ -1,0 +1,141 @@
+"""What a recipe needs of a machine that is not there: memory per device, layout, steps and days.
+
+The memory is a sum of formulas, `memory`; the days follow from the peak of the data sheet and an assumed efficiency, in
+which the network has no part of its own.
+"""
+
+import re
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..ops.loss import PIECE
+from ..utils.errors import InputError, nearest
+from .model import BYTES_PER_PARAMETER, blank, estimate
+from .recipes import Recipe
+
+DAY = 24 * 60 * 60  # seconds
+
+
+class Device(NamedTuple):
+    """A device by its data sheet."""
+
+    memory: float  # bytes, with a data sheet's GB as 10^9: what CUDA itself takes is less than the difference to 2^30
+    flops: float  # bfloat16 multiplications and additions per second, dense: half of a number "with sparsity"
+
+
+DEVICES = {
+    # nvidia.com/en-us/data-center/a100, table of specifications: 312 TFLOPS
+    "A100-40GB": Device(40e9, 312e12),
+    "A100": Device(80e9, 312e12),
+    # nvidia.com/en-us/data-center/h100: SXM 1,979, PCIe 1,513 and NVL 1,671 TFLOPS with sparsity
+    "H100": Device(80e9, 989e12),
+    "H100-PCIe": Device(80e9, 756e12),
+    "H100-NVL": Device(94e9, 835e12),
+    # nvidia.com/en-us/data-center/h200: SXM 1,979 with sparsity
+    "H200": Device(141e9, 989e12),
+    # nvidia.com/en-us/data-center/dgx-b200: eight have 1,440 GB; HGX B200: 36 PFLOPS with sparsity
+    "B200": Device(180e9, 2250e12),
+    # nvidia.com/en-us/data-center/l4 and /l40s: 242 and 733 TFLOPS with sparsity; the latter's footnote says 362 dense
+    "L4": Device(24e9, 121e12),
+    "L40S": Device(48e9, 362e12),
+    # GeForce RTX 4090: NVIDIA Ada GPU architecture, appendix A, bfloat16 with float32 sums
+    "RTX-4090": Device(24e9, 165e12),
+    # amd.com, Instinct MI300X data sheet: 1,307.4 TFLOPS
+    "MI300X": Device(192e9, 1307e12),
+}
+
+
+def peak(name: str) -> float | None:
+    """Returns the peak of a device by the name that its driver gives it, such as NVIDIA A100-SXM4-40GB, or None."""
+    words = set(re.split(r"[\s-]+", name.lower()))
+    fitting = [known for known in DEVICES if set(known.lower().split("-")) <= words]
+    return DEVICES[max(fitting, key=len)].flops if fitting else None
+
+
+class Machine(NamedTuple):
+    """Devices of one kind."""
+
+    devices: int
+    name: str
+
+
+def parse(text: str) -> Machine:
+    """Returns the machine 8xH100, or 4x8xH100 for four nodes of eight. Raises InputError for other texts."""
+    found = re.fullmatch(r"(\d+)\s*[x×]\s*(?:(\d+)\s*[x×]\s*)?([\w-]+)", text.strip(), re.IGNORECASE)
+    count = int(found[1]) * int(found[2] or 1) if found else 0
+    if found is None or count == 0:
+        raise InputError(f"--machine {text!r}; expected a number of devices and their name, such as 8xH100 or 4x8xH100")
+    name = next((known for known in DEVICES if known.lower() == found[3].lower()), None)
+    if name is None:
+        near = nearest(found[3].upper(), DEVICES)
+        raise InputError(f"--machine {text!r} has an unknown device; the nearest of {', '.join(DEVICES)} is {near}")
+    return Machine(count, name)
+
+
+def plan(recipe: Recipe, machine: Machine, fsdp: bool, efficiency: float) -> dict[str, Any]:
+    """Returns layout, bytes per device and days of a training run.
+
+    Args:
+        fsdp: whether weights, gradients and moments are sharded over all devices.
+        efficiency: model FLOPs utilisation, the fraction of the peak that the model's operations reach.
+
+    Raises:
+        InputError: for rows that the devices cannot share evenly, and an efficiency outside 0 to 1.
+    """
+    if not 0 < efficiency <= 1:
+        raise InputError(f"--efficiency={efficiency:g}; expected more than 0 and at most 1")
+    rows, passes = recipe.share(machine.devices)
+    device, costs = DEVICES[machine.name], estimate(recipe)
+    needed = memory(replace(recipe, micro_batch=rows), machine.devices, fsdp)
+    seconds = costs["flops"] / (machine.devices * device.flops * efficiency)
+    return {
+        "devices": machine.devices,
+        "device": machine.name,
+        "data_parallel": machine.devices // recipe.context_parallel,
+        "context_parallel": recipe.context_parallel,
+        "fsdp": fsdp,
+        "rows_per_pass": rows,
+        "passes_per_step": passes,
+        "bytes": needed,
+        "bytes_of_device": int(device.memory),
+        "fits": sum(needed.values()) <= device.memory,
+        "efficiency": efficiency,
+        "tokens_per_second": costs["tokens"] / seconds,
+        "days": seconds / DAY,
+    }
+
+
+def memory(recipe: Recipe, devices: int, fsdp: bool) -> dict[str, int]:
+    """Returns the bytes per device of a training run, by what they hold. P parameters are trained by N devices:
+
+    - weights, gradients and AdamW's two moments in float32: 16 P, with FSDP 16 P / N;
+    - without FSDP, for N > 1, the buckets in which DistributedDataParallel sums gradients: 4 P;
+    - with FSDP, whole weights and gradients of the embeddings and of two blocks, the one in work and the next;
+    - autocast's copies of the weights in bfloat16: 2 P; with FSDP, of what is whole;
+    - what a forward pass over the rows of a device saves for the backward, counted on a model without memory;
+    - while the backward begins, a piece of the logits; with `recompute`, later the tensors of one block, if larger.
+    """
+    costs, model = estimate(recipe), blank(recipe)
+    P = costs["parameters"]["tied" if recipe.tie else "untied"]
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.backbone.layers]
+    whole = min(P, P - sum(blocks) + 2 * max(blocks)) if fsdp else P
+    found = {"weights, gradients, moments": BYTES_PER_PARAMETER * P // (devices if fsdp else 1)}
+    if fsdp:
+        found["whole weights and gradients of two blocks"] = 8 * whole
+    elif devices > 1:
+        found["buckets of gradients"] = 4 * P
+    if recipe.precision == "bfloat16":
+        found["weights in bfloat16"] = 2 * whole
+    found["kept for the backward"] = costs["bytes"]["kept for the backward"]
+    return found | {"at work": _at_work(recipe)}
+
+
+def _at_work(recipe: Recipe) -> int:
+    """Bytes of the larger of a piece of the logits, which softmax holds twice in float32 and, in bfloat16, twice more,
+    and of what is kept of one block when it is computed again."""
+    tokens = recipe.micro_batch * recipe.length // recipe.context_parallel
+    logits = min(tokens * recipe.vocab_size, PIECE) * (12 if recipe.precision == "bfloat16" else 8)
+    if not recipe.recompute:
+        return logits
+    kept = estimate(replace(recipe, recompute=False))["bytes"]["kept for the backward"]
+    return max(logits, kept // recipe.layers)

@@ -1,0 +1,105 @@
+"""What the dry run says of a machine: memory per device, layout and days."""
+
+import json
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from typer.testing import CliRunner
+
+from headrace import InputError
+from headrace.cli import app as cli
+from headrace.training import machine, recipes
+from headrace.training.model import build
+
+
+def recipe(**changes):
+    return recipes.load("laptop-1m", {"precision": "float32", **changes})[0]
+
+
+@pytest.mark.parametrize("changes", [{"mixer": "gla"}, {"mixer": "transformer", "recompute": True}], ids=str)
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_the_memory_of_one_device_is_the_peak_of_a_step(changes):
+    """Of all that PyTorch allocates. The estimate is higher, as gradients do not exist before the backward."""
+    chosen = recipe(layers=3, length=256, micro_batch=2, **changes)
+    model = build(chosen).train()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    if chosen.recompute:
+        model.gradient_checkpointing_enable()
+    ids = torch.randint(0, chosen.vocab_size, (chosen.micro_batch, chosen.length))
+
+    def step():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    held = sum(p.nbytes for p in model.parameters())
+    held += sum(x.nbytes for state in optimizer.state.values() for x in state.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    now = peak = held
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    assert 0.85 < peak / sum(machine.memory(chosen, 1, fsdp=False).values()) < 1.05
+
+
+def test_the_bytes_of_weights_are_those_of_paper_and_pencil():
+    """laptop-1m with GLA: P parameters, of which 4,096 × 128 are embeddings and 128 are the last norm's."""
+    one = recipe(mixer="gla")
+    P = sum(p.numel() for p in build(one).parameters())
+    rest = 4096 * 128 + 128
+    block = (P - rest) // 4
+    assert rest + 4 * block == P
+    half = recipe(mixer="gla", precision="bfloat16")
+    alone, eight, sharded = (machine.memory(half, *how) for how in ((1, False), (8, False), (8, True)))
+    names = ["weights, gradients, moments", "weights in bfloat16"]
+    assert [alone[name] for name in names] == [16 * P, 2 * P] and "buckets of gradients" not in alone
+    assert eight == alone | {"buckets of gradients": 4 * P}
+    assert [sharded[name] for name in names] == [2 * P, 2 * (rest + 2 * block)]
+    assert sharded["whole weights and gradients of two blocks"] == 8 * (rest + 2 * block)
+    assert alone["at work"] == 12 * half.micro_batch * 512 * 4096  # fewer numbers than a piece of 2^24
+
+
+def test_steps_rows_and_days():
+    """16 rows in a step on 2 nodes of 2 devices, 2 of which share a row: 8 rows for each pair, 4 at a time."""
+    chosen = recipe(mixer="gla", context_parallel=2)
+    found = machine.plan(chosen, machine.parse("2x2xH100"), False, 0.25)
+    assert [found[name] for name in ("devices", "data_parallel", "context_parallel")] == [4, 2, 2]
+    assert [found[name] for name in ("rows_per_pass", "passes_per_step")] == [4, 2]
+    flops = machine.estimate(chosen)["flops"]
+    assert found["days"] == pytest.approx(flops / (4 * 989e12 * 0.25) / 86400)
+    assert found["tokens_per_second"] == pytest.approx(4_000_000 / (found["days"] * 86400))
+    assert found["fits"] and found["bytes_of_device"] == 80e9
+
+
+def test_machines():
+    assert machine.parse("8xH100") == machine.parse(" 8 × h100 ") == machine.parse("2x4xH100") == (8, "H100")
+    assert machine.parse("1xrtx-4090") == (1, "RTX-4090") and machine.parse("2xMI300X") == (2, "MI300X")
+    for text, said in {"8xH900": "is H100", "H100": "8xH100", "0xA100": "8xH100", "8": "8xH100"}.items():
+        with pytest.raises(InputError, match=said):
+            machine.parse(text)
+    with pytest.raises(InputError, match="3 processes"):
+        machine.plan(recipe(), machine.parse("3xH100"), False, 0.3)
+    with pytest.raises(InputError, match="--efficiency=0;"):
+        machine.plan(recipe(), machine.parse("1xH100"), False, 0.0)
+
+
+def test_devices_by_the_names_of_drivers():
+    names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 NVL": 835e12, "NVIDIA A100-SXM4-40GB": 312e12}
+    names |= {"NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA L40": None}
+    assert {name: machine.peak(name) for name in names} == names
+
+
+def test_the_command_says_whether_it_fits():
+    def run(*options):
+        return CliRunner().invoke(cli.app, ["train", "paper-340m", "--dry-run", *options], env={"COLUMNS": "200"})
+
+    assert "GiB: fits" in run("--machine", "8xH100").output
+    assert "does not fit; expected a smaller micro_batch" in run("--machine", "8xL4").output
+    found = json.loads(run("--machine", "8xH100", "--fsdp", "--json").output)["machine"]
+    assert found["fits"] and found["fsdp"] and found["efficiency"] == 0.3
+    alone = CliRunner().invoke(cli.app, ["train", "paper-340m", "--machine", "8xH100"])
+    assert "expected it with --dry-run" in str(alone.exception)
