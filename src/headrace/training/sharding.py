@@ -60,5 +60,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     if dist.get_rank() == 0:
         for file in sorted(folder.glob("*.safetensors")):
             weights |= load_file(file)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)  # no copy of a tied weight
+    options = StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, strict=False
+    )  # no copy of a tied weight
     set_model_state_dict(model, weights, options=options)
