@@ -15,6 +15,10 @@ GATES = [
     f"softmax-gated-deltanet(competition.source={source}, competition.activation={activation})"
     for source in ("hidden", "diag", "query") for activation in ("softmax", "null", "sigmoid")
 ]  # fmt: skip
+GATES += [
+    "softmax-gla(competition.activation=sigmoid, competition.range=heads)",
+    "softmax-gla(competition.shuffle=true)",
+]
 SHARED = [
     "softmax-gla(competition.rank=2)", "softmax-mamba2(competition.source=query)", "gated-deltanet(heads.qk_groups=2)",
     "softmax-gated-deltanet(heads.qk_groups=2, competition.source=query)", "transformer(bias=true, buckets=8)", "gqa",
@@ -86,6 +90,7 @@ def test_what_cannot_be_split_is_refused_by_name(found):
             assert f"cannot split {kind}" in said[name]
         assert "num_heads=3" in said["heads"] and "heads.qk_groups=3" in said["groups"]
         assert "intermediate_size=17" in said["width"] and "in_proj.weight" in said["int8"]
+        assert "competition.shuffle" in said["shuffle"]
         assert "no mixer" in said["other"] and "other weights" in said["weights"]
 
 

@@ -145,6 +145,10 @@ def refusals(mesh):
     grouped = layers.Mixer("gated-deltanet(heads.qk_groups=3)", hidden_size=96, num_heads=12)
     said["groups"] = refused(lambda: tensor_parallel(grouped, mesh))
     said["width"] = refused(lambda: tensor_parallel(build("gla", intermediate_size=17), mesh))
+    shuffled = layers.Mixer(
+        "softmax-gla(competition.source=diag, competition.shuffle=true)", hidden_size=D, num_heads=H
+    )
+    said["shuffle"] = refused(lambda: tensor_parallel(shuffled, mesh))
     experts = MixtureOfExperts(Experts(4), D, 8, torch.relu, gated=False)
     said["experts"] = refused(lambda: tensor_parallel(torch.nn.Sequential(experts), mesh))
     said["int8"] = refused(lambda: tensor_parallel(quantize(build("gla")), mesh))
