@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -243,21 +244,19 @@ def test_what_was_asked_for_has_started(data, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(prepared, tmp_path):
-    """Twice the rows on each step's devices, and the same step: the losses are one process's."""
+    """Twice the rows on each step's devices, and the same step: the losses are one process's. Started by the file of
+    docs/launch.md."""
     settings = [f"{name}={value}" for name, value in TINY.items() if name != "micro_batch"]
-    found = {}
-    for name, micro, launcher in (
-        ("one", 4, [sys.executable]),
-        ("two", 2, [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]),
-    ):
-        script = tmp_path / "launched.py"  # not the name of the package, which it would hide
-        script.write_text("from headrace.cli import main\nmain()\n")
-        command = [*launcher, str(script), "train", "laptop-1m", *settings, f"micro_batch={micro}"]
-        command += ["--data", str(prepared), "--output", str(tmp_path / name), "--trackers", "none"]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    launch, found = Path(__file__).parent.parent / "docs" / "launch" / "torchrun.sh", {}
+    for devices, micro in ((1, 4), (2, 2)):
+        folder = tmp_path / str(devices)
+        there = {"DEVICES": str(devices), "RECIPE": "laptop-1m", "DATA": str(prepared), "OUTPUT": str(folder)}
+        there |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        command = ["sh", str(launch), *settings, f"micro_batch={micro}", "--trackers", "none"]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | there)
         assert done.returncode == 0, done.stderr[-2000:]
-        found[name] = [point["loss"] for point in losses(tmp_path / name) if "loss" in point]
-    assert found["two"] == pytest.approx(found["one"], rel=1e-5)
+        found[devices] = [point["loss"] for point in losses(folder) if "loss" in point]
+    assert found[2] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_a_run_begins_from_a_checkpoint_retrofitted_or_not(data, prepared, tmp_path):
