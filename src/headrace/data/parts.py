@@ -69,7 +69,7 @@ def finished(folder: Path, number: int) -> dict[str, Any] | None:
 
 def write(block: Block, encode: Encoder, end: int, folder: Path) -> dict[str, Any]:
     """Tokenises a block into a part, each document with the token `end` behind it, and returns the record."""
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     counts = {}
     for split in SPLITS:
         rows = [row for row in block.rows if row[1] == (split == "held_out")]
