@@ -67,7 +67,7 @@ class KillAt(TrainerCallback):
 
 @pytest.mark.filterwarnings("ignore")  # of the Trainer's own
 def test_training_takes_this_order_and_goes_on_with_it(data, tmp_path, monkeypatch):
-    """11 rows are two steps of 4 in each epoch. A run that is killed after step 7 goes on from the checkpoint of step 5,
+    """11 rows are two steps of 4 in each epoch. A run killed after step 7 goes on from the checkpoint of step 5,
     in the midst of an epoch."""
     step, seen, make = HeadraceTrainer.training_step, [], run.make_trainer
 
