@@ -1,12 +1,18 @@
 """The order of rows: each row once, in an order of its own for each epoch and seed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy import stats
+from transformers import TrainerCallback
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 from headrace.data import Shuffled
+from headrace.training import run
+from headrace.training.trainer import HeadraceTrainer
+from training import train
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 13, 64, 65, 1000, 4097, 20_000])
@@ -47,3 +53,45 @@ def test_an_order_of_very_many_rows_needs_no_memory():
     """15e9 tokens of 512 are 29 million rows; here are 2^40."""
     first = [row for row, _ in zip(Shuffled(2**40, 2**40, 0), range(10_000), strict=False)]
     assert len(set(first)) == 10_000 and stats.kstest(np.array(first) / 2**40, "uniform").pvalue > 1e-6
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 7:
+            raise Killed
+
+
+@pytest.mark.filterwarnings("ignore")  # of the Trainer's own
+def test_training_takes_this_order_and_goes_on_with_it(data, tmp_path, monkeypatch):
+    """11 rows are two steps of 4 in each epoch. A run killed after step 7 goes on from the checkpoint of step 5,
+    in the midst of an epoch."""
+    step, seen, make = HeadraceTrainer.training_step, [], run.make_trainer
+
+    def note(self, model, inputs, *rest):
+        seen.append((self.state.global_step, inputs["input_ids"].tolist()))
+        return step(self, model, inputs, *rest)
+
+    def with_killer(*arguments):
+        trainer = make(*arguments)
+        trainer.add_callback(KillAt())
+        return trainer
+
+    few = replace(data, train=data.train.select(range(11)))
+    monkeypatch.setattr(HeadraceTrainer, "training_step", note)
+    train(few, tmp_path / "whole", tokens=128 * 9)
+    whole, seen = seen, []
+    order = Shuffled(11, 8, seed=0)
+    for epoch in range(4):
+        order.set_epoch(epoch)
+        rows = [row for at, rows in whole if at // 2 == epoch for row in rows]
+        assert rows == [data.train[i]["input_ids"] for i in order]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(run, "make_trainer", with_killer)
+        train(few, tmp_path / "killed", tokens=128 * 9)
+    seen.clear()
+    train(few, tmp_path / "killed", tokens=128 * 9)
+    assert seen == [one for one in whole if one[0] >= 5]

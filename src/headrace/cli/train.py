@@ -81,7 +81,10 @@ def prepare(
             refuse_beside_join(task, both | held)
             manifest = joined([Path(source) for source in sources or ()], output)
         elif task is None:
-            how = {"tokens": tokens and whole("tokens", tokens), "shard": shard and fraction("shard", shard)}
+            how: dict[str, Any] = {
+                "tokens": tokens and whole("tokens", tokens),
+                "shard": shard and fraction("shard", shard),
+            }
             how |= {"bpe": train_bpe, "held_out": held_out, "column": column}
             plan = Preparation(tuple(sources or ()), seed=seed, workers=workers, **given(both | how))
             manifest = run(plan, output)

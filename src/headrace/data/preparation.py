@@ -170,7 +170,7 @@ def _blocks(plan: Preparation, choice: Choice, cut: bool) -> Iterator[parts.Bloc
     """The blocks of the shard."""
     rows = choice.parted(sources.rows(plan.sources, plan.column, cut))
     number, count = plan.shard
-    for i, group in enumerate(parts.groups(rows, BLOCK)):
+    for i, group in enumerate(parts.blocks(rows, BLOCK)):
         if i % count == number - 1:
             yield parts.block(i, group)
 
