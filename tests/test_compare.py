@@ -456,6 +456,7 @@ PATIENCE = 600  # seconds, for a machine that does much else: whatever hangs, ha
 RUN += ["--hidden-size", "16", "--heads", "4", "--batch-size", "8", "--length", "8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["interrupt", "kill", "kill the worker"])
 def test_what_is_finished_survives_and_the_same_command_continues(tmp_path, how):
     command = [*RUN, "--output", str(tmp_path / "run")]

@@ -25,7 +25,8 @@ from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM, load
 from headrace.hf.generate import generate, sampling_settings
 from headrace.hf.serving import Limits, application, engine, routes, serve
-from headrace.hf.serving.engine import Engine, Sampling
+from headrace.hf.serving.engine import Engine
+from headrace.hf.serving.sampling import Sampling
 from headrace.utils.errors import InputError
 from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving
 
@@ -243,26 +244,27 @@ def test_a_prompt_is_not_read_on_for_a_client_that_has_gone(checkpoint, monkeypa
     assert len(read) == 2 and said[0].finish == "length"  # a piece of each prompt
 
 
-def test_a_short_prompt_does_not_wait_for_a_piece_of_a_long_one(checkpoint, monkeypatch):
-    """It arrives before the first of two layers and is answered before the second."""
+def test_short_prompts_are_read_together_and_do_not_wait_for_a_piece_of_a_long_one(checkpoint, monkeypatch):
+    """They arrive before the first of two layers, and those that fit into one call are answered before the second."""
     monkeypatch.setattr(engine, "PIECE", 4)
     monkeypatch.setattr(engine, "perf_counter", itertools.count().__next__)  # each layer takes as long as a turn
-    model, said, read = load(checkpoint), {"long": [], "short": []}, []
+    model, said, read = load(checkpoint), [[], [], [], []], []
     one = Engine(model, byte_level())
-    streams = {
-        name: engine.Stream(ids, Sampling(1), byte_level(), model.device, said[name].append)
-        for name, ids in {"long": list(range(1, 10)), "short": [1]}.items()
-    }
+    long, *short = (
+        engine.Stream(list(range(1, n + 1)), Sampling(1), byte_level(), model.device, heard.append)
+        for n, heard in zip((9, 1, 2, 3), said, strict=True)
+    )
 
     def arrive(*_):
         arrival.remove()
-        one.submit(streams["short"])
+        for stream in short:
+            one.submit(stream)
 
     arrival = model.model.backbone.layers[0].register_forward_pre_hook(arrive)
     model.model.register_forward_hook(lambda module, args, out: read.append(out.last_hidden_state.shape[1]))
-    one.submit(streams["long"])
-    ended(said["long"])
-    assert read == [1, 4, 4, 1] and said["short"][-1].finish == "length"
+    one.submit(long)
+    ended(said[0])
+    assert read == [1 + 2, 4, 3, 4, 1] and all(heard[-1].finish == "length" for heard in said)
 
 
 def test_a_long_prompt_has_half_of_the_time(checkpoint, monkeypatch):
@@ -416,6 +418,7 @@ def start(*arguments):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )

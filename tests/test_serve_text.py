@@ -7,7 +7,7 @@ pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 import torch
 
 from headrace.data.tokenizer import byte_level
-from headrace.hf.serving.engine import Text
+from headrace.hf.serving.text import Text
 
 
 @pytest.mark.parametrize("text", ["añb–c🙂🙂", "一二三", "", " a  b\n\n c ", "\ufffd", "é"])

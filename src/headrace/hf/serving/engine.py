@@ -1,12 +1,12 @@
 """Generates text for all open requests together.
 
 The states of a recurrent model have one size, whatever the number of tokens, so requests join and leave the batch of
-those that are generated at any token. A long prompt is processed in pieces, and stops before each layer for a turn of
-the others: a prompt of one piece, and a token of the batch. So the others wait for one layer of one piece.
+those that are generated at any token. Short prompts are processed together, as one packed row. A long prompt is
+processed in pieces, and stops before each layer for a turn of the others: short prompts, and a token of the batch. So
+the others wait for one layer of one piece.
 """
 
 import asyncio
-import copy
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -18,23 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-from ...utils.errors import InputError
 from ..cache import HeadraceCache
+from .sampling import Draw, Sampling, check_generation
 from .text import Text
 
-PIECE = 256  # tokens of a prompt that are processed in one call
-
-
-class Sampling(NamedTuple):
-    """Settings of a generation."""
-
-    max_tokens: int
-    temperature: float = 0.0  # 0: the likeliest token
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+PIECE = 256  # tokens of prompts that are processed in one call
 
 
 class Piece(NamedTuple):
@@ -75,15 +64,14 @@ class Stream:
 class Batch:
     """Streams that get their tokens together. states: of all streams, one after another."""
 
-    def __init__(self) -> None:
-        self.streams: list[Stream] = []
-        self.tokens: list[int] = []  # the last token of each stream
-        self.cache = HeadraceCache()
+    def __init__(self, streams: list[Stream], tokens: list[int], cache: HeadraceCache):
+        self.streams, self.cache = streams, cache
+        self.tokens = tokens  # the last of each stream
 
-    def join(self, stream: Stream, token: int) -> None:
-        self.cache.append(stream.cache)
-        self.streams.append(stream)
-        self.tokens.append(token)
+    def join(self, others: "Batch") -> None:
+        self.cache.append(others.cache)
+        self.streams += others.streams
+        self.tokens += others.tokens
 
     def keep(self, places: list[int]) -> None:
         """Removes all streams but those at these places."""
@@ -161,12 +149,11 @@ class Engine:
                     self._read_long(self.long.popleft())
 
     def _take_turn(self) -> None:
-        """Processes one short prompt and generates a token of each stream."""
+        """Processes short prompts and generates a token of each stream."""
         with suppress(Empty):
             while True:
                 self._enqueue(self.arrivals.get_nowait())
-        if self.prompts:
-            self._read(self.prompts.popleft())
+        self._read(self._short())
         for batch in self.batches:
             self._guarded(self._decode, batch, batch.streams)
         self.batches = [batch for batch in self.batches if batch.streams]
@@ -174,10 +161,22 @@ class Engine:
     def _enqueue(self, stream: Stream) -> None:
         (self.long if len(stream.prompt) > 1 else self.prompts).append(stream)
 
+    def _short(self) -> list[Stream]:
+        """The next prompts that one call takes: one, or several that begin, of at most PIECE tokens together."""
+        found: list[Stream] = []
+        tokens = 0
+        while self.prompts and (not found or self.together):
+            stream = self.prompts[0]
+            tokens += stream.prompt[0].shape[1]
+            if found and (tokens > PIECE or found[0].cache.is_initialized or stream.cache.is_initialized):
+                break
+            found.append(self.prompts.popleft())
+        return found
+
     def _read_long(self, stream: Stream) -> None:
         """Processes a piece of a long prompt, with turns of the others between its layers."""
         self.resumed = perf_counter()
-        self._read(stream)
+        self._read([stream])
         self.resumed = inf
 
     def _between_layers(self, *_: Any) -> None:
@@ -189,22 +188,43 @@ class Engine:
             self.resumed = perf_counter()
             self.turn = self.resumed - now
 
-    def _read(self, stream: Stream) -> None:
-        """Processes a piece of a prompt."""
-        if not stream.gone.is_set():
-            self._guarded(self._read_piece, stream, [stream])
+    def _read(self, streams: list[Stream]) -> None:
+        """Processes a piece of one prompt, or several short prompts."""
+        streams = [stream for stream in streams if not stream.gone.is_set()]
+        if len(streams) > 1:
+            self._guarded(self._read_together, streams, streams)
+        elif streams:
+            self._guarded(self._read_piece, streams[0], streams)
 
     def _read_piece(self, stream: Stream) -> None:
         piece = stream.prompt.popleft()
         logits = self.model(piece, past_key_values=stream.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         if stream.prompt:
             self._enqueue(stream)
-            return
-        token = self._next([stream], logits)[0]
-        if stream.add(token, self.ends):
-            if not self.batches or not self.together:
-                self.batches.append(Batch())
-            self.batches[-1].join(stream, token)
+        else:
+            self._begin([stream], logits, stream.cache)
+
+    def _read_together(self, streams: list[Stream]) -> None:
+        """Processes short prompts as one packed row. An error may be that of one, so each is then processed alone."""
+        prompts, cache = [stream.prompt[0] for stream in streams], HeadraceCache()
+        ends = torch.tensor([0, *(prompt.shape[1] for prompt in prompts)], device=self.model.device).cumsum(0)
+        packed = {"cu_seqlens": ends, "past_key_values": cache, "use_cache": True, "logits_to_keep": ends[1:] - 1}
+        try:
+            logits = self.model(torch.cat(prompts, 1), **packed).logits[0]
+        except Exception:  # is raised again for the prompt whose it is
+            for stream in streams:
+                self._read([stream])
+        else:
+            self._begin(streams, logits, cache)
+
+    def _begin(self, streams: list[Stream], logits: Tensor, cache: HeadraceCache) -> None:
+        """Passes on the first token of each stream. Those that go on join the batch."""
+        batch = Batch(streams, self._next(streams, logits), cache)
+        self._pass_on(batch)
+        if batch.streams and self.batches and self.together:
+            self.batches[-1].join(batch)
+        elif batch.streams:
+            self.batches.append(batch)
 
     def _decode(self, batch: Batch) -> None:
         """Computes the next token of each stream of a batch."""
@@ -216,6 +236,10 @@ class Engine:
         x, states = model.backbone(x, batch.cache.states, in_place=True)
         batch.cache.replace(states, 1)
         batch.tokens = self._next(batch.streams, self.model.lm_head(x)[:, -1])
+        self._pass_on(batch)
+
+    def _pass_on(self, batch: Batch) -> None:
+        """Passes the last token of each stream on, and removes the streams that have ended."""
         steps = zip(batch.streams, batch.tokens, strict=True)
         batch.keep([i for i, (stream, token) in enumerate(steps) if stream.add(token, self.ends)])
 
@@ -237,36 +261,7 @@ class Engine:
                 stream.gone.set()
 
 
-def check_generation(model: Any) -> None:
-    """Raises InputError for a generation_config that changes logits, which the server does not do."""
-    greedy = copy.deepcopy(model.generation_config)
-    greedy.update(do_sample=False, num_beams=1)
-    if found := model._get_logits_processor(greedy, 1, torch.zeros(1, 1, dtype=torch.long)):
-        names = ", ".join(type(processor).__name__ for processor in found)
-        raise InputError(f"the model's generation_config asks for {names}, which the server does not apply")
-
-
 def _together(model: Any) -> bool:
     """Whether all states have one size, and a sequence that is too long for learned positions ends itself alone."""
     backbone = model.model.backbone
     return backbone.recurrent and getattr(backbone.positions, "table", None) is None
-
-
-class Draw:
-    """Samples tokens as transformers does. Each request has a random generator of its own, so that its text does not
-    depend on other requests."""
-
-    def __init__(self, sampling: Sampling, device: torch.device):
-        top_p = [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
-        self.warp = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature)), *top_p])
-        self.generator = torch.Generator(device)
-        if sampling.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(sampling.seed)
-
-    def __call__(self, scores: Tensor) -> int:
-        """scores: logits [1, vocabulary]."""
-        unused: Any = None
-        probabilities = self.warp(unused, scores).softmax(-1)
-        return int(torch.multinomial(probabilities, 1, generator=self.generator))

@@ -11,7 +11,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
-from .engine import Sampling
+from .sampling import Sampling
 
 # Fields that are not implemented: those that do not affect the text, and the values at which others do not affect it.
 IGNORED = {

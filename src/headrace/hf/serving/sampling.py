@@ -1,0 +1,49 @@
+"""How the tokens of a request are chosen."""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+from ...utils.errors import InputError
+
+
+class Sampling(NamedTuple):
+    """Settings of a generation."""
+
+    max_tokens: int
+    temperature: float = 0.0  # 0: the likeliest token
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+def check_generation(model: Any) -> None:
+    """Raises InputError for a generation_config that changes logits, which the server does not do."""
+    greedy = copy.deepcopy(model.generation_config)
+    greedy.update(do_sample=False, num_beams=1)
+    if found := model._get_logits_processor(greedy, 1, torch.zeros(1, 1, dtype=torch.long)):
+        names = ", ".join(type(processor).__name__ for processor in found)
+        raise InputError(f"the model's generation_config asks for {names}, which the server does not apply")
+
+
+class Draw:
+    """Samples tokens as transformers does. Each request has a random generator of its own, so that its text does not
+    depend on other requests."""
+
+    def __init__(self, sampling: Sampling, device: torch.device):
+        top_p = [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+        self.warp = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature)), *top_p])
+        self.generator = torch.Generator(device)
+        if sampling.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(sampling.seed)
+
+    def __call__(self, scores: Tensor) -> int:
+        """scores: logits [1, vocabulary]."""
+        unused: Any = None
+        probabilities = self.warp(unused, scores).softmax(-1)
+        return int(torch.multinomial(probabilities, 1, generator=self.generator))
