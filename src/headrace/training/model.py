@@ -14,7 +14,10 @@ from ..utils.errors import InputError
 from .parameters import gate_parameters, initialise_gates
 from .recipes import Recipe
 
-BYTES_PER_PARAMETER = 16  # weight, gradient and AdamW's two moments in float32
+SHARED, WHOLE = (
+    12,
+    4,
+)  # bytes per parameter in float32: weight and AdamW's two moments; gradient, whole until a step ends
 MODEL = (
     "mixers", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size", "tie_word_embeddings"
 )  # fmt: skip
@@ -65,10 +68,11 @@ def blank(recipe: Recipe) -> HeadraceForCausalLM:
 
 
 def estimate(recipe: Recipe) -> dict[str, Any]:
-    """Parameters by part, steps, tokens, FLOPs and bytes of a training run, counted on a meta-device model."""
+    """Parameters by part, steps, tokens, FLOPs and bytes per process of a run, counted on a meta-device model."""
     model = blank(recipe)
     parameters = count(model)
     trained = parameters["tied" if recipe.tie else "untied"]
+    held = WHOLE * trained + SHARED * trained // recipe.shard
     kept = _kept_for_backward(model, recipe)
     flops = _flops_per_token(model, recipe)
     return {
@@ -79,7 +83,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "tokens": round(recipe.tokens),
         "flops_per_token": flops,
         "flops": flops * round(recipe.tokens),
-        "bytes": {"weights, gradients, moments": BYTES_PER_PARAMETER * trained, "kept for the backward": kept},
+        "bytes": {"weights, gradients, moments": held, "kept for the backward": kept},
     }
 
 

@@ -183,7 +183,9 @@ class HeadraceTrainer(Trainer):
         if self.accelerator.reduce(broken, "sum"):  # a sharded model computes in all processes or in none
             where = first_not_finite(model, self._prepare_inputs(inputs))
             if broken:
-                print(f"step {self.state.global_step + 1}: the loss is {loss.item()}, first in {where}", file=sys.stderr)
+                print(
+                    f"step {self.state.global_step + 1}: the loss is {loss.item()}, first in {where}", file=sys.stderr
+                )
         return loss
 
     def careful(self) -> CarefulAdamW:
