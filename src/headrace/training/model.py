@@ -14,10 +14,8 @@ from ..utils.errors import InputError
 from .parameters import gate_parameters, initialise_gates
 from .recipes import Recipe
 
-SHARED, WHOLE = (
-    12,
-    4,
-)  # bytes per parameter in float32: weight and AdamW's two moments; gradient, whole until a step ends
+SHARED = 12  # bytes per parameter of the weight and AdamW's two moments in float32
+WHOLE = 4  # of the gradient, which a process keeps whole until the end of a step
 MODEL = (
     "mixers", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size", "tie_word_embeddings"
 )  # fmt: skip

@@ -27,7 +27,7 @@ def shard(model: Any, grid: DeviceMesh) -> None:
     mesh = grid if grid["dp_replicate"].size() > 1 else grid["dp_shard"]
     for block in filter(lambda module: isinstance(module, Block), model.modules()):
         fully_shard(block, mesh=mesh)
-    # Otherwise the embedding would stay whole after an evaluation, and the optimiser would not see it.
+    # The default would leave the embedding whole after an evaluation, where the gradient's norm does not look for it.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     model.no_sync = partial(no_sync, model)  # accelerate enters it for all but the last part of a step
 
@@ -60,7 +60,6 @@ def load_weights(model: Any, folder: Path) -> None:
     if dist.get_rank() == 0:
         for file in sorted(folder.glob("*.safetensors")):
             weights |= load_file(file)
-    options = StateDictOptions(
-        full_state_dict=True, broadcast_from_rank0=True, strict=False
-    )  # no copy of a tied weight
+    # Not strict, as a tied weight is there once.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, weights, options=options)
