@@ -30,7 +30,7 @@ def train_all(runs, data, processes=1):
     for process in group:
         process.start()
     for process in group:
-        process.join(GRACE if any(other.exitcode for other in group) else 300)
+        process.join(GRACE if any(other.exitcode for other in group) else 900)
         process.kill()
         process.join()
     return [process.exitcode for process in group]

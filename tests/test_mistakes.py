@@ -11,7 +11,6 @@ from headrace import zoo
 from headrace.data import Preparation, open_data, prepare, tokenizer
 from headrace.studies.compare.folder import read_result
 from headrace.tasks import text as text_task
-from headrace.training import run
 from headrace.utils.errors import InputError
 from training import recipe, train
 

@@ -236,7 +236,7 @@ def test_a_tracker_that_is_none(data, tmp_path, trackers):
 
 
 def test_what_was_asked_for_has_started(data, tmp_path, monkeypatch):
-    settings = run.arguments(recipe()[0], tmp_path, False, "none")
+    settings = run.arguments(recipe()[0], tmp_path, "none")
     monkeypatch.setenv("WORLD_SIZE", "2")  # of a launcher whose processes never met
     with pytest.raises(InputError, match="processes: 2 was requested, but accelerate started with 1"):
         run.make_trainer(recipe()[0], data, settings)

@@ -1,4 +1,4 @@
-"""Processes that share the weights, or the rows alone, train as one process does, and go on as any number of processes."""
+"""Processes that share the weights train as one process does, and go on from the checkpoint of any number of them."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ SHORT = {"tokens": 256 * 6, "save_every": 6, "evaluate_every": 6}  # all but the
 ERROR = 1e-5  # float32: the same sums in another order, over the steps of a run
 # A weight of which the last bit of float32 differs can round to another bfloat16, which is 2^-8 away.
 ERROR_BFLOAT16 = 2.0**-8
-KILLED = {rank: (12, signal.SIGKILL) for rank in (0, 1)}
+KILLED = dict.fromkeys((0, 1), (12, signal.SIGKILL))
 
 
 def changes(name, **more):
@@ -142,3 +142,5 @@ def test_a_process_that_stalls_ends_the_run_with_a_sentence(prepared, tmp_path):
 def test_processes_that_cannot_share_the_weights_are_refused(data, tmp_path):
     with pytest.raises(InputError, match="shard=2 with 1 process; expected a start by torchrun with a multiple of 2"):
         train(data, tmp_path, shard=2)
+    with pytest.raises(InputError, match="shard=2 with compile=True; expected one of them"):
+        train(data, tmp_path, shard=2, compile=True)

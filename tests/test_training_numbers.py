@@ -104,7 +104,7 @@ def test_the_card_says_bits_per_byte_of_the_held_out_text(data, tmp_path):
 def test_a_loss_is_of_the_tokens_that_are_asked_for(data, tmp_path):
     """Of rows in twos: two of 32 tokens, two of a single one, which ask for nothing, and then one answer."""
     chosen = recipe(precision="float32")[0]
-    made = run.make_trainer(chosen, data, run.arguments(chosen, tmp_path, False, "none"))
+    made = run.make_trainer(chosen, data, run.arguments(chosen, tmp_path, "none"))
     rows = [data.held_out[0]["input_ids"], data.held_out[1]["input_ids"], [5], [5], [5, 6], [7]]
     total, _ = made._held_out(made.model, [{"input_ids": row, "starts": [0]} for row in rows])
     with torch.no_grad():
@@ -203,13 +203,14 @@ def test_an_estimate_is_what_paper_and_pencil_say(mixer, per_layer, capsys):
     assert [found[name] for name in ("steps", "warmup_steps", "rows_per_step", "tokens")] == [488, 24, 16, 4_000_000]
     weights = found["bytes"]["weights, gradients, moments"]
     assert weights == 4 * 4 * found["parameters"]["tied"]
-    untied, wide = (
+    untied, wide, shared = (
         estimate(recipes.load("laptop-1m", {"mixer": mixer} | change)[0])["bytes"]
-        for change in ({"tie": False}, {"micro_batch": 8})
+        for change in ({"tie": False}, {"micro_batch": 8}, {"shard": 4})
     )
     made = build(recipe(mixer=mixer, heads=1, tie=False)[0])
     assert (made.config.num_heads, made.lm_head.weight is made.model.embed_tokens.weight) == (1, False)
     assert untied["weights, gradients, moments"] == weights + 16 * 128 * 4096
+    assert shared["weights, gradients, moments"] == (4 + 3 * 4 // 4) * found["parameters"]["tied"]
     assert wide["kept for the backward"] == 2 * found["bytes"]["kept for the backward"]
     assert capsys.readouterr().out == ""
 

@@ -14,7 +14,8 @@ from ..utils.errors import InputError
 from .parameters import gate_parameters, initialise_gates
 from .recipes import Recipe
 
-BYTES_PER_PARAMETER = 16  # weight, gradient and AdamW's two moments in float32
+SHARED = 12  # bytes per parameter of the weight and AdamW's two moments in float32
+WHOLE = 4  # of the gradient, which a process keeps whole until the end of a step
 MODEL = (
     "mixers", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size", "tie_word_embeddings"
 )  # fmt: skip
@@ -66,10 +67,11 @@ def blank(recipe: Recipe) -> HeadraceForCausalLM:
 
 
 def estimate(recipe: Recipe) -> dict[str, Any]:
-    """Parameters by part, steps, tokens, FLOPs and bytes of a training run, counted on a meta-device model."""
+    """Parameters by part, steps, tokens, FLOPs and bytes per process of a run, counted on a meta-device model."""
     model = blank(recipe)
     parameters = count(model)
     trained = parameters["tied" if recipe.tie else "untied"]
+    held = WHOLE * trained + SHARED * trained // recipe.shard
     kept = _kept_for_backward(model, recipe)
     flops = _flops_per_token(model, recipe)
     return {
@@ -80,7 +82,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "tokens": round(recipe.tokens),
         "flops_per_token": flops,
         "flops": flops * round(recipe.tokens),
-        "bytes": {"weights, gradients, moments": BYTES_PER_PARAMETER * trained, "kept for the backward": kept},
+        "bytes": {"weights, gradients, moments": held, "kept for the backward": kept},
     }
 
 

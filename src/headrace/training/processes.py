@@ -19,8 +19,8 @@ ANSWER = timedelta(seconds=10)  # in which processes that lost another one tell 
 
 
 def check_launcher(recipe: Recipe, timeout: int) -> None:
-    """InputError for processes that cannot share rows or weights evenly. Under torchrun, ends this process when torchrun
-    ends."""
+    """InputError for processes that cannot share rows or weights evenly. Makes this process end with torchrun, and on a
+    CPU connects it with the others."""
     if timeout < 1:
         raise InputError(f"--timeout={timeout}; expected a positive number of seconds")
     processes = int(os.environ.get("WORLD_SIZE", 1))

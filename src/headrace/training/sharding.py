@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -21,13 +21,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from ..layers.block import Block
 
 
-def shard(model: nn.Module, grid: DeviceMesh) -> None:
-    """Shares out the parameters over the processes along the dimension "dp_shard" of a grid; along "dp_replicate", if it
-    is longer than 1, processes have the same ones. The optimiser must be made afterwards."""
+def shard(model: Any, grid: DeviceMesh) -> None:
+    """Shares out the parameters of a module over the processes along the dimension "dp_shard" of a grid; along
+    "dp_replicate", if it is longer than 1, processes have the same ones. The optimiser must be made afterwards."""
     mesh = grid if grid["dp_replicate"].size() > 1 else grid["dp_shard"]
     for block in filter(lambda module: isinstance(module, Block), model.modules()):
         fully_shard(block, mesh=mesh)
-    # Otherwise the embedding would stay whole after an evaluation, and the optimiser would not see it.
+    # The default would leave the embedding whole after an evaluation, where the gradient's norm does not look for it.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     model.no_sync = partial(no_sync, model)  # accelerate enters it for all but the last part of a step
 
@@ -46,21 +46,20 @@ def is_sharded(model: Any) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of a sharded model in the memory of process 0, tied ones once; empty in the others. All processes must
-    call it."""
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+def whole_weights(model: Any) -> dict[str, Tensor]:
+    """The weights of a sharded model in the memory of process 0, tied ones once; nothing in the others. All processes
+    must call it."""
+    weights: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     once, all_names = (dict(model.named_parameters(remove_duplicate=unique)).keys() for unique in (True, False))
     return {name: weight for name, weight in weights.items() if name not in all_names - once}
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
+def load_weights(model: Any, folder: Path) -> None:
     """Loads the safetensors of a folder, which process 0 reads, into a sharded model. All processes must call it."""
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Any] = {}
     if dist.get_rank() == 0:
         for file in sorted(folder.glob("*.safetensors")):
             weights |= load_file(file)
-    options = StateDictOptions(
-        full_state_dict=True, broadcast_from_rank0=True, strict=False
-    )  # no copy of a tied weight
+    # Not strict, as a tied weight is there once.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, weights, options=options)

@@ -74,6 +74,7 @@ class Recipe(Optimization):
             self.length % self.context_parallel > 0,
             f"context_parallel={self.context_parallel}; expected a divisor of length={self.length}",
         )
+        yield self.compile and self.shard > 1, f"shard={self.shard} with compile=True; expected one of them"
         yield (
             self.warmup_tokens >= self.tokens,
             f"warmup_tokens={self.warmup_tokens:g}; expected fewer than tokens={self.tokens:g}; add "
