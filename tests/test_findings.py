@@ -196,7 +196,7 @@ def test_gate_parameters():
 def test_an_end_that_came_too_soon(losses, settled):
     falling = results([[0.5], [0.9, 0.8]])
     points = [{"step": 3 * i, "scores": {"accuracy": 0.8, "loss": loss}, "gates": []} for i, loss in enumerate(losses)]
-    falling["arms"][2]["curve"] = points[:2] + [points[-1] | {"step": 5}] if len(points) > 2 else points
+    falling["arms"][2]["curve"] = [*points[:2], points[-1] | {"step": 5}] if len(points) > 2 else points
     assert converged(falling["arms"][2]) == settled
     sentences = "\n".join(findings(summarise(falling)[0]))
     expected = "Not converged: softmax-retnet in 1 of 2 seeds; more steps would change the scores (converged: the last"
