@@ -77,9 +77,7 @@ def read(path: Path) -> tuple[Question, dict[str, Any]]:
 
 
 def named(text: str, mixers: dict[str, str], path: Path) -> tuple[str, str]:
-    a, minus, b = (part.strip() for part in text.partition(" - "))
-    if unknown := next((name for name in (a, b) if name not in mixers), None if minus else text):
-        raise InputError(
-            f"--plan {str(path)!r}: {unknown!r} under `compare`; expected NAME - NAME of {', '.join(mixers)}"
-        )
+    a, _, b = (part.strip() for part in text.partition(" - "))
+    if not {a, b} <= mixers.keys():
+        raise InputError(f"--plan {str(path)!r}: {text!r} under `compare`; expected NAME - NAME of {', '.join(mixers)}")
     return mixers[a], mixers[b]

@@ -4,7 +4,7 @@ Holm's correction over all that the plan asks."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,7 +108,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 # --- as text ---------------------------------------------------------------------------------------------------------
 HEADER = ("difference", "at", "seeds", "mean", "95 % interval", "p", "p by Holm", "verdict")
-MEANS = ("mixer", "at", "seeds", "mean ± standard deviation")
+MEANS = ("mixer", "at", "seeds", "mean ± standard deviation", "seeds at an end of the range")
 
 
 def table(question: Question, found: Sequence[Tested]) -> list[list[str]]:
@@ -121,10 +121,18 @@ def table(question: Question, found: Sequence[Tested]) -> list[list[str]]:
 
 
 def table_of_means(question: Question, rows: Sequence[Row], swept: dict[str, Any]) -> list[list[str]]:
+    """A row for each mixer and place. The last cell counts values that are bounds: the smallest or largest that the
+    measure can have, where the study asked for no more."""
+    ends = {"capacity": {math.log2(v) for v in (min(swept.values()), max(swept.values()))} if swept else set(),
+            "speed": {float(row["steps"]) for row in rows}}.get(question.measure, set())  # fmt: skip
     cells = []
-    for where, mixer, n, mean, spread in means(question, rows, swept):
-        power = f" ({2**mean:.3g})" if question.measure == "capacity" else ""
-        cells.append([question.name(mixer), where, str(n), f"{mean:.3f}{power} ± {spread:.3f}"])
+    for where, by_mixer in MEASURES[question.measure](rows, swept).items():
+        for mixer, own in by_mixer.items():
+            values = list(own.values())
+            power = f" ({2 ** fmean(values):.3g})" if question.measure == "capacity" else ""
+            spread = stdev(values) if len(values) > 1 else 0.0
+            mean = f"{fmean(values):.3f}{power} ± {spread:.3f}"
+            cells.append([question.name(mixer), where, str(len(own)), mean, str(sum(v in ends for v in values))])
     return cells
 
 
@@ -193,18 +201,3 @@ UNITS = {
     "speed": f"steps to a score of {HELD:g}, all steps where it is not reached",
     "capacity": f"doublings of the swept field, up to the value at which the score falls below {HELD:g}",
 }
-
-
-def means(question: Question, rows: Sequence[Row], swept: dict[str, Any]) -> list[tuple[str, str, int, float, float]]:
-    """(where, mixer, seeds, mean, standard deviation) of the measure."""
-    return [
-        (
-            where,
-            mixer,
-            len(own),
-            fmean(own.values()),
-            float(np.std(list(own.values()), ddof=1)) if len(own) > 1 else 0.0,
-        )
-        for where, by_mixer in MEASURES[question.measure](rows, swept).items()
-        for mixer, own in by_mixer.items()
-    ]

@@ -1,0 +1,219 @@
+"""Studies that are written down first: the plan's file, the search for a learning rate, the rows and the statistic."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from headrace.studies.compare import rows as table
+from headrace.studies.compare import statistics
+from headrace.studies.compare.choose import choose, planned
+from headrace.studies.compare.page import write_report
+from headrace.studies.compare.plan import ArmRecipe, Plan, Shape, Study, Tuning
+from headrace.studies.compare.question import Question
+from headrace.studies.compare.run import complete
+from headrace.studies.compare.tuning import at_edge, best
+from headrace.tasks import Pair
+from headrace.utils.errors import InputError
+from headrace.utils.provenance import claim
+
+PLANS = sorted((Path(__file__).parents[1] / "benchmarks" / "studies").glob("*.yaml"))
+SMALL = Plan(
+    "small",
+    ("retnet", "softmax-retnet"),
+    Pair(keys=6, pairs=4, queries=4),
+    Shape(hidden_size=16, heads=4, mlp=0),
+    ArmRecipe(steps=3, batch_size=4, evaluations=3, held_out=8),
+    seeds=(3, 5),
+    tuning=Tuning("lr", (1e-3, 1e-1), (7,)),
+)
+PLAN = """
+question: Does it help?
+task: pair
+sweep: pairs=2,4
+tune: lr=1e-3,1e-2
+tune_seeds: 8-9
+seeds: 1-2
+steps: 7
+mixers:
+  none: "{backbone}(heads.expand_v=1)"
+  softmax: "softmax-{backbone}(heads.expand_v=1)"
+over: [{backbone: retnet}, {backbone: gla}]
+compare: [softmax - none]
+measure: capacity
+"""
+
+
+def row(mixer, seed, score, comparison="p", **more):
+    known = {"trial": False, "steps": 100, "reached": None, "loss": 0.5}
+    return known | {"mixer": mixer, "seed": seed, "score": score, "comparison": comparison} | more
+
+
+def question(measure="score", test="t", pairs=(("a", "b"),)):
+    names = tuple((mixer, mixer) for mixer in sorted({mixer for pair in pairs for mixer in pair}))
+    return Question("Q?", names, pairs, measure, test)
+
+
+# --- the plan's file -------------------------------------------------------------------------------------------------
+def test_a_plan_is_the_options_of_compare_and_a_question(tmp_path):
+    (path := tmp_path / "mine.yaml").write_text(PLAN, encoding="utf-8")
+    study = planned(path)
+    a, b, c, d = study.plans[0].mixers
+    assert (study.name, a, d) == ("mine", "retnet(heads.expand_v=1)", "softmax-gla(heads.expand_v=1)")
+    assert study.question.pairs == ((b, a), (d, c)) and study.question.name(d) == "gla softmax"
+    assert [(p.task.pairs, p.recipe.steps, p.seed_numbers) for p in study.plans] == [(2, 7, (1, 2)), (4, 7, (1, 2))]
+    assert study.plans[0].tuning == Tuning("lr", (1e-3, 1e-2), (8, 9)) and list(study.swept.values()) == [2, 4]
+    assert Question.stored({"study": json.loads(json.dumps(study.to_json()))}) == study.question
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("steps: 7", "setps: 7", "sets 'setps', which is no option; the nearest is 'steps'"),
+        (
+            "softmax - none",
+            "softmax - nothing",
+            "'softmax - nothing' under `compare`; expected NAME - NAME of none, softmax",
+        ),
+        ("softmax - none", "softmax", "expected NAME - NAME"),
+        ("question: Does it help?", "", "lacks 'question'; expected question, mixers and compare"),
+        ("compare: [softmax - none]", "compare: []", "nothing under `compare`"),
+        ("measure: capacity", "measure: size", "measure='size' is not allowed; expected one of score, speed, capacity"),
+        ("tune_seeds: 8-9", "tune_seeds: 2-3", "seed 2 is among those of the search and those reported"),
+        ("tune: lr=1e-3,1e-2", "tune: heads=3", "expected FIELD=VALUE,VALUE,… with a field such as lr"),
+        ("tune: lr=1e-3,1e-2", "", "--tune-seeds 8-9 needs a search"),
+    ],
+)
+def test_a_wrong_plan_is_refused(old, new, says, tmp_path):
+    (path := tmp_path / "mine.yaml").write_text(PLAN.replace(old, new), encoding="utf-8")
+    with pytest.raises(InputError) as error:
+        for plan in planned(path).plans:
+            plan.check()
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_every_plan_of_ours_can_be_run(path):
+    study = planned(path)
+    for plan in study.plans:
+        plan.check()
+    assert study.question.cost and len(study.plans[0].seed_numbers) >= 5
+    assert study.question.measure != "capacity" or study.swept
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+def test_a_search_is_on_other_seeds_and_every_mixer_takes_its_best():
+    (plan,) = choose("pair", [], None, {"seeds": "3-4"}, None, "lr=1e-3, 1e-2").plans
+    assert plan.tuning == Tuning("lr", (1e-3, 1e-2), (5, 6, 7))
+    assert [(t.name, t.recipe.lr, t.seed_numbers) for t in plan.trials()] == [
+        ("pair-lr-0.001", 1e-3, (5, 6, 7)), ("pair-lr-0.01", 1e-2, (5, 6, 7)),
+    ]  # fmt: skip
+    losses = {
+        "a": [(3.0, 2.0, 9.0), (1.0, 8.0, 2.5)],
+        "b": [(1.0, 1.0, 1.0), (2.0, None, 2.0)],
+        "c": [(None,), (None,)],
+    }
+    trials = [
+        {"comparison": trial.name, "mixer": mixer, "scores": {} if loss is None else {"loss": loss}}
+        for mixer, by_value in losses.items()
+        for trial, own in zip(plan.trials(), by_value, strict=True)
+        for loss in own
+    ]
+    assert best(plan, trials) == {"a": 1e-2, "b": 1e-3, "c": 1e-3}, "medians 3 and 2.5, 1 and 2, and none"
+    assert at_edge((1, 2, 3), 3) and at_edge((1, 2, 3), 1) and not at_edge((1, 2, 3), 2)
+
+
+def test_reported_arms_train_with_the_value_that_was_taken_and_a_finished_study_is_kept(tmp_path):
+    asked = question(pairs=(("softmax-retnet", "retnet"),))
+    study = Study("s", "S", (SMALL,), question=asked)
+    claim(tmp_path, study.to_json())
+    heard = []
+    results = complete(study, tmp_path, lambda *news: heard.append(news), ["cpu"])
+    assert {(arm["mixer"], arm["seed"]) for arm in results["arms"]} == {(m, s) for m in SMALL.mixers for s in (3, 5)}
+    assert [(arm["seed"], arm["lr"]) for arm in results["trials"]] == [(7, 1e-3)] * 2 + [(7, 1e-1)] * 2
+    taken = results["tuned"]["small"]
+    by_value = {(t["mixer"], t["lr"]): t["scores"]["loss"] for t in results["trials"]}
+    for mixer in SMALL.mixers:
+        assert taken[mixer] == min((1e-3, 1e-1), key=lambda lr, mixer=mixer: by_value[mixer, lr])
+    assert {(arm["mixer"], arm["lr"]) for arm in results["arms"]} == set(taken.items())
+    page = write_report(results, tmp_path).read_text("utf-8")
+    assert "small: search" in page and "which are not reported" in page and "The statistic of the plan" in page
+    found = table.read(tmp_path / "runs.csv")
+    assert found == [{name: r[name] for name in table.COLUMNS} for r in table.rows(results)]
+    assert [r["trial"] for r in found] == [True] * 4 + [False] * 4
+    assert [r["score"] for r in found[4:]] == [arm["scores"]["accuracy"] for arm in results["arms"]]
+    heard.clear()
+    assert complete(study, tmp_path, lambda *news: heard.append(news), ["cpu"])["arms"] == results["arms"]
+    assert all(step == SMALL.recipe.steps for _, step, _ in heard), "nothing was trained again"
+
+
+# --- the statistic ---------------------------------------------------------------------------------------------------
+def test_differences_are_paired_and_corrected_over_the_family():
+    a, b, c = (0.9, 0.8, 0.95), (0.5, 0.6, 0.65), (0.7, 0.9, 0.6)
+    runs = [row(m, s, x) for m, own in zip("abc", (a, b, c), strict=True) for s, x in enumerate(own)]
+    runs += [row("a", 9, 0.0), row("a", 1, 0.0, trial=True), row("b", 2, None)]  # unpaired, of a search, diverged
+    first, second = statistics.tested(question(pairs=(("a", "b"), ("a", "c"))), runs, {})
+    by_scipy, other = stats.ttest_rel(a, b), stats.ttest_rel(a, c)
+    interval = by_scipy.confidence_interval(0.95)
+    assert (first.where, first.n) == ("p", 3) and first.mean == pytest.approx(0.3)
+    assert (first.low, first.high) == pytest.approx(tuple(interval)) and first.p == pytest.approx(by_scipy.pvalue)
+    assert first.corrected == pytest.approx(2 * by_scipy.pvalue) and second.corrected == pytest.approx(other.pvalue)
+    (wilcoxon,) = statistics.tested(question(test="wilcoxon"), runs, {})
+    assert wilcoxon.p == stats.wilcoxon([0.4, 0.2, 0.3]).pvalue
+
+
+def test_holm_by_hand():
+    assert statistics.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])  # 3 · 0.01, 2 · 0.03, and no less
+    assert statistics.holm([0.9, 0.6]) == [1.0, 1.0] and statistics.holm([]) == []
+
+
+@pytest.mark.parametrize(
+    ("gains", "p", "verdict"),
+    [([0.5], 1.0, "not told apart"), ([0.5, 0.5], 0.0, "more"), ([0.0, 0.0], 1.0, "not told apart"),
+     ([-0.5, -0.5], 0.0, "less"), ([-0.5, 0.5], 1.0, "not told apart")],
+)  # fmt: skip
+def test_few_and_equal_differences(gains, p, verdict):
+    runs = [row(m, s, x) for s, gain in enumerate(gains) for m, x in (("a", 0.5 + gain), ("b", 0.5))]
+    (found,) = statistics.tested(question(), runs, {})
+    assert (found.p, found.verdict) == (pytest.approx(p), verdict)
+    assert found.low <= found.mean <= found.high and (math.isinf(found.low) == (len(gains) == 1))
+
+
+def test_the_number_held_is_interpolated_and_stays_on_the_grid():
+    curve = {3.0: 1.0, 4.0: 0.95, 5.0: 0.85, 6.0: 0.95}
+    assert statistics.held(curve) == pytest.approx(4.5), "half of the way from 0.95 to 0.85; what comes later is luck"
+    assert statistics.held({3.0: 0.9, 4.0: 0.9}) == 4.0 and statistics.held({3.0: 0.89, 4.0: 1.0}) == 3.0
+    swept = {"p8": 8, "p16": 16}
+    runs = [row("a", 0, 1.0, "p8"), row("a", 0, 0.8, "p16"), row("b", 0, None, "p8"), row("b", 0, 0.1, "p16")]
+    assert statistics.capacities(runs, swept) == {"": {"a": {0: pytest.approx(3.5)}, "b": {0: 3.0}}}
+    cells = statistics.table_of_means(question("capacity"), runs, swept)
+    assert cells == [["a", "", "1", "3.500 (11.3) ± 0.000", "0"], ["b", "", "1", "3.000 (8) ± 0.000", "1"]]
+
+
+def test_speed_is_the_first_evaluation_above_nine_tenths():
+    arm = {"mixer": "a", "diverged": False, "scores": {"accuracy": 0.95, "loss": 0.2}, "curve": [
+        {"step": s, "scores": {"accuracy": x, "loss": 1 - x}} for s, x in ((0, 0.1), (10, 0.9), (20, 0.8), (30, 0.95))
+    ]}  # fmt: skip
+    found = table.row(arm, "accuracy", False)
+    assert (found["reached"], found["score"], found["loss"]) == (10, 0.95, 0.2)
+    never = table.row(arm | {"curve": arm["curve"][:1]}, "accuracy", False)
+    assert never["reached"] is None
+    runs = [row("a", 0, 0.9, reached=30), row("b", 0, 0.5)]
+    assert statistics.speeds(runs, {}) == {"p": {"a": {0: 30.0}, "b": {0: 100.0}}}
+
+
+def test_a_planned_report_judges_nothing_that_the_plan_does_not_ask():
+    from headrace.studies.compare.findings import findings
+    from headrace.studies.compare.summary import summarise
+    from test_findings import results
+
+    found = results([[0.5, 0.6, 0.7], [0.8, 0.9, 1.0], [0.7, 0.8, 0.9]], plan=replace(SMALL, seeds=3, tuning=None,
+        mixers=("retnet", "softmax-retnet", "softmax-retnet(competition.activation=sigmoid)")))  # fmt: skip
+    (comparison,) = summarise(found)
+    assert any("better than" in sentence for sentence in findings(comparison))
+    assert not any(
+        "better than" in sentence or "clear difference" in sentence for sentence in findings(comparison, True)
+    )
