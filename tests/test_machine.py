@@ -43,7 +43,7 @@ def test_the_memory_of_one_device_is_the_peak_of_a_step(changes):
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
-    assert 0.85 < peak / sum(machine.memory(chosen, 1, fsdp=False).values()) < 1.05
+    assert 0.85 < peak / sum(machine.memory(chosen, 1).values()) < 1.05
 
 
 def test_the_bytes_of_weights_are_those_of_paper_and_pencil():
@@ -54,19 +54,20 @@ def test_the_bytes_of_weights_are_those_of_paper_and_pencil():
     block = (P - rest) // 4
     assert rest + 4 * block == P
     half = recipe(mixer="gla", precision="bfloat16")
-    alone, eight, sharded = (machine.memory(half, *how) for how in ((1, False), (8, False), (8, True)))
+    alone, eight = machine.memory(half, 1), machine.memory(half, 8)
+    sharded = machine.memory(recipe(mixer="gla", precision="bfloat16", shard=8), 8)
     names = ["weights, gradients, moments", "weights in bfloat16"]
     assert [alone[name] for name in names] == [16 * P, 2 * P] and "buckets of gradients" not in alone
     assert eight == alone | {"buckets of gradients": 4 * P}
-    assert [sharded[name] for name in names] == [2 * P, 2 * (rest + 2 * block)]
-    assert sharded["whole weights and gradients of two blocks"] == 8 * (rest + 2 * block)
+    assert [sharded[name] for name in names] == [4 * P + 12 * P // 8, 2 * (rest + 2 * block)]
+    assert sharded["whole weights of two blocks"] == 4 * (rest + 2 * block)
     assert alone["at work"] == 12 * half.micro_batch * 512 * 4096  # fewer numbers than a piece of 2^24
 
 
 def test_steps_rows_and_days():
     """16 rows in a step on 2 nodes of 2 devices, 2 of which share a row: 8 rows for each pair, 4 at a time."""
     chosen = recipe(mixer="gla", context_parallel=2)
-    found = machine.plan(chosen, machine.parse("2x2xH100"), False, 0.25)
+    found = machine.plan(chosen, machine.parse("2x2xH100"), 0.25)
     assert [found[name] for name in ("devices", "data_parallel", "context_parallel")] == [4, 2, 2]
     assert [found[name] for name in ("rows_per_pass", "passes_per_step")] == [4, 2]
     flops = machine.estimate(chosen)["flops"]
@@ -82,9 +83,11 @@ def test_machines():
         with pytest.raises(InputError, match=said):
             machine.parse(text)
     with pytest.raises(InputError, match="3 processes"):
-        machine.plan(recipe(), machine.parse("3xH100"), False, 0.3)
+        machine.plan(recipe(), machine.parse("3xH100"), 0.3)
+    with pytest.raises(InputError, match="shard=3; expected a divisor of the machine's 8"):
+        machine.plan(recipe(shard=3), machine.parse("8xH100"), 0.3)
     with pytest.raises(InputError, match="--efficiency=0;"):
-        machine.plan(recipe(), machine.parse("1xH100"), False, 0.0)
+        machine.plan(recipe(), machine.parse("1xH100"), 0.0)
 
 
 def test_devices_by_the_names_of_drivers():
@@ -99,7 +102,7 @@ def test_the_command_says_whether_it_fits():
 
     assert "GiB: fits" in run("--machine", "8xH100").output
     assert "does not fit; expected a smaller micro_batch" in run("--machine", "8xL4").output
-    found = json.loads(run("--machine", "8xH100", "--fsdp", "--json").output)["machine"]
-    assert found["fits"] and found["fsdp"] and found["efficiency"] == 0.3
+    found = json.loads(run("shard=8", "--machine", "8xH100", "--json").output)["machine"]
+    assert found["fits"] and found["shard"] == 8 and found["efficiency"] == 0.3
     alone = CliRunner().invoke(cli.app, ["train", "paper-340m", "--machine", "8xH100"])
     assert "expected it with --dry-run" in str(alone.exception)

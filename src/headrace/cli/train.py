@@ -195,7 +195,7 @@ def train(
     if dry_run or as_json:
         from ..training import machine as machines
 
-        plan = None if machine is None else machines.plan(chosen, machines.parse(machine), fsdp, efficiency)
+        plan = None if machine is None else machines.plan(chosen, machines.parse(machine), efficiency)
         print_costs(chosen, about, plan, as_json)
         return
     if machine is not None:
@@ -249,8 +249,8 @@ def print_costs(recipe: Any, about: Any, plan: dict[str, Any] | None, as_json: b
 def machine_rows(plan: dict[str, Any]) -> dict[str, str]:
     """The rows of the dry run's table about a machine."""
     needed, there = sum(plan["bytes"].values()) / 2**30, plan["bytes_of_device"] / 2**30
-    no = "does not fit; expected a smaller micro_batch, recompute=true, --fsdp, or other devices"
-    layout = f"{plan['data_parallel']} × {plan['context_parallel']} per row" + ", FSDP" * plan["fsdp"]
+    no = "does not fit; expected a smaller micro_batch, recompute=true, a larger shard, or other devices"
+    layout = f"{plan['data_parallel']} × {plan['context_parallel']} per row, weights over {plan['shard']}"
     reached = f"{plan['efficiency']:.0%} of the peak, an assumption"
     return {
         "memory per device": f"{needed:,.1f} of {there:,.1f} GiB: {'fits' if plan['fits'] else no}",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..ops.loss import PIECE
 from ..utils.errors import InputError, nearest
-from .model import BYTES_PER_PARAMETER, blank, estimate
+from .model import blank, estimate
 from .recipes import Recipe
 
 DAY = 24 * 60 * 60  # seconds
@@ -72,28 +72,28 @@ def parse(text: str) -> Machine:
     return Machine(count, name)
 
 
-def plan(recipe: Recipe, machine: Machine, fsdp: bool, efficiency: float) -> dict[str, Any]:
+def plan(recipe: Recipe, machine: Machine, efficiency: float) -> dict[str, Any]:
     """Returns layout, bytes per device and days of a training run.
 
-    Args:
-        fsdp: whether weights, gradients and moments are sharded over all devices.
-        efficiency: model FLOPs utilisation, the fraction of the peak that the model's operations reach.
+    efficiency: model FLOPs utilisation, the fraction of the peak that the model's operations reach.
 
     Raises:
-        InputError: for rows that the devices cannot share evenly, and an efficiency outside 0 to 1.
+        InputError: for rows or weights that the devices cannot share evenly, and an efficiency outside 0 to 1.
     """
     if not 0 < efficiency <= 1:
         raise InputError(f"--efficiency={efficiency:g}; expected more than 0 and at most 1")
+    if machine.devices % recipe.shard:
+        raise InputError(f"shard={recipe.shard}; expected a divisor of the machine's {machine.devices} devices")
     rows, passes = recipe.share(machine.devices)
     device, costs = DEVICES[machine.name], estimate(recipe)
-    needed = memory(replace(recipe, micro_batch=rows), machine.devices, fsdp)
+    needed = memory(replace(recipe, micro_batch=rows), machine.devices)
     seconds = costs["flops"] / (machine.devices * device.flops * efficiency)
     return {
         "devices": machine.devices,
         "device": machine.name,
         "data_parallel": machine.devices // recipe.context_parallel,
         "context_parallel": recipe.context_parallel,
-        "fsdp": fsdp,
+        "shard": recipe.shard,
         "rows_per_pass": rows,
         "passes_per_step": passes,
         "bytes": needed,
@@ -105,29 +105,29 @@ def plan(recipe: Recipe, machine: Machine, fsdp: bool, efficiency: float) -> dic
     }
 
 
-def memory(recipe: Recipe, devices: int, fsdp: bool) -> dict[str, int]:
+def memory(recipe: Recipe, devices: int) -> dict[str, int]:
     """Returns the bytes per device of a training run, by what they hold. P parameters are trained by N devices:
 
-    - weights, gradients and AdamW's two moments in float32: 16 P, with FSDP 16 P / N;
-    - without FSDP, for N > 1, the buckets in which DistributedDataParallel sums gradients: 4 P;
-    - with FSDP, whole weights and gradients of the embeddings and of two blocks, the one in work and the next;
-    - autocast's copies of the weights in bfloat16: 2 P; with FSDP, of what is whole;
+    - weights and AdamW's two moments in float32, 12 P / shard, and gradients until the end of a step, 4 P;
+    - with shard, whole weights of the embeddings and of two blocks, the one in work and the next: 4 bytes each;
+    - without shard, for N > 1, the buckets in which DistributedDataParallel sums gradients: 4 P;
+    - autocast's copies of the weights in bfloat16: 2 P; with shard, of what is whole;
     - what a forward pass over the rows of a device saves for the backward, counted on a model without memory;
     - while the backward begins, a piece of the logits; with `recompute`, later the tensors of one block, if larger.
     """
     costs, model = estimate(recipe), blank(recipe)
-    P = costs["parameters"]["tied" if recipe.tie else "untied"]
+    P, sharded = costs["parameters"]["tied" if recipe.tie else "untied"], recipe.shard > 1
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.backbone.layers]
-    whole = min(P, P - sum(blocks) + 2 * max(blocks)) if fsdp else P
-    found = {"weights, gradients, moments": BYTES_PER_PARAMETER * P // (devices if fsdp else 1)}
-    if fsdp:
-        found["whole weights and gradients of two blocks"] = 8 * whole
+    whole = min(P, P - sum(blocks) + 2 * max(blocks)) if sharded else P
+    found = dict(costs["bytes"])
+    kept = found.pop("kept for the backward")
+    if sharded:
+        found["whole weights of two blocks"] = 4 * whole
     elif devices > 1:
         found["buckets of gradients"] = 4 * P
     if recipe.precision == "bfloat16":
         found["weights in bfloat16"] = 2 * whole
-    found["kept for the backward"] = costs["bytes"]["kept for the backward"]
-    return found | {"at work": _at_work(recipe)}
+    return found | {"kept for the backward": kept, "at work": _at_work(recipe)}
 
 
 def _at_work(recipe: Recipe) -> int:
