@@ -135,7 +135,8 @@ def test_the_table_is_that_of_the_project():
         included = [need for need in needs if need.startswith("headrace[")]
         assert included == ([f"headrace[{extras.INCLUDES[name]}]"] if name in extras.INCLUDES else [])
     basic = {"torch", "numpy", "safetensors", "typer", "rich", "headrace"}
-    brought = {"triton", "pydantic_core", "markupsafe"}  # by PyTorch, pydantic and jinja2
+    # by PyTorch, pydantic, jinja2 and datasets
+    brought = {"triton", "pydantic_core", "markupsafe", "pyarrow", "fsspec", "tqdm"}
     assert imported() - EVERYTHING - brought <= basic | set(sys.stdlib_module_names)
     assert {command.extra for command in COMMANDS.values()} - {None} <= set(extras.EXTRAS)
 
