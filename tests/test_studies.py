@@ -76,7 +76,7 @@ def test_a_plan_is_the_options_of_compare_and_a_question(tmp_path):
         (
             "softmax - none",
             "softmax - nothing",
-            "'softmax - nothing' under `compare`; expected NAME - NAME of none, softmax",
+            "'softmax - nothing' under `compare`; expected NAME - NAME",
         ),
         ("softmax - none", "softmax", "expected NAME - NAME"),
         ("question: Does it help?", "", "lacks 'question'; expected question, mixers and compare"),

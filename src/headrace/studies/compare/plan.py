@@ -129,7 +129,7 @@ class Plan:
         """A plan for each value of the search, if there is one."""
         if self.tuning is None:
             return []
-        own = {"seeds": self.tuning.seeds, "tuning": None}
+        own: dict[str, Any] = {"seeds": self.tuning.seeds, "tuning": None}
         return [replace(self.at(v), name=f"{self.name}-{self.tuning.field}-{v}", **own) for v in self.tuning.values]
 
     def idle_gates(self) -> list[str]:
