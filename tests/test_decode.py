@@ -201,7 +201,8 @@ def test_no_field_of_a_spec_is_overlooked():
     """A new one must be told to the native call, or be refused by it, before it is named here."""
     known = {
         MixerSpec: "heads inputs decay write read competition", Heads: "expand_k expand_v qk_groups count key_dim",
-        Inputs: "conv conv_bias shift feature_map qk_norm rotary", Decay: "kind rank dt_min dt_max", Write: "rule beta look",
+        Inputs: "conv conv_bias shift feature_map qk_norm rotary", Decay: "kind rank dt_min dt_max",
+        Write: "rule beta look",
         Read: "norm gate order scale bonus skip",
         Competition: "read write source activation scale temperature range shuffle rank",
     }  # fmt: skip
