@@ -187,6 +187,10 @@ def test_what_it_refuses_goes_through_separate_steps(monkeypatch):
     assert "a weight was replaced" in refusal(other, x)
     monkeypatch.setattr(native, "missing", "it is not here")
     assert refusal(made, x) == "it is not here"
+    monkeypatch.undo()
+    for control in ("activation=sigmoid, competition.range=heads", "shuffle=true"):
+        assert "it does not support activation=" in refusal(layer(f"softmax-gla(competition.{control})"), x)
+    monkeypatch.setattr(native, "missing", "it is not here")
     state = made(torch.randn(2, 5, 32))[1]
     before = state.memory.clone()
     made(x, state, in_place=True)
@@ -197,8 +201,10 @@ def test_no_field_of_a_spec_is_overlooked():
     """A new one must be told to the native call, or be refused by it, before it is named here."""
     known = {
         MixerSpec: "heads inputs decay write read competition", Heads: "expand_k expand_v qk_groups count key_dim",
-        Inputs: "conv conv_bias shift feature_map qk_norm rotary", Decay: "kind rank", Write: "rule beta look",
-        Read: "norm gate order scale bonus skip", Competition: "read write source activation scale temperature rank",
+        Inputs: "conv conv_bias shift feature_map qk_norm rotary", Decay: "kind rank dt_min dt_max",
+        Write: "rule beta look",
+        Read: "norm gate order scale bonus skip",
+        Competition: "read write source activation scale temperature range shuffle rank",
     }  # fmt: skip
     assert all([f.name for f in fields(record)] == names.split() for record, names in known.items())
 

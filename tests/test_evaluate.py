@@ -74,7 +74,8 @@ def build(kind):
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, intermediate_size=48))
     else:
-        model = HeadraceForCausalLM(HeadraceConfig(mixer=kind, **sizes, num_heads=4, intermediate_size=48))
+        small = {"initializer_range": 0.02}  # so that the two are hardly better than each other
+        model = HeadraceForCausalLM(HeadraceConfig(mixer=kind, **sizes, **small, num_heads=4, intermediate_size=48))
     return trained(model).float(), tokenizer
 
 

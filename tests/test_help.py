@@ -33,7 +33,7 @@ USAGE = {
     "comapre": "No such command 'comapre'. Did you mean 'compare'? (try `headrace --help`)",
     "--bogus": "No such option: --bogus (try `headrace --help`)",
     "compare --bogus 3": "No such option: --bogus (try `headrace compare --help`)",
-    "compare --seeds x": "Invalid value for '--seeds': ",
+    "compare --steps x": "Invalid value for '--steps': ",
     "eval model --seed -1": "Invalid value for '--seed': ",
     "convert model": "Missing option '--output' (try `headrace convert --help`)",
 }

@@ -6,6 +6,7 @@ import torch
 from headrace import HeadraceConfig, HeadraceForCausalLM, zoo
 from headrace.hf.retrofit import retrofit
 from headrace.spec import Competition
+from headrace.studies.verify import relative
 from headrace.training.parameters import gate_parameters
 from headrace.utils.errors import InputError
 from tiny import in_memory
@@ -33,7 +34,7 @@ def test_the_same_outputs_to_the_bit(tmp_path, mixer):
 
 def test_a_joint_gate_has_more_memories_and_the_same_outputs(tmp_path):
     before, after, _ = both(checkpoint(tmp_path, "gla"), Competition(rank=2))
-    torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-6)
+    assert relative(after, before) < 1e-5  # two memories are summed in another order, in float32
 
 
 def test_jamba_competes_in_none_of_its_layers(tmp_path):

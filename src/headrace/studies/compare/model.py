@@ -67,8 +67,10 @@ def build(arm: Arm) -> CausalModel | CompleteModel:
     Gate parameters are drawn last, so that a mixer and its softmax version start from the same other weights."""
     shape, spec = arm.plan.shape, from_json(arm.spec)
     if isinstance(spec, ModelSpec):
-        sizes: dict[str, Any] = {"num_heads": shape.heads, "num_layers": shape.layers, "intermediate_size": arm.width}
-        sizes |= {"initializer_range": arm.plan.recipe.initializer_range}
+        sizes = {
+            "num_heads": shape.heads, "num_layers": shape.layers, "intermediate_size": arm.width,
+            "initializer_range": arm.plan.recipe.initializer_range,
+        }  # fmt: skip
         return CompleteModel(
             models.build(spec, vocab_size=arm.plan.task.vocab_size, hidden_size=shape.hidden_size, **sizes)
         )

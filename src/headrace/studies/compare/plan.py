@@ -129,8 +129,9 @@ class Plan:
         """A plan for each value of the search, if there is one."""
         if self.tuning is None:
             return []
-        own: dict[str, Any] = {"seeds": self.tuning.seeds, "tuning": None}
-        return [replace(self.at(v), name=f"{self.name}-{self.tuning.field}-{v}", **own) for v in self.tuning.values]
+        apart = replace(self, seeds=self.tuning.seeds)
+        field, values = self.tuning.field, self.tuning.values
+        return [replace(apart.at(v), name=f"{self.name}-{field}-{v}", tuning=None) for v in values]
 
     def idle_gates(self) -> list[str]:
         """A sentence for each gate of the mixers that has little or no effect."""

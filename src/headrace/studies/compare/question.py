@@ -52,8 +52,7 @@ class Question(Record):
         return record(cls, data, "question") if data else None
 
     def name(self, mixer: str) -> str:
-        names: Any = self.names
-        return dict(names)[mixer]
+        return next(name for expression, name in self.names if expression == mixer)
 
 
 def read(path: Path) -> tuple[Question, dict[str, Any]]:
@@ -65,7 +64,7 @@ def read(path: Path) -> tuple[Question, dict[str, Any]]:
         raise InputError(f"--plan {str(path)!r} lacks {missing!r}; expected question, mixers and compare")
     options = {name: value for name, value in data.items() if name not in OWN}
     names: dict[str, str] = {}
-    pairs = []
+    pairs: list[tuple[str, str]] = []
     for values in data.get("over", [{}]):
         filled = {name: mixer.format(**values) for name, mixer in data["mixers"].items()}
         label = " ".join(str(value) for value in values.values() if "=" not in str(value))
