@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 from scipy import stats
@@ -217,3 +218,17 @@ def test_a_planned_report_judges_nothing_that_the_plan_does_not_ask():
     assert not any(
         "better than" in sentence or "clear difference" in sentence for sentence in findings(comparison, True)
     )
+
+
+def test_the_figures_of_the_demo_are_those_of_its_runs():
+    root = Path(__file__).parents[1]
+    runs = table.read(root / "benchmarks" / "results" / "studies" / "demo.csv")
+    by_mixer = statistics.scores(runs, {})["pair"]
+    said = [(root / name).read_text("utf-8").replace("\n", " ") for name in ("README.md", "docs/limits.md")]
+    for values in by_mixer.values():
+        percent = f"{100 * fmean(values.values()):.1f} ± {100 * stdev(values.values()):.1f} %"
+        assert all(percent in text for text in said), percent
+    plain, softmax = by_mixer["retnet(heads.expand_v=1)"], by_mixer["softmax-retnet(heads.expand_v=1)"]
+    gains = [100 * (softmax[seed] - plain[seed]) for seed in plain]
+    low, high = stats.ttest_1samp(gains, 0).confidence_interval(0.95)
+    assert f"{fmean(gains):.1f} points, 95 % interval {low:.1f} to {high:.1f})" in said[0]

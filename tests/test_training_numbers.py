@@ -62,7 +62,6 @@ def test_a_run_is_adamw_by_the_recipe(schedule, clip, data, tmp_path, monkeypatc
         "tokens": 128 * STEPS, "warmup_tokens": 128 * WARMUP, "lr": LR, "schedule": schedule, "betas": BETAS,
         "min_lr": 0.25 if schedule == "cosine" else 0.0, "eps": EPS, "weight_decay": DECAY, "clip": clip,
         "gate_lr": GATE_LR, "precision": "float32", "save_every": STEPS, "evaluate_every": STEPS,
-        "initializer_range": 0.02,  # from larger weights, eight such steps multiply a rounding by a thousand
     }  # fmt: skip
     train(data, tmp_path, **settings)
     assert [len(rows) for rows in batches] == [2] * 2 * STEPS  # 128 tokens are 4 rows of 32, 2 at a time

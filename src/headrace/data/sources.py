@@ -1,5 +1,6 @@
 """Reads documents one after another from files or a data set of the Hub, in memory that no source's size decides."""
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -112,13 +113,13 @@ def _text(source: str, cut: bool) -> Iterator[Row]:
 
 def _json(source: str, column: str) -> Iterator[Row]:
     name = Path(source).name
-    with _open(source, mode="rb") as file:
+    with _open(source, mode="rb") as opened:
+        file = io.BufferedReader(opened)  # zstandard's own reader has no lines
+        if file.peek(1).lstrip()[:1] == b"[":  # one array: read as a whole
+            for number, item in enumerate(json.load(file), 1):
+                yield _of_record(name, number, item, column)
+            return
         for number, line in enumerate(file, 1):
-            if number == 1 and line.lstrip()[:1] == b"[":  # one array: read as a whole
-                file.seek(0)
-                for number, item in enumerate(json.load(file), 1):
-                    yield _of_record(name, number, item, column)
-                return
             try:
                 item = json.loads(line.decode())
             except UnicodeDecodeError:
