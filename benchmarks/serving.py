@@ -115,7 +115,7 @@ def served(name: str, command: list[str], model: str):
         version = headrace.__version__
         if name == "vllm":
             version = httpx.get(f"{address}/version", trust_env=False).json()["version"]
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # the server closes those that wait
         client = httpx.AsyncClient(base_url=address, timeout=3600, limits=limits, trust_env=False)
         yield Server(version, model, psutil.Process(server.pid), client)
     finally:

@@ -23,7 +23,7 @@ from ..cache import HeadraceCache
 from .sampling import Draw, Sampling, check_generation
 from .text import Text
 
-PIECE = 256  # tokens of prompts that are processed in one call
+PIECE = 128  # tokens of prompts that are processed in one call
 
 
 class Piece(NamedTuple):
