@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from headrace import InputError
+
 
 def run(world, folder, function, *arguments):
     """Returns function(*arguments) of each of `world` processes, forked from one that has imported headrace."""
@@ -29,3 +31,12 @@ def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def refused(call):
+    """Returns the sentence with which a call is refused."""
+    try:
+        call()
+    except InputError as error:
+        return str(error)
+    raise AssertionError("not refused")

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from headrace import InputError, context_parallel, layers, linear_attention
+from groups import refused
+from headrace import context_parallel, layers, linear_attention
 from headrace.ops import context_parallel as context
 from headrace.studies.verify import relative
 from tiny import build
@@ -155,14 +156,6 @@ def refusals():
         said["unequal"] = refused(lambda: gla(x[:, : 8 - part.rank]))
         said["labels"] = refused(lambda: build("gla")(torch.ones(1, 8, dtype=int), labels=torch.ones(1, 8, dtype=int)))
     return said
-
-
-def refused(call):
-    try:
-        call()
-    except InputError as error:
-        return str(error)
-    raise AssertionError("not refused")
 
 
 def sent():

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from headrace import GateWarning, InputError, layers, load, quantize, tensor_parallel
+from groups import refused
+from headrace import GateWarning, layers, load, quantize, tensor_parallel
 from headrace.layers.moe import MixtureOfExperts
 from headrace.layers.tensor_parallel import clip_grad_norm_, cuts_of, whole_state_dict
 from headrace.ops.tensor_parallel import Ranks
@@ -156,11 +157,3 @@ def refusals(mesh):
     torch.manual_seed(dist.get_rank())
     said["weights"] = refused(lambda: tensor_parallel(layers.Mixer("gla", hidden_size=D, num_heads=H), mesh))
     return said
-
-
-def refused(call):
-    try:
-        call()
-    except InputError as error:
-        return str(error)
-    raise AssertionError("not refused")
