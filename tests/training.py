@@ -2,8 +2,8 @@
 
 from headrace.training import recipes, run
 
-# Small first weights: from the default ones two orders of a sum differ by 1e-2 after 20 such steps (docs/log.md), so that
-# no tolerance of a comparison could be derived.
+# Small first weights: from the default ones two orders of a sum differ by 1e-2 after 20 such steps (docs/log.md), so
+# that no tolerance of a comparison could be derived.
 TINY = {
     "initializer_range": 0.02,
     "hidden_size": 16, "layers": 2, "heads": 2, "vocab_size": 257, "length": 32, "batch_tokens": 128,
