@@ -2,7 +2,7 @@
 
 headrace compare --plan benchmarks/studies/NAME.yaml --output runs/NAME     the runs; the same command continues
 python benchmarks/study.py keep NAME                                        runs/NAME/runs.csv into the results
-python benchmarks/study.py show NAME                                        the plan's statistic, as Markdown
+python benchmarks/study.py show NAME [NAME ...]                             the plans' statistics, as Markdown
 """
 
 import shutil
@@ -12,6 +12,7 @@ import typer
 
 from headrace.studies.compare import rows, statistics
 from headrace.studies.compare.choose import planned
+from headrace.studies.compare.question import Question
 
 HERE = Path(__file__).parent
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -27,16 +28,23 @@ def keep(name: str, run: Path | None = None) -> None:
 
 
 @app.command()
-def show(name: str) -> None:
-    study, found = planned(HERE / "studies" / f"{name}.yaml"), rows.read(kept(name))
-    assert study.question is not None
-    for table in statistics.tables(study.question, found, study.swept):
-        print(table.answer, table.about, sep="\n\n", end="\n\n")
-        for row in (table.header, ["---"] * len(table.header), *table.rows):
-            print(f"| {' | '.join(row)} |")
-        print()
-    last = [row for row in found if not row["trial"]]
-    print(f"{sum(row['converged'] for row in last)} of {len(last)} reported runs {rows.RULE}.")
+def show(names: list[str]) -> None:
+    """Prints the statistics of studies, corrected by Holm's rule over the comparisons of all of them."""
+    asked = [read(name) for name in names]
+    for (question, found), tested in zip(asked, statistics.tested(asked), strict=True):
+        for table in statistics.tables(question, found, tested):
+            print(table.answer, table.about, sep="\n\n", end="\n\n")
+            for row in (table.header, ["---"] * len(table.header), *table.rows):
+                print(f"| {' | '.join(row)} |")
+            print()
+        last = [row for row in found if not row["trial"]]
+        print(f"{sum(row['converged'] for row in last)} of {len(last)} reported runs {rows.RULE}.\n")
+
+
+def read(name: str) -> tuple[Question, list[rows.Row]]:
+    question = planned(HERE / "studies" / f"{name}.yaml").question
+    assert question is not None
+    return question, rows.read(kept(name))
 
 
 if __name__ == "__main__":

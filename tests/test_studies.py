@@ -48,8 +48,13 @@ measure: capacity
 """
 
 
+def compared(question, rows):
+    (found,) = statistics.tested([(question, rows)])
+    return found
+
+
 def row(mixer, seed, score, comparison="p", **more):
-    known = {"trial": False, "steps": 100, "reached": None, "loss": 0.5}
+    known = {"trial": False, "steps": 100, "reached": None, "loss": 0.5, "by_length": {}}
     return known | {"mixer": mixer, "seed": seed, "score": score, "comparison": comparison} | more
 
 
@@ -66,7 +71,7 @@ def test_a_plan_is_the_options_of_compare_and_a_question(tmp_path):
     assert (study.name, a, d) == ("mine", "retnet(heads.expand_v=1)", "softmax-gla(heads.expand_v=1)")
     assert study.question.pairs == ((b, a), (d, c)) and study.question.name(d) == "gla softmax"
     assert [(p.task.pairs, p.recipe.steps, p.seed_numbers) for p in study.plans] == [(2, 7, (1, 2)), (4, 7, (1, 2))]
-    assert study.plans[0].tuning == Tuning("lr", (1e-3, 1e-2), (8, 9)) and list(study.swept.values()) == [2, 4]
+    assert study.plans[0].tuning == Tuning("lr", (1e-3, 1e-2), (8, 9))
     assert Question.stored({"study": json.loads(json.dumps(study.to_json()))}) == study.question
 
 
@@ -102,7 +107,7 @@ def test_every_plan_of_ours_can_be_run(path):
     for plan in study.plans:
         plan.check()
     assert study.question.cost and len(study.plans[0].seed_numbers) >= 5
-    assert study.question.measure != "capacity" or study.swept
+    assert study.question.measure != "capacity" or all(plan.task.by_length(1) for plan in study.plans)
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
@@ -156,13 +161,13 @@ def test_differences_are_paired_and_corrected_over_the_family():
     a, b, c = (0.9, 0.8, 0.95), (0.5, 0.6, 0.65), (0.7, 0.9, 0.6)
     runs = [row(m, s, x) for m, own in zip("abc", (a, b, c), strict=True) for s, x in enumerate(own)]
     runs += [row("a", 9, 0.0), row("a", 1, 0.0, trial=True), row("b", 2, None)]  # unpaired, of a search, diverged
-    first, second = statistics.tested(question(pairs=(("a", "b"), ("a", "c"))), runs, {})
+    first, second = compared(question(pairs=(("a", "b"), ("a", "c"))), runs)
     by_scipy, other = stats.ttest_rel(a, b), stats.ttest_rel(a, c)
     interval = by_scipy.confidence_interval(0.95)
     assert (first.where, first.n) == ("p", 3) and first.mean == pytest.approx(0.3)
     assert (first.low, first.high) == pytest.approx(tuple(interval)) and first.p == pytest.approx(by_scipy.pvalue)
     assert first.corrected == pytest.approx(2 * by_scipy.pvalue) and second.corrected == pytest.approx(other.pvalue)
-    (wilcoxon,) = statistics.tested(question(test="wilcoxon"), runs, {})
+    (wilcoxon,) = compared(question(test="wilcoxon"), runs)
     assert wilcoxon.p == stats.wilcoxon([0.4, 0.2, 0.3]).pvalue
 
 
@@ -178,20 +183,28 @@ def test_holm_by_hand():
 )  # fmt: skip
 def test_few_and_equal_differences(gains, p, verdict):
     runs = [row(m, s, x) for s, gain in enumerate(gains) for m, x in (("a", 0.5 + gain), ("b", 0.5))]
-    (found,) = statistics.tested(question(), runs, {})
+    (found,) = compared(question(), runs)
     assert (found.p, found.verdict) == (pytest.approx(p), verdict)
     assert found.low <= found.mean <= found.high and (math.isinf(found.low) == (len(gains) == 1))
 
 
-def test_the_number_held_is_interpolated_and_stays_on_the_grid():
-    curve = {3.0: 1.0, 4.0: 0.95, 5.0: 0.85, 6.0: 0.95}
-    assert statistics.held(curve) == pytest.approx(4.5), "half of the way from 0.95 to 0.85; what comes later is luck"
-    assert statistics.held({3.0: 0.9, 4.0: 0.9}) == 4.0 and statistics.held({3.0: 0.89, 4.0: 1.0}) == 3.0
-    swept = {"p8": 8, "p16": 16}
-    runs = [row("a", 0, 1.0, "p8"), row("a", 0, 0.8, "p16"), row("b", 0, None, "p8"), row("b", 0, 0.1, "p16")]
-    assert statistics.capacities(runs, swept) == {"": {"a": {0: pytest.approx(3.5)}, "b": {0: 3.0}}}
-    cells = statistics.table_of_means(question("capacity"), runs, swept)
-    assert cells == [["a", "", "1", "3.500 (11.3) ± 0.000", "0"], ["b", "", "1", "3.000 (8) ± 0.000", "1"]]
+def test_studies_that_are_shown_together_are_one_family():
+    runs = [row(m, s, x) for m, own in (("a", (0.9, 0.8, 0.95)), ("b", (0.5, 0.6, 0.65))) for s, x in enumerate(own)]
+    alone, (first, second) = compared(question(), runs), statistics.tested([(question(), runs)] * 2)
+    assert first == second and first[0].corrected == pytest.approx(2 * alone[0].corrected)
+
+
+def test_the_length_held_is_interpolated_and_stays_on_the_grid():
+    runs = [
+        row("a", 0, 0.9, by_length={8: 1.0, 16: 0.95, 32: 0.85, 64: 0.95}),
+        row("b", 0, 0.9, by_length={8: 0.9, 16: 0.9}),
+        row("b", 1, 0.9, by_length={8: 0.89, 16: 1.0}),
+    ]
+    by_mixer = statistics.collected(runs, "capacity")["p"]
+    assert by_mixer["a"][0] == pytest.approx(4.5), "half of the way from 0.95 to 0.85; what comes later is luck"
+    assert by_mixer["b"] == {0: 4.0, 1: 3.0}
+    cells = statistics.table_of_means(question("capacity"), runs)
+    assert cells == [["a", "p", "1", "4.500 (22.6) ± 0.000", "0"], ["b", "p", "2", "3.500 (11.3) ± 0.707", "2"]]
 
 
 def test_speed_is_the_first_evaluation_above_nine_tenths():
@@ -203,7 +216,7 @@ def test_speed_is_the_first_evaluation_above_nine_tenths():
     never = table.row(arm | {"curve": arm["curve"][:1]}, "accuracy", False)
     assert never["reached"] is None
     runs = [row("a", 0, 0.9, reached=30), row("b", 0, 0.5)]
-    assert statistics.speeds(runs, {}) == {"p": {"a": {0: 30.0}, "b": {0: 100.0}}}
+    assert statistics.collected(runs, "speed") == {"p": {"a": {0: 30.0}, "b": {0: 100.0}}}
 
 
 def test_a_planned_report_judges_nothing_that_the_plan_does_not_ask():
@@ -223,7 +236,7 @@ def test_a_planned_report_judges_nothing_that_the_plan_does_not_ask():
 def test_the_figures_of_the_demo_are_those_of_its_runs():
     root = Path(__file__).parents[1]
     runs = table.read(root / "benchmarks" / "results" / "studies" / "demo.csv")
-    by_mixer = statistics.scores(runs, {})["pair"]
+    by_mixer = statistics.collected(runs, "score")["pair"]
     said = [(root / name).read_text("utf-8").replace("\n", " ") for name in ("README.md", "docs/limits.md")]
     for values in by_mixer.values():
         percent = f"{100 * fmean(values.values()):.1f} ± {100 * stdev(values.values()):.1f} %"

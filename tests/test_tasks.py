@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import re
+from collections import Counter
 from datetime import datetime
 
 import numpy as np
@@ -60,6 +61,21 @@ def test_pair_asks_for_the_value_that_came_with_the_key(task):
         assert len(stored) == task.pairs and labels[: task.pairs] == [IGNORED] * task.pairs
         assert [stored[key] for key, _ in ids[task.pairs :]] == labels[task.pairs :]
         assert {nothing for _, nothing in ids[task.pairs :]} == {-1}
+
+
+def test_pair_can_store_another_number_in_every_row():
+    task, numbers = Pair(keys=9, pairs=7, least=3), Counter()
+    for ids, labels in rows_of(task, 500):
+        stored = [tuple(pair) for pair in ids[:7] if pair != [-1, -1]]
+        queries = [(key, label) for (key, _), label in zip(ids[7:], labels[7:], strict=True) if label != IGNORED]
+        assert sorted(queries) == sorted(stored) and len(dict(stored)) == len(stored)
+        assert ids[: 7 - len(stored)] + ids[7 + len(stored) :] == [[-1, -1]] * 2 * (7 - len(stored))
+        numbers[len(stored)] += 1
+    assert numbers.keys() == {3, 4, 5, 6, 7} and min(numbers.values()) > 60, "100 of 500 each, ± 9"
+    tested = task.by_length(4)
+    assert list(tested) == [6, 8, 10, 12, 14] and Pair().by_length(4) == {}
+    for length, rows in tested.items():
+        assert rows["input_ids"].shape == (4, length, 2) and (rows["shift_labels"] != IGNORED).sum() == 4 * length / 2
 
 
 @pytest.mark.parametrize("task", [KeyValue(), KeyValue(keys=12, pairs=5, length=23)], ids=repr)
@@ -203,6 +219,8 @@ def test_rows_depend_on_the_seed_alone(task):
     "make",
     [
         lambda: Pair(keys=4, pairs=5),
+        lambda: Pair(least=25),
+        lambda: Pair(least=4, queries=8),
         lambda: Pair().resized(7),
         lambda: KeyValue(pairs=8, length=20),
         lambda: Mqar(pairs=8, length=30),

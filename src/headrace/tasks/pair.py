@@ -6,6 +6,11 @@
 
 As the embeddings of key and value are summed at one position, a model need not learn which value follows which key, so
 one layer is enough.
+
+With `least`, every row stores its own number of pairs, and positions before the pairs and after the queries are empty:
+
+    input      -        k1 + v2  k4 + v7  k4       k1       -
+    answer                                v7       v2
 """
 
 from dataclasses import dataclass, replace
@@ -17,6 +22,9 @@ from ..ops.loss import IGNORED
 from ..utils.errors import InputError
 from .base import Batch, Drawn
 
+EMPTY = -1  # in place of a key or value: adds no embedding
+TESTED = 8  # numbers of pairs at which rows of different numbers are evaluated
+
 
 @dataclass(frozen=True)
 class Pair(Drawn):
@@ -25,6 +33,7 @@ class Pair(Drawn):
     keys: int = 32  # number of different keys, and of different values
     pairs: int = 24  # number of stored pairs, with different keys
     queries: int | None = None  # number of queries, at most one for each pair; None: one for each
+    least: int | None = None  # smallest number of pairs of a row, drawn up to `pairs`; None: every row has `pairs`
 
     name: ClassVar[str] = "pair"
 
@@ -33,6 +42,11 @@ class Pair(Drawn):
             raise InputError(
                 f"the task pair asks {self.asked} of {self.pairs} pairs with {self.keys} different keys; "
                 "expected 1 <= queries <= pairs <= keys"
+            )
+        if self.least is not None and (self.queries is not None or not 1 <= self.least <= self.pairs):
+            raise InputError(
+                f"the task pair has least={self.least} with pairs={self.pairs} and queries={self.queries}; expected "
+                "1 <= least <= pairs, and no queries, as every pair of a row is asked"
             )
 
     @property
@@ -56,19 +70,30 @@ class Pair(Drawn):
             raise InputError(
                 f"length={length}: a row of the task pair has equally many pairs and queries; expected an even length"
             )
-        return replace(self, keys=max(self.keys, length // 2), pairs=length // 2, queries=None)
+        return replace(self, keys=max(self.keys, length // 2), pairs=length // 2, queries=None, least=None)
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         keys = torch.rand(rows, self.keys, generator=generator).argsort(1)[:, : self.pairs]
         values = torch.randint(self.keys, 2 * self.keys, (rows, self.pairs), generator=generator)
-        asked = torch.rand(rows, self.pairs, generator=generator).argsort(1)[:, : self.asked]
-        nothing = torch.full_like(asked, -1)
-        stored, queried = torch.stack([keys, values], 2), torch.stack([keys.gather(1, asked), nothing], 2)
+        order = torch.rand(rows, self.pairs, generator=generator)
+        here = torch.ones(rows, self.pairs, dtype=torch.bool)
+        if self.least is not None:
+            numbers = torch.randint(self.least, self.pairs + 1, (rows, 1), generator=generator)
+            here = torch.arange(self.pairs) >= self.pairs - numbers
+        asked = (order + ~here).argsort(1)[:, : self.asked]  # empty positions last
+        there = here.gather(1, asked)
+        stored = torch.stack([keys, values], 2).where(here[..., None], EMPTY)
+        queried = torch.stack([keys.gather(1, asked).where(there, EMPTY), torch.full_like(asked, EMPTY)], 2)
         unasked = torch.full((rows, self.pairs), IGNORED)
         return {
             "input_ids": torch.cat([stored, queried], 1),
-            "shift_labels": torch.cat([unasked, values.gather(1, asked)], 1),
+            "shift_labels": torch.cat([unasked, values.gather(1, asked).where(there, IGNORED)], 1),
         }
 
     def by_length(self, rows: int) -> dict[int, Batch]:
-        return {}  # a longer row would need keys that were not in the training vocabulary
+        """Rows of one number of pairs each, from `least` to `pairs`; a longer row would need keys that were not in the
+        training vocabulary."""
+        if self.least is None:
+            return {}
+        numbers = {self.least + (self.pairs - self.least) * i // (TESTED - 1) for i in range(TESTED)}
+        return {2 * n: replace(self, pairs=n, least=None).held_out(rows) for n in sorted(numbers)}

@@ -189,11 +189,6 @@ class Study:
     sweep: dict[str, Any] | None = None  # {field, values: one for each plan}
     question: Question | None = None  # of a study that was written down before its runs
 
-    @property
-    def swept(self) -> dict[str, Any]:
-        """Name of a plan -> its value of the swept field; empty without a sweep."""
-        return {p.name: v for p, v in zip(self.plans, self.sweep["values"], strict=True)} if self.sweep else {}
-
     def trials(self) -> list[Plan]:
         return [trial for plan in self.plans for trial in plan.trials()]
 

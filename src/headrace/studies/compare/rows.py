@@ -4,6 +4,7 @@ A report's statistics and a study's tables are computed from these rows alone.
 """
 
 import csv
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from ...tasks import TASKS
 
 COLUMNS = (
     "commit", "comparison", "mixer", "seed", "trial", "lr", "steps", "metric", "score", "loss", "reached", "converged",
-    "parameters", "state_bytes", "seconds",
+    "parameters", "state_bytes", "seconds", "by_length",
 )  # fmt: skip
 HELD = 0.9  # smallest score at which a model still solves a task
 SETTLED = 0.02  # a run has converged if the last third of its steps gave less than this part of the fall of its loss
@@ -22,8 +23,12 @@ Row = dict[str, Any]
 
 
 def rows(results: dict[str, Any]) -> list[Row]:
-    """The runs of a results.json. score, loss: at the end, None for a run that diverged. reached: the first evaluated
-    step with a score of at least HELD, None without one. trial: whether the run belongs to a search."""
+    """The runs of a results.json.
+
+    score, loss: at the end, None for a run that diverged. reached: the first evaluated step with a score of at least
+    HELD, None without one. trial: whether the run belongs to a search. by_length: {length: score} on held-out rows of
+    these lengths, empty for a task without.
+    """
     plans = results["study"]["plans"]
     metrics = {plan["name"]: TASKS[plan["task"]["name"]].metric.name for plan in plans}
     metrics |= {trial["name"]: metrics[plan["name"]] for plan in plans for trial in plan["trials"]}
@@ -34,8 +39,9 @@ def rows(results: dict[str, Any]) -> list[Row]:
 def row(arm: dict[str, Any], metric: str, trial: bool) -> Row:
     found = {name: arm[name] for name in COLUMNS if name in arm} | {"trial": trial, "metric": metric}
     found |= {"score": arm["scores"].get(metric), "loss": arm["scores"].get("loss")}
+    lengths = {int(length): score for length, score in arm.get("by_length", {}).items()}
     above = (point["step"] for point in arm["curve"] if point["scores"].get(metric, 0) >= HELD)
-    return found | {"reached": next(above, None), "converged": converged(arm)}
+    return found | {"reached": next(above, None), "converged": converged(arm), "by_length": lengths}
 
 
 def converged(arm: dict[str, Any]) -> bool:
@@ -53,7 +59,7 @@ def write(found: Sequence[Row], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        writer.writerows(found)
+        writer.writerows(row | {"by_length": json.dumps(row["by_length"])} for row in found)
 
 
 def read(path: Path) -> list[Row]:
@@ -65,6 +71,8 @@ def read(path: Path) -> list[Row]:
 def value(name: str, text: str) -> Any:
     if name in ("trial", "converged"):
         return text == "True"
+    if name == "by_length":
+        return {int(length): score for length, score in json.loads(text or "{}").items()}
     if name in ("seed", "steps", "reached", "parameters", "state_bytes"):
         return int(text) if text else None
     return (float(text) if text else None) if name in ("lr", "score", "loss", "seconds") else text

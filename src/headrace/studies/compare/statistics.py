@@ -1,9 +1,9 @@
 """The statistic that a study's plan names before its runs: paired differences of two mixers over seeds, by scipy, with
-Holm's correction over all that the plan asks."""
+Holm's correction over all comparisons of a family."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -17,9 +17,7 @@ from .rows import rows as rows_of
 
 LEVEL = 0.05  # of the family: a difference is called one if its corrected p is below
 
-Values = dict[
-    str, dict[str, dict[int, float]]
-]  # where (a comparison, or "" for the whole sweep) -> mixer -> seed -> value
+Values = dict[str, dict[str, dict[int, float]]]  # a comparison -> mixer -> seed -> value
 
 
 class Table(NamedTuple):
@@ -51,17 +49,19 @@ class Tested:
         return "more" if self.mean > 0 else "less"
 
 
-def tested(question: Question, rows: Sequence[Row], swept: dict[str, Any]) -> list[Tested]:
-    """Every comparison of the plan, in its order, corrected over all of them.
-
-    swept: name of a comparison -> its value of the swept field; empty without a sweep."""
+def tested(asked: Sequence[tuple[Question, Sequence[Row]]]) -> list[list[Tested]]:
+    """Every comparison of each study (its question and its runs) in the plan's order, corrected over those of all."""
     found = [
-        compared(question.test, where, a, b, by_mixer)
-        for a, b in question.pairs
-        for where, by_mixer in MEASURES[question.measure](rows, swept).items()
-        if a in by_mixer and b in by_mixer
+        [
+            compared(question.test, where, a, b, by_mixer)
+            for a, b in question.pairs
+            for where, by_mixer in collected(rows, question.measure).items()
+            if a in by_mixer and b in by_mixer
+        ]
+        for question, rows in asked
     ]
-    return [Tested(**vars(one) | {"corrected": p}) for one, p in zip(found, holm([o.p for o in found]), strict=True)]
+    corrected = iter(holm([one.p for own in found for one in own]))
+    return [[replace(one, corrected=next(corrected)) for one in own] for own in found]
 
 
 def of_results(results: dict[str, Any]) -> list[Table]:
@@ -69,16 +69,16 @@ def of_results(results: dict[str, Any]) -> list[Table]:
     question = Question.stored(results)
     if question is None:
         return []
-    sweep, names = results["study"].get("sweep"), [plan["name"] for plan in results["study"]["plans"]]
-    return tables(question, rows_of(results), dict(zip(names, sweep["values"], strict=True)) if sweep else {})
+    rows = rows_of(results)
+    (found,) = tested([(question, rows)])
+    return tables(question, rows, found)
 
 
-def tables(question: Question, rows: Sequence[Row], swept: dict[str, Any]) -> list[Table]:
-    """The statistic of the plan, and the means behind it, as text."""
-    found = tested(question, rows, swept)
+def tables(question: Question, rows: Sequence[Row], found: Sequence[Tested]) -> list[Table]:
+    """The statistic of the plan, which `tested` found, and the means behind it, as text."""
     return [
-        Table(answer(question, found), about(question, found), HEADER, table(question, found)),
-        Table("", "", MEANS, table_of_means(question, rows, swept)),
+        Table(answer(question, found), about(question), HEADER, table(question, found)),
+        Table("", "", MEANS, table_of_means(question, rows)),
     ]
 
 
@@ -120,13 +120,11 @@ def table(question: Question, found: Sequence[Tested]) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def table_of_means(question: Question, rows: Sequence[Row], swept: dict[str, Any]) -> list[list[str]]:
-    """A row for each mixer and place. The last cell counts values that are bounds: the smallest or largest that the
-    measure can have, where the study asked for no more."""
-    ends = {"capacity": {math.log2(v) for v in (min(swept.values()), max(swept.values()))} if swept else set(),
-            "speed": {float(row["steps"]) for row in rows}}.get(question.measure, set())  # fmt: skip
+def table_of_means(question: Question, rows: Sequence[Row]) -> list[list[str]]:
+    """A row for each mixer and place. The last cell counts the values that are bounds."""
+    ends = set[float]().union(*(bounds(question.measure, row) for row in rows))
     cells = []
-    for where, by_mixer in MEASURES[question.measure](rows, swept).items():
+    for where, by_mixer in collected(rows, question.measure).items():
         for mixer, own in by_mixer.items():
             values = list(own.values())
             power = f" ({2 ** fmean(values):.3g})" if question.measure == "capacity" else ""
@@ -136,13 +134,10 @@ def table_of_means(question: Question, rows: Sequence[Row], swept: dict[str, Any
     return cells
 
 
-def about(question: Question, found: Sequence[Tested]) -> str:
+def about(question: Question) -> str:
     """What the tables show, as a sentence."""
     test = "Student's t" if question.test == "t" else "Wilcoxon's test"
-    return (
-        f"In {UNITS[question.measure]}. "
-        f"Differences are paired by seed; p by {test}, corrected by Holm's rule over {count(len(found), 'comparison')}."
-    )
+    return f"In {UNITS[question.measure]}. Differences are paired by seed; p by {test}, corrected by Holm's rule."
 
 
 def answer(question: Question, found: Sequence[Tested]) -> str:
@@ -157,47 +152,43 @@ def answer(question: Question, found: Sequence[Tested]) -> str:
 
 
 # --- measures --------------------------------------------------------------------------------------------------------
-def scores(rows: Sequence[Row], swept: dict[str, Any]) -> Values:
-    return collected(rows, lambda row: row["score"])
+def score(row: Row) -> float:
+    return row["score"]
 
 
-def speeds(rows: Sequence[Row], swept: dict[str, Any]) -> Values:
-    return collected(rows, lambda row: row["reached"] or row["steps"])
+def speed(row: Row) -> float:
+    return float(row["reached"] or row["steps"])
 
 
-def capacities(rows: Sequence[Row], swept: dict[str, Any]) -> Values:
-    """Interpolated linearly in the logarithm; at most the largest value of the field and at least the smallest."""
-    curves: dict[str, dict[int, dict[float, float]]] = {}
-    for row in rows:
-        if not row["trial"]:
-            curve = curves.setdefault(row["mixer"], {}).setdefault(row["seed"], {})
-            curve[math.log2(swept[row["comparison"]])] = row["score"] or 0.0
-    return {"": {mixer: {seed: held(curve) for seed, curve in own.items()} for mixer, own in curves.items()}}
+def capacity(row: Row) -> float:
+    """log2 of the length up to which the score is at least HELD, interpolated linearly in it; at least the smallest
+    length that was tested, and at most the largest."""
+    lengths, curve = sorted(row["by_length"]), row["by_length"]
+    lost = next((i for i, n in enumerate(lengths) if curve[n] < HELD), len(lengths))
+    if lost in (0, len(lengths)):
+        return math.log2(lengths[max(lost - 1, 0)])
+    low, high = lengths[lost - 1 : lost + 1]
+    return math.log2(low) + math.log2(high / low) * (curve[low] - HELD) / (curve[low] - curve[high])
 
 
-def held(curve: dict[float, float]) -> float:
-    """The place up to which a curve {place: score} is at least HELD."""
-    places = sorted(curve)
-    lost = next((i for i, x in enumerate(places) if curve[x] < HELD), None)
-    if lost is None:
-        return places[-1]
-    if lost == 0:
-        return places[0]
-    x, y = places[lost - 1], places[lost]
-    return x + (y - x) * (curve[x] - HELD) / (curve[x] - curve[y])
+def bounds(measure: str, row: Row) -> set[float]:
+    """The values that say only that the true one lies beyond."""
+    if measure == "capacity":
+        return {math.log2(min(row["by_length"])), math.log2(max(row["by_length"]))}
+    return {float(row["steps"])} if measure == "speed" else set()
 
 
-def collected(rows: Sequence[Row], measure: Any) -> Values:
+def collected(rows: Sequence[Row], measure: str) -> Values:
     found: Values = {}
     for row in rows:
         if not row["trial"] and row["score"] is not None:
-            found.setdefault(row["comparison"], {}).setdefault(row["mixer"], {})[row["seed"]] = float(measure(row))
+            found.setdefault(row["comparison"], {}).setdefault(row["mixer"], {})[row["seed"]] = MEASURES[measure](row)
     return found
 
 
-MEASURES = {"score": scores, "speed": speeds, "capacity": capacities}
+MEASURES = {"score": score, "speed": speed, "capacity": capacity}
 UNITS = {
     "score": "units of the final score",
     "speed": f"steps to a score of {HELD:g}, all steps where it is not reached",
-    "capacity": f"doublings of the swept field, up to the value at which the score falls below {HELD:g}",
+    "capacity": f"doublings of the length up to which the score is at least {HELD:g}",
 }
