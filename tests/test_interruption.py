@@ -284,6 +284,18 @@ def test_a_flipped_bit_of_the_data_is_named(tmp_path, part):
         open_data(tmp_path / "d")
 
 
+def test_one_process_of_a_machine_reads_the_data_to_check_them(tmp_path, monkeypatch):
+    (tmp_path / "texts.jsonl").write_text((json.dumps({"text": "some words"}) + "\n") * 100)
+    prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16), tmp_path / "d")
+    flip(tmp_path / "d" / "train.npy")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    open_data(tmp_path / "d")
+    with (tmp_path / "d" / "train.npy").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(InputError, match=r"--data .*d' is damaged: train.npy has \d+ bytes, not \d+"):
+        open_data(tmp_path / "d")
+
+
 @pytest.fixture(scope="module")
 def trained_model(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "run"

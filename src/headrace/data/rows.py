@@ -4,6 +4,7 @@ Dimensions: B rows, L tokens in a row.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -80,12 +81,15 @@ class PackedData:
 
 
 def open_data(folder: Path) -> PackedData:
-    """Opens a folder written by `headrace prepare`. InputError if it is not such a folder or is damaged."""
+    """Opens a folder written by `headrace prepare`. InputError if it is not such a folder or is damaged.
+
+    Under torchrun, the first process of each machine reads the files to compare their SHA-256; the others compare sizes."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         if "shard" in manifest:
             raise InputError(f"--data {str(folder)!r} is one shard of the data; expected what `prepare --join` makes")
-        if wrong := damage(folder, manifest.get("files", {})):
+        first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+        if wrong := damage(folder, manifest.get("files", {}), contents=first):
             raise InputError(f"--data {str(folder)!r} is damaged: {wrong}; prepare it again")
         parts = [_rows(folder, name, manifest["length"]) for name in ("train", "held_out")]
         read = partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
