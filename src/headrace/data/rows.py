@@ -83,7 +83,7 @@ class PackedData:
 def open_data(folder: Path) -> PackedData:
     """Opens a folder written by `headrace prepare`. InputError if it is not such a folder or is damaged.
 
-    Under torchrun, the first process of each machine reads the files to compare their SHA-256; the others compare sizes."""
+    Under torchrun, the first process of each machine compares the files' SHA-256, the others their sizes only."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         if "shard" in manifest:
