@@ -1,0 +1,41 @@
+"""The figures of the pages are those of the rows that the benchmarks wrote."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LOADS = {  # a row of the page -> the load of the benchmark's row
+    "1 stream": "1 stream",
+    "8 streams": "8 streams",
+    "64 streams": "64 streams",
+    "200 streams": "200 streams",
+    "a short prompt alone": "a prompt alone",
+    "the same beside a prompt of 50,000 tokens": "beside a prompt of 50,000 tokens",
+    "1,000 requests, 64 at a time": "1,000 requests",
+}
+
+
+def rows(name):
+    with (ROOT / "benchmarks" / "results" / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def cells(page, first):
+    """The cells of the page's table row that begins with `first`."""
+    (line,) = (
+        line for line in (ROOT / "docs" / page).read_text("utf-8").splitlines() if line.startswith(f"| {first} |")
+    )
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def shown(*values):
+    return ", ".join(f"{float(value):,.0f}" for value in values if value)
+
+
+@pytest.mark.parametrize(("first", "load"), LOADS.items())
+def test_the_server(first, load):
+    row = [row for row in rows("serving") if row["load"] == load and row["server"] == "headrace"][-1]
+    wanted = [row["tokens_per_second"]], [row["first_p50"], row["first_p99"]], [row["next_p50"], row["next_p99"]]
+    assert cells("serving.md", first) == [*(shown(*values) for values in wanted), shown(row["memory"])]
