@@ -30,15 +30,19 @@ def keep(name: str, run: Path | None = None) -> None:
 @app.command()
 def show(names: list[str]) -> None:
     """Prints the statistics of studies, corrected by Holm's rule over the comparisons of all of them."""
-    asked = [read(name) for name in names]
+    print(*lines(names), sep="\n")
+
+
+def lines(names: list[str]) -> list[str]:
+    asked, shown = [read(name) for name in names], []
     for (question, found), tested in zip(asked, statistics.tested(asked), strict=True):
         for table in statistics.tables(question, found, tested):
-            print(table.answer, table.about, sep="\n\n", end="\n\n")
-            for row in (table.header, ["---"] * len(table.header), *table.rows):
-                print(f"| {' | '.join(row)} |")
-            print()
+            shown += [table.answer, "", table.about, ""] if table.answer else []
+            shown += [f"| {' | '.join(row)} |" for row in (table.header, ["---"] * len(table.header), *table.rows)]
+            shown.append("")
         last = [row for row in found if not row["trial"]]
-        print(f"{sum(row['converged'] for row in last)} of {len(last)} reported runs {rows.RULE}.\n")
+        shown += [f"{sum(row['converged'] for row in last)} of {len(last)} reported runs {rows.RULE}.", ""]
+    return shown
 
 
 def read(name: str) -> tuple[Question, list[rows.Row]]:

@@ -1,9 +1,12 @@
 """The figures of the pages are those of the rows that the benchmarks wrote."""
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
+
+import study
 
 ROOT = Path(__file__).parents[1]
 LOADS = {  # a row of the page -> the load of the benchmark's row
@@ -39,3 +42,14 @@ def test_the_server(first, load):
     row = [row for row in rows("serving") if row["load"] == load and row["server"] == "headrace"][-1]
     wanted = [row["tokens_per_second"]], [row["first_p50"], row["first_p99"]], [row["next_p50"], row["next_p99"]]
     assert cells("serving.md", first) == [*(shown(*values) for values in wanted), shown(row["memory"])]
+
+
+def test_the_studies():
+    """The page has every line that its own commands print from the rows of the studies."""
+    page = (ROOT / "docs" / "competition.md").read_text("utf-8")
+    commands = re.findall(r"^python benchmarks/study.py show (.*)$", page, re.MULTILINE)
+    named = [names.split() for names in commands]
+    kept = {path.stem for path in (ROOT / "benchmarks" / "results" / "studies").glob("*.csv")} - {"demo"}
+    assert sorted(name for names in named for name in names) == sorted(kept), "every study that is kept, once"
+    for names in named:
+        assert not [line for line in study.lines(names) if line not in page.splitlines()]
