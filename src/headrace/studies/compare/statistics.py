@@ -76,10 +76,11 @@ def of_results(results: dict[str, Any]) -> list[Table]:
 
 def tables(question: Question, rows: Sequence[Row], found: Sequence[Tested]) -> list[Table]:
     """The statistic of the plan, which `tested` found, and the means behind it, as text."""
-    return [
-        Table(answer(question, found), about(question), HEADER, table(question, found)),
-        Table("", "", MEANS, table_of_means(question, rows)),
-    ]
+    shown = (
+        (answer(question, found), about(question), table(question, found)),
+        ("", "", table_of_means(question, rows)),
+    )
+    return [Table(said, note, tuple(cells[0]), cells[1:]) for said, note, cells in shown]
 
 
 def compared(test: str, where: str, a: str, b: str, values: dict[str, dict[int, float]]) -> Tested:
@@ -107,31 +108,39 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 # --- as text ---------------------------------------------------------------------------------------------------------
-HEADER = ("difference", "at", "seeds", "mean", "95 % interval", "p", "p by Holm", "verdict")
-MEANS = ("mixer", "at", "seeds", "mean ± standard deviation", "seeds at an end of the range")
+DIGITS = {"score": 3, "speed": 0, "capacity": 2}
 
 
 def table(question: Question, found: Sequence[Tested]) -> list[list[str]]:
-    names = [f"{question.name(one.a)} - {question.name(one.b)}" for one in found]
-    return [
-        [name, o.where, str(o.n), f"{o.mean:+.3f}", f"{o.low:+.3f} … {o.high:+.3f}", f"{o.p:.2g}", f"{o.corrected:.2g}",
-         o.verdict]
-        for name, o in zip(names, found, strict=True)
-    ]  # fmt: skip
+    """A header, and a row for each comparison."""
+    digits = DIGITS[question.measure]
+    rows = [["difference", "at", "seeds", "mean", "95 % interval", "p", "p by Holm", "verdict"]]
+    for o in found:
+        interval = f"{o.low:+.{digits}f} … {o.high:+.{digits}f}"
+        name = f"{question.name(o.a)} - {question.name(o.b)}"
+        mean, p = f"{o.mean:+.{digits}f}", f"{o.p:.2g}"
+        rows.append([name, o.where, str(o.n), mean, interval, p, f"{o.corrected:.2g}", o.verdict])
+    return placed(rows)
 
 
 def table_of_means(question: Question, rows: Sequence[Row]) -> list[list[str]]:
-    """A row for each mixer and place. The last cell counts the values that are bounds."""
+    """A header, and a row for each mixer and place. The last cell counts the values that are bounds."""
     ends = set[float]().union(*(bounds(question.measure, row) for row in rows))
-    cells = []
+    digits = DIGITS[question.measure]
+    cells = [["mixer", "at", "seeds", "mean ± standard deviation", "seeds at an end of the range"]]
     for where, by_mixer in collected(rows, question.measure).items():
         for mixer, own in by_mixer.items():
             values = list(own.values())
-            power = f" ({2 ** fmean(values):.3g})" if question.measure == "capacity" else ""
+            power = f" (length {2 ** fmean(values):.0f})" if question.measure == "capacity" else ""
             spread = stdev(values) if len(values) > 1 else 0.0
-            mean = f"{fmean(values):.3f}{power} ± {spread:.3f}"
+            mean = f"{fmean(values):.{digits}f} ± {spread:.{digits}f}{power}"
             cells.append([question.name(mixer), where, str(len(own)), mean, str(sum(v in ends for v in values))])
-    return cells
+    return placed(cells)
+
+
+def placed(rows: list[list[str]]) -> list[list[str]]:
+    """The table without the place, its second column, if that is the same everywhere."""
+    return rows if len({row[1] for row in rows[1:]}) > 1 else [[row[0], *row[2:]] for row in rows]
 
 
 def about(question: Question) -> str:
@@ -143,10 +152,12 @@ def about(question: Question) -> str:
 def answer(question: Question, found: Sequence[Tested]) -> str:
     """The primary comparison as a sentence."""
     one = found[0]
-    where = f" at {one.where}" if one.where else ""
+    digits = DIGITS[question.measure]
+    where = f" at {one.where}" if len({other.where for other in found}) > 1 else ""
     return (
-        f"{question.text} {question.name(one.a)} less {question.name(one.b)}{where}: {one.mean:+.3f} "
-        f"{UNITS[question.measure]} (95 % interval {one.low:+.3f} to {one.high:+.3f}, {count(one.n, 'seed')}, "
+        f"{question.text} {question.name(one.a)} less {question.name(one.b)}{where}: {one.mean:+.{digits}f} "
+        f"{UNITS[question.measure]} (95 % interval {one.low:+.{digits}f} to {one.high:+.{digits}f}, "
+        f"{count(one.n, 'seed')}, "
         f"p by Holm {one.corrected:.2g}): {one.verdict}."
     )
 
