@@ -53,6 +53,8 @@ def verdict(cells: list[Cell]) -> str:
     judged = [cell.within for cell in cells if cell.within is not None]
     if not published:
         return f"Published numbers: none as text; reproduced numbers: {there}."
+    if cells and not cells[0].comparable:
+        return f"Published numbers: {published}; reproduced numbers: {there}, of other models, so that no value is compared."
     if not both:
         return f"Published numbers: {published}; reproduced numbers: {there}, none for the same model and metric."
     said = f"Published numbers: {published}, of which {both} are reproduced"
@@ -63,7 +65,11 @@ def verdict(cells: list[Cell]) -> str:
 
 def notes(experiment: Experiment, scale: str) -> list[str]:
     note = experiment.scales[scale].note
-    return [*([f"Scale {scale}: {note}."] if note else []), *experiment.notes]
+    read: dict[str, list[str]] = {}
+    for row, place in experiment.places().items():
+        read.setdefault(place, []).append(row)
+    published = [f"Published, {'; '.join(rows)}: {place}." for place, rows in read.items()]
+    return [*([f"Scale {scale}: {note}."] if note else []), *published, *experiment.notes]
 
 
 def write_page(experiment: Experiment, scale: str, cells: list[Cell], path: Path, command: str) -> Path:
