@@ -131,7 +131,9 @@ def compared(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path
     """The mean over seeds of a final score in the results.json of `headrace compare`."""
     path = root / place["compare"] / "results.json"
     arms = read_result(path)["arms"] if path.exists() else []
-    return mean([Number(arm["scores"][place["metric"]]) for arm in arms if arm["mixer"] == at["mixer"] and arm["scores"]])
+    return mean(
+        [Number(arm["scores"][place["metric"]]) for arm in arms if arm["mixer"] == at["mixer"] and arm["scores"]]
+    )
 
 
 READERS: dict[str, Callable[..., Number | None]] = {

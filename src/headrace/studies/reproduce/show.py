@@ -54,7 +54,7 @@ def verdict(cells: list[Cell]) -> str:
     if not published:
         return f"Published numbers: none as text; reproduced numbers: {there}."
     if cells and not cells[0].comparable:
-        return f"Published numbers: {published}; reproduced numbers: {there}, of other models, so that no value is compared."
+        return f"Published numbers: {published}; reproduced numbers: {there}, of other models, so no two are compared."
     if not both:
         return f"Published numbers: {published}; reproduced numbers: {there}, none for the same model and metric."
     said = f"Published numbers: {published}, of which {both} are reproduced"
