@@ -46,12 +46,12 @@ TABLES = {
         340M: 24 layers of 1024  340 340 340""",
     # section 5.5: "Softmax GLA at 170M achieves a perplexity (≈ 29.8) … standard GLA at 340M (≈ 29.0)"
     "figure-1": """
-        Softmax GLA, 170M  29.8 -
-        GLA, 340M          29.0 -""",
+        Softmax GLA, 170M  29.8 - -
+        GLA, 340M          29.0 - -""",
     # section 5.6: "grows from 2.37 at H=4 to 6.71 at H=16"
     "figure-2": """
-        gain, 110M with 4 heads   2.37 -
-        gain, 110M with 16 heads  6.71 -""",
+        gain, 110M with 4 heads   2.37 - -
+        gain, 110M with 16 heads  6.71 - -""",
     # A unifying view, section 6: "98.4 → 14.4 from 1K → 8K on S-NIAH-2", "99.2 → 30.4", "around 90 instead of 99"
     "niah-003": """
         DeltaNet        - - -    99   98.4 14.4
