@@ -244,6 +244,7 @@ def test_a_part_of_the_work_with_arguments_of_one_s_own(tmp_path):
     tailored = experiment.tailored(scale, [], ["mixer=gla", "seed=0"], ["eval --data 'a {b}'", "train tokens=1e6"])
     prepare, *train, evaluate = experiment.commands(tailored, tmp_path)
     assert "tokens=1e6" not in prepare and [step[-1] for step in train] == ["tokens=1e6"] * 2
+    assert not any("tokens=4e5" in step for step in train) and all("batch_tokens=2048" in step for step in train)
     assert evaluate[-2:] == ["--data", "a {b}"] and sum("model" in part for part in evaluate) == 2
 
 

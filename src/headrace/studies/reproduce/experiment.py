@@ -145,8 +145,8 @@ def restricted(scale: Scale, only: list[str]) -> Scale:
 
 
 def extended(scale: Scale, additions: list[str]) -> Scale:
-    """The scale with more arguments for every step of a command: ["eval --limit 20"]. InputError for a command that no
-    step runs."""
+    """The scale with more arguments for every step of a command: ["eval --limit 20"]. A setting, as in "train lr=1e-3",
+    replaces that of the step. InputError for a command that no step runs."""
     steps = scale.steps
     for addition in additions:
         command, *arguments = words(addition)
@@ -154,9 +154,17 @@ def extended(scale: Scale, additions: list[str]) -> Scale:
             raise InputError(
                 f"--add {addition!r} fits no step; expected the first word to be {' or '.join(sorted(known))}"
             )
-        more = " " + shlex.join(arguments).replace("{", "{{").replace("}", "}}")
-        steps = [step + more if called(shlex.split(step))[0] == command else step for step in steps]
+        more = shlex.join(arguments).replace("{", "{{").replace("}", "}}")
+        steps = [
+            f"{without(step, arguments)} {more}" if called(shlex.split(step))[0] == command else step for step in steps
+        ]
     return replace(scale, steps=steps)
+
+
+def without(step: str, settings: list[str]) -> str:
+    """The step without the settings FIELD=VALUE of the fields that `settings` has."""
+    fields = {setting.partition("=")[0] for setting in settings if "=" in setting}
+    return shlex.join(word for word in shlex.split(step) if "=" not in word or word.partition("=")[0] not in fields)
 
 
 def words(text: str) -> list[str]:
