@@ -1,6 +1,11 @@
-"""The published numbers of the experiments, typed here a second time from the papers."""
+"""The published numbers of the experiments, typed here a second time from the papers; and our rows beside the page."""
+
+import csv
+from pathlib import Path
+from statistics import fmean
 
 import pytest
+from scipy import stats
 
 from headrace.studies.reproduce import experiment, show
 
@@ -95,3 +100,40 @@ def test_columns_are_in_the_order_of_the_tables():
     assert columns("table-3") == ["S-NIAH-1 320", "S-NIAH-1 640", *lengths]
     accuracies = [f"{task} acc" for task in ("LMB.", "PIQA", "Hella.", "Wino.", "ARC-e", "ARC-c")]
     assert columns("table-4") == ["Wiki. ppl", "LMB. ppl", *accuracies, "Avg."]
+
+
+# --- our rows ---------------------------------------------------------------------------------------------------------
+ROOT = Path(__file__).parent.parent
+FORMATS = {"held-out loss": "{:.3f}", "WikiText ppl": "{:,.0f}", "bits per byte": "{:.3f}"}
+
+
+def kept(name: str) -> dict[str, dict[str, float]]:
+    """{run: {metric: value}} of benchmarks/results/reproduce"""
+    found: dict[str, dict[str, float]] = {}
+    with (ROOT / "benchmarks" / "results" / "reproduce" / f"{name}.csv").open() as file:
+        for row in csv.DictReader(file):
+            assert row["commit"] and row["torch"] and row["command"].startswith("headrace train ")
+            found.setdefault(row["run"], {})[row["metric"]] = float(row["value"])
+    return found
+
+
+def shown(page: str) -> dict[str, list[str]]:
+    """{first cell: other cells} of the lines of tables that begin with a run"""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:3] == "| `"]
+    return {first: cells for first, *cells in lines}
+
+
+def with_interval(values: list[float], form: str) -> str:
+    reach = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return f"{form.format(fmean(values))} ± {form.format(reach)}"
+
+
+def test_the_page_shows_the_rows_and_their_means():
+    lines, runs = shown((ROOT / "docs" / "reproduction.md").read_text("utf-8")), kept("figure-2")
+    expected = {
+        f"`{run}`": [form.format(of[metric]) if metric in of else "" for metric, form in FORMATS.items()]
+        for run, of in runs.items()
+    }
+    seeds = [of for run, of in runs.items() if run.startswith("1m-gla-")]
+    means = [with_interval([of[metric] for of in seeds], form) for metric, form in FORMATS.items()]
+    assert len(seeds) == 3 and lines == expected | {"`1m-gla`, mean": means}

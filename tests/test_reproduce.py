@@ -110,8 +110,10 @@ def test_a_gain_is_of_the_models_of_one_seed(tmp_path):
         for mixer, less in (("gla", 0), ("softmax-gla", seed + 1)):
             score = {"word_perplexity,none": perplexity - less}
             wrote(tmp_path / "wikitext" / f"1m-{mixer}-{seed}", {"wikitext": score})
-    (gain,) = (c.ours for c in ours("figure-2", "laptop", tmp_path) if c.ours and c.row == "gain, 1M with 4 heads")
+    found = {c.row: c for c in ours("figure-2", "laptop", tmp_path) if c.ours}
+    gain = found["gain, 1M with 4 heads"].ours
     assert gain.value == pytest.approx(2) and gain.reach == pytest.approx(4.302653 / 3**0.5)
+    assert show.line(found["GLA, 1M with 4 heads"])[3] == "200 ± 248"
 
 
 def test_a_gain_is_a_difference_of_two_models(tmp_path):

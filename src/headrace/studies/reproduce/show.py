@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ...report.numbers import significant
 from ...report.page import Page, Section
 from ...utils.environment import environment
 from .experiment import Experiment, load, names
@@ -39,7 +40,9 @@ def shown(cells: list[Cell]) -> list[tuple[str, ...]]:
 def line(cell: Cell) -> tuple[str, ...]:
     ours, within = "–", "–" if cell.within is None else "yes" if cell.within else "no"
     if cell.ours is not None:
-        ours = f"{cell.ours.value:.4g}" + ("" if cell.ours.reach is None else f" ± {cell.ours.reach:.2g}")
+        ours = significant(cell.ours.value) + (
+            "" if cell.ours.reach is None else f" ± {significant(cell.ours.reach, 2)}"
+        )
     published = "–" if cell.published is None else f"{cell.published:g}"
     difference = "–" if cell.difference is None else f"{cell.difference:+.3g}"
     return cell.row, cell.column, published, ours, difference, within
