@@ -40,9 +40,8 @@ def shown(cells: list[Cell]) -> list[tuple[str, ...]]:
 def line(cell: Cell) -> tuple[str, ...]:
     ours, within = "–", "–" if cell.within is None else "yes" if cell.within else "no"
     if cell.ours is not None:
-        ours = significant(cell.ours.value) + (
-            "" if cell.ours.reach is None else f" ± {significant(cell.ours.reach, 2)}"
-        )
+        reach = "" if cell.ours.reach is None else f" ± {significant(cell.ours.reach, 2)}"
+        ours = f"{significant(cell.ours.value)}{reach}"
     published = "–" if cell.published is None else f"{cell.published:g}"
     difference = "–" if cell.difference is None else f"{cell.difference:+.3g}"
     return cell.row, cell.column, published, ours, difference, within
