@@ -14,6 +14,7 @@ import gpu
 import launches
 import model
 import op
+import reproduction
 import taylor
 from headrace.ops.backend import Kernel
 from headrace.ops.dispatch import BACKENDS
@@ -146,3 +147,16 @@ def test_launches_counts_those_of_forward_and_backward(lines):
     for backend in ("fla", "triton"):
         assert [x["way"] for x in rows if x["backend"] == backend] == ["forward"] * 2 + ["backward"] * 4
     assert all(int(row["registers"]) > 0 and int(row["matrix"]) > 0 for row in rows)
+
+
+def test_the_rows_of_a_reproduction_are_of_each_seed(tmp_path):
+    """Two seeds of one mixer; what has no number yet has no row."""
+    for seed, loss in ((0, 5.5), (2, 5.25)):
+        folder = tmp_path / f"1m-gla-{seed}" / "model"
+        folder.mkdir(parents=True)
+        (folder / "history.json").write_text(f'[{{"final_loss": {loss}}}]')
+    found = reproduction.rows("figure-2", "laptop", tmp_path)
+    assert [(row.run, row.metric, row.value, row.seconds) for row in found] == [
+        ("1m-gla-0", "held-out loss", 5.5, None), ("1m-gla-2", "held-out loss", 5.25, None),
+    ]  # fmt: skip
+    assert "seed=2 --mixer gla" in found[1].command

@@ -290,7 +290,7 @@ def test_ours_are_read_where_the_steps_left_them(tmp_path, monkeypatch):
     kept = {"recipes 340m": {"said": '{"parameters": {"tied": 3e6}}'}}
     monkeypatch.setattr(numbers, "done", lambda root, command: kept.get(" ".join(command)))
     scale = SimpleNamespace(axes={"size": ["340m", "80m"], "seed": [0]})
-    read = lambda place, **at: numbers.number(scale, place, {"size": "340m"} | at, tmp_path)  # noqa: E731
+    read = lambda place, **at: numbers.mean(numbers.each(scale, place, {"size": "340m"} | at, tmp_path))  # noqa: E731
     mean = read({"eval": "e", "mean": ["a", "b"], "metric": "acc", "times": 100})
     assert (mean.value, mean.reach) == (pytest.approx(60), pytest.approx(100 * 1.96 * 0.05 / 2))
     assert read({"eval": "e", "mean": ["a", "c"], "metric": "acc"}) is None

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -54,16 +55,24 @@ def test_steps_are_repeated_over_the_axes_that_they_name(tmp_path):
     scale = experiment.tailored(experiment.load("figure-2").at("laptop"), ["a.txt", "b.txt"], [], [])
     steps = experiment.commands(scale, tmp_path)
     assert steps[0][:4] == ["headrace", "prepare", "a.txt", "b.txt"]
-    assert len(steps) == 1 + 2 * 3 * 2 + 1 and sum(part.endswith("/model") for part in steps[-1]) == 12
-    assert "heads=16" in steps[-2] and str(tmp_path / "1m-h16-softmax-gla-1") in steps[-2]
+    assert len(steps) == 1 + 2 * 2 * 3 + 1 and sum(part.endswith("/model") for part in steps[-1]) == 12
+    assert "laptop-1m-h16" in steps[-2] and str(tmp_path / "1m-h16-softmax-gla-2") in steps[-2]
+
+
+def trainings(name: str, scale: str, root: Path) -> set[str]:
+    return {json.dumps(s) for s in experiment.commands(experiment.load(name).at(scale), root) if "train" in s}
 
 
 def test_tables_share_their_training(tmp_path):
-    train = [
-        {json.dumps(s) for s in experiment.commands(experiment.load(name).at("paper"), tmp_path) if "train" in s}
-        for name in ("table-2", "table-3", "table-4", "figure-1")
-    ]
+    train = [trainings(name, "paper", tmp_path) for name in ("table-2", "table-3", "table-4", "figure-1")]
     assert train[0] == train[1] == train[2] and len(train[0] & train[3]) == 2  # GLA and Softmax GLA of 340M
+
+
+def test_experiments_share_their_training_at_laptop_scale(tmp_path):
+    """Figure 2's models with 4 heads are figure 1's small ones, and table 4's GLA of two seeds its large ones."""
+    first, second, fourth = (trainings(name, "laptop", tmp_path) for name in ("figure-1", "figure-2", "table-4"))
+    assert len(first) == len(second) == 12 and len(first & second) == 6 and len(first & fourth) == 4
+    assert not any("h16" in step for step in first & second)
 
 
 def wrote(folder: Path, results: dict) -> None:
@@ -86,10 +95,25 @@ def test_ours_is_laid_beside_the_published_over_seeds(tmp_path):
         and swde.ours.value == pytest.approx(32)
         and swde.ours.reach == pytest.approx(2 * 12.7062, rel=1e-5)
     )
-    assert swde.difference == pytest.approx(32 - 22.41) and swde.within is True
     assert found["GLA", "FDA"].ours is None and found["GLA", "Avg."].ours is None
-    assert show.line(swde) == ("GLA", "SWDE", "22.41", "32 ± 25", "+9.59", "yes")
-    assert "2 of 2" in show.verdict(list(found.values()))
+    assert swde.difference is None and show.line(swde) == ("GLA", "SWDE", "22.41", "32 ± 25", "–", "–")
+    assert "2, of other models, so no two are compared" in show.verdict(list(found.values()))
+    same = replace(swde, comparable=True)  # were the model the paper's
+    assert same.difference == pytest.approx(32 - 22.41) and same.within is True
+    assert show.line(same) == ("GLA", "SWDE", "22.41", "32 ± 25", "+9.59", "yes")
+    assert "1 of 1" in show.verdict([same])
+
+
+def test_a_gain_is_of_the_models_of_one_seed(tmp_path):
+    """The seeds differ by far more than the two mixers: the differences are 1, 2 and 3 in each."""
+    for seed, perplexity in enumerate((100.0, 200.0, 300.0)):
+        for mixer, less in (("gla", 0), ("softmax-gla", seed + 1)):
+            score = {"word_perplexity,none": perplexity - less}
+            wrote(tmp_path / "wikitext" / f"1m-{mixer}-{seed}", {"wikitext": score})
+    found = {c.row: c for c in ours("figure-2", "laptop", tmp_path) if c.ours}
+    gain = found["gain, 1M with 4 heads"].ours
+    assert gain.value == pytest.approx(2) and gain.reach == pytest.approx(4.302653 / 3**0.5)
+    assert show.line(found["GLA, 1M with 4 heads"])[3] == "200 ± 248"
 
 
 def test_a_gain_is_a_difference_of_two_models(tmp_path):
@@ -222,6 +246,7 @@ def test_a_part_of_the_work_with_arguments_of_one_s_own(tmp_path):
     tailored = experiment.tailored(scale, [], ["mixer=gla", "seed=0"], ["eval --data 'a {b}'", "train tokens=1e6"])
     prepare, *train, evaluate = experiment.commands(tailored, tmp_path)
     assert "tokens=1e6" not in prepare and [step[-1] for step in train] == ["tokens=1e6"] * 2
+    assert not any("tokens=4e5" in step for step in train) and all("batch_tokens=2048" in step for step in train)
     assert evaluate[-2:] == ["--data", "a {b}"] and sum("model" in part for part in evaluate) == 2
 
 
@@ -230,6 +255,8 @@ def test_what_comes_from_the_internet_is_said(tmp_path):
     assert "roneneldan/TinyStories, the rows of wikitext" in execute.downloads(steps)
     scale = experiment.tailored(experiment.load("figure-1").at("laptop"), [__file__], [], [f"eval --data {tmp_path}"])
     assert execute.downloads(experiment.commands(scale, tmp_path)) == "Nothing is downloaded."
+    needle = experiment.tailored(experiment.load("table-3").at("laptop"), [__file__], [], [])
+    assert execute.downloads(experiment.commands(needle, tmp_path)) == "Nothing is downloaded."
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def compact(value: float) -> str:
 
 def significant(value: float, digits: int = 4) -> str:
     """A number with so many significant digits, and all digits before the point."""
-    return f"{value:,.0f}" if 1000 <= value < 1e12 else f"{value:.{digits}g}"
+    return f"{value:,.0f}" if 10 ** (digits - 1) <= value < 1e12 else f"{value:.{digits}g}"
 
 
 def quartiles(numbers: Sequence[float]) -> list[float]:

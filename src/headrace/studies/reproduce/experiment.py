@@ -2,7 +2,7 @@
 
 For each scale the file has `axes` (mixers, seeds, …), the name of a `run` as a template of axis values, and `steps`:
 commands, each repeated over the axes that it mentions. `columns` say where reproduced numbers are read, `rows` to which
-models they belong. Commands can contain
+models they belong; `place` says where the published ones were read. Commands can contain
 
     {text}      the training text                {root}    the folder of --output
     {run}       the folder of a training run     {runs}    the folders of all runs   {models}  their trained models
@@ -35,6 +35,7 @@ class Scale:
     axes: dict[str, list[Any]] = field(default_factory=dict)
     run: str = ""
     note: str = ""
+    comparable: bool = True  # whether its models are the paper's, so that a number can be compared with the published
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,13 @@ class Row:
     """One model, or the difference of two.
 
     at: the model's values of the axes. minus: the axis values of the subtracted model that differ from `at`. published:
-    the published number for each column, None if there is none."""
+    the published number for each column, None if there is none. place: where these numbers stand, if it is not where
+    the experiment says."""
 
     name: str
     at: dict[str, Any]
     published: list[float | None] | None = None
+    place: str = ""
     minus: dict[str, Any] | None = None
 
 
@@ -58,7 +61,12 @@ class Experiment:
     scales: dict[str, Scale]
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    place: str = ""  # where the published numbers stand
     notes: list[str] = field(default_factory=list)  # open points and contradictions of the paper
+
+    def places(self) -> dict[str, str]:
+        """{row with published numbers: where these stand}"""
+        return {row.name: row.place or self.place for row in self.rows if row.published is not None}
 
     def at(self, scale: str) -> Scale:
         if scale not in SCALES:
@@ -137,8 +145,8 @@ def restricted(scale: Scale, only: list[str]) -> Scale:
 
 
 def extended(scale: Scale, additions: list[str]) -> Scale:
-    """The scale with more arguments for every step of a command: ["eval --limit 20"]. InputError for a command that no
-    step runs."""
+    """The scale with more arguments for every step of a command: ["eval --limit 20"]. A setting, as in "train lr=1e-3",
+    replaces that of the step. InputError for a command that no step runs."""
     steps = scale.steps
     for addition in additions:
         command, *arguments = words(addition)
@@ -146,9 +154,17 @@ def extended(scale: Scale, additions: list[str]) -> Scale:
             raise InputError(
                 f"--add {addition!r} fits no step; expected the first word to be {' or '.join(sorted(known))}"
             )
-        more = " " + shlex.join(arguments).replace("{", "{{").replace("}", "}}")
-        steps = [step + more if called(shlex.split(step))[0] == command else step for step in steps]
+        more = shlex.join(arguments).replace("{", "{{").replace("}", "}}")
+        steps = [
+            f"{without(step, arguments)} {more}" if called(shlex.split(step))[0] == command else step for step in steps
+        ]
     return replace(scale, steps=steps)
+
+
+def without(step: str, settings: list[str]) -> str:
+    """The step without the settings FIELD=VALUE of the fields that `settings` has."""
+    fields = {setting.partition("=")[0] for setting in settings if "=" in setting}
+    return shlex.join(word for word in shlex.split(step) if "=" not in word or word.partition("=")[0] not in fields)
 
 
 def words(text: str) -> list[str]:

@@ -27,10 +27,13 @@ class Cell:
     column: str
     published: float | None
     ours: Number | None
+    comparable: bool = True  # whether ours is of the model that was published
 
     @property
     def difference(self) -> float | None:
-        return None if self.ours is None or self.published is None else self.ours.value - self.published
+        if self.ours is None or self.published is None or not self.comparable:
+            return None
+        return self.ours.value - self.published
 
     @property
     def within(self) -> bool | None:
@@ -44,30 +47,33 @@ def cells(experiment: Experiment, scale: Scale, root: Path) -> list[Cell]:
     found = []
     for row in experiment.rows:
         for i, (column, place) in enumerate(experiment.columns.items()):
-            ours = number(scale, place, row.at, root)
+            ours = each(scale, place, row.at, root)
             if row.minus is not None:
-                ours = less(ours, number(scale, place, row.at | row.minus, root))
-            found.append(Cell(row.name, column, row.published[i] if row.published else None, ours))
+                ours = list(map(less, ours, each(scale, place, row.at | row.minus, root)))  # a pair for each seed
+            published = row.published[i] if row.published else None
+            found.append(Cell(row.name, column, published, mean(ours), scale.comparable))
     return found
 
 
-def number(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
-    """The mean over the axes that `at` leaves open (seeds). None if a step is not finished or the scale does not have
-    the model."""
+def each(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> list[Number | None]:
+    """A number for each value of the axes that `at` leaves open (seeds), None where a step is not finished. Empty if
+    the scale does not have the model."""
     if any(value not in scale.axes.get(name, []) for name, value in at.items()):
-        return None
+        return []
     open_axes = {name: [at[name]] if name in at else values for name, values in scale.axes.items()}
     read = next(READERS[kind] for kind in READERS if kind in place)
-    each = [read(scale, place, one, root) for one in combinations(open_axes)]
-    there = [one for one in each if one is not None]
-    return mean(there) if there and len(there) == len(each) else None
+    return [read(scale, place, one, root) for one in combinations(open_axes)]
 
 
-def mean(numbers: list[Number]) -> Number:
-    """The mean over seeds, with an interval by Student's t; a single number keeps its own interval."""
-    if len(numbers) == 1:
-        return numbers[0]
-    values = [one.value for one in numbers]
+def mean(numbers: list[Number | None]) -> Number | None:
+    """The mean over seeds, with an interval by Student's t; a single number keeps its own interval. None if a number is
+    not there."""
+    there = [one for one in numbers if one is not None]
+    if not there or len(there) < len(numbers):
+        return None
+    if len(there) == 1:
+        return there[0]
+    values = [one.value for one in there]
     return Number(fmean(values), half_interval(values))
 
 
@@ -125,8 +131,9 @@ def compared(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path
     """The mean over seeds of a final score in the results.json of `headrace compare`."""
     path = root / place["compare"] / "results.json"
     arms = read_result(path)["arms"] if path.exists() else []
-    values = [Number(arm["scores"][place["metric"]]) for arm in arms if arm["mixer"] == at["mixer"] and arm["scores"]]
-    return mean(values) if values else None
+    return mean(
+        [Number(arm["scores"][place["metric"]]) for arm in arms if arm["mixer"] == at["mixer"] and arm["scores"]]
+    )
 
 
 READERS: dict[str, Callable[..., Number | None]] = {

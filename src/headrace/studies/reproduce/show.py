@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ...report.numbers import significant
 from ...report.page import Page, Section
 from ...utils.environment import environment
 from .experiment import Experiment, load, names
@@ -39,7 +40,8 @@ def shown(cells: list[Cell]) -> list[tuple[str, ...]]:
 def line(cell: Cell) -> tuple[str, ...]:
     ours, within = "–", "–" if cell.within is None else "yes" if cell.within else "no"
     if cell.ours is not None:
-        ours = f"{cell.ours.value:.4g}" + ("" if cell.ours.reach is None else f" ± {cell.ours.reach:.2g}")
+        reach = "" if cell.ours.reach is None else f" ± {significant(cell.ours.reach, 2)}"
+        ours = f"{significant(cell.ours.value)}{reach}"
     published = "–" if cell.published is None else f"{cell.published:g}"
     difference = "–" if cell.difference is None else f"{cell.difference:+.3g}"
     return cell.row, cell.column, published, ours, difference, within
@@ -53,6 +55,8 @@ def verdict(cells: list[Cell]) -> str:
     judged = [cell.within for cell in cells if cell.within is not None]
     if not published:
         return f"Published numbers: none as text; reproduced numbers: {there}."
+    if cells and not cells[0].comparable:
+        return f"Published numbers: {published}; reproduced numbers: {there}, of other models, so no two are compared."
     if not both:
         return f"Published numbers: {published}; reproduced numbers: {there}, none for the same model and metric."
     said = f"Published numbers: {published}, of which {both} are reproduced"
@@ -63,7 +67,11 @@ def verdict(cells: list[Cell]) -> str:
 
 def notes(experiment: Experiment, scale: str) -> list[str]:
     note = experiment.scales[scale].note
-    return [*([f"Scale {scale}: {note}."] if note else []), *experiment.notes]
+    read: dict[str, list[str]] = {}
+    for row, place in experiment.places().items():
+        read.setdefault(place, []).append(row)
+    published = [f"Published, {'; '.join(rows)}: {place}." for place, rows in read.items()]
+    return [*([f"Scale {scale}: {note}."] if note else []), *published, *experiment.notes]
 
 
 def write_page(experiment: Experiment, scale: str, cells: list[Cell], path: Path, command: str) -> Path:
