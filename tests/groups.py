@@ -10,10 +10,19 @@ import torch.multiprocessing as mp
 
 from headrace import InputError
 
+# Imported once, by the process from which all others are forked. A part whose extra is not installed is left out.
+SHARED = ["headrace.hf", "headrace.cli.app", "headrace.training.run"]
+
+
+def forked():
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(SHARED)
+    return context
+
 
 def run(world, folder, function, *arguments):
-    """Returns function(*arguments) of each of `world` processes, forked from one that has imported headrace."""
-    mp.get_context("forkserver").set_forkserver_preload(["headrace.hf"])
+    """Returns function(*arguments) of each of `world` processes."""
+    forked()
     given = (world, str(folder), free_port(), function, arguments)
     mp.start_processes(_process, given, world, start_method="forkserver")
     return [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(world)]
