@@ -31,7 +31,7 @@ def run(world, folder, function, *arguments):
 def _process(rank, world, folder, port, function, arguments):
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=600))
     torch.save(function(*arguments), os.path.join(folder, f"{rank}.pt"))
     dist.destroy_process_group()
 
