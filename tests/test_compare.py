@@ -470,7 +470,7 @@ def end(how, process, family):
         next(child for child in family if "spawn_main" in " ".join(child.cmdline())).kill()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=90)
 def test_what_is_finished_survives_and_the_same_command_continues(tmp_path):
     """Ended in every way, each time after one more arm, and then left to finish."""
     command, kept = [*RUN, "--output", str(tmp_path / "run")], {}

@@ -10,6 +10,8 @@ from ranks import OPS, H, K, V, check
 from sharded import Run, train_all
 from training import train
 
+pytestmark = pytest.mark.slow(seconds=80)
+
 ERROR = 1e-10  # float64: the same sums in another order
 MIXERS = [name for name in zoo.names() if name.removeprefix("softmax-") in zoo.LINEAR and "residual" not in name]
 
@@ -61,7 +63,6 @@ def test_what_cannot_be_split_is_refused_by_name(found):
         assert "9 tokens" in said["uneven"] and "[8, 7" in said["unequal"] and "shift_labels" in said["labels"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "apart"), [(2, False), (4, True)])
 def test_a_run_whose_rows_are_shared_by_two_processes_is_that_of_one(prepared, tmp_path, processes, apart):
     settings = {"mixer": "softmax-gated-deltanet", "tokens": 128 * 4, "save_every": 2, "precision": "float32"}
