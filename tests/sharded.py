@@ -23,10 +23,19 @@ class Run:
 
 def train_all(runs, data, processes=1):
     """Trains the runs in `processes` processes, which are new, and returns their exit codes."""
+    return ended(start(runs, data, processes))
+
+
+def start(runs, data, processes):
     context, given = forked(), (processes, free_port(), data, runs)
     group = [context.Process(target=_process, args=(rank, *given), daemon=True) for rank in range(processes)]
     for process in group:
         process.start()
+    return group
+
+
+def ended(group):
+    """Returns the exit codes of the processes, when they have ended or, after one has failed, were killed."""
     for process in group:
         process.join(GRACE if any(other.exitcode for other in group) else 900)
         process.kill()
