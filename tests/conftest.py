@@ -25,8 +25,14 @@ settings.load_profile("any load")
 
 
 def pytest_collection_modifyitems(items):
-    """The slow tests come first: one that begins last keeps all other workers waiting."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """The slowest tests come first. One that begins last keeps all other workers waiting; and where tests share a long
+    fixture, some of them would pass to another worker at the end, which makes the fixture again."""
+    items.sort(key=_seconds, reverse=True)
+
+
+def _seconds(item):
+    slow = item.get_closest_marker("slow")
+    return slow.kwargs.get("seconds", 10) if slow else 0
 
 
 @pytest.fixture(autouse=True)

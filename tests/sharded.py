@@ -1,6 +1,5 @@
 """Runs that a group of processes trains one after the other by `headrace train`, as torchrun would start them."""
 
-import multiprocessing as mp
 import os
 import sys
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from groups import free_port
+from groups import forked, free_port
 
 GRACE = 5  # seconds in which the other processes may end after one has failed
 
@@ -24,11 +23,19 @@ class Run:
 
 def train_all(runs, data, processes=1):
     """Trains the runs in `processes` processes, which are new, and returns their exit codes."""
-    context, given = mp.get_context("forkserver"), (processes, free_port(), data, runs)
-    context.set_forkserver_preload(["headrace.training.run"])  # imported once for all groups
+    return ended(start(runs, data, processes))
+
+
+def start(runs, data, processes):
+    context, given = forked(), (processes, free_port(), data, runs)
     group = [context.Process(target=_process, args=(rank, *given), daemon=True) for rank in range(processes)]
     for process in group:
         process.start()
+    return group
+
+
+def ended(group):
+    """Returns the exit codes of the processes, when they have ended or, after one has failed, were killed."""
     for process in group:
         process.join(GRACE if any(other.exitcode for other in group) else 900)
         process.kill()

@@ -57,36 +57,41 @@ def test_opcheck(backend, rule, decay, packed):
         assert found == dict.fromkeys(checks, "SUCCESS"), name
 
 
-def scalar(given, ends, backend, rule):
-    out, state = linear_attention(**dict(zip(NAMES, given, strict=True)), rule=rule, cu_seqlens=ends, backend=backend)
-    return out.sum() + state.square().sum()
+def scalar(calls, backend):
+    """Of the outputs and states of all calls: of each the arguments, where sequences end, and the rule."""
+    found = 0
+    for given, ends, rule in calls:
+        out, state = linear_attention(
+            **dict(zip(NAMES, given, strict=True)), rule=rule, cu_seqlens=ends, backend=backend
+        )
+        found = found + out.sum() + state.square().sum()
+    return found
 
 
-def assert_compiled_is_eager(given, *rest, **settings):
-    """Gradients to all of `given`. The operator gets what it gets in eager mode, so they are equal."""
-    tensors = [x for x in given if x is not None]
+def assert_compiled_is_eager(calls, backend, compiler="inductor"):
+    """Gradients to all arguments. The operator gets what it gets in eager mode, so they are equal."""
+    tensors = [x for given, *_ in calls for x in given if x is not None]
     found, expected = (
-        torch.autograd.grad(f(given, *rest), tensors)
-        for f in (torch.compile(scalar, fullgraph=True, **settings), scalar)
+        torch.autograd.grad(f(calls, backend), tensors)
+        for f in (torch.compile(scalar, fullgraph=True, backend=compiler), scalar)
     )
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 # "batched" is the operator of "torch", with other code in it, which a compiler does not see.
-operators = pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
-
-
 @pytest.mark.slow
-@operators
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("rule", "decay"), [("add", "vector"), ("add", "fixed"), ("delta", "scalar")])
-def test_compiles_as_one_graph(backend, rule, decay, packed):
-    for dtype in (torch.float32, torch.float64) if backend == "torch" else (torch.float32,):
-        given, ends = drawn(decay, packed, dtype)
-        assert_compiled_is_eager(given, ends, backend, rule)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("torch", torch.float32), ("torch", torch.float64), ("native", torch.float32)],
+    indirect=["backend"],
+)
+def test_calls_compile_as_one_graph(backend, dtype):
+    """All kinds of calls in one, because every graph takes the C++ compiler's time."""
+    kinds = itertools.product((False, True), [("add", "vector"), ("add", "fixed"), ("delta", "scalar")])
+    assert_compiled_is_eager([(*drawn(decay, packed, dtype), rule) for packed, (rule, decay) in kinds], backend)
 
 
-@operators
+@pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
 @pytest.mark.parametrize("packed", [False, True])
 def test_another_length_is_not_compiled_again(backend, packed):
     """But where a size becomes 0 or 1, of which PyTorch makes special cases: chunks, or states kept."""
@@ -95,14 +100,14 @@ def test_another_length_is_not_compiled_again(backend, packed):
         given, ends = drawn("scalar", packed, tokens=tokens)
         for x in given[:-1]:
             torch._dynamo.mark_dynamic(x, 1)
-        assert_compiled_is_eager(given, ends, backend, rule, backend=counter)
+        assert_compiled_is_eager([(given, ends, rule)], backend, counter)
     assert counter.frame_count <= 6
 
 
 def test_packed_sequences_do_not_break_the_graph():
     """Nor would they with the native library if the size of what it keeps were known from shapes."""
     given, ends = drawn("scalar", packed=True)
-    assert torch._dynamo.explain(scalar)(given, ends, "torch", "delta").graph_break_count == 0
+    assert torch._dynamo.explain(scalar)([(given, ends, "delta")], "torch").graph_break_count == 0
 
 
 def layer(mixer, dtype):

@@ -1,16 +1,16 @@
 """Tokens that are split over processes give the outputs and gradients of one process."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from groups import run
 from headrace import InputError, context_parallel, zoo
 from ranks import OPS, H, K, V, check
-from training import arguments, train
+from sharded import Run, train_all
+from training import train
+
+pytestmark = pytest.mark.slow(seconds=80)
 
 ERROR = 1e-10  # float64: the same sums in another order
 MIXERS = [name for name in zoo.names() if name.removeprefix("softmax-") in zoo.LINEAR and "residual" not in name]
@@ -63,19 +63,12 @@ def test_what_cannot_be_split_is_refused_by_name(found):
         assert "9 tokens" in said["uneven"] and "[8, 7" in said["unequal"] and "shift_labels" in said["labels"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "apart"), [(2, False), (4, True)])
-@pytest.mark.filterwarnings("ignore")  # of the Trainer's own
-def test_a_run_whose_rows_are_shared_by_two_processes_is_that_of_one(data, prepared, tmp_path, processes, apart):
+def test_a_run_whose_rows_are_shared_by_two_processes_is_that_of_one(prepared, tmp_path, processes, apart):
     settings = {"mixer": "softmax-gated-deltanet", "tokens": 128 * 4, "save_every": 2, "precision": "float32"}
     settings["apart"] = apart
-    train(data, tmp_path / "1", **settings)
-    script = tmp_path / "program.py"
-    script.write_text("from headrace.cli import main\nmain()\n")
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", script]
-    command = [*start, *arguments(prepared, tmp_path / "2", **settings, context_parallel=2)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
+    assert train_all([Run(tmp_path / "1", settings)], prepared) == [0]
+    assert train_all([Run(tmp_path / "2", settings | {"context_parallel": 2})], prepared, processes) == [0] * processes
     histories = [json.loads((tmp_path / name / "model" / "history.json").read_text()) for name in "12"]
     for name in ("loss", "grad_norm", "eval_loss", "final_loss"):
         one, shared = ([point[name] for point in history if name in point] for history in histories)

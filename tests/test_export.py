@@ -286,7 +286,7 @@ def test_the_page_generates_the_same_text_in_a_browser(checkpoint, exported, tmp
         done = subprocess.run(
             [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
              "--virtual-time-budget=600000", "--dump-dom", address],
-            capture_output=True, text=True, timeout=300,
+            capture_output=True, text=True, timeout=600,
         )  # fmt: skip
     finally:
         server.shutdown()

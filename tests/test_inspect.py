@@ -304,7 +304,7 @@ def test_a_browser_shows_it_without_an_error(checkpoint, tmp_path):
             BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
             f"--user-data-dir={tmp_path / 'profile'}", f"file://{page}#token=9&layer=1&head=2&by=reach",
         ],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     shown = re.search(r"<html[^>]*>", done.stdout)[0]
     assert "CONSOLE" not in done.stderr and "data-error" not in shown

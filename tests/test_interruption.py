@@ -30,6 +30,7 @@ from headrace.training.trainer import shares
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import CHECKSUMS
 from headrace.utils.processes import LOCK, locked
+from sharded import Run, train_all
 from training import arguments, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
@@ -146,7 +147,7 @@ def children(pid):
     return found - {pid}
 
 
-def wait_for(true, seconds=120):
+def wait_for(true, seconds=600):
     end = time.monotonic() + seconds
     while not (found := true()):
         assert time.monotonic() < end
@@ -197,7 +198,7 @@ def test_processes_with_folders_of_their_own_are_refused(prepared, tmp_path):
         "sys.argv[at] += os.environ['RANK']\nmain()\n"
     )
     command = [*TORCHRUN, str(script), *arguments(prepared, tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, env=QUIET, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=QUIET, timeout=600, check=False)
     assert done.returncode and "process 1 does not see the folder" in done.stderr
     assert not list(tmp_path.glob("run*/checkpoint-*"))
 
@@ -255,10 +256,7 @@ def test_the_held_out_loss_of_a_mixture_of_experts_is_cross_entropy(data, tmp_pa
 
 @pytest.mark.slow
 def test_the_held_out_loss_is_of_every_row_for_two_processes(data, prepared, tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text("from headrace.cli import main\nmain()\n")
-    command = [*TORCHRUN, str(script), *arguments(prepared, tmp_path / "run", tokens=128 * 2)]
-    subprocess.run(command, check=True, capture_output=True, env=QUIET)
+    assert train_all([Run(tmp_path / "run", {"tokens": 128 * 2})], prepared, 2) == [0, 0]
     model = load(tmp_path / "run" / "model")
     assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=1e-5)
 

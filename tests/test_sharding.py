@@ -14,8 +14,10 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 from headrace import InputError
 from headrace.hf import load
 from headrace.training import checkpoints
-from sharded import Run, train_all
+from sharded import Run, ended, start, train_all
 from training import train
+
+pytestmark = pytest.mark.slow(seconds=140)
 
 # 8 rows a step: 4 times 2 in one process, 2 times 2 in each of two processes. The norm of the gradient is above 1, the
 # bound at which it is clipped.
@@ -44,9 +46,19 @@ def changes(name, **more):
 
 
 @pytest.fixture(scope="module")
-def runs(prepared, tmp_path_factory):
+def stalled(prepared, tmp_path_factory):
+    """The folder of a run of which process 1 stalls at step 3, and its processes."""
+    folder = tmp_path_factory.mktemp("stalled") / "run"
+    given = changes("softmax-gla", shard=2, save_every=2)
+    group = start([Run(folder, given, {1: (3, signal.SIGSTOP)}, ("--timeout", "15"))], prepared, 2)
+    yield folder, group
+    ended(group)
+
+
+@pytest.fixture(scope="module")
+def runs(stalled, prepared, tmp_path_factory):
     """The folder with the runs of all cases in one process (NAME-1) and in two that share the weights (NAME-2); with
-    runs that were killed at step 12 (cut-1, cut-2) and those that go on from them."""
+    runs that were killed at step 12 (cut-1, cut-2) and those that go on from them. Meanwhile `stalled` waits."""
     folder = tmp_path_factory.mktemp("runs")
 
     def one(name):
@@ -90,7 +102,6 @@ def difference(folder, other):
     return max(found + [((a[name] - b[name]).norm() / b[name].norm().clamp(min=1e-12)).item() for name in a])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_that_share_the_weights_train_as_one_does(runs, name):
     tolerance = ERROR_BFLOAT16 if name == "bfloat16" else ERROR
@@ -98,20 +109,17 @@ def test_two_processes_that_share_the_weights_train_as_one_does(runs, name):
     load(runs / f"{name}-2" / "model")  # an ordinary checkpoint
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["2-1", "1-2", "2-ddp"])
 def test_a_killed_run_goes_on_in_another_number_of_processes(runs, name):
     assert difference(runs / name, runs / "softmax-gla-1") < ERROR
 
 
-@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit_in_the_same_processes(runs):
     again, whole = weights(runs / "2-2"), weights(runs / "softmax-gla-2")
     assert all(torch.equal(again[name], whole[name]) for name in whole)
     assert [p.get("loss") for p in history(runs / "2-2")] == [p.get("loss") for p in history(runs / "softmax-gla-2")]
 
 
-@pytest.mark.slow
 def test_each_process_writes_its_part_of_the_moments(runs):
     stored = FileSystemReader(runs / "mamba2-2" / "checkpoint-6" / checkpoints.OPTIMIZER).read_metadata()
     moments = [x for name, x in stored.state_dict_metadata.items() if name.endswith((".exp_avg", ".exp_avg_sq"))]
@@ -120,7 +128,6 @@ def test_each_process_writes_its_part_of_the_moments(runs):
     assert sizes[1] > 0.45 * sum(sizes.values())  # rows of a matrix: one of 257 has 129 in the first process
 
 
-@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_with_a_checkpoint_and_code_0(prepared, tmp_path):
     told = Run(tmp_path / "run", changes("softmax-gla", shard=2), {1: (3, signal.SIGTERM)})
     assert train_all([told], prepared, 2) == [0, 0]
@@ -129,12 +136,10 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint_and_code_0(prepared
         assert "terminated: " in (tmp_path / f"run-{rank}.txt").read_text()
 
 
-@pytest.mark.slow
-def test_a_process_that_stalls_ends_the_run_with_a_sentence(prepared, tmp_path):
-    given = changes("softmax-gla", shard=2, save_every=2)
-    stalled = Run(tmp_path / "run", given, {1: (3, signal.SIGSTOP)}, ("--timeout", "15"))
-    assert train_all([stalled], prepared, 2) == [2, -signal.SIGKILL]
-    said = (tmp_path / "run-0.txt").read_text()
+def test_a_process_that_stalls_ends_the_run_with_a_sentence(stalled):
+    folder, group = stalled
+    assert ended(group) == [2, -signal.SIGKILL]
+    said = (folder.parent / "run-0.txt").read_text()
     _, found, sentence = said.partition("headrace: process 1 has not answered for 15 s")
     assert found and "at step 3; the last" in sentence and "checkpoint-2" in sentence and "Traceback" not in said
 

@@ -44,7 +44,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=120)
 def test_the_site(tmp_path):
     """One build for all checks. The outputs of a page may come from build/notebooks if neither the page nor the library
     has changed since (docs/conf.py)."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from equation import skip_if_missing
+from equation import LUCK, skip_if_missing
 from headrace import layers, zoo
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
 from headrace.spec import MixerSpec
@@ -325,23 +325,23 @@ def test_a_gradient_does_not_go_wrong_in_silence():
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 def test_a_checkpoint_writes_into_no_state(reentrant):
     """A reentrant checkpoint runs without gradients first, and again from the same state later."""
-    made, ids = model("softmax-gla"), torch.randint(1, 50, (2, 9))
-    found = []
-    for checkpoints in (False, True):
-        made.eval().zero_grad()
+    ids, found = torch.randint(1, 50, (2, 9)), {}
+    for way in ("exact", "plain", "checkpoints"):
+        made = model("softmax-gla").to(torch.float64 if way == "exact" else torch.float32)
         with torch.no_grad():
             cache = made(ids[:, :8], use_cache=True).past_key_values
         made.train()
-        if checkpoints:
+        if way == "checkpoints":
             made.gradient_checkpointing_enable({"use_reentrant": reentrant})
             made.enable_input_require_grads()
         before = [storages(state) for state in cache.states]
         held = list(cache.states)
         made(ids[:, 8:], past_key_values=cache).logits.square().sum().backward()
         assert [storages(state) for state in held] == before
-        found.append([p.grad.clone() for p in made.parameters()])
-    for mine, theirs in zip(*found, strict=True):
-        assert relative(mine, theirs) < 1e-5  # some float32 sums in another order
+        found[way] = [p.grad for p in made.parameters()]
+    for exact, plain, mine in zip(*found.values(), strict=True):
+        # Some float32 sums in another order. A rounding of every number is the least error.
+        assert relative(mine, exact) <= LUCK * max(relative(plain, exact), torch.finfo(torch.float32).eps)
 
 
 # --- in passes of different precision ---------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from headrace.hf import HeadraceForCausalLM
 from tiny import build
 from tp_ranks import STACK, D, H, T, check
 
+pytestmark = pytest.mark.slow(seconds=40)
+
 ERROR = 1e-10  # float64: the same sums in another order
 MIXERS = [name for name in zoo.names() if name.removeprefix("softmax-") in zoo.LINEAR]
 GATES = [

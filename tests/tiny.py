@@ -22,7 +22,7 @@ MIXERS = {
     "hybrid": ["softmax-gated-deltanet", "transformer"],
     "gpt": "gpt",
     "first gpt": "gpt(style.order=post)",
-    "experts": "jamba",
+    "experts": "jamba(style.experts.count=4)",
     "shared": "zamba",
 }
 SIZES = {

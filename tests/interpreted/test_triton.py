@@ -55,7 +55,7 @@ def test_shared_keys(rule):
 @pytest.mark.parametrize("decay", ["scalar", "vector"])
 def test_steep_decays(decay, rule):
     """Decays of up to e^-60 per token, beside some of nearly 1."""
-    given = arguments(decay, tokens=34)
+    given = arguments(decay, tokens=34, heads=1)
     with torch.no_grad():
         given["log_decay"].mul_(60).masked_fill_(torch.rand_like(given["log_decay"]) < 0.3, -1e-3)
     assert_same(given, TRITON, rule=rule)
@@ -74,7 +74,7 @@ def test_a_decay_to_nothing():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("decay", ["scalar", "vector"])
 def test_bfloat16(decay, rule):
-    assert_same(arguments(decay, tokens=70, key=32, value=32), HALF, rule=rule)
+    assert_same(arguments(decay, tokens=70, heads=1, key=32, value=32), HALF, rule=rule)
 
 
 def test_bonus():

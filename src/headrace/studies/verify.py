@@ -61,44 +61,52 @@ def verify(
     return [row for name in (zoo.names() if names is None else names) for row in laws(name, device, dtype, seed)]
 
 
+class Exact(NamedTuple):
+    """A mixer in float64 on the CPU, an input, and what the literal loop makes of it."""
+
+    mixer: nn.Module
+    x: Tensor
+    y: Tensor
+    gradients: list[Tensor]
+
+
+def exact(name: str, seed: int, hidden: int = HIDDEN) -> Exact:
+    mixer, x = specimen(name, seed, hidden)
+    reference: Any = copy.deepcopy(mixer)
+    truth = by_steps
+    if isinstance(mixer, layers.LinearMixer):
+        reference.op, truth = literal_op, at_once
+    return Exact(mixer, x, *differentiated(truth, reference, x))
+
+
 def laws(name: str, device: str, dtype: torch.dtype, seed: int) -> Iterable[Row]:
-    reference, x = specimen(name, seed)
-    tested, tolerance = copy.deepcopy(reference).to(device, dtype), TOLERANCE[dtype]
-    ways, truth = WAYS, by_steps
-    if isinstance(reference, layers.LinearMixer):
-        reference.op = literal_op
-        ways, truth = FORMS | WAYS, at_once
+    known, tolerance = exact(name, seed), TOLERANCE[dtype]
+    tested, x = copy.deepcopy(known.mixer).to(device, dtype), known.x.to(device, dtype)
+    linear = isinstance(tested, layers.LinearMixer)
     with torch.no_grad():
-        y = truth(reference, x)
-        for law, way in ways.items():
-            yield Row(name, law, relative(way(tested, x.to(device, dtype)), y), tolerance)
-    expected = gradients(truth, reference, x)
-    yield Row(name, "gradients", worst(gradients(at_once, tested, x.to(device, dtype)), expected), 10 * tolerance)
-    if isinstance(reference, layers.LinearMixer):
-        yield from backend_laws(name, device, dtype, seed)
+        for law, way in (FORMS | WAYS if linear else WAYS).items():
+            yield Row(name, law, relative(way(tested, x), known.y), tolerance)
+    yield Row(name, "gradients", worst(gradients(at_once, tested, x), known.gradients), 10 * tolerance)
+    if linear:
+        yield from backend_laws(known if device == "cpu" else exact(name, seed, WIDE), name, device, dtype)
 
 
-def backend_laws(name: str, device: str, dtype: torch.dtype, seed: int) -> Iterator[Row]:
+def backend_laws(known: Exact, name: str, device: str, dtype: torch.dtype) -> Iterator[Row]:
     """Two rows, outputs and gradients, for each backend that takes a linear mixer on the device."""
-    tested, x = specimen(name, seed, HIDDEN if device == "cpu" else WIDE)
-    reference: Any = copy.deepcopy(tested)
-    reference.op = literal_op
-    with torch.no_grad():
-        y = at_once(reference, x)
-    expected = gradients(at_once, reference, x)
-    for backend in (known for known, entry in BACKENDS.items() if entry.missing() is None):
+    for backend in (kind for kind, entry in BACKENDS.items() if entry.missing() is None):
         for precision in dict.fromkeys((dtype, torch.float32, torch.bfloat16)):
             law = f"{backend} in {str(precision).removeprefix('torch.')}"
-            mixer: Any = copy.deepcopy(tested).to(device, precision)
+            mixer: Any = copy.deepcopy(known.mixer).to(device, precision)
             mixer.backend = backend
-            rows = held_against(mixer, x.to(device, precision), y, expected, Row(name, law, 0.0, TOLERANCE[precision]))
+            rows = held_against(mixer, known, Row(name, law, 0.0, TOLERANCE[precision]))
             if rows:
                 yield from rows
                 break
 
 
-def held_against(mixer: nn.Module, x: Tensor, y: Tensor, expected: list[Tensor], row: Row) -> list[Row]:
+def held_against(mixer: nn.Module, known: Exact, row: Row) -> list[Row]:
     """The rows of a mixer's outputs and gradients, filled into `row`; none if the mixer's backend does not take it."""
+    x = known.x.to(next(mixer.parameters()))
     try:
         with torch.no_grad():
             out = at_once(mixer, x)
@@ -109,8 +117,8 @@ def held_against(mixer: nn.Module, x: Tensor, y: Tensor, expected: list[Tensor],
         raise
     except Exception as error:  # a kernel that fails is a broken law, and other laws are still to be checked
         return [row._replace(error=float("inf"), note=f"{type(error).__name__}: {error}")]
-    slopes = Row(row.mixer, f"{row.law}, gradients", worst(found, expected), 10 * row.tolerance)
-    return [row._replace(error=relative(out, y)), slopes]
+    slopes = Row(row.mixer, f"{row.law}, gradients", worst(found, known.gradients), 10 * row.tolerance)
+    return [row._replace(error=relative(out, known.y)), slopes]
 
 
 def specimen(name: str, seed: int, hidden: int = HIDDEN) -> tuple[nn.Module, Tensor]:
@@ -229,11 +237,16 @@ def relative(x: Tensor, reference: Tensor, floor: float = 0.0) -> float:
     return float((x - reference).norm()) / size if size else float((x - reference).norm())
 
 
-def gradients(way: Way, mixer: nn.Module, x: Tensor) -> list[Tensor]:
-    """Gradients of a random weighted sum of the outputs of `way`, for the input and all parameters."""
+def differentiated(way: Way, mixer: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """(outputs of `way`, gradients of a random weighted sum of them for the input and all parameters)"""
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x = x.clone().requires_grad_()
-    return list(torch.autograd.grad((way(mixer, x) * weight.to(x)).sum(), [x, *mixer.parameters()]))
+    y = way(mixer, x)
+    return y.detach(), list(torch.autograd.grad((y * weight.to(x)).sum(), [x, *mixer.parameters()]))
+
+
+def gradients(way: Way, mixer: nn.Module, x: Tensor) -> list[Tensor]:
+    return differentiated(way, mixer, x)[1]
 
 
 def worst(found: list[Tensor], expected: list[Tensor]) -> float:
