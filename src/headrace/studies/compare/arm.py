@@ -97,11 +97,12 @@ class Curve(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **kwargs):
         step = state.global_step
         if step % self.every == 0 or step == state.max_steps:
-            synchronise()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
             tokens = (step - self.points[-1]["step"]) * self.arm.plan.recipe.batch_size * self.arm.plan.task.length
             self.speeds.append(tokens / (time.perf_counter() - self.resumed))
             self.point(step, model)
-            control.should_training_stop |= not finite(self.points[-1])
+            control.should_training_stop |= not self.points[-1]["scores"]
         elif step % max(state.max_steps // 100, 1) == 0:
             self.tell(step, None)
 
@@ -112,15 +113,6 @@ class Curve(TrainerCallback):
         self.points.append({"step": step, "scores": scores, "train_loss": self.train_loss(), "gates": gates})
         self.tell(step, scores)
         self.resumed = time.perf_counter()
-
-
-def finite(point: dict[str, Any]) -> bool:
-    return bool(point["scores"])
-
-
-def synchronise() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 @torch.no_grad()
@@ -161,9 +153,9 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
         "intermediate_size": arm.width,
         "state_bytes": state_bytes(arm, curve.held_out["input_ids"].shape[1]),
         "scores": last["scores"],
-        "diverged": not finite(last),
+        "diverged": not last["scores"],
         "curve": curve.points,
-        **(by_length(arm, model) if finite(last) else {}),
+        **(by_length(arm, model) if last["scores"] else {}),
         "flops": flops(model, {name: values[:1] for name, values in curve.held_out.items()}, plan.shape),
         "speeds": curve.speeds,
         "environment": environment(),
