@@ -140,7 +140,9 @@ def batches(rows: Batch, size: int, device: torch.device):
 
 
 def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
-    plan, last = arm.plan, curve.points[-1]
+    plan, last, spec = arm.plan, curve.points[-1], from_json(arm.spec)
+    tokens, shape = curve.held_out["input_ids"].shape[1], plan.shape
+    stack = spec if isinstance(spec, ModelSpec) else as_decoder(spec)
     return {
         "comparison": plan.name,
         "mixer": arm.mixer,
@@ -151,12 +153,12 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "gate_parameters": sum(p.numel() for p in gate_parameters(model)),
         "intermediate_size": arm.width,
-        "state_bytes": state_bytes(arm, curve.held_out["input_ids"].shape[1]),
+        "state_bytes": stack.state_bytes(shape.hidden_size, shape.heads, tokens, shape.layers),  # of one row
         "scores": last["scores"],
         "diverged": not last["scores"],
         "curve": curve.points,
         **(by_length(arm, model) if last["scores"] else {}),
-        "flops": flops(model, {name: values[:1] for name, values in curve.held_out.items()}, plan.shape),
+        "flops": flops(model, {name: values[:1] for name, values in curve.held_out.items()}, shape),
         "speeds": curve.speeds,
         "environment": environment(),
     }
@@ -184,10 +186,3 @@ def alignment(arm: Arm, model: nn.Module) -> dict[str, Any] | None:
     weights = model.eval()(**row, output_alignments=True).alignments
     source, target = (task.text(row[name][0]) for name in ("input_ids", "shift_labels"))
     return {"source": source, "target": target, "weights": weights[0, : len(target), : len(source)].tolist()}
-
-
-def state_bytes(arm: Arm, tokens: int) -> int:
-    """Bytes of the state of one sequence after a row of `tokens` tokens."""
-    spec, shape = from_json(arm.spec), arm.plan.shape
-    model = spec if isinstance(spec, ModelSpec) else as_decoder(spec)
-    return model.state_bytes(shape.hidden_size, shape.heads, tokens, shape.layers)

@@ -38,23 +38,18 @@ def choose(
     demo = task is None and not files and "mixers" not in changes and sweep is None
     if demo and tokenizer is not None:
         raise InputError(f"--tokenizer {tokenizer} needs a task with text; add --text FILE or --task text")
-    refuse_twice([
-        *changes, *(zoo.expression(task, "--task")[1] if task else ()),
-        *(option.partition("=")[0].strip() for option in (sweep, tune) if option),
-    ])  # fmt: skip
+    alone = [option.partition("=")[0].strip() for option in (sweep, tune) if option]
+    names = [*changes, *(zoo.expression(task, "--task")[1] if task else ()), *alone]
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        raise InputError(
+            f"{twice!r} is set twice, by --task, --sweep, --tune or its own option; expected each field once"
+        )
     if demo:
         study = replace(DEMO, plans=tuple(changed(plan, changes) for plan in DEMO.plans))
     else:
         plan = changed(with_text(default(task or ("text" if files else "pair")), files, tokenizer), changes)
         study = swept(plan, sweep) if sweep else Study(plan.name, f"Mixers compared: {plan.name}", (plan,))
     return tuned(study, tune, tune_seeds)
-
-
-def refuse_twice(names: list[str]) -> None:
-    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
-        raise InputError(
-            f"{twice!r} is set twice, by --task, --sweep, --tune or its own option; expected each field once"
-        )
 
 
 def with_text(plan: Plan, files: list[str], tokenizer: str | None) -> Plan:

@@ -41,26 +41,22 @@ def report(results: dict[str, Any], folder: Path | None) -> Page:
     without pictures and, of a sweep, without a section for each value."""
     comparisons, over, asked = summarise(results), sweep.read(results), statistics.of_results(results)
     answer = asked[0].answer if asked else sweep.answer(over) if over else headline(comparisons)
-    sections = [*map(planned_section, asked), *tuning_sections(results, comparisons)]
+    sections = [
+        Section("The statistic of the plan" if t.answer else "The means behind it", (t.about,), None, t.header, t.rows)
+        for t in asked
+    ]
+    sections += [search(c, results) for c in comparisons if c.plan["tuning"]]
     sections += [sweep_section(over, folder)] if over else []
     sections += [] if over and folder is None else [section(c, folder, bool(asked)) for c in comparisons]
     about = [" ".join([f"{c.plan['name']}:", *said]) for c in comparisons if (said := conditions(c))]
     return Page(results["study"]["title"], about, sections, results["command"], results["environments"], answer)
 
 
-def planned_section(table: statistics.Table) -> Section:
-    title = "The statistic of the plan" if table.answer else "The means behind it"
-    return Section(title=title, about=(table.about,), header=table.header, rows=table.rows)
-
-
-def tuning_sections(results: dict[str, Any], comparisons: list[Comparison]) -> list[Section]:
-    """The search in each comparison: the median held-out loss of every value, and which value was taken."""
-    return [
-        Section(title=f"{c.plan['name']}: search", about=(tuning.about(c.plan),), header=header, rows=found)
-        for c in comparisons
-        if c.plan["tuning"]
-        for header, *found in [tuning.table(c, results)]
-    ]
+def search(comparison: Comparison, results: dict[str, Any]) -> Section:
+    """The median held-out loss of every value that was tried, and which one was taken."""
+    header, *found = tuning.table(comparison, results)
+    plan = comparison.plan
+    return Section(f"{plan['name']}: search", (tuning.about(plan),), header=header, rows=found)
 
 
 def sweep_section(over: sweep.Sweep, folder: Path | None) -> Section:

@@ -96,9 +96,7 @@ class Plan:
         for trial in self.trials():
             trial.check()
         if shared := set(self.tuning.seeds if self.tuning else ()) & set(self.seed_numbers):
-            raise InputError(
-                f"seed {min(shared)} is among those of the search and those reported; expected other seeds"
-            )
+            raise InputError(f"seed {min(shared)} is among those of the search and those reported; expected others")
         self.task.held_out(1)  # raises InputError if the task's data are missing
 
     @property
@@ -203,11 +201,7 @@ class Study:
         return [arm for plan in self.plans for arm in plan.arms((tuned or {}).get(plan.name))]
 
     def to_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = {
-            "name": self.name,
-            "title": self.title,
-            "plans": [plan.to_json() for plan in self.plans],
-        }
+        data = {"name": self.name, "title": self.title, "plans": [plan.to_json() for plan in self.plans]}
         data |= {"sweep": self.sweep} if self.sweep else {}
         data |= {"question": asdict(self.question)} if self.question else {}
         return json.loads(json.dumps(data))  # equal to what is read back: lists for tuples

@@ -48,15 +48,12 @@ class Contender:
         return statistics.stdev(self.by_seed.values()) if len(self.by_seed) > 1 else 0.0
 
     @property
-    def speeds(self) -> list[float]:
-        """Training tokens per second in each interval between evaluations, over all seeds."""
-        return [speed for arm in self.arms for speed in arm["speeds"]]
-
-    @property
     def speed(self) -> str:
-        """The median of `speeds` ± half their interquartile range, as text."""
-        low, middle, high = quartiles(self.speeds)
-        return f"{middle:,.0f}" + (f" ± {(high - low) / 2:,.0f}" if len(self.speeds) > 1 else "")
+        """Training tokens per second, as text: the median over the intervals between evaluations of all seeds ± half
+        their interquartile range."""
+        speeds = [speed for arm in self.arms for speed in arm["speeds"]]
+        low, middle, high = quartiles(speeds)
+        return f"{middle:,.0f}" + (f" ± {(high - low) / 2:,.0f}" if len(speeds) > 1 else "")
 
     def constant(self, name: str) -> Any:
         """A field that is the same for all seeds: parameters, gate_parameters, state_bytes, flops or

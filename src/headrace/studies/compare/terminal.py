@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 from ...report.page import Section
@@ -14,7 +14,6 @@ from .plan import Arm, Study
 from .summary import labels, show
 
 LINES = 20  # number of progress lines in all if the output is not a terminal
-COLUMNS = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total:.0f} steps", TimeElapsedColumn())
 
 
 class Board:
@@ -48,7 +47,8 @@ class Board:
 
 @contextmanager
 def board(study: Study, console: Console) -> Iterator[Board]:
-    columns = [TextColumn(column) if isinstance(column, str) else column for column in COLUMNS]
+    done = "{task.completed:.0f}/{task.total:.0f} steps"
+    columns = ("{task.description}", BarColumn(), done, TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         yield Board(progress, study)
 
