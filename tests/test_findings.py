@@ -495,7 +495,7 @@ def test_every_task_of_recall_knows_what_guessing_gives():
     levels = {name: getattr(task, "chance", None) for name, task in tasks.items()}
     known = {
         "pair": 1 / 32,
-        "key-value": 1 / 64,
+        "key-value": 1 / 16,
         "mqar": 1 / 144,
         "copy": 1 / 16,
         "selective-copy": 1 / 8,

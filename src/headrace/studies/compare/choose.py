@@ -31,8 +31,7 @@ def choose(
         tune_seeds: seeds of the search, as for `seeds`; None: others than those reported.
 
     Raises:
-        InputError: an unknown task or field, a field that is set twice, or a text file or tokenizer for a task without
-            text.
+        InputError: an unknown task or field, a field set twice, or a text file or tokenizer for a task without text.
     """
     changes = {name: value for name, value in changes.items() if value is not None}
     demo = task is None and not files and "mixers" not in changes and sweep is None

@@ -123,13 +123,8 @@ def cells(c: Contender) -> list[str]:
 
 
 def sizes(c: Contender) -> list[str]:
-    width, flops = c.constant("intermediate_size"), c.constant("flops")
-    return [
-        c.mixer,
-        f"{c.constant('gate_parameters'):,}",
-        "–" if width is None else f"{width:,}",
-        "not counted" if flops is None else f"{flops:,}",
-    ]
+    numbers = (c.constant(field) for field in ("gate_parameters", "intermediate_size", "flops"))
+    return [c.mixer, *("–" if number is None else f"{number:,}" for number in numbers)]
 
 
 def saved(drawn: dict[str, tuple[str, Figure]], folder: Path, name: str) -> list[Picture]:

@@ -78,6 +78,5 @@ def collect(study: Study, arms: list[dict[str, Any]], trials: list[dict[str, Any
         if environment not in environments:
             environments.append(environment)
     command = shlex.join(["headrace", *sys.argv[1:]])
-    return {
-        "study": study.to_json(), "command": command, "environments": environments, "arms": arms, "trials": trials,
-    }  # fmt: skip
+    made = {"study": study.to_json(), "command": command, "environments": environments}
+    return made | {"arms": arms, "trials": trials}
