@@ -171,9 +171,8 @@ def cautions(comparison: Comparison) -> Iterator[str]:
             yield f"A gate of {contender.label} has little or no effect: {idle}."
         if lost := [arm["seed"] for arm in contender.arms if arm["diverged"]]:
             yield f"{contender.label} diverged with seed {', '.join(map(str, lost))}: its loss is not finite."
-    if learning := {c.label: n for c in comparison.finished if (n := sum(not converged(arm) for arm in c.arms))}:
-        seeds = {c.label: count(len(c.arms), "seed") for c in comparison.finished}
-        each = ", ".join(f"{label} in {n} of {seeds[label]}" for label, n in learning.items())
+    if learning := [(c, n) for c in comparison.finished if (n := sum(not converged(arm) for arm in c.arms))]:
+        each = ", ".join(f"{c.label} in {n} of {count(len(c.arms), 'seed')}" for c, n in learning)
         who = f"{len(learning)} of {len(comparison.finished)} mixers" if comparison.many else each
         yield f"Not converged: {who}; more steps would change the scores ({RULE})."
     recipe, arm = comparison.plan["recipe"], comparison.contenders[0].arms[0]

@@ -1,6 +1,5 @@
 """A comparison as data: mixers, a task, the shape of the model, a training recipe and seeds. A study is a list of
-comparisons with one report.
-"""
+comparisons with one report."""
 
 import json
 import re

@@ -47,8 +47,7 @@ class Board:
 
 @contextmanager
 def board(study: Study, console: Console) -> Iterator[Board]:
-    done = "{task.completed:.0f}/{task.total:.0f} steps"
-    columns = ("{task.description}", BarColumn(), done, TimeElapsedColumn())
+    columns = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total:.0f} steps", TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         yield Board(progress, study)
 
