@@ -200,7 +200,7 @@ class Study:
         return [arm for plan in self.plans for arm in plan.arms((tuned or {}).get(plan.name))]
 
     def to_json(self) -> dict[str, Any]:
-        data = {"name": self.name, "title": self.title, "plans": [plan.to_json() for plan in self.plans]}
+        data: dict[str, Any] = {"name": self.name, "title": self.title, "plans": [p.to_json() for p in self.plans]}
         data |= {"sweep": self.sweep} if self.sweep else {}
         data |= {"question": asdict(self.question)} if self.question else {}
         return json.loads(json.dumps(data))  # equal to what is read back: lists for tuples
