@@ -21,8 +21,8 @@ from headrace import zoo
 from headrace.studies.compare.arm import train
 from headrace.studies.compare.choose import choose
 from headrace.studies.compare.defaults import DEFAULTS, DEMO, PAIR
-from headrace.studies.compare.folder import result_path
 from headrace.studies.compare.plan import MATCHED, ArmRecipe, Plan, Shape, Study
+from headrace.studies.compare.rows import read as read_rows
 from headrace.studies.compare.run import complete
 from headrace.tasks import Answers, Digits, Induction, Masked, Pair, Reverse, Text
 from headrace.utils.errors import InputError
@@ -93,8 +93,8 @@ def test_widths_that_are_not_free_or_not_wanted():
     assert set(DEFAULTS["pair"].widths().values()) == {None}, "matched without an MLP"
     bare = replace(DEFAULTS["induction"], shape=Shape(layers=2, heads=4, mlp=0))
     assert set(bare.widths().values()) == {None}
-    with pytest.raises(InputError, match=r"shape.mlp=-1; expected at least 0"):
-        replace(SMALL, shape=Shape(mlp=-1)).check()
+    with pytest.raises(InputError, match=r"Shape.mlp=-1 is not allowed; expected int at least 0 or None"):
+        Shape(mlp=-1)
 
 
 def test_flops_of_a_row_are_those_counted_by_hand():
@@ -361,7 +361,7 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     assert len(first["speeds"]) == 2 and all(speed > 0 for speed in first["speeds"]), "after steps 2 and 3"
     assert first["flops"] == second["flops"] > 0
 
-    lost = result_path(tmp_path, plan.arms()[1])
+    lost = plan.arms()[1].result(tmp_path)
     kept = copy.deepcopy(found["arms"])
     lost.unlink()
     again = complete(study, tmp_path, lambda *news: None, ["cpu"])["arms"]
@@ -507,3 +507,15 @@ def test_the_demo_is_the_one_that_is_described():
     assert {zoo.get(mixer).read.norm for mixer in PAIR.mixers} == {"rms"}
     for plan in DEMO.plans:
         plan.check()
+
+
+def test_the_table_of_learning_rates_is_that_of_its_runs():
+    root = Path(__file__).parents[1]
+    lines = (root / "docs" / "guide.md").read_text("utf-8").splitlines()
+    cells: dict[tuple[str, str, str], list[str]] = {}
+    for run in read_rows(root / "benchmarks" / "results" / "defaults.csv"):
+        task, _, _ = run["comparison"].partition("-lr-")
+        score = f"{100 * run['score']:.1f}{'' if run['converged'] else '*'}"
+        cells.setdefault((f"`{task}`", str(run["steps"]), run["mixer"]), []).append(score)
+    for key, scores in cells.items():
+        assert f"| {' | '.join([*key, *scores])} |" in (line.replace(" |  |", " |") for line in lines)

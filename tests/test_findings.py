@@ -11,18 +11,15 @@ from rich.console import Console
 from headrace import zoo
 from headrace.report.page import Page, Section
 from headrace.studies.compare import plots, sweep
-from headrace.studies.compare.conditions import conditions
 from headrace.studies.compare.defaults import DEFAULTS, PAIR, REVERSE, TEXT
-from headrace.studies.compare.example import about, example, guessing
-from headrace.studies.compare.failures import level
-from headrace.studies.compare.findings import findings, headline
-from headrace.studies.compare.page import write_report
+from headrace.studies.compare.findings import conditions, findings, headline
+from headrace.studies.compare.page import described, guessing, write_report
 from headrace.studies.compare.pairwise import competing, pairs
 from headrace.studies.compare.plan import Study
 from headrace.studies.compare.rows import converged
 from headrace.studies.compare.summary import labels, summarise
 from headrace.studies.compare.terminal import print_results
-from headrace.tasks import Copy, Induction, KeyValue, Masked, Pair, Reverse, Text
+from headrace.tasks import Masked, Pair, Reverse, Text
 
 
 def results(scores, plan=PAIR, gates=()):
@@ -120,7 +117,6 @@ def test_what_a_page_says_is_text_and_not_markup(tmp_path):
 def test_without_competition_the_best_is_compared_with_the_second():
     text = said([[0.5, 0.5], [0.9, 0.8], [0.6, 0.61]], plan=REVERSE)
     assert "of 3 mixers, luong has the best mean score: no clear difference between luong and bahdanau (95 %" in text
-    assert "Mean scores, best first: luong 85.0 ± 7.1 %, bahdanau 60.5 ± 0.7 %, rnn 50.0 ± 0.0 %." in text
 
 
 @pytest.mark.parametrize(
@@ -151,8 +147,6 @@ def test_fewer_heads(fewer, expected):
 def test_where_less_is_better():
     text = said([[2.0, 2.1], [2.3, 2.4], [1.5, 1.5]], plan=TEXT)
     assert "Held-out loss: softmax-gla is worse than gla by 0.300 nats/token (95 % interval 0.300 to 0.300" in text
-    assert "Mean scores, best first: transformer 1.500 ± 0.000 nats/token, gla 2.050 ± 0.071" in text
-    assert "A key-value cache grows with every token; its size at the end of a row: transformer 100 bytes." in text
 
 
 def test_gates_of_whole_models_are_compared():
@@ -161,26 +155,10 @@ def test_gates_of_whole_models_are_compared():
     assert "bert (mixer=softmax-gla) is better than bert (mixer=gla) by 20.5 points" in text
 
 
-def test_gates():
-    gate = {"layer": 0, "gate": "write", "entropy": 0.4, "load": [0.5, 0.5], "load_asked": None, "load_other": None}
-    expected = "Final gate entropy of softmax-retnet, divided by log(heads): write gates 0.40"
-    assert f"{expected} (one seed)." in said([[0.5], [0.9]], gates=[gate])
-    two = results([[0.5, 0.5], [0.9, 0.9]], gates=[gate])
-    two["arms"][3]["curve"][-1]["gates"] = [gate | {"entropy": 0.5}, gate | {"entropy": 0.7}]
-    assert "write gates 0.50 ± 0.14." in "\n".join(findings(summarise(two)[0])), "of 0.4, and 0.6 over two layers"
-    assert "almost evenly" in said([[0.5], [0.9]], gates=[gate | {"entropy": 0.95}])
-    assert "almost evenly" not in said([[0.5], [0.9]], gates=[gate | {"entropy": 0.94}])
-    for asked, elsewhere, sink in ((0.51, 0.5, True), (0.5, 0.5, False), (0.9, 0.51, False)):
-        head = gate | {"load_asked": [asked, 1 - asked], "load_other": [elsewhere, 1 - elsewhere]}
-        assert ("In 1 of 1 seed of softmax-retnet, one head" in said([[0.5], [0.9]], gates=[head])) == sink
-
-
-def test_gate_parameters():
-    found = results([[0.5], [0.9]])
-    found["arms"][1] |= {"parameters": 1026, "gate_parameters": 26}
-    sentences = findings(summarise(found)[0])
-    assert "Gates add at most 2.6% to the number of parameters (softmax-retnet)." in sentences
-    assert not any("per second" in sentence or "time" in sentence for sentence in sentences), "speed varies by the load"
+def test_no_finding_is_about_speed():
+    """It varies by the load."""
+    sentences = findings(summarise(results([[0.5], [0.9]]))[0])
+    assert sentences and not any("per second" in sentence or "time" in sentence for sentence in sentences)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +209,6 @@ def test_lengths_and_alignments(tmp_path):
         "bahdanau: the mean exact match over 1 seed is at least 90% up to length 18, which is longer than any in "
         "training"
     ) in sentences
-    assert "bahdanau gives the largest weight to the source character that it writes at 1 of 2 steps" in sentences
     write_report(learnt, tmp_path)
     assert {"reverse-lengths.png", "reverse-alignments.png"} < {path.name for path in tmp_path.glob("*.png")}
 
@@ -304,38 +281,6 @@ def test_one_model_is_matched_with_nothing():
 
 
 # --- the task ---------------------------------------------------------------------------------------------------------
-def drawn(task):
-    return [
-        token if isinstance(token, int) else " ".join("".join((text, "=", role)) for text, role in token.parts)
-        + (f" -> {token.answer}" if token.answer is not None else "")
-        for token in example(task)
-    ]  # fmt: skip
-
-
-def test_rows_are_drawn_with_roles_and_answers():
-    pair = drawn(Pair(keys=4, pairs=2))
-    stored = dict(token.replace("=key", "").replace("=value", "").split() for token in pair[:2])
-    assert [(f"{key}=query -> {stored[key]}") in pair[2:] for key in stored] == [True, True] and len(pair) == 4
-    recall = drawn(KeyValue(keys=4, pairs=2, length=8))
-    stored = {
-        key.removesuffix("=key"): value.removesuffix("=value")
-        for key, value in zip(recall[:4:2], recall[1:4:2], strict=True)
-    }
-    assert {token for token in recall[4:] if "query" in token} == {f"{k}=query -> {v}" for k, v in stored.items()}
-    assert all(token.endswith("=filler") for token in recall[4:] if "query" not in token)
-    induction = drawn(Induction(symbols=3, length=40))
-    at = induction.index("!=key")
-    assert induction[-1] == f"!=query -> {induction[at + 1].removesuffix('=value')}"
-    left_out = [token for token in induction if isinstance(token, int)]
-    assert left_out and len(induction) + sum(left_out) - len(left_out) == 40
-    assert drawn(Copy(symbols=2, length=2))[0] in ("a=value", "b=value")
-    assert drawn(Copy(symbols=2, length=2))[1] == "|=query -> " + drawn(Copy(symbols=2, length=2))[0][0]
-    reverse = drawn(Reverse(symbols=3, length=5, shortest=5))
-    assert [t[-1] for t in reverse[5:10]] == [t[0] for t in reverse[4::-1]] and reverse[10] == "?=query -> end"
-    text = drawn(Text(length=9))
-    assert [token[-1] for token in text[:-1]] == [token[0] for token in text[1:]], "each token answers the one before"
-
-
 @pytest.mark.parametrize(
     ("task", "expected"),
     [(Pair(), "3.1 %"), (Text(), "5.545 nats/token"), (Reverse(), "about 0 %"), (Masked(length=9), "0.4 %")],
@@ -347,7 +292,10 @@ def test_what_guessing_scores(task, expected):
 
 @pytest.mark.parametrize("task", [task for task in DEFAULTS if task != "needle"])
 def test_every_task_is_explained_and_drawn(task):
-    assert about(DEFAULTS[task].task).endswith((".", "?")) and example(DEFAULTS[task].task)
+    about, row, more = re.findall(r">([^<]+)</", described(DEFAULTS[task].task))
+    assert about.endswith((".", "?")) and "Uniform guesses" in more
+    lines = row.splitlines()
+    assert lines[-1].startswith(("answer", "target", "segment")) and not any(line.startswith(" ") for line in lines)
 
 
 def test_short_names():
@@ -362,8 +310,8 @@ def test_a_report_of_forty_arms_is_one_file(tmp_path):
         results([[0.5, 0.6, 0.7]] * len(mixers), plan=replace(PAIR, mixers=mixers)), tmp_path
     ).read_text("utf-8")
     assert "softmax-gated-deltanet" in page and not re.search(r"(src|href)=.?(http|/)", page)
-    assert page.count("</svg>") == 3
-    assert {path.name for path in tmp_path.glob("*.png")} == {"pair-curves.png", "pair-scores.png", "pair-cost.png"}
+    assert page.count("</svg>") == 2
+    assert {path.name for path in tmp_path.glob("*.png")} == {"pair-curves.png", "pair-scores.png"}
 
 
 def test_a_mixer_has_one_colour_in_every_table_and_picture(tmp_path):
@@ -412,7 +360,7 @@ def test_many_mixers_are_counted():
     assert told.endswith("; 1 worse (gla), each judged by its 95 % interval.")
     one = headline(summarise(whole_zoo(1)))
     assert f"competition is ahead for {n - 1} of {n} backbones, in one seed, which is too few to judge" in one
-    assert "Best mean scores of" in findings(comparison)[0] and " 60.1 ± 0.1 %" in findings(comparison)[0]
+    assert "Softmax-retnet is better than retnet by 10.0 points" in "\n".join(findings(comparison))
     assert comparison.shown == comparison.finished and comparison.shown[0].gated
     families = dict(comparison.families())
     assert [c.label for c in families["gla"]] == ["gla", "softmax-gla"] and len(families) == len(
@@ -421,7 +369,13 @@ def test_many_mixers_are_counted():
 
 
 def test_many_mixers_are_drawn_backbone_by_backbone(tmp_path):
-    page = write_report(whole_zoo(1), tmp_path).read_text("utf-8")
+    found = whole_zoo(1)
+    for arm in found["arms"]:
+        arm["curve"][-1]["gates"] = gates([0.6, 0.4]) if arm["mixer"] == "softmax-gla" else []
+    (comparison,) = summarise(found)
+    _, entropy = plots.draw(comparison)["entropy"]
+    assert [ax.get_title(loc="left") for ax in entropy.axes if ax.lines] == ["gla"]
+    page = write_report(found, tmp_path).read_text("utf-8")
     assert all(f"</i>{name}</span></td>" in page for name in zoo.names())
     assert (tmp_path / "pair-curves.png").stat().st_size > 10_000
 
@@ -443,12 +397,11 @@ def test_a_sweep_has_a_table_words_and_a_curve_before_everything_else(tmp_path):
     assert over.table()[0] == ["retnet", "98.5 ± 0.7 %", "51.0 ± 1.4 %", "10.0 %"]
     assert sweep.answer(over) == (
         "softmax-retnet compared with retnet, by pairs: no clear difference at 4, 32, better at 16 (by 95 % intervals "
-        "over seeds)"
+        "over seeds)."
     )
-    assert sweep.findings(over) == [
-        "retnet: 98.5 ± 0.7 % at pairs=4, 10.0 % at pairs=32.",
-        "softmax-retnet: 99.8 ± 0.4 % at pairs=4, 25.0 ± 7.1 % at pairs=32.",
-    ]
+    assert sweep.findings(over) == []
+    over.comparisons[2].contenders[0].arms[0]["scores"]["accuracy"] = 0.03
+    assert sweep.findings(over) == ["At pairs=32: At chance, no more than 2 points above 3.1 %: retnet 3.0 %."]
     page = write_report(found, tmp_path).read_text("utf-8")
     assert page.index("Score against pairs") < page.index("<h2>pair-pairs-4</h2>")
     assert page.index('<td data-name="pairs=16">51.0 ± 1.4 %</td>') < page.index("<h2>pair-pairs-4</h2>")
@@ -457,12 +410,14 @@ def test_a_sweep_has_a_table_words_and_a_curve_before_everything_else(tmp_path):
 
 def test_a_sweep_with_a_mixer_that_never_finished_is_drawn(tmp_path):
     found = sweep_results({"a": [[0.5], [None]], "b": [[0.4], [None]]})
-    assert sweep.read(found).table()[1] == ["softmax-retnet", "diverged", "diverged"]
+    over = sweep.read(found)
+    assert over.table()[1] == ["softmax-retnet", "diverged", "diverged"]
+    assert sweep.answer(over) == headline(over.comparisons), "no pair to compare"
     assert write_report(found, tmp_path).is_file()
 
 
-def gates(load):
-    return [{"layer": 0, "gate": "write", "load": load, "load_asked": [], "load_other": [], "entropy": 0.5}]
+def gates(load, entropy=0.5):
+    return [{"layer": 0, "gate": "write", "load": load, "load_asked": [], "load_other": [], "entropy": entropy}]
 
 
 @pytest.mark.parametrize(
@@ -503,6 +458,13 @@ def test_where_a_failure_begins(score, load, failed):
     assert {word for word in ("At chance", "Collapsed", "Dead") if word in text} == ({failed} if failed else set())
 
 
+@pytest.mark.parametrize(("entropy", "even"), [(0.95, True), (0.949, False)])
+def test_gates_that_choose_nothing(entropy, even):
+    text = said([[0.5, 0.5], [0.9, 0.91]], gates=gates([0.5, 0.5], entropy))
+    expected = "Even gates: in 2 of 2 gates of softmax-retnet, the entropy over heads is at least 95% of its maximum."
+    assert (expected in text) == even
+
+
 @pytest.mark.parametrize(("score", "held"), [(0.9, True), (0.89, False)])
 def test_what_holds_at_a_length(score, held):
     found = results([[0.5]], plan=REVERSE)
@@ -511,7 +473,7 @@ def test_what_holds_at_a_length(score, held):
 
 
 def test_pictures_show_the_numbers():
-    """Percent, means over seeds, quartiles of speeds, and states in bytes."""
+    """Percent, and means over seeds."""
     learnt = results([[0.2, 0.4], [0.9, 0.9]], plan=REVERSE)
     for arm in learnt["arms"]:
         arm["by_length"] = {"6": arm["scores"]["exact match"], "12": 0.1}
@@ -521,21 +483,19 @@ def test_pictures_show_the_numbers():
     assert list(curves.lines[0].get_ydata()) == pytest.approx([30, 30])
     assert list(lengths.lines[0].get_ydata()) == pytest.approx([30, 10])
     assert [line.get_xdata()[0] for line in scores.lines[:3]] == pytest.approx([30, 30 - 200**0.5, 30 + 200**0.5])
-    assert [text.get_text() for text in drawn["cost"][0].texts] == ["1k", "1k"]
-    bars = drawn["cost"][2].collections[0].get_segments()
-    assert [sorted(x for x, _ in bar) for bar in bars] == [[10, 14], [10, 14]]
 
 
 def test_what_did_not_fail_is_not_named():
     five = said([[0.5] * 5, [0.9] * 5], gates=gates([0.6, 0.4]))
-    assert not any(word in five for word in ("of guessing", "Collapsed", "Dead"))
+    assert not any(word in five for word in ("of guessing", "Collapsed", "Dead", "Even"))
 
 
 def test_every_task_of_recall_knows_what_guessing_gives():
-    levels = {name: level(plan.to_json()["task"]) for name, plan in DEFAULTS.items() if name not in ("text", "masked")}
+    tasks = {name: plan.task for name, plan in DEFAULTS.items() if name not in ("text", "masked")}
+    levels = {name: getattr(task, "chance", None) for name, task in tasks.items()}
     known = {
         "pair": 1 / 32,
-        "key-value": 1 / 64,
+        "key-value": 1 / 16,
         "mqar": 1 / 144,
         "copy": 1 / 16,
         "selective-copy": 1 / 8,

@@ -9,7 +9,7 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 from headrace import zoo
 from headrace.data import Preparation, open_data, prepare, tokenizer
-from headrace.studies.compare.folder import read_result
+from headrace.studies.compare.run import read_result
 from headrace.tasks import text as text_task
 from headrace.utils.errors import InputError
 from training import recipe, train

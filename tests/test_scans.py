@@ -282,10 +282,18 @@ def test_the_kernel_is_its_powers(tokens):
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(zoo.SCANS))
-def test_what_has_no_heads_cannot_compete(name):
-    with pytest.raises(InputError, match=f"{name} has no heads to compete"):
-        zoo.get(f"softmax-{name}")
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        (zoo.SCANS, "has no heads to compete"),
+        (zoo.MATRICES, "computes its memory by a recurrence of its own"),
+        (zoo.ATTENTION, "has no memory that heads could compete for"),
+    ],
+)
+def test_what_cannot_compete_says_why(table, reason):
+    for name in table:
+        with pytest.raises(InputError, match=f"'softmax-{name}' does not exist, because {name} {reason}"):
+            zoo.get(f"softmax-{name}")
 
 
 @pytest.mark.parametrize(

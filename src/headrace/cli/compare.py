@@ -88,10 +88,9 @@ def compare(
     defaults; the options below show those of `pair`. `cuda` stands for all GPUs.
     """
     from ..studies.compare.choose import choose, planned
-    from ..studies.compare.folder import check
     from ..studies.compare.page import write_report
     from ..studies.compare.pool import place_workers
-    from ..studies.compare.run import complete
+    from ..studies.compare.run import check, complete
     from ..studies.compare.terminal import board, print_results
     from ..utils.device import all_devices
     from ..utils.processes import locked

@@ -38,6 +38,9 @@ class Name:
     colour: str
     title: str = ""
 
+    def __str__(self) -> str:
+        return self.text
+
     @property
     def variable(self) -> str:
         return VARIABLES.get(self.colour, self.colour)

@@ -26,6 +26,11 @@ class Metric:
     higher_is_better: bool = True
     solved: float | None = None  # score from which on the task counts as solved
 
+    @property
+    def axis(self) -> str:
+        """The label of an axis of scores."""
+        return f"held-out {self.name} ({self.unit})"
+
 
 class Answers(NamedTuple):
     """The answers of a model. loss: mean loss in nats; asked, right: masks [rows, T] of the positions with a label and

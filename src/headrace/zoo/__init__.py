@@ -30,6 +30,11 @@ MATRICES: dict[str, MatrixSpec] = specs(mixers.MATRICES)
 MODELS: dict[str, ModelSpec | Decoder] = specs(models.MODELS)
 _TABLES = mixers.LINEAR, mixers.ATTENTION, mixers.SOFTMAX_RNNS, mixers.SCANS, mixers.MATRICES, models.MODELS
 PAPERS = {name: entry.paper for table in _TABLES for name, entry in table.items()}  # type: ignore[attr-defined]
+_NO_COMPETITION = (  # why softmax-X does not exist for the X of a table
+    (SCANS, "has no heads to compete"),
+    (MATRICES, "computes its memory by a recurrence of its own, which has no gates of competition"),
+    (ATTENTION, "has no memory that heads could compete for"),
+)
 PAPER = Competition(read="query", write="value", scale="one")  # equations 3-16 of arXiv 2602.01744 as published
 
 
@@ -110,10 +115,10 @@ def _named(name: str):
         return known[name]
     if (base := name.removeprefix("softmax-")) in LINEAR:
         return compete(LINEAR[base])
-    if base in SCANS:
+    if why := next((reason for table, reason in _NO_COMPETITION if base in table), None):
         raise InputError(
-            f"mixer {name!r} does not exist, because {base} has no heads to compete; expected {base!r}, or softmax- "
-            f"before one of {', '.join(LINEAR)}"
+            f"mixer {name!r} does not exist, because {base} {why}; expected {base!r}, or softmax- before one of "
+            f"{', '.join(LINEAR)}"
         )
     near = difflib.get_close_matches(name, [*names(), *MODELS], 3) or names()
     raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)}")

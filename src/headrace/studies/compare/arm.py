@@ -97,11 +97,12 @@ class Curve(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **kwargs):
         step = state.global_step
         if step % self.every == 0 or step == state.max_steps:
-            synchronise()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
             tokens = (step - self.points[-1]["step"]) * self.arm.plan.recipe.batch_size * self.arm.plan.task.length
             self.speeds.append(tokens / (time.perf_counter() - self.resumed))
             self.point(step, model)
-            control.should_training_stop |= not finite(self.points[-1])
+            control.should_training_stop |= not self.points[-1]["scores"]
         elif step % max(state.max_steps // 100, 1) == 0:
             self.tell(step, None)
 
@@ -112,15 +113,6 @@ class Curve(TrainerCallback):
         self.points.append({"step": step, "scores": scores, "train_loss": self.train_loss(), "gates": gates})
         self.tell(step, scores)
         self.resumed = time.perf_counter()
-
-
-def finite(point: dict[str, Any]) -> bool:
-    return bool(point["scores"])
-
-
-def synchronise() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 @torch.no_grad()
@@ -148,7 +140,9 @@ def batches(rows: Batch, size: int, device: torch.device):
 
 
 def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
-    plan, last = arm.plan, curve.points[-1]
+    plan, last, spec = arm.plan, curve.points[-1], from_json(arm.spec)
+    tokens, shape = curve.held_out["input_ids"].shape[1], plan.shape
+    stack = spec if isinstance(spec, ModelSpec) else as_decoder(spec)
     return {
         "comparison": plan.name,
         "mixer": arm.mixer,
@@ -159,12 +153,12 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "gate_parameters": sum(p.numel() for p in gate_parameters(model)),
         "intermediate_size": arm.width,
-        "state_bytes": state_bytes(arm, curve.held_out["input_ids"].shape[1]),
+        "state_bytes": stack.state_bytes(shape.hidden_size, shape.heads, tokens, shape.layers),  # of one row
         "scores": last["scores"],
-        "diverged": not finite(last),
+        "diverged": not last["scores"],
         "curve": curve.points,
-        **(by_length(arm, model) if finite(last) else {}),
-        "flops": flops(model, {name: values[:1] for name, values in curve.held_out.items()}, plan.shape),
+        **(by_length(arm, model) if last["scores"] else {}),
+        "flops": flops(model, {name: values[:1] for name, values in curve.held_out.items()}, shape),
         "speeds": curve.speeds,
         "environment": environment(),
     }
@@ -192,10 +186,3 @@ def alignment(arm: Arm, model: nn.Module) -> dict[str, Any] | None:
     weights = model.eval()(**row, output_alignments=True).alignments
     source, target = (task.text(row[name][0]) for name in ("input_ids", "shift_labels"))
     return {"source": source, "target": target, "weights": weights[0, : len(target), : len(source)].tolist()}
-
-
-def state_bytes(arm: Arm, tokens: int) -> int:
-    """Bytes of the state of one sequence after a row of `tokens` tokens."""
-    spec, shape = from_json(arm.spec), arm.plan.shape
-    model = spec if isinstance(spec, ModelSpec) else as_decoder(spec)
-    return model.state_bytes(shape.hidden_size, shape.heads, tokens, shape.layers)

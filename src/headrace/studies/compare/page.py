@@ -1,18 +1,19 @@
 """Writes the report of a comparison: PNG pictures, and report.html with the pictures as SVG."""
 
+import inspect
 import json
+import math
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ...report.numbers import count
-from ...report.page import Name, Page, Picture, Section, picture, template
+from ...report.page import Name, Page, Picture, Section, picture
+from ...tasks.base import ByRow
 from . import statistics, sweep, tuning
-from .conditions import conditions
-from .example import ROLES, about, example, guessing
-from .findings import findings, headline
+from .findings import conditions, findings, headline
 from .plots import colours, draw
 from .rows import rows, write
 from .summary import Comparison, Contender, show, show_contender, summarise, task_of
@@ -22,105 +23,93 @@ HEADER = ("mixer", "held-out score", "per seed", "parameters", "state, bytes", "
 SIZES = ("mixer", "expression", "gate parameters", "MLP width", "FLOPs per row")
 EQUAL = (
     "Every mixer trains on the same data in the same order; a mixer and its softmax version start from the same "
-    "weights. In the folder of this page, results.json holds all scores of every seed over time, and runs.csv a row "
-    "for each run."
+    "weights. The state is that of one sequence at the end of a row; a key-value cache grows with every token. Speed "
+    "is the median over the intervals between evaluations ± half its interquartile range, of models trained side by "
+    "side; headrace bench measures models in turn. In the folder of this page, results.json has all scores of every "
+    "seed over time, and runs.csv a row for each run."
 )
 
 
 def write_report(results: dict[str, Any], folder: Path) -> Path:
     """Draws the pictures, writes them and report.html into the folder, and returns the path of report.html."""
-    comparisons, over, asked = summarise(results), sweep.read(results), statistics.of_results(results)
     write(rows(results), folder / "runs.csv")
-    return Page(
-        title=results["study"]["title"],
-        about=[matched for matched in map(matching, comparisons) if matched],
-        sections=[
-            *map(planned_section, asked),
-            *tuning_sections(results, comparisons),
-            *([sweep_section(over, folder, bool(asked))] if over else []),
-            *(section(c, folder, bool(asked)) for c in comparisons),
-        ],
-        command=results["command"],
-        environments=results["environments"],
-        answer=asked[0].answer if asked else f"{sweep.answer(over)}." if over else headline(comparisons),
-    ).write(folder / "report.html")
+    return report(results, folder).write(folder / "report.html")
 
 
-def planned_section(table: statistics.Table) -> Section:
-    title = "The statistic of the plan" if table.answer else "The means behind it"
-    return Section(title=title, about=(table.about,), header=table.header, rows=table.rows)
-
-
-def tuning_sections(results: dict[str, Any], comparisons: list[Comparison]) -> list[Section]:
-    """The search in each comparison: the median held-out loss of every value, and which value was taken."""
-    return [
-        Section(title=f"{c.plan['name']}: search", about=(tuning.about(c.plan),), header=header, rows=found)
-        for c in comparisons
-        if c.plan["tuning"]
-        for header, *found in [tuning.table(c, results)]
+def report(results: dict[str, Any], folder: Path | None) -> Page:
+    """The report of a results.json, with pictures, which are saved in the folder too. None: as the terminal shows it,
+    without pictures and, of a sweep, without a section for each value."""
+    comparisons, over, asked = summarise(results), sweep.read(results), statistics.of_results(results)
+    answer = asked[0].answer if asked else sweep.answer(over) if over else headline(comparisons)
+    sections = [
+        Section("The statistic of the plan" if t.answer else "The means behind it", (t.about,), None, t.header, t.rows)
+        for t in asked
     ]
+    sections += [search(c, results) for c in comparisons if c.plan["tuning"]]
+    sections += [sweep_section(over, folder)] if over else []
+    sections += [] if over and folder is None else [section(c, folder, bool(asked)) for c in comparisons]
+    about = [" ".join([f"{c.plan['name']}:", *said]) for c in comparisons if (said := conditions(c))]
+    return Page(results["study"]["title"], about, sections, results["command"], results["environments"], answer)
 
 
-def section(comparison: Comparison, folder: Path, planned: bool) -> Section:
-    plan, task = comparison.plan, task_of(comparison.plan["task"])
-    return Section(
-        title=plan["name"],
-        about=(f"{about(task)} {guessing(task)}",),
-        content=example_row(task),
-        header=HEADER,
-        rows=[[name(c, comparison), *cells(c)] for c in comparison.shown],
-        sentences=findings(comparison, planned),
-        shown=SHOWN,
-        pictures=saved(draw(comparison), folder, plan["name"]),
-        details=settings(comparison),
-    )
-
-
-def matching(comparison: Comparison) -> str:
-    """The quantities that are matched and those that are not; empty for a single model."""
-    said = conditions(comparison)
-    return " ".join([f"{comparison.plan['name']}:", *said]) if said else ""
-
-
-def settings(comparison: Comparison) -> Section:
+def search(comparison: Comparison, results: dict[str, Any]) -> Section:
+    """The median held-out loss of every value that was tried, and which one was taken."""
+    header, *found = tuning.table(comparison, results)
     plan = comparison.plan
-    recipe, shape = plan["recipe"], plan["shape"]
-    steps = (
-        f"{recipe['steps']} steps of {recipe['batch_size']} × {plan['length']} tokens, hidden size "
-        f"{shape['hidden_size']}, {count(shape['heads'], 'head')}, {count(shape['layers'], 'layer')}, learning rate "
-        f"{recipe['lr']}, {seeds_of(plan['seeds'])}."
-    )
-    return Section(
-        title="Settings and sizes",
-        about=(steps, EQUAL),
-        header=SIZES,
-        rows=[[name(c, comparison), *sizes(c)] for c in comparison.shown],
-        listing=json.dumps({key: plan[key] for key in ("task", "shape", "recipe")}, indent=2),
-    )
+    return Section(f"{plan['name']}: search", (tuning.about(plan),), header=header, rows=found)
 
 
-def seeds_of(seeds: int | list[int]) -> str:
-    return count(seeds, "seed") if isinstance(seeds, int) else f"seeds {', '.join(map(str, seeds))}"
-
-
-def sweep_section(over: sweep.Sweep, folder: Path, planned: bool) -> Section:
+def sweep_section(over: sweep.Sweep, folder: Path | None) -> Section:
     first = over.comparisons[0]
     by_label = {contender.label: contender for comparison in over.comparisons for contender in comparison.contenders}
     return Section(
         title=f"By {over.field}",
         header=("mixer", *(f"{over.field}={value}" for value in over.values)),
         rows=[[name(by_label[label], first), *scores] for label, *scores in over.table()],
-        sentences=sweep.findings(over, planned),
+        sentences=sweep.findings(over),
         shown=SHOWN,
-        pictures=saved(sweep.draw(over), folder, f"by-{over.field}"),
+        pictures=saved(sweep.draw(over), folder, f"by-{over.field}") if folder else (),
     )
 
 
-def example_row(task: Any) -> Markup:
-    tokens = example(task)
-    present = {role for token in tokens if not isinstance(token, int) for _, role in token.parts}
-    roles = [role for role in ROLES if role in present]
-    return Markup(template("example.html", "headrace.studies.compare").render(tokens=tokens, roles=roles))
+def section(comparison: Comparison, folder: Path | None, planned: bool) -> Section:
+    return Section(
+        title=comparison.plan["name"],
+        content=described(task_of(comparison.plan["task"])),
+        header=HEADER,
+        rows=[[name(c, comparison), *cells(c)] for c in comparison.shown],
+        sentences=findings(comparison, planned),
+        shown=SHOWN,
+        pictures=saved(draw(comparison), folder, comparison.plan["name"]) if folder else (),
+        details=settings(comparison),
+    )
+
+
+def described(task: Any) -> Markup:
+    """The task as its module describes it, in paragraphs of which the second draws a row, and the score of guessing."""
+    about, row, *more = (inspect.getdoc(inspect.getmodule(task)) or "").split("\n\n")
+    paragraph, drawn = Markup('<p class="about">{}</p>').format, Markup('<pre class="row">{}</pre>').format
+    return paragraph(about) + drawn(dedent(row)) + paragraph(" ".join([*more, guessing(task)]))
+
+
+def guessing(task: Any) -> str:
+    """A sentence with the score of uniform guesses."""
+    if task.metric is ByRow.metric and isinstance(task, ByRow):
+        return "Uniform guesses are almost never right on a whole target: chance is about 0 %."
+    entropy = task.metric.name == "loss"
+    score = math.log(task.vocab_size) if entropy else getattr(task, "chance", 1 / task.vocab_size)
+    return f"Uniform guesses score {show(task.metric, score)}."
+
+
+def settings(comparison: Comparison) -> Section:
+    kept = ("task", "length", "shape", "recipe", "seeds")
+    return Section(
+        title="Settings and sizes",
+        about=(EQUAL,),
+        header=SIZES,
+        rows=[[name(c, comparison), *sizes(c)] for c in comparison.shown],
+        listing=json.dumps({key: comparison.plan[key] for key in kept}, indent=2),
+    )
 
 
 def name(contender: Contender, comparison: Comparison) -> Name:
@@ -134,13 +123,8 @@ def cells(c: Contender) -> list[str]:
 
 
 def sizes(c: Contender) -> list[str]:
-    width, flops = c.constant("intermediate_size"), c.constant("flops")
-    return [
-        c.mixer,
-        f"{c.constant('gate_parameters'):,}",
-        "–" if width is None else f"{width:,}",
-        "not counted" if flops is None else f"{flops:,}",
-    ]
+    numbers = (c.constant(field) for field in ("gate_parameters", "intermediate_size", "flops"))
+    return [c.mixer, *("–" if number is None else f"{number:,}" for number in numbers)]
 
 
 def saved(drawn: dict[str, tuple[str, Figure]], folder: Path, name: str) -> list[Picture]:

@@ -42,15 +42,9 @@ class Difference:
     def worse(self) -> bool:
         return self.interval[1] < 0
 
-    @property
-    def solved(self) -> bool:
-        """Whether both mixers reach the score from which on the task counts as solved."""
-        solved = self.a.metric.solved
-        return solved is not None and min(self.a.mean, self.b.mean) >= solved
-
     def __str__(self) -> str:
         a, b, n = self.a.label, self.b.label, len(self.gains)
-        if self.solved:
+        if (solved := self.a.metric.solved) is not None and min(self.a.mean, self.b.mean) >= solved:
             both = f"{show(self.a.metric, self.a.mean)} and {show(self.b.metric, self.b.mean)}"
             return f"{a} and {b} both solve the task ({both}); it is too easy to tell them apart"
         if n == 1:

@@ -1,16 +1,16 @@
 """A comparison as data: mixers, a task, the shape of the model, a training recipe and seeds. A study is a list of
-comparisons with one report.
-"""
+comparisons with one report."""
 
 import json
 import re
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ... import zoo
 from ...spec.encoder_decoder import ModelSpec
-from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt
+from ...spec.record import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Record
 from ...spec.serialise import admitted, to_json
 from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
@@ -22,16 +22,16 @@ MATCHED = 1.05  # largest ratio of two sizes that are called matched
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(Record):
     """The model around the mixer.
 
     mlp: MLP width of the model with the most parameters; the widths of the other models are chosen so that all models
     have equally many parameters. None: no MLP if the parameters match without one, else `hidden_size`. 0: no MLP."""
 
-    hidden_size: int = 64
-    layers: int = 1
-    heads: int = 8
-    mlp: int | None = None
+    hidden_size: PositiveInt = 64
+    layers: PositiveInt = 1
+    heads: PositiveInt = 8
+    mlp: NonNegativeInt | None = None
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,8 @@ class Plan:
             InputError: a value out of range, a repeated or unknown mixer, a mixer that cannot train on the task, or
                 missing data.
         """
-        positive = {"layers": self.shape.layers, "heads": self.shape.heads, "hidden-size": self.shape.hidden_size}
-        if self.shape.mlp is not None and self.shape.mlp < 0:
-            raise InputError(f"shape.mlp={self.shape.mlp}; expected at least 0")
-        for name, value in (positive | {"seeds": self.seeds if isinstance(self.seeds, int) else 1}).items():
-            if not value > 0:
-                raise InputError(f"--{name}={value}; expected more than 0")
+        if not self.seed_numbers:
+            raise InputError(f"--seeds={self.seeds}; expected more than 0")
         if len(set(self.mixers)) < len(self.mixers) or not self.mixers:
             raise InputError(f"--mixers={','.join(self.mixers)!r}; expected at least one mixer, and each mixer once")
         for mixer in self.mixers:
@@ -99,9 +95,7 @@ class Plan:
         for trial in self.trials():
             trial.check()
         if shared := set(self.tuning.seeds if self.tuning else ()) & set(self.seed_numbers):
-            raise InputError(
-                f"seed {min(shared)} is among those of the search and those reported; expected other seeds"
-            )
+            raise InputError(f"seed {min(shared)} is among those of the search and those reported; expected others")
         self.task.held_out(1)  # raises InputError if the task's data are missing
 
     @property
@@ -178,6 +172,10 @@ class Arm:
         mixer = re.sub(r"[^a-z0-9.+]+", "-", self.mixer.lower()).strip("-")
         return f"{self.plan.name}-{mixer}-seed{self.seed}"
 
+    def result(self, folder: Path) -> Path:
+        """The file of its result in the folder of its study."""
+        return folder / "arms" / self.slug / "result.json"
+
 
 @dataclass(frozen=True)
 class Study:
@@ -197,11 +195,7 @@ class Study:
         return [arm for plan in self.plans for arm in plan.arms((tuned or {}).get(plan.name))]
 
     def to_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = {
-            "name": self.name,
-            "title": self.title,
-            "plans": [plan.to_json() for plan in self.plans],
-        }
+        data: dict[str, Any] = {"name": self.name, "title": self.title, "plans": [p.to_json() for p in self.plans]}
         data |= {"sweep": self.sweep} if self.sweep else {}
         data |= {"question": asdict(self.question)} if self.question else {}
         return json.loads(json.dumps(data))  # equal to what is read back: lists for tuples

@@ -1,43 +1,51 @@
-"""The pictures of a comparison. Each plot function returns a matplotlib Figure, or None if there is nothing to draw."""
+"""The pictures of a comparison: functions that return a matplotlib Figure, or None if there is nothing to draw. Their
+docstrings are the captions.
 
-from collections.abc import Callable
+Pictures over steps of a comparison with more mixers than colours have a panel for each backbone.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
 
-from ...report.numbers import compact, quartiles
 from ...report.style import PALETTE, SOFT, STYLE
-from . import panels
 from .summary import Comparison, Contender
 
 WIDE = 4  # ratio of the largest value to the smallest above which an axis is logarithmic
 LABELLED = 8  # largest number of curves with a legend inside the plot
+COLUMNS = 5  # of panels
+
+Parts = Sequence[tuple[Axes, list[Contender]]]
 
 
 def draw(comparison: Comparison) -> dict[str, tuple[str, Figure]]:
     """Name -> (caption, figure), in the order of the report."""
     with matplotlib.rc_context(STYLE):
-        drawn = {name: (caption, plot(comparison)) for name, (caption, plot) in PLOTS.items()}
+        drawn = {name: (" ".join((plot.__doc__ or "").split()), plot(comparison)) for name, plot in PLOTS.items()}
     return {name: (caption, figure) for name, (caption, figure) in drawn.items() if figure is not None}
 
 
 def colours(comparison: Comparison) -> dict[str, str]:
-    """Mixer -> colour, the same in every picture and table of a study."""
+    """Mixer -> colour, the same in every picture and table of a study. Of many mixers, those with gates share one, and
+    those without another."""
     if comparison.many:
-        return {c.mixer: panels.colour(c) for c in comparison.contenders}
+        return {c.mixer: PALETTE[c.gated] for c in comparison.contenders}
     return {mixer: PALETTE[number % len(PALETTE)] for mixer, number in comparison.numbers.items()}
 
 
-def axes(comparison: Comparison, width: float, height: float) -> tuple[Figure, Axes]:
+def axes(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height))
     return figure, figure.add_subplot()
 
 
-def legend(figure: Figure, ax: Axes, entries: int) -> None:
+def legend(ax: Axes, entries: int) -> None:
     if entries <= LABELLED:
         ax.legend()
     else:
@@ -59,51 +67,84 @@ def mean_and_range(ax: Axes, line: str, label: str, colour: str, x: Any, mean: A
     ax.fill_between(x, low, high, color=colour, alpha=0.13, lw=0)
 
 
-def learning_curves(comparison: Comparison) -> Figure | None:
-    if comparison.many:
-        return panels.curves(comparison)
-    figure, ax = axes(comparison, 5.2, 3.6)
-    colour, metric = colours(comparison), comparison.metric
-    for contender in comparison.contenders:
-        if points := contender.curve():
-            step, *scores = (np.array(column) for column in zip(*points, strict=True))
-            mean_and_range(ax, "-", contender.label, colour[contender.mixer], step, *(metric.scale * x for x in scores))
-    ax.set(xlabel="step", ylabel=f"held-out {metric.name} ({metric.unit})")
-    if not metric.higher_is_better:
-        zoom_past_start(ax, comparison)
-    legend(figure, ax, len(comparison.contenders))
+def panels(comparison: Comparison, shown: list[Contender]) -> tuple[Figure, Parts]:
+    """A figure and its axes with the contenders of each: all `shown` in one or, of many, those of a backbone."""
+    if not comparison.many:
+        figure, ax = axes(5.2, 3.6)
+        return figure, [(ax, shown)]
+    families = [(name, own) for name, members in comparison.families() if (own := [c for c in members if c in shown])]
+    rows = -(-len(families) // COLUMNS)
+    figure = Figure(figsize=(2.1 * COLUMNS, 0.7 + 1.55 * rows), layout="constrained")
+    grid = list(figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flat)
+    for ax, (name, _) in zip(grid, families, strict=False):
+        ax.set_title(name, fontsize=8, loc="left")
+        ax.tick_params(labelsize=7)
+    for ax in grid[len(families) :]:
+        ax.set_axis_off()
+    return figure, [(ax, members) for ax, (_, members) in zip(grid, families, strict=False)]
+
+
+def over_steps(figure: Figure, parts: Parts, ylabel: str) -> Figure:
+    """Labels the axes and the lines of `panels`."""
+    ax = parts[0][0]
+    if len(figure.axes) == 1:
+        ax.set(xlabel="step", ylabel=ylabel)
+        legend(ax, len(ax.lines))
+        return figure
+    lines = [Line2D([], [], color=colour) for colour in PALETTE[:2]]
+    figure.legend(lines, ["backbone", "with competition"], loc="outside upper right", ncols=2, fontsize=8)
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel(ylabel, fontsize=9)
     return figure
 
 
-def zoom_past_start(ax: Axes, comparison: Comparison) -> None:
+def learning_curves(comparison: Comparison) -> Figure | None:
+    """Learning curves: the mean over seeds; shaded, the range from worst to best seed."""
+    learning = [c for c in comparison.contenders if c.curve()]
+    if not learning:
+        return None
+    figure, parts = panels(comparison, learning)
+    colour, metric = colours(comparison), comparison.metric
+    for ax, members in parts:
+        for c in members:
+            step, *scores = (np.array(column) for column in zip(*c.curve(), strict=True))
+            mean_and_range(ax, "-", c.label, colour[c.mixer], step, *(metric.scale * x for x in scores))
+    if not metric.higher_is_better:
+        zoom_past_start(parts[0][0], learning)
+    return over_steps(figure, parts, metric.axis)
+
+
+def zoom_past_start(ax: Axes, contenders: list[Contender]) -> None:
     """Leaves the loss before training out of the y range, as it would flatten the rest of the curve."""
-    later = [point for c in comparison.contenders for point in c.curve()[1:]]
+    later = [point for c in contenders for point in c.curve()[1:]]
     if later:
-        low, high = min(p[2] for p in later), max(p[3] for p in later)
+        low, high, scale = min(p[2] for p in later), max(p[3] for p in later), contenders[0].metric.scale
         margin = 0.05 * (high - low) + 1e-9
-        ax.set_ylim((low - margin) * comparison.metric.scale, (high + margin) * comparison.metric.scale)
+        ax.set_ylim((low - margin) * scale, (high + margin) * scale)
 
 
 def final_scores(comparison: Comparison) -> Figure | None:
+    """Final scores: the mean and standard deviation over seeds, and the score of each seed."""
     ranked = comparison.finished[::-1]
     if not ranked:
         return None
-    figure, ax = axes(comparison, 4.6, 1.0 + 0.42 * len(ranked))
+    figure, ax = axes(4.6, 1.0 + 0.42 * len(ranked))
     colour, scale = colours(comparison), comparison.metric.scale
     for y, c in enumerate(ranked):
         scores = np.array(list(c.by_seed.values())) * scale
         ax.errorbar(c.mean * scale, y, xerr=c.spread * scale, fmt="D", color=colour[c.mixer], ms=7, capsize=4, lw=2)
         ax.plot(scores, np.full(len(scores), y), "o", color=colour[c.mixer], alpha=0.4, ms=6, mec="none")
     ax.set_yticks(range(len(ranked)), [c.label for c in ranked])
-    ax.set(xlabel=f"held-out {comparison.metric.name} ({comparison.metric.unit})", ylim=(-0.6, len(ranked) - 0.4))
+    ax.set(xlabel=comparison.metric.axis, ylim=(-0.6, len(ranked) - 0.4))
     return figure
 
 
 def by_length(comparison: Comparison) -> Figure | None:
+    """Score by length of row or source: the mean over seeds; shaded, the range from worst to best seed."""
     contenders = [c for c in comparison.contenders if c.by_length]
     if not contenders:
         return None
-    figure, ax = axes(comparison, 5.2, 3.6)
+    figure, ax = axes(5.2, 3.6)
     colour, metric = colours(comparison), comparison.metric
     for c in contenders:
         scores = np.array(list(c.by_length.values())).T * metric.scale  # [seeds, lengths]
@@ -111,15 +152,14 @@ def by_length(comparison: Comparison) -> Figure | None:
         mean_and_range(ax, "o-", c.label, colour[c.mixer], lengths, scores.mean(0), *ends)
     ax.axvline(comparison.plan["length"], color=SOFT, ls=":")
     spread(ax, {n: n for n in contenders[0].by_length})
-    ax.set(
-        xlabel="length of row or source (dotted: longest in training)",
-        ylabel=f"{metric.name} ({metric.unit})",
-    )
-    legend(figure, ax, len(contenders))
+    ax.set(xlabel="length of row or source (dotted: longest in training)", ylabel=metric.axis)
+    legend(ax, len(contenders))
     return figure
 
 
 def alignments(comparison: Comparison) -> Figure | None:
+    """Alignment weights of the first seed: characters of the target (rows, from top to bottom) by characters of the
+    source (columns)."""
     aligned = [(c.label, c.alignment) for c in comparison.contenders if c.alignment]
     if not aligned:
         return None
@@ -135,37 +175,39 @@ def alignments(comparison: Comparison) -> Figure | None:
 
 
 def gate_entropy(comparison: Comparison) -> Figure | None:
-    lines = [(c, gate, c.entropy(gate)) for c in comparison.contenders for gate in ("write", "read")]
-    lines = [line for line in lines if line[2]]
-    if not lines or comparison.many:
-        return panels.entropy(comparison) if lines else None
-    figure, ax = axes(comparison, 5.2, 3.6)
+    """Gate entropy divided by log(heads), of write gates (solid) and read gates (dashed): 1 if all heads are used
+    evenly, 0 if one head is used alone. Mean over held-out positions, layers and seeds; sigmoid gates are first divided
+    by their sum."""
+    gated = [c for c in comparison.contenders if c.entropy("write") or c.entropy("read")]
+    if not gated:
+        return None
+    figure, parts = panels(comparison, gated)
     colour = colours(comparison)
-    for contender, gate, points in lines:
-        step, entropy = zip(*points, strict=True)
-        style = "-" if gate == "write" else "--"
-        ax.plot(step, entropy, style, color=colour[contender.mixer], lw=2, label=f"{contender.label}, {gate}")
-    ax.set(xlabel="step", ylabel="gate entropy / log(heads)", ylim=(0, 1.03))
-    legend(figure, ax, len(lines))
-    return figure
+    for ax, members in parts:
+        for c in members:
+            for gate, style in (("write", "-"), ("read", "--")):
+                if points := c.entropy(gate):
+                    ax.plot(*zip(*points, strict=True), style, color=colour[c.mixer], lw=2, label=f"{c.label}, {gate}")
+        ax.set_ylim(0, 1.03)
+    return over_steps(figure, parts, "gate entropy / log(heads)")
 
 
 def heads(comparison: Comparison) -> Figure | None:
+    """Mean share of each head in each write and read gate after training, first seed."""
     rows = [row for contender in comparison.contenders for row in head_rows(contender)]
     if not rows:
         return None
-    H = max(len(load) for _, load in rows)
-    table = np.full((len(rows), H), np.nan)
-    for i, (_, load) in enumerate(rows):
-        table[i, : len(load)] = load
-    figure, ax = axes(comparison, 2.6 + 0.55 * H, 1.0 + 0.3 * len(rows))
+    names, loads = zip(*rows, strict=True)
+    table = np.array(list(zip_longest(*loads, fillvalue=np.nan))).T  # [gates, heads]
+    H = table.shape[1]
+    figure, ax = axes(2.6 + 0.55 * H, 1.0 + 0.3 * len(rows))
     largest = max(np.nanmax(table), 2 / H)
     ax.imshow(table, cmap="YlGnBu", vmin=0, vmax=largest, aspect="auto")
     for (y, x), share in np.ndenumerate(table):
         if np.isfinite(share):
             dark = share > 0.6 * largest
             ax.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=8, color="white" if dark else "#333")
-    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
+    ax.set_yticks(range(len(rows)), names)
     ax.set_xticks(range(H), [str(h + 1) for h in range(H)])
     ax.set(xlabel="head")
     ax.grid(False)
@@ -173,8 +215,7 @@ def heads(comparison: Comparison) -> Figure | None:
 
 
 def head_rows(contender: Contender) -> list[tuple[str, list[float]]]:
-    """(name, mean share of each head) of each gate of the first seed, separately for query and other positions if the
-    task has both."""
+    """(name, mean share of each head) of each gate, separately for query and other positions if the task has both."""
     rows = []
     for gate in contender.gates:
         name = f"{contender.label}, layer {gate['layer'] + 1}, {gate['gate']}"
@@ -185,51 +226,7 @@ def head_rows(contender: Contender) -> list[tuple[str, list[float]]]:
     return rows
 
 
-def cost(comparison: Comparison) -> Figure | None:
-    contenders = comparison.shown[::-1]
-    columns: dict[str, Callable[[Contender], list[float]]] = {
-        "parameters": lambda c: [c.constant("parameters")] * 3,
-        "state (bytes per sequence)": lambda c: [c.constant("state_bytes")] * 3,
-        "training tokens per second": lambda c: quartiles(c.speeds),
-    }
-    figure = Figure(figsize=(10, 0.9 + 0.34 * len(contenders)))
-    grid = figure.subplots(1, len(columns), sharey=True)
-    colour = [colours(comparison)[c.mixer] for c in contenders]
-    for ax, (title, value) in zip(grid, columns.items(), strict=True):
-        low, middle, high = np.array([value(c) for c in contenders]).T
-        reach: Any = {"xerr": [middle - low, high - middle], "ecolor": SOFT} if (low < high).any() else {}
-        bars = ax.barh(range(len(middle)), middle, color=colour, height=0.65, **reach)
-        ax.bar_label(bars, [compact(v) for v in middle], padding=3, fontsize=8)
-        ax.set(title=title, xlim=(0, 1.25 * high.max() or 1))  # all states may have 0 bytes
-        ax.title.set_size(10)
-        ax.grid(False)
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: compact(v)))
-        ax.locator_params(axis="x", nbins=4)
-    grid[0].set_yticks(range(len(contenders)), [c.label for c in contenders])
-    return figure
-
-
-PLOTS: dict[str, tuple[str, Callable[[Comparison], Figure | None]]] = {
-    "curves": ("Learning curves: the mean over seeds; shaded, the range from worst to best seed.", learning_curves),
-    "scores": ("Final scores: the mean and standard deviation over seeds, and the score of each seed.", final_scores),
-    "lengths": (
-        "Score by length of row or source: the mean over seeds; shaded, the range from worst to best seed.",
-        by_length,
-    ),
-    "alignments": (
-        "Alignment weights of the first seed: characters of the target (rows, from top to bottom) by characters of the "
-        "source (columns).",
-        alignments,
-    ),
-    "entropy": (
-        "Gate entropy divided by log(heads): 1 if all heads are used evenly, 0 if one head is used alone. Mean over "
-        "held-out positions, layers and seeds; sigmoid gates are first divided by their sum.",
-        gate_entropy,
-    ),
-    "heads": ("Mean share of each head in each write and read gate after training, first seed.", heads),
-    "cost": (
-        "Size and training speed. Speed is the median over the intervals between evaluations, with its quartiles, "
-        "measured while models trained side by side on the machine below; headrace bench measures models in turn.",
-        cost,
-    ),
-}
+PLOTS: dict[str, Callable[[Comparison], Figure | None]] = {
+    "curves": learning_curves, "scores": final_scores, "lengths": by_length, "alignments": alignments,
+    "entropy": gate_entropy, "heads": heads,
+}  # fmt: skip

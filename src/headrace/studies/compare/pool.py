@@ -14,7 +14,6 @@ from pathlib import Path
 
 from ...utils.device import see_only
 from ...utils.errors import GateWarning, InputError
-from .folder import result_path
 from .plan import Arm
 
 Listen = Callable[[Arm, int, dict[str, float] | None], None]  # (arm, step, scores after an evaluation, else None)
@@ -48,7 +47,7 @@ def train_all(arms: Sequence[Arm], folder: Path, workers: Sequence[str], listen:
         devices.put(device)
     with ProcessPoolExecutor(min(len(workers), len(arms)), context, initialise_worker, (events, devices)) as executor:
         with interrupts_ignored():  # workers inherit this, so that only this process handles Ctrl-C
-            futures = {executor.submit(train_in_worker, arm, result_path(folder, arm)) for arm in arms}
+            futures = {executor.submit(train_in_worker, arm, arm.result(folder)) for arm in arms}
         try:
             wait_for(futures, events, listen)
         except BaseException:

@@ -1,7 +1,7 @@
 """Results in the form that reports use: a comparison has contenders, a contender is one mixer with all its seeds."""
 
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -48,15 +48,12 @@ class Contender:
         return statistics.stdev(self.by_seed.values()) if len(self.by_seed) > 1 else 0.0
 
     @property
-    def speeds(self) -> list[float]:
-        """Training tokens per second in each interval between evaluations, over all seeds."""
-        return [speed for arm in self.arms for speed in arm["speeds"]]
-
-    @property
     def speed(self) -> str:
-        """The median of `speeds` ± half their interquartile range, as text."""
-        low, middle, high = quartiles(self.speeds)
-        return f"{middle:,.0f}" + (f" ± {(high - low) / 2:,.0f}" if len(self.speeds) > 1 else "")
+        """Training tokens per second, as text: the median over the intervals between evaluations of all seeds ± half
+        their interquartile range."""
+        speeds = [speed for arm in self.arms for speed in arm["speeds"]]
+        low, middle, high = quartiles(speeds)
+        return f"{middle:,.0f}" + (f" ± {(high - low) / 2:,.0f}" if len(speeds) > 1 else "")
 
     def constant(self, name: str) -> Any:
         """A field that is the same for all seeds: parameters, gate_parameters, state_bytes, flops or
@@ -75,26 +72,25 @@ class Contender:
 
     def entropy(self, gate: str) -> list[tuple[int, float]]:
         """(step, gate entropy / log(heads)), the mean over layers and seeds."""
+        found = self._by_step(lambda point: [g["entropy"] for g in point["gates"] if g["gate"] == gate])
+        return [(step, statistics.fmean(values)) for step, values in found]
+
+    def curve(self) -> list[tuple[int, float, float, float]]:
+        """(step, mean, smallest, largest score over seeds)."""
+        found = self._by_step(lambda point: [point["scores"][self.metric.name]] if point["scores"] else [])
+        return [(step, statistics.fmean(scores), min(scores), max(scores)) for step, scores in found]
+
+    def _by_step(self, of: Callable[[dict[str, Any]], list[float]]) -> list[tuple[int, list[float]]]:
         points: dict[int, list[float]] = {}
-        for arm in self.arms:
-            for point in arm["curve"]:
-                points.setdefault(point["step"], []).extend(g["entropy"] for g in point["gates"] if g["gate"] == gate)
-        return [(step, statistics.fmean(values)) for step, values in sorted(points.items()) if values]
+        for point in (point for arm in self.arms for point in arm["curve"]):
+            points.setdefault(point["step"], []).extend(of(point))
+        return [(step, values) for step, values in sorted(points.items()) if values]
 
     @property
     def by_length(self) -> dict[int, list[float]]:
         """Length of row or source -> score of each seed; empty if the task has no held-out rows of other lengths."""
         arms = [arm["by_length"] for arm in self.arms if arm.get("by_length")]
         return {int(n): [arm[n] for arm in arms] for n in arms[0]} if arms else {}
-
-    def curve(self) -> list[tuple[int, float, float, float]]:
-        """(step, mean, smallest, largest score over seeds)."""
-        points: dict[int, list[float]] = {}
-        for arm in self.arms:
-            for point in arm["curve"]:
-                if point["scores"]:
-                    points.setdefault(point["step"], []).append(point["scores"][self.metric.name])
-        return [(step, statistics.fmean(v), min(v), max(v)) for step, v in sorted(points.items())]
 
 
 @dataclass(frozen=True)
@@ -148,14 +144,12 @@ def summarise(results: dict[str, Any]) -> list[Comparison]:
 
 
 def comparison(plan: dict[str, Any], arms: list[dict[str, Any]], numbers: dict[str, int]) -> Comparison:
-    metric, names = TASKS[plan["task"]["name"]].metric, labels(plan["mixers"])
-    contenders = []
-    for mixer in plan["mixers"]:
+    metric, found = TASKS[plan["task"]["name"]].metric, []
+    for mixer, name in labels(plan["mixers"]).items():
         own = [arm for arm in arms if (arm["comparison"], arm["mixer"]) == (plan["name"], mixer)]
-        if own:
-            own.sort(key=lambda arm: arm["seed"])
-            contenders.append(Contender(mixer, names[mixer], from_json(plan["specs"][mixer]), own, metric))
-    return Comparison(plan, metric, contenders, numbers)
+        by_seed = sorted(own, key=lambda arm: arm["seed"])
+        found += [Contender(mixer, name, from_json(plan["specs"][mixer]), by_seed, metric)] if own else []
+    return Comparison(plan, metric, found, numbers)
 
 
 def task_of(plan: dict[str, Any]) -> Any:

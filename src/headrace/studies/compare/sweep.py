@@ -10,7 +10,7 @@ from matplotlib.ticker import NullLocator
 
 from ...report.numbers import compact
 from ...report.style import SOFT, STYLE
-from .failures import at_chance
+from .findings import at_chance, headline
 from .pairwise import pairs
 from .plots import axes, colours, legend, spread
 from .summary import Comparison, Contender, show_contender, summarise
@@ -49,96 +49,72 @@ def read(results: dict[str, Any]) -> Sweep | None:
 
 def draw(sweep: Sweep) -> dict[str, tuple[str, Figure]]:
     """Name -> (caption, figure), like `plots.draw`."""
+    by_size = (
+        f"Score against the state size in bytes, at each {sweep.field}. Mixers with states of equal size are drawn "
+        "side by side."
+    )
     with matplotlib.rc_context(STYLE):
         return {
             "score": (f"Score against {sweep.field}: the mean with its standard deviation over seeds.", curve(sweep)),
-            "capacity": (
-                f"Score against the state size in bytes, at each {sweep.field}. "
-                "Mixers with states of equal size are drawn side by side.",
-                capacity(sweep),
-            ),
+            "capacity": (by_size, capacity(sweep)),
         }
 
 
 def curve(sweep: Sweep) -> Figure:
-    figure, ax = axes(sweep.comparisons[0], 5.2, 3.8)
+    figure, ax = axes(5.2, 3.8)
     numbers = all(isinstance(value, int | float) for value in sweep.values)
     place = {value: value if numbers else i for i, value in enumerate(sweep.values)}  # value -> position on the axis
-    colour = colours(sweep.comparisons[0])
     for label, points in sweep.mixers.items():
-        spots = [(place[value], contender) for value, contender in points]
-        line(ax, spots, label=label, color=colour[points[0][1].mixer] if points else None)
+        line(sweep, ax, label, [(place[value], contender) for value, contender in points])
     spread(ax, place)
-    ax.set(xlabel=sweep.field, ylabel=held_out(sweep))
-    legend(figure, ax, len(sweep.mixers))
+    ax.set(xlabel=sweep.field, ylabel=sweep.comparisons[0].metric.axis)
+    legend(ax, len(sweep.mixers))
     return figure
 
 
 def capacity(sweep: Sweep) -> Figure:
-    figure, ax = axes(sweep.comparisons[0], 5.2, 3.8)
-    colour, states = colours(sweep.comparisons[0]), set()
+    figure, ax = axes(5.2, 3.8)
     for i, (label, points) in enumerate(sweep.mixers.items()):
         spots = [(c.constant("state_bytes") * APART**i, c) for _, c in points]
-        line(ax, spots, label=label, color=colour[points[0][1].mixer] if points else None)
-        states |= {c.constant("state_bytes") for _, c in points}
+        line(sweep, ax, label, spots)
         for (value, c), (x, _) in zip(points, spots, strict=True):
             named: Any = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7, "color": SOFT}
             ax.annotate(str(value), (x, c.mean * c.metric.scale), **named)
+    states = sorted({c.constant("state_bytes") for points in sweep.mixers.values() for _, c in points})
     ax.set_xscale("symlog", linthresh=1)  # a state may have 0 bytes
-    ax.set_xticks(sorted(states), [compact(state) for state in sorted(states)])
+    ax.set_xticks(states, [compact(state) for state in states])
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.set(xlabel="state (bytes per sequence)", ylabel=held_out(sweep))
-    legend(figure, ax, len(sweep.mixers))
+    ax.set(xlabel="state (bytes per sequence)", ylabel=sweep.comparisons[0].metric.axis)
+    legend(ax, len(sweep.mixers))
     return figure
 
 
-def line(ax: Axes, spots: list[tuple[Any, Contender]], **style: Any) -> None:
+def line(sweep: Sweep, ax: Axes, label: str, spots: list[tuple[Any, Contender]]) -> None:
     """A point with the spread of its seeds at each (place, contender)."""
-    scale = spots[0][1].metric.scale if spots else 1.0
-    scores, spreads = ([getattr(c, name) * scale for _, c in spots] for name in ("mean", "spread"))
-    ax.errorbar([x for x, _ in spots], scores, spreads, fmt="o-", capsize=3, lw=2, ms=5, **style)
-
-
-def held_out(sweep: Sweep) -> str:
-    metric = sweep.comparisons[0].metric
-    return f"held-out {metric.name} ({metric.unit})"
+    colour = colours(sweep.comparisons[0])[spots[0][1].mixer] if spots else None
+    scores, spreads = ([getattr(c, name) * c.metric.scale for _, c in spots] for name in ("mean", "spread"))
+    ax.errorbar([x for x, _ in spots], scores, spreads, fmt="o-", capsize=3, lw=2, ms=5, label=label, color=colour)
 
 
 def answer(sweep: Sweep) -> str:
-    """The values at which softmax mixers beat their backbones or, without such a pair, the scores of each mixer."""
-    return "; ".join(differences(sweep) or reaches(sweep)) or "no model has a score"
-
-
-def findings(sweep: Sweep, planned: bool = False) -> list[str]:
-    """planned: whether a plan names the differences to be tested, so that none is judged here."""
-    lost = [
-        f"At {sweep.field}={value}: {sentence}"
-        for value, comparison in zip(sweep.values, sweep.comparisons, strict=True)
-        for sentence in at_chance(comparison)
-    ]
-    return [*lost, *(f"{clause}." for clause in reaches(sweep) if planned or differences(sweep))]
-
-
-def reaches(sweep: Sweep) -> list[str]:
-    """The best and the worst score of each mixer, with the values of the field at which it has them."""
-    said = []
-    for label, points in sweep.mixers.items():
-        ranked = sorted(points, key=lambda point: point[1].mean, reverse=sweep.comparisons[0].metric.higher_is_better)
-        ends = ranked[:1] + ranked[1:][-1:]
-        if ends:
-            said.append(f"{label}: {', '.join(f'{show_contender(c)} at {sweep.field}={value}' for value, c in ends)}")
-    return said
-
-
-def differences(sweep: Sweep) -> list[str]:
+    """The values at which softmax mixers beat their backbones or, without such a pair, the answer at each value."""
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for value, comparison in zip(sweep.values, sweep.comparisons, strict=True):
         for d in pairs(comparison):
             verdict = "better" if d.better else "worse" if d.worse else "no clear difference"
             found.setdefault((d.a.label, d.b.label), {}).setdefault(verdict, []).append(str(value))
-    return [
+    clauses = [
         f"{a} compared with {b}, by {sweep.field}: "
         + ", ".join(f"{verdict} at {', '.join(values)}" for verdict, values in said.items())
         + " (by 95 % intervals over seeds)"
         for (a, b), said in found.items()
+    ]
+    return f"{'; '.join(clauses)}." if clauses else headline(sweep.comparisons)
+
+
+def findings(sweep: Sweep) -> list[str]:
+    return [
+        f"At {sweep.field}={value}: {sentence}"
+        for value, comparison in zip(sweep.values, sweep.comparisons, strict=True)
+        for sentence in at_chance(comparison)
     ]

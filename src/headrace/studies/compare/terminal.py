@@ -1,113 +1,79 @@
 """Progress and results of a comparison on the terminal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from . import statistics, sweep, tuning
-from .findings import findings, headline
-from .page import HEADER, SHOWN, cells, matching
-from .plan import Arm, Plan, Study
-from .summary import labels, show, summarise
+from ...report.page import Section
+from .page import report
+from .plan import Arm, Study
+from .summary import labels, show
 
 LINES = 20  # number of progress lines in all if the output is not a terminal
-COLUMNS = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total:.0f}", "{task.fields[score]}")
 
 
 class Board:
-    """Prints progress: a bar for all steps, a bar for each running arm and a line for each finished arm. If the output
-    is not a terminal, LINES lines with the number of finished steps replace the bars."""
+    """Prints progress: a bar for the steps of all arms with the latest score, and a line for each finished arm. If the
+    output is not a terminal, LINES lines with the number of finished steps replace the bar."""
 
     def __init__(self, progress: Progress, study: Study):
-        self.progress = progress
         plans = [*study.trials(), *study.plans]
         self.names = {plan.name: labels(plan.mixers) for plan in plans}
-        self.total = progress.add_task(
-            "all arms", total=sum(arms_of(plan) * plan.recipe.steps for plan in plans), score=""
-        )
-        self.bars: dict[str, TaskID] = {}
+        self.total = sum(len(plan.mixers) * len(plan.seed_numbers) * plan.recipe.steps for plan in plans)
+        self.progress, self.bar = progress, progress.add_task("all arms", total=self.total)
         self.steps: dict[str, int] = {}
-        self.lines = 0
 
     def listen(self, arm: Arm, step: int, scores: dict[str, float] | None) -> None:
-        name = f"{arm.plan.name}: {self.names[arm.plan.name][arm.mixer]}, seed {arm.seed}"
-        if arm.slug not in self.bars:
-            self.bars[arm.slug] = self.progress.add_task(name, total=arm.plan.recipe.steps, score="")
-        self.progress.advance(self.total, step - self.steps.get(arm.slug, 0))
+        before = sum(self.steps.values())
         self.steps[arm.slug] = step
-        self.progress.update(self.bars[arm.slug], completed=step)
-        self._say_steps()
+        done = sum(self.steps.values())
+        self.progress.update(self.bar, completed=done)
+        console = self.progress.console
+        if LINES * done // self.total > LINES * before // self.total and not console.is_terminal:
+            console.print(f"{done} of {self.total} steps of all arms", highlight=False)
         if scores is None:
             return
         metric = arm.plan.task.metric
         score = show(metric, scores[metric.name]) if scores else "diverged"
-        self.progress.update(self.bars[arm.slug], score=score)
+        said = f"{arm.plan.name}: {self.names[arm.plan.name][arm.mixer]}, seed {arm.seed}: {score}"
+        self.progress.update(self.bar, description=said)
         if step == arm.plan.recipe.steps or not scores:
-            self.progress.console.print(f"{name}: {score}", highlight=False)
-            self.progress.remove_task(self.bars[arm.slug])
-
-    def _say_steps(self) -> None:
-        done, total = sum(self.steps.values()), sum(task.total or 0 for task in self.progress.tasks[:1])
-        lines = int(LINES * done / total)
-        if lines > self.lines and not self.progress.console.is_terminal:
-            self.lines = lines
-            self.progress.console.print(f"{done} of {total:.0f} steps of all arms", highlight=False)
-
-
-def arms_of(plan: Plan) -> int:
-    return len(plan.mixers) * len(plan.seed_numbers)
+            console.print(said, highlight=False)
 
 
 @contextmanager
 def board(study: Study, console: Console) -> Iterator[Board]:
-    columns = [TextColumn(column) if isinstance(column, str) else column for column in COLUMNS]
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+    columns = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total:.0f} steps", TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
         yield Board(progress, study)
 
 
 def print_results(results: dict[str, Any], console: Console) -> None:
-    """Prints the headline, the matched quantities and, for each comparison, a table and the first findings."""
-    comparisons, over, asked = summarise(results), sweep.read(results), statistics.of_results(results)
-    say(
-        console, asked[0].answer if asked else f"{sweep.answer(over)}." if over else headline(comparisons), style="bold"
-    )
-    for table in asked:
-        print_table(console, table.about, table.header, table.rows)
-    for comparison in comparisons:
-        if matched := matching(comparison):
-            say(console, matched)
-    for comparison in (c for c in comparisons if c.plan["tuning"]):
-        header, *rows = tuning.table(comparison, results)
-        print_table(console, f"{comparison.plan['name']}, search", header, rows)
-    if over:
-        print_table(console, f"by {over.field}", ["mixer", *(f"{over.field}={v}" for v in over.values)], over.table())
-        print_findings(console, sweep.findings(over, bool(asked)))
-        return
-    for comparison in comparisons:
-        rows = [[c.label, *cells(c)] for c in comparison.shown]
-        print_table(console, comparison.plan["name"], HEADER, rows)
-        print_findings(console, findings(comparison, bool(asked)))
+    """Prints the report without its pictures: the answer, the matched quantities, tables and the first findings."""
+    page = report(results, None)
+    say(console, page.answer, style="bold")
+    for section in (Section(about=page.about), *page.sections):
+        for paragraph in filter(None, section.about):
+            say(console, paragraph)
+        if section.rows:
+            console.print(table(section))
+        for sentence in section.sentences[: section.shown]:
+            say(console, f"- {sentence}")
+        if more := section.sentences[section.shown :] if section.shown else ():
+            say(console, f"({len(more)} more in the report)")
 
 
-def print_table(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for i, column in enumerate(header):
-        table.add_column(column, justify="right" if i else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def print_findings(console: Console, sentences: list[str]) -> None:
-    for sentence in sentences[:SHOWN]:
-        say(console, f"- {sentence}")
-    if more := sentences[SHOWN:]:
-        say(console, f"({len(more)} more in the report)")
-    console.print()
+def table(section: Section) -> Table:
+    drawn = Table(title=section.title, title_justify="left", title_style="bold")
+    for i, column in enumerate(section.header):
+        drawn.add_column(column, justify="right" if i else "left")
+    for row in section.rows:
+        drawn.add_row(*map(str, row))
+    return drawn
 
 
 def say(console: Console, sentence: str, **style: Any) -> None:

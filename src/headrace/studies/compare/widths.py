@@ -25,9 +25,8 @@ def match(plan: Plan, specs: tuple[Any, ...]) -> tuple[int | None, ...]:
     free = [count_parameters(partial(build, 1)) < count_parameters(partial(build, 2)) for build in builds]
     widths = [usual(plan, spec) if wide else None for spec, wide in zip(specs, free, strict=True)]
     target = max(count_parameters(partial(build, width)) for build, width in zip(builds, widths, strict=True))
-    return tuple(
-        match_intermediate_size(build, target) if wide else None for build, wide in zip(builds, free, strict=True)
-    )
+    sized = zip(builds, free, strict=True)
+    return tuple(match_intermediate_size(build, target) if wide else None for build, wide in sized)
 
 
 def model(plan: Plan, spec: Any, width: int | None) -> Any:
