@@ -84,4 +84,17 @@ PLANS = (
     PAIR, KEY_VALUE, MQAR, COPY, SELECTIVE_COPY, INDUCTION, NEEDLE, DIGITS, TEXT, MASKED, REVERSE, DATES, SPANS,
 )  # fmt: skip
 DEFAULTS: dict[str, Plan] = {plan.task.name: plan for plan in PLANS}
-DEMO = Study("demo", "Does head competition help?", (PAIR, TEXT))
+# The settings and the learning rate of benchmarks/studies/capacity-linear-attention.yaml, with which all arms converge.
+CAPACITY = Plan(
+    "pair",
+    (
+        "linear-attention",
+        "softmax-linear-attention",
+        "softmax-linear-attention(competition.activation=sigmoid)",
+        "softmax-linear-attention(competition.write=none)",
+    ),
+    tasks.Pair(keys=48, pairs=32, least=4),
+    Shape(hidden_size=32, heads=4),
+    ArmRecipe(steps=1500, batch_size=32),
+)
+DEMO = Study("demo", "Does head competition help?", (CAPACITY, TEXT))
