@@ -274,7 +274,11 @@ def test_an_evaluation_is_a_step_and_its_number_is_found(tmp_path, capsys):
     wanted = experiment.tailored(scale, [], ["size=1m", "seed=0"], [f"eval --data {tmp_path}"])
     evaluation = experiment.commands(wanted, root)[-1]
     execute.execute([evaluation], root, print)
-    gla, softmax = (cell.ours.value for cell in numbers.cells(experiment.load("figure-1"), wanted, root) if cell.ours)
+    found = [cell for cell in numbers.cells(experiment.load("figure-1"), wanted, root) if cell.ours]
+    assert [(cell.row, cell.column) for cell in found] == [
+        (row, column) for row in ("GLA, 1M", "Softmax GLA, 1M") for column in ("WikiText ppl", "bits per byte")
+    ]
+    gla, softmax = (cell.ours.value for cell in found if cell.column == "WikiText ppl")
     assert gla != softmax and min(gla, softmax) > 100
     execute.execute([evaluation], root, print)
     assert "already finished" in capsys.readouterr().out
