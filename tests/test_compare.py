@@ -93,7 +93,7 @@ def test_widths_that_are_not_free_or_not_wanted():
     assert set(DEFAULTS["pair"].widths().values()) == {None}, "matched without an MLP"
     bare = replace(DEFAULTS["induction"], shape=Shape(layers=2, heads=4, mlp=0))
     assert set(bare.widths().values()) == {None}
-    with pytest.raises(InputError, match="Shape.mlp=-1; expected at least 0"):
+    with pytest.raises(InputError, match=r"Shape\.mlp=-1; expected at least 0"):
         Shape(mlp=-1)
 
 
