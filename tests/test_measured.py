@@ -3,10 +3,12 @@
 import csv
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 import study
+from headrace.studies.compare import statistics
 
 ROOT = Path(__file__).parents[1]
 LOADS = {  # a row of the page -> the load of the benchmark's row
@@ -53,3 +55,45 @@ def test_the_studies():
     assert sorted(name for names in named for name in names) == sorted(kept), "every study that is kept, once"
     for names in named:
         assert not [line for line in study.lines(names) if line not in page.splitlines()]
+
+
+CLAIMS = (  # differences that docs/findings.md states, as +mean (low to high)
+    ("capacity-linear-attention", "softmax", "none"),
+    ("capacity-linear-attention", "softmax", "wide sigmoid"),
+    ("capacity-retnet", "softmax", "wide sigmoid"),
+    ("capacity-retnet", "softmax", "shuffled"),
+    ("capacity-gla", "softmax", "wide sigmoid"),
+    ("capacity-deltanet", "softmax", "wide sigmoid"),
+    ("capacity-deltanet", "softmax", "none"),
+    ("capacity-deltanet", "wide sigmoid", "none"),
+)
+HELD = (  # pairs that it states, as NAME's mean over seeds
+    ("capacity-linear-attention", "none", "it holds {} pairs"),
+    ("capacity-linear-attention", "softmax", "softmax gates {}"),
+    ("capacity-retnet", "none", "{} without gates"),
+    ("capacity-retnet", "wide sigmoid", "{} with the wide sigmoid"),
+    ("capacity-retnet", "softmax", "{} with the softmax"),
+    ("capacity-retnet", "shuffled", "{} with shuffled gates"),
+    ("capacity-deltanet", "none", "DeltaNet holds {} pairs"),
+)
+
+
+@pytest.fixture(scope="module")
+def findings():
+    return " ".join((ROOT / "docs" / "findings.md").read_text("utf-8").split())
+
+
+@pytest.mark.parametrize(("name", "a", "b"), CLAIMS)
+def test_the_differences_of_the_findings(name, a, b, findings):
+    asked = question, _ = study.read(name)
+    (found,) = statistics.tested([asked])
+    (one,) = (o for o in found if (question.name(o.a), question.name(o.b)) == (a, b))
+    assert f"{one.mean:+.2f} ({one.low:.2f} to {one.high:.2f})".replace("-", "−") in findings
+
+
+@pytest.mark.parametrize(("name", "arm", "said"), HELD)
+def test_the_pairs_of_the_findings(name, arm, said, findings):
+    question, runs = study.read(name)
+    (by_mixer,) = statistics.collected(runs, question.measure).values()
+    (values,) = (own.values() for mixer, own in by_mixer.items() if question.name(mixer) == arm)
+    assert said.format(f"{2 ** fmean(values) / 2:.0f}") in findings

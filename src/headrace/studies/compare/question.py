@@ -2,8 +2,7 @@
 
     question: Does competition raise the number of pairs that a memory holds?
     cost: about 2 hours of one core
-    task: pair                            every option of `headrace compare` under its name, without the dashes
-    sweep: pairs=24,32,48
+    task: pair(pairs=24, least=4)         every option of `headrace compare` under its name, without the dashes
     tune: lr=3e-3,1e-2,3e-2
     seeds: 0-4
     mixers:                               name -> expression, where {…} stand for the values under `over`
