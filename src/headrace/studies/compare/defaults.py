@@ -95,6 +95,6 @@ CAPACITY = Plan(
     ),
     tasks.Pair(keys=48, pairs=32, least=4),
     Shape(hidden_size=32, heads=4),
-    ArmRecipe(steps=1500, batch_size=32),
+    ArmRecipe(steps=1500, batch_size=32, evaluations=15),
 )
 DEMO = Study("demo", "Does head competition help?", (CAPACITY, TEXT))
