@@ -60,6 +60,7 @@ def test_the_studies():
 CLAIMS = (  # differences that docs/findings.md states, as +mean (low to high)
     ("capacity-linear-attention", "softmax", "none"),
     ("capacity-linear-attention", "softmax", "wide sigmoid"),
+    ("capacity-linear-attention", "softmax", "sigmoid"),
     ("capacity-retnet", "softmax", "wide sigmoid"),
     ("capacity-retnet", "softmax", "shuffled"),
     ("capacity-gla", "softmax", "wide sigmoid"),
