@@ -63,6 +63,8 @@ CLAIMS = (  # differences that docs/findings.md states, as +mean (low to high)
     ("capacity-linear-attention", "softmax", "sigmoid"),
     ("capacity-retnet", "softmax", "wide sigmoid"),
     ("capacity-retnet", "softmax", "shuffled"),
+    ("long-retnet", "softmax", "none"),
+    ("long-retnet", "wide sigmoid", "none"),
     ("capacity-gla", "softmax", "wide sigmoid"),
     ("capacity-deltanet", "softmax", "wide sigmoid"),
     ("capacity-deltanet", "softmax", "none"),
@@ -75,6 +77,8 @@ HELD = (  # pairs that it states, as NAME's mean over seeds
     ("capacity-retnet", "wide sigmoid", "{} with the wide sigmoid"),
     ("capacity-retnet", "softmax", "{} with the softmax"),
     ("capacity-retnet", "shuffled", "{} with shuffled gates"),
+    ("long-retnet", "none", "RetNet without gates holds {} pairs"),
+    ("long-retnet", "softmax", "with the softmax {} and"),
     ("capacity-deltanet", "none", "DeltaNet holds {} pairs"),
 )
 
