@@ -35,7 +35,7 @@ def show(names: list[str]) -> None:
 
 def lines(names: list[str]) -> list[str]:
     asked, shown = [read(name) for name in names], []
-    for (question, found), tested in zip(asked, statistics.tested(asked), strict=True):
+    for (question, found), tested in zip(asked, statistics.differences(asked), strict=True):
         for table in statistics.tables(question, found, tested):
             shown += [table.answer, "", table.about, ""] if table.answer else []
             shown += [f"| {' | '.join(row)} |" for row in (table.header, ["---"] * len(table.header), *table.rows)]

@@ -91,7 +91,7 @@ def findings():
 @pytest.mark.parametrize(("name", "a", "b"), CLAIMS)
 def test_the_differences_of_the_findings(name, a, b, findings):
     asked = question, _ = study.read(name)
-    (found,) = statistics.tested([asked])
+    (found,) = statistics.differences([asked])
     (one,) = (o for o in found if (question.name(o.a), question.name(o.b)) == (a, b))
     assert f"{one.mean:+.2f} ({one.low:.2f} to {one.high:.2f})".replace("-", "−") in findings
 

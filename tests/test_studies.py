@@ -33,7 +33,7 @@ SMALL = Plan(
 )
 PLAN = """
 question: Does it help?
-task: pair
+task: pair(least=1)
 sweep: pairs=2,4
 tune: lr=1e-3,1e-2
 tune_seeds: 8-9
@@ -49,7 +49,7 @@ measure: capacity
 
 
 def compared(question, rows):
-    (found,) = statistics.tested([(question, rows)])
+    (found,) = statistics.differences([(question, rows)])
     return found
 
 
@@ -91,6 +91,7 @@ def test_a_plan_is_the_options_of_compare_and_a_question(tmp_path):
         ("tune_seeds: 8-9", "tune_seeds: 2-3", "seed 2 is among those of the search and those reported"),
         ("tune: lr=1e-3,1e-2", "tune: heads=3", "expected FIELD=VALUE,VALUE,… with a field such as lr"),
         ("tune: lr=1e-3,1e-2", "", "--tune-seeds 8-9 needs a search"),
+        ("task: pair(least=1)", "task: pair", "measure: capacity, but the task pair is tested at one length"),
     ],
 )
 def test_a_wrong_plan_is_refused(old, new, says, tmp_path):
@@ -190,7 +191,7 @@ def test_few_and_equal_differences(gains, p, verdict):
 
 def test_studies_that_are_shown_together_are_one_family():
     runs = [row(m, s, x) for m, own in (("a", (0.9, 0.8, 0.95)), ("b", (0.5, 0.6, 0.65))) for s, x in enumerate(own)]
-    alone, (first, second) = compared(question(), runs), statistics.tested([(question(), runs)] * 2)
+    alone, (first, second) = compared(question(), runs), statistics.differences([(question(), runs)] * 2)
     assert first == second and first[0].corrected == pytest.approx(2 * alone[0].corrected)
 
 

@@ -83,6 +83,11 @@ def planned(path: Path) -> Study:
     text = apart.pop("text") or []
     files = [text] if isinstance(text, str) else text
     study = choose(apart.pop("task"), files, apart.pop("tokenizer"), options, **apart)
+    if asked.measure == "capacity" and (without := next((p for p in study.plans if not p.task.by_length(1)), None)):
+        raise InputError(
+            f"--plan {str(path)!r} has measure: capacity, but the task {without.task.name} is tested at one length; "
+            "expected a task with several, such as pair(least=4)"
+        )
     return replace(study, name=path.stem, title=asked.text, question=asked)
 
 

@@ -49,7 +49,7 @@ class Tested:
         return "more" if self.mean > 0 else "less"
 
 
-def tested(asked: Sequence[tuple[Question, Sequence[Row]]]) -> list[list[Tested]]:
+def differences(asked: Sequence[tuple[Question, Sequence[Row]]]) -> list[list[Tested]]:
     """Every comparison of each study (its question and its runs) in the plan's order, corrected over those of all."""
     found = [
         [
@@ -70,12 +70,12 @@ def of_results(results: dict[str, Any]) -> list[Table]:
     if question is None:
         return []
     rows = rows_of(results)
-    (found,) = tested([(question, rows)])
+    (found,) = differences([(question, rows)])
     return tables(question, rows, found)
 
 
 def tables(question: Question, rows: Sequence[Row], found: Sequence[Tested]) -> list[Table]:
-    """The statistic of the plan, which `tested` found, and the means behind it, as text."""
+    """The statistic of the plan, which `differences` found, and the means behind it, as text."""
     shown = (
         (answer(question, found), about(question), table(question, found)),
         ("", "", table_of_means(question, rows)),
