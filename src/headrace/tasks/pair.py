@@ -7,8 +7,8 @@
 As the embeddings of key and value are summed at one position, a model need not learn which value follows which key, so
 one layer is enough.
 
-With `least`, every row stores its own number of pairs, drawn from `least` to `pairs`; the positions before the pairs and
-after the queries are then empty.
+With `least`, every row stores its own number of pairs, drawn from `least` to `pairs`; the positions before the pairs
+and after the queries are then empty.
 """
 
 from dataclasses import dataclass, replace
