@@ -38,7 +38,7 @@ from headrace.tasks.sequences import FIRST
 from headrace.utils.errors import InputError
 
 SYNTHETIC = (
-    Pair(), Pair(keys=9, pairs=7, queries=3), KeyValue(), KeyValue(keys=12, pairs=5, length=23), Mqar(),
+    Pair(), Pair(keys=9, pairs=7, queries=3), Pair(clusters=4), KeyValue(), KeyValue(keys=12, pairs=5, length=23), Mqar(),
     Mqar(vocabulary=33, pairs=8, length=32), Reverse(), Dates(), Copy(), SelectiveCopy(), Induction(),
 )  # fmt: skip
 
@@ -76,6 +76,16 @@ def test_pair_can_store_another_number_in_every_row():
     assert list(tested) == [6, 8, 10, 12, 14] and Pair().by_length(4) == {}
     for length, rows in tested.items():
         assert rows["input_ids"].shape == (4, length, 2) and (rows["shift_labels"] != IGNORED).sum() == 4 * length / 2
+
+
+def test_pair_names_a_key_by_its_cluster_and_its_place_there():
+    task, seen = Pair(keys=12, pairs=7, least=3, clusters=3), set()
+    for ids, labels in rows_of(task, 200):
+        stored = {(cluster, place): value for cluster, place, value in ids[:7] if value >= 0}
+        asked = [(tuple(key), label) for (*key, _), label in zip(ids[7:], labels[7:], strict=True) if label != IGNORED]
+        assert dict(asked) == stored and len(asked) == len(stored) and min(stored.values()) >= 12
+        seen |= stored.keys()
+    assert seen == {(cluster, 3 + place) for cluster in range(3) for place in range(4)}
 
 
 @pytest.mark.parametrize("task", [KeyValue(), KeyValue(keys=12, pairs=5, length=23)], ids=repr)
@@ -221,6 +231,9 @@ def test_rows_depend_on_the_seed_alone(task):
         lambda: Pair(keys=4, pairs=5),
         lambda: Pair(least=25),
         lambda: Pair(least=4, queries=8),
+        lambda: Pair(clusters=1),
+        lambda: Pair(clusters=5),
+        lambda: Pair(clusters=32),
         lambda: Pair().resized(7),
         lambda: KeyValue(pairs=8, length=20),
         lambda: Mqar(pairs=8, length=30),

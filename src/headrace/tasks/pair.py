@@ -9,12 +9,16 @@ one layer is enough.
 
 With `least`, every row stores its own number of pairs, drawn from `least` to `pairs`; the positions before the pairs
 and after the queries are then empty.
+
+With `clusters`, a key is the sum of two embeddings, one of its cluster and one of its place in the cluster, so that the
+keys of a cluster resemble each other.
 """
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
@@ -32,6 +36,7 @@ class Pair(Drawn):
     pairs: int = 24  # number of stored pairs, with different keys
     queries: int | None = None  # number of queries, at most one for each pair; None: one for each
     least: int | None = None  # smallest number of pairs of a row, drawn up to `pairs`; None: every row has `pairs`
+    clusters: int | None = None  # number of equally large clusters of keys; None: every key has an embedding of its own
 
     name: ClassVar[str] = "pair"
 
@@ -45,6 +50,11 @@ class Pair(Drawn):
             raise InputError(
                 f"the task pair has least={self.least} with pairs={self.pairs} and queries={self.queries}; expected "
                 "1 <= least <= pairs, and no queries, as every pair of a row is asked"
+            )
+        if self.clusters is not None and (not 2 <= self.clusters <= self.keys // 2 or self.keys % self.clusters):
+            raise InputError(
+                f"the task pair has clusters={self.clusters} of {self.keys} keys; expected at least 2 of equal size, with "
+                "at least 2 keys each"
             )
 
     @property
@@ -80,13 +90,20 @@ class Pair(Drawn):
             here = torch.arange(self.pairs) >= self.pairs - numbers
         asked = (order + ~here).argsort(1)[:, : self.asked]  # empty positions last
         there = here.gather(1, asked)
-        stored = torch.stack([keys, values], 2).where(here[..., None], EMPTY)
-        queried = torch.stack([keys.gather(1, asked).where(there, EMPTY), torch.full_like(asked, EMPTY)], 2)
+        stored = self._tokens(keys, values).where(here[..., None], EMPTY)
+        queried = self._tokens(keys.gather(1, asked), torch.full_like(asked, EMPTY)).where(there[..., None], EMPTY)
         unasked = torch.full((rows, self.pairs), IGNORED)
         return {
             "input_ids": torch.cat([stored, queried], 1),
             "shift_labels": torch.cat([unasked, values.gather(1, asked).where(there, IGNORED)], 1),
         }
+
+    def _tokens(self, keys: Tensor, values: Tensor) -> Tensor:
+        """The channels [..., 2], with clusters [..., 3], of keys and values [...]."""
+        if self.clusters is None:
+            return torch.stack([keys, values], -1)
+        size = self.keys // self.clusters
+        return torch.stack([keys // size, self.clusters + keys % size, values], -1)
 
     def by_length(self, rows: int) -> dict[int, Batch]:
         """Rows of one number of pairs each, from `least` to `pairs`; a longer row would need keys that were not in the
