@@ -38,8 +38,8 @@ from headrace.tasks.sequences import FIRST
 from headrace.utils.errors import InputError
 
 SYNTHETIC = (
-    Pair(), Pair(keys=9, pairs=7, queries=3), Pair(clusters=4), KeyValue(), KeyValue(keys=12, pairs=5, length=23), Mqar(),
-    Mqar(vocabulary=33, pairs=8, length=32), Reverse(), Dates(), Copy(), SelectiveCopy(), Induction(),
+    Pair(), Pair(keys=9, pairs=7, queries=3), Pair(clusters=4), KeyValue(), KeyValue(keys=12, pairs=5, length=23),
+    Mqar(), Mqar(vocabulary=33, pairs=8, length=32), Reverse(), Dates(), Copy(), SelectiveCopy(), Induction(),
 )  # fmt: skip
 
 

@@ -53,8 +53,8 @@ class Pair(Drawn):
             )
         if self.clusters is not None and (not 2 <= self.clusters <= self.keys // 2 or self.keys % self.clusters):
             raise InputError(
-                f"the task pair has clusters={self.clusters} of {self.keys} keys; expected at least 2 of equal size, with "
-                "at least 2 keys each"
+                f"the task pair has clusters={self.clusters} of {self.keys} keys; expected at least 2 of equal size, "
+                "with at least 2 keys each"
             )
 
     @property
