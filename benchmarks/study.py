@@ -12,6 +12,7 @@ import typer
 
 from headrace.studies.compare import rows, statistics
 from headrace.studies.compare.choose import planned
+from headrace.studies.compare.plan import Study
 from headrace.studies.compare.question import Question
 
 HERE = Path(__file__).parent
@@ -34,21 +35,34 @@ def show(names: list[str]) -> None:
 
 
 def lines(names: list[str]) -> list[str]:
-    asked, shown = [read(name) for name in names], []
-    for (question, found), tested in zip(asked, statistics.differences(asked), strict=True):
-        for table in statistics.tables(question, found, tested):
-            shown += [table.answer, "", table.about, ""] if table.answer else []
-            shown += [f"| {' | '.join(row)} |" for row in (table.header, ["---"] * len(table.header), *table.rows)]
-            shown.append("")
-        last = [row for row in found if not row["trial"]]
-        shown += [f"{sum(row['converged'] for row in last)} of {len(last)} reported runs {rows.RULE}.", ""]
-    return shown
+    return shown([read(name) for name in names])
+
+
+def shown(asked: list[tuple[Question, list[rows.Row]]]) -> list[str]:
+    """The answers and tables of studies, each its question and its runs, as Markdown."""
+    found = []
+    for (question, runs), tested in zip(asked, statistics.differences(asked), strict=True):
+        for table in statistics.tables(question, runs, tested):
+            found += [table.answer, "", table.about, ""] if table.answer else []
+            found += [f"| {' | '.join(row)} |" for row in (table.header, ["---"] * len(table.header), *table.rows)]
+            found.append("")
+        last = [row for row in runs if not row["trial"]]
+        found += [f"{sum(row['converged'] for row in last)} of {len(last)} reported runs {rows.RULE}.", ""]
+    return found
+
+
+def plan(name: str) -> Study:
+    return planned(HERE / "studies" / f"{name}.yaml")
+
+
+def question(name: str) -> Question:
+    found = plan(name).question
+    assert found is not None
+    return found
 
 
 def read(name: str) -> tuple[Question, list[rows.Row]]:
-    question = planned(HERE / "studies" / f"{name}.yaml").question
-    assert question is not None
-    return question, rows.read(kept(name))
+    return question(name), rows.read(kept(name))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from scipy import stats
 
 from headrace.studies.compare import rows as table
 from headrace.studies.compare import statistics
+from headrace.studies.compare.arm import begin, train
 from headrace.studies.compare.choose import choose, planned
+from headrace.studies.compare.model import build
 from headrace.studies.compare.page import write_report
 from headrace.studies.compare.plan import ArmRecipe, Plan, Shape, Study, Tuning
 from headrace.studies.compare.question import Question
@@ -155,6 +157,18 @@ def test_reported_arms_train_with_the_value_that_was_taken_and_a_finished_study_
     heard.clear()
     assert complete(study, tmp_path, lambda *news: heard.append(news), ["cpu"])["arms"] == results["arms"]
     assert all(step == SMALL.recipe.steps for _, step, _ in heard), "nothing was trained again"
+
+
+def test_an_arm_begins_with_the_weights_of_one_without_gates(tmp_path):
+    heard, apart = [], replace(SMALL, seeds=(3,), tuning=None)
+    plain, gated = apart.arms()
+    weights = train(plain, tmp_path / "plain.json", lambda step, scores: heard.append(scores)).state_dict()
+    train(gated, tmp_path / "gated.json", lambda step, scores: heard.append(scores), weights=weights)
+    before, after = heard[: len(heard) // 2], heard[len(heard) // 2 :]
+    assert after[0] == before[-1] != before[0], "its gates begin at 1"
+    assert after[-1]["loss"] < after[0]["loss"]
+    with pytest.raises(AssertionError, match="o_proj"):
+        begin(build(gated), {name: value for name, value in weights.items() if "o_proj" not in name})
 
 
 # --- the statistic ---------------------------------------------------------------------------------------------------

@@ -27,13 +27,16 @@ from .plan import Arm, ArmRecipe
 Tell = Callable[[int, dict[str, float] | None], None]  # (step, scores after an evaluation, else None)
 
 
-def train(arm: Arm, path: Path, tell: Tell, device: str = "cpu") -> None:
-    """Trains and evaluates an arm, and writes its result to the file `path` atomically at the end.
+def train(arm: Arm, path: Path, tell: Tell, device: str = "cpu", weights: dict[str, Tensor] | None = None) -> nn.Module:
+    """Trains and evaluates an arm, writes its result to the file `path` atomically at the end, and returns the model.
 
-    device: "cpu"; any other value means the one accelerator that is visible to this process."""
+    device: "cpu"; any other value means the one accelerator that is visible to this process.
+    weights: the parameters and buffers of a model without some of the gates, which the model begins with."""
     started, plan = time.perf_counter(), arm.plan
     set_seed(arm.seed)
     model = build(arm)
+    if weights is not None:
+        begin(model, weights)
     curve = Curve(arm, tell)
     model.register_forward_hook(curve.record_loss)
     sample = lambda generator, rows: model_inputs(arm, plan.task.sample(generator, rows))  # noqa: E731
@@ -48,6 +51,14 @@ def train(arm: Arm, path: Path, tell: Tell, device: str = "cpu") -> None:
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     write_result(path, result(arm, model, curve) | {"seconds": time.perf_counter() - started})
+    return model
+
+
+def begin(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Gives the model the weights; what they lack must be gates, which are left as they are."""
+    lacking, unknown = model.load_state_dict(weights, strict=False)
+    gates = {id(parameter) for parameter in gate_parameters(model)}
+    assert not unknown and all(id(model.get_parameter(name)) in gates for name in lacking), (lacking, unknown)
 
 
 def arguments(recipe: ArmRecipe, seed: int, folder: Path, device: str) -> TrainingArguments:

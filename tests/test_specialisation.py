@@ -1,0 +1,48 @@
+"""The measures of benchmarks/specialisation.py."""
+
+import math
+
+import pytest
+import torch
+
+import specialisation
+from headrace import HeadraceConfig, HeadraceForCausalLM
+
+
+def test_information_by_hand():
+    assert specialisation.information(torch.eye(4)) == pytest.approx(1)
+    assert specialisation.information(torch.ones(4, 3)) == pytest.approx(0)
+    assert specialisation.information(torch.zeros(4, 3)) == 0
+    half = specialisation.information(torch.tensor([[3.0, 1.0], [1.0, 3.0]]))
+    assert half == pytest.approx(1 + (0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(2))
+
+
+def test_means_by_cluster():
+    values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 8.0, 2.0]])
+    found = specialisation.by_cluster(values, torch.tensor([0, 1, 0, 1]))
+    assert found.tolist() == [[2.0, 3.0], [4.0, 1.0]]
+
+
+def test_a_head_is_silenced_and_gates_are_noted():
+    torch.manual_seed(0)
+    config = HeadraceConfig(
+        mixer="softmax-retnet",
+        vocab_size=9,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_heads=4,
+        mlp="none",
+        use_cache=False,
+    )
+    model = HeadraceForCausalLM(config).eval()
+    ids, gates = torch.randint(9, (2, 5)), dict[str, torch.Tensor]()
+    whole, keep = model(ids).logits, 1 - torch.eye(4)[2]
+    with specialisation.hooked(model, gates, torch.ones(4)):
+        assert torch.equal(model(ids).logits, whole)
+    assert {name: tuple(found.shape) for name, found in gates.items()} == {"write": (2, 5, 4), "read": (2, 5, 4)}
+    with specialisation.hooked(model, gates, keep):
+        silenced = model(ids).logits
+    (weight,) = (value for name, value in model.named_parameters() if "o_proj" in name)
+    with torch.no_grad():
+        weight.unflatten(1, (4, -1))[:, 2] = 0
+    assert torch.equal(model(ids).logits, silenced) and not torch.equal(whole, silenced)
