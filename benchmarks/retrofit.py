@@ -49,7 +49,7 @@ def show() -> None:
 
 
 def lines() -> list[str]:
-    return study.shown([(question(), rows.read(RESULTS))])
+    return study.shown({"retrofit": (question(), rows.read(RESULTS))})
 
 
 def question() -> Question:

@@ -3,19 +3,27 @@
 headrace compare --plan benchmarks/studies/NAME.yaml --output runs/NAME     the runs; the same command continues
 python benchmarks/study.py keep NAME                                        runs/NAME/runs.csv into the results
 python benchmarks/study.py show NAME [NAME ...]                             the plans' statistics, as Markdown
+python benchmarks/study.py draw NAME [NAME ...]                             the pairs each run holds: docs/capacity.png
 """
 
+import math
 import shutil
 from pathlib import Path
+from statistics import fmean
 
+import matplotlib
 import typer
+from matplotlib.figure import Figure
 
+from headrace.report.style import PALETTE, STYLE
 from headrace.studies.compare import rows, statistics
 from headrace.studies.compare.choose import planned
 from headrace.studies.compare.plan import Study
 from headrace.studies.compare.question import Question
 
 HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs"
+ARMS = ("shuffled", "none", "sigmoid", "wide sigmoid", "softmax", "softmax read")  # from bottom to top
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
@@ -34,14 +42,40 @@ def show(names: list[str]) -> None:
     print(*lines(names), sep="\n")
 
 
+@app.command()
+def draw(names: list[str]) -> None:
+    picture(names).savefig(DOCS / "capacity.png", dpi=150)
+
+
+def picture(names: list[str]) -> Figure:
+    """A panel for each study of capacity: the pairs that every reported run holds, by arm, and their mean."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(2.3 * len(names), 2.6), layout="constrained")
+        panels = figure.subplots(1, len(names), sharex=True, sharey=True, squeeze=False)[0]
+        for ax, name in zip(panels, names, strict=True):
+            asked, runs = read(name)
+            (held,) = statistics.collected(runs, asked.measure).values()
+            for mixer, arm in asked.names:
+                colour = PALETTE[ARMS.index(arm)]
+                pairs = [2**value / 2 for value in held[mixer].values()]
+                ax.plot(pairs, [ARMS.index(arm)] * len(pairs), "o", color=colour, alpha=0.4, ms=5, mec="none")
+                ax.plot(2 ** fmean(map(math.log2, pairs)), ARMS.index(arm), "D", color=colour, ms=6)
+            ax.set(title=name.removeprefix("capacity-"), xscale="log", xlabel="pairs held at 90 %")
+            ax.set_xticks([4, 8, 16, 32], ["4", "8", "16", "32"])
+            ax.minorticks_off()
+        panels[0].set_yticks(range(len(ARMS)), ARMS)
+    return figure
+
+
 def lines(names: list[str]) -> list[str]:
-    return shown([read(name) for name in names])
+    return shown({name: read(name) for name in names})
 
 
-def shown(asked: list[tuple[Question, list[rows.Row]]]) -> list[str]:
-    """The answers and tables of studies, each its question and its runs, as Markdown."""
-    found = []
-    for (question, runs), tested in zip(asked, statistics.differences(asked), strict=True):
+def shown(studies: dict[str, tuple[Question, list[rows.Row]]]) -> list[str]:
+    """The answers and tables of studies as Markdown; each by its name, with its question and its runs."""
+    found, asked = [], list(studies.values())
+    for name, (question, runs), tested in zip(studies, asked, statistics.differences(asked), strict=True):
+        found += [f"### {name}", ""] if len(studies) > 1 else []
         for table in statistics.tables(question, runs, tested):
             found += [table.answer, "", table.about, ""] if table.answer else []
             found += [f"| {' | '.join(row)} |" for row in (table.header, ["---"] * len(table.header), *table.rows)]

@@ -13,7 +13,8 @@ from sphinx.application import Sphinx
 import headrace
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # the package studies; the extensions of this folder
+# the package studies; the extensions of this folder; the tables of studies
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "benchmarks")]
 
 from kernels import fork_kernels  # noqa: E402
 

@@ -165,6 +165,18 @@ def negatives() -> str:
     return "\n".join(f"- [{title}](log.md#{github_slugify(title)})" for title in titles)
 
 
+def study(*names: str) -> str:
+    """What `python benchmarks/study.py show NAMES` prints."""
+    from study import lines
+
+    return "\n".join(lines(list(names)))
+
+
+def benchmark(name: str) -> str:
+    """What `python benchmarks/NAME.py show` prints."""
+    return "\n".join(import_module(name).lines())
+
+
 def elsewhere() -> str:
     return table(("field of another configuration", "headrace"), ((f"`{a}`", f"`{b}`") for a, b in ELSEWHERE.items()))
 
