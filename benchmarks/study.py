@@ -3,6 +3,7 @@
 headrace compare --plan benchmarks/studies/NAME.yaml --output runs/NAME     the runs; the same command continues
 python benchmarks/study.py keep NAME                                        runs/NAME/runs.csv into the results
 python benchmarks/study.py show NAME [NAME ...]                             the plans' statistics, as Markdown
+python benchmarks/study.py pool ARM ARM NAME [NAME ...]                     their difference over all runs of the plans
 python benchmarks/study.py draw NAME [NAME ...]                             the pairs each run holds: docs/capacity.png
 """
 
@@ -40,6 +41,24 @@ def keep(name: str, run: Path | None = None) -> None:
 def show(names: list[str]) -> None:
     """Prints the statistics of studies, corrected by Holm's rule over the comparisons of all of them."""
     print(*lines(names), sep="\n")
+
+
+@app.command()
+def pool(a: str, b: str, names: list[str]) -> None:
+    """Prints the difference of two arms over all runs of several studies, paired by study and seed."""
+    one = pooled(a, b, names)
+    print(f"{a} - {b}: {one.mean:+.2f} ({one.low:+.2f} … {one.high:+.2f}), {one.n} pairs of runs, p {one.p:.2g}")
+
+
+def pooled(a: str, b: str, names: list[str]) -> statistics.Tested:
+    values: dict[str, dict] = {a: {}, b: {}}
+    for name in names:
+        asked, runs = read(name)
+        (held,) = statistics.collected(runs, asked.measure).values()
+        for mixer, arm in asked.names:
+            if arm in values:
+                values[arm] |= {(name, seed): value for seed, value in held[mixer].items()}
+    return statistics.compared("t", "", a, b, values)
 
 
 @app.command()

@@ -192,3 +192,9 @@ def test_a_losing_head_still_erases_unless_the_gate_is_in_beta():
         _, after = mixer(x, state._replace(conv=None))
         change = (after.memory - state.memory).flatten(2).norm(dim=-1)[0] / state.memory.flatten(2).norm(dim=-1)[0]
         assert bool(change[1] > 0.05) is erased, place
+
+
+def test_sigmoid_gates_by_their_short_name():
+    named = zoo.get("gla(competition=sigmoid)")
+    assert named == zoo.get("softmax-gla(competition.activation=sigmoid, competition.range=heads)")
+    assert zoo.plain(named) == zoo.get("gla")

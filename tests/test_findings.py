@@ -132,6 +132,13 @@ def test_the_control(control, gating, rest):
     assert f"Control with sigmoid gates, which do not compete: {gating}" in text and f"; {rest}" in text
 
 
+@pytest.mark.parametrize("gates", ["competition=sigmoid", "competition.activation=sigmoid, competition.range=heads"])
+def test_the_control_of_equal_range(gates):
+    plan = replace(PAIR, mixers=("retnet", "softmax-retnet", f"softmax-retnet({gates})"))
+    text = said([[0.5, 0.5], [0.88, 0.89], [0.9, 0.91]], plan=plan)
+    assert "softmax-retnet is better than retnet by 38.5" in text and "wide-sigmoid-retnet is better than ret" in text
+
+
 @pytest.mark.parametrize(
     ("fewer", "expected"),
     [([0.9, 0.9], "no clear difference between retnet (heads=2) and softmax-retnet"), ([0.1, 0.1], "is worse than"),

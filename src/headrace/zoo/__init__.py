@@ -36,6 +36,7 @@ _NO_COMPETITION = (  # why softmax-X does not exist for the X of a table
     (ATTENTION, "has no memory that heads could compete for"),
 )
 PAPER = Competition(read="query", write="value", scale="one")  # equations 3-16 of arXiv 2602.01744 as published
+SIGMOID = Competition(activation="sigmoid", range="heads")  # as far and as steep as a softmax, without its competition
 
 
 def compete(spec: MixerSpec, competition: Competition | None = None) -> MixerSpec:
@@ -70,7 +71,8 @@ def get(mixer):
     """Returns the spec of a mixer or model given as a name, an expression, a dict (`to_json`) or a spec.
 
     An expression sets fields of a named spec: `softmax-gla(competition.activation=sigmoid, heads.count=8)`.
-    `competition=paper` selects the equations of arXiv 2602.01744 as published, `competition=none` removes the gates.
+    `competition=paper` selects the equations of arXiv 2602.01744 as published, `competition=none` removes the gates,
+    and `competition=sigmoid` gives each head a gate of its own, a sigmoid with the range and slope of the softmax.
     `bert(mixer=softmax-gla)` replaces the mixer of a whole model. `a+b` is a decoder whose layers alternate a and b.
 
     Raises:
@@ -85,7 +87,7 @@ def get(mixer):
     name, settings = expression(mixer, "mixer")
     changes: dict[str, object] = {}
     for path, text in settings.items():
-        named = {"paper": asdict(PAPER), "default": asdict(Competition()), "none": None}
+        named = {"paper": asdict(PAPER), "sigmoid": asdict(SIGMOID), "default": asdict(Competition()), "none": None}
         changes[path] = named.get(text, text) if path == "competition" else literal(text)
         if path == "mixer":  # the mixer of a whole model
             changes[path] = to_json(get(text))

@@ -5,12 +5,12 @@ with the seed is given with its standard deviation over seeds (±) or with a 95 
 """
 
 from collections.abc import Callable, Iterator
-from itertools import takewhile
+from itertools import product, takewhile
 from statistics import fmean
 
 from ... import zoo
 from ...report.numbers import count
-from .pairwise import Difference, as_control, common_seeds, competing, find, pairs, without_count
+from .pairwise import Difference, common_seeds, competing, find, pairs, with_gates, without_count
 from .plan import MATCHED
 from .rows import HELD, RULE, converged
 from .summary import Comparison, show, show_contender, show_scores, task_of
@@ -20,6 +20,7 @@ NEAR = 0.02  # a score counts as chance up to this much above it
 COLLAPSED = 0.9  # a gate is collapsed if one head has at least this mean share
 EVEN = 0.95  # a gate is even if the mean entropy over heads is at least this part of its maximum
 DEAD = 0.1  # a head is dead if its mean share is below this part of an even share
+SIGMOIDS = ({"activation": "sigmoid"}, {"activation": "sigmoid", "range": "heads"})  # gates of controls
 QUANTITIES = {  # field -> (name, format of a value)
     "parameters": ("parameters", "{:,}"),
     "state_bytes": ("state sizes", "{:,} bytes"),
@@ -126,8 +127,8 @@ def differences(comparison: Comparison) -> Iterator[str]:
 
 def controls(comparison: Comparison) -> Iterator[str]:
     """Compares softmax gates with sigmoid gates, which have the same parameters but do not compete."""
-    for c in competing(comparison):
-        base, control = find(comparison, zoo.plain(c.spec)), find(comparison, as_control(c.spec))
+    for c, gates in product(competing(comparison), SIGMOIDS):
+        base, control = find(comparison, zoo.plain(c.spec)), find(comparison, with_gates(c.spec, **gates))
         if base and control and common_seeds(c, base, control):
             yield (
                 f"Control with sigmoid gates, which do not compete: {Difference(control, base)}; "

@@ -69,17 +69,13 @@ class Difference:
 
 def competing(comparison: Comparison) -> list[Contender]:
     """Finished mixers whose heads compete; those with sigmoid or shuffled gates are controls and left out."""
-    competes = lambda c: c.spec not in (zoo.plain(c.spec), as_control(c.spec), with_gates(c.spec, shuffle=True))  # noqa: E731
-    return [c for c in comparison.finished_in_order if competes(c)]
+    alone = ({"activation": "sigmoid"}, {"shuffle": True})
+    controls = lambda spec: (zoo.plain(spec), *(with_gates(spec, **gates) for gates in alone))  # noqa: E731
+    return [c for c in comparison.finished_in_order if c.spec not in controls(c.spec)]
 
 
 def find(comparison: Comparison, spec: Spec) -> Contender | None:
     return next((c for c in comparison.finished if c.spec == spec), None)
-
-
-def as_control(spec: Spec) -> Spec:
-    """The spec with sigmoid gates in place of softmax gates, so that heads do not compete."""
-    return with_gates(spec, activation="sigmoid")
 
 
 def with_gates(spec: Spec, **changes: Any) -> Spec:

@@ -10,11 +10,12 @@ from ...report.numbers import quartiles
 from ...spec.serialise import Spec, from_json
 from ...tasks import TASKS, Metric
 
-CONTROLS = {  # the name that takes the place of "softmax" in a label -> the settings that it stands for
-    "wide-sigmoid": {"competition.activation=sigmoid", "competition.range=heads"},
-    "sigmoid": {"competition.activation=sigmoid"},
-    "shuffled": {"competition.shuffle=true"},
-}
+CONTROLS = (  # (settings, the name that takes the place of "softmax" in the label of a mixer with them)
+    ({"competition=sigmoid"}, "wide-sigmoid"),
+    ({"competition.activation=sigmoid", "competition.range=heads"}, "wide-sigmoid"),
+    ({"competition.activation=sigmoid"}, "sigmoid"),
+    ({"competition.shuffle=true"}, "shuffled"),
+)
 MANY = 12  # with more mixers than this, pictures have a panel for each backbone
 
 
@@ -174,7 +175,7 @@ def parse(mixer: str) -> tuple[str, list[str]]:
 
 def label(name: str, settings: list[str]) -> str:
     """The label of a mixer; `softmax-x(competition.activation=sigmoid)` is labelled sigmoid-x, as it has no softmax."""
-    for kind, own in CONTROLS.items():
+    for own, kind in CONTROLS:
         if name.startswith("softmax-") and own <= set(settings):
             name = f"{kind}-{name.removeprefix('softmax-')}"
             settings = [s for s in settings if s not in own]
