@@ -2,8 +2,9 @@
 
     python benchmarks/taylor.py error                               relative errors by order and size of the logits
     python benchmarks/taylor.py curves book.txt.gz [more ...]       train and held-out loss on a text, in CPU minutes
+    python benchmarks/taylor.py show                                the last losses of the curves, as Markdown
 
-Both write a CSV file beside the other results and draw figures for docs/: figures 4 to 6 of arXiv 2507.23632 in small.
+The first two write a CSV file beside the other results and draw figures for docs/ (figures 4 to 6 of arXiv 2507.23632).
 `curves` is a comparison as `headrace compare` makes them: interrupted, the same command continues.
 """
 
@@ -11,6 +12,7 @@ import csv
 import gzip
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Annotated, Any
 
 import matplotlib
@@ -37,15 +39,18 @@ RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
 ORDERS, LOGITS = range(11), (0.25, 0.5, 1.0, 2.0, 4.0)
 NORM, RELU = "softmax-rnn-norm", "softmax-rnn-norm(denominator=sum, numerator=relu{})"
 COSINE = "softmax-rnn-norm(denominator=none, by_length=true, numerator=cosine{})"
+ELU = "softmax-rnn-norm(numerator=elu+1{})"
 # Panel -> label -> expression. Softmax attention is in each.
 PANELS: dict[str, dict[str, str]] = {
     "e^x by order, over an L2 norm": {
         **{f"order {n}": f"{NORM}(order={n})" for n in (1, 2, 4, 10)},
         "e^x": NORM,
     },
-    "relu and cosine": {
+    "relu, elu + 1 and cosine": {
         "relu": RELU.format(""),
         **{f"relu, order {n}": RELU.format(f", order={n}") for n in (2, 10)},
+        "elu + 1": ELU.format(""),
+        **{f"elu + 1, order {n}": ELU.format(f", order={n}") for n in (2, 10)},
         "cosine": COSINE.format(""),
         **{f"cosine, order {n}": COSINE.format(f", order={n}") for n in (2, 10)},
     },
@@ -54,6 +59,14 @@ PANELS: dict[str, dict[str, str]] = {
         "gate and length": "softmax-rnn-gate",
         "length alone": "softmax-rnn-gate(denominator=none)",
         "detached sum": f"{NORM}(denominator=detached)",
+        "detached sum and length": f"{NORM}(denominator=detached, by_length=true)",
+        "input gate and length": "softmax-rnn-gate(denominator=input-gate)",
+    },
+    "e^x by norm": {
+        "L2 norm": NORM,
+        "L2 norm and length": f"{NORM}(by_length=true)",
+        "RMS norm": f"{NORM}(denominator=rms)",
+        "layer norm": f"{NORM}(denominator=layer)",
     },
 }
 SOFTMAX = "transformer"
@@ -152,6 +165,24 @@ def curves(
     draw_curves(points).savefig(DOCS / "taylor-curves.png", dpi=72, pil_kwargs={"optimize": True})
 
 
+@app.command()
+def show() -> None:
+    """The last held-out losses of the curves that are kept, as Markdown."""
+    print(*lines(), sep="\n")
+
+
+def lines() -> list[str]:
+    with (RESULTS / "taylor_curves.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    last, shown = max(int(row["step"]) for row in rows), ["| | held-out loss (nats/byte) |", "| --- | --- |"]
+    for label in dict.fromkeys(row["label"] for row in rows):
+        by_seed = {row["seed"]: row for row in rows if row["label"] == label and int(row["step"]) == last}
+        losses = [float(row["held_out_loss"]) for row in by_seed.values()]
+        spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
+        shown.append(f"| {label} | {fmean(losses):.3f}{spread} |")
+    return shown
+
+
 def plan(texts: tuple[str, ...], steps: int, seeds: int) -> Study:
     mixers = dict.fromkeys([SOFTMAX, *(m for panel in PANELS.values() for m in panel.values())])
     recipe = ArmRecipe(steps=steps, batch_size=16, lr=4e-3, evaluations=12, held_out=48)
@@ -186,14 +217,18 @@ def collect(results: dict[str, Any]):
 
 def draw_curves(points: list[Point]) -> Figure:
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 6.4), layout="constrained")
+        figure = Figure(figsize=(15, 6.4), layout="constrained")
         axes = figure.subplots(2, len(PANELS), sharex=True, sharey=True)
         for column, panel in enumerate(PANELS):
-            own = [p for p in points if p.panel == panel and p.step and p.seed == 0]
+            own = [p for p in points if p.panel == panel and p.step]
             for row, loss in enumerate(("train_loss", "held_out_loss")):
                 ax = axes[row, column]
                 for i, label in enumerate(dict.fromkeys(p.label for p in own)):
-                    line = [(p.step, getattr(p, loss)) for p in own if p.label == label]
+                    steps = sorted({p.step for p in own})
+                    line = [
+                        (step, fmean(getattr(p, loss) for p in own if (p.label, p.step) == (label, step)))
+                        for step in steps
+                    ]
                     ax.plot(*zip(*line, strict=True), color="black" if i == 0 else PALETTE[i - 1], lw=1.5, label=label)
                 ax.set(title=panel if row == 0 else "", xlabel="step" if row else "", ylim=(None, 3.2))
             axes[0, column].legend(fontsize=8)

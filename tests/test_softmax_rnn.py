@@ -118,7 +118,7 @@ def specs(denominator):
     for (numerator, order), clamp in itertools.product(NUMERATORS, (None, 0.3)):
         for affine, by_length in itertools.product((False, True) if norm else (False,), (False, True)):
             signed = (numerator, order) in (("exp", 3), ("cosine", None))
-            if not (sums and (signed or by_length)):
+            if not ((sums and signed) or (denominator == "sum" and by_length)):
                 yield SoftmaxRNNSpec(numerator, order, clamp, denominator, affine, by_length)
 
 

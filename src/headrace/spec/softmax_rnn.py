@@ -44,9 +44,9 @@ class SoftmaxRNNSpec(Record):
             f"got {self.denominator!r}",
         )
         yield (
-            self.by_length and self.denominator in ("sum", "detached"),
-            f"by_length=True has no effect with denominator={self.denominator!r}, since it divides numerator and "
-            "denominator alike; expected by_length=False, or another denominator",
+            self.by_length and self.denominator == "sum",
+            "by_length=True has no effect with denominator='sum', since it divides numerator and denominator alike; "
+            "expected by_length=False, or another denominator",
         )
 
     def num_heads(self, default: int) -> int:
