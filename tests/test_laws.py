@@ -63,8 +63,8 @@ def test_every_way_is_the_literal_equation(name, dtype):
 
 
 def test_bfloat16_is_float32_inside():
-    for row in laws("softmax-gla", "cpu", torch.bfloat16, seed=0):
-        assert row.holds, row
+    rows = list(laws("softmax-gla", "cpu", torch.bfloat16, seed=0))
+    assert rows and not [row for row in rows if not row.holds]
 
 
 def test_a_law_can_fail():
