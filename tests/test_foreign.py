@@ -8,6 +8,7 @@ from foreign_layers import COMPOSED, LAYERS, D, H, randomised
 from headrace import linear_attention, zoo
 from headrace.layers.linear import LinearMixer
 from headrace.ops.reference import literal
+from headrace.studies.verify import relative
 from peers import FAMILIES, PEERS
 
 # Some peers compute in float32 whatever they are given.
@@ -18,10 +19,6 @@ OURS = {
     "recurrent": lambda **x: linear_attention(**x, form="recurrent"),
     "parallel": lambda **x: linear_attention(**x, form="parallel"),
 }
-
-
-def error(ours, theirs):
-    return ((ours - theirs).norm() / theirs.norm()).item()
 
 
 def given(peer, **sizes):
@@ -39,15 +36,15 @@ def test_the_op_agrees(peer, form):
     tensors, dtype = given(peer)
     theirs, their_state = peer(peer.arguments(tensors))
     ours, our_state = OURS[form](**tensors, **FAMILIES[peer.family].options())
-    assert error(ours, theirs) <= TOLERANCE[dtype]
+    assert relative(ours, theirs) <= TOLERANCE[dtype]
     if their_state is not None:
-        assert error(our_state, their_state) <= TOLERANCE[dtype]
+        assert relative(our_state, their_state) <= TOLERANCE[dtype]
     if peer.backward:
         trained = {name: x for name, x in tensors.items() if x.requires_grad}
         weight = torch.randn_like(ours)
         gradients = (torch.autograd.grad((out * weight).sum(), trained.values()) for out in (ours, theirs))
         for name, mine, their in zip(trained, *gradients, strict=True):
-            assert error(mine, their) <= TOLERANCE[dtype], name
+            assert relative(mine, their) <= TOLERANCE[dtype], name
 
 
 @pytest.mark.parametrize("form", OURS)
@@ -59,8 +56,8 @@ def test_the_op_agrees_from_an_initial_state(peer, form):
     with torch.no_grad():
         theirs, their_state = peer(peer.arguments(tensors), start.clone())
         ours, our_state = OURS[form](**tensors, initial_state=start, **FAMILIES[peer.family].options())
-    assert error(ours, theirs) <= TOLERANCE[dtype]
-    assert error(our_state, their_state) <= TOLERANCE[dtype]
+    assert relative(ours, theirs) <= TOLERANCE[dtype]
+    assert relative(our_state, their_state) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -90,5 +87,5 @@ def agree(ours, theirs):
     outputs = ours(x)[0], theirs(x)
     weight = torch.randn_like(x)
     gradients = (torch.autograd.grad((y * weight).sum(), x)[0] for y in outputs)
-    assert error(*outputs) <= 1e-5
-    assert error(*gradients) <= 1e-5
+    assert relative(*outputs) <= 1e-5
+    assert relative(*gradients) <= 1e-5

@@ -93,9 +93,9 @@ def test_the_help_shows_every_default(name):
 
 
 def test_the_defaults_of_compare_are_those_of_the_task_pair():
-    for parameter in COMMANDS["compare"].params:
-        if parameter.name in FROM_TASK:
-            assert parameter.help.endswith(rf"\[default: {FROM_TASK[parameter.name]:g}]"), parameter.name
+    helps = {parameter.name: parameter.help for parameter in COMMANDS["compare"].params}
+    for name, value in FROM_TASK.items():
+        assert helps[name].endswith(rf"\[default: {value:g}]"), name
 
 
 @pytest.mark.parametrize("arguments", USAGE)

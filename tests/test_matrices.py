@@ -11,7 +11,7 @@ from torch import nn
 from headrace import layers, linear_attention, zoo
 from headrace.layers.matrix import chunks, gla_outer, rwkv7
 from headrace.ops.sequences import Sequences
-from headrace.studies.verify import by_steps, specimen
+from headrace.studies.verify import by_steps, relative, specimen
 from headrace.utils.errors import InputError
 from peers import load
 
@@ -19,17 +19,13 @@ B, T, H, K, V = 2, 70, 3, 6, 5
 D = 32
 
 
-def error(ours, theirs):
-    return ((ours - theirs).norm() / theirs.norm()).item()
-
-
 def agree(inputs, ours, theirs):
     """Both outputs, and their gradients to the inputs."""
     weight = torch.randn_like(ours)
     gradients = (torch.autograd.grad((y * weight).sum(), inputs, retain_graph=True) for y in (ours, theirs))
-    assert error(ours, theirs) <= 1e-5
+    assert relative(ours, theirs) <= 1e-5
     for mine, their in zip(*gradients, strict=True):
-        assert error(mine, their) <= 1e-5
+        assert relative(mine, their) <= 1e-5
 
 
 def draw(*shape):
@@ -79,11 +75,11 @@ def test_chunkwise_is_the_recurrence_at_any_decay(monkeypatch, module, operands,
     loss = lambda results: sum((y * w).sum() for y, w in zip(results, weights, strict=True))  # noqa: E731
     expected = torch.autograd.grad(loss(theirs), x)
     for mine, their in zip([*ours, *torch.autograd.grad(loss(ours), x)], [*theirs, *expected], strict=True):
-        assert error(mine, their) <= 1e-12
+        assert relative(mine, their) <= 1e-12
     single = type(x)(*(y.detach().float() for y in x))
     out, final = chunks.chunkwise(module.form, single, Sequences(single.q, None), start.float())
-    assert error(out, theirs[0]) <= 2e-6
-    assert error(final, theirs[1]) <= 2e-6
+    assert relative(out, theirs[0]) <= 2e-6
+    assert relative(final, theirs[1]) <= 2e-6
 
 
 @pytest.mark.parametrize(("module", "operands"), [(rwkv7, goose), (gla_outer, outer)], ids=["rwkv7", "gla-outer"])
@@ -98,8 +94,8 @@ def test_a_pack_is_its_sequences(monkeypatch, module, operands, lengths, span):
             assert torch.equal(final[n], start[n])
             continue
         alone, S = literally(module, type(x)(*(z[:, tokens] for z in x)), start[n : n + 1])
-        assert error(part, alone) <= 1e-12
-        assert error(final[n : n + 1], S) <= 1e-12
+        assert relative(part, alone) <= 1e-12
+        assert relative(final[n : n + 1], S) <= 1e-12
 
 
 @pytest.mark.parametrize("name", zoo.MATRICES)
@@ -108,7 +104,7 @@ def test_decoding_is_the_full_forward_over_200_tokens(name):
     x = torch.randn(2, 200, x.shape[-1])
     with torch.no_grad():
         mixer.float()
-        assert error(by_steps(mixer, x), mixer(x)[0]) <= 1e-5
+        assert relative(by_steps(mixer, x), mixer(x)[0]) <= 1e-5
 
 
 @pytest.mark.parametrize("name", zoo.MATRICES)
@@ -118,7 +114,7 @@ def test_autocast_leaves_the_memory_alone(name):
     with torch.autocast("cpu", torch.bfloat16):
         y, state = mixer(x.float())
     assert state.memory.dtype == torch.float32
-    assert error(y, mixer(x.float())[0]) <= 5e-2
+    assert relative(y, mixer(x.float())[0]) <= 5e-2
 
 
 def test_what_a_matrix_spec_refuses():
@@ -214,8 +210,8 @@ def test_in_one_direction_rwkv7_is_kda():
     theirs, state = linear_attention(
         x.q, x.read, x.v, log_decay=x.log_decay, beta=beta, rule="delta", scale=1.0, initial_state=start
     )
-    assert error(out, theirs) <= 1e-12
-    assert error(final, state) <= 1e-12
+    assert relative(out, theirs) <= 1e-12
+    assert relative(final, state) <= 1e-12
 
 
 # --- GLA's general gate ----------------------------------------------------------------------------------------------
@@ -230,8 +226,8 @@ def test_the_outer_gate_is_its_equation():
         gate = torch.einsum("nhk,nhv->nhkv", x.k_decay[:, t].exp(), x.v_decay[:, t].exp())
         S = gate * S + torch.einsum("nhk,nhv->nhkv", x.k[:, t], x.v[:, t])
         expected.append(torch.einsum("nhk,nhkv->nhv", x.q[:, t], S))
-    assert error(out, torch.stack(expected, 1)) <= 1e-12
-    assert error(final, S) <= 1e-12
+    assert relative(out, torch.stack(expected, 1)) <= 1e-12
+    assert relative(final, S) <= 1e-12
 
 
 def without_value_decay():
@@ -242,8 +238,8 @@ def test_without_decay_of_values_it_is_gla():
     x = without_value_decay()
     out, final, start = chunkwise(gla_outer, x)
     theirs, state = linear_attention(x.q, x.k, x.v, log_decay=x.k_decay, scale=1.0, initial_state=start)
-    assert error(out, theirs) <= 1e-12
-    assert error(final, state) <= 1e-12
+    assert relative(out, theirs) <= 1e-12
+    assert relative(final, state) <= 1e-12
 
 
 def test_without_decay_of_values_it_is_flas_gla():
@@ -266,4 +262,4 @@ def test_without_decay_of_values_its_layer_is_glas(monkeypatch):
     theirs.decay, theirs.o_proj, theirs.norm_weight = ours.k_decay, ours.o_proj, ours.norm_weight
     monkeypatch.setattr(ours.v_decay, "forward", lambda x: x.new_zeros(*x.shape[:2], 4, D // 4))
     x = draw(2, T, D)
-    assert error(ours(x)[0], theirs(x)[0]) <= 1e-12
+    assert relative(ours(x)[0], theirs(x)[0]) <= 1e-12

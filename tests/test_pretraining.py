@@ -375,9 +375,10 @@ def test_gates_have_a_rate_of_their_own_and_do_not_decay(mixer):
 
 def test_gates_can_begin_orthogonal():
     model = build(recipe(gate_std=0.5, gate_init="orthogonal", mixer="softmax-gla", hidden_size=32)[0])
-    for name, weight in model.named_parameters():
-        if "_competition" in name:
-            torch.testing.assert_close(weight @ weight.T, 0.25 * weight.shape[1] * torch.eye(len(weight)))
+    scores = [weight for name, weight in model.named_parameters() if "_competition" in name]
+    assert scores
+    for weight in scores:
+        torch.testing.assert_close(weight @ weight.T, 0.25 * weight.shape[1] * torch.eye(len(weight)))
 
 
 def test_an_update_left_out_changes_nothing():

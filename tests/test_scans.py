@@ -13,14 +13,10 @@ from headrace.layers.scans.rwkv4 import blank, wkv
 from headrace.layers.scans.s4 import S4, hippo, legs
 from headrace.layers.scans.selective_scan import Operands, selective_scan, selective_step
 from headrace.spec import scan as spec
-from headrace.studies.verify import by_steps, specimen
+from headrace.studies.verify import by_steps, relative, specimen
 from headrace.utils.errors import InputError
 
 D, T = 32, 70
-
-
-def error(ours, theirs):
-    return ((ours - theirs).norm() / theirs.norm()).item()
 
 
 def build(name, **settings):
@@ -43,8 +39,8 @@ def agree(ours, theirs, weights):
     outputs = ours(x)[0], theirs(x)
     weight = torch.randn_like(x)
     gradients = (torch.autograd.grad((y * weight).sum(), x)[0] for y in outputs)
-    assert error(*outputs) <= 1e-5
-    assert error(*gradients) <= 1e-5
+    assert relative(*outputs) <= 1e-5
+    assert relative(*gradients) <= 1e-5
 
 
 @pytest.mark.parametrize("name", zoo.SCANS)
@@ -52,7 +48,7 @@ def test_decoding_is_the_full_forward_over_200_tokens(name):
     torch.manual_seed(0)
     mixer, x = build(name), torch.randn(2, 200, D)
     with torch.no_grad():
-        assert error(by_steps(mixer, x), mixer(x)[0]) <= 1e-5
+        assert relative(by_steps(mixer, x), mixer(x)[0]) <= 1e-5
 
 
 @pytest.mark.parametrize("name", zoo.SCANS)
@@ -128,7 +124,7 @@ def test_decays_beyond_every_range():
     x = selective_operands(40, 1)
     extreme = x._replace(dt=torch.where(torch.rand_like(x.dt) < 0.3, 1e6, 1e-12).requires_grad_())
     out, final = selective_scan(extreme, [40])
-    assert error(out, selective_literally(extreme, [40])[0]) <= 1e-12
+    assert relative(out, selective_literally(extreme, [40])[0]) <= 1e-12
     gradients = torch.autograd.grad(out.sum() + final.sum(), extreme)
     assert all(g.isfinite().all() for g in gradients)
 

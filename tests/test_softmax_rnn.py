@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention_layers import agree, error
+from attention_layers import agree
 from headrace import layers, linear_attention, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, load
 from headrace.layers.rotary import rotary
 from headrace.layers.taylor import TaylorFeatures, truncated_exp
 from headrace.spec.softmax_rnn import NORMS, SoftmaxRNNSpec
-from headrace.studies.verify import by_steps, with_op
+from headrace.studies.verify import by_steps, relative, with_op
 from headrace.utils.errors import InputError
 from tiny import in_memory
 
@@ -48,7 +48,7 @@ def test_features_are_the_tensor_powers_with_every_monomial_once(dim, order):
 def test_order_one_is_the_running_sum_and_linear_attention():
     q, k, v, features = draw(2, 40, H, d), draw(2, 40, H, d), draw(2, 40, H, d), TaylorFeatures(d, 1)
     out = linear_attention(features(q), features(k), v, scale=1.0)[0]
-    assert error(out, v.cumsum(1) + linear_attention(q, k, v, scale=1.0)[0]) <= 1e-12
+    assert relative(out, v.cumsum(1) + linear_attention(q, k, v, scale=1.0)[0]) <= 1e-12
 
 
 def test_the_truncated_exponential_and_its_sign():
@@ -97,7 +97,7 @@ def taylor(order, transformer, norm):
 def test_even_orders_tend_to_the_transformer():
     transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
     y = transformer(x)[0]
-    second, fourth = (error(taylor(order, transformer, "sum")(x)[0], y) for order in (2, 4))
+    second, fourth = (relative(taylor(order, transformer, "sum")(x)[0], y) for order in (2, 4))
     assert fourth < second / 5 < 0.01
 
 
@@ -182,7 +182,7 @@ def test_the_whole_product_is_its_equation(denominator, causal):
                 p.add_(torch.randn_like(p), alpha=0.3 if "norm" in name else 0.5)
         x = draw(3, 8).requires_grad_()
         found, expected = layer(x[None])[0][0], literal(layer, x, causal)
-        assert error(found, expected) <= 1e-10, described
+        assert relative(found, expected) <= 1e-10, described
         weights = torch.randn_like(found)
         gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (found, expected)]
         assert (gradients[0] - gradients[1]).norm() <= 1e-9 * max(1, gradients[1].norm()), described
@@ -220,10 +220,10 @@ def test_a_denominator_is_the_authors_whatever_the_size_of_the_logits(denominato
         "rms": lambda: F.rms_norm(out, (d,), eps=torch.finfo(torch.float32).eps),
         "layer": lambda: F.layer_norm(out, (d,)),
     }[denominator]()
-    assert error(found, theirs) <= 1e-12
+    assert relative(found, theirs) <= 1e-12
     narrow = layer.float().read(q.float(), k.float(), v.float())
     # Logits are sums of d products of up to 8 |logit| √d / 8: d rounding errors of 2^-24, and e^x has their sum.
-    assert error(narrow, theirs) <= 4 * d * 2**-24 * max(1, abs(logit)) and narrow.isfinite().all()
+    assert relative(narrow, theirs) <= 4 * d * 2**-24 * max(1, abs(logit)) and narrow.isfinite().all()
 
 
 @pytest.mark.parametrize("denominator", NORMS)
@@ -246,7 +246,7 @@ def test_a_detached_sum_is_the_same_forward_and_another_backward():
     outs = [layer(x)[0] for layer in (sum_, detached)]
     assert torch.equal(*outs)
     one, other = (torch.autograd.grad(out.square().sum(), x)[0] for out in outs)
-    assert error(one, other) > 0.01
+    assert relative(one, other) > 0.01
 
 
 def test_cosine_attention_is_the_authors():
@@ -263,7 +263,7 @@ def test_cosine_attention_is_the_authors():
         for s in range(t + 1):
             out[t, h] += F.cosine_similarity(q[t, h], k[s, h], dim=0) * v[s, h] / (s + 1) ** power
     # A length is √(|x|² + 1e-6) here, of vectors whose |x|² is about 1/3 d.
-    assert error(layer(x)[0][0], layer.o_proj(out.flatten(1))) <= 1e-6
+    assert relative(layer(x)[0][0], layer.o_proj(out.flatten(1))) <= 1e-6
 
 
 @pytest.mark.parametrize("name", ["softmax-rnn-gate", "softmax-rnn-norm(numerator=cosine, denominator=input-length)"])
@@ -272,8 +272,8 @@ def test_an_encoder_with_padding_sees_each_row_alone(name):
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, :4] = False
     y = layer(x, mask=mask)[0]
-    assert error(y[0], layer(x[:1])[0][0]) <= 1e-12
-    assert error(y[1, 4:], layer(x[1:, 4:])[0][0]) <= 1e-12
+    assert relative(y[0], layer(x[:1])[0][0]) <= 1e-12
+    assert relative(y[1, 4:], layer(x[1:, 4:])[0][0]) <= 1e-12
     with pytest.raises(InputError, match="encoder"):
         layer(x, layer(x)[1])
 
@@ -313,14 +313,14 @@ def test_features_chunks_steps_and_powers_of_logits_are_one_function(order, deno
     recurrent, y = taylor(order, transformer, denominator), direct(order, transformer, denominator)(x)[0]
     ways = [with_op(recurrent, x, form=form) for form in ("chunkwise", "recurrent", "parallel")]
     for found in (*ways, by_steps(recurrent, x)):
-        assert error(found, y) <= (1e-10 if denominator == "none" else 1e-6)
+        assert relative(found, y) <= (1e-10 if denominator == "none" else 1e-6)
 
 
 @torch.no_grad()
 def test_all_even_orders_tend_to_softmax_where_logits_are_bounded():
     transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
     y = transformer(x)[0]
-    errors = [error(direct(order, transformer, "sum")(x)[0], y) for order in range(0, 11, 2)]
+    errors = [relative(direct(order, transformer, "sum")(x)[0], y) for order in range(0, 11, 2)]
     assert all(later < before / 4 for before, later in itertools.pairwise(errors))
     assert errors[-1] < 1e-6
 
@@ -332,7 +332,7 @@ def test_order_one_by_length_is_the_running_mean_and_linear_attention():
     q, k = (rotary(y, torch.arange(30)[None], layer.rope_theta) for y in (q, k))
     length = torch.arange(1, 31)[:, None, None]
     mean = (v.cumsum(1) + linear_attention(q, k, v)[0]) / length
-    assert error(layer(x)[0], layer.o_proj(mean.flatten(-2))) <= 1e-12
+    assert relative(layer(x)[0], layer.o_proj(mean.flatten(-2))) <= 1e-12
 
 
 def test_what_is_kept_of_values_has_the_precision_of_keys():

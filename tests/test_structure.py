@@ -75,11 +75,12 @@ assert set(headrace.__all__) <= set(dir(headrace)) and all(hasattr(headrace, nam
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
-README, GUIDE, MIXERS = ((ROOT / path).read_text("utf-8") for path in ("README.md", "docs/guide.md", "docs/mixers.md"))
+PAGES = ("README.md", "docs/index.md", "docs/guide.md", "docs/mixers.md")
+README, INDEX, GUIDE, MIXERS = ((ROOT / path).read_text("utf-8") for path in PAGES)
 
 
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README + GUIDE, re.DOTALL))
-def test_the_readme_runs(code, monkeypatch):
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README + INDEX, re.DOTALL))
+def test_the_first_examples_run(code, monkeypatch):
     monkeypatch.setattr(zoo, "LINEAR", dict(zoo.LINEAR))
     exec(compile(code, "README.md", "exec"), {})
 

@@ -10,13 +10,10 @@ from headrace import layers, linear_attention, zoo
 from headrace.layers.feature_maps import FEATURE_MAPS, sum_norm
 from headrace.layers.residual import ResidualDelta
 from headrace.ops.sequences import Sequences
+from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
 
 D, H, T = 32, 4, 50
-
-
-def error(ours, theirs):
-    return ((ours - theirs).norm() / theirs.norm()).item()
 
 
 def build(name, **changes):
@@ -45,7 +42,7 @@ def test_xpos_is_its_products():
     scores = torch.einsum("bnhi,bmhi->bhnm", q, k.conj()).real.tril() * mixer.K**-0.5
     out = F.rms_norm(torch.einsum("bhnm,bmhv->bnhv", scores, v), (mixer.V,), mixer.norm_weight, 1e-6)
     expected = mixer.o_proj((out * F.silu(next(heads(mixer, x, ["gate"])))).flatten(-2))
-    assert error(mixer(x)[0], expected) <= 1e-12
+    assert relative(mixer(x)[0], expected) <= 1e-12
 
 
 def test_xpos_is_safe_where_its_products_overflow():
@@ -54,7 +51,7 @@ def test_xpos_is_safe_where_its_products_overflow():
     here, state = mixer(x)
     there = mixer(x, state._replace(tokens=torch.tensor([40_000]), memory=torch.zeros_like(state.memory)))[0]
     assert there.isfinite().all()
-    assert error(there, here) <= 1e-4  # only distances count
+    assert relative(there, here) <= 1e-4  # only distances count
 
 
 # --- fast weights ----------------------------------------------------------------------------------------------------
@@ -116,10 +113,10 @@ def test_the_residual_is_that_of_the_memory_before_the_chunk(look):
     """Of one token: the exact residual. Outputs and all gradients."""
     mixer, x = build(f"residual-delta(inputs.conv=0, write.look={look})"), torch.randn(2, T, D).double()
     outputs = mixer(x)[0], residual_delta(mixer, x)
-    assert error(*outputs) <= 1e-11
+    assert relative(*outputs) <= 1e-11
     weight = torch.randn_like(x)
     gradients = (torch.autograd.grad((y * weight).sum(), mixer.parameters()) for y in outputs)
-    assert all(error(mine, theirs) <= 1e-10 for mine, theirs in zip(*gradients, strict=True))
+    assert all(relative(mine, theirs) <= 1e-10 for mine, theirs in zip(*gradients, strict=True))
 
 
 def test_blind_to_the_residual_it_is_gated_deltanet():
@@ -127,7 +124,7 @@ def test_blind_to_the_residual_it_is_gated_deltanet():
     mixer.residual.reset_parameters()
     theirs.load_state_dict({name: y for name, y in mixer.state_dict().items() if "residual" not in name})
     x = torch.randn(2, T, D).double()
-    assert error(mixer(x)[0], theirs(x)[0]) <= 1e-12
+    assert relative(mixer(x)[0], theirs(x)[0]) <= 1e-12
 
 
 def test_a_positive_weight_writes_what_is_new_and_a_negative_one_keeps_what_is_held():
@@ -175,7 +172,7 @@ def test_a_joint_gate_is_a_table_of_its_rank(rank):
     assert (torch.linalg.matrix_rank(joint, rtol=1e-9) == rank).all()
     q, k, v = heads(mixer, x)
     scores = (torch.einsum("bthk,bshk->bhts", q, k) * mixer.K**-0.5 * joint).tril()
-    assert error(mixer(x)[0], mixer.o_proj(torch.einsum("bhts,bshv->bthv", scores, v).flatten(-2))) <= 1e-12
+    assert relative(mixer(x)[0], mixer.o_proj(torch.einsum("bhts,bshv->bthv", scores, v).flatten(-2))) <= 1e-12
 
 
 @pytest.mark.parametrize("name", zoo.LINEAR)
@@ -190,10 +187,10 @@ def test_a_joint_gate_starts_as_the_backbone_and_its_memories_part(name):
     assert added == {"read_competition.weight", "write_competition.weight", "choice.weight"}
     x = torch.randn(2, T, D).double()
     y = joint(x)[0]
-    assert error(y, plain(x)[0]) <= 1e-12
+    assert relative(y, plain(x)[0]) <= 1e-12
     (gradient,) = torch.autograd.grad((y * torch.randn_like(y)).sum(), joint.write_competition.weight)
     first, second, third = gradient.unflatten(0, (H, 3)).unbind(1)
-    assert min(error(first, second), error(second, third), error(third, first)) > 0.1
+    assert min(relative(first, second), relative(second, third), relative(third, first)) > 0.1
 
 
 @pytest.mark.parametrize("setting", ["competition.rank=0", "competition.rank=2, competition.write=none"])
@@ -210,4 +207,4 @@ def test_a_token_by_itself_has_all_its_memories_where_the_state_may_be_written_i
         y, state = mixer(x)[0], None
         for t in range(8):
             here, state = mixer(x[:, t : t + 1], state, in_place=True)
-            assert error(here, y[:, t : t + 1]) <= 1e-5
+            assert relative(here, y[:, t : t + 1]) <= 1e-5

@@ -54,7 +54,7 @@ def compare(
     ] = None,
     initializer_range: Annotated[
         float | None,
-        typer.Option(help=r"Standard deviation of the first weights. \[default: 0.64 / √hidden_size]"),
+        typer.Option(help=r"Standard deviation of the initial weights. \[default: 0.64 / √hidden_size]"),
     ] = None,
     tune: Annotated[
         str | None,

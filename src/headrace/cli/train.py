@@ -68,7 +68,6 @@ def prepare(
     """Tokenise text for `headrace train`, or draw rows of a task.
 
     After an interruption, the same command goes on. In rows of a task, only the answers contribute to the loss."""
-    from ..data import Preparation
     from ..data import join as joined
     from ..data import prepare as run
 
@@ -81,13 +80,7 @@ def prepare(
             refuse_beside_join(task, both | held)
             manifest = joined([Path(source) for source in sources or ()], output)
         elif task is None:
-            how: dict[str, Any] = {
-                "tokens": tokens and whole("tokens", tokens),
-                "shard": shard and fraction("shard", shard),
-            }
-            how |= {"bpe": train_bpe, "held_out": held_out, "column": column}
-            plan = Preparation(tuple(sources or ()), seed=seed, workers=workers, **given(both | how))
-            manifest = run(plan, output)
+            manifest = run(planned(sources or [], seed, workers, given(both | held)), output)
         else:
             from ..studies.compare.choose import default, refined
             from ..tasks.prepared import prepare as draw
@@ -97,6 +90,17 @@ def prepare(
     print_counts(manifest)
     speed = f"{manifest['megabytes_per_second']} MB/s; " if task is None else ""
     print(f"{speed}{output} is ready")
+
+
+def planned(sources: list[str], seed: int, workers: int, options: dict[str, Any]) -> Any:
+    """The Preparation of the options of `prepare` that are given, by the names that they have there."""
+    from ..data import Preparation
+
+    if "tokens" in options:
+        options["tokens"] = whole("tokens", options["tokens"])
+    if "shard" in options:
+        options["shard"] = fraction("shard", options["shard"])
+    return Preparation(tuple(sources), seed=seed, workers=workers, bpe=options.pop("train_bpe", None), **options)
 
 
 def refuse_beside_join(task: str | None, options: dict[str, Any]) -> None:

@@ -72,7 +72,10 @@ class Selected(Subset):
 
 @dataclass(frozen=True)
 class PackedData:
-    """Data written by `headrace prepare`. Rows of tasks, and of text that older versions prepared, are Arrow."""
+    """Data written by `headrace prepare`.
+
+    A row of text is {"input_ids": token ids, "starts": where documents begin in it}; a row of a task is {"input_ids",
+    "shift_labels"}. Rows of tasks, and of text that older versions prepared, are Arrow."""
 
     train: TextRows | Selected | Dataset
     held_out: TextRows | Selected | Dataset
@@ -111,7 +114,9 @@ def _rows(folder: Path, name: str, length: int) -> Any:
 
 
 def unigram_loss(rows: Any) -> float:
-    """Loss in nats per token of a unigram model with the token frequencies of the rows."""
+    """Loss in nats per token of a unigram model with the token frequencies of the rows.
+
+    rows: of PackedData, or dicts with "input_ids" or "shift_labels", of which labels IGNORED are left out."""
     counts = torch.zeros(0, dtype=torch.long)
     for row in rows:
         tokens = torch.as_tensor(row["shift_labels" if "shift_labels" in row else "input_ids"])

@@ -13,9 +13,15 @@ from .model import HeadraceForCausalLM
 
 
 def load(path: str | Path) -> HeadraceForCausalLM:
-    """The model that `save_pretrained` wrote to path, in evaluation mode and the precision it was saved in.
+    """Returns the model that `save_pretrained` wrote to the folder `path`, on the CPU, in evaluation mode and in the
+    dtype it was saved in.
 
-    Only safetensors are read; nothing is unpickled or downloaded. Raises InputError where anything is wrong."""
+    Only safetensors are read; nothing is unpickled or downloaded.
+
+    Raises:
+        InputError: the folder is no checkpoint of headrace, a file of it is missing or damaged, or its weights do not
+            fit its config.json.
+    """
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")

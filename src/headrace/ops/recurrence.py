@@ -45,7 +45,7 @@ def linear_attention(
     backend: str = "auto",
     check: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Computes linear attention with decay, delta rule and gates, in time and memory linear in T.
+    """Computes linear attention with decay, delta rule and gates. The chunkwise form takes O(T) time and memory.
 
     The state is a matrix S [K, V] per head, the memory. Each token updates it with k and v and reads it with q:
 
@@ -55,7 +55,7 @@ def linear_attention(
 
     Args:
         q, k: [B, T, Hq, K], where Hq divides H. Each q/k head is shared by H / Hq consecutive value heads.
-        v: [B, T, H, V].
+        v: [B, T, H, V]. q, k and v have the same floating-point dtype.
         log_decay: natural logarithm g ≤ 0 of the decay. None: no decay; [H]: fixed (RetNet); [B, T, H]: per token
             (Mamba-2, Gated DeltaNet); [B, T, H, K]: per token and key channel (GLA, RWKV-6, KDA). Values above 0 can
             give NaN; only check=True refuses them.
@@ -78,7 +78,7 @@ def linear_attention(
         check: whether to check the values too (NaN, infinities, log_decay > 0, β out of range). Synchronises a GPU.
 
     Returns:
-        (out [B, T, H, V] in v's dtype, final state [B or N, H, K, V] in float64 for float64 inputs, else float32).
+        (out [B, T, H, V] in v's dtype, the final state [B or N, H, K, V] in float64 for float64 inputs, else float32).
 
     Raises:
         InputError: for arguments that do not fit together, a backend that cannot compute the call, and a parallel form
@@ -100,13 +100,7 @@ def linear_attention(
     if form == "parallel":
         call = call._replace(chunk_size=_one_chunk(v, cu_seqlens))
     if form == "recurrent":
-        if backend not in ("auto", "torch"):
-            raise InputError(
-                f"backend={backend!r} cannot run here: it has no form='recurrent'; expected backend='torch' or 'auto'"
-            )
-        # In the accumulator's precision, because gradients of tensors shared by all tokens are summed over tokens.
-        out, state = recurrent(call.wide(), None if bonus is None else bonus.to(accumulator(v)), normalise)
-        return out.to(v.dtype), state
+        return _token_by_token(call, bonus, normalise, backend)
     run = choose("linear_attention", backend, call).run
     if borders is not None:
         run = partial(over_processes, borders=borders, run=run)
@@ -128,6 +122,17 @@ def _checked(
     log_decay, beta, write_gate, read_gate, state, cu_seqlens, _ = options.values()
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
     return Call(q, k, v, log_decay, beta, write_gate, read_gate, state, cu_seqlens, rule == "delta", scale, chunk_size)
+
+
+def _token_by_token(call: Call, bonus: Tensor | None, normalise: bool, backend: str) -> tuple[Tensor, Tensor]:
+    """Computes the recurrent form."""
+    if backend not in ("auto", "torch"):
+        raise InputError(
+            f"backend={backend!r} cannot run here: it has no form='recurrent'; expected backend='torch' or 'auto'"
+        )
+    # In the accumulator's precision, because gradients of tensors shared by all tokens are summed over tokens.
+    out, state = recurrent(call.wide(), None if bonus is None else bonus.to(accumulator(call.v)), normalise)
+    return out.to(call.v.dtype), state
 
 
 def _one_chunk(v: Tensor, cu_seqlens: Tensor | None) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ..utils.errors import InputError
-from .record import NonNegativeInt, PositiveInt, Range, Record, require_positive
+from .record import NonNegativeInt, PositiveInt, Range, Record, Ungated, require_positive
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Pattern(Record):
 
 
 @dataclass(frozen=True)
-class AttentionSpec(Record):
-    """Softmax attention. The defaults are causal attention with rotary positions over all earlier tokens."""
+class AttentionSpec(Ungated):
+    """Softmax attention (arXiv 1706.03762). The defaults are causal, with rotary positions, over all earlier tokens."""
 
     kv_heads: PositiveInt | None = (
         None  # number of k/v heads, shared by consecutive query heads; None: one per query head
@@ -60,10 +60,6 @@ class AttentionSpec(Record):
     def num_heads(self, default: int) -> int:
         """Returns the number of query heads, which is `default` unless the spec sets it."""
         return self.count or default
-
-    def idle_gates(self, num_heads: int | None = None) -> list[str]:
-        """Returns [], since attention has no gates."""
-        return []
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""

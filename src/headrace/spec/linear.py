@@ -130,8 +130,15 @@ class MixerSpec(Record):
     competition: Competition | None = None
 
     def _objections(self):
-        inputs, decay, write, read, gate = self.inputs, self.decay, self.write, self.read, self.competition
-        delta, order = write.rule == "delta", inputs.order
+        yield from self._objections_to_division()
+        yield from self._objections_to_updates()
+        if self.competition is not None:
+            yield from self._objections_to_gates(self.competition)
+
+    def _objections_to_division(self):
+        """Denominators that can vanish."""
+        inputs, read = self.inputs, self.read
+        order, delta = inputs.order, self.write.rule == "delta"
         positive = inputs.positive or (order is not None and order % 2 == 0)
         yield (
             read.norm == "sum" and not positive,
@@ -144,20 +151,27 @@ class MixerSpec(Record):
             "expected write.rule='add', read.bonus=False and inputs.rotary=False",
         )
         yield (
-            delta and inputs.qk_norm == "none",
-            "write.rule='delta' with inputs.qk_norm='none' diverges once β‖k‖² > 2; expected 'l2', or 'sum'",
-        )
-        yield (
             inputs.qk_norm == "sum" and not inputs.positive,
             f"inputs.qk_norm='sum' divides by a sum that inputs.feature_map={inputs.feature_map!r} can make vanish; "
             "expected 'elu+1', 'relu' or dpfp",
         )
+
+    def _objections_to_updates(self):
+        """Decays, write strengths and reads that are not defined for the rest of the update."""
+        inputs, decay, write, delta = self.inputs, self.decay, self.write, self.write.rule == "delta"
         yield (
-            decay.kind == "xpos" and (not inputs.rotary or order is not None),
+            delta and inputs.qk_norm == "none",
+            "write.rule='delta' with inputs.qk_norm='none' diverges once β‖k‖² > 2; expected 'l2', or 'sum'",
+        )
+        yield (
+            decay.kind == "xpos" and (not inputs.rotary or inputs.order is not None),
             f"decay.kind='xpos' is defined for rotated q and k; expected inputs.rotary=True and no taylor features, "
             f"got rotary={inputs.rotary} and feature_map={inputs.feature_map!r}",
         )
-        yield (delta and read.bonus, "read.bonus=True reads the memory before the write; expected write.rule='add'")
+        yield (
+            delta and self.read.bonus,
+            "read.bonus=True reads the memory before the write; expected write.rule='add'",
+        )
         yield (
             write.beta == "dt" and decay.kind != "softplus",
             f"write.beta='dt' is the step size of decay.kind='softplus'; got decay.kind={decay.kind!r}",
@@ -167,12 +181,13 @@ class MixerSpec(Record):
             f"write.look={write.look} makes β depend on what the delta rule corrects; expected write.rule='delta' and "
             f"write.beta='sigmoid', got {write.rule!r} and {write.beta!r}",
         )
-        if gate is None:
-            return
+
+    def _objections_to_gates(self, gate: Competition):
+        """Gates of competition that gate nothing or that the write does not have."""
         yield (gate.read == gate.write == "none", "competition with read='none' and write='none' gates nothing")
         yield (
-            gate.write == "beta" and write.beta != "sigmoid",
-            f"competition.write='beta' acts inside β's logit and needs write.beta='sigmoid'; got {write.beta!r}",
+            gate.write == "beta" and self.write.beta != "sigmoid",
+            f"competition.write='beta' acts inside β's logit and needs write.beta='sigmoid'; got {self.write.beta!r}",
         )
         yield (
             gate.rank > 1 and gate.write == "none",

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..utils.errors import InputError
-from .record import PositiveFloat, PositiveInt, Record, require_positive
+from .record import PositiveFloat, PositiveInt, Ungated, require_positive
 
 
 @dataclass(frozen=True)
-class MatrixSpec(Record):
-    """A mixer with the memory update S ← A_t S + kᵀ v, for a transition A_t that `linear_attention` does not have."""
+class MatrixSpec(Ungated):
+    """A mixer with the memory update S ← A_t S + kᵀ v, for a transition A_t that `linear_attention` does not have:
+    RWKV-7 (arXiv 2503.14456), or GLA with a decay of keys and values (arXiv 2312.06635)."""
 
     kind: Literal["rwkv7", "gla-outer"]
     rank: PositiveInt | None = None  # rank of the low-rank projections; None: the papers' rank for the hidden size
@@ -27,10 +28,6 @@ class MatrixSpec(Record):
     def num_heads(self, default: int) -> int:
         """Returns the number of heads, which is `default` unless the spec sets it."""
         return self.count or default
-
-    def idle_gates(self, num_heads: int | None = None) -> list[str]:
-        """Returns [], since the mixer has no competition."""
-        return []
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""

@@ -53,6 +53,14 @@ class Record:
         return iter(())
 
 
+class Ungated(Record):
+    """Base class of the specs without head competition."""
+
+    def idle_gates(self, num_heads: int | None = None) -> list[str]:
+        """Returns [], since there are no gates that could have no effect."""
+        return []
+
+
 @cache
 def fields(cls: type) -> dict[str, tuple[Kind, ...]]:
     """Returns the alternatives that each field of a dataclass accepts, by the field's name."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ..utils.errors import InputError
-from .record import PositiveFloat, PositiveInt, Range, Record, require_positive
+from .record import PositiveFloat, PositiveInt, Range, Ungated, require_positive
 
 # Fields that each kind requires; a kind refuses those of the other kinds.
 FIELDS: dict[str, set[str]] = {
@@ -17,8 +17,9 @@ FIELDS: dict[str, set[str]] = {
 
 
 @dataclass(frozen=True)
-class ScanSpec(Record):
-    """A mixer that runs one recurrence per channel."""
+class ScanSpec(Ungated):
+    """A mixer that runs one recurrence per channel: Mamba (arXiv 2312.00752), S4 (2111.00396), S4D (2206.11893) or
+    RWKV-4 (2305.13048)."""
 
     kind: Literal["mamba", "s4", "s4d", "rwkv4"]
     state_size: PositiveInt | None = None  # state numbers per channel; in s4 and s4d two of them are one complex number
@@ -44,10 +45,6 @@ class ScanSpec(Record):
     def num_heads(self, default: int) -> int:
         """Returns 1, since the mixer has no heads."""
         return 1
-
-    def idle_gates(self, num_heads: int | None = None) -> list[str]:
-        """Returns [], since the mixer has no competition."""
-        return []
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (state numbers per channel, channels). Raises InputError unless expand gives whole channels."""

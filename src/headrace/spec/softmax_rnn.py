@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..utils.errors import InputError
-from .record import NonNegativeInt, Record, require_positive
+from .record import NonNegativeInt, Ungated, require_positive
 
 NORMS = ("l2", "rms", "layer")
 
 
 @dataclass(frozen=True)
-class SoftmaxRNNSpec(Record):
+class SoftmaxRNNSpec(Ungated):
     """The mixer Σ_s w(q_t, k_s) v_s / denominator (arXiv 2507.23632, section 4.5). The defaults are softmax attention.
 
     With x the logit of q_t and k_s, the weight w is e^x for numerator="exp". For "relu", "elu+1" and "cosine", which
@@ -52,10 +52,6 @@ class SoftmaxRNNSpec(Record):
     def num_heads(self, default: int) -> int:
         """Returns the model's number of heads."""
         return default
-
-    def idle_gates(self, num_heads: int | None = None) -> list[str]:
-        """Returns [], since the mixer has no competition."""
-        return []
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""

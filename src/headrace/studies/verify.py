@@ -28,7 +28,7 @@ WIDE = 256  # hidden size on a GPU, where matrix products have at least 16 chann
 
 
 class Row(NamedTuple):
-    """The relative error of one mixer in one check (`law`), and the largest accepted error."""
+    """The relative error of one mixer in one check (`law`), in the Euclidean norm, and the largest accepted error."""
 
     mixer: str
     law: str
@@ -229,9 +229,9 @@ def masked_matrix(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def relative(x: Tensor, reference: Tensor, floor: float = 0.0) -> float:
-    """Relative error |x − reference| / max(|reference|, floor); infinite if x is not finite."""
-    x, reference = x.detach().to("cpu", torch.float64), reference.detach().to(torch.float64)
-    if not bool(x.isfinite().all()):
+    """Relative error |x − reference| / max(|reference|, floor); infinite if x or the reference is not finite."""
+    x, reference = (y.detach().to("cpu", torch.float64) for y in (x, reference))
+    if not bool(x.isfinite().all() and reference.isfinite().all()):
         return float("inf")
     size = max(float(reference.norm()), floor)
     return float((x - reference).norm()) / size if size else float((x - reference).norm())
