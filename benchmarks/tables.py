@@ -12,10 +12,10 @@ DEPTH = 24
 INTRODUCTION = """# Measured
 
 Written by `python benchmarks/tables.py` from `benchmarks/results/`, which the programs beside it fill. 4 heads,
-float32, batch 1 unless said. In the op's tables each cell is the ratio of the median to headrace's, then milliseconds
-of CPU time, then the floor's share of it: the flops of the chunkwise form at the rate that the machine's matrix
-product had in the same run (`benchmarks/turns.py`). All implementations ran in turn in one process, and each peer's
-output was first compared with the literal equation. These machines are shared: trust ratios to 10 %.
+float32, batch 1 unless said. In the op's tables each cell is the ratio of the median to headrace's, the CPU time in
+milliseconds, and the floor's share of it: the time that the flops of the chunkwise form would take at the rate that the
+machine's matrix product had in the same run (`benchmarks/turns.py`). All implementations ran in turn in one process,
+and each peer's output was first compared with the literal equation. These machines are shared: trust ratios to 10 %.
 """
 
 
@@ -60,8 +60,12 @@ def op() -> str:
 def cell(row: dict | None) -> str:
     if not row:
         return ""
-    floor = f" {float(row['of_floor']):.0%}" if row["of_floor"] else ""
-    return f"**{float(row['ratio']):.2f}** {float(row['cpu_ms']):.0f}{floor}"
+    floor = f", {100 * float(row['of_floor']):.0f} %" if row["of_floor"] else ""
+    return f"{ratio(row)}{floor}"
+
+
+def ratio(row: dict) -> str:
+    return f"**{float(row['ratio']):.2f}**, {float(row['cpu_ms']):.0f} ms"
 
 
 def saved(cells: dict, runner: str) -> str:
@@ -95,10 +99,7 @@ def threads() -> str:
 def decays() -> str:
     rows = newest(read("decays.csv"), ("family", "backend", "mode", "log_decay"))
     found = {key: list(group) for key, group in groupby(rows, lambda r: (r["family"], r["backend"], r["mode"]))}
-    lines = [
-        [f"{family}, {backend}, {mode}", *(f"**{float(r['ratio']):.2f}** {float(r['cpu_ms']):.0f}" for r in own)]
-        for (family, backend, mode), own in found.items()
-    ]
+    lines = [[f"{family}, {backend}, {mode}", *map(ratio, own)] for (family, backend, mode), own in found.items()]
     header = ["", *dict.fromkeys(r["log_decay"] for r in rows)]
     title = "## At any decay: the time over that at the first, ms, by log_decay a token"
     return f"{title}\n\n{about(rows)}.\n\n{table(header, lines)}"

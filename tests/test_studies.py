@@ -219,7 +219,7 @@ def test_the_length_held_is_interpolated_and_stays_on_the_grid():
     assert by_mixer["a"][0] == pytest.approx(4.5), "half of the way from 0.95 to 0.85; what comes later is luck"
     assert by_mixer["b"] == {0: 4.0, 1: 3.0}
     cells = statistics.table_of_means(question("capacity"), runs)
-    assert cells[1:] == [["a", "1", "4.50 ± 0.00 (length 23)", "0"], ["b", "2", "3.50 ± 0.71 (length 11)", "2"]]
+    assert cells[1:] == [["a", "1", "23 (23 to 23)", "0"], ["b", "2", "11 (7 to 18)", "2"]]
 
 
 def test_speed_is_the_first_evaluation_above_nine_tenths():

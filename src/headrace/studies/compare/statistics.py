@@ -109,6 +109,11 @@ def holm(p: Sequence[float]) -> list[float]:
 
 # --- as text ---------------------------------------------------------------------------------------------------------
 DIGITS = {"score": 3, "speed": 0, "capacity": 2}
+MEANS = {
+    "score": "mean ± standard deviation",
+    "speed": "mean ± standard deviation",
+    "capacity": "length held: geometric mean (within one standard deviation)",
+}
 
 
 def table(question: Question, found: Sequence[Tested]) -> list[list[str]]:
@@ -126,16 +131,20 @@ def table(question: Question, found: Sequence[Tested]) -> list[list[str]]:
 def table_of_means(question: Question, rows: Sequence[Row]) -> list[list[str]]:
     """A header, and a row for each mixer and place. The last cell counts the values that are bounds."""
     ends = set[float]().union(*(bounds(question.measure, row) for row in rows))
-    digits = DIGITS[question.measure]
-    cells = [["mixer", "at", "seeds", "mean ± standard deviation", "seeds at an end of the range"]]
+    cells = [["mixer", "at", "seeds", MEANS[question.measure], "seeds at an end of the range"]]
     for where, by_mixer in collected(rows, question.measure).items():
         for mixer, own in by_mixer.items():
             values = list(own.values())
-            power = f" (length {2 ** fmean(values):.0f})" if question.measure == "capacity" else ""
-            spread = stdev(values) if len(values) > 1 else 0.0
-            mean = f"{fmean(values):.{digits}f} ± {spread:.{digits}f}{power}"
-            cells.append([question.name(mixer), where, str(len(own)), mean, str(sum(v in ends for v in values))])
+            said = mean_and_spread(question.measure, values)
+            cells.append([question.name(mixer), where, str(len(own)), said, str(sum(v in ends for v in values))])
     return placed(cells)
+
+
+def mean_and_spread(measure: str, values: Sequence[float]) -> str:
+    mean, spread, digits = fmean(values), stdev(values) if len(values) > 1 else 0.0, DIGITS[measure]
+    if measure == "capacity":
+        return f"{2**mean:.0f} ({2 ** (mean - spread):.0f} to {2 ** (mean + spread):.0f})"
+    return f"{mean:.{digits}f} ± {spread:.{digits}f}"
 
 
 def placed(rows: list[list[str]]) -> list[list[str]]:
@@ -201,5 +210,5 @@ MEASURES = {"score": score, "speed": speed, "capacity": capacity}
 UNITS = {
     "score": "units of the final score",
     "speed": f"steps to a score of {HELD:g}, all steps where it is not reached",
-    "capacity": f"doublings of the length up to which the score is at least {HELD:g}",
+    "capacity": f"doublings of the length held, the longest row with a score of at least {HELD:g}",
 }
