@@ -1,3 +1,4 @@
+import gc
 import hashlib
 import json
 import os
@@ -11,6 +12,8 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR"
     tempfile.gettempdir(), f"headrace-inductor-{os.getuid()}-{os.environ.get('ATEN_CPU_CAPABILITY', 'best')}",
     hashlib.sha256(b"".join(map(Path.read_bytes, sorted(Path(__file__).parents[1].glob("src/**/*.py"))))).hexdigest(),
 )  # fmt: skip
+
+gc.disable()  # until all tests are there: what is imported stays, and looking through it again and again takes seconds
 
 import pytest
 import torch
@@ -28,6 +31,11 @@ def pytest_collection_modifyitems(items):
     """The slowest tests come first. One that begins last keeps all other workers waiting; and where tests share a long
     fixture, some of them would pass to another worker at the end, which makes the fixture again."""
     items.sort(key=_seconds, reverse=True)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a collection no longer looks through libraries and tests
+    gc.enable()
 
 
 def _seconds(item):
