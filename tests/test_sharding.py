@@ -17,7 +17,7 @@ from headrace.training import checkpoints
 from sharded import Run, ended, start, train_all
 from training import train
 
-pytestmark = pytest.mark.slow(seconds=140)
+pytestmark = pytest.mark.slow(seconds=70)
 
 # 8 rows a step: 4 times 2 in one process, 2 times 2 in each of two processes. The norm of the gradient is above 1, the
 # bound at which it is clipped.
