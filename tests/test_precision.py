@@ -30,9 +30,7 @@ def errors_in_float32(arguments, monkeypatch, rule="add", **settings):
             op = partial(linear_attention, backend=name.replace("batched", "torch"))
             found, gradients = differentiated(op, arguments, torch.float32, rule, **settings)
         forward = max(relative(x, y) for x, y in zip(found, expected, strict=True))
-        errors.append(
-            (forward, max(relative(g, e, floor) for g, e in zip(gradients, expected_gradients, strict=True)))
-        )
+        errors.append((forward, max(relative(g, e, floor) for g, e in zip(gradients, expected_gradients, strict=True))))
     return tuple(map(max, zip(*errors, strict=True)))
 
 
@@ -189,8 +187,8 @@ def test_bfloat16_is_rounded_once(decay, kind):
         if way == "recurrent" and (kind, decay) not in RECURRENT:
             continue
         skip_if_missing(backend)
-        # Half a unit in the last of eight bits is 2^-8 of a number at most. Over many numbers it is 0.42 · 2^-8 in norm;
-        # √2 times as much, 0.6 · 2^-8, where they are rounded twice.
+        # Half a unit in the last of eight bits is 2^-8 of a number at most. Over many numbers it is 0.42 · 2^-8 in
+        # norm; √2 times as much, 0.6 · 2^-8, where they are rounded twice.
         for name, y in computed(torch.bfloat16, backend=backend, form=form).items():
             assert relative(y, expected[name]) <= (0.5 if y.numel() > 1000 else 1) * 2**-8, (way, name)
 
