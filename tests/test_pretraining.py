@@ -90,9 +90,9 @@ def test_a_run_goes_on_with_data_prepared_again_but_not_with_other_data(change, 
 
 @pytest.fixture(scope="module")
 def ended(data, tmp_path_factory):
-    """The folder of a run that has ended, and its trainer."""
+    """The folder of a run that has ended, with its curves, and its trainer."""
     folder = tmp_path_factory.mktemp("ended") / "run"
-    return folder, train(data, folder)
+    return folder, run.train(*recipe(), data, folder, trackers="none")
 
 
 class Killed(Exception):
