@@ -54,7 +54,9 @@ CASES = [
 
 @pytest.mark.filterwarnings("ignore::headrace.GateWarning")
 @pytest.mark.parametrize(
-    ("dtype", "name"), [*((torch.float64, name) for name in CASES), *((torch.float32, name) for name in zoo.names())]
+    ("dtype", "name"),
+    [*((torch.float64, name) for name in CASES), *((torch.float32, name) for name in zoo.names())],
+    ids=lambda x: str(x).removeprefix("torch."),
 )
 def test_every_way_is_the_literal_equation(dtype, name):
     """Options in float64 alone: their parts are those of the mixers, and what rounds to float32 is wrong by 1e-7."""
