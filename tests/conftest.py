@@ -1,6 +1,8 @@
+import gc
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,13 +13,17 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR"
     tempfile.gettempdir(), f"headrace-inductor-{os.getuid()}-{os.environ.get('ATEN_CPU_CAPABILITY', 'best')}",
     hashlib.sha256(b"".join(map(Path.read_bytes, sorted(Path(__file__).parents[1].glob("src/**/*.py"))))).hexdigest(),
 )  # fmt: skip
+# Its processes that compile import PyTorch, which takes longer than what there is to compile.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from equation import prepare
+from groups import forked
 
+gc.disable()  # until all tests are there: what is imported stays, and looking through it again and again takes seconds
 # Two processes of two threads on two cores wait for each other more than they compute.
 THREADS = int(os.environ.get("HEADRACE_TEST_THREADS", "1"))
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -30,6 +36,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=_seconds, reverse=True)
 
 
+def pytest_collection_finish():
+    gc.freeze()  # a collection no longer looks through libraries and tests
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries complain of what is still there at the end
+
+
 def _seconds(item):
     slow = item.get_closest_marker("slow")
     return slow.kwargs.get("seconds", 10) if slow else 0
@@ -39,6 +54,13 @@ def _seconds(item):
 def _a_number_of_threads_and_a_fixed_seed():
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _workers_of_comparisons_are_forked(monkeypatch):
+    """From a process that has imported what they need. That new ones work too is tested by the command itself."""
+    if pool := sys.modules.get("headrace.studies.compare.pool"):
+        monkeypatch.setattr(pool, "get_context", lambda kind: forked())
 
 
 @pytest.fixture(params=["torch", "batched", "native"])

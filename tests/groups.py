@@ -1,8 +1,10 @@
-"""A function in several processes of a group on this machine."""
+"""A function in several processes of a group on this machine, and a command in a process."""
 
 import datetime
 import os
+import signal
 import socket
+import sys
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ import torch.multiprocessing as mp
 from headrace import InputError
 
 # Imported once, by the process from which all others are forked. A part whose extra is not installed is left out.
-SHARED = ["headrace.hf", "headrace.cli.app", "headrace.training.run"]
+SHARED = ["headrace.hf", "headrace.cli.app", "headrace.training.run", "headrace.studies.compare.arm"]
 
 
 def forked():
@@ -34,6 +36,25 @@ def _process(rank, world, folder, port, function, arguments):
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=600))
     torch.save(function(*arguments), os.path.join(folder, f"{rank}.pt"))
     dist.destroy_process_group()
+
+
+def command(folder, *words):
+    """Starts `headrace WORDS` in a session of its own, with what it says in the files `out` and `err` of a folder."""
+    process = forked().Process(target=_command, args=(folder, *words))
+    process.start()
+    return process
+
+
+def _command(folder, *words):
+    os.setsid()
+    # In a job in the background, whose shell has it ignore the signal, this hears SIGINT all the same.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), stream)
+    from headrace.cli import main
+
+    sys.argv = ["headrace", *map(str, words)]
+    main()
 
 
 def free_port():

@@ -27,8 +27,13 @@ def train_all(runs, data, processes=1):
 
 
 def start(runs, data, processes):
-    context, given = forked(), (processes, free_port(), data, runs)
-    group = [context.Process(target=_process, args=(rank, *given), daemon=True) for rank in range(processes)]
+    return start_each([runs] * processes, data)
+
+
+def start_each(runs, data):
+    """Starts a process for each element of `runs`, the runs of this process."""
+    context, given = forked(), (len(runs), free_port(), data)
+    group = [context.Process(target=_process, args=(rank, *given, own), daemon=True) for rank, own in enumerate(runs)]
     for process in group:
         process.start()
     return group

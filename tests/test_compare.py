@@ -5,8 +5,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import torch
 
 from damage import change_digit
+from groups import command
 from headrace import zoo
 from headrace.studies.compare.arm import train
 from headrace.studies.compare.choose import choose
@@ -448,12 +447,9 @@ def test_a_run_that_diverges_says_so(tmp_path, mixer, task):
     assert result["diverged"] and result["scores"] == {} and result["curve"][-1]["step"] < 9
 
 
-# In a job in the background, whose shell has it ignore the signal, this hears SIGINT all the same.
-HEARING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-HEADRACE = [sys.executable, "-c", f"{HEARING}; from headrace.cli import main; main()"]
-RUN = [*HEADRACE, "compare", "--task", "pair", "--mixers", "retnet", "--seeds", "5", "--steps", "200", "--workers", "1"]
 PATIENCE = 600  # seconds, for a machine that does much else: whatever hangs, hangs longer
-RUN += ["--hidden-size", "16", "--heads", "4", "--batch-size", "8", "--length", "8"]
+RUN = "compare --task pair --mixers retnet --seeds 5 --steps 200 --workers 1"
+RUN += " --hidden-size 16 --heads 4 --batch-size 8 --length 8"
 ENDS = {  # {how a run is ended: (its exit code, what it says)}
     "interrupt": (130, "the same command continues"),
     "kill": (-signal.SIGKILL, ""),
@@ -470,35 +466,40 @@ def end(how, process, family):
         next(child for child in family if "spawn_main" in " ".join(child.cmdline())).kill()
 
 
-@pytest.mark.slow(seconds=90)
+@pytest.mark.slow(seconds=60)
 def test_what_is_finished_survives_and_the_same_command_continues(tmp_path):
     """Ended in every way, each time after one more arm, and then left to finish."""
-    command, kept = [*RUN, "--output", str(tmp_path / "run")], {}
+    words, kept = [*RUN.split(), "--output", tmp_path / "run"], {}
 
     def finished():
         return {path: path.stat().st_mtime_ns for path in (tmp_path / "run").glob("arms/*/result.json")}
 
+    def started(said):
+        said.mkdir()
+        return command(said, *words)
+
     for how, (code, sentence) in ENDS.items():
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+        process = started(tmp_path / how)
         wait_for(lambda: len(finished()) > len(kept), process)  # noqa: B023
         family = psutil.Process(process.pid).children(recursive=True)
         end(how, process, family)
-        _, errors = process.communicate(timeout=PATIENCE)
-        assert process.returncode == code and sentence in errors and "Traceback" not in errors, how
+        process.join(PATIENCE)
+        errors = (tmp_path / how / "err").read_text()
+        assert process.exitcode == code and sentence in errors and "Traceback" not in errors, how
         assert not psutil.wait_procs(family, timeout=PATIENCE)[1], "no orphans"
         assert kept.items() <= finished().items(), how
         kept = finished()
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert len(finished()) == 5 and kept.items() <= finished().items()
-    assert "The report is" in done.stdout and done.stdout.count("retnet, seed") == 5
+    process = started(tmp_path / "finished")
+    process.join(PATIENCE)
+    said = (tmp_path / "finished" / "out").read_text()
+    assert process.exitcode == 0 and len(finished()) == 5 and kept.items() <= finished().items()
+    assert "The report is" in said and said.count("retnet, seed") == 5
 
 
 def wait_for(condition, process):
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.is_alive() and time.monotonic() < deadline
         time.sleep(0.02)
 
 

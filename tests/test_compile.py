@@ -25,10 +25,10 @@ def _nothing_compiled():
 NAMES = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial_state")
 
 
-def drawn(decay, packed, dtype=torch.float32, tokens=T):
+def drawn(decay, packed, tokens=T):
     """The operator's differentiable arguments in order, and where packed sequences end."""
     x = inputs(decay, rows=1 if packed else B, n=3 if packed else None, tokens=tokens)
-    given = [x[name] if x[name] is None else x[name].detach().to(dtype).requires_grad_() for name in NAMES]
+    given = [x[name] if x[name] is None else x[name].detach().float().requires_grad_() for name in NAMES]
     return given, torch.tensor([0, 3, 9, tokens]) if packed else None
 
 
@@ -36,8 +36,10 @@ OF_THE_CODE = "test_schema", "test_faketensor"  # what it changes; shapes and st
 OF_THE_OPERATOR = "test_autograd_registration", "test_aot_dispatch_dynamic"
 
 
-@pytest.mark.parametrize(("rule", "decay"), [("add", "none"), ("add", "fixed"), ("add", "vector"), ("delta", "scalar")])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "decay", "packed"),
+    [("add", "none", False), ("add", "fixed", True), ("add", "vector", False), ("delta", "scalar", True)],
+)
 def test_opcheck(backend, rule, decay, packed):
     given, ends = drawn(decay, packed)
     constant = [x if x is None else x.detach() for x in given]
@@ -80,15 +82,11 @@ def assert_compiled_is_eager(calls, backend, compiler="inductor"):
 
 # "batched" is the operator of "torch", with other code in it, which a compiler does not see.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [("torch", torch.float32), ("torch", torch.float64), ("native", torch.float32)],
-    indirect=["backend"],
-)
-def test_calls_compile_as_one_graph(backend, dtype):
+@pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
+def test_calls_compile_as_one_graph(backend):
     """All kinds of calls in one, because every graph takes the C++ compiler's time."""
     kinds = itertools.product((False, True), [("add", "vector"), ("add", "fixed"), ("delta", "scalar")])
-    assert_compiled_is_eager([(*drawn(decay, packed, dtype), rule) for packed, (rule, decay) in kinds], backend)
+    assert_compiled_is_eager([(*drawn(decay, packed), rule) for packed, (rule, decay) in kinds], backend)
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
@@ -131,18 +129,13 @@ def assert_a_layer_compiles(mixer, dtype, backend):
 
 
 @pytest.mark.slow
+def test_a_layer_compiles():
+    """In float32, with a whole model: test_compiled_models.py."""
+    assert_a_layer_compiles("softmax-gated-deltanet", torch.float64, "inductor")
+
+
 @pytest.mark.parametrize(
-    ("mixer", "dtype"),
-    [
-        ("softmax-gated-deltanet", torch.float32),
-        ("softmax-gated-deltanet", torch.float64),
-        ("rwkv6", torch.float32),
-    ],
+    "mixer", ["linear-attention", "retnet", "rwkv6", "softmax-gla", "softmax-mamba2", "kda", "deltanet"]
 )
-def test_layers_compile(mixer, dtype):
-    assert_a_layer_compiles(mixer, dtype, "inductor")
-
-
-@pytest.mark.parametrize("mixer", ["linear-attention", "retnet", "softmax-gla", "softmax-mamba2", "kda", "deltanet"])
 def test_layers_are_one_graph(mixer):
     assert_a_layer_compiles(mixer, torch.float32, "aot_eager")

@@ -104,7 +104,7 @@ def test_every_recurrence_is_a_node_that_computes_the_literal_loop(tmp_path):
             assert abs(torch.from_numpy(y) - wanted).max() <= ROUNDING * wanted.abs().max(), T
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=45)
 def test_every_linear_mixer_and_softmax_attention_are_exported_as_they_are(tmp_path):
     """One layer of each in one model, without MLPs, as tracing takes seconds per layer. The mixers of the checkpoint
     below are tested there, and DeltaNet is Gated DeltaNet with fewer parts."""

@@ -69,38 +69,59 @@ def in_a_fresh_process(code, folder, cache):
     return done.stdout
 
 
+# Each way in a process of its own, forked from one that has imported torch and what the way imports first.
 WAYS = {
-    "transformers first": "from transformers import AutoModelForCausalLM; import headrace; "
-    "model = AutoModelForCausalLM.from_pretrained(folder)",
-    "headrace first": "import headrace; from transformers import AutoModelForCausalLM; "
-    "model = AutoModelForCausalLM.from_pretrained(folder)",
-    "in the middle": "import headrace; from transformers import LlamaForCausalLM, AutoModelForCausalLM; "
-    "model = AutoModelForCausalLM.from_pretrained(folder)",
-    "from a config": "import headrace; from transformers import AutoConfig, AutoModelForCausalLM; "
-    "model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))",
-    "for a model type": "import headrace; from transformers import AutoConfig, AutoModelForCausalLM; "
-    "model = AutoModelForCausalLM.from_config(AutoConfig.for_model('headrace', hidden_size=32, num_hidden_layers=2))",
-    "a pipeline": "import headrace; from transformers import pipeline; "
-    "model = pipeline('text-generation', model=folder).model",
-    "headrace unknown": "from transformers import AutoModelForCausalLM; "
-    "model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)",
+    "import torch, transformers": {
+        "transformers first": "from transformers import AutoModelForCausalLM; import headrace; "
+        "model = AutoModelForCausalLM.from_pretrained(folder)",
+        "headrace unknown": "from transformers import AutoModelForCausalLM; "
+        "model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True); model.save_pretrained(again)",
+    },
+    "import torch, headrace, transformers": {
+        "headrace first": "from transformers import AutoModelForCausalLM; "
+        "model = AutoModelForCausalLM.from_pretrained(folder)",
+        "in the middle": "from transformers import LlamaForCausalLM, AutoModelForCausalLM; "
+        "model = AutoModelForCausalLM.from_pretrained(folder)",
+        "from a config": "from transformers import AutoConfig, AutoModelForCausalLM; "
+        "model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))",
+        "for a model type": "from transformers import AutoConfig, AutoModelForCausalLM; "
+        "config = AutoConfig.for_model('headrace', hidden_size=32, num_hidden_layers=2); "
+        "model = AutoModelForCausalLM.from_config(config)",
+        "a pipeline": "from transformers import pipeline; model = pipeline('text-generation', model=folder).model",
+    },
 }
+FORKED = """
+import os, sys
+
+folder, again = sys.argv[1], {again!r}
+{first}
+for way, code in {ways!r}.items():
+    if not (child := os.fork()):
+        exec(code)
+        print(way, "reads", type(model).__module__, type(model).__name__, flush=True)
+        os._exit(0)
+    assert not os.waitpid(child, 0)[1], way
+"""
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_transformers_reads_a_folder_in_a_fresh_process(way, folder, tmp_path):
-    code = f"import sys; folder = sys.argv[1]; {WAYS[way]}; print(type(model).__module__, type(model).__name__)"
-    assert in_a_fresh_process(code, folder, tmp_path).split("\n")[-2] == "headrace.hf.model HeadraceForCausalLM"
+@pytest.fixture(scope="module", params=WAYS)
+def read(request, folder, tmp_path_factory):
+    """What the ways that begin alike have printed, and the folder in which one has saved the model."""
+    ways, place = WAYS[request.param], tmp_path_factory.mktemp("read")
+    code = FORKED.format(first=request.param, ways=ways, again=str(place / "again"))
+    return ways, in_a_fresh_process(code, folder, place / "modules"), place / "again"
 
 
-def test_what_was_read_by_its_code_is_saved_as_it_was(folder, tmp_path):
-    code = (
-        "import sys; from transformers import AutoModelForCausalLM as Auto; "
-        "model = Auto.from_pretrained(sys.argv[1], trust_remote_code=True); "
-        f"model.save_pretrained({str(tmp_path / 'again')!r})"
-    )
-    in_a_fresh_process(code, folder, tmp_path / "modules")
-    written = {file.name for file in (tmp_path / "again").iterdir()}
+def test_transformers_reads_a_folder_in_a_fresh_process(read):
+    ways, said, _ = read
+    assert said.count(" reads headrace.hf.model HeadraceForCausalLM\n") == len(ways)
+    assert all(f"{way} reads headrace.hf.model HeadraceForCausalLM\n" in said for way in ways)
+
+
+@pytest.mark.parametrize("read", ["import torch, transformers"], indirect=True)
+def test_what_was_read_by_its_code_is_saved_as_it_was(folder, read):
+    _, _, again = read
+    written = {file.name for file in again.iterdir()}
     assert written == {"config.json", "generation_config.json", "model.safetensors", "modeling_headrace.py", CHECKSUMS}
-    one, two = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "again"))
+    one, two = (json.loads((path / "config.json").read_text()) for path in (folder, again))
     assert one == two and one["auto_map"]["AutoModelForCausalLM"] == "modeling_headrace.HeadraceForCausalLM"

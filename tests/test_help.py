@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -119,21 +120,29 @@ def test_without_arguments_the_help_is_shown(capfd, monkeypatch):
 MODULES = """
 import contextlib, io, json, sys
 from headrace.cli import main
-sys.argv = ["headrace", *sys.argv[1:]]
-with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
-    main()
-print(json.dumps([len(shown.getvalue()), sorted(sys.modules)]))
+
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["headrace", *words]
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        main()
+    print(json.dumps([words, len(shown.getvalue()), sorted(sys.modules)]))
 """
 HEAVY = ("torch", "transformers", "datasets", "numpy", "matplotlib", "scipy", "lm_eval", "starlette", "uvicorn")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in NAMES), ["zoo"], ["recipes"]])
-def test_help_and_lists_import_nothing_heavy(arguments):
-    if arguments == ["recipes"]:
-        pytest.importorskip("yaml")
-    done = subprocess.run([sys.executable, "-c", MODULES, *arguments], capture_output=True, text=True, check=True)
-    length, modules = json.loads(done.stdout)
-    assert length and not {*HEAVY, "headrace.hf"} & set(modules)
+def test_help_and_lists_import_nothing_heavy():
+    """One after the other in one process, as what one of them imports stays."""
+    commands = [
+        ["--help"],
+        *([name, "--help"] for name in NAMES),
+        ["zoo"],
+        *([["recipes"]] if find_spec("yaml") else []),
+    ]
+    run = [sys.executable, "-c", MODULES, json.dumps(commands)]
+    told = list(map(json.loads, subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()))
+    assert [words for words, *_ in told] == commands
+    for words, length, modules in told:
+        assert length and not {*HEAVY, "headrace.hf"} & set(modules), words
 
 
 def test_completion_is_installed_and_completes(tmp_path):

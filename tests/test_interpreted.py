@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent / "interpreted"
 FILES = sorted(FOLDER.glob("test_*.py"))
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=45)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem.removeprefix("test_"))
 def test_in_the_interpreter(path):

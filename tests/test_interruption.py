@@ -30,7 +30,7 @@ from headrace.training.trainer import shares
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import CHECKSUMS
 from headrace.utils.processes import LOCK, locked
-from sharded import Run, train_all
+from sharded import Run, ended, start_each, train_all
 from training import arguments, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
@@ -190,16 +190,10 @@ def test_what_a_killed_process_started_ends_with_it(prepared, tmp_path, launcher
 # --- the same checkpoint for all -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_processes_with_folders_of_their_own_are_refused(prepared, tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import os, sys\nfrom headrace.cli import main\nat = sys.argv.index('--output') + 1\n"
-        "sys.argv[at] += os.environ['RANK']\nmain()\n"
-    )
-    command = [*TORCHRUN, str(script), *arguments(prepared, tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, env=QUIET, timeout=600, check=False)
-    assert done.returncode and "process 1 does not see the folder" in done.stderr
+    group = start_each([[Run(tmp_path / f"run{rank}")] for rank in (0, 1)], prepared)
+    assert any(ended(group))
+    assert "process 1 does not see the folder" in "".join(file.read_text() for file in tmp_path.glob("run*.txt"))
     assert not list(tmp_path.glob("run*/checkpoint-*"))
 
 
@@ -371,11 +365,17 @@ class SignalAt(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(data, folder)
+    return folder
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_told_to_stop_a_run_saves_and_goes_on_bit_for_bit(
-    data, prepared, tmp_path, monkeypatch, headrace_, number, code
+    data, prepared, whole, tmp_path, monkeypatch, headrace_, number, code
 ):
-    train(data, tmp_path / "whole")
     make = run.make_trainer
 
     def with_signal(*given):
@@ -389,22 +389,31 @@ def test_told_to_stop_a_run_saves_and_goes_on_bit_for_bit(
     assert ended == code and "the same command" in said and "Traceback" not in said
     assert checkpoints.newest(tmp_path / "cut").name == "checkpoint-13"
     train(data, tmp_path / "cut")
-    whole, cut = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
-    assert all(torch.equal(whole[name], cut[name]) for name in whole)
-    assert final_loss(tmp_path / "whole") == final_loss(tmp_path / "cut")
+    before, after = (load_file(folder / "model" / "model.safetensors") for folder in (whole, tmp_path / "cut"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert final_loss(whole) == final_loss(tmp_path / "cut")
+
+
+FULL_DISKS = """
+import os, resource, sys
+import headrace.training.run
+from headrace.cli import main
+
+output = sys.argv[sys.argv.index("--output") + 1]
+for kilobytes in (8, 40):
+    if not (child := os.fork()):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024,) * 2)
+        sys.argv[sys.argv.index(output)] += str(kilobytes)
+        main()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+"""
 
 
 def test_a_disk_that_is_full_is_one_sentence(prepared, tmp_path):
-    """Files may not grow beyond what a checkpoint's largest takes: safetensors, then torch.save, find no room."""
-    for kilobytes in (8, 40):
-        program = (
-            f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({kilobytes * 1024},) * 2);"
-            "from headrace.cli import main; main()"
-        )
-        command = [sys.executable, "-c", program, *arguments(prepared, tmp_path / f"run{kilobytes}", tokens=128 * 6)]
-        done = subprocess.run(command, capture_output=True, text=True, env=QUIET, check=False)
-        assert done.returncode == 2, done.stderr[-3000:]
-        assert "Traceback" not in done.stderr
-        assert re.search(
-            r"^headrace: a checkpoint cannot be written \(.*\) at step 5; the last complete", done.stderr, re.M
-        )
+    """Files may not grow beyond what a checkpoint's largest takes: safetensors, then torch.save, find no room. Two
+    processes, forked when all is imported."""
+    command = [sys.executable, "-c", FULL_DISKS, *arguments(prepared, tmp_path / "run", tokens=128 * 6)]
+    done = subprocess.run(command, capture_output=True, text=True, env=QUIET, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    said = r"^headrace: a checkpoint cannot be written \(.*\) at step 5; the last complete"
+    assert len(re.findall(said, done.stderr, re.M)) == 2

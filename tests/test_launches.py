@@ -16,8 +16,8 @@ KERNELS = ["prepare", "scan", "prepare", "scan", "reverse_scan", "gradients"]  #
 STACK = {
     ("sm_90", "linear"): 0, ("sm_90", "scalar"): 0, ("sm_90", "vector"): 128,
     ("sm_90", "delta"): 64, ("sm_90", "gated-delta"): 64, ("sm_90", "kda"): 512,
-    ("sm_100", "scalar"): 64, ("sm_100", "gated-delta"): 256, ("sm_100", "kda"): 512,
-    ("sm_80", "scalar"): 0, ("sm_80", "vector"): 384,
+    ("sm_100", "scalar"): 64, ("sm_100", "kda"): 512,
+    ("sm_80", "vector"): 384,
     ("sm_120", "scalar"): 64, ("gfx942", "scalar"): 64, ("gfx942", "gated-delta"): 256,
 }  # fmt: skip
 

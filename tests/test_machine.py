@@ -98,7 +98,14 @@ def test_devices_by_the_names_of_drivers():
 
 def test_the_command_says_whether_it_fits():
     def run(*options):
-        return CliRunner().invoke(cli.app, ["train", "paper-340m", "--dry-run", *options], env={"COLUMNS": "200"})
+        command = [
+            "train",
+            "laptop-1m",
+            "hidden_size=6144",
+            "--dry-run",
+            *options,
+        ]  # 2 billion parameters in few layers
+        return CliRunner().invoke(cli.app, command, env={"COLUMNS": "200"})
 
     assert "GiB: fits" in run("--machine", "8xH100").output
     assert "does not fit; expected a smaller micro_batch" in run("--machine", "8xL4").output

@@ -88,6 +88,13 @@ def test_a_run_goes_on_with_data_prepared_again_but_not_with_other_data(change, 
         run.begin(tmp_path, chosen, again)
 
 
+@pytest.fixture(scope="module")
+def ended(data, tmp_path_factory):
+    """The folder of a run that has ended, with its curves, and its trainer."""
+    folder = tmp_path_factory.mktemp("ended") / "run"
+    return folder, run.train(*recipe(), data, folder, trackers="none")
+
+
 class Killed(Exception):
     pass
 
@@ -134,8 +141,8 @@ def test_a_killed_run_goes_on_bit_for_bit(data, tmp_path, monkeypatch, changes):
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
 
 
-def test_a_run_killed_after_its_last_step_only_finishes(data, tmp_path):
-    train(data, tmp_path / "run")
+def test_a_run_killed_after_its_last_step_only_finishes(data, ended, tmp_path):
+    shutil.copytree(ended[0], tmp_path / "run")
     before = load_file(tmp_path / "run" / "model" / "model.safetensors")
     shutil.rmtree(tmp_path / "run" / "model")
     train(data, tmp_path / "run")
@@ -143,9 +150,9 @@ def test_a_run_killed_after_its_last_step_only_finishes(data, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_what_a_run_leaves(data, tmp_path):
-    trainer = train(data, tmp_path / "run")
-    model, points = load(tmp_path / "run" / "model"), losses(tmp_path / "run")
+def test_what_a_run_leaves(data, ended):
+    folder, trainer = ended
+    model, points = load(folder / "model"), losses(folder)
     with torch.no_grad():
         total = count = 0
         for row in (row["input_ids"] for row in data.held_out):
@@ -155,10 +162,10 @@ def test_what_a_run_leaves(data, tmp_path):
     final = next(point["final_loss"] for point in points if "final_loss" in point)
     assert final == pytest.approx(total / count, rel=1e-5)
     assert points[0]["loss"] > final
-    card = (tmp_path / "run" / "model" / "README.md").read_text("utf-8")
+    card = (folder / "model" / "README.md").read_text("utf-8")
     assert f"{final:.4f} nats" in card and "micro_batch: 2" in card and "![Loss" in card
-    assert "trust_remote_code=True" in card and (tmp_path / "run" / "model" / "modeling_headrace.py").is_file()
-    assert (tmp_path / "run" / "model" / "curves.png").stat().st_size > 1000
+    assert "trust_remote_code=True" in card and (folder / "model" / "modeling_headrace.py").is_file()
+    assert (folder / "model" / "curves.png").stat().st_size > 1000
     assert trainer.careful().skipped == 0
     (evaluated, *_) = (point for point in trainer.state.log_history if "eval_write_entropy_1" in point)
     loads = [value for name, value in evaluated.items() if re.fullmatch(r"eval_write_load_1_\d+", name)]
@@ -171,18 +178,18 @@ def test_what_a_run_leaves(data, tmp_path):
     assert ModelCard(card).data.eval_results[0].metric_value == pytest.approx(final)
 
 
-def test_a_trained_model_decodes_token_by_token(data, tmp_path):
-    train(data, tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["use_cache"] is True
-    for folder in (tmp_path / "run" / "model", checkpoints.newest(tmp_path / "run")):
+def test_a_trained_model_decodes_token_by_token(ended):
+    run, _ = ended
+    assert json.loads((run / "model" / "config.json").read_text())["use_cache"] is True
+    for folder in (run / "model", checkpoints.newest(run)):
         model, seen = load(folder), []
         model.model.backbone.layers[0].register_forward_pre_hook(lambda _, args, to=seen: to.append(args[0].shape[1]))
         model.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=4, eos_token_id=None)
         assert seen == [5, 1, 1, 1]
 
 
-def test_curves_of_a_run_that_ended_and_of_one_that_is_at_work(data, tmp_path):
-    train(data, tmp_path / "ended")
+def test_curves_of_a_run_that_ended_and_of_one_that_is_at_work(ended, tmp_path):
+    shutil.copytree(ended[0], tmp_path / "ended")
     shutil.copytree(tmp_path / "ended", tmp_path / "at work")
     shutil.rmtree(tmp_path / "at work" / "model")
     (tmp_path / "at work" / "checkpoint-99").mkdir()
@@ -269,6 +276,13 @@ def test_a_run_begins_from_a_checkpoint_retrofitted_or_not(data, prepared, tmp_p
     assert after[-1]["final_loss"] < before[-1]["final_loss"]
 
 
+@pytest.fixture(scope="module")
+def first(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("first")
+    train(data, folder, tokens=128 * 2, mixer="gla")
+    return folder / "model"
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -277,9 +291,8 @@ def test_a_run_begins_from_a_checkpoint_retrofitted_or_not(data, prepared, tmp_p
         ({"weights": "nowhere"}, "'nowhere' has no config.json"),
     ],
 )
-def test_weights_of_another_model_are_refused(data, tmp_path, changes, sentence):
-    train(data, tmp_path / "first", tokens=128 * 2, mixer="gla")
-    wanted = {"mixer": "gla", "weights": str(tmp_path / "first" / "model")} | changes
+def test_weights_of_another_model_are_refused(first, changes, sentence):
+    wanted = {"mixer": "gla", "weights": str(first)} | changes
     with pytest.raises(InputError, match=sentence):
         build(recipe(**wanted)[0])
 

@@ -3,10 +3,9 @@
 import asyncio
 import itertools
 import json
+import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ import openai
 import torch
 from starlette.requests import ClientDisconnect
 
+from groups import command
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM, load
 from headrace.hf.generate import generate, sampling_settings
@@ -411,27 +411,24 @@ def test_what_cannot_be_served_is_said_before(tmp_path):
         application(tmp_path)
 
 
-def start(*arguments):
-    # In a job in the background, whose shell has it ignore the signal, this hears SIGINT all the same.
-    hearing = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = [sys.executable, "-c", f"{hearing}; from headrace.cli import main; main()", "serve", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
-def test_a_signal_ends_it_while_it_generates(checkpoint, number, code, word):
-    server = start(checkpoint, "--port", 0, "--tokens", ENDLESS)
-    base = server.stdout.readline().split()[-1]
+def test_a_signal_ends_it_while_it_generates(checkpoint, tmp_path, number, code, word):
+    server = command(tmp_path, "serve", checkpoint, "--port", 0, "--tokens", ENDLESS)
+    while not (tmp_path / "out").exists() or "\n" not in (tmp_path / "out").read_text():
+        assert server.is_alive()
+        time.sleep(0.05)
+    base = (tmp_path / "out").read_text().splitlines()[0].split()[-1]
     with ask(connect(base.removesuffix("/v1")), "a", stream=True, max_tokens=ENDLESS) as stream:
         next(iter(stream))
-        server.send_signal(number)
+        os.kill(server.pid, number)
         with pytest.raises(openai.APIConnectionError):
             list(stream)
-    said = server.communicate()[1]
-    assert server.returncode == code and f"{word}: the server has ended" in said and "Traceback" not in said
+    server.join()
+    said = (tmp_path / "err").read_text()
+    assert server.exitcode == code and f"{word}: the server has ended" in said and "Traceback" not in said
 
 
 def test_an_address_that_cannot_be_had(checkpoint):

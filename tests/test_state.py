@@ -63,7 +63,8 @@ def tensors(state):
 
 def storages(state):
     """Bytes of everything that a state's tensors may point into."""
-    return [bytes(x.untyped_storage()) for x in tensors(state)]
+    wholes = [torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()) for x in tensors(state)]
+    return [whole.numpy().tobytes() for whole in wholes]
 
 
 # --- a cache that may not be written into -----------------------------------------------------------------------------

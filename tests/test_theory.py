@@ -3,7 +3,7 @@
 import json
 import math
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -109,11 +109,14 @@ def test_what_is_wrong_is_one_sentence(arguments, said):
     assert isinstance(error, InputError) and said in str(error) and "\n" not in str(error)
 
 
-def test_the_command_exits_with_2_and_one_sentence():
-    command = [sys.executable, "-m", "studies.theory", "winer"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
-    assert done.returncode == 2 and done.stderr.startswith("studies.theory: NAME='winer' is unknown")
-    assert done.stderr.count("\n") == 1
+def test_the_command_exits_with_2_and_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["theory", "winer"])
+    monkeypatch.delitem(sys.modules, "studies.theory.__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("studies.theory", run_name="__main__")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("studies.theory: NAME='winer' is unknown")
+    assert said.count("\n") == 1
 
 
 def test_a_folder_in_use_is_refused(tmp_path):

@@ -19,7 +19,8 @@ PACKED = torch.tensor([0, 5, 5, 37, 70])  # the second sequence is empty
 
 
 def arguments(decay, **options):
-    return inputs(decay, **{"rows": 1, "tokens": T, "heads": H, "key": K, "value": V} | options)
+    heads = 2 if decay == "vector" else H  # whose kernels take longest
+    return inputs(decay, **{"rows": 1, "tokens": T, "heads": heads, "key": K, "value": V} | options)
 
 
 def call(backend="fla", **changes):
@@ -61,10 +62,10 @@ def test_delta_rule():
 
 @pytest.mark.slow
 def test_delta_rule_with_a_decay_per_channel():
-    assert_same(arguments("vector"), FLA, rule="delta")
+    assert_same(arguments("vector", heads=1), FLA, rule="delta")
 
 
-@pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
 def test_packed_sequences(decay):
     assert_same(arguments(decay, n=4), FLA, PACKED)
 
