@@ -67,6 +67,9 @@ CLAIMS = (  # differences that docs/findings.md states, as +mean (low to high)
     ("capacity-deltanet", "softmax", "wide sigmoid"),
     ("capacity-deltanet", "softmax", "none"),
     ("capacity-deltanet", "wide sigmoid", "none"),
+    ("capacity-gated-deltanet", "softmax", "wide sigmoid"),
+    ("capacity-gated-deltanet", "softmax", "none"),
+    ("capacity-gated-deltanet", "wide sigmoid", "none"),
 )
 HELD = (  # pairs that it states, as NAME's mean over seeds
     ("capacity-linear-attention", "none", "it holds {} pairs"),
@@ -78,6 +81,13 @@ HELD = (  # pairs that it states, as NAME's mean over seeds
     ("long-retnet", "none", "RetNet without gates holds {} pairs"),
     ("long-retnet", "softmax", "with the softmax {} and"),
     ("capacity-deltanet", "none", "DeltaNet holds {} pairs"),
+    ("capacity-gated-deltanet", "none", "Gated DeltaNet {}"),
+)
+
+
+POOLED = (  # differences over several studies, as mean (low to high; pairs of runs, p)
+    ("softmax", "wide sigmoid", ("capacity-gla", "capacity-deltanet", "capacity-gated-deltanet")),
+    ("softmax", "wide sigmoid", ("capacity-linear-attention", "capacity-retnet")),
 )
 
 
@@ -92,6 +102,14 @@ def test_the_differences_of_the_findings(name, a, b, findings):
     (found,) = statistics.differences([asked])
     (one,) = (o for o in found if (question.name(o.a), question.name(o.b)) == (a, b))
     assert f"{one.mean:+.2f} ({one.low:.2f} to {one.high:.2f})".replace("-", "−") in findings
+
+
+@pytest.mark.parametrize(("a", "b", "names"), POOLED)
+def test_the_differences_over_several_studies(a, b, names, findings):
+    one = study.pooled(a, b, names)
+    assert one.n == 5 * len(names)
+    said = f"{one.mean:+.2f} ({one.low:.2f} to {one.high:.2f}; {one.n} pairs of runs, p {one.p:.2g})"
+    assert said.replace("-", "−").replace("p 0.", "p .") in findings
 
 
 @pytest.mark.parametrize(("name", "arm", "said"), HELD)
