@@ -34,13 +34,7 @@ SELECTIVE_COPY = replace(
     task=tasks.SelectiveCopy(symbols=8, copied=4, length=24),
     recipe=ArmRecipe(steps=300, batch_size=32, lr=3e-3),
 )
-INDUCTION = replace(
-    COPY,
-    name="induction",
-    mixers=SELECTIVE_COPY.mixers,
-    task=tasks.Induction(length=32),
-    recipe=ArmRecipe(steps=400, batch_size=32, lr=3e-3),
-)
+INDUCTION = replace(COPY, name="induction", task=tasks.Induction(length=32))
 NEEDLE = Plan(
     "needle",
     ("gla", "softmax-gla", "gated-deltanet", "softmax-gated-deltanet", "transformer"),
