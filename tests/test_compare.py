@@ -274,7 +274,7 @@ def test_tasks_are_expressions_and_sweeps_are_plans_with_names_of_their_own():
     (plan,) = choose("text(files=a.txt, length=20)", [], None, {}).plans
     assert plan.task == Text(("a.txt",), length=20)
     assert [p.task.length for p in choose("pair", [], None, {}, "pairs=8,32").plans] == [16, 64]
-    study = choose("mqar(length=128)", [], None, {"seeds": 2}, "pairs=4, 32")
+    study = choose("mqar(vocabulary=288, length=128)", [], None, {"seeds": 2}, "pairs=4, 32")
     assert [(p.name, p.task.pairs, p.task.length, p.seeds) for p in study.plans] == [
         ("mqar-pairs-4", 4, 128, 2), ("mqar-pairs-32", 32, 128, 2),
     ]  # fmt: skip
