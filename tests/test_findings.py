@@ -503,7 +503,7 @@ def test_every_task_of_recall_knows_what_guessing_gives():
     known = {
         "pair": 1 / 32,
         "key-value": 1 / 16,
-        "mqar": 1 / 144,
+        "mqar": 1 / 20,
         "copy": 1 / 16,
         "selective-copy": 1 / 8,
         "induction": 1 / 15,

@@ -66,7 +66,7 @@ GROUPS = {
             (
                 "",
                 "--task mqar --mixers gla,softmax-gla,transformer --seeds 3",
-                "--task mqar --sweep pairs=4,8,16 --mixers gla,softmax-gla",
+                "--task mqar --sweep pairs=1,2,4 --mixers gla,softmax-gla",
                 "--text novel.txt --mixers retnet,softmax-retnet",
             ),
         ),

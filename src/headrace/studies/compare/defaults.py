@@ -18,18 +18,15 @@ PAIR = Plan(
 COPY = Plan(
     "copy",
     ("transformer", "retnet", "softmax-retnet", "gated-deltanet", "softmax-gated-deltanet"),
-    tasks.Copy(),
+    tasks.Copy(length=32),
     Shape(layers=2, heads=4),
-    ArmRecipe(steps=1000, lr=3e-3),
+    ArmRecipe(steps=600, batch_size=32, lr=3e-3),
 )
-KEY_VALUE = replace(
-    COPY,
-    name="key-value",
-    task=tasks.KeyValue(keys=16, pairs=4, length=24),
-    recipe=ArmRecipe(steps=600, batch_size=32, lr=3e-3),
-)
+KEY_VALUE = replace(COPY, name="key-value", task=tasks.KeyValue(keys=16, pairs=4, length=24))
 # The default vocabulary of Mqar is Zoology's 8,192, with which nothing is learnt within these steps (docs/log.md).
-MQAR = replace(COPY, name="mqar", task=tasks.Mqar(vocabulary=288, pairs=4, length=32))
+MQAR = replace(
+    COPY, name="mqar", task=tasks.Mqar(vocabulary=40, pairs=4, length=16), recipe=ArmRecipe(steps=800, lr=1e-2)
+)
 SELECTIVE_COPY = replace(
     COPY,
     name="selective-copy",
@@ -37,7 +34,7 @@ SELECTIVE_COPY = replace(
     task=tasks.SelectiveCopy(symbols=8, copied=4, length=24),
     recipe=ArmRecipe(steps=300, batch_size=32, lr=3e-3),
 )
-INDUCTION = replace(COPY, name="induction", mixers=SELECTIVE_COPY.mixers, task=tasks.Induction())
+INDUCTION = replace(COPY, name="induction", task=tasks.Induction(length=32))
 NEEDLE = Plan(
     "needle",
     ("gla", "softmax-gla", "gated-deltanet", "softmax-gated-deltanet", "transformer"),

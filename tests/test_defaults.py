@@ -1,0 +1,100 @@
+"""The tables of the guide on the defaults are those of their runs, and the examples of `compare` fit the tasks."""
+
+import re
+import shlex
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from headrace.cli.app import GROUPS
+from headrace.studies.compare.choose import choose
+from headrace.studies.compare.defaults import DEFAULTS
+from headrace.studies.compare.rows import read
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "docs" / "guide.md").read_text("utf-8")
+RUNS = read(ROOT / "benchmarks" / "results" / "defaults.csv")
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+SEARCHED = [run for run in RUNS if "-lr-" in run["comparison"]]
+REPORTED = [run for run in RUNS if run["comparison"] in DEFAULTS]
+
+
+def score(run):
+    return f"{100 * run['score']:.1f}{'' if run['converged'] else '*'}"
+
+
+def searched():
+    """The lines of the table of learning rates: one for each task and mixer; in a cell, one score for each seed."""
+    found = {}
+    for run in SEARCHED:
+        task, _, rate = run["comparison"].partition("-lr-")
+        assert float(rate) == run["lr"]
+        cells = found.setdefault((f"`{task}`", str(run["steps"]), run["mixer"]), {rate: [] for rate in RATES})
+        cells[run["lr"]].append(score(run))
+    return [f"| {' | '.join([*key, *map(', '.join, cells.values())])} |" for key, cells in sorted(found.items())]
+
+
+def reported():
+    """The lines of the table of the defaults: one for each task."""
+    for task, runs in groupby(REPORTED, lambda run: run["comparison"]):
+        arms = list(runs)
+        steps, lr = arms[0]["steps"], arms[0]["lr"]
+        scores = ", ".join(f"{run['mixer']} {score(run)}" for run in arms)
+        converged = f"{sum(run['converged'] for run in arms)} of {len(arms)}"
+        command = f"`headrace compare --task {task} --seeds 1`"
+        yield f"| `{task}` | {steps} | {lr:g} | {converged} | {scores} | {command} |"
+
+
+def tables(first):
+    """The lines below the header that begins with `first`, without its rule."""
+    block = GUIDE[GUIDE.index(f"| task | steps | {first}") :].partition("\n\n")[0]
+    return block.splitlines()[2:]
+
+
+def test_the_table_of_learning_rates_is_that_of_its_runs():
+    assert tables("mixer") == searched()
+
+
+def test_the_table_of_defaults_is_that_of_its_runs():
+    assert tables("lr") == list(reported())
+
+
+@pytest.mark.parametrize("task", dict.fromkeys(run["comparison"] for run in REPORTED))
+def test_the_runs_are_those_of_the_default(task):
+    plan, runs = DEFAULTS[task], [run for run in REPORTED if run["comparison"] == task]
+    assert tuple(run["mixer"] for run in runs) == plan.mixers
+    assert {(run["steps"], run["lr"], run["seed"]) for run in runs} == {(plan.recipe.steps, plan.recipe.lr, 0)}
+
+
+@pytest.mark.parametrize("task", dict.fromkeys(run["comparison"].partition("-lr-")[0] for run in SEARCHED))
+def test_a_default_takes_the_rate_with_the_lowest_sum_of_losses(task):
+    """Of the medians over seeds, at the rates that every mixer of the search was trained with."""
+    found = {}
+    for run in SEARCHED:
+        if run["comparison"].startswith(f"{task}-lr-"):
+            found.setdefault(run["lr"], {}).setdefault(run["mixer"], []).append(run["loss"])
+    mixers = max(map(len, found.values()))
+    sums = {rate: sum(map(median, own.values())) for rate, own in found.items() if len(own) == mixers}
+    assert len(sums) > 1 and DEFAULTS[task].recipe.lr == min(sums, key=sums.__getitem__)
+
+
+def test_the_seeds_of_the_search_are_none_of_those_reported():
+    seeds = {run["seed"] for run in SEARCHED}
+    assert all(seeds.isdisjoint(plan.seed_numbers) for plan in DEFAULTS.values())
+
+
+def test_the_guide_says_which_defaults_are_not_searched():
+    done = {run["comparison"].partition("-lr-")[0] for run in SEARCHED} | {"pair", "text"}
+    sentence = re.search(r"The defaults of ([^.]*)\s+are\s+not\s+searched", GUIDE)
+    assert set(re.findall(r"`([^`]*)`", sentence[1])) == DEFAULTS.keys() - done
+
+
+@pytest.mark.parametrize("example", [e for e in GROUPS["Compare"]["compare"].examples if "--task" in e])
+def test_the_examples_of_compare_fit_their_tasks(example):
+    words = shlex.split(example)
+    options = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    task, sweep = options.pop("task"), options.pop("sweep", None)
+    for plan in choose(task, [], None, options, sweep).plans:
+        plan.check()
