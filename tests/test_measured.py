@@ -67,6 +67,8 @@ CLAIMS = (  # differences that docs/findings.md states, as +mean (low to high)
     ("capacity-deltanet", "softmax", "wide sigmoid"),
     ("capacity-deltanet", "softmax", "none"),
     ("capacity-deltanet", "wide sigmoid", "none"),
+    *(("heads-retnet", f"{heads} heads softmax", f"{heads} heads none") for heads in (2, 4, 16)),
+    *(("heads-retnet", f"{heads} heads softmax", f"{heads} heads wide sigmoid") for heads in (2, 4, 16)),
     ("capacity-gated-deltanet", "softmax", "wide sigmoid"),
     ("capacity-gated-deltanet", "softmax", "none"),
     ("capacity-gated-deltanet", "wide sigmoid", "none"),
@@ -82,6 +84,9 @@ HELD = (  # pairs that it states, as NAME's mean over seeds
     ("long-retnet", "softmax", "with the softmax {} and"),
     ("capacity-deltanet", "none", "DeltaNet holds {} pairs"),
     ("capacity-gated-deltanet", "none", "Gated DeltaNet {}"),
+    ("heads-retnet", "16 heads none", "16 heads hold {} pairs without gates"),
+    ("heads-retnet", "16 heads softmax", "{} with the softmax and"),
+    ("heads-retnet", "16 heads wide sigmoid", "and {} with the wide sigmoid"),
 )
 
 
