@@ -27,10 +27,9 @@ RUN = {
 }  # fmt: skip
 CASES = {
     "softmax-gla": {},
-    "gated-deltanet": {"mixer": "gated-deltanet", "recompute": True},
     "mamba2": {"mixer": "mamba2", "tie": False, "clip": "none"},
     "zamba": {"mixer": "zamba", "layers": 6},  # a hybrid with attention, of which several layers share a block
-    "context": {"mixer": "softmax-gated-deltanet", "context_parallel": 2},
+    "context": {"mixer": "softmax-gated-deltanet", "recompute": True, "context_parallel": 2},
     "bfloat16": {"precision": "bfloat16"},
 }
 SHORT = {"tokens": 256 * 4, "save_every": 4, "evaluate_every": 4}  # all but the first

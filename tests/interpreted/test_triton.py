@@ -25,13 +25,18 @@ def arguments(decay, **options):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_equation(decay, rule):
+    assert_same(arguments(decay, tokens=SHORT), TRITON, rule=rule)
+
+
+@pytest.mark.parametrize(("decay", "rule"), [("fixed", "add"), ("vector", "delta")])
+def test_several_rows(decay, rule):
     assert_same(arguments(decay, rows=2, tokens=SHORT), TRITON, rule=rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_without_gates_and_state(decay, rule):
-    assert_same(arguments(decay, gates=False, state=False), TRITON, rule=rule)
+    assert_same(arguments(decay, heads=1, gates=False, state=False), TRITON, rule=rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
