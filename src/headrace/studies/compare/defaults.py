@@ -25,7 +25,7 @@ COPY = Plan(
 KEY_VALUE = replace(COPY, name="key-value", task=tasks.KeyValue(keys=16, pairs=4, length=24))
 # The default vocabulary of Mqar is Zoology's 8,192, with which nothing is learnt within these steps (docs/log.md).
 MQAR = replace(
-    COPY, name="mqar", task=tasks.Mqar(vocabulary=40, pairs=4, length=16), recipe=ArmRecipe(steps=800, lr=1e-2)
+    COPY, name="mqar", task=tasks.Mqar(vocabulary=40, pairs=4, length=16), recipe=ArmRecipe(steps=1200, lr=3e-3)
 )
 SELECTIVE_COPY = replace(
     COPY,
