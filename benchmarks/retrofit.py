@@ -37,10 +37,8 @@ def run(folder: Path = FOLDER) -> None:
     later = second(first)
     trials = [continued(arm, first, folder) for trial in later.trials() for arm in trial.arms()]
     arms = [continued(arm, first, folder) for arm in later.arms(tuning.best(later, trials))]
-    found = [
-        rows.row(arm, first.task.metric.name, trial) for part, trial in ((trials, True), (arms, False)) for arm in part
-    ]
-    rows.write(found, RESULTS)
+    listed = [(arm, True) for arm in trials] + [(arm, False) for arm in arms]
+    rows.write([rows.row(arm, first.task.metric.name, trial) for arm, trial in listed], RESULTS)
 
 
 @app.command()

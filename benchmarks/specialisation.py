@@ -69,7 +69,7 @@ def show() -> None:
 
 
 def lines() -> list[str]:
-    """The table of docs/competition.md: mean and standard deviation over seeds."""
+    """A table with the mean and standard deviation of each measure over seeds."""
     question, _ = study.read(NAME)
     shown = [
         "| mixer | seeds | write gate | read gate | ablation | by chance |",

@@ -1,11 +1,15 @@
-"""The measures of benchmarks/specialisation.py."""
+"""The measures of benchmarks/specialisation.py, and benchmarks/retrofit.py with few steps."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+import retrofit
 import specialisation
+import study
 from headrace import HeadraceConfig, HeadraceForCausalLM
 
 
@@ -46,3 +50,22 @@ def test_a_head_is_silenced_and_gates_are_noted():
     with torch.no_grad():
         weight.unflatten(1, (4, -1))[:, 2] = 0
     assert torch.equal(model(ids).logits, silenced) and not torch.equal(whole, silenced)
+
+
+def test_gates_that_are_added_halfway_begin_where_the_first_half_ended(tmp_path, monkeypatch):
+    (whole,) = study.plan(retrofit.BASE).plans
+    short = replace(
+        whole, recipe=replace(whole.recipe, steps=2, evaluations=1, held_out=16), seeds=(0,),
+        tuning=replace(whole.tuning, seeds=(100,)),
+    )  # fmt: skip
+    monkeypatch.setattr(study, "plan", lambda name, made=study.plan: replace(made(name), plans=(short,)))
+    monkeypatch.setattr(retrofit, "RESULTS", tmp_path / "retrofit.csv")
+    retrofit.run(tmp_path)
+    runs = [json.loads(path.read_text("utf-8")) for path in tmp_path.glob("arms/*/result.json")]
+    assert {run["seed"] for run in runs} == {0, 100, 1000, 1100}
+    for seed in (0, 100):
+        (end,) = (run["curve"][-1]["scores"] for run in runs if run["seed"] == seed)
+        begun = [run["curve"][0]["scores"] for run in runs if run["seed"] == seed + retrofit.LATER]
+        assert len(begun) in (3, 9) and begun == [end] * len(begun)
+    kept = study.rows.read(tmp_path / "retrofit.csv")
+    assert [row["trial"] for row in kept] == [True] * 9 + [False] * 3 and "| softmax |" in "\n".join(retrofit.lines())
