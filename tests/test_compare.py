@@ -22,7 +22,7 @@ from headrace.studies.compare.choose import choose
 from headrace.studies.compare.defaults import DEFAULTS, DEMO, PAIR
 from headrace.studies.compare.plan import MATCHED, ArmRecipe, Plan, Shape, Study
 from headrace.studies.compare.run import complete
-from headrace.tasks import Answers, Digits, Induction, Masked, Pair, Reverse, Text
+from headrace.tasks import IGNORED, Answers, Digits, Induction, Masked, Pair, Reverse, Text
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import read_result, write_json
 from headrace.utils.provenance import claim
@@ -236,9 +236,10 @@ def test_evaluation_is_the_mean_over_answers():
     output, asked = model(**rows), rows["shift_labels"] >= 0
     right = (output.logits.argmax(-1) == rows["shift_labels"]) & asked
     assert answers.loss == pytest.approx(output.loss.item(), rel=1e-5) and gates == []
-    assert torch.equal(answers.right, right) and torch.equal(answers.asked, asked)
+    assert torch.equal(answers.right & asked, right) and torch.equal(answers.asked, asked)
     assert answers.accuracy == pytest.approx(right[asked].float().mean().item())
-    assert Answers(0.0, torch.tensor([[1, 0], [1, 1]]) > 0, torch.tensor([[1, 0], [1, 0]]) > 0).exact == 0.5
+    labels = {"shift_labels": torch.tensor([[1, IGNORED], [1, 1]])}
+    assert Answers(labels, torch.zeros(2, 2), torch.tensor([[1, 0], [1, 0]]) > 0).exact == 0.5
 
 
 # --- plans and folders --------------------------------------------------------------------------------------

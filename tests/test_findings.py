@@ -484,6 +484,13 @@ def test_what_holds_at_a_length(score, held):
     assert (f"up to length {12 if held else 6};" in "\n".join(findings(summarise(found)[0]))) is True
 
 
+def test_the_loss_of_a_text_in_longer_rows():
+    found = results([[3.25]], plan=TEXT)
+    found["arms"][0]["by_length"] = {"96": 3.25, "6144": 4.5}
+    text = "\n".join(findings(summarise(found)[0]))
+    assert "the loss is 3.250 nats/token in rows of 96, as in training, and 4.500 nats/token in rows of 6144" in text
+
+
 def test_pictures_show_the_numbers():
     """Percent, and means over seeds."""
     learnt = results([[0.2, 0.4], [0.9, 0.9]], plan=REVERSE)

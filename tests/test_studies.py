@@ -89,7 +89,7 @@ def test_a_plan_is_the_options_of_compare_and_a_question(tmp_path):
         ("softmax - none", "softmax", "expected NAME - NAME"),
         ("question: Does it help?", "", "lacks 'question'; expected question, mixers and compare"),
         ("compare: [softmax - none]", "compare: []", "nothing under `compare`"),
-        ("measure: capacity", "measure: size", "measure='size' is not allowed; expected one of score, speed, capacity"),
+        ("measure: capacity", "measure: size", "measure='size' is not allowed; expected one of score, losses, speed"),
         ("tune_seeds: 8-9", "tune_seeds: 2-3", "seed 2 is among those of the search and those reported"),
         ("tune: lr=1e-3,1e-2", "tune: heads=3", "expected FIELD=VALUE,VALUE,… with a field such as lr"),
         ("tune: lr=1e-3,1e-2", "", "--tune-seeds 8-9 needs a search"),
@@ -220,6 +220,15 @@ def test_the_length_held_is_interpolated_and_stays_on_the_grid():
     assert by_mixer["b"] == {0: 4.0, 1: 3.0}
     cells = statistics.table_of_means(question("capacity"), runs)
     assert cells[1:] == [["a", "1", "23 (23 to 23)", "0"], ["b", "2", "11 (7 to 18)", "2"]]
+
+
+def test_losses_are_compared_over_all_tokens_over_repeats_and_by_length():
+    scores = {"loss": 2.0, "perplexity": 7.4, "loss on repeats": 1.0}
+    runs = [row("a", 0, 2.0, loss=2.0, scores=scores, by_length={8: 2.5, 1024: 3.0})]
+    assert statistics.collected(runs, "losses") == {
+        place: {"a": {0: value}}
+        for place, value in {"all tokens": 2.0, "loss on repeats": 1.0, "rows of 8": 2.5, "rows of 1,024": 3.0}.items()
+    }
 
 
 def test_speed_is_the_first_evaluation_above_nine_tenths():

@@ -44,7 +44,9 @@ SYNTHETIC = (
 
 
 def nats(loss):
-    return Answers(loss, torch.ones(1, 2) > 0, torch.ones(1, 2) > 0)
+    """The answer to one token."""
+    token = torch.ones(1, 1, dtype=torch.long)
+    return Answers({"input_ids": token, "shift_labels": token}, torch.full((1, 1), loss), token > 0)
 
 
 def rows_of(task, count=32):
@@ -378,7 +380,31 @@ def test_every_token_of_spans_is_in_the_vocabulary(book):
 
 def test_scores_of_text(book):
     scores = Text((str(book),)).scores(nats(math.log(2)))
-    assert scores == {"loss": math.log(2), "bits per byte": pytest.approx(1.0), "perplexity": pytest.approx(2.0)}
+    assert scores == {"loss": pytest.approx(math.log(2)), "bits per byte": pytest.approx(1.0), "perplexity": pytest.approx(2.0)}
+
+
+def test_text_repeats_are_rare_bigrams_that_the_row_has_had_before(book):
+    """a b twice, then x y twice, of which the training text has none; b a is common there."""
+    task = Text((str(book),))
+    train = task.corpus.train
+    common = {tuple(pair) for pair in zip(train[:-1].tolist(), train[1:].tolist(), strict=True)}
+    a, b, c = (next(n for n in range(1, 32) if n not in train and n > m) for m in (0, 1, 2))
+    e, space = ord("e"), ord(" ")
+    assert (e, space) in common
+    ids = torch.tensor([[a, b, a, b, e, space, e, space, c, a, b]])
+    rows = {"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}
+    expected = torch.tensor([[0, 0, 1, 0, 0, 0, 0, 0, 0, 1]]) > 0
+    assert torch.equal(task.repeats(rows), expected)
+    losses = torch.arange(10.0)[None]
+    assert task.scores(Answers(rows, losses, losses > 0))["loss on repeats"] == (2 + 9) / 2
+
+
+def test_text_by_length_has_as_many_tokens_at_each(book):
+    rows = Text((str(book),), length=4, longest=70).by_length(16)
+    assert {n: tuple(batch["input_ids"].shape) for n, batch in rows.items()} == {4: (16, 4), 16: (4, 16), 64: (1, 64)}
+    assert Text((str(book),), length=4).by_length(16) == {}
+    with pytest.raises(InputError, match="longest=3; expected 0 or at least length=4"):
+        Text((str(book),), length=4, longest=3)
 
 
 def test_without_files_the_text_is_the_standard_library():

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..ops.loss import IGNORED
+
 LONGER = (1, 2, 4, 8)  # held-out lengths as multiples of the training length
 BLOCK = 1024  # rows drawn together
 
@@ -33,21 +35,30 @@ class Metric:
 
 
 class Answers(NamedTuple):
-    """The answers of a model. loss: mean loss in nats; asked, right: masks [rows, T] of the positions with a label and
-    of the positions with a correct prediction."""
+    """The answers of a model to rows of a task. losses: [rows, T] in nats; right: mask [rows, T] of the positions where
+    the likeliest token is the label."""
 
-    loss: float
-    asked: Tensor
+    rows: Batch
+    losses: Tensor
     right: Tensor
 
     @property
+    def asked(self) -> Tensor:
+        """Mask [rows, T] of the positions with a label."""
+        return self.rows["shift_labels"] != IGNORED
+
+    @property
+    def loss(self) -> float:
+        return self.losses[self.asked].double().mean().item()
+
+    @property
     def accuracy(self) -> float:
-        return float(self.right.sum() / self.asked.sum())
+        return self.right[self.asked].float().mean().item()
 
     @property
     def exact(self) -> float:
         """The fraction of rows without a mistake."""
-        return float((self.right == self.asked).all(1).float().mean())
+        return (self.right | ~self.asked).all(1).float().mean().item()
 
 
 class Task(Protocol):

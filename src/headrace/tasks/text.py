@@ -13,7 +13,8 @@ import math
 import sysconfig
 import zlib
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import count, takewhile
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,6 +26,7 @@ from ..utils.errors import InputError
 from .base import Answers, Batch, Metric
 
 HELD_OUT_SHARE = 0.1
+COMMON = 1e-5  # a bigram that is more than this share of the training text's is learnt from there, not from the row
 PACKED = (".zst", ".bz2", ".xz", ".zip")  # compressed formats that are not supported
 
 
@@ -35,6 +37,7 @@ class Text:
     files: tuple[str, ...] = ()  # empty: Python's standard library
     tokenizer: str | None = None  # a `tokenizers` JSON file; None: bytes
     length: int = 128
+    longest: int = 0  # length up to which the loss is evaluated at 1, 4, 16 … times `length` as well; 0: not
 
     name: ClassVar[str] = "text"
     metric: ClassVar[Metric] = Metric("loss", "nats/token", digits=3, higher_is_better=False)
@@ -42,17 +45,20 @@ class Text:
     def __post_init__(self) -> None:
         if self.length < 1:
             raise InputError(f"length={self.length}; expected at least 1")
+        if self.longest and self.longest < self.length:
+            raise InputError(f"longest={self.longest}; expected 0 or at least length={self.length}")
 
     @property
     def corpus(self) -> "Corpus":
         """The tokens of the text. InputError if a file is missing, empty or not UTF-8, or if the text is too short."""
         corpus = load(self.files, self.tokenizer)
-        for part in (corpus.train, corpus.tail):
-            if len(part) <= self.length:
-                raise InputError(
-                    f"the text has {len(corpus.train) + len(corpus.tail)} tokens, too few for length={self.length}; "
-                    f"expected at least {math.ceil((self.length + 1) / HELD_OUT_SHARE)}, of which a tenth is held out"
-                )
+        name = "longest" if self.longest else "length"
+        needed = getattr(self, name) + 1
+        if min(len(corpus.train), len(corpus.tail)) < needed:
+            raise InputError(
+                f"the text has {len(corpus.train) + len(corpus.tail)} tokens, too few for {name}={needed - 1}; "
+                f"expected at least {math.ceil(needed / HELD_OUT_SHARE)}, of which a tenth is held out"
+            )
         return corpus
 
     @property
@@ -64,7 +70,7 @@ class Text:
         return self.corpus.sha256
 
     def resized(self, length: int) -> "Text":
-        return replace(self, length=length)
+        return replace(self, length=length, longest=0)
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         tokens = self.corpus.train
@@ -77,17 +83,31 @@ class Text:
         return self._windows(tail, torch.linspace(0, windows - 1, min(rows, windows)).long() * self.length)
 
     def by_length(self, rows: int) -> dict[int, Batch]:
-        return {}
+        """Length -> windows of that length, as many tokens at each."""
+        lengths = takewhile(lambda length: length <= self.longest, (self.length * 4**i for i in count()))
+        return {n: self.resized(n).held_out(max(rows * self.length // n, 1)) for n in lengths}
 
     def _windows(self, tokens: Tensor, starts: Tensor) -> Batch:
         window = tokens[starts[:, None] + torch.arange(self.length + 1)].long()
         return {"input_ids": window[:, :-1].contiguous(), "shift_labels": window[:, 1:].contiguous()}
 
     def scores(self, answers: Answers) -> dict[str, float]:
-        loss = answers.loss
+        """loss on repeats: over the tokens that `repeats` marks; absent if there are none."""
+        loss, repeats = answers.loss, self.repeats(answers.rows)
         bits_per_byte = loss / math.log(2) / self.corpus.bytes_per_token
         # exp of the loss of a diverged model would overflow
-        return {"loss": loss, "bits per byte": bits_per_byte, "perplexity": math.exp(min(loss, 700.0))}
+        scores = {"loss": loss, "bits per byte": bits_per_byte, "perplexity": math.exp(min(loss, 700.0))}
+        return scores | ({"loss on repeats": answers.losses[repeats].mean().item()} if repeats.any() else {})
+
+    def repeats(self, rows: Batch) -> Tensor:
+        """Mask [rows, T] of the labels that complete a bigram that the row has had before and that is rare, at most
+        COMMON of the training text's: what an associative memory of the row predicts (Arora et al., arXiv 2312.04927,
+        section 3)."""
+        bigrams = rows["input_ids"] * self.vocab_size + rows["shift_labels"]
+        repeated = torch.ones_like(bigrams, dtype=torch.bool)
+        for row, seen in zip(bigrams.numpy(), repeated, strict=True):
+            seen[np.unique(row, return_index=True)[1]] = False
+        return repeated & ~torch.isin(bigrams, self.corpus.common)
 
 
 @dataclass(frozen=True)
@@ -99,6 +119,13 @@ class Corpus:
     vocab_size: int
     bytes_per_token: float  # of `tail`
     sha256: str
+
+    @cached_property
+    def common(self) -> Tensor:
+        """The bigrams ab that are more than COMMON of `train`, as a · vocab_size + b."""
+        train = self.train.long()
+        bigrams, times = (train[:-1] * self.vocab_size + train[1:]).unique(return_counts=True)
+        return bigrams[times > COMMON * len(train)]
 
 
 @lru_cache(maxsize=2)

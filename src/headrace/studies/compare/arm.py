@@ -130,18 +130,18 @@ class Curve(TrainerCallback):
 def evaluate(model: nn.Module, rows: Batch, batch_size: int) -> tuple[Answers, list[dict[str, Any]]]:
     """(answers, gate statistics) of the model on the rows; positions without a label are not scored."""
     training, device = model.training, next(model.parameters()).device
-    asked, loss, right = rows["shift_labels"] != IGNORED, 0.0, []
+    losses, right = [], []
     model.eval()
     with GateWatch().on(model) as watch:
         for batch in batches(rows, batch_size, device):
             labels = batch["shift_labels"]
             watch.asked, watch.mask = labels != IGNORED, batch.get("attention_mask", labels)
-            output = model(**batch)
-            loss += output.loss.item() * int(watch.asked.sum())
-            right.append((output.logits.argmax(-1) == labels).cpu())
+            logits = model(**batch).logits
+            losses.append(nn.functional.cross_entropy(logits.float().mT, labels, reduction="none").cpu())
+            right.append((logits.argmax(-1) == labels).cpu())
     model.train(training)
-    answers = Answers(loss / int(asked.sum()), asked, asked & torch.cat(right))
-    return answers, watch.summary() if math.isfinite(loss) else []
+    answers = Answers(rows, torch.cat(losses), torch.cat(right))
+    return answers, watch.summary() if math.isfinite(answers.loss) else []
 
 
 def batches(rows: Batch, size: int, device: torch.device):

@@ -13,7 +13,7 @@ from ...report.numbers import count
 from .pairwise import Difference, common_seeds, competing, find, pairs, with_gates, without_count
 from .plan import MATCHED
 from .rows import HELD, RULE, converged
-from .summary import Comparison, show, show_contender, show_scores, task_of
+from .summary import Comparison, Contender, show, show_contender, show_scores, task_of
 
 SPELT = 2  # largest number of pairs that the answer names one by one
 NEAR = 0.02  # a score counts as chance up to this much above it
@@ -152,18 +152,33 @@ def fewer_heads(comparison: Comparison) -> Iterator[str]:
 
 
 def lengths(comparison: Comparison) -> Iterator[str]:
-    """The length of row or source up to which the score of each mixer stays at HELD or above."""
+    """How the score of each mixer depends on the length of row or source."""
     longest = comparison.plan["length"]
     for c in (c for c in comparison.contenders if c.by_length):
-        means = {n: fmean(scores) for n, scores in sorted(c.by_length.items())}
-        held = list(takewhile(lambda n, means=means: means[n] >= HELD, means))  # type: ignore[misc]
-        name, seeds = c.metric.name, count(len(c.by_length[longest]), "seed")
-        reach = f"at least {HELD:.0%} up to length {held[-1]}" if held else f"below {HELD:.0%} at length {min(means)}"
-        beyond = ", which is longer than any in training" if held and held[-1] > longest else ""
-        yield (
-            f"{c.label}: the mean {name} over {seeds} is {reach}{beyond}; at length {longest}, the longest in "
-            f"training, it is {show_scores(c.metric, c.by_length[longest])}."
-        )
+        said = reach if c.metric.higher_is_better else beyond
+        yield f"{c.label}: {said(c, longest)}."
+
+
+def reach(c: Contender, longest: int) -> str:
+    """The length up to which the score stays at HELD or above."""
+    means = {n: fmean(scores) for n, scores in sorted(c.by_length.items())}
+    held = list(takewhile(lambda n: means[n] >= HELD, means))
+    name, seeds = c.metric.name, count(len(c.by_length[longest]), "seed")
+    where = f"at least {HELD:.0%} up to length {held[-1]}" if held else f"below {HELD:.0%} at length {min(means)}"
+    longer = ", which is longer than any in training" if held and held[-1] > longest else ""
+    return (
+        f"the mean {name} over {seeds} is {where}{longer}; at length {longest}, the longest in training, it is "
+        f"{show_scores(c.metric, c.by_length[longest])}"
+    )
+
+
+def beyond(c: Contender, longest: int) -> str:
+    """The loss in the longest rows beside that in rows as long as in training."""
+    last = max(c.by_length)
+    return (
+        f"the {c.metric.name} is {show_scores(c.metric, c.by_length[longest])} in rows of {longest}, as in training, and "
+        f"{show_scores(c.metric, c.by_length[last])} in rows of {last}"
+    )
 
 
 def cautions(comparison: Comparison) -> Iterator[str]:

@@ -13,8 +13,9 @@ from ...tasks import TASKS
 
 COLUMNS = (
     "commit", "comparison", "mixer", "seed", "trial", "lr", "steps", "metric", "score", "loss", "reached", "converged",
-    "parameters", "state_bytes", "seconds", "by_length",
-)  # fmt: skip
+    "parameters", "state_bytes", "seconds", "by_length", "scores",
+)
+TABLES = ("by_length", "scores")  # the columns that are JSON  # fmt: skip
 HELD = 0.9  # smallest score at which a model still solves a task
 SETTLED = 0.02  # a run has converged if the last third of its steps gave less than this part of the fall of its loss
 RULE = f"converged: the last third of the steps gave less than {SETTLED:.0%} of the fall of the held-out loss"
@@ -27,7 +28,7 @@ def rows(results: dict[str, Any]) -> list[Row]:
 
     score, loss: at the end, None for a run that diverged. reached: the first evaluated step with a score of at least
     HELD, None without one. trial: whether the run belongs to a search. by_length: {length: score} on held-out rows of
-    these lengths, empty for a task without.
+    these lengths, empty for a task without. scores: {name: score}, all that the task has, at the end.
     """
     plans = results["study"]["plans"]
     metrics = {plan["name"]: TASKS[plan["task"]["name"]].metric.name for plan in plans}
@@ -59,7 +60,7 @@ def write(found: Sequence[Row], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        writer.writerows(row | {"by_length": json.dumps(row["by_length"])} for row in found)
+        writer.writerows(row | {name: json.dumps(row[name]) for name in TABLES} for row in found)
 
 
 def read(path: Path) -> list[Row]:
@@ -71,8 +72,8 @@ def read(path: Path) -> list[Row]:
 def value(name: str, text: str) -> Any:
     if name in ("trial", "converged"):
         return text == "True"
-    if name == "by_length":
-        return {int(length): score for length, score in json.loads(text or "{}").items()}
+    if name in TABLES:
+        return {int(key) if key.isdecimal() else key: score for key, score in json.loads(text or "{}").items()}
     if name in ("seed", "steps", "reached", "parameters", "state_bytes"):
         return int(text) if text else None
     return (float(text) if text else None) if name in ("lr", "score", "loss", "seconds") else text

@@ -17,7 +17,7 @@ from .rows import rows as rows_of
 
 LEVEL = 0.05  # of the family: a difference is called one if its corrected p is below
 
-Values = dict[str, dict[str, dict[int, float]]]  # a comparison -> mixer -> seed -> value
+Values = dict[str, dict[str, dict[int, float]]]  # a place, such as a comparison -> mixer -> seed -> value
 
 
 class Table(NamedTuple):
@@ -108,9 +108,10 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 # --- as text ---------------------------------------------------------------------------------------------------------
-DIGITS = {"score": 3, "speed": 0, "capacity": 2}
+DIGITS = {"score": 3, "losses": 3, "speed": 0, "capacity": 2}
 MEANS = {
     "score": "mean ± standard deviation",
+    "losses": "mean ± standard deviation",
     "speed": "mean ± standard deviation",
     "capacity": "length held: geometric mean (within one standard deviation)",
 }
@@ -172,15 +173,25 @@ def answer(question: Question, found: Sequence[Tested]) -> str:
 
 
 # --- measures --------------------------------------------------------------------------------------------------------
-def score(row: Row) -> float:
-    return row["score"]
+def score(row: Row) -> dict[str, float]:
+    return {row["comparison"]: row["score"]}
 
 
-def speed(row: Row) -> float:
-    return float(row["reached"] or row["steps"])
+def losses(row: Row) -> dict[str, float]:
+    """The losses of a language model: over all tokens, over others by name (tasks/text.py), and in rows of each length."""
+    named = {name: loss for name, loss in row["scores"].items() if name.startswith("loss ")}
+    return {"all tokens": row["loss"]} | named | {f"rows of {n:,}": loss for n, loss in sorted(row["by_length"].items())}
 
 
-def capacity(row: Row) -> float:
+def speed(row: Row) -> dict[str, float]:
+    return {row["comparison"]: float(row["reached"] or row["steps"])}
+
+
+def capacity(row: Row) -> dict[str, float]:
+    return {row["comparison"]: length_held(row)}
+
+
+def length_held(row: Row) -> float:
     """log2 of the length up to which the score is at least HELD, interpolated linearly in it; at least the smallest
     length that was tested, and at most the largest."""
     lengths, curve = sorted(row["by_length"]), row["by_length"]
@@ -202,13 +213,15 @@ def collected(rows: Sequence[Row], measure: str) -> Values:
     found: Values = {}
     for row in rows:
         if not row["trial"] and row["score"] is not None:
-            found.setdefault(row["comparison"], {}).setdefault(row["mixer"], {})[row["seed"]] = MEASURES[measure](row)
+            for place, value in MEASURES[measure](row).items():
+                found.setdefault(place, {}).setdefault(row["mixer"], {})[row["seed"]] = value
     return found
 
 
-MEASURES = {"score": score, "speed": speed, "capacity": capacity}
+MEASURES = {"score": score, "losses": losses, "speed": speed, "capacity": capacity}
 UNITS = {
     "score": "units of the final score",
+    "losses": "nats per token",
     "speed": f"steps to a score of {HELD:g}, all steps where it is not reached",
     "capacity": f"doublings of the length held, the longest row with a score of at least {HELD:g}",
 }
