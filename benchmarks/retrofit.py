@@ -74,7 +74,8 @@ def continued(arm: Arm, first: Plan, folder: Path) -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
         train(arm, path, lambda step, scores: None, weights=begun(first, arm.seed - LATER, folder))
         print(f"{arm.plan.name}: {question().name(arm.mixer)}, seed {arm.seed}", flush=True)
-    return json.loads(path.read_text("utf-8"))
+    found = json.loads(path.read_text("utf-8"))
+    return found | {"commit": found["environment"]["commit"]}
 
 
 def begun(first: Plan, seed: int, folder: Path) -> dict[str, Tensor]:

@@ -172,6 +172,11 @@ def study(*names: str) -> str:
     return "\n".join(lines(list(names)))
 
 
+def program(name: str) -> str:
+    """What `python benchmarks/NAME.py show` prints."""
+    return "\n".join(import_module(name).lines())
+
+
 def elsewhere() -> str:
     return table(("field of another configuration", "headrace"), ((f"`{a}`", f"`{b}`") for a, b in ELSEWHERE.items()))
 

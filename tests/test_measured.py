@@ -55,6 +55,12 @@ def test_the_studies():
     assert sorted(name for names in commands for name in names.split()) == sorted(kept)
 
 
+@pytest.mark.parametrize("name", ["retrofit"])
+def test_the_programs_of_studies(name):
+    page = (ROOT / "docs" / "competition.md").read_text("utf-8")
+    assert f"\npython benchmarks/{name}.py show\n```\n\n```{{generated}} program {name}\n" in page
+
+
 CLAIMS = (  # differences that docs/findings.md states, as +mean (low to high)
     ("capacity-linear-attention", "softmax", "none"),
     ("capacity-linear-attention", "softmax", "wide sigmoid"),

@@ -175,10 +175,8 @@ def reach(c: Contender, longest: int) -> str:
 def beyond(c: Contender, longest: int) -> str:
     """The loss in the longest rows beside that in rows as long as in training."""
     last = max(c.by_length)
-    return (
-        f"the {c.metric.name} is {show_scores(c.metric, c.by_length[longest])} in rows of {longest}, as in training, and "
-        f"{show_scores(c.metric, c.by_length[last])} in rows of {last}"
-    )
+    trained, tested = (show_scores(c.metric, c.by_length[n]) for n in (longest, last))
+    return f"the {c.metric.name} is {trained} in rows of {longest}, as in training, and {tested} in rows of {last}"
 
 
 def cautions(comparison: Comparison) -> Iterator[str]:

@@ -12,8 +12,23 @@ from typing import Any
 from ...tasks import TASKS
 
 COLUMNS = (
-    "commit", "comparison", "mixer", "seed", "trial", "lr", "steps", "metric", "score", "loss", "reached", "converged",
-    "parameters", "state_bytes", "seconds", "by_length", "scores",
+    "commit",
+    "comparison",
+    "mixer",
+    "seed",
+    "trial",
+    "lr",
+    "steps",
+    "metric",
+    "score",
+    "loss",
+    "reached",
+    "converged",
+    "parameters",
+    "state_bytes",
+    "seconds",
+    "by_length",
+    "scores",
 )
 TABLES = ("by_length", "scores")  # the columns that are JSON  # fmt: skip
 HELD = 0.9  # smallest score at which a model still solves a task

@@ -178,9 +178,10 @@ def score(row: Row) -> dict[str, float]:
 
 
 def losses(row: Row) -> dict[str, float]:
-    """The losses of a language model: over all tokens, over others by name (tasks/text.py), and in rows of each length."""
+    """The losses of a language model: over all tokens, over those that a score names, and in rows of each length."""
     named = {name: loss for name, loss in row["scores"].items() if name.startswith("loss ")}
-    return {"all tokens": row["loss"]} | named | {f"rows of {n:,}": loss for n, loss in sorted(row["by_length"].items())}
+    by_length = {f"rows of {n:,}": loss for n, loss in sorted(row["by_length"].items())}
+    return {"all tokens": row["loss"]} | named | by_length
 
 
 def speed(row: Row) -> dict[str, float]:
