@@ -19,7 +19,7 @@ from headrace.studies.compare.plan import ArmRecipe, Plan, Shape, Study, Tuning
 from headrace.studies.compare.question import Question
 from headrace.studies.compare.run import complete
 from headrace.studies.compare.tuning import at_edge, best
-from headrace.tasks import Pair
+from headrace.tasks import Pair, Text
 from headrace.utils.errors import InputError
 from headrace.utils.provenance import claim
 
@@ -108,6 +108,8 @@ def test_a_wrong_plan_is_refused(old, new, says, tmp_path):
 def test_every_plan_of_ours_can_be_run(path):
     study = planned(path)
     for plan in study.plans:
+        if isinstance(plan.task, Text):  # of files that benchmarks/corpus.py writes; here, of the standard library
+            plan = replace(plan, task=replace(plan.task, files=(), tokenizer=None))
         plan.check()
     assert study.question.cost and len(study.plans[0].seed_numbers) >= 5
     assert study.question.measure != "capacity" or all(plan.task.by_length(1) for plan in study.plans)

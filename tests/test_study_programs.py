@@ -1,4 +1,4 @@
-"""The measures of benchmarks/specialisation.py, and benchmarks/retrofit.py with few steps."""
+"""The measures of benchmarks/specialisation.py, benchmarks/retrofit.py with few steps, and benchmarks/corpus.py."""
 
 import json
 import math
@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+import corpus
 import retrofit
 import specialisation
 import study
 from headrace import HeadraceConfig, HeadraceForCausalLM
+from headrace.tasks import Text
 
 
 def test_information_by_hand():
@@ -19,6 +21,19 @@ def test_information_by_hand():
     assert specialisation.information(torch.zeros(4, 3)) == 0
     half = specialisation.information(torch.tensor([[3.0, 1.0], [1.0, 3.0]]))
     assert half == pytest.approx(1 + (0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(2))
+
+
+def test_the_corpus_is_prose_and_code_in_turn(tmp_path, monkeypatch):
+    (book := tmp_path / "book").write_text("prose\n" * 100, encoding="utf-8")
+    (code := tmp_path / "code.py").write_text("code =\n" * 60, encoding="utf-8")
+    monkeypatch.setattr(corpus, "standard_library", lambda: [str(code)])
+    monkeypatch.setattr(corpus, "FOLDER", tmp_path / "text")
+    monkeypatch.setattr(corpus, "PIECE", 42)
+    corpus.main([book])
+    text = (tmp_path / "text" / "corpus.txt").read_text("utf-8")
+    assert text == ("prose\n" * 7 + "code =\n" * 6) * 10
+    task = Text((str(tmp_path / "text" / "corpus.txt"),), str(tmp_path / "text" / "tokenizer.json"), length=4)
+    assert 256 < task.vocab_size < corpus.VOCABULARY and task.corpus.bytes_per_token > 2
 
 
 def test_means_by_cluster():
