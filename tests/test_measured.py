@@ -7,7 +7,9 @@ from statistics import fmean
 
 import pytest
 
+import retrofit
 import study
+from headrace.studies.compare import rows as table
 from headrace.studies.compare import statistics
 
 ROOT = Path(__file__).parents[1]
@@ -78,8 +80,13 @@ CLAIMS = (  # differences that docs/findings.md states, as +mean (low to high)
     ("capacity-gated-deltanet", "softmax", "wide sigmoid"),
     ("capacity-gated-deltanet", "softmax", "none"),
     ("capacity-gated-deltanet", "wide sigmoid", "none"),
+    ("speed", "linear-attention softmax", "linear-attention none"),
+    ("speed", "linear-attention softmax", "linear-attention wide sigmoid"),
+    ("retrofit", "softmax", "none"),
+    ("retrofit", "wide sigmoid", "none"),
+    ("retrofit", "softmax", "wide sigmoid"),
 )
-HELD = (  # pairs that it states, as NAME's mean over seeds
+HELD = (  # pairs or steps that it states, as NAME's mean over seeds
     ("capacity-linear-attention", "none", "it holds {} pairs"),
     ("capacity-linear-attention", "softmax", "softmax gates {}"),
     ("capacity-retnet", "none", "{} without gates"),
@@ -93,6 +100,10 @@ HELD = (  # pairs that it states, as NAME's mean over seeds
     ("heads-retnet", "16 heads none", "16 heads hold {} pairs without gates"),
     ("heads-retnet", "16 heads softmax", "{} with the softmax and"),
     ("heads-retnet", "16 heads wide sigmoid", "and {} with the wide sigmoid"),
+    ("speed", "linear-attention none", "recalled after {} steps without gates"),
+    ("speed", "linear-attention softmax", "after {} with the softmax"),
+    ("retrofit", "softmax", "It then holds {} pairs with the softmax"),
+    ("retrofit", "wide sigmoid", "and {} with the wide sigmoid, +0.62"),
 )
 
 
@@ -102,6 +113,11 @@ POOLED = (  # differences over several studies, as mean (low to high; pairs of r
 )
 
 
+def asked(name):
+    """The question of a study and its rows."""
+    return (retrofit.question(), table.read(retrofit.RESULTS)) if name == "retrofit" else study.read(name)
+
+
 @pytest.fixture(scope="module")
 def findings():
     return " ".join((ROOT / "docs" / "findings.md").read_text("utf-8").split())
@@ -109,10 +125,11 @@ def findings():
 
 @pytest.mark.parametrize(("name", "a", "b"), CLAIMS)
 def test_the_differences_of_the_findings(name, a, b, findings):
-    asked = question, _ = study.read(name)
-    (found,) = statistics.differences([asked])
+    question, runs = asked(name)
+    (found,) = statistics.differences([(question, runs)])
+    digits = statistics.DIGITS[question.measure]
     (one,) = (o for o in found if (question.name(o.a), question.name(o.b)) == (a, b))
-    assert f"{one.mean:+.2f} ({one.low:.2f} to {one.high:.2f})".replace("-", "−") in findings
+    assert f"{one.mean:+.{digits}f} ({one.low:.{digits}f} to {one.high:.{digits}f})".replace("-", "−") in findings
 
 
 @pytest.mark.parametrize(("a", "b", "names"), POOLED)
@@ -125,7 +142,8 @@ def test_the_differences_over_several_studies(a, b, names, findings):
 
 @pytest.mark.parametrize(("name", "arm", "said"), HELD)
 def test_the_pairs_of_the_findings(name, arm, said, findings):
-    question, runs = study.read(name)
+    question, runs = asked(name)
     (by_mixer,) = statistics.collected(runs, question.measure).values()
     (values,) = (own.values() for mixer, own in by_mixer.items() if question.name(mixer) == arm)
-    assert said.format(f"{2 ** fmean(values) / 2:.0f}") in findings
+    mean = 2 ** fmean(values) / 2 if question.measure == "capacity" else fmean(values)
+    assert said.format(f"{mean:.0f}") in findings
