@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -92,6 +93,7 @@ def flash_qla(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return function(**{names.get(key, key): x for key, x in tensors.items()}, output_final_state=True, auto_cp=True)
 
 
+LONG = "scalar", "vector", "gated-delta"
 PEERS: dict[str, dict[str, Callable]] = {"gated-delta": {"flash_qla": flash_qla}}  # by module
 
 
@@ -129,7 +131,23 @@ def op(machine: Machine, sizes: Sizes) -> Iterator[Found]:
                 except Exception as error:
                     calls = {key: x for key, x in calls.items() if not key.startswith(runner)}
                     yield failure(runner, where, error)
+            if shape in sizes.long:
+                whole = {key: as_whole_rows(call) for key, call in calls.items() if key.partition(" | ")[0] == "triton"}
+                calls |= {key.replace("triton", "triton, whole rows"): call for key, call in whole.items()}
             yield from costs(machine, sizes, calls, where)
+
+
+def long(machine: Machine, sizes: Sizes) -> Iterator[Found]:
+    """The same for few long rows, which the backend "triton" computes in segments, and as whole rows."""
+    yield from op(machine, sizes._replace(timed=sizes.long, families=LONG))
+
+
+def as_whole_rows(call: Call) -> Call:
+    def run() -> Any:
+        with patch("headrace.ops.triton.segments.FEWEST", 2**31):
+            return call()
+
+    return run
 
 
 def costs(machine: Machine, sizes: Sizes, calls: dict[str, Call], where: str) -> Iterator[Found]:

@@ -12,6 +12,7 @@ class Sizes(NamedTuple):
     square: int  # rows of a square matrix
     correct: tuple[tuple[int, int, int, int, int], ...]
     timed: tuple[tuple[int, int, int, int, int], ...]
+    long: tuple[tuple[int, int, int, int, int], ...]  # rows that are computed in segments
     families: tuple[str, ...]
     mixers: tuple[str, ...]
     layers: int
@@ -25,14 +26,14 @@ class Sizes(NamedTuple):
 
 ALL = "scalar", "gated-delta", "vector", "linear", "kda", "delta", "fixed", "bonus"
 FULL = Sizes(
-    2**30, 8192, ((2, 512, 4, 128, 128), (1, 512, 4, 256, 256)),
-    ((8, 4096, 8, 128, 128), (8, 4096, 4, 256, 256)), ALL,
+    2**30, 8192, ((2, 512, 4, 128, 128), (1, 512, 4, 256, 256), (1, 2048, 2, 64, 64)),
+    ((8, 4096, 8, 128, 128), (8, 4096, 4, 256, 256)), ((1, 32768, 4, 128, 128),), ALL,
     ("gla", "softmax-gla", "gated-deltanet", "softmax-gated-deltanet", "retnet", "softmax-retnet"),
     24, 1024, 32_000, (4, 4096), (1, 64), 20, 1.0,
 )  # fmt: skip
 DRY = Sizes(
-    2**12, 32, ((1, 70, 2, 16, 16),), ((1, 70, 2, 16, 16),), ALL, ("gla", "softmax-gla"), 1, 32, 64, (1, 70), (1,), 1,
-    1.0,
+    2**12, 32, ((1, 70, 2, 16, 16),), ((1, 70, 2, 16, 16),), ((1, 140, 1, 16, 16),), ALL, ("gla", "softmax-gla"), 1, 32,
+    64, (1, 70), (1,), 1, 1.0,
 )  # fmt: skip
 
 

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 
 from gpu_measure import Machine
 from gpu_models import decode, train
-from gpu_op import ceilings, correctness, op
+from gpu_op import ceilings, correctness, long, op
 from gpu_sizes import DRY, FULL, Found, Sizes
 
 __all__ = ["DRY", "FULL", "STAGES", "Sizes"]
 
 STAGES: dict[str, Callable[[Machine, Sizes], Iterator[Found]]] = {
     "ceilings": ceilings, "correctness": correctness, "op": op, "train": train, "decode": decode,
+    "long": long,
 }  # fmt: skip

@@ -22,9 +22,9 @@ STACK = {
 }  # fmt: skip
 
 
-def launches(gpu: str, family: str) -> list[dry.Launch]:
+def launches(gpu: str, family: str, T: int = 128) -> list[dry.Launch]:
     """The launches of forward and backward with both gates and an initial state, at K = V = 128."""
-    tensors = FAMILIES[family].inputs(T=128, K=128, V=128, dtype=torch.bfloat16)
+    tensors = FAMILIES[family].inputs(T=T, K=128, V=128, dtype=torch.bfloat16)
     shape = tensors["v"].shape
     gates = {name: torch.rand(shape[:3], requires_grad=True) for name in ("read_gate", "write_gate")}
     state = torch.zeros(shape[0], shape[2], 128, 128, requires_grad=True)
@@ -44,3 +44,11 @@ def test_launches_and_their_code(gpu, family):
     assert all(x.code.matrix for x in found)
     assert max(x.code.shared for x in found) <= dry.GPUS[gpu].shared
     assert max(x.code.stack for x in found) <= STACK[gpu, family]
+
+
+def test_a_long_row_is_computed_in_segments():
+    """Of 16 chunks on 132 processors; the passes before the last compute M and E of ops/triton/segments.py."""
+    found = launches("sm_90", "linear", T=1024)
+    first, last = ["prepare", "scan", "scan", "scan"], ["reverse_scan", "reverse_scan", "gradients"]
+    assert [x.kernel for x in found] == [*first, *first, *last]
+    assert all(x.code.matrix and x.code.stack == 0 for x in found)

@@ -5,7 +5,8 @@ import torch
 
 from equation import DECAYS, Way, assert_same, inputs
 from headrace import InputError, backends, linear_attention, step
-from headrace.ops.call import TOKENWISE
+from headrace.ops.call import TOKENWISE, Call
+from headrace.ops.triton import launch, segments
 from headrace.studies.verify import relative
 
 T, H, K, V = 37, 2, 16, 24  # two chunks of 16 tokens and a part of the next
@@ -49,6 +50,42 @@ def test_whole_chunks_and_odd_sizes(decay, rule):
 @pytest.mark.parametrize(("decay", "rule"), [("fixed", "delta"), ("vector", "add")])
 def test_packed_sequences(decay, rule):
     assert_same(arguments(decay, n=4), TRITON, PACKED, rule=rule)
+
+
+@pytest.fixture
+def segmented(monkeypatch):
+    """A GPU with processors for four segments of a row with one head, which is split however short it is."""
+    monkeypatch.setattr(segments, "CHUNKS", 1)
+    monkeypatch.setattr(launch.GPU, "of", lambda x: launch.GPU(True, 1, 4 * x.shape[0] * x.shape[2]))
+    calls, split = [], segments.split
+    monkeypatch.setattr(segments, "split", lambda *call: calls.append(call[1]) or split(*call))
+    yield
+    assert set(calls) == {4}
+
+
+@pytest.mark.parametrize(("decay", "rule"), [("none", "add"), ("fixed", "add"), ("vector", "add"), ("vector", "delta")])
+def test_segments(decay, rule, segmented):
+    assert_same(arguments(decay, tokens=64, heads=1), TRITON, rule=rule)
+
+
+def test_segments_of_two_rows(segmented):
+    """Two whole segments of 32 tokens, one of 6 and one of none in each row."""
+    assert_same(arguments("scalar", rows=2, tokens=70, heads=1), TRITON, rule="delta")
+
+
+def test_segments_of_heads_that_share_keys_without_a_state(segmented):
+    assert_same(arguments("fixed", tokens=64, groups=1, gates=False, state=False), TRITON, rule="delta")
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "processors", "packed", "number"),
+    [(1, 4096, 132, None, 16), (1, 16384, 132, None, 33), (8, 16384, 132, None, 4), (16, 16384, 132, None, 1),
+     (1, 1000, 132, None, 1), (1, 4096, 132, torch.tensor([0, 4096]), 1)],
+)  # fmt: skip
+def test_how_many_segments_a_row_has(rows, tokens, processors, packed, number):
+    """As many as there are processors for each of 4 programs a row, with at least 4 chunks of 64 tokens each."""
+    shape = torch.empty(rows, tokens, 4, 64, device="meta")
+    assert segments.number(Call(shape, shape, shape, cu_seqlens=packed), 64, 4 * rows, processors) == number
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -1,4 +1,5 @@
-"""Launches of the kernels: two for the forward, four for the backward, whatever the length."""
+"""Launches of the kernels: two for the forward, four for the backward, whatever the length. With rows in segments
+(segments.py) there are two and three more, and a product for each segment."""
 
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from ...utils.device import interpreted
 from ..call import Call
 from ..torch.tiles import check_bounds, product
+from . import segments
 from .gradients import gradients
 from .op import LARGEST_KEY
 from .prepare import prepare
@@ -26,29 +28,34 @@ class GPU(NamedTuple):
 
     wide: bool  # whether matrix instructions read their operands from shared memory: Hopper and Blackwell's data centre
     stages: int  # 2: the next chunk is loaded during the products of this one
+    processors: int  # streaming multiprocessors, or compute units
 
     @classmethod
     def of(cls, x: Tensor) -> "GPU":
         if interpreted():
-            return cls(True, 1)
+            return cls(True, 1, 1)
         about: Any = torch.cuda.get_device_properties(x.device)
-        return cls(about.major in (9, 10), 2 if about.shared_memory_per_block_optin >= ROOM_TO_PREFETCH else 1)
+        stages = 2 if about.shared_memory_per_block_optin >= ROOM_TO_PREFETCH else 1
+        return cls(about.major in (9, 10), stages, about.multi_processor_count)
 
 
 class Launcher:
-    """The kernels' common arguments, and one method per launch."""
+    """The kernels' common arguments, and one method per launch. Rows that are split are packed segments in `call`."""
 
     def __init__(self, call: Call):
-        self.call, self.C = call, call.chunk_size or CHUNK
-        (B, T, self.H, self.V), (HQ, self.K) = call.v.shape, call.k.shape[2:]
-        self.tokens = B * T
+        self.C, self.gpu, self.rows = call.chunk_size or CHUNK, GPU.of(call.v), call.sequences
+        (self.H, self.V), (HQ, self.K) = call.v.shape[2:], call.k.shape[2:]
         self.decay = DECAYS[0 if call.log_decay is None else call.log_decay.dim()]
+        programs = self.rows * self.H * -(-self.V // self.blocks("scan")["BV"])
+        self.segments = segments.number(call, self.C, programs, self.gpu.processors)
+        self.call = call = call if self.segments == 1 else segments.split(call, self.segments, self.C)
+        B, T = call.v.shape[:2]
+        self.tokens = B * T
         self.q, self.k, self.v, self.g = (one_stride(x) for x in (call.q, call.k, call.v, call.log_decay))
         self.numbers = {
             "beta": one_stride(call.beta), "write": one_stride(call.write_gate), "read": one_stride(call.read_gate),
         }  # fmt: skip
         self.stored = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
-        self.gpu = GPU.of(call.v)
         self.chunks, packed, self.owner = self._chunks(B, T)
         self.common: dict[str, Any] = {
             **packed, "T": T, "H": self.H, "HQ": HQ, "K": self.K, "C": self.C, "DECAY": self.decay,
@@ -74,15 +81,16 @@ class Launcher:
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.call.v.new_empty(shape, dtype=dtype or self.stored)
 
-    def blocks(self, kernel: str) -> dict[str, int]:
-        """Returns the block sizes and warps of a kernel: the largest blocks that (nearly) stay in registers."""
+    def blocks(self, kernel: str, V: int = 0) -> dict[str, int]:
+        """Returns the block sizes and warps of a kernel: the largest blocks that (nearly) stay in registers. V: of the
+        state, if not that of the call."""
         K, vector, about = block(self.K, LARGEST_KEY), self.decay == "vector", self.gpu
         if kernel == "prepare":
             return {"BK": min(K, 32 if vector else 64), "num_warps": 8 if vector else 4, "num_stages": about.stages}
         if kernel == "gradients":
             BK, stages = (16, 1) if vector else (64 if about.wide else 32, about.stages)
             return {"BK": min(K, BK), "BV": block(self.V, 64), "num_warps": 8, "num_stages": stages}
-        BV = block(self.V, 64 if K <= 128 and about.wide else 32)
+        BV = block(V or self.V, 64 if K <= 128 and about.wide else 32)
         return {"BK": K, "BV": BV, "num_warps": 4 if K <= 64 else 8, "num_stages": about.stages}
 
     def prepare(self, backward: bool) -> dict[str, Any]:
@@ -104,21 +112,45 @@ class Launcher:
         )  # fmt: skip
         return found
 
-    def carry(self, kernel: Any, found: dict[str, Any], **arguments: Any) -> None:
-        """Launches `scan` or `reverse_scan`."""
+    def carry(self, kernel: Any, found: dict[str, Any], V: int, **arguments: Any) -> None:
+        """Launches `scan` or `reverse_scan` over states [K, V]."""
         q, k_rows, k_cols, heads = self.q, self.k, self.k, self.common["HQ"]
         if self.decay == "vector":
             q, k_rows, k_cols, heads = found["q_rows"], found["k_rows"], found["k_cols"], self.H
-        blocks = self.blocks("scan")
-        kernel[(self.call.sequences * self.H, -(-self.V // blocks["BV"]))](
+        blocks = self.blocks("scan", V)
+        kernel[(self.call.sequences * self.H, -(-V // blocks["BV"]))](
             q=q, k_rows=k_rows, k_cols=k_cols, g=self.g, end=found["end"], **self.numbers, scores=found["scores"],
             inverse=found["inverse"], **arguments, scale=self.call.scale, **strides(q=q, k=k_cols),
-            **self.common | {"HQ": heads}, V=self.V, **blocks,
+            **self.common | {"HQ": heads}, V=V, **blocks,
         )  # fmt: skip
 
-    def scan(self, found: dict[str, Any], **results: Optional) -> None:
-        initial = one_stride(self.call.initial_state)
-        self.carry(scan, found, v=self.v, **strides(v=self.v), initial=initial, **results)
+    def scan(self, found: dict[str, Any], initial: Optional, **results: Optional) -> None:
+        """Launches `scan` from a state for each sequence; None: zeros."""
+        self._scan(found, self.v, self.V, one_stride(initial), **results)
+
+    def _scan(self, found: dict[str, Any], v: Optional, V: int, initial: Optional, **results: Optional) -> None:
+        unwanted = dict.fromkeys({"out", "final", "states", "errors"} - results.keys())
+        self.carry(scan, found, V, v=v, **strides(v=v), initial=initial, **results, **unwanted)
+
+    def reverse_scan(self, found: dict[str, Any], d_out: Tensor, d_final: Optional, **results: Optional) -> None:
+        unwanted = dict.fromkeys({"d_target", "d_states"} - results.keys())
+        self.carry(reverse_scan, found, self.V, d_out=d_out, d_final=d_final, **results, **unwanted)
+
+    def across(self, found: dict[str, Any]) -> Tensor:
+        """Returns M [rows, segments, H, K, ·] of the segments (segments.py)."""
+        start = torch.eye(self.K) if self.call.delta else torch.ones(self.K, 1)
+        initial = start.to(self.v).float().expand(self.call.sequences, self.H, *start.shape).contiguous()
+        final = torch.empty_like(initial)
+        self._scan(found, None, start.shape[1], initial, final=final)
+        return self.by_row(final)
+
+    def states(self) -> Tensor:
+        """Returns an empty state for each sequence."""
+        return self.new(*self.call.state_shape, dtype=torch.float32)
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """Returns a state for each segment as [rows, segments, ...]."""
+        return x.unflatten(0, (self.rows, self.segments))
 
     def gradients(self, found: dict[str, Any], **tensors: Optional) -> None:
         gradients[(self.chunks, self.H)](
@@ -160,11 +192,30 @@ def strides(**tensors: Optional) -> dict[str, int]:
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Returns (out, final state)."""
     run = Launcher(call)
-    out = torch.empty_like(call.v, memory_format=torch.contiguous_format)
-    final = run.new(*call.state_shape, dtype=torch.float32)
+    out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), run.states()
     with torch.cuda.device_of(call.v):
-        run.scan(run.prepare(backward=False), out=out, final=final, states=None, errors=None)
-    return out, final
+        found = run.prepare(backward=False)
+        before, _ = entering(run, found, call.initial_state)
+        run.scan(found, before, out=out, final=final)
+    return out, run.by_row(final)[:, -1]
+
+
+def entering(run: Launcher, found: dict[str, Any], first: Optional) -> tuple[Optional, Optional]:
+    """Returns the state before each sequence, from that before each row, and M between the segments of a row."""
+    if run.segments == 1:
+        return first, None
+    across, added = run.across(found), run.states()
+    run.scan(found, None, final=added)
+    return segments.relay(first, across, run.by_row(added))[0], across
+
+
+def leaving(
+    run: Launcher, found: dict[str, Any], d_out: Tensor, d_last: Optional, across: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients to the states after segments, from those to the states after rows, and to those before."""
+    added = run.states()
+    run.reverse_scan(found, d_out, None, d_initial=added)
+    return segments.relay_back(d_last, across, run.by_row(added))
 
 
 def backward(d_out: Tensor, d_final: Tensor, call: Call, decay_gradient: bool) -> list[Optional]:
@@ -172,17 +223,19 @@ def backward(d_out: Tensor, d_final: Tensor, call: Call, decay_gradient: bool) -
     initial state."""
     run = Launcher(call)
     states, d_states = (run.new(run.chunks, run.H, run.K, run.V) for _ in range(2))
-    d_initial = run.new(*call.state_shape, dtype=torch.float32)
+    d_initial = d_first = run.states()
     d_target, errors = run.new(run.tokens, run.H, run.V), run.new(run.tokens, run.H, run.V) if call.delta else None
     wanted = _wanted(run, d_target, decay_gradient)
     with torch.cuda.device_of(call.v):
         found = run.prepare(backward=True)
-        run.scan(found, out=None, final=None, states=states, errors=errors)
-        run.carry(reverse_scan, found, d_out=d_out, d_final=d_final, d_target=d_target, d_states=d_states,
-                  d_initial=d_initial)  # fmt: skip
+        before, across = entering(run, found, call.initial_state)
+        run.scan(found, before, states=states, errors=errors)
+        if across is not None:
+            d_final, d_first = leaving(run, found, d_out, d_final, across)
+        run.reverse_scan(found, d_out, d_final, d_target=d_target, d_states=d_states, d_initial=d_initial)
         run.gradients(found, e=run.v if errors is None else errors, states=states, d_states=d_states, d_out=d_out,
                       d_target=d_target, **wanted)  # fmt: skip
-    return [*_in_place_of_inputs(call, wanted), d_initial]
+    return [*_in_place_of_inputs(call, wanted), d_first]
 
 
 def _wanted(run: Launcher, d_target: Tensor, decay_gradient: bool) -> dict[str, Any]:

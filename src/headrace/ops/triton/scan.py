@@ -45,6 +45,17 @@ def chunk_matrix(x, place, rows, C: tl.constexpr):
 
 
 @triton.jit
+def values_of(v, write, token, v_stride, h, rows, length, values, H: tl.constexpr, V: tl.constexpr):
+    """Returns w v [C, BV]; zeros for a v that is None."""
+    if v is None:
+        found = tl.zeros((rows.shape[0], values.shape[0]), tl.float32)
+    else:
+        found = tile(v, token, v_stride, h * V, rows, length, values, V)
+        found *= numbers(write, token, h, H, rows, length, 1.0)[:, None]
+    return found
+
+
+@triton.jit
 def end_of(end, high, place, keys, K, C: tl.constexpr, DECAY: tl.constexpr):
     """Returns the decay of the state over a chunk, [BK, 1]."""
     if DECAY == "vector":
@@ -75,8 +86,7 @@ def scan(
             store_state(states, S, place, keys, values, K, V)
         high, low = head_sums(g, token, h, H, rows, length, DECAY)
         seen = tl.exp(high)[:, None]
-        U = tile(v, token, v_stride, h * V, rows, length, values, V)
-        U *= numbers(write, token, h, H, rows, length, 1.0)[:, None]
+        U = values_of(v, write, token, v_stride, h, rows, length, values, H, V)
         if DELTA:
             xk = tile(k_rows, token, k_stride, hq * K, rows, length, keys, K)
             U -= product(xk, S, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION) * seen
@@ -107,7 +117,8 @@ def reverse_scan(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (sequences × H, blocks of V). Writes the gradients to the state after each chunk (d_states [chunks, H, K,
-    V]), to the initial state, and d_target [tokens, H, V]: the gradient to v (add), or to w v − rows(k) S (delta)."""
+    V]), to the initial state, and d_target [tokens, H, V]: the gradient to v (add), or to w v − rows(k) S (delta). The
+    first and the last may be None."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     hq = h // (H // HQ)
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
@@ -117,7 +128,8 @@ def reverse_scan(
     for j in range(last + 1):
         i = last - j
         token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
-        store_state(d_states, dS, place, keys, values, K, V)
+        if d_states is not None:
+            store_state(d_states, dS, place, keys, values, K, V)
         high, low = head_sums(g, token, h, H, rows, length, DECAY)
         seen = tl.exp(high)[:, None]
         do = tile(d_out, token, H * V, h * V, rows, length, values, V)
@@ -135,5 +147,6 @@ def reverse_scan(
             dS = product(xk, dU * -seen, dS, OPERAND, PRECISION)
         else:
             dU *= numbers(write, token, h, H, rows, length, 1.0)[:, None]
-        store_tile(d_target, dU, token, H * V, h * V, rows, length, values, V)
+        if d_target is not None:
+            store_tile(d_target, dU, token, H * V, h * V, rows, length, values, V)
     store_state(d_initial, dS, tl.program_id(0).to(tl.int64), keys, values, K, V)
