@@ -1,7 +1,7 @@
 """Does competition pay when it is added late? RetNet is trained on recall without gates, then gates of 1 are added.
 
-    python benchmarks/retrofit.py run       rows into results/retrofit.csv; continues what is in runs/retrofit
-    python benchmarks/retrofit.py show      the statistic, as Markdown
+    python benchmarks/retrofit.py           rows into results/studies/retrofit.csv; continues what is in runs/retrofit
+    python benchmarks/study.py show retrofit
 
 The first half of training is the arm without gates of the study capacity-retnet, the second has as many steps of other
 rows and a learning rate that is searched for every arm on seeds that are not reported.
@@ -25,12 +25,10 @@ from headrace.studies.compare.question import Question
 
 BASE, ARMS = "capacity-retnet", ("none", "wide sigmoid", "softmax")
 LATER = 1000  # added to a seed for the second half, which has other rows
-FOLDER, RESULTS = Path("runs", "retrofit"), Path(__file__).parent / "results" / "retrofit.csv"
+FOLDER, RESULTS = Path("runs", "retrofit"), study.kept("retrofit")
 PAIRS = (("softmax", "none"), ("softmax", "wide sigmoid"), ("wide sigmoid", "none"))
-app = typer.Typer(add_completion=False, help=__doc__)
 
 
-@app.command()
 def run(folder: Path = FOLDER) -> None:
     torch.set_num_threads(1)
     (first,) = study.plan(BASE).plans
@@ -39,15 +37,6 @@ def run(folder: Path = FOLDER) -> None:
     arms = [continued(arm, first, folder) for arm in later.arms(tuning.best(later, trials))]
     listed = [(arm, True) for arm in trials] + [(arm, False) for arm in arms]
     rows.write([rows.row(arm, first.task.metric.name, trial) for arm, trial in listed], RESULTS)
-
-
-@app.command()
-def show() -> None:
-    print(*lines(), sep="\n")
-
-
-def lines() -> list[str]:
-    return study.shown({"retrofit": (question(), rows.read(RESULTS))})
 
 
 def question() -> Question:
@@ -90,4 +79,4 @@ def begun(first: Plan, seed: int, folder: Path) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(run)

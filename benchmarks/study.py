@@ -5,10 +5,14 @@ python benchmarks/study.py keep NAME                                        runs
 python benchmarks/study.py show NAME [NAME ...]                             the plans' statistics, as Markdown
 python benchmarks/study.py pool ARM ARM NAME [NAME ...]                     their difference over all runs of the plans
 python benchmarks/study.py draw NAME [NAME ...]                             the pairs each run holds: docs/capacity.png
+python benchmarks/study.py effects NAME [NAME ...]                          gains of gates and competition, in one table
+python benchmarks/study.py forest NAME [NAME ...]                           the same as a picture: docs/effects.png
 """
 
 import math
 import shutil
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 
@@ -24,6 +28,7 @@ from headrace.studies.compare.question import Question
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
+PROGRAMS = ("retrofit",)  # modules beside this one
 ARMS = ("shuffled", "none", "sigmoid", "wide sigmoid", "softmax", "softmax read")  # from bottom to top
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -86,6 +91,84 @@ def picture(names: list[str]) -> Figure:
     return figure
 
 
+# --- all settings side by side ---------------------------------------------------------------------------------------
+TITLES = {  # of studies whose names do not say it; {} stands for the setting
+    "long-retnet": "retnet, 6,000 steps", "retrofit": "retnet, gates added late", "heads-retnet": "retnet, MLP, {}",
+    "clusters": "{}, keys in clusters", "capacity-small": "{}, a quarter of the state",
+}  # fmt: skip
+COMPARED = ("none", "wide sigmoid", "softmax")
+EFFECTS = (("softmax", "none"), ("wide sigmoid", "none"), ("softmax", "wide sigmoid"))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A backbone in a study of capacity: the values of COMPARED by seed, and how many of these runs have converged."""
+
+    name: str
+    arms: dict[str, dict[int, float]]
+    converged: str
+
+    def effect(self, a: str, b: str) -> statistics.Tested:
+        return statistics.compared("t", "", a, b, self.arms)
+
+    def held(self, arm: str) -> str:
+        return f"{2 ** fmean(self.arms[arm].values()) / 2:.0f}"
+
+
+def settings(names: list[str]) -> list[Setting]:
+    """Every setting of the studies; a mixer's name is that of its setting, if the study has several, and of its arm."""
+    found = []
+    for name in names:
+        asked, runs = read(name)
+        (held,) = statistics.collected(runs, asked.measure).values()
+        for mixer, called in asked.names:
+            if called.endswith("none"):
+                prefix = called.removesuffix("none")
+                own = {arm: mixer for mixer, label in asked.names for arm in COMPARED if label == prefix + arm}
+                last = [row for row in runs if not row["trial"] and row["mixer"] in own.values()]
+                settled = f"{sum(row['converged'] for row in last)} of {len(last)}"
+                arms = {arm: held[mixer] for arm, mixer in own.items()}
+                title = TITLES.get(name, name.removeprefix("capacity-")).format(prefix.strip())
+                found.append(Setting(title, arms, settled))
+    return found
+
+
+@app.command()
+def effects(names: list[str]) -> None:
+    print(*effects_of(names), sep="\n")
+
+
+def effects_of(names: list[str]) -> list[str]:
+    header = ["setting", *COMPARED, *(f"{a} − {b}" for a, b in EFFECTS), "converged"]
+    rows = [header, ["---"] * len(header)]
+    for setting in settings(names):
+        tested = (setting.effect(a, b) for a, b in EFFECTS)
+        cells = [f"{one.mean:+.2f} ({one.low:+.2f} to {one.high:+.2f})".replace("-", "−") for one in tested]
+        rows.append([setting.name, *map(setting.held, COMPARED), *cells, setting.converged])
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+@app.command()
+def forest(names: list[str]) -> None:
+    effects_picture(names).savefig(DOCS / "effects.png", dpi=150)
+
+
+def effects_picture(names: list[str]) -> Figure:
+    """A panel for each effect, with its mean and 95 % interval in every setting."""
+    shown = settings(names)[::-1]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 0.28 * len(shown) + 1), layout="constrained")
+        panels = figure.subplots(1, len(EFFECTS), sharex=True, sharey=True)
+        for ax, (a, b), colour in zip(panels, EFFECTS, PALETTE, strict=False):
+            tested = [setting.effect(a, b) for setting in shown]
+            spans = [[one.mean - one.low for one in tested], [one.high - one.mean for one in tested]]
+            ax.errorbar([one.mean for one in tested], range(len(shown)), xerr=spans, fmt="o", color=colour, ms=4)
+            ax.axvline(0, color="0.5", lw=0.8)
+            ax.set(title=f"{a} − {b}", xlabel="doublings of the pairs held")
+        panels[0].set_yticks(range(len(shown)), [setting.name for setting in shown])
+    return figure
+
+
 def lines(names: list[str]) -> list[str]:
     return shown({name: read(name) for name in names})
 
@@ -115,7 +198,8 @@ def question(name: str) -> Question:
 
 
 def read(name: str) -> tuple[Question, list[rows.Row]]:
-    return question(name), rows.read(kept(name))
+    """The question of a study and its rows. PROGRAMS have a question that no plan can state."""
+    return (import_module(name).question() if name in PROGRAMS else question(name)), rows.read(kept(name))
 
 
 if __name__ == "__main__":

@@ -172,6 +172,13 @@ def study(*names: str) -> str:
     return "\n".join(lines(list(names)))
 
 
+def effects(*names: str) -> str:
+    """What `python benchmarks/study.py effects NAMES` prints."""
+    from study import effects_of
+
+    return "\n".join(effects_of(list(names)))
+
+
 def program(name: str) -> str:
     """What `python benchmarks/NAME.py show` prints."""
     return "\n".join(import_module(name).lines())

@@ -7,9 +7,7 @@ from statistics import fmean
 
 import pytest
 
-import retrofit
 import study
-from headrace.studies.compare import rows as table
 from headrace.studies.compare import statistics
 
 ROOT = Path(__file__).parents[1]
@@ -57,10 +55,22 @@ def test_the_studies():
     assert sorted(name for names in commands for name in names.split()) == sorted(kept)
 
 
-@pytest.mark.parametrize("name", ["retrofit"])
+@pytest.mark.parametrize("name", ["specialisation"])
 def test_the_programs_of_studies(name):
     page = (ROOT / "docs" / "competition.md").read_text("utf-8")
     assert f"\npython benchmarks/{name}.py show\n```\n\n```{{generated}} program {name}\n" in page
+
+
+def test_the_effects_are_the_statistic_of_the_study():
+    question, runs = study.read("clusters")
+    (found,) = statistics.differences([(question, runs)])
+    tested = {(question.name(one.a), question.name(one.b)): one for one in found}
+    for setting, prefix in zip(study.settings(["clusters"]), ("retnet ", "linear-attention "), strict=True):
+        assert setting.name == f"{prefix}, keys in clusters".replace(" ,", ",")
+        for a, b in study.EFFECTS:
+            one, other = setting.effect(a, b), tested[prefix + a, prefix + b]
+            assert (one.mean, one.low, one.high, one.n) == (other.mean, other.low, other.high, 5)
+    assert "| 11 | 20 | 20 | +0.85 (+0.61 to +1.10) |" in study.effects_of(["clusters"])[2]
 
 
 CLAIMS = (  # differences that docs/findings.md states, as +mean (low to high)
@@ -116,11 +126,6 @@ POOLED = (  # differences over several studies, as mean (low to high; pairs of r
 )
 
 
-def asked(name):
-    """The question of a study and its rows."""
-    return (retrofit.question(), table.read(retrofit.RESULTS)) if name == "retrofit" else study.read(name)
-
-
 @pytest.fixture(scope="module")
 def findings():
     return " ".join((ROOT / "docs" / "findings.md").read_text("utf-8").split())
@@ -128,7 +133,7 @@ def findings():
 
 @pytest.mark.parametrize(("name", "a", "b"), CLAIMS)
 def test_the_differences_of_the_findings(name, a, b, findings):
-    question, runs = asked(name)
+    question, runs = study.read(name)
     (found,) = statistics.differences([(question, runs)])
     digits = statistics.DIGITS[question.measure]
     (one,) = (o for o in found if (question.name(o.a), question.name(o.b)) == (a, b))
@@ -145,7 +150,7 @@ def test_the_differences_over_several_studies(a, b, names, findings):
 
 @pytest.mark.parametrize(("name", "arm", "said"), HELD)
 def test_the_pairs_of_the_findings(name, arm, said, findings):
-    question, runs = asked(name)
+    question, runs = study.read(name)
     (by_mixer,) = statistics.collected(runs, question.measure).values()
     (values,) = (own.values() for mixer, own in by_mixer.items() if question.name(mixer) == arm)
     mean = 2 ** fmean(values) / 2 if question.measure == "capacity" else fmean(values)

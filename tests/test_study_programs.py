@@ -83,4 +83,5 @@ def test_gates_that_are_added_halfway_begin_where_the_first_half_ended(tmp_path,
         begun = [run["curve"][0]["scores"] for run in runs if run["seed"] == seed + retrofit.LATER]
         assert len(begun) in (3, 9) and begun == [end] * len(begun)
     kept = study.rows.read(tmp_path / "retrofit.csv")
-    assert [row["trial"] for row in kept] == [True] * 9 + [False] * 3 and "| softmax |" in "\n".join(retrofit.lines())
+    assert {row["mixer"] for row in kept} == {mixer for mixer, _ in retrofit.question().names}
+    assert [row["trial"] for row in kept] == [True] * 9 + [False] * 3
