@@ -20,6 +20,7 @@ import matplotlib
 import typer
 from matplotlib.figure import Figure
 
+from headrace.report.numbers import count
 from headrace.report.style import PALETTE, STYLE
 from headrace.studies.compare import rows, statistics
 from headrace.studies.compare.choose import planned
@@ -184,6 +185,8 @@ def shown(studies: dict[str, tuple[Question, list[rows.Row]]]) -> list[str]:
             found.append("")
         last = [row for row in runs if not row["trial"]]
         found += [f"{sum(row['converged'] for row in last)} of {len(last)} reported runs {rows.RULE}.", ""]
+        if lost := sum(row["score"] is None for row in last):
+            found += [f"{count(lost, 'run')} diverged, and the tables are without {'it' if lost == 1 else 'them'}.", ""]
     return found
 
 

@@ -85,3 +85,11 @@ def test_gates_that_are_added_halfway_begin_where_the_first_half_ended(tmp_path,
     kept = study.rows.read(tmp_path / "retrofit.csv")
     assert {row["mixer"] for row in kept} == {mixer for mixer, _ in retrofit.question().names}
     assert [row["trial"] for row in kept] == [True] * 9 + [False] * 3
+
+
+def test_a_diverged_run_is_named():
+    question, runs = study.read("mqar-retnet")
+    assert "diverged" not in "\n".join(study.lines(["mqar-retnet"]))
+    lost = next(i for i, row in enumerate(runs) if not row["trial"])
+    changed = [row | {"score": None, "loss": None} if i == lost else row for i, row in enumerate(runs)]
+    assert "1 run diverged, and the tables are without it." in study.shown({"mqar-retnet": (question, changed)})
