@@ -92,6 +92,7 @@ MEANS = (  # pairs or steps that it states, as NAME's mean over seeds
     ("capacity-linear-attention", "none", "holds {} pairs without gates"),
     ("capacity-linear-attention", "softmax", "and {} with the softmax: +0.71"),
     ("capacity-retnet", "shuffled", "RetNet then holds {} pairs"),
+    ("capacity-retnet", "none", "without gates {}. 3."),
     ("heads-retnet", "16 heads none", "16 heads and an MLP, {} pairs without gates"),
     ("heads-retnet", "16 heads softmax", "without gates, {} with the softmax"),
     ("heads-retnet", "16 heads wide sigmoid", "and {} with the wide sigmoid; with 2"),
@@ -132,6 +133,31 @@ def test_nowhere_is_competition_better_than_its_control(findings):
     (shown,) = re.findall(r"```{generated} effects (.*?) ```", findings)
     tested = [setting.effect("softmax", "wide sigmoid") for setting in study.settings(shown.split())]
     assert len(tested) == 12 and all(one.low < 0 for one in tested)
+
+
+def test_what_stands_after_correction(findings):
+    (shown,) = re.findall(r"```{generated} effects (.*?) ```", findings)
+    studies = [(name, *study.read(name)) for name in shown.split()]
+    found = statistics.differences([(question, runs) for _, question, runs in studies])
+    stands = [
+        (name, question.name(one.a), question.name(one.b))
+        for (name, question, _), own in zip(studies, found, strict=True)
+        for one in own
+        if one.verdict != "not told apart"
+    ]
+    assert (
+        stands
+        == [
+            ("capacity-linear-attention", "softmax", "none"),
+            ("capacity-linear-attention", "softmax read", "none"),
+            ("capacity-linear-attention", "wide sigmoid", "none"),
+            ("capacity-retnet", "wide sigmoid", "none"),
+            ("long-retnet", "wide sigmoid", "none"),
+            ("clusters", "retnet softmax", "retnet none"),
+            ("clusters", "retnet wide sigmoid", "retnet none"),
+        ]
+        and "seven differences stand" in findings
+    )
 
 
 @pytest.mark.parametrize("mixer", ["retnet softmax", "retnet wide sigmoid", "retnet none"])
