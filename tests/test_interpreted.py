@@ -1,4 +1,4 @@
-"""Triton kernels in Triton's interpreter: the files of tests/interpreted, each in a process of its own."""
+"""Triton kernels in Triton's interpreter: the files of tests/interpreted, in processes of their own."""
 
 import os
 import subprocess
@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "interpreted"
-FILES = sorted(FOLDER.glob("test_*.py"))
+LARGE = "test_fla.py", "test_triton.py"
+SMALL = sorted(path.name for path in FOLDER.glob("test_*.py") if path.name not in LARGE)
 
 
 @pytest.mark.slow(seconds=45)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem.removeprefix("test_"))
-def test_in_the_interpreter(path):
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-rs", "-p", "no:cacheprovider", str(path)]
+@pytest.mark.parametrize("files", [*([name] for name in LARGE), SMALL], ids=["fla", "triton", "small"])
+def test_in_the_interpreter(files):
+    paths = [str(FOLDER / name) for name in files]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-rs", "-p", "no:cacheprovider", *paths]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, cwd=FOLDER.parents[1], capture_output=True, text=True)
     if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:

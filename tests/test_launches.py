@@ -7,6 +7,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import dry
 from headrace import linear_attention
+from headrace.layers.convolution import convolve
+from headrace.ops.sequences import Sequences
 from peers import FAMILIES
 
 pytestmark = pytest.mark.slow
@@ -52,3 +54,14 @@ def test_a_long_row_is_computed_in_segments():
     first, last = ["prepare", "scan", "scan", "scan"], ["reverse_scan", "reverse_scan", "gradients"]
     assert [x.kernel for x in found] == [*first, *first, *last]
     assert all(x.code.matrix and x.code.stack == 0 for x in found)
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
+def test_the_short_convolution(gpu):
+    """One launch forward and two backward, with nothing spilled."""
+    conv, x = torch.nn.Conv1d(96, 96, 4, groups=96), torch.randn(1, 200, 96, requires_grad=True)
+    with dry.gpu(gpu) as found:
+        y, _ = convolve(conv, x, None, Sequences(x, None), "triton")
+        y.sum().backward()
+    assert [x.kernel for x in found] == ["convolve", "slopes", "spread"]
+    assert all(x.code.stack == 0 for x in found)

@@ -56,27 +56,12 @@ class Launcher:
             "beta": one_stride(call.beta), "write": one_stride(call.write_gate), "read": one_stride(call.read_gate),
         }  # fmt: skip
         self.stored = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
-        self.chunks, packed, self.owner = self._chunks(B, T)
+        self.chunks, packed, self.owner = in_chunks(call.cu_seqlens, B, T, self.C)
         self.common: dict[str, Any] = {
             **packed, "T": T, "H": self.H, "HQ": HQ, "K": self.K, "C": self.C, "DECAY": self.decay,
             "DELTA": call.delta, "PACKED": call.cu_seqlens is not None, "enable_fp_fusion": True,
             **operands(call.v.dtype),
         }  # fmt: skip
-
-    def _chunks(self, B: int, T: int) -> tuple[int, dict[str, Optional], Optional]:
-        """Returns the number of chunks, cu_seqlens with the first chunk of each sequence, and the chunks' sequences.
-
-        A chunk of packed sequences ends with its sequence. The number of chunks is bounded by shapes, so that nothing
-        waits for the device; the chunks that are left over are empty."""
-        bounds, C, N = self.call.cu_seqlens, self.C, self.call.sequences
-        if bounds is None:
-            return B * -(-T // C), {"cu_seqlens": None, "first_chunk": None}, None
-        check_bounds(bounds, T)
-        first = F.pad((bounds.diff() + (C - 1)).div(C, rounding_mode="floor").cumsum(0), (1, 0))
-        chunks = T // C + N
-        owner = torch.searchsorted(first, torch.arange(chunks, device=first.device), right=True) - 1
-        packed: dict[str, Optional] = {"cu_seqlens": bounds.int(), "first_chunk": first.int()}
-        return chunks, packed, owner.clamp(max=N - 1).int()
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.call.v.new_empty(shape, dtype=dtype or self.stored)
@@ -158,6 +143,21 @@ class Launcher:
             key_scores=found["key_scores"], **tensors, scale=self.call.scale, **self.common, V=self.V,
             **strides(q=self.q, k=self.k, v=self.v, g=self.g, e=tensors["e"]), **self.blocks("gradients"),
         )  # fmt: skip
+
+
+def in_chunks(bounds: Optional, B: int, T: int, C: int) -> tuple[int, dict[str, Optional], Optional]:
+    """Returns the number of chunks, cu_seqlens with the first chunk of each sequence, and the chunks' sequences.
+
+    A chunk of packed sequences ends with its sequence. The number of chunks is bounded by shapes, so that nothing
+    waits for the device; the chunks that are left over are empty."""
+    if bounds is None:
+        return B * -(-T // C), {"cu_seqlens": None, "first_chunk": None}, None
+    check_bounds(bounds, T)
+    first, N = F.pad((bounds.diff() + (C - 1)).div(C, rounding_mode="floor").cumsum(0), (1, 0)), len(bounds) - 1
+    chunks = T // C + N
+    owner = torch.searchsorted(first, torch.arange(chunks, device=first.device), right=True) - 1
+    packed: dict[str, Optional] = {"cu_seqlens": bounds.int(), "first_chunk": first.int()}
+    return chunks, packed, owner.clamp(max=N - 1).int()
 
 
 def block(size: int, most: int) -> int:

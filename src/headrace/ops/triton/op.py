@@ -4,9 +4,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...utils.device import interpreted
+from .. import convolution
 from ..backend import Backend, Kernel
 from ..call import SCHEMA, Call
 from ..derivatives import transformed
@@ -85,6 +86,28 @@ def _refuses_step(call: Call, bonus: Tensor | None, normalise: bool) -> str | No
     return "its step has no normaliser" if normalise else refuses(call)
 
 
+def _convolve(*args):
+    from .convolution import forward
+
+    return forward(*args)
+
+
+def _convolve_back(*args):
+    from .convolution import backward
+
+    return backward(*args)
+
+
+def _refuses_convolution(conv: nn.Conv1d, x: Tensor, *_) -> str | None:
+    if not (x.is_cuda or interpreted()):
+        return f"it runs on a GPU, and x is on {x.device.type}"
+    if x.dtype not in DTYPES:
+        return f"it computes in float32, from float32, bfloat16 or float16, and x is {x.dtype}"
+    if x.shape[1] == 0:
+        return "x has no tokens"
+    return convolution.refuses(conv)
+
+
 BACKEND = Backend(
     missing=missing,
     about=_about,
@@ -92,5 +115,9 @@ BACKEND = Backend(
         register("triton", "CompositeExplicitAutograd", _forward, _backward, [], lambda call: ()), refuses
     ),
     step=Kernel(_step, _refuses_step),
+    convolution=Kernel(
+        convolution.register("triton_convolve", "CompositeExplicitAutograd", _convolve, _convolve_back),
+        _refuses_convolution,
+    ),
     on_request=True,
 )

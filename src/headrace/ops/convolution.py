@@ -1,0 +1,67 @@
+"""Registers a backend's short convolution, a causal depthwise convolution and its SiLU, as a PyTorch operator.
+
+Dimensions: B batch, T tokens, C channels, N sequences, W width. The weights are [W + 1, C], the bias in the last row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import derivatives
+from .modules import untouched
+from .operator import define, library
+from .sequences import Sequences
+
+INPUTS = "Tensor x, Tensor weight, Tensor history, Tensor? cu_seqlens"
+
+
+def register(name: str, key: str, forward: Callable, backward: Callable) -> Callable[..., Tensor]:
+    """Returns run(conv, x [B, T, C], history [N, W − 1, C], sequences) -> y [B, T, C], which is differentiable.
+
+    Args:
+        name: name of the operator in `torch.ops.headrace`.
+        key: dispatch key that the implementation is registered for.
+        forward: forward(x, weight, history, cu_seqlens) -> y.
+        backward: backward(d_y, x, weight, history, cu_seqlens) -> gradients to x, weight and history, the latter two in
+            float32.
+    """
+    convolve = define(name, f"({INPUTS})", 1, forward, like, key)
+    gradient = define(f"{name}_backward", f"(Tensor d_y, {INPUTS})", 3, backward, _fake_backward, key)
+
+    @derivatives.first_order(f"the convolution {name}", "; expected float64, for which PyTorch convolves")
+    def gradients(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        given = ctx.saved_tensors  # accessed once, because activation checkpointing recomputes them at each access
+        found = zip(gradient(d_y, *given), given, strict=False)
+        return *(grad.to(x.dtype) for grad, x in found), None
+
+    torch.library.register_autograd(f"headrace::{name}", gradients, setup_context=_save, lib=library)
+
+    def run(conv: nn.Conv1d, x: Tensor, history: Tensor, sequences: Sequences) -> Tensor:
+        weight = conv.weight[:, 0].T
+        bias = torch.zeros_like(weight[0]) if conv.bias is None else conv.bias
+        return convolve(x, torch.cat([weight, bias[None]]), history, sequences.cu_seqlens)
+
+    return run
+
+
+def refuses(conv: nn.Conv1d) -> str | None:
+    """Returns why no operator can take the place of the module, or None."""
+    if not untouched(conv, nn.Conv1d):
+        return f"a hook, a parametrisation or an adapter of {type(conv).__name__} would not run"
+    if derivatives.transformed():
+        return "it supports neither transforms of torch.func nor forward-mode differentiation"
+    return None
+
+
+def like(x: Tensor, *_) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _fake_backward(d_y, x, weight, history, cu_seqlens):
+    return like(x), *(torch.empty_like(y, dtype=torch.float32) for y in (weight, history))
