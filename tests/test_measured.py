@@ -108,9 +108,9 @@ MEANS = (  # pairs or steps that it states, as NAME's mean over seeds
 )
 
 
+BACKBONES = "linear-attention", "retnet", "gla", "deltanet", "gated-deltanet"
 POOLED = (  # differences over several studies, as mean (low to high; pairs of runs, p)
-    ("softmax", "wide sigmoid", ("capacity-gla", "capacity-deltanet", "capacity-gated-deltanet")),
-    ("softmax", "wide sigmoid", ("capacity-linear-attention", "capacity-retnet")),
+    ("softmax", "wide sigmoid", (*(f"capacity-{name}" for name in BACKBONES), "gates-retnet")),
 )
 
 
@@ -133,6 +133,13 @@ def test_nowhere_is_competition_better_than_its_control(findings):
     (shown,) = re.findall(r"```{generated} effects (.*?) ```", findings)
     tested = [setting.effect("softmax", "wide sigmoid") for setting in study.settings(shown.split())]
     assert len(tested) == 12 and all(one.low < 0 for one in tested)
+
+
+def test_no_other_gate_is_better_and_gates_that_sum_to_one_are_last():
+    question, runs = study.read("gates-retnet")
+    (found,) = statistics.differences([(question, runs)])
+    assert len(found) == 7 and {one.verdict for one in found} == {"not told apart"}
+    assert question.name(min(found, key=lambda one: one.mean).a) == "unscaled"
 
 
 def test_what_stands_after_correction(findings):
