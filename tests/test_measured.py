@@ -109,6 +109,11 @@ MEANS = (  # pairs or steps that it states, as NAME's mean over seeds
 
 
 BACKBONES = "linear-attention", "retnet", "gla", "deltanet", "gated-deltanet"
+TEXT = (  # differences of losses on text that it states, by place
+    ("all tokens", "softmax less none {}"),
+    ("loss on repeats", "on repeated rare bigrams {}"),
+    ("rows of 16,384", "in rows of 64 times the training length {}"),
+)
 POOLED = (  # differences over several studies, as mean (low to high; pairs of runs, p)
     ("softmax", "wide sigmoid", (*(f"capacity-{name}" for name in BACKBONES), "gates-retnet")),
 )
@@ -179,6 +184,21 @@ def test_the_differences_over_several_studies(a, b, names, findings):
     assert one.n == 5 * len(names)
     said = f"{one.mean:+.2f} ({one.low:.2f} to {one.high:.2f}; {one.n} pairs of runs, p {one.p:.2g})"
     assert said.replace("-", "−").replace("p 0.", "p .") in findings
+
+
+@pytest.mark.parametrize(("place", "said"), TEXT)
+def test_the_losses_on_text(place, said, findings):
+    question, runs = study.read("text-gla")
+    (found,) = statistics.differences([(question, runs)])
+    (one,) = (o for o in found if o.where == place and question.name(o.b) == "none")
+    assert said.format(f"{one.mean:+.3f} ({one.low:.3f} to {one.high:.3f})").replace("-", "−") in findings
+
+
+@pytest.mark.parametrize("arm", ["none", "softmax", "wide sigmoid"])
+def test_the_loss_of_each_arm_on_text(arm, findings):
+    question, runs = study.read("text-gla")
+    losses = [row["loss"] for row in runs if not row["trial"] and question.name(row["mixer"]) == arm]
+    assert len(losses) == 5 and f"{fmean(losses):.3f}" in findings
 
 
 @pytest.mark.parametrize(("name", "arm", "said"), MEANS)

@@ -239,6 +239,7 @@ def test_speed_is_the_first_evaluation_above_nine_tenths():
     ]}  # fmt: skip
     found = table.row(arm, "accuracy", False)
     assert (found["reached"], found["score"], found["loss"]) == (10, 0.95, 0.2)
+    assert table.row(arm, "loss", False)["reached"] is None
     never = table.row(arm | {"curve": arm["curve"][:1]}, "accuracy", False)
     assert never["reached"] is None
     runs = [row("a", 0, 0.9, reached=30), row("b", 0, 0.5)]

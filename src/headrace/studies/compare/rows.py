@@ -42,7 +42,7 @@ def rows(results: dict[str, Any]) -> list[Row]:
     """The runs of a results.json.
 
     score, loss: at the end, None for a run that diverged. reached: the first evaluated step with a score of at least
-    HELD, None without one. trial: whether the run belongs to a search. by_length: {length: score} on held-out rows of
+    HELD, None without one and for a loss. trial: whether the run belongs to a search. by_length: {length: score} on held-out rows of
     these lengths, empty for a task without. scores: {name: score}, all that the task has, at the end.
     """
     plans = results["study"]["plans"]
@@ -57,7 +57,8 @@ def row(arm: dict[str, Any], metric: str, trial: bool) -> Row:
     found |= {"score": arm["scores"].get(metric), "loss": arm["scores"].get("loss")}
     lengths = {int(length): score for length, score in arm.get("by_length", {}).items()}
     above = (point["step"] for point in arm["curve"] if point["scores"].get(metric, 0) >= HELD)
-    return found | {"reached": next(above, None), "converged": converged(arm), "by_length": lengths}
+    reached = None if metric == "loss" else next(above, None)
+    return found | {"reached": reached, "converged": converged(arm), "by_length": lengths}
 
 
 def converged(arm: dict[str, Any]) -> bool:
