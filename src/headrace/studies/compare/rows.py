@@ -42,8 +42,8 @@ def rows(results: dict[str, Any]) -> list[Row]:
     """The runs of a results.json.
 
     score, loss: at the end, None for a run that diverged. reached: the first evaluated step with a score of at least
-    HELD, None without one and for a loss. trial: whether the run belongs to a search. by_length: {length: score} on held-out rows of
-    these lengths, empty for a task without. scores: {name: score}, all that the task has, at the end.
+    HELD, None without one and for a loss. trial: whether the run belongs to a search. by_length: {length: score} on
+    held-out rows of these lengths, empty for a task without. scores: {name: score}, all that the task has, at the end.
     """
     plans = results["study"]["plans"]
     metrics = {plan["name"]: TASKS[plan["task"]["name"]].metric.name for plan in plans}
