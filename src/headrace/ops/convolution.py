@@ -17,10 +17,11 @@ from .sequences import Sequences
 INPUTS = "Tensor x, Tensor weight, Tensor history, Tensor? cu_seqlens"
 
 
-def register(name: str, key: str, forward: Callable, backward: Callable) -> Callable[..., Tensor]:
+def register(backend: str, name: str, key: str, forward: Callable, backward: Callable) -> Callable[..., Tensor]:
     """Returns run(conv, x [B, T, C], history [N, W − 1, C], sequences) -> y [B, T, C], which is differentiable.
 
     Args:
+        backend: name of the backend in errors.
         name: name of the operator in `torch.ops.headrace`.
         key: dispatch key that the implementation is registered for.
         forward: forward(x, weight, history, cu_seqlens) -> y.
@@ -30,7 +31,7 @@ def register(name: str, key: str, forward: Callable, backward: Callable) -> Call
     convolve = define(name, f"({INPUTS})", 1, forward, like, key)
     gradient = define(f"{name}_backward", f"(Tensor d_y, {INPUTS})", 3, backward, _fake_backward, key)
 
-    @derivatives.first_order(f"the convolution {name}", "; expected float64, for which PyTorch convolves")
+    @derivatives.first_order(f"the {backend} convolution", "; expected float64, for which PyTorch convolves")
     def gradients(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         given = ctx.saved_tensors  # accessed once, because activation checkpointing recomputes them at each access
         found = zip(gradient(d_y, *given), given, strict=False)

@@ -116,7 +116,7 @@ BACKEND = Backend(
     ),
     step=Kernel(_step, _refuses_step),
     convolution=Kernel(
-        convolution.register("triton_convolve", "CompositeExplicitAutograd", _convolve, _convolve_back),
+        convolution.register("triton", "triton_convolve", "CompositeExplicitAutograd", _convolve, _convolve_back),
         _refuses_convolution,
     ),
     on_request=True,
