@@ -138,7 +138,7 @@ def op(machine: Machine, sizes: Sizes) -> Iterator[Found]:
 
 
 def long(machine: Machine, sizes: Sizes) -> Iterator[Found]:
-    """The same for few long rows, which the backend "triton" computes in segments, and as whole rows."""
+    """The stage `op` for few long rows, which the backend "triton" computes in segments, and as whole rows."""
     yield from op(machine, sizes._replace(timed=sizes.long, families=LONG))
 
 

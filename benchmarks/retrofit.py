@@ -36,7 +36,7 @@ def run(folder: Path = FOLDER) -> None:
     trials = [continued(arm, first, folder) for trial in later.trials() for arm in trial.arms()]
     arms = [continued(arm, first, folder) for arm in later.arms(tuning.best(later, trials))]
     listed = [(arm, True) for arm in trials] + [(arm, False) for arm in arms]
-    rows.write([rows.row(arm, first.task.metric.name, trial) for arm, trial in listed], RESULTS)
+    rows.write([rows.row(arm, first.task.metric, trial) for arm, trial in listed], RESULTS)
 
 
 def question() -> Question:

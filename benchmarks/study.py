@@ -141,12 +141,12 @@ def effects(names: list[str]) -> None:
 
 def effects_of(names: list[str]) -> list[str]:
     header = ["setting", *COMPARED, *(f"{a} − {b}" for a, b in EFFECTS), "converged"]
-    rows = [header, ["---"] * len(header)]
+    shown = [header, ["---"] * len(header)]
     for setting in settings(names):
         tested = (setting.effect(a, b) for a, b in EFFECTS)
         cells = [f"{one.mean:+.2f} ({one.low:+.2f} to {one.high:+.2f})".replace("-", "−") for one in tested]
-        rows.append([setting.name, *map(setting.held, COMPARED), *cells, setting.converged])
-    return [f"| {' | '.join(row)} |" for row in rows]
+        shown.append([setting.name, *map(setting.held, COMPARED), *cells, setting.converged])
+    return [f"| {' | '.join(row)} |" for row in shown]
 
 
 @app.command()

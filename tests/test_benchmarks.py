@@ -11,6 +11,7 @@ import pytest
 import decays
 import decode
 import gpu
+import gpu_op
 import launches
 import model
 import op
@@ -128,6 +129,13 @@ def test_a_backend_that_fails_does_not_end_the_gpu_benchmark(lines, small, monke
     failed = [row for row in read() if row["measure"] == "failed"]
     assert {(row["subject"], row["note"]) for row in failed} == {("native", "RuntimeError: misaligned address")}
     assert any(row["subject"] == "torch" and row["measure"] == "gradients" for row in read())
+
+
+def test_whole_rows_are_those_without_segments():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from headrace.ops.triton import segments
+
+    assert gpu_op.as_whole_rows(lambda: segments.FEWEST)() > 10**6 > segments.FEWEST
 
 
 def test_the_gpu_benchmark_ends_in_time(lines, small, capsys):

@@ -157,19 +157,45 @@ def test_what_stands_after_correction(findings):
         for one in own
         if one.verdict != "not told apart"
     ]
-    assert (
-        stands
-        == [
-            ("capacity-linear-attention", "softmax", "none"),
-            ("capacity-linear-attention", "softmax read", "none"),
-            ("capacity-linear-attention", "wide sigmoid", "none"),
-            ("capacity-retnet", "wide sigmoid", "none"),
-            ("long-retnet", "wide sigmoid", "none"),
-            ("clusters", "retnet softmax", "retnet none"),
-            ("clusters", "retnet wide sigmoid", "retnet none"),
-        ]
-        and "seven differences stand" in findings
-    )
+    assert stands == [
+        ("capacity-linear-attention", "softmax", "none"),
+        ("capacity-linear-attention", "softmax read", "none"),
+        ("capacity-linear-attention", "wide sigmoid", "none"),
+        ("capacity-retnet", "wide sigmoid", "none"),
+        ("long-retnet", "wide sigmoid", "none"),
+        ("clusters", "retnet softmax", "retnet none"),
+        ("clusters", "retnet wide sigmoid", "retnet none"),
+    ]
+    assert "seven differences stand" in findings
+
+
+@pytest.mark.parametrize(
+    ("name", "converged"),
+    [("long-retnet", "12 of 15"), ("mqar-retnet", "13 of 15"), ("capacity-deltanet", "0 of 20"),
+     ("capacity-gated-deltanet", "0 of 20"), ("retrofit", "0 of 15")],
+)  # fmt: skip
+def test_how_many_runs_of_the_findings_have_converged(name, converged, findings):
+    assert any(line.startswith(f"{converged} reported runs converged") for line in study.lines([name]))
+    assert f"{converged} runs converged" in findings or converged.startswith("0")
+
+
+@pytest.mark.parametrize(
+    ("name", "arm"), [("capacity-linear-attention", "softmax read"), ("long-retnet", "wide sigmoid")]
+)
+def test_what_the_findings_call_at_least_32_pairs_in_all_five_seeds(name, arm, findings):
+    question, runs = study.read(name)
+    (by_mixer,) = statistics.collected(runs, question.measure).values()
+    (values,) = (own.values() for mixer, own in by_mixer.items() if question.name(mixer) == arm)
+    assert [2**value / 2 for value in values] == pytest.approx([32] * 5)
+    assert findings.count("at least 32 in all five seeds") == 2
+
+
+def test_the_picture_of_the_effects_shows_them():
+    shown, (panel, *_) = study.settings(["clusters"]), study.effects_picture(["clusters"]).axes
+    (bar,) = panel.containers
+    expected = [setting.effect("softmax", "none").mean for setting in shown[::-1]]
+    assert list(bar.lines[0].get_xdata()) == pytest.approx(expected)
+    assert [label.get_text() for label in panel.get_yticklabels()] == [setting.name for setting in shown[::-1]]
 
 
 @pytest.mark.parametrize("mixer", ["retnet softmax", "retnet wide sigmoid", "retnet none"])
@@ -190,7 +216,7 @@ def test_the_differences_over_several_studies(a, b, names, findings):
 def test_the_losses_on_text(place, said, findings):
     question, runs = study.read("text-gla")
     (found,) = statistics.differences([(question, runs)])
-    (one,) = (o for o in found if o.where == place and question.name(o.b) == "none")
+    (one,) = (o for o in found if o.where == f"text, {place}" and question.name(o.b) == "none")
     assert said.format(f"{one.mean:+.3f} ({one.low:.3f} to {one.high:.3f})").replace("-", "−") in findings
 
 

@@ -228,7 +228,7 @@ def test_losses_are_compared_over_all_tokens_over_repeats_and_by_length():
     scores = {"loss": 2.0, "perplexity": 7.4, "loss on repeats": 1.0}
     runs = [row("a", 0, 2.0, loss=2.0, scores=scores, by_length={8: 2.5, 1024: 3.0})]
     assert statistics.collected(runs, "losses") == {
-        place: {"a": {0: value}}
+        f"p, {place}": {"a": {0: value}}
         for place, value in {"all tokens": 2.0, "loss on repeats": 1.0, "rows of 8": 2.5, "rows of 1,024": 3.0}.items()
     }
 
@@ -237,10 +237,10 @@ def test_speed_is_the_first_evaluation_above_nine_tenths():
     arm = {"mixer": "a", "diverged": False, "scores": {"accuracy": 0.95, "loss": 0.2}, "curve": [
         {"step": s, "scores": {"accuracy": x, "loss": 1 - x}} for s, x in ((0, 0.1), (10, 0.9), (20, 0.8), (30, 0.95))
     ]}  # fmt: skip
-    found = table.row(arm, "accuracy", False)
+    found = table.row(arm, Pair.metric, False)
     assert (found["reached"], found["score"], found["loss"]) == (10, 0.95, 0.2)
-    assert table.row(arm, "loss", False)["reached"] is None
-    never = table.row(arm | {"curve": arm["curve"][:1]}, "accuracy", False)
+    assert table.row(arm, Text.metric, False)["reached"] is None
+    never = table.row(arm | {"curve": arm["curve"][:1]}, Pair.metric, False)
     assert never["reached"] is None
     runs = [row("a", 0, 0.9, reached=30), row("b", 0, 0.5)]
     assert statistics.collected(runs, "speed") == {"p": {"a": {0: 30.0}, "b": {0: 100.0}}}

@@ -403,6 +403,7 @@ def test_text_by_length_has_as_many_tokens_at_each(book):
     rows = Text((str(book),), length=4, longest=70).by_length(16)
     assert {n: tuple(batch["input_ids"].shape) for n, batch in rows.items()} == {4: (16, 4), 16: (4, 16), 64: (1, 64)}
     assert Text((str(book),), length=4).by_length(16) == {}
+    assert Text((str(book),), length=8, longest=70).resized(4).longest == 70
     with pytest.raises(InputError, match="longest=3; expected 0 or at least length=4"):
         Text((str(book),), length=4, longest=3)
 

@@ -70,7 +70,7 @@ class Text:
         return self.corpus.sha256
 
     def resized(self, length: int) -> "Text":
-        return replace(self, length=length, longest=0)
+        return replace(self, length=length)
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         tokens = self.corpus.train
@@ -85,7 +85,7 @@ class Text:
     def by_length(self, rows: int) -> dict[int, Batch]:
         """Length -> windows of that length, as many tokens at each."""
         lengths = takewhile(lambda length: length <= self.longest, (self.length * 4**i for i in count()))
-        return {n: self.resized(n).held_out(max(rows * self.length // n, 1)) for n in lengths}
+        return {n: replace(self, length=n, longest=0).held_out(max(rows * self.length // n, 1)) for n in lengths}
 
     def _windows(self, tokens: Tensor, starts: Tensor) -> Batch:
         window = tokens[starts[:, None] + torch.arange(self.length + 1)].long()

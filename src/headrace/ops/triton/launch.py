@@ -46,7 +46,7 @@ class Launcher:
         self.C, self.gpu, self.rows = call.chunk_size or CHUNK, GPU.of(call.v), call.sequences
         (self.H, self.V), (HQ, self.K) = call.v.shape[2:], call.k.shape[2:]
         self.decay = DECAYS[0 if call.log_decay is None else call.log_decay.dim()]
-        programs = self.rows * self.H * -(-self.V // self.blocks("scan")["BV"])
+        programs = self.rows * self.H * -(-self.V // self.blocks("scan", self.V)["BV"])
         self.segments = segments.number(call, self.C, programs, self.gpu.processors)
         self.call = call = call if self.segments == 1 else segments.split(call, self.segments, self.C)
         B, T = call.v.shape[:2]
@@ -66,16 +66,15 @@ class Launcher:
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.call.v.new_empty(shape, dtype=dtype or self.stored)
 
-    def blocks(self, kernel: str, V: int = 0) -> dict[str, int]:
-        """Returns the block sizes and warps of a kernel: the largest blocks that (nearly) stay in registers. V: of the
-        state, if not that of the call."""
+    def blocks(self, kernel: str, V: int) -> dict[str, int]:
+        """Returns the block sizes and warps of a kernel: the largest blocks that (nearly) stay in registers."""
         K, vector, about = block(self.K, LARGEST_KEY), self.decay == "vector", self.gpu
         if kernel == "prepare":
             return {"BK": min(K, 32 if vector else 64), "num_warps": 8 if vector else 4, "num_stages": about.stages}
         if kernel == "gradients":
             BK, stages = (16, 1) if vector else (64 if about.wide else 32, about.stages)
-            return {"BK": min(K, BK), "BV": block(self.V, 64), "num_warps": 8, "num_stages": stages}
-        BV = block(V or self.V, 64 if K <= 128 and about.wide else 32)
+            return {"BK": min(K, BK), "BV": block(V, 64), "num_warps": 8, "num_stages": stages}
+        BV = block(V, 64 if K <= 128 and about.wide else 32)
         return {"BK": K, "BV": BV, "num_warps": 4 if K <= 64 else 8, "num_stages": about.stages}
 
     def prepare(self, backward: bool) -> dict[str, Any]:
@@ -93,7 +92,7 @@ class Launcher:
         }
         prepare[(self.chunks, self.H)](
             self.q, self.k, self.g, self.numbers["beta"], **found, owner=self.owner, **self.common,
-            **strides(q=self.q, k=self.k, g=self.g), **self.blocks("prepare"),
+            **strides(q=self.q, k=self.k, g=self.g), **self.blocks("prepare", self.V),
         )  # fmt: skip
         return found
 
@@ -141,7 +140,7 @@ class Launcher:
         gradients[(self.chunks, self.H)](
             q=self.q, k=self.k, v=self.v, g=self.g, **self.numbers, scores=found["scores"], owner=self.owner,
             key_scores=found["key_scores"], **tensors, scale=self.call.scale, **self.common, V=self.V,
-            **strides(q=self.q, k=self.k, v=self.v, g=self.g, e=tensors["e"]), **self.blocks("gradients"),
+            **strides(q=self.q, k=self.k, v=self.v, g=self.g, e=tensors["e"]), **self.blocks("gradients", self.V),
         )  # fmt: skip
 
 

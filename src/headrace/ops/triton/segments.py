@@ -24,8 +24,10 @@ CHUNKS = 4  # the fewest in a segment
 
 def number(call: Call, chunk: int, programs: int, processors: int) -> int:
     """Returns the number of segments of a row: as many as there are processors for each program of whole rows."""
+    if programs == 0 or call.cu_seqlens is not None:
+        return 1
     found = min(processors // programs, call.v.shape[1] // (CHUNKS * chunk))
-    return found if found >= FEWEST and call.cu_seqlens is None else 1
+    return found if found >= FEWEST else 1
 
 
 def split(call: Call, segments: int, chunk: int) -> Call:

@@ -9,28 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...tasks import TASKS
+from ...tasks import TASKS, Metric
 
 COLUMNS = (
-    "commit",
-    "comparison",
-    "mixer",
-    "seed",
-    "trial",
-    "lr",
-    "steps",
-    "metric",
-    "score",
-    "loss",
-    "reached",
-    "converged",
-    "parameters",
-    "state_bytes",
-    "seconds",
-    "by_length",
-    "scores",
-)
-TABLES = ("by_length", "scores")  # the columns that are JSON  # fmt: skip
+    "commit", "comparison", "mixer", "seed", "trial", "lr", "steps", "metric", "score", "loss", "reached", "converged",
+    "parameters", "state_bytes", "seconds", "by_length", "scores",
+)  # fmt: skip
+TABLES = ("by_length", "scores")  # the columns that are JSON
 HELD = 0.9  # smallest score at which a model still solves a task
 SETTLED = 0.02  # a run has converged if the last third of its steps gave less than this part of the fall of its loss
 RULE = f"converged: the last third of the steps gave less than {SETTLED:.0%} of the fall of the held-out loss"
@@ -42,22 +27,23 @@ def rows(results: dict[str, Any]) -> list[Row]:
     """The runs of a results.json.
 
     score, loss: at the end, None for a run that diverged. reached: the first evaluated step with a score of at least
-    HELD, None without one and for a loss. trial: whether the run belongs to a search. by_length: {length: score} on
-    held-out rows of these lengths, empty for a task without. scores: {name: score}, all that the task has, at the end.
+    HELD, None without one and where less is better. trial: whether the run belongs to a search. by_length: {length:
+    score} on held-out rows of these lengths, empty for a task without. scores: {name: score}, all of the task's, at the
+    end.
     """
     plans = results["study"]["plans"]
-    metrics = {plan["name"]: TASKS[plan["task"]["name"]].metric.name for plan in plans}
+    metrics = {plan["name"]: TASKS[plan["task"]["name"]].metric for plan in plans}
     metrics |= {trial["name"]: metrics[plan["name"]] for plan in plans for trial in plan["trials"]}
     runs = [*((arm, True) for arm in results["trials"]), *((arm, False) for arm in results["arms"])]
     return [row(arm, metrics[arm["comparison"]], trial) for arm, trial in runs]
 
 
-def row(arm: dict[str, Any], metric: str, trial: bool) -> Row:
-    found = {name: arm[name] for name in COLUMNS if name in arm} | {"trial": trial, "metric": metric}
-    found |= {"score": arm["scores"].get(metric), "loss": arm["scores"].get("loss")}
+def row(arm: dict[str, Any], metric: Metric, trial: bool) -> Row:
+    found = {name: arm[name] for name in COLUMNS if name in arm} | {"trial": trial, "metric": metric.name}
+    found |= {"score": arm["scores"].get(metric.name), "loss": arm["scores"].get("loss")}
     lengths = {int(length): score for length, score in arm.get("by_length", {}).items()}
-    above = (point["step"] for point in arm["curve"] if point["scores"].get(metric, 0) >= HELD)
-    reached = None if metric == "loss" else next(above, None)
+    above = (point["step"] for point in arm["curve"] if point["scores"].get(metric.name, 0) >= HELD)
+    reached = next(above, None) if metric.higher_is_better else None
     return found | {"reached": reached, "converged": converged(arm), "by_length": lengths}
 
 

@@ -181,7 +181,8 @@ def losses(row: Row) -> dict[str, float]:
     """The losses of a language model: over all tokens, over those that a score names, and in rows of each length."""
     named = {name: loss for name, loss in row["scores"].items() if name.startswith("loss ")}
     by_length = {f"rows of {n:,}": loss for n, loss in sorted(row["by_length"].items())}
-    return {"all tokens": row["loss"]} | named | by_length
+    found = {"all tokens": row["loss"]} | named | by_length
+    return {f"{row['comparison']}, {name}": loss for name, loss in found.items()}
 
 
 def speed(row: Row) -> dict[str, float]:
