@@ -8,6 +8,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import dry
 from headrace import linear_attention
 from headrace.layers.convolution import convolve
+from headrace.ops.dispatch import choose
+from headrace.ops.gated_norm import GatedNorm
 from headrace.ops.sequences import Sequences
 from peers import FAMILIES
 
@@ -64,4 +66,19 @@ def test_the_short_convolution(gpu):
         y, _ = convolve(conv, x, None, Sequences(x, None), "triton")
         y.sum().backward()
     assert [x.kernel for x in found] == ["convolve", "slopes", "spread"]
+    assert all(x.code.stack == 0 for x in found)
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
+@pytest.mark.parametrize(("norm", "order", "V"), [("rms", "norm-gate", 128), ("rms-joint", "gate-norm", 1024)])
+def test_the_gated_norm(gpu, norm, order, V):
+    """One launch each way, with nothing spilled."""
+    shape = (1, 300, 2, V)
+    x, logits = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    strength = torch.rand(shape[:3], requires_grad=True) if norm == "rms" else None
+    weight = torch.ones(V if norm == "rms" else 2 * V, requires_grad=True)
+    call = GatedNorm(x, logits, strength, weight, None, norm, "silu", order, 1e-6)
+    with dry.gpu(gpu) as found:
+        choose("gated_norm", "triton", call).run(call).sum().backward()
+    assert [x.kernel for x in found] == ["gated_norm", "gated_norm_back"]
     assert all(x.code.stack == 0 for x in found)

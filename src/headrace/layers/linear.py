@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..ops.call import accumulator
 from ..ops.context_parallel import current
-from ..ops.dispatch import has
+from ..ops.dispatch import choose, has
+from ..ops.gated_norm import GatedNorm
 from ..ops.recurrence import step
 from ..ops.sequences import Sequences
 from ..ops.torch.tiles import product
@@ -19,7 +20,7 @@ from .convolution import convolve
 from .decode import MixerState
 from .feature_maps import FEATURE_MAPS, NORMS
 from .parameters import LinearParameters
-from .readout import normalise
+from .readout import GROUP_NORM_EPS
 from .rotary import rotary
 from .streams import project
 
@@ -186,20 +187,18 @@ class LinearMixer(LinearParameters):
         read = self.spec.read
         if self.skip is not None:
             out = out + self.skip[:, None] * v
-        strength = None if log_read is None or self._read_gate_inside() else log_read.exp()[..., None].to(out.dtype)
+        strength = None if log_read is None or self._read_gate_inside() else log_read.exp()
         if strength is not None and read.norm not in ("rms", "group"):
-            out, strength = out * strength, None
-        gate = None if self.gate is None else self.gate(gate_input)
-        if gate is not None and read.order == "gate-norm":
-            out = out * gate
-        out = self._normalise(out)
-        out = out if strength is None else out * strength
-        if gate is not None and read.order == "norm-gate":
-            out = out * gate
-        return self.o_proj(out.flatten(-2))
+            out, strength = out * strength[..., None].to(out.dtype), None
+        eps = GROUP_NORM_EPS if read.norm == "group" else self.norm_eps
+        logits, activation = (None, "none") if self.gate is None else (self.gate(gate_input), self.gate.activation)
+        norm = GatedNorm(
+            out, logits, strength, self.norm_weight, self.norm_bias, read.norm, activation, read.order, eps
+        )
+        return self.o_proj(self._normalise(norm).flatten(-2))
 
-    def _normalise(self, out: Tensor) -> Tensor:
-        return normalise(out, self.spec.read.norm, self.norm_weight, self.norm_bias, self.norm_eps)
+    def _normalise(self, call: GatedNorm) -> Tensor:
+        return choose("gated_norm", self._backend("gated_norm"), call).run(call)
 
 
 def _now(x: Tensor | None) -> Tensor | None:

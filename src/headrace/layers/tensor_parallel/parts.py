@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator
 from ...ops.checks import require
+from ...ops.gated_norm import GatedNorm
 from ...ops.tensor_parallel import Ranks
+from ...ops.torch.gated_norm import around
 from ...utils.errors import GateWarning
 from ..attention.attention import SoftmaxAttention
 from ..block import MLP
@@ -49,13 +51,14 @@ class PartLinear(LinearMixer):
     def run(self, x: Tensor, state, cu_seqlens: Tensor | None):
         return super().run(self.ranks.enter(x), state, cu_seqlens)
 
-    def _normalise(self, out: Tensor) -> Tensor:
-        if self.spec.read.norm != "rms-joint":
-            return super()._normalise(out)
-        wide = out.to(accumulator(out))
+    def _normalise(self, call: GatedNorm) -> Tensor:
+        return around(self._joint_norm, call) if call.norm == "rms-joint" else super()._normalise(call)
+
+    def _joint_norm(self, x: Tensor, call: GatedNorm) -> Tensor:
+        wide = x.to(accumulator(x))
         mean = self.ranks.sum(wide.square().mean((-2, -1), keepdim=True)) / self.ranks.size
         weight = self.norm_weight.to(wide.dtype).view(wide.shape[-2:])
-        return (wide * torch.rsqrt(mean + self.norm_eps) * weight).to(out.dtype)
+        return (wide * torch.rsqrt(mean + call.eps) * weight).to(x.dtype)
 
 
 class PartCompetition(HeadCompetition):

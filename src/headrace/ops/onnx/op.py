@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backend import Backend, Kernel
 from ..call import Call, accumulator, gated
-from ..torch import convolution, int8, step
+from ..torch import convolution, gated_norm, int8, step
 
 DOMAIN = "com.microsoft"
 
@@ -63,5 +63,6 @@ BACKEND = Backend(
     linear_attention=Kernel(_run, _refuses),
     step=Kernel(step.step, _any),
     convolution=Kernel(convolution.run, _any),
+    gated_norm=Kernel(gated_norm.run, _any),
     int8_product=Kernel(int8.run, _any),
 )

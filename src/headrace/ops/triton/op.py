@@ -7,13 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from ...utils.device import interpreted
-from .. import convolution
+from .. import convolution, gated_norm
 from ..backend import Backend, Kernel
 from ..call import SCHEMA, Call
 from ..derivatives import transformed
+from ..gated_norm import GatedNorm
 from ..operator import define, register
 
 LARGEST_KEY = 256  # a program holds a state of all key channels
+LARGEST_NORM = 16384  # channels of a norm, which a program holds at once
 CHUNKS = 16, 32, 64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -99,13 +101,37 @@ def _convolve_back(*args):
 
 
 def _refuses_convolution(conv: nn.Conv1d, x: Tensor, *_) -> str | None:
+    return _refuses_tokens(x) or convolution.refuses(conv)
+
+
+def _refuses_tokens(x: Tensor) -> str | None:
+    """Returns why a kernel cannot compute x [B, T, ...], or None."""
     if not (x.is_cuda or interpreted()):
         return f"it runs on a GPU, and x is on {x.device.type}"
     if x.dtype not in DTYPES:
         return f"it computes in float32, from float32, bfloat16 or float16, and x is {x.dtype}"
-    if x.shape[1] == 0:
-        return "x has no tokens"
-    return convolution.refuses(conv)
+    return None if x.numel() else "x has no tokens"
+
+
+def _normalise(*args):
+    from .gated_norm import forward
+
+    return forward(*args)
+
+
+def _normalise_back(*args):
+    from .gated_norm import backward
+
+    return backward(*args)
+
+
+def _refuses_gated_norm(call: GatedNorm) -> str | None:
+    width = call.x.shape[-1] * (call.x.shape[-2] if call.norm == "rms-joint" else 1)
+    if width > LARGEST_NORM:
+        return f"its norms have up to {LARGEST_NORM} channels, and this one has {width}"
+    if transformed():
+        return "its norm supports neither transforms of torch.func nor forward-mode differentiation"
+    return _refuses_tokens(call.x)
 
 
 BACKEND = Backend(
@@ -118,6 +144,10 @@ BACKEND = Backend(
     convolution=Kernel(
         convolution.register("triton", "triton_convolve", "CompositeExplicitAutograd", _convolve, _convolve_back),
         _refuses_convolution,
+    ),
+    gated_norm=Kernel(
+        gated_norm.register("triton", "triton_gated_norm", "CompositeExplicitAutograd", _normalise, _normalise_back),
+        _refuses_gated_norm,
     ),
     on_request=True,
 )
