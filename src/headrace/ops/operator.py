@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import derivatives
-from .call import DIFFERENTIABLE, SCHEMA, Call, accumulator
+from .call import DIFFERENTIABLE, SCHEMA, Call, accumulator, schema
 
 NAMES = "linear_attention", "; expected form='recurrent', which has all derivatives"
 library = torch.library.Library("headrace", "DEF")
@@ -52,6 +52,53 @@ def register(name: str, key: str, forward: Callable, backward: Callable, kept: l
         return keeping(*call)[:2] if wanted else plain(*call)
 
     return run
+
+
+def register_function(
+    kind: Any, name: str, key: str, what: str, forward: Callable[[Any], Tensor], backward: Callable[..., Any]
+) -> Callable[[Any], Tensor]:
+    """Returns a differentiable function from a `kind` to a tensor.
+
+    Args:
+        kind: a NamedTuple. Its property `tensors` is the first fields, which are tensors or None; its method `result`
+            returns an empty tensor with the shape and the dtype of the function's.
+        name: name of the operator in `torch.ops.headrace`.
+        key: dispatch key that the implementation is registered for.
+        what: name of the function in errors.
+        forward: forward(call) -> the result.
+        backward: backward(d_result, call) -> gradients to `tensors` in any dtype, None for None.
+    """
+    run = define(
+        name, f"({schema(kind)})", 1, lambda *args: forward(kind(*args)), lambda *args: kind(*args).result(), key
+    )
+
+    def gradients(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+        def run(d_result: Tensor, *args: Any) -> tuple[Tensor, ...]:
+            call = kind(*args)
+            grads = zip(backward(d_result, call), call.tensors, strict=True)
+            return tuple(d_result.new_empty(0) if x is None else grad.to(x.dtype) for grad, x in grads)
+
+        return run
+
+    def fake(d_result: Tensor, call: Any) -> list[Tensor | None]:
+        return [x if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in call.tensors]
+
+    tensors = sum("Tensor" in kind for kind in schema(kind).split(", "))
+    arguments = f"(Tensor d_result, {schema(kind)})"
+    gradient = define(f"{name}_backward", arguments, tensors, gradients(backward), gradients(fake), key)
+
+    def save(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.settings = inputs[tensors:]
+        ctx.save_for_backward(*inputs[:tensors])
+
+    @derivatives.first_order(what, "; expected float64, which PyTorch computes")
+    def differentiate(ctx: Any, d_result: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # accessed once, because activation checkpointing recomputes them at each access
+        grads = zip(gradient(d_result, *saved, *ctx.settings), saved, strict=True)
+        return *(None if x is None else grad for grad, x in grads), *(None for _ in ctx.settings)
+
+    torch.library.register_autograd(f"headrace::{name}", differentiate, setup_context=save, lib=library)
+    return lambda call: run(*call)
 
 
 def define(name: str, arguments: str, results: int, real: Callable, fake: Callable, key: str) -> Any:

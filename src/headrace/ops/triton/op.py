@@ -1,5 +1,7 @@
 """The backend "triton": headrace's own kernels for GPUs, as a PyTorch operator, `torch.ops.headrace.triton`."""
 
+from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -7,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ...utils.device import interpreted
-from .. import convolution, gated_norm
+from .. import convolution
 from ..backend import Backend, Kernel
 from ..call import SCHEMA, Call
 from ..derivatives import transformed
 from ..gated_norm import GatedNorm
-from ..operator import define, register
+from ..operator import define, register, register_function
 
+KEY = "CompositeExplicitAutograd"
 LARGEST_KEY = 256  # a program holds a state of all key channels
 LARGEST_NORM = 16384  # channels of a norm, which a program holds at once
 CHUNKS = 16, 32, 64
@@ -41,16 +44,21 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def _forward(call: Call, keep: bool):
-    from .launch import forward
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """Returns a function of a module, which is imported at the first call because it needs Triton."""
 
-    return forward(call)
+    def run(*args: Any) -> Any:
+        return getattr(import_module(f".{module}", __package__), name)(*args)
+
+    return run
+
+
+def _forward(call: Call, keep: bool):
+    return _late("launch", "forward")(call)
 
 
 def _backward(d_out: Tensor, d_final: Tensor, call: Call, kept: Any, wanted: Any):
-    from .launch import backward
-
-    return backward(d_out, d_final, call, wanted[3])
+    return _late("launch", "backward")(d_out, d_final, call, wanted[3])
 
 
 def _about() -> str:
@@ -61,10 +69,8 @@ def _about() -> str:
 
 
 def _step_of(*args):
-    from .step import step
-
     *call, bonus = args
-    return step(Call(*call), bonus)
+    return _late("step", "step")(Call(*call), bonus)
 
 
 def _like_step(*args):
@@ -73,7 +79,7 @@ def _like_step(*args):
     return torch.empty_like(call.v, memory_format=torch.contiguous_format), call.v.new_empty(state, dtype=torch.float32)
 
 
-_step_op = define("triton_step", f"({SCHEMA}, Tensor? bonus)", 2, _step_of, _like_step, "CompositeExplicitAutograd")
+_step_op = define("triton_step", f"({SCHEMA}, Tensor? bonus)", 2, _step_of, _like_step, KEY)
 
 
 def _step(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -86,18 +92,6 @@ def _refuses_step(call: Call, bonus: Tensor | None, normalise: bool) -> str | No
     if transformed() or wanted:
         return "its step has no derivatives; torch.no_grad() or backend='torch' does"
     return "its step has no normaliser" if normalise else refuses(call)
-
-
-def _convolve(*args):
-    from .convolution import forward
-
-    return forward(*args)
-
-
-def _convolve_back(*args):
-    from .convolution import backward
-
-    return backward(*args)
 
 
 def _refuses_convolution(conv: nn.Conv1d, x: Tensor, *_) -> str | None:
@@ -113,18 +107,6 @@ def _refuses_tokens(x: Tensor) -> str | None:
     return None if x.numel() else "x has no tokens"
 
 
-def _normalise(*args):
-    from .gated_norm import forward
-
-    return forward(*args)
-
-
-def _normalise_back(*args):
-    from .gated_norm import backward
-
-    return backward(*args)
-
-
 def _refuses_gated_norm(call: GatedNorm) -> str | None:
     width = call.x.shape[-1] * (call.x.shape[-2] if call.norm == "rms-joint" else 1)
     if width > LARGEST_NORM:
@@ -134,20 +116,21 @@ def _refuses_gated_norm(call: GatedNorm) -> str | None:
     return _refuses_tokens(call.x)
 
 
+def _function(kind: Any, module: str) -> Callable[[Any], Tensor]:
+    """Registers forward and backward of a module as a function of a `kind`."""
+    what = f"the triton {module.replace('_', ' ')}"
+    return register_function(kind, f"triton_{module}", KEY, what, _late(module, "forward"), _late(module, "backward"))
+
+
+_convolve = convolution.register(
+    "triton", "triton_convolve", KEY, _late("convolution", "forward"), _late("convolution", "backward")
+)
 BACKEND = Backend(
     missing=missing,
     about=_about,
-    linear_attention=Kernel(
-        register("triton", "CompositeExplicitAutograd", _forward, _backward, [], lambda call: ()), refuses
-    ),
+    linear_attention=Kernel(register("triton", KEY, _forward, _backward, [], lambda call: ()), refuses),
     step=Kernel(_step, _refuses_step),
-    convolution=Kernel(
-        convolution.register("triton", "triton_convolve", "CompositeExplicitAutograd", _convolve, _convolve_back),
-        _refuses_convolution,
-    ),
-    gated_norm=Kernel(
-        gated_norm.register("triton", "triton_gated_norm", "CompositeExplicitAutograd", _normalise, _normalise_back),
-        _refuses_gated_norm,
-    ),
+    convolution=Kernel(_convolve, _refuses_convolution),
+    gated_norm=Kernel(_function(GatedNorm, "gated_norm"), _refuses_gated_norm),
     on_request=True,
 )
