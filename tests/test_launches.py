@@ -10,6 +10,7 @@ from headrace import linear_attention
 from headrace.layers.convolution import convolve
 from headrace.ops.dispatch import choose
 from headrace.ops.gated_norm import GatedNorm
+from headrace.ops.log_decay import LogDecay
 from headrace.ops.sequences import Sequences
 from peers import FAMILIES
 
@@ -81,4 +82,16 @@ def test_the_gated_norm(gpu, norm, order, V):
     with dry.gpu(gpu) as found:
         choose("gated_norm", "triton", call).run(call).sum().backward()
     assert [x.kernel for x in found] == ["gated_norm", "gated_norm_back"]
+    assert all(x.code.stack == 0 for x in found)
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("shape", [(1, 300, 4), (1, 300, 4, 128)])
+def test_the_decay(gpu, shape):
+    """One launch each way, with nothing spilled."""
+    x, bias = torch.randn(shape, requires_grad=True), torch.zeros(shape[2:]).flatten().requires_grad_()
+    call = LogDecay(x, bias, torch.zeros(4, requires_grad=True), "softplus")
+    with dry.gpu(gpu) as found:
+        choose("log_decay", "triton", call).run(call).sum().backward()
+    assert [x.kernel for x in found] == ["log_decay", "log_decay_back"]
     assert all(x.code.stack == 0 for x in found)

@@ -4,19 +4,22 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 """
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.call import accumulator
+from ..ops.dispatch import choose
+from ..ops.log_decay import LogDecay
+from ..ops.torch.log_decay import step_size
 from ..spec.decay import Decay
 from .base import SelfInitialised
 
 
 class DecayModule(SelfInitialised):
-    """Base of the decays: maps its part [B, T, in_features] of the input projection to log_decay ≤ 0.
+    """Base of the decays: maps its part [B, T, in_features] of the input projection to log_decay ≤ 0, with the backend
+    of a name.
 
     Args:
         spec: the decay's kind and rank.
@@ -39,12 +42,18 @@ class DecayModule(SelfInitialised):
         return x.unflatten(-1, (self.num_heads, self.key_dim))
 
 
+def activated(backend: str, *call: Any) -> Tensor:
+    """Computes the logarithm of a decay from the arguments of LogDecay."""
+    found = LogDecay(*call)
+    return choose("log_decay", backend, found).run(found)
+
+
 class FixedDecay(DecayModule):
     """RetNet's decay: log_decay [H] = log(1 − 2^(−5−h)) (arXiv 2307.08621, section 2.2)."""
 
     first = 0  # index of the first head, of those that a process has under tensor_parallel
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
         # Computed instead of stored, because a half-precision buffer would lose most digits.
         h = torch.arange(self.first, self.first + self.num_heads, device=x.device, dtype=torch.float64)
         return torch.log1p(-torch.exp2(-5 - h)).to(accumulator(x))
@@ -59,7 +68,7 @@ class XPosDecay(DecayModule):
 
     OFFSET, TOKENS = 0.4, 512
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
         half = self.key_dim // 2
         zeta = (torch.arange(half, device=x.device, dtype=torch.float64) / half + self.OFFSET) / (1 + self.OFFSET)
         return (zeta.log() / self.TOKENS).repeat(2).to(accumulator(x)).expand(*x.shape[:2], self.num_heads, -1)
@@ -82,15 +91,14 @@ class SoftplusDecay(DecayModule):
 
     def step_size(self, x: Tensor) -> Tensor:
         """Returns dt [B, T, H]."""
-        acc = accumulator(x)
-        return F.softplus(x.to(acc) + self.dt_bias.to(acc))
+        return step_size(x, self.dt_bias)
 
     def decay(self, dt: Tensor) -> Tensor:
         """Returns log_decay [B, T, H] for the step sizes dt [B, T, H]."""
         return -self.A_log.to(dt.dtype).exp() * dt
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decay(self.step_size(x))
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        return activated(backend, x, self.dt_bias, self.A_log, "softplus")
 
 
 @torch.no_grad()
@@ -110,9 +118,8 @@ class SigmoidDecay(DecayModule):
         self.in_features = spec.rank or key_dim
         self.up = nn.Linear(self.in_features, num_heads * key_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.up(x).to(accumulator(x))
-        return self._heads(F.logsigmoid(logits) / self.TEMPERATURE)
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        return activated(backend, self._heads(self.up(x)), None, None, "sigmoid", 1 / self.TEMPERATURE)
 
 
 class ExpDecay(DecayModule):
@@ -134,9 +141,8 @@ class ExpDecay(DecayModule):
         self.bias.copy_(-6 + 5 * place ** (0.7 + 1.3 * self.depth))
         self.up.uniform_(-0.01, 0.01)
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.bias + torch.tanh(x) @ self.up
-        return self._heads(-logits.to(accumulator(x)).exp())
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        return activated(backend, self._heads(torch.tanh(x) @ self.up), self.bias, None, "exp")
 
 
 class SoftplusVectorDecay(DecayModule):
@@ -155,10 +161,8 @@ class SoftplusVectorDecay(DecayModule):
         self.A_log.uniform_(1, 16).log_()
         draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
-    def forward(self, x: Tensor) -> Tensor:
-        acc = accumulator(x)
-        dt = self._heads(F.softplus(self.up(x).to(acc) + self.dt_bias.to(acc)))
-        return -self.A_log.to(acc).exp()[:, None] * dt
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        return activated(backend, self._heads(self.up(x)), self.dt_bias, self.A_log, "softplus")
 
 
 DECAYS: dict[str, type[DecayModule]] = {

@@ -169,7 +169,9 @@ class LinearMixer(LinearParameters):
         if self.spec.write.beta == "dt":
             dt = self.decay.step_size(inputs["decay"])
             return self._per_memory(self.decay.decay(dt)), self._per_memory(dt)
-        log_decay = None if self.decay is None else self._per_memory(self.decay(inputs["decay"]))
+        log_decay = None
+        if self.decay is not None:
+            log_decay = self._per_memory(self.decay(inputs["decay"], self._backend("log_decay")))
         if "beta" not in inputs:
             return log_decay, None
         logits = self._per_memory(inputs["beta"].to(accumulator(inputs["beta"])))

@@ -52,6 +52,7 @@ class Backend(NamedTuple):
     step: Kernel | None = None  # (call without token dimension, bonus, normalise) -> (out, state)
     convolution: Kernel | None = None  # (conv, x, history, sequences) -> y; see `convolve`
     gated_norm: Kernel | None = None  # (call: GatedNorm) -> y
+    log_decay: Kernel | None = None  # (call: LogDecay) -> log_decay
     layer_step: Callable[..., LayerStep] | None = None  # (kinds, sizes, numbers, names of the weights) -> LayerStep
     int8_product: Kernel | None = None  # (x, integers, scale, bias) -> x · (integers · scale)ᵀ + bias
     on_request: bool = False  # whether only its name chooses it, and "auto" does not

@@ -14,6 +14,7 @@ from ..backend import Backend, Kernel
 from ..call import SCHEMA, Call
 from ..derivatives import transformed
 from ..gated_norm import GatedNorm
+from ..log_decay import LogDecay
 from ..operator import define, register, register_function
 
 KEY = "CompositeExplicitAutograd"
@@ -111,8 +112,12 @@ def _refuses_gated_norm(call: GatedNorm) -> str | None:
     width = call.x.shape[-1] * (call.x.shape[-2] if call.norm == "rms-joint" else 1)
     if width > LARGEST_NORM:
         return f"its norms have up to {LARGEST_NORM} channels, and this one has {width}"
+    return _refuses_function(call)
+
+
+def _refuses_function(call: GatedNorm | LogDecay) -> str | None:
     if transformed():
-        return "its norm supports neither transforms of torch.func nor forward-mode differentiation"
+        return "it supports neither transforms of torch.func nor forward-mode differentiation"
     return _refuses_tokens(call.x)
 
 
@@ -132,5 +137,6 @@ BACKEND = Backend(
     step=Kernel(_step, _refuses_step),
     convolution=Kernel(_convolve, _refuses_convolution),
     gated_norm=Kernel(_function(GatedNorm, "gated_norm"), _refuses_gated_norm),
+    log_decay=Kernel(_function(LogDecay, "log_decay"), _refuses_function),
     on_request=True,
 )
