@@ -128,12 +128,22 @@ def with_interval(values: list[float], form: str) -> str:
     return f"{form.format(fmean(values))} ± {form.format(reach)}"
 
 
-def test_the_page_shows_the_rows_and_their_means():
-    lines, runs = shown((ROOT / "docs" / "reproduction.md").read_text("utf-8")), kept("figure-2")
-    expected = {
-        f"`{run}`": [form.format(of[metric]) if metric in of else "" for metric, form in FORMATS.items()]
-        for run, of in runs.items()
-    }
-    seeds = [of for run, of in runs.items() if run.startswith("1m-gla-")]
-    means = [with_interval([of[metric] for of in seeds], form) for metric, form in FORMATS.items()]
-    assert len(seeds) == 3 and lines == expected | {"`1m-gla`, mean": means}
+def per_seed(runs: dict[str, dict[str, float]], arm: str, metric: str) -> list[float]:
+    return [runs[f"{arm}-{seed}"][metric] for seed in range(3)]
+
+
+def test_the_page_shows_the_means_of_the_rows_and_the_gains_by_seed():
+    lines, runs = shown((ROOT / "docs" / "reproduction.md").read_text("utf-8")), kept("figure-2") | kept("figure-1")
+    arms = list(dict.fromkeys(run[:-2] for run in runs))
+    assert len(runs) == 3 * len(arms) == 18
+    expected = {}
+    for arm in arms:
+        expected[f"`{arm}`"] = [with_interval(per_seed(runs, arm, metric), form) for metric, form in FORMATS.items()]
+    for arm in (arm for arm in arms if "softmax" in arm):
+        plain = arm.replace("softmax-", "")
+        pairs = {
+            metric: zip(per_seed(runs, plain, metric), per_seed(runs, arm, metric), strict=True) for metric in FORMATS
+        }
+        gains = {metric: [a - b for a, b in each] for metric, each in pairs.items()}
+        expected[f"`{plain}` less `{arm}`"] = [with_interval(gains[metric], form) for metric, form in FORMATS.items()]
+    assert lines == expected
