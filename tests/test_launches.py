@@ -7,8 +7,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import dry
 from headrace import linear_attention
+from headrace.layers.competition import HeadCompetition
 from headrace.layers.convolution import convolve
 from headrace.ops.sequences import Sequences
+from headrace.spec import Competition
 from peers import FAMILIES
 
 pytestmark = pytest.mark.slow
@@ -64,4 +66,15 @@ def test_the_short_convolution(gpu):
         y, _ = convolve(conv, x, None, Sequences(x, None), "triton")
         y.sum().backward()
     assert [x.kernel for x in found] == ["convolve", "slopes", "spread"]
+    assert all(x.code.stack == 0 for x in found)
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
+@pytest.mark.parametrize(("heads", "groups", "key"), [(8, 8, 128), (6, 2, 96), (32, 32, 256)])
+def test_the_competition(gpu, heads, groups, key):
+    """One launch forward and one backward, with nothing spilled; 32 heads of 256 do not fit into a program at once."""
+    gate, q = HeadCompetition(Competition(), 8, heads, groups, key), torch.randn(1, 50, groups, key).bfloat16()
+    with dry.gpu(gpu) as found:
+        gate(q.requires_grad_(), q, None, "triton").sum().backward()
+    assert [x.kernel for x in found] == ["compete", "slopes"]
     assert all(x.code.stack == 0 for x in found)

@@ -51,6 +51,7 @@ class Backend(NamedTuple):
     linear_attention: Kernel  # (call) -> (out, final state); differentiable
     step: Kernel | None = None  # (call without token dimension, bonus, normalise) -> (out, state)
     convolution: Kernel | None = None  # (conv, x, history, sequences) -> y; see `convolve`
+    competition: Kernel | None = None  # (heads, weight, activation) -> log gate; differentiable
     layer_step: Callable[..., LayerStep] | None = None  # (kinds, sizes, numbers, names of the weights) -> LayerStep
     int8_product: Kernel | None = None  # (x, integers, scale, bias) -> x · (integers · scale)ᵀ + bias
     on_request: bool = False  # whether only its name chooses it, and "auto" does not

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from ...utils.device import interpreted
-from .. import convolution
+from .. import competition, convolution
 from ..backend import Backend, Kernel
 from ..call import SCHEMA, Call
 from ..derivatives import transformed
 from ..operator import define, register
 
 LARGEST_KEY = 256  # a program holds a state of all key channels
+MOST_HEADS = 1024  # that compete, because a program holds all of them
 CHUNKS = 16, 32, 64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -98,14 +99,36 @@ def _convolve_back(*args):
     return backward(*args)
 
 
-def _refuses_convolution(conv: nn.Conv1d, x: Tensor, *_) -> str | None:
+def _compete(*args):
+    from .competition import forward
+
+    return forward(*args)
+
+
+def _compete_back(*args):
+    from .competition import backward
+
+    return backward(*args)
+
+
+def _refuses_tokens(x: Tensor) -> str | None:
     if not (x.is_cuda or interpreted()):
         return f"it runs on a GPU, and x is on {x.device.type}"
     if x.dtype not in DTYPES:
         return f"it computes in float32, from float32, bfloat16 or float16, and x is {x.dtype}"
-    if x.shape[1] == 0:
-        return "x has no tokens"
-    return convolution.refuses(conv)
+    return "x has no tokens" if x.shape[1] == 0 else None
+
+
+def _refuses_convolution(conv: nn.Conv1d, x: Tensor, *_) -> str | None:
+    return _refuses_tokens(x) or convolution.refuses(conv)
+
+
+def _refuses_competition(heads: Tensor, weight: Tensor, activation: competition.Activation) -> str | None:
+    if weight.dtype not in DTYPES:
+        return f"it computes in float32, from float32, bfloat16 or float16, and the weight is {weight.dtype}"
+    if len(weight) > MOST_HEADS:
+        return f"it takes up to {MOST_HEADS} heads, and they are {len(weight)}"
+    return _refuses_tokens(heads) or competition.refuses()
 
 
 BACKEND = Backend(
@@ -118,6 +141,10 @@ BACKEND = Backend(
     convolution=Kernel(
         convolution.register("triton", "triton_convolve", "CompositeExplicitAutograd", _convolve, _convolve_back),
         _refuses_convolution,
+    ),
+    competition=Kernel(
+        competition.register("triton", "triton_compete", "CompositeExplicitAutograd", _compete, _compete_back),
+        _refuses_competition,
     ),
     on_request=True,
 )
