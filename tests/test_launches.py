@@ -7,11 +7,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import dry
 from headrace import linear_attention
+from headrace.layers.competition import HeadCompetition
 from headrace.layers.convolution import convolve
 from headrace.ops.dispatch import choose
 from headrace.ops.gated_norm import GatedNorm
 from headrace.ops.log_decay import LogDecay
 from headrace.ops.sequences import Sequences
+from headrace.spec import Competition
 from peers import FAMILIES
 
 pytestmark = pytest.mark.slow
@@ -94,4 +96,13 @@ def test_the_decay(gpu, shape):
     with dry.gpu(gpu) as found:
         choose("log_decay", "triton", call).run(call).sum().backward()
     assert [x.kernel for x in found] == ["log_decay", "log_decay_back"]
+
+
+@pytest.mark.parametrize(("heads", "groups", "key"), [(8, 8, 128), (6, 2, 96), (32, 32, 256)])
+def test_the_competition(gpu, heads, groups, key):
+    """One launch forward and one backward, with nothing spilled; 32 heads of 256 do not fit into a program at once."""
+    gate, q = HeadCompetition(Competition(), 8, heads, groups, key), torch.randn(1, 50, groups, key).bfloat16()
+    with dry.gpu(gpu) as found:
+        gate(q.requires_grad_(), q, None, "triton").sum().backward()
+    assert [x.kernel for x in found] == ["compete", "slopes"]
     assert all(x.code.stack == 0 for x in found)

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.call import accumulator
+from ..ops.competition import Activation
+from ..ops.dispatch import choose
+from ..ops.torch.competition import activate, scores
 from ..spec.linear import Competition
 from .base import SelfInitialised
 
@@ -45,10 +47,12 @@ class HeadCompetition(Gate):
         self.weight = nn.Parameter(torch.zeros(shapes[spec.source]))
 
     @property
-    def offset(self) -> float:
-        """The offset of a sigmoid whose value is 1 / range at a score of zero."""
-        largest = self.num_heads if self.spec.range == "heads" else self.spec.range
-        return math.log(largest - 1) if largest > 1 else -math.inf
+    def activation(self) -> Activation:
+        """How scores become log gates; the offset is of a sigmoid whose value is 1 / range at a score of zero."""
+        spec = self.spec
+        largest = self.num_heads if spec.range == "heads" else spec.range
+        offset = math.log(largest - 1) if largest > 1 else -math.inf
+        return Activation(spec.activation, spec.temperature, offset, spec.scale == "identity")
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -64,36 +68,33 @@ class HeadCompetition(Gate):
             return F.linear(x, self.weight)
         if self.spec.source == "query":
             return F.linear(heads.flatten(-2), self.weight)
-        heads = heads.repeat_interleave(self.repeats, -2)
-        return heads @ self.weight if self.spec.source == "diag" else (heads * self.weight).sum(-1)
+        if self.spec.source == "diag":
+            return heads.repeat_interleave(self.repeats, -2) @ self.weight
+        return scores(heads, self.weight)
 
-    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None, backend: str = "auto") -> Tensor:
         """Returns the logarithm of the gate [B, T, H].
 
         Args:
             heads, x: as in `scores`.
             positions: [B or 1, T], of each token in its sequence; needed for spec.shuffle only.
+            backend: "auto", or a name from `backends()`; computes the gates of source="head".
+
+        Raises:
+            InputError: for a backend that cannot compute them.
         """
-        log_gate = self._log_gate(heads, x)
+        log_gate = self._log_gate(heads, x, backend)
         if positions is None or not self.spec.shuffle:
             return log_gate
         owner = (torch.arange(self.num_heads, device=x.device) + positions[..., None]) % self.num_heads
         return log_gate.gather(-1, owner.expand_as(log_gate))
 
-    def _log_gate(self, heads: Tensor, x: Tensor) -> Tensor:
-        scores = self.scores(heads, x)
-        scores = scores.to(accumulator(scores)) / self.spec.temperature
-        log_gate = self._activate(scores)
-        if self.spec.source == "diag":
-            log_gate = log_gate.diagonal(dim1=-2, dim2=-1)
-        if self.spec.scale == "one":
-            return log_gate
-        # Computed with the same function, because log(num_heads) may differ in the last bit.
-        return log_gate - self._activate(scores.new_zeros(self.num_heads))
+    def _log_gate(self, heads: Tensor, x: Tensor, backend: str) -> Tensor:
+        if self.spec.source != "head":
+            return self._activate(self.scores(heads, x))
+        given = heads, self.weight, self.activation
+        return choose("competition", backend, *given).run(*given)
 
     def _activate(self, scores: Tensor) -> Tensor:
-        if self.spec.activation == "sigmoid":
-            return F.logsigmoid(scores - self.offset)
-        if self.spec.activation == "null":
-            return F.log_softmax(F.pad(scores, (0, 1)), -1)[..., :-1]
-        return F.log_softmax(scores, -1)
+        log_gate = activate(scores, self.activation)
+        return log_gate.diagonal(dim1=-2, dim2=-1) if self.spec.source == "diag" else log_gate

@@ -111,8 +111,9 @@ class LinearMixer(LinearParameters):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns the logarithms of read gate [B, T, H] and write gate [B, T, H · memories], and the choice of memories
         [B, T, H · memories]; None for those that the spec does not have."""
-        read = None if self.read_competition is None else self.read_competition(q, x, positions)
-        write = None if self.write_competition is None else self.write_competition(k, x, positions)
+        where = x, positions, self._backend("competition")
+        read = None if self.read_competition is None else self.read_competition(q, *where)
+        write = None if self.write_competition is None else self.write_competition(k, *where)
         return read, write, None if self.choice is None else self.choice(q)
 
     def _per_memory(self, x: Tensor | None) -> Any:

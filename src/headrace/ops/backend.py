@@ -51,6 +51,7 @@ class Backend(NamedTuple):
     linear_attention: Kernel  # (call) -> (out, final state); differentiable
     step: Kernel | None = None  # (call without token dimension, bonus, normalise) -> (out, state)
     convolution: Kernel | None = None  # (conv, x, history, sequences) -> y; see `convolve`
+    competition: Kernel | None = None  # (heads, weight, activation) -> log gate; differentiable
     gated_norm: Kernel | None = None  # (call: GatedNorm) -> y
     log_decay: Kernel | None = None  # (call: LogDecay) -> log_decay
     layer_step: Callable[..., LayerStep] | None = None  # (kinds, sizes, numbers, names of the weights) -> LayerStep

@@ -87,8 +87,11 @@ class PartCompetition(HeadCompetition):
             return F.pad(scores, (0, 0, self.own.start, self.num_heads - self.own.stop))
         return scores
 
-    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        return super().forward(heads, x, positions)[..., self.own]
+    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None, backend: str = "auto") -> Tensor:
+        return super().forward(heads, x, positions, backend)[..., self.own]
+
+    def _log_gate(self, heads: Tensor, x: Tensor, backend: str) -> Tensor:
+        return self._activate(self.scores(heads, x))  # of all processes' heads, which no backend has
 
 
 class PartAttention(SoftmaxAttention):

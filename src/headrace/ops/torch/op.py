@@ -5,7 +5,7 @@ import torch
 from ..backend import Backend, Kernel
 from ..call import Call
 from ..operator import register
-from . import chunkwise, convolution, gated_norm, int8, log_decay, step, tiles
+from . import chunkwise, competition, convolution, gated_norm, int8, log_decay, step, tiles
 
 
 def _forward(call: Call, keep: bool):
@@ -39,6 +39,7 @@ BACKEND = Backend(
     linear_attention=Kernel(_run, _refuses),
     step=Kernel(step.step, _refuses),
     convolution=Kernel(convolution.run, _refuses),
+    competition=Kernel(competition.run, _refuses),
     gated_norm=Kernel(gated_norm.run, _refuses),
     log_decay=Kernel(log_decay.run, _refuses),
     int8_product=Kernel(int8.run, _refuses),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...utils.device import interpreted
-from .. import convolution
+from .. import competition, convolution
 from ..backend import Backend, Kernel
 from ..call import SCHEMA, Call
 from ..derivatives import transformed
@@ -20,6 +20,7 @@ from ..operator import define, register, register_function
 KEY = "CompositeExplicitAutograd"
 LARGEST_KEY = 256  # a program holds a state of all key channels
 LARGEST_NORM = 16384  # channels of a norm, which a program holds at once
+MOST_HEADS = 1024  # that compete, because a program holds all of them
 CHUNKS = 16, 32, 64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -105,7 +106,15 @@ def _refuses_tokens(x: Tensor) -> str | None:
         return f"it runs on a GPU, and x is on {x.device.type}"
     if x.dtype not in DTYPES:
         return f"it computes in float32, from float32, bfloat16 or float16, and x is {x.dtype}"
-    return None if x.numel() else "x has no tokens"
+    return "x has no tokens" if x.shape[1] == 0 else None
+
+
+def _refuses_competition(heads: Tensor, weight: Tensor, activation: competition.Activation) -> str | None:
+    if weight.dtype not in DTYPES:
+        return f"it computes in float32, from float32, bfloat16 or float16, and the weight is {weight.dtype}"
+    if len(weight) > MOST_HEADS:
+        return f"it takes up to {MOST_HEADS} heads, and they are {len(weight)}"
+    return _refuses_tokens(heads) or competition.refuses()
 
 
 def _refuses_gated_norm(call: GatedNorm) -> str | None:
@@ -130,12 +139,16 @@ def _function(kind: Any, module: str) -> Callable[[Any], Tensor]:
 _convolve = convolution.register(
     "triton", "triton_convolve", KEY, _late("convolution", "forward"), _late("convolution", "backward")
 )
+_compete = competition.register(
+    "triton", "triton_compete", KEY, _late("competition", "forward"), _late("competition", "backward")
+)
 BACKEND = Backend(
     missing=missing,
     about=_about,
     linear_attention=Kernel(register("triton", KEY, _forward, _backward, [], lambda call: ()), refuses),
     step=Kernel(_step, _refuses_step),
     convolution=Kernel(_convolve, _refuses_convolution),
+    competition=Kernel(_compete, _refuses_competition),
     gated_norm=Kernel(_function(GatedNorm, "gated_norm"), _refuses_gated_norm),
     log_decay=Kernel(_function(LogDecay, "log_decay"), _refuses_function),
     on_request=True,
