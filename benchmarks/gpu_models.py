@@ -34,34 +34,44 @@ FLA_LAYERS = {
 }
 
 
-class Model(nn.Module):
-    """A language model of one mixer: embedding, blocks, and the embedding again as the head."""
+FLA_LAYER = "fla layer"  # in the place of headrace's backends
 
-    def __init__(self, mixer: str, sizes: Sizes, foreign: bool = False):
+
+class Model(nn.Module):
+    """A language model of one mixer: embedding, blocks, and the embedding again as the head. way: a backend of
+    headrace, or "fla layer"."""
+
+    def __init__(self, mixer: str, sizes: Sizes, way: str):
         super().__init__()
         stack = StackSizes(sizes.hidden, 4, default_intermediate_size(sizes.hidden))
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
         self.backbone = Backbone([zoo.mixer(mixer)] * sizes.layers, stack)
-        if foreign:
-            kind, options = FLA_LAYERS[mixer]
-            layer = getattr(import_module("fla.layers"), kind)
-            for block in self.backbone.layers:
-                block.mixer = FlaLayer(layer(hidden_size=sizes.hidden, **options))
+        for block in self.backbone.layers:
+            if way == FLA_LAYER:
+                kind, options = FLA_LAYERS[mixer]
+                block.mixer = FlaLayer(getattr(import_module("fla.layers"), kind)(hidden_size=sizes.hidden, **options))
+            elif way != "auto":
+                block.mixer.backend = way
 
     def loss(self, ids: Tensor) -> Tensor:
         x, _ = self.backbone(self.embedding(ids))
         return F.cross_entropy((x @ self.embedding.weight.T)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+def ways(machine: Machine) -> tuple[str, ...]:
+    """Returns the backends to time: that of "auto", and on a GPU headrace's kernels, which "auto" does not choose."""
+    return ("auto", "triton") if machine.is_gpu else ("auto",)
+
+
 def train(machine: Machine, sizes: Sizes) -> Iterator[Found]:
     """Tokens per second of whole training steps in bfloat16, one model at a time."""
     B, T = sizes.batch
-    subjects = [(name, False) for name in sizes.mixers]
-    subjects += [(name, True) for name in sizes.mixers if name in FLA_LAYERS and machine.is_gpu]
-    for mixer, foreign in subjects:
-        subject, where = f"FLA's {mixer}" if foreign else mixer, f"{sizes.layers} layers, B={B} T={T}"
+    subjects = [(name, way) for way in ways(machine) for name in sizes.mixers]
+    subjects += [(name, FLA_LAYER) for name in sizes.mixers if name in FLA_LAYERS and machine.is_gpu]
+    for mixer, way in subjects:
+        subject, where = f"{mixer} | {way}", f"{sizes.layers} layers, B={B} T={T}"
         try:
-            model = Model(mixer, sizes, foreign).to(machine.device, torch.bfloat16)
+            model = Model(mixer, sizes, way).to(machine.device, torch.bfloat16)
             ids = torch.randint(sizes.vocabulary, (B, T), device=machine.device)
             optimizer = torch.optim.AdamW(model.parameters(), fused=machine.is_gpu)
             call = partial(training_step, model, optimizer, ids)
@@ -87,8 +97,8 @@ def training_step(model: Model, optimizer: torch.optim.Optimizer, ids: Tensor) -
 @torch.no_grad()
 def decode(machine: Machine, sizes: Sizes) -> Iterator[Found]:
     """Tokens per second after a context of 64 tokens, token by token, without a CUDA graph."""
-    for mixer in sizes.mixers:
-        model = Model(mixer, sizes).to(machine.device, torch.bfloat16).eval()
+    for mixer, way in ((name, way) for way in ways(machine) for name in sizes.mixers):
+        model, subject = Model(mixer, sizes, way).to(machine.device, torch.bfloat16).eval(), f"{mixer} | {way}"
         for B in sizes.streams:
             where = f"{sizes.layers} layers, B={B}"
             x = torch.randn(B, 64, sizes.hidden, dtype=torch.bfloat16, device=machine.device)
@@ -98,11 +108,11 @@ def decode(machine: Machine, sizes: Sizes) -> Iterator[Found]:
                 times = machine.interleave({mixer: call}, sizes.rounds, sizes.budget)[mixer]
                 launches = machine.launches(call)
             except Exception as error:
-                yield failure(mixer, where, error)
+                yield failure(subject, where, error)
                 continue
-            yield mixer, where, "decoding", 1000 * B / times.device, "tokens/s", ""
-            yield mixer, where, "host", times.host, "ms", ""
-            yield mixer, where, "launches", float(launches), "", ""
+            yield subject, where, "decoding", 1000 * B / times.device, "tokens/s", ""
+            yield subject, where, "host", times.host, "ms", ""
+            yield subject, where, "launches", float(launches), "", ""
 
 
 def decode_token(model: Model, x: Tensor, states: list) -> Tensor:

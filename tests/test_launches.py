@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import dry
-from headrace import linear_attention
+from headrace import Mixer, linear_attention
 from headrace.layers.competition import HeadCompetition
 from headrace.layers.convolution import convolve
 from headrace.ops.dispatch import choose
@@ -106,3 +106,18 @@ def test_the_competition(gpu, heads, groups, key):
         gate(q.requires_grad_(), q, None, "triton").sum().backward()
     assert [x.kernel for x in found] == ["compete", "slopes"]
     assert all(x.code.stack == 0 for x in found)
+
+
+def test_a_layer():
+    """All of a layer but its projections, β and the norm of q and k."""
+    layer, x = Mixer("softmax-gated-deltanet", hidden_size=64, num_heads=2).bfloat16(), torch.randn(1, 70, 64)
+    layer.backend = "triton"
+    with dry.gpu("sm_90") as found:
+        y, _ = layer(x.bfloat16())
+        forward = len(found)
+        y.sum().backward()
+    names = [x.kernel for x in found]
+    assert names[:forward] == ["convolve", "compete", "compete", "log_decay", "prepare", "scan", "gated_norm"]
+    recurrence = ["prepare", "scan", "reverse_scan", "gradients"]
+    around = ["log_decay_back", "slopes", "slopes", "slopes", "spread"]  # two gates, and the convolution
+    assert names[forward:] == ["gated_norm_back", *recurrence, *around]
