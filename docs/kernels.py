@@ -1,12 +1,15 @@
-"""Kernels for the pages of code that need not import PyTorch and transformers again.
+"""Kernels for the pages of code, and commands of theirs, that need not import PyTorch and transformers again.
 
-Each page has a process of its own, forked from one that has imported them. It has not imported headrace, so that a page
-must itself import all that it uses of it.
+Each page has a process of its own, forked from one that has imported them, and so has each command `headrace` of a
+page. That one has not imported headrace, so that a page must itself import all that it uses of it.
 """
 
 import multiprocessing
 import os
-from importlib.metadata import EntryPoint
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from multiprocessing.connection import Listener
+from threading import Thread
 from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
@@ -54,9 +57,34 @@ class Forked(LocalProvisioner):
         return self.connection_info
 
 
+def command(words: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
+    """Becomes the installed command that words[0] names, which writes to the files out and err."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY), stream)
+    sys.argv = words
+    (installed,) = entry_points(group="console_scripts", name=words[0])
+    sys.exit(installed.load()())
+
+
+def serve(asked: Listener) -> None:
+    """Runs the commands that pages ask for, one after the other, and answers with their exit codes."""
+    while True:
+        with asked.accept() as page:
+            process = CONTEXT.Process(target=command, args=page.recv())
+            process.start()
+            process.join()
+            page.send(process.exitcode)
+
+
 def fork_kernels() -> None:
-    """Has Jupyter start kernels so, in this process."""
+    """Has Jupyter start kernels so, in this process, and the pages their commands."""
     CONTEXT.set_forkserver_preload(SHARED)
+    asked = Listener(family="AF_UNIX", authkey=multiprocessing.current_process().authkey)
+    os.environ["HEADRACE_DOCS_COMMANDS"] = str(asked.address)
+    Thread(target=serve, args=(asked,), daemon=True).start()
     factory = KernelProvisionerFactory.instance()
     factory.provisioners["forked"] = EntryPoint("forked", "kernels:Forked", factory.GROUP_NAME)
     factory.default_provisioner_name = "forked"
