@@ -71,9 +71,9 @@ REVERSE = Plan(
     ("rnn", "luong", "bahdanau", "transformer-2017", "t5", "transformer", "gated-deltanet"),
     tasks.Reverse(),
     Shape(layers=2, heads=4),
-    ArmRecipe(steps=600, lr=3e-3),
+    ArmRecipe(steps=600, lr=1e-2),
 )
-DATES = replace(REVERSE, name="dates", task=tasks.Dates())
+DATES = replace(REVERSE, name="dates", task=tasks.Dates(), recipe=replace(REVERSE.recipe, lr=3e-3))
 SPANS = replace(
     MASKED, name="spans", mixers=("t5", "t5(mixer=gla)", "t5(mixer=softmax-gla)"), task=tasks.Spans(length=64)
 )
