@@ -96,8 +96,10 @@ def test_the_decay(gpu, shape):
     with dry.gpu(gpu) as found:
         choose("log_decay", "triton", call).run(call).sum().backward()
     assert [x.kernel for x in found] == ["log_decay", "log_decay_back"]
+    assert all(x.code.stack == 0 for x in found)
 
 
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
 @pytest.mark.parametrize(("heads", "groups", "key"), [(8, 8, 128), (6, 2, 96), (32, 32, 256)])
 def test_the_competition(gpu, heads, groups, key):
     """One launch forward and one backward, with nothing spilled; 32 heads of 256 do not fit into a program at once."""
