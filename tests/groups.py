@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import resource
 import signal
 import socket
 import sys
@@ -38,15 +39,19 @@ def _process(rank, world, folder, port, function, arguments):
     dist.destroy_process_group()
 
 
-def command(folder, *words):
-    """Starts `headrace WORDS` in a session of its own, with what it says in the files `out` and `err` of a folder."""
-    process = forked().Process(target=_command, args=(folder, *words))
+def command(folder, *words, largest=None):
+    """Starts `headrace WORDS` in a session of its own, with what it says in the files `out` and `err` of a folder.
+    largest: bytes beyond which it cannot write a file, those two among them."""
+    process = forked().Process(target=_command, args=(folder, largest, *words))
     process.start()
     return process
 
 
-def _command(folder, *words):
+def _command(folder, largest, *words):
     os.setsid()
+    torch.set_num_threads(1)
+    if largest is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     # In a job in the background, whose shell has it ignore the signal, this hears SIGINT all the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream, name in ((1, "out"), (2, "err")):

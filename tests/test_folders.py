@@ -78,8 +78,10 @@ WAYS = {
         "model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True); model.save_pretrained(again)",
     },
     "import torch, headrace, transformers": {
-        "headrace first": "from transformers import AutoModelForCausalLM; "
-        "model = AutoModelForCausalLM.from_pretrained(folder)",
+        "headrace first": "import headrace.hf; from transformers import AutoModel, AutoModelForCausalLM; "
+        "model = AutoModelForCausalLM.from_pretrained(folder); "
+        "assert type(AutoModel.from_pretrained(folder)).__name__ == 'HeadraceModel'; "
+        "torch.save(model(torch.arange(9)[None]).logits, again)",
         "in the middle": "from transformers import LlamaForCausalLM, AutoModelForCausalLM; "
         "model = AutoModelForCausalLM.from_pretrained(folder)",
         "from a config": "from transformers import AutoConfig, AutoModelForCausalLM; "
@@ -106,7 +108,7 @@ for way, code in {ways!r}.items():
 
 @pytest.fixture(scope="module", params=WAYS)
 def read(request, folder, tmp_path_factory):
-    """What the ways that begin alike have printed, and the folder in which one has saved the model."""
+    """What the ways that begin alike have printed, and where one has saved what it read or computed."""
     ways, place = WAYS[request.param], tmp_path_factory.mktemp("read")
     code = FORKED.format(first=request.param, ways=ways, again=str(place / "again"))
     return ways, in_a_fresh_process(code, folder, place / "modules"), place / "again"
@@ -116,6 +118,12 @@ def test_transformers_reads_a_folder_in_a_fresh_process(read):
     ways, said, _ = read
     assert said.count(" reads headrace.hf.model HeadraceForCausalLM\n") == len(ways)
     assert all(f"{way} reads headrace.hf.model HeadraceForCausalLM\n" in said for way in ways)
+
+
+@pytest.mark.parametrize("read", ["import torch, headrace, transformers"], indirect=True)
+def test_what_was_read_computes_the_same(folder, read):
+    _, _, logits = read
+    tiny.close(torch.load(logits), load(folder)(torch.arange(9)[None]).logits)
 
 
 @pytest.mark.parametrize("read", ["import torch, transformers"], indirect=True)

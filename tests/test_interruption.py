@@ -18,6 +18,7 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 from transformers import TrainerCallback
 
+import groups
 import tiny
 from damage import flip
 from headrace import data as data_module
@@ -34,7 +35,6 @@ from sharded import Run, ended, start_each, train_all
 from training import arguments, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
-HEADRACE = [sys.executable, "-c", "from headrace.cli import main; main()"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 QUIET = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -171,19 +171,19 @@ def test_what_a_killed_process_started_ends_with_it(prepared, tmp_path, launcher
     script.write_text("from headrace.cli import main\nmain()\n")
     text.write_text((json.dumps({"text": "some words " * 200}) + "\n") * 20000)
     folder = tmp_path / "folder"
-    command = {
-        "prepare": [*HEADRACE, "prepare", str(text), "--workers", "2", "--output", str(folder)],
-        "torchrun": [*TORCHRUN, str(script), *arguments(prepared, folder, tokens=1e9)],
-        "reproduce": [*HEADRACE, "reproduce", "table-2", "--run", "--text", __file__, "--output", str(folder)],
-    }[launcher]
-    process = subprocess.Popen(command, env=QUIET, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    if launcher == "torchrun":
+        command = [*TORCHRUN, str(script), *arguments(prepared, folder, tokens=1e9)]
+        process = subprocess.Popen(command, env=QUIET, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    else:
+        options = {"prepare": [text, "--workers", "2"], "reproduce": ["table-2", "--run", "--text", __file__]}
+        process = groups.command(tmp_path, launcher, *options[launcher], "--output", folder)
     at_work = {"prepare": 2, "torchrun": 2, "reproduce": 1}[launcher]
     sign = {"torchrun": lambda: list(folder.glob("checkpoint-*"))}.get(launcher, lambda: True)
     below = wait_for(lambda: sign() and len(found := children(process.pid)) >= at_work and found)
     if launcher == "prepare":
         time.sleep(1)
     process.kill()
-    process.wait()
+    (process.wait if launcher == "torchrun" else process.join)()
     wait_for(lambda: not any(map(alive, below)), 10)
 
 
@@ -394,26 +394,16 @@ def test_told_to_stop_a_run_saves_and_goes_on_bit_for_bit(
     assert final_loss(whole) == final_loss(tmp_path / "cut")
 
 
-FULL_DISKS = """
-import os, resource, sys
-import headrace.training.run
-from headrace.cli import main
-
-output = sys.argv[sys.argv.index("--output") + 1]
-for kilobytes in (8, 40):
-    if not (child := os.fork()):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024,) * 2)
-        sys.argv[sys.argv.index(output)] += str(kilobytes)
-        main()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
-"""
-
-
 def test_a_disk_that_is_full_is_one_sentence(prepared, tmp_path):
-    """Files may not grow beyond what a checkpoint's largest takes: safetensors, then torch.save, find no room. Two
-    processes, forked when all is imported."""
-    command = [sys.executable, "-c", FULL_DISKS, *arguments(prepared, tmp_path / "run", tokens=128 * 6)]
-    done = subprocess.run(command, capture_output=True, text=True, env=QUIET, check=False)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
-    said = r"^headrace: a checkpoint cannot be written \(.*\) at step 5; the last complete"
-    assert len(re.findall(said, done.stderr, re.M)) == 2
+    """Files may not grow beyond what a checkpoint's largest takes: safetensors, then torch.save, find no room."""
+    processes = {}
+    for kilobytes in (8, 40):
+        said = tmp_path / f"said{kilobytes}"
+        said.mkdir()
+        words = arguments(prepared, tmp_path / f"run{kilobytes}", tokens=128 * 6)
+        processes[said] = groups.command(said, *words, largest=kilobytes * 1024)
+    for said, process in processes.items():
+        process.join()
+        errors = (said / "err").read_text()
+        assert process.exitcode == 2 and "Traceback" not in errors, errors
+        assert re.search(r"^headrace: a checkpoint cannot be written \(.*\) at step 5; the last complete", errors, re.M)
