@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..log_decay import LogDecay
+from .launch import one_stride
 
 BLOCK, CHANNELS = 4096, 128  # numbers of a tensor that a program holds at a time, and at most so many of a token
 PARTS = 8  # blocks of tokens per program of the backward, so that few sums are left to add up
@@ -125,9 +126,9 @@ def backward(d_y: Tensor, call: LogDecay) -> list[Tensor | None]:
 
 def _launch(call: LogDecay) -> tuple[dict[str, Tensor | None], dict[str, Any], tuple[int, int]]:
     """Returns what both ways read, the arguments of both kernels, and (tokens, blocks of channels)."""
-    (B, T, H), x = call.x.shape[:3], call.x.flatten(2)
-    N = x.shape[2]
-    x = x if x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1)) else x.contiguous()
+    (B, T, H), x = call.x.shape[:3], one_stride(call.x.flatten(2)[:, :, None])
+    assert x is not None
+    N = x.shape[3]
     BN = min(CHANNELS, triton.next_power_of_2(N))
     given = {"x": x, "bias": call.bias, "log_rate": call.log_rate}
     common = {
