@@ -107,6 +107,7 @@ def gpu(name: str, configurations: int = 1) -> Iterator[list[Launch]]:
         for attribute, answer in _torch_cuda(active.gpu).items():
             enter(patch.object(torch.cuda, attribute, answer))
         enter(patch.object(torch.Tensor, "is_cuda", True))
+        enter(patch.object(torch.version, "hip", "6.4" if active.gpu.target.backend == "hip" else None))
         enter(patch.object(JITFunction, "run", _recording(active, launches)))
         enter(patch.object(autotuner.Autotuner, "run", _tuning(configurations, launches)))
         yield launches

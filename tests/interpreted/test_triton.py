@@ -56,7 +56,7 @@ def test_packed_sequences(decay, rule):
 def segmented(monkeypatch):
     """A GPU with processors for four segments of a row with one head, which is split however short it is."""
     monkeypatch.setattr(segments, "CHUNKS", 1)
-    monkeypatch.setattr(launch.GPU, "of", lambda x: launch.GPU(True, 1, 4 * x.shape[0] * x.shape[2]))
+    monkeypatch.setattr(launch.GPU, "of", lambda x: launch.GPU(False, True, 1, 4 * x.shape[0] * x.shape[2]))
     calls, split = [], segments.split
     monkeypatch.setattr(segments, "split", lambda *call: calls.append(call[1]) or split(*call))
     yield

@@ -24,6 +24,7 @@ from .parts import (
     last_of,
     left_of,
     level_factors,
+    matrix,
     numbers,
     pair_decay,
     product,
@@ -53,8 +54,8 @@ def pair_gradients(
         read = product(do, target, read, OPERAND, PRECISION)
         if DELTA:
             dp = tile(d_target, token, H * V, h * V, rows, length, values, V)
-            written = product(-dp, target, written, OPERAND, PRECISION)
-    return read, written
+            written = product(dp, target, written, OPERAND, PRECISION)
+    return read, -written
 
 
 @triton.jit
@@ -79,33 +80,49 @@ def state_gradients(
         written = product(target, tl.trans(dS), written, OPERAND, PRECISION)
         if DELTA:
             dp = tile(d_target, token, H * V, h * V, rows, length, values, V)
-            erased = product(-dp, tl.trans(S), erased, OPERAND, PRECISION)
-    return read, erased, written, passing
+            erased = product(dp, tl.trans(S), erased, OPERAND, PRECISION)
+    return read, -erased, written, passing
+
+
+@triton.jit
+def store_pairs(pairs, R, R2, rows, C: tl.constexpr, DELTA: tl.constexpr):
+    """Stores R and −dP Eᵀ [C, C] for the loop over key channels.
+
+    Matrices that live through the loop, once in the layout of each product, would be spilled."""
+    at = pairs + matrix(rows, rows, C)
+    tl.store(at, R.to(pairs.dtype.element_ty))
+    if DELTA:
+        tl.store(at + C * C, R2.to(pairs.dtype.element_ty))
+    tl.debug_barrier()
 
 
 @triton.jit
 def factored_pairs(
-    read, written, reading, f, xq, xk, late, early, DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    pairs, rq, fk, xk, late, early, rows, M: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Returns the gradients to r' q, to k as a reader and to f k as a writer, [C, BK], from R and −dP Eᵀ.
+    """Returns the gradients to r' q, to k as a reader and to f k as a writer, [C, BK].
 
-    They are those of pairs whose decay is the product of the reader's factor `late` and the writer's factor `early`
-    [C, BK]; the entries of all other pairs are zero."""
-    nothing = tl.zeros(xq.shape, tl.float32)
-    writers = xk * early
-    to_q = late * product(read * f[None, :], writers, nothing, OPERAND, PRECISION)
-    to_writer = product(tl.trans(read * reading[:, None]), xq * late, nothing, OPERAND, PRECISION)
+    They are those of the pairs in the same block of M tokens whose decay is the product of the reader's factor `late`
+    and the writer's factor `early` [C, BK]; of other pairs one of the factors is zero."""
+    nothing = tl.zeros(fk.shape, tl.float32)
+    at, near = pairs + matrix(rows, rows, C), together(rows, M)
+    R = tl.load(at, mask=near, other=0.0)
+    writers = fk * early
+    to_q = late * product(R, writers, nothing, OPERAND, PRECISION)
+    to_writer = product(tl.trans(R), rq * late, nothing, OPERAND, PRECISION)
     to_reader = nothing
     if DELTA:
-        to_reader = late * product(written * f[None, :], writers, nothing, OPERAND, PRECISION)
-        to_writer = product(tl.trans(written), xk * late, to_writer, OPERAND, PRECISION)
+        R2 = tl.load(at + C * C, mask=near, other=0.0)
+        to_reader = late * product(R2, writers, nothing, OPERAND, PRECISION)
+        to_writer = product(tl.trans(R2), xk * late, to_writer, OPERAND, PRECISION)
     return to_q, to_reader, early * to_writer
 
 
 @triton.jit
 def visited_pairs(
-    read, written, reading, f, q, k, q_stride, k_stride, offset, g, g_stride, g_offset, token, rows, length, columns,
-    width: tl.constexpr, DELTA: tl.constexpr,
+    pairs, reading, f, q, k, q_stride, k_stride, offset, g, g_stride, g_offset, token, rows, length,
+    columns, width: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Returns the same for the pairs of a block of SUB tokens, in the order of their distance."""
     shape: tl.constexpr = (rows.shape[0], columns.shape[0])
@@ -114,74 +131,66 @@ def visited_pairs(
     to_writer = tl.zeros(shape, tl.float32)
     since = tl.zeros(shape, tl.float32)  # decay from the token `distance` before to this one
     until = tl.zeros(shape, tl.float32)  # decay from this token to the one `distance` after
+    at = pairs + rows * (C + 1)
     for distance in range(1, SUB):
         since += tile(g, token, g_stride, g_offset, rows - distance + 1, length, columns, width)
         until += tile(g, token, g_stride, g_offset, rows + distance, length, columns, width)
-        apart = rows[:, None] - rows[None, :] == distance
+        earlier, later = rows % SUB >= distance, rows % SUB < SUB - distance
         before = tile(k, token, k_stride, offset, rows - distance, length, columns, width) * tl.exp(since)
-        to_q += tl.sum(tl.where(apart, read * f[None, :], 0.0), 1)[:, None] * before
+        before *= tl.gather(f, tl.maximum(rows - distance, 0), 0)[:, None]
+        to_q += tl.load(at - distance, mask=earlier, other=0.0)[:, None] * before
         after = tile(q, token, q_stride, offset, rows + distance, length, columns, width) * tl.exp(until)
-        to_writer += tl.sum(tl.where(apart, read * reading[:, None], 0.0), 0)[:, None] * after
+        after *= tl.gather(reading, tl.minimum(rows + distance, C - 1), 0)[:, None]
+        to_writer += tl.load(at + distance * C, mask=later, other=0.0)[:, None] * after
         if DELTA:
-            to_reader += tl.sum(tl.where(apart, written * f[None, :], 0.0), 1)[:, None] * before
+            to_reader += tl.load(at + C * C - distance, mask=earlier, other=0.0)[:, None] * before
             after = tile(k, token, k_stride, offset, rows + distance, length, columns, width) * tl.exp(until)
-            to_writer += tl.sum(tl.where(apart, written, 0.0), 0)[:, None] * after
+            to_writer += tl.load(at + (C + distance) * C, mask=later, other=0.0)[:, None] * after
     return to_q, to_reader, to_writer
 
 
 @triton.jit
 def block_pairs(
-    read, written, reading, f, xq, xk, this, q, k, q_stride, k_stride, offset, g, g_stride, g_offset, token, rows,
-    length, columns, width: tl.constexpr, DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    pairs, reading, f, rq, fk, xk, this, q, k, q_stride, k_stride, offset, g, g_stride, g_offset, token,
+    rows, length, columns, width: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Returns the same for the pairs of a block of SUB tokens, factored from the block's start unless it is steep."""
     inside = from_start(this, SUB)
     if tl.min(tl.min(inside, 1), 0) >= -STEEP:
         a, b, c = factored_pairs(
-            read, written, reading, f, xq, xk, tl.exp(inside), tl.exp(-inside), DELTA, OPERAND, PRECISION
+            pairs, rq, fk, xk, tl.exp(inside), tl.exp(-inside), rows, SUB, C, DELTA, OPERAND, PRECISION
         )
     else:
         a, b, c = visited_pairs(
-            read, written, reading, f, q, k, q_stride, k_stride, offset, g, g_stride, g_offset, token, rows, length,
-            columns, width, DELTA,
+            pairs, reading, f, q, k, q_stride, k_stride, offset, g, g_stride, g_offset, token, rows, length,
+            columns, width, C, DELTA,
         )  # fmt: skip
     return a, b, c
 
 
 @triton.jit
 def halved_pairs(
-    R, R2, alive, reading, f, xq, xk, this, after, rows, to_q, to_reader, to_writer, slab, C: tl.constexpr,
+    pairs, rq, fk, xk, this, after, rows, to_q, to_reader, to_writer, slab, C: tl.constexpr,
     DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients of the pairs in different halves of a block of 2·SUB tokens, of 4·SUB tokens, …, of C."""
     for level in tl.static_range(0, 3):
         if (SUB << level) < C:
             late, early = level_factors(this, after, rows, SUB << level)
-            near = together(rows, SUB << (level + 1)) & alive
             a, b, c = factored_pairs(
-                tl.where(near, R, 0.0),
-                tl.where(near, R2, 0.0),
-                reading,
-                f,
-                xq,
-                xk,
-                late,
-                early,
-                DELTA,
-                OPERAND,
-                PRECISION,
+                pairs, rq, fk, xk, late, early, rows, SUB << (level + 1), C, DELTA, OPERAND, PRECISION
             )
-            slab += decay_gradient(reading, f, xq, xk, a, b, c, SUB << level)
+            slab += decay_gradient(rq, fk, xk, a, b, c, SUB << level)
             to_q, to_reader, to_writer = to_q + a, to_reader + b, to_writer + c
     return to_q, to_reader, to_writer, slab
 
 
 @triton.jit
-def decay_gradient(reading, f, xq, xk, to_q, to_reader, to_writer, M: tl.constexpr):
+def decay_gradient(rq, fk, xk, to_q, to_reader, to_writer, M: tl.constexpr):
     """Returns for each token the sum over its segment of M tokens of what later readers read and earlier ones wrote."""
-    written = f[:, None] * xk * to_writer
-    read = segment_sums(reading[:, None] * xq * to_q + xk * to_reader, M, True)
-    return read + segment_sums(written, M, False) - written
+    written = fk * to_writer
+    return segment_sums(rq * to_q + xk * to_reader, M, True) + segment_sums(written, M, False) - written
 
 
 @triton.jit
@@ -207,7 +216,7 @@ def crossing(x, rows, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def gradients(
     q, k, v, g, beta, write, read, scores, key_scores, e, states, d_states, d_out, d_target, dq, dk, dv, dg, d_factor,
-    d_write, d_read, cu_seqlens, first_chunk, owner, T, scale, q_stride, k_stride, v_stride, g_stride, e_stride,
+    d_write, d_read, pairs, cu_seqlens, first_chunk, owner, T, scale, q_stride, k_stride, v_stride, g_stride, e_stride,
     H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -228,11 +237,10 @@ def gradients(
     R = tl.where(rows[:, None] >= rows[None, :], R, 0.0)
     R2 = tl.where(rows[:, None] > rows[None, :], R2, 0.0)
     if DECAY == "vector":
-        itself = diagonal(R, rows)
+        itself = diagonal(R, rows)[:, None]
         R = tl.where(rows[:, None] > rows[None, :], R, 0.0)
     else:
         high, low = head_sums(g, token, h, H, rows, length, DECAY)
-        seen, left, end = tl.exp(high), left_of(high, low, C), tl.exp(last_of(high, C))
         if dg is not None:
             crossed = R * reading[:, None] * f[None, :] * chunk_matrix(scores, place, rows, C)
             if DELTA:
@@ -241,51 +249,46 @@ def gradients(
         decay = pair_decay(high, low, rows)
         R *= decay
         R2 *= decay
+    pairs += place * ((1 + DELTA) * C * C)
+    store_pairs(pairs, R, R2, rows, C, DELTA)
     d_f = tl.zeros((C,), tl.float32)
     d_r = tl.zeros((C,), tl.float32)
-    for start in range(0, K, BK):
+    for start in tl.range(0, K, BK, disable_licm=True):
         keys = start + tl.arange(0, BK)
         xq = tile(q, token, q_stride, hq * K, rows, length, keys, K)
         xk = tile(k, token, k_stride, hq * K, rows, length, keys, K)
+        rq, fk = reading[:, None] * xq, f[:, None] * xk
+        if DECAY == "vector":
+            this, after = channel_decay(g, token, g_stride, h * K, rows, length, keys, K)
+            a, b, c = block_pairs(
+                pairs, reading, f, rq, fk, xk, this, q, k, q_stride, k_stride, hq * K, g, g_stride, h * K,
+                token, rows, length, keys, K, C, DELTA, OPERAND, PRECISION,
+            )  # fmt: skip
+            slab = segment_sums(rq * a + xk * b - fk * c, SUB, True)
+            a, b, c, slab = halved_pairs(
+                pairs, rq, fk, xk, this, after, rows, a + itself * fk, b, c + itself * rq, slab, C, DELTA,
+                OPERAND, PRECISION,
+            )  # fmt: skip
+        else:
+            a, b, c = factored_pairs(pairs, rq, fk, xk, 1.0, 1.0, rows, C, C, DELTA, OPERAND, PRECISION)
         to_q, to_reader, to_writer, passing = state_gradients(
             d_out, d_target, e, e_stride, states, d_states, token, place, h, rows, length, keys, H, K, V, BK, BV, C,
             DELTA, OPERAND, PRECISION,
         )  # fmt: skip
         if DECAY == "vector":
-            this, after = channel_decay(g, token, g_stride, h * K, rows, length, keys, K)
             grown = tl.exp(from_start(this, C))
             to_q, to_reader, to_writer = to_q * grown, to_reader * grown, to_writer * tl.exp(to_end(after, rows, C))
-            slab = decay_gradient(reading, f, xq, xk, to_q, to_reader, to_writer, C)
-            slab += (passing * tl.exp(tl.sum(this, 0)))[None, :]
-            # The mask holds wherever R is not zero. It depends on `start`, so that the compiler does not compute the
-            # masked matrices of all blocks before the loop, and spill them.
-            alive = (rows < length + start)[None, :]
-            to_q, to_reader, to_writer, slab = halved_pairs(
-                R, R2, alive, reading, f, xq, xk, this, after, rows, to_q, to_reader, to_writer, slab, C, DELTA,
-                OPERAND, PRECISION,
-            )  # fmt: skip
-            near = together(rows, SUB) & alive
-            a, b, c = block_pairs(
-                tl.where(near, R, 0.0), tl.where(near, R2, 0.0), reading, f, xq, xk, this, q, k, q_stride, k_stride,
-                hq * K, g, g_stride, h * K, token, rows, length, keys, K, DELTA, OPERAND, PRECISION,
-            )  # fmt: skip
             if dg is not None:
-                slab += segment_sums(reading[:, None] * xq * a + xk * b - f[:, None] * xk * c, SUB, True)
+                slab += decay_gradient(rq, fk, xk, to_q, to_reader, to_writer, C)
+                slab += (passing * tl.exp(tl.sum(this, 0)))[None, :]
                 store_tile(dg, slab, token, H * K, h * K, rows, length, keys, K)
-            to_q += a + (itself * f)[:, None] * xk
-            to_reader += b
-            to_writer += c + (itself * reading)[:, None] * xq
         else:
-            to_q, to_reader, to_writer = to_q * seen[:, None], to_reader * seen[:, None], to_writer * left[:, None]
+            seen, left = tl.exp(high)[:, None], left_of(high, low, C)[:, None]
+            to_q, to_reader, to_writer = to_q * seen, to_reader * seen, to_writer * left
             if dg is not None:
-                at_reader = tl.sum(reading[:, None] * xq * to_q + xk * to_reader, 1)
-                at_writer = f * tl.sum(xk * to_writer, 1)
-                to_decay += before_and_after(at_reader, at_writer, rows) + end * tl.sum(passing, 0)
-            to_q = product(R * f[None, :], xk, to_q, OPERAND, PRECISION)
-            to_writer = product(tl.trans(R * reading[:, None]), xq, to_writer, OPERAND, PRECISION)
-            if DELTA:
-                to_reader = product(R2 * f[None, :], xk, to_reader, OPERAND, PRECISION)
-                to_writer = product(tl.trans(R2), xk, to_writer, OPERAND, PRECISION)
+                at_reader, at_writer = tl.sum(rq * to_q + xk * to_reader, 1), tl.sum(fk * to_writer, 1)
+                to_decay += before_and_after(at_reader, at_writer, rows) + tl.exp(last_of(high, C)) * tl.sum(passing, 0)
+        to_q, to_reader, to_writer = to_q + a, to_reader + b, to_writer + c
         d_r += scale * tl.sum(xq * to_q, 1)
         d_f += tl.sum(xk * to_writer, 1)
         store_tile(dq, reading[:, None] * to_q, token, H * K, h * K, rows, length, keys, K)

@@ -26,6 +26,7 @@ Optional = Tensor | None
 class GPU(NamedTuple):
     """What the block sizes depend on."""
 
+    amd: bool
     wide: bool  # whether matrix instructions read their operands from shared memory: Hopper and Blackwell's data centre
     stages: int  # 2: the next chunk is loaded during the products of this one
     processors: int  # streaming multiprocessors, or compute units
@@ -33,10 +34,11 @@ class GPU(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> "GPU":
         if interpreted():
-            return cls(True, 1, 1)
+            return cls(False, True, 1, 1)
         about: Any = torch.cuda.get_device_properties(x.device)
         stages = 2 if about.shared_memory_per_block_optin >= ROOM_TO_PREFETCH else 1
-        return cls(about.major in (9, 10), stages, about.multi_processor_count)
+        amd = torch.version.hip is not None  # whose MI300 has the major 9, too
+        return cls(amd, not amd and about.major in (9, 10), stages, about.multi_processor_count)
 
 
 class Launcher:
@@ -72,7 +74,8 @@ class Launcher:
         if kernel == "prepare":
             return {"BK": min(K, 32 if vector else 64), "num_warps": 8 if vector else 4, "num_stages": about.stages}
         if kernel == "gradients":
-            BK, stages = (16, 1) if vector else (64 if about.wide else 32, about.stages)
+            BK = 16 if vector or about.amd else 64 if about.wide else 32
+            stages = 1 if vector else about.stages
             return {"BK": min(K, BK), "BV": block(V, 64), "num_warps": 8, "num_stages": stages}
         BV = block(V, 64 if K <= 128 and about.wide else 32)
         return {"BK": K, "BV": BV, "num_warps": 4 if K <= 64 else 8, "num_stages": about.stages}
@@ -137,9 +140,11 @@ class Launcher:
         return x.unflatten(0, (self.rows, self.segments))
 
     def gradients(self, found: dict[str, Any], **tensors: Optional) -> None:
+        """Launches `gradients`, with room for R and, for the delta rule, −dP Eᵀ of each chunk."""
+        pairs = self.new(self.chunks, self.H, 1 + self.call.delta, self.C, self.C)
         gradients[(self.chunks, self.H)](
             q=self.q, k=self.k, v=self.v, g=self.g, **self.numbers, scores=found["scores"], owner=self.owner,
-            key_scores=found["key_scores"], **tensors, scale=self.call.scale, **self.common, V=self.V,
+            key_scores=found["key_scores"], pairs=pairs, **tensors, scale=self.call.scale, **self.common, V=self.V,
             **strides(q=self.q, k=self.k, v=self.v, g=self.g, e=tensors["e"]), **self.blocks("gradients", self.V),
         )  # fmt: skip
 
