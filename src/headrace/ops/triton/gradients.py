@@ -194,6 +194,22 @@ def decay_gradient(rq, fk, xk, to_q, to_reader, to_writer, M: tl.constexpr):
 
 
 @triton.jit
+def write_gradients(
+    v, write, d_target, dv, d_write, v_stride, token, h, rows, length, H: tl.constexpr, V: tl.constexpr,
+    BV: tl.constexpr,
+):  # fmt: skip
+    """Writes dv and the gradient to the write gate, of a delta rule that has one."""
+    gate = numbers(write, token, h, H, rows, length, 1.0)
+    d_w = tl.zeros(rows.shape, tl.float32)
+    for start in range(0, V, BV):
+        values = start + tl.arange(0, BV)
+        dp = tile(d_target, token, H * V, h * V, rows, length, values, V)
+        d_w += tl.sum(tile(v, token, v_stride, h * V, rows, length, values, V) * dp, 1)
+        store_tile(dv, gate[:, None] * dp, token, H * V, h * V, rows, length, values, V)
+    store_numbers(d_write, d_w, token, h, H, rows, length)
+
+
+@triton.jit
 def diagonal(x, rows):
     return tl.sum(tl.where(rows[:, None] == rows[None, :], x, 0.0), 1)
 
@@ -251,6 +267,8 @@ def gradients(
         R2 *= decay
     pairs += place * ((1 + DELTA) * C * C)
     store_pairs(pairs, R, R2, rows, C, DELTA)
+    if d_write is not None:
+        write_gradients(v, write, d_target, dv, d_write, v_stride, token, h, rows, length, H, V, BV)
     d_f = tl.zeros((C,), tl.float32)
     d_r = tl.zeros((C,), tl.float32)
     for start in tl.range(0, K, BK, disable_licm=True):
@@ -299,12 +317,3 @@ def gradients(
         store_numbers(d_read, d_r, token, h, H, rows, length)
     if d_factor is not None:
         store_numbers(d_factor, d_f, token, h, H, rows, length)
-    if d_write is not None:
-        gate = numbers(write, token, h, H, rows, length, 1.0)
-        d_w = tl.zeros((C,), tl.float32)
-        for start in range(0, V, BV):
-            values = start + tl.arange(0, BV)
-            dp = tile(d_target, token, H * V, h * V, rows, length, values, V)
-            d_w += tl.sum(tile(v, token, v_stride, h * V, rows, length, values, V) * dp, 1)
-            store_tile(dv, gate[:, None] * dp, token, H * V, h * V, rows, length, values, V)
-        store_numbers(d_write, d_w, token, h, H, rows, length)

@@ -80,7 +80,7 @@ def scan(
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
     S = load_state(initial, tl.program_id(0).to(tl.int64), keys, values, K, V)
-    for i in range(tl.cdiv(tokens, C)):
+    for i in tl.range(tl.cdiv(tokens, C), disable_licm=True):
         token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
         if states is not None:
             store_state(states, S, place, keys, values, K, V)
@@ -125,7 +125,7 @@ def reverse_scan(
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
     dS = load_state(d_final, tl.program_id(0).to(tl.int64), keys, values, K, V)
     last = tl.cdiv(tokens, C) - 1
-    for j in range(last + 1):
+    for j in tl.range(last + 1, disable_licm=True):
         i = last - j
         token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
         if d_states is not None:
