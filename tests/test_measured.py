@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from scipy import stats
 
 import specialisation
 import study
@@ -122,6 +123,30 @@ POOLED = (  # differences over several studies, as mean (low to high; pairs of r
 @pytest.fixture(scope="module")
 def findings():
     return " ".join((ROOT / "docs" / "findings.md").read_text("utf-8").split())
+
+
+@pytest.mark.parametrize(
+    ("backbone", "means"),
+    [("retnet", "in RetNet {:.1f} % without gates, {:.1f} % with the softmax and {:.1f} % with the wide sigmoid"),
+     ("linear-attention", "in linear attention {:.1f} %, {:.1f} % and {:.1f} %")],
+)  # fmt: skip
+def test_a_quarter_of_the_state(backbone, means):
+    """The mean recalls that the page states, and their difference."""
+    page = " ".join((ROOT / "docs" / "competition.md").read_text("utf-8").split())
+    question, runs = study.read("capacity-small")
+    (found,) = statistics.collected(runs, "score").values()
+    scores = {question.name(mixer): own for mixer, own in found.items()}
+    none, softmax, wide = (scores[f"{backbone} {arm}"] for arm in ("none", "softmax", "wide sigmoid"))
+    assert means.format(*(100 * fmean(own.values()) for own in (none, softmax, wide))) in page
+    interval = stats.ttest_1samp([100 * (softmax[seed] - none[seed]) for seed in none], 0).confidence_interval()
+    mean = 100 * (fmean(softmax.values()) - fmean(none.values()))
+    assert f"{mean:+.1f} ({interval.low:.1f} to {interval.high:.1f}) points".replace("-", "−") in page
+
+
+def test_no_arm_holds_many_pairs_with_a_quarter_of_the_state():
+    question, runs = study.read("capacity-small")
+    (found,) = statistics.collected(runs, question.measure).values()
+    assert all(2 ** fmean(own.values()) / 2 < 5 for own in found.values())
 
 
 @pytest.mark.parametrize(("name", "a", "b"), CLAIMS)

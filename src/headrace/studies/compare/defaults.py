@@ -40,7 +40,7 @@ NEEDLE = Plan(
     ("gla", "softmax-gla", "gated-deltanet", "softmax-gated-deltanet", "transformer"),
     tasks.Needle(length=512),
     Shape(layers=2, heads=4, mlp=128),
-    ArmRecipe(steps=1000, batch_size=16, lr=3e-3, held_out=128),
+    ArmRecipe(steps=1000, batch_size=16, lr=1e-3, held_out=128),
     seeds=1,
 )
 DIGITS = Plan(
@@ -48,7 +48,7 @@ DIGITS = Plan(
     ("gla", "softmax-gla", "bert(mixer=gla)", "bert(mixer=softmax-gla)", "transformer"),
     tasks.Digits(),
     Shape(layers=2, heads=4),
-    ArmRecipe(steps=500, lr=3e-3, held_out=359),
+    ArmRecipe(steps=1000, lr=1e-2, held_out=359),
 )
 TEXT = Plan(
     "text",
@@ -73,7 +73,7 @@ REVERSE = Plan(
     Shape(layers=2, heads=4),
     ArmRecipe(steps=600, lr=1e-2),
 )
-DATES = replace(REVERSE, name="dates", task=tasks.Dates(), recipe=replace(REVERSE.recipe, lr=3e-3))
+DATES = replace(REVERSE, name="dates", task=tasks.Dates(), recipe=replace(REVERSE.recipe, steps=1200))
 SPANS = replace(
     MASKED, name="spans", mixers=("t5", "t5(mixer=gla)", "t5(mixer=softmax-gla)"), task=tasks.Spans(length=64)
 )
