@@ -10,6 +10,9 @@ The delta rule adds the same terms for the pairs (k_i, k_j), j < i, with −dP i
 The gradient to r is the row sum of q times the bracket, and the gradient to f that of k times the bracket: no division
 by r or f. The gradient to a token's log_decay is the direct sum over all pairs of an earlier writer and a reader at or
 after the token, inside and outside the chunk.
+
+In the code R2 is −dP Eᵀ, rq_i = r'_i q_i and fk_j = f_j k_j. Loops with disable_licm compute addresses and masks where
+they are used: before the loop, they would take registers through all of it, and others would be spilled.
 """
 
 import triton
@@ -238,7 +241,8 @@ def gradients(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (chunks, H). Writes dq, dk [tokens, H, K]; dg [tokens, H] or [tokens, H, K]; d_factor (the gradient to f)
-    and d_read [tokens, H]; for a delta rule with a write gate also dv and d_write. Skips those that are None."""
+    and d_read [tokens, H]; for a delta rule with a write gate also dv and d_write. Skips those that are None. `pairs`
+    [chunks, H, 1 (add) or 2 (delta), C, C] is room for R and R2."""
     chunk, h = tl.program_id(0), tl.program_id(1)
     hq = h // (H // HQ)
     token, length = span(chunk, T, cu_seqlens, first_chunk, owner, PACKED, C)

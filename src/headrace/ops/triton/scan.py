@@ -6,7 +6,8 @@ A program computes all chunks of one sequence, head and block of V:
     out = scale · r (scores(q, k) U + rows(q) S)          S ← end(S) + cols(k)ᵀ U
 
 rows(x)_i = x_i e^{G_i}, cols(x)_i = x_i e^{G_C − G_i}, end(S) = S e^{G_C}, with G the sums of log_decay in the chunk.
-Gates and β multiply rows of products, so that there are no gated copies of q, k and v in memory.
+Gates and β multiply rows of products, so that there are no gated copies of q, k and v in memory. The loops have
+disable_licm for the reason given in gradients.py.
 """
 
 import triton
