@@ -19,22 +19,23 @@ from peers import FAMILIES
 pytestmark = pytest.mark.slow
 KERNELS = ["prepare", "scan", "prepare", "scan", "reverse_scan", "gradients"]  # two forward, four backward
 # Bytes of registers that a thread may spill to memory, by (GPU, family). Hopper and Blackwell spill nothing, by Triton
-# 3.9.0 and, for gated-delta and kda, 3.6.0 and 3.8.0; the others are somewhat above what these made. FLA's kernels spill up to 7,512 bytes under a
-# decay per channel, and up to 824 and 2,080 under delta rules.
+# 3.9.0 and, for gated-delta and kda, 3.6.0 and 3.8.0; the others are somewhat above what these made. FLA's kernels
+# spill up to 7,512 bytes under a decay per channel, and up to 824 and 2,080 under delta rules.
 STACK = {
     **dict.fromkeys([("sm_90", family) for family in ("linear", "scalar", "vector", "delta", "gated-delta", "kda")], 0),
     ("sm_100", "gated-delta"): 0, ("sm_100", "kda"): 0,
+    ("sm_90", "normalised"): 0, ("sm_90", "bonus"): 0, ("sm_100", "bonus"): 0,
     ("sm_80", "vector"): 192,
     ("sm_120", "scalar"): 48, ("gfx942", "scalar"): 0, ("gfx942", "gated-delta"): 32,
 }  # fmt: skip
 
 
-def launches(gpu: str, family: str, T: int = 128) -> list[dry.Launch]:
+def launches(gpu: str, family: str, T: int = 128, dtype: torch.dtype = torch.bfloat16) -> list[dry.Launch]:
     """The launches of forward and backward with both gates and an initial state, at K = V = 128."""
-    tensors = FAMILIES[family].inputs(T=T, K=128, V=128, dtype=torch.bfloat16)
+    tensors = FAMILIES[family].inputs(T=T, K=128, V=128, dtype=dtype)
     shape = tensors["v"].shape
     gates = {name: torch.rand(shape[:3], requires_grad=True) for name in ("read_gate", "write_gate")}
-    state = torch.zeros(shape[0], shape[2], 128, 128, requires_grad=True)
+    state = torch.zeros(shape[0], shape[2], 128, 128 + FAMILIES[family].normalise, requires_grad=True)
     with dry.gpu(gpu) as found:
         results = linear_attention(
             **tensors, **gates, initial_state=state, **FAMILIES[family].options(), backend="triton"
@@ -51,6 +52,17 @@ def test_launches_and_their_code(gpu, family):
     assert all(x.code.matrix for x in found)
     assert max(x.code.shared for x in found) <= dry.GPUS[gpu].shared
     assert max(x.code.stack for x in found) <= STACK[gpu, family]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "family", "dtype"), [("sm_90", "scalar", torch.float32), ("sm_120", "gated-delta", torch.float16)]
+)
+def test_float32_and_float16(gpu, family, dtype):
+    """Their tiles, larger than those of bfloat16, are on matrix units and in the GPU's shared memory, too."""
+    found = launches(gpu, family, dtype=dtype)
+    assert [x.kernel for x in found] == KERNELS
+    assert all(x.code.matrix for x in found)
+    assert max(x.code.shared for x in found) <= dry.GPUS[gpu].shared
 
 
 def test_a_long_row_is_computed_in_segments():

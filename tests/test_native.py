@@ -269,7 +269,7 @@ def test_no_address_goes_to_the_library_unchecked(name, wrong):
     x = floats(inputs("scalar"))
     given = [x[n].detach() for n in GIVEN]
     run = torch.ops.headrace.native
-    rest = (None, False, 1.0, 0)
+    rest = (None, False, 1.0, 0, False)
     run(*given, *rest)
     given[GIVEN.index(name)] = wrong
     with pytest.raises(ValueError, match=f"{name} has shape .* expected"):
@@ -278,7 +278,7 @@ def test_no_address_goes_to_the_library_unchecked(name, wrong):
 
 def test_no_address_of_a_gradient_goes_to_the_library_unchecked():
     x = floats(inputs("scalar", rows=1, tokens=40))
-    given, rest = [x[n].detach() for n in GIVEN], (None, False, 1.0, 0)
+    given, rest = [x[n].detach() for n in GIVEN], (None, False, 1.0, 0, False)
     out, final, kept = torch.ops.headrace.native_kept(*given, *rest)
     good = {"d_out": torch.randn_like(out), "d_final": torch.randn_like(final), "kept": kept}
 

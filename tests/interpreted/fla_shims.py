@@ -1,5 +1,6 @@
 """What FLA's kernels need of Triton's interpreter beside shims.py."""
 
+import os
 import sys
 import warnings
 from importlib import import_module
@@ -23,6 +24,7 @@ def loop(*bounds):
 
 
 def install() -> None:
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"  # the precision of products that name none
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FLA warns on a machine without a GPU
         import_module("fla.ops")

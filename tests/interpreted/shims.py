@@ -2,6 +2,8 @@
 
 - Products of bfloat16 matrices: it stores bfloat16 as uint16, and multiplies the integers. (Other arithmetic in
   bfloat16 is as wrong: a kernel must convert to float32 first.)
+- Products in TF32: it multiplies float32, whatever input_precision says. Here operands are rounded to TF32 for "tf32",
+  and split into two numbers of TF32 for "tf32x3".
 - Autotuning, which asks the driver for times: the first configuration is taken.
 - NumPy's warnings: a kernel may compute infinities and NaN in entries that it masks afterwards.
 
@@ -18,12 +20,13 @@ from functools import wraps
 
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import autotuner, interpreter
 
 
 def install() -> None:
     builder = interpreter.InterpreterBuilder
-    builder.create_dot = _widened(builder.create_dot)
+    builder.create_dot = _rounded(builder.create_dot)
     autotuner.Autotuner.run = first_configuration
     _change_the_language_once_a_launch()
     options = interpreter.interpreter_builder.options
@@ -52,12 +55,32 @@ def _change_the_language_once_a_launch() -> None:
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launch, once
 
 
-def _widened(create_dot):
+def _rounded(create_dot):
+    """Makes `create_dot` multiply bfloat16, and float32 by its argument input_precision."""
+
     @wraps(create_dot)
-    def dot(self, a, b, *rest):
-        return create_dot(self, *(float_handle(x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *rest)
+    def dot(self, a, b, d, precision, *rest):
+        a, b = (float_handle(x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        if a.dtype.scalar != tl.float32 or precision == ir.INPUT_PRECISION.IEEE:
+            return create_dot(self, a, b, d, precision, *rest)
+        high_a, high_b = tf32(a), tf32(b)
+        if precision == ir.INPUT_PRECISION.TF32x3:
+            d = create_dot(self, tf32(rest_of(a, high_a)), high_b, d, precision, *rest)
+            d = create_dot(self, high_a, tf32(rest_of(b, high_b)), d, precision, *rest)
+        return create_dot(self, high_a, high_b, d, precision, *rest)
 
     return dot
+
+
+def tf32(x):
+    """A handle of float32 numbers rounded to the 11 significant digits of TF32, ties away from zero, as GPUs do."""
+    bits = (x.data.view(np.uint32) + np.uint32(1 << 12)) & np.uint32(0xFFFFFFFF << 13 & 0xFFFFFFFF)
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def rest_of(x, rounded):
+    """A handle of what the rounding has taken away; nothing of infinities."""
+    return interpreter.TensorHandle(np.where(np.isfinite(x.data), x.data - rounded.data, np.float32(0)), tl.float32)
 
 
 def float_handle(x):

@@ -1,4 +1,4 @@
-"""The interpreter's products of bfloat16 matrices are right with the shim, and wrong without it."""
+"""The interpreter's products of matrices are those of a GPU with the shims, and wrong without them."""
 
 import pytest
 import shims
@@ -9,24 +9,35 @@ from triton.runtime import interpreter
 
 
 @triton.jit
-def product(a, b, out, SIZE: tl.constexpr):
+def product(a, b, out, SIZE: tl.constexpr, PRECISION: tl.constexpr = "ieee"):
     rows, columns = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     at = rows * SIZE + columns
-    tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at)))
+    tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at), input_precision=PRECISION))
 
 
-def error(dtype: torch.dtype) -> float:
+def error(dtype: torch.dtype, precision: str = "ieee") -> float:
     a, b = torch.randn(2, 16, 16).to(dtype)
     out = torch.full((16, 16), torch.nan)
-    product[(1,)](a, b, out, SIZE=16)
+    product[(1,)](a, b, out, SIZE=16, PRECISION=precision)
     exact = a.double() @ b.double()
     return float((out - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_products(dtype):
+@pytest.mark.parametrize("precision", ["ieee", "tf32", "tf32x3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_16_bit_numbers(dtype, precision):
     """The operands are exact, and sums of 16 products in float32 err by at most 16 roundings."""
-    assert error(dtype) <= 16 * 2**-24
+    assert error(dtype, precision) <= 16 * 2**-24
+
+
+@pytest.mark.parametrize(
+    ("precision", "least", "most"),
+    [("ieee", 0, 16 * 2**-24), ("tf32", 2**-14, 2 * 2**-11), ("tf32x3", 0, (3 * 16 + 4 + 4) * 2**-24)],
+)
+def test_products_of_float32(precision, least, most):
+    """TF32 rounds each operand by up to 2^-11. Three products sum 48 numbers, and leave out up to 2^-22 for the lower
+    parts' product and 2^-22 for the roundings of the two lower parts."""
+    assert least <= error(torch.float32, precision) <= most
 
 
 def test_without_the_shim_bfloat16_is_wrong(monkeypatch):

@@ -16,6 +16,8 @@ TRITON = Way({"backend": "triton", "chunk_size": 16}, torch.float32, 2e-6, 1e-5,
 WIDE = TRITON._replace(settings={"backend": "triton"})  # chunks of 64 tokens
 # bfloat16 keeps 8 digits: each product's operands are rounded once, and gradients pass through at most eight products.
 HALF = WIDE._replace(dtype=torch.bfloat16, tolerance=8 * 2**-8, gradient_tolerance=16 * 2**-8)
+# float16 is multiplied in TF32, which has its 11 digits.
+FLOAT16 = HALF._replace(dtype=torch.float16, tolerance=8 * 2**-11, gradient_tolerance=16 * 2**-11)
 PACKED = torch.tensor([0, 5, 5, 30, 37])  # the second sequence is empty
 
 
@@ -119,12 +121,34 @@ def test_bfloat16(decay, rule):
     assert_same(arguments(decay, tokens=70, heads=1, key=32, value=32), HALF, rule=rule)
 
 
-def test_bonus():
-    assert_same(arguments("vector", tokens=SHORT, bonus=True), TRITON)
+def test_float16():
+    assert_same(arguments("scalar", tokens=70, heads=1, key=32, value=32), FLOAT16, rule="delta")
 
 
-def test_normaliser():
-    assert_same(arguments("none", tokens=SHORT, normalise=True), TRITON, normalise=True)
+@pytest.mark.parametrize("way", [TRITON, HALF, FLOAT16])
+def test_bonus(way):
+    assert_same(arguments("vector", tokens=SHORT, bonus=True), way)
+
+
+@pytest.mark.parametrize("way", [TRITON, HALF, FLOAT16])
+def test_normaliser(way):
+    assert_same(arguments("none", tokens=SHORT, normalise=True), way, normalise=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "allowed", "precision"),
+    [(torch.bfloat16, "highest", "tf32"), (torch.float16, "highest", "tf32"), (torch.float32, "high", "tf32"),
+     (torch.float32, "highest", "tf32x3")],
+)  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"normalise": True}])
+def test_digits_of_products(monkeypatch, dtype, allowed, precision, options):
+    """float32 keeps its digits unless PyTorch is told otherwise; a normaliser does not add digits to the others."""
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: allowed)
+    built, found = launch.Launcher.__init__, []
+    monkeypatch.setattr(launch.Launcher, "__init__", lambda run, call: built(run, call) or found.append(run))
+    x = torch.rand(1, 2, 1, 16, dtype=dtype)
+    linear_attention(x, x, x, backend="triton", **options)
+    assert [run.common["PRECISION"] for run in found] == [precision]
 
 
 def test_views_of_one_projection():

@@ -26,6 +26,9 @@ class Call(NamedTuple):
     delta: bool = False
     scale: float = 1.0
     chunk_size: int | None = None  # None: the backend's choice
+    tf32: bool = (
+        False  # whether a GPU may round operands of products to TF32: the caller's q, k and v have fewer digits
+    )
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -43,9 +46,11 @@ class Call(NamedTuple):
         return self.sequences, self.v.shape[2], self.k.shape[3], self.v.shape[3]
 
     def wide(self) -> "Call":
-        """Converts the tensors with a token dimension to the accumulator's precision."""
+        """Converts the tensors with a token dimension to the accumulator's precision. Products need no more digits than
+        before."""
         acc = accumulator(self.v)
-        return self._replace(**{name: x.to(acc) for name in TOKENWISE if (x := getattr(self, name)) is not None})
+        tensors: dict[str, Any] = {name: x.to(acc) for name in TOKENWISE if (x := getattr(self, name)) is not None}
+        return self._replace(**tensors, tf32=self.tf32 or self.v.dtype.itemsize == 2)
 
     def with_tokens(self) -> "Call":
         """Adds the token dimension to the tensors of a call of `step`, [B, ·] -> [B, 1, ·]."""

@@ -33,7 +33,7 @@ def backends(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None 
     """
     if q is None or k is None or v is None:
         return {name: {operation: unavailable(name, operation) for operation in OPERATIONS} for name in BACKENDS}
-    given = {name: kwargs.get(name) for name in Call._fields[3:9]}
+    given: dict[str, Any] = {name: kwargs.get(name) for name in Call._fields[3:9]}
     call = Call(q, k, v, **given, delta=kwargs.get("rule") == "delta", scale=1.0, chunk_size=kwargs.get("chunk_size"))
     chosen = choose("linear_attention", kwargs.get("backend", "auto"), call)
     return next(name for name, backend in BACKENDS.items() if backend.linear_attention is chosen)

@@ -145,7 +145,7 @@ def _fake_backward(d_out, d_final, call, kept, wanted):
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.delta, ctx.scale, ctx.chunk_size = inputs
+    tensors, ctx.settings = inputs[: DIFFERENTIABLE + 1], inputs[DIFFERENTIABLE + 1 :]
     ctx.present = [x is not None for x in tensors]
     ctx.final = output[1].shape, output[1].dtype
     ctx.save_for_backward(*(x for x in tensors if x is not None), *output[2:])
@@ -161,8 +161,8 @@ def _gradient(backward: Callable) -> Callable:
         d_out = torch.zeros_like(v) if d_out is None else d_out
         d_final = v.new_zeros(shape, dtype=dtype) if d_final is None else d_final
         wanted = ctx.needs_input_grad[:DIFFERENTIABLE]
-        settings = (ctx.delta, ctx.scale, ctx.chunk_size)
-        grads = backward(d_out.contiguous(), d_final.contiguous(), *tensors, *settings, *saved, wanted)
-        return *(grad if needed else None for grad, needed in zip(grads, wanted, strict=True)), *[None] * 4
+        grads = backward(d_out.contiguous(), d_final.contiguous(), *tensors, *ctx.settings, *saved, wanted)
+        given = (grad if needed else None for grad, needed in zip(grads, wanted, strict=True))
+        return *given, *[None] * (len(Call._fields) - DIFFERENTIABLE)
 
     return run

@@ -19,11 +19,11 @@ Run = Callable[[Call], tuple[Tensor, Tensor]]
 
 def normalised(call: Call, run: Run) -> tuple[Tensor, Tensor]:
     """Computes the normaliser as one more column of v, which is 1: the same decay, β and write gate apply to it."""
-    acc = accumulator(call.v)
-    v = torch.cat([call.v.to(acc), torch.ones_like(call.v[..., :1], dtype=acc)], -1)
-    out, state = run(call._replace(q=call.q.to(acc), k=call.k.to(acc), v=v, read_gate=None))
+    dtype, call = call.v.dtype, call.wide()
+    v = torch.cat([call.v, torch.ones_like(call.v[..., :1])], -1)
+    out, state = run(call._replace(v=v, read_gate=None))
     out = out[..., :-1] / (out[..., -1:] + NORMALISER_EPS)
-    return gated(out, call.read_gate).to(call.v.dtype), state
+    return gated(out, call.read_gate).to(dtype), state
 
 
 def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:

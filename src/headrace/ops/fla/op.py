@@ -85,7 +85,7 @@ def _imprecise(call: Call) -> str | None:
         return None
     if call.delta and call.log_decay is None:
         return "it takes bfloat16 and float16 for rule='delta' without decay, and v is torch.float32"
-    if interpreted() or torch.get_float32_matmul_precision() != "highest":
+    if call.tf32 or interpreted() or torch.get_float32_matmul_precision() != "highest":
         return None
     if os.environ.get("TRITON_F32_DEFAULT") == "ieee":
         return None

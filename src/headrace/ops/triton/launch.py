@@ -30,6 +30,8 @@ class GPU(NamedTuple):
     wide: bool  # whether matrix instructions read their operands from shared memory: Hopper and Blackwell's data centre
     stages: int  # 2: the next chunk is loaded during the products of this one
     processors: int  # streaming multiprocessors, or compute units
+    rounded: str = "tf32"  # Triton's input_precision for products of float32 matrices that may be rounded to TF32
+    exact: str = "tf32x3"  # the same for those that may not; three products in TF32 have the digits of float32
 
     @classmethod
     def of(cls, x: Tensor) -> "GPU":
@@ -37,8 +39,10 @@ class GPU(NamedTuple):
             return cls(False, True, 1, 1)
         about: Any = torch.cuda.get_device_properties(x.device)
         stages = 2 if about.shared_memory_per_block_optin >= ROOM_TO_PREFETCH else 1
-        amd = torch.version.hip is not None  # whose MI300 has the major 9, too
-        return cls(amd, not amd and about.major in (9, 10), stages, about.multi_processor_count)
+        if torch.version.hip is None:
+            return cls(False, about.major in (9, 10), stages, about.multi_processor_count)
+        rounded = "tf32" if about.gcnArchName.startswith("gfx942") else "ieee"
+        return cls(True, False, stages, about.multi_processor_count, rounded, "ieee")
 
 
 class Launcher:
@@ -47,6 +51,8 @@ class Launcher:
     def __init__(self, call: Call):
         self.C, self.gpu, self.rows = call.chunk_size or CHUNK, GPU.of(call.v), call.sequences
         (self.H, self.V), (HQ, self.K) = call.v.shape[2:], call.k.shape[2:]
+        self.stored = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
+        self.rounded = call.tf32 or call.v.dtype.itemsize == 2 or torch.get_float32_matmul_precision() != "highest"
         self.decay = DECAYS[0 if call.log_decay is None else call.log_decay.dim()]
         programs = self.rows * self.H * -(-self.V // self.blocks("scan", self.V)["BV"])
         self.segments = segments.number(call, self.C, programs, self.gpu.processors)
@@ -57,12 +63,12 @@ class Launcher:
         self.numbers = {
             "beta": one_stride(call.beta), "write": one_stride(call.write_gate), "read": one_stride(call.read_gate),
         }  # fmt: skip
-        self.stored = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
         self.chunks, packed, self.owner = in_chunks(call.cu_seqlens, B, T, self.C)
         self.common: dict[str, Any] = {
             **packed, "T": T, "H": self.H, "HQ": HQ, "K": self.K, "C": self.C, "DECAY": self.decay,
             "DELTA": call.delta, "PACKED": call.cu_seqlens is not None, "enable_fp_fusion": True,
-            **operands(call.v.dtype),
+            "OPERAND": tl.bfloat16 if self.stored == torch.bfloat16 else tl.float32,
+            "PRECISION": self.gpu.rounded if self.rounded else self.gpu.exact,
         }  # fmt: skip
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -71,12 +77,15 @@ class Launcher:
     def blocks(self, kernel: str, V: int) -> dict[str, int]:
         """Returns the block sizes and warps of a kernel: the largest blocks that (nearly) stay in registers."""
         K, vector, about = block(self.K, LARGEST_KEY), self.decay == "vector", self.gpu
+        half = self.stored == torch.bfloat16
+        if not half:  # tiles of as many numbers would not fit into shared memory
+            about = about._replace(wide=False, stages=1)
         if kernel == "prepare":
             return {"BK": min(K, 32 if vector else 64), "num_warps": 8 if vector else 4, "num_stages": about.stages}
         if kernel == "gradients":
-            BK = 16 if vector or about.amd else 64 if about.wide else 32
+            BK = 16 if vector or about.amd or not self.rounded else 64 if about.wide else 32
             stages = 1 if vector else about.stages
-            return {"BK": min(K, BK), "BV": block(V, 64), "num_warps": 8, "num_stages": stages}
+            return {"BK": min(K, BK), "BV": block(V, 64 if half else 32), "num_warps": 8, "num_stages": stages}
         BV = block(V, 64 if K <= 128 and about.wide else 32)
         return {"BK": K, "BV": BV, "num_warps": 4 if K <= 64 else 8, "num_stages": about.stages}
 
@@ -167,17 +176,6 @@ def in_chunks(bounds: Optional, B: int, T: int, C: int) -> tuple[int, dict[str, 
 def block(size: int, most: int) -> int:
     """Returns the smallest power of two that is not below size, but at least 16 and at most `most`."""
     return min(most, max(16, 1 << (size - 1).bit_length()))
-
-
-def operands(dtype: torch.dtype) -> dict[str, Any]:
-    """Returns what matrix products round their operands to.
-
-    float16 is multiplied in TF32, which has the digits of float16 and the range of float32. float32 is multiplied in
-    TF32 only after torch.set_float32_matmul_precision("high")."""
-    if dtype == torch.bfloat16:
-        return {"OPERAND": tl.bfloat16, "PRECISION": "tf32"}
-    rounded = dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest"
-    return {"OPERAND": tl.float32, "PRECISION": "tf32" if rounded else "ieee"}
 
 
 def one_stride(x: Optional) -> Optional:
