@@ -30,12 +30,14 @@ STACK = {
 }  # fmt: skip
 
 
-def launches(gpu: str, family: str, T: int = 128, dtype: torch.dtype = torch.bfloat16) -> list[dry.Launch]:
-    """The launches of forward and backward with both gates and an initial state, at K = V = 128."""
-    tensors = FAMILIES[family].inputs(T=T, K=128, V=128, dtype=dtype)
+def launches(
+    gpu: str, family: str, T: int = 128, K: int = 128, dtype: torch.dtype = torch.bfloat16
+) -> list[dry.Launch]:
+    """The launches of forward and backward with both gates and an initial state, at V = K."""
+    tensors = FAMILIES[family].inputs(T=T, K=K, V=K, dtype=dtype)
     shape = tensors["v"].shape
     gates = {name: torch.rand(shape[:3], requires_grad=True) for name in ("read_gate", "write_gate")}
-    state = torch.zeros(shape[0], shape[2], 128, 128 + FAMILIES[family].normalise, requires_grad=True)
+    state = torch.zeros(shape[0], shape[2], K, K + FAMILIES[family].normalise, requires_grad=True)
     with dry.gpu(gpu) as found:
         results = linear_attention(
             **tensors, **gates, initial_state=state, **FAMILIES[family].options(), backend="triton"
@@ -55,11 +57,13 @@ def test_launches_and_their_code(gpu, family):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "family", "dtype"), [("sm_90", "scalar", torch.float32), ("sm_120", "gated-delta", torch.float16)]
-)
-def test_float32_and_float16(gpu, family, dtype):
+    ("gpu", "family", "K", "dtype"),
+    [("sm_90", "scalar", 128, torch.float32), ("sm_120", "gated-delta", 128, torch.float16),
+     ("gfx942", "scalar", 256, torch.float32)],
+)  # fmt: skip
+def test_float32_and_float16(gpu, family, K, dtype):
     """Their tiles, larger than those of bfloat16, are on matrix units and in the GPU's shared memory, too."""
-    found = launches(gpu, family, dtype=dtype)
+    found = launches(gpu, family, K=K, dtype=dtype)
     assert [x.kernel for x in found] == KERNELS
     assert all(x.code.matrix for x in found)
     assert max(x.code.shared for x in found) <= dry.GPUS[gpu].shared

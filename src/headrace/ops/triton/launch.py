@@ -49,10 +49,12 @@ class Launcher:
     """The kernels' common arguments, and one method per launch. Rows that are split are packed segments in `call`."""
 
     def __init__(self, call: Call):
-        self.C, self.gpu, self.rows = call.chunk_size or CHUNK, GPU.of(call.v), call.sequences
+        self.gpu, self.rows = GPU.of(call.v), call.sequences
         (self.H, self.V), (HQ, self.K) = call.v.shape[2:], call.k.shape[2:]
         self.stored = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
         self.rounded = call.tf32 or call.v.dtype.itemsize == 2 or torch.get_float32_matmul_precision() != "highest"
+        large = self.gpu.amd and self.stored == torch.float32 and self.K > 128  # 64 keys would fill its shared memory
+        self.C = call.chunk_size or (CHUNK // 2 if large else CHUNK)
         self.decay = DECAYS[0 if call.log_decay is None else call.log_decay.dim()]
         programs = self.rows * self.H * -(-self.V // self.blocks("scan", self.V)["BV"])
         self.segments = segments.number(call, self.C, programs, self.gpu.processors)
@@ -86,8 +88,8 @@ class Launcher:
             BK = 16 if vector or about.amd or not self.rounded else 64 if about.wide else 32
             stages = 1 if vector else about.stages
             return {"BK": min(K, BK), "BV": block(V, 64 if half else 32), "num_warps": 8, "num_stages": stages}
-        BV = block(V, 64 if K <= 128 and about.wide else 32)
-        return {"BK": K, "BV": BV, "num_warps": 4 if K <= 64 else 8, "num_stages": about.stages}
+        widest = 64 if K <= 128 and about.wide else 32 if K <= 128 or half else 16
+        return {"BK": K, "BV": block(V, widest), "num_warps": 4 if K <= 64 else 8, "num_stages": about.stages}
 
     def prepare(self, backward: bool) -> dict[str, Any]:
         """Returns the matrices inside each chunk and, under a decay per channel, q and k with the decay applied."""
