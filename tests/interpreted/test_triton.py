@@ -56,13 +56,13 @@ def test_packed_sequences(decay, rule):
 
 @pytest.fixture
 def segmented(monkeypatch):
-    """A GPU with processors for four segments of a row with one head, which is split however short it is."""
+    """A GPU with processors for at least four segments of each sequence of an operand that has one head."""
     monkeypatch.setattr(segments, "CHUNKS", 1)
     monkeypatch.setattr(launch.GPU, "of", lambda x: launch.GPU(False, True, 1, 4 * x.shape[0] * x.shape[2]))
-    calls, split = [], segments.split
-    monkeypatch.setattr(segments, "split", lambda *call: calls.append(call[1]) or split(*call))
-    yield
-    assert set(calls) == {4}
+    found, make = [], segments.segments
+    monkeypatch.setattr(launch, "segments", lambda *call: found.append(make(*call)) or found[-1])
+    yield found
+    assert found and None not in found
 
 
 @pytest.mark.parametrize(("decay", "rule"), [("none", "add"), ("fixed", "add"), ("vector", "add"), ("vector", "delta")])
@@ -79,15 +79,29 @@ def test_segments_of_heads_that_share_keys_without_a_state(segmented):
     assert_same(arguments("fixed", tokens=64, groups=1, gates=False, state=False), TRITON, rule="delta")
 
 
+@pytest.mark.parametrize(("decay", "rule"), [("vector", "add"), ("scalar", "delta")])
+@pytest.mark.parametrize("bounds", [[0, 0, 70, 70], [0, 5, 50, 70], [0, 70]])
+def test_segments_of_packed_sequences(monkeypatch, segmented, decay, rule, bounds):
+    """Segments of up to 32 tokens, and sequences of none, one, two and three of them."""
+    n = len(bounds) - 1
+    monkeypatch.setattr(launch.GPU, "of", lambda x: launch.GPU(False, True, 1, 4 * n))
+    monkeypatch.setattr(segments, "FEWEST", 1)
+    assert_same(arguments(decay, n=n, tokens=70, heads=1), TRITON, torch.tensor(bounds), rule=rule)
+    assert all(len(each.owner) == 70 // 32 + n for each in segmented)
+
+
 @pytest.mark.parametrize(
     ("rows", "tokens", "processors", "packed", "number"),
     [(1, 4096, 132, None, 16), (1, 16384, 132, None, 33), (8, 16384, 132, None, 4), (16, 16384, 132, None, 1),
-     (1, 1000, 132, None, 1), (1, 4096, 132, torch.tensor([0, 4096]), 1)],
+     (1, 1000, 132, None, 1), (1, 16384, 132, [0, 16384], 33), (1, 16384, 132, [0, 100, 16384], 34)],
 )  # fmt: skip
 def test_how_many_segments_a_row_has(rows, tokens, processors, packed, number):
-    """As many as there are processors for each of 4 programs a row, with at least 4 chunks of 64 tokens each."""
-    shape = torch.empty(rows, tokens, 4, 64, device="meta")
-    assert segments.number(Call(shape, shape, shape, cu_seqlens=packed), 64, 4 * rows, processors) == number
+    """As many as there are processors for each of 4 programs a sequence, with at least 4 chunks of 64 tokens each, and
+    room for one more for each packed sequence."""
+    shape, bounds = torch.empty(rows, tokens, 4, 64, device="meta"), None if packed is None else torch.tensor(packed)
+    call = Call(shape, shape, shape, cu_seqlens=bounds)
+    found = segments.segments(call, 64, 4 * call.sequences, processors)
+    assert (1 if found is None else found.of_a_row) == number
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -4,18 +4,17 @@
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
 from ...utils.device import interpreted
 from ..call import Call
-from ..torch.tiles import check_bounds, product
-from . import segments
+from ..torch.tiles import product
 from .gradients import gradients
 from .op import LARGEST_KEY
 from .prepare import prepare
 from .scan import reverse_scan, scan
+from .segments import pieces, segments
 
 ROOM_TO_PREFETCH = 160 * 2**10  # bytes of shared memory with which the next chunk is loaded during this one's products
 CHUNK = 64  # tokens per chunk unless the call says otherwise
@@ -46,19 +45,19 @@ class GPU(NamedTuple):
 
 
 class Launcher:
-    """The kernels' common arguments, and one method per launch. Rows that are split are packed segments in `call`."""
+    """The kernels' common arguments, and one method per launch. In `call` segments are packed sequences."""
 
     def __init__(self, call: Call):
-        self.gpu, self.rows = GPU.of(call.v), call.sequences
+        self.gpu = GPU.of(call.v)
         (self.H, self.V), (HQ, self.K) = call.v.shape[2:], call.k.shape[2:]
         self.stored = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
         self.rounded = call.tf32 or call.v.dtype.itemsize == 2 or torch.get_float32_matmul_precision() != "highest"
         large = self.gpu.amd and self.stored == torch.float32 and self.K > 128  # 64 keys would fill its shared memory
         self.C = call.chunk_size or (CHUNK // 2 if large else CHUNK)
         self.decay = DECAYS[0 if call.log_decay is None else call.log_decay.dim()]
-        programs = self.rows * self.H * -(-self.V // self.blocks("scan", self.V)["BV"])
-        self.segments = segments.number(call, self.C, programs, self.gpu.processors)
-        self.call = call = call if self.segments == 1 else segments.split(call, self.segments, self.C)
+        programs = call.sequences * self.H * -(-self.V // self.blocks("scan", self.V)["BV"])
+        self.segments = segments(call, self.C, programs, self.gpu.processors)
+        self.call = call = call if self.segments is None else self.segments.apply(call)
         B, T = call.v.shape[:2]
         self.tokens = B * T
         self.q, self.k, self.v, self.g = (one_stride(x) for x in (call.q, call.k, call.v, call.log_decay))
@@ -140,15 +139,11 @@ class Launcher:
         initial = start.to(self.v).float().expand(self.call.sequences, self.H, *start.shape).contiguous()
         final = torch.empty_like(initial)
         self._scan(found, None, start.shape[1], initial, final=final)
-        return self.by_row(final)
+        return final
 
     def states(self) -> Tensor:
         """Returns an empty state for each sequence."""
         return self.new(*self.call.state_shape, dtype=torch.float32)
-
-    def by_row(self, x: Tensor) -> Tensor:
-        """Returns a state for each segment as [rows, segments, ...]."""
-        return x.unflatten(0, (self.rows, self.segments))
 
     def gradients(self, found: dict[str, Any], **tensors: Optional) -> None:
         """Launches `gradients`, with room for R and, for the delta rule, −dP Eᵀ of each chunk."""
@@ -163,16 +158,12 @@ class Launcher:
 def in_chunks(bounds: Optional, B: int, T: int, C: int) -> tuple[int, dict[str, Optional], Optional]:
     """Returns the number of chunks, cu_seqlens with the first chunk of each sequence, and the chunks' sequences.
 
-    A chunk of packed sequences ends with its sequence. The number of chunks is bounded by shapes, so that nothing
-    waits for the device; the chunks that are left over are empty."""
+    A chunk of packed sequences ends with its sequence; chunks that are left over are empty."""
     if bounds is None:
         return B * -(-T // C), {"cu_seqlens": None, "first_chunk": None}, None
-    check_bounds(bounds, T)
-    first, N = F.pad((bounds.diff() + (C - 1)).div(C, rounding_mode="floor").cumsum(0), (1, 0)), len(bounds) - 1
-    chunks = T // C + N
-    owner = torch.searchsorted(first, torch.arange(chunks, device=first.device), right=True) - 1
+    first, owner = pieces(bounds, T, C)
     packed: dict[str, Optional] = {"cu_seqlens": bounds.int(), "first_chunk": first.int()}
-    return chunks, packed, owner.clamp(max=N - 1).int()
+    return len(owner), packed, owner.int()
 
 
 def block(size: int, most: int) -> int:
@@ -199,27 +190,34 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), run.states()
     with torch.cuda.device_of(call.v):
         found = run.prepare(backward=False)
-        before, _ = entering(run, found, call.initial_state)
+        before, _ = entering(run, found, call)
         run.scan(found, before, out=out, final=final)
-    return out, run.by_row(final)[:, -1]
+    return out, final if run.segments is None else run.segments.last(final, initial_of(call))
 
 
-def entering(run: Launcher, found: dict[str, Any], first: Optional) -> tuple[Optional, Optional]:
-    """Returns the state before each sequence, from that before each row, and M between the segments of a row."""
-    if run.segments == 1:
-        return first, None
+def initial_of(call: Call) -> Tensor:
+    return call.v.new_zeros(call.state_shape, dtype=torch.float32) if call.initial_state is None else call.initial_state
+
+
+def entering(run: Launcher, found: dict[str, Any], call: Call) -> tuple[Optional, Optional]:
+    """Returns the states before what the kernels take for sequences, and M of segments."""
+    if run.segments is None:
+        return call.initial_state, None
     across, added = run.across(found), run.states()
     run.scan(found, None, final=added)
-    return segments.relay(first, across, run.by_row(added))[0], across
+    return run.segments.relay(initial_of(call).float(), across, added)[0], across
 
 
 def leaving(
-    run: Launcher, found: dict[str, Any], d_out: Tensor, d_last: Optional, across: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients to the states after segments, from those to the states after rows, and to those before."""
+    run: Launcher, found: dict[str, Any], d_out: Tensor, d_final: Tensor, across: Optional
+) -> tuple[Tensor, Optional]:
+    """Returns the gradients to the states after what the kernels take for sequences and, if these are segments, to the
+    states before the sequences."""
+    if run.segments is None or across is None:
+        return d_final, None
     added = run.states()
     run.reverse_scan(found, d_out, None, d_initial=added)
-    return segments.relay_back(d_last, across, run.by_row(added))
+    return run.segments.relay(d_final.float(), across, added, back=True)
 
 
 def backward(d_out: Tensor, d_final: Tensor, call: Call, decay_gradient: bool) -> list[Optional]:
@@ -227,19 +225,18 @@ def backward(d_out: Tensor, d_final: Tensor, call: Call, decay_gradient: bool) -
     initial state."""
     run = Launcher(call)
     states, d_states = (run.new(run.chunks, run.H, run.K, run.V) for _ in range(2))
-    d_initial = d_first = run.states()
+    d_initial = run.states()
     d_target, errors = run.new(run.tokens, run.H, run.V), run.new(run.tokens, run.H, run.V) if call.delta else None
     wanted = _wanted(run, d_target, decay_gradient)
     with torch.cuda.device_of(call.v):
         found = run.prepare(backward=True)
-        before, across = entering(run, found, call.initial_state)
+        before, across = entering(run, found, call)
         run.scan(found, before, states=states, errors=errors)
-        if across is not None:
-            d_final, d_first = leaving(run, found, d_out, d_final, across)
+        d_final, d_first = leaving(run, found, d_out, d_final, across)
         run.reverse_scan(found, d_out, d_final, d_target=d_target, d_states=d_states, d_initial=d_initial)
         run.gradients(found, e=run.v if errors is None else errors, states=states, d_states=d_states, d_out=d_out,
                       d_target=d_target, **wanted)  # fmt: skip
-    return [*_in_place_of_inputs(call, wanted), d_first]
+    return [*_in_place_of_inputs(call, wanted), d_initial if d_first is None else d_first]
 
 
 def _wanted(run: Launcher, d_target: Tensor, decay_gradient: bool) -> dict[str, Any]:
