@@ -1,5 +1,6 @@
 """The tables of the guide on the defaults are those of their runs, and the examples of `compare` fit the tasks."""
 
+import json
 import shlex
 from itertools import groupby
 from pathlib import Path
@@ -7,10 +8,12 @@ from statistics import median
 
 import pytest
 
+import rates
 from headrace.cli.app import GROUPS
 from headrace.studies.compare.choose import choose
 from headrace.studies.compare.defaults import DEFAULTS
 from headrace.studies.compare.rows import read
+from headrace.training import recipes
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "guide.md").read_text("utf-8")
@@ -77,6 +80,33 @@ def test_a_default_takes_the_rate_with_the_lowest_sum_of_losses(task):
     mixers = max(map(len, found.values()))
     sums = {rate: sum(map(median, own.values())) for rate, own in found.items() if len(own) == mixers}
     assert len(sums) > 1 and DEFAULTS[task].recipe.lr == min(sums, key=sums.__getitem__)
+
+
+@pytest.mark.parametrize("recipe", ["laptop-1m", "laptop-5m"])
+def test_a_recipe_takes_the_rate_with_the_lowest_sum_of_losses(recipe):
+    """At the recipe's own tokens a step, and at the rates that all its mixers were trained with."""
+    own, _ = recipes.load(recipe)
+    tried = [found for key, found in rates.losses().items() if key[0] == recipe and key[3] == own.batch_tokens]
+    common = set.intersection(*map(set, tried))
+    assert len(common) > 2 and own.lr == min(common, key=lambda rate: sum(found[rate] for found in tried))
+
+
+def test_a_table_of_rates_is_that_of_its_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(rates, "RESULTS", tmp_path / "rates.csv")
+    runs = []
+    for lr, loss in ((0.01, 4.25), (0.001, 4.5)):
+        runs.append(tmp_path / f"{lr:g}")
+        settings = {"mixer": "gla", "lr": lr, "tokens": 4e6, "batch_tokens": 8192, "seed": 100}
+        write(runs[-1] / "run.json", {"recipe": settings})
+        write(runs[-1] / "model" / "history.json", [{"loss": 8.0}, {"train_runtime": 12.5}, {"final_loss": loss}])
+    rates.keep("laptop-1m", runs, "abc1234")
+    assert rates.lines()[0].endswith("| lr 0.001 | lr 0.01 |")
+    assert rates.lines()[2:] == ["| `laptop-1m` | `gla` | 4,000,000 | 8,192 | 4.500 | 4.250 |"]
+
+
+def write(path, found):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found), "utf-8")
 
 
 def test_the_seeds_of_the_search_are_none_of_those_reported():

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..convolution import like
-from .launch import in_chunks
+from .launch import in_chunks, one_stride
 
 TOKENS, CHANNELS = 64, 64  # of a program
 
@@ -146,8 +146,7 @@ def _launch(x: Tensor, weight: Tensor, history: Tensor, cu_seqlens: Tensor | Non
     """Returns what both ways read, the arguments of all kernels, and the grid."""
     B, T, D = x.shape
     chunks, packed, owner = in_chunks(cu_seqlens, B, T, TOKENS)
-    one_stride = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
-    given = {"x": x if one_stride else x.contiguous(), "weight": weight.contiguous(), "history": history.contiguous()}
+    given = {"x": one_stride(x[:, :, None]), "weight": weight.contiguous(), "history": history.contiguous()}
     common = {
         **packed, "owner": owner, "T": T, "D": D, "W": len(weight) - 1, "C": TOKENS, "BD": CHANNELS,
         "PACKED": cu_seqlens is not None, "num_warps": 4,

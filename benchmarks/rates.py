@@ -1,0 +1,82 @@
+"""The learning rates that were tried for recipes, one row for each run of `headrace train`.
+
+    headrace train laptop-1m lr=1e-2 seed=100 --mixer gla --data data --output runs/laptop-1m-gla-1e-2
+    python benchmarks/rates.py keep laptop-1m runs/laptop-1m-* --commit COMMIT
+
+adds runs to results/rates.csv, and `python benchmarks/rates.py show` prints the table of docs/recipes.md.
+"""
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import record
+
+RESULTS = Path(__file__).parent / "results" / "rates.csv"
+app = typer.Typer()
+
+
+@dataclass(frozen=True)
+class Row:
+    recipe: str
+    mixer: str
+    lr: float
+    tokens: float
+    batch_tokens: int
+    seed: int
+    loss: float  # of the held-out text, nats per token
+    seconds: float  # of training, by the clock
+
+    @classmethod
+    def of(cls, recipe: str, run: Path) -> "Row":
+        given = json.loads((run / "run.json").read_text("utf-8"))["recipe"]
+        history = json.loads((run / "model" / "history.json").read_text("utf-8"))
+        numbers = {name: value for point in history for name, value in point.items()}
+        settings = [given[name] for name in ("mixer", "lr", "tokens", "batch_tokens", "seed")]
+        return cls(recipe, *settings, numbers["final_loss"], numbers["train_runtime"])
+
+
+@app.command()
+def keep(
+    recipe: str,
+    runs: list[Path],
+    commit: Annotated[str, typer.Option(help="The commit that made the runs.")],
+) -> None:
+    """Add runs to the results."""
+    record.append(RESULTS, record.environment("cpu") | {"commit": commit}, [Row.of(recipe, run) for run in runs])
+
+
+@app.command()
+def show() -> None:
+    """Print the table."""
+    print("\n".join(lines()))
+
+
+def losses() -> dict[tuple[str, str, int, int], dict[float, float]]:
+    """{(recipe, mixer, tokens, tokens a step): {learning rate: held-out loss}}"""
+    found: dict[tuple[str, str, int, int], dict[float, float]] = {}
+    with RESULTS.open(newline="") as file:
+        for row in csv.DictReader(file):
+            setting = row["recipe"], row["mixer"], int(float(row["tokens"])), int(row["batch_tokens"])
+            found.setdefault(setting, {})[float(row["lr"])] = float(row["loss"])
+    return found
+
+
+def lines() -> list[str]:
+    found = losses()
+    rates = sorted({rate for tried in found.values() for rate in tried})
+    head = ["recipe", "mixer", "tokens", "tokens a step", *(f"lr {rate:g}" for rate in rates)]
+    rows = [
+        [f"`{recipe}`", f"`{mixer}`", f"{tokens:,}", f"{step:,}",
+         *(f"{tried[rate]:.3f}" if rate in tried else "" for rate in rates)]
+        for (recipe, mixer, tokens, step), tried in found.items()
+    ]  # fmt: skip
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * 2 + ["--:"] * (2 + len(rates)), *rows)]
+
+
+if __name__ == "__main__":
+    app()
