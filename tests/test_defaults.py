@@ -91,6 +91,14 @@ def test_a_recipe_takes_the_rate_with_the_lowest_sum_of_losses(recipe):
     assert len(common) > 2 and own.lr == min(common, key=lambda rate: sum(found[rate] for found in tried))
 
 
+def test_what_the_reproductions_gain_by_the_rate():
+    found, page = (
+        rates.losses()["laptop-1m", "gla", 400_000, 2048],
+        (ROOT / "docs" / "reproduction.md").read_text("utf-8"),
+    )
+    assert f"comes to {found[1e-2]:.3f} nats there at 1e-2, and to {found[3e-3]:.3f} at 3e-3" in page
+
+
 def test_a_table_of_rates_is_that_of_its_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(rates, "RESULTS", tmp_path / "rates.csv")
     runs = []
