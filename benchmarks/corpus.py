@@ -1,4 +1,4 @@
-"""The text of the study `text-gla`: novels and the source code of Python's standard library, half of each.
+"""The text of the studies `text-*`: novels and the source code of Python's standard library, half of each.
 
     python benchmarks/corpus.py BOOK ...        writes build/text/corpus.txt and build/text/tokenizer.json
 

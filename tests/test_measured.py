@@ -110,10 +110,12 @@ MEANS = (  # pairs or steps that it states, as NAME's mean over seeds
 
 
 BACKBONES = "linear-attention", "retnet", "gla", "deltanet", "gated-deltanet"
-TEXT = (  # differences of losses on text that it states, by place
-    ("all tokens", "softmax less none {}"),
-    ("loss on repeats", "on repeated rare bigrams {}"),
-    ("rows of 16,384", "in rows of 64 times the training length {}"),
+TEXT = (  # differences of losses on text that it states, by study and place
+    ("text-gla", "all tokens", "softmax less none {}"),
+    ("text-gla", "loss on repeats", "on repeated rare bigrams {}"),
+    ("text-gla", "rows of 16,384", "in rows of 64 times the training length {}"),
+    ("text-retnet", "all tokens", "4.559: {}"),
+    ("text-retnet", "loss on repeats", "on repeated rare bigrams {}"),
 )
 POOLED = (  # differences over several studies, as mean (low to high; pairs of runs, p)
     ("softmax", "wide sigmoid", (*(f"capacity-{name}" for name in BACKBONES), "gates-retnet")),
@@ -237,19 +239,20 @@ def test_the_differences_over_several_studies(a, b, names, findings):
     assert said.replace("-", "−").replace("p 0.", "p .") in findings
 
 
-@pytest.mark.parametrize(("place", "said"), TEXT)
-def test_the_losses_on_text(place, said, findings):
-    question, runs = study.read("text-gla")
+@pytest.mark.parametrize(("name", "place", "said"), TEXT)
+def test_the_losses_on_text(name, place, said, findings):
+    question, runs = study.read(name)
     (found,) = statistics.differences([(question, runs)])
     (one,) = (o for o in found if o.where == f"text, {place}" and question.name(o.b) == "none")
     assert said.format(f"{one.mean:+.3f} ({one.low:.3f} to {one.high:.3f})").replace("-", "−") in findings
 
 
 @pytest.mark.parametrize("arm", ["none", "softmax", "wide sigmoid"])
-def test_the_loss_of_each_arm_on_text(arm, findings):
-    question, runs = study.read("text-gla")
+@pytest.mark.parametrize(("name", "seeds"), [("text-gla", 5), ("text-retnet", 3)])
+def test_the_loss_of_each_arm_on_text(name, seeds, arm, findings):
+    question, runs = study.read(name)
     losses = [row["loss"] for row in runs if not row["trial"] and question.name(row["mixer"]) == arm]
-    assert len(losses) == 5 and f"{fmean(losses):.3f}" in findings
+    assert len(losses) == seeds and f"{fmean(losses):.3f}" in findings
 
 
 @pytest.mark.parametrize(("name", "arm", "said"), MEANS)

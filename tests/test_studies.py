@@ -111,7 +111,8 @@ def test_every_plan_of_ours_can_be_run(path):
         if isinstance(plan.task, Text):  # of files that benchmarks/corpus.py writes; here, of the standard library
             plan = replace(plan, task=replace(plan.task, files=(), tokenizer=None))
         plan.check()
-    assert study.question.cost and len(study.plans[0].seed_numbers) >= 5
+    text = isinstance(study.plans[0].task, Text)  # whose losses differ less between seeds than a recall does
+    assert study.question.cost and len(study.plans[0].seed_numbers) >= (3 if text else 5)
     assert study.question.measure != "capacity" or all(plan.task.by_length(1) for plan in study.plans)
 
 
