@@ -90,6 +90,28 @@ def test_pair_names_a_key_by_its_cluster_and_its_place_there():
     assert seen == {(cluster, 3 + place) for cluster in range(3) for place in range(4)}
 
 
+def test_pair_can_store_every_key_twice():
+    task = Pair(keys=9, pairs=7, least=3, overwritten=True)
+    for ids, labels in rows_of(task, 100):
+        first, second = (dict(part) for part in (ids[:7], ids[7:14]))
+        asked = {key: label for (key, _), label in zip(ids[14:], labels[14:], strict=True) if label != IGNORED}
+        assert first.keys() == second.keys() and asked == {key: x for key, x in second.items() if key >= 0}
+        assert all(first[key] != value and 9 <= first[key] < 18 for key, value in asked.items())
+    assert Pair(overwritten=True).resized(12).pairs == 4
+
+
+def test_pair_can_stand_among_distractors_that_are_never_asked():
+    task, places = Pair(keys=9, pairs=7, distractors=5), Counter()
+    for ids, labels in rows_of(task, 100):
+        others = [i for i, (key, _) in enumerate(ids[:12]) if key >= 18]
+        stored = dict(pair for i, pair in enumerate(ids[:12]) if i not in others)
+        assert len(others) == 5 and max(stored) < 9 and all(9 <= value < 18 for _, value in ids[:12])
+        assert [stored[key] for key, _ in ids[12:]] == labels[12:] and set(labels[:12]) == {IGNORED}
+        places.update(others)
+    assert places.keys() == set(range(12)) and min(places.values()) > 20, "500 in 12 places, 42 ± 5 each"
+    assert Pair(distractors=5).resized(13).pairs == 4 and task.by_length(4) == {}
+
+
 @pytest.mark.parametrize("task", [KeyValue(), KeyValue(keys=12, pairs=5, length=23)], ids=repr)
 def test_key_value_asks_every_pair_once_and_fills_with_what_is_no_key(task):
     for ids, labels in rows_of(task):
@@ -236,7 +258,11 @@ def test_rows_depend_on_the_seed_alone(task):
         lambda: Pair(clusters=1),
         lambda: Pair(clusters=5),
         lambda: Pair(clusters=32),
+        lambda: Pair(keys=1, pairs=1, overwritten=True),
+        lambda: Pair(clusters=4, distractors=3),
+        lambda: Pair(distractors=-1),
         lambda: Pair().resized(7),
+        lambda: Pair(distractors=5).resized(12),
         lambda: KeyValue(pairs=8, length=20),
         lambda: Mqar(pairs=8, length=30),
         lambda: Mqar(pairs=8, length=33),

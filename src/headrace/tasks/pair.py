@@ -12,6 +12,9 @@ and after the queries are then empty.
 
 With `clusters`, a key is the sum of two embeddings, one of its cluster and one of its place in the cluster, so that the
 keys of a cluster resemble each other.
+
+With `overwritten`, every pair is preceded by one with the same key and another value, which the memory must forget. With
+`distractors`, so many pairs stand between the pairs whose keys, of a set of their own, are never asked.
 """
 
 from dataclasses import dataclass, replace
@@ -37,6 +40,8 @@ class Pair(Drawn):
     queries: int | None = None  # number of queries, at most one for each pair; None: one for each
     least: int | None = None  # smallest number of pairs of a row, drawn up to `pairs`; None: every row has `pairs`
     clusters: int | None = None  # number of equally large clusters of keys; None: every key has an embedding of its own
+    overwritten: bool = False  # whether every key is stored twice, first with a value that is not the answer
+    distractors: int = 0  # number of pairs that are stored and never asked
 
     name: ClassVar[str] = "pair"
 
@@ -56,6 +61,13 @@ class Pair(Drawn):
                 f"the task pair has clusters={self.clusters} of {self.keys} keys; expected at least 2 of equal size, "
                 "with at least 2 keys each"
             )
+        if self.overwritten and self.keys < 2:
+            raise InputError("the task pair is overwritten with keys=1; expected at least 2, for two different values")
+        if self.distractors < 0 or (self.distractors and self.clusters is not None):
+            raise InputError(
+                f"the task pair has distractors={self.distractors} with clusters={self.clusters}; expected none, or a "
+                "positive number without clusters"
+            )
 
     @property
     def asked(self) -> int:
@@ -67,18 +79,21 @@ class Pair(Drawn):
 
     @property
     def vocab_size(self) -> int:
-        return 2 * self.keys
+        return (3 if self.distractors else 2) * self.keys
 
     @property
     def length(self) -> int:
-        return self.pairs + self.asked
+        return self.pairs * (1 + self.overwritten) + self.distractors + self.asked
 
     def resized(self, length: int) -> "Pair":
-        if length < 2 or length % 2:
+        parts = 2 + self.overwritten
+        pairs, rest = divmod(length - self.distractors, parts)
+        if pairs < 1 or rest:
             raise InputError(
-                f"length={length}: a row of the task pair has equally many pairs and queries; expected an even length"
+                f"length={length}: a row of the task pair has {parts} positions for each pair and {self.distractors} "
+                f"distractors; expected {self.distractors} more than a multiple of {parts}"
             )
-        return replace(self, keys=max(self.keys, length // 2), pairs=length // 2, queries=None, least=None)
+        return replace(self, keys=max(self.keys, pairs), pairs=pairs, queries=None, least=None)
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         keys = torch.rand(rows, self.keys, generator=generator).argsort(1)[:, : self.pairs]
@@ -92,11 +107,36 @@ class Pair(Drawn):
         there = here.gather(1, asked)
         stored = self._tokens(keys, values).where(here[..., None], EMPTY)
         queried = self._tokens(keys.gather(1, asked), torch.full_like(asked, EMPTY)).where(there[..., None], EMPTY)
-        unasked = torch.full((rows, self.pairs), IGNORED)
+        before = self._overwritten(generator, keys, values, here)
+        stored = torch.cat([before, self._distracted(generator, stored)], 1)
+        unasked = torch.full(stored.shape[:2], IGNORED)
         return {
             "input_ids": torch.cat([stored, queried], 1),
             "shift_labels": torch.cat([unasked, values.gather(1, asked).where(there, IGNORED)], 1),
         }
+
+    def _overwritten(self, generator: torch.Generator, keys: Tensor, values: Tensor, here: Tensor) -> Tensor:
+        """The pairs [rows, pairs or none, ·] with other values than those that are asked."""
+        if not self.overwritten:
+            return self._tokens(keys[:, :0], values[:, :0])
+        other = torch.randint(1, self.keys, values.shape, generator=generator)
+        earlier = self.keys + (values - self.keys + other) % self.keys
+        return self._tokens(keys, earlier).where(here[..., None], EMPTY)
+
+    def _distracted(self, generator: torch.Generator, stored: Tensor) -> Tensor:
+        """The pairs [rows, pairs, ·] with distractors at random places between them."""
+        if not self.distractors:
+            return stored
+        rows = len(stored)
+        keys, values = (
+            torch.randint(first * self.keys, (first + 1) * self.keys, (rows, self.distractors), generator=generator)
+            for first in (2, 1)
+        )
+        every = torch.cat([stored, self._tokens(keys, values)], 1)
+        place = torch.rand(rows, every.shape[1], generator=generator)
+        place[:, : self.pairs] = place[:, : self.pairs].sort(1).values  # the pairs keep their order
+        order = place.argsort(1)
+        return every.gather(1, order[..., None].expand_as(every))
 
     def _tokens(self, keys: Tensor, values: Tensor) -> Tensor:
         """The channels [..., 2], with clusters [..., 3], of keys and values [...]."""
