@@ -13,8 +13,8 @@ and after the queries are then empty.
 With `clusters`, a key is the sum of two embeddings, one of its cluster and one of its place in the cluster, so that the
 keys of a cluster resemble each other.
 
-With `overwritten`, every pair is preceded by one with the same key and another value, which the memory must forget. With
-`distractors`, so many pairs stand between the pairs whose keys, of a set of their own, are never asked.
+With `overwritten`, every key is stored before with another value, which the memory must forget. With `distractors`, so
+many pairs stand between the others; their keys, of a set of their own, are never asked.
 """
 
 from dataclasses import dataclass, replace
