@@ -10,6 +10,7 @@ import csv
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import typer
@@ -57,13 +58,13 @@ def show() -> None:
 
 
 def losses() -> dict[tuple[str, str, int, int], dict[float, float]]:
-    """{(recipe, mixer, tokens, tokens a step): {learning rate: held-out loss}}"""
-    found: dict[tuple[str, str, int, int], dict[float, float]] = {}
+    """{(recipe, mixer, tokens, tokens a step): {learning rate: held-out loss, the mean over seeds}}"""
+    found: dict[tuple[str, str, int, int], dict[float, list[float]]] = {}
     with RESULTS.open(newline="") as file:
         for row in csv.DictReader(file):
             setting = row["recipe"], row["mixer"], int(float(row["tokens"])), int(row["batch_tokens"])
-            found.setdefault(setting, {})[float(row["lr"])] = float(row["loss"])
-    return found
+            found.setdefault(setting, {}).setdefault(float(row["lr"]), []).append(float(row["loss"]))
+    return {setting: {lr: fmean(own) for lr, own in tried.items()} for setting, tried in found.items()}
 
 
 def lines() -> list[str]:

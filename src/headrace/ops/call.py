@@ -26,9 +26,7 @@ class Call(NamedTuple):
     delta: bool = False
     scale: float = 1.0
     chunk_size: int | None = None  # None: the backend's choice
-    tf32: bool = (
-        False  # whether a GPU may round operands of products to TF32: the caller's q, k and v have fewer digits
-    )
+    tf32: bool = False  # whether products may be rounded to TF32, since the caller's tensors had 16 bits
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

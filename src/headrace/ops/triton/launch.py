@@ -1,4 +1,4 @@
-"""Launches of the kernels: two for the forward, four for the backward, whatever the length. With rows in segments
+"""Launches of the kernels: two for the forward, four for the backward, whatever the length. With sequences in segments
 (segments.py) there are two and three more, and a product for each segment."""
 
 from typing import Any, NamedTuple
