@@ -52,6 +52,16 @@ def test_is_pytorchs(channels, tokens, width, bias):
     agree(*given(channels, tokens, width=width, bias=bias))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_convolution_in_float64_is_the_module_s(bias):
+    """A hook has the module called."""
+    conv, wide, history = given(33, 20, bias=bias)
+    ours = called(conv, wide, history)
+    conv.register_forward_hook(lambda *_: None)
+    for found, expected in zip(ours, called(conv, wide, history), strict=True):
+        assert found.shape == expected.shape and relative(found, expected) <= 1e-14
+
+
 def test_sequences_of_a_pack_do_not_meet():
     conv, wide, _ = given(20, 50, rows=1)
     history = given(20, 1, rows=5)[2]
