@@ -82,7 +82,7 @@ def picture(names: list[str]) -> Figure:
             (held,) = statistics.collected(runs, asked.measure).values()
             for mixer, arm in asked.names:
                 colour = PALETTE[ARMS.index(arm)]
-                pairs = [2**value / 2 for value in held[mixer].values()]
+                pairs = [2**value / positions(name) for value in held[mixer].values()]
                 ax.plot(pairs, [ARMS.index(arm)] * len(pairs), "o", color=colour, alpha=0.4, ms=5, mec="none")
                 ax.plot(2 ** fmean(map(math.log2, pairs)), ARMS.index(arm), "D", color=colour, ms=6)
             ax.set(title=name.removeprefix("capacity-"), xscale="log", xlabel="pairs held at 90 %")
@@ -96,6 +96,8 @@ def picture(names: list[str]) -> Figure:
 TITLES = {  # of studies whose names do not say it; {} stands for the setting
     "long-retnet": "retnet, 6,000 steps", "retrofit": "retnet, gates added late", "heads-retnet": "retnet, MLP, {}",
     "clusters": "{}, keys in clusters", "capacity-small": "{}, a quarter of the state",
+    "capacity-large": "retnet, four times the state", "overwritten": "{}, values overwritten",
+    "distractors": "{}, among distractors",
 }  # fmt: skip
 COMPARED = ("none", "wide sigmoid", "softmax")
 EFFECTS = (("softmax", "none"), ("wide sigmoid", "none"), ("softmax", "wide sigmoid"))
@@ -107,13 +109,14 @@ class Setting:
 
     name: str
     arms: dict[str, dict[int, float]]
+    positions: int  # of a row, for each pair
     converged: str
 
     def effect(self, a: str, b: str) -> statistics.Tested:
         return statistics.compared("t", "", a, b, self.arms)
 
     def held(self, arm: str) -> str:
-        return f"{2 ** fmean(self.arms[arm].values()) / 2:.0f}"
+        return f"{2 ** fmean(self.arms[arm].values()) / self.positions:.0f}"
 
 
 def settings(names: list[str]) -> list[Setting]:
@@ -130,7 +133,7 @@ def settings(names: list[str]) -> list[Setting]:
                 settled = f"{sum(row['converged'] for row in last)} of {len(last)}"
                 arms = {arm: held[mixer] for arm, mixer in own.items()}
                 title = TITLES.get(name, name.removeprefix("capacity-")).format(prefix.strip())
-                found.append(Setting(title, arms, settled))
+                found.append(Setting(title, arms, positions(name), settled))
     return found
 
 
@@ -192,6 +195,12 @@ def shown(studies: dict[str, tuple[Question, list[rows.Row]]]) -> list[str]:
 
 def plan(name: str) -> Study:
     return planned(HERE / "studies" / f"{name}.yaml")
+
+
+def positions(name: str) -> int:
+    """The positions of a row for each pair that it stores."""
+    task = plan(import_module(name).BASE if name in PROGRAMS else name).plans[0].task
+    return task.length // task.pairs
 
 
 def question(name: str) -> Question:

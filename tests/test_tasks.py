@@ -98,18 +98,27 @@ def test_pair_can_store_every_key_twice():
         assert first.keys() == second.keys() and asked == {key: x for key, x in second.items() if key >= 0}
         assert all(first[key] != value and 9 <= first[key] < 18 for key, value in asked.items())
     assert Pair(overwritten=True).resized(12).pairs == 4
+    assert {length: rows["input_ids"].shape[1] for length, rows in task.by_length(2).items()} == {
+        length: length for length in (9, 12, 15, 18, 21)
+    }
 
 
 def test_pair_can_stand_among_distractors_that_are_never_asked():
-    task, places = Pair(keys=9, pairs=7, distractors=5), Counter()
-    for ids, labels in rows_of(task, 100):
-        others = [i for i, (key, _) in enumerate(ids[:12]) if key >= 18]
-        stored = dict(pair for i, pair in enumerate(ids[:12]) if i not in others)
-        assert len(others) == 5 and max(stored) < 9 and all(9 <= value < 18 for _, value in ids[:12])
-        assert [stored[key] for key, _ in ids[12:]] == labels[12:] and set(labels[:12]) == {IGNORED}
-        places.update(others)
-    assert places.keys() == set(range(12)) and min(places.values()) > 20, "500 in 12 places, 42 ± 5 each"
-    assert Pair(distractors=5).resized(13).pairs == 4 and task.by_length(4) == {}
+    task, first, places = Pair(keys=9, pairs=4, least=2, distractors=2), Counter(), Counter()
+    for ids, labels in rows_of(task, 300):
+        here = [pair for pair in ids[:12] if pair != [-1, -1]]
+        stored = [pair for pair in here if pair[0] < 9]
+        n = len(stored)
+        assert len(here) == 3 * n and ids[12 - 3 * n : 12] == here and min(value for _, value in here) >= 9
+        assert all(18 <= key < 27 for key, _ in here if key >= 9)
+        asked = [[key, label] for (key, _), label in zip(ids[12:], labels[12:], strict=True) if label != IGNORED]
+        assert sorted(asked) == sorted(stored) and set(labels[:12]) == {IGNORED}
+        if n == 4:
+            first[next(i for i, (key, _) in enumerate(here) if key < 9)] += 1
+            places.update(i for i, (key, _) in enumerate(here) if key >= 18)
+    assert places.keys() == set(range(12)) and min(places.values()) > 40, "800 in 12 places, 67 ± 5 each"
+    assert first[0] < 60, "a third of about 100 rows, ± 5"
+    assert list(task.by_length(2)) == [8, 12, 16] and task.resized(12).pairs == 3
 
 
 @pytest.mark.parametrize("task", [KeyValue(), KeyValue(keys=12, pairs=5, length=23)], ids=repr)
@@ -262,7 +271,7 @@ def test_rows_depend_on_the_seed_alone(task):
         lambda: Pair(clusters=4, distractors=3),
         lambda: Pair(distractors=-1),
         lambda: Pair().resized(7),
-        lambda: Pair(distractors=5).resized(12),
+        lambda: Pair(distractors=5).resized(13),
         lambda: KeyValue(pairs=8, length=20),
         lambda: Mqar(pairs=8, length=30),
         lambda: Mqar(pairs=8, length=33),

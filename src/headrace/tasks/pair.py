@@ -14,7 +14,7 @@ With `clusters`, a key is the sum of two embeddings, one of its cluster and one 
 keys of a cluster resemble each other.
 
 With `overwritten`, every key is stored before with another value, which the memory must forget. With `distractors`, so
-many pairs stand between the others; their keys, of a set of their own, are never asked.
+many more pairs for each stand between them; their keys, of a set of their own, are never asked.
 """
 
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class Pair(Drawn):
     least: int | None = None  # smallest number of pairs of a row, drawn up to `pairs`; None: every row has `pairs`
     clusters: int | None = None  # number of equally large clusters of keys; None: every key has an embedding of its own
     overwritten: bool = False  # whether every key is stored twice, first with a value that is not the answer
-    distractors: int = 0  # number of pairs that are stored and never asked
+    distractors: int = 0  # number of pairs for each of `pairs` that are stored and never asked
 
     name: ClassVar[str] = "pair"
 
@@ -83,15 +83,15 @@ class Pair(Drawn):
 
     @property
     def length(self) -> int:
-        return self.pairs * (1 + self.overwritten) + self.distractors + self.asked
+        return self.pairs * (1 + self.overwritten + self.distractors) + self.asked
 
     def resized(self, length: int) -> "Pair":
-        parts = 2 + self.overwritten
-        pairs, rest = divmod(length - self.distractors, parts)
+        parts = 2 + self.overwritten + self.distractors
+        pairs, rest = divmod(length, parts)
         if pairs < 1 or rest:
             raise InputError(
-                f"length={length}: a row of the task pair has {parts} positions for each pair and {self.distractors} "
-                f"distractors; expected {self.distractors} more than a multiple of {parts}"
+                f"length={length}: a row of the task pair has {parts} positions for each pair; expected a multiple of "
+                f"{parts}"
             )
         return replace(self, keys=max(self.keys, pairs), pairs=pairs, queries=None, least=None)
 
@@ -108,7 +108,7 @@ class Pair(Drawn):
         stored = self._tokens(keys, values).where(here[..., None], EMPTY)
         queried = self._tokens(keys.gather(1, asked), torch.full_like(asked, EMPTY)).where(there[..., None], EMPTY)
         before = self._overwritten(generator, keys, values, here)
-        stored = torch.cat([before, self._distracted(generator, stored)], 1)
+        stored = torch.cat([before, self._distracted(generator, stored, here)], 1)
         unasked = torch.full(stored.shape[:2], IGNORED)
         return {
             "input_ids": torch.cat([stored, queried], 1),
@@ -123,17 +123,17 @@ class Pair(Drawn):
         earlier = self.keys + (values - self.keys + other) % self.keys
         return self._tokens(keys, earlier).where(here[..., None], EMPTY)
 
-    def _distracted(self, generator: torch.Generator, stored: Tensor) -> Tensor:
-        """The pairs [rows, pairs, ·] with distractors at random places between them."""
+    def _distracted(self, generator: torch.Generator, stored: Tensor, here: Tensor) -> Tensor:
+        """The pairs [rows, pairs, ·] with distractors at random places between them. Empty positions come first."""
         if not self.distractors:
             return stored
-        rows = len(stored)
+        there = here.repeat_interleave(self.distractors, 1)
         keys, values = (
-            torch.randint(first * self.keys, (first + 1) * self.keys, (rows, self.distractors), generator=generator)
+            torch.randint(first * self.keys, (first + 1) * self.keys, there.shape, generator=generator)
             for first in (2, 1)
         )
-        every = torch.cat([stored, self._tokens(keys, values)], 1)
-        place = torch.rand(rows, every.shape[1], generator=generator)
+        every = torch.cat([stored, self._tokens(keys, values).where(there[..., None], EMPTY)], 1)
+        place = torch.rand(every.shape[:2], generator=generator).where(torch.cat([here, there], 1), -1)
         place[:, : self.pairs] = place[:, : self.pairs].sort(1).values  # the pairs keep their order
         order = place.argsort(1)
         return every.gather(1, order[..., None].expand_as(every))
@@ -151,4 +151,5 @@ class Pair(Drawn):
         if self.least is None:
             return {}
         numbers = {self.least + (self.pairs - self.least) * i // (TESTED - 1) for i in range(TESTED)}
-        return {2 * n: replace(self, pairs=n, least=None).held_out(rows) for n in sorted(numbers)}
+        tasks = (replace(self, pairs=n, least=None) for n in sorted(numbers))
+        return {task.length: task.held_out(rows) for task in tasks}
