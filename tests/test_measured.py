@@ -116,6 +116,8 @@ TEXT = (  # differences of losses on text that it states, by study and place
     ("text-gla", "rows of 16,384", "in rows of 64 times the training length {}"),
     ("text-retnet", "all tokens", "4.559 with the wide sigmoid: softmax less none {}"),
     ("text-retnet", "loss on repeats", "on repeated rare bigrams {}"),
+    ("text-gated-deltanet", "all tokens", "4.702 with the wide sigmoid: softmax less none {}"),
+    ("text-gated-deltanet", "loss on repeats", "on repeated rare bigrams {}"),
 )
 POOLED = (  # differences over several studies, as mean (low to high; pairs of runs, p)
     ("softmax", "wide sigmoid", (*(f"capacity-{name}" for name in BACKBONES), "gates-retnet")),
@@ -248,11 +250,18 @@ def test_the_losses_on_text(name, place, said, findings):
 
 
 @pytest.mark.parametrize("arm", ["none", "softmax", "wide sigmoid"])
-@pytest.mark.parametrize(("name", "seeds"), [("text-gla", 5), ("text-retnet", 3)])
+@pytest.mark.parametrize(("name", "seeds"), [("text-gla", 5), ("text-retnet", 3), ("text-gated-deltanet", 3)])
 def test_the_loss_of_each_arm_on_text(name, seeds, arm, findings):
     question, runs = study.read(name)
     losses = [row["loss"] for row in runs if not row["trial"] and question.name(row["mixer"]) == arm]
     assert len(losses) == seeds and f"{fmean(losses):.3f}" in findings
+
+
+def test_no_difference_on_text_stands_after_correction():
+    for name in ("text-gla", "text-retnet", "text-gated-deltanet"):
+        (found,) = statistics.differences([study.read(name)])
+        assert {one.verdict for one in found} == {"not told apart"}
+    assert len(found) == 8
 
 
 @pytest.mark.parametrize(("name", "arm", "said"), MEANS)
