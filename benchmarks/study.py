@@ -97,7 +97,7 @@ TITLES = {  # of studies whose names do not say it; {} stands for the setting
     "long-retnet": "retnet, 6,000 steps", "retrofit": "retnet, gates added late", "heads-retnet": "retnet, MLP, {}",
     "clusters": "{}, keys in clusters", "capacity-small": "{}, a quarter of the state",
     "capacity-large": "retnet, four times the state", "overwritten": "{}, values overwritten",
-    "distractors": "{}, among distractors",
+    "distractors": "retnet, among distractors",
 }  # fmt: skip
 COMPARED = ("none", "wide sigmoid", "softmax")
 EFFECTS = (("softmax", "none"), ("wide sigmoid", "none"), ("softmax", "wide sigmoid"))
