@@ -30,12 +30,6 @@ settings.register_profile("any load", deadline=None, suppress_health_check=[Heal
 settings.load_profile("any load")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers():
-    """One worker more than cores: a test that waits for processes it has started leaves its core to another."""
-    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
 def pytest_collection_modifyitems(items):
     """The slowest tests come first. One that begins last keeps all other workers waiting; and where tests share a long
     fixture, some of them would pass to another worker at the end, which makes the fixture again."""
