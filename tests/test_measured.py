@@ -192,6 +192,12 @@ def test_no_run_with_four_times_the_state_is_at_a_bound():
     assert not any(statistics.length_held(row) in statistics.bounds("capacity", row) for row in last)
 
 
+def test_among_distractors_two_arms_took_the_smallest_learning_rate():
+    question, runs = study.read("distractors")
+    rates = {question.name(row["mixer"]): row["lr"] for row in runs if not row["trial"]}
+    assert [rates[arm] for arm in ("none", "softmax")] == [3e-3] * 2 and rates["wide sigmoid"] > 3e-3
+
+
 def test_retnet_holds_no_more_than_the_fewest_pairs_whose_values_are_overwritten(findings):
     question, runs = study.read("overwritten")
     retnet = [row for row in runs if not row["trial"] and question.name(row["mixer"]).startswith("retnet")]

@@ -13,8 +13,8 @@ and after the queries are then empty.
 With `clusters`, a key is the sum of two embeddings, one of its cluster and one of its place in the cluster, so that the
 keys of a cluster resemble each other.
 
-With `overwritten`, every key is stored before with another value, which the memory must forget. With `distractors`, so
-many more pairs for each stand between them; their keys, of a set of their own, are never asked.
+With `overwritten`, every key is stored before with another value, which the memory must forget. With `distractors=n`, n
+pairs that are never asked are added for each stored pair, at random places; they have keys of their own.
 """
 
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class Pair(Drawn):
     least: int | None = None  # smallest number of pairs of a row, drawn up to `pairs`; None: every row has `pairs`
     clusters: int | None = None  # number of equally large clusters of keys; None: every key has an embedding of its own
     overwritten: bool = False  # whether every key is stored twice, first with a value that is not the answer
-    distractors: int = 0  # number of pairs for each of `pairs` that are stored and never asked
+    distractors: int = 0  # number of pairs that are never asked, for each stored pair
 
     name: ClassVar[str] = "pair"
 
