@@ -62,7 +62,7 @@ def _nvidia(cubin: bytes, metadata) -> Code:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage, text = _tool("cuobjdump", "-res-usage", file.name), _tool("nvdisasm", "-c", file.name)
+        usage, text = _tool("cuobjdump", "-res-usage", file.name), _tool("nvdisasm", "-c", "-ndf", file.name)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     return _code(_blocks(text, SASS), int(found[1]), int(found[2]), metadata)
