@@ -11,6 +11,9 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--retries 0 --extra-index-url $(TORCH_INDEX))
 
+# Where this is set, as in some containers, every process would compile all modules that it imports: half of its time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint format docs linkcheck native sanitize bench lines clean
 
 demo: $(VENV)/.models
