@@ -3,7 +3,7 @@
 headrace compare --plan benchmarks/studies/NAME.yaml --output runs/NAME     the runs; the same command continues
 python benchmarks/study.py keep NAME                                        runs/NAME/runs.csv into the results
 python benchmarks/study.py show NAME [NAME ...]                             the plans' statistics, as Markdown
-python benchmarks/study.py pool ARM ARM NAME [NAME ...]                     their difference over all runs of the plans
+python benchmarks/study.py pool ARM ARM NAME [NAME ...] [--where PLACE]     their difference over all runs of the plans
 python benchmarks/study.py draw NAME [NAME ...]                             the pairs each run holds: docs/capacity.png
 python benchmarks/study.py effects NAME [NAME ...]                          gains of gates and competition, in one table
 python benchmarks/study.py forest NAME [NAME ...]                           the same as a picture: docs/effects.png
@@ -50,17 +50,21 @@ def show(names: list[str]) -> None:
 
 
 @app.command()
-def pool(a: str, b: str, names: list[str]) -> None:
-    """Prints the difference of two arms over all runs of several studies, paired by study and seed."""
-    one = pooled(a, b, names)
-    print(f"{a} - {b}: {one.mean:+.2f} ({one.low:+.2f} … {one.high:+.2f}), {one.n} pairs of runs, p {one.p:.2g}")
+def pool(a: str, b: str, names: list[str], where: str | None = None) -> None:
+    """Prints the difference of two arms over all runs of several studies, paired by study and seed.
+
+    where: the value to compare, of studies with more than one, such as "text, loss on repeats".
+    """
+    one = pooled(a, b, names, where)
+    print(f"{a} - {b}: {one.mean:+.3f} ({one.low:+.3f} … {one.high:+.3f}), {one.n} pairs of runs, p {one.p:.2g}")
 
 
-def pooled(a: str, b: str, names: list[str]) -> statistics.Tested:
+def pooled(a: str, b: str, names: list[str], where: str | None = None) -> statistics.Tested:
     values: dict[str, dict] = {a: {}, b: {}}
     for name in names:
         asked, runs = read(name)
-        (held,) = statistics.collected(runs, asked.measure).values()
+        found = statistics.collected(runs, asked.measure)
+        (held,) = found.values() if where is None else (found[where],)
         for mixer, arm in asked.names:
             if arm in values:
                 values[arm] |= {(name, seed): value for seed, value in held[mixer].items()}
@@ -97,7 +101,7 @@ TITLES = {  # of studies whose names do not say it; {} stands for the setting
     "long-retnet": "retnet, 6,000 steps", "retrofit": "retnet, gates added late", "heads-retnet": "retnet, MLP, {}",
     "clusters": "{}, keys in clusters", "capacity-small": "{}, a quarter of the state",
     "capacity-large": "retnet, four times the state", "overwritten": "{}, values overwritten",
-    "distractors": "retnet, among distractors",
+    "distractors": "retnet, among distractors", "heads-32": "retnet, MLP, 32 heads of 4 × 4",
 }  # fmt: skip
 COMPARED = ("none", "wide sigmoid", "softmax")
 EFFECTS = (("softmax", "none"), ("wide sigmoid", "none"), ("softmax", "wide sigmoid"))

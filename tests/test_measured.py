@@ -78,6 +78,7 @@ def test_the_effects_are_the_statistic_of_the_study():
 CLAIMS = (  # differences that docs/findings.md states, as +mean (low to high)
     ("capacity-linear-attention", "softmax", "none"),
     ("capacity-linear-attention", "softmax", "sigmoid"),
+    ("heads-32", "softmax", "none"),
     ("clusters", "retnet softmax", "retnet none"),
     ("retrofit", "softmax", "none"),
     ("speed", "linear-attention softmax", "linear-attention none"),
@@ -100,7 +101,10 @@ MEANS = (  # pairs or steps that it states, as NAME's mean over seeds
     ("capacity-linear-attention", "softmax", "and {} with the softmax: +0.71"),
     ("capacity-retnet", "shuffled", "RetNet then holds {} pairs"),
     ("capacity-retnet", "none", "without gates {}. 3."),
-    ("heads-retnet", "16 heads none", "16 heads and an MLP, {} pairs without gates"),
+    ("heads-32", "none", "32 heads and an MLP, {} pairs without gates, and all"),
+    ("heads-32", "softmax", "and all {} in all five seeds with the softmax"),
+    ("heads-32", "wide sigmoid", "and all {} in all five seeds with the softmax and with the wide sigmoid"),
+    ("heads-retnet", "16 heads none", "16 heads and half the state {} pairs without gates"),
     ("heads-retnet", "16 heads softmax", "without gates, {} with the softmax"),
     ("heads-retnet", "16 heads wide sigmoid", "and {} with the wide sigmoid; with 2"),
     ("speed", "linear-attention none", "12 pairs after {} steps without gates"),
@@ -134,8 +138,13 @@ TEXT = (  # differences of losses on text that it states, by study and place
     ("text-gated-deltanet", "all tokens", "4.702 with the wide sigmoid: softmax less none {}"),
     ("text-gated-deltanet", "loss on repeats", "on repeated rare bigrams {}"),
 )
-POOLED = (  # differences over several studies, as mean (low to high; pairs of runs, p)
-    ("softmax", "wide sigmoid", (*(f"capacity-{name}" for name in BACKBONES), "gates-retnet")),
+TEXTS = "text-gla", "text-retnet", "text-gated-deltanet"
+REPEATS = "text-repeats-gla", "text-repeats-gated-deltanet"
+POOLED = (  # differences over several studies, as mean (low to high; pairs of runs, p), the pairs, place and digits
+    ("softmax", "wide sigmoid", (*(f"capacity-{name}" for name in BACKBONES), "gates-retnet"), 30, None, 2),
+    ("softmax", "wide sigmoid", TEXTS, 11, "text, loss on repeats", 3),
+    ("softmax", "wide sigmoid", TEXTS, 11, "text, all tokens", 3),
+    *(("softmax", "wide sigmoid", REPEATS, 10, f"text, {name}", 3) for name in ("loss on repeats", "all tokens")),
 )
 
 
@@ -215,7 +224,7 @@ def test_nowhere_is_competition_better_than_its_control(findings):
     """Sentence 2, of the settings of the table."""
     (shown,) = re.findall(r"```{generated} effects (.*?) ```", findings)
     tested = [setting.effect("softmax", "wide sigmoid") for setting in study.settings(shown.split())]
-    assert len(tested) == 16 and all(one.low <= 0 for one in tested)
+    assert len(tested) == 17 and all(one.low <= 0 for one in tested)
 
 
 def test_no_other_gate_is_better_and_gates_that_sum_to_one_are_last():
@@ -241,10 +250,12 @@ def test_what_stands_after_correction(findings):
         ("capacity-linear-attention", "wide sigmoid", "none"),
         ("capacity-retnet", "wide sigmoid", "none"),
         ("long-retnet", "wide sigmoid", "none"),
+        ("heads-32", "softmax", "none"),
+        ("heads-32", "wide sigmoid", "none"),
         ("clusters", "retnet softmax", "retnet none"),
         ("clusters", "retnet wide sigmoid", "retnet none"),
     ]
-    assert "seven differences stand" in findings
+    assert "nine differences stand" in findings
 
 
 @pytest.mark.parametrize(
@@ -282,11 +293,12 @@ def test_the_specialisation_of_the_findings(mixer, findings):
     assert line.split(" | ")[4] in findings
 
 
-@pytest.mark.parametrize(("a", "b", "names"), POOLED)
-def test_the_differences_over_several_studies(a, b, names, findings):
-    one = study.pooled(a, b, names)
-    assert one.n == 5 * len(names)
-    said = f"{one.mean:+.2f} ({one.low:.2f} to {one.high:.2f}; {one.n} pairs of runs, p {one.p:.2g})"
+@pytest.mark.parametrize(("a", "b", "names", "pairs", "where", "digits"), POOLED)
+def test_the_differences_over_several_studies(a, b, names, pairs, where, digits, findings):
+    one = study.pooled(a, b, names, where)
+    assert one.n == pairs
+    numbers = (f"{x:{sign}.{digits}f}" for x, sign in ((one.mean, "+"), (one.low, ""), (one.high, "")))
+    said = "{} ({} to {}; {} pairs of runs, p {:.2g})".format(*numbers, one.n, one.p)
     assert said.replace("-", "−").replace("p 0.", "p .") in findings
 
 
