@@ -153,10 +153,10 @@ def curves(
     output: Annotated[Path, typer.Option(help="The folder of the runs.")] = Path("runs/taylor"),
     seeds: int = 1,
 ) -> None:
-    """A language model of bytes for every mixer, one after another in one process."""
+    """A language model of bytes for every mixer and seed."""
     study = plan(tuple(unpacked(Path(text), output.parent) for text in texts), steps, seeds)
     claim(output, study.to_json())
-    results = complete(study, output, listen, place_workers(all_devices(None), 1))
+    results = complete(study, output, listen, place_workers(all_devices(None), None))
     points = list(collect(results))
     with (RESULTS / "taylor_curves.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(vars(points[0])), lineterminator="\n")
