@@ -10,6 +10,7 @@ from scipy import stats
 
 import specialisation
 import study
+import taylor
 from headrace.studies.compare import statistics
 
 ROOT = Path(__file__).parents[1]
@@ -57,10 +58,36 @@ def test_the_studies():
     assert sorted(name for names in commands for name in names.split()) == sorted(kept)
 
 
-@pytest.mark.parametrize("name", ["specialisation"])
-def test_the_programs_of_studies(name):
-    page = (ROOT / "docs" / "competition.md").read_text("utf-8")
-    assert f"\npython benchmarks/{name}.py show\n```\n\n```{{generated}} program {name}\n" in page
+@pytest.mark.parametrize(("name", "page"), [("specialisation", "competition"), ("taylor", "taylor")])
+def test_the_programs_of_studies(name, page):
+    text = (ROOT / "docs" / f"{page}.md").read_text("utf-8")
+    assert f"\npython benchmarks/{name}.py show\n```\n\n```{{generated}} program {name}\n" in text
+
+
+def test_what_the_curves_of_denominators_and_orders_tell():
+    """The sentences of docs/taylor.md, of the means over seeds."""
+    rows = (line.strip("| ").split(" | ") for line in taylor.lines()[2:])
+    found = {label: [float(number) for number in loss.split(" ± ")] for label, loss in rows}
+    loss = {label: mean for label, (mean, _) in found.items()}
+    orders = [loss[f"order {n}"] for n in (1, 2, 4, 10)]
+    assert orders == sorted(orders, reverse=True) and loss["order 10"] - loss["e^x"] < found["e^x"][1]
+    assert (
+        loss["elu + 1, order 10"] < loss["elu + 1"] - 0.2
+        and min(loss["cosine, order 2"], loss["cosine, order 10"]) > loss["cosine"]
+    )
+    assert abs(loss["L2 norm"] - loss["softmax attention"]) < 2 * found["softmax attention"][1]
+    assert (
+        min(loss["detached sum"], loss["detached sum and length"], loss["length alone"])
+        > loss["softmax attention"] + 0.15
+    )
+    assert (
+        0
+        < loss["length alone"] - loss["gate and length"]
+        < 0.05
+        > loss["length alone"] - loss["input gate and length"]
+        > 0
+    )
+    assert loss["L2 norm and length"] == loss["L2 norm"] < min(loss["RMS norm"], loss["layer norm"]) - 0.1
 
 
 def test_the_effects_are_the_statistic_of_the_study():
