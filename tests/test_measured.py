@@ -71,22 +71,12 @@ def test_what_the_curves_of_denominators_and_orders_tell():
     loss = {label: mean for label, (mean, _) in found.items()}
     orders = [loss[f"order {n}"] for n in (1, 2, 4, 10)]
     assert orders == sorted(orders, reverse=True) and loss["order 10"] - loss["e^x"] < found["e^x"][1]
-    assert (
-        loss["elu + 1, order 10"] < loss["elu + 1"] - 0.2
-        and min(loss["cosine, order 2"], loss["cosine, order 10"]) > loss["cosine"]
-    )
-    assert abs(loss["L2 norm"] - loss["softmax attention"]) < 2 * found["softmax attention"][1]
-    assert (
-        min(loss["detached sum"], loss["detached sum and length"], loss["length alone"])
-        > loss["softmax attention"] + 0.15
-    )
-    assert (
-        0
-        < loss["length alone"] - loss["gate and length"]
-        < 0.05
-        > loss["length alone"] - loss["input gate and length"]
-        > 0
-    )
+    assert loss["elu + 1, order 10"] < loss["elu + 1"] - 0.2
+    assert min(loss["cosine, order 2"], loss["cosine, order 10"]) > loss["cosine"]
+    whole, length = loss["softmax attention"], loss["length alone"]
+    assert abs(loss["L2 norm"] - whole) < 2 * found["softmax attention"][1]
+    assert min(loss["detached sum"], loss["detached sum and length"], length) > whole + 0.15
+    assert all(0 < length - loss[f"{gate} and length"] < 0.05 for gate in ("gate", "input gate"))
     assert loss["L2 norm and length"] == loss["L2 norm"] < min(loss["RMS norm"], loss["layer norm"]) - 0.1
 
 
