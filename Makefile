@@ -11,7 +11,8 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--retries 0 --extra-index-url $(TORCH_INDEX))
 
-# Where this is set, as in some containers, every process would compile all modules that it imports: half of its time.
+# Some containers set PYTHONDONTWRITEBYTECODE. Every process would then compile all modules that it imports, which takes as
+# long as to run them.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint format docs linkcheck native sanitize bench lines clean

@@ -162,6 +162,10 @@ POOLED = (  # differences over several studies, as mean (low to high; pairs of r
     ("softmax", "wide sigmoid", TEXTS, 11, "text, loss on repeats", 3),
     ("softmax", "wide sigmoid", TEXTS, 11, "text, all tokens", 3),
     *(("softmax", "wide sigmoid", REPEATS, 10, f"text, {name}", 3) for name in ("loss on repeats", "all tokens")),
+    *(
+        ("softmax", "wide sigmoid", TEXTS + REPEATS, 21, f"text, {name}", 3)
+        for name in ("loss on repeats", "all tokens")
+    ),
 )
 
 
