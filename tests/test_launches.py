@@ -28,6 +28,12 @@ STACK = {
     ("sm_80", "vector"): 192,
     ("sm_120", "scalar"): 48, ("gfx942", "scalar"): 0, ("gfx942", "gated-delta"): 32,
 }  # fmt: skip
+# Multiply-adds of `scan` and of `reverse_scan` per chunk with 64 value channels on Hopper, in units of 64³. The
+# additive rules' equations have 5, the delta rules', whose products are a chain, 8 (docs/log.md).
+MACS = {
+    **dict.fromkeys(("linear", "scalar", "vector"), (5, 5)),
+    **dict.fromkeys(("delta", "gated-delta", "kda"), (11, 12)),
+}
 
 
 def launches(
@@ -48,12 +54,16 @@ def launches(
 
 @pytest.mark.parametrize(("gpu", "family"), STACK)
 def test_launches_and_their_code(gpu, family):
-    """Two launches forward and four backward, all on matrix units, in the GPU's shared memory, with little spilled."""
+    """Two launches forward and four backward, all on matrix units, in the GPU's shared memory, with little spilled and,
+    under additive rules on Hopper, no product computed twice."""
     found = launches(gpu, family)
     assert [x.kernel for x in found] == KERNELS
     assert all(x.code.matrix for x in found)
     assert max(x.code.shared for x in found) <= dry.GPUS[gpu].shared
     assert max(x.code.stack for x in found) <= STACK[gpu, family]
+    if gpu == "sm_90" and family in MACS:
+        for kernel, most in zip(("scan", "reverse_scan"), MACS[family], strict=True):
+            assert max(x.code.macs for x in found if x.kernel == kernel) <= most * 64**3
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ A program computes all chunks of one sequence, head and block of V:
 
 rows(x)_i = x_i e^{G_i}, cols(x)_i = x_i e^{G_C − G_i}, end(S) = S e^{G_C}, with G the sums of log_decay in the chunk.
 Gates and β multiply rows of products, so that there are no gated copies of q, k and v in memory. The loops have
-disable_licm for the reason given in gradients.py.
+disable_licm for the reason given in gradients.py. Two products are added after a factor of each: with one accumulator
+they would be a chain, which Triton has both warp groups of a GPU compute.
 """
 
 import triton
@@ -80,6 +81,7 @@ def scan(
     hq = h // (H // HQ)
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
+    zero = tl.zeros((C, BV), tl.float32)
     S = load_state(initial, tl.program_id(0).to(tl.int64), keys, values, K, V)
     for i in tl.range(tl.cdiv(tokens, C), disable_licm=True):
         token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
@@ -90,17 +92,17 @@ def scan(
         U = values_of(v, write, token, v_stride, h, rows, length, values, H, V)
         if DELTA:
             xk = tile(k_rows, token, k_stride, hq * K, rows, length, keys, K)
-            U -= product(xk, S, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION) * seen
+            U -= product(xk, S, zero, OPERAND, PRECISION) * seen
             solved = chunk_matrix(inverse, place, rows, C)
-            U = product(solved, U, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION)
+            U = product(solved, U, zero, OPERAND, PRECISION)
             if errors is not None:
                 store_tile(errors, U, token, H * V, h * V, rows, length, values, V)
         U *= numbers(beta, token, h, H, rows, length, 1.0)[:, None]
         if out is not None:
             xq = tile(q, token, q_stride, hq * K, rows, length, keys, K)
-            o = product(xq, S, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION) * seen
-            o = product(chunk_matrix(scores, place, rows, C), U, o, OPERAND, PRECISION)
-            o *= scale * numbers(read, token, h, H, rows, length, 1.0)[:, None]
+            reading = scale * numbers(read, token, h, H, rows, length, 1.0)[:, None]
+            o = product(xq, S, zero, OPERAND, PRECISION) * (seen * reading)
+            o += product(chunk_matrix(scores, place, rows, C), U, zero, OPERAND, PRECISION) * reading
             store_tile(out, o, token, H * V, h * V, rows, length, values, V)
         U *= left_of(high, low, C)[:, None]
         xk = tl.trans(tile(k_cols, token, k_stride, hq * K, rows, length, keys, K))
@@ -124,6 +126,7 @@ def reverse_scan(
     hq = h // (H // HQ)
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
+    zero = tl.zeros((C, BV), tl.float32)
     dS = load_state(d_final, tl.program_id(0).to(tl.int64), keys, values, K, V)
     last = tl.cdiv(tokens, C) - 1
     for j in tl.range(last + 1, disable_licm=True):
@@ -136,14 +139,15 @@ def reverse_scan(
         do = tile(d_out, token, H * V, h * V, rows, length, values, V)
         do *= scale * numbers(read, token, h, H, rows, length, 1.0)[:, None]
         xk = tile(k_cols, token, k_stride, hq * K, rows, length, keys, K)
-        dU = product(xk, dS, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION) * left_of(high, low, C)[:, None]
-        dU = product(tl.trans(chunk_matrix(scores, place, rows, C)), do, dU, OPERAND, PRECISION)
+        dU = product(xk, dS, zero, OPERAND, PRECISION) * left_of(high, low, C)[:, None]
+        within = product(tl.trans(chunk_matrix(scores, place, rows, C)), do, zero, OPERAND, PRECISION)
+        dU += tl.where((rows < length)[:, None], within, 0.0)  # 0 there already; the factor keeps the products apart
         dU *= numbers(beta, token, h, H, rows, length, 1.0)[:, None]
         xq = tl.trans(tile(q, token, q_stride, hq * K, rows, length, keys, K))
         dS = product(xq, do * seen, dS * end_of(end, high, place, keys, K, C, DECAY), OPERAND, PRECISION)
         if DELTA:
             solved = tl.trans(chunk_matrix(inverse, place, rows, C))
-            dU = product(solved, dU, tl.zeros((C, BV), tl.float32), OPERAND, PRECISION)
+            dU = product(solved, dU, zero, OPERAND, PRECISION)
             xk = tl.trans(tile(k_rows, token, k_stride, hq * K, rows, length, keys, K))
             dS = product(xk, dU * -seen, dS, OPERAND, PRECISION)
         else:
