@@ -7,10 +7,12 @@ python benchmarks/study.py pool ARM ARM NAME [NAME ...] [--where PLACE]     thei
 python benchmarks/study.py draw NAME [NAME ...]                             the pairs each run holds: docs/capacity.png
 python benchmarks/study.py effects NAME [NAME ...]                          gains of gates and competition, in one table
 python benchmarks/study.py forest NAME [NAME ...]                           the same as a picture: docs/effects.png
+python benchmarks/study.py others NAME [NAME ...]                           the same of studies of steps or of losses
 """
 
 import math
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -101,9 +103,11 @@ TITLES = {  # of studies whose names do not say it; {} stands for the setting
     "long-retnet": "retnet, 6,000 steps", "retrofit": "retnet, gates added late", "heads-retnet": "retnet, MLP, {}",
     "clusters": "{}, keys in clusters", "capacity-small": "{}, a quarter of the state",
     "capacity-large": "retnet, four times the state", "overwritten": "{}, values overwritten",
-    "distractors": "retnet, among distractors", "heads-32": "retnet, MLP, 32 heads of 4 × 4",
+    "distractors": "retnet, among distractors", "distractors-rates": "retnet, among distractors, new seeds",
+    "capacity-large-rates": "retnet, four times the state, new seeds", "heads-32": "retnet, MLP, 32 heads of 4 × 4",
 }  # fmt: skip
 COMPARED = ("none", "wide sigmoid", "softmax")
+MEASURED = {"speed": "steps to 90 %"}
 EFFECTS = (("softmax", "none"), ("wide sigmoid", "none"), ("softmax", "wide sigmoid"))
 
 
@@ -147,13 +151,42 @@ def effects(names: list[str]) -> None:
 
 
 def effects_of(names: list[str]) -> list[str]:
+    return table(
+        [setting.name, *map(setting.held, COMPARED), *cells(setting.arms, 2), setting.converged]
+        for setting in settings(names)
+    )
+
+
+@app.command()
+def others(names: list[str]) -> None:
+    print(*others_of(names), sep="\n")
+
+
+def others_of(names: list[str]) -> list[str]:
+    """A row for each place of each study, and the runs of it that have converged."""
+    found = []
+    for name in names:
+        asked, runs = read(name)
+        last, digits = [row for row in runs if not row["trial"]], statistics.DIGITS[asked.measure]
+        settled = f"{sum(row['converged'] for row in last)} of {len(last)}"
+        for where, held in statistics.collected(runs, asked.measure).items():
+            arms = {called: held[mixer] for mixer, called in asked.names}
+            place = ", ".join([name, where.partition(", ")[2] or MEASURED[asked.measure]])
+            means = [f"{fmean(arms[arm].values()):.{digits}f}" for arm in COMPARED]
+            found.append([place, *means, *cells(arms, digits), settled])
+    return table(found)
+
+
+def cells(arms: dict[str, dict[int, float]], digits: int) -> list[str]:
+    tested = (statistics.compared("t", "", a, b, arms) for a, b in EFFECTS)
+    return [
+        f"{one.mean:+.{digits}f} ({one.low:+.{digits}f} to {one.high:+.{digits}f})".replace("-", "−") for one in tested
+    ]
+
+
+def table(found: Iterable[list[str]]) -> list[str]:
     header = ["setting", *COMPARED, *(f"{a} − {b}" for a, b in EFFECTS), "converged"]
-    shown = [header, ["---"] * len(header)]
-    for setting in settings(names):
-        tested = (setting.effect(a, b) for a, b in EFFECTS)
-        cells = [f"{one.mean:+.2f} ({one.low:+.2f} to {one.high:+.2f})".replace("-", "−") for one in tested]
-        shown.append([setting.name, *map(setting.held, COMPARED), *cells, setting.converged])
-    return [f"| {' | '.join(row)} |" for row in shown]
+    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *found)]
 
 
 @app.command()

@@ -179,6 +179,13 @@ def effects(*names: str) -> str:
     return "\n".join(effects_of(list(names)))
 
 
+def others(*names: str) -> str:
+    """What `python benchmarks/study.py others NAMES` prints."""
+    from study import others_of
+
+    return "\n".join(others_of(list(names)))
+
+
 def program(name: str) -> str:
     """What `python benchmarks/NAME.py show` prints."""
     return "\n".join(import_module(name).lines())
