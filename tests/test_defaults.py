@@ -18,7 +18,7 @@ from headrace.training import recipes
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "guide.md").read_text("utf-8")
 RUNS = read(ROOT / "benchmarks" / "results" / "defaults.csv")
-RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 SEARCHED = [run for run in RUNS if "-lr-" in run["comparison"]]
 REPORTED = [run for run in RUNS if run["comparison"] in DEFAULTS]
 
