@@ -107,6 +107,8 @@ CLAIMS = (  # differences that docs/findings.md states, as +mean (low to high)
     ("capacity-deltanet", "softmax", "none"),
     ("capacity-gated-deltanet", "softmax", "none"),
     ("overwritten", "deltanet wide sigmoid", "deltanet none"),
+    *((name, "softmax", "wide sigmoid") for name in ("capacity-large", "capacity-large-rates")),
+    *((name, "softmax", "none") for name in ("distractors", "distractors-rates")),
 )
 MEANS = (  # pairs or steps that it states, as NAME's mean over seeds
     ("capacity-linear-attention", "none", "holds {} pairs without gates"),
