@@ -33,7 +33,7 @@ SELECTIVE_COPY = replace(
     name="selective-copy",
     mixers=("mamba", *COPY.mixers),
     task=tasks.SelectiveCopy(symbols=8, copied=4, length=24),
-    recipe=ArmRecipe(steps=300, batch_size=32, lr=3e-3),
+    recipe=replace(COPY.recipe, steps=1000),
 )
 INDUCTION = replace(COPY, name="induction", task=tasks.Induction(length=32), recipe=SHORTER)
 # With its own step sizes, up to 0.1, Gated DeltaNet has forgotten the number by the end of the row (docs/log.md).
