@@ -127,6 +127,16 @@ def test_every_default_is_searched():
     assert {run["comparison"].partition("-lr-")[0] for run in SEARCHED} | {"pair", "text"} == DEFAULTS.keys()
 
 
+def test_what_the_questions_say_of_step_sizes():
+    """Gated DeltaNet's own find no needle at three rates; smaller ones half of them, and twice the steps all."""
+    runs = [run for run in RUNS if run["comparison"].startswith("needle")]
+    smaller = "gated-deltanet(decay.dt_min=1e-5, decay.dt_max=1e-3)"
+    found = {(run["mixer"], run["steps"], run["lr"]): run["score"] for run in runs}
+    assert [found["gated-deltanet", 1000, lr] for lr in (3e-4, 1e-3, 3e-3)] == [0] * 3
+    assert (found[smaller, 1000, 1e-3], found[smaller, 2000, 1e-3]) == (0.5, 1)
+    assert smaller in (ROOT / "docs" / "faq.md").read_text("utf-8")
+
+
 @pytest.mark.parametrize("example", [e for e in GROUPS["Compare"]["compare"].examples if "--task" in e])
 def test_the_examples_of_compare_fit_their_tasks(example):
     words = shlex.split(example)
