@@ -21,6 +21,7 @@ import triton.language as tl
 from .parts import (
     STEEP,
     SUB,
+    apart,
     channel_decay,
     from_start,
     head_sums,
@@ -101,7 +102,7 @@ def store_pairs(pairs, R, R2, rows, C: tl.constexpr, DELTA: tl.constexpr):
 
 @triton.jit
 def factored_pairs(
-    pairs, rq, fk, xk, late, early, rows, M: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+    pairs, rq, fk, xk, late, early, rows, length, M: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Returns the gradients to r' q, to k as a reader and to f k as a writer, [C, BK].
@@ -118,7 +119,7 @@ def factored_pairs(
     if DELTA:
         R2 = tl.load(at + C * C, mask=near, other=0.0)
         to_reader = late * product(R2, writers, nothing, OPERAND, PRECISION)
-        to_writer = product(tl.trans(R2), xk * late, to_writer, OPERAND, PRECISION)
+        to_writer += apart(tl.trans(R2), xk * late, length, OPERAND, PRECISION)
     return to_q, to_reader, early * to_writer
 
 
@@ -162,7 +163,7 @@ def block_pairs(
     inside = from_start(this, SUB)
     if tl.min(tl.min(inside, 1), 0) >= -STEEP:
         a, b, c = factored_pairs(
-            pairs, rq, fk, xk, tl.exp(inside), tl.exp(-inside), rows, SUB, C, DELTA, OPERAND, PRECISION
+            pairs, rq, fk, xk, tl.exp(inside), tl.exp(-inside), rows, length, SUB, C, DELTA, OPERAND, PRECISION
         )
     else:
         a, b, c = visited_pairs(
@@ -174,7 +175,7 @@ def block_pairs(
 
 @triton.jit
 def halved_pairs(
-    pairs, rq, fk, xk, this, after, rows, to_q, to_reader, to_writer, slab, C: tl.constexpr,
+    pairs, rq, fk, xk, this, after, rows, length, to_q, to_reader, to_writer, slab, C: tl.constexpr,
     DELTA: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients of the pairs in different halves of a block of 2·SUB tokens, of 4·SUB tokens, …, of C."""
@@ -182,7 +183,7 @@ def halved_pairs(
         if (SUB << level) < C:
             late, early = level_factors(this, after, rows, SUB << level)
             a, b, c = factored_pairs(
-                pairs, rq, fk, xk, late, early, rows, SUB << (level + 1), C, DELTA, OPERAND, PRECISION
+                pairs, rq, fk, xk, late, early, rows, length, SUB << (level + 1), C, DELTA, OPERAND, PRECISION
             )
             slab += decay_gradient(rq, fk, xk, a, b, c, SUB << level)
             to_q, to_reader, to_writer = to_q + a, to_reader + b, to_writer + c
@@ -225,10 +226,10 @@ def before_and_after(a, b, rows):
 
 
 @triton.jit
-def crossing(x, rows, PRECISION: tl.constexpr):
+def crossing(x, rows, length, PRECISION: tl.constexpr):
     """Returns for each token t the sum of x_ij [C, C] over the pairs j < t ≤ i, [C]."""
     earlier = tl.where(rows[:, None] < rows[None, :], 1.0, 0.0)
-    sums = tl.dot(tl.where(rows[:, None] > rows[None, :], x, 0.0), earlier, input_precision=PRECISION)
+    sums = apart(tl.where(rows[:, None] > rows[None, :], x, 0.0), earlier, length, tl.float32, PRECISION)
     return tl.sum(tl.where(rows[:, None] >= rows[None, :], sums, 0.0), 0)
 
 
@@ -265,7 +266,7 @@ def gradients(
             crossed = R * reading[:, None] * f[None, :] * chunk_matrix(scores, place, rows, C)
             if DELTA:
                 crossed += R2 * f[None, :] * chunk_matrix(key_scores, place, rows, C)
-            to_decay = crossing(crossed, rows, PRECISION)
+            to_decay = crossing(crossed, rows, length, PRECISION)
         decay = pair_decay(high, low, rows)
         R *= decay
         R2 *= decay
@@ -288,11 +289,11 @@ def gradients(
             )  # fmt: skip
             slab = segment_sums(rq * a + xk * b - fk * c, SUB, True)
             a, b, c, slab = halved_pairs(
-                pairs, rq, fk, xk, this, after, rows, a + itself * fk, b, c + itself * rq, slab, C, DELTA,
+                pairs, rq, fk, xk, this, after, rows, length, a + itself * fk, b, c + itself * rq, slab, C, DELTA,
                 OPERAND, PRECISION,
             )  # fmt: skip
         else:
-            a, b, c = factored_pairs(pairs, rq, fk, xk, 1.0, 1.0, rows, C, C, DELTA, OPERAND, PRECISION)
+            a, b, c = factored_pairs(pairs, rq, fk, xk, 1.0, 1.0, rows, length, C, C, DELTA, OPERAND, PRECISION)
         to_q, to_reader, to_writer, passing = state_gradients(
             d_out, d_target, e, e_stride, states, d_states, token, place, h, rows, length, keys, H, K, V, BK, BV, C,
             DELTA, OPERAND, PRECISION,

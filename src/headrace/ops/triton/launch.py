@@ -88,7 +88,7 @@ class Launcher:
             stages = 1 if vector else about.stages
             return {"BK": min(K, BK), "BV": block(V, 64 if half else 32), "num_warps": 8, "num_stages": stages}
         widest = 64 if K <= 128 and about.wide else 32 if K <= 128 or half else 16
-        return {"BK": K, "BV": block(V, widest), "num_warps": 4 if K <= 64 else 8, "num_stages": about.stages}
+        return {"BK": K, "BV": block(V, widest), "num_warps": 8, "num_stages": about.stages}
 
     def prepare(self, backward: bool) -> dict[str, Any]:
         """Returns the matrices inside each chunk and, under a decay per channel, q and k with the decay applied."""
@@ -118,7 +118,7 @@ class Launcher:
         kernel[(self.call.sequences * self.H, -(-V // blocks["BV"]))](
             q=q, k_rows=k_rows, k_cols=k_cols, g=self.g, end=found["end"], **self.numbers, scores=found["scores"],
             inverse=found["inverse"], **arguments, scale=self.call.scale, **strides(q=q, k=k_cols),
-            **self.common | {"HQ": heads}, V=V, **blocks,
+            **self.common | {"HQ": heads}, V=V, **blocks, STAGES=blocks["num_stages"],
         )  # fmt: skip
 
     def scan(self, found: dict[str, Any], initial: Optional, **results: Optional) -> None:

@@ -7,6 +7,7 @@ Per-token tensors are [tokens, heads, ·] with a stride between tokens, which ar
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 LEAST: tl.constexpr = tl.constexpr(-1000.0)  # lower bound of log_decay: −∞ would give NaN differences of sums
 SUB: tl.constexpr = tl.constexpr(16)  # tokens per block of a vector decay
@@ -90,6 +91,21 @@ def matrix(rows, columns, width):
 def product(x, y, acc, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Returns acc + x y, with x and y rounded to OPERAND and the sum in float32."""
     return tl.dot(x.to(OPERAND), y.to(OPERAND), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def apart(x, y, length, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns x y for length > 0, on NVIDIA's GPUs in a branch that is always taken.
+
+    If another product follows from one of 64 rows, Triton divides both by rows, which are too few for eight warps: half
+    of them compute what the other half does. It looks for others in the same branch only."""
+    found = tl.zeros((x.shape[0], y.shape[1]), tl.float32)
+    if is_hip():
+        found = product(x, y, found, OPERAND, PRECISION)
+    else:
+        if length > 0:
+            found = product(x, y, found, OPERAND, PRECISION)
+    return found
 
 
 # --- one decay per head: no decay, fixed, scalar ---------------------------------------------------------------------

@@ -12,6 +12,7 @@ import triton.language as tl
 from .parts import (
     STEEP,
     SUB,
+    apart,
     channel_decay,
     from_start,
     head_sums,
@@ -53,7 +54,7 @@ def block_scores(x, y, y_at, y_stride, offset, this, g, g_stride, g_offset, toke
 
 
 @triton.jit
-def invert(N, rows, C: tl.constexpr, PRECISION: tl.constexpr):
+def invert(N, rows, length, C: tl.constexpr, PRECISION: tl.constexpr):
     """Returns (I + N)⁻¹ of N [C, C], which is zero on and above the diagonal.
 
     The inverse of a block of 2M tokens comes from the inverses of its halves. All intermediate values are inverses of
@@ -63,7 +64,7 @@ def invert(N, rows, C: tl.constexpr, PRECISION: tl.constexpr):
     while M < C:
         half, whole = rows // M, rows // (2 * M)
         corner = (half[:, None] == half[None, :] + 1) & (whole[:, None] == whole[None, :])
-        below = tl.dot(tl.where(corner, N, 0.0), inverse, input_precision=PRECISION)
+        below = apart(tl.where(corner, N, 0.0), inverse, length, tl.float32, PRECISION)
         inverse -= tl.dot(inverse, below, input_precision=PRECISION)
         M *= 2
     return inverse
@@ -130,4 +131,4 @@ def prepare(
         if key_scores is not None:
             tl.store(key_scores + at, kk.to(key_scores.dtype.element_ty))
         strength = numbers(beta, token, h, H, rows, length, 1.0)
-        tl.store(inverse + at, invert(kk * strength[None, :], rows, C, PRECISION).to(inverse.dtype.element_ty))
+        tl.store(inverse + at, invert(kk * strength[None, :], rows, length, C, PRECISION).to(inverse.dtype.element_ty))

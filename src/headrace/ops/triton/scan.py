@@ -7,14 +7,15 @@ A program computes all chunks of one sequence, head and block of V:
 
 rows(x)_i = x_i e^{G_i}, cols(x)_i = x_i e^{G_C − G_i}, end(S) = S e^{G_C}, with G the sums of log_decay in the chunk.
 Gates and β multiply rows of products, so that there are no gated copies of q, k and v in memory. The loops have
-disable_licm for the reason given in gradients.py. Two products are added after a factor of each: with one accumulator
-they would be a chain, which Triton has both warp groups of a GPU compute.
+disable_licm for the reason given in gradients.py, and num_stages so that Triton also loads ahead what only the branches
+of `apart` take.
 """
 
 import triton
 import triton.language as tl
 
 from .parts import (
+    apart,
     head_sums,
     last_of,
     left_of,
@@ -73,7 +74,7 @@ def scan(
     first_chunk, T, scale, q_stride, k_stride, v_stride,
     H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (sequences × H, blocks of V). Writes what is not None of out, the final state [N, H, K, V], the states
     before each chunk [chunks, H, K, V], and E (errors) of the delta rule."""
@@ -81,9 +82,8 @@ def scan(
     hq = h // (H // HQ)
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
-    zero = tl.zeros((C, BV), tl.float32)
     S = load_state(initial, tl.program_id(0).to(tl.int64), keys, values, K, V)
-    for i in tl.range(tl.cdiv(tokens, C), disable_licm=True):
+    for i in tl.range(tl.cdiv(tokens, C), num_stages=STAGES, disable_licm=True):
         token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
         if states is not None:
             store_state(states, S, place, keys, values, K, V)
@@ -92,17 +92,17 @@ def scan(
         U = values_of(v, write, token, v_stride, h, rows, length, values, H, V)
         if DELTA:
             xk = tile(k_rows, token, k_stride, hq * K, rows, length, keys, K)
-            U -= product(xk, S, zero, OPERAND, PRECISION) * seen
+            U -= apart(xk, S, length, OPERAND, PRECISION) * seen
             solved = chunk_matrix(inverse, place, rows, C)
-            U = product(solved, U, zero, OPERAND, PRECISION)
+            U = apart(solved, U, length, OPERAND, PRECISION)
             if errors is not None:
                 store_tile(errors, U, token, H * V, h * V, rows, length, values, V)
         U *= numbers(beta, token, h, H, rows, length, 1.0)[:, None]
         if out is not None:
             xq = tile(q, token, q_stride, hq * K, rows, length, keys, K)
             reading = scale * numbers(read, token, h, H, rows, length, 1.0)[:, None]
-            o = product(xq, S, zero, OPERAND, PRECISION) * (seen * reading)
-            o += product(chunk_matrix(scores, place, rows, C), U, zero, OPERAND, PRECISION) * reading
+            o = apart(xq, S, length, OPERAND, PRECISION) * (seen * reading)
+            o += apart(chunk_matrix(scores, place, rows, C), U, length, OPERAND, PRECISION) * reading
             store_tile(out, o, token, H * V, h * V, rows, length, values, V)
         U *= left_of(high, low, C)[:, None]
         xk = tl.trans(tile(k_cols, token, k_stride, hq * K, rows, length, keys, K))
@@ -117,7 +117,7 @@ def reverse_scan(
     cu_seqlens, first_chunk, T, scale, q_stride, k_stride,
     H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (sequences × H, blocks of V). Writes the gradients to the state after each chunk (d_states [chunks, H, K,
     V]), to the initial state, and d_target [tokens, H, V]: the gradient to v (add), or to w v − rows(k) S (delta). The
@@ -126,10 +126,9 @@ def reverse_scan(
     hq = h // (H // HQ)
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
-    zero = tl.zeros((C, BV), tl.float32)
     dS = load_state(d_final, tl.program_id(0).to(tl.int64), keys, values, K, V)
     last = tl.cdiv(tokens, C) - 1
-    for j in tl.range(last + 1, disable_licm=True):
+    for j in tl.range(last + 1, num_stages=STAGES, disable_licm=True):
         i = last - j
         token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
         if d_states is not None:
@@ -138,18 +137,17 @@ def reverse_scan(
         seen = tl.exp(high)[:, None]
         do = tile(d_out, token, H * V, h * V, rows, length, values, V)
         do *= scale * numbers(read, token, h, H, rows, length, 1.0)[:, None]
+        dU = apart(tl.trans(chunk_matrix(scores, place, rows, C)), do, length, OPERAND, PRECISION)
         xk = tile(k_cols, token, k_stride, hq * K, rows, length, keys, K)
-        dU = product(xk, dS, zero, OPERAND, PRECISION) * left_of(high, low, C)[:, None]
-        within = product(tl.trans(chunk_matrix(scores, place, rows, C)), do, zero, OPERAND, PRECISION)
-        dU += tl.where((rows < length)[:, None], within, 0.0)  # 0 there already; the factor keeps the products apart
+        dU += apart(xk, dS, length, OPERAND, PRECISION) * left_of(high, low, C)[:, None]
         dU *= numbers(beta, token, h, H, rows, length, 1.0)[:, None]
         xq = tl.trans(tile(q, token, q_stride, hq * K, rows, length, keys, K))
         dS = product(xq, do * seen, dS * end_of(end, high, place, keys, K, C, DECAY), OPERAND, PRECISION)
         if DELTA:
             solved = tl.trans(chunk_matrix(inverse, place, rows, C))
-            dU = product(solved, dU, zero, OPERAND, PRECISION)
+            dU = apart(solved, dU, length, OPERAND, PRECISION)
             xk = tl.trans(tile(k_rows, token, k_stride, hq * K, rows, length, keys, K))
-            dS = product(xk, dU * -seen, dS, OPERAND, PRECISION)
+            dS += apart(xk, dU * -seen, length, OPERAND, PRECISION)
         else:
             dU *= numbers(write, token, h, H, rows, length, 1.0)[:, None]
         if d_target is not None:
