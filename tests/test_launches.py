@@ -12,6 +12,7 @@ from headrace.layers.convolution import convolve
 from headrace.ops.dispatch import choose
 from headrace.ops.gated_norm import GatedNorm
 from headrace.ops.log_decay import LogDecay
+from headrace.ops.qk_norm import QKNorm
 from headrace.ops.sequences import Sequences
 from headrace.spec import Competition
 from peers import FAMILIES
@@ -141,8 +142,19 @@ def test_the_competition(gpu, heads, groups, key):
     assert all(x.code.stack == 0 for x in found)
 
 
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("K", [100, 256])
+def test_the_norm_of_keys(gpu, K):
+    """One launch each way, with nothing spilled."""
+    call = QKNorm(torch.randn(2, 300, 2, K, requires_grad=True), torch.arange(300)[None], "l2", 10000.0)
+    with dry.gpu(gpu) as found:
+        choose("qk_norm", "triton", call).run(call).sum().backward()
+    assert [x.kernel for x in found] == ["qk_norm", "qk_norm_back"]
+    assert all(x.code.stack == 0 for x in found)
+
+
 def test_a_layer():
-    """All of a layer but its projections, β and the norm of q and k."""
+    """All of a layer but its projections and β."""
     layer, x = Mixer("softmax-gated-deltanet", hidden_size=64, num_heads=2).bfloat16(), torch.randn(1, 70, 64)
     layer.backend = "triton"
     with dry.gpu("sm_90") as found:
@@ -150,7 +162,9 @@ def test_a_layer():
         forward = len(found)
         y.sum().backward()
     names = [x.kernel for x in found]
-    assert names[:forward] == ["convolve", "compete", "compete", "log_decay", "prepare", "scan", "gated_norm"]
+    before = ["convolve", "compete", "compete", "qk_norm", "qk_norm", "log_decay"]
+    assert names[:forward] == [*before, "prepare", "scan", "gated_norm"]
     recurrence = ["prepare", "scan", "reverse_scan", "gradients"]
-    around = ["log_decay_back", "slopes", "slopes", "slopes", "spread"]  # two gates, and the convolution
+    norms, gates, convolution = ["qk_norm_back"] * 2, ["slopes"] * 2, ["slopes", "spread"]
+    around = ["log_decay_back", *norms, *gates, *convolution]
     assert names[forward:] == ["gated_norm_back", *recurrence, *around]

@@ -1,4 +1,4 @@
-"""Feature maps and norms of q and k. Taylor features are a module of their own (taylor.py).
+"""Feature maps of q and k. Taylor features are a module of their own (taylor.py).
 
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head.
 """
@@ -9,8 +9,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from ..ops.call import accumulator
 
 
 def dpfp(x: Tensor, shifts: int) -> Tensor:
@@ -30,18 +28,3 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "dpfp-2": partial(dpfp, shifts=2),
     "dpfp-3": partial(dpfp, shifts=3),
 }
-
-
-def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Returns x / sqrt(|x|² + eps) over the last dimension."""
-    wide = x.to(accumulator(x))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def sum_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Returns x / (Σ x + eps) over the last dimension, for x ≥ 0. The result has |x|² ≤ 1."""
-    wide = x.to(accumulator(x))
-    return (wide / (wide.sum(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-NORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "l2": l2_norm, "sum": sum_norm}

@@ -13,15 +13,15 @@ from ..ops.call import accumulator
 from ..ops.context_parallel import current
 from ..ops.dispatch import choose, has
 from ..ops.gated_norm import GatedNorm
+from ..ops.qk_norm import QKNorm
 from ..ops.recurrence import step
 from ..ops.sequences import Sequences
 from ..ops.torch.tiles import product
 from .convolution import convolve
 from .decode import MixerState
-from .feature_maps import FEATURE_MAPS, NORMS
+from .feature_maps import FEATURE_MAPS
 from .parameters import LinearParameters
 from .readout import GROUP_NORM_EPS
-from .rotary import rotary
 from .streams import project
 
 
@@ -120,22 +120,21 @@ class LinearMixer(LinearParameters):
         """Repeats a per-head tensor [H, ·] or [B, T, H, ·] once per memory of the head."""
         return x if x is None or self.choice is None else x.repeat_interleave(self.spec.rank, 2 if x.dim() > 2 else 0)
 
-    def _shape(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.features is not None:
-            q, k = self._rotate(q, k, positions)
-            root = self._scale() ** 0.5
-            q, k = self.features(q * root), self.features(k * root)
-        else:
+    def _shape(self, q: Tensor, k: Tensor, positions: Tensor | None) -> list[Tensor]:
+        """Returns the q and k of the recurrence. Taylor features are of rotated q and k, a norm is rotated."""
+        norm = self.spec.inputs.qk_norm
+        if self.features is None:
             feature_map = FEATURE_MAPS[self.spec.inputs.feature_map]
-            q, k = feature_map(q), feature_map(k)
-        norm = NORMS[self.spec.inputs.qk_norm]
-        q, k = norm(q), norm(k)
-        return self._rotate(q, k, positions) if self.features is None else (q, k)
+            return [self._qk_norm(feature_map(x), norm, positions) for x in (q, k)]
+        root = self._scale() ** 0.5
+        turned = [self._qk_norm(x, "none", positions) for x in (q, k)]
+        return [self._qk_norm(self.features(x * root), norm, None) for x in turned]
 
-    def _rotate(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        if positions is None:
-            return q, k
-        return rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
+    def _qk_norm(self, x: Tensor, norm: str, positions: Tensor | None) -> Tensor:
+        call = QKNorm(x, positions, norm, self.rope_theta)
+        if norm == "none" and positions is None:
+            return x
+        return choose("qk_norm", self._backend("qk_norm"), call).run(call)
 
     def _backend(self, operation: str) -> str:
         """Returns the name of the backend that computes an operation of the layer."""

@@ -54,6 +54,7 @@ class Backend(NamedTuple):
     competition: Kernel | None = None  # (heads, weight, activation) -> log gate; differentiable
     gated_norm: Kernel | None = None  # (call: GatedNorm) -> y
     log_decay: Kernel | None = None  # (call: LogDecay) -> log_decay
+    qk_norm: Kernel | None = None  # (call: QKNorm) -> y
     layer_step: Callable[..., LayerStep] | None = None  # (kinds, sizes, numbers, names of the weights) -> LayerStep
     int8_product: Kernel | None = None  # (x, integers, scale, bias) -> x · (integers · scale)ᵀ + bias
     on_request: bool = False  # whether only its name chooses it, and "auto" does not

@@ -66,7 +66,7 @@ def register_function(
         key: dispatch key that the implementation is registered for.
         what: name of the function in errors.
         forward: forward(call) -> the result.
-        backward: backward(d_result, call) -> gradients to `tensors` in any dtype, None for None.
+        backward: backward(d_result, call) -> gradients to `tensors` in any dtype, None for None and for integers.
     """
     run = define(
         name, f"({schema(kind)})", 1, lambda *args: forward(kind(*args)), lambda *args: kind(*args).result(), key
@@ -76,12 +76,13 @@ def register_function(
         def run(d_result: Tensor, *args: Any) -> tuple[Tensor, ...]:
             call = kind(*args)
             grads = zip(backward(d_result, call), call.tensors, strict=True)
-            return tuple(d_result.new_empty(0) if x is None else grad.to(x.dtype) for grad, x in grads)
+            return tuple(d_result.new_empty(0) if grad is None else grad.to(x.dtype) for grad, x in grads)
 
         return run
 
     def fake(d_result: Tensor, call: Any) -> list[Tensor | None]:
-        return [x if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in call.tensors]
+        tensors = (x if differentiable(x) else None for x in call.tensors)
+        return [x if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
 
     tensors = sum("Tensor" in kind for kind in schema(kind).split(", "))
     arguments = f"(Tensor d_result, {schema(kind)})"
@@ -95,10 +96,15 @@ def register_function(
     def differentiate(ctx: Any, d_result: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # accessed once, because activation checkpointing recomputes them at each access
         grads = zip(gradient(d_result, *saved, *ctx.settings), saved, strict=True)
-        return *(None if x is None else grad for grad, x in grads), *(None for _ in ctx.settings)
+        return *(grad if differentiable(x) else None for grad, x in grads), *(None for _ in ctx.settings)
 
     torch.library.register_autograd(f"headrace::{name}", differentiate, setup_context=save, lib=library)
     return lambda call: run(*call)
+
+
+def differentiable(x: Tensor | None) -> bool:
+    """Whether x can have a gradient."""
+    return x is not None and x.is_floating_point()
 
 
 def define(name: str, arguments: str, results: int, real: Callable, fake: Callable, key: str) -> Any:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ...ops.call import NORMALISER_EPS, accumulator
 from ...ops.checks import require
 from ...ops.sequences import Sequences
+from ...ops.torch.qk_norm import l2_norm, rotary
 from ...spec.softmax_rnn import NORMS, SoftmaxRNNSpec
 from ..base import ANY, Mixer, check_state
-from ..feature_maps import FEATURE_MAPS, l2_norm
-from ..rotary import rotary
+from ..feature_maps import FEATURE_MAPS
 from ..taylor import truncated_exp
 from .attention import AttentionState, attend_packed, extended
 from .sdpa import visible

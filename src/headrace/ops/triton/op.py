@@ -16,6 +16,7 @@ from ..derivatives import transformed
 from ..gated_norm import GatedNorm
 from ..log_decay import LogDecay
 from ..operator import define, register, register_function
+from ..qk_norm import QKNorm
 
 KEY = "CompositeExplicitAutograd"
 LARGEST_KEY = 256  # a program holds a state of all key channels
@@ -124,7 +125,13 @@ def _refuses_gated_norm(call: GatedNorm) -> str | None:
     return _refuses_function(call)
 
 
-def _refuses_function(call: GatedNorm | LogDecay) -> str | None:
+def _refuses_qk_norm(call: QKNorm) -> str | None:
+    if call.x.shape[-1] > LARGEST_NORM:
+        return f"its norms have up to {LARGEST_NORM} channels, and this one has {call.x.shape[-1]}"
+    return _refuses_function(call)
+
+
+def _refuses_function(call: GatedNorm | LogDecay | QKNorm) -> str | None:
     if transformed():
         return "it supports neither transforms of torch.func nor forward-mode differentiation"
     return _refuses_tokens(call.x)
@@ -151,5 +158,6 @@ BACKEND = Backend(
     competition=Kernel(_compete, _refuses_competition),
     gated_norm=Kernel(_function(GatedNorm, "gated_norm"), _refuses_gated_norm),
     log_decay=Kernel(_function(LogDecay, "log_decay"), _refuses_function),
+    qk_norm=Kernel(_function(QKNorm, "qk_norm"), _refuses_qk_norm),
     on_request=True,
 )
