@@ -17,7 +17,7 @@ SOFTMAX = Activation("softmax", 0.7, 0.0, False)
 ACTIVATIONS = {
     "softmax": SOFTMAX, "null": Activation("null", 1.3, 0.0, False),
     "sigmoid": Activation("sigmoid", 0.7, math.log(4), False),
-    "gates of one": Activation("sigmoid", 1.0, -math.inf, False),
+    "gates of one": Activation("sigmoid", 1.0, -math.inf, False), "divided": SOFTMAX._replace(identity=True),
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def literal(x, weight, activation):
     if activation.kind == "sigmoid":
         return F.logsigmoid(s - activation.offset)
     others = s.exp().sum(-1, keepdim=True) + (activation.kind == "null")
-    return s - others.log()
+    return s - others.log() + (math.log(len(weight)) if activation.identity else 0)
 
 
 def on(backend, heads, weight, activation):
@@ -111,16 +111,13 @@ def test_a_layer(monkeypatch):
 
 def test_opcheck():
     """Without the check of a compiled call, which takes seconds."""
-    x, weight, settings = (
-        torch.randn(1, 2, 3, 4, requires_grad=True),
-        torch.randn(3, 4, requires_grad=True),
-        ("null", 0.7),
-    )
+    x, weight = torch.randn(1, 2, 3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    settings = ACTIVATIONS["null"]
     forward, backward = torch.ops.headrace.triton_compete.default, torch.ops.headrace.triton_compete_backward.default
     constant = x.detach(), weight.detach(), *settings
-    log_gate, _ = forward(*constant, 0.0)
+    log_gate = forward(*constant)
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
-    for operator, arguments in ((forward, (x, weight, *settings, 0.0)), (backward, (log_gate, log_gate, *constant))):
+    for operator, arguments in ((forward, (x, weight, *settings)), (backward, (log_gate, log_gate, *constant))):
         assert torch.library.opcheck(operator, arguments, test_utils=checks) == dict.fromkeys(checks, "SUCCESS")
 
 

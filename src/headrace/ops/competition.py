@@ -12,7 +12,7 @@ from torch import Tensor
 from . import derivatives
 from .operator import define, library
 
-INPUTS = "Tensor x, Tensor weight, str kind, float temperature"
+INPUTS = "Tensor x, Tensor weight, str kind, float temperature, float offset, bool identity"
 
 
 class Activation(NamedTuple):
@@ -31,26 +31,31 @@ def register(backend: str, name: str, key: str, forward: Callable, backward: Cal
         backend: name of the backend in errors.
         name: name of the operator in `torch.ops.headrace`.
         key: dispatch key that the implementation is registered for.
-        forward: forward(x, weight, kind, temperature, offset) -> the log gate, and that of zero scores [H], in float32.
-        backward: backward(d_log_gate, log_gate, x, weight, kind, temperature) -> gradients to x and weight, the latter
-            in float32.
+        forward: forward(x, weight, activation) -> the log gate in float32.
+        backward: backward(d_log_gate, log_gate, x, weight, activation) -> gradients to x and weight, the latter in
+            float32.
     """
-    compete = define(name, f"({INPUTS}, float offset)", 2, forward, _fake_forward, key)
+
+    def real_forward(x: Tensor, weight: Tensor, *activation: Any) -> Tensor:
+        return forward(x, weight, Activation(*activation))
+
+    def real_backward(d_log_gate: Tensor, log_gate: Tensor, x: Tensor, weight: Tensor, *activation: Any) -> Any:
+        return backward(d_log_gate, log_gate, x, weight, Activation(*activation))
+
+    compete = define(name, f"({INPUTS})", 1, real_forward, _fake_forward, key)
     arguments = f"(Tensor d_log_gate, Tensor log_gate, {INPUTS})"
-    gradient = define(f"{name}_backward", arguments, 2, backward, _fake_backward, key)
+    gradient = define(f"{name}_backward", arguments, 2, real_backward, _fake_backward, key)
 
     @derivatives.first_order(f"the {backend} competition", "; expected backend='torch'")
-    def gradients(ctx: Any, d_log_gate: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, d_log_gate: Tensor) -> tuple[Tensor | None, ...]:
         log_gate, x, weight = ctx.saved_tensors  # accessed once, as in convolution.py
-        d_x, d_weight = gradient(d_log_gate, log_gate, x, weight, *ctx.settings)
-        return d_x, d_weight.to(weight.dtype), None, None, None
+        d_x, d_weight = gradient(d_log_gate, log_gate, x, weight, *ctx.activation)
+        return d_x, d_weight.to(weight.dtype), *(None for _ in ctx.activation)
 
     torch.library.register_autograd(f"headrace::{name}", gradients, setup_context=_save, lib=library)
 
     def run(heads: Tensor, weight: Tensor, activation: Activation) -> Tensor:
-        *settings, identity = activation
-        log_gate, level = compete(heads, weight, *settings)
-        return log_gate - level.detach() if identity else log_gate
+        return compete(heads, weight, *activation)
 
     return run
 
@@ -63,15 +68,14 @@ def refuses(*arguments: Any) -> str | None:
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, *ctx.settings, _ = inputs
-    ctx.save_for_backward(output[0], x, weight)
-    ctx.set_materialize_grads(False)  # the log gate of zero scores has no gradient
+    x, weight, *ctx.activation = inputs
+    ctx.save_for_backward(output, x, weight)
 
 
-def _fake_forward(x, weight, *settings):
-    return tuple(x.new_empty((*shape, len(weight)), dtype=torch.float32) for shape in (x.shape[:2], ()))
+def _fake_forward(x, weight, *activation):
+    return x.new_empty((*x.shape[:2], len(weight)), dtype=torch.float32)
 
 
-def _fake_backward(d_log_gate, log_gate, x, weight, *settings):
+def _fake_backward(d_log_gate, log_gate, x, weight, *activation):
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     return d_x, weight.new_empty(weight.shape, dtype=torch.float32)

@@ -1,5 +1,5 @@
 """The log gate of head competition: a softmax over the heads of s_h = ⟨x_h, w_h⟩ / temperature, or a sigmoid of
-s_h − offset.
+s_h − offset; with IDENTITY less its level, the log gate of zero scores.
 
 x [tokens, HQ, K], weight [H, K], log_gate [tokens, H]. A program holds all heads: BG heads of x with BR heads each that
 share it, of which HQ and R exist.
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..competition import Activation
 from .launch import one_stride
 
 SIZE = 4096  # entries of x that a program holds at a time
@@ -52,8 +53,14 @@ def activated(s, real, offset, KIND: tl.constexpr):
 
 
 @triton.jit
+def level(real, offset, KIND: tl.constexpr):
+    """Returns the log gates of zero scores [1, heads], computed as others are: log H may differ in its last bit."""
+    return activated(tl.zeros((1, real.shape[0]), tl.float32), real, offset, KIND)
+
+
+@triton.jit
 def slope(log_gate, d_log_gate, KIND: tl.constexpr):
-    """Returns the gradient to scores [C, heads]."""
+    """Returns the gradient to scores [C, heads], from the log gate without its level taken off."""
     if KIND == "sigmoid":
         found = d_log_gate * (1 - tl.exp(log_gate))
     else:
@@ -63,10 +70,10 @@ def slope(log_gate, d_log_gate, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def compete(
-    x, weight, log_gate, level, T, stride, temperature, offset, HQ: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
-    C: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
+    x, weight, log_gate, T, stride, temperature, offset, HQ: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    C: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, IDENTITY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of C of T + 1 tokens). Writes log_gate, and level [H] for the last token, whose scores are zero."""
+    """Grid: (blocks of C tokens). Writes log_gate."""
     t = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
     group, head, real = places(HQ, R, BG, BR)
     known = (t < T)[:, None] & real[None, :]
@@ -76,15 +83,16 @@ def compete(
         w = entries(weight, tl.arange(0, 1), head, real[None, :], keys, K)
         products += entries(x, t * stride, group, known, keys, K) * w
     found = activated(tl.sum(products, 2) / temperature, real, offset, KIND)
+    if IDENTITY:
+        found -= level(real, offset, KIND)
     tl.store(log_gate + t[:, None] * (HQ * R) + head[None, :], found, mask=known)
-    tl.store(level + (t - T)[:, None] + head[None, :], found, mask=(t == T)[:, None] & real[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])
 def slopes(
-    x, weight, log_gate, d_log_gate, d_x, d_weight, T, stride, temperature, HQ: tl.constexpr, R: tl.constexpr,
+    x, weight, log_gate, d_log_gate, d_x, d_weight, T, stride, temperature, offset, HQ: tl.constexpr, R: tl.constexpr,
     K: tl.constexpr, C: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
-    TOKENS: tl.constexpr,
+    IDENTITY: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of TOKENS tokens, blocks of K). Writes d_x, and d_weight [blocks, H, K] of each block's tokens."""
     block = tl.program_id(0).to(tl.int64)
@@ -96,6 +104,8 @@ def slopes(
         t = block * TOKENS + first + tl.arange(0, C)
         known, at = (t < T)[:, None] & real[None, :], t[:, None] * (HQ * R) + head[None, :]
         gate = tl.load(log_gate + at, mask=known, other=-float("inf"))
+        if IDENTITY:
+            gate += level(real, offset, KIND)
         d = slope(gate, tl.load(d_log_gate + at, mask=known, other=0.0), KIND) / temperature
         products += d[:, :, None] * entries(x, t * stride, group, known, keys, K)
         groups = tl.arange(0, BG)
@@ -107,19 +117,18 @@ def slopes(
     tl.store(into, tl.sum(products, 0), mask=real[:, None] & (keys < K)[None, :])
 
 
-def forward(x: Tensor, weight: Tensor, kind: str, temperature: float, offset: float) -> tuple[Tensor, Tensor]:
-    given, common = _launch(x, weight, kind, temperature)
+def forward(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+    given, common = _launch(x, weight, activation)
     log_gate = x.new_empty(*x.shape[:2], len(weight), dtype=torch.float32)
-    level = log_gate.new_empty(len(weight))
     with torch.cuda.device_of(x):
-        compete[(common["T"] // common["C"] + 1,)](**given, log_gate=log_gate, level=level, offset=offset, **common)
-    return log_gate, level
+        compete[(-(-common["T"] // common["C"]),)](**given, log_gate=log_gate, **common)
+    return log_gate
 
 
 def backward(
-    d_log_gate: Tensor, log_gate: Tensor, x: Tensor, weight: Tensor, kind: str, temperature: float
+    d_log_gate: Tensor, log_gate: Tensor, x: Tensor, weight: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    given, common = _launch(x, weight, kind, temperature)
+    given, common = _launch(x, weight, activation)
     d_x, blocks = torch.empty_like(x, memory_format=torch.contiguous_format), -(-common["T"] // TOKENS)
     d_weight = log_gate.new_empty(blocks, *weight.shape)
     with torch.cuda.device_of(x):
@@ -130,7 +139,7 @@ def backward(
     return d_x, d_weight.sum(0)
 
 
-def _launch(x: Tensor, weight: Tensor, kind: str, temperature: float) -> tuple[dict[str, Any], dict[str, Any]]:
+def _launch(x: Tensor, weight: Tensor, activation: Activation) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns what both ways read, and the arguments of both kernels."""
     B, T, HQ, K = x.shape
     given: dict[str, Any] = {"x": one_stride(x), "weight": weight.contiguous()}
@@ -138,7 +147,8 @@ def _launch(x: Tensor, weight: Tensor, kind: str, temperature: float) -> tuple[d
     BG, BR = triton.next_power_of_2(HQ), triton.next_power_of_2(R)
     BK = min(triton.next_power_of_2(K), SIZE // (BG * BR))
     common = {
-        "T": B * T, "stride": given["x"].stride(1), "temperature": temperature, "HQ": HQ, "R": R, "K": K,
-        "C": min(TOKENS, SIZE // (BG * BR * BK)), "BG": BG, "BR": BR, "BK": BK, "KIND": kind, "num_warps": 4,
+        "T": B * T, "stride": given["x"].stride(1), "temperature": activation.temperature,
+        "offset": activation.offset, "HQ": HQ, "R": R, "K": K, "C": min(TOKENS, SIZE // (BG * BR * BK)), "BG": BG,
+        "BR": BR, "BK": BK, "KIND": activation.kind, "IDENTITY": activation.identity, "num_warps": 4,
     }  # fmt: skip
     return given, common
