@@ -97,11 +97,11 @@ def passes_opcheck(operator, given):
 
 def test_opcheck():
     conv, wide, history = given(9, 6, dtype=torch.float32)
-    weight = torch.cat([conv.weight[:, 0].T, conv.bias[None]]).detach().requires_grad_()
+    parameters = conv.weight.detach().requires_grad_(), conv.bias.detach().requires_grad_()
     forward, backward = torch.ops.headrace.convolve.default, torch.ops.headrace.convolve_backward.default
-    assert passes_opcheck(forward, (wide, torch.randn(5, 14), history.new_zeros(2, 3, 14), None))
+    assert passes_opcheck(forward, (wide, torch.randn(14, 1, 4), None, history.new_zeros(2, 3, 14), None))
     ends = torch.tensor([0, 2, 6])
     x = wide[:1, :, :9].detach().requires_grad_()
-    assert passes_opcheck(forward, (x, weight, history, ends))
-    constant = x.detach(), weight.detach(), history.detach(), ends
+    assert passes_opcheck(forward, (x, *parameters, history, ends))
+    constant = x.detach(), *(y.detach() for y in parameters), history.detach(), ends
     assert passes_opcheck(backward, (torch.randn(1, 6, 9), *constant))

@@ -85,20 +85,29 @@ class LinearMixer(LinearParameters):
         """Returns the parts of the input projection, [B, T, size] each, and the next state of the token shift, if any,
         which computes another input for each part."""
         if self.shift is None:
-            return self._split(self.in_proj(x), -1), None
+            projected = self.in_proj(x)
+            return self._split(projected, -1) if self.conv is None else self._together(projected), None
         before, history = sequences.shift(x, None if state is None else state.shift)
         streams = self.shift(x, before)
         found = project(self.in_proj, [streams.get(name, x) for name in self.parts], list(self.parts.values()))
         return dict(zip(self.parts, found, strict=True)), history
 
+    def _together(self, projected: Tensor) -> dict[str, Tensor]:
+        """Returns the parts of the input projection, with q, k and v in one, "qkv", so that nothing copies them."""
+        names, sizes = list(self.parts), list(self.parts.values())
+        found = projected.split([sum(sizes[:3]), *sizes[3:]], -1)
+        return dict(zip(["qkv", *names[3:]], found, strict=True))
+
     def _convolve(self, inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences):
         """Returns q, k [B, T, Hq, K], v [B, T, H, V] and the next state of the short convolution, if any."""
-        q, k, v = inputs["q"], inputs["k"], inputs["v"]
         conv = None
-        if self.conv is not None:
+        if self.conv is None:
+            q, k, v = (inputs[name] for name in "qkv")
+        else:
             history = None if state is None else state.conv
-            qkv, conv = convolve(self.conv, torch.cat([q, k, v], -1), history, sequences, self._backend("convolution"))
-            q, k, v = qkv.split([q.shape[2], k.shape[2], v.shape[2]], -1)
+            qkv = inputs["qkv"] if self.shift is None else torch.cat([inputs[name] for name in "qkv"], -1)
+            qkv, conv = convolve(self.conv, qkv, history, sequences, self._backend("convolution"))
+            q, k, v = qkv.split(list(self.parts.values())[:3], -1)
         return (
             q.unflatten(-1, (self.Hq, self.K)),
             k.unflatten(-1, (self.Hq, self.K)),

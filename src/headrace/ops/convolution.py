@@ -1,6 +1,6 @@
 """Registers a backend's short convolution, a causal depthwise convolution and its SiLU, as a PyTorch operator.
 
-Dimensions: B batch, T tokens, C channels, N sequences, W width. The weights are [W + 1, C], the bias in the last row.
+Dimensions: B batch, T tokens, C channels, N sequences, W width.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from .modules import untouched
 from .operator import define, library
 from .sequences import Sequences
 
-INPUTS = "Tensor x, Tensor weight, Tensor history, Tensor? cu_seqlens"
+INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor history, Tensor? cu_seqlens"
 
 
 def register(backend: str, name: str, key: str, forward: Callable, backward: Callable) -> Callable[..., Tensor]:
@@ -24,25 +24,29 @@ def register(backend: str, name: str, key: str, forward: Callable, backward: Cal
         backend: name of the backend in errors.
         name: name of the operator in `torch.ops.headrace`.
         key: dispatch key that the implementation is registered for.
-        forward: forward(x, weight, history, cu_seqlens) -> y.
-        backward: backward(d_y, x, weight, history, cu_seqlens) -> gradients to x, weight and history, the latter two in
-            float32.
+        forward: forward(x, weight [C, 1, W], bias [C] or None, history, cu_seqlens) -> y.
+        backward: backward(d_y, x, weight, bias, history, cu_seqlens) -> gradients to x, weight, bias (in any case) and
+            history, in any dtype.
     """
+
+    def real_backward(d_y: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        x, weight, _, history, _ = given
+        found = zip(backward(d_y, *given), (x, weight, weight, history), strict=True)
+        return tuple(grad.to(like.dtype) for grad, like in found)
+
     convolve = define(name, f"({INPUTS})", 1, forward, like, key)
-    gradient = define(f"{name}_backward", f"(Tensor d_y, {INPUTS})", 3, backward, _fake_backward, key)
+    gradient = define(f"{name}_backward", f"(Tensor d_y, {INPUTS})", 4, real_backward, _fake_backward, key)
 
     @derivatives.first_order(f"the {backend} convolution", "; expected float64, for which PyTorch convolves")
     def gradients(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         given = ctx.saved_tensors  # accessed once, because activation checkpointing recomputes them at each access
-        found = zip(gradient(d_y, *given), given, strict=False)
-        return *(grad.to(x.dtype) for grad, x in found), None
+        d_x, d_weight, d_bias, d_history = gradient(d_y, *given)
+        return d_x, d_weight, None if given[2] is None else d_bias, d_history, None
 
     torch.library.register_autograd(f"headrace::{name}", gradients, setup_context=_save, lib=library)
 
     def run(conv: nn.Conv1d, x: Tensor, history: Tensor, sequences: Sequences) -> Tensor:
-        weight = conv.weight[:, 0].T
-        bias = torch.zeros_like(weight[0]) if conv.bias is None else conv.bias
-        return convolve(x, torch.cat([weight, bias[None]]), history, sequences.cu_seqlens)
+        return convolve(x, conv.weight, conv.bias, history, sequences.cu_seqlens)
 
     return run
 
@@ -64,5 +68,5 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _fake_backward(d_y, x, weight, history, cu_seqlens):
-    return like(x), *(torch.empty_like(y, dtype=torch.float32) for y in (weight, history))
+def _fake_backward(d_y, x, weight, bias, history, cu_seqlens):
+    return like(x), like(weight), weight.new_empty(len(weight)), like(history)

@@ -28,16 +28,19 @@ def refuses(conv: nn.Conv1d, x: Tensor, *_) -> str | None:
 
 
 class _Given:
-    """The structs hr_problem and hr_convolution, with references to the tensors that they point to."""
+    """The structs hr_problem and hr_convolution, with references to the tensors that they point to: the weights are
+    [W + 1, C], the bias in the last row."""
 
-    def __init__(self, x: Tensor, weight: Tensor, history: Tensor, cu_seqlens: Tensor | None):
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, cu_seqlens: Tensor | None):
         x = x[:, :, None]
         one = x[..., :1]  # q and k, which the convolution does not use
         call = Call(one, one, x, cu_seqlens=cu_seqlens)
-        self.problem, channels, width = native.Problem(call), x.shape[-1], len(weight) - 1
-        native.expect("weight", weight, (width + 1, channels))
+        self.problem, channels, width = native.Problem(call), x.shape[-1], weight.shape[-1]
+        native.expect("weight", weight, (channels, 1, width))
         native.expect("history", history, (call.sequences, width - 1, channels))
-        self.weight, self.history = (y.to(torch.float32).contiguous() for y in (weight, history))
+        last = weight.new_zeros(channels) if bias is None else bias
+        self.weight = torch.cat([weight[:, 0].T, last[None]]).float()
+        self.history = history.to(torch.float32).contiguous()
         addresses = self.weight.data_ptr(), self.history.data_ptr()
         self.packed = self.problem.packed, _CONVOLUTION.pack(width, *addresses)
 
@@ -53,7 +56,7 @@ def _forward(*args) -> Tensor:
     return out
 
 
-def _backward(d_out: Tensor, *args) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(d_out: Tensor, *args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert native.library is not None
     given, d_out = _Given(*args), d_out.contiguous()
     native.expect("d_out", d_out, args[0].shape, args[0].dtype)
@@ -61,7 +64,8 @@ def _backward(d_out: Tensor, *args) -> tuple[Tensor, Tensor, Tensor]:
     d_history = torch.empty_like(given.history)
     into = _place(d_x), d_weight.data_ptr(), d_history.data_ptr()
     native.check(native.library.hr_convolve_backward(*given.packed, _place(d_out), *into))
-    return d_x, d_weight.sum(0), d_history
+    *taps, d_bias = d_weight.sum(0)
+    return d_x, torch.stack(taps, -1)[:, None], d_bias.clone(), d_history
 
 
 run = convolution.register("native", "convolve", "CPU", _forward, _backward)

@@ -1,6 +1,6 @@
 """The short convolution: y = silu(z), z_t = b + Σ_j w_j x_{t−j}, with the tokens before a sequence from `history`.
 
-x, y [tokens, D], weight [W + 1, D] with w_{W−1} … w_0 and b as its rows, history [N, W − 1, D].
+x, y [tokens, D], weight [D, W] with w_{W−1} … w_0 as its columns, bias b [D] or None, history [N, W − 1, D].
 """
 
 from typing import Any
@@ -43,28 +43,31 @@ def earlier(x, history, n, start, length, at, j, channels, stride, D: tl.constex
 
 
 @triton.jit
-def row(weight, j, channels, D: tl.constexpr):
-    return tl.load(weight + j * D + channels, mask=channels < D, other=0.0).to(tl.float32)[None, :]
+def tap(weight, j, channels, D: tl.constexpr, W: tl.constexpr):
+    """Loads w_j, [1, BD]."""
+    return tl.load(weight + channels * W + W - 1 - j, mask=channels < D, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def summed(x, weight, history, n, start, length, at, channels, stride, D: tl.constexpr, W: tl.constexpr):
+def summed(x, weight, bias, history, n, start, length, at, channels, stride, D: tl.constexpr, W: tl.constexpr):
     """Returns z [C, BD]."""
-    z = row(weight, W, channels, D) + tl.zeros((at.shape[0], channels.shape[0]), tl.float32)
+    z = tl.zeros((at.shape[0], channels.shape[0]), tl.float32)
+    if bias is not None:
+        z += tl.load(bias + channels, mask=channels < D, other=0.0).to(tl.float32)[None, :]
     for j in range(W):
-        z += row(weight, W - 1 - j, channels, D) * earlier(x, history, n, start, length, at, j, channels, stride, D, W)
+        z += tap(weight, j, channels, D, W) * earlier(x, history, n, start, length, at, j, channels, stride, D, W)
     return z
 
 
 @triton.jit(do_not_specialize=["T"])
 def convolve(
-    x, weight, history, y, cu_seqlens, first_chunk, owner, T, stride,
+    x, weight, bias, history, y, cu_seqlens, first_chunk, owner, T, stride,
     D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (chunks, blocks of D). Writes y."""
     n, start, length, at = place(T, cu_seqlens, first_chunk, owner, PACKED, C)
     channels = tl.program_id(1) * BD + tl.arange(0, BD)
-    z = summed(x, weight, history, n, start, length, at, channels, stride, D, W)
+    z = summed(x, weight, bias, history, n, start, length, at, channels, stride, D, W)
     known = (at < length)[:, None] & (channels < D)[None, :]
     into = y + (start + at)[:, None] * D + channels[None, :]
     tl.store(into, (z * tl.sigmoid(z)).to(y.dtype.element_ty), mask=known)
@@ -72,22 +75,23 @@ def convolve(
 
 @triton.jit(do_not_specialize=["T"])
 def slopes(
-    x, weight, history, d_y, d_z, d_weight, cu_seqlens, first_chunk, owner, T, stride,
+    x, weight, bias, history, d_y, d_z, d_weight, d_bias, cu_seqlens, first_chunk, owner, T, stride,
     D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (chunks, blocks of D). Writes d_z [tokens, D], and d_weight [chunks, W + 1, D] of each chunk's tokens."""
+    """Grid: (chunks, blocks of D). Writes d_z [tokens, D], and of each chunk's tokens d_weight [chunks, D, W] and
+    d_bias [chunks, D]."""
     n, start, length, at = place(T, cu_seqlens, first_chunk, owner, PACKED, C)
     channels = tl.program_id(1) * BD + tl.arange(0, BD)
-    z = summed(x, weight, history, n, start, length, at, channels, stride, D, W)
+    z = summed(x, weight, bias, history, n, start, length, at, channels, stride, D, W)
     known, places = (at < length)[:, None] & (channels < D)[None, :], (start + at)[:, None] * D + channels[None, :]
     share = tl.sigmoid(z)
     slope = tl.load(d_y + places, mask=known, other=0.0).to(tl.float32) * share * (1 + z * (1 - share))
     tl.store(d_z + places, slope, mask=known)
-    into = d_weight + tl.program_id(0).to(tl.int64) * (W + 1) * D + channels
-    tl.store(into + W * D, tl.sum(slope, 0), mask=channels < D)
+    into = tl.program_id(0).to(tl.int64) * D + channels
+    tl.store(d_bias + into, tl.sum(slope, 0), mask=channels < D)
     for j in range(W):
         seen = earlier(x, history, n, start, length, at, j, channels, stride, D, W)
-        tl.store(into + (W - 1 - j) * D, tl.sum(slope * seen, 0), mask=channels < D)
+        tl.store(d_weight + into * W + W - 1 - j, tl.sum(slope * seen, 0), mask=channels < D)
 
 
 @triton.jit
@@ -98,7 +102,7 @@ def later(d_z, weight, start, length, at, channels, D: tl.constexpr, W: tl.const
         source = at + j
         inside = ((source >= 0) & (source < length))[:, None] & (channels < D)[None, :]
         each = tl.load(d_z + (start + source)[:, None] * D + channels[None, :], mask=inside, other=0.0)
-        found += row(weight, W - 1 - j, channels, D) * each
+        found += tap(weight, j, channels, D, W) * each
     return found
 
 
@@ -120,8 +124,8 @@ def spread(
         tl.store(before, earliest, mask=(rows < W - 1)[:, None] & (channels < D)[None, :])
 
 
-def forward(x: Tensor, weight: Tensor, history: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    given, common, grid = _launch(x, weight, history, cu_seqlens)
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    given, common, grid = _launch(x, weight, bias, history, cu_seqlens)
     y = like(x)
     with torch.cuda.device_of(x):
         convolve[grid](**given, y=y, stride=given["x"].stride(1), **common)
@@ -129,26 +133,34 @@ def forward(x: Tensor, weight: Tensor, history: Tensor, cu_seqlens: Tensor | Non
 
 
 def backward(
-    d_y: Tensor, x: Tensor, weight: Tensor, history: Tensor, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    given, common, grid = _launch(x, weight, history, cu_seqlens)
+    d_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given, common, grid = _launch(x, weight, bias, history, cu_seqlens)
     d_x, d_z = like(x), torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    d_weight = d_z.new_empty(grid[0], *weight.shape)
+    d_weight, d_bias = d_z.new_empty(grid[0], *weight.shape), d_z.new_empty(grid[0], len(weight))
     d_history = d_z.new_zeros(history.shape)  # a sequence without tokens is in no chunk
     with torch.cuda.device_of(x):
-        slopes[grid](**given, d_y=d_y.contiguous(), d_z=d_z, d_weight=d_weight, stride=given["x"].stride(1), **common)
-        BW = triton.next_power_of_2(max(len(weight) - 2, 1))
+        slopes[grid](
+            **given, d_y=d_y.contiguous(), d_z=d_z, d_weight=d_weight, d_bias=d_bias, stride=given["x"].stride(1),
+            **common,
+        )  # fmt: skip
+        BW = triton.next_power_of_2(max(weight.shape[2] - 1, 1))
         spread[grid](d_z, given["weight"], d_x=d_x, d_history=d_history, BW=BW, **common)
-    return d_x, d_weight.sum(0), d_history
+    return d_x, d_weight.sum(0), d_bias.sum(0), d_history
 
 
-def _launch(x: Tensor, weight: Tensor, history: Tensor, cu_seqlens: Tensor | None) -> tuple[dict, dict[str, Any], Any]:
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, cu_seqlens: Tensor | None
+) -> tuple[dict, dict[str, Any], Any]:
     """Returns what both ways read, the arguments of all kernels, and the grid."""
     B, T, D = x.shape
     chunks, packed, owner = in_chunks(cu_seqlens, B, T, TOKENS)
-    given = {"x": one_stride(x[:, :, None]), "weight": weight.contiguous(), "history": history.contiguous()}
+    given: dict[str, Any] = {
+        "x": one_stride(x[:, :, None]), "weight": weight.contiguous(), "bias": one_stride(bias),
+        "history": history.contiguous(),
+    }  # fmt: skip
     common = {
-        **packed, "owner": owner, "T": T, "D": D, "W": len(weight) - 1, "C": TOKENS, "BD": CHANNELS,
+        **packed, "owner": owner, "T": T, "D": D, "W": weight.shape[2], "C": TOKENS, "BD": CHANNELS,
         "PACKED": cu_seqlens is not None, "num_warps": 4,
     }  # fmt: skip
     return given, common, (chunks, -(-D // CHANNELS))
