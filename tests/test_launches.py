@@ -16,6 +16,7 @@ from headrace.ops.qk_norm import QKNorm
 from headrace.ops.sequences import Sequences
 from headrace.spec import Competition
 from peers import FAMILIES
+from test_batched import Calls
 
 pytestmark = pytest.mark.slow
 KERNELS = ["prepare", "scan", "prepare", "scan", "reverse_scan", "gradients"]  # two forward, four backward
@@ -153,14 +154,22 @@ def test_the_norm_of_keys(gpu, K):
     assert all(x.code.stack == 0 for x in found)
 
 
+def pytorchs(calls: Calls) -> int:
+    """The number of calls but for our operators."""
+    return sum(count for name, count in calls.names.items() if not name.startswith("triton_"))
+
+
 def test_a_layer():
-    """All of a layer but its projections and β."""
-    layer, x = Mixer("softmax-gated-deltanet", hidden_size=64, num_heads=2).bfloat16(), torch.randn(1, 70, 64)
-    layer.backend = "triton"
+    """All of a layer but its projections, β and the exponentials of the gates: what PyTorch computes is counted."""
+    layer = Mixer("softmax-gated-deltanet", hidden_size=64, num_heads=2).bfloat16()
+    layer.backend, x = "triton", torch.randn(1, 70, 64).bfloat16()
     with dry.gpu("sm_90") as found:
-        y, _ = layer(x.bfloat16())
+        with Calls() as there:
+            y, _ = layer(x)
         forward = len(found)
-        y.sum().backward()
+        with Calls() as back:
+            y.backward(torch.ones_like(y))
+    assert pytorchs(there) <= 8 and pytorchs(back) <= 16
     names = [x.kernel for x in found]
     before = ["convolve", "compete", "compete", "qk_norm", "qk_norm", "log_decay"]
     assert names[:forward] == [*before, "prepare", "scan", "gated_norm"]

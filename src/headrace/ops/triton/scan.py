@@ -104,8 +104,8 @@ def scan(
             o = apart(xq, S, length, OPERAND, PRECISION) * (seen * reading)
             o += apart(chunk_matrix(scores, place, rows, C), U, length, OPERAND, PRECISION) * reading
             store_tile(out, o, token, H * V, h * V, rows, length, values, V)
-        U *= left_of(high, low, C)[:, None]
         xk = tl.trans(tile(k_cols, token, k_stride, hq * K, rows, length, keys, K))
+        U *= left_of(high, low, C)[:, None]
         S = product(xk, U, S * end_of(end, high, place, keys, K, C, DECAY), OPERAND, PRECISION)
     if final is not None:
         store_state(final, S, tl.program_id(0).to(tl.int64), keys, values, K, V)
