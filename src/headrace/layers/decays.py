@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.call import accumulator
+from ..ops.control import Control
 from ..ops.dispatch import choose
-from ..ops.log_decay import LogDecay
-from ..ops.torch.log_decay import step_size
+from ..ops.torch.control import step_size
 from ..spec.decay import Decay
 from .base import SelfInitialised
 
@@ -43,9 +43,9 @@ class DecayModule(SelfInitialised):
 
 
 def activated(backend: str, *call: Any) -> Tensor:
-    """Computes the logarithm of a decay from the arguments of LogDecay."""
-    found = LogDecay(*call)
-    return choose("log_decay", backend, found).run(found)
+    """Computes y from the arguments of Control."""
+    found = Control(*call)
+    return choose("control", backend, found).run(found)
 
 
 class FixedDecay(DecayModule):

@@ -18,6 +18,7 @@ from ..ops.recurrence import step
 from ..ops.sequences import Sequences
 from ..ops.torch.tiles import product
 from .convolution import convolve
+from .decays import activated
 from .decode import MixerState
 from .feature_maps import FEATURE_MAPS
 from .parameters import LinearParameters
@@ -180,13 +181,17 @@ class LinearMixer(LinearParameters):
             return self._per_memory(self.decay.decay(dt)), self._per_memory(dt)
         log_decay = None
         if self.decay is not None:
-            log_decay = self._per_memory(self.decay(inputs["decay"], self._backend("log_decay")))
+            log_decay = self._per_memory(self.decay(inputs["decay"], self._backend("control")))
         if "beta" not in inputs:
             return log_decay, None
-        logits = self._per_memory(inputs["beta"].to(accumulator(inputs["beta"])))
+        logits = self._per_memory(inputs["beta"])
+        if self.residual is not None or self.write_place == "beta":
+            logits = logits.to(accumulator(logits))
         if log_write is not None and self.write_place == "beta":
             logits = logits + log_write
-        return log_decay, logits if self.residual is not None else torch.sigmoid(logits)
+        if self.residual is not None:
+            return log_decay, logits
+        return log_decay, activated(self._backend("control"), logits, None, None, "beta")
 
     def _read_gate_inside(self) -> bool:
         """Whether `linear_attention` applies the read gate: if the spec puts the gate on q, or if neither norm nor skip

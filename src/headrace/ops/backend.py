@@ -53,7 +53,7 @@ class Backend(NamedTuple):
     convolution: Kernel | None = None  # (conv, x, history, sequences) -> y; see `convolve`
     competition: Kernel | None = None  # (heads, weight, activation) -> log gate; differentiable
     gated_norm: Kernel | None = None  # (call: GatedNorm) -> y
-    log_decay: Kernel | None = None  # (call: LogDecay) -> log_decay
+    control: Kernel | None = None  # (call: Control) -> log_decay or β
     qk_norm: Kernel | None = None  # (call: QKNorm) -> y
     layer_step: Callable[..., LayerStep] | None = None  # (kinds, sizes, numbers, names of the weights) -> LayerStep
     int8_product: Kernel | None = None  # (x, integers, scale, bias) -> x · (integers · scale)ᵀ + bias

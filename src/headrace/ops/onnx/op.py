@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backend import Backend, Kernel
 from ..call import Call, accumulator, gated
-from ..torch import convolution, gated_norm, int8, log_decay, step
+from ..torch import control, convolution, gated_norm, int8, qk_norm, step
 
 DOMAIN = "com.microsoft"
 
@@ -64,6 +64,7 @@ BACKEND = Backend(
     step=Kernel(step.step, _any),
     convolution=Kernel(convolution.run, _any),
     gated_norm=Kernel(gated_norm.run, _any),
-    log_decay=Kernel(log_decay.run, _any),
+    control=Kernel(control.run, _any),
+    qk_norm=Kernel(qk_norm.run, _any),
     int8_product=Kernel(int8.run, _any),
 )

@@ -5,7 +5,7 @@ import torch
 from ..backend import Backend, Kernel
 from ..call import Call
 from ..operator import register
-from . import chunkwise, competition, convolution, gated_norm, int8, log_decay, qk_norm, step, tiles
+from . import chunkwise, competition, control, convolution, gated_norm, int8, qk_norm, step, tiles
 
 
 def _forward(call: Call, keep: bool):
@@ -41,7 +41,7 @@ BACKEND = Backend(
     convolution=Kernel(convolution.run, _refuses),
     competition=Kernel(competition.run, _refuses),
     gated_norm=Kernel(gated_norm.run, _refuses),
-    log_decay=Kernel(log_decay.run, _refuses),
+    control=Kernel(control.run, _refuses),
     qk_norm=Kernel(qk_norm.run, _refuses),
     int8_product=Kernel(int8.run, _refuses),
 )

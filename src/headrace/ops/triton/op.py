@@ -12,9 +12,9 @@ from ...utils.device import interpreted
 from .. import competition, convolution
 from ..backend import Backend, Kernel
 from ..call import SCHEMA, Call
+from ..control import Control
 from ..derivatives import transformed
 from ..gated_norm import GatedNorm
-from ..log_decay import LogDecay
 from ..operator import define, register, register_function
 from ..qk_norm import QKNorm
 
@@ -131,7 +131,7 @@ def _refuses_qk_norm(call: QKNorm) -> str | None:
     return _refuses_function(call)
 
 
-def _refuses_function(call: GatedNorm | LogDecay | QKNorm) -> str | None:
+def _refuses_function(call: GatedNorm | Control | QKNorm) -> str | None:
     if transformed():
         return "it supports neither transforms of torch.func nor forward-mode differentiation"
     return _refuses_tokens(call.x)
@@ -157,7 +157,7 @@ BACKEND = Backend(
     convolution=Kernel(_convolve, _refuses_convolution),
     competition=Kernel(_compete, _refuses_competition),
     gated_norm=Kernel(_function(GatedNorm, "gated_norm"), _refuses_gated_norm),
-    log_decay=Kernel(_function(LogDecay, "log_decay"), _refuses_function),
+    control=Kernel(_function(Control, "control"), _refuses_function),
     qk_norm=Kernel(_function(QKNorm, "qk_norm"), _refuses_qk_norm),
     on_request=True,
 )

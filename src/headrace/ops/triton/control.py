@@ -1,4 +1,5 @@
-"""The decays of a layer, y = −rate · exp(log_rate) · f(x + bias), with f = softplus or exp; log σ(x) = −softplus(−x).
+"""The decays of a layer, y = −rate · exp(log_rate) · f(x + bias), with f = softplus or exp, log σ(x) = −softplus(−x);
+and its write strengths, y = σ(x).
 
 x, y [tokens, N], bias [N], log_rate [H], N channels of all heads.
 """
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..log_decay import LogDecay
+from ..control import Control
 from .launch import one_stride
 
 BLOCK, CHANNELS = 4096, 128  # numbers of a tensor that a program holds at a time, and at most so many of a token
@@ -47,6 +48,9 @@ def decayed(x, bias, factor, channels, at, inside, KIND: tl.constexpr, N: tl.con
     z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         z += per_channel(bias, channels, channels < N)
+    if KIND == "beta":
+        y = tl.sigmoid(z)
+        return y, y * (1 - y)
     if KIND == "exp":
         y = -factor * tl.exp(z)
         return y, y
@@ -63,7 +67,7 @@ def factor_of(log_rate, rate, channels, N: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def log_decay(
+def control(
     x, bias, log_rate, y, tokens, stride, rate,
     N: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +79,7 @@ def log_decay(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def log_decay_back(
+def control_back(
     x, bias, log_rate, d_y, d_x, d_bias, d_log_rate, tokens, stride, rate,
     N: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -100,15 +104,15 @@ def log_decay_back(
         tl.store(d_log_rate + sums, sum_rate, mask=channels < N)
 
 
-def forward(call: LogDecay) -> Tensor:
+def forward(call: Control) -> Tensor:
     given, common, (tokens, columns) = _launch(call)
     y = call.result()
     with torch.cuda.device_of(y):
-        log_decay[(-(-tokens // common["BT"]), columns)](**given, y=y, **common)
+        control[(-(-tokens // common["BT"]), columns)](**given, y=y, **common)
     return y
 
 
-def backward(d_y: Tensor, call: LogDecay) -> list[Tensor | None]:
+def backward(d_y: Tensor, call: Control) -> list[Tensor | None]:
     given, common, (tokens, columns) = _launch(call)
     groups = -(-tokens // (common["BT"] * PARTS))
     d_x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
@@ -116,7 +120,7 @@ def backward(d_y: Tensor, call: LogDecay) -> list[Tensor | None]:
         x if x is None else d_y.new_empty(groups, common["N"], dtype=torch.float32) for x in (call.bias, call.log_rate)
     )
     with torch.cuda.device_of(d_y):
-        log_decay_back[(groups, columns)](
+        control_back[(groups, columns)](
             **given, d_y=d_y.contiguous(), d_x=d_x, d_bias=d_bias, d_log_rate=d_log_rate, **common, PARTS=PARTS
         )
     if d_log_rate is not None:
@@ -124,7 +128,7 @@ def backward(d_y: Tensor, call: LogDecay) -> list[Tensor | None]:
     return [d_x, d_bias if d_bias is None else d_bias.sum(0), d_log_rate]
 
 
-def _launch(call: LogDecay) -> tuple[dict[str, Tensor | None], dict[str, Any], tuple[int, int]]:
+def _launch(call: Control) -> tuple[dict[str, Tensor | None], dict[str, Any], tuple[int, int]]:
     """Returns what both ways read, the arguments of both kernels, and (tokens, blocks of channels)."""
     (B, T, H), x = call.x.shape[:3], one_stride(call.x.flatten(2)[:, :, None])
     assert x is not None

@@ -1,4 +1,4 @@
-"""The decays of the backend "triton" against PyTorch's, in float64."""
+"""The decays and write strengths of the backend "triton" against PyTorch's, in float64."""
 
 import math
 
@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from headrace import InputError
+from headrace.ops.control import Control
 from headrace.ops.dispatch import choose
-from headrace.ops.log_decay import LogDecay
 from headrace.studies.verify import relative
 
-FIELDS = {"sigmoid": (False, False), "softplus": (True, True), "exp": (True, False)}  # has bias, has log_rate
+# Whether there are a bias and a log_rate.
+FIELDS = {"sigmoid": (False, False), "softplus": (True, True), "exp": (True, False), "beta": (False, False)}
 
 
 def given(kind, *shape, dtype=torch.float32, rate=1.0):
@@ -19,13 +20,13 @@ def given(kind, *shape, dtype=torch.float32, rate=1.0):
     N, (bias, log_rate) = math.prod(shape[2:]), FIELDS[kind]
     x = 3 * torch.randn(B, T, N + 3)[..., 1:-2]
     tensors = x.unflatten(2, shape[2:]), torch.randn(N) if bias else None, torch.randn(H) if log_rate else None
-    return LogDecay(*(x if x is None else x.to(dtype) for x in tensors), kind, rate)
+    return Control(*(x if x is None else x.to(dtype) for x in tensors), kind, rate)
 
 
 def called(backend, dtype, call):
     """The result and the gradients to the tensors of the call."""
-    call = LogDecay(*(x if x is None else x.detach().to(dtype).requires_grad_() for x in call.tensors), *call[3:])
-    y = choose("log_decay", backend, call).run(call)
+    call = Control(*(x if x is None else x.detach().to(dtype).requires_grad_() for x in call.tensors), *call[3:])
+    y = choose("control", backend, call).run(call)
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     return y, *torch.autograd.grad((y * weights).sum(), [x for x in call.tensors if x is not None])
 
@@ -57,9 +58,9 @@ def test_small_decays_keep_their_digits():
     """log(1 + e^x) of an x from -80 to 80, each by itself: a memory that lasts needs small decays to be precise."""
     x = torch.linspace(-80, 80, 400)[None, :, None]
     ours, exact = (
-        choose("log_decay", backend, call).run(call)
+        choose("control", backend, call).run(call)
         for backend, call in (
-            (name, LogDecay(x.to(dtype), torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype), "softplus"))
+            (name, Control(x.to(dtype), torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype), "softplus"))
             for name, dtype in (("triton", torch.float32), ("torch", torch.float64))
         )
     )
@@ -69,6 +70,6 @@ def test_small_decays_keep_their_digits():
 def test_it_has_no_second_derivative():
     call = given("exp", 1, 4, 2)
     x = call.x.detach().requires_grad_()
-    y = choose("log_decay", "triton", call).run(call._replace(x=x))
-    with pytest.raises(InputError, match="the triton log decay has no second derivative"):
+    y = choose("control", "triton", call).run(call._replace(x=x))
+    with pytest.raises(InputError, match="the triton control has no second derivative"):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
