@@ -1,6 +1,7 @@
 """Whole models on a GPU: training steps and decoding. See gpu.py."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from importlib import import_module
 
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from gpu_measure import Machine
 from gpu_sizes import Found, Sizes, failure
 from headrace import zoo
+from headrace.layers import build
 from headrace.layers.stack import Backbone
 from headrace.layers.stack import Sizes as StackSizes
 from headrace.layers.widths import default_intermediate_size
+from headrace.studies.verify import relative, worst
 
 
 class FlaLayer(nn.Module):
@@ -61,6 +64,41 @@ class Model(nn.Module):
 def ways(machine: Machine) -> tuple[str, ...]:
     """Returns the backends to time: that of "auto", and on a GPU headrace's kernels, which "auto" does not choose."""
     return ("auto", "triton") if machine.is_gpu else ("auto",)
+
+
+def layers(machine: Machine, sizes: Sizes) -> Iterator[Found]:
+    """Errors of a layer's output and gradients in bfloat16 against PyTorch in float64 on the same numbers, and what a
+    forward and backward take of the host."""
+    T = sizes.batch[1]
+    where = f"hidden {sizes.hidden}, B=1 T={T}"
+    for mixer in sizes.mixers:
+        layer = build(zoo.get(mixer), hidden_size=sizes.hidden, num_heads=4).to(machine.device, torch.bfloat16)
+        for gate in (layer.read_competition, layer.write_competition):
+            if gate is not None:
+                nn.init.normal_(gate.weight, std=0.1)
+        x = torch.randn(1, T, sizes.hidden, dtype=torch.bfloat16, device=machine.device, requires_grad=True)
+        exact = deepcopy(layer).double()
+        exact.backend = "torch"
+        truth = [y.cpu() for y in passed(exact, x.detach().double().requires_grad_())]
+        for way in ways(machine):
+            layer.backend, subject = way, f"{mixer} | {way}"
+            try:
+                output, *gradients = passed(layer, x)
+                times = machine.interleave({mixer: partial(passed, layer, x)}, sizes.rounds, sizes.budget)[mixer]
+                launches = machine.launches(partial(passed, layer, x))
+            except Exception as error:
+                yield failure(subject, where, error)
+                continue
+            yield subject, where, "layer's output", relative(output, truth[0]), "relative", ""
+            yield subject, where, "layer's gradients", worst(gradients, truth[1:]), "relative", ""
+            yield subject, where, "host", times.host, "ms", ""
+            yield subject, where, "launches", float(launches), "", ""
+
+
+def passed(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output and the gradients to x and to all parameters of its sum."""
+    y, _ = layer(x)
+    return [y.detach(), *torch.autograd.grad(y.sum(), [x, *layer.parameters()])]
 
 
 def train(machine: Machine, sizes: Sizes) -> Iterator[Found]:

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 
 from gpu_measure import Machine
-from gpu_models import decode, train
+from gpu_models import decode, layers, train
 from gpu_op import ceilings, correctness, long, op
 from gpu_sizes import DRY, FULL, Found, Sizes
 
 __all__ = ["DRY", "FULL", "STAGES", "Sizes"]
 
 STAGES: dict[str, Callable[[Machine, Sizes], Iterator[Found]]] = {
-    "ceilings": ceilings, "correctness": correctness, "op": op, "train": train, "decode": decode,
+    "ceilings": ceilings, "correctness": correctness, "layers": layers, "op": op, "train": train, "decode": decode,
     "long": long,
 }  # fmt: skip

@@ -24,7 +24,8 @@ REPORTED = [run for run in RUNS if run["comparison"] in DEFAULTS]
 
 
 def score(run):
-    return f"{100 * run['score']:.1f}{'' if run['converged'] else '*'}"
+    found = f"{run['score']:.3f} nats" if run["metric"] == "loss" else f"{100 * run['score']:.1f}"
+    return found + ("" if run["converged"] else "*")
 
 
 def searched():

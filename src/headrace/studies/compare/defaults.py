@@ -22,8 +22,7 @@ COPY = Plan(
     Shape(layers=2, heads=4),
     ArmRecipe(steps=1500, batch_size=32, lr=3e-3),
 )
-SHORTER = replace(COPY.recipe, steps=600)
-KEY_VALUE = replace(COPY, name="key-value", task=tasks.KeyValue(keys=16, pairs=4, length=24), recipe=SHORTER)
+KEY_VALUE = replace(COPY, name="key-value", task=tasks.KeyValue(keys=16, pairs=4, length=24))
 # The default vocabulary of Mqar is Zoology's 8,192, with which nothing is learnt within these steps (docs/log.md).
 MQAR = replace(
     COPY, name="mqar", task=tasks.Mqar(vocabulary=40, pairs=4, length=16), recipe=ArmRecipe(steps=1200, lr=3e-3)
@@ -35,7 +34,7 @@ SELECTIVE_COPY = replace(
     task=tasks.SelectiveCopy(symbols=8, copied=4, length=24),
     recipe=replace(COPY.recipe, steps=1000),
 )
-INDUCTION = replace(COPY, name="induction", task=tasks.Induction(length=32), recipe=SHORTER)
+INDUCTION = replace(COPY, name="induction", task=tasks.Induction(length=32), recipe=replace(COPY.recipe, steps=600))
 # With its own step sizes, up to 0.1, Gated DeltaNet has forgotten the number by the end of the row (docs/log.md).
 NEEDLE = Plan(
     "needle",
@@ -61,7 +60,7 @@ TEXT = Plan(
     ("gla", "softmax-gla", "transformer"),
     tasks.Text(length=96),
     Shape(layers=2, mlp=128),
-    ArmRecipe(batch_size=16, lr=6e-3, held_out=256),
+    ArmRecipe(steps=1000, batch_size=16, lr=6e-3, held_out=256),
     seeds=2,
 )
 MASKED = Plan(
@@ -69,7 +68,7 @@ MASKED = Plan(
     ("bert", "bert(mixer=gla)", "bert(mixer=softmax-gla)"),
     tasks.Masked(length=64),
     Shape(layers=2, heads=4),
-    ArmRecipe(batch_size=32, lr=3e-3, held_out=256),
+    ArmRecipe(steps=2000, batch_size=32, lr=3e-3, held_out=256),
     seeds=2,
 )
 REVERSE = Plan(
@@ -77,11 +76,15 @@ REVERSE = Plan(
     ("rnn", "luong", "bahdanau", "transformer-2017", "t5", "transformer", "gated-deltanet"),
     tasks.Reverse(),
     Shape(layers=2, heads=4),
-    ArmRecipe(steps=600, lr=1e-2),
+    ArmRecipe(steps=1500, lr=3e-3),
 )
-DATES = replace(REVERSE, name="dates", task=tasks.Dates(), recipe=replace(REVERSE.recipe, steps=1200))
+DATES = replace(REVERSE, name="dates", task=tasks.Dates(), recipe=ArmRecipe(steps=1200, lr=1e-2))
 SPANS = replace(
-    MASKED, name="spans", mixers=("t5", "t5(mixer=gla)", "t5(mixer=softmax-gla)"), task=tasks.Spans(length=64)
+    MASKED,
+    name="spans",
+    mixers=("t5", "t5(mixer=gla)", "t5(mixer=softmax-gla)"),
+    task=tasks.Spans(length=64),
+    recipe=replace(MASKED.recipe, steps=1500),
 )
 PLANS = (
     PAIR, KEY_VALUE, MQAR, COPY, SELECTIVE_COPY, INDUCTION, NEEDLE, DIGITS, TEXT, MASKED, REVERSE, DATES, SPANS,
@@ -100,4 +103,4 @@ CAPACITY = Plan(
     Shape(hidden_size=32, heads=4),
     ArmRecipe(steps=1500, batch_size=32, evaluations=15),
 )
-DEMO = Study("demo", "Does head competition help?", (CAPACITY, TEXT))
+DEMO = Study("demo", "Does head competition help?", (CAPACITY, replace(TEXT, recipe=replace(TEXT.recipe, steps=300))))
