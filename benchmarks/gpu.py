@@ -1,7 +1,7 @@
 """What headrace's backends do on a GPU: one command on a bare machine, at most ten minutes.
 
     PYTHONPATH=src python benchmarks/gpu.py                    everything, the most valuable first
-    PYTHONPATH=src python benchmarks/gpu.py --stage op         one stage: ceilings, correctness, layers, op, train, decode
+    PYTHONPATH=src python benchmarks/gpu.py --stage op         one of: ceilings, correctness, layers, op, train, decode
     python benchmarks/gpu.py --dry                             the same program on small shapes on the CPU
 
 Needs PyTorch and, for its backends, Triton and fla-core (a folder with the wheel on PYTHONPATH will do); FlashQLA and

@@ -88,6 +88,13 @@ def test_float32_and_float16(gpu, family, K, dtype):
     assert max(x.code.stack for x in found) <= 1456  # as in docs/limits.md
 
 
+def test_64_channels():
+    """The state has half as many rows: nothing is spilled, and `scan` and `reverse_scan` compute no product twice."""
+    found = launches("sm_90", "gated-delta", K=64)
+    assert all(x.code.stack == 0 for x in found)
+    assert all(x.code.macs <= 5 * 64**3 for x in found if "scan" in x.kernel)
+
+
 def test_a_long_row_is_computed_in_segments():
     """Of 16 chunks on 132 processors; the passes before the last compute M and E of ops/triton/segments.py."""
     found = launches("sm_90", "linear", T=1024)

@@ -86,7 +86,8 @@ class Launcher:
         if kernel == "gradients":
             BK = 16 if vector or about.amd or not self.rounded else 64 if about.wide else 32
             stages = 1 if vector else about.stages
-            return {"BK": min(K, BK), "BV": block(V, 64 if half else 32), "num_warps": 8, "num_stages": stages}
+            BK = max(16, min(K // 2, BK))  # a loop of one block is unrolled, and its products are a chain (parts.apart)
+            return {"BK": BK, "BV": block(V, 64 if half else 32), "num_warps": 8, "num_stages": stages}
         widest = 64 if K <= 128 and about.wide else 32 if K <= 128 or half else 16
         return {"BK": K, "BV": block(V, widest), "num_warps": 8, "num_stages": about.stages}
 
