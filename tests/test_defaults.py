@@ -123,6 +123,11 @@ def test_the_seeds_of_the_search_are_none_of_those_reported():
     assert all(seeds.isdisjoint(plan.seed_numbers) for plan in DEFAULTS.values())
 
 
+def test_every_default_is_reported():
+    """`pair` by its studies."""
+    assert {run["comparison"] for run in REPORTED} | {"pair"} == DEFAULTS.keys()
+
+
 def test_every_default_is_searched():
     """`pair` and `text` by their studies."""
     assert {run["comparison"].partition("-lr-")[0] for run in SEARCHED} | {"pair", "text"} == DEFAULTS.keys()
