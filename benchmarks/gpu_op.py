@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -41,9 +41,7 @@ def tensors_of(family: Family, shape: tuple[int, ...], machine: Machine) -> dict
     return family.inputs(B=B, T=T, H=H, K=K, V=V, dtype=torch.bfloat16, device=machine.device)
 
 
-def engines(
-    family: Family, tensors: dict[str, Tensor]
-) -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]], str]]:
+def engines(family: Family, tensors: dict[str, Tensor]) -> Iterator[tuple[str, partial, str]]:
     """(name, call, why it is refused) of every backend that is here."""
     for name, backend in BACKENDS.items():
         if backend.missing() is None:
@@ -87,30 +85,59 @@ def correctness(machine: Machine, sizes: Sizes) -> Iterator[Found]:
                     yield failure(engine, where, error)
 
 
-def flash_qla(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    names = {"log_decay": "g"}
+def flash_qla(*, log_decay: Tensor, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     function = import_module("flash_qla").chunk_gated_delta_rule
-    return function(**{names.get(key, key): x for key, x in tensors.items()}, output_final_state=True, auto_cp=True)
+    return function(**tensors, g=log_decay, output_final_state=True, auto_cp=True)
+
+
+def helion(*, log_decay: Tensor | None = None, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    return import_module(HELION).chunked_linear_attn(**tensors, g=log_decay, return_final_state=True)
+
+
+def heads_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the tensors [B, T, H, ·] as [B, H, T, ·]; a decay [H] is expanded."""
+    B, T, H, _ = tensors["q"].shape
+    wide = {name: x.detach().expand(B, T, H) if x.dim() == 1 else x.detach() for name, x in tensors.items()}
+    return {
+        name: x.transpose(1, 2).contiguous().requires_grad_(tensors[name].requires_grad) for name, x in wide.items()
+    }
+
+
+class Peer(NamedTuple):
+    """Another library's implementation of some families."""
+
+    module: str
+    families: tuple[str, ...]
+    run: Callable[..., Any]  # (**tensors) -> (out, final state)
+    prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict  # our tensors -> its own; not timed
 
 
 LONG = "scalar", "vector", "gated-delta"
-PEERS: dict[str, dict[str, Callable]] = {"gated-delta": {"flash_qla": flash_qla}}  # by module
+HELION = "examples.linear.linear_attention_engine"  # of a checkout of pytorch/helion on PYTHONPATH, beside its package
+PEERS = {
+    "flash_qla": Peer("flash_qla", ("gated-delta",), flash_qla),
+    "helion": Peer(
+        HELION, ("linear", "fixed", "scalar", "vector", "delta", "gated-delta", "kda"), helion, heads_first
+    ),
+}  # fmt: skip
 
 
-def runners(name: str, tensors: dict[str, Tensor]) -> dict[str, Call]:
+def runners(name: str, tensors: dict[str, Tensor]) -> dict[str, partial]:
     """Ours by backend, without and with gates, and peers that can be imported."""
-    family, found = FAMILIES[name], {}
+    family, found = FAMILIES[name], dict[str, partial]()
     for engine, call, refused in engines(family, tensors):
         if not refused:
             found[engine] = call
             gates = {f"{way}_gate": torch.rand_like(tensors["v"][..., 0]).requires_grad_() for way in ("read", "write")}
             found[f"{engine}, gates"] = partial(call, **gates)
-    for peer, function in PEERS.get(name, {}).items():
+    for label, peer in PEERS.items():
+        if name not in peer.families:
+            continue
         try:
-            import_module(peer)
+            import_module(peer.module)
         except ImportError:  # peers are optional; the table shows which ones ran
             continue
-        found[peer] = partial(function, tensors)
+        found[label] = partial(peer.run, **peer.prepare(tensors))
     return found
 
 
@@ -121,8 +148,7 @@ def op(machine: Machine, sizes: Sizes) -> Iterator[Found]:
             tensors, where = tensors_of(FAMILIES[name], shape, machine), f"{name} {list(shape)}"
             calls: dict[str, Call] = {}
             for runner, call in runners(name, tensors).items():
-                inputs = [x for x in {**tensors, **getattr(call, "keywords", {})}.values() if isinstance(x, Tensor)]
-                inputs = list({id(x): x for x in inputs if x.requires_grad}.values())
+                inputs = [x for x in call.keywords.values() if isinstance(x, Tensor) and x.requires_grad]
                 try:
                     weights = [torch.ones_like(x) for x in call()]
                     calls[runner] = torch.no_grad()(call)

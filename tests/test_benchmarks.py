@@ -3,6 +3,7 @@
 import csv
 import subprocess
 import sys
+import types
 from importlib import import_module
 from pathlib import Path
 
@@ -117,6 +118,24 @@ def test_the_gpu_benchmark_is_rehearsed_on_the_cpu(lines, small, capsys):
     assert errors["layer's output"] <= 2**-6 and errors["layer's gradients"] <= 2**-5
     assert all(float(row["value"]) > 0 for row in rows)
     assert f"{len(rows)} rows in {path}, of them 0 failures" in capsys.readouterr().out
+
+
+def test_peers_that_can_be_imported_are_timed(lines, small, monkeypatch):
+    """Helion's examples take heads first."""
+    given = []
+
+    def chunked_linear_attn(q, k, v, g, beta=None, return_final_state=False):
+        given.append((q.shape, g.shape))
+        out = (q * k).sum(-1, keepdim=True) * v * g[..., None].exp()
+        return out, out.sum(2)
+
+    module = types.SimpleNamespace(chunked_linear_attn=chunked_linear_attn)
+    monkeypatch.setitem(sys.modules, gpu_op.HELION, module)
+    monkeypatch.setattr(gpu, "DRY", gpu.DRY._replace(families=("scalar",)))
+    path, read = lines
+    assert gpu.main(["--dry", "--stage", "op", "--output", str(path)]) == 0
+    ways = {row["measure"] for row in read() if row["subject"] == "helion"}
+    assert {"fwd", "f+b"} <= ways and set(given) == {((1, 2, 70, 16), (1, 2, 70))}
 
 
 def test_a_backend_that_fails_does_not_end_the_gpu_benchmark(lines, small, monkeypatch):
