@@ -4,10 +4,10 @@
     PYTHONPATH=src python benchmarks/gpu.py --stage op         one of: ceilings, correctness, layers, op, train, decode
     python benchmarks/gpu.py --dry                             the same program on small shapes on the CPU
 
-Needs PyTorch and, for its backends, Triton and fla-core (a folder with the wheel on PYTHONPATH will do). FlashQLA, FLA's
-layers and Helion's examples (a checkout of pytorch/helion on PYTHONPATH) are compared with if they can be imported. The
-backends are those of `headrace.backends()`. A row is appended to the CSV file as soon as it is measured, so that an
-interrupted run keeps what it found; what fails is a row with the error, and exit code 1.
+Needs PyTorch and, for its backends, Triton and fla-core (a folder with the wheel on PYTHONPATH will do). FlashQLA,
+FLA's layers and Helion's examples (a checkout of pytorch/helion on PYTHONPATH) are compared with if they can be
+imported. The backends are those of `headrace.backends()`. A row is appended to the CSV file as soon as it is measured,
+so that an interrupted run keeps what it found; what fails is a row with the error, and exit code 1.
 """
 
 import argparse
