@@ -28,7 +28,7 @@ STACK = {
     ("sm_100", "scalar"): 0, ("sm_100", "gated-delta"): 0, ("sm_100", "kda"): 0,
     ("sm_90", "normalised"): 0, ("sm_90", "bonus"): 0, ("sm_100", "bonus"): 0,
     ("sm_80", "vector"): 192,
-    ("sm_120", "scalar"): 48, ("gfx942", "scalar"): 0, ("gfx942", "gated-delta"): 32,
+    ("sm_120", "scalar"): 48, ("gfx942", "scalar"): 24, ("gfx942", "gated-delta"): 32,
     ("gfx942", "kda"): 220,  # the most of bfloat16, in docs/limits.md
 }  # fmt: skip
 # Multiply-adds of the equations per chunk with K = 128, in units of 64³. A loop over blocks of channels counts once, as
