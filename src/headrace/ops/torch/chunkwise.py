@@ -68,29 +68,32 @@ def write(E: Tensor, decay: NoDecay, memory: Memory, part: range, delta: bool) -
     return torch.baddbmm(W, Y, memory.pass_on(part, added, decay.through, removed), alpha=-1)
 
 
-def write_backward(
-    D: Tensor, decay: NoDecay, memory: Memory, part: range, delta: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Passes the gradient to the state through the chunks of a part, in reverse order, given the gradient to what the
-    queries read. Returns the gradients to what all readers read, to w v or v, and to the state after each chunk."""
-    C, V = D.shape[1:]
-    dE, reads, writes = torch.bmm(decay.scores[:, :C].mT, D), decay.reads[:, :C], decay.writes
+def write_backward(D: Tensor, decay: NoDecay, memory: Memory, part: range, delta: bool) -> tuple[Tensor, Tensor]:
+    """Passes the gradient to the state through the chunks of a part, in reverse order. Returns the gradients to w v or
+    v, and to the state after each chunk.
+
+    D [M, R·C, V]: the gradients to what the readers read. Those of the queries are given, those of keys computed here.
+    """
+    C, V = decay.writes.shape[1], D.shape[2]
+    of_queries, of_keys = D[:, :C], D[:, C:]
+    dE, reads, writes = torch.bmm(decay.scores[:, :C].mT, of_queries), decay.reads[:, :C], decay.writes
     if not delta:
-        dS = memory.pass_on(part, torch.bmm(reads.mT, D), decay.through)
-        return D, dE.baddbmm_(writes, dS), dS
+        dS = memory.pass_on(part, torch.bmm(reads.mT, of_queries), decay.through)
+        return dE.baddbmm_(writes, dS), dS
     solve = inverse(decay.scores[:, C:]).mT
     if len(part) == 1:
         dS = memory.enter(part[0])
         dE = torch.bmm(solve, dE.baddbmm_(writes, dS))
-        D = torch.cat([D, -dE], 1)
+        torch.neg(dE, out=of_keys)
         memory.pass_on(part, torch.bmm(decay.reads.mT, D), decay.through)
-        return D, dE, dS
+        return dE, dS
     solved = torch.bmm(solve, torch.cat([dE, writes], -1))
     moved, removed = torch.bmm(decay.reads[:, C:].mT, solved).tensor_split([V], -1)
-    dS = memory.pass_on(part, torch.baddbmm(moved, reads.mT, D, beta=-1), decay.through, removed)
+    dS = memory.pass_on(part, torch.baddbmm(moved, reads.mT, of_queries, beta=-1), decay.through, removed)
     P, Q = solved.tensor_split([V], -1)
     dE = torch.baddbmm(P, Q, dS)
-    return torch.cat([D, -dE], 1), dE, dS
+    torch.neg(dE, out=of_keys)
+    return dE, dS
 
 
 def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -138,7 +141,10 @@ def backward(
     for part, where in reversed(chunks.parts()):
         tile, S = tiles.part(where), states[where]
         decay = tile.decay()
-        D, dE, dS = write_backward(tile.d_out * call.scale, decay, gradients, part, call.delta)
+        M, rows, _ = decay.reads.shape
+        D = E.new_empty(M, rows, chunks.V)
+        torch.mul(tile.d_out, call.scale, out=D[:, : chunks.length])
+        dE, dS = write_backward(D, decay, gradients, part, call.delta)
         passed = None
         if "log_decay" in grads and decay.through is not None:
             passed = (S * dS).sum(-1, keepdim=True).mul_(decay.through).mT

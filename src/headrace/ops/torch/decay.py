@@ -94,11 +94,15 @@ class VectorDecay(NoDecay):
         self.sizes = M, x.shape[1] // C, C // c, c
         g = log_decay.unflatten(1, (-1, c))
         inside, outside = between(g), between(F.pad(g.sum(2), (0, 0, 1, 0)))[:, :, 1:]
+        # Within a block: from writer to reader, from the start to the reader, and from the writer to the end.
         self.near, self.since, self.until = inside[:, :, :, 1:], inside[:, :, :, 0], inside[:, :, -1, 1:]
-        self.blocks, self.through = outside[:, :-1, 1:, None], outside[:, -1, 0, :, None]
-        self.seen, self.left = outside[:, :-1, 0, None] * self.since, outside[:, -1, 1:, None] * self.until
-        self.reads = (self._by_block(x) * self.seen[:, None]).view_as(x)
-        self.writes = (y.view_as(self.left) * self.left).view_as(y)
+        # From the end of block J to the start of block I, from the start of the chunk, and to its end.
+        self.blocks, self.before, self.after = outside[:, :-1, 1:], outside[:, :-1, :1], outside[:, -1, 1:, None]
+        self.through = outside[:, -1, 0, :, None]
+        self.late = times(self._by_block(x).transpose(1, 2), self.since[:, :, None])
+        self.ended = y.view_as(self.until) * self.until
+        self.reads = times(self.late.transpose(1, 2), self.before[:, None]).view_as(x)
+        self.writes = (self.ended * self.after).reshape(y.shape)
         self._score()
 
     def _by_block(self, x: Tensor) -> Tensor:
@@ -112,49 +116,51 @@ class VectorDecay(NoDecay):
 
     def _score(self) -> None:
         M, R, n, c = self.sizes
-        y, K = self.y.unflatten(1, (n, c)), self.y.shape[-1]
-        self.ended = y * self.until
-        self.early = (self.ended[:, None] * self.blocks).reshape(M * n, n * c, K)
-        self.late = (self._by_block(self.x) * self.since[:, None]).transpose(1, 2).reshape(M * n, R * c, K)
-        scores = torch.bmm(self.late, self.early.mT)
-        self.scores = scores.view(M, n, R, c, n * c).transpose(1, 2).reshape(M, R * n * c, n * c)
+        K = self.y.shape[-1]
+        self.early = (self.ended[:, None] * self.blocks[:, :, :, None]).reshape(M * n, n * c, K)
         self.own = self.x.unflatten(1, (R, n * c)).transpose(1, 2).reshape(M * n * c, R, K)
-        self.beside = (y[:, :, None] * self.near).reshape(M * n * c, c, K)
-        self._diagonal(self.scores).copy_(torch.bmm(self.own, self.beside.mT).view(M, n, c, R, c))
-        self.scores.masked_fill_(self.hidden, 0)
+        self.beside = (self.y.view(M, n, 1, c, K) * self.near).reshape(M * n * c, c, K)
+        far = torch.bmm(self.late.flatten(0, 1).flatten(1, 2), self.early.mT).view(M, n, R, c, n * c)
+        near = torch.bmm(self.own, self.beside.mT).view(M, n, c, R, c)
+        self.scores = far.new_empty(M, R * n * c, n * c)
+        zeroed(far, not_earlier(R, n, c, far.device), self._by_block(self.scores).transpose(1, 2))
+        zeroed(near, self._hidden_beside(), self._diagonal(self.scores))
+
+    def _hidden_beside(self) -> Tensor:
+        """Returns which writers of their block [c] the readers [c, R] do not see."""
+        _, R, _, c = self.sizes
+        return hidden(R, c, self.x.device).view(R, c, c).transpose(0, 1)
 
     def backward(self, dA: Tensor, read: Tensor, written: Tensor, passed: Tensor | None) -> Gradients:
         M, R, n, c = self.sizes
         K, dg = self.y.shape[-1], None
-        dA_far = dA.masked_fill(not_earlier(R, n, c, dA.device), 0)
-        dA_far = self._by_block(dA_far).transpose(1, 2).reshape(M * n, R * c, n * c)
-        dA_near = self._diagonal(dA.masked_fill_(self.hidden, 0)).reshape(M * n * c, R, c)
-        self._by_block(read).mul_(self.seen[:, None])
-        written.unflatten(1, (n, c)).mul_(self.left)
-        d_beside = torch.bmm(dA_near.mT, self.own)
-        d_early = torch.bmm(dA_far.mT, self.late).view(M, n, n, c, K).mul_(self.blocks)
-        late = torch.bmm(dA_far, self.early).view(M, n, R, c, K).mul_(self.since[:, :, None])
-        early = d_early.sum(1).mul_(self.until)
+        far = zeroed(self._by_block(dA).transpose(1, 2), not_earlier(R, n, c, dA.device)).view(M * n, R * c, n * c)
+        near = zeroed(self._diagonal(dA), self._hidden_beside()).view(M * n * c, R, c)
+        d_late = torch.bmm(far, self.early).view(M, n, R, c, K)
+        d_early = torch.bmm(far.mT, self.late.view(M * n, R * c, K))
+        d_ended = (d_early.view(M, n, n, c, K) * self.blocks[:, :, :, None]).sum(1)
+        d_own, d_beside = torch.bmm(near, self.beside), torch.bmm(near.mT, self.own)
         if passed is not None:
-            dg = self._flows(read, written, passed, late, early, d_early, d_beside)
-        near = torch.bmm(dA_near, self.beside).view(M, n * c, R, K).transpose(1, 2)
-        self._by_block(read).add_(late.transpose(1, 2))
-        read.unflatten(1, (R, n * c)).add_(near)
-        written.unflatten(1, (n, c)).add_(early).add_((d_beside.view(M, n, c, c, K) * self.near).sum(2))
+            dg = self._flows(read, written, passed, d_late, d_early, d_ended, d_beside)
+        x, y = self._by_block(read), written.unflatten(1, (n, c))
+        torch.addcmul(d_late.transpose(1, 2), x, self.before[:, None], out=x)
+        torch.addcmul(d_own.view(M, n, c, R, K).permute(0, 3, 1, 2, 4), x, self.since[:, None], out=x)
+        torch.addcmul(d_ended, y, self.after, out=y)
+        torch.addcmul((d_beside.view(M, n, c, c, K) * self.near).sum(2), y, self.until, out=y)
         return read, written, dg
 
-    def _flows(self, read, written, passed, late, early, d_early, d_beside) -> Tensor:
+    def _flows(self, read, written, passed, d_late, d_early, d_ended, d_beside) -> Tensor:
         """Returns the gradient to log_decay: the sum of what passes a token from the incoming state or to the outgoing
         one, between blocks, and within its block."""
         M, R, n, c = self.sizes
         kind, K = (read.dtype, read.device), self.y.shape[-1]
-        x, y = self._by_block(self.x).transpose(1, 2), self.y.unflatten(1, (n, c))
-        dg = summed(crossing(R, n * c, *kind), torch.cat([read * self.x, passed, written * self.y], 1))
-        over = summed(straddling(n, 1, *kind), (d_early * self.ended[:, None]).sum(3).flatten(1, 2))
-        flow = torch.cat([(late * x).flatten(2, 3), over[:, :, None], early * y], 2).flatten(0, 1)
-        dg.view(M * n, c, K).add_(summed(crossing(R, c, *kind), flow))
+        outer = torch.cat([read * self.reads, passed, written * self.writes], 1)
+        over = summed(straddling(n, 1, *kind), (d_early * self.early).view(M, n * n, c, K).sum(2))
+        flow = torch.cat([(d_late * self.late).flatten(2, 3), over[:, :, None], d_ended * self.ended], 2).flatten(0, 1)
         inside = (d_beside * self.beside).view(M * n, c * c, K)
-        dg.view(M * n, c, K).add_(summed(straddling(c, 0, *kind), inside))
+        dg = summed(crossing(R, n * c, *kind), outer)
+        blocks = dg.view(M * n, c, K).baddbmm_(crossing(R, c, *kind).expand(M * n, -1, -1), flow)
+        blocks.baddbmm_(straddling(c, 0, *kind).expand(M * n, -1, -1), inside)
         return dg
 
 
@@ -191,9 +197,9 @@ def hidden(kinds: int, C: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def not_earlier(kinds: int, n: int, c: int, device: torch.device) -> Tensor:
-    """Returns which writers [C] are in no earlier block than the readers [R·C], with n blocks of c tokens."""
-    ones = torch.ones(n, n, dtype=torch.bool, device=device).triu()
-    return ones.repeat_interleave(c, 0).repeat_interleave(c, 1).repeat(kinds, 1)
+    """Returns which writers [n·c] are in no earlier block than the readers [n, R, c], with n blocks of c tokens."""
+    ones = torch.ones(n, n, dtype=torch.bool, device=device).triu().repeat_interleave(c, 1)
+    return ones[:, None, None].repeat(1, kinds, c, 1)
 
 
 @lru_cache(maxsize=64)
@@ -215,3 +221,14 @@ def straddling(n: int, gap: int, dtype: torch.dtype, device: torch.device) -> Te
 def summed(matrix: Tensor, x: Tensor) -> Tensor:
     """Returns the product of a matrix [a, b] and each of x [M, b, ·]."""
     return torch.bmm(matrix.expand(len(x), -1, -1), x)
+
+
+def times(x: Tensor, y: Tensor) -> Tensor:
+    """Returns x y, contiguous also where x is a view of another layout."""
+    return torch.mul(x, y, out=x.new_empty(x.shape))
+
+
+def zeroed(x: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
+    """Copies x, with zeros where `mask` is true, to `out` or to new contiguous memory."""
+    zero = covered(1, x.dtype, x.device)[1]
+    return torch.where(mask, zero, x, out=x.new_empty(x.shape) if out is None else out)
