@@ -10,7 +10,7 @@ from headrace import layers, linear_attention, zoo
 from headrace.layers.feature_maps import FEATURE_MAPS
 from headrace.layers.residual import ResidualDelta
 from headrace.ops.sequences import Sequences
-from headrace.ops.torch.qk_norm import sum_norm
+from headrace.ops.torch.query_key import sum_norm
 from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
 

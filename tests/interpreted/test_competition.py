@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from headrace import InputError, layers, zoo
-from headrace.ops.competition import Activation
 from headrace.ops.dispatch import choose
-from headrace.ops.triton import competition
+from headrace.ops.query_key import Activation, QueryKey
+from headrace.ops.triton import query_key
 from headrace.studies.verify import relative, worst
 
 SOFTMAX = Activation("softmax", 0.7, 0.0, False)
@@ -38,7 +38,8 @@ def literal(x, weight, activation):
 
 
 def on(backend, heads, weight, activation):
-    return choose("competition", backend, heads, weight, activation).run(heads, weight, activation)
+    call = QueryKey(heads, weight=weight, **activation._asdict())
+    return choose("query_key", backend, call).run(call)[1]
 
 
 def called(compete, wide, weight, activation):
@@ -64,14 +65,9 @@ def test_is_the_formula(heads, groups, key, activation):
     agree(*given(heads, key, groups), ACTIVATIONS[activation])
 
 
-def test_more_tokens_than_a_program_holds():
-    agree(*given(2, 4, tokens=competition.TOKENS + 5))
-
-
-def test_more_keys_than_a_program_holds(monkeypatch):
-    monkeypatch.setattr(competition, "SIZE", 32)
-    monkeypatch.setattr(competition, "TOKENS", 2)
-    agree(*given(3, 12, rows=1, tokens=3), ACTIVATIONS["null"])
+def test_more_tokens_than_a_program_holds(monkeypatch):
+    monkeypatch.setattr(query_key, "SIZE", 4)
+    agree(*given(2, 4, tokens=query_key.PARTS + 5))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-11)])
@@ -97,8 +93,8 @@ def test_scores_of_any_size():
 
 def test_a_layer(monkeypatch):
     """Its gates are the backend's; what else differs are sums in another order."""
-    calls, compete = [], competition.forward
-    monkeypatch.setattr(competition, "forward", lambda *given: calls.append(given) or compete(*given))
+    calls, compute = [], query_key.forward
+    monkeypatch.setattr(query_key, "forward", lambda *given: calls.append(given) or compute(*given))
     mixer = layers.build(zoo.get("softmax-linear-attention(heads.qk_groups=1)"), hidden_size=8, num_heads=2)
     torch.nn.init.normal_(mixer.read_competition.weight)
     x, by, found = torch.randn(1, 3, 8, requires_grad=True), torch.randn(1, 3, 8), []
@@ -109,25 +105,13 @@ def test_a_layer(monkeypatch):
     assert len(calls) == 2 and worst(*found) <= 1e-5
 
 
-def test_opcheck():
-    """Without the check of a compiled call, which takes seconds."""
-    x, weight = torch.randn(1, 2, 3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
-    settings = ACTIVATIONS["null"]
-    forward, backward = torch.ops.headrace.triton_compete.default, torch.ops.headrace.triton_compete_backward.default
-    constant = x.detach(), weight.detach(), *settings
-    log_gate = forward(*constant)
-    checks = "test_schema", "test_faketensor", "test_autograd_registration"
-    for operator, arguments in ((forward, (x, weight, *settings)), (backward, (log_gate, log_gate, *constant))):
-        assert torch.library.opcheck(operator, arguments, test_utils=checks) == dict.fromkeys(checks, "SUCCESS")
-
-
 @pytest.mark.parametrize(
     ("heads", "weight", "reason"),
     [
         (torch.ones(1, 2, 3, 4).double(), torch.ones(3, 4), r"x is torch\.float64"),
         (torch.ones(1, 2, 3, 4), torch.ones(3, 4).double(), r"the weight is torch\.float64"),
         (torch.ones(1, 0, 3, 4), torch.ones(3, 4), "x has no tokens"),
-        (torch.ones(1, 2, 1025, 1), torch.ones(1025, 1), "up to 1024 heads, and they are 1025"),
+        (torch.ones(1, 2, 129, 128), torch.ones(129, 128), "up to 16384 channels together, and these have 16512"),
     ],
 )
 def test_what_it_cannot_take(heads, weight, reason):
@@ -137,7 +121,7 @@ def test_what_it_cannot_take(heads, weight, reason):
 
 def test_there_is_no_second_derivative():
     x, weight = torch.randn(1, 2, 3, 4), torch.randn(3, 4, requires_grad=True)
-    with pytest.raises(InputError, match="the triton competition has no second derivative"):
+    with pytest.raises(InputError, match="the triton computation of q and k has no second derivative"):
         torch.autograd.grad(on("triton", x, weight, SOFTMAX).sum(), weight, create_graph=True)
     with pytest.raises(InputError, match=r"neither transforms of torch\.func"):
         torch.func.grad(lambda w: on("triton", x, w, SOFTMAX).sum())(weight)

@@ -4,13 +4,15 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.competition import Activation
 from ..ops.dispatch import choose
+from ..ops.modules import untouched
+from ..ops.query_key import Activation, QueryKey
 from ..ops.torch.competition import activate, scores
 from ..spec.linear import Competition
 from .base import SelfInitialised
@@ -57,6 +59,13 @@ class HeadCompetition(Gate):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
+    def in_query_key(self, log: bool) -> dict[str, Any] | None:
+        """Returns the arguments of a `QueryKey` that computes the gate, or its logarithm, from this module's weights;
+        None for other sources than "head", for shuffled gates, and for a module that has to be called."""
+        if self.spec.source != "head" or self.spec.shuffle or not untouched(self, HeadCompetition):
+            return None
+        return {"weight": self.weight, **self.activation._replace(log=log)._asdict()}
+
     def scores(self, heads: Tensor, x: Tensor) -> Tensor:
         """Returns the scores [B, T, H], or [B, T, H, H] for source="diag".
 
@@ -92,8 +101,8 @@ class HeadCompetition(Gate):
     def _log_gate(self, heads: Tensor, x: Tensor, backend: str) -> Tensor:
         if self.spec.source != "head":
             return self._activate(self.scores(heads, x))
-        given = heads, self.weight, self.activation
-        return choose("competition", backend, *given).run(*given)
+        call = QueryKey(heads, weight=self.weight, **self.activation._asdict())
+        return choose("query_key", backend, call).run(call)[1]
 
     def _activate(self, scores: Tensor) -> Tensor:
         log_gate = activate(scores, self.activation)

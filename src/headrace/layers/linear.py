@@ -13,10 +13,11 @@ from ..ops.call import accumulator
 from ..ops.context_parallel import current
 from ..ops.dispatch import choose, has
 from ..ops.gated_norm import GatedNorm
-from ..ops.qk_norm import QKNorm
+from ..ops.query_key import QueryKey
 from ..ops.recurrence import step
 from ..ops.sequences import Sequences
 from ..ops.torch.tiles import product
+from .competition import HeadCompetition
 from .convolution import convolve
 from .decays import activated
 from .decode import MixerState
@@ -48,8 +49,10 @@ class LinearMixer(LinearParameters):
         q, k, v, conv = self._convolve(inputs, state, sequences)
         tokens = state.tokens if state is not None else None
         positions = sequences.positions(tokens, x) if self.spec.counts_tokens else None
-        gates = self._compete(q, k, x, positions)
-        q, k = self._shape(q, k, positions if self.spec.inputs.rotary else None)
+        choice = None if self.choice is None else self.choice(q)
+        q, read = self._gate_and_shape(q, self.read_competition, False, x, positions)
+        k, write = self._gate_and_shape(k, self.write_competition, self.write_place == "beta", x, positions)
+        gates = read, write, choice
         tensors: dict[str, Any] = {"q": q, "k": k, "v": self._per_memory(v), **self._decay_and_gates(inputs, gates)}
         memory, before = None if state is None else state.memory, None
         if self.residual is not None:
@@ -64,7 +67,7 @@ class LinearMixer(LinearParameters):
             out, memory = self.op(**tensors, **settings, backend=self.backend)
         if self.choice is not None:
             out = out.unflatten(2, (self.H, -1)).sum(3)
-        y = self._read_out(out, v, inputs.get("gate"), gates[0])
+        y = self._read_out(out, v, inputs.get("gate"), None if self._read_gate_inside() else read)
         if self.spec.counts_tokens:
             tokens = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
         return y, MixerState(memory, conv, shift, tokens, before)
@@ -116,35 +119,41 @@ class LinearMixer(LinearParameters):
             conv,
         )
 
-    def _compete(
-        self, q: Tensor, k: Tensor, x: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Returns the logarithms of read gate [B, T, H] and write gate [B, T, H · memories], and the choice of memories
-        [B, T, H · memories]; None for those that the spec does not have."""
-        where = x, positions, self._backend("competition")
-        read = None if self.read_competition is None else self.read_competition(q, *where)
-        write = None if self.write_competition is None else self.write_competition(k, *where)
-        return read, write, None if self.choice is None else self.choice(q)
-
     def _per_memory(self, x: Tensor | None) -> Any:
         """Repeats a per-head tensor [H, ·] or [B, T, H, ·] once per memory of the head."""
         return x if x is None or self.choice is None else x.repeat_interleave(self.spec.rank, 2 if x.dim() > 2 else 0)
 
-    def _shape(self, q: Tensor, k: Tensor, positions: Tensor | None) -> list[Tensor]:
-        """Returns the q and k of the recurrence. Taylor features are of rotated q and k, a norm is rotated."""
-        norm = self.spec.inputs.qk_norm
-        if self.features is None:
-            feature_map = FEATURE_MAPS[self.spec.inputs.feature_map]
-            return [self._qk_norm(feature_map(x), norm, positions) for x in (q, k)]
-        root = self._scale() ** 0.5
-        turned = [self._qk_norm(x, "none", positions) for x in (q, k)]
-        return [self._qk_norm(self.features(x * root), norm, None) for x in turned]
+    def _gate_and_shape(
+        self, heads: Tensor, competition: HeadCompetition | None, log: bool, x: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the q or k of the recurrence, and the gates [B, T, H] of its competition, if any, or their logarithm.
 
-    def _qk_norm(self, x: Tensor, norm: str, positions: Tensor | None) -> Tensor:
-        call = QKNorm(x, positions, norm, self.rope_theta)
-        if norm == "none" and positions is None:
-            return x
-        return choose("qk_norm", self._backend("qk_norm"), call).run(call)
+        A backend computes both at once if the gates need no more than the competition's weights."""
+        fused = None if competition is None else competition.in_query_key(log)
+        y, gates = self._shape(heads, positions if self.spec.inputs.rotary else None, fused or {})
+        if competition is not None and fused is None:
+            log_gates = competition(heads, x, positions, self._backend("query_key"))
+            gates = log_gates if log else log_gates.exp()
+        return y, gates
+
+    def _shape(
+        self, heads: Tensor, positions: Tensor | None, competition: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the q or k of the recurrence, and gates. Taylor features are of rotated heads, a norm is rotated."""
+        inputs = self.spec.inputs
+        if self.features is not None:
+            y, gates = self._query_key(heads, positions, "none", competition)
+            return self._query_key(self.features(y * self._scale() ** 0.5), None, inputs.qk_norm, {})[0], gates
+        if inputs.feature_map == "identity":
+            return self._query_key(heads, positions, inputs.qk_norm, competition)
+        gates = self._query_key(heads, None, "none", competition)[1]
+        return self._query_key(FEATURE_MAPS[inputs.feature_map](heads), positions, inputs.qk_norm, {})[0], gates
+
+    def _query_key(self, heads: Tensor, positions: Tensor | None, norm: str, competition: dict[str, Any]):
+        call = QueryKey(heads, positions, norm=norm, theta=self.rope_theta, **competition)
+        if not (call.changes_x or competition):
+            return heads, None
+        return choose("query_key", self._backend("query_key"), call).run(call)
 
     def _backend(self, operation: str) -> str:
         """Returns the name of the backend that computes an operation of the layer."""
@@ -164,17 +173,16 @@ class LinearMixer(LinearParameters):
 
     def _decay_and_gates(self, inputs: dict[str, Tensor], gates: tuple) -> dict[str, Tensor | None]:
         """The arguments of `linear_attention` per token, except q, k and v."""
-        log_read, log_write, choice = gates
-        log_decay, beta = self._decay_and_beta(inputs, log_write)
-        read_gate = log_read.exp() if log_read is not None and self._read_gate_inside() else None
+        read, write, choice = gates
+        log_decay, beta = self._decay_and_beta(inputs, write)
         return {
             "log_decay": log_decay,
             "beta": beta,
-            "write_gate": log_write.exp() if log_write is not None and self.write_place == "value" else None,
-            "read_gate": product(self._per_memory(read_gate), choice),
+            "write_gate": write if self.write_place == "value" else None,
+            "read_gate": product(self._per_memory(read) if self._read_gate_inside() else None, choice),
         }
 
-    def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
+    def _decay_and_beta(self, inputs: dict[str, Tensor], write: Tensor | None):
         """Returns log_decay and β, or β's logit if β also depends on the memory (write.look)."""
         if self.spec.write.beta == "dt":
             dt = self.decay.step_size(inputs["decay"])
@@ -187,8 +195,8 @@ class LinearMixer(LinearParameters):
         logits = self._per_memory(inputs["beta"])
         if self.residual is not None or self.write_place == "beta":
             logits = logits.to(accumulator(logits))
-        if log_write is not None and self.write_place == "beta":
-            logits = logits + log_write
+        if write is not None and self.write_place == "beta":
+            logits = logits + write
         if self.residual is not None:
             return log_decay, logits
         return log_decay, activated(self._backend("control"), logits, None, None, "beta")
@@ -199,11 +207,10 @@ class LinearMixer(LinearParameters):
         read = self.spec.read
         return self.read_place == "query" or (read.norm in ("none", "sum") and not read.skip)
 
-    def _read_out(self, out: Tensor, v: Tensor, gate_input: Tensor | None, log_read: Tensor | None) -> Tensor:
+    def _read_out(self, out: Tensor, v: Tensor, gate_input: Tensor | None, strength: Tensor | None) -> Tensor:
         read = self.spec.read
         if self.skip is not None:
             out = out + self.skip[:, None] * v
-        strength = None if log_read is None or self._read_gate_inside() else log_read.exp()
         if strength is not None and read.norm not in ("rms", "group"):
             out, strength = out * strength[..., None].to(out.dtype), None
         eps = GROUP_NORM_EPS if read.norm == "group" else self.norm_eps

@@ -51,10 +51,9 @@ class Backend(NamedTuple):
     linear_attention: Kernel  # (call) -> (out, final state); differentiable
     step: Kernel | None = None  # (call without token dimension, bonus, normalise) -> (out, state)
     convolution: Kernel | None = None  # (conv, x, history, sequences) -> y; see `convolve`
-    competition: Kernel | None = None  # (heads, weight, activation) -> log gate; differentiable
     gated_norm: Kernel | None = None  # (call: GatedNorm) -> y
     control: Kernel | None = None  # (call: Control) -> log_decay or β
-    qk_norm: Kernel | None = None  # (call: QKNorm) -> y
+    query_key: Kernel | None = None  # (call: QueryKey) -> (y, gates or None)
     layer_step: Callable[..., LayerStep] | None = None  # (kinds, sizes, numbers, names of the weights) -> LayerStep
     int8_product: Kernel | None = None  # (x, integers, scale, bias) -> x · (integers · scale)ᵀ + bias
     on_request: bool = False  # whether only its name chooses it, and "auto" does not

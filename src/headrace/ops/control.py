@@ -26,6 +26,6 @@ class Control(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self[:3]
 
-    def result(self) -> Tensor:
+    def results(self) -> tuple[Tensor]:
         """Returns an empty tensor for y."""
-        return torch.empty_like(self.x, dtype=accumulator(self.x), memory_format=torch.contiguous_format)
+        return (torch.empty_like(self.x, dtype=accumulator(self.x), memory_format=torch.contiguous_format),)

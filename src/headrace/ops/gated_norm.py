@@ -26,7 +26,7 @@ class GatedNorm(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self[:5]
 
-    def result(self) -> Tensor:
+    def results(self) -> tuple[Tensor]:
         """Returns an empty tensor for y."""
         dtype = self.x.dtype if self.logits is None else torch.promote_types(self.x.dtype, self.logits.dtype)
-        return torch.empty_like(self.x, dtype=dtype, memory_format=torch.contiguous_format)
+        return (torch.empty_like(self.x, dtype=dtype, memory_format=torch.contiguous_format),)

@@ -4,8 +4,8 @@
 Uses `Library.define` and `impl` instead of `torch.library.custom_op`, whose calls take five times as long.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -55,50 +55,67 @@ def register(name: str, key: str, forward: Callable, backward: Callable, kept: l
 
 
 def register_function(
-    kind: Any, name: str, key: str, what: str, forward: Callable[[Any], Tensor], backward: Callable[..., Any]
-) -> Callable[[Any], Tensor]:
-    """Returns a differentiable function from a `kind` to a tensor.
+    kind: Any, name: str, key: str, what: str, forward: Callable[[Any], tuple], backward: Callable[..., list]
+) -> Callable[[Any], Any]:
+    """Returns a differentiable function from a `kind` to a tensor, or to tensors; those that a call does not have are
+    empty.
 
     Args:
-        kind: a NamedTuple. Its property `tensors` is the first fields, which are tensors or None; its method `result`
-            returns an empty tensor with the shape and the dtype of the function's.
+        kind: a NamedTuple. Its property `tensors` is the first fields, which are tensors or None; its method `results`
+            returns empty tensors with the shapes and dtypes of the function's, None for those that a call does not
+            have, and its annotation has one entry for each.
         name: name of the operator in `torch.ops.headrace`.
         key: dispatch key that the implementation is registered for.
         what: name of the function in errors.
-        forward: forward(call) -> the result.
-        backward: backward(d_result, call) -> gradients to `tensors` in any dtype, None for None and for integers.
+        forward: forward(call) -> the results.
+        backward: backward(*d_results, call) -> gradients to `tensors` in any dtype, None for None and for integers. A
+            gradient to a result is None where there is none.
     """
-    run = define(
-        name, f"({schema(kind)})", 1, lambda *args: forward(kind(*args)), lambda *args: kind(*args).result(), key
-    )
 
-    def gradients(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-        def run(d_result: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    def present(call: Any, tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+        return tuple(call.x.new_empty(0) if x is None else x for x in tensors)
+
+    def as_operator(forward: Callable[[Any], tuple]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+        def run(*args: Any) -> Tensor | tuple[Tensor, ...]:
             call = kind(*args)
-            grads = zip(backward(d_result, call), call.tensors, strict=True)
-            return tuple(d_result.new_empty(0) if grad is None else grad.to(x.dtype) for grad, x in grads)
+            found = present(call, forward(call))
+            return found if len(found) > 1 else found[0]
 
         return run
 
-    def fake(d_result: Tensor, call: Any) -> list[Tensor | None]:
-        tensors = (x if differentiable(x) else None for x in call.tensors)
+    results = len(get_args(get_type_hints(kind.results)["return"]))
+    run = define(name, f"({schema(kind)})", results, as_operator(forward), as_operator(kind.results), key)
+
+    def gradients(backward: Callable[..., list]) -> Callable[..., tuple[Tensor, ...]]:
+        def run(*args: Any) -> tuple[Tensor, ...]:
+            call = kind(*args[results:])
+            grads = zip(backward(*args[:results], call), call.tensors, strict=True)
+            return present(call, (grad if grad is None or x is None else grad.to(x.dtype) for grad, x in grads))
+
+        return run
+
+    def fake(*args: Any) -> list[Tensor | None]:
+        tensors = (x if differentiable(x) else None for x in args[-1].tensors)
         return [x if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
 
     tensors = sum("Tensor" in kind for kind in schema(kind).split(", "))
-    arguments = f"(Tensor d_result, {schema(kind)})"
+    d_results = ", ".join(f"Tensor? d_{i}" for i in range(results))
+    arguments = f"({d_results}, {schema(kind)})"
     gradient = define(f"{name}_backward", arguments, tensors, gradients(backward), gradients(fake), key)
 
     def save(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.settings = inputs[tensors:]
         ctx.save_for_backward(*inputs[:tensors])
+        ctx.set_materialize_grads(False)
 
     @derivatives.first_order(what, "; expected float64, which PyTorch computes")
-    def differentiate(ctx: Any, d_result: Tensor) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx: Any, *d_results: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # accessed once, because activation checkpointing recomputes them at each access
-        grads = zip(gradient(d_result, *saved, *ctx.settings), saved, strict=True)
+        grads = zip(gradient(*d_results, *saved, *ctx.settings), saved, strict=True)
         return *(grad if differentiable(x) else None for grad, x in grads), *(None for _ in ctx.settings)
 
     torch.library.register_autograd(f"headrace::{name}", differentiate, setup_context=save, lib=library)
+
     return lambda call: run(*call)
 
 

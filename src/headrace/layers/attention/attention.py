@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...ops.checks import require
 from ...ops.context_parallel import refuse_parts
-from ...ops.torch.qk_norm import rotary
+from ...ops.torch.query_key import rotary
 from ...spec.attention import AttentionSpec
 from ..base import ANY, check_input, check_state, may_write
 from ..packing import count_tokens, without_padding

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...ops.call import NORMALISER_EPS, accumulator
 from ...ops.checks import require
 from ...ops.sequences import Sequences
-from ...ops.torch.qk_norm import l2_norm, rotary
+from ...ops.torch.query_key import l2_norm, rotary
 from ...spec.softmax_rnn import NORMS, SoftmaxRNNSpec
 from ..base import ANY, Mixer, check_state
 from ..feature_maps import FEATURE_MAPS

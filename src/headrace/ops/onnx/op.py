@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backend import Backend, Kernel
 from ..call import Call, accumulator, gated
-from ..torch import control, convolution, gated_norm, int8, qk_norm, step
+from ..torch import control, convolution, gated_norm, int8, query_key, step
 
 DOMAIN = "com.microsoft"
 
@@ -65,6 +65,6 @@ BACKEND = Backend(
     convolution=Kernel(convolution.run, _any),
     gated_norm=Kernel(gated_norm.run, _any),
     control=Kernel(control.run, _any),
-    qk_norm=Kernel(qk_norm.run, _any),
+    query_key=Kernel(query_key.run, _any),
     int8_product=Kernel(int8.run, _any),
 )

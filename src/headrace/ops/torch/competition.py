@@ -1,4 +1,4 @@
-"""Head competition in PyTorch: scores of each head's own q or k, and log gates of scores.
+"""Head competition in PyTorch: scores of each head's own q or k, and gates of scores.
 
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key dimension per head.
 """
@@ -7,12 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import accumulator
-from ..competition import Activation
-
-
-def run(heads: Tensor, weight: Tensor, activation: Activation) -> Tensor:
-    """Computes the log gate [B, T, H] of q or k, heads [B, T, Hq, K]; weight: [H, K]."""
-    return activate(scores(heads, weight), activation)
+from ..query_key import Activation
 
 
 def scores(heads: Tensor, weight: Tensor) -> Tensor:
@@ -21,13 +16,12 @@ def scores(heads: Tensor, weight: Tensor) -> Tensor:
 
 
 def activate(scores: Tensor, activation: Activation) -> Tensor:
-    """Computes the log gates of scores [..., H] in the accumulator's precision."""
+    """Computes the gates of scores [..., H], or their logarithm, in the accumulator's precision."""
     scores = scores.to(accumulator(scores)) / activation.temperature
     log_gate = _activate(scores, activation)
-    if not activation.identity:
-        return log_gate
-    # Computed with the same function, because log(H) may differ in the last bit.
-    return log_gate - _activate(scores.new_zeros(scores.shape[-1]), activation)
+    if activation.identity:  # computed with the same function, because log(H) may differ in the last bit
+        log_gate = log_gate - _activate(scores.new_zeros(scores.shape[-1]), activation)
+    return log_gate if activation.log else log_gate.exp()
 
 
 def _activate(scores: Tensor, activation: Activation) -> Tensor:

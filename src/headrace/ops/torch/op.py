@@ -5,7 +5,7 @@ import torch
 from ..backend import Backend, Kernel
 from ..call import Call
 from ..operator import register
-from . import chunkwise, competition, control, convolution, gated_norm, int8, qk_norm, step, tiles
+from . import chunkwise, control, convolution, gated_norm, int8, query_key, step, tiles
 
 
 def _forward(call: Call, keep: bool):
@@ -39,9 +39,8 @@ BACKEND = Backend(
     linear_attention=Kernel(_run, _refuses),
     step=Kernel(step.step, _refuses),
     convolution=Kernel(convolution.run, _refuses),
-    competition=Kernel(competition.run, _refuses),
     gated_norm=Kernel(gated_norm.run, _refuses),
     control=Kernel(control.run, _refuses),
-    qk_norm=Kernel(qk_norm.run, _refuses),
+    query_key=Kernel(query_key.run, _refuses),
     int8_product=Kernel(int8.run, _refuses),
 )

@@ -104,12 +104,12 @@ def control_back(
         tl.store(d_log_rate + sums, sum_rate, mask=channels < N)
 
 
-def forward(call: Control) -> Tensor:
+def forward(call: Control) -> tuple[Tensor]:
     given, common, (tokens, columns) = _launch(call)
-    y = call.result()
+    (y,) = found = call.results()
     with torch.cuda.device_of(y):
         control[(-(-tokens // common["BT"]), columns)](**given, y=y, **common)
-    return y
+    return found
 
 
 def backward(d_y: Tensor, call: Control) -> list[Tensor | None]:

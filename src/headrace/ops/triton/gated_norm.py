@@ -146,12 +146,12 @@ def gated_norm_back(
         tl.store(d_bias + into, sum_bias, mask=channels < V)
 
 
-def forward(call: GatedNorm) -> Tensor:
+def forward(call: GatedNorm) -> tuple[Tensor]:
     given, common, (tokens, block, H) = _launch(call)
-    y = call.result()
+    (y,) = found = call.results()
     with torch.cuda.device_of(y):
         gated_norm[(-(-tokens // block), H)](**given, y=y, **common)
-    return y
+    return found
 
 
 def backward(d_y: Tensor, call: GatedNorm) -> list[Tensor | None]:

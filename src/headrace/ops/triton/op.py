@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from ...utils.device import interpreted
-from .. import competition, convolution
+from .. import convolution
 from ..backend import Backend, Kernel
 from ..call import SCHEMA, Call
 from ..control import Control
 from ..derivatives import transformed
 from ..gated_norm import GatedNorm
 from ..operator import define, register, register_function
-from ..qk_norm import QKNorm
+from ..query_key import QueryKey
 
 KEY = "CompositeExplicitAutograd"
 LARGEST_KEY = 256  # a program holds a state of all key channels
 LARGEST_NORM = 16384  # channels of a norm, which a program holds at once
-MOST_HEADS = 1024  # that compete, because a program holds all of them
+LARGEST_HEADS = 16384  # channels of all heads that compete, which a program holds at once
 CHUNKS = 16, 32, 64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -110,14 +110,6 @@ def _refuses_tokens(x: Tensor) -> str | None:
     return "x has no tokens" if x.shape[1] == 0 else None
 
 
-def _refuses_competition(heads: Tensor, weight: Tensor, activation: competition.Activation) -> str | None:
-    if weight.dtype not in DTYPES:
-        return f"it computes in float32, from float32, bfloat16 or float16, and the weight is {weight.dtype}"
-    if len(weight) > MOST_HEADS:
-        return f"it takes up to {MOST_HEADS} heads, and they are {len(weight)}"
-    return _refuses_tokens(heads) or competition.refuses()
-
-
 def _refuses_gated_norm(call: GatedNorm) -> str | None:
     width = call.x.shape[-1] * (call.x.shape[-2] if call.norm == "rms-joint" else 1)
     if width > LARGEST_NORM:
@@ -125,39 +117,48 @@ def _refuses_gated_norm(call: GatedNorm) -> str | None:
     return _refuses_function(call)
 
 
-def _refuses_qk_norm(call: QKNorm) -> str | None:
-    if call.x.shape[-1] > LARGEST_NORM:
-        return f"its norms have up to {LARGEST_NORM} channels, and this one has {call.x.shape[-1]}"
+def _refuses_query_key(call: QueryKey) -> str | None:
+    K, weight = call.x.shape[-1], call.weight
+    if K > LARGEST_NORM:
+        return f"its norms have up to {LARGEST_NORM} channels, and this one has {K}"
+    if weight is not None and weight.dtype not in DTYPES:
+        return f"it computes in float32, from float32, bfloat16 or float16, and the weight is {weight.dtype}"
+    if weight is not None and weight.numel() > LARGEST_HEADS:
+        return f"heads that compete have up to {LARGEST_HEADS} channels together, and these have {weight.numel()}"
     return _refuses_function(call)
 
 
-def _refuses_function(call: GatedNorm | Control | QKNorm) -> str | None:
+def _refuses_function(call: GatedNorm | Control | QueryKey) -> str | None:
     if transformed():
         return "it supports neither transforms of torch.func nor forward-mode differentiation"
     return _refuses_tokens(call.x)
 
 
-def _function(kind: Any, module: str) -> Callable[[Any], Tensor]:
-    """Registers forward and backward of a module as a function of a `kind`."""
-    what = f"the triton {module.replace('_', ' ')}"
+def _function(kind: Any, module: str, what: str = "") -> Callable[[Any], Any]:
+    """Registers forward and backward of a module as a function of a `kind`. what: its name in errors."""
+    what = f"the triton {what or module.replace('_', ' ')}"
     return register_function(kind, f"triton_{module}", KEY, what, _late(module, "forward"), _late(module, "backward"))
 
 
 _convolve = convolution.register(
     "triton", "triton_convolve", KEY, _late("convolution", "forward"), _late("convolution", "backward")
 )
-_compete = competition.register(
-    "triton", "triton_compete", KEY, _late("competition", "forward"), _late("competition", "backward")
-)
+_query_and_key = _function(QueryKey, "query_key", "computation of q and k")
+
+
+def _query_key(call: QueryKey) -> tuple[Tensor, Tensor | None]:
+    y, gates = _query_and_key(call)
+    return y if call.changes_x else call.x, None if call.weight is None else gates
+
+
 BACKEND = Backend(
     missing=missing,
     about=_about,
     linear_attention=Kernel(register("triton", KEY, _forward, _backward, [], lambda call: ()), refuses),
     step=Kernel(_step, _refuses_step),
     convolution=Kernel(_convolve, _refuses_convolution),
-    competition=Kernel(_compete, _refuses_competition),
     gated_norm=Kernel(_function(GatedNorm, "gated_norm"), _refuses_gated_norm),
     control=Kernel(_function(Control, "control"), _refuses_function),
-    qk_norm=Kernel(_function(QKNorm, "qk_norm"), _refuses_qk_norm),
+    query_key=Kernel(_query_key, _refuses_query_key),
     on_request=True,
 )

@@ -1,4 +1,4 @@
-"""The norms of q and k and the rotary embedding in PyTorch.
+"""The gates, the norms and the rotary embedding of q and k in PyTorch.
 
 Dimensions: B batch, T tokens, K key dimension per head.
 """
@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from ..call import accumulator
-from ..qk_norm import EPS, QKNorm
+from ..query_key import EPS, QueryKey
+from .competition import activate, scores
 
 
-def run(call: QKNorm) -> Tensor:
-    """Returns y [B, T, heads, K]."""
+def run(call: QueryKey) -> tuple[Tensor, Tensor | None]:
+    """Returns y [B, T, Hq, K] and the gates [B, T, H], if any."""
     x = NORMS[call.norm](call.x)
-    return x if call.positions is None else rotary(x, call.positions, call.theta)
+    y = x if call.positions is None else rotary(x, call.positions, call.theta)
+    return y, None if call.weight is None else activate(scores(call.x, call.weight), call.activation)
 
 
 def l2_norm(x: Tensor) -> Tensor:
