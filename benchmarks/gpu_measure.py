@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
+from headrace.layers.graph import captured
+
 Call = Callable[[], object]
 
 
@@ -65,16 +67,7 @@ class Machine:
         """The replay of a CUDA graph of the call; None on a CPU. Raises what the capture raises."""
         if not self.is_gpu:
             return None
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            call()
-        return captured.replay
+        return captured(call, call)[1]
 
     def peak(self, call: Call) -> float | None:
         """Bytes that the call needs at its worst moment beyond what was there; None on a CPU."""

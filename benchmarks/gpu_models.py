@@ -1,9 +1,10 @@
 """Whole models on a GPU: training steps and decoding. See gpu.py."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from gpu_measure import Machine
 from gpu_sizes import Found, Sizes, failure
 from headrace import zoo
 from headrace.layers import build
+from headrace.layers.graph import GraphedStep
 from headrace.layers.stack import Backbone
 from headrace.layers.stack import Sizes as StackSizes
 from headrace.layers.widths import default_intermediate_size
@@ -134,15 +136,14 @@ def training_step(model: Model, optimizer: torch.optim.Optimizer, ids: Tensor) -
 
 @torch.no_grad()
 def decode(machine: Machine, sizes: Sizes) -> Iterator[Found]:
-    """Tokens per second after a context of 64 tokens, token by token, without a CUDA graph."""
+    """Tokens per second after a context of 64 tokens, token by token, without and with a CUDA graph."""
     for mixer, way in ((name, way) for way in ways(machine) for name in sizes.mixers):
-        model, subject = Model(mixer, sizes, way).to(machine.device, torch.bfloat16).eval(), f"{mixer} | {way}"
-        for B in sizes.streams:
-            where = f"{sizes.layers} layers, B={B}"
+        model = Model(mixer, sizes, way).to(machine.device, torch.bfloat16).eval()
+        for B, graphed in product(sizes.streams, (False, True) if machine.is_gpu else (False,)):
+            subject, where = f"{mixer} | {way}{' | CUDA graph' * graphed}", f"{sizes.layers} layers, B={B}"
             x = torch.randn(B, 64, sizes.hidden, dtype=torch.bfloat16, device=machine.device)
             try:
-                _, states = model.backbone(x)
-                call = partial(decode_token, model, x[:, :1], states)
+                call = token_by_token(model, x, graphed)
                 times = machine.interleave({mixer: call}, sizes.rounds, sizes.budget)[mixer]
                 launches = machine.launches(call)
             except Exception as error:
@@ -153,6 +154,13 @@ def decode(machine: Machine, sizes: Sizes) -> Iterator[Found]:
             yield subject, where, "launches", float(launches), "", ""
 
 
-def decode_token(model: Model, x: Tensor, states: list) -> Tensor:
-    y, _ = model.backbone(x, states)
-    return (y @ model.embedding.weight.T).argmax(-1)
+def token_by_token(model: Model, x: Tensor, graphed: bool) -> Callable[[], object]:
+    """Returns a call that computes the token after x [B, T, D], which may overwrite the states."""
+    _, states = model.backbone(x)
+
+    def step(x: Tensor, states: list) -> tuple[Tensor, list]:
+        y, states = model.backbone(x, states, in_place=True)
+        return (y @ model.embedding.weight.T).argmax(-1), states
+
+    token = x[:, :1]
+    return partial(GraphedStep(step, token, states), token) if graphed else partial(step, token, states)

@@ -199,8 +199,6 @@ def test_other_ways_into_generate():
     assert torch.equal(generate(model, ids, prefill_chunk_size=4), expected)
     embedded = model.get_input_embeddings()(ids)
     assert torch.equal(generate(model, None, inputs_embeds=embedded), expected[:, T:])
-    with pytest.raises(InputError, match="cache_implementation='static' is not available"):
-        generate(model, ids, cache_implementation="static")
 
 
 # --- padding and packs ------------------------------------------------------------------------------------------------

@@ -203,6 +203,20 @@ def test_step(decay, rule):
         assert relative(x, y) <= 1e-6
 
 
+def test_a_step_in_place():
+    """The state keeps its memory; one in another layout is copied, and left as it is."""
+    given = arguments("vector", rows=2, tokens=1, heads=2, value=40)
+    token = {n: x if x is None else x.detach().float() for n, x in given.items()}
+    token = {n: x[:, 0] if x is not None and n in TOKENWISE and x.dim() > 1 else x for n, x in token.items()}
+    state = token.pop("initial_state")
+    out, after = step(**token, state=state, rule="delta", backend="triton")
+    turned = state.clone().mT.contiguous().mT
+    for before in (state, turned):
+        found, new = step(**token, state=before, rule="delta", backend="triton", in_place=True)
+        assert torch.equal(found, out) and torch.equal(new, after)
+        assert (new is before) == (before is state)
+
+
 def test_a_step_with_gradients_is_refused():
     x = torch.randn(1, H, K, requires_grad=True)
     with pytest.raises(InputError, match="its step has no derivatives"):

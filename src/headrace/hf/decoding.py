@@ -1,28 +1,74 @@
-"""The loop of `generate` for the plain case: on a CPU, from an empty cache, with tokens as the only output.
+"""The loop of `generate` for the plain case, from an empty cache, with tokens as the only output: on a CPU, and on a
+GPU with the step as a CUDA graph.
 
 Dimensions: B batch, T tokens.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..layers.graph import GraphedStep
+from ..ops.checks import require
 from .cache import HeadraceCache
 
+STATIC = "static"  # the cache_implementation that asks for a CUDA graph
+Step = Callable[[Tensor], Tensor]  # tokens [B] -> logits [B, 1, vocabulary] of the next
 
-def plain(model: Any, input_ids: Tensor, config, given: dict[str, Any]) -> bool:
-    """Whether the generation is plain: on a CPU, from an empty cache, with tokens as its only output, no hooks."""
+
+def plain(model: Any, config, given: dict[str, Any]) -> bool:
+    """Whether the generation is plain: from an empty cache, with tokens as its only output, no hooks."""
     usual = {"attention_mask", "past_key_values", "use_cache", "logits_to_keep"}
     cache, there = given.get("past_key_values"), {name for name, value in given.items() if value is not None}
     fresh = isinstance(cache, HeadraceCache) and cache.states is None and given["use_cache"] and there <= usual
     more = config.return_dict_in_generate or config.is_assistant or config.prefill_chunk_size
     hooks = any(m._forward_hooks or m._forward_pre_hooks for m in (model, model.model))
     patched = "forward" in vars(model)
-    return bool(fresh and not patched and not more and not hooks and input_ids.device.type == "cpu")
+    return bool(fresh and not patched and not more and not hooks)
 
 
-def continued(model: Any, ids: Tensor, logits: Tensor, cache: HeadraceCache, processor, criteria, config) -> Tensor:
+def check_graph(model: Any, is_plain: bool) -> None:
+    """Raises InputError for a generation whose step cannot be a CUDA graph."""
+    asked, backbone = f"cache_implementation={STATIC!r} generates with a CUDA graph", model.model.backbone
+    require(model.device.type == "cuda", f"{asked}, and the model is on {model.device.type}; expected cuda")
+    require(is_plain, f"{asked}; expected an empty cache, tokens as the only output, and no hooks or synced_gpus")
+    known = backbone.recurrent and (backbone.positions is None or backbone.positions.table is None)
+    require(known, f"{asked}; expected states of one size, without attention, experts and learned positions")
+
+
+def step(model: Any, cache: HeadraceCache) -> Step:
+    """Returns a step that runs the model."""
+
+    def run(token: Tensor) -> Tensor:
+        logits, states = _next(model, token[:, None], cache.states)
+        cache.replace(states, 1)
+        return logits
+
+    return run
+
+
+def graphed_step(model: Any, cache: HeadraceCache, token: Tensor) -> Step:
+    """Returns a step that replays a CUDA graph, captured here. token [B]: an example."""
+    assert cache.states is not None
+    graph = GraphedStep(lambda *given: _next(model, *given), token[:, None], cache.states)
+
+    def run(token: Tensor) -> Tensor:
+        cache.columns += 1
+        return graph(token[:, None])
+
+    return run
+
+
+def _next(model: Any, token: Tensor, states: Any) -> tuple[Tensor, Any]:
+    x, states = model.model.backbone(model.model.embed_tokens(token), states, in_place=True)
+    return model.lm_head(x), states
+
+
+def continued(
+    ids: Tensor, logits: Tensor, step: Step, processor: Any, criteria: Any, config: Any, streamer: Any = None
+) -> Tensor:
     """Continues ids [B, T], with logits [B, 1, vocabulary] of the next token, until the criteria are met."""
     unfinished, pad = ids.new_ones(ids.shape[0]), config._pad_token_tensor
     ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
@@ -35,9 +81,11 @@ def continued(model: Any, ids: Tensor, logits: Tensor, cache: HeadraceCache, pro
         if ends:
             token = token * unfinished + pad * (1 - unfinished)
         ids = torch.cat([ids, token[:, None]], 1)
+        if streamer is not None:
+            streamer.put(token.cpu())
         unfinished = unfinished & ~criteria(ids, None)
         if not unfinished.any():
+            if streamer is not None:
+                streamer.end()
             return ids
-        x, states = model.model.backbone(model.model.embed_tokens(token[:, None]), cache.states, in_place=True)
-        cache.replace(states, 1)
-        logits = model.lm_head(x)
+        logits = step(token)

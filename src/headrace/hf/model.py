@@ -22,7 +22,7 @@ from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
 from .cache import HeadraceCache
 from .config import HeadraceConfig
-from .decoding import continued, plain
+from .decoding import STATIC, check_graph, continued, graphed_step, plain, step
 from .loss import experts_loss, token_loss
 
 
@@ -259,9 +259,13 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
         )
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        if (kind := generation_config.cache_implementation) is not None:
-            raise InputError(f"cache_implementation={kind!r} is not available; expected None, for a HeadraceCache")
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
+        kind, sampled = generation_config.cache_implementation, generation_mode in ("sample", "greedy_search")
+        if kind not in (None, STATIC) or (kind == STATIC and not sampled):
+            raise InputError(
+                f"cache_implementation={kind!r} is not available for {generation_mode.value}; expected None, for a "
+                f"HeadraceCache, or {STATIC!r} for greedy search and sampling, for a CUDA graph"
+            )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = HeadraceCache()
 
@@ -270,15 +274,22 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         **model_kwargs,
     ):  # fmt: skip
         """Greedy search and sampling of transformers with the same tokens. In the plain case (see `decoding.plain`) a
-        shorter loop leaves out work per token that a recurrent model does not need."""
+        shorter loop leaves out work per token that a recurrent model does not need: on a CPU, and on a GPU with
+        cache_implementation="static", which makes the step a CUDA graph.
+
+        Raises InputError for cache_implementation="static" in another case or on a CPU."""
         cache: Any = model_kwargs.get("past_key_values")
         mask = model_kwargs.get("attention_mask")
         options = (logits_processor, stopping_criteria, generation_config)
-        ours = type(self).forward is HeadraceForCausalLM.forward
-        if synced_gpus or streamer or not (ours and plain(self, input_ids, generation_config, model_kwargs)):
+        ours = type(self).forward is HeadraceForCausalLM.forward and not synced_gpus
+        is_plain = ours and plain(self, generation_config, model_kwargs)
+        if graphed := generation_config.cache_implementation == STATIC:
+            check_graph(self, is_plain)
+        elif not is_plain or input_ids.device.type != "cpu":
             return super()._sample(input_ids, *options, synced_gpus, streamer, **model_kwargs)  # type: ignore[misc]
         first = self(input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return continued(self, input_ids, first.logits, cache, *options)
+        advance = graphed_step(self, cache, input_ids[:, -1]) if graphed else step(self, cache)
+        return continued(input_ids, first.logits, advance, *options, streamer)
 
 
 def register() -> None:

@@ -132,15 +132,20 @@ class Mixer(SelfInitialised):
             self._check_part(state, mask, cu_seqlens)
         elif in_place and state is not None and mask is None and cu_seqlens is None and x.shape[1]:
             return self.run_in_place(x, state)
+        state = self.checked(x, state, mask, cu_seqlens)
+        if mask is not None:
+            remove = padding_last if self.static_shapes and must_not_wait(x) else without_padding
+            return remove(self.run, x, state, mask)
+        return self.run(x, state, cu_seqlens) if x.shape[1] else (x, state)
+
+    def checked(self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None) -> Any:
+        """Checks the arguments of `forward`, and returns the state in the precision of x."""
         check_input(x, mask, cu_seqlens, self.hidden_size)
         if state is not None:
             check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
             if "memory" in state._fields:  # the state may come from a layer in another precision
                 state = state._replace(memory=state.memory.to(accumulator(x)))
-        if mask is not None:
-            remove = padding_last if self.static_shapes and must_not_wait(x) else without_padding
-            return remove(self.run, x, state, mask)
-        return self.run(x, state, cu_seqlens) if x.shape[1] else (x, state)
+        return state
 
     def _check_part(self, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         if not self.splits:

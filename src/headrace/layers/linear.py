@@ -17,6 +17,7 @@ from ..ops.query_key import QueryKey
 from ..ops.recurrence import step
 from ..ops.sequences import Sequences
 from ..ops.torch.tiles import product
+from .base import may_write
 from .competition import HeadCompetition
 from .convolution import convolve
 from .decays import activated
@@ -43,7 +44,9 @@ class LinearMixer(LinearParameters):
     def splits(self) -> bool:
         return self.residual is None
 
-    def run(self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, MixerState]:
+    def run(
+        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, in_place: bool = False
+    ) -> tuple[Tensor, MixerState]:
         sequences = Sequences(x, cu_seqlens)
         inputs, shift = self._project(x, state, sequences)
         q, k, v, conv = self._convolve(inputs, state, sequences)
@@ -60,7 +63,8 @@ class LinearMixer(LinearParameters):
             out, memory, before = self.residual(op, tensors, state, sequences)
         elif x.shape[1] == 1 and cu_seqlens is None and current() is None:
             token: dict[str, Any] = {name: _now(y) for name, y in tensors.items()}
-            out, memory = step(**token, state=memory, **self._settings(), backend=self._backend("step"))
+            token |= {"state": memory, "backend": self._backend("step"), "in_place": in_place}
+            out, memory = step(**token, **self._settings())
             out = out[:, None]
         else:
             settings = self._settings() | {"initial_state": memory, "cu_seqlens": cu_seqlens}
@@ -76,7 +80,8 @@ class LinearMixer(LinearParameters):
         weights = self.fused.weights(self)
         layer, _ = self.fused.find(self, x, weights)
         if layer is None:
-            return self.forward(x, state)
+            state = self.checked(x, state, None, None)
+            return self.run(x, state, None, in_place=may_write(state))
         state = self.fused.writable(layer, state, self, x)
         if self.shift is None:
             projected = self.in_proj(x)

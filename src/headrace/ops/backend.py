@@ -49,7 +49,7 @@ class Backend(NamedTuple):
     missing: Callable[[], str | None]  # returns why the backend is not available on this machine, or None
     about: Callable[[], str]  # returns the backend's version
     linear_attention: Kernel  # (call) -> (out, final state); differentiable
-    step: Kernel | None = None  # (call without token dimension, bonus, normalise) -> (out, state)
+    step: Kernel | None = None  # (call without token dimension, bonus, normalise, in_place) -> (out, state)
     convolution: Kernel | None = None  # (conv, x, history, sequences) -> y; see `convolve`
     gated_norm: Kernel | None = None  # (call: GatedNorm) -> y
     control: Kernel | None = None  # (call: Control) -> log_decay or β

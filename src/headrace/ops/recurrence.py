@@ -162,6 +162,7 @@ def step(
     normalise: bool = False,
     scale: float | None = None,
     backend: str = "auto",
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Computes one token of `linear_attention`, with the same arguments except for their token dimension.
 
@@ -172,6 +173,7 @@ def step(
         log_decay: [H] (fixed), [B, H] or [B, H, K]; None: no decay.
         beta, read_gate, write_gate: [B, H]; None: 1.
         rule, bonus, normalise, scale, backend: as in `linear_attention`.
+        in_place: whether `state` may be overwritten, after which it must not be used.
 
     Returns:
         (out [B, H, V] in v's dtype, the next state in float64 for float64 inputs, else float32).
@@ -184,4 +186,4 @@ def step(
         "cu_seqlens": None, "bonus": bonus,
     }  # fmt: skip
     call = _checked(q, k, v, options, rule, normalise, scale, None, ("B",))
-    return choose("step", backend, call, bonus, normalise).run(call, bonus, normalise)
+    return choose("step", backend, call, bonus, normalise).run(call, bonus, normalise, in_place)

@@ -48,8 +48,8 @@ class PartLinear(LinearMixer):
         self.fused.layers = {}  # a native call knows neither the other heads nor where these are among them
         self.cuts = adopt(self, whole, partial(linear_cuts, whole, shares), ranks)
 
-    def run(self, x: Tensor, state, cu_seqlens: Tensor | None):
-        return super().run(self.ranks.enter(x), state, cu_seqlens)
+    def run(self, x: Tensor, state, cu_seqlens: Tensor | None, in_place: bool = False):
+        return super().run(self.ranks.enter(x), state, cu_seqlens, in_place)
 
     def _normalise(self, call: GatedNorm) -> Tensor:
         return around(self._joint_norm, call) if call.norm == "rms-joint" else super()._normalise(call)

@@ -37,7 +37,7 @@ def _kept_shapes(call: Call):
 _run = register("native", "CPU", native.forward, native.backward, ["kept"], _kept_shapes)
 
 
-def _step(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+def _step(call: Call, bonus: Tensor | None, normalise: bool, in_place: bool) -> tuple[Tensor, Tensor]:
     call = call.with_tokens()
     out, state = normalised(call, _run) if normalise else _run(call)
     return out.squeeze(1), state

@@ -10,7 +10,7 @@ from ..call import NORMALISER_EPS, TOKENWISE, Call, accumulator, gated
 from .tiles import sequence_ends
 
 
-def step(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+def step(call: Call, bonus: Tensor | None, normalise: bool, in_place: bool) -> tuple[Tensor, Tensor]:
     """Computes one token. The tensors of the call have no token dimension."""
     settings = bonus, call.delta, normalise, call.scale
     return _step(*call[:3], call.initial_state, *call[3:7], *settings)

@@ -72,20 +72,38 @@ def _about() -> str:
 
 
 def _step_of(*args):
-    *call, bonus = args
-    return _late("step", "step")(Call(*call), bonus)
+    *given, bonus = args
+    call, after = Call(*given), _like_step(*args)[1]
+    return _late("step", "step")(call, bonus, after), after
+
+
+def _step_in_place(*args):
+    *given, bonus = args
+    call = Call(*given)
+    return _late("step", "step")(call, bonus, call.initial_state)
+
+
+def _like_out(*args):
+    return torch.empty_like(Call(*args[:-1]).v, memory_format=torch.contiguous_format)
 
 
 def _like_step(*args):
     call = Call(*args[:-1])
     state = (*call.v.shape[:2], call.k.shape[-1], call.v.shape[-1])
-    return torch.empty_like(call.v, memory_format=torch.contiguous_format), call.v.new_empty(state, dtype=torch.float32)
+    return _like_out(*args), call.v.new_empty(state, dtype=torch.float32)
 
 
-_step_op = define("triton_step", f"({SCHEMA}, Tensor? bonus)", 2, _step_of, _like_step, KEY)
+STEP = f"({SCHEMA}, Tensor? bonus)"
+_step_op = define("triton_step", STEP, 2, _step_of, _like_step, KEY)
+_step_op_in_place = define(
+    "triton_step_", STEP.replace("Tensor? initial_state", "Tensor(a!) initial_state"), 1, _step_in_place, _like_out, KEY
+)
 
 
-def _step(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+def _step(call: Call, bonus: Tensor | None, normalise: bool, in_place: bool) -> tuple[Tensor, Tensor]:
+    state = call.initial_state
+    if in_place and state is not None and state.dtype == torch.float32 and state.is_contiguous():
+        return _step_op_in_place(*call, bonus), state
     return _step_op(*call, bonus)
 
 

@@ -60,15 +60,13 @@ def step_kernel(
     tl.store(after + at, S, mask=mask)
 
 
-def step(call: Call, bonus: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns (out, state) of one token. The tensors of the call have no token dimension."""
+def step(call: Call, bonus: Tensor | None, after: Tensor) -> Tensor:
+    """Returns the output of one token, and writes the state to `after`, which may be the state before. The tensors of
+    the call have no token dimension."""
     (B, H, V), (HQ, K) = call.v.shape, call.k.shape[1:]
     given = [None if x is None else x.contiguous() for x in (*call[:7], bonus, call.initial_state)]
     dims = 0 if call.log_decay is None else call.log_decay.dim() + (call.log_decay.dim() > 1)
-    out, after = (
-        torch.empty_like(call.v, memory_format=torch.contiguous_format),
-        call.v.new_empty((B, H, K, V), dtype=torch.float32),
-    )
+    out = torch.empty_like(call.v, memory_format=torch.contiguous_format)
     BK = block(K, 1 << 16)
     BV = block(V, max(16, PROGRAM // BK))
     with torch.cuda.device_of(call.v):
@@ -76,4 +74,4 @@ def step(call: Call, bonus: Tensor | None) -> tuple[Tensor, Tensor]:
             *given, out, after, call.scale, H=H, HQ=HQ, K=K, V=V, BK=BK, BV=BV, DECAY=DECAYS[dims], DELTA=call.delta,
             num_warps=4,
         )  # fmt: skip
-    return out, after
+    return out
