@@ -104,7 +104,8 @@ TITLES = {  # of studies whose names do not say it; {} stands for the setting
     "clusters": "{}, keys in clusters", "capacity-small": "{}, a quarter of the state",
     "capacity-large": "retnet, four times the state", "overwritten": "{}, values overwritten",
     "distractors": "retnet, among distractors", "distractors-rates": "retnet, among distractors, new seeds",
-    "capacity-large-rates": "retnet, four times the state, new seeds", "heads-32": "retnet, MLP, 32 heads of 4 × 4",
+    "capacity-large-rates": "retnet, four times the state, new seeds", "heads-norm": "retnet, MLP, {}, without norm",
+    "heads-32": "retnet, MLP, 32 heads of 4 × 4",
 }  # fmt: skip
 COMPARED = ("none", "wide sigmoid", "softmax")
 MEASURED = {"speed": "steps to 90 %"}
