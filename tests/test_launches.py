@@ -179,3 +179,20 @@ def test_a_layer(name):
     recurrence = ["prepare", "scan", "reverse_scan", "gradients"]
     around = ["control_back", "control_back", "query_key_back", "query_key_back", "slopes", "spread"]
     assert names[forward:] == ["gated_norm_back", *recurrence, *around]
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("mixer", ["softmax-gated-deltanet", "softmax-retnet", "kda"])
+def test_a_token_of_a_layer(gpu, mixer):
+    """Two launches between its projections, three with a short convolution, with nothing spilled."""
+    layer, x = Mixer(mixer, hidden_size=1024, num_heads=8).bfloat16(), torch.randn(1, 1, 1024).bfloat16()
+    layer.backend = "triton"
+    with torch.no_grad(), dry.gpu(gpu) as found:
+        _, state = layer(x)
+        before = len(found)
+        with Calls() as calls:
+            layer(x, state, in_place=True)
+    names = [x.kernel for x in found[before:]]
+    assert names == ["convolve_token"] * (layer.conv is not None) + ["layer_kernel", "gated_norm"]
+    assert all(x.code.stack == 0 for x in found[before:])
+    assert not {"cat", "copy_", "clone"} & (+calls.names).keys()

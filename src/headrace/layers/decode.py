@@ -89,7 +89,9 @@ class FusedStep:
             return None, f"it reads memory by address, and x is under a transform or a {type(x).__name__}"
         reason: str | None = "no backend computes a layer's token in one call"
         for name, layer in self.layers.items():
-            if mixer.backend != "auto" and mixer.backend != name:
+            if mixer.backend == "auto" and BACKENDS[name].on_request:
+                continue
+            if mixer.backend not in ("auto", name):
                 reason = f"the layer's backend is {mixer.backend}"
             elif (reason := layer.refuses(x, weights)) is None:
                 return layer, None

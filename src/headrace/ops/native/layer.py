@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..checks import require
+from ..layer_shapes import Shape, token_shapes, weight_shapes
 from ..operator import library
 from . import library as native
 
@@ -38,8 +39,6 @@ OPTIONAL = ("conv_bias", "bonus", "skip")
 DTYPES = {"memory": torch.float32, "tokens": torch.int64}  # other tensors have the dtype of `projected`
 KINDS = {name: values for name, *values in map(str.split, native.kinds().splitlines())}
 MANY = 1024  # size limit of the caches
-
-Shape = tuple[int, ...]
 
 
 def numbered(names: dict[str, str]) -> tuple[list[int], str | None]:
@@ -116,42 +115,6 @@ class Layer:
         if found is None:
             found = self._calls[rows, dtype] = Call(self, rows, dtype)
         return found
-
-
-def weight_shapes(kind: dict[str, str], sizes: Sequence[int]) -> dict[str, Shape]:
-    """Returns the shapes of the weights of a layer with these kinds, including the OPTIONAL weights."""
-    D, H, Hq, K, V, width, decay_reads, gate_reads = sizes
-    shapes: dict[str, Shape] = {"bonus": (H, K), "skip": (H,)}
-    if width:
-        channels = 2 * Hq * K + H * V
-        shapes |= {"conv_weight": (channels, 1, width), "conv_bias": (channels,)}
-    up = {"sigmoid": (H * K, decay_reads), "softplus-vector": (H * K, decay_reads), "exp": (decay_reads, H * K)}
-    if kind["decay"] in up:
-        shapes |= {"decay_up": up[kind["decay"]], "decay_bias": (H * K,)}
-    if kind["decay"] == "softplus":
-        shapes["decay_bias"] = (H,)
-    if kind["decay"].startswith("softplus"):
-        shapes["decay_log"] = (H,)
-    scores = {"head": (H, K), "diag": (K, H), "query": (H, Hq * K), "hidden": (H, D)}[kind["source"]]
-    shapes |= {f"{gate}_scores": scores for gate in ("read", "write") if kind[gate] != "none"}
-    if kind["gate"] == "sigmoid-low-rank":
-        shapes |= {"gate_up": (H * V, gate_reads), "gate_bias": (H * V,)}
-    norms = {"rms": (V,), "group": (H * V,), "rms-joint": (H * V,)}
-    if kind["norm"] in norms:
-        shapes["norm_weight"] = norms[kind["norm"]]
-    return shapes | ({"norm_bias": (H * V,)} if kind["norm"] == "group" else {})
-
-
-def token_shapes(kind: dict[str, str], sizes: Sequence[int], rotary: bool, rows: int) -> dict[str, Shape]:
-    """Returns the shapes of a call's inputs for one token and of the state."""
-    D, H, Hq, K, V, width, decay_reads, gate_reads = sizes
-    parts = 2 * Hq * K + H * V + decay_reads + gate_reads + H * (kind["beta"] == "sigmoid")
-    shapes: dict[str, Shape] = {"projected": (rows, parts), "memory": (rows, H, K, V + (kind["norm"] == "sum"))}
-    if kind["source"] == "hidden" and {kind["read"], kind["write"]} != {"none"}:
-        shapes["hidden"] = (rows, D)
-    if width:
-        shapes["conv"] = (rows, width - 1, 2 * Hq * K + H * V)
-    return shapes | ({"tokens": (rows,)} if rotary else {})
 
 
 class Expected(NamedTuple):

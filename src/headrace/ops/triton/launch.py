@@ -11,7 +11,7 @@ from ...utils.device import interpreted
 from ..call import Call
 from ..torch.tiles import product
 from .gradients import gradients
-from .op import LARGEST_KEY
+from .limits import LARGEST_KEY
 from .prepare import prepare
 from .scan import reverse_scan, scan
 from .segments import pieces, segments

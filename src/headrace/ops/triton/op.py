@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,20 +16,11 @@ from ..derivatives import transformed
 from ..gated_norm import GatedNorm
 from ..operator import define, register, register_function
 from ..query_key import QueryKey
+from .layer import Layer
+from .limits import DTYPES, LARGEST_HEADS, LARGEST_KEY, LARGEST_NORM, missing, refuses_tokens
 
 KEY = "CompositeExplicitAutograd"
-LARGEST_KEY = 256  # a program holds a state of all key channels
-LARGEST_NORM = 16384  # channels of a norm, which a program holds at once
-LARGEST_HEADS = 16384  # channels of all heads that compete, which a program holds at once
 CHUNKS = 16, 32, 64
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def missing() -> str | None:
-    """Returns why the backend is not available on this machine, or None."""
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    return None if interpreted() or torch.cuda.is_available() else "it runs on a GPU, and PyTorch finds none"
 
 
 def refuses(call: Call) -> str | None:
@@ -116,16 +106,7 @@ def _refuses_step(call: Call, bonus: Tensor | None, normalise: bool) -> str | No
 
 
 def _refuses_convolution(conv: nn.Conv1d, x: Tensor, *_) -> str | None:
-    return _refuses_tokens(x) or convolution.refuses(conv)
-
-
-def _refuses_tokens(x: Tensor) -> str | None:
-    """Returns why a kernel cannot compute x [B, T, ...], or None."""
-    if not (x.is_cuda or interpreted()):
-        return f"it runs on a GPU, and x is on {x.device.type}"
-    if x.dtype not in DTYPES:
-        return f"it computes in float32, from float32, bfloat16 or float16, and x is {x.dtype}"
-    return "x has no tokens" if x.shape[1] == 0 else None
+    return refuses_tokens(x) or convolution.refuses(conv)
 
 
 def _refuses_gated_norm(call: GatedNorm) -> str | None:
@@ -149,7 +130,7 @@ def _refuses_query_key(call: QueryKey) -> str | None:
 def _refuses_function(call: GatedNorm | Control | QueryKey) -> str | None:
     if transformed():
         return "it supports neither transforms of torch.func nor forward-mode differentiation"
-    return _refuses_tokens(call.x)
+    return refuses_tokens(call.x)
 
 
 def _function(kind: Any, module: str, what: str = "") -> Callable[[Any], Any]:
@@ -178,5 +159,6 @@ BACKEND = Backend(
     gated_norm=Kernel(_function(GatedNorm, "gated_norm"), _refuses_gated_norm),
     control=Kernel(_function(Control, "control"), _refuses_function),
     query_key=Kernel(_query_key, _refuses_query_key),
+    layer_step=Layer,
     on_request=True,
 )

@@ -21,6 +21,23 @@ def scalar(x, at, other):
 
 
 @triton.jit
+def advanced(S, decay, xq, xk, target, beta, u, DELTA: tl.constexpr):
+    """Returns (the output [BV], the next state [BK, BV]) from the state S and its decay, which is broadcast to it. u
+    [BK]: the bonus, or None."""
+    before = S
+    S *= decay
+    if DELTA:
+        target -= tl.sum(xk[:, None] * S, 0)
+    target *= beta
+    S += xk[:, None] * target[None, :]
+    if u is None:
+        o = tl.sum(xq[:, None] * S, 0)
+    else:
+        o = tl.sum(xq[:, None] * before, 0) + tl.sum(xq * u * xk, 0) * target
+    return o, S
+
+
+@triton.jit
 def step_kernel(
     q, k, v, g, beta, write, read, bonus, state, out, after, scale, H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr,
@@ -39,22 +56,18 @@ def step_kernel(
     S = tl.zeros((BK, BV), tl.float32)
     if state is not None:
         S = tl.load(state + at, mask=mask, other=0.0).to(tl.float32)
-    before = S
     if DECAY == "vector":
-        S *= tl.exp(tl.load(g + row * K + keys, mask=has_key, other=0.0).to(tl.float32))[:, None]
+        decay = tl.exp(tl.load(g + row * K + keys, mask=has_key, other=0.0).to(tl.float32))[:, None]
     elif DECAY == "scalar":
-        S *= tl.exp(tl.load(g + row).to(tl.float32))
+        decay = tl.exp(tl.load(g + row).to(tl.float32))
     elif DECAY == "fixed":
-        S *= tl.exp(tl.load(g + h).to(tl.float32))
-    if DELTA:
-        target -= tl.sum(xk[:, None] * S, 0)
-    target *= scalar(beta, row, 1.0)
-    S += xk[:, None] * target[None, :]
-    if bonus is None:
-        o = tl.sum(xq[:, None] * S, 0)
+        decay = tl.exp(tl.load(g + h).to(tl.float32))
     else:
+        decay = 1.0
+    u = bonus
+    if bonus is not None:
         u = tl.load(bonus + h * K + keys, mask=has_key, other=0.0).to(tl.float32)
-        o = tl.sum(xq[:, None] * before, 0) + tl.sum(xq * u * xk, 0) * target
+    o, S = advanced(S, decay, xq, xk, target, scalar(beta, row, 1.0), u, DELTA)
     o *= scalar(read, row, 1.0)
     tl.store(out + row * V + values, o.to(out.dtype.element_ty), mask=has_value)
     tl.store(after + at, S, mask=mask)
