@@ -101,6 +101,18 @@ def test_what_takes_steps(mixer, reason):
         assert reason in refusal(made, x)
 
 
+def test_autograd_knows_that_the_state_has_changed():
+    made, x = layer("gla"), torch.randn(1, 1, 32)
+    with torch.no_grad():
+        _, state = made(x)
+    scale = torch.ones((), requires_grad=True)
+    kept = state.memory * scale  # saves the memory for the gradient to the scale
+    with torch.no_grad():
+        made(x, state, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+
+
 def test_other_weights_are_refused():
     made, x = layer("gla"), torch.randn(1, 1, 32)
     with torch.no_grad():

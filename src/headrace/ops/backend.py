@@ -37,7 +37,7 @@ class LayerStep(Protocol):
     def run(self, weights: Sequence[Tensor], token: Sequence[Tensor | None], state: Sequence[Tensor | None]) -> Tensor:
         """Computes [B, H V]. token: the projected input [B, parts], and the layer's input [B, D] or None.
 
-        Raises ValueError if a tensor of the state shares memory with another tensor."""
+        The tensors of the state must not share memory with others; ValueError from a backend that checks it."""
 
 
 class Backend(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..checks import require
 from ..layer_shapes import token_shapes, weight_shapes
@@ -72,4 +73,7 @@ class Layer:
         """Computes [B, H V] from the projected input [B, parts], and updates the state."""
         if self.kernels is None:
             self.kernels = import_module(".layer_step", __package__).LayerKernels(self)
-        return self.kernels.run(dict(zip(self.names, weights, strict=True)), token[0], *state)
+        out = self.kernels.run(dict(zip(self.names, weights, strict=True)), token[0], *state)
+        # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
+        increment_version([x for x in state if x is not None and not x.is_inference()])
+        return out

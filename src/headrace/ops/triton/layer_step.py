@@ -1,5 +1,5 @@
 """One token of a linear layer in three launches, from the output of its input projection to the input of its output
-projection, with the state updated in place: the short convolution, the step, and the gated norm.
+projection, with the state updated in place: the short convolution, if any, the step, and the gated norm.
 
 The step computes what `query_key`, `control` and `step_kernel` compute of many tokens. Each of its programs needs the
 scores of all heads, and computes them itself.
@@ -209,9 +209,9 @@ class LayerKernels:
         up, kind = given.get("decay_up"), self.kind["decay"]
         if up is None:
             return x
-        return (
-            torch.tanh(x) @ up if kind == "exp" else F.linear(x, up, given["decay_bias"] if kind == "sigmoid" else None)
-        )
+        if kind == "exp":
+            return torch.tanh(x) @ up
+        return F.linear(x, up, given["decay_bias"] if kind == "sigmoid" else None)
 
     def _step(
         self, qkv: Tensor, decay: Tensor, beta: Tensor, given: dict[str, Tensor], memory: Tensor, tokens: Tensor | None
