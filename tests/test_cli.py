@@ -219,3 +219,12 @@ def test_a_gate_that_hardly_acts_is_named_before_the_run(capsys, monkeypatch, tm
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Note: ")]
     assert len(notes) == (IDLE[mixer] is not None)
     assert all(note.startswith(f"Note: {mixer}: {IDLE[mixer]}") for note in notes)
+
+
+@pytest.mark.parametrize(("option", "asked"), [([], None), (["--cuda-graph"], "static")])
+def test_a_cuda_graph_is_asked_for(option, asked, headrace_, monkeypatch):
+    given = []
+    result = {"text": "", "tokens": [], "tokens_per_second": 1.0}
+    monkeypatch.setattr("headrace.hf.generate.generate", lambda *_, **sampling: given.append(sampling) or result)
+    code, *_ = headrace_("generate", "notes", "--prompt", "a", "--json", *option)
+    assert code == 0 and [sampling.get("cache_implementation") for sampling in given] == [asked]

@@ -33,6 +33,9 @@ def generate(
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help=r"Random seed of the sampling. \[default: a new one]")] = None,
     device: Device = None,
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph", help="Replay each token as a CUDA graph. For recurrent models on a GPU.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="JSON output of text, tokens and speed, instead of streamed text.")
     ] = False,
@@ -42,6 +45,8 @@ def generate(
     from ..hf.generate import sampling_settings
 
     sampling = sampling_settings(tokens, temperature, top_p, top_k, repetition_penalty)
+    if cuda_graph:
+        sampling["cache_implementation"] = "static"
     result = run(checkpoint, read_prompt(prompt, file), seed, not as_json, device, **sampling)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
