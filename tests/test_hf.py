@@ -9,6 +9,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 
 from headrace.hf import HeadraceCache
 from headrace.hf import model as hf_model
+from headrace.hf.cache import NAME
 from headrace.layers import stack
 from headrace.layers.base import Mixer
 from headrace.layers.moe import MixtureOfExperts
@@ -189,7 +190,7 @@ def test_a_second_turn_continues_from_the_first(model):
     mask = F.pad(mask, (0, ids.shape[1] - T), value=1)
     cache.batch_repeat_interleave(2)
     options = {"attention_mask": mask, **STRATEGIES["sampling"], "num_return_sequences": 2}
-    continued = generate(model, ids, past_key_values=cache, **options)
+    continued = generate(model, ids, **{NAME: cache}, **options)
     assert torch.equal(continued, generate(model, ids, **options))
 
 

@@ -6,9 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..layers.decode import MixerState
+from ..ops.checks import require
 from ..utils.errors import InputError
+
+# What transformers calls the cache in arguments and outputs: "cache" from 5.24 on, "past_key_values" before.
+NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class HeadraceCache(Cache):
@@ -53,6 +58,11 @@ class HeadraceCache(Cache):
     def is_croppable(self) -> bool:
         return False
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether `generate` passes all tokens again, which it does if all layers say so."""
+        return [False]
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.columns
 
@@ -86,6 +96,12 @@ class HeadraceCache(Cache):
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.states is not None:
             self.states = [_changed(s, function) for s in self.states]
+
+
+def given_cache(past_key_values: Any, cache: Any) -> Any:
+    """Returns the cache that a model got under one of its two names."""
+    require(past_key_values is None or cache is None, "past_key_values and cache are both given; expected one")
+    return past_key_values if cache is None else cache
 
 
 def _apart(state: Any) -> Any:

@@ -68,7 +68,7 @@ class HeadraceConfig(PreTrainedConfig):
     """
 
     model_type = "headrace"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
     attribute_map = {"num_attention_heads": "num_heads"}  # noqa: RUF012
 
     mixer: Any = "softmax-gla"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..layers.graph import GraphedStep
 from ..ops.checks import require
+from .cache import NAME as CACHE
 from .cache import HeadraceCache
 
 STATIC = "static"  # the cache_implementation that asks for a CUDA graph
@@ -20,8 +21,8 @@ Step = Callable[[Tensor], Tensor]  # tokens [B] -> logits [B, 1, vocabulary] of 
 
 def plain(model: Any, config, given: dict[str, Any]) -> bool:
     """Whether the generation is plain: from an empty cache, with tokens as its only output, no hooks."""
-    usual = {"attention_mask", "past_key_values", "use_cache", "logits_to_keep"}
-    cache, there = given.get("past_key_values"), {name for name, value in given.items() if value is not None}
+    usual = {"attention_mask", CACHE, "use_cache", "logits_to_keep"}
+    cache, there = given.get(CACHE), {name for name, value in given.items() if value is not None}
     fresh = isinstance(cache, HeadraceCache) and cache.states is None and given["use_cache"] and there <= usual
     more = config.return_dict_in_generate or config.is_assistant or config.prefill_chunk_size
     hooks = any(m._forward_hooks or m._forward_pre_hooks for m in (model, model.model))

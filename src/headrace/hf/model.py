@@ -20,7 +20,8 @@ from ..layers.tensor_parallel import cuts_of, read_plan, tensor_parallel, whole_
 from ..ops.checks import require
 from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
-from .cache import HeadraceCache
+from .cache import NAME as CACHE
+from .cache import HeadraceCache, given_cache
 from .config import HeadraceConfig
 from .decoding import STATIC, check_graph, continued, graphed_step, plain, step
 from .loss import experts_loss, token_loss
@@ -35,7 +36,7 @@ class HeadracePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["HeadraceBlock"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _is_stateful = True
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -87,6 +88,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         output_hidden_states: bool | None = None,
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        cache: HeadraceCache | None = None,
         **flash: Any,
     ) -> BaseModelOutputWithPast:
         """input_ids [B, T] or inputs_embeds [B, T, D] -> last_hidden_state [B, T, D].
@@ -100,13 +102,14 @@ class HeadraceModel(HeadracePreTrainedModel):
             position_ids: [B or 1, T], the positions of the tokens, which must be consecutive; where they restart at 0
                 within a row, a new sequence begins.
             seq_idx: [B, T], the index of each token's sequence; an increase within a row begins a new sequence.
+            cache: another name of past_key_values, which transformers uses from 5.24 on.
             flash: cu_seqlens under the names of transformers' collators, `cu_seq_lens_q` and `_k`; `max_length_q` and
                 `_k` have no effect.
 
         Raises:
             InputError: arguments that contradict each other or do not fit the cache.
         """
-        cu_seqlens = _boundaries(cu_seqlens, flash)
+        cu_seqlens, cache = _boundaries(cu_seqlens, flash), given_cache(past_key_values, cache)
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("expected either input_ids or inputs_embeds, not both")
         if output_attentions:
@@ -114,10 +117,10 @@ class HeadraceModel(HeadracePreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape = x.shape
         if position_ids is not None or seq_idx is not None:
-            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            seen = 0 if cache is None else cache.get_seq_length()
             x, attention_mask, cu_seqlens = _packed(x, attention_mask, cu_seqlens, position_ids, seq_idx, seen)
         mask = padding_mask(attention_mask, x, cu_seqlens)
-        cache = _checked_cache(past_key_values, x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
+        cache = _checked_cache(cache, x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
         if use_cache is None:
             use_cache = cache is not None or (self.config.use_cache and not self.training)
         if use_cache and cache is None:
@@ -132,11 +135,10 @@ class HeadraceModel(HeadracePreTrainedModel):
             last, states = self.backbone(x, past, **where, inputs=hidden)
         if cache is not None and use_cache:
             cache.replace(states, x.shape[1])
-        return BaseModelOutputWithPast(
-            last_hidden_state=last.view(shape),
-            past_key_values=cache if use_cache else None,
-            hidden_states=None if hidden is None else tuple(each.view(shape) for each in (*hidden, last)),
-        )
+        found: dict[str, Any] = {CACHE: cache if use_cache else None}
+        if hidden is not None:
+            found["hidden_states"] = tuple(each.view(shape) for each in (*hidden, last))
+        return BaseModelOutputWithPast(last_hidden_state=last.view(shape), **found)
 
     def _wants_hidden_states(self, asked: bool | None) -> bool:
         return bool(self.config.output_hidden_states if asked is None else asked)
@@ -210,6 +212,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        cache: HeadraceCache | None = None,
         **loss_kwargs,
     ) -> CausalLMOutputWithPast:
         """input_ids [B, T] or inputs_embeds [B, T, D] -> logits [B, T, vocabulary].
@@ -233,7 +236,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            past_key_values=given_cache(past_key_values, cache),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
@@ -256,7 +259,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             loss = token_loss(self, hidden, logits if everything else None, labels=labels, **loss_kwargs)
             loss = loss + experts_loss(self, attention_mask, labels, **loss_kwargs)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+            loss=loss, logits=logits, hidden_states=output.hidden_states, **{CACHE: getattr(output, CACHE)}
         )
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
@@ -266,8 +269,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
                 f"cache_implementation={kind!r} is not available for {generation_mode.value}; expected None, for a "
                 f"HeadraceCache, or {STATIC!r} for greedy search and sampling, for a CUDA graph"
             )
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = HeadraceCache()
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = HeadraceCache()
 
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
@@ -278,7 +281,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         cache_implementation="static", which makes the step a CUDA graph.
 
         Raises InputError for cache_implementation="static" in another case or on a CPU."""
-        cache: Any = model_kwargs.get("past_key_values")
+        cache: Any = model_kwargs.get(CACHE)
         mask = model_kwargs.get("attention_mask")
         options = (logits_processor, stopping_criteria, generation_config)
         ours = type(self).forward is HeadraceForCausalLM.forward and not synced_gpus

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from ...hf.cache import NAME as CACHE
 from ...hf.cache import HeadraceCache
 from ...layers.attention.attention import AttentionState
 from ...layers.decode import MixerState
@@ -37,7 +38,7 @@ class Decoder:
     def __init__(self, model: Any):
         self.model, self.how = model.eval(), READ_ALL
         kind = type(self.model.config).__name__
-        self.argument = "cache_params" if kind == "Mamba2Config" else "past_key_values"
+        self.argument = "cache_params" if kind == "Mamba2Config" and CACHE != "cache" else CACHE
         self.cache: Any = PositionlessCache(config=self.model.config) if kind == "Qwen3NextConfig" else None
 
     def reach(self, position: int) -> None:
