@@ -70,6 +70,19 @@ def test_separate_steps_replace_states(model):
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(old, copy, strict=True))
 
 
+@torch.no_grad()
+def test_both_names_of_the_cache():
+    """transformers 5.24 calls past_key_values cache."""
+    model, ids, found = build("softmax-gla"), tokens(2), []
+    for name in ("past_key_values", "cache"):
+        first = model(ids[:, :5])
+        assert isinstance(getattr(first, NAME), HeadraceCache)
+        found.append(model(ids[:, 5:], **{name: getattr(first, NAME)}).logits)
+    assert torch.equal(*found)
+    with pytest.raises(InputError, match="past_key_values and cache are both given; expected one"):
+        model(ids, past_key_values=HeadraceCache(), cache=HeadraceCache())
+
+
 def test_gradients_flow_through_the_cache(model):
     """In training a cache passed on is one computation, cut anywhere."""
     ids = tokens(2)
