@@ -8,6 +8,7 @@ import torch
 
 from headrace import InputError, zoo
 from headrace.layers import build
+from headrace.ops.triton import layer_step
 from headrace.studies.verify import relative
 
 MIXERS = ["linear-attention(read.norm=rms)", "retnet", "gla", "mamba2", "rwkv6", "deltanet", "gated-deltanet", "kda"]
@@ -76,6 +77,13 @@ def test_places_of_the_gates(read, write):
 def test_a_part(change):
     """On an additive mixer with a decay per channel; sizes that are no powers of two among them."""
     agree(f"softmax-gla({change})", width=64)
+
+
+@pytest.mark.parametrize("mixer", ["softmax-gated-deltanet", "softmax-gla(competition.read=query)", "rwkv6"])
+def test_heads_and_channels_of_many_programs(monkeypatch, mixer):
+    monkeypatch.setattr(layer_step, "PROGRAM", 16)
+    monkeypatch.setattr(layer_step, "CHANNELS", 16)
+    agree(mixer, width=72, heads=2)
 
 
 def test_bfloat16_is_no_worse_than_in_steps():

@@ -7,6 +7,7 @@ from equation import DECAYS, Way, assert_same, inputs
 from headrace import InputError, backends, linear_attention, step
 from headrace.ops.call import TOKENWISE, Call
 from headrace.ops.triton import launch, segments
+from headrace.ops.triton import step as step_kernels
 from headrace.studies.verify import relative
 
 T, H, K, V = 37, 2, 16, 24  # two chunks of 16 tokens and a part of the next
@@ -203,8 +204,9 @@ def test_step(decay, rule):
         assert relative(x, y) <= 1e-6
 
 
-def test_a_step_in_place():
-    """The state keeps its memory; one in another layout is copied, and left as it is."""
+def test_a_step_in_place(monkeypatch):
+    """The state keeps its memory; one in another layout is copied, and left as it is. A head takes three programs."""
+    monkeypatch.setattr(step_kernels, "PROGRAM", 16)
     given = arguments("vector", rows=2, tokens=1, heads=2, value=40)
     token = {n: x if x is None else x.detach().float() for n, x in given.items()}
     token = {n: x[:, 0] if x is not None and n in TOKENWISE and x.dim() > 1 else x for n, x in token.items()}

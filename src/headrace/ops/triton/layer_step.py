@@ -43,8 +43,10 @@ def convolve_token(x, weight, bias, history, y, stride, D: tl.constexpr, W: tl.c
         before = tl.load(first + i * D, mask=known, other=0.0)
         z += before.to(tl.float32) * tl.load(weight + d * W + i, mask=known, other=0.0).to(tl.float32)
         if i > 0:
+            tl.debug_barrier()  # another thread may hold a copy of the channels, and load after this one has stored
             tl.store(first + (i - 1) * D, before, mask=known)
     if W > 1:
+        tl.debug_barrier()
         tl.store(first + (W - 2) * D, now, mask=known)
     tl.store(y + b * D + d, (z * tl.sigmoid(z)).to(y.dtype.element_ty), mask=known)
 
@@ -153,13 +155,14 @@ def layer_kernel(
         u = tl.load(bonus + h * K + keys, mask=has_key, other=0.0).to(tl.float32)
     S = tl.load(state + at, mask=mask, other=0.0)
     o, S = advanced(S, decay, xq, xk, target, beta, u, DELTA)
+    tl.debug_barrier()
     tl.store(state + at, S, mask=mask)
     if READ != "none":
         read = tl.exp(log_gate(q, read_scores, h, keys, temperature, H, HQ, K, BH, KIND, IDENTITY))
         if READ == "query":
             o *= read
         if READ == "strength":
-            tl.store(strength + row, read)
+            tl.store(strength + row, read, mask=tl.program_id(1) == 0)
     if skip is not None:
         o += tl.load(skip + h).to(tl.float32) * v
     if READ == "output":

@@ -70,6 +70,7 @@ def step_kernel(
     o, S = advanced(S, decay, xq, xk, target, scalar(beta, row, 1.0), u, DELTA)
     o *= scalar(read, row, 1.0)
     tl.store(out + row * V + values, o.to(out.dtype.element_ty), mask=has_value)
+    tl.debug_barrier()  # `after` may be `state`: another thread may hold a copy of its entries, and load them last
     tl.store(after + at, S, mask=mask)
 
 
