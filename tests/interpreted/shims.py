@@ -5,6 +5,8 @@
 - Products in TF32: it multiplies float32, whatever input_precision says. Here operands are rounded to TF32 for "tf32",
   and split into two numbers of TF32 for "tf32x3".
 - Autotuning, which asks the driver for times: the first configuration is taken.
+- Scalars as bounds of a loop: they are arrays of one number, which NumPy 2.4 no longer converts to
+  integers, as Triton 3.6 expects.
 - NumPy's warnings: a kernel may compute infinities and NaN in entries that it masks afterwards.
 
 And two that only take less time:
@@ -28,6 +30,7 @@ def install() -> None:
     builder = interpreter.InterpreterBuilder
     builder.create_dot = _rounded(builder.create_dot)
     autotuner.Autotuner.run = first_configuration
+    interpreter._patch_lang_tensor = _with_integers(interpreter._patch_lang_tensor)
     _change_the_language_once_a_launch()
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
@@ -53,6 +56,15 @@ def _change_the_language_once_a_launch() -> None:
         return change(function)
 
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launch, once
+
+
+def _with_integers(patch):
+    @wraps(patch)
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    return patched
 
 
 def _rounded(create_dot):

@@ -148,7 +148,8 @@ def layer_kernel(
                 tl.float32
             )
             beta = softplus(step_size)
-    at = row.to(tl.int64) * K * V + keys[:, None] * V + values[None, :]
+    place = row.to(tl.int64) * V
+    at = place * K + keys[:, None] * V + values[None, :]
     mask = has_key[:, None] & has_value[None, :]
     u = bonus
     if bonus is not None:
@@ -167,7 +168,7 @@ def layer_kernel(
         o += tl.load(skip + h).to(tl.float32) * v
     if READ == "output":
         o *= read
-    tl.store(out + row * V + values, o.to(out.dtype.element_ty), mask=has_value)
+    tl.store(out + place + values, o.to(out.dtype.element_ty), mask=has_value)
 
 
 class LayerKernels:

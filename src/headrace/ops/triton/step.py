@@ -43,12 +43,12 @@ def step_kernel(
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B × H, blocks of V). q, k [B, HQ, K], v [B, H, V], g [H], [B, H] or [B, H, K], numbers [B, H]."""
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     h = row % H
     shared = (row // H) * HQ + h // (H // HQ)
     keys, values = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     has_key, has_value = keys < K, values < V
-    at = row.to(tl.int64) * K * V + keys[:, None] * V + values[None, :]
+    at = row * K * V + keys[:, None] * V + values[None, :]
     mask = has_key[:, None] & has_value[None, :]
     xq = tl.load(q + shared * K + keys, mask=has_key, other=0.0).to(tl.float32) * scale
     xk = tl.load(k + shared * K + keys, mask=has_key, other=0.0).to(tl.float32)
