@@ -13,6 +13,7 @@ import decays
 import decode
 import gpu
 import gpu_op
+import host
 import launches
 import model
 import op
@@ -176,6 +177,17 @@ def test_launches_counts_those_of_forward_and_backward(lines):
     for backend in ("fla", "triton"):
         assert [x["way"] for x in rows if x["backend"] == backend] == ["forward"] * 2 + ["backward"] * 4
     assert all(int(row["registers"]) > 0 and int(row["matrix"]) > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_host_times_calls_without_a_gpu(lines):
+    pytest.importorskip("triton")
+    path, read = lines
+    command = [sys.executable, host.__file__, "--family", "scalar", "--rounds", "1", "--output", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    found = {row["backend"]: row for row in read()}
+    assert int(found["triton"]["launches"]) == 2 + 4
+    assert all(float(row[way]) > 0 for row in found.values() for way in ("forward", "both"))
 
 
 def test_the_rows_of_a_reproduction_are_of_each_seed(tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import derivatives
 from .modules import untouched
-from .operator import define, library
+from .operator import add_gradient, define
 from .sequences import Sequences
 
 INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor history, Tensor? cu_seqlens"
@@ -43,7 +43,7 @@ def register(backend: str, name: str, key: str, forward: Callable, backward: Cal
         d_x, d_weight, d_bias, d_history = gradient(d_y, *given)
         return d_x, d_weight, None if given[2] is None else d_bias, d_history, None
 
-    torch.library.register_autograd(f"headrace::{name}", gradients, setup_context=_save, lib=library)
+    add_gradient(convolve, gradients, _save)
 
     def run(conv: nn.Conv1d, x: Tensor, history: Tensor, sequences: Sequences) -> Tensor:
         return convolve(x, conv.weight, conv.bias, history, sequences.cu_seqlens)

@@ -1,6 +1,7 @@
 """The backend "triton": headrace's own kernels for GPUs, as a PyTorch operator, `torch.ops.headrace.triton`."""
 
 from collections.abc import Callable
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -40,8 +41,10 @@ def refuses(call: Call) -> str | None:
 def _late(module: str, name: str) -> Callable[..., Any]:
     """Returns a function of a module, which is imported at the first call because it needs Triton."""
 
+    loaded = cache(partial(import_module, f".{module}", __package__))
+
     def run(*args: Any) -> Any:
-        return getattr(import_module(f".{module}", __package__), name)(*args)
+        return getattr(loaded(), name)(*args)
 
     return run
 
