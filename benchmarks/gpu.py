@@ -1,4 +1,4 @@
-"""What headrace's backends do on a GPU: one command on a bare machine, at most ten minutes.
+"""What headrace's backends do on a GPU: one command on a bare machine, some ten minutes.
 
     PYTHONPATH=src python benchmarks/gpu.py                    everything, the most valuable first
     PYTHONPATH=src python benchmarks/gpu.py --stage op         one of: ceilings, correctness, layers, op, train, decode
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
                 break
         print(f"\n{stage} ({time.perf_counter() - start:.0f} s)\n{table(rows[began:])}", flush=True)
         if time.perf_counter() > over:
-            print(f"\n{options.minutes:g} minutes are over; {stage} is the last stage, and may be incomplete")
+            print(f"\n{options.minutes:g} minutes are over; the rest of {stage} and later stages are left out")
             break
     failed = sum(row.measure == "failed" for row in rows)
     print(f"\n{len(rows)} rows in {options.output}, of them {failed} failures")
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     about, _, rest = (__doc__ or "").partition("\n")
     found = argparse.ArgumentParser(description=about, epilog=rest, formatter_class=argparse.RawTextHelpFormatter)
     found.add_argument("--stage", action="append", choices=list(STAGES), help="stage to run; repeatable [default: all]")
-    found.add_argument("--minutes", type=float, default=9.0, help="nothing is measured after so many [default: 9]")
+    found.add_argument("--minutes", type=float, default=9.0, help="no measurement begins after so many [default: 9]")
     found.add_argument("--dry", action="store_true", help="small shapes on the CPU, to see that everything runs")
     found.add_argument("--output", type=Path, default=RESULTS, help="CSV file to append to")
     return found

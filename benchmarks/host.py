@@ -1,10 +1,11 @@
-"""What a call of `linear_attention` costs the processor that launches its Triton kernels, on a GPU that is not there.
+"""The CPU overhead of calls of `linear_attention` that launch Triton kernels, on a GPU that is not there (see dry/).
 
     python benchmarks/host.py
     python benchmarks/host.py --family scalar --rounds 1000
 
-Everything up to the launch is done as on a GPU: checks, dispatch, autograd, the allocation of results, and Triton's own
-work. The launch is left out, which takes a few microseconds more each. The backends take turns; times are medians.
+A call does what it does on a GPU up to the launches: checks, dispatch, autograd and Triton's choice of the compiled
+kernel. Three things differ: results are allocated on the CPU, each launch is recorded and not made, and tensors are
+asked for the GPU through replaced functions. The backends take turns; times are medians.
 """
 
 import time
@@ -92,7 +93,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each backend.")] = 300,
     output: Annotated[Path, typer.Option(help="CSV file to append to.")] = RESULTS,
 ) -> None:
-    """Time what calls cost the processor that launches their kernels."""
+    """Measure the CPU overhead of calls that launch Triton kernels."""
     import triton
 
     import dry

@@ -1,8 +1,8 @@
-"""What Triton's interpreter does not notice, and a GPU punishes: memory that a kernel must not touch, and races.
+"""Errors that Triton's interpreter does not detect: out-of-bounds accesses and data races.
 
-The interpreter runs the programs of a launch one after another and each of them as one thread, so that an address
-outside a tensor is often just another number, and the order of a store and a load is always the written one. On a GPU
-programs run at once, and so do the warps of one. `watch` makes every launch fail, but of FLA's kernels, that
+The interpreter runs the programs of a launch one after another, each as one thread, and loads from any address of the
+process. On a GPU programs run at the same time, and so do the warps of a program. `watch` makes a launch raise
+InvalidAccess, unless the kernel is FLA's, if it
 
 - touches an address outside the elements of the tensors that the kernel was given (of a strided view: between them);
 - touches an element that another of its programs stores, or stores one that another loads;
@@ -19,8 +19,8 @@ from triton.runtime import interpreter
 NOBODY, MANY = -1, -2
 
 
-class Touched(AssertionError):
-    """What a kernel did to memory that a GPU would not forgive."""
+class InvalidAccess(AssertionError):
+    """An out-of-bounds access or a data race."""
 
 
 class Storage:
@@ -42,7 +42,7 @@ class Storage:
         inside = (elements >= 0) & (elements < len(self.given))
         inside[inside] = self.given.numpy()[elements[inside]]
         if not inside.all():
-            raise Touched(f"touches element {elements[~inside][0]} of a storage, which it was not given")
+            raise InvalidAccess(f"touches element {elements[~inside][0]} of a storage, which it was not given")
         return elements
 
 
@@ -55,7 +55,9 @@ class Launch:
         for x in tensors:
             storage = x.untyped_storage()
             if storage.nbytes():
-                storages.setdefault(storage.data_ptr(), Storage(storage, x.element_size())).give(x)
+                found = storages.setdefault(storage.data_ptr(), Storage(storage, x.element_size()))
+                assert found.size == x.element_size(), "two views of one storage have different element sizes"
+                found.give(x)
         self.starts = np.array(sorted(storages))
         self.storages = [storages[start] for start in sorted(storages)]
 
@@ -68,7 +70,7 @@ class Launch:
     def find(self, addresses: np.ndarray) -> tuple[Storage, np.ndarray]:
         at = int(np.searchsorted(self.starts, int(addresses[0]), side="right")) - 1
         if at < 0:
-            raise Touched("touches an address below all tensors, which it was not given")
+            raise InvalidAccess("touches an address below all tensors, which it was not given")
         return self.storages[at], self.storages[at].find(addresses)
 
     def load(self, addresses: np.ndarray) -> None:
@@ -83,18 +85,18 @@ class Launch:
         self.check(storage.writer[at], storage.written[at], "stores", "stored")
         self.check(storage.reader[at], storage.read[at], "stores", "loaded")
         if len(np.unique(at)) < len(at):
-            raise Touched("stores one element twice at once")
+            raise InvalidAccess("stores one element twice at once")
         storage.writer[at], storage.written[at] = self.program, self.moment
 
     def check(self, whose: np.ndarray, when: np.ndarray, does: str, before: str) -> None:
         if not np.isin(whose, (NOBODY, self.program)).all():
-            raise Touched(f"{does} what another program has {before}")
+            raise InvalidAccess(f"{does} what another program has {before}")
         if (when == self.moment).any():
-            raise Touched(f"{does} what it has {before} itself, without a barrier")
+            raise InvalidAccess(f"{does} what it has {before} itself, without a barrier")
 
 
 def watch() -> None:
-    """Patches the interpreter."""
+    """Patches the interpreter to check every load and store."""
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     launches: list[Launch] = []
 

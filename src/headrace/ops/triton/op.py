@@ -40,7 +40,6 @@ def refuses(call: Call) -> str | None:
 
 def _late(module: str, name: str) -> Callable[..., Any]:
     """Returns a function of a module, which is imported at the first call because it needs Triton."""
-
     loaded = cache(partial(import_module, f".{module}", __package__))
 
     def run(*args: Any) -> Any:
