@@ -53,7 +53,7 @@ class Driver:
                 "max_shared_mem": gpu.shared, "multiprocessor_count": gpu.processors, "max_num_regs": gpu.registers,
                 "warpSize": gpu.target.warp_size, "sm_clock_rate": 1, "mem_clock_rate": 1, "mem_bus_width": 1,
             },
-            load_binary=lambda name, kernel, shared, device: (None, None, 0, 0, 1024),
+            load_binary=lambda name, kernel, shared, device: (name, None, 0, 0, 1024),
             unload_module=lambda module: None,
         )  # fmt: skip
 

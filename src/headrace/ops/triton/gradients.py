@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from .parts import (
-    STEEP,
     SUB,
     apart,
     channel_decay,
@@ -29,6 +28,7 @@ from .parts import (
     left_of,
     level_factors,
     matrix,
+    may_factor,
     numbers,
     pair_decay,
     product,
@@ -161,7 +161,7 @@ def block_pairs(
 ):  # fmt: skip
     """Returns the same for the pairs of a block of SUB tokens, factored from the block's start unless it is steep."""
     inside = from_start(this, SUB)
-    if tl.min(tl.min(inside, 1), 0) >= -STEEP:
+    if may_factor(inside):
         a, b, c = factored_pairs(
             pairs, rq, fk, xk, tl.exp(inside), tl.exp(-inside), rows, length, SUB, C, DELTA, OPERAND, PRECISION
         )

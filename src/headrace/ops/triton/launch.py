@@ -1,47 +1,23 @@
 """Launches of the kernels: two for the forward, four for the backward, whatever the length. With sequences in segments
 (segments.py) there are two and three more, and a product for each segment."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...utils.device import interpreted
 from ..call import Call
 from ..torch.tiles import product
+from .block_sizes import GPU, block_sizes
 from .gradients import gradients
-from .limits import LARGEST_KEY
 from .prepare import prepare
 from .scan import reverse_scan, scan
 from .segments import pieces, segments
 
-ROOM_TO_PREFETCH = 160 * 2**10  # bytes of shared memory with which the next chunk is loaded during this one's products
 CHUNK = 64  # tokens per chunk unless the call says otherwise
 DECAYS = {0: "none", 1: "fixed", 3: "scalar", 4: "vector"}  # by the dimensions of log_decay
 Optional = Tensor | None
-
-
-class GPU(NamedTuple):
-    """What the block sizes depend on."""
-
-    amd: bool
-    wide: bool  # whether matrix instructions read their operands from shared memory: Hopper and Blackwell's data centre
-    stages: int  # 2: the next chunk is loaded during the products of this one
-    processors: int  # streaming multiprocessors, or compute units
-    rounded: str = "tf32"  # Triton's input_precision for products of float32 matrices that may be rounded to TF32
-    exact: str = "tf32x3"  # the same for those that may not; three products in TF32 have the digits of float32
-
-    @classmethod
-    def of(cls, x: Tensor) -> "GPU":
-        if interpreted():
-            return cls(False, True, 1, 1)
-        about: Any = torch.cuda.get_device_properties(x.device)
-        stages = 2 if about.shared_memory_per_block_optin >= ROOM_TO_PREFETCH else 1
-        if torch.version.hip is None:
-            return cls(False, about.major in (9, 10), stages, about.multi_processor_count)
-        rounded = "tf32" if about.gcnArchName.startswith("gfx942") else "ieee"
-        return cls(True, False, stages, about.multi_processor_count, rounded, "ieee")
 
 
 class Launcher:
@@ -76,20 +52,7 @@ class Launcher:
         return self.call.v.new_empty(shape, dtype=dtype or self.stored)
 
     def blocks(self, kernel: str, V: int) -> dict[str, int]:
-        """Returns the block sizes and warps of a kernel: the largest blocks that (nearly) stay in registers."""
-        K, vector, about = block(self.K, LARGEST_KEY), self.decay == "vector", self.gpu
-        half = self.stored == torch.bfloat16
-        if not half:  # tiles of as many numbers would not fit into shared memory
-            about = about._replace(wide=False, stages=1)
-        if kernel == "prepare":
-            return {"BK": min(K, 32 if vector else 64), "num_warps": 8 if vector else 4, "num_stages": about.stages}
-        if kernel == "gradients":
-            BK = 16 if vector or about.amd or not self.rounded else 64 if about.wide else 32
-            stages = 1 if vector else about.stages
-            BK = max(16, min(K // 2, BK))  # a loop of one block is unrolled, and its products are a chain (parts.apart)
-            return {"BK": BK, "BV": block(V, 64 if half else 32), "num_warps": 8, "num_stages": stages}
-        widest = 64 if K <= 128 and about.wide else 32 if K <= 128 or half else 16
-        return {"BK": K, "BV": block(V, widest), "num_warps": 8, "num_stages": about.stages}
+        return block_sizes(kernel, self.K, V, self.decay == "vector", self.stored, self.rounded, self.gpu)
 
     def prepare(self, backward: bool) -> dict[str, Any]:
         """Returns the matrices inside each chunk and, under a decay per channel, q and k with the decay applied."""
@@ -165,11 +128,6 @@ def in_chunks(bounds: Optional, B: int, T: int, C: int) -> tuple[int, dict[str, 
     first, owner = pieces(bounds, T, C)
     packed: dict[str, Optional] = {"cu_seqlens": bounds.int(), "first_chunk": first.int()}
     return len(owner), packed, owner.int()
-
-
-def block(size: int, most: int) -> int:
-    """Returns the smallest power of two that is not below size, but at least 16 and at most `most`."""
-    return min(most, max(16, 1 << (size - 1).bit_length()))
 
 
 def one_stride(x: Optional) -> Optional:

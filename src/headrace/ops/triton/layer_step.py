@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..gated_norm import GatedNorm
 from ..query_key import EPS as NORM_EPS
+from .block_sizes import block
 from .competition import level, log_gates
 from .control import decayed, softplus
 from .gated_norm import forward as gated_norm
-from .launch import block
 from .layer import Layer
 from .limits import LARGEST_KEY
 from .query_key import cos_and_sin

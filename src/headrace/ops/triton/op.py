@@ -48,12 +48,16 @@ def _late(module: str, name: str) -> Callable[..., Any]:
     return run
 
 
+_chunks_forward, _chunks_backward = _late("launch", "forward"), _late("launch", "backward")
+_token = _late("step", "step")
+
+
 def _forward(call: Call, keep: bool):
-    return _late("launch", "forward")(call)
+    return _chunks_forward(call)
 
 
 def _backward(d_out: Tensor, d_final: Tensor, call: Call, kept: Any, wanted: Any):
-    return _late("launch", "backward")(d_out, d_final, call, wanted[3])
+    return _chunks_backward(d_out, d_final, call, wanted[3])
 
 
 def _about() -> str:
@@ -66,13 +70,13 @@ def _about() -> str:
 def _step_of(*args):
     *given, bonus = args
     call, after = Call(*given), _like_step(*args)[1]
-    return _late("step", "step")(call, bonus, after), after
+    return _token(call, bonus, after), after
 
 
 def _step_in_place(*args):
     *given, bonus = args
     call = Call(*given)
-    return _late("step", "step")(call, bonus, call.initial_state)
+    return _token(call, bonus, call.initial_state)
 
 
 def _like_out(*args):

@@ -9,9 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_hip
 
-LEAST: tl.constexpr = tl.constexpr(-1000.0)  # lower bound of log_decay: −∞ would give NaN differences of sums
 SUB: tl.constexpr = tl.constexpr(16)  # tokens per block of a vector decay
-STEEP: tl.constexpr = tl.constexpr(40.0)  # the most decay of a block that its factored form takes: e^40 times e^-40
 
 
 @triton.jit
@@ -108,6 +106,12 @@ def apart(x, y, length, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     return found
 
 
+@triton.jit
+def finite(log_decay):
+    """Bounds a logarithm from below, because −∞ would give NaN differences of sums."""
+    return tl.maximum(log_decay, -1000.0)
+
+
 # --- one decay per head: no decay, fixed, scalar ---------------------------------------------------------------------
 
 
@@ -118,11 +122,11 @@ def head_sums(g, token, h, H, rows, length, DECAY: tl.constexpr):
     The sums are float64, and a difference of two is exact in its leading digits: (high − high) + (low − low).
     """
     if DECAY == "fixed":
-        each = tl.maximum(tl.load(g + h).to(tl.float64), LEAST)
+        each = finite(tl.load(g + h).to(tl.float64))
         G = (tl.minimum(rows, length - 1) + 1).to(tl.float64) * each
     elif DECAY == "scalar":
         each = tl.load(g + token * H + h + rows * H, mask=rows < length, other=0.0)
-        G = tl.cumsum(tl.maximum(each.to(tl.float64), LEAST), 0)
+        G = tl.cumsum(finite(each.to(tl.float64)), 0)
     else:
         G = rows.to(tl.float64) * 0.0
     high = G.to(tl.float32)
@@ -163,13 +167,19 @@ def channel_decay(g, token, stride, offset, rows, length, columns, width: tl.con
     """Loads log_decay [C, BK] of each token, and that of the token after it (zero after the last)."""
     this = tile(g, token, stride, offset, rows, length, columns, width)
     after = tile(g, token, stride, offset, rows + 1, length, columns, width)
-    return tl.maximum(this, LEAST), tl.maximum(after, LEAST)
+    return finite(this), finite(after)
 
 
 @triton.jit
 def from_start(this, M: tl.constexpr):
     """Returns the sum of log_decay from the start of a token's segment of M tokens up to and including the token."""
     return segment_sums(this, M, False)
+
+
+@triton.jit
+def may_factor(inside):
+    """Whether e^{G_i − G_j} may be factored, given the sums G from the start of a block: into e^40 e^−40 at most."""
+    return tl.min(tl.min(inside, 1), 0) >= -40.0
 
 
 @triton.jit

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from .parts import (
-    STEEP,
     SUB,
     apart,
     channel_decay,
@@ -18,6 +17,7 @@ from .parts import (
     head_sums,
     level_factors,
     matrix,
+    may_factor,
     numbers,
     pair_decay,
     product,
@@ -40,7 +40,7 @@ def block_scores(x, y, y_at, y_stride, offset, this, g, g_stride, g_offset, toke
     inside = from_start(this, SUB)
     near = together(rows, SUB) & (rows[:, None] >= rows[None, :])
     scores = tl.zeros((x.shape[0], x.shape[0]), tl.float32)
-    if tl.min(tl.min(inside, 1), 0) >= -STEEP:
+    if may_factor(inside):
         found = product(x * tl.exp(inside), tl.trans(y * tl.exp(-inside)), scores, OPERAND, PRECISION)
         scores = tl.where(near, found, 0.0)
     else:

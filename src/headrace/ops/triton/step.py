@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import Call
-from .launch import DECAYS, block
+from .block_sizes import block
+from .launch import DECAYS
 
 PROGRAM = 8192  # entries of the state that a program holds
 

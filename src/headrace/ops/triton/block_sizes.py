@@ -1,0 +1,70 @@
+"""The block sizes of the kernels, and the properties of a GPU that they depend on."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...utils.device import interpreted
+from .limits import LARGEST_KEY
+
+ROOM_TO_PREFETCH = 160 * 2**10  # bytes of shared memory with which the next chunk is loaded during this one's products
+
+
+class GPU(NamedTuple):
+    """What the block sizes depend on."""
+
+    amd: bool
+    wide: bool  # whether matrix instructions read their operands from shared memory: Hopper and Blackwell's data centre
+    stages: int  # 2: the next chunk is loaded during the products of this one
+    processors: int  # streaming multiprocessors, or compute units
+    rounded: str = "tf32"  # Triton's input_precision for products of float32 matrices that may be rounded to TF32
+    exact: str = "tf32x3"  # the same for those that may not; three products in TF32 have the digits of float32
+
+    @classmethod
+    def of(cls, x: Tensor) -> "GPU":
+        if interpreted():
+            return cls(False, True, 1, 1)
+        about: Any = torch.cuda.get_device_properties(x.device)
+        stages = 2 if about.shared_memory_per_block_optin >= ROOM_TO_PREFETCH else 1
+        if torch.version.hip is None:
+            return cls(False, about.major in (9, 10), stages, about.multi_processor_count)
+        rounded = "tf32" if about.gcnArchName.startswith("gfx942") else "ieee"
+        return cls(True, False, stages, about.multi_processor_count, rounded, "ieee")
+
+
+@cache
+def block_sizes(
+    kernel: str, K: int, V: int, vector: bool, stored: torch.dtype, rounded: bool, gpu: GPU
+) -> dict[str, int]:
+    """Returns the block sizes and warps of a kernel: the largest blocks that (nearly) stay in registers.
+
+    Args:
+        kernel: "prepare", "scan" (also in reverse) or "gradients".
+        K, V: the dimensions of a head.
+        vector: whether the decay is per key channel.
+        stored: dtype of the tensors between the kernels.
+        rounded: whether float32 products may be rounded to TF32.
+        gpu: the GPU that the kernel runs on.
+    """
+    BK, half = block(K, LARGEST_KEY), stored == torch.bfloat16
+    if not half:  # tiles of as many numbers would not fit into shared memory
+        gpu = gpu._replace(wide=False, stages=1)
+    if kernel == "prepare":
+        return {"BK": min(BK, 32 if vector else 64), "num_warps": 8 if vector else 4, "num_stages": gpu.stages}
+    if kernel == "gradients":
+        most = 16 if vector or gpu.amd or not rounded else 64 if gpu.wide else 32
+        most = max(
+            16, min(BK // 2, most)
+        )  # a loop of one block is unrolled, and its products are a chain (parts.apart)
+        stages = 1 if vector else gpu.stages
+        return {"BK": most, "BV": block(V, 64 if half else 32), "num_warps": 8, "num_stages": stages}
+    widest = 64 if BK <= 128 and gpu.wide else 32 if BK <= 128 or half else 16
+    return {"BK": BK, "BV": block(V, widest), "num_warps": 8, "num_stages": gpu.stages}
+
+
+@cache
+def block(size: int, most: int) -> int:
+    """Returns the smallest power of two that is not below size, but at least 16 and at most `most`."""
+    return min(most, max(16, 1 << (size - 1).bit_length()))
