@@ -11,6 +11,7 @@ from headrace.ops.dispatch import BACKENDS
 from headrace.ops.native import library as native
 from headrace.ops.reference import literal
 from headrace.studies.verify import relative
+from headrace.utils.environment import environment
 
 D = 32
 
@@ -58,6 +59,16 @@ def test_a_layer_on_a_named_backend_refuses_what_the_backend_cannot_compute():
         InputError, match=f"backend='cuda' is unknown; expected 'auto' or one of {', '.join(backends())}"
     ):
         mixer(torch.randn(2, 7, D, dtype=torch.float64))
+
+
+def test_the_environment_chooses_the_backend_of_layers(monkeypatch):
+    monkeypatch.setenv("HEADRACE_BACKEND", "torch")
+    assert layer().backend == environment.__wrapped__()["backend"] == "torch"
+    monkeypatch.setenv("HEADRACE_BACKEND", "cuda")
+    with pytest.raises(InputError, match="HEADRACE_BACKEND='cuda' is unknown; expected 'auto' or one of onnx, native"):
+        layer()
+    monkeypatch.delenv("HEADRACE_BACKEND")
+    assert layer().backend == environment.__wrapped__()["backend"] == "auto"
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.dispatch import default_backend
 from ..ops.recurrence import linear_attention
 from ..spec.linear import MixerSpec
 from ..utils.errors import GateWarning
@@ -50,7 +51,7 @@ class LinearParameters(Mixer):
         super().__init__()
         self.spec, self.norm_eps, self.rope_theta = spec, norm_eps, rope_theta
         self.op = linear_attention  # may be set to a partial with a form or chunk size
-        self.backend = "auto"  # may be set to a backend's name; PyTorch computes what that backend does not have
+        self.backend = default_backend()  # may be set; PyTorch computes what a backend given by name does not have
         self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
         self.Hq = spec.heads.qk_groups or self.H
         self.state_shapes = spec.state_shapes(hidden_size, num_heads) | ({"tokens": ()} if spec.counts_tokens else {})

@@ -1,5 +1,6 @@
 """The table of backends, and the choice of the backend that computes an operation."""
 
+import os
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,18 @@ BACKENDS: dict[str, Backend] = {
     "onnx": onnx_op.BACKEND, "native": native_op.BACKEND, "fla": fla_op.BACKEND, "triton": triton_op.BACKEND,
     "torch": torch_op.BACKEND,
 }  # fmt: skip
+
+
+def default_backend() -> str:
+    """Returns the backend of new layers: the value of the environment variable HEADRACE_BACKEND, or "auto".
+
+    Raises:
+        InputError: if there is no backend of this name.
+    """
+    name = os.environ.get("HEADRACE_BACKEND", "auto")
+    if name not in ("auto", *BACKENDS):
+        raise InputError(f"HEADRACE_BACKEND={name!r} is unknown; expected 'auto' or one of {', '.join(BACKENDS)}")
+    return name
 
 
 def backends(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs):
