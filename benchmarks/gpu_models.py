@@ -55,8 +55,9 @@ class Model(nn.Module):
             if way == FLA_LAYER:
                 kind, options = FLA_LAYERS[mixer]
                 block.mixer = FlaLayer(getattr(import_module("fla.layers"), kind)(hidden_size=sizes.hidden, **options))
+                block.mlp.backend = "triton"  # only the mixer differs
             elif way != "auto":
-                block.mixer.backend = way
+                block.mixer.backend = block.mlp.backend = way
 
     def loss(self, ids: Tensor) -> Tensor:
         x, _ = self.backbone(self.embedding(ids))

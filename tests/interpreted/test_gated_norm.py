@@ -1,12 +1,16 @@
 """The gated norm of the backend "triton" against PyTorch's, in float64."""
 
+import copy
+
 import pytest
 import torch
 
 from headrace import InputError, Mixer
+from headrace.layers import block
 from headrace.ops.dispatch import choose
 from headrace.ops.gated_norm import GatedNorm
-from headrace.studies.verify import relative
+from headrace.ops.triton import gated_norm
+from headrace.studies.verify import relative, worst
 
 
 def given(shape, norm, gate="silu", order="norm-gate", strength=False, dtype=torch.float32):
@@ -92,3 +96,21 @@ def test_it_has_no_second_derivative():
     y = choose("gated_norm", "triton", call).run(call)
     with pytest.raises(InputError, match="the triton gated norm has no second derivative"):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize(("widest", "heads"), [(24, 1), (20, 2), (7, 4)])
+def test_a_gated_mlp(widest, heads, monkeypatch):
+    """Its 24 channels are heads of at most `widest`."""
+    calls, compute = [], gated_norm.forward
+    monkeypatch.setattr(gated_norm, "forward", lambda call: calls.append(call.x.shape) or compute(call))
+    monkeypatch.setattr(block, "WIDEST", widest)
+    mlp, x = block.MLP(block.Sizes(hidden_size=8, num_heads=1, intermediate_size=24)), torch.randn(2, 5, 8)
+    exact = copy.deepcopy(mlp).double()
+    mlp.backend, found = "triton", []
+    for each, given in ((exact, x.double()), (mlp, x)):
+        given = given.requires_grad_()
+        y = each(given)
+        by = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        found.append([y.detach(), *torch.autograd.grad((y * by).sum(), [given, *each.parameters()])])
+    assert calls == [(1, 10, heads, 24 // heads)]
+    assert worst(found[1], found[0]) <= 2e-6

@@ -125,7 +125,7 @@ class PartMLP(MLP):
         nn.Module.__init__(self)
         width = whole.up_proj.out_features
         shares = Shares(width, width, ranks.size, ("intermediate_size", "intermediate_size"))
-        self.activation, self.ranks = whole.activation, ranks
+        self.activation, self.backend, self.ranks = whole.activation, whole.backend, ranks
         linears = {name: getattr(whole, name) for name in ("gate_proj", "up_proj", "down_proj")}
         for name, linear in linears.items():
             setattr(self, name, None if linear is None else _empty(linear))
