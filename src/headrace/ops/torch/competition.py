@@ -12,7 +12,7 @@ from ..query_key import Activation
 
 def scores(heads: Tensor, weight: Tensor) -> Tensor:
     """Computes ⟨x_h, w_h⟩ [B, T, H]."""
-    return (heads.repeat_interleave(len(weight) // heads.shape[-2], -2) * weight).sum(-1)
+    return (heads[..., None, :] * weight.unflatten(0, (heads.shape[-2], -1))).sum(-1).flatten(-2)
 
 
 def activate(scores: Tensor, activation: Activation) -> Tensor:
