@@ -47,8 +47,8 @@ def finite(x: Tensor) -> Tensor:
     return x.nan_to_num(0.0, 0.0, 0.0)
 
 
-def row_dot(x: Tensor, y: Tensor) -> Tensor:
-    return (x * y).sum(-1, keepdim=True)
+def row_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.sum(x, -1, keepdim=True, out=out)
 
 
 def write(E: Tensor, decay: NoDecay, memory: Memory, part: range, delta: bool) -> Tensor:
@@ -102,21 +102,22 @@ def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     equals v."""
     chunks = Chunks(call)
     tiles, memory = Tiles.of(call, chunks), Memory(chunks, call.initial_state)
-    out, E = chunks.new_rows(chunks.V), tiles.v.new_empty(tiles.v.shape if keep and call.delta else 0)
+    out = chunks.new_tiles(chunks.V, call.v.dtype)
+    E = tiles.v.new_empty(tiles.v.shape if keep and call.delta else 0)
     for part, where in chunks.parts():
         tile = tiles.part(where)
         value = product(tile.v, tile.write_gate) if call.delta else tile.v
         # A token whose value is not finite gets a NaN writer, through which scores pass NaN to the later tokens. In
         # products over the chunk its value is zero, because 0 · NaN would affect the earlier tokens.
-        decay = tile.decay((value * 0).sum(-1, keepdim=True))
+        decay = tile.decay(row_sum(value * 0))
         found = write(value, decay, memory, part, call.delta)
         if len(E):
             E[where] = found
         read = torch.bmm(decay.reads[:, : chunks.length], memory.at(part))
         A, scale = decay.scores[:, : chunks.length], call.scale
-        chunks.store(out, part, read.baddbmm_(A, finite(found), beta=scale, alpha=scale))
-    states = memory.before if keep and chunks.keeps else out.new_empty(0)
-    return chunks.join(out).to(call.v.dtype), memory.result(), states, E
+        chunks.store(out, part, product, read.baddbmm_(A, finite(found), beta=scale, alpha=scale))
+    states = memory.before if keep and chunks.keeps else E.new_empty(0)
+    return chunks.join(out), memory.result(), states, E
 
 
 def replay(call: Call, chunks: Chunks, tiles: Tiles, E: Tensor) -> Tensor:
@@ -137,9 +138,9 @@ def backward(
     tiles, gradients = Tiles.of(call, chunks, d_out), Memory(chunks, d_final, reverse=True)
     E = errors if call.delta else tiles.v
     states = (states if chunks.keeps else replay(call, chunks, tiles, E)).flatten(0, 1)
-    grads = {name: chunks.new_rows(columns) for name, columns in tiles.columns(decay_gradient).items()}
+    grads = {name: chunks.new_tiles(columns, chunks.dtype) for name, columns in tiles.columns(decay_gradient).items()}
     for part, where in reversed(chunks.parts()):
-        tile, S = tiles.part(where), states[where]
+        tile, S, found = tiles.part(where), states[where], E[where]
         decay = tile.decay()
         M, rows, _ = decay.reads.shape
         D = E.new_empty(M, rows, chunks.V)
@@ -147,36 +148,41 @@ def backward(
         dE, dS = write_backward(D, decay, gradients, part, call.delta)
         passed = None
         if "log_decay" in grads and decay.through is not None:
-            passed = (S * dS).sum(-1, keepdim=True).mul_(decay.through).mT
-        read, written = torch.bmm(D, S.mT), torch.bmm(E[where], dS.mT)
-        dx, dy, dg = decay.backward(torch.bmm(D, E[where].mT), read, written, passed)
-        for name, grad in to_inputs(tile, dx, dy, dE, dg).items():
-            chunks.store(grads[name], part, grad)
-    found = (
+            passed = row_sum(S * dS).mul_(decay.through).mT
+        read, written = torch.bmm(D, S.mT), torch.bmm(found, dS.mT)
+        dx, dy, dg = decay.backward(torch.bmm(D, found.mT), read, written, passed)
+        for name, terms in to_inputs(tile, dx, dy, dE, dg).items():
+            chunks.store(grads[name], part, *terms)
+    joined = (
         shaped(chunks.join(grads[name]), x) if name in grads else None
         for name, x in zip(Call._fields[: DIFFERENTIABLE - 1], call.tensors, strict=False)
     )
-    return [*found, None if call.initial_state is None else gradients.result()]
+    return [*joined, None if call.initial_state is None else gradients.result()]
 
 
-def to_inputs(tile: Tiles, dx: Tensor, dy: Tensor, dE: Tensor, dg: Tensor | None) -> dict[str, Tensor]:
-    """Converts the gradients to readers, writers and w v (v under the additive rule) to those to the inputs."""
+def to_inputs(tile: Tiles, dx: Tensor, dy: Tensor, dE: Tensor, dg: Tensor | None) -> dict[str, tuple]:
+    """Converts the gradients to readers, writers and w v (v under the additive rule) to those to the inputs: each is a
+    function and its arguments."""
     C = dy.shape[1]
-    grads = {"q": product(dx[:, :C], tile.read_gate), "v": dE}
+    queries = dx[:, :C]
+    grads: dict[str, tuple] = {"q": (product, queries, tile.read_gate)}
     if dg is not None:
-        grads["log_decay"] = dg
+        grads["log_decay"] = product, dg
     if tile.read_gate is not None:
-        grads["read_gate"] = row_dot(tile.q, dx[:, :C])
-    d_factor = None if tile.factor is None else row_dot(tile.k, dy)
+        grads["read_gate"] = row_sum, tile.q * queries
     if tile.delta:
-        grads["k"] = plus_product(dx[:, C:], dy, tile.factor)
-        grads["v"] = product(dE, tile.write_gate)
+        grads |= {"k": (plus_product, dx[:, C:], dy, tile.factor), "v": (product, dE, tile.write_gate)}
+        if tile.beta is not None:
+            grads["beta"] = row_sum, tile.k * dy
+        if tile.write_gate is not None:
+            grads["write_gate"] = row_sum, tile.v * dE
     else:
-        grads["k"] = product(dy, tile.factor)
-    if tile.beta is not None:
-        grads["beta"] = d_factor if tile.delta else product(d_factor, tile.write_gate)
-    if tile.write_gate is not None:
-        grads["write_gate"] = row_dot(tile.v, dE) if tile.delta else product(d_factor, tile.beta)
+        grads |= {"k": (product, dy, tile.factor), "v": (product, dE)}
+        d_factor = None if tile.factor is None else row_sum(tile.k * dy)
+        if tile.beta is not None:
+            grads["beta"] = product, d_factor, tile.write_gate
+        if tile.write_gate is not None:
+            grads["write_gate"] = product, d_factor, tile.beta
     return grads
 
 

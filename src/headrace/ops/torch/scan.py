@@ -1,5 +1,7 @@
 """The part of the chunkwise form that is sequential: states, and gradients to them, from chunk to chunk."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ class Memory:
             first = chunks.new_states(len(chunks.sequences.first))
             self.first = first.zero_() if state is None else first.copy_(state)
             self.before, self.after = self.first[chunks.sequences.owner], chunks.new_states(chunks.count)
-            self.resets = chunks.sequences.closes if reverse else chunks.sequences.opens
+            self.resets = chunks.sequences.is_at(chunks.sequences.last if reverse else chunks.sequences.first)
 
     def enter(self, c: int) -> Tensor:
         """Returns the state before chunk c, [N, K, V], once the previous chunk is done."""
@@ -55,8 +57,8 @@ class Memory:
         return self.at(part)
 
     @staticmethod
-    def _by_chunk(x: Tensor | None, part: range) -> list[Tensor] | list[None]:
-        return [None] * len(part) if x is None else x.unflatten(0, (len(part), -1)).unbind()
+    def _by_chunk(x: Tensor | None, part: range) -> Sequence[Tensor] | list[None]:
+        return [None] * len(part) if x is None else x.tensor_split(len(part))
 
     def at(self, part: range) -> Tensor:
         """Returns the states before the chunks of a part, [M, K, V]."""

@@ -100,22 +100,23 @@ class Chunks:
             return F.pad(x, (0, 0, 0, 0, 0, size - self.T)) if size > self.T else x
         return x.new_zeros(x.shape[0], size, *x.shape[2:]).index_copy_(1, self.sequences.rows, x)
 
-    def new_rows(self, columns: int) -> Tensor:
-        """Returns room for the rows of all chunks, [B, chunks, C, H, columns]."""
+    def new_tiles(self, columns: int, dtype: torch.dtype) -> Tensor:
+        """Returns room for the tiles of all chunks, [chunks, B, H, C, columns], with the tokens in order in memory."""
         shape = (self.B, self.count, self.length, self.H, columns)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=dtype, device=self.device).permute(1, 0, 3, 2, 4)
 
-    def join(self, rows: Tensor) -> Tensor:
-        """Returns the tokens [B, T, H, ·] of the rows of all chunks."""
-        rows = rows.flatten(1, 2)
+    def join(self, tiles: Tensor) -> Tensor:
+        """Returns the tokens [B, T, H, ·] of `new_tiles`."""
+        rows = tiles.permute(1, 0, 3, 2, 4).flatten(1, 2)
         if self.sequences is not None:
             return rows.index_select(1, self.sequences.rows)
         return rows[:, : self.T].contiguous() if rows.shape[1] > self.T else rows
 
-    def store(self, rows: Tensor, part: range, x: Tensor) -> None:
-        """Stores the tiles [M, C, ·] of a part of the chunks in the rows of all chunks."""
-        x = x.reshape(len(part), self.B, self.H, self.length, x.shape[-1])
-        rows[:, part.start : part.stop] = x.permute(1, 0, 3, 2, 4)
+    def store(self, tiles: Tensor, part: range, function: Callable, *tensors: Tensor | None) -> None:
+        """Computes a function of tensors [M, ·, ·] of a part of the chunks, into their place in `new_tiles`."""
+        heads = len(part), self.B, self.H
+        views = [x if x is None else x.view(*heads, *x.shape[1:]) for x in tensors]
+        function(*views, out=tiles[part.start : part.stop])
 
 
 class Packed:
@@ -123,7 +124,7 @@ class Packed:
 
     rows [T]: each token's row among the rows of all chunks. first, last [N]: each sequence's first and last chunk.
     empty [N]: whether a sequence has no tokens. owner [chunks]: the sequence of each chunk; chunks without tokens
-    belong to the last one. opens, closes [chunks]: whether a chunk is the first or the last of its sequence."""
+    belong to the last one."""
 
     def __init__(self, cu_seqlens: Tensor, T: int, chunks: int, length: int):
         check_bounds(cu_seqlens, T)
@@ -132,11 +133,14 @@ class Packed:
         after = counts.cumsum(0)
         first = after - counts
         self.first, self.last, self.empty = first.clamp(max=chunks - 1), (after - 1).clamp_(min=0), counts == 0
-        tokens, places = torch.arange(T, device=ends.device), torch.arange(chunks, device=ends.device)
+        tokens, self.places = torch.arange(T, device=ends.device), torch.arange(chunks, device=ends.device)
         shift = first * length - ends[:-1]
         self.rows = tokens + shift[torch.searchsorted(ends[1:], tokens, right=True)]
-        self.owner = torch.searchsorted(after, places, right=True).clamp_(max=len(counts) - 1)
-        self.opens, self.closes = places == self.first[self.owner], places == self.last[self.owner]
+        self.owner = torch.searchsorted(after, self.places, right=True).clamp_(max=len(counts) - 1)
+
+    def is_at(self, edges: Tensor) -> Tensor:
+        """Returns whether each chunk is the first or the last of its sequence, [chunks]. edges: `first` or `last`."""
+        return self.places == edges[self.owner]
 
 
 def check_bounds(cu_seqlens: Tensor, T: int) -> None:
@@ -158,22 +162,24 @@ def sequence_ends(cu_seqlens: Tensor, T: int) -> list[int]:
     return ends
 
 
-def product(x: Tensor | None, y: Tensor | None) -> Any:
+def product(x: Tensor | None, y: Tensor | None = None, out: Tensor | None = None) -> Any:
     """Returns the product of the factors that are not None; None for two of them."""
     if x is None or y is None:
-        return y if x is None else x
-    return x * y
+        factor: Any = y if x is None else x
+        return factor if out is None else out.copy_(factor)
+    return torch.mul(x, y, out=out)
 
 
-def plus_product(total: Tensor | None, x: Tensor, y: Tensor | None) -> Tensor:
+def plus_product(total: Tensor | None, x: Tensor, y: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Returns total + x y, with None for total = 0 and y = 1."""
     if total is None:
-        return product(x, y)
-    return total + x if y is None else torch.addcmul(total, x, y)
+        return product(x, y, out)
+    return torch.add(total, x, out=out) if y is None else torch.addcmul(total, x, y, out=out)
 
 
 class Tiles(NamedTuple):
-    """The inputs of chunks in the accumulator's dtype, [M, C, ·], or None. d_out: the gradient to the output."""
+    """The inputs of chunks in the accumulator's dtype, [M, C, ·], or None. d_out: the gradient to the output. factor:
+    what scales k where it writes: β, and w under the additive rule, since k usually has fewer columns than v."""
 
     q: Tensor
     k: Tensor
@@ -183,6 +189,7 @@ class Tiles(NamedTuple):
     write_gate: Tensor | None
     read_gate: Tensor | None
     d_out: Any
+    factor: Any
     delta: bool
     kind: Callable[..., NoDecay]
 
@@ -194,22 +201,17 @@ class Tiles(NamedTuple):
         kind = kind_of(g)
         tensors = (call.q, call.k, call.v, g, call.beta, call.write_gate, call.read_gate, d_out)
         q, k, v, g, beta, write_gate, read_gate, d_out = chunks.split(*tensors)
-        return cls(q, k, v, g, beta, write_gate, read_gate, d_out, call.delta, kind)
+        factor = beta if call.delta else product(beta, write_gate)
+        return cls(q, k, v, g, beta, write_gate, read_gate, d_out, factor, call.delta, kind)
 
     def part(self, where: slice) -> "Tiles":
         """Returns some of the tiles."""
-        given: Any = {name: x[where] for name, x in self._asdict().items() if isinstance(x, Tensor)}
-        return self._replace(**given)
+        return Tiles._make(x[where] if isinstance(x, Tensor) else x for x in self)
 
     def columns(self, decay_gradient: bool) -> dict[str, int]:
         """Returns the number of columns of each input that has a gradient."""
         wanted = Tiles._fields[:3] + Tiles._fields[3 if decay_gradient else 4 : 7]
         return {name: x.shape[-1] for name in wanted if (x := getattr(self, name)) is not None}
-
-    @property
-    def factor(self) -> Any:
-        """What scales k where it writes: β, and w under the additive rule, since k usually has fewer columns than v."""
-        return self.beta if self.delta else product(self.beta, self.write_gate)
 
     def decay(self, taint: Tensor | None = None) -> NoDecay:
         """Returns the operators for the readers and writers. taint [M, C, 1], if any, is added to the writers."""
