@@ -7,6 +7,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import dry
 from headrace import Mixer, linear_attention
+from headrace.layers.block import MLP, Sizes
 from headrace.layers.convolution import convolve
 from headrace.ops.control import Control
 from headrace.ops.dispatch import choose
@@ -44,13 +45,14 @@ MACS = {
 
 
 def launches(
-    gpu: str, family: str, T: int = 128, K: int = 128, dtype: torch.dtype = torch.bfloat16
+    gpu: str, family: str, T: int = 128, K: int = 128, dtype: torch.dtype = torch.bfloat16, V: int | None = None
 ) -> list[dry.Launch]:
-    """The launches of forward and backward with both gates and an initial state, at V = K."""
-    tensors = FAMILIES[family].inputs(T=T, K=K, V=K, dtype=dtype)
+    """The launches of forward and backward with both gates and an initial state; V: K unless given."""
+    V = V or K
+    tensors = FAMILIES[family].inputs(T=T, K=K, V=V, dtype=dtype)
     shape = tensors["v"].shape
     gates = {name: torch.rand(shape[:3], requires_grad=True) for name in ("read_gate", "write_gate")}
-    state = torch.zeros(shape[0], shape[2], K, K + FAMILIES[family].normalise, requires_grad=True)
+    state = torch.zeros(shape[0], shape[2], K, V + FAMILIES[family].normalise, requires_grad=True)
     with dry.gpu(gpu) as found:
         results = linear_attention(
             **tensors, **gates, initial_state=state, **FAMILIES[family].options(), backend="triton"
@@ -84,6 +86,23 @@ def test_float32_and_float16(gpu, family, K, dtype):
     assert all(x.code.matrix for x in found)
     assert max(x.code.shared for x in found) <= dry.GPUS[gpu].shared
     assert max(x.code.stack for x in found) <= 1456  # as in docs/limits.md
+
+
+# At hidden size 1024 with four heads.
+SHAPES = {"fixed": (256, 512), "vector": (128, 256), "gated-delta": (192, 384), "kda": (192, 384)}
+# Of the scan of the forward, that of the backward, which computes states only, and `reverse_scan`, as in MACS: 192 keys
+# are not padded to 256, and blocks have 64 value channels, except in those scans of delta rules that would spill.
+UNITS = {"fixed": (9, 4, 9), "vector": (5, 2, 5), "gated-delta": (5.5, 7, 5.5), "kda": (5.5, 7, 5.5)}
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_the_shapes_of_models(family):
+    """RetNet, GLA, Gated DeltaNet and KDA of 340M parameters on Hopper, with nothing spilled or computed twice."""
+    K, V = SHAPES[family]
+    found = launches("sm_90", family, K=K, V=V)
+    assert [x.kernel for x in found] == KERNELS
+    assert all(x.code.matrix and x.code.stack == 0 for x in found)
+    assert [x.code.macs for x in found if "scan" in x.kernel] == [units * 64**3 for units in UNITS[family]]
 
 
 def test_64_channels():
@@ -125,6 +144,20 @@ def test_the_gated_norm(gpu, norm, order, V):
         choose("gated_norm", "triton", call).run(call).sum().backward()
     assert [x.kernel for x in found] == ["gated_norm", "gated_norm_back"]
     assert all(x.code.stack == 0 for x in found)
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
+def test_a_gated_mlp(gpu):
+    """One launch each way between its projections, with nothing spilled."""
+    mlp, x = MLP(Sizes(hidden_size=64, num_heads=1, intermediate_size=2816)).bfloat16(), torch.randn(1, 70, 64)
+    mlp.backend, x = "triton", x.bfloat16().requires_grad_()
+    with dry.gpu(gpu) as found:
+        with Calls() as there:
+            y = mlp(x)
+        y.backward(torch.ones_like(y))
+    assert [x.kernel for x in found] == ["gated_norm", "gated_norm_back"]
+    assert all(x.code.stack == 0 for x in found)
+    assert pytorchs(there) == 3  # the projections
 
 
 @pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])

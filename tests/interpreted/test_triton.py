@@ -6,7 +6,7 @@ import torch
 from equation import DECAYS, Way, assert_same, inputs
 from headrace import InputError, backends, linear_attention, step
 from headrace.ops.call import TOKENWISE, Call
-from headrace.ops.triton import launch, segments
+from headrace.ops.triton import block_sizes, launch, segments
 from headrace.ops.triton import step as step_kernels
 from headrace.studies.verify import relative
 
@@ -53,6 +53,35 @@ def test_whole_chunks_and_odd_sizes(decay, rule):
 @pytest.mark.parametrize(("decay", "rule"), [("fixed", "delta"), ("vector", "add")])
 def test_packed_sequences(decay, rule):
     assert_same(arguments(decay, n=4), TRITON, PACKED, rule=rule)
+
+
+@pytest.fixture
+def as_in_16_bits(monkeypatch):
+    """The tiles of `scan` and `reverse_scan` that Hopper has in 16 bits."""
+    sizes = launch.block_sizes
+
+    def found(kernel, K, V, delta, vector, *of):
+        first, second = block_sizes.tiles(K)
+        tiles = {"BK": first, "BK2": second, "KEEP": not vector}
+        return sizes(kernel, K, V, delta, vector, *of) | (tiles if kernel in ("scan", "states") else {})
+
+    monkeypatch.setattr(launch, "block_sizes", found)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("key", [16, 40])
+def test_a_state_in_two_tiles(decay, rule, key, as_in_16_bits):
+    """40 keys are a tile of 32 and one of 16. Without a decay per channel the delta rule loads keys once."""
+    assert_same(arguments(decay, tokens=SHORT, heads=1, key=key), TRITON, rule=rule)
+
+
+def test_the_tiles_of_a_state():
+    """Powers of two that hold all keys, and never more together than one tile would need."""
+    for K in range(1, 257):
+        first, second = block_sizes.tiles(K)
+        assert all(size & (size - 1) == 0 for size in (first, second)) and first >= 16
+        assert K <= first + second <= max(16, 1 << (K - 1).bit_length())
 
 
 @pytest.fixture

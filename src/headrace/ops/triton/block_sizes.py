@@ -19,6 +19,7 @@ class GPU(NamedTuple):
     wide: bool  # whether matrix instructions read their operands from shared memory: Hopper and Blackwell's data centre
     stages: int  # 2: the next chunk is loaded during the products of this one
     processors: int  # streaming multiprocessors, or compute units
+    keeps: bool = False  # whether to keep a tile for a second product: in shared memory, and where that spills less
     rounded: str = "tf32"  # Triton's input_precision for products of float32 matrices that may be rounded to TF32
     exact: str = "tf32x3"  # the same for those that may not; three products in TF32 have the digits of float32
 
@@ -29,20 +30,23 @@ class GPU(NamedTuple):
         about: Any = torch.cuda.get_device_properties(x.device)
         stages = 2 if about.shared_memory_per_block_optin >= ROOM_TO_PREFETCH else 1
         if torch.version.hip is None:
-            return cls(False, about.major in (9, 10), stages, about.multi_processor_count)
+            keeps = stages > 1 and about.major < 10
+            return cls(False, about.major in (9, 10), stages, about.multi_processor_count, keeps)
         rounded = "tf32" if about.gcnArchName.startswith("gfx942") else "ieee"
-        return cls(True, False, stages, about.multi_processor_count, rounded, "ieee")
+        return cls(True, False, stages, about.multi_processor_count, rounded=rounded, exact="ieee")
 
 
 @cache
 def block_sizes(
-    kernel: str, K: int, V: int, vector: bool, stored: torch.dtype, rounded: bool, gpu: GPU
+    kernel: str, K: int, V: int, delta: bool, vector: bool, stored: torch.dtype, rounded: bool, gpu: GPU
 ) -> dict[str, int]:
-    """Returns the block sizes and warps of a kernel: the largest blocks that (nearly) stay in registers.
+    """Returns the block sizes, warps and stages of a kernel: the largest blocks that (nearly) stay in registers; and
+    for "scan" and "states" KEEP, see scan.py.
 
     Args:
-        kernel: "prepare", "scan" (also in reverse) or "gradients".
+        kernel: "prepare", "scan" (also in reverse), "states" (`scan` without an output) or "gradients".
         K, V: the dimensions of a head.
+        delta: whether the rule is the delta rule.
         vector: whether the decay is per key channel.
         stored: dtype of the tensors between the kernels.
         rounded: whether float32 products may be rounded to TF32.
@@ -50,18 +54,28 @@ def block_sizes(
     """
     BK, half = block(K, LARGEST_KEY), stored == torch.bfloat16
     if not half:  # tiles of as many numbers would not fit into shared memory
-        gpu = gpu._replace(wide=False, stages=1)
+        gpu = gpu._replace(wide=False, stages=1, keeps=False)
     if kernel == "prepare":
         return {"BK": min(BK, 32 if vector else 64), "num_warps": 8 if vector else 4, "num_stages": gpu.stages}
     if kernel == "gradients":
         most = 16 if vector or gpu.amd or not rounded else 64 if gpu.wide else 32
-        most = max(
-            16, min(BK // 2, most)
-        )  # a loop of one block is unrolled, and its products are a chain (parts.apart)
+        # A loop of one block would be unrolled, and its products would be a chain (parts.apart).
+        most = max(16, min(BK // 2, most))
         stages = 1 if vector else gpu.stages
         return {"BK": most, "BV": block(V, 64 if half else 32), "num_warps": 8, "num_stages": stages}
-    widest = 64 if BK <= 128 and gpu.wide else 32 if BK <= 128 or half else 16
-    return {"BK": BK, "BV": block(V, widest), "num_warps": 8, "num_stages": gpu.stages}
+    first, second = tiles(K) if gpu.wide else (BK, 0)  # elsewhere a second tile spills kilobytes
+    large = gpu.keeps and (kernel == "states" or not delta)  # Blackwell would spill with more keys, and delta rules
+    widest = 64 if gpu.wide and (BK <= 128 or large) else 32 if BK <= 128 or half else 16
+    sizes = {"BK": first, "BK2": second, "BV": block(V, widest), "KEEP": gpu.keeps and not vector}
+    return {**sizes, "num_warps": 8, "num_stages": gpu.stages}
+
+
+def tiles(K: int) -> tuple[int, int]:
+    """Returns the rows of one or two tiles of a state with K keys: powers of two, as few as possible together."""
+    whole = block(K, LARGEST_KEY)
+    half = whole // 2
+    rest = block(K - half, half)
+    return (half, rest) if rest < half else (whole, 0)
 
 
 @cache

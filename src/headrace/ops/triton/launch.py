@@ -24,7 +24,7 @@ class Launcher:
     """The kernels' common arguments, and one method per launch. In `call` segments are packed sequences."""
 
     def __init__(self, call: Call):
-        self.gpu = GPU.of(call.v)
+        self.gpu, self.delta = GPU.of(call.v), call.delta
         (self.H, self.V), (HQ, self.K) = call.v.shape[2:], call.k.shape[2:]
         self.stored = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
         self.rounded = call.tf32 or call.v.dtype.itemsize == 2 or torch.get_float32_matmul_precision() != "highest"
@@ -43,7 +43,7 @@ class Launcher:
         self.chunks, packed, self.owner = in_chunks(call.cu_seqlens, B, T, self.C)
         self.common: dict[str, Any] = {
             **packed, "T": T, "H": self.H, "HQ": HQ, "K": self.K, "C": self.C, "DECAY": self.decay,
-            "DELTA": call.delta, "PACKED": call.cu_seqlens is not None, "enable_fp_fusion": True,
+            "DELTA": self.delta, "PACKED": call.cu_seqlens is not None, "enable_fp_fusion": True,
             "OPERAND": tl.bfloat16 if self.stored == torch.bfloat16 else tl.float32,
             "PRECISION": self.gpu.rounded if self.rounded else self.gpu.exact,
         }  # fmt: skip
@@ -52,11 +52,12 @@ class Launcher:
         return self.call.v.new_empty(shape, dtype=dtype or self.stored)
 
     def blocks(self, kernel: str, V: int) -> dict[str, int]:
-        return block_sizes(kernel, self.K, V, self.decay == "vector", self.stored, self.rounded, self.gpu)
+        rule = self.delta, self.decay == "vector"
+        return block_sizes(kernel, self.K, V, *rule, self.stored, self.rounded, self.gpu)
 
     def prepare(self, backward: bool) -> dict[str, Any]:
         """Returns the matrices inside each chunk and, under a decay per channel, q and k with the decay applied."""
-        delta, vector, square = self.call.delta, self.decay == "vector", (self.chunks, self.H, self.C, self.C)
+        delta, vector, square = self.delta, self.decay == "vector", (self.chunks, self.H, self.C, self.C)
         per_token = self.tokens, self.H, self.K
         found = {
             "scores": self.new(*square),
@@ -78,7 +79,7 @@ class Launcher:
         q, k_rows, k_cols, heads = self.q, self.k, self.k, self.common["HQ"]
         if self.decay == "vector":
             q, k_rows, k_cols, heads = found["q_rows"], found["k_rows"], found["k_cols"], self.H
-        blocks = self.blocks("scan", V)
+        blocks = self.blocks("states" if kernel is scan and arguments["out"] is None else "scan", V)
         kernel[(self.call.sequences * self.H, -(-V // blocks["BV"]))](
             q=q, k_rows=k_rows, k_cols=k_cols, g=self.g, end=found["end"], **self.numbers, scores=found["scores"],
             inverse=found["inverse"], **arguments, scale=self.call.scale, **strides(q=q, k=k_cols),

@@ -52,10 +52,14 @@ def inside(rows, length, columns, width: tl.constexpr):
 
 @triton.jit
 def tile(x, token, stride, offset, rows, length, columns, width: tl.constexpr):
-    """Loads [rows, columns] of a per-token tensor in float32."""
-    base = x + token * stride + offset
-    at = rows[:, None] * stride + columns[None, :]
-    return tl.load(base + at, mask=inside(rows, length, columns, width), other=0.0).to(tl.float32)
+    """Loads [rows, columns] of a per-token tensor in float32; None for columns that are None."""
+    if columns is None:
+        found = None
+    else:
+        base = x + token * stride + offset
+        at = rows[:, None] * stride + columns[None, :]
+        found = tl.load(base + at, mask=inside(rows, length, columns, width), other=0.0).to(tl.float32)
+    return found
 
 
 @triton.jit

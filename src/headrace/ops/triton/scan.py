@@ -6,9 +6,11 @@ A program computes all chunks of one sequence, head and block of V:
     out = scale · r (scores(q, k) U + rows(q) S)          S ← end(S) + cols(k)ᵀ U
 
 rows(x)_i = x_i e^{G_i}, cols(x)_i = x_i e^{G_C − G_i}, end(S) = S e^{G_C}, with G the sums of log_decay in the chunk.
-Gates and β multiply rows of products, so that there are no gated copies of q, k and v in memory. The loops have
-disable_licm for the reason given in gradients.py, and num_stages so that Triton also loads ahead what only the branches
-of `apart` take.
+Gates and β multiply rows of products, so that there are no gated copies of q, k and v in memory. Without a decay per
+channel rows(k) and cols(k) are k, with factors that multiply rows of products, too; the delta rule then loads k once if
+KEEP is set. A tile has a power of two of rows: with another number of keys the state is in two tiles, of BK and of BK2
+keys. The loops have disable_licm for the reason given in gradients.py, and num_stages so that Triton also loads ahead
+what only the branches of `apart` take.
 """
 
 import triton
@@ -29,17 +31,39 @@ from .parts import (
 
 
 @triton.jit
-def load_state(x, place, rows, columns, K: tl.constexpr, V: tl.constexpr):
-    if x is None:
-        S = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
+def more_keys(BK: tl.constexpr, BK2: tl.constexpr):
+    """Returns the keys of the second tile of the state, [BK2], or None."""
+    if BK2 > 0:
+        found = BK + tl.arange(0, BK2)
     else:
-        S = tile(x, place * K, V, 0, rows, K, columns, V)
+        found = None
+    return found
+
+
+@triton.jit
+def load_state(x, place, keys, values, K: tl.constexpr, V: tl.constexpr):
+    if keys is None:
+        S = None
+    elif x is None:
+        S = tl.zeros((keys.shape[0], values.shape[0]), tl.float32)
+    else:
+        S = tile(x, place * K, V, 0, keys, K, values, V)
     return S
 
 
 @triton.jit
-def store_state(into, S, place, rows, columns, K: tl.constexpr, V: tl.constexpr):
-    store_tile(into, S, place * K, V, 0, rows, K, columns, V)
+def store_state(into, S, place, keys, values, K: tl.constexpr, V: tl.constexpr):
+    if keys is not None:
+        store_tile(into, S, place * K, V, 0, keys, K, values, V)
+
+
+@triton.jit
+def against(x, x2, S, S2, length, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns x S [C, BV], with both tiles of their keys."""
+    found = apart(x, S, length, OPERAND, PRECISION)
+    if S2 is not None:
+        found += apart(x2, S2, length, OPERAND, PRECISION)
+    return found
 
 
 @triton.jit
@@ -72,9 +96,9 @@ def end_of(end, high, place, keys, K, C: tl.constexpr, DECAY: tl.constexpr):
 def scan(
     q, k_rows, k_cols, v, g, end, beta, write, read, scores, inverse, initial, out, final, states, errors, cu_seqlens,
     first_chunk, T, scale, q_stride, k_stride, v_stride,
-    H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BK2: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (sequences × H, blocks of V). Writes what is not None of out, the final state [N, H, K, V], the states
     before each chunk [chunks, H, K, V], and E (errors) of the delta rule."""
@@ -82,17 +106,21 @@ def scan(
     hq = h // (H // HQ)
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
+    keys2 = more_keys(BK, BK2)
     S = load_state(initial, tl.program_id(0).to(tl.int64), keys, values, K, V)
+    S2 = load_state(initial, tl.program_id(0).to(tl.int64), keys2, values, K, V)
     for i in tl.range(tl.cdiv(tokens, C), num_stages=STAGES, disable_licm=True):
         token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
         if states is not None:
             store_state(states, S, place, keys, values, K, V)
+            store_state(states, S2, place, keys2, values, K, V)
         high, low = head_sums(g, token, h, H, rows, length, DECAY)
         seen = tl.exp(high)[:, None]
         U = values_of(v, write, token, v_stride, h, rows, length, values, H, V)
         if DELTA:
             xk = tile(k_rows, token, k_stride, hq * K, rows, length, keys, K)
-            U -= apart(xk, S, length, OPERAND, PRECISION) * seen
+            xk2 = tile(k_rows, token, k_stride, hq * K, rows, length, keys2, K)
+            U -= against(xk, xk2, S, S2, length, OPERAND, PRECISION) * seen
             solved = chunk_matrix(inverse, place, rows, C)
             U = apart(solved, U, length, OPERAND, PRECISION)
             if errors is not None:
@@ -100,24 +128,31 @@ def scan(
         U *= numbers(beta, token, h, H, rows, length, 1.0)[:, None]
         if out is not None:
             xq = tile(q, token, q_stride, hq * K, rows, length, keys, K)
+            xq2 = tile(q, token, q_stride, hq * K, rows, length, keys2, K)
             reading = scale * numbers(read, token, h, H, rows, length, 1.0)[:, None]
-            o = apart(xq, S, length, OPERAND, PRECISION) * (seen * reading)
+            o = against(xq, xq2, S, S2, length, OPERAND, PRECISION) * (seen * reading)
             o += apart(chunk_matrix(scores, place, rows, C), U, length, OPERAND, PRECISION) * reading
             store_tile(out, o, token, H * V, h * V, rows, length, values, V)
-        xk = tl.trans(tile(k_cols, token, k_stride, hq * K, rows, length, keys, K))
+        if not (DELTA and KEEP):
+            xk = tile(k_cols, token, k_stride, hq * K, rows, length, keys, K)
+            xk2 = tile(k_cols, token, k_stride, hq * K, rows, length, keys2, K)
         U *= left_of(high, low, C)[:, None]
-        S = product(xk, U, S * end_of(end, high, place, keys, K, C, DECAY), OPERAND, PRECISION)
+        S = product(tl.trans(xk), U, S * end_of(end, high, place, keys, K, C, DECAY), OPERAND, PRECISION)
+        if BK2 > 0:
+            S2 *= end_of(end, high, place, keys2, K, C, DECAY)
+            S2 += apart(tl.trans(xk2), U, length, OPERAND, PRECISION)
     if final is not None:
         store_state(final, S, tl.program_id(0).to(tl.int64), keys, values, K, V)
+        store_state(final, S2, tl.program_id(0).to(tl.int64), keys2, values, K, V)
 
 
 @triton.jit(do_not_specialize=["T"])
 def reverse_scan(
     q, k_rows, k_cols, g, end, beta, write, read, scores, inverse, d_out, d_final, d_target, d_states, d_initial,
     cu_seqlens, first_chunk, T, scale, q_stride, k_stride,
-    H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BK2: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (sequences × H, blocks of V). Writes the gradients to the state after each chunk (d_states [chunks, H, K,
     V]), to the initial state, and d_target [tokens, H, V]: the gradient to v (add), or to w v − rows(k) S (delta). The
@@ -126,30 +161,43 @@ def reverse_scan(
     hq = h // (H // HQ)
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
+    keys2 = more_keys(BK, BK2)
     dS = load_state(d_final, tl.program_id(0).to(tl.int64), keys, values, K, V)
+    dS2 = load_state(d_final, tl.program_id(0).to(tl.int64), keys2, values, K, V)
     last = tl.cdiv(tokens, C) - 1
     for j in tl.range(last + 1, num_stages=STAGES, disable_licm=True):
         i = last - j
         token, length, place = begin + i * C, tl.minimum(tokens - i * C, C), (chunk + i) * H + h
         if d_states is not None:
             store_state(d_states, dS, place, keys, values, K, V)
+            store_state(d_states, dS2, place, keys2, values, K, V)
         high, low = head_sums(g, token, h, H, rows, length, DECAY)
         seen = tl.exp(high)[:, None]
         do = tile(d_out, token, H * V, h * V, rows, length, values, V)
         do *= scale * numbers(read, token, h, H, rows, length, 1.0)[:, None]
         dU = apart(tl.trans(chunk_matrix(scores, place, rows, C)), do, length, OPERAND, PRECISION)
         xk = tile(k_cols, token, k_stride, hq * K, rows, length, keys, K)
-        dU += apart(xk, dS, length, OPERAND, PRECISION) * left_of(high, low, C)[:, None]
+        xk2 = tile(k_cols, token, k_stride, hq * K, rows, length, keys2, K)
+        dU += against(xk, xk2, dS, dS2, length, OPERAND, PRECISION) * left_of(high, low, C)[:, None]
         dU *= numbers(beta, token, h, H, rows, length, 1.0)[:, None]
         xq = tl.trans(tile(q, token, q_stride, hq * K, rows, length, keys, K))
         dS = product(xq, do * seen, dS * end_of(end, high, place, keys, K, C, DECAY), OPERAND, PRECISION)
+        if BK2 > 0:
+            xq2 = tl.trans(tile(q, token, q_stride, hq * K, rows, length, keys2, K))
+            dS2 *= end_of(end, high, place, keys2, K, C, DECAY)
+            dS2 += apart(xq2, do * seen, length, OPERAND, PRECISION)
         if DELTA:
             solved = tl.trans(chunk_matrix(inverse, place, rows, C))
             dU = apart(solved, dU, length, OPERAND, PRECISION)
-            xk = tl.trans(tile(k_rows, token, k_stride, hq * K, rows, length, keys, K))
-            dS += apart(xk, dU * -seen, length, OPERAND, PRECISION)
+            if not KEEP:
+                xk = tile(k_rows, token, k_stride, hq * K, rows, length, keys, K)
+                xk2 = tile(k_rows, token, k_stride, hq * K, rows, length, keys2, K)
+            dS += apart(tl.trans(xk), dU * -seen, length, OPERAND, PRECISION)
+            if BK2 > 0:
+                dS2 += apart(tl.trans(xk2), dU * -seen, length, OPERAND, PRECISION)
         else:
             dU *= numbers(write, token, h, H, rows, length, 1.0)[:, None]
         if d_target is not None:
             store_tile(d_target, dU, token, H * V, h * V, rows, length, values, V)
     store_state(d_initial, dS, tl.program_id(0).to(tl.int64), keys, values, K, V)
+    store_state(d_initial, dS2, tl.program_id(0).to(tl.int64), keys2, values, K, V)
