@@ -299,8 +299,9 @@ def gradients(
             DELTA, OPERAND, PRECISION,
         )  # fmt: skip
         if DECAY == "vector":
-            grown = tl.exp(from_start(this, C))
-            to_q, to_reader, to_writer = to_q * grown, to_reader * grown, to_writer * tl.exp(to_end(after, rows, C))
+            grown = tl.exp(segment_sums(this, C, False))  # from_start would be computed inside the loop over V
+            left = tl.exp(to_end(this, after, rows, C))
+            to_q, to_reader, to_writer = to_q * grown, to_reader * grown, to_writer * left
             if dg is not None:
                 slab += decay_gradient(rq, fk, xk, to_q, to_reader, to_writer, C)
                 slab += (passing * tl.exp(tl.sum(this, 0)))[None, :]

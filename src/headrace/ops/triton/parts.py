@@ -175,9 +175,24 @@ def channel_decay(g, token, stride, offset, rows, length, columns, width: tl.con
 
 
 @triton.jit
+def other_blocks(x, M: tl.constexpr, LATER: tl.constexpr):
+    """Returns for each token the sum of x [C, BK] over the earlier or the later blocks of SUB tokens in its segment of
+    M tokens. Cumulative sums over all of several segments' lengths would take twice as many instructions."""
+    blocks: tl.constexpr = x.shape[0] // SUB
+    totals = tl.sum(tl.reshape(x, (blocks, SUB, x.shape[1])), 1)
+    own, other = tl.arange(0, blocks)[:, None], tl.arange(0, blocks)[None, :]
+    counted = (own // (M // SUB) == other // (M // SUB)) & (other > own if LATER else other < own)
+    found = tl.sum(tl.where(counted[:, :, None], totals[None, :, :], 0.0), 1)
+    return tl.reshape(tl.broadcast_to(found[:, None, :], (blocks, SUB, x.shape[1])), x.shape)
+
+
+@triton.jit
 def from_start(this, M: tl.constexpr):
     """Returns the sum of log_decay from the start of a token's segment of M tokens up to and including the token."""
-    return segment_sums(this, M, False)
+    found = segment_sums(this, SUB, False)
+    if M > SUB:
+        found += other_blocks(this, M, False)
+    return found
 
 
 @triton.jit
@@ -187,9 +202,12 @@ def may_factor(inside):
 
 
 @triton.jit
-def to_end(after, rows, M: tl.constexpr):
+def to_end(this, after, rows, M: tl.constexpr):
     """Returns the sum of log_decay after a token up to the end of its segment of M tokens: no difference of sums."""
-    return segment_sums(tl.where((rows % M != M - 1)[:, None], after, 0.0), M, True)
+    found = segment_sums(tl.where((rows % SUB != SUB - 1)[:, None], after, 0.0), SUB, True)
+    if M > SUB:
+        found += other_blocks(this, M, True)
+    return found
 
 
 @triton.jit
@@ -200,7 +218,7 @@ def level_factors(this, after, rows, M: tl.constexpr):
     """
     second = (rows // M % 2 == 1)[:, None]
     late = tl.where(second, tl.exp(from_start(this, M)), 0.0)
-    early = tl.where(second, 0.0, tl.exp(to_end(after, rows, M)))
+    early = tl.where(second, 0.0, tl.exp(to_end(this, after, rows, M)))
     return late, early
 
 

@@ -101,7 +101,7 @@ def prepare(
                                    K, OPERAND, PRECISION)  # fmt: skip
             grown = tl.exp(from_start(this, C))
             store_tile(q_rows, xq * grown, token, H * K, h * K, rows, length, columns, K)
-            store_tile(k_cols, xk * tl.exp(to_end(after, rows, C)), token, H * K, h * K, rows, length, columns, K)
+            store_tile(k_cols, xk * tl.exp(to_end(this, after, rows, C)), token, H * K, h * K, rows, length, columns, K)
             if DELTA:
                 store_tile(k_rows, xk * grown, token, H * K, h * K, rows, length, columns, K)
             tl.store(end + (chunk.to(tl.int64) * H + h) * K + columns, tl.exp(tl.sum(this, 0)), mask=columns < K)
