@@ -5,6 +5,7 @@ import torch
 
 from equation import skip_if_missing
 from headrace import InputError, backends, step, zoo
+from headrace.cli.compare import backends as list_backends
 from headrace.layers import build
 from headrace.ops.backend import OPERATIONS, Backend, Kernel
 from headrace.ops.dispatch import BACKENDS
@@ -61,14 +62,18 @@ def test_a_layer_on_a_named_backend_refuses_what_the_backend_cannot_compute():
         mixer(torch.randn(2, 7, D, dtype=torch.float64))
 
 
-def test_the_environment_chooses_the_backend_of_layers(monkeypatch):
+def test_the_environment_chooses_the_backend_of_layers(monkeypatch, capsys):
     monkeypatch.setenv("HEADRACE_BACKEND", "torch")
     assert layer().backend == environment.__wrapped__()["backend"] == "torch"
+    list_backends()
+    assert "HEADRACE_BACKEND=torch: layers use this backend" in capsys.readouterr().out
     monkeypatch.setenv("HEADRACE_BACKEND", "cuda")
     with pytest.raises(InputError, match="HEADRACE_BACKEND='cuda' is unknown; expected 'auto' or one of onnx, native"):
         layer()
     monkeypatch.delenv("HEADRACE_BACKEND")
     assert layer().backend == environment.__wrapped__()["backend"] == "auto"
+    list_backends()
+    assert "HEADRACE_BACKEND" not in capsys.readouterr().out
 
 
 @torch.no_grad()

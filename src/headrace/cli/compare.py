@@ -206,8 +206,10 @@ def verify(
 
 def backends() -> None:
     """List the backends and what each computes, and why the others are unavailable on this machine."""
-    from ..ops.dispatch import BACKENDS, OPERATIONS, has
+    from ..ops.dispatch import BACKENDS, OPERATIONS, default_backend, has
 
     for name, backend in BACKENDS.items():
         reason, computes = backend.missing(), ", ".join(o for o in OPERATIONS if has(name, o))
         print(f"{name}: {f'not here: {reason}' if reason else f'available ({backend.about()}): {computes}'}")
+    if (chosen := default_backend()) != "auto":
+        print(f"HEADRACE_BACKEND={chosen}: layers use this backend")
