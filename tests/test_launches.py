@@ -1,5 +1,7 @@
 """The launches of the backend "triton", compiled for GPUs that are not there: their number and their code."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -212,6 +214,22 @@ def test_a_layer(name):
     recurrence = ["prepare", "scan", "reverse_scan", "gradients"]
     around = ["control_back", "control_back", "query_key_back", "query_key_back", "slopes", "spread"]
     assert names[forward:] == ["gated_norm_back", *recurrence, *around]
+
+
+@pytest.mark.parametrize("name", ["gla", "mamba2"])
+def test_gates_where_q_and_k_have_no_norm(name):
+    """A launch each way for q and one for k; autograd adds up no more gradients than without gates."""
+    launched, sums = {}, {}
+    for mixer in (name, f"softmax-{name}"):
+        layer, x = Mixer(mixer, hidden_size=64, num_heads=2).bfloat16(), torch.randn(1, 70, 64).bfloat16()
+        layer.backend = "triton"
+        with dry.gpu("sm_90") as found, Calls() as calls:
+            y, _ = layer(x)
+            y.backward(torch.ones_like(y))
+        launched[mixer], sums[mixer] = [x.kernel for x in found], calls.names["add"]
+    gates = {"query_key": 2, "query_key_back": 2}
+    assert Counter(launched[f"softmax-{name}"]) == Counter(launched[name]) + Counter(gates)
+    assert sums[f"softmax-{name}"] == sums[name]
 
 
 @pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])

@@ -1,13 +1,15 @@
 """Norms, rotary embedding and gates of q and k by the backend "triton" against PyTorch's, in float64."""
 
+import copy
+
 import pytest
 import torch
 
-from headrace import InputError
+from headrace import InputError, Mixer
 from headrace.ops.dispatch import choose
 from headrace.ops.query_key import QueryKey
 from headrace.ops.triton import query_key
-from headrace.studies.verify import relative
+from headrace.studies.verify import relative, worst
 
 
 def given(norm="none", shape=(2, 5, 3, 20), positions=None, theta=10000.0, dtype=torch.float32):
@@ -110,3 +112,23 @@ def test_it_has_no_second_derivative():
     y, _ = choose("query_key", "triton", call).run(call._replace(x=x))
     with pytest.raises(InputError, match="the triton computation of q and k has no second derivative"):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+def test_gates_alone_pass_x_on():
+    """y is x, whose gradient the kernel adds its own to; also in a compiled graph, and without gradients."""
+    layer, x = Mixer("softmax-gla", hidden_size=8, num_heads=2), torch.randn(1, 5, 8, requires_grad=True)
+    for gate in (layer.read_competition, layer.write_competition):
+        torch.nn.init.normal_(gate.weight)
+    exact, found = copy.deepcopy(layer).double(), []
+    exact.backend, layer.backend = "torch", "triton"
+    for each, given in (
+        (exact, x.double()),
+        (layer, x),
+        (torch.compile(layer, backend="aot_eager", fullgraph=True), x),
+    ):
+        y = each(given)[0]
+        by = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        found.append([y.detach(), *torch.autograd.grad((y * by).sum(), [given, *each.parameters()])])
+    assert worst(found[1], found[0]) <= 2e-6 and worst(found[2], found[0]) <= 2e-6
+    with torch.no_grad():
+        assert torch.equal(layer(x)[0], found[1][0])

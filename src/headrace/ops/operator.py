@@ -55,8 +55,9 @@ def register(name: str, key: str, forward: Callable, backward: Callable, kept: l
 
 
 def register_function(
-    kind: Any, name: str, key: str, what: str, forward: Callable[[Any], tuple], backward: Callable[..., list]
-) -> Callable[[Any], Any]:
+    kind: Any, name: str, key: str, what: str, forward: Callable[[Any], tuple], backward: Callable[..., list],
+    passes: Callable[[Any], bool] = lambda call: False,
+) -> Callable[[Any], Any]:  # fmt: skip
     """Returns a differentiable function from a `kind` to a tensor, or to tensors; those that a call does not have are
     empty.
 
@@ -70,6 +71,8 @@ def register_function(
         forward: forward(call) -> the results.
         backward: backward(*d_results, call) -> gradients to `tensors` in any dtype, None for None and for integers. A
             gradient to a result is None where there is none.
+        passes: whether the first result of a call is the first tensor, whose gradient `backward` then adds to. The
+            operator returns an empty tensor for it.
     """
 
     def present(call: Any, tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
@@ -114,9 +117,16 @@ def register_function(
         grads = zip(gradient(*d_results, *saved, *ctx.settings), saved, strict=True)
         return *(grad if differentiable(x) else None for grad, x in grads), *(None for _ in ctx.settings)
 
-    add_gradient(run, differentiate, save)
+    def with_first(results: Any, inputs: tuple) -> Any:
+        return (inputs[0].view_as(inputs[0]), *results[1:]) if passes(kind(*inputs)) else results
 
-    return lambda call: run(*call)
+    add_gradient(run, differentiate, save, with_first)
+
+    def call_operator(call: Any) -> Any:
+        found = run(*call)
+        return (call[0], *found[1:]) if passes(call) and not found[0].numel() else found
+
+    return call_operator
 
 
 def differentiable(x: Tensor | None) -> bool:
@@ -132,7 +142,10 @@ def define(name: str, arguments: str, results: int, real: Callable, fake: Callab
     return getattr(torch.ops.headrace, name).default
 
 
-def add_gradient(operator: Any, backward: Callable[..., tuple], save: Callable[[Any, tuple, Any], None]) -> None:
+def add_gradient(
+    operator: Any, backward: Callable[..., tuple], save: Callable[[Any, tuple, Any], None],
+    finish: Callable[[Any, tuple], Any] = lambda results, inputs: results,
+) -> None:  # fmt: skip
     """Makes an operator differentiable, as `torch.library.register_autograd` does, without its look-up of the
     default values of all arguments at each call: these operators have none, and it takes some 50 µs.
 
@@ -140,6 +153,7 @@ def add_gradient(operator: Any, backward: Callable[..., tuple], save: Callable[[
         operator: what `define` has returned.
         backward: backward(ctx, *d_results) -> the gradients to the arguments.
         save: save(ctx, arguments, results), after the forward.
+        finish: finish(results, arguments) -> what autograd takes for the results.
     """
 
     def below_autograd(keys: Any, *args: Any) -> Any:
@@ -152,7 +166,7 @@ def add_gradient(operator: Any, backward: Callable[..., tuple], save: Callable[[
             *inputs, keys = args
             results = below_autograd(keys, *inputs)
             save(ctx, tuple(inputs), results)
-            return results
+            return finish(results, tuple(inputs))
 
         @staticmethod
         def backward(ctx: Any, *d_results: Any) -> Any:

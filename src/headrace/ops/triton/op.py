@@ -139,21 +139,22 @@ def _refuses_function(call: GatedNorm | Control | QueryKey) -> str | None:
     return refuses_tokens(call.x)
 
 
-def _function(kind: Any, module: str, what: str = "") -> Callable[[Any], Any]:
+def _function(kind: Any, module: str, what: str = "", **options: Any) -> Callable[[Any], Any]:
     """Registers forward and backward of a module as a function of a `kind`. what: its name in errors."""
     what = f"the triton {what or module.replace('_', ' ')}"
-    return register_function(kind, f"triton_{module}", KEY, what, _late(module, "forward"), _late(module, "backward"))
+    forward, backward = (_late(module, way) for way in ("forward", "backward"))
+    return register_function(kind, f"triton_{module}", KEY, what, forward, backward, **options)
 
 
 _convolve = convolution.register(
     "triton", "triton_convolve", KEY, _late("convolution", "forward"), _late("convolution", "backward")
 )
-_query_and_key = _function(QueryKey, "query_key", "computation of q and k")
+_query_and_key = _function(QueryKey, "query_key", "computation of q and k", passes=lambda call: not call.changes_x)
 
 
 def _query_key(call: QueryKey) -> tuple[Tensor, Tensor | None]:
     y, gates = _query_and_key(call)
-    return y if call.changes_x else call.x, None if call.weight is None else gates
+    return y, None if call.weight is None else gates
 
 
 BACKEND = Backend(
