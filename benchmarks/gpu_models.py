@@ -55,7 +55,7 @@ class Model(nn.Module):
             if way == FLA_LAYER:
                 kind, options = FLA_LAYERS[mixer]
                 block.mixer = FlaLayer(getattr(import_module("fla.layers"), kind)(hidden_size=sizes.hidden, **options))
-                block.mlp.backend = "triton"  # only the mixer differs
+                block.mlp.backend = "triton"  # as with backend "triton", so that only the mixer differs
             elif way != "auto":
                 block.mixer.backend = block.mlp.backend = way
 

@@ -11,7 +11,7 @@ from headrace.ops.backend import OPERATIONS, Backend, Kernel
 from headrace.ops.dispatch import BACKENDS
 from headrace.ops.native import library as native
 from headrace.ops.reference import literal
-from headrace.studies.verify import relative
+from headrace.studies.verify import relative, verify
 from headrace.utils.environment import environment
 
 D = 32
@@ -74,6 +74,12 @@ def test_the_environment_chooses_the_backend_of_layers(monkeypatch, capsys):
     assert layer().backend == environment.__wrapped__()["backend"] == "auto"
     list_backends()
     assert "HEADRACE_BACKEND" not in capsys.readouterr().out
+
+
+def test_verify_tests_all_backends_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("HEADRACE_BACKEND", "fla")
+    rows = verify(["softmax-gla"])
+    assert all(row.holds for row in rows) and any("torch" in row.law for row in rows)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ def default_backend() -> str:
     Raises:
         InputError: if there is no backend of this name.
     """
-    name = os.environ.get("HEADRACE_BACKEND", "auto")
+    name = os.environ.get("HEADRACE_BACKEND") or "auto"
     if name not in ("auto", *BACKENDS):
         raise InputError(f"HEADRACE_BACKEND={name!r} is unknown; expected 'auto' or one of {', '.join(BACKENDS)}")
     return name

@@ -54,8 +54,8 @@ def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:
     if bounds is not None:
         shifted = shifted._replace(cu_seqlens=bounds + torch.arange(len(bounds)).to(bounds))
     out, state = run(shifted)
-    shared = call.q * call.k  # by the heads of v that bonus has
-    weight = (shared[..., None, :] * bonus.unflatten(0, (shared.shape[2], -1))).sum(-1).flatten(-2) * call.scale
+    qk = call.q * call.k  # [B, T, Hq, K], each head for several of v
+    weight = (qk[..., None, :] * bonus.unflatten(0, (qk.shape[2], -1))).sum(-1).flatten(-2) * call.scale
     for factor in (call.beta, call.write_gate, call.read_gate):
         weight = weight if factor is None else weight * factor
     return ((out[:, :T] if bounds is None else out[:, place]) + weight[..., None] * call.v).to(dtype), state

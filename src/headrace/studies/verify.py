@@ -122,10 +122,14 @@ def held_against(mixer: nn.Module, known: Exact, row: Row) -> list[Row]:
 
 
 def specimen(name: str, seed: int, hidden: int = HIDDEN) -> tuple[nn.Module, Tensor]:
-    """(a float64 mixer with randomly perturbed parameters, an input)"""
+    """(a float64 mixer with randomly perturbed parameters, an input). `laws` names each backend in turn, whatever
+    HEADRACE_BACKEND says."""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-    mixer = subject(zoo.mixer(name), hidden).double()
+    mixer: Any = subject(zoo.mixer(name), hidden).double()
+    for module in mixer.modules():
+        if hasattr(module, "backend"):
+            module.backend = "auto"
     with torch.no_grad():
         for path, parameter in mixer.named_parameters():
             parameter.add_(draw(parameter.shape), alpha=1.0 if "competition" in path else 0.1)

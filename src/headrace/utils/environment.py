@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
         "system": platform.platform(),
         "processor": processor(),
         "cores": os.cpu_count(),
-        "backend": os.environ.get("HEADRACE_BACKEND", "auto"),
+        "backend": os.environ.get("HEADRACE_BACKEND") or "auto",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads_per_arm": torch.get_num_threads(),
     }

@@ -64,7 +64,8 @@ def block_sizes(
         stages = 1 if vector else gpu.stages
         return {"BK": most, "BV": block(V, 64 if half else 32), "num_warps": 8, "num_stages": stages}
     first, second = tiles(K) if gpu.wide else (BK, 0)  # elsewhere a second tile spills kilobytes
-    large = gpu.keeps and (kernel == "states" or not delta)  # Blackwell would spill with more keys, and delta rules
+    # Whether 64 value channels of more than 128 keys stay in registers: not on Blackwell, nor in other delta scans.
+    large = gpu.keeps and (kernel == "states" or not delta)
     widest = 64 if gpu.wide and (BK <= 128 or large) else 32 if BK <= 128 or half else 16
     sizes = {"BK": first, "BK2": second, "BV": block(V, widest), "KEEP": gpu.keeps and not vector}
     return {**sizes, "num_warps": 8, "num_stages": gpu.stages}

@@ -100,7 +100,7 @@ class Launcher:
 
     def across(self, found: dict[str, Any]) -> Tensor:
         """Returns M [rows, segments, H, K, ·] of the segments (segments.py)."""
-        start = torch.eye(self.K) if self.call.delta else torch.ones(self.K, 1)
+        start = torch.eye(self.K) if self.delta else torch.ones(self.K, 1)
         initial = start.to(self.v).float().expand(self.call.sequences, self.H, *start.shape).contiguous()
         final = torch.empty_like(initial)
         self._scan(found, None, start.shape[1], initial, final=final)
@@ -112,7 +112,7 @@ class Launcher:
 
     def gradients(self, found: dict[str, Any], **tensors: Optional) -> None:
         """Launches `gradients`, with room for R and, for the delta rule, −dP Eᵀ of each chunk."""
-        pairs = self.new(self.chunks, self.H, 1 + self.call.delta, self.C, self.C)
+        pairs = self.new(self.chunks, self.H, 1 + self.delta, self.C, self.C)
         gradients[(self.chunks, self.H)](
             q=self.q, k=self.k, v=self.v, g=self.g, **self.numbers, scores=found["scores"], owner=self.owner,
             key_scores=found["key_scores"], pairs=pairs, **tensors, scale=self.call.scale, **self.common, V=self.V,

@@ -177,7 +177,8 @@ def channel_decay(g, token, stride, offset, rows, length, columns, width: tl.con
 @triton.jit
 def other_blocks(x, M: tl.constexpr, LATER: tl.constexpr):
     """Returns for each token the sum of x [C, BK] over the earlier or the later blocks of SUB tokens in its segment of
-    M tokens. Cumulative sums over all of several segments' lengths would take twice as many instructions."""
+    M tokens. It turns sums within blocks into sums within segments: a cumulative sum for each length of segment would
+    take twice as many instructions."""
     blocks: tl.constexpr = x.shape[0] // SUB
     totals = tl.sum(tl.reshape(x, (blocks, SUB, x.shape[1])), 1)
     own, other = tl.arange(0, blocks)[:, None], tl.arange(0, blocks)[None, :]

@@ -7,10 +7,10 @@ A program computes all chunks of one sequence, head and block of V:
 
 rows(x)_i = x_i e^{G_i}, cols(x)_i = x_i e^{G_C − G_i}, end(S) = S e^{G_C}, with G the sums of log_decay in the chunk.
 Gates and β multiply rows of products, so that there are no gated copies of q, k and v in memory. Without a decay per
-channel rows(k) and cols(k) are k, with factors that multiply rows of products, too; the delta rule then loads k once if
-KEEP is set. A tile has a power of two of rows: with another number of keys the state is in two tiles, of BK and of BK2
-keys. The loops have disable_licm for the reason given in gradients.py, and num_stages so that Triton also loads ahead
-what only the branches of `apart` take.
+channel the factors of rows(k) and cols(k) do, too, and k is loaded for both; by the delta rule once if KEEP is set. A
+tile has a power of two of rows, so that the state may be in two tiles, of BK and of BK2 keys. The loops have
+disable_licm for the reason given in gradients.py, and num_stages so that Triton also loads ahead what only the branches
+of `apart` take.
 """
 
 import triton
