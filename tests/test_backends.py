@@ -3,15 +3,19 @@
 import pytest
 import torch
 
+import tiny
 from equation import skip_if_missing
-from headrace import InputError, backends, step, zoo
+from headrace import InputError, backends, set_backend, step, zoo
 from headrace.cli.compare import backends as list_backends
-from headrace.layers import build
+from headrace.layers import LinearMixer, build
+from headrace.layers.block import MLP
 from headrace.ops.backend import OPERATIONS, Backend, Kernel
 from headrace.ops.dispatch import BACKENDS
 from headrace.ops.native import library as native
 from headrace.ops.reference import literal
 from headrace.studies.verify import relative, verify
+from headrace.training import recipes
+from headrace.training.model import estimate
 from headrace.utils.environment import environment
 
 D = 32
@@ -80,6 +84,25 @@ def test_verify_tests_all_backends_whatever_the_environment_says(monkeypatch):
     monkeypatch.setenv("HEADRACE_BACKEND", "fla")
     rows = verify(["softmax-gla"])
     assert all(row.holds for row in rows) and any("torch" in row.law for row in rows)
+
+
+def test_a_model_on_one_backend():
+    model = tiny.build("softmax-gla")
+    set_backend(model, "native")
+    layers = [layer for layer in model.modules() if isinstance(layer, LinearMixer | MLP)]
+    assert len(layers) == 2 * tiny.SIZES["num_hidden_layers"] and {x.backend for x in layers} == {"native"}
+    set_backend(model, "auto")
+    assert {x.backend for x in layers} == {"auto"}
+    with pytest.raises(InputError, match="backend='cuda' is unknown; expected 'auto' or one of onnx, native"):
+        set_backend(model, "cuda")
+
+
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_the_costs_of_a_run_are_those_of_pytorch_whatever_the_environment_says(backend, monkeypatch):
+    recipe, _ = recipes.load("laptop-1m", {"mixer": "softmax-gla"})
+    expected = estimate(recipe)
+    monkeypatch.setenv("HEADRACE_BACKEND", backend)
+    assert estimate(recipe) == expected
 
 
 @torch.no_grad()

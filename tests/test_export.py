@@ -22,8 +22,8 @@ from headrace import InputError, linear_attention, load, zoo
 from headrace.cli.app import app
 from headrace.data.tokenizer import byte_level
 from headrace.export import writer
-from headrace.export.graph import check_exportable, states, trace
-from headrace.export.onnx import LUCK, TOLERANCE, Runtime, errors, quantize, standardise
+from headrace.export.graph import TRACED, check_exportable, states, trace
+from headrace.export.onnx import LUCK, TOLERANCE, Runtime, errors, export, quantize, standardise
 from headrace.export.web import write_page
 from headrace.hf import HeadraceForCausalLM
 from headrace.ops.reference import literal
@@ -117,6 +117,15 @@ def test_every_linear_mixer_and_softmax_attention_are_exported_as_they_are(tmp_p
     trace(model).save(tmp_path / "model.onnx")
     found, own = errors(tmp_path / "model.onnx", model)
     assert found <= max(TOLERANCE, LUCK * own)
+
+
+def test_as_many_heads_as_the_graph_is_traced_with_rows(tmp_path, monkeypatch):
+    """The number of rows stays a variable. Of the backends, only ONNX's makes the recurrence a node."""
+    monkeypatch.setenv("HEADRACE_BACKEND", "native")
+    heads = TRACED["batch"]
+    build("gla", num_hidden_layers=1, num_heads=heads, hidden_size=8 * heads).save_pretrained(tmp_path)
+    (tmp_path / "onnx").mkdir()
+    assert "its logits differ from float64's by" in export(tmp_path, tmp_path / "onnx")
 
 
 @pytest.fixture(scope="module")

@@ -222,6 +222,12 @@ def test_no_text_breaks_the_page(checkpoint):
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|url\(|@import|fetch\(|\.innerHTML""", page)
 
 
+def test_a_page_is_computed_in_float64_whatever_the_environment_says(checkpoint, monkeypatch):
+    expected = data_of(inspection.inspect(checkpoint, "Call me Ishmael."))
+    monkeypatch.setenv("HEADRACE_BACKEND", "native")
+    assert data_of(inspection.inspect(checkpoint, "Call me Ishmael.")) == expected
+
+
 def test_losses_and_layers_are_the_models(checkpoint):
     data = data_of(inspection.inspect(checkpoint, "Call me Ishmael. " * 4, tokens=30))
     assert len(data["ids"]) == 30 and data["cut"] == 38

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .layers.quantized import quantize
     from .layers.tensor_parallel import tensor_parallel
     from .ops.context_parallel import context_parallel
-    from .ops.dispatch import backends
+    from .ops.dispatch import backends, set_backend
     from .ops.recurrence import linear_attention, step
     from .studies.verify import verify
 
@@ -24,6 +24,7 @@ _LAZY = {
     "step": "ops.recurrence",
     "context_parallel": "ops.context_parallel",
     "backends": "ops.dispatch",
+    "set_backend": "ops.dispatch",
     "Mixer": "layers",
     "quantize": "layers.quantized",
     "tensor_parallel": "layers.tensor_parallel",
@@ -40,8 +41,8 @@ del auto
 
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Mixer",
-    "backends", "context_parallel", "linear_attention", "load", "quantize", "step", "tensor_parallel",
-    "verify",
+    "backends", "context_parallel", "linear_attention", "load", "quantize", "set_backend", "step",
+    "tensor_parallel", "verify",
 ]  # fmt: skip
 
 

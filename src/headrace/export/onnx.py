@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..hf.checkpoint import load
 from ..hf.model import HeadraceForCausalLM
+from ..ops.dispatch import set_backend
 from ..utils.errors import InputError
 from ..utils.integrity import write_json
 from ..utils.provenance import running
@@ -39,6 +40,7 @@ def export(checkpoint: Path, folder: Path, weights: str = "float32", opset: int 
     if opset not in (OPSET, STANDARD):
         raise InputError(f"--opset {opset}; expected {OPSET}, or {STANDARD} for ONNX's own LinearAttention")
     model = load(checkpoint).float()
+    set_backend(model, "auto")  # that of ONNX in the export, PyTorch's in float64
     check_exportable(model)
     path = folder / MODEL
     trace(model).save(path)

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..utils.errors import InputError
 from .backend import OPERATIONS, Backend
@@ -33,6 +33,24 @@ def default_backend() -> str:
     if name not in ("auto", *BACKENDS):
         raise InputError(f"HEADRACE_BACKEND={name!r} is unknown; expected 'auto' or one of {', '.join(BACKENDS)}")
     return name
+
+
+def set_backend(module: nn.Module, name: str) -> None:
+    """Sets the backend of all layers of a module.
+
+    Args:
+        module: a layer or a model.
+        name: "auto" or a backend. PyTorch computes the operations that this backend does not have.
+
+    Raises:
+        InputError: if there is no backend of this name.
+    """
+    if name != "auto":
+        _named(name)
+    layers: Any = module.modules()
+    for layer in layers:
+        if hasattr(layer, "backend"):
+            layer.backend = name
 
 
 def backends(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs):

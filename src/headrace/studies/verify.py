@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import layers, zoo
 from ..layers.block import Sizes
 from ..layers.stack import Backbone
-from ..ops.dispatch import BACKENDS
+from ..ops.dispatch import BACKENDS, set_backend
 from ..ops.recurrence import linear_attention
 from ..ops.reference import literal
 from ..spec.stack import Decoder
@@ -127,9 +127,7 @@ def specimen(name: str, seed: int, hidden: int = HIDDEN) -> tuple[nn.Module, Ten
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     mixer: Any = subject(zoo.mixer(name), hidden).double()
-    for module in mixer.modules():
-        if hasattr(module, "backend"):
-            module.backend = "auto"
+    set_backend(mixer, "auto")
     with torch.no_grad():
         for path, parameter in mixer.named_parameters():
             parameter.add_(draw(parameter.shape), alpha=1.0 if "competition" in path else 0.1)

@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..hf import HeadraceConfig, HeadraceForCausalLM, load
+from ..ops.dispatch import set_backend
 from ..spec.linear import MixerSpec
 from ..utils.errors import InputError
 from .parameters import gate_parameters, initialise_gates
@@ -61,9 +62,11 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
 
 
 def blank(recipe: Recipe) -> HeadraceForCausalLM:
-    """The model on the meta device."""
+    """The model on the meta device, where only PyTorch computes."""
     with torch.device("meta"):
-        return HeadraceForCausalLM(config(recipe)).train()
+        model = HeadraceForCausalLM(config(recipe)).train()
+    set_backend(model, "torch")
+    return model
 
 
 def estimate(recipe: Recipe) -> dict[str, Any]:

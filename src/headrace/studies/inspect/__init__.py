@@ -8,6 +8,7 @@ import torch
 
 from ...hf import load
 from ...hf.generate import read_tokenizer
+from ...ops.dispatch import set_backend
 from ...utils.device import on_device
 from ...utils.errors import InputError
 from .page import describe, render, tokens_of
@@ -37,6 +38,7 @@ def inspect(
         raise InputError(f"--tokens={tokens}; expected 2 to {LIMIT:,}")
     device = on_device(device, float64=True)
     model: Any = load(checkpoint)
+    set_backend(model, "auto")  # HEADRACE_BACKEND may name one without float64
     tokenizer = read_tokenizer(checkpoint)
     ids, labels = tokens_of(tokenizer, text)
     if len(ids) < 2:
