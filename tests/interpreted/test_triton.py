@@ -233,6 +233,20 @@ def test_step(decay, rule):
         assert relative(x, y) <= 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_with_a_normaliser(dtype):
+    """Rounded once, and the state where it was."""
+    q, k, v = torch.rand(2, 2, K), torch.rand(2, 2, K), torch.randn(2, 4, V)
+    given = {"q": q, "k": k, "v": v, "read_gate": torch.rand(2, 4), "write_gate": torch.rand(2, 4)}
+    given = {name: x.to(dtype) for name, x in given.items()}
+    state = torch.rand(2, 4, K, V + 1)
+    exact = step(**{n: x.double() for n, x in given.items()}, state=state.double(), normalise=True)
+    out, after = step(**given, state=state, normalise=True, backend="triton", in_place=True)
+    assert after is state and out.dtype == dtype
+    assert relative(out, exact[0]) <= (1e-6 if dtype == torch.float32 else 2**-8)
+    assert relative(after, exact[1]) <= 1e-6
+
+
 def test_a_step_in_place(monkeypatch):
     """The state keeps its memory; one in another layout is copied, and left as it is. A head takes three programs."""
     monkeypatch.setattr(step_kernels, "PROGRAM", 16)

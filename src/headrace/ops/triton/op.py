@@ -17,6 +17,7 @@ from ..derivatives import transformed
 from ..gated_norm import GatedNorm
 from ..operator import define, register, register_function
 from ..query_key import QueryKey
+from ..rewrite import normalised
 from .layer import Layer
 from .limits import DTYPES, LARGEST_HEADS, LARGEST_KEY, LARGEST_NORM, missing, refuses_tokens
 
@@ -97,6 +98,8 @@ _step_op_in_place = define(
 
 
 def _step(call: Call, bonus: Tensor | None, normalise: bool, in_place: bool) -> tuple[Tensor, Tensor]:
+    if normalise:
+        return normalised(call, lambda call: _step(call, None, False, in_place))
     state = call.initial_state
     if in_place and state is not None and state.dtype == torch.float32 and state.is_contiguous():
         return _step_op_in_place(*call, bonus), state
@@ -108,7 +111,7 @@ def _refuses_step(call: Call, bonus: Tensor | None, normalise: bool) -> str | No
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*call.tensors, bonus))
     if transformed() or wanted:
         return "its step has no derivatives; torch.no_grad() or backend='torch' does"
-    return "its step has no normaliser" if normalise else refuses(call)
+    return refuses(call)
 
 
 def _refuses_convolution(conv: nn.Conv1d, x: Tensor, *_) -> str | None:

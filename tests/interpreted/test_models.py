@@ -1,0 +1,56 @@
+"""Language models with all layers on the backend "triton" against PyTorch."""
+
+import warnings
+
+import pytest
+import torch
+
+from headrace import GateWarning, set_backend, zoo
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM
+from headrace.studies.verify import worst
+
+NEW = 3  # tokens that are generated
+
+
+def model(mixer):
+    """With no weight at its first value, many of which are zero."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GateWarning)
+        made = HeadraceForCausalLM(
+            HeadraceConfig(
+                mixer=mixer, vocab_size=29, hidden_size=32, num_hidden_layers=2, num_heads=4, intermediate_size=24,
+                initializer_range=0.02,
+            )
+        )  # fmt: skip
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return made
+
+
+def found(made, ids, mask):
+    """The loss, its gradients to all parameters, and the logits of tokens that are generated after a padded prompt."""
+    loss = made.train()(ids, labels=ids, attention_mask=mask).loss
+    gradients = torch.autograd.grad(loss, [p for p in made.parameters() if p.requires_grad], allow_unused=True)
+    out = made.eval().generate(
+        ids[:, :6], attention_mask=mask[:, :6], max_new_tokens=NEW, do_sample=False, pad_token_id=0, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    return out.sequences, [loss.detach(), *(g for g in gradients if g is not None), *out.logits]
+
+
+@pytest.mark.parametrize("mixer", zoo.LINEAR)
+def test_a_model_trains_and_generates(mixer):
+    """With errors of at most eight times PyTorch's own in float32."""
+    made = model(f"softmax-{mixer}")
+    ids, mask = torch.randint(1, 29, (2, 20)), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :3] = 0
+    results = {}
+    for backend in ("triton", "torch"):
+        set_backend(made, backend)
+        results[backend] = found(made, ids, mask)
+    expected, exact = found(made.double(), ids, mask)
+    errors = {name: worst(numbers, exact) for name, (_, numbers) in results.items()}
+    assert all(torch.equal(tokens, expected) for tokens, _ in results.values())
+    assert errors["triton"] <= 8 * errors["torch"]
