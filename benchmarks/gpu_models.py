@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpu_measure import Machine
 from gpu_sizes import Found, Sizes, failure
-from headrace import zoo
+from headrace import set_backend, zoo
 from headrace.layers import build
 from headrace.layers.graph import GraphedStep
 from headrace.layers.stack import Backbone
@@ -51,13 +51,11 @@ class Model(nn.Module):
         stack = StackSizes(sizes.hidden, 4, default_intermediate_size(sizes.hidden))
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
         self.backbone = Backbone([zoo.mixer(mixer)] * sizes.layers, stack)
-        for block in self.backbone.layers:
-            if way == FLA_LAYER:
-                kind, options = FLA_LAYERS[mixer]
+        if way == FLA_LAYER:
+            kind, options = FLA_LAYERS[mixer]
+            for block in self.backbone.layers:
                 block.mixer = FlaLayer(getattr(import_module("fla.layers"), kind)(hidden_size=sizes.hidden, **options))
-                block.mlp.backend = "triton"  # as with backend "triton", so that only the mixer differs
-            elif way != "auto":
-                block.mixer.backend = block.mlp.backend = way
+        set_backend(self.backbone, "triton" if way == FLA_LAYER else way)  # so that only the mixer differs
 
     def loss(self, ids: Tensor) -> Tensor:
         x, _ = self.backbone(self.embedding(ids))

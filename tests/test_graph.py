@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headrace import Mixer
+from headrace import Mixer, set_backend
 from headrace.hf import decoding
 from headrace.layers import graph
 from headrace.layers.graph import GraphedStep
@@ -81,8 +81,7 @@ def test_the_tokens_are_those_without_a_graph(name, sampled, recorded, monkeypat
 def test_on_a_gpu(backend, monkeypatch):
     monkeypatch.undo()
     model, ids = build("softmax-gla").to("cuda", torch.float32), tokens(2).cuda()
-    for block in model.model.backbone.layers:
-        block.mixer.backend = backend
+    set_backend(model, backend)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, cache_implementation="static"))
 

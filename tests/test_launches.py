@@ -8,13 +8,14 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import dry
-from headrace import Mixer, linear_attention
-from headrace.layers.block import MLP, Sizes
+from headrace import Mixer, linear_attention, set_backend, zoo
+from headrace.layers.block import MLP, Block, Sizes
 from headrace.layers.convolution import convolve
 from headrace.ops.control import Control
 from headrace.ops.dispatch import choose
 from headrace.ops.gated_norm import GatedNorm
 from headrace.ops.query_key import QueryKey
+from headrace.ops.residual_norm import ResidualNorm
 from headrace.ops.sequences import Sequences
 from peers import FAMILIES
 from test_batched import Calls
@@ -146,6 +147,36 @@ def test_the_gated_norm(gpu, norm, order, V):
         choose("gated_norm", "triton", call).run(call).sum().backward()
     assert [x.kernel for x in found] == ["gated_norm", "gated_norm_back"]
     assert all(x.code.stack == 0 for x in found)
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("branch", [None, torch.bfloat16])
+@pytest.mark.parametrize("D", [1024, 4096])
+def test_the_residual_norm(gpu, branch, D):
+    """One launch each way, with nothing spilled, also where autograd needs the gradient in two dtypes."""
+    x, weight = torch.randn(1, 300, D, requires_grad=True), torch.ones(D, requires_grad=True)
+    y = None if branch is None else torch.randn(1, 300, D, dtype=branch, requires_grad=True)
+    call = ResidualNorm(x, y, weight, 1e-6, torch.bfloat16)
+    with dry.gpu(gpu) as found:
+        s, n = choose("residual_norm", "triton", call).run(call)
+        (s.sum() + n.sum()).backward()
+    assert [x.kernel for x in found] == ["residual_norm", "residual_norm_back"]
+    assert all(x.code.stack == 0 for x in found)
+
+
+def test_a_block():
+    """In a block only the last sum, of the residual stream and the MLP, is PyTorch's, besides the projections."""
+    block = Block(zoo.mixer("gated-deltanet"), Sizes(hidden_size=64, num_heads=2, intermediate_size=96)).bfloat16()
+    set_backend(block, "triton")
+    x = torch.randn(1, 70, 64).bfloat16().requires_grad_()
+    with dry.gpu("sm_90") as found, Calls() as calls:
+        y, _ = block(x)
+    assert [x.kernel for x in found if "residual" in x.kernel] == ["residual_norm"] * 2
+    assert calls.names["add"] == 1 and not {"rms_norm", "_fused_rms_norm", "mean", "rsqrt"} & (+calls.names).keys()
+    with dry.gpu("sm_90") as found, Calls() as back:
+        y.backward(torch.ones_like(y))
+    assert [x.kernel for x in found if "residual" in x.kernel] == ["residual_norm_back"] * 2
+    assert back.names["add"] == 1  # of the gradients of the MLP's two projections
 
 
 @pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])

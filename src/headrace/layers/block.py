@@ -13,9 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.backend import HasBackend
 from ..ops.checks import require
 from ..ops.dispatch import choose, default_backend, has
 from ..ops.gated_norm import GatedNorm
+from ..ops.modules import untouched
+from ..ops.residual_norm import ResidualNorm
 from ..spec.attention import AttentionSpec
 from ..spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Record
 from ..spec.serialise import Spec
@@ -51,7 +54,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 WIDEST = 4096  # channels that a backend gates as those of one head
 
 
-class MLP(nn.Module):
+class MLP(nn.Module, HasBackend):
     """W_down f(W_up x), or W_down (f(W_gate x) ⊙ W_up x) if the style's MLP is gated (arXiv 2002.05202).
 
     `backend`: "auto" and "torch" compute f(W_gate x) ⊙ W_up x in PyTorch. If f is SiLU, another backend computes it in
@@ -74,13 +77,33 @@ class MLP(nn.Module):
 
     def _gated(self, up: Tensor, gate: Tensor) -> Tensor:
         """Returns f(gate) ⊙ up."""
-        named = self.backend not in ("auto", "torch") and has(self.backend, "gated_norm")
-        if not named or self.activation is not F.silu:
+        if not named(self.backend, "gated_norm") or self.activation is not F.silu:
             return self.activation(gate) * up
         heads = next(n for n in count(1) if up.shape[-1] % n == 0 and up.shape[-1] <= n * WIDEST)
         x, logits = (z.reshape(1, -1, heads, up.shape[-1] // heads) for z in (up, gate))
         call = GatedNorm(x, logits, None, None, None, "none", "silu", "norm-gate", 0.0)
         return choose("gated_norm", self.backend, call).run(call).view(up.shape)
+
+
+def named(backend: str, operation: str) -> bool:
+    """Whether a backend that is not PyTorch's was asked for by name, and has the operation."""
+    return backend not in ("auto", "torch") and has(backend, operation)
+
+
+def add_and_norm(norm: nn.Module, x: Tensor, y: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+    """Returns (x + y, norm(x + y)) of the residual stream x [B, T, D] and a branch y; None: 0.
+
+    A backend given by name that has RMSNorm computes both in one pass. Its norm has the dtype of the linear layers that
+    follow: under autocast the lower one, to which PyTorch's norm, in float32, would be converted."""
+    if not named(backend, "residual_norm") or not untouched(norm, nn.RMSNorm):
+        x = x if y is None else x + y
+        return x, norm(x)
+    dtype, kind = x.dtype if y is None else torch.promote_types(x.dtype, y.dtype), x.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    assert norm.eps is not None
+    call = ResidualNorm(x, y, norm.weight, norm.eps, dtype)
+    return choose("residual_norm", backend, call).run(call)
 
 
 def build_norm(sizes: Sizes, inputs: int = 1) -> nn.Module:
@@ -110,14 +133,16 @@ def mixer_settings(sizes: Sizes, layer_idx: int = 0, num_layers: int = 1) -> dic
     }  # fmt: skip
 
 
-class Block(nn.Module):
+class Block(nn.Module, HasBackend):
     """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)); with post-norm norm(x + mixer(x)), then
-    norm(x + mlp(x)). Cross-attention, if any, is a third residual branch between the two."""
+    norm(x + mlp(x)). Cross-attention, if any, is a third residual branch between the two.
+
+    `backend`: see `add_and_norm`."""
 
     def __init__(self, layer: Layer | Spec, sizes: Sizes, layer_idx: int = 0, num_layers: int = 1):
         super().__init__()
         layer = as_layers(layer)[0]
-        self.post = sizes.style.order == "post"
+        self.post, self.backend = sizes.style.order == "post", default_backend()
         self.mixer_norm = build_norm(sizes)
         self.mixer = build(layer.mixer, causal=sizes.causal, **mixer_settings(sizes, layer_idx, num_layers))
         self.cross = None
@@ -140,22 +165,26 @@ class Block(nn.Module):
             beside: the output [B, T, D] of the shared block, for a layer with shared=True.
             memory: keys and values of the other sequence, for cross-attention.
         """
-        read = x if self.link is None else x + self.link(beside)
         where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
-        y, state = self.mixer(self._before(self.mixer_norm, read), state, **where)
-        x = self._after(self.mixer_norm, x + y)
+        total, read = self._before(self.mixer_norm, x if self.link is None else x + self.link(beside), None)
+        y, state = self.mixer(read, state, **where)
+        x, branch = self._after(self.mixer_norm, total if self.link is None else x, y)
         if self.cross is not None:
             require(memory is not None, "memory=None in a block with cross-attention; expected the result of remember")
-            x = self._after(self.cross_norm, x + self.cross.cross(self._before(self.cross_norm, x), memory))
+            x, read = self._before(self.cross_norm, x, branch)
+            x, branch = self._after(self.cross_norm, x, self.cross.cross(read, memory))
         if self.mlp is not None:
-            x = self._after(self.mlp_norm, x + self.mlp(self._before(self.mlp_norm, x)))
-        return x, state
+            x, read = self._before(self.mlp_norm, x, branch)
+            x, branch = self._after(self.mlp_norm, x, self.mlp(read))
+        return x if branch is None else x + branch, state
 
-    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
-        return x if self.post else norm(x)
+    def _before(self, norm: nn.Module, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the residual stream and the input of the next branch, given what the last one adds, if anything."""
+        return (x, x) if self.post else add_and_norm(norm, x, y, self.backend)
 
-    def _after(self, norm: nn.Module, x: Tensor) -> Tensor:
-        return norm(x) if self.post else x
+    def _after(self, norm: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the residual stream, and what is still to be added to it."""
+        return (norm(x + y), None) if self.post else (x, y)
 
 
 class Shared(nn.Module):

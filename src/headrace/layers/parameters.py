@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.backend import HasBackend
 from ..ops.dispatch import default_backend
 from ..ops.recurrence import linear_attention
 from ..spec.linear import MixerSpec
@@ -25,7 +26,7 @@ from .taylor import TaylorFeatures
 from .token_shift import TokenShift
 
 
-class LinearParameters(Mixer):
+class LinearParameters(Mixer, HasBackend):
     """The parameters of a `LinearMixer`, from its arguments, and their initialisation."""
 
     state_kind = MixerState

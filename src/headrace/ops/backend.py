@@ -14,6 +14,12 @@ class Kernel(NamedTuple):
     refuses: Callable[..., str | None]  # returns why the backend cannot compute these arguments, or None
 
 
+class HasBackend:
+    """A layer whose operations a backend computes: the one of this name, or with "auto" the fastest for the call."""
+
+    backend: str
+
+
 class LayerStep(Protocol):
     """One token of one linear layer in one call, from the output of the input projection to the input of the output
     projection, with the state updated in place.
@@ -52,6 +58,7 @@ class Backend(NamedTuple):
     step: Kernel | None = None  # (call without token dimension, bonus, normalise, in_place) -> (out, state)
     convolution: Kernel | None = None  # (conv, x, history, sequences) -> y; see `convolve`
     gated_norm: Kernel | None = None  # (call: GatedNorm) -> y
+    residual_norm: Kernel | None = None  # (call: ResidualNorm) -> (s, n)
     control: Kernel | None = None  # (call: Control) -> log_decay or β
     query_key: Kernel | None = None  # (call: QueryKey) -> (y, gates or None)
     layer_step: Callable[..., LayerStep] | None = None  # (kinds, sizes, numbers, names of the weights) -> LayerStep

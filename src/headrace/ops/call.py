@@ -65,6 +65,7 @@ def _one_row(x: Tensor | None) -> Tensor | None:
 
 TYPES: dict[Any, str] = {
     Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", float: "float", int | None: "int?", str: "str",
+    torch.dtype: "ScalarType",
 }  # fmt: skip
 
 

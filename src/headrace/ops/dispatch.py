@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..utils.errors import InputError
-from .backend import OPERATIONS, Backend
+from .backend import OPERATIONS, Backend, HasBackend
 from .call import Call
 from .fla import op as fla_op
 from .native import op as native_op
@@ -47,9 +47,8 @@ def set_backend(module: nn.Module, name: str) -> None:
     """
     if name != "auto":
         _named(name)
-    layers: Any = module.modules()
-    for layer in layers:
-        if hasattr(layer, "backend"):
+    for layer in module.modules():
+        if isinstance(layer, HasBackend):
             layer.backend = name
 
 

@@ -1,9 +1,13 @@
 """Whether a fast path may use a module's weights instead of calling the module."""
 
+from typing import TypeGuard, TypeVar
+
 from torch import nn
 
+M = TypeVar("M", bound=nn.Module)
 
-def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
+
+def untouched(module: nn.Module, kind: type[M]) -> TypeGuard[M]:
     """Whether calling the module does exactly what its class `kind` does.
 
     False for a module with a hook, an adapter, a parametrisation or a `forward` of its own, which have to run. Hooks

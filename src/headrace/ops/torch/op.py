@@ -5,7 +5,7 @@ import torch
 from ..backend import Backend, Kernel
 from ..call import Call
 from ..operator import register
-from . import chunkwise, control, convolution, gated_norm, int8, query_key, step, tiles
+from . import chunkwise, control, convolution, gated_norm, int8, query_key, residual_norm, step, tiles
 
 
 def _forward(call: Call, keep: bool):
@@ -40,6 +40,7 @@ BACKEND = Backend(
     step=Kernel(step.step, _refuses),
     convolution=Kernel(convolution.run, _refuses),
     gated_norm=Kernel(gated_norm.run, _refuses),
+    residual_norm=Kernel(residual_norm.run, _refuses),
     control=Kernel(control.run, _refuses),
     query_key=Kernel(query_key.run, _refuses),
     int8_product=Kernel(int8.run, _refuses),

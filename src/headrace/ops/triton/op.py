@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...utils.device import interpreted
-from .. import convolution
+from .. import convolution, residual_norm
 from ..backend import Backend, Kernel
 from ..call import SCHEMA, Call
 from ..control import Control
@@ -17,6 +17,7 @@ from ..derivatives import transformed
 from ..gated_norm import GatedNorm
 from ..operator import define, register, register_function
 from ..query_key import QueryKey
+from ..residual_norm import ResidualNorm
 from ..rewrite import normalised
 from .layer import Layer
 from .limits import DTYPES, LARGEST_HEADS, LARGEST_KEY, LARGEST_NORM, missing, refuses_tokens
@@ -125,6 +126,12 @@ def _refuses_gated_norm(call: GatedNorm) -> str | None:
     return _refuses_function(call)
 
 
+def _refuses_residual_norm(call: ResidualNorm) -> str | None:
+    if call.x.shape[-1] > LARGEST_NORM:
+        return f"its norms have up to {LARGEST_NORM} channels, and this one has {call.x.shape[-1]}"
+    return _refuses_function(call)
+
+
 def _refuses_query_key(call: QueryKey) -> str | None:
     K, weight = call.x.shape[-1], call.weight
     if K > LARGEST_NORM:
@@ -136,7 +143,7 @@ def _refuses_query_key(call: QueryKey) -> str | None:
     return _refuses_function(call)
 
 
-def _refuses_function(call: GatedNorm | Control | QueryKey) -> str | None:
+def _refuses_function(call: GatedNorm | ResidualNorm | Control | QueryKey) -> str | None:
     if transformed():
         return "it supports neither transforms of torch.func nor forward-mode differentiation"
     return refuses_tokens(call.x)
@@ -152,6 +159,10 @@ def _function(kind: Any, module: str, what: str = "", **options: Any) -> Callabl
 _convolve = convolution.register(
     "triton", "triton_convolve", KEY, _late("convolution", "forward"), _late("convolution", "backward")
 )
+_add_and_norm = residual_norm.register(
+    "triton_residual_norm", KEY, "the triton residual norm", _late("residual_norm", "forward"),
+    _late("residual_norm", "backward"),
+)  # fmt: skip
 _query_and_key = _function(QueryKey, "query_key", "computation of q and k", passes=lambda call: not call.changes_x)
 
 
@@ -167,6 +178,7 @@ BACKEND = Backend(
     step=Kernel(_step, _refuses_step),
     convolution=Kernel(_convolve, _refuses_convolution),
     gated_norm=Kernel(_function(GatedNorm, "gated_norm"), _refuses_gated_norm),
+    residual_norm=Kernel(_add_and_norm, _refuses_residual_norm),
     control=Kernel(_function(Control, "control"), _refuses_function),
     query_key=Kernel(_query_key, _refuses_query_key),
     layer_step=Layer,
