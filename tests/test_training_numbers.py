@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+from headrace import zoo
+from headrace.ops.native import library as native
 from headrace.training import card, recipes, run, trainer
-from headrace.training.model import build, estimate
+from headrace.training.model import blank, build, estimate, flops_per_token
 from headrace.training.parameters import gate_parameters
 from headrace.training.watch import Watch
 from training import recipe, train
@@ -184,6 +187,19 @@ def test_a_loss_as_large_as_the_unigrams_is_nothing_learnt():
         card.baseline_sentence(2.0, 2.0) == "The model learnt nothing: a unigram model of these tokens has 2.0000 nats."
     )
     assert card.baseline_sentence(1.9, 2.0) == "For comparison, a unigram model of these tokens has 2.0000 nats."
+
+
+@pytest.mark.parametrize("mixer", [*zoo.names(), "gpt", "jamba(style.experts.count=4)", "zamba"])
+def test_flops_on_the_meta_device_are_those_on_a_cpu(mixer, monkeypatch):
+    """Also of mixers whose shapes depend on lengths and positions, which the meta device does not have. Native kernels
+    count none."""
+    monkeypatch.setattr(native, "missing", "it is not here")
+    changes = {"mixer": mixer, "hidden_size": 32, "heads": 4, "layers": 8, "length": 64}
+    given, _ = recipes.load("laptop-1m", changes)
+    made = build(given).train()
+    with sdpa_kernel(SDPBackend.MATH):  # the CPU's fused attention counts none
+        assert flops_per_token(blank(given), given) == flops_per_token(made, given)
+    assert estimate(given)["bytes"]["kept for the backward"] > 0
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..hf import HeadraceConfig, HeadraceForCausalLM, load
@@ -76,7 +78,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     trained = parameters["tied" if recipe.tie else "untied"]
     held = WHOLE * trained + SHARED * trained // recipe.shard
     kept = _kept_for_backward(model, recipe)
-    flops = _flops_per_token(model, recipe)
+    flops = flops_per_token(model, recipe)
     return {
         "parameters": parameters,
         "steps": recipe.steps,
@@ -98,16 +100,43 @@ def count(model: Any) -> dict[str, int]:
     return {"body": body, "competition": gates, "tied": body + embedding, "untied": body + 2 * embedding}
 
 
-def _flops_per_token(model: HeadraceForCausalLM, recipe: Recipe) -> int:
+def flops_per_token(model: HeadraceForCausalLM, recipe: Recipe) -> int:
     """Training FLOPs per token: 3 times those of the forward pass, with recurrences in their recurrent form."""
-    row = torch.zeros(1, recipe.length, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    row = torch.zeros(1, recipe.length, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, _RealIntegers(), torch.no_grad():
         model(input_ids=row, use_cache=False)
     per_token = counter.get_total_flops() // recipe.length
     for spec in model.config.mixers:
         if isinstance(spec, MixerSpec):
             per_token += spec.flops_per_token(recipe.hidden_size, recipe.heads)
     return 3 * per_token
+
+
+class _RealIntegers(TorchDispatchMode):
+    """Computes integers and booleans on the CPU where all other numbers are on the meta device, because lengths and
+    positions decide the shapes of some mixers' tensors."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.is_meta for x in tensors):
+            if function is torch.ops.aten.index.Tensor:  # masks choose a number of elements that only their values say
+                args = args[0], [index for x in args[1] for index in _indices(x)]
+            return function(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+        if kwargs.get("device") == torch.device("meta"):
+            on_meta = function(*tree_map(_to_meta, args), **kwargs)
+            if not on_meta.is_floating_point():
+                return function(*args, **kwargs | {"device": "cpu"})
+            return on_meta
+        return function(*args, **kwargs)
+
+
+def _indices(x: Tensor | None) -> tuple[Tensor | None, ...]:
+    return x.nonzero(as_tuple=True) if x is not None and x.dtype == torch.bool else (x,)
+
+
+def _to_meta(x: Any) -> Any:
+    return x.to("meta") if isinstance(x, Tensor) else x
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -132,7 +161,7 @@ def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
         model.gradient_checkpointing_enable()
     nn.Module.to(model, getattr(torch, recipe.precision))
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    ids = torch.zeros(1, recipe.length // recipe.context_parallel, dtype=torch.long, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _FusedAttention():
+    ids = torch.zeros(1, recipe.length // recipe.context_parallel, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _RealIntegers(), _FusedAttention():
         model(input_ids=ids, use_cache=False)  # the loss keeps as much as the last hidden states
     return recipe.micro_batch * sum(s.nbytes() for key, s in storages.items() if key not in weights)
