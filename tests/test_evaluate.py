@@ -403,6 +403,15 @@ def test_names_of_checkpoints_are_short_and_differ():
         named(["a", "a/"])
 
 
+def test_rows_that_cannot_be_downloaded_are_one_sentence(checkpoints, tmp_path, monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("Couldn't reach 'Rowan/hellaswag' on the Hub")
+
+    monkeypatch.setattr("lm_eval.simple_evaluate", unreachable)
+    with pytest.raises(InputError, match="rows of hellaswag cannot be downloaded: Couldn't reach 'Rowan/hellaswag'"):
+        evaluate([str(checkpoints["llama"])], EvaluationPlan("hellaswag", limit=1), MACHINE, tmp_path)
+
+
 @pytest.mark.parametrize("max_length", [2, 3])
 def test_answers_longer_than_the_context_are_one_sentence(max_length, checkpoints, data, tmp_path):
     plan = EvaluationPlan("piqa", data=str(data), max_length=max_length)

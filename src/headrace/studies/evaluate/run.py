@@ -148,7 +148,7 @@ def run_item(
     needle = {} if item.length is None else {"max_seq_lengths": [item.length], "tokenizer": checkpoint.path}
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     started = time.perf_counter()
-    with roomy(item, max_length):
+    with explained(item, max_length):
         out: Any = lm_eval.simple_evaluate(
             model,
             tasks=[item.task],
@@ -169,10 +169,15 @@ def run_item(
 
 
 @contextmanager
-def roomy(item: Item, max_length: int) -> Iterator[None]:
-    """Turns the errors of the harness for a context too short for the needle or the answers into InputErrors."""
+def explained(item: Item, max_length: int) -> Iterator[None]:
+    """Turns the errors of the harness for rows that cannot be downloaded, and for a context too short for the needle or
+    the answers, into InputErrors."""
     try:
         yield
+    except ConnectionError as error:
+        raise InputError(
+            f"the rows of {item.name} cannot be downloaded: {error}; expected internet, or files of --data"
+        ) from None
     except AssertionError as error:
         if traceback.extract_tb(error.__traceback__)[-1].name not in ("_loglikelihood_tokens", "generate_until"):
             raise
