@@ -1,5 +1,6 @@
 """Layers are called and their weights not read past them: hooks, adapters and replacements see every token."""
 
+import pickle
 import warnings
 
 import pytest
@@ -52,6 +53,13 @@ def test_what_changes_a_layer_of_a_mixer_changes_the_mixer(name, how):
         assert all(relative(y, z) > 1e-4 for y, z in zip(changed, halves(plain), strict=True)), where
         undo[0]()
     assert torch.equal(made(x)[0], plain)
+
+
+@pytest.mark.parametrize("name", zoo.names())
+@torch.no_grad()
+def test_a_layer_can_be_pickled(name):
+    made, x = layer(name), torch.randn(2, T, D)
+    assert torch.equal(pickle.loads(pickle.dumps(made))(x)[0], made(x)[0])
 
 
 class Negated(nn.Conv1d):

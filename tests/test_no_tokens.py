@@ -51,6 +51,16 @@ def test_no_tokens_have_a_gradient(name):
     assert gradient is None or gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("name", zoo.names())
+def test_no_rows(name):
+    """As a process has with fewer rows than processes."""
+    made, x = layer(name), torch.randn(0, T, D, dtype=torch.float64, requires_grad=True)
+    y, state = made(x)
+    assert y.shape == x.shape and made(x[:, :1], state)[0].shape == (0, 1, D)
+    gradients = torch.autograd.grad(y.sum(), list(made.parameters()), allow_unused=True)
+    assert not any(g.any() for g in gradients if g is not None)
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_an_encoder_of_no_tokens(name):
     made, x = layer(name, causal=False), torch.randn(2, T, D, dtype=torch.float64)

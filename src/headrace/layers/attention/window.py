@@ -76,7 +76,8 @@ class Places:
         if not pattern.random:
             return torch.cat([first, near], 1)
         block = start // pattern.block
-        rows = 1 << int(block.max()).bit_length()  # a power of two, so that few tables are cached
+        last = int(block.max()) if len(block) else 0
+        rows = 1 << last.bit_length()  # a power of two, so that few tables are cached
         chosen = reservoir(pattern, rows).to(device)[block]
         within = torch.arange(pattern.block, device=device)
         return torch.cat([first, (chosen[..., None] * pattern.block + within).flatten(1), near], 1)
@@ -109,7 +110,7 @@ class Places:
 
     def size(self) -> int:
         """Returns the group size. A group must lie in one block if there are random blocks, which differ by block."""
-        longest = int(self.lengths.max())
+        longest = int(self.lengths.max()) if len(self.lengths) else 0
         return 1 if longest <= 1 else self.pattern.block if self.pattern.random else min(self.pattern.window, longest)
 
     def gathering(self, size: int) -> tuple[Groups, Tensor]:

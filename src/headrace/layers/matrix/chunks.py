@@ -82,7 +82,7 @@ def carry(advance: Callable[..., Tensor], S: Tensor, counts: list[int], *operand
         before.append(S)
         ended.append(rest)
         S = advance(S, *pieces)
-    return torch.cat(before), torch.cat([S, *reversed(ended)])
+    return torch.cat([S[:0], *before]), torch.cat([S, *reversed(ended)])
 
 
 def chunkwise(form: Callable[..., tuple[Tensor, Tensor]], x: Any, sequences: Sequences, S: Tensor):

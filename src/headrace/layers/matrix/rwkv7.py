@@ -118,7 +118,7 @@ class RWKV7(Mixer):
         self.o_proj = nn.Linear(D, D, bias=False)
         narrow, wide = (spec.rank or max(32, 32 * round(factor * math.sqrt(D) / 32)) for factor in (2.5, 5))
         self.decay = LowRank(D, narrow, torch.tanh)
-        self.rate = LowRank(D, narrow, lambda y: y)
+        self.rate = LowRank(D, narrow, nn.Identity())
         self.gate = LowRank(D, wide, torch.sigmoid)
         self.decay_bias = nn.Parameter(torch.empty(D))
         self.rate_bias = nn.Parameter(torch.empty(D))
