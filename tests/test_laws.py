@@ -91,9 +91,29 @@ def test_what_is_not_finite_is_an_infinite_error(wrong):
 
 def test_every_backend_is_checked_in_a_precision_that_it_takes():
     rows = {row.law: row for row in laws("gla", "cpu", torch.float64, seed=0)}
-    assert {"torch in float64", "torch in float64, gradients"} <= set(rows)
+    assert {"torch in float64", "torch in float64, gradients", "torch in float64, decoding"} <= set(rows)
     if backends()["native"]["linear_attention"] is None:
-        assert {"native in float32", "native in float32, gradients"} <= set(rows)
+        assert {"native in float32", "native in float32, gradients", "native in float32, decoding"} <= set(rows)
+
+
+def worse(result):
+    return result[0] + 1e-3, result[1]
+
+
+@pytest.mark.parametrize(
+    ("operation", "spoilt", "broken"),
+    [
+        ("step", worse, ["decoding"]),
+        ("residual_norm", worse, ["outputs", "gradients", "decoding"]),
+        ("gated_norm", lambda y: y + 1e-3, ["outputs", "gradients", "decoding"]),
+    ],
+)
+def test_a_backend_is_checked_in_a_block_and_token_by_token(operation, spoilt, broken, monkeypatch):
+    kernel = getattr(BACKENDS["torch"], operation)
+    wrong = kernel._replace(run=lambda *given: spoilt(kernel.run(*given)))
+    monkeypatch.setitem(BACKENDS, "new", BACKENDS["torch"]._replace(**{operation: wrong}))
+    rows = laws("gla", "cpu", torch.float64, seed=0)
+    assert [row.law.partition(", ")[2] or "outputs" for row in rows if not row.holds] == broken
 
 
 @pytest.mark.parametrize("wrong", [lambda out: out * 1.001, lambda out: out.nonexistent], ids=["inexact", "failing"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import layers, zoo
-from ..layers.block import Sizes
+from ..layers.block import Block, Sizes
 from ..layers.stack import Backbone
 from ..ops.dispatch import BACKENDS, set_backend
 from ..ops.recurrence import linear_attention
@@ -62,7 +62,7 @@ def verify(
 
 
 class Exact(NamedTuple):
-    """A mixer in float64 on the CPU, an input, and what the literal loop makes of it."""
+    """A mixer, or a block with it, in float64 on the CPU, an input, and what the literal loop makes of it."""
 
     mixer: nn.Module
     x: Tensor
@@ -70,12 +70,12 @@ class Exact(NamedTuple):
     gradients: list[Tensor]
 
 
-def exact(name: str, seed: int, hidden: int = HIDDEN) -> Exact:
-    mixer, x = specimen(name, seed, hidden)
+def exact(name: str, seed: int, hidden: int = HIDDEN, in_block: bool = False) -> Exact:
+    mixer, x = specimen(name, seed, hidden, in_block)
     reference: Any = copy.deepcopy(mixer)
-    truth = by_steps
-    if isinstance(mixer, layers.LinearMixer):
-        reference.op, truth = literal_op, at_once
+    truth, inner = by_steps, reference.mixer if in_block else reference
+    if isinstance(inner, layers.LinearMixer):
+        inner.op, truth = literal_op, at_once
     return Exact(mixer, x, *differentiated(truth, reference, x))
 
 
@@ -88,28 +88,30 @@ def laws(name: str, device: str, dtype: torch.dtype, seed: int) -> Iterable[Row]
             yield Row(name, law, relative(way(tested, x), known.y), tolerance)
     yield Row(name, "gradients", worst(gradients(at_once, tested, x), known.gradients), 10 * tolerance)
     if linear:
-        yield from backend_laws(known if device == "cpu" else exact(name, seed, WIDE), name, device, dtype)
+        yield from backend_laws(name, device, dtype, seed)
 
 
-def backend_laws(known: Exact, name: str, device: str, dtype: torch.dtype) -> Iterator[Row]:
-    """Two rows, outputs and gradients, for each backend that takes a linear mixer on the device."""
+def backend_laws(name: str, device: str, dtype: torch.dtype, seed: int) -> Iterator[Row]:
+    """Three rows, outputs, gradients and decoding, for each backend that takes a block with the linear mixer on the
+    device."""
+    known = exact(name, seed, HIDDEN if device == "cpu" else WIDE, in_block=True)
     for backend in (kind for kind, entry in BACKENDS.items() if entry.missing() is None):
         for precision in dict.fromkeys((dtype, torch.float32, torch.bfloat16)):
             law = f"{backend} in {str(precision).removeprefix('torch.')}"
-            mixer: Any = copy.deepcopy(known.mixer).to(device, precision)
-            mixer.backend = backend
-            rows = held_against(mixer, known, Row(name, law, 0.0, TOLERANCE[precision]))
+            block = copy.deepcopy(known.mixer).to(device, precision)
+            set_backend(block, backend)
+            rows = held_against(block, known, Row(name, law, 0.0, TOLERANCE[precision]))
             if rows:
                 yield from rows
                 break
 
 
 def held_against(mixer: nn.Module, known: Exact, row: Row) -> list[Row]:
-    """The rows of a mixer's outputs and gradients, filled into `row`; none if the mixer's backend does not take it."""
+    """The rows of a block's outputs, gradients and decoding, filled into `row`; none if its backend refuses it."""
     x = known.x.to(next(mixer.parameters()))
     try:
         with torch.no_grad():
-            out = at_once(mixer, x)
+            out, tokens = at_once(mixer, x), decoded(mixer, x)
         found = gradients(at_once, mixer, x)
     except InputError as error:
         if "cannot run here" in str(error):
@@ -118,15 +120,17 @@ def held_against(mixer: nn.Module, known: Exact, row: Row) -> list[Row]:
     except Exception as error:  # a kernel that fails is a broken law, and other laws are still to be checked
         return [row._replace(error=float("inf"), note=f"{type(error).__name__}: {error}")]
     slopes = Row(row.mixer, f"{row.law}, gradients", worst(found, known.gradients), 10 * row.tolerance)
-    return [row._replace(error=relative(out, known.y)), slopes]
+    decoding = row._replace(law=f"{row.law}, decoding", error=relative(tokens, known.y))
+    return [row._replace(error=relative(out, known.y)), slopes, decoding]
 
 
-def specimen(name: str, seed: int, hidden: int = HIDDEN) -> tuple[nn.Module, Tensor]:
-    """(a float64 mixer with randomly perturbed parameters, an input). `laws` names each backend in turn, whatever
-    HEADRACE_BACKEND says."""
+def specimen(name: str, seed: int, hidden: int = HIDDEN, in_block: bool = False) -> tuple[nn.Module, Tensor]:
+    """(a float64 mixer, or a block with it, with randomly perturbed parameters; an input). `laws` names each backend in
+    turn, whatever HEADRACE_BACKEND says."""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-    mixer: Any = subject(zoo.mixer(name), hidden).double()
+    spec, sizes = zoo.mixer(name), Sizes(hidden, HEADS, hidden)
+    mixer = (Block(spec, sizes, 1, 3) if in_block else subject(spec, hidden)).double()
     set_backend(mixer, "auto")
     with torch.no_grad():
         for path, parameter in mixer.named_parameters():
@@ -164,6 +168,16 @@ def by_steps(mixer: nn.Module, x: Tensor) -> Tensor:
     state, out = None, []
     for token in x.split(1, 1):
         y, state = mixer(token, state)
+        out.append(y)
+    return torch.cat(out, 1)
+
+
+def decoded(mixer: nn.Module, x: Tensor) -> Tensor:
+    """The outputs of some tokens at once, followed by those of the others one by one, with the state in place."""
+    first, state = mixer(x[:, : TOKENS // 3])
+    out = [first]
+    for token in x[:, TOKENS // 3 :].split(1, 1):
+        y, state = mixer(token, state, in_place=True)
         out.append(y)
     return torch.cat(out, 1)
 
