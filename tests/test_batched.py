@@ -54,9 +54,9 @@ def calls(decay, tokens, packed=False, gates=False, rule="delta"):
 
 # The calls of a forward and of a backward without those that a further chunk adds, by rule and decay.
 CEILINGS = {
-    ("add", "none"): (14, 18), ("add", "fixed"): (20, 41), ("add", "scalar"): (20, 40), ("add", "vector"): (30, 62),
+    ("add", "none"): (14, 18), ("add", "fixed"): (20, 41), ("add", "scalar"): (20, 40), ("add", "vector"): (29, 59),
     ("delta", "none"): (21, 27), ("delta", "fixed"): (27, 50), ("delta", "scalar"): (27, 49),
-    ("delta", "vector"): (38, 72),
+    ("delta", "vector"): (37, 70),
 }  # fmt: skip
 GATES = {"add": (2, 9), "delta": (2, 5)}  # what gates (and β, for "add") add to them
 PACKED, RAGGED = (25, 30), (1, 1)  # what packed sequences and an incomplete chunk add at most

@@ -92,8 +92,9 @@ class VectorDecay(NoDecay):
         (M, C, _), c = y.shape, block_length(y.shape[1])
         self._take(x, y)
         self.sizes = M, x.shape[1] // C, C // c, c
-        g = log_decay.unflatten(1, (-1, c))
-        inside, outside = between(g), between(F.pad(g.sum(2), (0, 0, 1, 0)))[:, :, 1:]
+        logs = log_between(log_decay.unflatten(1, (-1, c)))
+        outside = between(F.pad(logs[:, :, -1, 0], (0, 0, 1, 0)))[:, :, 1:]
+        inside = logs.exp_()
         # Within a block: from writer to reader, from the start to the reader, and from the writer to the end.
         self.near, self.since, self.until = inside[:, :, :, 1:], inside[:, :, :, 0], inside[:, :, -1, 1:]
         # From the end of block J to the start of block I, from the start of the chunk, and to its end.
@@ -151,16 +152,23 @@ class VectorDecay(NoDecay):
 
     def _flows(self, read, written, passed, d_late, d_early, d_ended, d_beside) -> Tensor:
         """Returns the gradient to log_decay: the sum of what passes a token from the incoming state or to the outgoing
-        one, between blocks, and within its block."""
+        one, between blocks, and within its block. within [M, n, c, c + 1, K]: what passes from a boundary of the block
+        to the end of a token of it, as in `between`."""
         M, R, n, c = self.sizes
         kind, K = (read.dtype, read.device), self.y.shape[-1]
         outer = torch.cat([read * self.reads, passed, written * self.writes], 1)
-        over = summed(straddling(n, 1, *kind), (d_early * self.early).view(M, n * n, c, K).sum(2))
-        flow = torch.cat([(d_late * self.late).flatten(2, 3), over[:, :, None], d_ended * self.ended], 2).flatten(0, 1)
-        inside = (d_beside * self.beside).view(M * n, c * c, K)
+        within = read.new_empty(M, n, c, c + 1, K)
+        torch.mul(d_beside.view(M, n, c, c, K), self.beside.view(M, n, c, c, K), out=within[:, :, :, 1:])
+        within[:, :, -1, 1:].addcmul_(d_ended, self.ended)
+        if R == 1:
+            torch.mul(d_late[:, :, 0], self.late[:, :, 0], out=within[:, :, :, 0])
+        else:
+            torch.sum(d_late * self.late, 2, out=within[:, :, :, 0])
+        over = (d_early * self.early).view(M, n * n, c, K).sum(2)
+        within[:, :, -1, 0].baddbmm_(straddling(n, *kind).expand(M, -1, -1), over)
         dg = summed(crossing(R, n * c, *kind), outer)
-        blocks = dg.view(M * n, c, K).baddbmm_(crossing(R, c, *kind).expand(M * n, -1, -1), flow)
-        blocks.baddbmm_(straddling(c, 0, *kind).expand(M * n, -1, -1), inside)
+        pairs = within.view(M * n, c * (c + 1), K)
+        dg.view(M * n, c, K).baddbmm_(spanning(c, *kind).expand(M * n, -1, -1), pairs)
         return dg
 
 
@@ -172,8 +180,12 @@ def block_length(C: int) -> int:
 def between(g: Tensor) -> Tensor:
     """Returns the decay [..., n, n + 1, K] from boundary j to the end of token i, given log_decay [..., n, K]: the
     exponential of the sum over the tokens j, …, i, and 1 for j > i. Boundary j is before token j."""
+    return log_between(g).exp_()
+
+
+def log_between(g: Tensor) -> Tensor:
     mask, zero = covered(g.shape[-2], g.dtype, g.device)
-    return torch.where(mask, g[..., None, :], zero).cumsum(-3).exp_()
+    return torch.where(mask, g[..., None, :], zero).cumsum(-3)
 
 
 @lru_cache(maxsize=64)
@@ -211,11 +223,17 @@ def crossing(kinds: int, C: int, dtype: torch.dtype, device: torch.device) -> Te
 
 
 @lru_cache(maxsize=64)
-def straddling(n: int, gap: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the matrix [n, n·n] that sums, for each t, over the pairs (i, j) with j < t and i ≥ t + gap."""
+def straddling(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the matrix [n, n·n] that sums, for each t, over the pairs (i, j) with j < t < i."""
     t = torch.arange(n, device=device)
-    pairs = (t[None, :, None] >= t[:, None, None] + gap) & (t[None, None, :] < t[:, None, None])
-    return pairs.flatten(1).to(dtype)
+    return ((t[None, :, None] > t[:, None, None]) & (t[None, None, :] < t[:, None, None])).flatten(1).to(dtype)
+
+
+@lru_cache(maxsize=64)
+def spanning(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the matrix [n, n·(n + 1)] that sums, for each t, over the pairs (i, j) with j ≤ t ≤ i."""
+    i, j = torch.arange(n, device=device), torch.arange(n + 1, device=device)
+    return ((j <= i[:, None, None]) & (i[None, :, None] >= i[:, None, None])).flatten(1).to(dtype)
 
 
 def summed(matrix: Tensor, x: Tensor) -> Tensor:
