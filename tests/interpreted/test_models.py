@@ -10,6 +10,7 @@ from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.studies.verify import worst
 
 NEW = 3  # tokens that are generated
+ROUNDING = 16 * 2**-24  # a few roundings of float32, which any order of sums may cost
 
 
 def model(mixer):
@@ -42,7 +43,7 @@ def found(made, ids, mask):
 
 @pytest.mark.parametrize("mixer", zoo.LINEAR)
 def test_a_model_trains_and_generates(mixer):
-    """With errors of at most eight times PyTorch's own in float32."""
+    """With errors of at most eight times PyTorch's own in float32, which on some processors may be next to nothing."""
     made = model(f"softmax-{mixer}")
     ids, mask = torch.randint(1, 29, (2, 20)), torch.ones(2, 20, dtype=torch.long)
     mask[0, :3] = 0
@@ -53,4 +54,4 @@ def test_a_model_trains_and_generates(mixer):
     expected, exact = found(made.double(), ids, mask)
     errors = {name: worst(numbers, exact) for name, (_, numbers) in results.items()}
     assert all(torch.equal(tokens, expected) for tokens, _ in results.values())
-    assert errors["triton"] <= 8 * errors["torch"]
+    assert errors["triton"] <= max(8 * errors["torch"], ROUNDING)

@@ -184,6 +184,7 @@ def between(g: Tensor) -> Tensor:
 
 
 def log_between(g: Tensor) -> Tensor:
+    """Returns the logarithm of `between(g)`."""
     mask, zero = covered(g.shape[-2], g.dtype, g.device)
     return torch.where(mask, g[..., None, :], zero).cumsum(-3)
 
