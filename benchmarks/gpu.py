@@ -1,7 +1,7 @@
 """What headrace's backends do on a GPU: one command on a bare machine, some ten minutes.
 
     PYTHONPATH=src python benchmarks/gpu.py                    everything, the most valuable first
-    PYTHONPATH=src python benchmarks/gpu.py --stage op         one of: ceilings, correctness, layers, op, train, decode
+    PYTHONPATH=src python benchmarks/gpu.py --stage op         one of those of gpu_stages.py; repeatable
     python benchmarks/gpu.py --dry                             the same program on small shapes on the CPU
 
 Needs PyTorch and, for its backends, Triton and fla-core (a folder with the wheel on PYTHONPATH will do). FlashQLA,
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before PyTorch: its profiler would write a line per measurement
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # in the key of Triton's cache, as gpu_compile.py sets it
 
 import torch
 

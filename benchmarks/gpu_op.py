@@ -1,6 +1,6 @@
 """The op on a GPU: the rates that limit it, errors, times, memory and launches of every backend. See gpu.py."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -59,7 +59,8 @@ def both_ways(call: Callable[[], Any], inputs: list[Tensor], weights: list[Tenso
 
 
 def correctness(machine: Machine, sizes: Sizes) -> Iterator[Found]:
-    """Errors in bfloat16 against the literal loop in float64 on the same numbers."""
+    """Errors in bfloat16 against the literal loop in float64 on the same numbers; those of FLA, which tunes its kernels
+    for each shape, at the first shape only."""
     for shape in sizes.correct:
         for name in sizes.families:
             family, where = FAMILIES[name], f"{name} {list(shape)}"
@@ -71,6 +72,8 @@ def correctness(machine: Machine, sizes: Sizes) -> Iterator[Found]:
             expected = both_ways(lambda truth=truth: truth, [x for x in exact.values() if x.requires_grad], weights)
             truth = [x.cpu() for x in truth]
             for engine, call, refused in engines(family, tensors):
+                if engine == "fla" and shape != sizes.correct[0]:
+                    continue
                 if refused:
                     yield engine, where, "refused", 0.0, "", refused
                     continue
@@ -122,14 +125,20 @@ PEERS = {
 }  # fmt: skip
 
 
+def gated(call: partial) -> partial:
+    """Returns a call of the op with both gates."""
+    like = call.keywords["v"][..., 0]
+    return partial(
+        call, read_gate=torch.rand_like(like).requires_grad_(), write_gate=torch.rand_like(like).requires_grad_()
+    )
+
+
 def runners(name: str, tensors: dict[str, Tensor]) -> dict[str, partial]:
     """Ours by backend, without and with gates, and peers that can be imported."""
     family, found = FAMILIES[name], dict[str, partial]()
     for engine, call, refused in engines(family, tensors):
         if not refused:
-            found[engine] = call
-            gates = {f"{way}_gate": torch.rand_like(tensors["v"][..., 0]).requires_grad_() for way in ("read", "write")}
-            found[f"{engine}, gates"] = partial(call, **gates)
+            found |= {engine: call, f"{engine}, gates": gated(call)}
     for label, peer in PEERS.items():
         if name not in peer.families:
             continue
@@ -142,9 +151,25 @@ def runners(name: str, tensors: dict[str, Tensor]) -> dict[str, partial]:
 
 
 def op(machine: Machine, sizes: Sizes) -> Iterator[Found]:
-    """Times, memory and launches of every backend and peer, in turn in one process."""
-    for shape in sizes.timed:
-        for name in sizes.families:
+    """Times, memory and launches of every backend and peer at the first shape, in turn in one process."""
+    return at_shapes(machine, sizes, sizes.timed[:1], sizes.families)
+
+
+def shapes(machine: Machine, sizes: Sizes) -> Iterator[Found]:
+    """The stage `op` at the other shapes."""
+    return at_shapes(machine, sizes, sizes.timed[1:], sizes.families)
+
+
+def long(machine: Machine, sizes: Sizes) -> Iterator[Found]:
+    """The stage `op` for few long rows, which the backend "triton" computes in segments, and as whole rows."""
+    return at_shapes(machine, sizes, sizes.long, LONG)
+
+
+def at_shapes(
+    machine: Machine, sizes: Sizes, shapes: Sequence[tuple[int, ...]], families: Sequence[str]
+) -> Iterator[Found]:
+    for shape in shapes:
+        for name in families:
             tensors, where = tensors_of(FAMILIES[name], shape, machine), f"{name} {list(shape)}"
             calls: dict[str, Call] = {}
             for runner, call in runners(name, tensors).items():
@@ -161,11 +186,6 @@ def op(machine: Machine, sizes: Sizes) -> Iterator[Found]:
                 whole = {key: as_whole_rows(call) for key, call in calls.items() if key.partition(" | ")[0] == "triton"}
                 calls |= {key.replace("triton", "triton, whole rows"): call for key, call in whole.items()}
             yield from costs(machine, sizes, calls, where)
-
-
-def long(machine: Machine, sizes: Sizes) -> Iterator[Found]:
-    """The stage `op` for few long rows, which the backend "triton" computes in segments, and as whole rows."""
-    yield from op(machine, sizes._replace(timed=sizes.long, families=LONG))
 
 
 def as_whole_rows(call: Call) -> Call:

@@ -8,6 +8,8 @@ Found = tuple[str, str, str, float, str, str]  # subject, shape, measure, value,
 class Sizes(NamedTuple):
     """The sizes of all stages. A shape of the op is (B, T, H, K, V)."""
 
+    jobs: int | None  # that gpu_compile.py compiles; None: all
+    compiling: float  # seconds for them
     copied: int  # numbers
     square: int  # rows of a square matrix
     correct: tuple[tuple[int, int, int, int, int], ...]
@@ -26,15 +28,41 @@ class Sizes(NamedTuple):
 
 ALL = "scalar", "gated-delta", "vector", "linear", "kda", "delta", "fixed", "bonus"
 FULL = Sizes(
-    2**30, 8192, ((2, 512, 4, 128, 128), (1, 512, 4, 256, 256), (1, 512, 2, 192, 384), (1, 2048, 2, 64, 64)),
-    ((8, 4096, 8, 128, 128), (8, 4096, 4, 256, 256), (8, 4096, 4, 192, 384)), ((1, 32768, 4, 128, 128),), ALL,
-    ("gla", "softmax-gla", "gated-deltanet", "softmax-gated-deltanet", "retnet", "softmax-retnet"),
-    24, 1024, 32_000, (4, 4096), (1, 64, 256), 20, 1.0,
-)  # fmt: skip
+    jobs=None,
+    compiling=180.0,
+    copied=2**30,
+    square=8192,
+    correct=((2, 512, 8, 128, 128), (2, 512, 4, 256, 256), (2, 512, 4, 192, 384), (1, 2048, 2, 64, 64)),
+    timed=((8, 4096, 8, 128, 128), (8, 4096, 4, 256, 256), (8, 4096, 4, 192, 384)),
+    long=((1, 32768, 4, 128, 128),),
+    families=ALL,
+    mixers=("gla", "softmax-gla", "gated-deltanet", "softmax-gated-deltanet", "retnet", "softmax-retnet"),
+    layers=24,
+    hidden=1024,
+    vocabulary=32_000,
+    batch=(4, 4096),
+    streams=(1, 64, 256),
+    rounds=20,
+    budget=1.0,
+)
 DRY = Sizes(
-    2**12, 32, ((1, 70, 2, 16, 16),), ((1, 70, 2, 16, 16),), ((1, 140, 1, 16, 16),), ALL, ("gla", "softmax-gla"), 1, 32,
-    64, (1, 70), (1,), 1, 1.0,
-)  # fmt: skip
+    jobs=1,
+    compiling=120.0,
+    copied=2**12,
+    square=32,
+    correct=((1, 70, 2, 16, 16),),
+    timed=((1, 70, 2, 16, 16), (1, 40, 1, 16, 16)),
+    long=((1, 140, 1, 16, 16),),
+    families=ALL,
+    mixers=("gla", "softmax-gla"),
+    layers=1,
+    hidden=32,
+    vocabulary=64,
+    batch=(1, 70),
+    streams=(1,),
+    rounds=1,
+    budget=1.0,
+)
 
 
 def failure(subject: str, shape: str, error: Exception) -> Found:

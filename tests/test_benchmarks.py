@@ -1,6 +1,7 @@
 """The benchmarks run, and write what they found."""
 
 import csv
+import os
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ import pytest
 import decays
 import decode
 import gpu
+import gpu_compile
 import gpu_op
 import host
 import launches
@@ -19,6 +21,7 @@ import model
 import op
 import reproduction
 import taylor
+from gpu_measure import Machine
 from headrace.ops.backend import Kernel
 from headrace.ops.dispatch import BACKENDS
 from headrace.studies.bench.models import Shape
@@ -151,6 +154,30 @@ def test_a_backend_that_fails_does_not_end_the_gpu_benchmark(lines, small, monke
     failed = [row for row in read() if row["measure"] == "failed"]
     assert {(row["subject"], row["note"]) for row in failed} == {("native", "RuntimeError: misaligned address")}
     assert any(row["subject"] == "torch" and row["measure"] == "gradients" for row in read())
+
+
+LATER = """
+import gpu_compile, gpu_sizes, dry
+from gpu_measure import Machine
+job = gpu_compile.jobs(gpu_sizes.DRY)[0]
+B, T, *heads = job.shape
+with dry.gpu("sm_90") as launches:
+    gpu_compile.op(job._replace(shape=(B, 3 * T, *heads)), gpu_sizes.DRY)
+print(len(launches))
+"""
+
+
+@pytest.mark.slow
+def test_what_is_compiled_first_is_not_compiled_again(tmp_path, monkeypatch):
+    """Twice two forwards and a backward: of `prepare`, and of four kernels that gates change."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(gpu.__file__).parent), prepend=os.pathsep)
+    compiled, time = gpu_compile.compiling(Machine("cpu"), gpu.DRY)
+    kernels = {path.parent for path in tmp_path.glob("*/*.cubin")}
+    assert compiled[3] == 1 and time[3] > 0 and len(kernels) == 9
+    later = subprocess.run([sys.executable, "-c", LATER], check=True, capture_output=True, text=True)
+    assert later.stdout.split() == ["16"] and {path.parent for path in tmp_path.glob("*/*.cubin")} == kernels
 
 
 def test_whole_rows_are_those_without_segments():
