@@ -117,6 +117,8 @@ MISTAKES = {
     "compare --output empty.txt": "'empty.txt' exists and is no folder of reports or runs",
     "verify --mixers retnt": "mixer 'retnt' is unknown; the nearest names are retnet",
     "verify --dtype float8": "--dtype='float8'; expected one of float64",
+    "verify --backend cuda": "backend='cuda' is unknown; expected 'auto' or one of onnx, native, fla, triton, torch",
+    "verify --backend torch,onnx": "backend='onnx' cannot run here",
     "verify --device tpu7": "--device='tpu7' cannot be used",
 }
 
@@ -177,9 +179,14 @@ def test_verify_holds_and_says_so(headrace_):
     assert code == 0 and "0 of" in out and "softmax-gla" in out
 
 
+def test_verify_checks_the_backends_that_are_named(headrace_):
+    code, out, _ = headrace_("verify", "--mixers", "gla", "--backend", "torch")
+    assert code == 0 and {name for name in dispatch.BACKENDS if f"{name} in float64" in out} == {"torch"}
+
+
 def test_verify_fails_where_a_law_is_broken(headrace_, monkeypatch):
     module = importlib.import_module("headrace.studies.verify")
-    monkeypatch.setattr(module, "verify", lambda names, *rest: [module.Row("gla", "step", 1.0, 1e-9)])
+    monkeypatch.setattr(module, "verify", lambda names, *rest, **_: [module.Row("gla", "step", 1.0, 1e-9)])
     code, out, _ = headrace_("verify", "--mixers", "gla")
     assert code == 1 and "1 of 1 laws are broken" in out and "BROKEN" in out
     assert headrace_("backends")[1] in out  # the versions of what was run

@@ -6,7 +6,7 @@ run token by token for a layer without the op.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import layers, zoo
 from ..layers.block import Block, Sizes
 from ..layers.stack import Backbone
-from ..ops.dispatch import BACKENDS, set_backend
+from ..ops.dispatch import BACKENDS, set_backend, unavailable
 from ..ops.recurrence import linear_attention
 from ..ops.reference import literal
 from ..spec.stack import Decoder
@@ -42,8 +42,9 @@ class Row(NamedTuple):
 
 
 def verify(
-    names: Iterable[str] | None = None, device: str = "cpu", dtype: torch.dtype = torch.float64, seed: int = 0
-) -> list[Row]:
+    names: Iterable[str] | None = None, device: str = "cpu", dtype: torch.dtype = torch.float64, seed: int = 0,
+    backends: Iterable[str] | None = None,
+) -> list[Row]:  # fmt: skip
     """Compares every way of running a mixer, and its gradients, with the literal loop in float64.
 
     Args:
@@ -51,14 +52,28 @@ def verify(
         device, dtype: where and in which precision the mixers run. A backend that does not take the dtype runs in
             float32, or else in bfloat16.
         seed: seed of parameters and inputs.
+        backends: names of the backends to check one by one; None: all that are available here.
 
     Returns:
         A row for each mixer and check.
 
     Raises:
-        InputError: an unknown mixer.
+        InputError: an unknown mixer, or a backend that is unknown or not available here.
     """
-    return [row for name in (zoo.names() if names is None else names) for row in laws(name, device, dtype, seed)]
+    chosen = available(backends)
+    names = zoo.names() if names is None else names
+    return [row for name in names for row in laws(name, device, dtype, seed, chosen)]
+
+
+def available(backends: Iterable[str] | None = None) -> list[str]:
+    """Returns these backends, or all that are available here. InputError for one that is unknown or not available."""
+    if backends is None:
+        return [name for name, backend in BACKENDS.items() if backend.missing() is None]
+    chosen = list(backends)
+    for name in chosen:
+        if (reason := unavailable(name, "linear_attention")) is not None:
+            raise InputError(f"backend={name!r} cannot run here: {reason}")
+    return chosen
 
 
 class Exact(NamedTuple):
@@ -79,7 +94,7 @@ def exact(name: str, seed: int, hidden: int = HIDDEN, in_block: bool = False) ->
     return Exact(mixer, x, *differentiated(truth, reference, x))
 
 
-def laws(name: str, device: str, dtype: torch.dtype, seed: int) -> Iterable[Row]:
+def laws(name: str, device: str, dtype: torch.dtype, seed: int, backends: Sequence[str] | None = None) -> Iterator[Row]:
     known, tolerance = exact(name, seed), TOLERANCE[dtype]
     tested, x = copy.deepcopy(known.mixer).to(device, dtype), known.x.to(device, dtype)
     linear = isinstance(tested, layers.LinearMixer)
@@ -88,14 +103,14 @@ def laws(name: str, device: str, dtype: torch.dtype, seed: int) -> Iterable[Row]
             yield Row(name, law, relative(way(tested, x), known.y), tolerance)
     yield Row(name, "gradients", worst(gradients(at_once, tested, x), known.gradients), 10 * tolerance)
     if linear:
-        yield from backend_laws(name, device, dtype, seed)
+        yield from backend_laws(name, device, dtype, seed, available() if backends is None else backends)
 
 
-def backend_laws(name: str, device: str, dtype: torch.dtype, seed: int) -> Iterator[Row]:
+def backend_laws(name: str, device: str, dtype: torch.dtype, seed: int, backends: Sequence[str]) -> Iterator[Row]:
     """Three rows, outputs, gradients and decoding, for each backend that takes a block with the linear mixer on the
     device."""
     known = exact(name, seed, HIDDEN if device == "cpu" else WIDE, in_block=True)
-    for backend in (kind for kind, entry in BACKENDS.items() if entry.missing() is None):
+    for backend in backends:
         for precision in dict.fromkeys((dtype, torch.float32, torch.bfloat16)):
             law = f"{backend} in {str(precision).removeprefix('torch.')}"
             block = copy.deepcopy(known.mixer).to(device, precision)
