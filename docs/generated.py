@@ -23,6 +23,7 @@ from headrace.spec.linear import MixerSpec
 from headrace.spec.record import Kind
 from headrace.spec.record import fields as accepted
 from headrace.studies import catalog
+from headrace.studies.compare.defaults import DEFAULTS
 from headrace.tasks import TASKS
 from headrace.training import recipes as shipped
 
@@ -89,11 +90,16 @@ def fields(*paths: str) -> str:
     return "\n".join(f"## {cls.__name__}\n\n{_about(cls)}\n\n{field_table(cls)}" for cls in found)
 
 
-def field_table(cls: type) -> str:
+def field_table(cls: type, elsewhere: tuple[str, Any] | None = None) -> str:
+    """elsewhere: the head of one more column, and an object of the class that has its values."""
     comments = {name: comment for part in reversed(cls.__mro__[:-1]) for name, comment in _comments(part).items()}
     types = {name: ", ".join(map(_type, kinds)) for name, kinds in accepted(cls).items()}
-    rows = [(f"`{f.name}`", types[f.name], _default(f), comments.get(f.name)) for f in dataclasses.fields(cls)]
-    return table(("field", "value", "default", "meaning"), rows)
+    head = "field", "value", "default", *([] if elsewhere is None else [elsewhere[0]]), "meaning"
+    rows = []
+    for f in dataclasses.fields(cls):
+        others = [] if elsewhere is None else [f"`{getattr(elsewhere[1], f.name)!r}`"]
+        rows.append((f"`{f.name}`", types[f.name], _default(f), *others, comments.get(f.name)))
+    return table(head, rows)
 
 
 def _about(cls: type) -> str:
@@ -125,9 +131,10 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def tasks() -> str:
-    """A section per task: its description with an example row, and its fields."""
+    """A section per task: its description with an example row, and its fields with both of their defaults."""
     return "\n".join(
-        f"## {name}\n\n```text\n{inspect.getdoc(inspect.getmodule(task))}\n```\n\n{field_table(task)}"
+        f"## {name}\n\n```text\n{inspect.getdoc(inspect.getmodule(task))}\n```\n\n"
+        + field_table(task, ("in `compare`", DEFAULTS[name].task))
         for name, task in TASKS.items()
     )
 

@@ -29,7 +29,9 @@ def compare(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(help=r"Task, with fields in parentheses: key-value(pairs=16). \[default: pair; text with --text]"),
+        typer.Option(
+            help=r"Task, with fields in parentheses: key-value(length=128). \[default: pair; text with --text]"
+        ),
     ] = None,
     text: Annotated[
         list[str] | None, typer.Option(help=r"Text file for language modelling. Repeatable. \[default: none]")

@@ -35,7 +35,7 @@ ELSEWHERE = {
     "per_layer_config": "mixer", "layer_types": "mixer",
 }  # fmt: skip
 # The code in a saved folder for processes that do not import headrace, and the classes that transformers finds there.
-CODE = '''"""For transformers with trust_remote_code=True. It needs: pip install "headrace[models]"."""
+CODE = '''"""For transformers with trust_remote_code=True. It needs headrace: pip install ".[models]" in a checkout."""
 
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadraceModel
 

@@ -29,7 +29,7 @@ TEXT = """---
 
 ## Use
 
-Install headrace with `pip install "headrace[models]"`; `trust_remote_code=True` lets transformers import headrace.
+Install headrace with `pip install ".[models]"` in a checkout; `trust_remote_code=True` lets transformers import it.
 
 ```python
 from transformers import AutoModelForCausalLM
