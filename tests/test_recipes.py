@@ -80,6 +80,7 @@ def test_what_is_written_reads_back(tmp_path):
 
 MISTAKES = {
     "lrr=1": "no field 'lrr'; did you mean 'lr'?",
+    "learning_rate=1e-3": "no field 'learning_rate'; did you mean 'lr'?",
     "lr=high": "recipe.lr='high' is not allowed; expected finite float",
     "lr=0": "recipe.lr=0; expected more than 0",
     "lr=-1": "recipe.lr=-1; expected more than 0",

@@ -21,6 +21,13 @@ from ...utils.errors import InputError, nearest
 from ..optimization import Optimization
 
 FOLDER = Path(__file__).parent
+# Names of fields of transformers' TrainingArguments and configurations -> the field of Recipe with that meaning.
+ELSEWHERE = {
+    "learning_rate": "lr", "max_steps": "tokens", "num_train_epochs": "tokens", "max_grad_norm": "clip",
+    "per_device_train_batch_size": "micro_batch", "bf16": "precision", "dtype": "precision",
+    "gradient_checkpointing": "recompute", "torch_compile": "compile", "num_hidden_layers": "layers",
+    "tie_word_embeddings": "tie", "d_model": "hidden_size",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,8 @@ def load(name: str, changes: dict[str, Any] | None = None) -> tuple[Recipe, Abou
     about = About(data.pop("source", ""), data.pop("data", ""), tuple(data.pop("assumed", ())))
     known = [field.name for field in fields(Recipe)]
     if unknown := next((str(field) for field in (*data, *about.assumed) if field not in known), None):
-        raise InputError(f"recipe {name!r} has no field {unknown!r}; did you mean {nearest(unknown, known)!r}?")
+        meant = ELSEWHERE.get(unknown) or nearest(unknown, known)
+        raise InputError(f"recipe {name!r} has no field {unknown!r}; did you mean {meant!r}?")
     whole = {field: int(value) for field, value in data.items() if isinstance(value, float) and value.is_integer()}
     return Recipe(**admitted(Recipe, data | whole, "recipe")), about  # 4e6 counts as an integer
 
@@ -174,8 +182,9 @@ def _path(name: str) -> Path:
     shipped = FOLDER / f"{name}.yaml"
     path = shipped if shipped.is_file() else Path(name)
     if not path.is_file():
-        near = difflib.get_close_matches(name, names(), 1) or names()
-        raise InputError(f"recipe {name!r} is neither a file nor a shipped recipe; the nearest are {', '.join(near)}")
+        near = difflib.get_close_matches(name, names(), 1)
+        meant = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names())}"
+        raise InputError(f"recipe {name!r} is neither a file nor a shipped recipe; {meant}")
     return path
 
 
