@@ -12,10 +12,19 @@ DEPTH = 24
 INTRODUCTION = """# Measured
 
 Written by `python benchmarks/tables.py` from `benchmarks/results/`, which the programs beside it fill. 4 heads,
-float32, batch 1 unless said. In the op's tables each cell is the ratio of the median to headrace's, the CPU time in
-milliseconds, and the floor's share of it: the time that the flops of the chunkwise form would take at the rate that the
-machine's matrix product had in the same run (`benchmarks/turns.py`). All implementations ran in turn in one process,
-and each peer's output was first compared with the literal equation. These machines are shared: trust ratios to 10 %.
+float32, batch 1 unless said. All implementations ran in turn in one process, and each peer's output was first compared
+with the literal equation. These machines are shared: trust ratios to 10 %.
+
+In the op's tables a cell has the median time over headrace's, the CPU time in milliseconds, and the floor in percent of
+that time.
+
+- **floor**: the time that the matrix products of the chunkwise form would take at the rate that PyTorch's matrix
+  product had in the same run (`benchmarks/turns.py`).
+- **kept / inputs**: the bytes that are kept for the backward over the bytes of the inputs.
+- **Recurrences.** linear: no decay; normalised: with linear attention's denominator; fixed, scalar, vector: a decay per
+  head, per token, per token and channel; bonus: RWKV-6; delta, gated-delta, kda: the delta rule without a decay, with
+  one per token, with one per token and channel.
+- **fla**: FLA's reference code in PyTorch, since its kernels are for GPUs.
 """
 
 

@@ -28,7 +28,7 @@ from headrace.tasks import TASKS
 from headrace.training import recipes as shipped
 
 DOCS = Path(__file__).parent
-PEERS = r"(?:^|: )(?:fla|flash|ggml|idiap|mamba|rwkv|torch|transformers)\b"  # libraries in docs/results.md
+PEERS = r"(?:^|: )(?:fla|flash|ggml|idiap|mamba|rwkv|torch|transformers|ONNX Runtime)\b"  # libraries in docs/results.md
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
