@@ -32,6 +32,32 @@ def test_every_operation_of_every_backend_is_listed():
     assert table["torch"] == dict.fromkeys(OPERATIONS) | {"layer_step": "it has no layer_step"}
 
 
+MISTAKES = {
+    "linear_attention has no argument 'decay'; did you mean 'log_decay'?": {"decay": 3},
+    "rule='foo' is unknown": {"rule": "foo"},
+    "form='loop' is unknown": {"form": "loop"},
+    "beta has shape [1]; expected [1, 3, 2]": {"beta": torch.ones(1)},
+    "expected the shape of k, [1, 3, 2, 5]": {"k": torch.ones(1, 3, 2, 5)},
+    "backends needs q, k and v": {"k": None},
+    "backend='onnx' cannot run here: it has no form='recurrent'": {"form": "recurrent", "backend": "onnx"},
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_the_backend_of_a_call_with_a_mistake_is_not_named(said):
+    q = torch.ones(1, 3, 2, 4)
+    with pytest.raises(InputError) as refused:
+        backends(**({"q": q, "k": q, "v": q} | MISTAKES[said]))
+    assert said in str(refused.value)
+
+
+def test_the_backend_of_a_call_is_that_of_its_form():
+    x = torch.ones(1, 35, 2, 4)
+    assert backends(x, x, x, form="recurrent") == "torch"
+    assert backends(x, x, x, form="parallel") == "torch"  # a chunk of 35 tokens, which no other backend has
+    assert backends(x, x, x, normalise=True) == backends(x, x, x, scale=1.0, check=True) == backends(x, x, x)
+
+
 def test_a_missing_backend_lists_its_reason(monkeypatch):
     monkeypatch.setattr(native, "missing", "it is not here")
     assert set(backends()["native"].values()) == {"it is not here"}

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, nearest
 from .backend import OPERATIONS, Backend, HasBackend
 from .call import Call
+from .checks import check_form, check_rule, check_shapes, require
 from .fla import op as fla_op
 from .native import op as native_op
 from .onnx import op as onnx_op
@@ -36,7 +37,8 @@ def default_backend() -> str:
 
 
 def set_backend(module: nn.Module, name: str) -> None:
-    """Sets the backend of all layers of a module.
+    """Sets the backend of all layers of a module. Modules without a choice of backend (scans, rwkv7, gla-outer, softmax
+    attention) are left as they are.
 
     Args:
         module: a layer or a model.
@@ -52,21 +54,70 @@ def set_backend(module: nn.Module, name: str) -> None:
             layer.backend = name
 
 
-def backends(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs):
+def backends(
+    q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs: Any
+) -> dict[str, dict[str, str | None]] | str:
     """Lists what each backend computes, or names the backend of a call.
 
-    Without arguments, returns {backend: {operation: None, or the reason why the backend does not compute it here}}.
-    With the arguments of `linear_attention`, returns the name of the backend that would compute the call.
+    Args:
+        q, k, v: as in `linear_attention`, all three or none.
+        kwargs: the other arguments of `linear_attention`. They are checked as there, except for values (check=True),
+            the memory that form="parallel" needs, and context parallelism.
+
+    Returns:
+        Without arguments, {backend: {operation: None, or the reason why the backend does not compute it here}}. With
+        those of a call, the name of the backend that would compute it.
 
     Raises:
-        InputError: if the backend given by name cannot compute the call.
+        InputError: for arguments that `linear_attention` refuses, and for a backend given by name that cannot compute
+            the call.
     """
-    if q is None or k is None or v is None:
+    if q is None and k is None and v is None and not kwargs:
         return {name: {operation: unavailable(name, operation) for operation in OPERATIONS} for name in BACKENDS}
-    given: dict[str, Any] = {name: kwargs.get(name) for name in Call._fields[3:9]}
-    call = Call(q, k, v, **given, delta=kwargs.get("rule") == "delta", scale=1.0, chunk_size=kwargs.get("chunk_size"))
-    chosen = choose("linear_attention", kwargs.get("backend", "auto"), call)
+    if q is None or k is None or v is None:
+        raise InputError("backends needs q, k and v to name the backend of a call; expected all three, or no arguments")
+    return _backend_of(q, k, v, kwargs)
+
+
+# The arguments of `linear_attention` besides q, k and v, with its defaults.
+TENSORS = (*Call._fields[3:9], "bonus")
+OTHERS: dict[str, Any] = {
+    "rule": "add", "normalise": False, "scale": None, "form": "chunkwise", "chunk_size": None, "backend": "auto",
+    "check": False,
+}  # fmt: skip
+
+
+def _backend_of(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> str:
+    """Returns the name of the backend that computes a call of `linear_attention`."""
+    for name in given:
+        require(
+            name in TENSORS or name in OTHERS,
+            f"linear_attention has no argument {name!r}; did you mean {nearest(name, [*TENSORS, *OTHERS])!r}?",
+        )
+    tensors: dict[str, Any] = {name: given.get(name) for name in TENSORS}
+    others = {name: given.get(name, default) for name, default in OTHERS.items()}
+    bonus, form, chunk_size = tensors["bonus"], others["form"], others["chunk_size"]
+    check_form(form, chunk_size)
+    check_rule(others["rule"], bonus, others["normalise"])
+    check_shapes(q, k, v, tensors, others["normalise"], ("B", "T"))
+    if form == "recurrent":
+        refuse_recurrent(others["backend"])
+        return "torch"
+    if form == "parallel":  # one chunk, of the longest sequence
+        bounds = tensors["cu_seqlens"]
+        chunk_size = v.shape[1] if bounds is None else max(int(bounds.diff().max()), 1)
+    del tensors["bonus"]
+    call = Call(q, k, v, **tensors, delta=others["rule"] == "delta", scale=1.0, chunk_size=chunk_size)
+    chosen = choose("linear_attention", others["backend"], call)
     return next(name for name, backend in BACKENDS.items() if backend.linear_attention is chosen)
+
+
+def refuse_recurrent(name: str) -> None:
+    """Raises InputError for a backend without form="recurrent", which PyTorch's operations alone have."""
+    require(
+        name in ("auto", "torch"),
+        f"backend={name!r} cannot run here: it has no form='recurrent'; expected backend='torch' or 'auto'",
+    )
 
 
 def unavailable(name: str, operation: str) -> str | None:

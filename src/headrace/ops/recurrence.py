@@ -15,7 +15,7 @@ from ..utils.errors import InputError
 from .call import Call, accumulator
 from .checks import check_form, check_rule, check_shapes, check_values, require
 from .context_parallel import Borders, current, over_processes
-from .dispatch import choose
+from .dispatch import choose, refuse_recurrent
 from .rewrite import normalised, with_bonus
 from .torch.step import recurrent
 
@@ -55,7 +55,8 @@ def linear_attention(
 
     Args:
         q, k: [B, T, Hq, K], where Hq divides H. Each q/k head is shared by H / Hq consecutive value heads.
-        v: [B, T, H, V]. q, k and v have the same floating-point dtype.
+        v: [B, T, H, V]. q, k and v have the same floating-point dtype; the other tensors may have another. T is at
+            least 1.
         log_decay: natural logarithm g ≤ 0 of the decay. None: no decay; [H]: fixed (RetNet); [B, T, H]: per token
             (Mamba-2, Gated DeltaNet); [B, T, H, K]: per token and key channel (GLA, RWKV-6, KDA). Values above 0 can
             give NaN; only check=True refuses them.
@@ -65,8 +66,8 @@ def linear_attention(
         read_gate, write_gate: r, w [B, T, H]; None: 1. The gates of head competition (arXiv 2602.01744): for "add" the
             write gate equals the paper's gate on k (equations 5, 10, 12), for "delta" it is the gate of equation 14.
         bonus: u [H, K], for "add" only (RWKV-6, arXiv 2404.05892): q_t reads S_{t-1} + diag(u) β_t k_tᵀ w_t v_t.
-        normalise: for "add" only (arXiv 2006.16236): divides the output by q_t z_t + 1e-6, where z is the S of v = 1.
-            q and k must be non-negative. The state has z as its last column; r multiplies after the division.
+        normalise: for "add" only (arXiv 2006.16236): o_t = r_t (scale · q_t S_t) / (scale · q_t z_t + 1e-6), where z is
+            the S of v = 1. q and k must be non-negative. The state has z as its last column.
         scale: multiplies q; None: K^-1/2.
         initial_state: [B, H, K, V] (V + 1 with normalise); [N, H, K, V] when packed; None: zeros.
         cu_seqlens: [N + 1] integers 0 = c_0 ≤ … ≤ c_N = T, for N packed sequences in one row (B = 1): sequence n has
@@ -126,10 +127,7 @@ def _checked(
 
 def _token_by_token(call: Call, bonus: Tensor | None, normalise: bool, backend: str) -> tuple[Tensor, Tensor]:
     """Computes the recurrent form."""
-    if backend not in ("auto", "torch"):
-        raise InputError(
-            f"backend={backend!r} cannot run here: it has no form='recurrent'; expected backend='torch' or 'auto'"
-        )
+    refuse_recurrent(backend)
     # In the accumulator's precision, because gradients of tensors shared by all tokens are summed over tokens.
     out, state = recurrent(call.wide(), None if bonus is None else bonus.to(accumulator(call.v)), normalise)
     return out.to(call.v.dtype), state
@@ -164,7 +162,9 @@ def step(
     backend: str = "auto",
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Computes one token of `linear_attention`, with the same arguments except for their token dimension.
+    """Computes one token of `linear_attention`. Arguments have no token dimension, and `state` is its initial_state.
+
+    There is no cu_seqlens, form, chunk_size or check.
 
     Args:
         q, k: [B, Hq, K].
