@@ -211,12 +211,15 @@ class Generated(SphinxDirective):
 
 
 def docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Makes indented equations literal blocks, and text in single backticks code; `_`, `*` and `|` are no markup."""
+    """Makes indented equations literal blocks, and text in single backticks code; `_`, `*` and `|` are no markup. What
+    follows `::` is a literal block already."""
     text = re.sub(r"([_*|\\])", r"\\\1", "\n".join(lines))
     text = re.sub(r"`[^`\n]+`", lambda code: f"`{code[0]}`".replace("\\", ""), text)
     blocks = re.split(r"\n\n", text)
     for i, block in enumerate(blocks):
-        if block.startswith("    ") and not blocks[i - 1].strip().endswith("Args:"):
+        if block.startswith("    ") and blocks[i - 1].endswith("::"):
+            blocks[i] = block.replace("\\", "")
+        elif block.startswith("    ") and not blocks[i - 1].strip().endswith("Args:"):
             blocks[i] = ".. code-block:: text\n\n" + block.replace("\\", "")
     lines[:] = "\n\n".join(blocks).split("\n")
 

@@ -29,6 +29,7 @@ class HeadraceCache(Cache):
         self.reset()
 
     def reset(self) -> None:
+        """Forgets all states, as before the first token."""
         self.states: list[Any] | None = None  # the state of a layer is None before its first token
         self.columns = 0
 
@@ -64,18 +65,22 @@ class HeadraceCache(Cache):
         return [False]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Returns the number of input columns that the states cover; all layers have the same."""
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replaces the sequences by those with the indices beam_idx [B], as beam search does."""
         self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence, one copy after the other."""
         self._change(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the sequences with these indices."""
         self._change(lambda x: x[indices.to(x.device)])
 
     def append(self, other: "HeadraceCache") -> None:
@@ -88,6 +93,7 @@ class HeadraceCache(Cache):
         self.states = [type(a)(*map(_joined, a, b)) for a, b in pairs]
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Raises InputError: a recurrent state does not keep earlier states."""
         raise InputError(
             f"crop(tokens_to_remove={tokens_to_remove}) is not possible, as a recurrent state does not keep earlier "
             "states; run the shorter sequence from its start"

@@ -55,13 +55,22 @@ class HeadraceConfig(PreTrainedConfig):
         mixer: a name or expression of the zoo, a spec, or the JSON of a spec; or a list of these (or of Layers), which
             is repeated over the depth. The config stores the complete JSON, so that a checkpoint does not depend on
             later definitions of a name.
+        vocab_size: number of tokens.
+        hidden_size: width of the embeddings and of the residual stream.
+        num_hidden_layers: number of layers; a multiple of the length of a list of mixers.
         num_heads: number of heads of every mixer that does not set its own.
-        intermediate_size: width of the MLP; None: `layers.stack.default_intermediate_size`.
+        intermediate_size: width of the MLP; None: 8/3 of hidden_size, rounded up, or 4 hidden_size for an MLP without a
+            gate (`layers.widths.default_intermediate_size`).
         style: the block around the mixers, as a BlockStyle or a dict of fields that differ from the mixer's style.
         mlp: short for the field `mlp` of the style.
+        norm_eps: epsilon of all norms.
         initializer_range: standard deviation of the initial weights of linear layers and embeddings; None:
             `layers.widths.default_std`, 0.64 / √hidden_size.
+        tie_word_embeddings: whether one matrix is the embedding and the output layer.
+        rope_theta: base of the rotary frequencies.
         max_position_embeddings: the longest sequence of a style with learned positions; otherwise informative only.
+        bos_token_id, eos_token_id, pad_token_id: ids of special tokens, as `generate` uses them.
+        use_cache: whether the model returns its states, unless a call says otherwise; it does not in training.
 
     Raises:
         InputError: the mixer or a field is unknown, or sizes do not fit each other.

@@ -228,8 +228,9 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         Other arguments, and errors, are those of HeadraceModel.
 
         Returns:
-            loss: mean cross-entropy in nats over the tokens with a label, and the load balance of experts; None without
-                labels. logits: [B, kept positions, vocabulary]. past_key_values, hidden_states: of HeadraceModel.
+            CausalLMOutputWithPast: `loss`, the mean cross-entropy in nats over the tokens with a label plus the
+                load-balancing loss of experts, None without labels; `logits` [B, kept positions, vocabulary];
+                `past_key_values` and `hidden_states` of HeadraceModel.
         """
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate` that is passed on to forward
         packs = {name: loss_kwargs.pop(name) for name in loss_kwargs.keys() - {"num_items_in_batch", "shift_labels"}}

@@ -66,15 +66,17 @@ def Mixer(
 
     Args:
         mixer: a name or an expression of the zoo (`headrace zoo`), or a spec.
-        hidden_size: D.
+        hidden_size: width D of x and y.
         num_heads: number of heads, unless the mixer sets it.
-        causal: False lets every token see all tokens of its sequence.
+        causal: False lets every token see all tokens of its sequence. Such a layer takes no state, and what it
+            returns in its place, None or keys and values, cannot be continued.
         layer_idx, num_layers: index of the layer and depth of the model, for initialisations that depend on them.
         norm_eps: epsilon of the norm after the readout.
         rope_theta: base of the rotary frequencies.
 
     Raises:
-        InputError: for an unknown mixer, a whole model, and sizes that do not divide.
+        InputError: for an unknown mixer, a whole model, sizes that do not divide, and causal=False with a mixer that
+            must be causal (a window).
     """
     require(0 <= layer_idx < num_layers, f"layer_idx={layer_idx}; expected 0 to {num_layers - 1}, below num_layers")
     spec = zoo.mixer(mixer)

@@ -77,6 +77,10 @@ def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
     Embeddings, also when tied to the head, norms, gates and decays are not quantised. A quantised model cannot be
     trained, and its saved weights cannot be loaded: save the original model instead.
 
+    Args:
+        model: a model or a layer in any floating-point dtype; changed in place.
+        kind: "int8", the only one.
+
     Raises:
         InputError: for a kind other than "int8", for a model that is itself a linear layer, and for one with adapters.
     """

@@ -18,7 +18,15 @@ FAMILIES: dict[type, type[Model]] = {
 
 
 def build(spec: ModelSpec, **sizes) -> Model:
-    """Returns the model of a spec. sizes: the fields of `ModelSizes`. Raises InputError for invalid sizes."""
+    """Returns the encoder-decoder or BERT of a spec.
+
+    Args:
+        spec: a RecurrentSpec, TransformerSpec or BertSpec, as `headrace.zoo.get` returns it for a whole model.
+        sizes: the fields of `ModelSizes`; vocab_size is required.
+
+    Raises:
+        InputError: for invalid sizes.
+    """
     return FAMILIES[type(spec)](spec, ModelSizes(**sizes))  # type: ignore[arg-type, call-arg]
 
 

@@ -16,9 +16,9 @@ class Optimization(Record):
         InputError: a value is out of range, or two fields contradict each other.
     """
 
-    lr: PositiveFloat = 1e-3
+    lr: PositiveFloat = 1e-3  # peak learning rate
     min_lr: NonNegativeFloat = 0.1  # final learning rate as a fraction of lr
-    schedule: Literal["cosine", "linear"] = "cosine"
+    schedule: Literal["cosine", "linear"] = "cosine"  # of the learning rate, after the warm-up
     weight_decay: NonNegativeFloat = 0.1  # not applied to norms, biases and gates
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8

@@ -39,33 +39,40 @@ class Recipe(Optimization):
     """
 
     # the model
-    mixer: str = "softmax-gla"
+
+    mixer: str = "softmax-gla"  # name or expression of the zoo
     hidden_size: PositiveInt = 1024
     layers: PositiveInt = 24
-    heads: PositiveInt = 4
+    heads: PositiveInt = 4  # of every mixer that does not set its own
     intermediate_size: PositiveInt | None = None  # MLP width; None: 8/3 of hidden_size, rounded up
     vocab_size: PositiveInt = 32000
     tie: bool = True  # one matrix for the embedding and the output
     weights: str | None = None  # checkpoint of the initial weights; None: random weights
+
     # the data
-    length: PositiveInt = 4096
-    tokens: PositiveFloat = 15e9
+
+    length: PositiveInt = 4096  # tokens per row
+    tokens: PositiveFloat = 15e9  # training tokens in all
     batch_tokens: PositiveInt = 524288  # tokens per step
     apart: bool = False  # keep documents in a row separate: no attention, state or label crosses their boundary
+
     # the optimiser, with the fields of Optimization
-    warmup_tokens: NonNegativeFloat = 0.0
+
+    warmup_tokens: NonNegativeFloat = 0.0  # tokens of linear warm-up
     clip_when: Literal["always", "gated"] = "always"  # gated: only for mixers with an output gate or head competition
+
     # the run
-    precision: Literal["bfloat16", "float32"] = "bfloat16"
+
+    precision: Literal["bfloat16", "float32"] = "bfloat16"  # bfloat16: autocast; weights and moments are float32
     micro_batch: PositiveInt = 8  # rows per device and forward pass; gradients are accumulated over a step
     context_parallel: PositiveInt = 1  # processes of torchrun that share the tokens of a row
     shard: PositiveInt = 1  # processes of torchrun that share the weights, the gradients and the optimiser's moments
     recompute: bool = False  # recompute activations in the backward
-    compile: bool = False
+    compile: bool = False  # torch.compile
     seed: Annotated[int, Range(f"0 to {2**32 - 1}", lambda seed: 0 <= seed < 2**32)] = 0
     evaluate_every: PositiveInt = 500  # steps
     evaluate_rows: PositiveInt = 256  # held-out rows per evaluation; the final evaluation uses all of them
-    save_every: PositiveInt = 500
+    save_every: PositiveInt = 500  # steps
 
     def __post_init__(self) -> None:
         super().__post_init__()
