@@ -229,8 +229,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
 
         Returns:
             CausalLMOutputWithPast: `loss`, the mean cross-entropy in nats over the tokens with a label plus the
-                load-balancing loss of experts, None without labels; `logits` [B, kept positions, vocabulary];
-                `past_key_values` and `hidden_states` of HeadraceModel.
+            load-balancing loss of experts, None without labels; `logits` [B, kept positions, vocabulary];
+            `past_key_values` and `hidden_states` of HeadraceModel.
         """
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate` that is passed on to forward
         packs = {name: loss_kwargs.pop(name) for name in loss_kwargs.keys() - {"num_items_in_batch", "shift_labels"}}

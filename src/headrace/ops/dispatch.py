@@ -65,8 +65,8 @@ def backends(
             the memory that form="parallel" needs, and context parallelism.
 
     Returns:
-        Without arguments, {backend: {operation: None, or the reason why the backend does not compute it here}}. With
-        those of a call, the name of the backend that would compute it.
+        Without arguments, a dict by backend of dicts by operation, with None, or the reason why the backend does not
+        compute the operation here. With the arguments of a call, the name of the backend that would compute it.
 
     Raises:
         InputError: for arguments that `linear_attention` refuses, and for a backend given by name that cannot compute
