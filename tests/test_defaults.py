@@ -1,4 +1,4 @@
-"""The tables of the guide on the defaults are those of their runs, and the examples of `compare` fit the tasks."""
+"""The tables of docs/defaults.md are those of their runs, and the examples of `compare` fit the tasks."""
 
 import json
 import shlex
@@ -16,7 +16,7 @@ from headrace.studies.compare.rows import read
 from headrace.training import recipes
 
 ROOT = Path(__file__).parents[1]
-GUIDE = (ROOT / "docs" / "guide.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "defaults.md").read_text("utf-8")
 RUNS = read(ROOT / "benchmarks" / "results" / "defaults.csv")
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 SEARCHED = [run for run in RUNS if "-lr-" in run["comparison"]]
@@ -52,7 +52,7 @@ def reported():
 
 def tables(first):
     """The lines below the header that begins with `first`, without its rule."""
-    block = GUIDE[GUIDE.index(f"| task | steps | {first}") :].partition("\n\n")[0]
+    block = PAGE[PAGE.index(f"| task | steps | {first}") :].partition("\n\n")[0]
     return block.splitlines()[2:]
 
 
