@@ -417,3 +417,10 @@ def test_answers_longer_than_the_context_are_one_sentence(max_length, checkpoint
     plan = EvaluationPlan("piqa", data=str(data), max_length=max_length)
     with pytest.raises(InputError, match=f"the answers of piqa do not fit in a context of {max_length} tokens"):
         evaluate([checkpoints["softmax-gla"]], plan, MACHINE, tmp_path)
+
+
+def test_the_docs_have_the_columns_of_local_rows():
+    page = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text("utf-8")
+    for task, columns in local.STOCK.items():
+        (row,) = re.findall(rf"^\| .*`{task}(?:_NAME)?`.*$", page.partition("\n## The language suite")[0], re.MULTILINE)
+        assert ", ".join(columns) in row, task
