@@ -11,12 +11,13 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 from headrace.layers.graph import captured
 
 Call = Callable[[], object]
+BUSY = 2_000_000  # cycles, some milliseconds, before a call: its first kernels are launched while they last
 
 
 class Times(NamedTuple):
     """Medians over rounds, in milliseconds."""
 
-    device: float  # from the first to the last kernel, gaps included
+    device: float  # from the first to the last kernel; gaps included where the host takes more than BUSY cycles
     host: float  # until the call has returned
     rounds: int
 
@@ -40,6 +41,7 @@ class Machine:
             return taken, taken
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        torch.cuda._sleep(BUSY)
         start = time.perf_counter()
         first.record()
         call()
@@ -67,7 +69,7 @@ class Machine:
         """The replay of a CUDA graph of the call; None on a CPU. Raises what the capture raises."""
         if not self.is_gpu:
             return None
-        return captured(call, call)[1]
+        return captured(call, call, torch.device(self.device))[1]
 
     def peak(self, call: Call) -> float | None:
         """Bytes that the call needs at its worst moment beyond what was there; None on a CPU."""

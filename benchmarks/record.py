@@ -19,7 +19,10 @@ def environment(device: str) -> dict:
             return ""
 
     def git(*arguments):
-        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+        try:
+            done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+        except FileNotFoundError:  # a bare machine has no git
+            return ""
         return done.stdout.strip()
 
     return {

@@ -50,7 +50,7 @@ def recorded(monkeypatch):
     """Stands in for `captured`. Returns the recordings."""
     found = []
 
-    def captured(warm_up, run):
+    def captured(warm_up, run, device):
         warm_up()
         with Recording() as recording:
             result = run()

@@ -116,9 +116,11 @@ def gpu(name: str, configurations: int = 1) -> Iterator[list[Launch]]:
 def _torch_cuda(gpu: GPU) -> dict[str, Any]:
     properties = SimpleNamespace(
         name=gpu.name, major=gpu.capability[0], minor=gpu.capability[1], multi_processor_count=gpu.processors,
-        shared_memory_per_block=49_152, shared_memory_per_block_optin=gpu.shared, total_memory=80 << 30,
-        warp_size=gpu.target.warp_size, gcnArchName=str(gpu.target.arch),
+        shared_memory_per_block=49_152, total_memory=80 << 30, warp_size=gpu.target.warp_size,
+        gcnArchName=str(gpu.target.arch),
     )  # fmt: skip
+    if gpu.target.backend == "cuda":  # PyTorch for AMD's GPUs does not have it
+        properties.shared_memory_per_block_optin = gpu.shared
     return {
         "is_available": lambda: True,
         "device_count": lambda: 1,

@@ -1,5 +1,7 @@
 """The backend "triton" against the literal loop in float64: outputs, final states and all gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -109,6 +111,19 @@ def test_segments_of_heads_that_share_keys_without_a_state(segmented):
     assert_same(arguments("fixed", tokens=64, groups=1, gates=False, state=False), TRITON, rule="delta")
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_segments_as_an_operator(segmented, rule):
+    """The final state is laid out as the fake implementation says, under autocast segments are passed on in float32,
+    and everything is made on the device of the inputs."""
+    given = {n: x if x is None else x.detach().float() for n, x in arguments("scalar", rows=2, tokens=64).items()}
+    call = Call(**{n: given[n] for n in Call._fields if n in given}, delta=rule == "delta", scale=1.0, chunk_size=16)
+    torch.library.opcheck(torch.ops.headrace.triton, call, test_utils=("test_schema", "test_faketensor"))
+    plain = torch.ops.headrace.triton(*call)
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        found = torch.ops.headrace.triton(*call)
+    assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
+
+
 @pytest.mark.parametrize(("decay", "rule"), [("vector", "add"), ("scalar", "delta")])
 @pytest.mark.parametrize("bounds", [[0, 0, 70, 70], [0, 5, 50, 70], [0, 70]])
 def test_segments_of_packed_sequences(monkeypatch, segmented, decay, rule, bounds):
@@ -122,12 +137,12 @@ def test_segments_of_packed_sequences(monkeypatch, segmented, decay, rule, bound
 
 @pytest.mark.parametrize(
     ("rows", "tokens", "processors", "packed", "number"),
-    [(1, 4096, 132, None, 16), (1, 16384, 132, None, 33), (8, 16384, 132, None, 4), (16, 16384, 132, None, 1),
-     (1, 1000, 132, None, 1), (1, 16384, 132, [0, 16384], 33), (1, 16384, 132, [0, 100, 16384], 34)],
+    [(1, 2048, 132, None, 8), (1, 16384, 132, None, 16), (8, 16384, 132, None, 4), (16, 16384, 132, None, 1),
+     (1, 1000, 132, None, 1), (1, 16384, 132, [0, 16384], 17), (1, 16384, 132, [0, 100, 16384], 34)],
 )  # fmt: skip
 def test_how_many_segments_a_row_has(rows, tokens, processors, packed, number):
-    """As many as there are processors for each of 4 programs a sequence, with at least 4 chunks of 64 tokens each, and
-    room for one more for each packed sequence."""
+    """As many as there are processors for each of 4 programs a sequence, at most 16 a sequence, of at least 4 chunks of
+    64 tokens, and room for one more for each packed sequence."""
     shape, bounds = torch.empty(rows, tokens, 4, 64, device="meta"), None if packed is None else torch.tensor(packed)
     call = Call(shape, shape, shape, cu_seqlens=bounds)
     found = segments.segments(call, 64, 4 * call.sequences, processors)
@@ -147,6 +162,16 @@ def test_steep_decays(decay, rule):
     with torch.no_grad():
         given["log_decay"].mul_(60).masked_fill_(torch.rand_like(given["log_decay"]) < 0.3, -1e-3)
     assert_same(given, TRITON, rule=rule)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+def test_a_decay_that_is_not_a_number(decay):
+    """Every output from its token on is NaN, and none before."""
+    plain = {n: x if x is None else x.detach().float() for n, x in arguments(decay, gates=False, heads=1).items()}
+    plain["log_decay"][:, 20] = torch.nan
+    out, state = linear_attention(**plain, backend="triton", chunk_size=16)
+    assert out[:, :16].isfinite().all() and out[:, 20:].isnan().all() and state.isnan().all()
 
 
 def test_a_decay_to_nothing():
@@ -193,6 +218,19 @@ def test_digits_of_products(monkeypatch, dtype, allowed, precision, options):
     x = torch.rand(1, 2, 1, 16, dtype=dtype)
     linear_attention(x, x, x, backend="triton", **options)
     assert [run.common["PRECISION"] for run in found] == [precision]
+
+
+@pytest.mark.parametrize(("setting", "precision"), [("tf32", "tf32"), ("ieee", "tf32x3")])
+def test_the_newer_setting_of_float32_products(setting, precision, monkeypatch):
+    """After which `get_float32_matmul_precision` raises."""
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=setting))
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed_settings)
+    call = Call(*[torch.rand(1, 2, 1, 16)] * 3)
+    assert launch.Launcher(call).common["PRECISION"] == precision
+
+
+def mixed_settings():
+    raise RuntimeError("PyTorch is checking whether allow_tf32_new is enabled …")
 
 
 def test_views_of_one_projection():

@@ -117,7 +117,7 @@ class FusedStep:
         if not isinstance(state, MixerState) or not (state.shift is state.before is mixer.shift):
             check_state(state, MixerState, mixer.state_shapes, x, None)
         given = state.memory, state.conv, state.tokens
-        if layer.fits(given, x.shape[0], x.dtype) and may_write(given):
+        if layer.fits(given, x) and may_write(given):
             return state
         check_state(state, MixerState, mixer.state_shapes, x, None)
         named = zip(given, layer.state(x.shape[0], x.dtype), strict=True)

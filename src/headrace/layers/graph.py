@@ -38,7 +38,7 @@ class GraphedStep:
                     old.copy_(new)
             return result
 
-        self.result, self.replay = captured(lambda: step(self.token, deepcopy(self.states)), advance)
+        self.result, self.replay = captured(lambda: step(self.token, deepcopy(self.states)), advance, token.device)
 
     def __call__(self, token: Tensor) -> Tensor:
         """Runs the step. The next call overwrites the result."""
@@ -47,18 +47,22 @@ class GraphedStep:
         return self.result
 
 
-def captured(warm_up: Callable[[], Any], run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Returns what `run` returns, and a replay of its kernels, which writes the same memory. `run` is captured, not
-    executed. `warm_up` is executed, and does what `run` does to other memory."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+def captured(
+    warm_up: Callable[[], Any], run: Callable[[], Any], device: torch.device
+) -> tuple[Any, Callable[[], None]]:
+    """Returns what `run` returns, and a replay of its kernels on the GPU `device`, which writes the same memory. `run`
+    is captured, not executed. `warm_up` is executed, and does what `run` does to other memory."""
+    before, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    side.wait_stream(before)
+    # The stream is named, because PyTorch's own for captures belongs to the first GPU that was captured on. The outer
+    # context leaves it also where a capture fails.
+    with torch.cuda.device(device), torch.cuda.stream(side):
         for _ in range(WARM_UP):
             warm_up()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            result = run()
+    before.wait_stream(side)
     return result, graph.replay
 
 

@@ -34,8 +34,8 @@ class LayerStep(Protocol):
         """Returns why x [B, 1, D] cannot be computed with these weights, or None. Raises InputError for a weight whose
         shape is not the layer's."""
 
-    def fits(self, state: Sequence[Tensor | None], rows: int, dtype: torch.dtype) -> bool:
-        """Whether the state of `rows` sequences can be updated in place; otherwise it is copied."""
+    def fits(self, state: Sequence[Tensor | None], x: Tensor) -> bool:
+        """Whether the state of the sequences of x can be updated in place; otherwise it is checked and copied."""
 
     def state(self, rows: int, dtype: torch.dtype) -> Sequence[tuple[tuple[int, ...] | None, torch.dtype, str]]:
         """Returns (shape, or None for a part that the layer does not have, dtype, name) of each tensor of the state."""

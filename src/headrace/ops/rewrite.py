@@ -52,7 +52,8 @@ def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:
         log_decay=moved(decay, 1), beta=moved(call.beta, 1), write_gate=moved(call.write_gate, 1),
     )  # fmt: skip
     if bounds is not None:
-        shifted = shifted._replace(cu_seqlens=bounds + torch.arange(len(bounds)).to(bounds))
+        added = torch.arange(len(bounds), dtype=bounds.dtype, device=bounds.device)
+        shifted = shifted._replace(cu_seqlens=bounds + added)
     out, state = run(shifted)
     qk = call.q * call.k  # [B, T, Hq, K], each head for several of v
     weight = (qk[..., None, :] * bonus.unflatten(0, (qk.shape[2], -1))).sum(-1).flatten(-2) * call.scale

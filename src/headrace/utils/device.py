@@ -33,6 +33,14 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def may_round_float32() -> bool:
+    """Whether PyTorch's settings allow products of float32 matrices on a GPU to round them to TF32."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # the setting was made through fp32_precision, after which the older one cannot be read
+        return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def see_only(device: str) -> None:
     """Hides all GPUs except this one from the process, before CUDA is initialised. transformers' Trainer would use all
     GPUs."""

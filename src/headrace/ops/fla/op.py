@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from ...utils.device import interpreted, without_autocast
+from ...utils.device import interpreted, may_round_float32, without_autocast
 from ..backend import Backend, Kernel
 from ..call import Call
 from ..derivatives import first_order, transformed
@@ -85,7 +85,7 @@ def _imprecise(call: Call) -> str | None:
         return None
     if call.delta and call.log_decay is None:
         return "it takes bfloat16 and float16 for rule='delta' without decay, and v is torch.float32"
-    if call.tf32 or interpreted() or torch.get_float32_matmul_precision() != "highest":
+    if call.tf32 or interpreted() or may_round_float32():
         return None
     if os.environ.get("TRITON_F32_DEFAULT") == "ieee":
         return None

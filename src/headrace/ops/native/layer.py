@@ -96,9 +96,9 @@ class Layer:
         """Returns what the library expects of the state of `rows` sequences."""
         return self.call(rows, dtype).state
 
-    def fits(self, state: Sequence[Tensor | None], rows: int, dtype: torch.dtype) -> bool:
-        """Whether the library can update a state in place."""
-        return unfit(state, self.call(rows, dtype).state) is None
+    def fits(self, state: Sequence[Tensor | None], x: Tensor) -> bool:
+        """Whether the library can update the state of the sequences of x in place."""
+        return unfit(state, self.call(x.shape[0], x.dtype).state) is None
 
     def run(self, weights: Sequence[Tensor], token: Sequence[Any], state: Sequence[Tensor | None]) -> Tensor:
         """Runs one token: by the operator while tracing a graph, else without the dispatcher, which takes as long as

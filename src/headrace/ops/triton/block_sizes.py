@@ -4,7 +4,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from ...utils.device import interpreted
 from .limits import LARGEST_KEY
@@ -28,9 +30,11 @@ class GPU(NamedTuple):
         if interpreted():
             return cls(False, True, 1, 1)
         about: Any = torch.cuda.get_device_properties(x.device)
-        stages = 2 if about.shared_memory_per_block_optin >= ROOM_TO_PREFETCH else 1
+        # PyTorch for AMD's GPUs does not tell the size, which is 64 KB or more.
+        stages = 2 if getattr(about, "shared_memory_per_block_optin", 0) >= ROOM_TO_PREFETCH else 1
         if torch.version.hip is None:
-            keeps = stages > 1 and about.major < 10
+            # On Hopper, Triton before 3.7.1 miscompiles products of a transposed tile that was loaded for another one.
+            keeps = stages > 1 and about.major < 10 and (about.major < 9 or TorchVersion(triton.__version__) >= "3.7.1")
             return cls(False, about.major in (9, 10), stages, about.multi_processor_count, keeps)
         rounded = "tf32" if about.gcnArchName.startswith("gfx942") else "ieee"
         return cls(True, False, stages, about.multi_processor_count, rounded=rounded, exact="ieee")

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..control import Control
-from .launch import one_stride
+from .launch import one_stride, strides
 
-BLOCK, CHANNELS = 4096, 128  # numbers of a tensor that a program holds at a time, and at most so many of a token
-PARTS = 8  # blocks of tokens per program of the backward, so that few sums are left to add up
+BLOCK, CHANNELS = 2048, 128  # numbers of a tensor that a program holds at a time, and at most so many of a token
+PARTS = 16  # blocks of tokens per program of the backward, so that few sums are left to add up
 
 
 @triton.jit
@@ -66,22 +66,23 @@ def factor_of(log_rate, rate, channels, N: tl.constexpr, K: tl.constexpr):
     return factor if log_rate is None else factor * tl.exp(per_channel(log_rate, channels // K, channels < N))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "x_stride"])
 def control(
-    x, bias, log_rate, y, tokens, stride, rate,
-    N: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr,
+    x, bias, log_rate, y, tokens, x_stride, rate,
+    N: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of tokens, blocks of channels). Writes y."""
     channels = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    inside, at, into = place(tl.program_id(0).to(tl.int64) * BT, tokens, channels, stride, N, BT)
+    inside, at, into = place(tl.program_id(0).to(tl.int64) * BT, tokens, channels, x_stride * ALIGN, N, BT)
     found, _ = decayed(x, bias, factor_of(log_rate, rate, channels, N, K), channels, at, inside, KIND, N)
     tl.store(y + into, found, mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "x_stride"])
 def control_back(
-    x, bias, log_rate, d_y, d_x, d_bias, d_log_rate, tokens, stride, rate,
-    N: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr,
+    x, bias, log_rate, d_y, d_x, d_bias, d_log_rate, tokens, x_stride, rate,
+    N: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (groups of PARTS blocks of tokens, blocks of channels). Writes d_x, and of each group's tokens d_bias and
     d_log_rate [groups, N]."""
@@ -91,7 +92,7 @@ def control_back(
     sum_rate = tl.zeros(channels.shape, tl.float32)
     for part in range(PARTS):
         first = (tl.program_id(0).to(tl.int64) * PARTS + part) * BT
-        inside, at, into = place(first, tokens, channels, stride, N, BT)
+        inside, at, into = place(first, tokens, channels, x_stride * ALIGN, N, BT)
         y, slope = decayed(x, bias, factor, channels, at, inside, KIND, N)
         d = tl.load(d_y + into, mask=inside, other=0.0).to(tl.float32)
         tl.store(d_x + into, (d * slope).to(d_x.dtype.element_ty), mask=inside)
@@ -136,7 +137,7 @@ def _launch(call: Control) -> tuple[dict[str, Tensor | None], dict[str, Any], tu
     BN = min(CHANNELS, triton.next_power_of_2(N))
     given = {"x": x, "bias": call.bias, "log_rate": call.log_rate}
     common = {
-        "tokens": B * T, "stride": x.stride(1), "rate": call.rate, "N": N, "K": N // H, "BT": BLOCK // BN, "BN": BN,
+        "tokens": B * T, **strides(x=x), "rate": call.rate, "N": N, "K": N // H, "BT": BLOCK // BN, "BN": BN,
         "KIND": call.kind, "num_warps": 4,
     }  # fmt: skip
     return given, common, (B * T, -(-N // BN))

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..convolution import like
-from .launch import in_chunks, one_stride
+from .launch import in_chunks, one_stride, strides
 
 TOKENS, CHANNELS = 64, 64  # of a program
 
@@ -59,30 +59,30 @@ def summed(x, weight, bias, history, n, start, length, at, channels, stride, D: 
     return z
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "x_stride"])
 def convolve(
-    x, weight, bias, history, y, cu_seqlens, first_chunk, owner, T, stride,
-    D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr,
+    x, weight, bias, history, y, cu_seqlens, first_chunk, owner, T, x_stride,
+    D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (chunks, blocks of D). Writes y."""
     n, start, length, at = place(T, cu_seqlens, first_chunk, owner, PACKED, C)
     channels = tl.program_id(1) * BD + tl.arange(0, BD)
-    z = summed(x, weight, bias, history, n, start, length, at, channels, stride, D, W)
+    z = summed(x, weight, bias, history, n, start, length, at, channels, x_stride * ALIGN, D, W)
     known = (at < length)[:, None] & (channels < D)[None, :]
     into = y + (start + at)[:, None] * D + channels[None, :]
     tl.store(into, (z * tl.sigmoid(z)).to(y.dtype.element_ty), mask=known)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "x_stride"])
 def slopes(
-    x, weight, bias, history, d_y, d_z, d_weight, d_bias, cu_seqlens, first_chunk, owner, T, stride,
-    D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr,
+    x, weight, bias, history, d_y, d_z, d_weight, d_bias, cu_seqlens, first_chunk, owner, T, x_stride,
+    D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (chunks, blocks of D). Writes d_z [tokens, D], and of each chunk's tokens d_weight [chunks, D, W] and
     d_bias [chunks, D]."""
     n, start, length, at = place(T, cu_seqlens, first_chunk, owner, PACKED, C)
     channels = tl.program_id(1) * BD + tl.arange(0, BD)
-    z = summed(x, weight, bias, history, n, start, length, at, channels, stride, D, W)
+    z = summed(x, weight, bias, history, n, start, length, at, channels, x_stride * ALIGN, D, W)
     known, places = (at < length)[:, None] & (channels < D)[None, :], (start + at)[:, None] * D + channels[None, :]
     share = tl.sigmoid(z)
     slope = tl.load(d_y + places, mask=known, other=0.0).to(tl.float32) * share * (1 + z * (1 - share))
@@ -90,7 +90,7 @@ def slopes(
     into = tl.program_id(0).to(tl.int64) * D + channels
     tl.store(d_bias + into, tl.sum(slope, 0), mask=channels < D)
     for j in range(W):
-        seen = earlier(x, history, n, start, length, at, j, channels, stride, D, W)
+        seen = earlier(x, history, n, start, length, at, j, channels, x_stride * ALIGN, D, W)
         tl.store(d_weight + into * W + W - 1 - j, tl.sum(slope * seen, 0), mask=channels < D)
 
 
@@ -128,7 +128,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, cu_
     given, common, grid = _launch(x, weight, bias, history, cu_seqlens)
     y = like(x)
     with torch.cuda.device_of(x):
-        convolve[grid](**given, y=y, stride=given["x"].stride(1), **common)
+        convolve[grid](**given, y=y, **strides(x=given["x"]), **common)
     return y
 
 
@@ -141,7 +141,7 @@ def backward(
     d_history = d_z.new_zeros(history.shape)  # a sequence without tokens is in no chunk
     with torch.cuda.device_of(x):
         slopes[grid](
-            **given, d_y=d_y.contiguous(), d_z=d_z, d_weight=d_weight, d_bias=d_bias, stride=given["x"].stride(1),
+            **given, d_y=d_y.contiguous(), d_z=d_z, d_weight=d_weight, d_bias=d_bias, **strides(x=given["x"]),
             **common,
         )  # fmt: skip
         BW = triton.next_power_of_2(max(weight.shape[2] - 1, 1))

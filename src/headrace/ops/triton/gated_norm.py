@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gated_norm import GatedNorm
-from .launch import one_stride
+from .launch import one_stride, strides
 
 BLOCK = 4096  # numbers of a tensor that a program holds at a time
 ORDERS = {"FIRST": "gate-norm", "LAST": "norm-gate"}  # places of the gate
@@ -63,16 +63,17 @@ def normed(x, inside, eps, V: tl.constexpr, NORM: tl.constexpr):
     return x * factor, factor
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "logits_stride"])
 def gated_norm(
-    x, logits, strength, weight, bias, y, tokens, stride, eps,
+    x, logits, strength, weight, bias, y, tokens, logits_stride, eps,
     H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, SHARED: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, SHARED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of tokens, H). Writes y."""
     t, channels, inside, at = place(tl.program_id(0).to(tl.int64) * BT, tokens, H, V, BT, BV)
     found = load(x, at, inside)
     if FIRST or LAST:
+        stride = logits_stride * ALIGN
         gate, _ = opened(load(logits, t[:, None] * stride + tl.program_id(1) * V + channels[None, :], inside), GATE)
     if FIRST:
         found *= gate
@@ -88,16 +89,17 @@ def gated_norm(
     tl.store(y + at, found.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "logits_stride"])
 def gated_norm_back(
-    x, logits, strength, weight, bias, d_y, d_x, d_logits, d_strength, d_weight, d_bias, tokens, stride, eps,
+    x, logits, strength, weight, bias, d_y, d_x, d_logits, d_strength, d_weight, d_bias, tokens, logits_stride, eps,
     H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, SHARED: tl.constexpr, ALIGN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (groups of PARTS blocks of tokens, H). Writes the gradients, d_weight and d_bias [groups, H, V] of each
     group's tokens."""
     sum_weight = tl.zeros((1, BV), tl.float32)
     sum_bias = tl.zeros((1, BV), tl.float32)
+    stride = logits_stride * ALIGN
     for part in range(PARTS):
         first = (tl.program_id(0).to(tl.int64) * PARTS + part) * BT
         t, channels, inside, at = place(first, tokens, H, V, BT, BV)
@@ -187,7 +189,7 @@ def _launch(call: GatedNorm) -> tuple[dict[str, Tensor | None], dict[str, Any], 
     BV = triton.next_power_of_2(V)
     BT = max(1, BLOCK // BV)
     common = {
-        "tokens": B * T, "stride": 0 if logits is None else logits.stride(1), "eps": call.eps, "H": H, "V": V,
+        "tokens": B * T, **strides(logits=logits), "eps": call.eps, "H": H, "V": V,
         "BT": BT, "BV": BV, "NORM": "none" if call.weight is None else call.norm, "GATE": call.gate,
         **{place: logits is not None and call.order == order for place, order in ORDERS.items()},
         "SHARED": call.norm == "rms", "num_warps": 8 if BV > 2048 else 4,

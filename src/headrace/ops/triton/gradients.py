@@ -233,19 +233,21 @@ def crossing(x, rows, length, PRECISION: tl.constexpr):
     return tl.sum(tl.where(rows[:, None] >= rows[None, :], sums, 0.0), 0)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "q_stride", "k_stride", "v_stride", "g_stride", "e_stride"])
 def gradients(
     q, k, v, g, beta, write, read, scores, key_scores, e, states, d_states, d_out, d_target, dq, dk, dv, dg, d_factor,
     d_write, d_read, pairs, cu_seqlens, first_chunk, owner, T, scale, q_stride, k_stride, v_stride, g_stride, e_stride,
     H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (chunks, H). Writes dq, dk [tokens, H, K]; dg [tokens, H] or [tokens, H, K]; d_factor (the gradient to f)
     and d_read [tokens, H]; for a delta rule with a write gate also dv and d_write. Skips those that are None. `pairs`
     [chunks, H, 1 (add) or 2 (delta), C, C] is room for R and R2."""
     chunk, h = tl.program_id(0), tl.program_id(1)
     hq = h // (H // HQ)
+    q_stride, k_stride, v_stride = q_stride * ALIGN, k_stride * ALIGN, v_stride * ALIGN
+    g_stride, e_stride = g_stride * ALIGN, e_stride * ALIGN
     token, length = span(chunk, T, cu_seqlens, first_chunk, owner, PACKED, C)
     if length <= 0:
         return

@@ -1,12 +1,14 @@
 """Launches of the kernels: two for the forward, four for the backward, whatever the length. With sequences in segments
 (segments.py) there are two and three more, and a product for each segment."""
 
+from math import gcd
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from ...utils.device import may_round_float32
 from ..call import Call
 from ..torch.tiles import product
 from .block_sizes import GPU, block_sizes
@@ -27,7 +29,7 @@ class Launcher:
         self.gpu, self.delta = GPU.of(call.v), call.delta
         (self.H, self.V), (HQ, self.K) = call.v.shape[2:], call.k.shape[2:]
         self.stored = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
-        self.rounded = call.tf32 or call.v.dtype.itemsize == 2 or torch.get_float32_matmul_precision() != "highest"
+        self.rounded = call.tf32 or call.v.dtype.itemsize == 2 or may_round_float32()
         large = self.gpu.amd and self.stored == torch.float32 and self.K > 128  # 64 keys would fill its shared memory
         self.C = call.chunk_size or (CHUNK // 2 if large else CHUNK)
         self.decay = DECAYS[0 if call.log_decay is None else call.log_decay.dim()]
@@ -79,10 +81,11 @@ class Launcher:
         q, k_rows, k_cols, heads = self.q, self.k, self.k, self.common["HQ"]
         if self.decay == "vector":
             q, k_rows, k_cols, heads = found["q_rows"], found["k_rows"], found["k_cols"], self.H
+        values = {"v": arguments["v"]} if kernel is scan else {}
         blocks = self.blocks("states" if kernel is scan and arguments["out"] is None else "scan", V)
         kernel[(self.call.sequences * self.H, -(-V // blocks["BV"]))](
             q=q, k_rows=k_rows, k_cols=k_cols, g=self.g, end=found["end"], **self.numbers, scores=found["scores"],
-            inverse=found["inverse"], **arguments, scale=self.call.scale, **strides(q=q, k=k_cols),
+            inverse=found["inverse"], **arguments, scale=self.call.scale, **strides(q=q, k=k_cols, **values),
             **self.common | {"HQ": heads}, V=V, **blocks, STAGES=blocks["num_stages"],
         )  # fmt: skip
 
@@ -92,7 +95,7 @@ class Launcher:
 
     def _scan(self, found: dict[str, Any], v: Optional, V: int, initial: Optional, **results: Optional) -> None:
         unwanted = dict.fromkeys({"out", "final", "states", "errors"} - results.keys())
-        self.carry(scan, found, V, v=v, **strides(v=v), initial=initial, **results, **unwanted)
+        self.carry(scan, found, V, v=v, initial=initial, **results, **unwanted)
 
     def reverse_scan(self, found: dict[str, Any], d_out: Tensor, d_final: Optional, **results: Optional) -> None:
         unwanted = dict.fromkeys({"d_target", "d_states"} - results.keys())
@@ -100,8 +103,10 @@ class Launcher:
 
     def across(self, found: dict[str, Any]) -> Tensor:
         """Returns M [rows, segments, H, K, ·] of the segments (segments.py)."""
-        start = torch.eye(self.K) if self.delta else torch.ones(self.K, 1)
-        initial = start.to(self.v).float().expand(self.call.sequences, self.H, *start.shape).contiguous()
+        dtype, device = torch.float32, self.call.v.device
+        start = torch.eye(self.K, self.K if self.delta else 1, dtype=dtype, device=device)
+        start = start if self.delta else start.fill_(1.0)
+        initial = start.expand(self.call.sequences, self.H, *start.shape).contiguous()
         final = torch.empty_like(initial)
         self._scan(found, None, start.shape[1], initial, final=final)
         return final
@@ -140,8 +145,13 @@ def one_stride(x: Optional) -> Optional:
 
 
 def strides(**tensors: Optional) -> dict[str, int]:
-    """Returns the stride between tokens of tensors [..., tokens, heads, ·]; 0 for the others."""
-    return {f"{name}_stride": 0 if x is None or x.dim() < 3 else x.stride(-3) for name, x in tensors.items()}
+    """Returns the strides between tokens of tensors [..., tokens, heads, ·], 0 for the others, in units of ALIGN.
+
+    Triton knows of an argument whether it is a multiple of 16. Of a stride of 4,616 it would know nothing, and load the
+    numbers of a row one by one."""
+    found = {name: 0 if x is None or x.dim() < 3 else x.stride(-3) for name, x in tensors.items()}
+    unit = gcd(16, *found.values())
+    return {"ALIGN": unit, **{f"{name}_stride": stride // unit for name, stride in found.items()}}
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:

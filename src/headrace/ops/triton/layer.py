@@ -62,12 +62,16 @@ class Layer:
         shapes = token_shapes(self.kind, self.sizes, self.rotary, rows)
         return [(shapes.get(name), STATE_DTYPES.get(name, dtype), name) for name in STATE]
 
-    def fits(self, state: Sequence[Tensor | None], rows: int, dtype: torch.dtype) -> bool:
-        """Whether the kernels can update a state in place."""
-        return all(
-            shape is None if x is None else x.shape == shape and x.dtype == kind and x.is_contiguous()
-            for x, (shape, kind, _) in zip(state, self.state(rows, dtype), strict=True)
-        )
+    def fits(self, state: Sequence[Tensor | None], x: Tensor) -> bool:
+        """Whether the kernels can update the state of the sequences of x in place."""
+
+        def fit(part: Tensor | None, shape: tuple[int, ...] | None, dtype: torch.dtype) -> bool:
+            if part is None:
+                return shape is None
+            return part.shape == shape and part.dtype == dtype and part.is_contiguous() and part.device == x.device
+
+        expected = self.state(x.shape[0], x.dtype)
+        return all(fit(part, shape, dtype) for part, (shape, dtype, _) in zip(state, expected, strict=True))
 
     def run(self, weights: Sequence[Tensor], token: Sequence[Any], state: Sequence[Any]) -> Tensor:
         """Computes [B, H V] from the projected input [B, parts], and updates the state."""

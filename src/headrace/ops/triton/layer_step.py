@@ -56,11 +56,12 @@ def mapped(x, at, inside, MAP: tl.constexpr):
     """Loads the features of a q or k."""
     z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if MAP == "relu":
-        z = tl.maximum(z, 0.0)
+        z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif MAP == "silu":
         z = z * tl.sigmoid(z)
     elif MAP == "elu+1":
-        z = tl.where(inside, tl.where(z > 0, z + 1, tl.exp(tl.minimum(z, 0.0))), 0.0)
+        small = tl.exp(tl.minimum(z, 0.0, propagate_nan=tl.PropagateNan.ALL))
+        z = tl.where(inside, tl.where(z > 0, z + 1, small), 0.0)
     return z
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...utils.device import interpreted
+from ...utils.device import interpreted, without_autocast
 from .. import convolution, residual_norm
 from ..backend import Backend, Kernel
 from ..call import SCHEMA, Call
@@ -55,11 +55,13 @@ _token = _late("step", "step")
 
 
 def _forward(call: Call, keep: bool):
-    return _chunks_forward(call)
+    with without_autocast(call.v):  # the states between segments are float32
+        return _chunks_forward(call)
 
 
 def _backward(d_out: Tensor, d_final: Tensor, call: Call, kept: Any, wanted: Any):
-    return _chunks_backward(d_out, d_final, call, wanted[3])
+    with without_autocast(call.v):
+        return _chunks_backward(d_out, d_final, call, wanted[3])
 
 
 def _about() -> str:

@@ -113,7 +113,7 @@ def apart(x, y, length, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def finite(log_decay):
     """Bounds a logarithm from below, because −∞ would give NaN differences of sums."""
-    return tl.maximum(log_decay, -1000.0)
+    return tl.maximum(log_decay, -1000.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 # --- one decay per head: no decay, fixed, scalar ---------------------------------------------------------------------

@@ -70,18 +70,19 @@ def invert(N, rows, length, C: tl.constexpr, PRECISION: tl.constexpr):
     return inverse
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "q_stride", "k_stride", "g_stride"])
 def prepare(
     q, k, g, beta, scores, key_scores, inverse, q_rows, k_rows, k_cols, end, cu_seqlens, first_chunk, owner, T,
     q_stride, k_stride, g_stride,
     H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
-    DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (chunks, H). Writes scores [chunks, H, C, C]; for the delta rule inverse and, unless it is None, key_scores
     (A) of the same shape; for a decay per channel q_rows, k_cols and, for the delta rule, k_rows [tokens, H, K], and
     end [chunks, H, K]."""
     chunk, h = tl.program_id(0), tl.program_id(1)
     hq = h // (H // HQ)
+    q_stride, k_stride, g_stride = q_stride * ALIGN, k_stride * ALIGN, g_stride * ALIGN
     token, length = span(chunk, T, cu_seqlens, first_chunk, owner, PACKED, C)
     if length <= 0:
         return

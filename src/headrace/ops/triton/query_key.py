@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..query_key import EPS, QueryKey
 from .competition import level, log_gates, slopes
-from .launch import one_stride
+from .launch import one_stride, strides
 
 SIZE = 2048  # entries of each half that a program holds, if one token has no more
 PARTS = 8  # blocks of tokens per program of the backward with gates, so that few sums are left to add up
@@ -105,15 +105,15 @@ def scores(a, b, wa, wb, temperature):
     return tl.reshape(found, (found.shape[0], found.shape[1] * found.shape[2])) / temperature
 
 
-@triton.jit(do_not_specialize=["T", "tokens"])
+@triton.jit(do_not_specialize=["T", "tokens", "x_stride"])
 def query_key(
-    x, positions, weight, y, gates, T, tokens, stride, temperature, offset, EPS: tl.constexpr, HQ: tl.constexpr,
+    x, positions, weight, y, gates, T, tokens, x_stride, temperature, offset, EPS: tl.constexpr, HQ: tl.constexpr,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr,
     BH: tl.constexpr, NORM: tl.constexpr, LOG_THETA: tl.constexpr, SHARED: tl.constexpr, KIND: tl.constexpr,
-    IDENTITY: tl.constexpr, LOG: tl.constexpr,
+    IDENTITY: tl.constexpr, LOG: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of C tokens, HQ / G). Writes y and the gates."""
-    t, at, into, first, second = place(tl.program_id(0).to(tl.int64) * C, tokens, stride, HQ, G, K, C, BG, BH)
+    t, at, into, first, second = place(tl.program_id(0).to(tl.int64) * C, tokens, x_stride * ALIGN, HQ, G, K, C, BG, BH)
     a, b = halves(x, at, first, second, K)
     if weight is not None:
         where, w_first, w_second = weights(weight, HQ, R, K, BG, BR, BH)
@@ -136,12 +136,12 @@ def query_key(
         store_halves(y, a, b, into, first, second, K)
 
 
-@triton.jit(do_not_specialize=["T", "tokens"])
+@triton.jit(do_not_specialize=["T", "tokens", "x_stride"])
 def query_key_back(
-    x, positions, weight, d_y, d_gates, d_x, d_weight, T, tokens, stride, temperature, offset, EPS: tl.constexpr,
+    x, positions, weight, d_y, d_gates, d_x, d_weight, T, tokens, x_stride, temperature, offset, EPS: tl.constexpr,
     HQ: tl.constexpr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BG: tl.constexpr,
     BR: tl.constexpr, BH: tl.constexpr, NORM: tl.constexpr, LOG_THETA: tl.constexpr, SHARED: tl.constexpr,
-    KIND: tl.constexpr, IDENTITY: tl.constexpr, LOG: tl.constexpr, PARTS: tl.constexpr,
+    KIND: tl.constexpr, IDENTITY: tl.constexpr, LOG: tl.constexpr, ALIGN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (groups of PARTS blocks of C tokens, HQ / G). Writes d_x, and d_weight [groups, H, K] of each group's
     tokens."""
@@ -153,7 +153,7 @@ def query_key_back(
         sum_b = tl.zeros((BG, BR, BH), tl.float32)
         head, real = heads(HQ, R, BG, BR)
     for part in range(PARTS):
-        t, at, into, first, second = place((group * PARTS + part) * C, tokens, stride, HQ, G, K, C, BG, BH)
+        t, at, into, first, second = place((group * PARTS + part) * C, tokens, x_stride * ALIGN, HQ, G, K, C, BG, BH)
         xa, xb = halves(x, at, first, second, K)
         a = tl.zeros((C, BG, BH), tl.float32)
         b = tl.zeros((C, BG, BH), tl.float32)
@@ -220,7 +220,7 @@ def _launch(call: QueryKey, weight: Tensor | None) -> tuple[dict[str, Tensor | N
         "weight": weight if weight is None else weight.contiguous(),
     }  # fmt: skip
     common = {
-        "T": T, "tokens": B * T, "stride": x.stride(1), "temperature": call.temperature, "offset": call.offset,
+        "T": T, "tokens": B * T, **strides(x=x), "temperature": call.temperature, "offset": call.offset,
         "EPS": EPS, "HQ": HQ, "G": G, "R": R, "K": K, "C": max(SIZE // token, 1), "BG": BG, "BR": BR, "BH": BH,
         "NORM": call.norm, "LOG_THETA": math.log(call.theta),
         "SHARED": positions is not None and len(positions) == 1, "KIND": call.kind, "IDENTITY": call.identity,

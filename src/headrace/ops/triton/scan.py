@@ -92,18 +92,19 @@ def end_of(end, high, place, keys, K, C: tl.constexpr, DECAY: tl.constexpr):
     return each[:, None]
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "q_stride", "k_stride", "v_stride"])
 def scan(
     q, k_rows, k_cols, v, g, end, beta, write, read, scores, inverse, initial, out, final, states, errors, cu_seqlens,
     first_chunk, T, scale, q_stride, k_stride, v_stride,
     H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BK2: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (sequences × H, blocks of V). Writes what is not None of out, the final state [N, H, K, V], the states
     before each chunk [chunks, H, K, V], and E (errors) of the delta rule."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     hq = h // (H // HQ)
+    q_stride, k_stride, v_stride = q_stride * ALIGN, k_stride * ALIGN, v_stride * ALIGN
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
     keys2 = more_keys(BK, BK2)
@@ -146,19 +147,20 @@ def scan(
         store_state(final, S2, tl.program_id(0).to(tl.int64), keys2, values, K, V)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "q_stride", "k_stride"])
 def reverse_scan(
     q, k_rows, k_cols, g, end, beta, write, read, scores, inverse, d_out, d_final, d_target, d_states, d_initial,
     cu_seqlens, first_chunk, T, scale, q_stride, k_stride,
     H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BK2: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (sequences × H, blocks of V). Writes the gradients to the state after each chunk (d_states [chunks, H, K,
     V]), to the initial state, and d_target [tokens, H, V]: the gradient to v (add), or to w v − rows(k) S (delta). The
     first and the last may be None."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     hq = h // (H // HQ)
+    q_stride, k_stride = q_stride * ALIGN, k_stride * ALIGN
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     begin, tokens, chunk = sequence(n, T, cu_seqlens, first_chunk, PACKED, C)
     keys2 = more_keys(BK, BK2)

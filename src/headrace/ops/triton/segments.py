@@ -20,7 +20,8 @@ from ..call import TOKENWISE, Call
 from ..torch.tiles import check_bounds
 
 FEWEST = 4  # fewer segments gain less than the further passes cost
-CHUNKS = 4  # the fewest in a segment
+MOST = 16  # the states are passed on from segment to segment by three launches each
+CHUNKS = 4  # the fewest chunks in a segment
 
 
 class Segments(NamedTuple):
@@ -61,7 +62,7 @@ class Segments(NamedTuple):
         """Returns what [segments, ...] has for the last segment of each sequence, or under `back` for the first; for a
         sequence without segments `entry` [N, ...]."""
         if self.first is None:
-            return x.unflatten(0, (self.rows, -1))[:, 0 if back else -1]
+            return x.unflatten(0, (self.rows, -1))[:, 0 if back else -1].contiguous()
         place = (self.first[:-1] if back else self.first[1:] - 1).clamp(0, x.shape[0] - 1)
         return torch.where((self.first.diff() > 0)[:, None, None, None], x[place], entry)
 
@@ -82,7 +83,7 @@ def segments(call: Call, chunk: int, programs: int, processors: int) -> Segments
     sequences, `programs` at the same time, are as good."""
     (B, T), bounds = call.v.shape[:2], call.cu_seqlens
     length = T if bounds is None else T // max(1, call.sequences)
-    n = 1 if programs == 0 else min(processors // programs, length // (CHUNKS * chunk))
+    n = 1 if programs == 0 else min(processors // programs, length // (CHUNKS * chunk), MOST)
     if n < FEWEST:
         return None
     size = -(-length // (n * chunk)) * chunk
