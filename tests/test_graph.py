@@ -129,6 +129,7 @@ class Elsewhere:
 @pytest.mark.parametrize(
     ("name", "is_plain", "message"),
     [("gla", False, "expected an empty cache"), ("hybrid", True, "without attention"),
+     ("softmax-rnn-norm", True, "without attention"),
      ("experts", True, "without attention, experts"), ("gpt", True, "learned positions")],
 )  # fmt: skip
 def test_what_has_no_graph(name, is_plain, message):

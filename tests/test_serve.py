@@ -280,7 +280,9 @@ def test_a_long_prompt_has_half_of_the_time(checkpoint, monkeypatch):
     assert turns == [1, 7, 13]
 
 
-@pytest.mark.parametrize("mixer", ["softmax-gla", "rwkv6", "gated-deltanet", ["softmax-gla", "transformer"]])
+@pytest.mark.parametrize(
+    "mixer", ["softmax-gla", "rwkv6", "gated-deltanet", ["softmax-gla", "transformer"], "softmax-rnn-gate"]
+)
 def test_streams_that_join_and_leave_get_the_tokens_that_they_get_alone(tmp_path, monkeypatch, mixer):
     """Prompts of different lengths, in pieces, arrive at different times; some leave before their end."""
     monkeypatch.setattr(engine, "PIECE", 3)

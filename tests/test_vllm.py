@@ -103,6 +103,7 @@ def test_a_request_that_is_preempted_begins_again(vllm, prompts, tmp_path):
     "mixer, options, reason",
     [
         ("hybrid", {}, r"layer 1 has attention \(SoftmaxAttention\); vLLM serves headrace with recurrent mixers alone"),
+        ("softmax-rnn-gate", {}, r"layer 0 has attention \(SoftmaxRNN\)"),
         ("gla", {"enable_prefix_caching": True}, "enable_prefix_caching=True is not available for headrace in vLLM"),
     ],
 )

@@ -97,6 +97,7 @@ class Mixer(SelfInitialised):
     state_kind: Any  # the NamedTuple class of the state
     state_shapes: Shapes
     hidden_size: int | None = None  # D, set by `layers.build`
+    fixed_size = True  # whether the state has one size, whatever the number of tokens
     static_shapes = False  # whether `run` needs nothing of cu_seqlens but its shape before it computes
 
     @property

@@ -24,6 +24,7 @@ from ..spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Record
 from ..spec.serialise import Spec
 from ..spec.stack import BlockStyle, Layer, as_layers
 from . import SoftmaxAttention, build
+from .base import Mixer
 from .moe import MixtureOfExperts
 
 
@@ -177,6 +178,11 @@ class Block(nn.Module, HasBackend):
             x, read = self._before(self.mlp_norm, x, branch)
             x, branch = self._after(self.mlp_norm, x, self.mlp(read))
         return x if branch is None else x + branch, state
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether the mixer is a recurrence with a state of one size, whatever the number of tokens."""
+        return isinstance(self.mixer, Mixer) and self.mixer.fixed_size and self.link is None
 
     def _before(self, norm: nn.Module, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the residual stream and the input of the next branch, given what the last one adds, if anything."""

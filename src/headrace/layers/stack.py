@@ -15,7 +15,7 @@ from ..spec.serialise import Spec
 from ..spec.stack import Layer
 from .attention.attention import AttentionState
 from .attention.positions import sinusoidal
-from .base import Mixer, SelfInitialised, check_state
+from .base import SelfInitialised, check_state
 from .block import Block, Shared, Sizes, build_norm
 from .moe import MixtureOfExperts
 from .packing import count_tokens
@@ -134,9 +134,7 @@ class Backbone(nn.Module):
     def recurrent(self) -> bool:
         """Whether tokens can be computed in pieces at no other cost: all states have a size that does not depend on the
         number of tokens, and there is no mixture of experts, whose load balance is defined over all tokens."""
-        return self.shared is None and all(
-            isinstance(layer.mixer, Mixer) and not isinstance(layer.mlp, MixtureOfExperts) for layer in self.layers
-        )
+        return all(layer.recurrent and not isinstance(layer.mlp, MixtureOfExperts) for layer in self.layers)
 
     def remember(self, other: Tensor, mask: Tensor | None = None) -> list[AttentionState]:
         """Returns the keys and values of the other sequence [B, L, D] for the cross-attention of each block. mask

@@ -152,5 +152,5 @@ def _check_layers(backbone: Backbone) -> None:
     require(backbone.positions is None, "the model adds positions to its embeddings; vLLM serves headrace without them")
     for i, block in enumerate(backbone.layers):
         kind = type(block.mixer).__name__
-        recurrent = isinstance(block.mixer, Mixer) and block.link is None
+        recurrent = bool(block.recurrent)
         require(recurrent, f"layer {i} has attention ({kind}); vLLM serves headrace with recurrent mixers alone")

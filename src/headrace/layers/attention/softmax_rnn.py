@@ -52,6 +52,7 @@ class SoftmaxRNN(Mixer):
     """
 
     state_kind = AttentionState
+    fixed_size = False
 
     def __init__(
         self, spec: SoftmaxRNNSpec, *, hidden_size: int, num_heads: int, rope_theta: float = 10000.0,
