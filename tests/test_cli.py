@@ -1,6 +1,7 @@
 """The command line: what a user gets wrong is one sentence and exit code 2, never a traceback."""
 
 import importlib
+import io
 import json
 import subprocess
 import sys
@@ -120,6 +121,16 @@ MISTAKES = {
     "verify --backend cuda": "backend='cuda' is unknown; expected 'auto' or one of onnx, native, fla, triton, torch",
     "verify --backend torch,onnx": "backend='onnx' cannot run here",
     "verify --device tpu7": "--device='tpu7' cannot be used",
+    "prepare short.txt --output .": "--output '.' has no name of its own; expected a new file or folder",
+    "convert notes --output /": "--output '/' has no name of its own; expected a new file or folder",
+    "export notes --to onnx --output .": "--output '.' has no name of its own",
+    "retrofit notes --output .": "--output '.' has no name of its own",
+    "inspect notes --prompt a --output .": "--output '.' has no name of its own",
+    "curves notes --output a.txt": "--output 'a.txt'; expected a file that ends in one of .png, .pdf, .svg",
+    "curves notes --output .png": "--output '.png'; expected a file that ends in one of .png, .pdf, .svg",
+    "compare --task pair(length=abc)": "pair.length='abc' is not allowed; expected int",
+    "compare --task pair(length=none)": "pair.length='none' is not allowed; expected int",
+    "compare --task pair --sweep length=abc,def": "pair.length='abc' is not allowed; expected int",
 }
 
 
@@ -128,6 +139,15 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(headrace_, command):
     code, out, error = headrace_(*command.split())
     assert (code, out) == (2, "")
     assert MISTAKES[command] in error and error.startswith("headrace: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect"])
+def test_a_text_that_is_not_utf_8_is_refused(headrace_, monkeypatch, command):
+    bytes_ = io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8", "surrogateescape")  # as Python opens it in the locale C
+    monkeypatch.setattr(sys, "stdin", bytes_)
+    for name, options in {"--prompt": ["--prompt", "a\udcff"], "standard input": []}.items():
+        code, out, error = headrace_(command, "notes", *options)
+        assert (code, out) == (2, "") and error.startswith(f"headrace: {name} is not UTF-8: ") and "0xff" in error
 
 
 def test_a_mistake_leaves_nothing_behind(headrace_, tmp_path):

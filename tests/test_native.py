@@ -374,6 +374,9 @@ def test_why_it_is_missing(monkeypatch, tmp_path):
     assert "installed without its native kernels: no C++ compiler" in native._load()[1]
     (tmp_path / "libheadrace.so").write_text("no library")
     assert "its library cannot be loaded" in native._load()[1]
+    monkeypatch.setenv("HEADRACE_LIBRARY", "/nowhere.so")
+    with pytest.raises(InputError, match=r"HEADRACE_LIBRARY='/nowhere\.so' is not a file"):
+        native._load()
     monkeypatch.setattr(native, "missing", "it is broken")
     x = torch.randn(B, T, H, 4)
     with pytest.raises(InputError, match="backend='native' cannot run here: it is broken"):

@@ -197,8 +197,8 @@ def test_curves_of_a_run_that_ended_and_of_one_that_is_at_work(ended, tmp_path):
     points = {name: [p["loss"] for p in card.read_history(run) if "loss" in p] for name, run in runs.items()}
     assert list(points) == ["ended", "at work"] and points["ended"] == points["at work"]
     assert (tmp_path / "at work" / "checkpoint-99").exists()
-    cli_train.curves(list(runs.values()), tmp_path / "both.png")
-    assert (tmp_path / "both.png").stat().st_size > 5000
+    cli_train.curves(list(runs.values()), tmp_path / "new" / "both.png")
+    assert (tmp_path / "new" / "both.png").stat().st_size > 5000
     with pytest.raises(InputError, match="holds neither"):
         card.read_history(tmp_path)
     with pytest.raises(InputError, match="given twice"):

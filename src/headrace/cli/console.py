@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -103,16 +104,16 @@ def numbers(option: str, text: str) -> list[int]:
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """Returns the prompt, or the content of the file, or all of standard input.
 
-    Raises InputError if both or none are given, and for a file that cannot be read as UTF-8."""
+    Raises InputError if both or none are given, and for one that is not UTF-8 or cannot be read."""
     if prompt is not None and file is not None:
         raise InputError("--prompt and --file are both given; expected one of them")
-    if prompt is not None:
-        return prompt
-    if file is None and sys.stdin.isatty():
+    if prompt is None and file is None and sys.stdin.isatty():
         raise InputError("--prompt is missing; expected --prompt, --file, or text on standard input")
-    name = "standard input" if file is None else f"--file {str(file)!r}"
+    name = "--prompt" if prompt is not None else "standard input" if file is None else f"--file {str(file)!r}"
     try:
-        return sys.stdin.read() if file is None else file.read_text("utf-8")
+        if prompt is not None:  # Python has kept bytes that are not UTF-8 as surrogates
+            return prompt.encode("utf-8", "surrogateescape").decode("utf-8")
+        return file.read_text("utf-8") if file else TextIOWrapper(sys.stdin.buffer, "utf-8").read()
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -14,6 +14,7 @@ from ..utils.settings import assignments
 from .console import AcceptOld, NewFolder, interruptible
 
 GIGA = 1e9
+PICTURES = (".png", ".pdf", ".svg")
 
 
 def prepare(
@@ -221,7 +222,11 @@ def curves(
     """Plot the loss of several runs against the training step."""
     from ..training.card import draw_curves, named, read_history
 
-    draw_curves(output, {name: read_history(run) for name, run in named(runs).items()})
+    if output.suffix.lower() not in PICTURES:
+        raise InputError(f"--output {str(output)!r}; expected a file that ends in one of {', '.join(PICTURES)}")
+    drawn = {name: read_history(run) for name, run in named(runs).items()}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draw_curves(output, drawn)
     print(f"{output} shows {len(runs)} run{'s' if len(runs) > 1 else ''}")
 
 

@@ -89,7 +89,9 @@ def _making(output: Path) -> Iterator[None]:
 
 
 def locked_beside(output: Path) -> AbstractContextManager[str]:
-    """Locks a file or folder that does not exist yet, by a lock file beside it."""
+    """Locks a file or folder that does not exist yet, by a lock file beside it. InputError for a path without name."""
+    if not output.name:  # as "", "." and "/"
+        raise InputError(f"--output {str(output)!r} has no name of its own; expected a new file or folder")
     return locked(output, output.with_name(f".{output.name}.lock"))
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...spec.decay import DecayShape
+from ...utils.errors import InputError
 from ..call import Call
 from ..torch.tiles import sequence_ends
 
@@ -41,7 +42,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     named = os.environ.get("HEADRACE_LIBRARY")
     resource = Path(named) if named else files("headrace") / "libheadrace.so"
     if named and not resource.is_file():
-        raise FileNotFoundError(f"HEADRACE_LIBRARY={named} does not exist; expected the file of a native library")
+        raise InputError(f"HEADRACE_LIBRARY={named!r} is not a file; expected the file of a native library")
     if not resource.is_file():
         return None, "headrace was installed without its native kernels: no C++ compiler, or HEADRACE_NATIVE=off"
     with as_file(resource) as path:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import zoo
+from ...spec.record import Kind, checked
 from ...spec.serialise import admitted
 from ...spec.stack import Decoder
 from ...tasks import Task, Text
@@ -123,7 +124,8 @@ def refined(task: Task, values: dict[str, Any], others: tuple[str, ...] = ()) ->
         near = nearest(unknown, (*names, *others))
         raise InputError(f"the task {task.name} has no field {unknown!r}; the nearest is {near!r}")
     if "length" in values and "length" not in names:
-        task, values = task.resized(values["length"]), {k: v for k, v in values.items() if k != "length"}
+        length = checked(values["length"], (Kind(int),), task.name, "length")
+        task, values = task.resized(length), {k: v for k, v in values.items() if k != "length"}
     return replace(task, **admitted(type(task), values, task.name))  # type: ignore[type-var]
 
 
