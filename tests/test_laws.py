@@ -5,11 +5,13 @@ import warnings
 import pytest
 import torch
 
-from headrace import GateWarning, backends, layers, zoo
+from headrace import GateWarning, InputError, backends, layers, zoo
 from headrace.ops.backend import Kernel
 from headrace.ops.dispatch import BACKENDS
 from headrace.spec import serialise as spec
-from headrace.studies.verify import BATCH, FORMS, HEADS, HIDDEN, WAYS, laws, relative, specimen, worst
+from headrace.studies.laws import Row, lost
+from headrace.studies.verify import BATCH, FORMS, HEADS, HIDDEN, WAYS, laws, relative, specimen, verify, worst
+from headrace.studies.verify_op import Recurrence, op_laws
 
 OPTIONS = [
     *("competition.source=diag", "competition.source=query", "competition.source=hidden"),
@@ -188,3 +190,44 @@ def test_a_gate_that_cannot_act_is_named(name, sentence):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layers.build(zoo.get("softmax-gla"), hidden_size=32, num_heads=4)
+
+
+SMALL = [Recurrence(decay, rule, 2, 9, 2, 4, 3) for decay in ("", "H", "BTH", "BTHK") for rule in ("add", "delta")]
+
+
+def test_the_op_is_the_literal_equation():
+    rows = list(op_laws("cpu", 0, ["torch"], SMALL))
+    assert len(rows) == len(SMALL) * 2 * 3 and not [row for row in rows if not row.holds]
+    assert len({row.law for row in rows}) == len(rows)
+
+
+def test_an_op_that_is_wrong_breaks_its_law(monkeypatch):
+    """An output that is off by 0.1 %, in float32, and a state that is off by 2 % in both precisions."""
+
+    def run(call):
+        out, state = BACKENDS["torch"].linear_attention.run(call)
+        return out * 1.001, state * 1.02
+
+    monkeypatch.setitem(BACKENDS, "new", BACKENDS["torch"]._replace(linear_attention=Kernel(run, lambda call: None)))
+    broken = {row.law.rpartition("new in ")[2] for row in op_laws("cpu", 0, ["new"], SMALL[:1]) if not row.holds}
+    assert broken == {"float32", "float32, state", "float32, gradients", "bfloat16, state"}
+
+
+def test_a_device_that_computes_nothing_any_more_is_lost(monkeypatch):
+    def illegal_access(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    failed = Row("gla", "triton in float32", float("inf"), 1e-5, "RuntimeError: misaligned address")
+    assert not lost("cpu", [failed])
+    monkeypatch.setattr(torch, "ones", illegal_access)
+    assert lost("cuda", [failed]) and not lost("cuda", [failed._replace(note="")])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"dtype": torch.float16}, "dtype=torch.float16; expected one of torch.float64"), ({"device": "tpu7"}, "tpu7"),
+     ({"backends": ["cuda"]}, "backend='cuda' is unknown"), ({"backends": ["onnx"]}, "backend='onnx' cannot run here")],
+)  # fmt: skip
+def test_what_cannot_be_verified_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        verify(["gla"], **options)

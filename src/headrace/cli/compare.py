@@ -168,7 +168,10 @@ def list_zoo(
 def verify(
     mixers: Annotated[
         str | None,
-        typer.Option(help=r"Mixers, separated by commas: names or expressions (see `headrace zoo`). \[default: all]"),
+        typer.Option(
+            help="Mixers, separated by commas: names or expressions (see `headrace zoo`), or linear_attention for the "
+            r"op by itself at the sizes of large models. \[default: all mixers, on a GPU also the op]"
+        ),
     ] = None,
     device: Device = None,
     dtype: Annotated[str, typer.Option(help="Data type: float64, float32 or bfloat16.")] = "float64",
@@ -180,7 +183,7 @@ def verify(
 
     Prints the relative error and the tolerance of each check. Exit code 1 if a check fails. On a GPU, FLA first
     compiles and tunes its kernels for every shape, which takes long: --backend triton,torch leaves them out."""
-    from ..studies.verify import TOLERANCE, available
+    from ..studies.verify import OP, TOLERANCE, available, lost, subjects
     from ..studies.verify import verify as check
     from ..utils.device import on_device
     from ..utils.environment import device_name
@@ -189,9 +192,10 @@ def verify(
     if dtype not in dtypes:
         raise InputError(f"--dtype={dtype!r}; expected one of {', '.join(dtypes)}")
     device = on_device(device, float64=dtype == "float64")
-    names = zoo.several("all" if mixers is None else mixers)
+    names = subjects(device) if mixers is None else zoo.several(mixers)
     for name in names:
-        zoo.mixer(name)  # raises for an unknown name before the first check
+        if name != OP:
+            zoo.mixer(name)  # raises for an unknown name before the first check
     chosen = available(None if backend is None else backend.split(","))
     console, rows = terminal(), []
     with interruptible("the checks so far are printed above"), telling(console) as tell:
@@ -199,6 +203,9 @@ def verify(
             found = check([name], device, dtypes[dtype], backends=chosen)
             console.print(_table(name, found))
             rows += found
+            if lost(device, found):
+                console.print(f"{device} computes nothing any more after this error; the other checks are left out")
+                break
     broken = [row for row in rows if not row.holds]
     console.print(f"{len(broken)} of {len(rows)} laws are broken on {device} in {dtype}")
     if broken:

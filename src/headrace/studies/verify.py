@@ -20,25 +20,13 @@ from ..ops.dispatch import BACKENDS, set_backend, unavailable
 from ..ops.recurrence import linear_attention
 from ..ops.reference import literal
 from ..spec.stack import Decoder
+from ..utils.device import on_device
 from ..utils.errors import InputError
+from .laws import TOLERANCE, Row, law_of, lost, relative, tried, worst
+from .verify_op import OP, op_laws
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 BATCH, TOKENS, HIDDEN, HEADS = 2, 67, 64, 4  # TOKENS: a chunk of 64 and a part of the next
 WIDE = 256  # hidden size on a GPU, where matrix products have at least 16 channels per head
-
-
-class Row(NamedTuple):
-    """The relative error of one mixer in one check (`law`), in the Euclidean norm, and the largest accepted error."""
-
-    mixer: str
-    law: str
-    error: float
-    tolerance: float
-    note: str = ""  # the error that a backend raised, whose relative error is infinite
-
-    @property
-    def holds(self) -> bool:
-        return self.error <= self.tolerance
 
 
 def verify(
@@ -48,21 +36,37 @@ def verify(
     """Compares every way of running a mixer, and its gradients, with the literal loop in float64.
 
     Args:
-        names: names or expressions of mixers; None: all of the zoo.
-        device, dtype: where and in which precision the mixers run. A backend that does not take the dtype runs in
-            float32, or else in bfloat16.
+        names: names or expressions of mixers, or "linear_attention" for the op by itself at the sizes of large models;
+            None: all of the zoo and, on a GPU, the op.
+        device, dtype: where the mixers run, and in which precision: float64, float32 or bfloat16. On a CPU a backend
+            that does not take the dtype runs in float32, or else in bfloat16; on a GPU each runs in both, because their
+            kernels differ.
         seed: seed of parameters and inputs.
         backends: names of the backends to check one by one; None: all that are available here.
 
     Returns:
-        A row for each mixer and check.
+        A row for each mixer and check. A check that raised an error has an infinite one. An error after which a GPU
+        computes nothing any more ends the checks.
 
     Raises:
-        InputError: an unknown mixer, or a backend that is unknown or not available here.
+        InputError: an unknown mixer, a device or dtype that cannot be used, or a backend that is unknown or not
+            available here.
     """
-    chosen = available(backends)
-    names = zoo.names() if names is None else names
-    return [row for name in names for row in laws(name, device, dtype, seed, chosen)]
+    chosen, device = available(backends), on_device(device, float64=dtype == torch.float64)
+    if dtype not in TOLERANCE:
+        raise InputError(f"dtype={dtype}; expected one of {', '.join(map(str, TOLERANCE))}")
+    rows: list[Row] = []
+    for name in subjects(device) if names is None else names:
+        for row in laws(name, device, dtype, seed, chosen):
+            rows.append(row)
+            if lost(device, [row]):
+                return rows
+    return rows
+
+
+def subjects(device: str) -> list[str]:
+    """Returns what is verified on a device by default: the zoo and, on a GPU, the op."""
+    return [*zoo.names(), *[OP] * (device != "cpu")]
 
 
 def available(backends: Iterable[str] | None = None) -> list[str]:
@@ -95,15 +99,26 @@ def exact(name: str, seed: int, hidden: int = HIDDEN, in_block: bool = False) ->
 
 
 def laws(name: str, device: str, dtype: torch.dtype, seed: int, backends: Sequence[str] | None = None) -> Iterator[Row]:
+    chosen = available() if backends is None else backends
+    if name == OP:
+        yield from op_laws(device, seed, chosen)
+        return
     known, tolerance = exact(name, seed), TOLERANCE[dtype]
     tested, x = copy.deepcopy(known.mixer).to(device, dtype), known.x.to(device, dtype)
     linear = isinstance(tested, layers.LinearMixer)
-    with torch.no_grad():
-        for law, way in (FORMS | WAYS if linear else WAYS).items():
-            yield Row(name, law, relative(way(tested, x), known.y), tolerance)
-    yield Row(name, "gradients", worst(gradients(at_once, tested, x), known.gradients), 10 * tolerance)
+    for law, way in (FORMS | WAYS if linear else WAYS).items():
+        yield from tried(Row(name, law, 0.0, tolerance), partial(forward_error, way, tested, x, known.y))
+    yield from tried(
+        Row(name, "gradients", 0.0, 10 * tolerance),
+        lambda: [worst(gradients(at_once, tested, x), known.gradients)],
+    )
     if linear:
-        yield from backend_laws(name, device, dtype, seed, available() if backends is None else backends)
+        yield from backend_laws(name, device, dtype, seed, chosen)
+
+
+def forward_error(way: "Way", mixer: nn.Module, x: Tensor, y: Tensor) -> list[float]:
+    with torch.no_grad():
+        return [relative(way(mixer, x), y)]
 
 
 def backend_laws(name: str, device: str, dtype: torch.dtype, seed: int, backends: Sequence[str]) -> Iterator[Row]:
@@ -112,31 +127,22 @@ def backend_laws(name: str, device: str, dtype: torch.dtype, seed: int, backends
     known = exact(name, seed, HIDDEN if device == "cpu" else WIDE, in_block=True)
     for backend in backends:
         for precision in dict.fromkeys((dtype, torch.float32, torch.bfloat16)):
-            law = f"{backend} in {str(precision).removeprefix('torch.')}"
             block = copy.deepcopy(known.mixer).to(device, precision)
             set_backend(block, backend)
-            rows = held_against(block, known, Row(name, law, 0.0, TOLERANCE[precision]))
-            if rows:
-                yield from rows
+            row = Row(name, law_of(backend, precision), 0.0, TOLERANCE[precision])
+            rows = tried(row, partial(block_errors, block, known), [", gradients", ", decoding"])
+            yield from rows
+            if rows and device == "cpu":
                 break
 
 
-def held_against(mixer: nn.Module, known: Exact, row: Row) -> list[Row]:
-    """The rows of a block's outputs, gradients and decoding, filled into `row`; none if its backend refuses it."""
-    x = known.x.to(next(mixer.parameters()))
-    try:
-        with torch.no_grad():
-            out, tokens = at_once(mixer, x), decoded(mixer, x)
-        found = gradients(at_once, mixer, x)
-    except InputError as error:
-        if "cannot run here" in str(error):
-            return []
-        raise
-    except Exception as error:  # a kernel that fails is a broken law, and other laws are still to be checked
-        return [row._replace(error=float("inf"), note=f"{type(error).__name__}: {error}")]
-    slopes = Row(row.mixer, f"{row.law}, gradients", worst(found, known.gradients), 10 * row.tolerance)
-    decoding = row._replace(law=f"{row.law}, decoding", error=relative(tokens, known.y))
-    return [row._replace(error=relative(out, known.y)), slopes, decoding]
+def block_errors(block: nn.Module, known: Exact) -> list[float]:
+    """Returns the errors of a block's outputs, gradients and decoding."""
+    x = known.x.to(next(block.parameters()))
+    with torch.no_grad():
+        out, tokens = at_once(block, x), decoded(block, x)
+    found = gradients(at_once, block, x)
+    return [relative(out, known.y), worst(found, known.gradients), relative(tokens, known.y)]
 
 
 def specimen(name: str, seed: int, hidden: int = HIDDEN, in_block: bool = False) -> tuple[nn.Module, Tensor]:
@@ -259,15 +265,6 @@ def masked_matrix(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
     return semiseparable(log_decay) * (q @ k.mT)
 
 
-def relative(x: Tensor, reference: Tensor, floor: float = 0.0) -> float:
-    """Relative error |x − reference| / max(|reference|, floor); infinite if x or the reference is not finite."""
-    x, reference = (y.detach().to("cpu", torch.float64) for y in (x, reference))
-    if not bool(x.isfinite().all() and reference.isfinite().all()):
-        return float("inf")
-    size = max(float(reference.norm()), floor)
-    return float((x - reference).norm()) / size if size else float((x - reference).norm())
-
-
 def differentiated(way: Way, mixer: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """(outputs of `way`, gradients of a random weighted sum of them for the input and all parameters)"""
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -278,9 +275,3 @@ def differentiated(way: Way, mixer: nn.Module, x: Tensor) -> tuple[Tensor, list[
 
 def gradients(way: Way, mixer: nn.Module, x: Tensor) -> list[Tensor]:
     return differentiated(way, mixer, x)[1]
-
-
-def worst(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest relative error of several gradients; the floor of a norm is 1e-6 of the largest norm."""
-    floor = 1e-6 * max(float(g.norm()) for g in expected)
-    return max(relative(g, e, floor) for g, e in zip(found, expected, strict=True))

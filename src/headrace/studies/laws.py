@@ -1,0 +1,72 @@
+"""What a verification returns: relative errors, and the largest that are accepted."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..utils.errors import InputError
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
+
+
+class Row(NamedTuple):
+    """The relative error of one mixer in one check (`law`), in the Euclidean norm, and the largest accepted error."""
+
+    mixer: str
+    law: str
+    error: float
+    tolerance: float
+    note: str = ""  # the error that a backend raised, whose relative error is infinite
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.tolerance
+
+
+def law_of(backend: str, dtype: torch.dtype) -> str:
+    return f"{backend} in {str(dtype).removeprefix('torch.')}"
+
+
+def tried(row: Row, errors: Callable[[], list[float]], more: Sequence[str] = ()) -> list[Row]:
+    """Returns the row with the first error, and one for each other, whose law has a suffix of `more`; no rows if a
+    backend refuses the call. What a kernel raises breaks a law, and other laws are still to be checked."""
+    try:
+        first, *others = errors()
+    except InputError as refused:
+        if "cannot run here" in str(refused):
+            return []
+        raise
+    except Exception as raised:
+        return [row._replace(error=float("inf"), note=f"{type(raised).__name__}: {raised}")]
+    rows = [row._replace(error=first)]
+    for suffix, error in zip(more, others, strict=True):
+        tolerance = row.tolerance * (10 if suffix == ", gradients" else 1)
+        rows.append(row._replace(law=row.law + suffix, error=error, tolerance=tolerance))
+    return rows
+
+
+def lost(device: str, rows: Sequence[Row]) -> bool:
+    """Whether an error in one of the rows has left a device that computes nothing any more, as some do on a GPU."""
+    if not any(row.note for row in rows):
+        return False
+    try:
+        return torch.ones((), device=device).item() != 1
+    except RuntimeError:
+        return True
+
+
+def relative(x: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    """Relative error |x − reference| / max(|reference|, floor); infinite if x or the reference is not finite."""
+    x, reference = (y.detach().to("cpu", torch.float64) for y in (x, reference))
+    if not bool(x.isfinite().all() and reference.isfinite().all()):
+        return float("inf")
+    size = max(float(reference.norm()), floor)
+    return float((x - reference).norm()) / size if size else float((x - reference).norm())
+
+
+def worst(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest relative error of several gradients; the floor of a norm is 1e-6 of the largest norm."""
+    floor = 1e-6 * max(float(g.norm()) for g in expected)
+    return max(relative(g, e, floor) for g, e in zip(found, expected, strict=True))

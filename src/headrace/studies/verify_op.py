@@ -1,0 +1,88 @@
+"""Verifies the op itself at the sizes of large models, whose kernels on a GPU are others than those of small ones."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops.recurrence import linear_attention
+from ..ops.reference import literal
+from .laws import Row, law_of, relative, tried, worst
+
+OP = "linear_attention"  # what the rows have in place of a mixer
+# The literal loop takes the rounded inputs, so that only the kernels' own rounding is left.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
+
+
+class Recurrence(NamedTuple):
+    """A call of the op, by the shape of its decay and its sizes."""
+
+    decay: str  # the dimensions of log_decay: "", "H", "BTH" or "BTHK"
+    rule: str
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+
+    @property
+    def about(self) -> str:
+        decay = f"log_decay [{', '.join(self.decay)}]" if self.decay else "no decay"
+        return f"{self.rule}, {decay}, B={self.B} T={self.T} K={self.K} V={self.V}"
+
+    def tensors(self, seed: int) -> dict[str, Tensor]:
+        """Returns random float64 inputs, with both gates and an initial state."""
+        draw, (B, T, H, K, V) = torch.Generator().manual_seed(seed), self[2:]
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+        found = {"q": random(B, T, H, K), "k": F.normalize(random(B, T, H, K), dim=-1), "v": random(B, T, H, V)}
+        if self.decay:
+            found["log_decay"] = -0.1 * random(*(self._asdict()[size] for size in self.decay)).sigmoid()
+        if self.rule == "delta":
+            found["beta"] = random(B, T, H).sigmoid()
+        found |= {"read_gate": random(B, T, H).sigmoid(), "write_gate": random(B, T, H).sigmoid()}
+        return found | {"initial_state": random(B, H, K, V)}
+
+
+# The heads of models with 340M parameters. The backend "triton" computes 1,024 tokens of a row in segments.
+RECURRENCES = (
+    Recurrence("", "add", 1, 1024, 4, 256, 256), Recurrence("H", "add", 1, 512, 4, 256, 512),
+    Recurrence("BTH", "add", 2, 1024, 4, 128, 128), Recurrence("BTHK", "add", 2, 512, 4, 128, 256),
+    Recurrence("", "delta", 2, 512, 4, 128, 128), Recurrence("BTH", "delta", 1, 512, 4, 192, 384),
+    Recurrence("BTHK", "delta", 1, 512, 4, 192, 384), Recurrence("BTH", "delta", 1, 1024, 4, 128, 128),
+)  # fmt: skip
+
+
+def op_laws(
+    device: str, seed: int, backends: Sequence[str], recurrences: Sequence[Recurrence] = RECURRENCES
+) -> Iterator[Row]:
+    """Three rows, outputs, final state and gradients, for each recurrence and backend in float32 and in bfloat16."""
+    for case in recurrences:
+        tensors = {name: x.to(device) for name, x in case.tensors(seed).items()}
+        for dtype in (torch.float32, torch.bfloat16):
+            rounded = {name: x.to(dtype) for name, x in tensors.items()}
+            exact = results(literal, {name: x.double() for name, x in rounded.items()}, case.rule)
+            for backend in backends:
+                row = Row(OP, f"{case.about}, {law_of(backend, dtype)}", 0.0, TOLERANCE[dtype])
+                errors = partial(op_errors, partial(linear_attention, backend=backend), rounded, case.rule, exact)
+                yield from tried(row, errors, [", state", ", gradients"])
+
+
+def op_errors(op: Callable[..., tuple], tensors: dict[str, Tensor], rule: str, exact: list[Tensor]) -> list[float]:
+    """Returns the errors of output, final state and gradients, in the order of `results`."""
+    out, state, *gradients = results(op, tensors, rule)
+    return [relative(out, exact[0]), relative(state, exact[1]), worst(gradients, exact[2:])]
+
+
+def results(op: Callable[..., tuple], tensors: dict[str, Tensor], rule: str) -> list[Tensor]:
+    """Returns output, final state, and the gradients of a weighted sum of both to all tensors."""
+    given = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    found = op(**given, rule=rule)
+    draw = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x) for x in found]
+    return [*found, *torch.autograd.grad(found, list(given.values()), weights)]
