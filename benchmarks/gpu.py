@@ -12,6 +12,7 @@ so that an interrupted run keeps what it found; what fails is a row with the err
 
 import argparse
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -56,13 +57,18 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[Row] = []
     about = environment(machine.device)
     over = time.perf_counter() + 60 * options.minutes
-    for stage in options.stage or STAGES:
-        start, began = time.perf_counter(), len(rows)
-        for row in measured(stage, machine, sizes):
-            append(options.output, about, [row])
-            rows.append(row)
-            if time.perf_counter() > over:
-                break
+    stages = list(options.stage or STAGES)
+    while stages:
+        stage, start, began = stages.pop(0), time.perf_counter(), len(rows)
+        try:
+            for row in measured(stage, machine, sizes):
+                append(options.output, about, [row])
+                rows.append(row)
+                if time.perf_counter() > over:
+                    break
+        except Exception as error:  # after some errors a process cannot use the GPU any more
+            print(f"{stage} ended in {type(error).__name__}: {error}", file=sys.stderr)
+            return in_a_new_process(stages, over, options) or 1
         print(f"\n{stage} ({time.perf_counter() - start:.0f} s)\n{table(rows[began:])}", flush=True)
         if time.perf_counter() > over:
             print(f"\n{options.minutes:g} minutes are over; the rest of {stage} and later stages are left out")
@@ -70,6 +76,16 @@ def main(arguments: list[str] | None = None) -> int:
     failed = sum(row.measure == "failed" for row in rows)
     print(f"\n{len(rows)} rows in {options.output}, of them {failed} failures")
     return 1 if failed else 0
+
+
+def in_a_new_process(stages: list[str], over: float, options: argparse.Namespace) -> int:
+    """Runs these stages in a new process, in the time that is left. Returns its exit code."""
+    if not stages:
+        return 0
+    minutes = max(0.0, over - time.perf_counter()) / 60
+    command = [sys.executable, __file__, "--minutes", str(minutes), "--output", str(options.output)]
+    command += ["--dry"] * options.dry + [word for stage in stages for word in ("--stage", stage)]
+    return subprocess.run(command).returncode
 
 
 def parser() -> argparse.ArgumentParser:

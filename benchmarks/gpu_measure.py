@@ -27,6 +27,7 @@ class Machine:
 
     def __init__(self, device: str):
         self.device, self.is_gpu = device, device == "cuda"
+        self.captures = self.is_gpu  # until a capture fails, after which PyTorch may take all memory for a graph's
 
     def synchronise(self) -> None:
         if self.is_gpu:
@@ -66,10 +67,13 @@ class Machine:
         }
 
     def graph(self, call: Call) -> Call | None:
-        """The replay of a CUDA graph of the call; None on a CPU. Raises what the capture raises."""
-        if not self.is_gpu:
+        """The replay of a CUDA graph of the call; None on a CPU, and after a failed capture. Raises what it raises."""
+        if not self.captures:
             return None
-        return captured(call, call, torch.device(self.device))[1]
+        self.captures = False
+        replay = captured(call, call, torch.device(self.device))[1]
+        self.captures = True
+        return replay
 
     def peak(self, call: Call) -> float | None:
         """Bytes that the call needs at its worst moment beyond what was there; None on a CPU."""

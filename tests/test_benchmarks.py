@@ -187,6 +187,33 @@ def test_whole_rows_are_those_without_segments():
     assert gpu_op.as_whole_rows(lambda: segments.FEWEST)() > 10**6 > segments.FEWEST
 
 
+def test_a_stage_that_fails_does_not_end_the_gpu_benchmark(lines, monkeypatch, capfd):
+    """Not even where it has left the process without a GPU."""
+
+    def broken(machine, sizes):
+        yield "machine", "", "copy", 1.0, "GB/s", ""
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setitem(gpu.STAGES, "op", broken)
+    path, read = lines
+    assert gpu.main(["--dry", "--stage", "op", "--stage", "ceilings", "--output", str(path)]) == 1
+    assert [row["stage"] for row in read()] == ["op", "ceilings", "ceilings", "ceilings"]
+    assert "op ended in RuntimeError: an illegal memory access" in capfd.readouterr().err
+
+
+def test_no_graph_is_captured_after_one_that_failed(monkeypatch):
+    def failing(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    machine = Machine("cuda")
+    monkeypatch.setattr("gpu_measure.captured", lambda *_: (None, "replay"))
+    assert machine.graph(print) == machine.graph(print) == "replay"
+    monkeypatch.setattr("gpu_measure.captured", failing)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        machine.graph(print)
+    assert machine.graph(print) is None
+
+
 def test_the_gpu_benchmark_ends_in_time(lines, small, capsys):
     path, read = lines
     assert gpu.main(["--dry", "--minutes", "0", "--output", str(path)]) == 0
