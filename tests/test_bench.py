@@ -64,6 +64,17 @@ def test_a_recurrence_that_is_moved_knows_its_position():
     assert moved.cache.states[0].tokens.item() == moved.cache.columns == 1000
 
 
+def test_a_model_that_cannot_run_here_is_left_out(monkeypatch):
+    monkeypatch.setitem(
+        measure.MEASUREMENTS, "training", lambda point, plan: {n: {"seconds": [1.0]} for n in plan.models}
+    )
+    monkeypatch.setattr("headrace.studies.bench.models.find_spec", lambda package: object())  # FLA is installed
+    names = ("transformers-qwen3-next", "transformers-llama")
+    found = measure.measure(Point("training", 16), BenchPlan(names, SHAPE))
+    assert list(found) == list(names) and found["transformers-llama"] == {"seconds": [1.0]}
+    assert "FLA's kernels, which need a GPU" in found["transformers-qwen3-next"]["left_out"]
+
+
 @pytest.mark.slow
 def test_a_peak_is_at_least_weights_gradients_and_moments():
     shape = Shape(layers=1, hidden_size=64, heads=2, vocab_size=100_000)

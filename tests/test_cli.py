@@ -45,6 +45,7 @@ MISTAKES = {
     "compare --mixers softmx-retnet": "mixer 'softmx-retnet' is unknown; the nearest names are softmax-retnet",
     "compare --mixers gla(decay.rank=high)": "decay.rank='high' is not allowed",
     "compare --mixers softmax-gla(competition.raed=none)": "no field 'raed'",
+    "bench --mixers transformers-mamba2 --hidden-size 30 --heads 3": "transformers-mamba2 cannot have --hidden-size=30",
     "compare --mixers gla,gla": "each mixer once",
     "compare --mixers ,": "expected at least one",
     "compare --mixers gla,,retnet": "'gla,,retnet' has nothing on one side of a comma",

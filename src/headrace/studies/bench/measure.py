@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from ...utils.errors import InputError
 from .decoding import Decoder
-from .models import build, cache_bytes
+from .models import build, cache_bytes, obstacle
 from .plan import DTYPES, BenchPlan, Point
 
 WARM = 64  # tokens of the warm-up step, which is not measured
@@ -28,7 +29,10 @@ Measured = dict[str, Any]  # seconds: one for each round; bytes; how; or left_ou
 def measure(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Model -> its measurement at a point: {"seconds": [...], ...}, or {"left_out": reason}."""
     torch.set_num_threads(plan.threads)
-    return MEASUREMENTS[point.what](point, plan)
+    found = {name: {"left_out": why} for name in plan.models if (why := obstacle(name, plan.device))}
+    able = tuple(name for name in plan.models if name not in found)
+    found |= MEASUREMENTS[point.what](point, replace(plan, models=able))
+    return {name: found[name] for name in plan.models}
 
 
 def training(point: Point, plan: BenchPlan) -> dict[str, Measured]:

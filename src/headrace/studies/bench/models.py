@@ -3,9 +3,11 @@ depth."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ... import zoo
@@ -84,11 +86,22 @@ def build(name: str, shape: Shape) -> nn.Module:
 
 
 def check(name: str, shape: Shape) -> None:
-    """InputError if the hidden size cannot be divided among the heads."""
+    """InputError for sizes that the model cannot have."""
     if name in PEERS and shape.hidden_size % min(64, shape.hidden_size):
         raise InputError(f"--hidden-size={shape.hidden_size}; expected a multiple of 64 for {name}")
-    with torch.device("meta"):
-        build(name, replace(shape, layers=1))
+    try:
+        with torch.device("meta"):
+            build(name, replace(shape, layers=1))
+    except StrictDataclassError as error:  # of transformers' configs
+        sizes = f"--hidden-size={shape.hidden_size} --heads={shape.heads}"
+        raise InputError(f"{name} cannot have {sizes}: {' '.join(str(error).split())}") from None
+
+
+def obstacle(name: str, device: str) -> str | None:
+    """Why the model cannot be measured on the device, or None."""
+    if name == "transformers-qwen3-next" and device == "cpu" and find_spec("fla"):
+        return "where FLA is installed, transformers computes it with FLA's kernels, which need a GPU"
+    return None
 
 
 def named(text: str) -> tuple[str, ...]:
