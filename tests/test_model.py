@@ -189,6 +189,8 @@ REFUSED = [
     ({"mask": MASK[:, :8]}, r"mask has dtype torch.bool and shape \[2, 8\]; expected torch.bool and \[2, 9\]"),
     ({"mask": MASK.float()}, r"mask has dtype torch.float32 and shape \[2, 9\]"),
     ({"mask": MASK, "cu_seqlens": torch.tensor([0, 9])}, "mask and cu_seqlens are both given"),
+    ({"x": torch.zeros(2, 9, 32, dtype=torch.long)}, "x has dtype torch.int64; expected a floating-point dtype"),
+    ({"cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens packs sequences into one row; expected B=1, got B=2"),
 ]
 
 
@@ -200,6 +202,22 @@ def test_a_layer_refuses_what_does_not_fit(mixer, given, sentence):
     layer = headrace.Mixer(mixer, hidden_size=32, num_heads=4)
     with pytest.raises(InputError, match=sentence):
         layer(**{"x": torch.zeros(2, 9, 32)} | given)
+
+
+def test_a_layer_refuses_bounds_that_are_not_those_of_its_tokens():
+    shape = r"cu_seqlens has shape \[.*\] and dtype .*; expected shape \[N \+ 1\] with N ≥ 1 and an integer dtype"
+    values = r"cu_seqlens=\[.*\]; expected 0 = c_0 ≤ … ≤ c_N = T = 9"
+    refused = {
+        "expected a tensor of integers": [[0, 9], (0, 9)],
+        shape: [torch.tensor(x) for x in ([], [0], [[0, 9]], [0.0, 9.0], [False, True])],
+        values: [torch.tensor(x) for x in ([0, 5], [2, 9], [0, 6, 4, 9], [0, 10])],
+    }
+    for name in zoo.names():
+        layer = headrace.Mixer(name, hidden_size=32, num_heads=4)
+        for sentence, bounds in refused.items():
+            for cu_seqlens in bounds:
+                with pytest.raises(InputError, match=sentence):
+                    layer(torch.zeros(1, 9, 32), cu_seqlens=cu_seqlens)
 
 
 def test_a_layer_beyond_the_depth_is_refused():

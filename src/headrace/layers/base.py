@@ -13,7 +13,7 @@ from ..ops.call import accumulator
 from ..ops.checks import require
 from ..ops.context_parallel import current, refuse_parts
 from ..utils.errors import InputError
-from .packing import must_not_wait, padding_last, without_padding
+from .packing import check_pack, must_not_wait, padding_last, without_padding
 
 
 class SelfInitialised(nn.Module):
@@ -39,11 +39,14 @@ OPTIONAL = ("valid", "room")
 
 
 def check_input(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, hidden_size: int | None) -> None:
-    """Raises InputError unless x is [B, T, hidden_size], and mask, which excludes cu_seqlens, is a bool [B, T].
-    hidden_size: None for any."""
+    """Raises InputError unless x is [B, T, hidden_size] in a floating-point dtype, mask, which excludes cu_seqlens, is
+    a bool [B, T], and cu_seqlens are bounds in one row. hidden_size: None for any."""
     if x.dim() != 3 or hidden_size not in (None, x.shape[2]):
         raise InputError(f"x has shape {_shape(x)}; expected [B, T, {hidden_size or 'D'}]")
+    if not x.is_floating_point():
+        raise InputError(f"x has dtype {x.dtype}; expected a floating-point dtype")
     if mask is None:
+        check_pack(x, cu_seqlens)
         return
     if cu_seqlens is not None:
         raise InputError("mask and cu_seqlens are both given; expected one of them")
@@ -127,7 +130,8 @@ class Mixer(SelfInitialised):
             (y [B, T, D], the next state; without tokens, the state given).
 
         Raises:
-            InputError: for x or a mask of another shape, and a state of another mixer or another number of sequences.
+            InputError: for x or a mask of another shape, bounds that are not those of x, and a state of another mixer
+                or another number of sequences.
         """
         if current() is not None:
             self._check_part(state, mask, cu_seqlens)

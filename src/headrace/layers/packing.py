@@ -11,9 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.checks import require
+from ..ops.checks import check_sequences, require
+from ..ops.context_parallel import current
 from ..ops.sequences import Sequences
+from ..ops.torch.tiles import sequence_ends
 from ..utils.errors import InputError
+
+
+def check_pack(x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Raises InputError unless cu_seqlens, if any, are the bounds of sequences in one row x [1, T, D]. Their values are
+    checked where nothing has to wait for them, and where x is the whole row."""
+    check_sequences(cu_seqlens, x.shape[0])
+    if cu_seqlens is not None and current() is None and not must_not_wait(cu_seqlens):
+        sequence_ends(cu_seqlens, x.shape[1])
 
 
 def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,9 +166,7 @@ def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | 
     attention_mask: [B, L] with L ≥ T, whose last T columns belong to x. Raises InputError for shapes that do not fit,
     and for padding in packed sequences."""
     B, T = x.shape[:2]
-    if cu_seqlens is not None:
-        require(B == 1, f"cu_seqlens packs sequences into one row; expected B=1, got B={B}")
-        require(cu_seqlens.dim() == 1, f"cu_seqlens has shape {list(cu_seqlens.shape)}; expected [N + 1]")
+    check_pack(x, cu_seqlens)
     if attention_mask is None:
         return None
     shape = list(attention_mask.shape)

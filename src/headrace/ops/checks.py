@@ -1,8 +1,11 @@
 """Checks of the arguments of `linear_attention` and `step`: shapes, dtypes and devices always, values on request."""
 
+import torch
 from torch import Tensor
 
 from ..utils.errors import InputError
+
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # dtypes of cu_seqlens
 
 
 def require(condition: bool, message: str) -> None:
@@ -37,7 +40,7 @@ def check_shapes(
         raise InputError(f"q has shape {list(q.shape)}; expected the shape of k, {list(k.shape)}")
     if H % Hq:
         raise InputError(f"q and k have {Hq} heads; expected a divisor of the {H} heads of v")
-    state = ((_check_sequences(options.get("cu_seqlens"), lead[0]), H, K, V + normalise),)
+    state = ((check_sequences(options.get("cu_seqlens"), lead[0]), H, K, V + normalise),)
     decay = ((H,), (*lead, H), (*lead, H, K))
     expected = {"log_decay": decay, "bonus": ((H, K),), "initial_state": state, "state": state}
     for name, given in options.items():
@@ -75,13 +78,15 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
         raise InputError(f"{name} is on {x.device} and q is on {q.device}; expected the same device")
 
 
-def _check_sequences(cu_seqlens: Tensor | None, B: int) -> int:
-    """Returns the number of sequences."""
+def check_sequences(cu_seqlens: Tensor | None, B: int) -> int:
+    """Returns the number of sequences. Raises InputError for bounds of another shape or dtype, or of several rows."""
     if cu_seqlens is None:
         return B
+    if not isinstance(cu_seqlens, Tensor):
+        raise InputError(f"cu_seqlens={cu_seqlens!r}; expected a tensor of integers")
     if B != 1:
         raise InputError(f"cu_seqlens packs sequences into one row; expected B=1, got B={B}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in INTEGERS:
         found = f"shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
         raise InputError(f"cu_seqlens has {found}; expected shape [N + 1] with N ≥ 1 and an integer dtype")
     return cu_seqlens.shape[0] - 1
