@@ -184,7 +184,7 @@ def test_what_it_refuses_goes_through_separate_steps(monkeypatch):
     assert "decay_up has dtype torch.float32; expected torch.bfloat16" in refusal(made, x.bfloat16())
     other = layer("softmax-gla")
     other.decay.up = torch.nn.Sequential(other.decay.up)  # as whoever adapts a model may put something around a part
-    assert "a weight was replaced" in refusal(other, x)
+    assert "a weight, a module or a setting of the mixer was replaced" in refusal(other, x)
     monkeypatch.setattr(native, "missing", "it is not here")
     assert refusal(made, x) == "it is not here"
     monkeypatch.undo()
@@ -195,6 +195,48 @@ def test_what_it_refuses_goes_through_separate_steps(monkeypatch):
     before = state.memory.clone()
     made(x, state, in_place=True)
     assert torch.equal(state.memory, before)
+
+
+def subclassed(path):
+    """Changes the class of a module to one that triples what it returns."""
+
+    def change(mixer):
+        module = mixer.get_submodule(path)
+        kind = type(module)
+        module.__class__ = type("Changed", (kind,), {"forward": lambda self, *a, **k: 3 * kind.forward(self, *a, **k)})
+
+    return change
+
+
+def patched(mixer):
+    forward = mixer.gate.forward
+    mixer.gate.forward = lambda x: 3 * forward(x)
+
+
+CHANGES = {
+    "gates": ("softmax-gla", subclassed("read_competition")), "decay": ("kda", subclassed("decay")),
+    "fixed decay": ("retnet", subclassed("decay")), "conv": ("gated-deltanet", subclassed("conv")),
+    "forward": ("gla", patched), "eps": ("gla", lambda mixer: setattr(mixer, "norm_eps", 0.1)),
+    "hook": ("retnet", lambda mixer: mixer.decay.register_forward_hook(lambda module, given, out: 3 * out)),
+    "replaced": ("kda", lambda mixer: setattr(mixer, "decay", layer("kda").decay)),
+    "another kind": ("kda", lambda mixer: setattr(mixer, "decay", layer("gated-deltanet").decay)),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_mixer_that_was_changed_decodes_as_it_computes(change):
+    name, apply = CHANGES[change]
+    made, x = layer(name), torch.randn(2, 9, 32)
+    apply(made)
+    if change == "another kind":  # one number a head in place of one a channel
+        assert "was replaced" in refusal(made, x[:, :1])
+        return
+    whole, state, out = made(x)[0], None, []
+    for token in x.split(1, 1):
+        y, state = made(token, state, in_place=True)
+        out.append(y)
+    assert relative(torch.cat(out, 1).double(), whole.double()) < 1e-4
 
 
 def test_no_field_of_a_spec_is_overlooked():

@@ -14,6 +14,7 @@ from ..ops.backend import LayerStep
 from ..ops.call import NORMALISER_EPS
 from ..ops.derivatives import has_address, transformed
 from ..ops.dispatch import BACKENDS
+from ..ops.modules import untouched
 from ..ops.recurrence import linear_attention
 from ..spec.linear import Competition, MixerSpec
 from ..utils.errors import InputError
@@ -65,7 +66,8 @@ class FusedStep:
         ]  # fmt: skip
         paths = {n: next((p for p in places if isinstance(_at(mixer, p), Tensor)), "") for n, places in PLACES.items()}
         paths = {name: path for name, path in paths.items() if path}
-        self._places = [(path.split(".")[:-1], path.split(".")[-1]) for path in paths.values()]
+        self._inside = _inside(mixer, list(paths.values()))
+        self._settings, self._count = _settings(mixer), len(paths)
         self.layers: dict[str, LayerStep] = {
             name: backend.layer_step(_kinds(spec), sizes, numbers, list(paths))
             for name, backend in BACKENDS.items() if backend.layer_step is not None
@@ -84,7 +86,7 @@ class FusedStep:
         if mixer.op is not linear_attention:
             return None, "the mixer has another `op`"
         if weights is None:
-            return None, "a weight was replaced, or its module has a hook"
+            return None, "a weight, a module or a setting of the mixer was replaced, or a module has a hook"
         if transformed() or not has_address(x):
             return None, f"it reads memory by address, and x is under a transform or a {type(x).__name__}"
         reason: str | None = "no backend computes a layer's token in one call"
@@ -98,17 +100,24 @@ class FusedStep:
         return None, reason
 
     def weights(self, mixer: Any) -> list[Any] | None:
-        """Returns the weights of the call, or None if one is not a plain parameter of its module any more, or its
-        module has a hook. (Reads the modules' dictionaries, because attribute access of an nn.Module is slow.)"""
-        found = []
-        for parents, name in self._places:
+        """Returns the weights of the call, or None if one is not a plain parameter of its module any more, or if the
+        call would compute something else than the mixer's modules. (Reads the modules' dictionaries, because attribute
+        access of an nn.Module is slow.)"""
+        if _settings(mixer) != self._settings:
+            return None
+        found: list[Any] = [None] * self._count
+        for parents, kind, weights in self._inside:
             module = mixer
             for parent in parents:
-                module = module._modules[parent]
-            weight = module._parameters.get(name)
-            if type(weight) is not nn.Parameter or (parents and (module._forward_hooks or module._forward_pre_hooks)):
+                if (module := module._modules.get(parent)) is None:
+                    return None
+            if parents and not untouched(module, kind):
                 return None
-            found.append(weight)
+            for place, name in weights:
+                weight = module._parameters.get(name)
+                if type(weight) is not nn.Parameter:
+                    return None
+                found[place] = weight
         return found
 
     def writable(self, layer: LayerStep, state: Any, mixer: Any, x: Tensor) -> MixerState:
@@ -160,6 +169,26 @@ def _kinds(spec: MixerSpec) -> dict[str, str]:
         "activation": gate.activation if known else f"{gate.activation} of range {gate.range}, shuffle={gate.shuffle}",
         "gate_scale": gate.scale,
     }  # fmt: skip
+
+
+OUTSIDE = "in_proj", "o_proj", "shift"  # modules that the layer calls before and after the fused step
+
+
+def _inside(mixer: nn.Module, paths: list[str]) -> list[tuple[list[str], type, list[tuple[int, str]]]]:
+    """Returns the mixer and its modules that a fused step stands for: the path of each, its class, and the names of its
+    weights with their places in `paths`."""
+    found = []
+    for name, module in mixer.named_modules():
+        if name in OUTSIDE:
+            continue
+        own = [(i, path.rpartition(".")[2]) for i, path in enumerate(paths) if path.rpartition(".")[0] == name]
+        found.append((name.split(".") if name else [], type(module), own))
+    return found
+
+
+def _settings(mixer: Any) -> tuple[float, float]:
+    """Returns the settings of a mixer that a fused step is made with."""
+    return mixer.norm_eps, mixer.rope_theta
 
 
 def _at(module: Any, path: str) -> Any:
