@@ -7,6 +7,7 @@ plan.json                     the plan; the folder is for this plan only
 
 import os
 import re
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -86,16 +87,30 @@ def evaluate(
     """
     plan.check()
     models, wanted = named(paths), items(plan.suite, list(plan.lengths))
-    claim(output, asdict(plan) | {"lengths": list(plan.lengths)}, accept_old, lm_eval=lm_eval.__version__)
-    found, missing = find_rows(wanted, plan, output / "rows")
-    if not found:
-        raise InputError(f"no task of --suite={plan.suite!r} can be run: {next(iter(missing.values()))}")
-    recorded = {}
-    for name, path in models.items():
-        folder = output / slug(name)
-        recorded[name] = dict(complete(path, found, plan, machine, folder, tell))
-        write_result(folder / "results.json", merged(recorded[name]))
+    with claimed(output, plan, accept_old):
+        found, missing = find_rows(wanted, plan, output / "rows")
+        if not found:
+            raise InputError(f"no task of --suite={plan.suite!r} can be run: {next(iter(missing.values()))}")
+        recorded = {}
+        for name, path in models.items():
+            folder = output / slug(name)
+            recorded[name] = dict(complete(path, found, plan, machine, folder, tell))
+            write_result(folder / "results.json", merged(recorded[name]))
     return Evaluation(plan, recorded, missing)
+
+
+@contextmanager
+def claimed(output: Path, plan: EvaluationPlan, accept_old: bool) -> Iterator[None]:
+    """Claims the folder for the plan. If the block is left by an exception before there is a result, the folder is free
+    again, so that the corrected command can take it."""
+    claim(output, asdict(plan) | {"lengths": list(plan.lengths)}, accept_old, lm_eval=lm_eval.__version__)
+    try:
+        yield
+    except BaseException:
+        if not any(output.glob("*/items/*.json")):
+            shutil.rmtree(output / "rows", ignore_errors=True)
+            (output / "plan.json").unlink()
+        raise
 
 
 @dataclass(frozen=True)
