@@ -100,6 +100,13 @@ def test_what_is_being_made_is_refused(command, model_of_bytes, tmp_path, headra
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_folder_that_is_not_finished_is_not_left(number, code, model_of_bytes, tmp_path, headrace_, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.rename", lambda *paths: os.kill(os.getpid(), number))
+    ended, said = headrace_("retrofit", model_of_bytes, "--output", tmp_path / "d")
+    assert ended == code and f"{tmp_path / 'd'} was not created" in said and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("command", ["convert", "retrofit"])
 def test_a_folder_is_made_whole_or_not_at_all(command, model_of_bytes, tmp_path, headrace_, monkeypatch):
     def full(*args, **kwargs):
@@ -110,7 +117,7 @@ def test_a_folder_is_made_whole_or_not_at_all(command, model_of_bytes, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr("shutil.copy" if command == "convert" else "headrace.hf.model.seal", full)
         code, said = headrace_(*options)
-    assert code == 2 and "No space left" in said and not (tmp_path / "d").exists()
+    assert code == 2 and "No space left" in said and not list(tmp_path.iterdir())
     code, said = headrace_(*options)
     assert code == 0 and (tmp_path / "d" / CHECKSUMS).exists() and not list(tmp_path.glob(".d*"))
 

@@ -3,12 +3,15 @@
 import json
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..utils.errors import InputError
+from ..utils.processes import new_folder
 from .console import Checkpoint, Device, NewFolder, PromptFile, interruptible, needing, read_prompt
 
 # Files that `convert` and `export` copy unchanged: the tokenizer in any of its formats, and the generation settings.
@@ -78,6 +81,13 @@ def serve(
         run(checkpoint, host, port, Limits(longest, tokens, requests), device)
 
 
+@contextmanager
+def made_whole(output: Path) -> Iterator[Path]:
+    """Yields a folder that becomes `output` at the end of the block, and nothing if it is interrupted before."""
+    with interruptible(f"{output} was not created"), new_folder(output) as folder:
+        yield folder
+
+
 def convert(
     checkpoint: Checkpoint,
     output: NewFolder,
@@ -94,9 +104,8 @@ def convert(
     Without --to, converts a foreign checkpoint to headrace; with --to, converts a checkpoint of headrace."""
     from ..hf import load
     from ..hf.convert import bring_in, take_out
-    from ..utils.processes import new_folder
 
-    with new_folder(output) as folder:
+    with made_whole(output) as folder:
         if to is None:
             bring_in(checkpoint).save_pretrained(folder)
         else:
@@ -133,13 +142,12 @@ def export(
 ) -> None:
     """Write a checkpoint for another runtime."""
     from ..export import FORMATS, writer
-    from ..utils.processes import new_folder
 
     given: dict[str, Any] = {"weights": weights, "opset": opset, "libraries": libraries}
     options = {name: value for name, value in given.items() if value is not None}
     extra = FORMATS[to].extra if to in FORMATS else "models"
     write = needing(extra, f"export --to {to}", lambda folder: writer(to, options)(checkpoint, folder))
-    with new_folder(output) as folder:
+    with made_whole(output) as folder:
         sentence = write(folder)
         _copy(checkpoint, folder)
     print(f"{output}: {sentence}")
@@ -157,9 +165,8 @@ def retrofit(checkpoint: Checkpoint, output: NewFolder) -> None:
     The gates are initialised so that the new model computes the same outputs; further training can change them."""
     from ..hf.generate import read_tokenizer
     from ..hf.retrofit import retrofit as run
-    from ..utils.processes import new_folder
 
-    with new_folder(output) as folder:
+    with made_whole(output) as folder:
         for part in (run(checkpoint), read_tokenizer(checkpoint)):
             part.save_pretrained(folder)
     print(f"{output} computes the same outputs as {checkpoint}; its gates can be trained")

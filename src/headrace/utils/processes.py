@@ -60,8 +60,12 @@ def new_folder(output: Path) -> Iterator[Path]:
         if beside.exists():  # left by a process that was killed
             shutil.rmtree(beside)
         beside.mkdir()
-        yield beside
-        beside.rename(output)
+        try:
+            yield beside
+            beside.rename(output)
+        except BaseException:
+            shutil.rmtree(beside)
+            raise
 
 
 @contextmanager
