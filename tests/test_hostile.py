@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from equation import DECAYS, WAYS, B, H, K, T, V, assert_same, inputs, prepare
-from headrace import InputError, linear_attention
+from headrace import InputError, Mixer, linear_attention, zoo
 
 FORMS = {name: way.settings for name, way in WAYS.items()}
 KINDS = ["add", "delta", "bonus", "normalise"]
@@ -89,3 +89,27 @@ def test_a_decay_of_nan_is_no_crash(form):
         x["log_decay"][..., 1] = torch.nan
         out, _ = linear_attention(**x, rule=rule, **form)
         assert out.isnan().any()
+
+
+MIXERS = [name for name in zoo.names() if type(zoo.get(name)).__name__ != "Decoder"]
+
+
+@pytest.mark.filterwarnings("ignore::headrace.GateWarning")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("name", [name for name in MIXERS if not name.startswith("softmax-") or "rnn" in name])
+def test_a_row_that_is_not_finite_leaves_the_others_alone(name, bad):
+    """Outputs and the gradients to the input, with rows of a batch and with packed sequences."""
+    torch.manual_seed(0)
+    mixer, x = Mixer(name, hidden_size=16, num_heads=2), torch.randn(3, 20, 16)
+    spoilt, others = x.clone(), torch.tensor([0, 2])
+    spoilt[1, 7] = bad
+    ends = torch.tensor([0, 20, 40, 60])
+    for settings, shape in (({}, (3, 20, 16)), ({"cu_seqlens": ends}, (1, 60, 16))):
+        results = []
+        for given in (x, spoilt):
+            given = given.clone().requires_grad_()
+            y, _ = mixer(given.view(shape), **settings)
+            (slope,) = torch.autograd.grad(y.square().sum(), given)
+            results.append((y.view(3, 20, 16)[others], slope[others]))
+        for found, exact in zip(*reversed(results), strict=True):
+            torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...ops.derivatives import apply_function, first_order
 from ...utils.device import without_autocast
-from .scan import Pack, Tile, backwards, scan_
+from .scan import Pack, Tile, backwards, scan_packed_
 
 NAME = "the selective scan"
 TILE = 2**19  # number of elements of a tile's states, small enough for a core's cache
@@ -53,7 +53,7 @@ class SelectiveScan(torch.autograd.Function):
             *_, h = tile_states(x, tile, carry)
             out[tile.tokens] = torch.bmm(x.C[tile.tokens, None], h)[:, 0]
             final[tile.ended] = h[tile.last]
-            carry = h[-1] * tile.goes_on
+            carry = h[-1] if tile.goes_on else torch.zeros_like(x.A)
         ctx.lengths, ctx.carries = lengths, carries
         ctx.save_for_backward(*operands)
         return out, final
@@ -70,10 +70,11 @@ class SelectiveScan(torch.autograd.Function):
             d.C[own] = torch.bmm(h, grads[0][own, :, None])[..., 0]
             dh = x.C[own, :, None] * grads[0][own, None]
             dh[tile.last] += grads[1][tile.ended]
-            dh[-1] += d_carry * tile.goes_on
+            if tile.goes_on:
+                dh[-1] += d_carry
             before = torch.cat([carry[None], h[:-1]])
             before[tile.first] = x.initial[tile.begun]
-            d_carry = operand_gradients(x, d, tile, a, before, backwards(within, dh))
+            d_carry = operand_gradients(x, d, tile, a, before, backwards(within, dh, tile.first))
         return None, *d
 
 
@@ -86,7 +87,7 @@ def tile_states(x: Operands, tile: Tile, carry: Tensor) -> tuple[Tensor, Tensor,
     h[0].addcmul_(a[0], carry)
     h[tile.first] += a[tile.first] * x.initial[tile.begun]
     within = a.index_fill(0, tile.first, 0.0)
-    scan_(within.clone(), h)
+    scan_packed_(within.clone(), h, tile.first)
     return a, within, h
 
 
