@@ -50,9 +50,10 @@ def test_both_ways_and_across_are_torch_s_attention(form):
     ours.load_state_dict(torch_weights(theirs))
     memory, mask = rows()
     memory = memory.float()
+    spoilt = memory.masked_fill(~mask[..., None], torch.nan)
     for x, expected in ((memory, lambda x: theirs(x, x, x)[0]), (torch.randn(3, 4, D), None)):
         across = lambda x: theirs(x, memory, memory, key_padding_mask=~mask)[0]  # noqa: E731
-        read = (lambda x: ours(x)[0]) if expected else lambda x: ours.cross(x, ours.remember(memory, mask))
+        read = (lambda x: ours(x)[0]) if expected else lambda x: ours.cross(x, ours.remember(spoilt, mask))
         agree(read, expected or across, x.clone(), 1e-5)
 
 

@@ -182,6 +182,21 @@ def test_a_layer_by_itself(mixer):
     assert "Mixer" in dir(headrace) and {*headrace.__all__} <= {*dir(headrace)}
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_padding_reaches_nothing_and_gives_zeros(causal):
+    mask, x = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 0]]).bool(), torch.randn(2, 5, 32)
+    spoilt = x.masked_fill(~mask[..., None], torch.nan)
+    for name in zoo.names():
+        if causal or getattr(zoo.get(name), "pattern", None) is None:
+            layer = headrace.Mixer(name, hidden_size=32, num_heads=4, causal=causal)
+            y, state = layer(spoilt, mask=mask)
+            assert not y[~mask].any(), name
+            torch.testing.assert_close(y, layer(x, mask=mask)[0])
+            if causal:
+                assert layer(x[:, :1], state)[0].isfinite().all(), name
+
+
 MASK = torch.ones(2, 9, dtype=torch.bool)
 REFUSED = [
     ({"x": torch.zeros(9, 32)}, r"x has shape \[9, 32\]; expected \[B, T, 32\]"),

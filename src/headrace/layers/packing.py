@@ -40,6 +40,11 @@ def pad(x: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     return full.index_copy(0, places, x[0]).unflatten(0, tuple(shape))
 
 
+def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns x [B, T, D] with zeros at the padding. mask [B, T]: False marks padding; None: no padding."""
+    return x if mask is None else x.masked_fill(~mask[..., None], 0)
+
+
 def restarts(position_ids: Tensor, x: Tensor, attention_mask: Tensor | None = None, seen: int = 0) -> Tensor | None:
     """Returns the bounds [N + 1] of the sequences that begin where position_ids restart at 0, over the rows of x one
     after another, or None if every row is one sequence.
@@ -144,15 +149,14 @@ def padding_last(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: Any, 
     (B, T), N = x.shape[:2], x.shape[0] * x.shape[1]
     if N == 0:
         return x, state
-    padding = mask.logical_not()
-    order = padding.flatten().to(torch.uint8).argsort(stable=True)
-    pack = x.masked_fill(padding[..., None], 0).flatten(0, 1)[order][None]
+    order = mask.logical_not().flatten().to(torch.uint8).argsort(stable=True)
+    pack = zeroed(x, mask).flatten(0, 1)[order][None]
     ends = F.pad(F.pad(mask.sum(1).cumsum(0), (1, 0)), (0, 1), value=N)
     if state is not None:
         state = type(state)(*(None if y is None else torch.cat([y, y.new_zeros(1, *y.shape[1:])]) for y in state))
     y, state = run(pack, state, ends)
     y = y.new_zeros(N, *y.shape[2:]).index_copy(0, order, y[0]).unflatten(0, (B, T))
-    return y.masked_fill(padding[..., None], 0), type(state)(*(z if z is None else z[:-1] for z in state))
+    return zeroed(y, mask), type(state)(*(z if z is None else z[:-1] for z in state))
 
 
 def must_not_wait(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from ...ops.context_parallel import refuse_parts
 from ...ops.torch.query_key import rotary
 from ...spec.attention import AttentionSpec
 from ..base import ANY, check_input, check_state, may_write
-from ..packing import count_tokens, without_padding
+from ..packing import count_tokens, without_padding, zeroed
 from .flash import flash_attention
 from .positions import DistanceBias
 from .sdpa import attend
@@ -93,6 +93,7 @@ class SoftmaxAttention(nn.Module):
         if self.spec.pattern is not None and mask is not None:
             forward = SoftmaxAttention.forward  # not a subclass's, which would be in its own call twice
             return without_padding(lambda p, state, ends: forward(self, p, state, cu_seqlens=ends), x, state, mask)
+        x = zeroed(x, mask)  # a weight of 0 would let NaN through
         q, k, v = self._query(x), *self._key_value(x)
         if self.spec.rotary:
             positions, _ = count_tokens(x, None if state is None else state.seen, mask, cu_seqlens)
@@ -104,12 +105,12 @@ class SoftmaxAttention(nn.Module):
             out = self._attend(q, *state[:3])
         else:
             out, state = attend_packed(self._attend, q, k, v, state, cu_seqlens.diff().tolist())
-        return self.o_proj(out.flatten(-2)), state
+        return zeroed(self.o_proj(out.flatten(-2)), mask), state
 
     def remember(self, memory: Tensor, mask: Tensor | None = None) -> AttentionState:
         """Returns the keys and values of another sequence [B, L, D], for `cross`. mask [B, L]: False marks padding;
         every row needs a token."""
-        return AttentionState(*self._key_value(memory), mask)
+        return AttentionState(*self._key_value(zeroed(memory, mask)), mask)
 
     def cross(self, x: Tensor, memory: AttentionState) -> Tensor:
         """Computes cross-attention, without positions: x [B, T, D] -> [B, T, D]. memory: from `remember`."""
