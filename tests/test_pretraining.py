@@ -208,6 +208,7 @@ def test_curves_of_a_run_that_ended_and_of_one_that_is_at_work(ended, tmp_path):
 def test_every_head_s_load_is_kept_and_the_console_says_only_losses(data, tmp_path, capsys):
     train(data, tmp_path / "run")
     history = json.loads((tmp_path / "run" / "model" / "history.json").read_text("utf-8"))
+    assert not any(name in point for point in history for name in ("total_flos", "train_loss"))
     last = next(point for point in reversed(history) if "eval_loss" in point)
     for layer in range(TINY["layers"]):
         loads = [last[f"eval_write_load_{layer}_{head}"] for head in range(TINY["heads"])]

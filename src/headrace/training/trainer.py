@@ -28,6 +28,8 @@ from .optimizer import CarefulAdamW
 from .processes import grid
 from .sharding import is_sharded, load_weights, whole_weights
 
+# Of the Trainer's last log: one counts a row in each process that shares it, the other has the last steps of one alone.
+OF_ONE_PROCESS = ("total_flos", "train_loss")
 GATE = re.compile(r"_(read|write)_(entropy|specialisation|load)_")  # logged names of gate statistics
 
 
@@ -165,7 +167,7 @@ class HeadraceTrainer(Trainer):
             logs |= self._speed()
             if skipped := self.careful().skipped:
                 logs["skipped_updates"] = skipped
-        super().log(logs, start_time)
+        super().log({name: value for name, value in logs.items() if name not in OF_ONE_PROCESS}, start_time)
 
     def _speed(self) -> dict[str, float]:
         """Training speed since the last log, without the time of evaluations."""
