@@ -60,6 +60,19 @@ def test_a_long_prompt_is_read_in_pieces(model, padded, monkeypatch):
 
 
 @torch.no_grad()
+def test_a_long_prompt_leaves_its_embeddings_as_they_are(monkeypatch):
+    """A hook may keep them, and an embedding of one's own may return a view of its weights."""
+    monkeypatch.setattr(stack, "PIECE", 4)
+    model, ids, kept = build("gla"), tokens(2), []
+    given = model.get_input_embeddings()(ids)
+    model.get_input_embeddings().register_forward_hook(lambda layer, args, out: kept.append(out))
+    model(ids)
+    assert torch.equal(kept[0], given)
+    model(inputs_embeds=kept[0])
+    assert torch.equal(kept[0], given)
+
+
+@torch.no_grad()
 def test_separate_steps_replace_states(model):
     cache = model(tokens(2)).past_key_values
     before = [[None if x is None else x.clone() for x in state] for state in cache.states]

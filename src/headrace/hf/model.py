@@ -129,7 +129,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         past = None if cache is None else cache.states
         in_place = use_cache and not torch.is_grad_enabled()  # here, as a reentrant checkpoint disables grad in layers
         if in_place and hidden is None and cu_seqlens is None:
-            last, states = self.backbone.prefill(x if inputs_embeds is None else x.clone(), past, mask, in_place)
+            last, states = self.backbone.prefill(x, past, mask, in_place)
         else:
             where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
             last, states = self.backbone(x, past, **where, inputs=hidden)
