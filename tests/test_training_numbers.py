@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
-from headrace import zoo
+from headrace import Mixer, zoo
 from headrace.ops.native import library as native
 from headrace.training import card, recipes, run, trainer
 from headrace.training.model import blank, build, estimate, flops_per_token
-from headrace.training.parameters import gate_parameters
+from headrace.training.parameters import gate_parameters, parameter_groups
 from headrace.training.watch import Watch
 from training import recipe, train
 
@@ -77,6 +77,23 @@ def test_a_run_is_adamw_by_the_recipe(schedule, clip, data, tmp_path, monkeypatc
         # One rounding of the weights a step; sums in another order than the Trainer's: 2e-5 of the change was seen.
         reach = 1e-3 * (x - begun[0][name]).norm() + STEPS * 2**-23 * x.norm()
         assert name == "lm_head.weight" or (found[name] - x).norm() <= reach, name
+
+
+DYNAMICS = {
+    "mamba": {"A_log"}, "s4d": {"log_damping", "frequency"}, "s4": {"log_damping", "frequency", "P", "B"},
+    "rwkv4": {"mix"}, "rwkv6": {"bonus", "offset"}, "rwkv7": {"mix"}, "softmax-kda": set(), "transformer": set(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DYNAMICS)
+def test_the_dynamics_of_a_mixer_are_not_decayed(name):
+    """Of the parameters with two or more dimensions, those that authors' own training leaves out, and the gates."""
+    layer = Mixer(name, hidden_size=32, num_heads=2, layer_idx=1, num_layers=3)
+    names = {id(p): path for path, p in layer.named_parameters()}
+    free = [p for group in parameter_groups(layer, DECAY, 1.0) if not group["weight_decay"] for p in group["params"]]
+    gates = {id(p) for p in gate_parameters(layer)}
+    found = {names[id(p)].rpartition(".")[2] for p in free if p.dim() > 1 and id(p) not in gates}
+    assert found == DYNAMICS[name]
 
 
 def test_the_card_says_bits_per_byte_of_the_held_out_text(data, tmp_path):

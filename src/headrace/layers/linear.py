@@ -40,6 +40,8 @@ class LinearMixer(LinearParameters):
         rope_theta: base of the rotary frequencies.
     """
 
+    no_weight_decay = ("bonus",)
+
     @property
     def splits(self) -> bool:
         return self.residual is None

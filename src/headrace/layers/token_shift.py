@@ -14,6 +14,7 @@ class TokenShift(SelfInitialised):
     data-dependent weights. `STREAMS` names the inputs that the mixes are for."""
 
     STREAMS = ("decay", "k", "v", "q", "gate")
+    no_weight_decay = ("offset",)
 
     def __init__(self, hidden_size: int, depth: float, height: float, rank: int = 32):
         super().__init__()

@@ -100,6 +100,7 @@ class RWKV7(Mixer):
     """
 
     state_kind = MixerState
+    no_weight_decay = ("mix",)
     STREAMS = ("q", "decay", "k", "v", "rate", "gate")
 
     def __init__(

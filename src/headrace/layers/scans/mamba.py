@@ -26,6 +26,7 @@ class Mamba(Mixer):
     """
 
     state_kind = ScanState
+    no_weight_decay = ("A_log",)
 
     def __init__(self, spec: ScanSpec, *, hidden_size: int, num_heads: int = 1, norm_eps: float = 1e-6, **place):
         super().__init__()

@@ -23,6 +23,7 @@ class RWKV4(Mixer):
     """
 
     state_kind = ScanState
+    no_weight_decay = ("mix",)
 
     def __init__(self, spec: ScanSpec, *, hidden_size: int, layer_idx: int = 0, num_layers: int = 1, **unused):
         super().__init__()

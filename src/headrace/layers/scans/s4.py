@@ -25,6 +25,7 @@ class S4D(Mixer):
     """
 
     state_kind = ScanState
+    no_weight_decay: tuple[str, ...] = "log_damping", "frequency"
 
     def __init__(self, spec: ScanSpec, *, hidden_size: int, **unused):
         super().__init__()
@@ -87,6 +88,8 @@ class S4(S4D):
     """S4: systems initialised to HiPPO-LegS, as a diagonal minus a matrix of rank one, which S4D omits.
 
     The initial B is that of HiPPO-LegS with imaginary parts clipped to ±2, as in the authors' code, not the paper."""
+
+    no_weight_decay = (*S4D.no_weight_decay, "P", "B")
 
     def _build_input(self) -> None:
         self.P = nn.Parameter(torch.empty(*self.shape, 2))

@@ -96,7 +96,7 @@ class Pack:
 
 
 class Scan(torch.autograd.Function):
-    """Computes h_t = a_t h_{t−1} + b_t from zero, for a and b [T, D]. a is 0 at the first tokens of sequences, `first`."""
+    """Computes h_t = a_t h_{t−1} + b_t from zero, for a and b [T, D]. a is 0 at `first`, where sequences begin."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, first: Tensor) -> Tensor:
