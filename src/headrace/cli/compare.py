@@ -134,14 +134,19 @@ def refuse_beside_plan(plan: Path, options: dict[str, Any]) -> None:
 
 
 def list_zoo(
-    show: Annotated[str, typer.Option(help="View of the table: update, axes, cost or paper.")] = "update",
+    show: Annotated[
+        str | None, typer.Option(help=r"View of the table: update, axes, cost or paper. \[default: update]")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON output with every view and every spec.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown output, as in docs/zoo.md.")] = False,
 ) -> None:
     """List the named mixers and models.
 
     The views show each mixer as a memory update, by four design axes, with its cost, or with its paper."""
-    if show not in catalog.VIEWS:
+    outputs = [name for name, on in (("--show", show), ("--json", as_json), ("--markdown", as_markdown)) if on]
+    if len(outputs) > 1:
+        raise InputError(f"{' and '.join(outputs)} are both given; expected one of them")
+    if show not in (None, *catalog.VIEWS):
         raise InputError(f"--show={show!r}; expected one of {', '.join(catalog.VIEWS)}")
     if as_markdown:
         print(catalog.markdown())
@@ -151,7 +156,7 @@ def list_zoo(
         models = {name: {"spec": to_json(spec)} for name, spec in zoo.MODELS.items()}
         print(json.dumps(rows | models, indent=1, ensure_ascii=False))
         return
-    columns = catalog.VIEWS[show]
+    columns = catalog.VIEWS[show or "update"]
     table = Table(
         caption=f"Views: --show {', '.join(catalog.VIEWS)}. {catalog.COUNTED}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )

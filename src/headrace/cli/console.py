@@ -101,6 +101,12 @@ def numbers(option: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def refuse_without(needed: str, **options: Any) -> None:
+    """Raises InputError for the first option that is given, as none has an effect without `needed`."""
+    if idle := next((name for name, value in options.items() if value not in (None, False)), None):
+        raise InputError(f"--{idle.replace('_', '-')} has no effect without {needed}")
+
+
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """Returns the prompt, or the content of the file, or all of standard input.
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..utils.errors import InputError
 from ..utils.settings import assignments
-from .console import AcceptOld, NewFolder, interruptible
+from .console import AcceptOld, NewFolder, interruptible, refuse_without
 
 GIGA = 1e9
 PICTURES = (".png", ".pdf", ".svg")
@@ -183,8 +183,11 @@ def train(
         ),
     ] = None,
     efficiency: Annotated[
-        float, typer.Option(help="Fraction of the machine's peak FLOPs that the dry run assumes the model to reach.")
-    ] = 0.3,
+        float | None,
+        typer.Option(
+            help=r"Fraction of the machine's peak FLOPs that the dry run assumes the model to reach. \[default: 0.3]"
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON output of the dry run.")] = False,
     accept_old: AcceptOld = False,
 ) -> None:
@@ -195,12 +198,15 @@ def train(
     job before its time; the trained model is in OUTPUT/model only at the end of a run."""
     from ..training import recipes
 
+    if machine is None:
+        refuse_without("--machine", efficiency=efficiency)
     changes = assignments([*(settings or []), *([] if mixer is None else [f"mixer={mixer}"])])
     chosen, about = recipes.load(recipe, changes)
     if dry_run or as_json:
         from ..training import machine as machines
 
-        plan = None if machine is None else machines.plan(chosen, machines.parse(machine), efficiency)
+        reached = 0.3 if efficiency is None else efficiency
+        plan = None if machine is None else machines.plan(chosen, machines.parse(machine), reached)
         print_costs(chosen, about, plan, as_json)
         return
     if machine is not None:
@@ -288,6 +294,7 @@ def list_recipes(
     if mixers is not None:
         print_parameters(zoo.several(mixers), as_markdown)
         return
+    refuse_without("--mixers", markdown=as_markdown)
     table = Table("recipe", "width", "layers", "heads", "tokens", "tokens a step")
     for name in recipes.names():
         one, _ = recipes.load(name)

@@ -16,6 +16,7 @@ from .console import (
     PromptFile,
     interruptible,
     read_prompt,
+    refuse_without,
     telling,
     terminal,
     track,
@@ -90,6 +91,8 @@ def reproduce(
 
     console = terminal()
     if name is None:
+        given = {"run": run, "text": text, "data": data, "only": only, "add": add, "output": output}
+        refuse_without("the name of a table or figure", **given, accept_old=accept_old)
         show.print_list(console)
         return
     chosen, folder = experiment.load(name), output or Path("runs", "reproduce", scale)

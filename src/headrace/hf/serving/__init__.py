@@ -25,6 +25,8 @@ def listening(host: str, port: int) -> socket.socket:
     """A listening socket. It is bound before the model is read, so that a used address is reported at once."""
     if not 0 <= port <= 65535:
         raise InputError(f"--port={port}; expected 0 to 65535")
+    if not host:  # the system would listen on all addresses
+        raise InputError("--host='' is empty; expected a name or an address, or 0.0.0.0 for all addresses")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)

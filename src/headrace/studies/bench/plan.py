@@ -75,4 +75,6 @@ def points(what: list[str], lengths: list[int], batches: list[int], contexts: li
     }
     if unknown := [name for name in what if name not in axes]:
         raise InputError(f"--what={unknown[0]}; expected some of {', '.join(axes)}")
+    if not what:
+        raise InputError(f"--what names none; expected some of {', '.join(axes)}")
     return [Point(name, *place) for name in axes if name in what for place in axes[name]]
