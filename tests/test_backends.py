@@ -7,6 +7,7 @@ import tiny
 from equation import skip_if_missing
 from headrace import InputError, backends, set_backend, step, zoo
 from headrace.cli.compare import backends as list_backends
+from headrace.hf import load
 from headrace.layers import LinearMixer, build
 from headrace.layers.block import MLP
 from headrace.ops.backend import OPERATIONS, Backend, Kernel
@@ -104,6 +105,27 @@ def test_the_environment_chooses_the_backend_of_layers(monkeypatch, capsys):
     assert layer().backend == environment.__wrapped__()["backend"] == "auto"
     list_backends()
     assert "HEADRACE_BACKEND" not in capsys.readouterr().out
+
+
+COMPUTES = {
+    "generate": lambda module, path: module("headrace.hf.generate").generate(path, "a", None, False, "cpu"),
+    "serve": lambda module, path: module("headrace.hf.serving.routes").application(path, device="cpu"),
+    "eval": lambda module, path: module("headrace.studies.evaluate.checkpoint").read_model(str(path)),
+}
+
+
+@pytest.mark.parametrize("command", COMPUTES)
+def test_a_command_that_computes_is_refused_without_the_backend_of_the_environment(command, monkeypatch, tmp_path):
+    tiny.build("gla").save_pretrained(tmp_path)
+    monkeypatch.setitem(BACKENDS, "triton", BACKENDS["triton"]._replace(missing=lambda: "no GPU"))
+    monkeypatch.setenv("HEADRACE_BACKEND", "triton")
+    load(tmp_path)  # as other commands do, which compute nothing or choose a backend themselves
+    for name, sentence in (("triton", "cannot run here: no GPU"), ("cuda", "is unknown")):
+        monkeypatch.setenv("HEADRACE_BACKEND", name)
+        with pytest.raises(InputError, match=f"^HEADRACE_BACKEND={name!r} {sentence}"):
+            COMPUTES[command](pytest.importorskip, tmp_path)
+    with pytest.raises(InputError, match=r"^HEADRACE_BACKEND='cuda' is unknown"):
+        load(tmp_path)
 
 
 def test_verify_tests_all_backends_whatever_the_environment_says(monkeypatch):

@@ -6,6 +6,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoConfig
 
+from ..ops.dispatch import BACKENDS, default_backend
 from ..utils.errors import InputError
 from ..utils.integrity import check_weights
 from .config import HeadraceConfig
@@ -26,6 +27,7 @@ def load(path: str | Path) -> HeadraceForCausalLM:
     if not (folder / "config.json").is_file():
         raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
     check_weights(folder)
+    default_backend()  # raises for an unknown HEADRACE_BACKEND, which is no fault of the checkpoint
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not isinstance(config, HeadraceConfig):
@@ -40,6 +42,12 @@ def load(path: str | Path) -> HeadraceForCausalLM:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise InputError(f"checkpoint {str(folder)!r} does not fit its config.json at {', '.join(wrong[:3])}{more}")
     return model
+
+
+def check_backend() -> None:
+    """Raises InputError if this machine has not the backend that HEADRACE_BACKEND names for what is to be computed."""
+    if (name := default_backend()) != "auto" and (reason := BACKENDS[name].missing()):
+        raise InputError(f"HEADRACE_BACKEND={name!r} cannot run here: {reason}")
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, TextStreamer, set_seed
 
 from ..utils.device import on_device
 from ..utils.errors import InputError
-from .checkpoint import load
+from .checkpoint import check_backend, load
 
 
 def generate(
@@ -29,6 +29,7 @@ def generate(
     Raises:
         InputError: the checkpoint, device or tokenizer cannot be used, or the prompt is empty.
     """
+    check_backend()
     model: Any = load(checkpoint)
     model.to(on_device(device))
     tokenizer = read_tokenizer(checkpoint)

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...utils.device import on_device
 from ...utils.errors import InputError
-from ..checkpoint import load
+from ..checkpoint import check_backend, load
 from ..generate import read_tokenizer
 from .engine import Engine, Piece
 from .metrics import Metrics
@@ -253,6 +253,7 @@ async def error_response(request: Request, error: Any) -> JSONResponse:
 
 def application(checkpoint: Path, limits: Limits = Limits(), device: str | None = None) -> Starlette:
     """The ASGI application for a checkpoint on a device. InputError if either cannot be used."""
+    check_backend()
     model: Any = load(checkpoint)
     model.to(on_device(device))
     tokenizer, decoder = read_tokenizer(checkpoint), read_tokenizer(checkpoint)

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME, cached_file
 
 from ...hf import HeadraceConfig, load
+from ...hf.checkpoint import check_backend
 from ...hf.generate import read_tokenizer
 from ...utils.errors import InputError
 from ...utils.integrity import check_weights, digest, sha256
@@ -64,6 +65,7 @@ def read_model(path: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if isinstance(config, HeadraceConfig) and folder.is_dir():
+            check_backend()
             return load(folder)
         found: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
     except InputError:
