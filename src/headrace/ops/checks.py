@@ -1,11 +1,15 @@
 """Checks of the arguments of `linear_attention` and `step`: shapes, dtypes and devices always, values on request."""
 
+from math import inf
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..utils.errors import InputError
 
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # dtypes of cu_seqlens
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of all other tensors
 
 
 def require(condition: bool, message: str) -> None:
@@ -49,6 +53,7 @@ def check_shapes(
 
 
 def _check_input(name: str, x: Tensor, q: Tensor, axes: tuple[str, ...]) -> None:
+    _check_tensor(name, x)
     if x.dim() != len(axes) + 2:
         number = {1: "three", 2: "four"}[len(axes)]
         raise InputError(
@@ -56,21 +61,30 @@ def _check_input(name: str, x: Tensor, q: Tensor, axes: tuple[str, ...]) -> None
         )
     if 0 in x.shape[1:]:
         raise InputError(f"{name} has shape {list(x.shape)}; expected every dimension except B to be at least 1")
-    if not x.is_floating_point():
-        raise InputError(f"{name} has dtype {x.dtype}; expected a floating-point dtype")
+    _check_dtype(name, x)
     if x.dtype != q.dtype:
         raise InputError(f"{name} has dtype {x.dtype} and q has {q.dtype}; expected the same dtype")
     _check_device(name, x, q)
 
 
 def _check_option(name: str, x: Tensor, expected: tuple[tuple[int, ...], ...], q: Tensor) -> None:
+    _check_tensor(name, x)
     # Only shapes of as many dimensions: comparing B with H would make a dynamic B a constant where they are equal.
     if x.shape not in [shape for shape in expected if len(shape) == x.dim()]:
         wanted = " or ".join(str(list(shape)) for shape in expected)
         raise InputError(f"{name} has shape {list(x.shape)}; expected {wanted}")
-    if not x.is_floating_point():
-        raise InputError(f"{name} has dtype {x.dtype}; expected a floating-point dtype")
+    _check_dtype(name, x)
     _check_device(name, x, q)
+
+
+def _check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name}={x!r}; expected a tensor")
+
+
+def _check_dtype(name: str, x: Tensor) -> None:
+    if x.dtype not in FLOATS:
+        raise InputError(f"{name} has dtype {x.dtype}; expected a floating-point dtype of 16 bits or more")
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
@@ -93,10 +107,18 @@ def check_sequences(cu_seqlens: Tensor | None, B: int) -> int:
 
 
 def check_form(form: str, chunk_size: int | None) -> None:
-    """Raises InputError for an unknown form or a chunk size below 1."""
+    """Raises InputError for an unknown form, and for a chunk size that is no integer of at least 1."""
     forms = ("chunkwise", "recurrent", "parallel")
     require(form in forms, f"form={form!r} is unknown; expected one of {', '.join(forms)}")
-    require(chunk_size is None or chunk_size >= 1, f"chunk_size={chunk_size}; expected at least 1")
+    right = chunk_size is None or (type(chunk_size) is int and chunk_size >= 1)
+    require(right, f"chunk_size={chunk_size!r}; expected an integer of at least 1, or None")
+
+
+def check_scale(scale: float | None) -> None:
+    """Raises InputError for a scale that is no finite number. A tensor, whose gradient would be lost, is none."""
+    number = isinstance(scale, int | float) and not isinstance(scale, bool) and -inf < scale < inf
+    if scale is not None and not number:
+        raise InputError(f"scale={scale!r}; expected a finite number, or None for K^-1/2")
 
 
 def check_rule(rule: str, bonus: Tensor | None, normalise: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..utils.errors import InputError
 from .call import Call, accumulator
-from .checks import check_form, check_rule, check_shapes, check_values, require
+from .checks import check_form, check_rule, check_scale, check_shapes, check_values, require
 from .context_parallel import Borders, current, over_processes
 from .dispatch import choose, refuse_recurrent
 from .rewrite import normalised, with_bonus
@@ -119,6 +119,7 @@ def _checked(
     """Checks the arguments of `linear_attention` or `step` and returns their call. options: in the order of Call's
     fields, then the bonus."""
     check_rule(rule, options["bonus"], normalise)
+    check_scale(scale)
     check_shapes(q, k, v, options, normalise, axes)
     log_decay, beta, write_gate, read_gate, state, cu_seqlens, _ = options.values()
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
