@@ -7,6 +7,8 @@ pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 import torch
 
 from headrace.data.tokenizer import byte_level
+from headrace.hf.serving.engine import Piece, Stream
+from headrace.hf.serving.sampling import Sampling
 from headrace.hf.serving.text import Text
 
 
@@ -42,3 +44,10 @@ def test_stop_strings_that_come_in_pieces(text, stop, expected):
         if pieces.stopped:
             break
     assert given + pieces.rest() == expected and pieces.stopped == (expected != text)
+
+
+def test_a_stop_string_that_the_last_token_ends_is_the_reason():
+    """A character that is not finished is text only once no other token follows."""
+    said, tokenizer = [], byte_level()
+    stream = Stream([1], Sampling(1, stop=("\ufffd",)), tokenizer, torch.device("cpu"), said.append)
+    assert not stream.add(tokenizer("é").input_ids[0], []) and said == [Piece("", 1, "stop")]

@@ -52,12 +52,12 @@ class Stream:
     def add(self, token: int, ends: list[int]) -> bool:
         """Passes the next token on. Returns whether the stream goes on."""
         more, count = self.text.add(token), len(self.text.tokens)
-        stopped = self.text.stopped or token in ends
-        if not stopped and count < self.sampling.max_tokens:
+        if not (self.text.stopped or token in ends) and count < self.sampling.max_tokens:
             if more:
                 self.tell(Piece(more, count))
             return True
-        self.tell(Piece(more + self.text.rest(), count, "stop" if stopped else "length"))
+        more += self.text.rest()  # in which there may be a stop string
+        self.tell(Piece(more, count, "stop" if self.text.stopped or token in ends else "length"))
         return False
 
 
