@@ -171,8 +171,14 @@ def test_no_format_takes_what_it_cannot_say(tmp_path, mixer):
 
 
 def test_what_a_format_cannot_say(tmp_path):
-    for mixer, form in (("softmax-gla", "gla"), ("gla", "retnet"), (["gla", "transformer"], "gla"), ("rwkv6", "llama")):
-        with pytest.raises(InputError, match="cannot represent this model"):
+    for mixer, form, sentence in (
+        ("softmax-gla", "gla", 'competition is {"read": "norm".* here and null there'),
+        ("gla", "retnet", "rotary is false here and true there"),
+        ("gla", "delta_net", "in this format its config.json has conv_size=0; expected at least 2"),
+        (["gla", "transformer"], "gla", "not all its mixers are MixerSpec"),
+        ("rwkv6", "llama", "not all its mixers are AttentionSpec"),
+    ):
+        with pytest.raises(InputError, match=f"--to '{form}' cannot represent this model: {sentence}"):
             take_out(HeadraceForCausalLM(tiny.config(mixer)), form, tmp_path / "out")
         assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="--to 'gpt2' is unknown"):

@@ -5,7 +5,7 @@ directions use this map. Only safetensors files are read: nothing is unpickled, 
 """
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from ...layers import LinearMixer
 from ...utils.errors import InputError
 from ...utils.integrity import check_weights, seal
+from ...utils.provenance import difference
 from ..config import HeadraceConfig
 from ..model import HeadraceForCausalLM
 from . import flash, hugging_face
@@ -97,10 +98,12 @@ def _described(model: Any, name: str) -> dict[str, Any]:
     try:
         again = HeadraceConfig(**form.arguments(described))
     except InputError as reason:
-        raise InputError(f"--to {name!r} cannot represent this model: {reason}") from None
+        raise InputError(f"--to {name!r} cannot represent this model: in this format its {reason}") from None
     sizes = replace(again.sizes, max_positions=config.sizes.max_positions)  # matters for learned positions only
-    if again.mixers != config.mixers or sizes != config.sizes:
-        raise InputError(f"--to {name!r} cannot represent this model: its mixers or blocks differ from the format's")
+    theirs, ours = ([*map(asdict, parts)] for parts in ((*again.mixers, sizes), (*config.mixers, config.sizes)))
+    if theirs != ours:
+        where, there, here = difference(theirs, ours)
+        raise InputError(f"--to {name!r} cannot represent this model: {where} is {here} here and {there} there")
     return described
 
 
