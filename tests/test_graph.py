@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from headrace import Mixer, set_backend
 from headrace.hf import decoding
+from headrace.hf.generate import generate
 from headrace.layers import graph
 from headrace.layers.graph import GraphedStep
 from headrace.utils.errors import InputError
@@ -138,7 +139,7 @@ def test_what_has_no_graph(name, is_plain, message):
         decoding.check_graph(Elsewhere(name), is_plain)
 
 
-def test_on_a_cpu_and_with_beams_it_is_refused():
+def test_on_a_cpu_and_with_beams_it_is_refused(tmp_path):
     model, ids = build("gla"), tokens(1)
     with pytest.raises(InputError, match="and the model is on cpu; expected cuda"):
         model.generate(ids, cache_implementation="static", max_new_tokens=2)
@@ -146,3 +147,6 @@ def test_on_a_cpu_and_with_beams_it_is_refused():
         model.generate(ids, cache_implementation="static", max_new_tokens=2, num_beams=2)
     with pytest.raises(InputError, match="'quantized' is not available"):
         model.generate(ids, cache_implementation="quantized", max_new_tokens=2)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="--cuda-graph with --device='cpu'; expected a GPU"):
+        generate(tmp_path, "a", None, False, "cpu", cache_implementation="static")

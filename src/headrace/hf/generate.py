@@ -31,7 +31,10 @@ def generate(
     """
     check_backend()
     model: Any = load(checkpoint)
-    model.to(on_device(device))
+    device = on_device(device)
+    if sampling.get("cache_implementation") and not device.startswith("cuda"):
+        raise InputError(f"--cuda-graph with --device={device!r}; expected a GPU")
+    model.to(device)
     tokenizer = read_tokenizer(checkpoint)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device)
     if not ids.numel():
