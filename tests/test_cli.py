@@ -47,6 +47,9 @@ MISTAKES = {
     "compare --mixers softmax-gla(competition.raed=none)": "no field 'raed'",
     "bench --mixers transformers-mamba2 --hidden-size 30 --heads 3": "transformers-mamba2 cannot have --hidden-size=30",
     "compare --mixers gla,gla": "each mixer once",
+    "compare --tune lr=1e-3,1e-3": "--tune 'lr=1e-3,1e-3' has a value twice; expected distinct values",
+    "bench --mixers gla,gla": "each mixer once",
+    "bench --lengths 16,16": "--lengths=16,16 has a number twice; expected each once",
     "compare --mixers ,": "expected at least one",
     "compare --mixers gla,,retnet": "'gla,,retnet' has nothing on one side of a comma",
     "compare --mixers gla,": "'gla,' has nothing on one side of a comma",
@@ -73,7 +76,7 @@ MISTAKES = {
     "compare --mixers bahdanau": "'bahdanau' cannot train on --task pair",
     "compare --task dates --length 9": "the length of the task dates is fixed",
     "verify --mixers bahdanau": "'bahdanau' is a whole model, not a layer's mixer",
-    "compare --task par": "--task 'par' is unknown; expected pair",
+    "compare --task par": "--task 'par' is unknown; expected one of pair, ",
     "compare --mixers gla(heads.count=2,heads.count=4)": "mixer 'gla(heads.count=2,heads.count=4)' sets 'heads.count'",
     "compare --mixers softmax-gla(competition.rank=2,competition=paper)": "sets 'competition.rank' and 'competition'",
     "compare --task mqar(pairs=8,pairs=16)": "--task 'mqar(pairs=8,pairs=16)' sets 'pairs' twice",
@@ -136,6 +139,7 @@ MISTAKES = {
     "train laptop-1m --efficiency 0.5": "--efficiency has no effect without --machine",
     "train laptop-1m --efficiency 0.5 --dry-run": "--efficiency has no effect without --machine",
     "serve notes --host=": "--host='' is empty; expected a name or an address",
+    "verify --device meta": "--device='meta' cannot be used: its tensors have no numbers",
     "curves notes --output a.txt": "--output 'a.txt'; expected a file that ends in one of .png, .pdf, .svg",
     "curves notes --output .png": "--output '.png'; expected a file that ends in one of .png, .pdf, .svg",
     "compare --task pair(length=abc)": "pair.length='abc' is not allowed; expected int",
@@ -256,6 +260,14 @@ def test_a_gate_that_hardly_acts_is_named_before_the_run(capsys, monkeypatch, tm
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Note: ")]
     assert len(notes) == (IDLE[mixer] is not None)
     assert all(note.startswith(f"Note: {mixer}: {IDLE[mixer]}") for note in notes)
+
+
+def test_what_the_output_cannot_write_is_one_sentence(headrace_, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))  # as with PYTHONIOENCODING=ascii
+    monkeypatch.setattr("headrace.hf.generate.generate", lambda *_, **sampling: {"text": "é"})
+    code, _, error = headrace_("generate", "notes", "--prompt", "a", "--json")
+    sentence = "the output has '\\xe9', which ascii cannot write; set PYTHONIOENCODING=utf-8"
+    assert (code, error) == (2, f"headrace: {sentence}\n")
 
 
 @pytest.mark.parametrize(("option", "asked"), [([], None), (["--cuda-graph"], "static")])

@@ -29,6 +29,9 @@ def main() -> NoReturn:
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "headrace"
         refuse(f"{' '.join(error.format_message().split()).rstrip('.')} (try `{command} --help`)")
+    except UnicodeEncodeError as error:
+        letter = ascii(error.object[error.start])
+        refuse(f"the output has {letter}, which {error.encoding} cannot write; set PYTHONIOENCODING=utf-8")
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise

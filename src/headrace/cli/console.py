@@ -94,11 +94,14 @@ def interruptible(farewell: str, terminated: int = 143) -> Iterator[None]:
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Parses "512,2048". Raises InputError, with the option's name, for anything but positive integers."""
+    """Parses "512,2048". Raises InputError, with the option's name, for anything but distinct positive integers."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise InputError(f"--{option}={text}; expected positive integers separated by commas, such as 512,2048")
-    return [int(part) for part in parts]
+    found = [int(part) for part in parts]
+    if len(set(found)) < len(found):
+        raise InputError(f"--{option}={text} has a number twice; expected each once")
+    return found
 
 
 def refuse_without(needed: str, **options: Any) -> None:

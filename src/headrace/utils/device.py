@@ -19,6 +19,8 @@ def on_device(name: str | None, float64: bool = False) -> str:
         torch.empty(0, device=name, dtype=torch.float64 if float64 else None)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise InputError(f"--device={name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    if torch.device(name).type == "meta":
+        raise InputError(f"--device={name!r} cannot be used: its tensors have no numbers")
     return name
 
 

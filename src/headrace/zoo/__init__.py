@@ -97,9 +97,11 @@ def get(mixer):
 def several(text: str) -> tuple[str, ...]:
     """Returns the items of a comma-separated list; "all" stands for the names of all mixers.
 
-    Raises InputError for an empty list."""
+    Raises InputError for an empty list, and for an item that is there twice."""
     if not (found := tuple(names()) if text.strip() == "all" else split(text)):
         raise InputError(f"--mixers={text!r} names none; expected at least one")
+    if len(set(found)) < len(found):
+        raise InputError(f"--mixers={text!r} names one twice; expected each mixer once")
     return found
 
 

@@ -111,7 +111,7 @@ def default(task: str) -> Plan:
     """The default plan of a task. The task is an expression that can set fields: `mqar(pairs=16, length=128)`."""
     name, settings = zoo.expression(task, "--task")
     if name not in DEFAULTS:
-        raise InputError(f"--task {name!r} is unknown; expected {nearest(name, DEFAULTS)}")
+        raise InputError(f"--task {name!r} is unknown; expected one of {', '.join(DEFAULTS)}")
     plan = DEFAULTS[name]
     return replace(plan, task=refined(plan.task, {field: zoo.literal(value) for field, value in settings.items()}))
 

@@ -29,6 +29,8 @@ def parse(text: str, reported: Sequence[int], seeds: Sequence[int] | None = None
     listed = tuple(literal(value) for value in split(values))
     if not listed or field not in Optimization.__dataclass_fields__:
         raise InputError(f"--tune {text!r}; expected FIELD=VALUE,VALUE,… with a field such as lr")
+    if len(set(listed)) < len(listed):
+        raise InputError(f"--tune {text!r} has a value twice; expected distinct values")
     first = max(reported) + 1
     return Tuning(field, listed, tuple(range(first, first + SEEDS) if seeds is None else seeds))
 
