@@ -201,7 +201,9 @@ def test_mixers_of_the_layers():
     assert config(gla, num_hidden_layers=3).mixers == [gla] * 3
     assert config(to_json(gla)).mixers == [gla] * 2
     assert config(["gla", "transformer"], num_hidden_layers=4).mixers == [gla, full, gla, full]
-    assert config("gla", num_attention_heads=8).num_heads == 8
+    assert config("gla", num_heads=None, num_attention_heads=8).num_heads == 8
+    assert config("gla", num_heads=8, num_attention_heads=8).num_heads == 8
+    assert HeadraceConfig(mixer="gla").num_heads == 4
     assert config("gla", mlp="none", intermediate_size=None).sizes.intermediate_size is None
     assert config("gla", intermediate_size=None).intermediate_size == 96
 
@@ -209,6 +211,7 @@ def test_mixers_of_the_layers():
 WRONG = {
     "mixer 'glaa' is unknown; the nearest names are": {"mixer": "glaa"},
     "mixer=3; expected a name": {"mixer": 3},
+    "num_heads=4 and num_attention_heads=2; expected one number of heads": {"num_heads": 4, "num_attention_heads": 2},
     "lists 2 mixers for num_hidden_layers=3; expected a number that divides it": {
         "mixer": ["gla", "gla"],
         "num_hidden_layers": 3,
@@ -269,6 +272,8 @@ def test_a_change_of_a_stored_config_is_checked(tmp_path):
     build("gla").save_pretrained(tmp_path)
     with pytest.raises(InputError, match="num_heads=-1; expected a positive integer"):
         HeadraceForCausalLM.from_pretrained(tmp_path, num_heads=-1)
+    with pytest.raises(InputError, match="num_heads=1 and num_attention_heads=2; expected one number"):
+        HeadraceForCausalLM.from_pretrained(tmp_path, num_heads=1, num_attention_heads=2)
 
 
 def test_an_unknown_field_of_a_stored_config_is_refused(tmp_path):

@@ -1,5 +1,7 @@
 """The stack: softmax attention's masks, packs, states and agreement with Llama, and matching of parameters."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -235,9 +237,26 @@ def test_a_layer_refuses_bounds_that_are_not_those_of_its_tokens():
                     layer(torch.zeros(1, 9, 32), cu_seqlens=cu_seqlens)
 
 
-def test_a_layer_beyond_the_depth_is_refused():
-    with pytest.raises(InputError, match="layer_idx=2; expected 0 to 1"):
-        headrace.Mixer("rwkv6", hidden_size=32, layer_idx=2, num_layers=2)
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"layer_idx": 2, "num_layers": 2}, "layer_idx=2; expected 0 to 1"),
+        ({"layer_idx": 0.5}, "layer_idx=0.5; expected 0 to 0"),
+        ({"num_layers": 2.5}, "num_layers=2.5; expected a positive integer"),
+        *(({"norm_eps": x}, f"norm_eps={x!r}; expected a positive number") for x in (-1, math.nan, "x")),
+        *(({"rope_theta": x}, f"rope_theta={x!r}; expected a positive number") for x in (0, -3, math.nan)),
+        ({"causal": "no"}, "causal='no'; expected True or False"),
+    ],
+)
+def test_settings_that_no_layer_can_have(settings, sentence):
+    with pytest.raises(InputError, match=sentence):
+        headrace.Mixer("rwkv6", hidden_size=32, **settings)
+
+
+@pytest.mark.parametrize("mixer", [3, None, ["gla"]])
+def test_what_the_zoo_does_not_hold(mixer):
+    with pytest.raises(InputError, match=r"mixer=.*; expected a name of the zoo, a spec or its JSON"):
+        headrace.Mixer(mixer, hidden_size=32)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The configuration of a headrace model for transformers, which a checkpoint keeps as config.json."""
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from transformers import PreTrainedConfig
 from .. import zoo
 from ..layers.block import Sizes
 from ..layers.widths import default_intermediate_size, default_std
-from ..spec.record import require_positive
+from ..ops.checks import require
+from ..spec.record import require_bools, require_positive, require_positive_numbers
 from ..spec.serialise import Spec, from_json, to_json
 from ..spec.stack import BlockStyle, Decoder, Layer, as_decoder, as_layers, as_style
 from ..utils.errors import InputError, nearest
@@ -58,7 +58,8 @@ class HeadraceConfig(PreTrainedConfig):
         vocab_size: number of tokens.
         hidden_size: width of the embeddings and of the residual stream.
         num_hidden_layers: number of layers; a multiple of the length of a list of mixers.
-        num_heads: number of heads of every mixer that does not set its own.
+        num_heads: number of heads of every mixer that does not set its own; None: num_attention_heads, transformers'
+            name for it, or 4.
         intermediate_size: width of the MLP; None: 8/3 of hidden_size, rounded up, or 4 hidden_size for an MLP without a
             gate (`layers.widths.default_intermediate_size`).
         style: the block around the mixers, as a BlockStyle or a dict of fields that differ from the mixer's style.
@@ -84,7 +85,7 @@ class HeadraceConfig(PreTrainedConfig):
     vocab_size: int = 32000
     hidden_size: int = 1024
     num_hidden_layers: int = 24
-    num_heads: int = 4
+    num_heads: int = None  # type: ignore[assignment]
     intermediate_size: int | None = None
     style: Any = None
     mlp: str | None = None
@@ -99,8 +100,10 @@ class HeadraceConfig(PreTrainedConfig):
     use_cache: bool = True
 
     def __post_init__(self, **kwargs):
-        for name in self.attribute_map.keys() & kwargs.keys():
-            setattr(self, name, kwargs.pop(name))
+        heads, other = self.num_heads, kwargs.pop("num_attention_heads", None)
+        both = f"num_heads={heads!r} and num_attention_heads={other!r}; expected one number of heads"
+        require(None in (heads, other) or heads == other, both)
+        self.num_heads = next(n for n in (heads, other, 4) if n is not None)
         _refuse_unknown(kwargs)
         self._check_values()
         self._set_style(self._set_mixers())
@@ -113,8 +116,8 @@ class HeadraceConfig(PreTrainedConfig):
         constructor."""
         known = cls.__annotations__.keys() | cls.attribute_map.keys()
         changed = {name: kwargs.pop(name) for name in known & kwargs.keys()}
-        kept = config_dict | ({"mlp": None} if "style" in changed else {})
-        return super().from_dict(kept | changed, **kwargs)
+        replaced = {cls.attribute_map.get(name, name) for name in changed} | ({"mlp"} if "style" in changed else set())
+        return super().from_dict(config_dict | dict.fromkeys(replaced) | changed, **kwargs)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs) -> None:
         """As in transformers, and writes the code by which transformers loads the folder without importing headrace."""
@@ -133,13 +136,10 @@ class HeadraceConfig(PreTrainedConfig):
         require_positive(**{name: n for name, n in sizes.items() if (name, n) != ("intermediate_size", None)})
         if self.initializer_range is None:
             self.initializer_range = default_std(self.hidden_size)
-        for name in ("norm_eps", "rope_theta", "initializer_range"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise InputError(f"{name}={value!r}; expected a positive number")
-        for name in ("tie_word_embeddings", "use_cache"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise InputError(f"{name}={value!r}; expected True or False")
+        require_positive_numbers(
+            norm_eps=self.norm_eps, rope_theta=self.rope_theta, initializer_range=self.initializer_range
+        )
+        require_bools(tie_word_embeddings=self.tie_word_embeddings, use_cache=self.use_cache)
 
     def _set_mixers(self) -> BlockStyle:
         """Replaces `mixer` by its JSON, and returns the style of the mixer."""

@@ -9,6 +9,7 @@ from ..ops.checks import require
 from ..spec.attention import AttentionSpec
 from ..spec.linear import MixerSpec
 from ..spec.matrix import MatrixSpec
+from ..spec.record import require_bools, require_positive, require_positive_numbers
 from ..spec.scan import ScanSpec
 from ..spec.serialise import Spec
 from ..spec.softmax_rnn import SoftmaxRNNSpec
@@ -78,7 +79,11 @@ def Mixer(
         InputError: for an unknown mixer, a whole model, sizes that do not divide, and causal=False with a mixer that
             must be causal (a window).
     """
-    require(0 <= layer_idx < num_layers, f"layer_idx={layer_idx}; expected 0 to {num_layers - 1}, below num_layers")
+    require_positive(num_layers=num_layers)
+    inside = type(layer_idx) is int and 0 <= layer_idx < num_layers
+    require(inside, f"layer_idx={layer_idx!r}; expected 0 to {num_layers - 1}, below num_layers")
+    require_positive_numbers(norm_eps=norm_eps, rope_theta=rope_theta)
+    require_bools(causal=causal)
     spec = zoo.mixer(mixer)
     if isinstance(spec, Decoder):
         raise InputError(f"mixer {mixer!r} is a decoder of several layers; expected the mixer of one layer")

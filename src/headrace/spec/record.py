@@ -7,7 +7,7 @@ A field's type hint may be bool, int, float, str, a Literal, a record, None, a t
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cache
-from math import isfinite
+from math import inf, isfinite
 from sys import float_info
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -117,3 +117,17 @@ def require_positive(**sizes: Any) -> None:
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise InputError(f"{name}={size!r}; expected a positive integer")
+
+
+def require_positive_numbers(**values: Any) -> None:
+    """Raises InputError unless every value is a positive, finite number."""
+    for name, value in values.items():
+        if type(value) not in (int, float) or not 0 < value < inf:
+            raise InputError(f"{name}={value!r}; expected a positive number")
+
+
+def require_bools(**values: Any) -> None:
+    """Raises InputError unless every value is True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{name}={value!r}; expected True or False")

@@ -14,9 +14,9 @@ from ..spec.expression import expression, literal, split
 from ..spec.linear import Competition, MixerSpec
 from ..spec.matrix import MatrixSpec
 from ..spec.scan import ScanSpec
-from ..spec.serialise import change_all, from_json, to_json
+from ..spec.serialise import Spec, change_all, from_json, to_json
 from ..spec.softmax_rnn import SoftmaxRNNSpec
-from ..spec.stack import Decoder, StackSpec, as_layers
+from ..spec.stack import Decoder, Layer, StackSpec, as_layers
 from ..utils.errors import InputError
 from . import mixers, models
 from .entry import specs
@@ -80,8 +80,10 @@ def get(mixer):
     """
     if isinstance(mixer, dict):
         return from_json(mixer)
-    if not isinstance(mixer, str):
+    if isinstance(mixer, Spec | Layer | Decoder | ModelSpec):
         return mixer
+    if not isinstance(mixer, str):
+        raise InputError(f"mixer={mixer!r}; expected a name of the zoo, a spec or its JSON")
     if len(parts := split(mixer, "+")) > 1:
         return Decoder(tuple(layer for part in parts for layer in as_layers(get(part))))
     name, settings = expression(mixer, "mixer")
