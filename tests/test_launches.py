@@ -17,6 +17,7 @@ from headrace.ops.gated_norm import GatedNorm
 from headrace.ops.query_key import QueryKey
 from headrace.ops.residual_norm import ResidualNorm
 from headrace.ops.sequences import Sequences
+from headrace.ops.triton import block_sizes
 from peers import FAMILIES
 from test_batched import Calls
 
@@ -120,6 +121,16 @@ def test_a_projection_of_odd_width(more):
             linear_attention(v, v, v, backend="triton")
         sizes.append([launch.code.instructions for launch in found])
     assert all(odd <= 1.2 * even for even, odd in zip(*sizes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "keeps"),
+    [("sm_90", "3.7.0", False), ("sm_90", "3.7.1", True), ("sm_80", "3.6.0", True), ("sm_100", "3.9.0", False)],
+)
+def test_a_tile_is_kept_where_triton_compiles_it_right(gpu, version, keeps, monkeypatch):
+    monkeypatch.setattr("triton.__version__", version)
+    with dry.gpu(gpu):
+        assert block_sizes.GPU.of(torch.zeros(1)).keeps == keeps
 
 
 def test_64_channels():

@@ -21,6 +21,7 @@ class GPU(NamedTuple):
     wide: bool  # whether matrix instructions read their operands from shared memory: Hopper and Blackwell's data centre
     stages: int  # 2: the next chunk is loaded during the products of this one
     processors: int  # streaming multiprocessors, or compute units
+    large: bool = False  # whether 64 value channels of more than 128 keys stay in registers: not on Blackwell
     keeps: bool = False  # whether to keep a tile for a second product: in shared memory, and where that spills less
     rounded: str = "tf32"  # Triton's input_precision for products of float32 matrices that may be rounded to TF32
     exact: str = "tf32x3"  # the same for those that may not; three products in TF32 have the digits of float32
@@ -34,8 +35,9 @@ class GPU(NamedTuple):
         stages = 2 if getattr(about, "shared_memory_per_block_optin", 0) >= ROOM_TO_PREFETCH else 1
         if torch.version.hip is None:
             # On Hopper, Triton before 3.7.1 miscompiles products of a transposed tile that was loaded for another one.
-            keeps = stages > 1 and about.major < 10 and (about.major < 9 or TorchVersion(triton.__version__) >= "3.7.1")
-            return cls(False, about.major in (9, 10), stages, about.multi_processor_count, keeps)
+            large = stages > 1 and about.major < 10
+            keeps = large and (about.major < 9 or TorchVersion(triton.__version__) >= "3.7.1")
+            return cls(False, about.major in (9, 10), stages, about.multi_processor_count, large, keeps)
         rounded = "tf32" if about.gcnArchName.startswith("gfx942") else "ieee"
         return cls(True, False, stages, about.multi_processor_count, rounded=rounded, exact="ieee")
 
@@ -68,8 +70,7 @@ def block_sizes(
         stages = 1 if vector else gpu.stages
         return {"BK": most, "BV": block(V, 64 if half else 32), "num_warps": 8, "num_stages": stages}
     first, second = tiles(K) if gpu.wide else (BK, 0)  # elsewhere a second tile spills kilobytes
-    # Whether 64 value channels of more than 128 keys stay in registers: not on Blackwell, nor in other delta scans.
-    large = gpu.keeps and (kernel == "states" or not delta)
+    large = gpu.large and (kernel == "states" or not delta)
     widest = 64 if gpu.wide and (BK <= 128 or large) else 32 if BK <= 128 or half else 16
     sizes = {"BK": first, "BK2": second, "BV": block(V, widest), "KEEP": gpu.keeps and not vector}
     return {**sizes, "num_warps": 8, "num_stages": gpu.stages}
