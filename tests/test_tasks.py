@@ -255,6 +255,10 @@ def test_rows_depend_on_the_seed_alone(task):
         assert torch.equal(rows[i]["input_ids"], again[i]["input_ids"])
         assert not torch.equal(rows[i]["input_ids"], other[i]["input_ids"])
     assert not torch.equal(rows[3]["input_ids"], rows[BLOCK + 3]["input_ids"])
+    assert len(list(Rows(task.sample, 1, 3))) == 3
+    for outside in (-1, 2 * BLOCK):
+        with pytest.raises(IndexError, match=f"row {outside} of {2 * BLOCK}"):
+            rows[outside]
     assert torch.equal(task.held_out(40)["input_ids"], task.held_out(40)["input_ids"])
 
 

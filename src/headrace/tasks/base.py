@@ -145,6 +145,8 @@ class Rows(Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < self.count:  # what ends a loop over the rows
+            raise IndexError(f"row {index} of {self.count}")
         number, row = divmod(index, BLOCK)
         if number != self.number:
             self.number, self.block = number, self.sample(generator(self.seed, number), BLOCK)
