@@ -263,3 +263,15 @@ def test_without_decay_of_values_its_layer_is_glas(monkeypatch):
     monkeypatch.setattr(ours.v_decay, "forward", lambda x: x.new_zeros(*x.shape[:2], 4, D // 4))
     x = draw(2, T, D)
     assert relative(ours(x)[0], theirs(x)[0]) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", zoo.MATRICES)
+def test_a_layer_may_be_created_in_16_bits(name, dtype):
+    """As transformers creates models whose dtype is given."""
+    torch.set_default_dtype(dtype)
+    try:
+        mixer = layers.build(zoo.get(name), hidden_size=D, num_heads=4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in mixer.parameters()} == {dtype} and all(p.isfinite().all() for p in mixer.parameters())

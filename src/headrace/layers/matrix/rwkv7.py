@@ -87,7 +87,8 @@ class LowRank(SelfInitialised):
     def reset_parameters(self) -> None:
         self.down.zero_()
         rank, width = self.up.shape
-        nn.init.orthogonal_(self.up, 0.1 * max(rank / width, 1) ** 0.5)
+        drawn = torch.empty_like(self.up, dtype=accumulator(self.up))  # there is no decomposition in 16 bits
+        self.up.copy_(nn.init.orthogonal_(drawn, 0.1 * max(rank / width, 1) ** 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x @ self.down) @ self.up
