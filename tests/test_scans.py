@@ -52,6 +52,17 @@ def test_decoding_is_the_full_forward_over_200_tokens(name):
 
 
 @pytest.mark.parametrize("name", zoo.SCANS)
+def test_parameters_may_begin_anywhere_in_memory(name):
+    """As after vector_to_parameters, which makes them parts of one vector."""
+    mixer, x = build(name), torch.randn(1, 1, D)
+    with torch.no_grad():
+        expected = mixer(x)[0]
+        for parameter in mixer.parameters():
+            parameter.data = torch.cat([parameter.new_zeros(1), parameter.flatten()])[1:].view_as(parameter)
+        assert relative(mixer(x)[0], expected) <= 1e-5
+
+
+@pytest.mark.parametrize("name", zoo.SCANS)
 def test_a_sequence_without_tokens_keeps_its_state(name):
     """In a pack, and as a row that is all padding."""
     mixer, x = specimen(name, 0)

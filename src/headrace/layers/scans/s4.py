@@ -55,7 +55,7 @@ class S4D(Mixer):
 
     def system(self, dtype: torch.dtype) -> Diagonal | LowRank:
         """Returns the discretised systems of all channels."""
-        return Diagonal(*self._dynamics(dtype), torch.view_as_complex(self.C.to(dtype)))
+        return Diagonal(*self._dynamics(dtype), _complex(self.C, dtype))
 
     def _dynamics(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         poles = torch.complex(-self.log_damping.to(dtype).exp(), self.frequency.to(dtype))
@@ -105,8 +105,16 @@ class S4(S4D):
         self.B.copy_(torch.view_as_real(B).expand_as(self.B))
 
     def system(self, dtype: torch.dtype) -> LowRank:
-        P, B, C = (torch.view_as_complex(x.to(dtype)) for x in (self.P, self.B, self.C))
+        P, B, C = (_complex(x, dtype) for x in (self.P, self.B, self.C))
         return LowRank(*self._dynamics(dtype), P, B, C)
+
+
+def _complex(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Converts real [..., 2] to complex [...]: as a view, which saves time per token, if it begins at an even place in
+    its memory. A graph that is compiled knows no places."""
+    x = x.to(dtype)
+    copied = torch.compiler.is_compiling() or x.storage_offset() % 2
+    return torch.complex(*x.unbind(-1)) if copied else torch.view_as_complex(x)
 
 
 def hippo(S: int) -> tuple[Tensor, Tensor]:
