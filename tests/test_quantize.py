@@ -104,6 +104,12 @@ def test_weights_without_a_scale_are_refused():
         Int8Linear(linear)
 
 
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    with pytest.raises(InputError, match="the model is quantised, and its weights could not be loaded"):
+        quantize(tiny.build("gla").float()).save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
 def test_inputs_that_do_not_fit_are_refused():
     layer = Int8Linear(nn.Linear(32, 16))
     with pytest.raises(InputError, match=r"x has shape \[2, 64\]; expected \[\.\.\., 32\]"):

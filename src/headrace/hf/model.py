@@ -15,6 +15,7 @@ from transformers.utils import can_return_tuple
 
 from ..layers.block import Block
 from ..layers.packing import flash_bounds, pack_rows, padding_mask, sequences
+from ..layers.quantized import Int8Linear
 from ..layers.stack import Backbone, initialise
 from ..layers.tensor_parallel import cuts_of, read_plan, tensor_parallel, whole_state_dict
 from ..ops.checks import require
@@ -55,7 +56,10 @@ class HeadracePreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **options):  # type: ignore[override]
         """As in transformers, and writes checksums of the weights, which `load` verifies. All processes of
-        `tensor_parallel` must call it; the first one writes the whole model."""
+        `tensor_parallel` must call it; the first one writes the whole model. Raises InputError for a quantised model,
+        whose weights nothing can load."""
+        quantised = any(isinstance(module, Int8Linear) for module in self.modules())
+        require(not quantised, "the model is quantised, and its weights could not be loaded; expected the original")
         if cuts_of(self):
             options["state_dict"] = whole_state_dict(self)
             is_main_process = is_main_process and torch.distributed.get_rank() == 0
