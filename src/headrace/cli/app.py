@@ -82,7 +82,7 @@ GROUPS = {
             train.prepare,
             "train",
             (
-                "novel.txt --train-bpe 4096 --length 512 --held-out 0.05 --output data",
+                "my.txt --train-bpe 4096 --held-out 0.05 --output data",
                 '--task "needle(length=1024)" --rows 5000 --output needles',
             ),
         ),
