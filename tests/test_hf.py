@@ -252,6 +252,17 @@ def test_padding_changes_nothing(model, side):
 
 
 @torch.no_grad()
+def test_a_mask_of_more_columns_than_there_are_is_refused():
+    """Its last columns would be taken for those of the tokens."""
+    model, ids, mask = build("gla"), tokens(2), torch.ones(2, T)
+    with pytest.raises(InputError, match=rf"attention_mask has shape \[2, {T}\]; expected \[2, 5\]$"):
+        model(ids[:, :5], attention_mask=mask)
+    cache = model(ids[:, :2]).past_key_values
+    with pytest.raises(InputError, match=rf"\[2, {T}\]; expected \[2, 5\] or, with the tokens before, \[2, 7\]"):
+        model(ids[:, 2:7], attention_mask=mask, past_key_values=cache)
+
+
+@torch.no_grad()
 def test_a_pack_is_its_sequences(model):
     lengths = [4, 1, 4]
     ids, last = tokens(1), tokens(3, 1)

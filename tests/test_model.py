@@ -161,9 +161,11 @@ def test_counting_allocates_nothing():
 
 def test_masks_that_do_not_fit():
     x, ends = inputs(2, 3), torch.tensor([0, 1, 3])
-    assert padding_mask(torch.ones(2, 5), x, None) is None
-    assert padding_mask(torch.tensor([[1, 1, 0, 1]] * 2), x, None).tolist() == [[True, False, True]] * 2
-    for mask in (torch.ones(2, 2), torch.ones(3, 3), torch.ones(2, 1, 3, 3)):
+    assert padding_mask(torch.ones(2, 5), x, None, 2) is None
+    assert padding_mask(torch.tensor([[1, 1, 0, 1]] * 2), x, None, 1).tolist() == [[True, False, True]] * 2
+    with pytest.raises(InputError, match=r"has shape \[2, 5\]; expected \[2, 3\] or, with the tokens before, \[2, 4\]"):
+        padding_mask(torch.ones(2, 5), x, None, 1)
+    for mask in (torch.ones(2, 5), torch.ones(2, 2), torch.ones(3, 3), torch.ones(2, 1, 3, 3)):
         with pytest.raises(InputError, match=r"attention_mask has shape .* expected \[2, 3\]"):
             padding_mask(mask, x, None)
     with pytest.raises(InputError, match="expected B=1, got B=2"):

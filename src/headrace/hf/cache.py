@@ -104,10 +104,13 @@ class HeadraceCache(Cache):
             self.states = [_changed(s, function) for s in self.states]
 
 
-def given_cache(past_key_values: Any, cache: Any) -> Any:
-    """Returns the cache that a model got under one of its two names."""
+def given_cache(past_key_values: Any, cache: Any) -> HeadraceCache | None:
+    """Returns the cache that a model got under one of its two names. Raises InputError for one of another class."""
     require(past_key_values is None or cache is None, "past_key_values and cache are both given; expected one")
-    return past_key_values if cache is None else cache
+    found = past_key_values if cache is None else cache
+    known = found is None or isinstance(found, HeadraceCache)
+    require(known, f"past_key_values is a {type(found).__name__}; expected a HeadraceCache")
+    return found
 
 
 def _apart(state: Any) -> Any:

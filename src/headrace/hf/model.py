@@ -120,11 +120,11 @@ class HeadraceModel(HeadracePreTrainedModel):
             raise InputError("output_attentions=True is not available: a recurrence has no attention maps")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape = x.shape
+        seen = 0 if cache is None else cache.columns
         if position_ids is not None or seq_idx is not None:
-            seen = 0 if cache is None else cache.get_seq_length()
             x, attention_mask, cu_seqlens = _packed(x, attention_mask, cu_seqlens, position_ids, seq_idx, seen)
-        mask = padding_mask(attention_mask, x, cu_seqlens)
-        cache = _checked_cache(cache, x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
+        mask = padding_mask(attention_mask, x, cu_seqlens, seen)
+        _check_sequences(cache, x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
         if use_cache is None:
             use_cache = cache is not None or (self.config.use_cache and not self.training)
         if use_cache and cache is None:
@@ -162,19 +162,16 @@ def _packed(
     seq_idx: Tensor | None, seen: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(x, attention_mask, cu_seqlens) with the sequences of position_ids or seq_idx as a pack; seen: cached tokens."""
-    padding_mask(attention_mask, x, None)  # checks the shape
+    padding_mask(attention_mask, x, None, seen)  # checks the shape
     rows, cu_seqlens = pack_rows(
         x, sequences(x, position_ids, seq_idx, attention_mask, seen), attention_mask, cu_seqlens
     )
     return rows, attention_mask if rows.shape == x.shape else None, cu_seqlens
 
 
-def _checked_cache(cache: Any, sequences: int) -> HeadraceCache | None:
-    if cache is not None and not isinstance(cache, HeadraceCache):
-        raise InputError(f"past_key_values is a {type(cache).__name__}; expected a HeadraceCache")
+def _check_sequences(cache: HeadraceCache | None, sequences: int) -> None:
     if cache is not None and cache.batch_size not in (-1, sequences):
         raise InputError(f"past_key_values holds {cache.batch_size} sequences; expected {sequences} as in the input")
-    return cache
 
 
 class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):

@@ -164,20 +164,19 @@ def must_not_wait(x: Tensor) -> bool:
     return x.device.type != "cpu" or torch.compiler.is_compiling()
 
 
-def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None, seen: int = 0) -> Tensor | None:
     """Returns the padding mask, bool [B, T], of x [B, T, D], or None without padding.
 
-    attention_mask: [B, L] with L ≥ T, whose last T columns belong to x. Raises InputError for shapes that do not fit,
-    and for padding in packed sequences."""
+    attention_mask: [B, T], or [B, seen + T], whose last T columns belong to x. Raises InputError for shapes that do not
+    fit, and for padding in packed sequences."""
     B, T = x.shape[:2]
     check_pack(x, cu_seqlens)
     if attention_mask is None:
         return None
     shape = list(attention_mask.shape)
-    require(
-        len(shape) == 2 and shape[0] == B and shape[1] >= T, f"attention_mask has shape {shape}; expected [{B}, {T}]"
-    )
-    mask = attention_mask[:, -T:].bool()
+    both = f"[{B}, {T}]" + f" or, with the tokens before, [{B}, {seen + T}]" * (seen > 0)
+    require(shape in ([B, T], [B, seen + T]), f"attention_mask has shape {shape}; expected {both}")
+    mask = attention_mask[:, shape[1] - T :].bool()
     both = "attention_mask marks padding in packed sequences; expected cu_seqlens alone"
     if must_not_wait(x):
         if cu_seqlens is None:
