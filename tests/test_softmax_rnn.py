@@ -74,6 +74,16 @@ def test_the_state_is_small_where_keys_are():
         zoo.get("taylor-softmax(heads.key_dim=0)")
 
 
+def test_weights_that_are_loaded_into_empty_memory_suffice():
+    made, x = layers.build(zoo.get("taylor-softmax"), hidden_size=D, num_heads=H), torch.randn(1, 5, D)
+    with torch.device("meta"):
+        empty = layers.build(zoo.get("taylor-softmax"), hidden_size=D, num_heads=H).to_empty(device="cpu")
+    for buffer in empty.buffers():
+        buffer.zero_()
+    empty.load_state_dict(made.state_dict())
+    assert torch.equal(empty(x)[0], made(x)[0])
+
+
 def test_a_saved_model_is_the_same_model(tmp_path):
     """Features come from tables that no checkpoint holds."""
     shape = {"hidden_size": D, "num_heads": H, "num_hidden_layers": 2, "vocab_size": 19}

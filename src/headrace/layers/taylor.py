@@ -48,6 +48,10 @@ class TaylorFeatures(SelfInitialised):
         self.columns.copy_(columns)
         self.repeats.copy_(repeats)
 
+    def _load_from_state_dict(self, *given) -> None:
+        super()._load_from_state_dict(*given)
+        self.reset_parameters()  # no checkpoint has the tables, and to_empty leaves what was in memory before
+
     def forward(self, x: Tensor) -> Tensor:
         wide = F.pad(x.to(accumulator(x)), (1, 0), value=1.0)
         features = self.repeats.to(wide.dtype).rsqrt()
