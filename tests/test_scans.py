@@ -5,6 +5,7 @@ import pytest
 import torch
 from scipy import signal
 from torch import nn
+from torch.func import grad, jvp, vmap
 
 from headrace import layers, zoo
 from headrace.layers.scans import selective_scan as selective
@@ -60,6 +61,23 @@ def test_parameters_may_begin_anywhere_in_memory(name):
         for parameter in mixer.parameters():
             parameter.data = torch.cat([parameter.new_zeros(1), parameter.flatten()])[1:].view_as(parameter)
         assert relative(mixer(x)[0], expected) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["s4", "s4d"])
+def test_gradients_by_torch_func(name):
+    mixer, x = build(name).double(), torch.randn(2, 9, D).double().requires_grad_()
+    found = grad(lambda x: mixer(x)[0].square().sum())(x)
+    assert relative(found, *torch.autograd.grad(mixer(x)[0].square().sum(), x)) <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("name", ["mamba", "rwkv4"])
+def test_transforms_without_rules_are_refused(name):
+    mixer, x = build(name), torch.randn(2, 9, D)
+    run = lambda x: mixer(x)[0].sum()  # noqa: E731
+    for call in (lambda: grad(run)(x), lambda: vmap(run)(x[None]), lambda: jvp(run, (x,), (x,))):
+        with pytest.raises(InputError, match=r"scan.* has no rules for torch.func or forward-mode derivatives"):
+            call()
 
 
 @pytest.mark.parametrize("name", zoo.SCANS)

@@ -44,10 +44,15 @@ def check_transforms(what: str, instead: str, inputs: tuple) -> None:
         raise InputError(f"{what} has no gradient inside a transform of torch.func{instead}")
 
 
-def apply_function(function: type[torch.autograd.Function], what: str, *inputs):
-    """Returns function.apply(*inputs). Raises InputError under torch.func and forward-mode differentiation."""
+def refuse_transforms(what: str) -> None:
+    """Raises InputError under torch.func and forward-mode differentiation."""
     if transformed():
         raise InputError(f"{what} has no rules for torch.func or forward-mode derivatives; expected torch.autograd")
+
+
+def apply_function(function: type[torch.autograd.Function], what: str, *inputs):
+    """Returns function.apply(*inputs), where `refuse_transforms` lets it."""
+    refuse_transforms(what)
     return function.apply(*inputs)
 
 

@@ -10,11 +10,14 @@ Dimensions: B batch, T tokens, H channels, n pairs, S = 2n, c tokens of a chunk,
 """
 
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from ...ops.derivatives import transformed
 
 CHUNK = 64
 CAUCHY = 2**22  # number of entries of a Cauchy matrix that are computed at once
@@ -120,7 +123,7 @@ class LowRank:
         C = torch.complex(*(cut / 2).chunk(2, -1)).conj()
         size = max(CAUCHY // (self.rate.shape[1] * 2 ** (k - 1)), 1)
         parts = zip(*(x.split(size) for x in (self.rate, self.P, self.dtP, self.dtB, C)), strict=True)
-        blocks = [checkpoint(cauchy_kernel, *part, 2**k, use_reentrant=False) for part in parts]
+        blocks = [checkpointed(*part, 2**k) for part in parts]
         return torch.cat(blocks)[:, :T]  # type: ignore[arg-type]
 
     def writes(self, c: int) -> Tensor:
@@ -147,6 +150,11 @@ class LowRank:
     def step(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         z = self.advance(paired(x)) + self.B * u[..., None]
         return 2 * (self.C * z).real.sum(-1), real(z)
+
+
+def checkpointed(*given: Any) -> Any:
+    """Computes `cauchy_kernel`, and again in the backward, except under torch.func, which has no checkpoints."""
+    return cauchy_kernel(*given) if transformed() else checkpoint(cauchy_kernel, *given, use_reentrant=False)
 
 
 def cauchy_kernel(rate: Tensor, P: Tensor, dtP: Tensor, dtB: Tensor, C: Tensor, L: int) -> Tensor:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.call import accumulator
+from ...ops.derivatives import refuse_transforms
 from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
 from ..base import Mixer, ScanState
-from .scan import Pack, packed_scan, running_maximum
+from .scan import NAME, Pack, packed_scan, running_maximum
 
 
 class RWKV4(Mixer):
@@ -93,6 +94,7 @@ def wkv(
     if whole is None:
         m_before, m = m, torch.maximum(m - rate, k).detach()
     else:
+        refuse_transforms(NAME)
         m_before, m = running_maximum(k, rate, m, whole)
     weight = torch.exp(k - m)
     fade, new = torch.exp(m_before - rate - m)[:, None], torch.stack([weight * v, weight], 1)
