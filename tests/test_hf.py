@@ -341,6 +341,8 @@ def test_outputs():
     close(model.lm_head(out.hidden_states[-1]), out.logits)
     close(model(ids, logits_to_keep=2).logits, out.logits[:, -2:])
     close(model(ids, logits_to_keep=torch.tensor([1, 4])).logits, out.logits[:, [1, 4]])
+    with pytest.raises(InputError, match="logits_to_keep=-3; expected at least 0, or a tensor of positions"):
+        model(ids, logits_to_keep=-3)
     close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, out.logits)
     assert torch.equal(model(ids, return_dict=False)[0], out.logits)
     assert model.train()(ids).past_key_values is None

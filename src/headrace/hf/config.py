@@ -105,6 +105,7 @@ class HeadraceConfig(PreTrainedConfig):
         require(None in (heads, other) or heads == other, both)
         self.num_heads = next(n for n in (heads, other, 4) if n is not None)
         _refuse_unknown(kwargs)
+        require(not kwargs.get("output_attentions"), "output_attentions=True is not available; expected False")
         self._check_values()
         self._set_style(self._set_mixers())
         self.stack.head_dims(self.hidden_size, self.num_heads)

@@ -254,6 +254,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             given = None if target is None else list(target.shape)
             require(given in (None, [B, T]), f"{name} has shape {given}; expected [{B}, {T}]")
         if logits_to_keep is not None or not (asked and self.training):
+            kept = isinstance(logits_to_keep, Tensor) or logits_to_keep is None or logits_to_keep >= 0
+            require(kept, f"logits_to_keep={logits_to_keep}; expected at least 0, or a tensor of positions")
             keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-(logits_to_keep or 0), None)
             logits = self.lm_head(hidden[:, keep])
         if asked:
