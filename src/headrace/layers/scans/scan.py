@@ -7,7 +7,7 @@ Dimensions: T tokens of a pack, n sequences, D channels.
 """
 
 from collections.abc import Callable
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -43,17 +43,28 @@ def scan_(a: Tensor, b: Tensor, join_: Callable[..., None] = affine_) -> None:
     join_(a[2::2], b[2::2], a[1 : T - 1 : 2], b[1 : T - 1 : 2])
 
 
-def scan_packed_(a: Tensor, b: Tensor, starts: Tensor, join_: Callable[..., None] = affine_) -> None:
-    """Computes `scan_` for packed sequences, at whose first tokens, `starts`, a lets nothing pass.
+def affine_apart_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
+    """`affine_` for values that need not be finite: where a is 0, nothing passes, not even 0 · NaN."""
+    closed = a == 0
+    b.add_((a * b_before).masked_fill_(closed, 0))
+    a.copy_(torch.where(closed, a, a * a_before))
 
-    Numbers that are not finite would pass all the same, as 0 · NaN. Where there are some, each sequence is scanned by
-    itself."""
-    if not len(starts) or b.is_meta or b.sum().isfinite():
-        scan_(a, b, join_)
-        return
-    bounds = sorted({0, *starts.tolist(), len(b)})
-    for low, high in pairwise(bounds):
-        scan_(a[low:high], b[low:high], join_)
+
+def tropical_apart_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
+    """`tropical_` for values that need not be finite: where a is −∞, nothing passes, not even −∞ + ∞."""
+    closed = a == -torch.inf
+    torch.maximum(b, (a + b_before).masked_fill_(closed, -torch.inf), out=b)
+    a.copy_(torch.where(closed, a, a + a_before))
+
+
+APART = {affine_: affine_apart_, tropical_: tropical_apart_}
+
+
+def scan_packed_(a: Tensor, b: Tensor, join_: Callable[..., None] = affine_) -> None:
+    """Computes `scan_` for packed sequences: a is 0 at their first tokens (−∞ for tropical_), and what is not finite in
+    a sequence does not reach the next. A compiled graph, which cannot ask for values, takes what holds for all."""
+    finite = not torch.compiler.is_compiling() and (b.is_meta or bool(b.sum().isfinite()))
+    scan_(a, b, join_ if finite else APART[join_])
 
 
 class Tile(NamedTuple):
@@ -96,27 +107,27 @@ class Pack:
 
 
 class Scan(torch.autograd.Function):
-    """Computes h_t = a_t h_{t−1} + b_t from zero, for a and b [T, D]. a is 0 at `first`, where sequences begin."""
+    """Computes h_t = a_t h_{t−1} + b_t from zero, for a and b [T, D]. a is 0 at the first token of a sequence."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, first: Tensor) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         h = b.clone()
-        scan_packed_(a.clone(), h, first)
-        ctx.save_for_backward(a, h, first)
+        scan_packed_(a.clone(), h)
+        ctx.save_for_backward(a, h)
         return h
 
     @staticmethod
     @first_order(NAME)
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        a, h, first = ctx.saved_tensors
-        dh = backwards(a, grads[0], first)
-        return torch.cat([torch.zeros_like(h[:1]), dh[1:] * h[:-1]]), dh, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        a, h = ctx.saved_tensors
+        dh = backwards(a, grads[0])
+        return torch.cat([torch.zeros_like(h[:1]), dh[1:] * h[:-1]]), dh
 
 
-def backwards(a: Tensor, dh: Tensor, first: Tensor) -> Tensor:
+def backwards(a: Tensor, dh: Tensor) -> Tensor:
     """Returns the total gradients to h_t, given the gradients dh that do not pass through h_{t+1}."""
     total = dh.flip(0)
-    scan_packed_(a.roll(-1, 0).flip(0), total, len(dh) - first)
+    scan_packed_(a.roll(-1, 0).flip(0), total)
     return total.flip(0)
 
 
@@ -124,7 +135,7 @@ def packed_scan(a: Tensor, b: Tensor, initial: Tensor, whole: Tile) -> tuple[Ten
     """Returns (h_{t−1}, h_t) [T, D] of h_t = a_t h_{t−1} + b_t for packed sequences with initial states [n, D]."""
     begun = initial[whole.begun]
     b = b.index_add(0, whole.first, a[whole.first] * begun)
-    h = apply_function(Scan, NAME, a.index_fill(0, whole.first, 0.0), b, whole.first)
+    h = apply_function(Scan, NAME, a.index_fill(0, whole.first, 0.0), b)
     return h.roll(1, 0).index_copy(0, whole.first, begun), h
 
 
@@ -133,5 +144,5 @@ def running_maximum(k: Tensor, rate: Tensor, initial: Tensor, whole: Tile) -> tu
     """Returns (m_{t−1}, m_t) of m_t = max(m_{t−1} − rate, k_t), with shapes as in `packed_scan` and no gradient."""
     begun = initial[whole.begun]
     m = k.index_copy(0, whole.first, torch.maximum(k[whole.first], begun - rate))
-    scan_packed_(-rate.repeat(len(k), 1).index_fill_(0, whole.first, torch.inf), m, whole.first, tropical_)
+    scan_packed_(-rate.repeat(len(k), 1).index_fill_(0, whole.first, torch.inf), m, tropical_)
     return m.roll(1, 0).index_copy(0, whole.first, begun), m

@@ -74,7 +74,7 @@ class SelectiveScan(torch.autograd.Function):
                 dh[-1] += d_carry
             before = torch.cat([carry[None], h[:-1]])
             before[tile.first] = x.initial[tile.begun]
-            d_carry = operand_gradients(x, d, tile, a, before, backwards(within, dh, tile.first))
+            d_carry = operand_gradients(x, d, tile, a, before, backwards(within, dh))
         return None, *d
 
 
@@ -87,7 +87,7 @@ def tile_states(x: Operands, tile: Tile, carry: Tensor) -> tuple[Tensor, Tensor,
     h[0].addcmul_(a[0], carry)
     h[tile.first] += a[tile.first] * x.initial[tile.begun]
     within = a.index_fill(0, tile.first, 0.0)
-    scan_packed_(within.clone(), h, tile.first)
+    scan_packed_(within.clone(), h)
     return a, within, h
 
 
