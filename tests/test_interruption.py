@@ -100,6 +100,15 @@ def test_what_is_being_made_is_refused(command, model_of_bytes, tmp_path, headra
     assert not (tmp_path / "d").exists()
 
 
+@pytest.fixture
+def listening():
+    """A process that a shell has started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_folder_that_is_not_finished_is_not_left(number, code, model_of_bytes, tmp_path, headrace_, monkeypatch):
     monkeypatch.setattr("pathlib.Path.rename", lambda *paths: os.kill(os.getpid(), number))
