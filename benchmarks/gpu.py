@@ -25,10 +25,12 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # in the key of Triton's
 import torch
 
 from gpu_measure import Machine
+from gpu_sizes import failure
 from gpu_stages import DRY, FULL, STAGES, Sizes
 from record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "gpu.csv"
+ENDED = "the stage"  # subject of a row whose error has ended its stage
 WIDEST = 60  # characters of a note in the table; the file has all
 
 
@@ -60,16 +62,14 @@ def main(arguments: list[str] | None = None) -> int:
     stages = list(options.stage or STAGES)
     while stages:
         stage, start, began = stages.pop(0), time.perf_counter(), len(rows)
-        try:
-            for row in measured(stage, machine, sizes):
-                append(options.output, about, [row])
-                rows.append(row)
-                if time.perf_counter() > over:
-                    break
-        except Exception as error:  # after some errors a process cannot use the GPU any more
-            print(f"{stage} ended in {type(error).__name__}: {error}", file=sys.stderr)
-            return in_a_new_process(stages, over, options) or 1
+        for row in measured(stage, machine, sizes):
+            append(options.output, about, [row])
+            rows.append(row)
+            if time.perf_counter() > over:
+                break
         print(f"\n{stage} ({time.perf_counter() - start:.0f} s)\n{table(rows[began:])}", flush=True)
+        if any(row.subject == ENDED for row in rows[began:]):  # after some errors a process cannot use the GPU any more
+            return in_a_new_process(stages, over, options) or 1
         if time.perf_counter() > over:
             print(f"\n{options.minutes:g} minutes are over; the rest of {stage} and later stages are left out")
             break
@@ -105,8 +105,11 @@ def measured(stage: str, machine: Machine, sizes: Sizes) -> Iterator[Row]:
         triton = ""
     import headrace
 
-    for found in STAGES[stage](machine, sizes):
-        yield Row(headrace.__version__, triton, stage, *found)
+    try:
+        for found in STAGES[stage](machine, sizes):
+            yield Row(headrace.__version__, triton, stage, *found)
+    except Exception as error:
+        yield Row(headrace.__version__, triton, stage, *failure(ENDED, "", error))
 
 
 def table(rows: list[Row]) -> str:

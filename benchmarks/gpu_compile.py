@@ -3,7 +3,7 @@
 FLA tunes each kernel at its first call, some among 96 configurations. To compile them one after another takes minutes
 for each shape. The processes compile for this kind of GPU by dry/, and do not use it.
 
-    python benchmarks/gpu_compile.py sm_90 3 16 [--dry]        process 3 of 16, started by gpu.py
+    python benchmarks/gpu_compile.py sm_90 3 16 FILE [--dry]        process 3 of 16, started by gpu.py
 """
 
 import json
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from gpu_measure import Machine
 from gpu_models import Model, token_by_token
 from gpu_op import LONG, both_ways, gated, tensors_of
-from gpu_sizes import DRY, FULL, Found, Sizes, failure
+from gpu_sizes import DRY, FULL, Found, Sizes, told
 from headrace import InputError, linear_attention
 from peers import FAMILIES
 
@@ -71,14 +72,14 @@ def compiling(machine: Machine, sizes: Sizes) -> Iterator[Found]:
     n = min(len(os.sched_getaffinity(0)), len(wanted))
     print(f"compiling {len(wanted)} jobs in {n} processes, at most {sizes.compiling:g} s", file=sys.stderr)
     start = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as results:
+    with tempfile.TemporaryDirectory() as folder:
+        results = [Path(folder, str(i)) for i in range(n)]
         dry = [] if sizes is FULL else ["--dry"]
-        commands = ([sys.executable, __file__, gpu, str(i), str(n), *dry] for i in range(n))
-        processes = [subprocess.Popen(command, env=os.environ | NO_GPU, stdout=results) for command in commands]
+        commands = ([sys.executable, __file__, gpu, str(i), str(n), str(results[i]), *dry] for i in range(n))
+        processes = [subprocess.Popen(command, env=os.environ | NO_GPU) for command in commands]
         for process in processes:
             wait(process, start + sizes.compiling)
-        results.seek(0)
-        found = [json.loads(line) for line in results]
+        found = [json.loads(line) for path in results if path.exists() for line in path.read_text("utf-8").splitlines()]
     where = f"{len(wanted)} jobs in {n} processes"
     yield "machine", where, "compiled", float(len(found)), "", ""
     yield "machine", where, "compiling", time.perf_counter() - start, "s", ""
@@ -110,11 +111,13 @@ def kind_of_gpu(machine: Machine) -> str | None:
 # --- in a process ----------------------------------------------------------------------------------------------------
 
 
-def main(gpu: str, number: str, count: str, *rehearsal: str) -> None:
+def main(gpu: str, number: str, count: str, results: str, *rehearsal: str) -> None:
+    """Compiles the jobs of a process, and writes a line [job, error or ""] for each: to a file, because compilers print
+    what they like."""
     import dry
 
     sizes = DRY if rehearsal else FULL
-    with dry.gpu(gpu):
+    with dry.gpu(gpu), Path(results).open("w", encoding="utf-8", buffering=1) as file:
         for job in jobs(sizes)[int(number) :: int(count)]:
             error = ""
             try:
@@ -123,8 +126,8 @@ def main(gpu: str, number: str, count: str, *rehearsal: str) -> None:
             except InputError:
                 pass  # the backend does not take the call: the stages that time it say why
             except Exception as failed:
-                error = failure("", "", failed)[-1]
-            print(json.dumps([" ".join(map(str, job)), error]), flush=True)
+                error = told(failed)
+            print(json.dumps([" ".join(map(str, job)), error]), file=file)
 
 
 def op(job: Job, sizes: Sizes) -> None:

@@ -11,7 +11,7 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 from headrace.layers.graph import captured
 
 Call = Callable[[], object]
-BUSY = 2_000_000  # cycles, some milliseconds, before a call: its first kernels are launched while they last
+BUSY = 2_000_000  # cycles, about a millisecond, before a call: its first kernels are launched while they last
 
 
 class Times(NamedTuple):

@@ -66,4 +66,9 @@ DRY = Sizes(
 
 
 def failure(subject: str, shape: str, error: Exception) -> Found:
-    return subject, shape, "failed", 1.0, "", f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    return subject, shape, "failed", 1.0, "", told(error)
+
+
+def told(error: Exception) -> str:
+    """Returns the kind of an error and the first line of its text, if any."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

@@ -197,8 +197,9 @@ def test_a_stage_that_fails_does_not_end_the_gpu_benchmark(lines, monkeypatch, c
     monkeypatch.setitem(gpu.STAGES, "op", broken)
     path, read = lines
     assert gpu.main(["--dry", "--stage", "op", "--stage", "ceilings", "--output", str(path)]) == 1
-    assert [row["stage"] for row in read()] == ["op", "ceilings", "ceilings", "ceilings"]
-    assert "op ended in RuntimeError: an illegal memory access" in capfd.readouterr().err
+    assert [row["stage"] for row in read()] == ["op", "op", "ceilings", "ceilings", "ceilings"]
+    assert read()[1]["measure"] == "failed" and "an illegal memory access" in read()[1]["note"]
+    assert "RuntimeError: an illegal memory access" in capfd.readouterr().out
 
 
 def test_no_graph_is_captured_after_one_that_failed(monkeypatch):
