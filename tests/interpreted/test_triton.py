@@ -111,17 +111,32 @@ def test_segments_of_heads_that_share_keys_without_a_state(segmented):
     assert_same(arguments("fixed", tokens=64, groups=1, gates=False, state=False), TRITON, rule="delta")
 
 
+def call_in_segments(rule):
+    given = {n: x if x is None else x.detach().float() for n, x in arguments("scalar", rows=2, tokens=64).items()}
+    return Call(**{n: given[n] for n in Call._fields if n in given}, delta=rule == "delta", scale=1.0, chunk_size=16)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_segments_as_an_operator(segmented, rule):
-    """The final state is laid out as the fake implementation says, under autocast segments are passed on in float32,
-    and everything is made on the device of the inputs."""
-    given = {n: x if x is None else x.detach().float() for n, x in arguments("scalar", rows=2, tokens=64).items()}
-    call = Call(**{n: given[n] for n in Call._fields if n in given}, delta=rule == "delta", scale=1.0, chunk_size=16)
+    """The final state is laid out as the fake implementation says, and under autocast segments are passed on in
+    float32."""
+    call = call_in_segments(rule)
     torch.library.opcheck(torch.ops.headrace.triton, call, test_utils=("test_schema", "test_faketensor"))
     plain = torch.ops.headrace.triton(*call)
-    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+    with torch.autocast("cpu", torch.bfloat16):
         found = torch.ops.headrace.triton(*call)
     assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_segments_start_on_the_device_of_the_inputs(segmented, rule, monkeypatch):
+    """A copy from another device would wait for it, and cannot be part of a CUDA graph."""
+    run, starts = launch.Launcher(call_in_segments(rule)), []
+    monkeypatch.setattr(run, "_scan", lambda found, v, V, initial, **results: starts.append(initial))
+    with torch.device("meta"):
+        run.across({})
+    expected = torch.eye(K) if rule == "delta" else torch.ones(K, 1)
+    assert torch.equal(starts[0], expected.expand_as(starts[0]))
 
 
 @pytest.mark.parametrize(("decay", "rule"), [("vector", "add"), ("scalar", "delta")])
