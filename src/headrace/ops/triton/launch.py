@@ -103,9 +103,8 @@ class Launcher:
 
     def across(self, found: dict[str, Any]) -> Tensor:
         """Returns M [rows, segments, H, K, ·] of the segments (segments.py)."""
-        dtype, device = torch.float32, self.call.v.device
-        start = torch.eye(self.K, self.K if self.delta else 1, dtype=dtype, device=device)
-        start = start if self.delta else start.fill_(1.0)
+        kind: Any = {"dtype": torch.float32, "device": self.call.v.device}
+        start = torch.eye(self.K, **kind) if self.delta else torch.ones(self.K, 1, **kind)
         initial = start.expand(self.call.sequences, self.H, *start.shape).contiguous()
         final = torch.empty_like(initial)
         self._scan(found, None, start.shape[1], initial, final=final)
