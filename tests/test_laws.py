@@ -1,6 +1,7 @@
 """Every way of running every mixer of the zoo, with every option of head competition, is the literal equation."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from headrace import GateWarning, InputError, backends, layers, zoo
 from headrace.ops.backend import Kernel
 from headrace.ops.dispatch import BACKENDS
 from headrace.spec import serialise as spec
+from headrace.studies import verify_op
 from headrace.studies.laws import Row, lost
 from headrace.studies.verify import BATCH, FORMS, HEADS, HIDDEN, WAYS, laws, relative, specimen, verify, worst
 from headrace.studies.verify_op import Recurrence, op_laws
@@ -231,3 +233,8 @@ def test_a_device_that_computes_nothing_any_more_is_lost(monkeypatch):
 def test_what_cannot_be_verified_is_refused(options, message):
     with pytest.raises(InputError, match=message):
         verify(["gla"], **options)
+
+
+def test_the_tolerance_of_the_op_is_that_of_the_documentation():
+    text = Path(__file__).parents[1].joinpath("docs", "correctness.md").read_text("utf-8")
+    assert "the tolerance is 2⁻⁶" in text and verify_op.TOLERANCE[torch.bfloat16] == 2**-6
