@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from headrace import zoo
+from headrace import Mixer, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel, load
 from headrace.hf.config import TRANSFORMERS
 from headrace.layers.base import SelfInitialised
@@ -47,6 +48,41 @@ def test_initial_values():
     assert mixer.conv.weight.std() > 0.2
     assert mixer.norm_weight.eq(1).all()
     assert all(p.is_leaf and p.requires_grad for p in model.parameters())
+
+
+# Layer 1 of 3 with 8 channels: half of the depth lies before it, two thirds from it on. i: a channel.
+ZIGZAG = (0.0, 0.1, -0.1)
+RWKV = {
+    "rwkv4": {
+        "log_rate": lambda i: -5 + 8 * (i / 7) ** 1.35,
+        "bonus": lambda i: math.log(0.3) + 5 * ZIGZAG[i % 3],
+        "mix": lambda i: [(i / 8) ** (1 / 3), (i / 8) ** (2 / 3), (i / 8) ** (2 / 3) + 0.15],
+    },
+    "rwkv6": {
+        "decay.bias": lambda i: -6 + 5 * (i / 7) ** 1.35,
+        "bonus": lambda i: 0.5 * (1 - i / 7) + ZIGZAG[i % 3],
+        "shift.base": lambda i: 1 - (i / 8) ** (2 / 3),
+        "shift.offset": lambda i: [1 - (i / 8) ** p - x for p, x in zip(POWERS6, (0, 0, 0.15, 0, 0), strict=True)],
+        "norm_weight": lambda i: (2 / 3) ** 0.7,
+    },
+    "rwkv7": {
+        "decay_bias": lambda i: -5.5 + 6 * (i / 7) ** (1 + 0.5**0.3) + 2.5 * WITHIN[i % 4],
+        "rate_bias": lambda i: -0.19 + 0.3 * WITHIN[i % 4] + 0.4 * (i / 7 - 0.5),
+        "k_read": lambda i: 0.71 - 0.1 * (i / 7 - 0.5),
+        "mix": lambda i: [1 - (i / 8) ** (p * 2 / 3) for p in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)],
+        "norm_weight": lambda i: (2 / 3) ** 0.7,
+    },
+}
+POWERS6 = (2 / 3, 2 / 3, 2 / 3, 1 / 3, 1 / 3)
+WITHIN = (-1.0, -1 / 9, 1 / 9, 1.0)  # x |x| of four channels of a head evenly from −1 to 1
+
+
+@pytest.mark.parametrize("name", RWKV)
+def test_rwkv_begins_as_in_its_authors_training(name):
+    layer = Mixer(name, hidden_size=8, num_heads=2, layer_idx=1, num_layers=3)
+    for parameter, initial in RWKV[name].items():
+        expected = torch.stack([torch.tensor(initial(i)) for i in range(8)], -1)
+        torch.testing.assert_close(layer.get_parameter(parameter).view_as(expected), expected, msg=parameter)
 
 
 @pytest.mark.parametrize("name", zoo.names())

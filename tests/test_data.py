@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from contextlib import suppress
 
 import numpy as np
@@ -11,9 +12,10 @@ from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
-from headrace.data import Collator, Preparation, open_data, prepare, tokenizer
+from headrace.data import Collator, Preparation, open_data, prepare, tokenizer, unigram_loss
 from headrace.data.held_out import choose
 from headrace.data.sources import Row
+from headrace.ops.loss import IGNORED
 from headrace.utils.errors import InputError
 
 TEXTS = [f"Document {i}. " + "some words of it, and more; " * (7 * i % 11) for i in range(40)]
@@ -198,3 +200,11 @@ def test_batches(jsonl, tmp_path):
     assert apart["cu_seqlens"].tolist() == [0, 2, 4, 5, 7]
     assert apart["labels"].tolist() == [[-100, 2, -100, 4, -100, -100, 7]]
     assert apart["labels"].dtype == torch.long
+
+
+def test_the_unigram_model_has_the_entropy_of_the_tokens():
+    """Of 8 tokens, or 8 labels that count, 4 are a 7, 2 a 1, and 2 occur once: 1.75 bits."""
+    text = [{"input_ids": [7, 7, 1, 2]}, {"input_ids": [1, 7, 9, 7]}]
+    task = [{"input_ids": [0] * 6, "shift_labels": [7, 7, IGNORED, 1, 2, IGNORED]}, {"shift_labels": [1, 7, 9, 7]}]
+    for rows in (text, task):
+        assert unigram_loss(rows) == pytest.approx(1.75 * math.log(2))

@@ -14,7 +14,7 @@ from scipy import stats
 pytest.importorskip("lm_eval")
 
 from headrace.hf.convert.flash import fla_config
-from headrace.report.numbers import significant
+from headrace.report.numbers import compact, significant
 from headrace.studies.bench import measure, report, results
 from headrace.studies.bench.models import Shape, build, cache_bytes
 from headrace.studies.bench.plan import BenchPlan, Point, points
@@ -261,6 +261,14 @@ def test_the_unigram_is_of_the_very_rows():
 )
 def test_how_a_number_is_written(value, text):
     assert significant(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.5, "0.5"), (999, "999"), (999.9, "1k"), (1234, "1.23k"), (999.9e6, "1G"), (2**20, "1.05M"), (15e9, "15G")],
+)
+def test_how_a_number_is_shortened(value, text):
+    assert compact(value) == text
 
 
 # --- reproduce -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ def count(n: int, noun: str) -> str:
 
 def compact(value: float) -> str:
     """A number with three digits and a suffix k, M or G."""
+    value = float(f"{value:.3g}")  # 999.9 is 1k
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g}{letter}"
