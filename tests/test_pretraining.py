@@ -47,7 +47,7 @@ def test_a_task_is_trained_on_its_answers_alone(task, changes, tmp_path, monkeyp
     monkeypatch.setattr(prepared_task, "HELD_OUT", 8)
     manifest = prepared_task.prepare(task, task.name, 300, 0, 1, tmp_path / "data")
     data = open_data(tmp_path / "data")
-    first = task.sample(generator(0, 0), 256)
+    first = task.sample(generator("training", 0, 0), 256)
     assert data.train[:256] == {name: values.tolist() for name, values in first.items()} and len(data.train) == 300
     answers = sum(label != IGNORED for row in data.held_out["shift_labels"] for label in row)
     assert (manifest["held_out"]["rows"], manifest["held_out"]["tokens"]) == (8, answers)

@@ -62,7 +62,7 @@ def compare(
         str | None,
         typer.Option(
             help="Field of the training and its values: lr=VALUE,VALUE,... Each mixer takes its best value, on "
-            r"other seeds than the reported. \[default: none]"
+            r"seeds and rows that are not reported. \[default: none]"
         ),
     ] = None,
     tune_seeds: Annotated[

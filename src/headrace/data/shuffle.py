@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 from torch.utils.data import Sampler
 
+from ..utils.splitmix import splitmix64
+
 ROUNDS = 8
 TOGETHER = 1 << 12  # rows whose places are computed together
 
@@ -50,12 +52,5 @@ def _feistel(x: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray:
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = x >> half, x & mask
     for key in keys:
-        left, right = right, left ^ (_mixed(right ^ key) & mask)
+        left, right = right, left ^ (splitmix64(right ^ key) & mask)
     return left << half | right
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's mixing of bits (Steele, Lea and Flood, 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

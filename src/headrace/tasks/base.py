@@ -1,8 +1,14 @@
-"""The protocol of tasks, their metrics, and a data set of rows drawn from a seed."""
+"""The protocol of tasks, their metrics, the parts of their rows, and a data set of rows drawn from a seed.
 
+A row belongs to one of three parts: it is for training, for tuning a recipe, or held out. Rows that are drawn at
+random are parted by a hash of their content, so that no row of one part is ever drawn for another.
+"""
+
+import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -10,11 +16,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..ops.loss import IGNORED
+from ..utils.errors import InputError
+from ..utils.splitmix import splitmix64
 
 LONGER = (1, 2, 4, 8)  # held-out lengths as multiples of the training length
 BLOCK = 1024  # rows drawn together
 
 Batch = dict[str, Tensor]
+Part = Literal["training", "tuning", "held-out"]
+PARTS = np.array(["held-out", "tuning", *["training"] * 8])  # the part of a row by `tenth`
+IN_VAIN = 500  # rows drawn without one of a part after which a task is refused; of a tenth of the rows: once in 10^23
 
 
 @dataclass(frozen=True)
@@ -82,10 +93,11 @@ class Task(Protocol):
     def resized(self, length: int) -> "Task":
         """The same task at another length. InputError for a length that the task cannot have."""
 
-    def sample(self, generator: torch.Generator, rows: int) -> Batch: ...
+    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+        """Training rows."""
 
-    def held_out(self, rows: int) -> Batch:
-        """At most `rows` held-out rows, the same for every seed and mixer."""
+    def held_out(self, rows: int, part: Part = "held-out") -> Batch:
+        """At most `rows` rows of a part that is not trained on, the same for every seed and mixer."""
 
     def by_length(self, rows: int) -> dict[int, Batch]:
         """Length -> held-out rows of that length, which may exceed the training length; empty for tasks that are not
@@ -113,17 +125,52 @@ class ByRow:
         return {"exact match": answers.exact, "accuracy": answers.accuracy, "loss": answers.loss}
 
 
-class Drawn(ByToken):
-    """Base of synthetic tasks, whose rows are drawn from a random generator."""
+class Parted:
+    """Base of tasks whose rows are drawn from a random generator and parted by their content.
+
+    Of a row drawn by `draw`, `content` decides the part, and `complete` makes what `sample` returns.
+    """
+
+    draw: Any  # (generator, rows) -> Batch
+
+    def content(self, drawn: Batch) -> Tensor:
+        """Integers [rows, ...] that decide the part of a row; negative ones do not count."""
+        return drawn["input_ids"]
+
+    def complete(self, drawn: Batch) -> Batch:
+        return drawn
+
+    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+        return self.rows_of("training", generator, rows)
+
+    def held_out(self, rows: int, part: Part = "held-out") -> Batch:
+        return self.rows_of(part, generator(part), rows)
+
+    def rows_of(self, part: Part, generator: torch.Generator, rows: int) -> Batch:
+        """Rows of a part. InputError if the task has too few different rows for all parts."""
+        share, missing, in_vain = float(np.mean(part == PARTS)), rows, 0
+        found: list[Batch] = []
+        while missing or not found:
+            drawn = self.draw(generator, math.ceil(missing / share))
+            parts = PARTS[tenth(self.content(drawn))]
+            mine = np.flatnonzero(parts == part)[:missing]
+            found.append({name: values[mine] for name, values in drawn.items()})
+            missing, in_vain = missing - len(mine), 0 if len(mine) else in_vain + len(parts)
+            if in_vain >= IN_VAIN:
+                raise InputError(
+                    f"{self} has too few different rows to hold some out: of {in_vain} that were drawn, none is of the "
+                    f"part {part!r}; expected a task with more, such as longer rows or more symbols"
+                )
+        return self.complete({name: torch.cat([batch[name] for batch in found]) for name in found[0]})
+
+
+class Drawn(Parted, ByToken):
+    """Base of synthetic tasks for causal models."""
 
     length: Any  # int
-    sample: Any
 
     def resized(self, length: int) -> Any:
         return replace(self, length=length)  # type: ignore[type-var]
-
-    def held_out(self, rows: int) -> Batch:
-        return held_out(self.sample, rows)
 
     def by_length(self, rows: int) -> dict[int, Batch]:
         """Held-out rows at LONGER multiples of the training length."""
@@ -149,15 +196,22 @@ class Rows(Dataset):
             raise IndexError(f"row {index} of {self.count}")
         number, row = divmod(index, BLOCK)
         if number != self.number:
-            self.number, self.block = number, self.sample(generator(self.seed, number), BLOCK)
+            self.number, self.block = number, self.sample(generator("training", self.seed, number), BLOCK)
         return {name: values[row] for name, values in self.block.items()}
 
 
-def held_out(sample: Callable[[torch.Generator, int], Batch], rows: int) -> Batch:
-    """Held-out rows of a synthetic task, drawn with a key that no training seed has."""
-    return sample(generator(), rows)
+def tenth(content: Tensor) -> np.ndarray:
+    """A hash [rows], from 0 to 9, of the numbers of each row of integers [rows, ...] in their order, without the
+    negative ones: padding does not change it."""
+    numbers = content.flatten(1).numpy()
+    there = numbers >= 0
+    places = there.cumsum(1).astype(np.uint64)
+    mixed = splitmix64(splitmix64(places) + numbers.astype(np.uint64)) * there
+    return splitmix64(mixed.sum(1, dtype=np.uint64)) % np.uint64(len(PARTS))
 
 
-def generator(*key: int) -> torch.Generator:
-    """A random generator for a key. The key is hashed, because torch uses only the lower 32 bits of a seed."""
-    return torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+def generator(purpose: str, *key: int) -> torch.Generator:
+    """A random generator for a purpose and integers. No two keys are hashed alike, as a hash of the integers alone
+    would do with (0,) and (0, 0). The hash has 32 bits, as torch uses no more of a seed."""
+    digest = hashlib.sha256(repr((purpose, *key)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))

@@ -40,7 +40,7 @@ class Copy(Drawn):
     def vocab_size(self) -> int:
         return self.symbols + 1
 
-    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+    def draw(self, generator: torch.Generator, rows: int) -> Batch:
         source = torch.randint(self.symbols, (rows, self.length // 2), generator=generator)
         mark = torch.full((rows, 1), self.symbols)
         unasked = torch.full_like(source, IGNORED)

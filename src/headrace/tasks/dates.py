@@ -4,7 +4,7 @@
     target   1998-03-03
 
 Dates are from 1950 to 2049, so that two digits determine a year, in seven formats, such as 3 Mar 98 and 3/3/98 (month
-first).
+first). A date that is held out is in no training row, in whatever format.
 """
 
 import string
@@ -14,8 +14,10 @@ from datetime import date
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ..utils.errors import InputError
+from .base import Batch
 from .sequences import Sequences
 
 # Python's names of months and days depend on the locale.
@@ -54,3 +56,7 @@ class Dates(Sequences):
         forms = torch.randint(len(FORMS), (rows,), generator=generator)
         for day, form in zip(map(date.fromordinal, days.tolist()), forms.tolist(), strict=True):
             yield FORMS[form](day, MONTHS[day.month - 1], DAYS[day.weekday()]), day.isoformat()
+
+    def content(self, drawn: Batch) -> Tensor:
+        """The date: its target."""
+        return drawn["shift_labels"]

@@ -4,7 +4,7 @@
     answer                                       0        at the last pixel
 
 Causal models read the pixels row by row; bert and bert(mixer=gla) are bidirectional. A fixed fifth of the 1,797
-pictures is held out.
+pictures is held out, and a tenth is for tuning.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
 from ..utils.extras import require
-from .base import Batch, ByToken
+from .base import Batch, ByToken, Part
 
 GREYS, PIXELS, CLASSES = 17, 64, 10
 
@@ -38,11 +38,11 @@ class Digits(ByToken):
         return self
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
-        pictures, digits = load()[0]
+        pictures, digits = load()["training"]
         return asked(pictures, digits, torch.randint(len(digits), (rows,), generator=generator))
 
-    def held_out(self, rows: int) -> Batch:
-        pictures, digits = load()[1]
+    def held_out(self, rows: int, part: Part = "held-out") -> Batch:
+        pictures, digits = load()[part]
         return asked(pictures, digits, torch.arange(min(rows, len(digits))))
 
     def by_length(self, rows: int) -> dict[int, Batch]:
@@ -56,13 +56,16 @@ def asked(pictures: Tensor, digits: Tensor, which: Tensor) -> Batch:
 
 
 @lru_cache(maxsize=1)
-def load() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(pictures [n, 64], digits [n]) for training, and the same for the held-out pictures."""
+def load() -> dict[Part, tuple[Tensor, Tensor]]:
+    """(pictures [n, 64], digits [n]) of each part."""
     require("the task digits", "sklearn")
     from sklearn.datasets import load_digits
 
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     pictures, digits = (torch.from_numpy(x[order]).long() for x in (data.data, data.target))
-    cut = len(digits) // 5
-    return (pictures[cut:], digits[cut:]), (pictures[:cut], digits[:cut])
+    first, second = len(digits) // 5, len(digits) * 3 // 10
+    parts: dict[Part, slice] = {
+        "held-out": slice(first), "tuning": slice(first, second), "training": slice(second, None)
+    }  # fmt: skip
+    return {part: (pictures[rows], digits[rows]) for part, rows in parts.items()}

@@ -39,7 +39,7 @@ class Induction(Drawn):
     def vocab_size(self) -> int:
         return self.symbols + 1
 
-    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+    def draw(self, generator: torch.Generator, rows: int) -> Batch:
         ids = torch.randint(self.symbols, (rows, self.length), generator=generator)
         place = torch.randint(self.length - 2, (rows, 1), generator=generator)
         ids = ids.scatter(1, place, self.symbols)

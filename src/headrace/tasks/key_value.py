@@ -49,7 +49,7 @@ class KeyValue(Drawn):
     def resized(self, length: int) -> "KeyValue":
         return replace(self, length=length, pairs=min(self.pairs, max(length // 3, 1)))
 
-    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+    def draw(self, generator: torch.Generator, rows: int) -> Batch:
         start, stop = self.keys, 2 * self.keys
         keys = torch.rand(rows, self.keys, generator=generator).argsort(1)[:, : self.pairs]
         values = torch.randint(start, stop, (rows, self.pairs), generator=generator)

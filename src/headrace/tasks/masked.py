@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
-from .base import Batch, ByToken, held_out
+from .base import Batch, ByToken, Part, generator
 from .text import Text
 
 ASKED, MASKED, RANDOM = 0.15, 0.8, 0.1  # fraction of predicted tokens; fractions of these that are masked, replaced
@@ -43,8 +43,8 @@ class Masked(ByToken, Text):
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         return self._pairs(self.corpus.train, generator, rows)
 
-    def held_out(self, rows: int) -> Batch:
-        return held_out(partial(self._pairs, self.corpus.tail), rows)
+    def held_out(self, rows: int, part: Part = "held-out") -> Batch:
+        return self._pairs(self.corpus.parts[part], generator(part), rows)
 
     def _pairs(self, tokens: Tensor, generator: torch.Generator, rows: int) -> Batch:
         n, special, draw = self.length - 3, self.corpus.vocab_size, partial(torch.randint, generator=generator)

@@ -52,7 +52,7 @@ class Mqar(Drawn):
     def resized(self, length: int) -> "Mqar":
         return replace(self, length=length, pairs=min(self.pairs, max(length // 4, 1)))
 
-    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+    def draw(self, generator: torch.Generator, rows: int) -> Batch:
         half, space = self.vocabulary // 2, self.length // 2 - self.pairs
         keys = self._different(torch.ones(half - 1), generator, rows) + 1
         values = self._different(torch.ones(self.vocabulary - half), generator, rows) + half

@@ -10,7 +10,8 @@ of niah_single_1, 2 and 3 of lm-evaluation-harness.
     answer      4920138<end>
 
 Kind 1 hides a number in repeated sentences, kind 2 a number in prose, kind 3 a UUID in prose. A row is filled with as
-much of the haystack as fits, with the needle at a random depth. Keys are words of wonderwords, as in the harness.
+much of the haystack as fits, with the needle at a random depth. Keys are words of wonderwords, as in the harness. A
+number that is held out is in no training row.
 """
 
 import hashlib
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
@@ -78,23 +80,35 @@ class Needle(ByRow, Drawn):
     def sha256(self) -> str | None:
         return self.haystack and hashlib.sha256(read(Path(self.haystack)).encode()).hexdigest()
 
-    def sample(self, generator: torch.Generator, rows: int) -> Batch:
-        rng = random.Random(int(torch.randint(2**62, (), generator=generator)))
+    def draw(self, generator: torch.Generator, rows: int) -> Batch:
+        """The seed of each row, from which its value can be known without making the row."""
+        return {"seed": torch.randint(2**62, (rows,), generator=generator)}
+
+    def content(self, drawn: Batch) -> Tensor:
+        """The characters of the value."""
+        return torch.tensor([list(self.value(random.Random(seed)).encode()) for seed in drawn["seed"].tolist()])
+
+    def complete(self, drawn: Batch) -> Batch:
+        rows = len(drawn["seed"])
         ids = torch.full((rows, self.length), self.tokens.eos_token_id)
         labels = torch.full((rows, self.length), IGNORED)
-        for i in range(rows):
-            prompt, answer = self.row(rng)
+        for i, seed in enumerate(drawn["seed"].tolist()):
+            prompt, answer = self.row(random.Random(seed))
             end = len(prompt) + len(answer)
             ids[i, :end] = torch.tensor(prompt + answer)
             labels[i, len(prompt) - 1 : end - 1] = torch.tensor(answer)
         return {"input_ids": ids, "shift_labels": labels}
 
+    def value(self, rng: random.Random) -> str:
+        """The number or UUID to hide: the first that is drawn for a row."""
+        if self.kind == 3:
+            return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        return str(rng.randint(10**6, 10**7 - 1))
+
     def row(self, rng: random.Random) -> tuple[list[int], list[int]]:
         """(tokens of a prompt, tokens of its answer with the end token), together at most `length`."""
         adjectives, nouns, _ = vocabulary()
-        key = f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
-        uuid4 = str(uuid.UUID(int=rng.getrandbits(128), version=4))
-        value = uuid4 if self.kind == 3 else str(rng.randint(10**6, 10**7 - 1))
+        value, key = self.value(rng), f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
         depth = rng.random() if self.kind == 1 else rng.choice(DEPTHS)
         each, rest = tokens_taken(replace(self, length=1))
         hay = list(islice(self.pieces(rng), max(math.ceil((self.length - rest) / each), 1)))

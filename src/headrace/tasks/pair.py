@@ -95,7 +95,7 @@ class Pair(Drawn):
             )
         return replace(self, keys=max(self.keys, pairs), pairs=pairs, queries=None, least=None)
 
-    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+    def draw(self, generator: torch.Generator, rows: int) -> Batch:
         keys = torch.rand(rows, self.keys, generator=generator).argsort(1)[:, : self.pairs]
         values = torch.randint(self.keys, 2 * self.keys, (rows, self.pairs), generator=generator)
         order = torch.rand(rows, self.pairs, generator=generator)

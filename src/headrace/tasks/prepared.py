@@ -69,7 +69,7 @@ def _fill(task: Any, name: str, rows: int, seed: int, workers: int, folder: Path
 
 def _block(batch: dict[str, list[int]], task: Task, seed: int, rows: int) -> dict[str, Any]:
     (number,) = batch["block"]
-    drawn = task.sample(generator(seed, number), min(BLOCK, rows - number * BLOCK))
+    drawn = task.sample(generator("training", seed, number), min(BLOCK, rows - number * BLOCK))
     return {name: values.numpy() for name, values in drawn.items()}
 
 

@@ -3,7 +3,8 @@
     source   d a c c b
     target   b c c a d
 
-Training lengths are uniform up to `length`; evaluation includes lengths up to twice that.
+Training lengths are uniform up to `length`; evaluation includes lengths up to twice that, if they have at least FEWEST
+different sources.
 """
 
 import string
@@ -16,6 +17,8 @@ import torch
 from ..utils.errors import InputError
 from .base import Batch
 from .sequences import Sequences
+
+FEWEST = 100  # different sources of a length of which some are held out almost surely
 
 
 @dataclass(frozen=True)
@@ -52,4 +55,5 @@ class Reverse(Sequences):
 
     def by_length(self, rows: int) -> dict[int, Batch]:
         lengths = {max(self.length * quarters // 4, 1) for quarters in range(1, 9)}
-        return {n: replace(self, length=n, shortest=n).held_out(rows) for n in sorted(lengths)}
+        large = (n for n in sorted(lengths) if self.symbols**n >= FEWEST)
+        return {n: replace(self, length=n, shortest=n).held_out(rows) for n in large}

@@ -39,7 +39,7 @@ class SelectiveCopy(Drawn):
     def vocab_size(self) -> int:
         return self.symbols + 2  # with the noise token and the query token
 
-    def sample(self, generator: torch.Generator, rows: int) -> Batch:
+    def draw(self, generator: torch.Generator, rows: int) -> Batch:
         source = torch.randint(self.symbols, (rows, self.copied), generator=generator)
         read = self.length - self.copied
         places = torch.rand(rows, read, generator=generator).argsort(1)[:, : self.copied].sort(1).values

@@ -9,14 +9,13 @@ T5, a row begins with kept tokens and ends with a span.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..utils.errors import InputError
-from .base import Batch, ByToken, held_out
+from .base import Batch, ByToken, Part, generator
 from .sequences import END, FIRST, Sequences
 from .text import Text
 
@@ -49,8 +48,8 @@ class Spans(ByToken, Sequences, Text):
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         return self._rows(self.corpus.train, generator, rows)
 
-    def held_out(self, rows: int) -> Batch:
-        return held_out(partial(self._rows, self.corpus.tail), rows)
+    def held_out(self, rows: int, part: Part = "held-out") -> Batch:
+        return self._rows(self.corpus.parts[part], generator(part), rows)
 
     def _rows(self, tokens: Tensor, generator: torch.Generator, rows: int) -> Batch:
         start = torch.randint(len(tokens) - self.length, (rows, 1), generator=generator)

@@ -3,8 +3,8 @@
     input      T  h  e  _  h  e
     answer     h  e  _  h  e  a
 
-Tokens are bytes, or those of a `tokenizers` JSON file. The last tenth of the text is held out. The default text is the
-source code of Python's standard library.
+Tokens are bytes, or those of a `tokenizers` JSON file. The last tenth of the text is held out, and the tenth before it
+is for tuning. The default text is the source code of Python's standard library.
 """
 
 import gzip
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..utils.errors import InputError
-from .base import Answers, Batch, Metric
+from .base import Answers, Batch, Metric, Part
 
 HELD_OUT_SHARE = 0.1
 COMMON = 1e-5  # a bigram that is more than this share of the training text's is learnt from there, not from the row
@@ -54,10 +54,11 @@ class Text:
         corpus = load(self.files, self.tokenizer)
         name = "longest" if self.longest else "length"
         needed = getattr(self, name) + 1
-        if min(len(corpus.train), len(corpus.tail)) < needed:
+        sizes = [len(tokens) for tokens in corpus.parts.values()]
+        if min(sizes) < needed:
             raise InputError(
-                f"the text has {len(corpus.train) + len(corpus.tail)} tokens, too few for {name}={needed - 1}; "
-                f"expected at least {math.ceil(needed / HELD_OUT_SHARE)}, of which a tenth is held out"
+                f"the text has {sum(sizes)} tokens, too few for {name}={needed - 1}; expected at least "
+                f"{math.ceil(needed / HELD_OUT_SHARE)}, of which a tenth is held out and a tenth is for tuning"
             )
         return corpus
 
@@ -76,11 +77,11 @@ class Text:
         tokens = self.corpus.train
         return self._windows(tokens, torch.randint(len(tokens) - self.length, (rows,), generator=generator))
 
-    def held_out(self, rows: int) -> Batch:
-        """Adjacent windows of the held-out text; if there are more than `rows`, evenly spaced ones."""
-        tail = self.corpus.tail
-        windows = (len(tail) - 1) // self.length
-        return self._windows(tail, torch.linspace(0, windows - 1, min(rows, windows)).long() * self.length)
+    def held_out(self, rows: int, part: Part = "held-out") -> Batch:
+        """Adjacent windows of a part of the text; if there are more than `rows`, evenly spaced ones."""
+        tokens = self.corpus.parts[part]
+        windows = (len(tokens) - 1) // self.length
+        return self._windows(tokens, torch.linspace(0, windows - 1, min(rows, windows)).long() * self.length)
 
     def by_length(self, rows: int) -> dict[int, Batch]:
         """Length -> windows of that length, as many tokens at each."""
@@ -112,13 +113,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as tokens: `train` [n] and its last tenth, `tail` [m]."""
+    """A text as tokens [n] of each part, one behind the other."""
 
-    train: Tensor
-    tail: Tensor
+    parts: dict[Part, Tensor]
     vocab_size: int
-    bytes_per_token: float  # of `tail`
+    bytes_per_token: float  # of the held-out part
     sha256: str
+
+    @property
+    def train(self) -> Tensor:
+        return self.parts["training"]
 
     @cached_property
     def common(self) -> Tensor:
@@ -131,11 +135,14 @@ class Corpus:
 @lru_cache(maxsize=2)
 def load(files: tuple[str, ...], tokenizer: str | None) -> Corpus:
     text = "".join(read(Path(file)) for file in files or standard_library())
-    cut = len(text) - math.ceil(HELD_OUT_SHARE * len(text))
+    share = math.ceil(HELD_OUT_SHARE * len(text))
+    texts: dict[Part, str] = {
+        "training": text[: -2 * share], "tuning": text[-2 * share : -share], "held-out": text[-share:]
+    }  # fmt: skip
     encode, vocab_size = encoder(tokenizer)
-    train, tail = encode(text[:cut]), encode(text[cut:])
-    bytes_per_token = len(text[cut:].encode()) / max(len(tail), 1)
-    return Corpus(train, tail, vocab_size, bytes_per_token, hashlib.sha256(text.encode()).hexdigest())
+    parts = {part: encode(own) for part, own in texts.items()}
+    bytes_per_token = len(texts["held-out"].encode()) / max(len(parts["held-out"]), 1)
+    return Corpus(parts, vocab_size, bytes_per_token, hashlib.sha256(text.encode()).hexdigest())
 
 
 def read(path: Path) -> str:

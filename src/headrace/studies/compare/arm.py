@@ -87,7 +87,7 @@ class Curve(TrainerCallback):
     def __init__(self, arm: Arm, tell: Tell):
         self.arm, self.tell = arm, tell
         self.every = math.ceil(arm.plan.recipe.steps / arm.plan.recipe.evaluations)
-        self.held_out = model_inputs(arm, arm.plan.task.held_out(arm.plan.recipe.held_out))
+        self.held_out = model_inputs(arm, arm.plan.task.held_out(arm.plan.recipe.held_out, arm.plan.part))
         self.points: list[dict[str, Any]] = []
         self.losses: list[Tensor] = []  # of the training steps since the last point
         self.speeds: list[float] = []  # training tokens per second between two evaluations
@@ -168,7 +168,7 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
         "scores": last["scores"],
         "diverged": not last["scores"],
         "curve": curve.points,
-        **(by_length(arm, model) if last["scores"] else {}),
+        **(by_length(arm, model) if last["scores"] and plan.part == "held-out" else {}),
         "flops": flops(model, {name: values[:1] for name, values in curve.held_out.items()}, shape),
         "speeds": curve.speeds,
         "environment": environment(),

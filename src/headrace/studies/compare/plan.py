@@ -14,6 +14,7 @@ from ...spec.record import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from ...spec.serialise import admitted, to_json
 from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
+from ...tasks.base import Part, generator
 from ...training.optimization import Optimization
 from ...utils.errors import InputError
 from .question import Question
@@ -72,6 +73,7 @@ class Plan:
     recipe: ArmRecipe = ArmRecipe()
     seeds: int | tuple[int, ...] = 3  # a number: so many, from 0; a tuple: these
     tuning: Tuning | None = None
+    part: Part = "held-out"  # the rows on which the arms are evaluated: those of a search are not the reported ones
 
     def check(self) -> None:
         """Checks the plan before training begins.
@@ -96,7 +98,10 @@ class Plan:
             trial.check()
         if shared := set(self.tuning.seeds if self.tuning else ()) & set(self.seed_numbers):
             raise InputError(f"seed {min(shared)} is among those of the search and those reported; expected others")
-        self.task.held_out(1)  # raises InputError if the task's data are missing
+        # InputError if the task's data are missing, or too few
+        self.task.sample(generator("training"), 1)
+        self.task.held_out(1, self.part)
+        self.task.by_length(1)
 
     @property
     def seed_numbers(self) -> tuple[int, ...]:
@@ -125,7 +130,7 @@ class Plan:
             return []
         apart = replace(self, seeds=self.tuning.seeds)
         field, values = self.tuning.field, self.tuning.values
-        return [replace(apart.at(v), name=f"{self.name}-{field}-{v}", tuning=None) for v in values]
+        return [replace(apart.at(v), name=f"{self.name}-{field}-{v}", tuning=None, part="tuning") for v in values]
 
     def idle_gates(self) -> list[str]:
         """A sentence for each gate of the mixers that has little or no effect."""
@@ -146,6 +151,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
+        del data["part"]  # of a study's plans always the same
         data["task"] = {"name": self.task.name, **data["task"]}
         if sha256 := getattr(self.task, "sha256", None):  # of the files that the task reads
             data["task"]["sha256"] = sha256

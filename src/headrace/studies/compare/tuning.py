@@ -1,8 +1,8 @@
-"""The search for a value of the recipe, such as the learning rate, for each mixer apart, on seeds that are not
+"""The search for a value of the recipe, such as the learning rate, for each mixer apart, on seeds and rows that are not
 reported.
 
 Every value is a trial: a plan of its own whose arms are trained and stored like all others. A mixer takes the value
-with the lowest median of the final held-out loss over the seeds of the search.
+with the lowest median of the final loss over the seeds of the search, on the rows for tuning.
 """
 
 import math
@@ -44,7 +44,7 @@ def best(plan: Plan, trials: Sequence[Result]) -> dict[str, Any]:
 
 
 def medians(trials: Sequence[dict[str, Any]], results: Sequence[Result]) -> dict[str, dict[Any, float]]:
-    """Mixer -> value -> median held-out loss; infinite where most runs diverged. trials: {name, value} of each."""
+    """Mixer -> value -> median loss; infinite where most runs diverged. trials: {name, value} of each."""
     found: dict[str, dict[Any, float]] = {}
     for trial in trials:
         losses: dict[str, list[float]] = {}
@@ -60,8 +60,8 @@ def about(plan: dict[str, Any]) -> str:
     """How the search of a plan's JSON was made, as a sentence."""
     seeds = ", ".join(map(str, plan["tuning"]["seeds"]))
     return (
-        f"Median of the final held-out loss over seeds {seeds}, which are not reported, and the mean score. Each mixer "
-        "takes the value with the lowest loss."
+        f"Median of the final loss over seeds {seeds}, and the mean score; neither these seeds nor these rows are "
+        "reported. Each mixer takes the value with the lowest loss."
     )
 
 
