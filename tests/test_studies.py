@@ -11,7 +11,7 @@ from scipy import stats
 
 from headrace.studies.compare import rows as table
 from headrace.studies.compare import statistics
-from headrace.studies.compare.arm import begin, train
+from headrace.studies.compare.arm import Curve, begin, train
 from headrace.studies.compare.choose import choose, planned
 from headrace.studies.compare.model import build
 from headrace.studies.compare.page import write_report
@@ -138,6 +138,16 @@ def test_a_search_is_on_other_seeds_and_every_mixer_takes_its_best():
     assert at_edge((1, 2, 3), 3) and at_edge((1, 2, 3), 1) and not at_edge((1, 2, 3), 2)
 
 
+@pytest.mark.parametrize("task", ["pair(least=8)", "digits"])
+def test_a_search_is_evaluated_on_rows_that_are_not_reported(task):
+    if task == "digits":
+        pytest.importorskip("sklearn", reason="the extra [eval] is not installed")
+    (plan,) = choose(task, [], None, {"held_out": 1024}, None, "lr=1e-3, 1e-2").plans
+    rows = [Curve(of.arms()[0], lambda *news: None).held_out["input_ids"] for of in (*plan.trials(), plan)]
+    first, second, reported = ({tuple(row) for row in ids.flatten(1).tolist()} for ids in rows)
+    assert first == second and not first & reported and min(len(first), len(reported)) > 100
+
+
 def test_reported_arms_train_with_the_value_that_was_taken_and_a_finished_study_is_kept(tmp_path):
     asked = question(pairs=(("softmax-retnet", "retnet"),))
     study = Study("s", "S", (SMALL,), question=asked)
@@ -152,7 +162,11 @@ def test_reported_arms_train_with_the_value_that_was_taken_and_a_finished_study_
         assert taken[mixer] == min((1e-3, 1e-1), key=lambda lr, mixer=mixer: by_value[mixer, lr])
     assert {(arm["mixer"], arm["lr"]) for arm in results["arms"]} == set(taken.items())
     page = write_report(results, tmp_path).read_text("utf-8")
-    assert "small: search" in page and "which are not reported" in page and "The statistic of the plan" in page
+    assert (
+        "small: search" in page
+        and "neither these seeds nor these rows are reported" in page
+        and "The statistic of the plan" in page
+    )
     found = table.read(tmp_path / "runs.csv")
     assert found == [{name: r[name] for name in table.COLUMNS} for r in table.rows(results)]
     assert [r["trial"] for r in found] == [True] * 4 + [False] * 4

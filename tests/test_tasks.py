@@ -4,7 +4,9 @@ import contextlib
 import itertools
 import json
 import math
+import random
 import re
+import string
 from collections import Counter
 from datetime import datetime
 
@@ -287,6 +289,37 @@ def test_no_held_out_row_and_no_row_for_tuning_is_a_training_row(task):
     longer = {row for rows in task.by_length(64).values() for row in contents(rows)}
     assert held_out and tuning and len(training) > len(held_out) / 4
     assert not training & (held_out | tuning | longer) and not tuning & (held_out | longer)
+
+
+TEXTS = [
+    lambda book: Text((book,), length=9), lambda book: TASKS["masked"]((book,), length=12),
+    lambda book: Spans((book,), length=12), lambda book: Digits(), lambda book: Needle(length=700),
+    lambda book: Needle(3, length=700),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", TEXTS, ids=["text", "masked", "spans", "digits", "needle", "uuid"])
+def test_text_pictures_and_needles_are_of_one_part(make, tmp_path):
+    """Of text, letters that never repeat; of needles, the answers."""
+    (tmp_path / "letters.txt").write_text("".join(random.Random(0).choices(string.ascii_letters, k=4000)))
+    task = make(str(tmp_path / "letters.txt"))
+    needle = isinstance(task, Needle)
+    if needle or isinstance(task, Digits):
+        pytest.importorskip("wonderwords" if needle else "sklearn", reason="the extra [eval] is not installed")
+    seen = {}
+    for part in ("training", "tuning", "held-out"):
+        batch = task.sample(generator(part, 0), 64) if part == "training" else task.held_out(32, part)
+        rows = batch["shift_labels"] if needle else batch["input_ids"]
+        seen[part] = {tuple(row) for row in rows.tolist()}
+        assert len(seen[part]) > 9
+    assert not any(a & b for a, b in itertools.combinations(seen.values(), 2))
+
+
+def test_a_text_is_cut_into_three_parts_without_a_rest(book):
+    parts = Text((str(book),)).corpus.parts
+    assert bytes(torch.cat(list(parts.values())).tolist()) == book.read_bytes()
+    sizes = [len(parts[part]) / len(book.read_bytes()) for part in ("training", "tuning", "held-out")]
+    assert sizes == pytest.approx([0.8, 0.1, 0.1], abs=0.01)
 
 
 def test_no_date_that_is_held_out_is_trained_on_in_another_format():
