@@ -1,11 +1,20 @@
-"""Sphinx extension: what the site takes from the code. The directive `{generated} NAME ARGUMENT ...` inserts the
-Markdown that the function NAME of this module returns; docstrings become reStructuredText."""
+"""What the documentation takes from the code: the Markdown that a function NAME of this module returns.
+
+A page that is also read on GitHub keeps it between `<!-- generated: NAME ARGUMENT ... -->` and `<!-- end -->`, where
+`python docs/generated.py` writes it and tests/test_site.py compares it. The reference, which Sphinx takes from
+docstrings, has the directive `{generated} NAME ARGUMENT ...`. As a Sphinx extension, this module also turns docstrings
+into reStructuredText.
+"""
 
 import dataclasses
 import inspect
 import re
+import shlex
+import sys
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +25,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from typer.cli import get_docs_for_click
 
-from headrace import zoo
+from headrace import InputError, zoo
 from headrace.cli.app import GROUPS, app
 from headrace.hf.config import ELSEWHERE
 from headrace.spec.linear import MixerSpec
@@ -28,6 +37,8 @@ from headrace.tasks import TASKS
 from headrace.training import recipes as shipped
 
 DOCS = Path(__file__).parent
+REGION = re.compile(r"(<!-- generated: ([^\n]*) -->\n\n).*?(<!-- end -->\n)", re.DOTALL)
+CODE = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PEERS = r"(?:^|: )(?:fla|flash|ggml|idiap|mamba|rwkv|torch|transformers|ONNX Runtime)\b"  # libraries in docs/results.md
 
 
@@ -202,6 +213,38 @@ def elsewhere() -> str:
     return table(("field of another configuration", "headrace"), ((f"`{a}`", f"`{b}`") for a, b in ELSEWHERE.items()))
 
 
+def output(text: str, space: dict[str, Any]) -> str:
+    """What the Python and the commands of a text print or are refused with. space: the names of the Python so far."""
+    with redirect_stdout(StringIO()) as said:
+        for language, code in CODE.findall(text):
+            for call in [code] if language == "python" else code.splitlines():
+                try:
+                    if language == "python":
+                        exec(call, space)
+                    else:
+                        app(shlex.split(call)[1:], prog_name="headrace", standalone_mode=False)
+                except InputError as error:
+                    print(f"{'InputError' if language == 'python' else 'headrace'}: {error}")
+    return f"```text\n{said.getvalue()}```\n"
+
+
+def filled(page: str) -> str:
+    """The text of a page with its regions as they should be."""
+    space: dict[str, Any] = {}
+    done, place = [], 0
+    for region in REGION.finditer(page):
+        before, (name, *arguments) = page[place : region.start()], region[2].split()
+        made = output(before, space) if name == "output" else globals()[name](*arguments)
+        done += [before, region[1], made.strip("\n"), "\n\n", region[3]]
+        place = region.end()
+    return "".join([*done, page[place:]])
+
+
+def pages() -> list[Path]:
+    """The pages with regions."""
+    return [path for path in sorted(DOCS.glob("*.md")) if REGION.search(path.read_text("utf-8"))]
+
+
 class Generated(SphinxDirective):
     required_arguments, optional_arguments, final_argument_whitespace = 1, 1, True
 
@@ -228,3 +271,9 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("generated", Generated)
     app.connect("autodoc-process-docstring", docstring, priority=100)  # before napoleon, which has 500
     return {"parallel_read_safe": True}
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "benchmarks")]
+    for path in pages():
+        path.write_text(filled(path.read_text("utf-8")), "utf-8")

@@ -74,6 +74,27 @@ def test_a_tokenizer_s_frame_of_special_tokens_is_left_out(jsonl, tmp_path):
     assert plain == framed
 
 
+@pytest.mark.parametrize("kind", ["bytes", "trained", "a file without an end token"])
+def test_a_tokenizer_pads_at_the_left_with_its_end(kind, tmp_path):
+    made = {"bytes": tokenizer.byte_level, "trained": lambda: tokenizer.train_bpe(["It was it"], 260)}
+    tokens = made.get(kind, tokenizer.byte_level)()
+    tokens.save_pretrained(tmp_path / "tokenizer")
+    name = "tokenizer/tokenizer.json" if kind not in made else "tokenizer"
+    for found in (tokens, tokenizer.find(str(tmp_path / name))):
+        assert found.pad_token_id == found.eos_token_id is not None
+        batch = found(["It", "It was"], padding=True, return_tensors="pt")
+        assert batch.input_ids[0, 0] == found.eos_token_id and batch.attention_mask[0].tolist()[0] == 0
+        assert found.decode(batch.input_ids[0], skip_special_tokens=True) == "It"
+
+
+def test_a_token_for_padding_is_kept(tmp_path):
+    own = tokenizer.byte_level()
+    own.pad_token, own.padding_side = "A", "right"
+    own.save_pretrained(tmp_path)
+    found = tokenizer.find(str(tmp_path))
+    assert (found.pad_token, found.padding_side) == ("A", "right")
+
+
 def test_code_in_a_folder_of_data_is_not_run(jsonl, tmp_path):
     prepare(Preparation((str(jsonl),), length=64), tmp_path / "d")
     manifest = json.loads((tmp_path / "d" / "manifest.json").read_text())

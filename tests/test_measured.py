@@ -54,7 +54,7 @@ def test_the_studies():
     """The page has the tables of every study that is kept, once, below the command that prints them."""
     page = (ROOT / "docs" / "competition.md").read_text("utf-8")
     commands = re.findall(r"^python benchmarks/study.py show (.*)$", page, re.MULTILINE)
-    assert re.findall(r"^```{generated} study (.*)$", page, re.MULTILINE) == commands
+    assert re.findall(r"^<!-- generated: study (.*) -->$", page, re.MULTILINE) == commands
     kept = {path.stem for path in (ROOT / "benchmarks" / "results" / "studies").glob("*.csv")} - {"demo"}
     assert sorted(name for names in commands for name in names.split()) == sorted(kept)
 
@@ -62,7 +62,7 @@ def test_the_studies():
 @pytest.mark.parametrize(("name", "page"), [("specialisation", "competition"), ("taylor", "taylor")])
 def test_the_programs_of_studies(name, page):
     text = (ROOT / "docs" / f"{page}.md").read_text("utf-8")
-    assert f"\npython benchmarks/{name}.py show\n```\n\n```{{generated}} program {name}\n" in text
+    assert f"\npython benchmarks/{name}.py show\n```\n\n<!-- generated: program {name} -->\n" in text
 
 
 def test_what_the_curves_of_denominators_and_orders_tell():
@@ -254,7 +254,7 @@ def test_retnet_holds_no_more_than_the_fewest_pairs_whose_values_are_overwritten
 
 def test_nowhere_is_competition_better_than_its_control(findings):
     """Sentence 2, of the settings of the table."""
-    (shown,) = re.findall(r"```{generated} effects (.*?) ```", findings)
+    (shown,) = re.findall(r"<!-- generated: effects (.*?) -->", findings)
     tested = [setting.effect("softmax", "wide sigmoid") for setting in study.settings(shown.split())]
     assert len(tested) == 21 and all(one.low <= 0 for one in tested)
 
@@ -267,7 +267,7 @@ def test_no_other_gate_is_better_and_gates_that_sum_to_one_are_last():
 
 
 def test_what_stands_after_correction(findings):
-    (shown,) = re.findall(r"```{generated} effects (.*?) ```", findings)
+    (shown,) = re.findall(r"<!-- generated: effects (.*?) -->", findings)
     studies = [(name, *study.read(name)) for name in shown.split()]
     found = statistics.differences([(question, runs) for _, question, runs in studies])
     stands = [

@@ -8,6 +8,7 @@ import lzma
 import os
 import pickle
 import random
+import re
 from dataclasses import replace
 from multiprocessing import get_context
 
@@ -264,9 +265,68 @@ def test_bad_rows_of_parquet(tmp_path):
             prepare(Preparation((str(tmp_path / "b.parquet"),), column=column), tmp_path / "none")
 
 
+# What a URL, a pattern of paths or a shell would read as more than letters.
+NAMES = ("My Documents", "é", "100%", "%20", "a#b", "what?", "[a]", "*", "{a,b}", "a::b", "C:", "~", "$HOME", "a&b;'")
+
+
+def read(*sources_):
+    return [(row.text, row.bad) for row in sources.rows(tuple(map(str, sources_)), "text", cut=False)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_path_may_have_any_letters(name, tmp_path, monkeypatch):
+    """A file by its whole path and by its own name, below and beside files that a pattern would find."""
+    for folder in ("aX", name):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.txt").write_text(folder)
+        (tmp_path / folder / "aX.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": folder}).encode()))
+        parquet.write_table(pyarrow.table({"text": [folder]}), tmp_path / folder / f"{name}.parquet")
+    for file in (f"{name}.txt", "aX.jsonl.gz", f"{name}.parquet"):
+        assert read(tmp_path / name / file) == [(name, "")]
+    monkeypatch.chdir(tmp_path / name)
+    assert read(f"{name}.txt") == [(name, "")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_is_read_or_refused_for_its_name(name, tmp_path):
+    """`datasets` takes the path of a folder as a pattern: what it would not find, or find elsewhere, is refused."""
+    for folder in ("aX", name):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.jsonl").write_text(json.dumps({"text": folder}) + "\n")
+    if odd := [mark for mark in ("*", "?", "[", "::") if mark in name]:
+        with pytest.raises(InputError, match=re.escape(f"is a folder whose path has {odd[0]!r}")):
+            read(tmp_path / name)
+    else:
+        assert read(tmp_path / name) == [(name, "")]
+
+
+MARKED = {
+    "a.jsonl": ('{"text": "one"}\n{"text": "two"}\n', [("one", ""), ("two", "")]),
+    "b.json": ('[{"text": "one"}, {"text": "two"}]', [("one", ""), ("two", "")]),
+    "c.txt": ("one\n", [("one\n", "")]),
+    "d.txt": ("", [("", "empty")]),
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_byte_order_mark_is_no_text(name, tmp_path):
+    text, expected = MARKED[name]
+    for file, content in ((name, text.encode("utf-8-sig")), (f"{name}.gz", gzip.compress(text.encode("utf-8-sig")))):
+        (tmp_path / file).write_bytes(content)
+        assert read(tmp_path / file) == expected
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_another_encoding_is_named(encoding, tmp_path):
+    for name in ("a.txt", "b.jsonl", "c.json"):
+        (tmp_path / name).write_text('{"text": "one"}\n', encoding)
+        with pytest.raises(InputError, match=f"^source '.*{name}' is {encoding.upper()}; expected UTF-8$"):
+            read(tmp_path / name)
+
+
 @pytest.mark.parametrize("name", ["a.txt", "b.jsonl.gz", "c.parquet"])
 def test_a_file_that_cannot_be_read_is_named(name, tmp_path):
-    (tmp_path / name).write_bytes(b"\xff\xfe no text")
+    (tmp_path / name).write_bytes(b"\xff no text")
     with pytest.raises(InputError, match=f"source .*{name}' cannot be read"):
         prepare(Preparation((str(tmp_path / name),)), tmp_path / "none")
 

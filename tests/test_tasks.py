@@ -574,6 +574,9 @@ def test_a_tokenizer_file(book, tmp_path):
         (b"", "is empty"),
         (b" \n\t\n", "is empty"),
         (b"abc \xff\xfe def", r"is not UTF-8: byte 4 is 0xff"),
+        (b"\xef\xbb\xbfabc \xff def", r"is not UTF-8: byte 7 is 0xff"),
+        ("abc".encode("utf-16"), r"is UTF-16; expected UTF-8"),
+        ("abc".encode("utf-16-le"), r"is UTF-16-LE; expected UTF-8"),
         (b"a", "too few for length=16"),
         (b"too short for this", "too few for length=16; expected at least 170"),
     ],
@@ -584,6 +587,13 @@ def test_bad_text_is_refused(tmp_path, content, said):
         path.write_bytes(content)
     with pytest.raises(InputError, match=said):
         assert Text((str(path),), length=16).corpus
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / encoding).write_text("It was the best of times. " * 20, encoding)
+    plain, marked = (Text((str(tmp_path / encoding),), length=16) for encoding in ("utf-8", "utf-8-sig"))
+    assert plain.sha256 == marked.sha256
 
 
 @pytest.mark.parametrize("content", [None, json.dumps({"no": "tokenizer"})])

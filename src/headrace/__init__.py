@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from .utils import auto
 from .utils.errors import GateWarning, InputError
+from .utils.extras import require
 
 if TYPE_CHECKING:
     from .hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, HeadraceModel, load
@@ -47,9 +48,11 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in _LAZY:
-        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _LAZY[name] == "hf":  # asked here, as a failed import has twenty lines of traceback
+        require(f"{__name__}.{name}", "transformers")
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from io import TextIOWrapper
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from ..utils import extras
 from ..utils.errors import InputError
 from ..utils.processes import Terminated, terminable
+from ..utils.text import decode
 
 T = TypeVar("T")
 HEARTBEAT = 60.0  # seconds without a line after which the current line is repeated
@@ -121,12 +122,13 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     name = "--prompt" if prompt is not None else "standard input" if file is None else f"--file {str(file)!r}"
     try:
         if prompt is not None:  # Python has kept bytes that are not UTF-8 as surrogates
-            return prompt.encode("utf-8", "surrogateescape").decode("utf-8")
-        return file.read_text("utf-8") if file else TextIOWrapper(sys.stdin.buffer, "utf-8").read()
+            data = prompt.encode("utf-8", "surrogateescape")
+        else:
+            data = file.read_bytes() if file else sys.stdin.buffer.read()
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name} is not UTF-8: {error}") from None
+    text = decode(data, name)
+    return text if prompt is not None else StringIO(text, newline=None).read()  # every line ends in \n
 
 
 def needing(extra: str | None, name: str, command: Callable) -> Callable:

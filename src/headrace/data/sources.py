@@ -1,25 +1,30 @@
 """Reads documents one after another from files or a data set of the Hub, in memory that no source's size decides."""
 
+import codecs
 import io
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet
 from datasets import load_dataset
+from fsspec.core import OpenFile
+from fsspec.implementations.local import LocalFileSystem
 
 from ..utils.errors import InputError
 from ..utils.integrity import sha256
 from ..utils.provenance import short
+from ..utils.text import check_encoding
 from .encoding import last_place
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 WINDOW = 1 << 20  # characters of a text file that are read together
+PATTERN = ("*", "?", "[", "::")  # marks of a pattern of paths, or of a chain of file systems, of fsspec
 ROWS = 64  # rows of a Parquet file that are read together
 
 
@@ -91,13 +96,23 @@ def _kind(file: Path) -> str:
     return READERS[suffixes[-1]]
 
 
-def _open(source: str, **how: Any) -> Any:
-    return fsspec.open(Path(source).resolve().as_uri(), compression=PACKED.get(Path(source).suffix.lower()), **how)
+@contextmanager
+def _open(source: str) -> Iterator[io.BufferedReader]:
+    """The bytes of a file of text, unpacked and without a byte order mark."""
+    path, packed = Path(source).resolve(), PACKED.get(Path(source).suffix.lower())
+    # OpenFile takes the path as it is; fsspec.open would read *, ?, [ and :: in it as a pattern or a chain of systems.
+    with OpenFile(LocalFileSystem(), str(path), compression=packed) as opened:
+        file = io.BufferedReader(opened)  # zstandard's own reader has no lines
+        check_encoding(file.peek(4), f"source {source!r}")
+        if file.peek(4).startswith(codecs.BOM_UTF8):
+            file.read(len(codecs.BOM_UTF8))
+        yield file
 
 
 def _text(source: str, cut: bool) -> Iterator[Row]:
     name, offset, held = Path(source).name, 0, ""
-    with _open(source, mode="rt", encoding="utf-8") as file:
+    with _open(source) as opened:
+        file = io.TextIOWrapper(opened, "utf-8")
         while new := file.read(WINDOW if cut else -1):
             text, begin = held + new, max(len(held) - 2, 0)  # a place needs two characters
             if at := last_place(text, begin) if cut else 0:
@@ -113,8 +128,7 @@ def _text(source: str, cut: bool) -> Iterator[Row]:
 
 def _json(source: str, column: str) -> Iterator[Row]:
     name = Path(source).name
-    with _open(source, mode="rb") as opened:
-        file = io.BufferedReader(opened)  # zstandard's own reader has no lines
+    with _open(source) as file:
         if file.peek(1).lstrip()[:1] == b"[":  # one array: read as a whole
             for number, item in enumerate(json.load(file), 1):
                 yield _of_record(name, number, item, column)
@@ -167,7 +181,13 @@ def _parquet(source: str, column: str) -> Iterator[Row]:
 
 def _data_set(source: str, column: str) -> Iterator[Row]:
     """Of a folder, or of the Hub: `owner/name` or `owner/name:configuration`."""
-    name, _, configuration = source.partition(":")
+    local = Path(source).is_dir()
+    name, _, configuration = (source, "", "") if local else source.partition(":")
+    if local and (odd := next((mark for mark in PATTERN if mark in str(Path(source).resolve())), None)):
+        raise InputError(
+            f"source {source!r} is a folder whose path has {odd!r}, which `datasets` reads as a pattern; expected its "
+            "files by name, or a folder of another name"
+        )
     found: Any = load_dataset(name, configuration or None, split="train", streaming=True)
     for number, item in enumerate(found, 1):
         yield _of_record(source, number, item, column)

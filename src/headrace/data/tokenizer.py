@@ -38,7 +38,7 @@ def find(name: str | None) -> PreTrainedTokenizerFast:
         if end is None:
             raise InputError(f"--tokenizer {name!r} has no end-of-text token; expected one of {', '.join(ENDS)}")
         found.eos_token = end
-    return found
+    return _padded(found)
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -62,4 +62,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
 def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)
+    return _padded(
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)
+    )
+
+
+def _padded(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Pads with the end token, unless there is a token for padding, at the left, as generation goes on at the right."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+        tokenizer.init_kwargs["padding_side"] = "left"  # what save_pretrained writes
+    return tokenizer

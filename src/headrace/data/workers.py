@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from ..utils.errors import InputError
+from ..utils.processes import POSIX
 from . import parts
 from .encoding import Encoder
 
@@ -82,7 +83,7 @@ def _pool(tokens: PreTrainedTokenizerFast, folder: Path, workers: int) -> Iterat
     """Workers of one thread each."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    pool = ProcessPoolExecutor(workers, get_context("fork"), _begin, (tokens, folder))
+    pool = ProcessPoolExecutor(workers, get_context("fork" if POSIX else "spawn"), _begin, (tokens, folder))
     try:
         yield pool
     finally:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..utils.errors import InputError
+from ..utils.text import decode
 from .base import Answers, Batch, Metric, Part
 
 HELD_OUT_SHARE = 0.1
@@ -157,12 +158,7 @@ def read(path: Path) -> str:
         raise InputError(f"text file {str(path)!r} is compressed; expected plain text or .gz")
     if not data.strip():
         raise InputError(f"text file {str(path)!r} is empty; expected text in UTF-8")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"text file {str(path)!r} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x} ({error.reason})"
-        ) from None
+    return decode(data, f"text file {str(path)!r}")
 
 
 def standard_library() -> list[str]:

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 from ..utils.errors import InputError
-from ..utils.processes import LOCK, locked
+from ..utils.processes import LOCK, holder_of, locked
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def agreed(folder: Path, choose: Callable[[], Path | None]) -> Iterator[Path | N
         if refused is not None:
             raise InputError(refused)
         lock = folder / LOCK
-        visible = gather_object([lock.is_file() and lock.read_text(encoding="utf-8") == holder])
+        visible = gather_object([lock.is_file() and holder_of(lock) == holder])
         if not all(visible):
             raise InputError(
                 f"process {visible.index(False)} does not see the folder that process 0 writes to; expected one "

@@ -96,7 +96,7 @@ class MarkComplete(TrainerCallback):
         folder = Path(args.output_dir)
         written = folder / UNFINISHED / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         for path in filter(Path.is_file, written.rglob("*")):
-            with path.open("rb") as file:
+            with path.open("rb+") as file:  # Windows flushes only files that are open for writing
                 os.fsync(file.fileno())
         write_json(written / MARKER, record(written))
         make_room(folder / written.name)

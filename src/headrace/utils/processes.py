@@ -1,7 +1,6 @@
 """Locks on output folders, and the termination of processes by signals and with their parent."""
 
 import ctypes
-import fcntl
 import os
 import re
 import shutil
@@ -9,12 +8,14 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from platform import node
 from typing import IO
+
+from filelock import lock_descriptor
 
 from .errors import InputError
 
@@ -23,6 +24,7 @@ MADE_BY = "made-by.json"  # see provenance.py
 # files that remain when a process is killed before its first result
 LEFT = re.compile(rf"{re.escape(LOCK)}|{MADE_BY}|\.[\w-]+\.json\.\d+")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+POSIX = hasattr(os, "fork")  # not on Windows
 
 
 @contextmanager
@@ -41,12 +43,23 @@ def locked(folder: Path, file: Path | None = None) -> Iterator[str]:
     with held:
         holder = f"process {os.getpid()} on {node()} since {datetime.now().isoformat(timespec='seconds')}"
         held.truncate(0)
-        held.write(holder)
+        held.write(f" {holder}")
         held.flush()
         try:
             yield holder
         finally:
+            if POSIX:
+                file.unlink(missing_ok=True)
+    if not POSIX:  # Windows deletes only what no process has open
+        with suppress(PermissionError):
             file.unlink(missing_ok=True)
+
+
+def holder_of(file: Path) -> str:
+    """Returns the description of the process that holds a lock file; "" if it has written none."""
+    with file.open(encoding="utf-8") as there:
+        there.seek(1)  # on Windows nobody else reads the first byte, which is locked
+        return there.read()
 
 
 @contextmanager
@@ -102,21 +115,15 @@ def locked_beside(output: Path) -> AbstractContextManager[str]:
 def _acquire(folder: Path, file: Path) -> IO[str]:
     while True:
         held = file.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with held:
-                raise InputError(
-                    f"--output {str(folder)!r} is in use by {_holder(held)}; wait for it, or name another"
-                ) from None
+        if not lock_descriptor(held.fileno(), blocking=False):
+            held.close()
+            raise InputError(
+                f"--output {str(folder)!r} is in use by {holder_of(file) or 'another process'}; wait for it, or name "
+                "another"
+            )
         if os.fstat(held.fileno()).st_nlink:
             return held
         held.close()  # the previous holder has deleted the file since it was opened here
-
-
-def _holder(held: IO[str]) -> str:
-    held.seek(0)
-    return held.read() or "another process"
 
 
 class Terminated(KeyboardInterrupt):
@@ -172,4 +179,5 @@ def _after_fork() -> None:
 
 
 _parent: ContextVar[int | None] = ContextVar("process id that forked processes end with", default=None)
-os.register_at_fork(after_in_child=_after_fork)
+if POSIX:
+    os.register_at_fork(after_in_child=_after_fork)

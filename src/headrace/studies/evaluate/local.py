@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from collections.abc import Callable, Iterator
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,10 @@ def localise(item: Item, data: Path, scratch: Path) -> Path:
     scratch.mkdir(parents=True, exist_ok=True)
     path = scratch.resolve() / f"{item.task}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    source = {"data_files": dict.fromkeys(SPLITS, str(path)), "cache_dir": str(scratch.resolve() / "cache")}
+    if "::" in str(path):
+        raise InputError(f"--output {str(scratch.parent)!r} has '::' in its path, a chain to `datasets`; name another")
+    # `datasets` reads the paths of files as patterns
+    source = {"data_files": dict.fromkeys(SPLITS, escape(str(path))), "cache_dir": str(scratch.resolve() / "cache")}
     return define(item, scratch, source, f"class: !function {LOCAL}.{item.task}" if item.task in RECALL else "")
 
 
@@ -89,7 +93,7 @@ def read(task: str, data: Path) -> list[Row]:
         of_task = [row for row in lines(path) if not blimp or row.get("UID") == task.removeprefix("blimp_")]
         rows = [in_columns(task, row, path) for row in of_task]
     elif task == "wikitext" and (path := find(data, "test.raw.txt") or find(data, "wiki.test.raw")):
-        rows = [{"page": page} for page in pages(path.read_text(encoding="utf-8"))]
+        rows = [{"page": page} for page in pages(path.read_text(encoding="utf-8-sig"))]
     else:
         rows = []
     if not rows:
@@ -114,7 +118,7 @@ def find(data: Path, pattern: str) -> Path | None:
 
 def lines(path: Path) -> Iterator[Row]:
     opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
+    with opened(path, "rt", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)

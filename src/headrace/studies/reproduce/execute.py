@@ -16,7 +16,7 @@ from typing import Any
 from ...utils import provenance
 from ...utils.errors import InputError
 from ...utils.integrity import digest, read_json, read_result, record, sha256, write_json, write_result
-from ...utils.processes import end_with_parent
+from ...utils.processes import POSIX, end_with_parent
 from .experiment import called
 
 RESUMED = ("compare", "train", "bench", "eval")  # commands that continue from a folder and take --accept-old
@@ -134,7 +134,7 @@ def inputs(root: Path, command: list[str]) -> dict[str, str]:
 def run(command: list[str], listen: bool) -> tuple[int, str | None]:
     """(exit status, output if `listen`). If this process is interrupted, the step is terminated and waited for, as it
     may have results to save."""
-    pipe, with_us = subprocess.PIPE if listen else None, partial(end_with_parent, os.getpid())
+    pipe, with_us = subprocess.PIPE if listen else None, partial(end_with_parent, os.getpid()) if POSIX else None
     with subprocess.Popen(command, stdout=pipe, text=True, preexec_fn=with_us) as step:
         try:
             printed, _ = step.communicate()
