@@ -15,7 +15,7 @@ TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--retries 0 --extra-index-url $(TOR
 # long as to run them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint format docs linkcheck native sanitize bench lines clean
+.PHONY: demo test lint format docs generated linkcheck native sanitize bench lines clean
 
 demo: $(VENV)/.models
 	$(BIN)/headrace compare
@@ -39,6 +39,10 @@ format: $(VENV)/.dev
 SPHINX := $(BIN)/python -m sphinx -W --keep-going --fresh-env -d build/doctrees
 docs: $(VENV)/.docs
 	$(SPHINX) -b html docs build/site
+
+# Writes what the pages on GitHub take from the code: tables, and the errors of the FAQ.
+generated: $(VENV)/.dev
+	$(BIN)/python docs/generated.py
 
 # Asks every external link for an answer: needs the internet.
 linkcheck: $(VENV)/.docs

@@ -1,6 +1,8 @@
 """Sphinx configuration of the documentation site: `make docs`."""
 
+import json
 import os
+import re
 import sys
 from hashlib import sha256
 from importlib.util import find_spec
@@ -40,6 +42,7 @@ html_theme = "furo"
 html_title = "headrace"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = "search.js"
 html_copy_source = False
 html_show_sourcelink = False
 pygments_style, pygments_dark_style = "friendly", "github-dark"
@@ -87,5 +90,18 @@ def copy_mathjax(app: Sphinx, error: Exception | None) -> None:
                 (to / part).write_bytes((source / part).read_bytes())
 
 
+def write_pages(app: Sphinx, error: Exception | None) -> None:
+    """Writes the texts of all pages as a script, from which the search takes its excerpts in a site that is opened from
+    a folder: browsers do not let a page of a folder read the others."""
+    if error is None:
+        texts = {}
+        for name in sorted(app.env.found_docs):
+            page = Path(app.outdir, f"{name}.html").read_text("utf-8")
+            (main,) = re.findall(r"<article\b.*</article>", page, re.DOTALL)
+            texts[f"{name}.html"] = re.sub(r"<(svg|script|style)\b.*?</\1>", "", main, flags=re.DOTALL)
+        Path(app.outdir, "_static", "pages.js").write_text(f"const PAGES = {json.dumps(texts)};\n", "utf-8")
+
+
 def setup(app: Sphinx) -> None:
     app.connect("build-finished", copy_mathjax)
+    app.connect("build-finished", write_pages)

@@ -16,6 +16,7 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import typer
@@ -143,11 +144,12 @@ def _comments(cls: type) -> dict[str, str]:
 
 def tasks() -> str:
     """A section per task: its description with an example row, and its fields with both of their defaults."""
-    return "\n".join(
-        f"## {name}\n\n```text\n{inspect.getdoc(inspect.getmodule(task))}\n```\n\n"
-        + field_table(task, ("in `compare`", DEFAULTS[name].task))
-        for name, task in TASKS.items()
-    )
+    text = []
+    for name, task in TASKS.items():
+        about = inspect.getdoc(inspect.getmodule(task)) or ""
+        about = re.sub(r"(^    .*\n)+", lambda rows: f"```text\n{dedent(rows[0])}```\n", about, flags=re.MULTILINE)
+        text.append(f"## {name}\n\n{about}\n\n{field_table(task, ('in `compare`', DEFAULTS[name].task))}")
+    return "\n".join(text)
 
 
 def recipes() -> str:

@@ -106,6 +106,25 @@ def test_an_import_says_which_extra_it_needs(tmp_path):
         assert error == "MissingPackage" or line not in [f"import {part}" for part in parts], line
 
 
+def test_the_example_of_the_readme_names_the_extra(tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    op, mixer = run([f"exec({block!r})" for block in blocks], OPTIONAL, tmp_path)
+    assert op[1] == ["done", ""]
+    assert mixer[1] == [
+        "MissingPackage",
+        'headrace.HeadraceConfig needs transformers, which is not installed: pip install "headrace[models]"',
+    ]
+    assert 'pip install ".[models]"' in blocks[1]
+
+
+def test_the_install_page_has_every_extra():
+    page = (ROOT / "docs" / "install.md").read_text("utf-8")
+    listed = {
+        extra for line in re.findall(r"^\| .*", page, re.MULTILINE) for extra in re.findall(r'"\.\[(\w+)\]"', line)
+    }
+    assert listed == {*PROJECT["optional-dependencies"]} - {"docs"}  # which is in dev
+
+
 def test_a_tracker_says_which_extra_it_needs(monkeypatch):
     trackers = pytest.importorskip("headrace.training.run", reason="the extra [train] is not installed")
     monkeypatch.setattr(extras, "find_spec", lambda name: None)

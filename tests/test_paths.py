@@ -12,9 +12,10 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 import tiny
 from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
-from headrace.studies.compare import pool  # noqa: F401: workers are forked (conftest.py)
+from headrace.studies.compare import pool
 from training import arguments
 
+assert pool  # so that conftest.py has workers of `compare` forked
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
 ODD = "My [a] é 100% %20 # q? s* {x} & b;c ~"
 SMALL = "--mixers gla --seeds 1 --steps 1 --length 8 --batch-size 2 --layers 1 --hidden-size 16 --heads 2 --workers 1"
@@ -93,5 +94,5 @@ def test_a_run_works_in_a_folder_of_any_name(home, headrace_, monkeypatch):
         code, _, error = headrace_(*words)
         assert code == 0, error
     assert list((home / "run [1]").rglob("events.out.tfevents*"))
-    code, said, error = headrace_("curves", "run [1]", "--output", "curves [1].png")
+    code, _, error = headrace_("curves", "run [1]", "--output", "curves [1].png")
     assert code == 0 and (home / "curves [1].png").stat().st_size, error

@@ -63,8 +63,11 @@ def linear_attention(
         beta: write strength β [B, T, H]; None: 1.
         rule: "add", or "delta" (arXiv 2406.06484), which replaces the value stored under k. The delta rule diverges
             unless β‖k‖² ≤ 2.
-        read_gate, write_gate: r, w [B, T, H]; None: 1. The gates of head competition (arXiv 2602.01744): for "add" the
-            write gate equals the paper's gate on k (equations 5, 10, 12), for "delta" it is the gate of equation 14.
+        read_gate: r [B, T, H], which multiplies what a head reads; None: 1. In head competition (arXiv 2602.01744) the
+            head's share of the read, the paper's gate on q.
+        write_gate: w [B, T, H], which multiplies the value that a head writes; None: 1. In head competition the head's
+            share of the write: for "add" it equals the paper's gate on k (equations 5, 10, 12), for "delta" it is the
+            gate of equation 14.
         bonus: u [H, K], for "add" only (RWKV-6, arXiv 2404.05892): q_t reads S_{t-1} + diag(u) β_t k_tᵀ w_t v_t.
         normalise: for "add" only (arXiv 2006.16236): o_t = r_t (scale · q_t S_t) / (scale · q_t z_t + 1e-6), where z is
             the S of v = 1. q and k must be non-negative. The state has z as its last column.
@@ -172,7 +175,9 @@ def step(
         v: [B, H, V].
         state: [B, H, K, V] (V + 1 with normalise); None: zeros.
         log_decay: [H] (fixed), [B, H] or [B, H, K]; None: no decay.
-        beta, read_gate, write_gate: [B, H]; None: 1.
+        beta: write strength [B, H]; None: 1.
+        read_gate: [B, H], which multiplies what is read; None: 1.
+        write_gate: [B, H], which multiplies the value that is written; None: 1.
         rule, bonus, normalise, scale, backend: as in `linear_attention`.
         in_place: whether `state` may be overwritten, after which it must not be used.
 

@@ -208,7 +208,7 @@ def heads(comparison: Comparison) -> Figure | None:
             dark = share > 0.6 * largest
             ax.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=8, color="white" if dark else "#333")
     ax.set_yticks(range(len(rows)), names)
-    ax.set_xticks(range(H), [str(h + 1) for h in range(H)])
+    ax.set_xticks(range(H), [str(h) for h in range(H)])
     ax.set(xlabel="head")
     ax.grid(False)
     return figure
@@ -218,7 +218,7 @@ def head_rows(contender: Contender) -> list[tuple[str, list[float]]]:
     """(name, mean share of each head) of each gate, separately for query and other positions if the task has both."""
     rows = []
     for gate in contender.gates:
-        name = f"{contender.label}, layer {gate['layer'] + 1}, {gate['gate']}"
+        name = f"{contender.label}, layer {gate['layer']}, {gate['gate']}"
         if gate["load_asked"] and gate["load_other"]:
             rows += [(f"{name}, queries", gate["load_asked"]), (f"{name}, other", gate["load_other"])]
         else:

@@ -1,0 +1,101 @@
+"""Without what Windows lacks: modules, functions and signals of POSIX alone."""
+
+import pickle
+import subprocess
+import sys
+from multiprocessing import get_context
+
+import pytest
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+from headrace.data import Preparation, prepare, workers
+from headrace.studies.reproduce import execute
+from headrace.utils import processes
+from headrace.utils.errors import InputError
+from headrace.utils.processes import LOCK, locked
+
+# Hides them from headrace, imports all of it, and runs commands. Libraries, which have code of their own for Windows,
+# keep the modules.
+PROGRAM = """
+import accelerate, datasets, filelock, torch, transformers  # before functions are missing
+import builtins, os, pkgutil, signal, sys
+
+HIDDEN = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
+for name in "fork forkpty getpgid getuid geteuid killpg register_at_fork sched_getaffinity setsid".split():
+    delattr(os, name)
+for name in "SIGALRM SIGHUP SIGKILL SIGUSR1 alarm pthread_sigmask setitimer".split():
+    delattr(signal, name)
+find = builtins.__import__
+
+def hiding(name, scope=None, *rest, **options):
+    if name in HIDDEN and (scope or {}).get("__name__", "").startswith("headrace"):
+        raise ModuleNotFoundError(name)
+    return find(name, scope, *rest, **options)
+
+builtins.__import__ = hiding
+import headrace
+from headrace.cli import app
+
+left_out = ("headrace.__main__", "headrace.ops.triton", "headrace.ops.fla", "headrace.hf.vllm")  # for GPUs
+for found in pkgutil.walk_packages(headrace.__path__, "headrace."):
+    if not found.name.startswith(left_out):
+        __import__(found.name)
+        print(found.name)
+for name in ("zoo", "backends", "recipes"):
+    app.app([name], standalone_mode=False)
+"""
+
+
+@pytest.mark.slow(seconds=20)
+def test_every_module_is_imported_without_posix(tmp_path):
+    for package in ("lm_eval", "onnx", "onnxscript", "gguf", "starlette"):
+        pytest.importorskip(package)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) > 200
+
+
+def test_text_is_prepared_by_processes_that_are_not_forked(tmp_path, monkeypatch):
+    """Their start is recorded and what they are sent is pickled; a fork does the work."""
+    (tmp_path / "a.txt").write_text("It was the best of times. " * 50)
+    prepare(Preparation((str(tmp_path / "a.txt"),), length=16, held_out=0.1), tmp_path / "forked")
+    asked, executor = [], workers.ProcessPoolExecutor
+
+    def start(count, context, begin, sent):
+        return executor(count, context, *pickle.loads(pickle.dumps((begin, sent))))
+
+    monkeypatch.setattr(workers, "POSIX", False)
+    monkeypatch.setattr(workers, "get_context", lambda kind: asked.append(kind) or get_context("fork"))
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", start)
+    prepare(Preparation((str(tmp_path / "a.txt"),), length=16, held_out=0.1), tmp_path / "spawned")
+    assert asked == ["spawn"]
+    one, two = ((tmp_path / name / "train.npy").read_bytes() for name in ("forked", "spawned"))
+    assert one == two
+
+
+def test_a_step_of_a_reproduction_runs_without_preexec_fn(monkeypatch):
+    monkeypatch.setattr(execute, "POSIX", False)
+    popen, given = execute.subprocess.Popen, []
+    monkeypatch.setattr(execute.subprocess, "Popen", lambda *words, **how: given.append(how) or popen(*words, **how))
+    assert execute.run([sys.executable, "-c", "print(5)"], listen=True) == (0, "5\n")
+    assert given[0]["preexec_fn"] is None
+
+
+def test_a_lock_is_deleted_after_it_is_closed(tmp_path, monkeypatch):
+    """Windows deletes no open file, so that a lock that another process has opened stays."""
+    monkeypatch.setattr(processes, "POSIX", False)
+    with locked(tmp_path / "d"):
+        with pytest.raises(InputError, match="in use by process"), locked(tmp_path / "d"):
+            pass
+        assert (tmp_path / "d" / LOCK).exists()
+    assert not (tmp_path / "d" / LOCK).exists()
+
+    def refuse(path, missing_ok):
+        raise PermissionError(13, "in use")
+
+    with monkeypatch.context() as patch, locked(tmp_path / "d"):
+        patch.setattr("pathlib.Path.unlink", refuse)
+    with locked(tmp_path / "d"):
+        pass
+    assert not (tmp_path / "d" / LOCK).exists()
