@@ -28,6 +28,7 @@ from headrace.studies.compare import rows, statistics
 from headrace.studies.compare.choose import planned
 from headrace.studies.compare.plan import Study
 from headrace.studies.compare.question import Question
+from headrace.utils.errors import InputError
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
@@ -53,24 +54,33 @@ def show(names: list[str]) -> None:
 
 @app.command()
 def pool(a: str, b: str, names: list[str], where: str | None = None) -> None:
-    """Prints the difference of two arms over all runs of several studies, paired by study and seed.
+    """Prints the difference of two arms over all runs of several studies, tested over seeds.
 
     where: the value to compare, of studies with more than one, such as "text, loss on repeats".
     """
     one = pooled(a, b, names, where)
-    print(f"{a} - {b}: {one.mean:+.3f} ({one.low:+.3f} … {one.high:+.3f}), {one.n} pairs of runs, p {one.p:.2g}")
+    print(f"{a} - {b}: {one.mean:+.3f} ({one.low:+.3f} … {one.high:+.3f}), {count(one.n, 'seed')}, p {one.p:.2g}")
 
 
 def pooled(a: str, b: str, names: list[str], where: str | None = None) -> statistics.Tested:
-    values: dict[str, dict] = {a: {}, b: {}}
+    """The difference of a seed is the mean over the studies that have it, as its runs read the same rows and are not
+    independent."""
+    gains: dict[int, list[float]] = {}
     for name in names:
         asked, runs = read(name)
-        found = statistics.collected(runs, asked.measure)
+        found = statistics.collected(finished(name, runs), asked.measure)
         (held,) = found.values() if where is None else (found[where],)
-        for mixer, arm in asked.names:
-            if arm in values:
-                values[arm] |= {(name, seed): value for seed, value in held[mixer].items()}
-    return statistics.compared("t", "", a, b, values)
+        first, second = (next(held[mixer] for mixer, arm in asked.names if arm == wanted) for wanted in (a, b))
+        for seed in first.keys() & second.keys():
+            gains.setdefault(seed, []).append(first[seed] - second[seed])
+    return statistics.tested("t", "", a, b, [fmean(own) for own in gains.values()])
+
+
+def finished(name: str, runs: list[rows.Row]) -> list[rows.Row]:
+    """The runs, none of which has diverged, so that all means are over the same seeds."""
+    if gone := sum(row["score"] is None for row in runs if not row["trial"]):
+        raise InputError(f"{count(gone, 'run')} of the study {name} diverged; expected a study in which all finished")
+    return runs
 
 
 @app.command()
@@ -133,7 +143,7 @@ def settings(names: list[str]) -> list[Setting]:
     found = []
     for name in names:
         asked, runs = read(name)
-        (held,) = statistics.collected(runs, asked.measure).values()
+        (held,) = statistics.collected(finished(name, runs), asked.measure).values()
         for mixer, called in asked.names:
             if called.endswith("none"):
                 prefix = called.removesuffix("none")
@@ -170,7 +180,7 @@ def others_of(names: list[str]) -> list[str]:
         asked, runs = read(name)
         last, digits = [row for row in runs if not row["trial"]], statistics.DIGITS[asked.measure]
         settled = f"{sum(row['converged'] for row in last)} of {len(last)}"
-        for where, held in statistics.collected(runs, asked.measure).items():
+        for where, held in statistics.collected(finished(name, runs), asked.measure).items():
             arms = {called: held[mixer] for mixer, called in asked.names}
             place = ", ".join([name, where.partition(", ")[2] or MEASURED[asked.measure]])
             means = [f"{fmean(arms[arm].values()):.{digits}f}" for arm in COMPARED]
@@ -180,9 +190,7 @@ def others_of(names: list[str]) -> list[str]:
 
 def cells(arms: dict[str, dict[int, float]], digits: int) -> list[str]:
     tested = (statistics.compared("t", "", a, b, arms) for a, b in EFFECTS)
-    return [
-        f"{one.mean:+.{digits}f} ({one.low:+.{digits}f} to {one.high:+.{digits}f})".replace("-", "−") for one in tested
-    ]
+    return [f"{one.mean:+.{digits}f} ({one.interval(digits)})".replace("-", "−") for one in tested]
 
 
 def table(found: Iterable[list[str]]) -> list[str]:
@@ -203,8 +211,8 @@ def effects_picture(names: list[str]) -> Figure:
         panels = figure.subplots(1, len(EFFECTS), sharex=True, sharey=True)
         for ax, (a, b), colour in zip(panels, EFFECTS, PALETTE, strict=False):
             tested = [setting.effect(a, b) for setting in shown]
-            spans = [[one.mean - one.low for one in tested], [one.high - one.mean for one in tested]]
-            ax.errorbar([one.mean for one in tested], range(len(shown)), xerr=spans, fmt="o", color=colour, ms=4)
+            halves = [one.high - one.mean if math.isfinite(one.high) else math.nan for one in tested]
+            ax.errorbar([one.mean for one in tested], range(len(shown)), xerr=halves, fmt="o", color=colour, ms=4)
             ax.axvline(0, color="0.5", lw=0.8)
             ax.set(title=f"{a} − {b}", xlabel="doublings of the pairs held")
         panels[0].set_yticks(range(len(shown)), [setting.name for setting in shown])
@@ -225,7 +233,7 @@ def shown(studies: dict[str, tuple[Question, list[rows.Row]]]) -> list[str]:
             found += [f"| {' | '.join(row)} |" for row in (table.header, ["---"] * len(table.header), *table.rows)]
             found.append("")
         last = [row for row in runs if not row["trial"]]
-        found += [f"{sum(row['converged'] for row in last)} of {len(last)} reported runs {rows.RULE}.", ""]
+        found += [f"{sum(row['converged'] for row in last)} of {len(last)} reported runs converged.", ""]
         if lost := sum(row["score"] is None for row in last):
             found += [f"{count(lost, 'run')} diverged, and the tables are without {'it' if lost == 1 else 'them'}.", ""]
     return found

@@ -35,7 +35,8 @@ def results(scores, plan=PAIR, gates=()):
             arms.append({
                 "comparison": plan.name, "mixer": mixer, "seed": seed, "parameters": 1000, "gate_parameters": 0,
                 "state_bytes": state, "intermediate_size": None, "scores": point["scores"], "diverged": score is None,
-                "curve": [{"step": step, **point} for step in (0, 5)], "seconds": 1.0, "speeds": [10.0, 14.0],
+                "curve": [{"step": 0, **point, "scores": scores and scores | {"loss": 3.0}}, {"step": 2, **point},
+                          {"step": 5, **point}], "seconds": 1.0, "speeds": [10.0, 14.0],
                 "flops": 500, "lr": plan.recipe.lr, "steps": plan.recipe.steps, "commit": "c0ffee",
             })  # fmt: skip
     study = Study("s", "S", (plan,)).to_json()
@@ -66,14 +67,28 @@ def said(scores, **settings):
             [[0.94, 0.97, 1.0], [0.8, 0.85, 0.9]],
             "softmax-retnet is worse than retnet by 12.0 points (95 % interval 7.0 to 17.0, 3 seeds).",
         ),
-        ([[0.995, 1.0], [0.999, 1.0]], "both solve the task (100.0 % and 99.8 %)"),
+        ([[0.995, 1.0], [0.999, 1.0]], "both solve the task (100.0 % and 99.8 %, 2 seeds)"),
         (
             [[0.5], [0.9]],
             "softmax-retnet is ahead of retnet by 40.0 points in one seed, which is too few to tell them apart",
         ),
         ([[0.9], [0.5]], "softmax-retnet is behind retnet by 40.0 points in one seed"),
-        ([[0.5, 0.5, None], [0.9, 0.91, 0.92]], "interval 34.1 to 46.9, 2 seeds"),  # 0.405 ± 12.706 · 0.00707 / √2
-        ([[0.5, 0.5, None], [0.9, 0.91, 0.92]], "retnet diverged with seed 2: its loss is not finite."),
+        (  # 0.43 ± 4.3027 · 0.02 / √3, over the first three seeds, though the last is the best
+            [[0.5, 0.5, 0.5, None], [0.91, 0.93, 0.95, 0.99]],
+            "softmax-retnet is better than retnet by 43.0 points (95 % interval 38.0 to 48.0, 3 of 4 seeds in which "
+            "neither diverged, with means of 93.0 % and 50.0 %).",
+        ),
+        ([[0.5, 0.5, 0.5, None], [0.91, 0.93, 0.95, 0.99]], "retnet diverged with seed 3: its loss is not finite."),
+        (
+            [[0.5, 0.5], [0.9, 0.91]],
+            "softmax-retnet is ahead of retnet by 40.5 points in 2 seeds, which is too few to tell them apart",
+        ),
+        ([[0.5], [0.5]], "softmax-retnet is equal to retnet in one seed, which is too few"),
+        (
+            [[0.43, 0.51, 0.07], [0.53, 0.61, 0.17]],
+            "no clear difference between softmax-retnet and retnet (the gain is 10.0 points in each seed, and they are "
+            "too few without a spread, 3 seeds).",
+        ),
         ([[None, None], [0.9, 0.91]], "retnet diverged with seed 0, 1: its loss is not finite."),
         ([[None, None], [0.9, 0.91]], "Held-out accuracy: softmax-retnet reaches 90.5 ± 0.7 %."),
         ([[None], [None]], "no model has a score"),
@@ -81,6 +96,36 @@ def said(scores, **settings):
 )
 def test_a_mixer_and_its_backbone(scores, expected):
     assert expected in said(scores)
+
+
+def test_a_mean_over_the_seeds_that_did_not_diverge_is_marked_wherever_it_is_shown(tmp_path):
+    """retnet's mean, 90 %, is over two seeds of three, and would be the best."""
+    found = results([[0.89, None, 0.91, 0.9], [0.88, 0.87, 0.89, 0.86], [0.7, 0.71, None, 0.72]])
+    (comparison,) = summarise(found)
+    retnet, softmax, sigmoid = comparison.contenders
+    assert retnet.mean > softmax.mean and comparison.finished == [softmax, retnet, sigmoid]
+    text = html.unescape(write_report(found, tmp_path).read_text("utf-8"))
+    assert "90.0 ± 1.0 % (3 of 4 seeds)" in text and "89.0 · diverged · 91.0 · 90.0" in text
+    labels = [tick.get_text() for tick in plots.final_scores(comparison).axes[0].get_yticklabels()]
+    assert labels == ["sigmoid-retnet (3 of 4 seeds)", "retnet (3 of 4 seeds)", "softmax-retnet"]
+    (curves,) = plots.learning_curves(comparison).axes
+    assert [line.get_label() for line in curves.lines] == [retnet.named, softmax.named, sigmoid.named]
+    assert "2 of 4 seeds in which neither diverged, with means of 71.0 % and 89.5 %" in "\n".join(findings(comparison))
+
+
+def test_the_best_is_one_that_never_diverged():
+    text = said([[0.5, 0.5, 0.5], [0.95, None, 0.96], [0.6, 0.61, 0.62]], plan=REVERSE)
+    assert "of 2 mixers that never diverged, bahdanau has the best mean score: bahdanau is better than rnn" in text
+
+
+def test_a_spread_is_the_standard_deviation_of_a_sample():
+    """Of 0.5, 0.6 and 0.8: squares of 0.0178, 0.0011 and 0.0278 over 2; of a population they would be over 3."""
+    (comparison,) = summarise(results([[0.5, 0.6, 0.8]]))
+    (contender,) = comparison.contenders
+    assert contender.spread == pytest.approx((0.14 / 3 / 2) ** 0.5) == pytest.approx(0.1528, abs=1e-4)
+    (bar,) = plots.final_scores(comparison).axes[0].containers
+    (ends,) = bar.lines[2][0].get_segments()
+    assert ends[:, 0] == pytest.approx([100 * (0.6333 - 0.1528), 100 * (0.6333 + 0.1528)], abs=0.01)
 
 
 def test_a_gain_is_the_mean_over_seeds():
@@ -115,51 +160,59 @@ def test_what_a_page_says_is_text_and_not_markup(tmp_path):
 
 
 def test_without_competition_the_best_is_compared_with_the_second():
-    text = said([[0.5, 0.5], [0.9, 0.8], [0.6, 0.61]], plan=REVERSE)
+    text = said([[0.5] * 3, [0.9, 0.8, 0.7], [0.6, 0.61, 0.62]], plan=REVERSE)
     assert "of 3 mixers, luong has the best mean score: no clear difference between luong and bahdanau (95 %" in text
 
 
 @pytest.mark.parametrize(
     ("control", "gating", "rest"),
     [
-        ([0.90, 0.91], "sigmoid-retnet is better than retnet by 40.5", "softmax-retnet is worse than sigmoid-retnet"),
-        ([0.60, 0.61], "sigmoid-retnet is better than retnet by 10.5", "softmax-retnet is better than sigmoid-retnet"),
-        ([0.50, 0.51], "no clear difference between sigmoid-retnet and retnet", "softmax-retnet is better than sig"),
+        (
+            [0.93, 0.94, 0.97],
+            "sigmoid-retnet is better than retnet by 44.7",
+            "softmax-retnet is worse than sigmoid-ret",
+        ),
+        ([0.60, 0.61, 0.63], "sigmoid-retnet is better than retnet by 11.3", "softmax-retnet is better than sigmoid-r"),
+        (
+            [0.49, 0.50, 0.51],
+            "no clear difference between sigmoid-retnet and retnet",
+            "softmax-retnet is better than s",
+        ),
     ],
 )
 def test_the_control(control, gating, rest):
-    text = said([[0.5, 0.5], [0.88, 0.89], control])
+    text = said([[0.5] * 3, [0.88, 0.90, 0.90], control])
     assert f"Control with sigmoid gates, which do not compete: {gating}" in text and f"; {rest}" in text
 
 
 @pytest.mark.parametrize("gates", ["competition=sigmoid", "competition.activation=sigmoid, competition.range=heads"])
 def test_the_control_of_equal_range(gates):
     plan = replace(PAIR, mixers=("retnet", "softmax-retnet", f"softmax-retnet({gates})"))
-    text = said([[0.5, 0.5], [0.88, 0.89], [0.9, 0.91]], plan=plan)
-    assert "softmax-retnet is better than retnet by 38.5" in text and "wide-sigmoid-retnet is better than ret" in text
+    text = said([[0.5] * 3, [0.88, 0.89, 0.9], [0.9, 0.91, 0.92]], plan=plan)
+    assert "softmax-retnet is better than retnet by 39.0" in text and "wide-sigmoid-retnet is better than ret" in text
 
 
 @pytest.mark.parametrize(
     ("fewer", "expected"),
-    [([0.9, 0.9], "no clear difference between retnet (heads=2) and softmax-retnet"), ([0.1, 0.1], "is worse than"),
-     ([1, 1], "is better than")],
+    [([0.9] * 3, "no clear difference between retnet (heads=2) and softmax-retnet"), ([0.1] * 3, "is worse than"),
+     ([1] * 3, "is better than")],
 )  # fmt: skip
 def test_fewer_heads(fewer, expected):
-    text = said([[0.5, 0.5], [0.9, 0.91], [0.5, 0.5], fewer])
+    text = said([[0.5] * 3, [0.89, 0.9, 0.91], [0.5] * 3, fewer])
     subject = "" if "between" in expected else "retnet (heads=2) "
     assert f"Control with fewer heads and no competition: {subject}{expected}" in text
     assert "(400 against 100 bytes)" in text
 
 
 def test_where_less_is_better():
-    text = said([[2.0, 2.1], [2.3, 2.4], [1.5, 1.5]], plan=TEXT)
-    assert "Held-out loss: softmax-gla is worse than gla by 0.300 nats/token (95 % interval 0.300 to 0.300" in text
+    text = said([[2.0, 2.1, 2.2], [2.3, 2.4, 2.51], [1.5] * 3], plan=TEXT)
+    assert "Held-out loss: softmax-gla is worse than gla by 0.303 nats/token (95 % interval 0.289 to 0.318" in text
 
 
 def test_gates_of_whole_models_are_compared():
     """Those inside bert(mixer=softmax-gla) as any other."""
-    text = said([[0.1, 0.1], [0.5, 0.5], [0.7, 0.71]], plan=DEFAULTS["masked"])
-    assert "bert (mixer=softmax-gla) is better than bert (mixer=gla) by 20.5 points" in text
+    text = said([[0.1] * 3, [0.5] * 3, [0.7, 0.71, 0.72]], plan=DEFAULTS["masked"])
+    assert "bert (mixer=softmax-gla) is better than bert (mixer=gla) by 21.0 points" in text
 
 
 def test_no_finding_is_about_speed():
@@ -173,8 +226,10 @@ def test_no_finding_is_about_speed():
     [
         ([3.0, 1.02, 1.0], True),  # of a fall by 2, the last third of the steps gave a hundredth
         ([3.0, 1.06, 1.0], False),  # and here three
-        ([3.0, 1.0, 1.5], True),  # the best is not the last
-        ([3.0, 3.1, 3.2], True),  # nothing was learnt, and nothing is being learnt
+        ([3.0, 1.0, 1.5], False),  # it rises again
+        ([3.0, 1.0, 1.03], True),  # by less than 2 % of its fall
+        ([3.0, 3.1, 3.2], False),  # it only rises
+        ([3.0, 3.0, 3.0], False),  # it never moves
         ([3.0], False),
     ],
 )
@@ -186,7 +241,7 @@ def test_an_end_that_came_too_soon(losses, settled):
     sentences = "\n".join(findings(summarise(falling)[0]))
     expected = "Not converged: softmax-retnet in 1 of 2 seeds; more steps would change the scores (converged: the last"
     assert (expected in sentences) != settled
-    assert "less than 2% of the fall of the held-out loss" in sentences or settled
+    assert "gave less than 2% of the fall of the held-out loss, and the loss ends no further" in sentences or settled
     assert not converged(falling["arms"][0] | {"diverged": True})
 
 
@@ -355,12 +410,12 @@ def whole_zoo(seeds, names=ALL):
     """Competition adds 0.1 to every backbone, but takes 0.1 from GLA."""
     gain = {name: 0.1 * (name.startswith("softmax-") and "rnn" not in name) for name in names} | {"softmax-gla": -0.1}
     return results(
-        [[0.5 + gain[name] + 0.001 * s for s in range(seeds)] for name in names], replace(PAIR, mixers=names)
+        [[0.5 + gain[name] * (1 + 0.01 * s) for s in range(seeds)] for name in names], replace(PAIR, mixers=names)
     )
 
 
 def test_many_mixers_are_counted():
-    (comparison,) = summarise(whole_zoo(2))
+    (comparison,) = summarise(whole_zoo(3))
     n = len(zoo.LINEAR)
     told = headline([comparison])
     assert comparison.many and told.startswith(
@@ -369,7 +424,7 @@ def test_many_mixers_are_counted():
     assert told.endswith("; 1 worse (gla), each judged by its 95 % interval.")
     one = headline(summarise(whole_zoo(1)))
     assert f"competition is ahead for {n - 1} of {n} backbones, in one seed, which is too few to judge" in one
-    assert "Softmax-retnet is better than retnet by 10.0 points" in "\n".join(findings(comparison))
+    assert "Softmax-retnet is better than retnet by 10.1 points" in "\n".join(findings(comparison))
     assert comparison.shown == comparison.finished and comparison.shown[0].gated
     families = dict(comparison.families())
     assert [c.label for c in families["gla"]] == ["gla", "softmax-gla"] and len(families) == len(
@@ -403,20 +458,26 @@ def sweep_results(by_value, **settings):
 
 def test_a_sweep_has_a_table_words_and_a_curve_before_everything_else(tmp_path):
     found = sweep_results(
-        {4: [[0.99, 0.98], [1.0, 0.995]], 16: [[0.5, 0.52], [0.8, 0.84]], 32: [[0.1, None], [0.3, 0.2]]}
+        {
+            4: [[0.99, 0.98, 0.985], [1.0, 0.97, 0.995]],
+            16: [[0.5, 0.52, 0.51], [0.8, 0.84, 0.8]],
+            32: [[0.1, None, None], [0.3, 0.2, 0.1]],
+        }
     )
     over = sweep.read(found)
-    assert over.table()[0] == ["retnet", "98.5 ± 0.7 %", "51.0 ± 1.4 %", "10.0 %"]
+    assert over.table()[0] == ["retnet", "98.5 ± 0.5 %", "51.0 ± 1.0 %", "10.0 % (1 of 3 seeds)"]
     assert sweep.answer(over) == (
-        "softmax-retnet compared with retnet, by pairs: no clear difference at 4, 32, better at 16 (by 95 % intervals "
-        "over seeds)."
+        "softmax-retnet compared with retnet, by pairs: no clear difference at 4, better at 16, too few seeds at 32 "
+        "(by 95 % intervals over seeds)."
     )
-    assert sweep.findings(over) == []
+    lost = "At pairs=32: retnet diverged with seed 1, 2: its loss is not finite."
+    assert sweep.findings(over) == [lost]
     over.comparisons[2].contenders[0].arms[0]["scores"]["accuracy"] = 0.03
-    assert sweep.findings(over) == ["At pairs=32: At chance, no more than 2 points above 3.1 %: retnet 3.0 %."]
+    chance = "At pairs=32: At chance, no more than 2 points above 3.1 %: retnet 3.0 % (1 of 3 seeds)."
+    assert sweep.findings(over) == [chance, lost]
     page = write_report(found, tmp_path).read_text("utf-8")
     assert page.index("Score against pairs") < page.index("<h2>pair-pairs-4</h2>")
-    assert page.index('<td data-name="pairs=16">51.0 ± 1.4 %</td>') < page.index("<h2>pair-pairs-4</h2>")
+    assert page.index('<td data-name="pairs=16">51.0 ± 1.0 %</td>') < page.index("<h2>pair-pairs-4</h2>")
     assert {path.name for path in tmp_path.glob("by-pairs-*.png")} == {"by-pairs-score.png", "by-pairs-capacity.png"}
 
 
@@ -499,7 +560,7 @@ def test_pictures_show_the_numbers():
     (comparison,) = summarise(learnt)
     drawn = {name: figure.axes for name, (_, figure) in plots.draw(comparison).items()}
     (curves,), (scores,), (lengths,) = (drawn[name] for name in ("curves", "scores", "lengths"))
-    assert list(curves.lines[0].get_ydata()) == pytest.approx([30, 30])
+    assert list(curves.lines[0].get_ydata()) == pytest.approx([30] * 3)
     assert list(lengths.lines[0].get_ydata()) == pytest.approx([30, 10])
     assert [line.get_xdata()[0] for line in scores.lines[:3]] == pytest.approx([30, 30 - 200**0.5, 30 + 200**0.5])
 

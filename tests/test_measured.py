@@ -144,14 +144,14 @@ TEXTS = "text-gla", "text-retnet", "text-gated-deltanet"
 FOUR_TIMES = "capacity-large", "capacity-large-rates"
 DISTRACTORS = "distractors", "distractors-rates"
 REPEATS = "text-repeats-gla", "text-repeats-gated-deltanet"
-POOLED = (  # differences over several studies, as mean (low to high; pairs of runs, p), the pairs, place and digits
-    ("softmax", "wide sigmoid", (*(f"capacity-{name}" for name in BACKBONES), "gates-retnet"), 30, None, 2),
+POOLED = (  # differences over several studies, as mean (low to high; seeds, p): the arms, studies, seeds, place, digits
+    ("softmax", "wide sigmoid", (*(f"capacity-{name}" for name in BACKBONES), "gates-retnet"), 10, None, 2),
     *((a, b, names, 10, None, 2) for a, b in study.EFFECTS[1:] for names in (FOUR_TIMES, DISTRACTORS)),
-    ("softmax", "wide sigmoid", TEXTS, 11, "text, loss on repeats", 3),
-    ("softmax", "wide sigmoid", TEXTS, 11, "text, all tokens", 3),
-    *(("softmax", "wide sigmoid", REPEATS, 10, f"text, {name}", 3) for name in ("loss on repeats", "all tokens")),
+    ("softmax", "wide sigmoid", TEXTS, 5, "text, loss on repeats", 3),
+    ("softmax", "wide sigmoid", TEXTS, 5, "text, all tokens", 3),
+    *(("softmax", "wide sigmoid", REPEATS, 5, f"text, {name}", 3) for name in ("loss on repeats", "all tokens")),
     *(
-        ("softmax", "wide sigmoid", TEXTS + REPEATS, 21, f"text, {name}", 3)
+        ("softmax", "wide sigmoid", TEXTS + REPEATS, 10, f"text, {name}", 3)
         for name in ("loss on repeats", "all tokens")
     ),
 )
@@ -235,7 +235,7 @@ def test_no_rate_of_a_second_plan_is_the_smallest(name, wide):
 def test_what_the_page_of_the_studies_says_of_ten_seeds(names, b):
     page = " ".join((ROOT / "docs" / "competition.md").read_text("utf-8").split())
     one = study.pooled("softmax", b, names)
-    said = f"{one.mean:+.2f} ({one.low:.2f} to {one.high:.2f}; {one.n} pairs of runs, p {one.p:.2g})"
+    said = f"{one.mean:+.2f} ({one.low:.2f} to {one.high:.2f}; {one.n} seeds, p {one.p:.2g})"
     assert said.replace("-", "−").replace("p 0.", "p .") in page
 
 
@@ -352,13 +352,34 @@ def test_the_specialisation_of_the_findings(mixer, findings):
     assert line.split(" | ")[4] in findings
 
 
-@pytest.mark.parametrize(("a", "b", "names", "pairs", "where", "digits"), POOLED)
-def test_the_differences_over_several_studies(a, b, names, pairs, where, digits, findings):
-    one = study.pooled(a, b, names, where)
-    assert one.n == pairs
+def by_seed(a, b, names, where):
+    """Seed -> the differences of its runs."""
+    found = {}
+    for name in names:
+        question, runs = study.read(name)
+        places = statistics.collected(runs, question.measure)
+        arms = {question.name(mixer): own for mixer, own in places[where or next(iter(places))].items()}
+        for seed, value in arms[a].items():
+            found.setdefault(seed, []).append(value - arms[b][seed])
+    return found
+
+
+@pytest.mark.parametrize(("a", "b", "names", "seeds", "where", "digits"), POOLED)
+def test_the_differences_over_several_studies(a, b, names, seeds, where, digits, findings):
+    """Runs of several studies on one seed read the same rows: a seed is one observation."""
+    one, expected = study.pooled(a, b, names, where), [fmean(own) for own in by_seed(a, b, names, where).values()]
+    by_scipy = stats.ttest_1samp(expected, 0)
+    assert (one.n, one.mean, one.p) == (seeds, pytest.approx(fmean(expected)), pytest.approx(by_scipy.pvalue))
+    assert (one.low, one.high) == pytest.approx(tuple(by_scipy.confidence_interval(0.95)))
     numbers = (f"{x:{sign}.{digits}f}" for x, sign in ((one.mean, "+"), (one.low, ""), (one.high, "")))
-    said = "{} ({} to {}; {} pairs of runs, p {:.2g})".format(*numbers, one.n, one.p)
+    said = "{} ({} to {}; {} seeds, p {:.2g})".format(*numbers, one.n, one.p)
     assert said.replace("-", "−").replace("p 0.", "p .") in findings
+
+
+@pytest.mark.parametrize(("names", "where"), [(REPEATS, "text, loss on repeats"), (TEXTS, "text, all tokens")])
+def test_a_sum_over_studies_that_repeats_its_runs_is_no_surer(names, where):
+    once, twice = (study.pooled("softmax", "wide sigmoid", names * times, where) for times in (1, 2))
+    assert (once.n, once.p) == (twice.n, pytest.approx(twice.p))
 
 
 def test_no_difference_on_text_stands_after_correction():

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -208,16 +209,57 @@ def test_holm_by_hand():
     assert statistics.holm([0.9, 0.6]) == [1.0, 1.0] and statistics.holm([]) == []
 
 
+@pytest.mark.parametrize("test", ["t", "wilcoxon"])
 @pytest.mark.parametrize(
     ("gains", "p", "verdict"),
-    [([0.5], 1.0, "not told apart"), ([0.5, 0.5], 0.0, "more"), ([0.0, 0.0], 1.0, "not told apart"),
-     ([-0.5, -0.5], 0.0, "less"), ([-0.5, 0.5], 1.0, "not told apart")],
+    [([0.5], 1, "too few seeds"), ([0.5] * 2, 1 / 2, "too few seeds"), ([0.0] * 3, 1, "not told apart"),
+     ([-0.5] * 5, 1 / 16, "not told apart"), ([0.5] * 6, 1 / 32, "more"), ([-0.5] * 6, 1 / 32, "less")],
 )  # fmt: skip
-def test_few_and_equal_differences(gains, p, verdict):
-    runs = [row(m, s, x) for s, gain in enumerate(gains) for m, x in (("a", 0.5 + gain), ("b", 0.5))]
-    (found,) = compared(question(), runs)
+def test_equal_differences_are_judged_by_their_signs(test, gains, p, verdict):
+    """p is exact: two of 2^n choices of signs are as extreme. Sums such as 0.43 + 0.5 are rounded, each in its way."""
+    bases = [0.43, 0.51, 0.07, 0.3, 0.9, 0.11]
+    runs = [row(m, s, base + x) for s, (gain, base) in enumerate(zip(gains, bases, strict=False)) for m, x in
+            (("a", gain), ("b", 0))]  # fmt: skip
+    (found,) = compared(question(test=test), runs)
     assert (found.p, found.verdict) == (pytest.approx(p), verdict)
-    assert found.low <= found.mean <= found.high and (math.isinf(found.low) == (len(gains) == 1))
+    if p > 1 / 20:
+        assert (found.low, found.high) == (-math.inf, math.inf)
+        assert statistics.table(question(test=test), [found])[1][3] == "no interval"
+    else:
+        assert (found.low, found.high) == pytest.approx((gains[0],) * 2)
+
+
+def test_two_seeds_are_too_few_for_a_verdict():
+    """Even where p is small."""
+    runs = [row(m, s, x) for s, gain in enumerate((0.5, 0.501)) for m, x in (("a", 0.1 + gain), ("b", 0.1))]
+    (found,) = compared(question(), runs)
+    assert found.corrected < 0.001 and found.verdict == "too few seeds"
+
+
+def test_runs_of_equal_models_that_learn_or_do_not_are_told_apart_in_one_of_twenty_at_most():
+    """Scores of 0 or 1 by the toss of a coin, all 4^n of n seeds. With two seeds, 1 in 8 would favour one model."""
+    for n in (2, 3, 4, 5, 6):
+        verdicts = []
+        for scores in product((0.0, 1.0), repeat=2 * n):
+            gains = [a - b for a, b in zip(scores[:n], scores[n:], strict=True)]
+            one = statistics.tested("t", "", "a", "b", gains)
+            verdicts.append(replace(one, corrected=one.p).verdict in ("more", "less"))
+        assert fmean(verdicts) <= 0.05, n
+
+
+def test_seeds_that_diverged_are_marked():
+    runs = [row(m, s, x) for m, base in (("a", 0.5), ("b", 0.2)) for s, x in enumerate((base, base + 0.1, base + 0.3))]
+    runs += [row("a", 3, None), row("b", 3, 0.3), row("c", 0, None), row("c", 1, None), row("a", 4, None, trial=True)]
+    asked = question(pairs=(("a", "b"), ("c", "b")))
+    found = compared(asked, runs)
+    assert [one.lost for one in found] == [1, 2] and [one.n for one in found] == [3, 0]
+    assert [cells[1] for cells in statistics.table(asked, found)[1:]] == ["3 of 4", "0 of 2"]
+    assert "3 of 4 seeds" in statistics.answer(asked, found)
+    means = {cells[0]: cells[1:3] for cells in statistics.table_of_means(asked, runs)[1:]}
+    assert means["a"] == ["3 of 4", "0.633 ± 0.153"] and means["b"][0] == "4" and means["c"] == ["0 of 2", "diverged"]
+    none = [row(m, s, None) for m in "ab" for s in range(2)]
+    said = statistics.answer(question(), compared(question(), none))
+    assert said == "Q? a and b have no seed in which neither diverged."
 
 
 def test_studies_that_are_shown_together_are_one_family():
@@ -266,7 +308,7 @@ def test_a_planned_report_judges_nothing_that_the_plan_does_not_ask():
     from headrace.studies.compare.summary import summarise
     from test_findings import results
 
-    found = results([[0.5, 0.6, 0.7], [0.8, 0.9, 1.0], [0.7, 0.8, 0.9]], plan=replace(SMALL, seeds=3, tuning=None,
+    found = results([[0.5, 0.6, 0.7], [0.8, 0.9, 0.98], [0.7, 0.8, 0.9]], plan=replace(SMALL, seeds=3, tuning=None,
         mixers=("retnet", "softmax-retnet", "softmax-retnet(competition.activation=sigmoid)")))  # fmt: skip
     (comparison,) = summarise(found)
     assert any("better than" in sentence for sentence in findings(comparison))

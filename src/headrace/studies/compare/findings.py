@@ -9,8 +9,8 @@ from itertools import product, takewhile
 from statistics import fmean
 
 from ... import zoo
-from ...report.numbers import count
-from .pairwise import Difference, common_seeds, competing, find, pairs, with_gates, without_count
+from ...report.numbers import SEEDS, count
+from .pairwise import Difference, common_seeds, competing, few, find, pairs, with_gates, without_count
 from .plan import MATCHED
 from .rows import HELD, RULE, converged
 from .summary import Comparison, Contender, show, show_contender, show_scores, task_of
@@ -49,19 +49,22 @@ def answer(comparison: Comparison) -> str:
         return "; ".join(map(str, differences))
     if len(ranked) == 1 or not common_seeds(*ranked[:2]):
         return f"{ranked[0].label} reaches {show_contender(ranked[0])}"
-    return f"of {len(ranked)} mixers, {ranked[0].label} has the best mean score: {Difference(*ranked[:2])}"
+    whole = sum(not c.lost for c in ranked)
+    among = f"{count(whole, 'mixer')} that never diverged" if 0 < whole < len(ranked) else f"{len(ranked)} mixers"
+    return f"of {among}, {ranked[0].named} has the best mean score: {Difference(*ranked[:2])}"
 
 
 def tally(differences: list[Difference]) -> str:
     """The number of backbones that competition makes better, makes worse or leaves without a clear difference."""
     n = len(differences)
-    if max(len(d.gains) for d in differences) == 1:
+    if (most := max(len(d.gains) for d in differences)) < SEEDS:
         ahead = sum(d.mean > 0 for d in differences)
-        return f"competition is ahead for {ahead} of {count(n, 'backbone')}, in one seed, which is too few to judge"
+        return f"competition is ahead for {ahead} of {count(n, 'backbone')}, in {few(most)}, which is too few to judge"
     kinds = {"better": [d.b for d in differences if d.better], "worse": [d.b for d in differences if d.worse]}
     said = [f"{len(found)} {kind} ({', '.join(c.label for c in found)})" for kind, found in kinds.items() if found]
     even = n - sum(map(len, kinds.values()))
     said += [f"{even} without a clear difference"] if even else []
+    said += [f"{lost} over seeds in which neither diverged"] if (lost := sum(bool(d.lost) for d in differences)) else []
     return f"effect of competition on {count(n, 'backbone')}: {'; '.join(said)}, each judged by its 95 % interval"
 
 
@@ -156,7 +159,7 @@ def lengths(comparison: Comparison) -> Iterator[str]:
     longest = comparison.plan["length"]
     for c in (c for c in comparison.contenders if c.by_length):
         said = reach if c.metric.higher_is_better else beyond
-        yield f"{c.label}: {said(c, longest)}."
+        yield f"{c.named}: {said(c, longest)}."
 
 
 def reach(c: Contender, longest: int) -> str:
@@ -179,12 +182,16 @@ def beyond(c: Contender, longest: int) -> str:
     return f"the {c.metric.name} is {trained} in rows of {longest}, as in training, and {tested} in rows of {last}"
 
 
+def diverged(comparison: Comparison) -> Iterator[str]:
+    for c in comparison.contenders:
+        if c.lost:
+            yield f"{c.label} diverged with seed {', '.join(map(str, c.lost))}: its loss is not finite."
+
+
 def cautions(comparison: Comparison) -> Iterator[str]:
     for contender in comparison.contenders:
         for idle in contender.spec.idle_gates(comparison.plan["shape"]["heads"]):
             yield f"A gate of {contender.label} has little or no effect: {idle}."
-        if lost := [arm["seed"] for arm in contender.arms if arm["diverged"]]:
-            yield f"{contender.label} diverged with seed {', '.join(map(str, lost))}: its loss is not finite."
     if learning := [(c, n) for c in comparison.finished if (n := sum(not converged(arm) for arm in c.arms))]:
         each = ", ".join(f"{c.label} in {n} of {count(len(c.arms), 'seed')}" for c, n in learning)
         who = f"{len(learning)} of {len(comparison.finished)} mixers" if comparison.many else each
@@ -198,6 +205,6 @@ def cautions(comparison: Comparison) -> Iterator[str]:
 
 
 Rule = Callable[[Comparison], Iterator[str]]
-RULES: tuple[Rule, ...] = (at_chance, choices, differences, controls, fewer_heads, lengths, cautions)
+RULES: tuple[Rule, ...] = (at_chance, choices, differences, controls, fewer_heads, lengths, diverged, cautions)
 JUDGING: tuple[Rule, ...] = (differences, controls, fewer_heads)
-RULES_OF_MANY: tuple[Rule, ...] = (at_chance, differences, cautions)
+RULES_OF_MANY: tuple[Rule, ...] = (at_chance, differences, diverged, cautions)

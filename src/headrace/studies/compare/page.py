@@ -117,9 +117,10 @@ def name(contender: Contender, comparison: Comparison) -> Name:
 
 
 def cells(c: Contender) -> list[str]:
-    seeds = " · ".join(show(c.metric, score).removesuffix(c.metric.unit).strip() for score in c.by_seed.values())
+    seeds = [show(c.metric, c.by_seed[arm["seed"]]) if arm["seed"] in c.by_seed else "diverged" for arm in c.arms]
+    each = " · ".join(seed.removesuffix(c.metric.unit).strip() for seed in seeds)
     numbers = (f"{c.constant(field):,}" for field in ("parameters", "state_bytes"))
-    return [show_contender(c) if c.by_seed else "diverged", seeds, *numbers, c.speed]
+    return [show_contender(c), each, *numbers, c.speed]
 
 
 def sizes(c: Contender) -> list[str]:

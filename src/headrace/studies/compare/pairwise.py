@@ -1,11 +1,12 @@
 """The difference between the scores of two mixers, paired by seed, with its 95 % confidence interval."""
 
+import math
 import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ... import zoo
-from ...report.numbers import count, half_interval
+from ...report.numbers import SEEDS, count, half_interval, seeds_of
 from ...spec.attention import AttentionSpec
 from ...spec.linear import MixerSpec
 from ...spec.serialise import Spec
@@ -20,51 +21,94 @@ class Difference:
     b: Contender
 
     @property
+    def seeds(self) -> list[int]:
+        """The seeds in which neither diverged."""
+        return [seed for seed in self.a.by_seed if seed in self.b.by_seed]
+
+    @property
     def gains(self) -> list[float]:
         sign = 1 if self.a.metric.higher_is_better else -1
-        return [sign * (self.a.by_seed[s] - self.b.by_seed[s]) for s in self.a.by_seed if s in self.b.by_seed]
+        return [sign * (self.a.by_seed[seed] - self.b.by_seed[seed]) for seed in self.seeds]
 
     @property
     def mean(self) -> float:
         return statistics.fmean(self.gains)
 
     @property
+    def means(self) -> tuple[float, float]:
+        """The mean scores of a and b over the seeds of the difference."""
+        a, b = (statistics.fmean(c.by_seed[seed] for seed in self.seeds) for c in (self.a, self.b))
+        return a, b
+
+    @property
     def interval(self) -> tuple[float, float]:
-        """95 % confidence interval of the mean gain, by Student's t over seeds; (−∞, ∞) for a single seed."""
+        """95 % confidence interval of the mean gain, by Student's t over seeds; (−∞, ∞) if the seeds are too few."""
         half = half_interval(self.gains)
         return self.mean - half, self.mean + half
 
     @property
+    def verdict(self) -> str:
+        """ "better", "worse", "too few seeds" or "no clear difference"."""
+        low, high = self.interval
+        if len(self.gains) < SEEDS:
+            return "too few seeds"
+        return "better" if low > 0 else "worse" if high < 0 else "no clear difference"
+
+    @property
     def better(self) -> bool:
-        return self.interval[0] > 0
+        return self.verdict == "better"
 
     @property
     def worse(self) -> bool:
-        return self.interval[1] < 0
+        return self.verdict == "worse"
+
+    @property
+    def lost(self) -> set[int]:
+        """The seeds in which a or b diverged."""
+        return {*self.a.lost, *self.b.lost}
 
     def __str__(self) -> str:
-        a, b, n = self.a.label, self.b.label, len(self.gains)
-        if (solved := self.a.metric.solved) is not None and min(self.a.mean, self.b.mean) >= solved:
-            both = f"{show(self.a.metric, self.a.mean)} and {show(self.b.metric, self.b.mean)}"
-            return f"{a} and {b} both solve the task ({both}); it is too easy to tell them apart"
-        if n == 1:
-            ahead = f"{'ahead of' if self.mean > 0 else 'behind'} {b} by {self._size(abs(self.mean))}"
-            return f"{a} is {ahead} in one seed, which is too few to tell them apart"
-        low, high = sorted(abs(end) for end in self.interval)
-        if self.better or self.worse:
-            by = f"{'better' if self.better else 'worse'} than {b} by {self._size(abs(self.mean))}"
-            return f"{a} is {by} (95 % interval {self._number(low)} to {self._number(high)}, {count(n, 'seed')})"
+        a, b, size, seeds = self.a.label, self.b.label, self._size(abs(self.mean)), self._seeds()
+        if (solved := self.a.metric.solved) is not None and min(self.means) >= solved:
+            return f"{a} and {b} both solve the task ({self._means()}, {seeds}); it is too easy to tell them apart"
+        if len(self.gains) < SEEDS:
+            ahead = f"{'ahead of' if self.mean > 0 else 'behind'} {b} by {size}" if self.mean else f"equal to {b}"
+            return f"{a} is {ahead} in {seeds}, which is too few to tell them apart"
         low, high = self.interval
-        interval = f"95 % interval of the gain {self._number(low)} to {self._size(high)}, {count(n, 'seed')}"
-        return f"no clear difference between {a} and {b} ({interval})"
+        if self.better or self.worse:
+            near, far = sorted((abs(low), abs(high)))
+            interval = f"95 % interval {self._number(near)} to {self._number(far)}"
+            return f"{a} is {self.verdict} than {b} by {size} ({interval}, {seeds})"
+        interval = f"95 % interval of the gain {self._number(low)} to {self._size(high)}"
+        if math.isinf(high):
+            interval = f"the gain is {self._size(self.mean)} in each seed, and they are too few without a spread"
+        return f"no clear difference between {a} and {b} ({interval}, {seeds})"
+
+    def _seeds(self) -> str:
+        """How many seeds the difference is over and, if one diverged, the means over these."""
+        number = few(len(self.gains))
+        if not self.lost:
+            return number
+        return f"{seeds_of(len(self.gains), len(self.lost))} in which neither diverged, with means of {self._means()}"
+
+    def _means(self) -> str:
+        a, b = (show(self.a.metric, mean) for mean in self.means)
+        return f"{a} and {b}"
 
     def _number(self, gain: float) -> str:
         metric = self.a.metric
         return f"{gain * metric.scale:.{metric.digits}f}".replace("-", "−")
 
     def _size(self, gain: float) -> str:
-        unit = self.a.metric.unit
-        return f"{self._number(gain)} {'points' if unit == '%' else unit}"
+        return f"{self._number(gain)} {self._unit}"
+
+    @property
+    def _unit(self) -> str:
+        return "points" if self.a.metric.unit == "%" else self.a.metric.unit
+
+
+def few(seeds: int) -> str:
+    return "one seed" if seeds == 1 else count(seeds, "seed")
 
 
 def competing(comparison: Comparison) -> list[Contender]:

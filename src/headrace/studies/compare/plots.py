@@ -108,7 +108,7 @@ def learning_curves(comparison: Comparison) -> Figure | None:
     for ax, members in parts:
         for c in members:
             step, *scores = (np.array(column) for column in zip(*c.curve(), strict=True))
-            mean_and_range(ax, "-", c.label, colour[c.mixer], step, *(metric.scale * x for x in scores))
+            mean_and_range(ax, "-", c.named, colour[c.mixer], step, *(metric.scale * x for x in scores))
     if not metric.higher_is_better:
         zoom_past_start(parts[0][0], learning)
     return over_steps(figure, parts, metric.axis)
@@ -134,7 +134,7 @@ def final_scores(comparison: Comparison) -> Figure | None:
         scores = np.array(list(c.by_seed.values())) * scale
         ax.errorbar(c.mean * scale, y, xerr=c.spread * scale, fmt="D", color=colour[c.mixer], ms=7, capsize=4, lw=2)
         ax.plot(scores, np.full(len(scores), y), "o", color=colour[c.mixer], alpha=0.4, ms=6, mec="none")
-    ax.set_yticks(range(len(ranked)), [c.label for c in ranked])
+    ax.set_yticks(range(len(ranked)), [c.named for c in ranked])
     ax.set(xlabel=comparison.metric.axis, ylim=(-0.6, len(ranked) - 0.4))
     return figure
 
@@ -149,7 +149,7 @@ def by_length(comparison: Comparison) -> Figure | None:
     for c in contenders:
         scores = np.array(list(c.by_length.values())).T * metric.scale  # [seeds, lengths]
         lengths, ends = list(c.by_length), (scores.min(0), scores.max(0))
-        mean_and_range(ax, "o-", c.label, colour[c.mixer], lengths, scores.mean(0), *ends)
+        mean_and_range(ax, "o-", c.named, colour[c.mixer], lengths, scores.mean(0), *ends)
     ax.axvline(comparison.plan["length"], color=SOFT, ls=":")
     spread(ax, {n: n for n in contenders[0].by_length})
     ax.set(xlabel="length of row or source (dotted: longest in training)", ylabel=metric.axis)
@@ -187,7 +187,7 @@ def gate_entropy(comparison: Comparison) -> Figure | None:
         for c in members:
             for gate, style in (("write", "-"), ("read", "--")):
                 if points := c.entropy(gate):
-                    ax.plot(*zip(*points, strict=True), style, color=colour[c.mixer], lw=2, label=f"{c.label}, {gate}")
+                    ax.plot(*zip(*points, strict=True), style, color=colour[c.mixer], lw=2, label=f"{c.named}, {gate}")
         ax.set_ylim(0, 1.03)
     return over_steps(figure, parts, "gate entropy / log(heads)")
 

@@ -17,8 +17,11 @@ COLUMNS = (
 )  # fmt: skip
 TABLES = ("by_length", "scores")  # the columns that are JSON
 HELD = 0.9  # smallest score at which a model still solves a task
-SETTLED = 0.02  # a run has converged if the last third of its steps gave less than this part of the fall of its loss
-RULE = f"converged: the last third of the steps gave less than {SETTLED:.0%} of the fall of the held-out loss"
+SETTLED = 0.02  # the largest change of a loss that has settled, as a part of its whole fall
+RULE = (
+    f"converged: the last third of the steps gave less than {SETTLED:.0%} of the fall of the held-out loss, and the "
+    "loss ends no further above its lowest"
+)
 
 Row = dict[str, Any]
 
@@ -48,14 +51,14 @@ def row(arm: dict[str, Any], metric: Metric, trial: bool) -> Row:
 
 
 def converged(arm: dict[str, Any]) -> bool:
-    """Whether training went on until the held-out loss stopped falling, by RULE."""
+    """Whether the held-out loss fell, and training went on until it had settled, by RULE."""
     points = [(point["step"], point["scores"]["loss"]) for point in arm["curve"] if point["scores"]]
     if arm["diverged"] or len(points) < 2:
         return False
-    (_, first), (last, _) = points[0], points[-1]
+    (_, first), (last, end) = points[0], points[-1]
     best = min(loss for _, loss in points)
     before = min(loss for step, loss in points if step <= 2 / 3 * last)
-    return before - best <= SETTLED * (first - best)
+    return first > best and max(before, end) - best <= SETTLED * (first - best)
 
 
 def write(found: Sequence[Row], path: Path) -> None:

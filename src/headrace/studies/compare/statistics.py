@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from ...report.numbers import count
+from ...report.numbers import ROUNDING, SEEDS, equal, half_interval, out_of, seeds_of
 from .question import Question
 from .rows import HELD, Row
 from .rows import rows as rows_of
@@ -29,8 +29,9 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Tested:
-    """One paired comparison of the values of a and b. low, high: 95 % interval of the mean difference by Student's t;
-    (−∞, ∞) for a single seed. corrected: p by Holm over the family."""
+    """One paired comparison of the values of a and b over n seeds, in which both have one. low, high: 95 % interval of
+    the mean difference by Student's t; (−∞, ∞) if the seeds are too few, or equal. lost: seeds in which a or b
+    diverged. corrected: p by Holm over the family."""
 
     where: str
     a: str
@@ -40,20 +41,29 @@ class Tested:
     low: float
     high: float
     p: float
+    lost: int = 0
     corrected: float = math.nan
 
     @property
     def verdict(self) -> str:
+        if self.n < SEEDS:
+            return "too few seeds"
         if self.corrected >= LEVEL:
             return "not told apart"
         return "more" if self.mean > 0 else "less"
+
+    def interval(self, digits: int, to: str = " to ") -> str:
+        """The interval as text."""
+        if math.isinf(self.low):
+            return "no interval"
+        return f"{self.low:+.{digits}f}{to}{self.high:+.{digits}f}"
 
 
 def differences(asked: Sequence[tuple[Question, Sequence[Row]]]) -> list[list[Tested]]:
     """Every comparison of each study (its question and its runs) in the plan's order, corrected over those of all."""
     found = [
         [
-            compared(question.test, where, a, b, by_mixer)
+            replace(compared(question.test, where, a, b, by_mixer), lost=len(lost(rows, where, a, b)))
             for a, b in question.pairs
             for where, by_mixer in collected(rows, question.measure).items()
             if a in by_mixer and b in by_mixer
@@ -85,17 +95,23 @@ def tables(question: Question, rows: Sequence[Row], found: Sequence[Tested]) -> 
 
 def compared(test: str, where: str, a: str, b: str, values: dict[str, dict[int, float]]) -> Tested:
     seeds = sorted(values[a].keys() & values[b].keys())
-    gains = np.array([values[a][seed] - values[b][seed] for seed in seeds])
-    if len(gains) < 2:
-        return Tested(
-            where, a, b, len(gains), float(gains.mean()) if len(gains) else math.nan, -math.inf, math.inf, 1.0
-        )
-    if np.ptp(gains) == 0:  # a test of equal differences divides by their spread
-        return Tested(where, a, b, len(gains), float(gains[0]), float(gains[0]), float(gains[0]), float(gains[0] == 0))
-    student = stats.ttest_1samp(gains, 0)
-    p = student.pvalue if test == "t" else stats.wilcoxon(gains).pvalue
-    low, high = student.confidence_interval(0.95)
-    return Tested(where, a, b, len(gains), float(gains.mean()), float(low), float(high), float(p))
+    return tested(test, where, a, b, [values[a][seed] - values[b][seed] for seed in seeds])
+
+
+def tested(test: str, where: str, a: str, b: str, gains: Sequence[float]) -> Tested:
+    """The comparison whose difference in each seed is given."""
+    mean, half = fmean(gains) if gains else math.nan, half_interval(gains)
+    low, high = (-half, half) if math.isinf(half) else (mean - half, mean + half)
+    return Tested(where, a, b, len(gains), mean, low, high, p_of(test, gains))
+
+
+def p_of(test: str, gains: Sequence[float]) -> float:
+    """p of a mean of 0. Equal differences have no spread for Student's t; then, too, it is that of Wilcoxon's test,
+    which is exact: 2^(1 − n)."""
+    if len(gains) < 2 or max(map(abs, gains)) <= ROUNDING:
+        return 1.0
+    by_t = test == "t" and not equal(gains)
+    return float((stats.ttest_1samp(gains, 0) if by_t else stats.wilcoxon(gains)).pvalue)
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -122,10 +138,10 @@ def table(question: Question, found: Sequence[Tested]) -> list[list[str]]:
     digits = DIGITS[question.measure]
     rows = [["difference", "at", "seeds", "mean", "95 % interval", "p", "p by Holm", "verdict"]]
     for o in found:
-        interval = f"{o.low:+.{digits}f} … {o.high:+.{digits}f}"
         name = f"{question.name(o.a)} - {question.name(o.b)}"
-        mean, p = f"{o.mean:+.{digits}f}", f"{o.p:.2g}"
-        rows.append([name, o.where, str(o.n), mean, interval, p, f"{o.corrected:.2g}", o.verdict])
+        mean, p = f"{o.mean:+.{digits}f}" if o.n else "–", f"{o.p:.2g}"
+        seeds, interval = out_of(o.n, o.lost), o.interval(digits, " … ")
+        rows.append([name, o.where, seeds, mean, interval, p, f"{o.corrected:.2g}", o.verdict])
     return placed(rows)
 
 
@@ -135,9 +151,10 @@ def table_of_means(question: Question, rows: Sequence[Row]) -> list[list[str]]:
     cells = [["mixer", "at", "seeds", MEANS[question.measure], "seeds at an end of the range"]]
     for where, by_mixer in collected(rows, question.measure).items():
         for mixer, own in by_mixer.items():
-            values = list(own.values())
-            said = mean_and_spread(question.measure, values)
-            cells.append([question.name(mixer), where, str(len(own)), said, str(sum(v in ends for v in values))])
+            values, gone = list(own.values()), len(lost(rows, where, mixer))
+            said = mean_and_spread(question.measure, values) if values else "diverged"
+            at_ends = str(sum(value in ends for value in values))
+            cells.append([question.name(mixer), where, out_of(len(own), gone), said, at_ends])
     return placed(cells)
 
 
@@ -161,14 +178,17 @@ def about(question: Question) -> str:
 
 def answer(question: Question, found: Sequence[Tested]) -> str:
     """The primary comparison as a sentence."""
+    if not found or not found[0].n:
+        a, b = map(question.name, question.pairs[0])
+        return f"{question.text} {a} and {b} have no seed in which neither diverged."
     one = found[0]
     digits = DIGITS[question.measure]
     where = f" at {one.where}" if len({other.where for other in found}) > 1 else ""
+    interval = "no interval" if math.isinf(one.low) else f"95 % interval {one.interval(digits)}"
     return (
         f"{question.text} {question.name(one.a)} less {question.name(one.b)}{where}: {one.mean:+.{digits}f} "
-        f"{UNITS[question.measure]} (95 % interval {one.low:+.{digits}f} to {one.high:+.{digits}f}, "
-        f"{count(one.n, 'seed')}, "
-        f"p by Holm {one.corrected:.2g}): {one.verdict}."
+        f"{UNITS[question.measure]} ({interval}, {seeds_of(one.n, one.lost)}, p by Holm {one.corrected:.2g}): "
+        f"{one.verdict}."
     )
 
 
@@ -212,12 +232,26 @@ def bounds(measure: str, row: Row) -> set[float]:
 
 
 def collected(rows: Sequence[Row], measure: str) -> Values:
+    """The values of the reported runs; none, at each place of its comparison, of a mixer that always diverged."""
     found: Values = {}
-    for row in rows:
-        if not row["trial"] and row["score"] is not None:
-            for place, value in MEASURES[measure](row).items():
-                found.setdefault(place, {}).setdefault(row["mixer"], {})[row["seed"]] = value
+    reported = [row for row in rows if not row["trial"]]
+    for row in (row for row in reported if row["score"] is not None):
+        for place, value in MEASURES[measure](row).items():
+            found.setdefault(place, {}).setdefault(row["mixer"], {})[row["seed"]] = value
+    for row in (row for row in reported if row["score"] is None):
+        for place in (place for place in found if comparison_of(place) == row["comparison"]):
+            found[place].setdefault(row["mixer"], {})
     return found
+
+
+def lost(rows: Sequence[Row], place: str, *mixers: str) -> set[int]:
+    """The seeds in which a reported run of the mixers diverged."""
+    own = (row for row in rows if not row["trial"] and row["mixer"] in mixers and row["score"] is None)
+    return {row["seed"] for row in own if row["comparison"] == comparison_of(place)}
+
+
+def comparison_of(place: str) -> str:
+    return place.partition(", ")[0]
 
 
 MEASURES = {"score": score, "losses": losses, "speed": speed, "capacity": capacity}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ... import zoo
-from ...report.numbers import quartiles
+from ...report.numbers import quartiles, seeds_of
 from ...spec.serialise import Spec, from_json
 from ...tasks import TASKS, Metric
 
@@ -33,6 +33,20 @@ class Contender:
     def by_seed(self) -> dict[int, float]:
         """Seed -> final score; seeds that diverged are left out."""
         return {arm["seed"]: arm["scores"][self.metric.name] for arm in self.arms if not arm["diverged"]}
+
+    @property
+    def lost(self) -> list[int]:
+        """Seeds that diverged."""
+        return [arm["seed"] for arm in self.arms if arm["diverged"]]
+
+    @property
+    def named(self) -> str:
+        """The label, with the number of seeds that a mean is over if some diverged, as in "gla (2 of 3 seeds)"."""
+        return self.label + self.survivors
+
+    @property
+    def survivors(self) -> str:
+        return f" ({seeds_of(len(self.by_seed), len(self.lost))})" if self.lost else ""
 
     @property
     def gated(self) -> bool:
@@ -105,8 +119,9 @@ class Comparison:
 
     @property
     def finished(self) -> list[Contender]:
-        """Contenders with a score, the best mean first."""
-        return sorted(self.finished_in_order, key=lambda c: c.mean, reverse=self.metric.higher_is_better)
+        """Contenders with a score: those that diverged in the fewest seeds and, of these, the best mean first."""
+        sign = -1 if self.metric.higher_is_better else 1
+        return sorted(self.finished_in_order, key=lambda c: (len(c.lost), sign * c.mean))
 
     @property
     def finished_in_order(self) -> list[Contender]:
@@ -195,4 +210,7 @@ def show_scores(metric: Metric, scores: Collection[float]) -> str:
 
 
 def show_contender(contender: Contender) -> str:
-    return show_scores(contender.metric, contender.by_seed.values())
+    """The mean score and standard deviation, and over how many seeds if some diverged."""
+    if not contender.by_seed:
+        return "diverged"
+    return show_scores(contender.metric, contender.by_seed.values()) + contender.survivors

@@ -10,7 +10,7 @@ from matplotlib.ticker import NullLocator
 
 from ...report.numbers import compact
 from ...report.style import SOFT, STYLE
-from .findings import at_chance, headline
+from .findings import at_chance, diverged, headline
 from .pairwise import pairs
 from .plots import axes, colours, legend, spread
 from .summary import Comparison, Contender, show_contender, summarise
@@ -53,9 +53,14 @@ def draw(sweep: Sweep) -> dict[str, tuple[str, Figure]]:
         f"Score against the state size in bytes, at each {sweep.field}. Mixers with states of equal size are drawn "
         "side by side."
     )
+    lost = any(contender.lost for comparison in sweep.comparisons for contender in comparison.contenders)
+    survivors = " that did not diverge" if lost else ""
     with matplotlib.rc_context(STYLE):
         return {
-            "score": (f"Score against {sweep.field}: the mean with its standard deviation over seeds.", curve(sweep)),
+            "score": (
+                f"Score against {sweep.field}: the mean with its standard deviation over seeds{survivors}.",
+                curve(sweep),
+            ),
             "capacity": (by_size, capacity(sweep)),
         }
 
@@ -101,8 +106,7 @@ def answer(sweep: Sweep) -> str:
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for value, comparison in zip(sweep.values, sweep.comparisons, strict=True):
         for d in pairs(comparison):
-            verdict = "better" if d.better else "worse" if d.worse else "no clear difference"
-            found.setdefault((d.a.label, d.b.label), {}).setdefault(verdict, []).append(str(value))
+            found.setdefault((d.a.label, d.b.label), {}).setdefault(d.verdict, []).append(str(value))
     clauses = [
         f"{a} compared with {b}, by {sweep.field}: "
         + ", ".join(f"{verdict} at {', '.join(values)}" for verdict, values in said.items())
@@ -116,5 +120,5 @@ def findings(sweep: Sweep) -> list[str]:
     return [
         f"At {sweep.field}={value}: {sentence}"
         for value, comparison in zip(sweep.values, sweep.comparisons, strict=True)
-        for sentence in at_chance(comparison)
+        for sentence in (*at_chance(comparison), *diverged(comparison))
     ]

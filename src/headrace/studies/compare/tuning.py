@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
+from ...report.numbers import seeds_of
 from ...spec.expression import literal, split
 from ...tasks import Metric
 from ...training.optimization import Optimization
@@ -80,7 +81,10 @@ def table(comparison: Comparison, results: dict[str, Any]) -> list[list[str]]:
 def cell(metric: Metric, loss: float, trial: str, mixer: str, results: dict[str, Any]) -> str:
     own = [arm["scores"] for arm in results["trials"] if (arm["comparison"], arm["mixer"]) == (trial, mixer)]
     scores = [score[metric.name] for score in own if score]
-    return f"{loss:.3f} ({show(metric, fmean(scores))})" if scores else "diverged"
+    if math.isinf(loss):
+        return "diverged"
+    lost = f", {seeds_of(len(scores), len(own) - len(scores))}" if len(scores) < len(own) else ""
+    return f"{loss:.3f} ({show(metric, fmean(scores))}{lost})"
 
 
 def at_edge(values: Sequence[Any], chosen: Any) -> bool:
