@@ -131,6 +131,44 @@ def test_a_comparison_s_scores_are_found(tmp_path):
     assert [cell.ours.value for cell in found if cell.ours] == [2.5]
 
 
+def test_seeds_that_diverged_are_marked(tmp_path):
+    """One of three in a comparison, and one of two runs whose last loss is not finite."""
+    (tmp_path / "rnn-figure-4").mkdir()
+    arms = [("softmax-rnn-norm", 2.0), ("softmax-rnn-norm", 3.0), ("softmax-rnn-norm", None), ("transformer", None)]
+    scores = [{"mixer": mixer, "scores": {} if loss is None else {"loss": loss}} for mixer, loss in arms]
+    (tmp_path / "rnn-figure-4" / "results.json").write_text(json.dumps({"arms": scores}))
+    found = {cell.row: cell for cell in ours("rnn-figure-4", "laptop", tmp_path) if cell.ours}
+    norm = replace(found["norm"], published=2.4, comparable=True)
+    assert show.line(norm)[2:] == ("2.4", "2.5 ± 6.4 (2 of 3 seeds)", "+0.1", "–"), "no verdict on what is left"
+    assert show.line(found["softmax"])[3] == "diverged"
+    assert "reproduced numbers: 1." in show.verdict(list(found.values()))
+    scale = experiment.load("figure-2").at("laptop")
+    for seed, loss in enumerate((3.0, None)):
+        at = {"mixer": "gla", "size": "1m", "seed": seed}
+        folder = experiment.run_folder(scale, tmp_path, at) / "model"
+        folder.mkdir(parents=True)
+        (folder / "history.json").write_text(json.dumps([{"final_loss": 4.0}, {"final_loss": loss}]))
+    runs = [
+        numbers.logged(scale, {"history": "final_loss"}, {"mixer": "gla", "size": "1m", "seed": s}, tmp_path)
+        for s in (0, 1)
+    ]
+    assert show.number(numbers.mean(runs)) == "3 (1 of 2 seeds)"
+    assert show.number(numbers.mean(list(map(numbers.less, runs, runs[::-1])))) == "diverged"
+
+
+def test_the_interval_of_an_evaluation_is_student_s_over_its_rows(tmp_path):
+    folder = tmp_path / "recall" / "5m-gla-0"
+    folder.mkdir(parents=True)
+    results = {"results": {"swde": {"contains,none": 0.3, "contains_stderr,none": 0.1}}}
+    for rows, reach in ((3, 100 * 0.1 * 4.302653), (0, None)):
+        kept = results | ({"n-samples": {"swde": {"original": 9, "effective": rows}}} if rows else {})
+        (folder / "results.json").write_text(json.dumps(kept))
+        scale = experiment.tailored(experiment.load("table-2").at("laptop"), [], ["seed=0"], [])
+        cells = numbers.cells(experiment.load("table-2"), scale, tmp_path)
+        (swde,) = (cell.ours for cell in cells if (cell.row, cell.column) == ("GLA", "SWDE"))
+        assert swde.reach == (reach and pytest.approx(reach))
+
+
 def test_what_has_ended_is_not_done_again_and_what_fails_is_named(tmp_path):
     count = tmp_path / "count"
     step = [sys.executable, "-c", f"open({str(count)!r}, 'a').write('x')"]

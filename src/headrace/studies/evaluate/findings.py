@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...report.numbers import NORMAL, significant
+from ...report.numbers import significant
 from .run import Evaluation
 from .scores import ALIKE, TOO_FEW, Pair, Score, guessing, pair, scores
 
@@ -31,7 +31,7 @@ def beyond(evaluation: Evaluation) -> Iterator[str]:
 def failures(evaluation: Evaluation) -> Iterator[str]:
     for model, records in evaluation.items.items():
         if guessed := [text for item, record in records.items() if (text := at_chance(item, record))]:
-            yield f"{model} is at chance level on {', '.join(guessed)}."
+            yield f"{model} cannot be told from chance level on {', '.join(guessed)}."
         for item, record in records.items():
             if above := list(above_the_unigram(record)):
                 yield (
@@ -41,11 +41,11 @@ def failures(evaluation: Evaluation) -> Iterator[str]:
 
 
 def at_chance(item: str, record: dict[str, Any]) -> str:
-    """The item with the accuracies that are not above guessing (95 % interval); empty if all are above."""
+    """The item with the accuracies that are not above guessing; empty if all are above."""
     chance, found = guessing(record), [score for score in scores(record).values() if not score.likelihood]
     if chance is None:
         return f"{item} (0 of {len(found[0].rows)} rows)" if any(score.value == 0 for score in found) else ""
-    low = [f"{score.metric} {show(score)}" for score in found if score.value - NORMAL * score.stderr <= chance]
+    low = [f"{score.metric} {show(score)}" for score in found if not score.above(chance)]
     return f"{item} ({', '.join(low)}; guessing {100 * chance:.1f} %)" if low else ""
 
 

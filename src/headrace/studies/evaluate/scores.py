@@ -5,8 +5,13 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from ...report.numbers import NORMAL
+from scipy import stats
 
+from ...report.numbers import LEVEL, student
+
+# Fewest rows for a verdict on two models: with 10 or more, equal models are told apart in at most 6.5 % of cases, for
+# rows that are right or wrong and for log-likelihoods of rows of unequal length (test_evaluate.py).
+ROWS = 10
 TOO_FEW = "too few rows to tell them apart"
 ALIKE = "equal on every row"
 Rows = list[tuple[float, float]]  # (summand, weight) of each row
@@ -25,12 +30,30 @@ class Score:
 
     @property
     def error(self) -> float:
-        """Standard error of `mean`, which is a ratio of sums if rows differ in weight; infinite for one row."""
-        n, mean = len(self.rows), self.mean
-        if n < 2:
+        """Standard error of `mean`, a ratio of sums if rows differ in weight, by the jackknife. Infinite if one row has
+        all the weight."""
+        n, mean, total = len(self.rows), self.mean, sum(weight for _, weight in self.rows)
+        if max(weight for _, weight in self.rows) == total:
             return math.inf
-        squares = sum((value - mean * weight) ** 2 for value, weight in self.rows)
-        return math.sqrt(squares * n / (n - 1)) / sum(weight for _, weight in self.rows)
+        squares = sum(((value - mean * weight) / (total - weight)) ** 2 for value, weight in self.rows)
+        return math.sqrt(squares * (n - 1) / n)
+
+    @property
+    def degrees(self) -> float:
+        """Degrees of freedom of `error`: one less than the number of equally heavy rows that would tell as much."""
+        weights = [weight for _, weight in self.rows]
+        return sum(weights) ** 2 / sum(weight * weight for weight in weights) - 1
+
+    @property
+    def reach(self) -> float:
+        """Half the 95 % confidence interval of `mean`, by Student's t."""
+        return student(self.degrees) * self.error if math.isfinite(self.error) else math.inf
+
+    def above(self, chance: float) -> bool:
+        """Whether as many right rows have a probability of at most 2.5 % by guesses that are right with the probability
+        `chance` (binomial test)."""
+        right = round(sum(value for value, _ in self.rows))
+        return bool(stats.binomtest(right, len(self.rows), chance, "greater").pvalue <= (1 - LEVEL) / 2)
 
     @property
     def likelihood(self) -> bool:
@@ -84,13 +107,15 @@ class Pair:
 
     @property
     def interval(self) -> tuple[float, float]:
-        mean, reach = self.difference.mean, NORMAL * self.difference.error
-        return mean - reach, mean + reach
+        difference = self.difference
+        return difference.mean - difference.reach, difference.mean + difference.reach
 
     @property
     def verdict(self) -> str:
         if not any(difference for difference, _ in self.difference.rows):
             return ALIKE
+        if len(self.first.rows) < ROWS:
+            return TOO_FEW
         low, high = self.interval
         return "better" if low > 0 else "worse" if high < 0 else TOO_FEW
 

@@ -4,12 +4,12 @@ import json
 import math
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ...report.numbers import NORMAL, half_interval
+from ...report.numbers import half_interval, student
 from ...utils.integrity import read_json, read_result
 from .execute import done
 from .experiment import Experiment, Scale, combinations, commands, run_folder
@@ -17,8 +17,15 @@ from .experiment import Experiment, Scale, combinations, commands, run_folder
 
 @dataclass(frozen=True)
 class Number:
-    value: float
+    """A number of one run, or the mean over runs that did not diverge."""
+
+    value: float  # NaN if all runs diverged
     reach: float | None = None  # half the width of the 95 % interval; None: not known
+    runs: int = 1  # that did not diverge
+    lost: int = 0  # runs that diverged
+
+
+DIVERGED = Number(math.nan, runs=0, lost=1)
 
 
 @dataclass(frozen=True)
@@ -31,14 +38,15 @@ class Cell:
 
     @property
     def difference(self) -> float | None:
-        if self.ours is None or self.published is None or not self.comparable:
+        if self.ours is None or self.published is None or not self.comparable or not self.ours.runs:
             return None
         return self.ours.value - self.published
 
     @property
     def within(self) -> bool | None:
-        """Whether the published number lies within the 95 % interval of ours; None if there is no interval."""
-        if self.difference is None or self.ours is None or self.ours.reach is None:
+        """Whether the published number lies within the 95 % interval of ours; None if there is no interval, or if runs
+        diverged."""
+        if self.difference is None or self.ours is None or self.ours.reach is None or self.ours.lost:
             return None
         return abs(self.difference) <= self.ours.reach
 
@@ -66,20 +74,24 @@ def each(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) ->
 
 
 def mean(numbers: list[Number | None]) -> Number | None:
-    """The mean over seeds, with an interval by Student's t; a single number keeps its own interval. None if a number is
-    not there."""
+    """The mean over the seeds that did not diverge, with an interval by Student's t; a single number keeps its own
+    interval. None if a number is not there."""
     there = [one for one in numbers if one is not None]
     if not there or len(there) < len(numbers):
         return None
-    if len(there) == 1:
-        return there[0]
-    values = [one.value for one in there]
-    return Number(fmean(values), half_interval(values))
+    finished, lost = [one for one in there if one.runs], sum(one.lost for one in there)
+    if len(finished) < 2:
+        return replace(finished[0] if finished else DIVERGED, lost=lost)
+    values = [one.value for one in finished]
+    half = half_interval(values)
+    return Number(fmean(values), half if math.isfinite(half) else None, len(values), lost)
 
 
 def less(first: Number | None, second: Number | None) -> Number | None:
     if first is None or second is None:
         return None
+    if first.lost or second.lost:  # the runs that are left may be of different seeds
+        return DIVERGED
     reach = None if first.reach is None or second.reach is None else math.hypot(first.reach, second.reach)
     return Number(first.value - second.value, reach)
 
@@ -89,9 +101,8 @@ def evaluated(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Pat
     path = root / place["eval"] / run_folder(scale, root, at).name / "results.json"
     if not path.exists():
         return None
-    results, factor = read_result(path)["results"], place.get("times", 1)
-    items = place.get("mean") or [place["item"]]
-    scores = [score(results.get(item, {}), place["metric"]) for item in items]
+    whole, factor = read_result(path), place.get("times", 1)
+    scores = [score(whole, item, place["metric"]) for item in place.get("mean") or [place["item"]]]
     there = [one for one in scores if one is not None]
     if len(there) < len(scores):
         return None
@@ -100,18 +111,22 @@ def evaluated(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Pat
     return Number(factor * fmean(one.value for one in there), reach)
 
 
-def score(result: dict[str, Any], metric: str) -> Number | None:
+def score(whole: dict[str, Any], item: str, metric: str) -> Number | None:
+    """A score from the results of the harness, with an interval by Student's t over its rows."""
+    result, rows = whole["results"].get(item, {}), whole.get("n-samples", {}).get(item, {}).get("effective", 0)
     if f"{metric},none" not in result:
         return None
     error = result.get(f"{metric}_stderr,none")  # can be "N/A", or 0 if all rows are equal; neither is a spread
-    return Number(result[f"{metric},none"], NORMAL * error if isinstance(error, float) and error else None)
+    known = isinstance(error, float) and error and rows > 1
+    return Number(result[f"{metric},none"], student(rows - 1) * error if known else None)
 
 
 def logged(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
-    """The last value of a number in the history of a training run."""
+    """The last value of a number in the history of a training run, which is null where it is not finite."""
     path = run_folder(scale, root, at) / "model" / "history.json"
     points = read_json(path) if path.exists() else []
-    return next((Number(point[place["history"]]) for point in reversed(points) if place["history"] in point), None)
+    values = [point[place["history"]] for point in points if place["history"] in point]
+    return None if not values else DIVERGED if values[-1] is None else Number(values[-1])
 
 
 def printed(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
@@ -131,9 +146,8 @@ def compared(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path
     """The mean over seeds of a final score in the results.json of `headrace compare`."""
     path = root / place["compare"] / "results.json"
     arms = read_result(path)["arms"] if path.exists() else []
-    return mean(
-        [Number(arm["scores"][place["metric"]]) for arm in arms if arm["mixer"] == at["mixer"] and arm["scores"]]
-    )
+    own = [arm["scores"] for arm in arms if arm["mixer"] == at["mixer"]]
+    return mean([Number(scores[place["metric"]]) if scores else DIVERGED for scores in own])
 
 
 READERS: dict[str, Callable[..., Number | None]] = {

@@ -5,11 +5,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ...report.numbers import significant
+from ...report.numbers import seeds_of, significant
 from ...report.page import Page, Section
 from ...utils.environment import environment
 from .experiment import Experiment, load, names
-from .numbers import Cell
+from .numbers import Cell, Number
 
 HEADER = ("model", "metric", "published", "reproduced, ± 95 %", "difference", "within interval")
 
@@ -40,17 +40,24 @@ def shown(cells: list[Cell]) -> list[tuple[str, ...]]:
 def line(cell: Cell) -> tuple[str, ...]:
     ours, within = "–", "–" if cell.within is None else "yes" if cell.within else "no"
     if cell.ours is not None:
-        reach = "" if cell.ours.reach is None else f" ± {significant(cell.ours.reach, 2)}"
-        ours = f"{significant(cell.ours.value)}{reach}"
+        ours = number(cell.ours)
     published = "–" if cell.published is None else f"{cell.published:g}"
     difference = "–" if cell.difference is None else f"{cell.difference:+.3g}"
     return cell.row, cell.column, published, ours, difference, within
 
 
+def number(one: Number) -> str:
+    """The number with its interval and, if runs diverged, how many did not."""
+    if not one.runs:
+        return "diverged"
+    reach = "" if one.reach is None else f" ± {significant(one.reach, 2)}"
+    return f"{significant(one.value)}{reach}" + (f" ({seeds_of(one.runs, one.lost)})" if one.lost else "")
+
+
 def verdict(cells: list[Cell]) -> str:
     """A sentence on how many published numbers are reproduced, and how many lie within the 95 % interval of ours."""
     published = sum(cell.published is not None for cell in cells)
-    there = sum(cell.ours is not None for cell in cells)
+    there = sum(cell.ours is not None and cell.ours.runs > 0 for cell in cells)
     both = sum(cell.difference is not None for cell in cells)
     judged = [cell.within for cell in cells if cell.within is not None]
     if not published:
