@@ -26,7 +26,7 @@ from headrace.studies.compare.plan import MATCHED, ArmRecipe, Plan, Shape, Study
 from headrace.studies.compare.run import complete
 from headrace.tasks import IGNORED, Answers, Digits, Induction, Masked, Pair, Reverse, Text
 from headrace.utils.errors import InputError
-from headrace.utils.integrity import read_result, write_json
+from headrace.utils.integrity import file_names, read_result, write_json, write_result
 from headrace.utils.provenance import claim
 
 CONTROL = "softmax-retnet(competition.activation=sigmoid)"
@@ -336,6 +336,29 @@ def test_one_channel_of_ids_is_embedded_as_ids_are():
     with torch.no_grad():
         plain, summed = (model(ids, rows["shift_labels"]).loss for ids in (rows["input_ids"], channels))
     assert torch.equal(plain, summed)
+
+
+@pytest.mark.parametrize("names", [("a_b", "a-b"), ("Mine", "mine")])
+def test_mixers_whose_names_are_spelt_alike_have_results_of_their_own(names, tmp_path, monkeypatch):
+    """A result that an earlier version left under the spelling alone is that of the mixer which it names."""
+    for name in names:
+        monkeypatch.setitem(zoo.LINEAR, name, zoo.LINEAR["gla"])
+    plan = replace(SMALL, mixers=names, seeds=2)
+    paths = [arm.result(tmp_path) for arm in plan.arms()]
+    assert len({str(path).lower() for path in paths}) == 4
+    first, second, *_ = plan.arms()
+    old = tmp_path / "arms" / first.spelt / "result.json"
+    assert first.spelt == second.spelt and not old.exists()
+    old.parent.mkdir(parents=True)
+    write_result(old, {"comparison": "small", "mixer": second.mixer, "seed": 0})
+    assert [arm.result(tmp_path) for arm in plan.arms()] == [paths[0], old, *paths[2:]]
+
+
+def test_values_of_a_sweep_that_are_spelt_alike_are_plans_of_their_own():
+    spelt = file_names(["a_b", "a-b", "A-b", "c"], lambda name: name.replace("_", "-"))
+    assert len({name.lower() for name in spelt.values()}) == 4 and spelt["c"] == "c"
+    plans = choose("text", [], None, {}, "tokenizer=a_b,a-b").plans
+    assert len({plan.name for plan in plans}) == 2
 
 
 # --- the whole ----------------------------------------------------------------------------------------------

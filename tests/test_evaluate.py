@@ -445,6 +445,13 @@ def test_names_of_checkpoints_are_short_and_differ():
         named(["a", "a/"])
 
 
+def test_models_whose_names_are_spelt_alike_have_results_of_their_own(data, tmp_path, monkeypatch):
+    folders = []
+    monkeypatch.setattr("headrace.studies.evaluate.run.complete", lambda *given: folders.append(given[4]) or [])
+    evaluate(["x/a", "y/a", "x_a"], EvaluationPlan("piqa", data=str(data)), MACHINE, tmp_path)
+    assert len(set(folders)) == 3 and tmp_path / "y_a" in folders and tmp_path / "x_a" not in folders
+
+
 def test_rows_that_cannot_be_downloaded_are_one_sentence(checkpoints, tmp_path, monkeypatch):
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach 'Rowan/hellaswag' on the Hub")

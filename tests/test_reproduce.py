@@ -59,6 +59,15 @@ def test_steps_are_repeated_over_the_axes_that_they_name(tmp_path):
     assert "laptop-1m-h16" in steps[-2] and str(tmp_path / "1m-h16-softmax-gla-2") in steps[-2]
 
 
+@pytest.mark.parametrize("name, scale", EVERY)
+def test_every_run_has_a_folder_of_its_own(name, scale, tmp_path):
+    chosen = experiment.load(name).at(scale)
+    if chosen.run:
+        used = {key: values for key, values in chosen.axes.items() if f"{{{key}}}" in chosen.run}
+        folders = [str(experiment.run_folder(chosen, tmp_path, at)).lower() for at in experiment.combinations(used)]
+        assert len(set(folders)) == len(folders)
+
+
 def trainings(name: str, scale: str, root: Path) -> set[str]:
     return {json.dumps(s) for s in experiment.commands(experiment.load(name).at(scale), root) if "train" in s}
 

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,13 @@ def record(folder: Path, pattern: str = "**/*") -> Recorded:
 def digest(value: Any) -> str:
     """Returns the SHA-256 of a value as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def file_names(names: Iterable[str], spell: Callable[[str], str]) -> dict[str, str]:
+    """Name -> its spelling in file names. Names that are spelt alike get a digest, also those that differ in case."""
+    spelt = {name: spell(name) for name in names}
+    alike = Counter(spelling.lower() for spelling in spelt.values())
+    return {name: s if alike[s.lower()] == 1 else f"{s}-{digest(name)[:8]}" for name, s in spelt.items()}
 
 
 def damage(folder: Path, recorded: Recorded, contents: bool = True) -> str | None:

@@ -11,6 +11,7 @@ from ...spec.serialise import admitted
 from ...spec.stack import Decoder
 from ...tasks import Task, Text
 from ...utils.errors import InputError, nearest
+from ...utils.integrity import file_names
 from . import question, tuning
 from .defaults import DEFAULTS, DEMO
 from .plan import ArmRecipe, Plan, Shape, Study, numbers
@@ -135,8 +136,8 @@ def swept(plan: Plan, sweep: str) -> Study:
     values = [zoo.literal(value) for value in zoo.split(listed)]
     if len(set(values)) < len(values) or not values:
         raise InputError(f"--sweep {sweep!r}; expected FIELD=VALUE,VALUE,… with distinct values")
-    spelt = {value: re.sub(r"[^A-Za-z0-9.+]+", "-", str(value)) for value in values}
-    plans = tuple(replace(having(plan, {name: v}), name=f"{plan.name}-{name}-{spelt[v]}") for v in values)
+    spelt = file_names(map(str, values), lambda value: re.sub(r"[^A-Za-z0-9.+]+", "-", value))
+    plans = tuple(replace(having(plan, {name: v}), name=f"{plan.name}-{name}-{spelt[str(v)]}") for v in values)
     about = {"field": name, "values": values}
     return Study(f"{plan.name}-by-{name}", f"Mixers compared: {plan.name}, by {name}", plans, about)
 

@@ -17,6 +17,7 @@ from ...tasks import Digits, Masked, Sequences, Task
 from ...tasks.base import Part, generator
 from ...training.optimization import Optimization
 from ...utils.errors import InputError
+from ...utils.integrity import digest, read_result
 from .question import Question
 
 MATCHED = 1.05  # largest ratio of two sizes that are called matched
@@ -175,11 +176,22 @@ class Arm:
 
     @property
     def slug(self) -> str:
+        """The name of its folder, with a digest, as the names of two mixers may be spelt alike."""
+        return f"{self.spelt}-{digest([self.plan.name, self.mixer, self.seed])[:8]}"
+
+    @property
+    def spelt(self) -> str:
         mixer = re.sub(r"[^a-z0-9.+]+", "-", self.mixer.lower()).strip("-")
         return f"{self.plan.name}-{mixer}-seed{self.seed}"
 
     def result(self, folder: Path) -> Path:
-        """The file of its result in the folder of its study."""
+        """The file of its result in the folder of its study, by the name without a digest if it was finished by a
+        version that wrote none."""
+        before = folder / "arms" / self.spelt / "result.json"
+        if before.exists():
+            found = read_result(before)
+            if [found.get(name) for name in ("comparison", "mixer", "seed")] == [self.plan.name, self.mixer, self.seed]:
+                return before
         return folder / "arms" / self.slug / "result.json"
 
 

@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
 
 from ...utils.errors import InputError
-from ...utils.integrity import digest, read_result, write_result
+from ...utils.integrity import digest, file_names, read_result, write_result
 from ...utils.provenance import claim
 from .checkpoint import ROOM, Checkpoint, fingerprint, named, read_checkpoint
 from .local import Missing, content, localise
@@ -91,9 +91,9 @@ def evaluate(
         found, missing = find_rows(wanted, plan, output / "rows")
         if not found:
             raise InputError(f"no task of --suite={plan.suite!r} can be run: {next(iter(missing.values()))}")
-        recorded = {}
+        recorded, folders = {}, file_names(models, slug)
         for name, path in models.items():
-            folder = output / slug(name)
+            folder = output / folders[name]
             recorded[name] = dict(complete(path, found, plan, machine, folder, tell))
             write_result(folder / "results.json", merged(recorded[name]))
     return Evaluation(plan, recorded, missing)
