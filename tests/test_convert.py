@@ -219,3 +219,21 @@ def test_the_files_beside_the_weights_come_along(checkpoint, tmp_path, monkeypat
         assert not ended.value.code
     assert load(tmp_path / "ours").generation_config.eos_token_id == [5, 6]
     assert {name: (tmp_path / "out" / name).read_text() for name in beside} == beside
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3_next"])
+def test_transformers_decodes_a_converted_folder_to_the_same_tokens(checkpoint, tmp_path, monkeypatch, name):
+    """By the settings that are written: Qwen3-Next of linear layers alone has no cache there, and ours has one."""
+    _, path = checkpoint(name)
+    back, steps = tmp_path / "back", ((path, "ours", ""), (tmp_path / "ours", "back", f"--to {name}"))
+    for source, output, to in (*steps, (back, "again", "")):
+        monkeypatch.setattr(sys, "argv", f"headrace convert {source} --output {tmp_path / output} {to}".split())
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+    models = [load(tmp_path / "ours"), AutoModelForCausalLM.from_pretrained(back).eval(), load(tmp_path / "again")]
+    ids = torch.randint(SMALL["vocab_size"], (1, 8))
+    assert torch.isfinite(models[1](ids).logits).all()
+    ours, theirs, again = (m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in models)
+    assert torch.equal(theirs, ours) and torch.equal(again, ours)
+    assert models[2].generation_config.use_cache is not False

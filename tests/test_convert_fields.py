@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Mamba2Config
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
-from headrace.hf.convert import FORMATS, bring_in
+from headrace.hf.convert import FORMATS, bring_in, take_out
 from headrace.spec import MatrixSpec, ScanSpec
 from headrace.utils.errors import InputError
 
@@ -119,17 +119,31 @@ def rewrite(path, without=(), **settings):
     return path
 
 
+ONE_MEANING = {"decoder_sparse_step", "mlp_only_layers", "time_step_limit"}  # other values are refused
+
+
+def written_back(form, path, out):
+    """The fields that the conversion reads: in config.json, and in that of the model converted there and back."""
+    take_out(bring_in(path), form, out)
+    both = AutoConfig.from_pretrained(path), AutoConfig.from_pretrained(out)
+    names = [name for name in FORMATS[form].read if hasattr(both[0], name) and name not in ONE_MEANING]
+    return [{name: getattr(config, name) for name in names} for config in both]
+
+
 def admitted(form, field):
     return field in FORMATS[form].read or field in FORMATS[form].ignored
 
 
 @pytest.mark.parametrize(("form", "field"), [(form, field) for form in CHANGED for field in CHANGED[form]])
 def test_a_field_is_honoured_or_refused(form, field, tmp_path):
-    path = save(CLASSES[form](**BASE[form] | CHANGED[form][field]), tmp_path)
+    path = save(CLASSES[form](**BASE[form] | CHANGED[form][field]), tmp_path / "theirs")
     try:
         assert error(path) < 1e-12 and admitted(form, field)
     except InputError as refused:
         assert f"config.json has {field}=" in str(refused) and field not in FORMATS[form].ignored
+    else:
+        given, written = written_back(form, path, tmp_path / "back")
+        assert written == given
 
 
 # What config.json may hold that no class writes today: fields it lacks, those of earlier versions, unknown ones.

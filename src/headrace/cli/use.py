@@ -103,7 +103,7 @@ def convert(
 
     Without --to, converts a foreign checkpoint to headrace; with --to, converts a checkpoint of headrace."""
     from ..hf import load
-    from ..hf.convert import bring_in, take_out
+    from ..hf.convert import FORMATS, bring_in, set_use_cache, take_out
 
     with made_whole(output) as folder:
         if to is None:
@@ -111,7 +111,10 @@ def convert(
         else:
             take_out(load(checkpoint), to, folder)
         _copy(checkpoint, folder)
+        set_use_cache(folder, to)
     print(f"{output} is {checkpoint} in the format of {to or 'headrace'}")
+    if to is not None and not FORMATS[to].cache:
+        print(f"use_cache is false: transformers has no cache for {to} without softmax attention")
 
 
 def export(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...layers import LinearMixer
 from ...utils.errors import InputError
-from ...utils.integrity import check_weights, seal
+from ...utils.integrity import check_weights, read_json, seal, write_json
 from ...utils.provenance import difference
 from ..config import HeadraceConfig
 from ..model import HeadraceForCausalLM
@@ -86,6 +86,17 @@ def take_out(model: HeadraceForCausalLM, name: str, folder: Path) -> None:
     seal(folder)
 
 
+def set_use_cache(folder: Path, name: str | None) -> None:
+    """Sets use_cache in the generation_config.json of a checkpoint that was converted to the format `name`, or removes
+    it for None, the format of headrace, whose models all have a cache."""
+    path = folder / "generation_config.json"
+    settings = read_json(path) if path.is_file() else {}
+    if name is not None and not FORMATS[name].cache:
+        write_json(path, settings | {"use_cache": False})
+    elif name is None and "use_cache" in settings:
+        write_json(path, {field: value for field, value in settings.items() if field != "use_cache"})
+
+
 def _described(model: Any, name: str) -> dict[str, Any]:
     """The foreign config.json. InputError if reading it back would not give the same model."""
     form, config = FORMATS[name], model.config
@@ -95,6 +106,8 @@ def _described(model: Any, name: str) -> dict[str, Any]:
     described |= {field: getattr(config, field) for field in SHARED if field in form.read}
     described |= {"model_type": name, "architectures": [form.architecture]}
     described["dtype"] = str(model.dtype).removeprefix("torch.")
+    if not form.cache:
+        described["use_cache"] = False
     try:
         again = HeadraceConfig(**form.arguments(described))
     except InputError as reason:

@@ -35,7 +35,8 @@ class Format:
     whole: the views outside of layers.
     read: fields that `config` uses -> default of the foreign library.
     only: fields that must have one of these values, of which the first is the default of the foreign library.
-    ignored: fields that do not affect the logits."""
+    ignored: fields that do not affect the logits.
+    cache: whether the foreign library can decode the model with its cache."""
 
     architecture: str
     mixer: type
@@ -46,6 +47,7 @@ class Format:
     read: Config
     only: dict[str, tuple[Any, ...]]
     ignored: frozenset[str]
+    cache: bool = True
 
     def arguments(self, described: Config) -> Config:
         """The arguments of HeadraceConfig for a config.json. InputError for an unknown field or value."""

@@ -50,7 +50,6 @@ def llama_describe(config: Any) -> Config:
         "intermediate_size": config.intermediate_size,
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
-        "max_position_embeddings": config.max_position_embeddings,
     }
 
 
@@ -205,5 +204,6 @@ FORMATS: dict[str, Format] = {
         },
         only={"hidden_act": ("silu", "swish")},
         ignored=COMMON | OF_ATTENTION | OF_EXPERTS,
+        cache=False,  # transformers takes the number of tokens so far from a layer of softmax attention
     ),
 }  # fmt: skip
