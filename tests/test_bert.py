@@ -17,7 +17,7 @@ MODELS = ["bert", "bert(mixer=softmax-gla)", "bert(mixer=mamba, style.positions=
 
 def build(name, **changes):
     sizes = {"vocab_size": V, "hidden_size": D, "num_heads": H, "num_layers": LAYERS, "intermediate_size": WIDTH}
-    return models.build(zoo.get(name), **sizes | changes)
+    return models.build(name, **sizes | changes)
 
 
 def randomised(model):
@@ -150,6 +150,18 @@ def test_held_out_rows_are_from_the_end(book):
     whole = torch.where(rows["shift_labels"] != IGNORED, rows["shift_labels"], rows["input_ids"])
     for row in whole.tolist():
         assert bytes(row[1 : row.index(257)]) in text[-len(text) // 10 - 1 :]
+
+
+def test_a_whole_model_is_built_by_its_name_or_its_spec():
+    by_name, by_spec = build("bert(mixer=gla)"), build(zoo.get("bert(mixer=gla)"))
+    assert isinstance(by_name, models.BertModel) and str(by_name) == str(by_spec)
+    for name, sentence in (
+        ("gla", "'gla' is no encoder-decoder or BERT; expected rnn, luong, bahdanau, transformer-2017, t5, bert"),
+        ("gpt", "'gpt' is no encoder-decoder or BERT"),
+        ("berd", "mixer 'berd' is unknown; the nearest names are bert"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            build(name)
 
 
 def test_a_row_too_short_is_refused():

@@ -4,8 +4,10 @@ from ..utils.extras import require
 
 require(__name__, "transformers")
 
+from .. import zoo
 from ..spec.encoder_decoder import ModelSpec, RecurrentSpec
 from ..spec.stack import BertSpec, TransformerSpec
+from ..utils.errors import InputError
 from .bert import BertModel
 from .encoder_decoder import EncoderDecoder, EncoderDecoderOutput, ModelSizes, shift_right
 from .rnn import RecurrentModel
@@ -17,17 +19,22 @@ FAMILIES: dict[type, type[Model]] = {
 }  # fmt: skip
 
 
-def build(spec: ModelSpec, **sizes) -> Model:
+def build(spec: str | dict | ModelSpec, **sizes) -> Model:
     """Returns the encoder-decoder or BERT of a spec.
 
     Args:
-        spec: a RecurrentSpec, TransformerSpec or BertSpec, as `headrace.zoo.get` returns it for a whole model.
+        spec: a name or expression such as "bert" or "bert(mixer=softmax-gla)", or what `headrace.zoo.get` returns.
         sizes: the fields of `ModelSizes`; vocab_size is required.
 
     Raises:
-        InputError: for invalid sizes.
+        InputError: for an unknown name, a mixer or decoder in place of a whole model, and invalid sizes.
     """
-    return FAMILIES[type(spec)](spec, ModelSizes(**sizes))  # type: ignore[arg-type, call-arg]
+    if not isinstance(found := zoo.get(spec), ModelSpec):
+        names = ", ".join(name for name, known in zoo.MODELS.items() if isinstance(known, ModelSpec))
+        raise InputError(
+            f"{spec!r} is no encoder-decoder or BERT; expected {names}; HeadraceConfig(mixer=...) has others"
+        )
+    return FAMILIES[type(found)](found, ModelSizes(**sizes))  # type: ignore[arg-type, call-arg]
 
 
 __all__ = [
