@@ -26,7 +26,7 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help=r"Text to continue. \[default: --file or standard input]")] = None,
     file: PromptFile = None,
     tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0 takes the most likely token.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0 takes the most likely token.")] = 0.8,
     top_p: Annotated[
         float, typer.Option(help="Nucleus sampling: probability mass of the most likely tokens to sample from.")
     ] = 1.0,
@@ -34,27 +34,36 @@ def generate(
     repetition_penalty: Annotated[
         float, typer.Option(help="Factor that makes earlier tokens less likely. 1 changes nothing.")
     ] = 1.0,
-    seed: Annotated[int | None, typer.Option(help=r"Random seed of the sampling. \[default: a new one]")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help=r"Random seed of the sampling. \[default: a new one, printed]")
+    ] = None,
     device: Device = None,
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph", help="Replay each token as a CUDA graph. For recurrent models on a GPU.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="JSON output of text, tokens and speed, instead of streamed text.")
+        bool,
+        typer.Option(
+            "--json", help="JSON output of the new text, its tokens, the speed and the seed, instead of streamed text."
+        ),
     ] = False,
 ) -> None:
-    """Continue a text and print the tokens as they are generated."""
+    """Continue a text: print it, and the new tokens as they are generated.
+
+    The last line, on standard error, has the seed. The same command with this --seed prints the same text."""
     from ..hf.generate import generate as run
-    from ..hf.generate import sampling_settings
+    from ..hf.generate import sampling_seed, sampling_settings
 
     sampling = sampling_settings(tokens, temperature, top_p, top_k, repetition_penalty)
+    seed = sampling_seed(seed, temperature)
     if cuda_graph:
         sampling["cache_implementation"] = "static"
     result = run(checkpoint, read_prompt(prompt, file), seed, not as_json, device, **sampling)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:
-        print(f"{len(result['tokens'])} tokens, {result['tokens_per_second']:.1f} tokens per second", file=sys.stderr)
+        speed = f"{len(result['tokens'])} tokens, {result['tokens_per_second']:.1f} tokens per second"
+        print(speed if seed is None else f"{speed}, seed {seed}", file=sys.stderr)
 
 
 def serve(

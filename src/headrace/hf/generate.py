@@ -1,6 +1,7 @@
 """Generates text from a checkpoint, optionally printing tokens as they are generated."""
 
 import math
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ def generate(
     """Continues a prompt.
 
     Args:
+        prompt: text, to which the tokenizer adds the special tokens that it is set to add, such as Llama's first token.
         seed: seed of sampling; None: torch's current random state.
-        stream: print the text while it is generated.
+        stream: print the prompt, and the text while it is generated.
         sampling: arguments of transformers' `generate`.
 
     Returns:
-        {"text", "tokens": token ids, "tokens_per_second"} of the continuation.
+        {"text": without special tokens, "tokens": token ids, "tokens_per_second"} of the continuation, and "seed".
 
     Raises:
         InputError: the checkpoint, device or tokenizer cannot be used, or the prompt is empty.
@@ -36,17 +38,20 @@ def generate(
         raise InputError(f"--cuda-graph with --device={device!r}; expected a GPU")
     model.to(device)
     tokenizer = read_tokenizer(checkpoint)
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     if not ids.numel():
         raise InputError("the prompt has no tokens; expected some text")
+    if (last := int(ids.max())) >= (known := model.config.vocab_size):
+        raise InputError(f"the prompt has the token {last}; the model has {known}: its tokenizer is another model's")
     if seed is not None:
         set_seed(seed)
-    streamer = TextStreamer(tokenizer, skip_prompt=True) if stream else None
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
     started = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(ids, streamer=streamer, pad_token_id=tokenizer.eos_token_id, **sampling)
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
-    return {"text": tokenizer.decode(new), "tokens": new, "tokens_per_second": len(new) / seconds}
+    text = tokenizer.decode(new, skip_special_tokens=True)
+    return {"text": text, "tokens": new, "tokens_per_second": len(new) / seconds, "seed": seed}
 
 
 def sampling_settings(
@@ -70,6 +75,18 @@ def sampling_settings(
         if given:
             raise InputError(f"--{name} has no effect at --temperature 0, which takes the likeliest token")
     return settings
+
+
+def sampling_seed(seed: int | None, temperature: float) -> int | None:
+    """The seed given on the command line, or a new one; None if nothing is sampled. InputError for a seed out of range or
+    without effect."""
+    if temperature == 0:
+        if seed is not None:
+            raise InputError("--seed has no effect at --temperature 0, which takes the likeliest token")
+        return None
+    if seed is not None and not 0 <= seed < 2**32:
+        raise InputError(f"--seed={seed}; expected 0 to {2**32 - 1}")
+    return secrets.randbelow(2**32) if seed is None else seed
 
 
 def read_tokenizer(checkpoint: Path | str) -> Any:

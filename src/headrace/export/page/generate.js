@@ -35,7 +35,7 @@ function choose(logits, temperature) {
 }
 
 async function* continued({ about, tokenizer, session }, prompt, tokens, temperature) {
-  let ids = tokenizer.encode(prompt, { add_special_tokens: false }).ids;
+  let ids = tokenizer.encode(prompt).ids;
   let past = Object.fromEntries(about.states.map((state) => [state.past, empty(state)]));
   for (let i = 0; i < tokens && ids.length; i++) {
     const input = new ort.Tensor("int64", BigInt64Array.from(ids, BigInt), [1, ids.length]);

@@ -130,11 +130,8 @@ class Completion(Generation):
     max_tokens: int | None = Field(16, ge=1)
 
     def prompts(self, tokenizer: Any) -> list[list[int]]:
-        """The tokens of every prompt."""
-        return [
-            tokenizer(prompt, add_special_tokens=False).input_ids if isinstance(prompt, str) else prompt
-            for prompt in self.prompt
-        ]
+        """The tokens of every prompt, with the special tokens that the tokenizer is set to add to a text."""
+        return [tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt for prompt in self.prompt]
 
     @staticmethod
     def choice(text: str) -> dict[str, Any]:

@@ -52,8 +52,8 @@ def integers(x: Tensor) -> dict[str, Any]:
 
 def tokens_of(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
     """(token ids of a text, the piece of the text that each token adds). For a character of several tokens, the first
-    token adds the character and the others an empty string."""
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    token adds the character and the others an empty string, as special tokens do."""
+    found = tokenizer(text, return_offsets_mapping=True)
     pieces, end = [], 0
     for _, until in found.offset_mapping:
         pieces.append(text[end : max(end, until)])
