@@ -74,12 +74,21 @@ def backend(request, monkeypatch):
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory):
     """The folder of a text, prepared."""
+    texts = (f"{i} times {i} is {i * i}. " * 3 for i in range(150))
+    return prepare_texts(texts, 0.05, tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def few(tmp_path_factory):
+    """The folder of a prepared text of 44 full rows, so that a run of a few steps has several epochs."""
+    return prepare_texts((f"{i} and {i} are {2 * i}." for i in range(88)), 0.1, tmp_path_factory.mktemp("few"))
+
+
+def prepare_texts(texts, held_out, folder):
     from headrace.data import Preparation, prepare
 
-    folder = tmp_path_factory.mktemp("data")
-    text = "".join(json.dumps({"text": f"{i} times {i} is {i * i}. " * 3}) + "\n" for i in range(150))
-    (folder / "texts.jsonl").write_text(text)
-    prepare(Preparation((str(folder / "texts.jsonl"),), length=32, held_out=0.05), folder / "data")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare(Preparation((str(folder / "texts.jsonl"),), length=32, held_out=held_out), folder / "data")
     return folder / "data"
 
 

@@ -1,6 +1,7 @@
 """Tokens that are split over processes give the outputs and gradients of one process."""
 
 import json
+import signal
 
 import pytest
 
@@ -63,12 +64,16 @@ def test_what_cannot_be_split_is_refused_by_name(found):
         assert "9 tokens" in said["uneven"] and "[8, 7" in said["unequal"] and "shift_labels" in said["labels"]
 
 
-def test_a_run_whose_rows_are_shared_by_two_processes_is_that_of_one(prepared, tmp_path):
-    """Two rows at a time in four processes, documents apart; one row in two processes: test_sharding.py."""
-    settings = {"mixer": "softmax-gated-deltanet", "tokens": 128 * 4, "save_every": 2, "precision": "float32"}
-    settings["apart"] = True
-    assert train_all([Run(tmp_path / "1", settings)], prepared) == [0]
-    assert train_all([Run(tmp_path / "2", settings | {"context_parallel": 2})], prepared, 4) == [0] * 4
+def test_a_run_whose_rows_are_shared_by_two_processes_is_that_of_one(few, tmp_path):
+    """Two rows at a time in four processes, documents apart, which stop in the second epoch and go on; one row in two
+    processes: test_sharding.py."""
+    settings = {"mixer": "softmax-gated-deltanet", "batch_tokens": 512, "tokens": 512 * 4, "warmup_tokens": 512}
+    settings |= {"save_every": 4, "precision": "float32", "apart": True}
+    assert train_all([Run(tmp_path / "1", settings)], few) == [0]
+    shared = settings | {"context_parallel": 2}
+    told = Run(tmp_path / "2", shared, {1: (2, signal.SIGTERM)})
+    assert train_all([told, Run(tmp_path / "2", shared)], few, 4) == [0] * 4
+    assert (tmp_path / "2" / "checkpoint-3").exists()
     histories = [json.loads((tmp_path / name / "model" / "history.json").read_text()) for name in "12"]
     for name in ("loss", "grad_norm", "eval_loss", "final_loss"):
         one, shared = ([point[name] for point in history if name in point] for history in histories)

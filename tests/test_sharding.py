@@ -1,4 +1,5 @@
-"""Processes that share the weights train as one process does, and go on from the checkpoint of any number of them."""
+"""Processes that share the weights train as one process does, and go on from the checkpoint of any number of them, also
+in a later epoch than the first."""
 
 import json
 import shutil
@@ -19,10 +20,10 @@ from training import train
 
 pytestmark = pytest.mark.slow(seconds=70)
 
-# 8 rows a step: 4 times 2 in one process, 2 times 2 in each of two processes. The norm of the gradient is above 1, the
-# bound at which it is clipped.
+# 8 rows a step: 4 times 2 in one process, 2 times 2 in each of two processes. 44 full rows are an epoch of 5 steps. The
+# norm of the gradient is above 1, the bound at which it is clipped.
 RUN = {
-    "batch_tokens": 256, "tokens": 256 * 12, "warmup_tokens": 256, "save_every": 5, "evaluate_every": 12,
+    "batch_tokens": 256, "tokens": 256 * 12, "warmup_tokens": 256, "save_every": 4, "evaluate_every": 12,
     "precision": "float32",
 }  # fmt: skip
 CASES = {
@@ -36,7 +37,7 @@ SHORT = {"tokens": 256 * 4, "save_every": 4, "evaluate_every": 4}  # all but the
 ERROR = 1e-5  # float32: the same sums in another order, over the steps of a run
 # A weight of which the last bit of float32 differs can round to another bfloat16, which is 2^-8 away.
 ERROR_BFLOAT16 = 2.0**-8
-KILLED = dict.fromkeys((0, 1), (7, signal.SIGKILL))
+KILLED = dict.fromkeys((0, 1), (10, signal.SIGKILL))  # goes on at step 8, in the second epoch
 
 
 def changes(name, **more):
@@ -54,9 +55,9 @@ def stalled(prepared, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(stalled, prepared, tmp_path_factory):
+def runs(stalled, few, tmp_path_factory):
     """The folder with the runs of all cases in one process (NAME-1) and in two that share the weights (NAME-2); with
-    runs that were killed at step 7 (cut-1, cut-2) and those that go on from them. Meanwhile `stalled` waits."""
+    runs that were killed at step 10 (cut-1, cut-2) and those that go on from them. Meanwhile `stalled` waits."""
     folder = tmp_path_factory.mktemp("runs")
 
     def one(name):
@@ -66,14 +67,14 @@ def runs(stalled, prepared, tmp_path_factory):
         return Run(folder / f"{name}-2", changes(name, shard=2))
 
     alone = Run(folder / "cut-1", changes("softmax-gla"), KILLED)
-    assert train_all([*map(one, CASES), alone], prepared) == [-signal.SIGKILL]
+    assert train_all([*map(one, CASES), alone], few) == [-signal.SIGKILL]
     cut = Run(folder / "cut-2", changes("softmax-gla", shard=2), KILLED)
-    assert train_all([*map(two, CASES), cut], prepared, 2) == [-signal.SIGKILL] * 2
+    assert train_all([*map(two, CASES), cut], few, 2) == [-signal.SIGKILL] * 2
     for name, begun in (("2-2", "cut-2"), ("2-1", "cut-2"), ("1-2", "cut-1"), ("2-ddp", "cut-2")):
         shutil.copytree(folder / begun, folder / name)
     again = [Run(folder / name, changes("softmax-gla", shard=shard)) for name, shard in GO_ON_IN_TWO.items()]
-    assert train_all(again, prepared, 2) == [0, 0]
-    assert train_all([Run(folder / "2-1", changes("softmax-gla"))], prepared) == [0]
+    assert train_all(again, few, 2) == [0, 0]
+    assert train_all([Run(folder / "2-1", changes("softmax-gla"))], few) == [0]
     return folder
 
 

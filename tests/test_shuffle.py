@@ -1,13 +1,19 @@
 """The order of rows: each row once, in an order of its own for each epoch and seed."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import stats
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+from accelerate import skip_first_batches
+from accelerate.data_loader import prepare_data_loader
+from datasets import Dataset
 
 from headrace.data import Shuffled
 from headrace.training import run
@@ -53,6 +59,49 @@ def test_an_order_of_very_many_rows_needs_no_memory():
     """15e9 tokens of 512 are 29 million rows; here are 2^40."""
     first = [row for row, _ in zip(Shuffled(2**40, 2**40, 0), range(10_000), strict=False)]
     assert len(set(first)) == 10_000 and stats.kstest(np.array(first) / 2**40, "uniform").pvalue > 1e-6
+
+
+ROWS, STEP, STEPS, SEED = 27, 8, 9, 3  # 3 steps in an epoch; 3 rows are left to another
+
+
+def rows_by_step(kind, processes, micro, first):
+    """The rows of each step from step `first` on, at which all processes begin, as the Trainer takes them from loaders
+    of accelerate."""
+    data = Dataset.from_dict({"row": range(ROWS)}) if kind == "task" else [{"row": row} for row in range(ROWS)]
+    passes = STEP // (processes * micro)
+    settings = SimpleNamespace(
+        world_size=processes, train_batch_size=micro, gradient_accumulation_steps=passes, data_seed=SEED
+    )
+    found = {step: [] for step in range(first, STEPS)}
+    for process in range(processes):
+        state = SimpleNamespace(global_step=first)
+        trainer = SimpleNamespace(args=settings, per_row=1, train_dataset=data, state=state)
+        sampler = HeadraceTrainer._get_train_sampler(trainer)
+        plain = DataLoader(data, micro, sampler=sampler, collate_fn=list, drop_last=True)
+        whole = prepare_data_loader(
+            plain, num_processes=processes, process_index=process, data_seed=SEED, use_seedable_sampler=True
+        )
+        per_epoch = len(whole) // passes
+        for epoch in range(first // per_epoch, STEPS // per_epoch):
+            skipped = state.global_step - epoch * per_epoch
+            loader = skip_first_batches(whole, skipped * passes) if skipped else whole
+            loader.set_epoch(epoch)
+            for i, batch in enumerate(loader, 1):
+                found[state.global_step] += [row["row"] for row in batch]
+                state.global_step += i % passes == 0
+    return {step: sorted(rows) for step, rows in found.items()}
+
+
+@pytest.mark.parametrize("kind", ["text", "task"])
+def test_processes_that_resume_take_the_rows_of_a_run_that_was_never_killed(kind):
+    """Of 1, 2 and 4 processes, from every step of three epochs on."""
+    whole = rows_by_step(kind, 1, STEP, 0)
+    epochs = [whole[first] + whole[first + 1] + whole[first + 2] for first in (0, 3, 6)]
+    assert all(len(set(rows)) == 3 * STEP for rows in epochs) and len({tuple(rows) for rows in epochs}) == 3
+    for processes in (1, 2, 4):
+        for first in range(STEPS):
+            later = {step: rows for step, rows in whole.items() if step >= first}
+            assert rows_by_step(kind, processes, 2, first) == later, (processes, first)
 
 
 class Killed(Exception):

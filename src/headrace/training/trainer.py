@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import Sampler
 from transformers import ProgressCallback, Trainer
 
 from ..data import Shuffled
@@ -59,10 +59,7 @@ class HeadraceTrainer(Trainer):
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
         readers = self.args.world_size // self.per_row
         step = self.args.train_batch_size * self.args.gradient_accumulation_steps * readers
-        count = len(rows) // step * step
-        if isinstance(rows, Dataset):  # of a task, or in the order of the runs of older versions
-            return RandomSampler(rows, num_samples=count)
-        return Shuffled(len(rows), count, self.args.data_seed)  # type: ignore[arg-type]
+        return EpochOrder(self, rows, len(rows) // step, step)
 
     # --- rows that several processes share ---------------------------------------------------------------------------
 
@@ -198,6 +195,34 @@ class HeadraceTrainer(Trainer):
     def careful(self) -> CarefulAdamW:
         wrapped: Any = self.optimizer  # accelerate may have wrapped it
         return getattr(wrapped, "optimizer", wrapped)
+
+
+class EpochOrder(Sampler[int]):
+    """The numbers of the rows of the trainer's present epoch, in random order.
+
+    The epoch follows from the trainer's step. `set_epoch` would not do: of several processes that resume, accelerate
+    wraps the sampler so deep that its `set_epoch` does not reach it.
+
+    Args:
+        rows: the data set.
+        steps: number of steps in an epoch.
+        step: number of rows in a step.
+    """
+
+    def __init__(self, trainer: Trainer, rows: Any, steps: int, step: int):
+        self.trainer, self.rows, self.steps, self.step = trainer, rows, steps, step
+
+    def __len__(self) -> int:
+        return self.steps * self.step
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, seed = self.trainer.state.global_step // self.steps, self.trainer.args.data_seed
+        if isinstance(self.rows, Dataset):  # of a task, or of older versions, in the order of accelerate's sampler
+            order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(epoch + seed))  # type: ignore[operator]
+            return iter(order[: len(self)].tolist())
+        shuffled = Shuffled(len(self.rows), len(self), seed)  # type: ignore[arg-type]
+        shuffled.set_epoch(epoch)
+        return iter(shuffled)
 
 
 @dataclass(frozen=True)
