@@ -3,18 +3,22 @@
 import json
 import os
 import sys
+from dataclasses import asdict
+from functools import partial, reduce
 
 import pytest
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 from damage import flip
+from headrace.studies.bench.models import Shape
 from headrace.studies.compare.defaults import DEMO
 from headrace.studies.reproduce import execute
+from headrace.training import run
 from headrace.utils import provenance
 from headrace.utils.errors import InputError
-from headrace.utils.provenance import MADE_BY, claim
-from training import train
+from headrace.utils.provenance import MADE_BY, claim, defaults
+from training import recipe, train
 
 OTHER = "0" * 12
 
@@ -77,6 +81,51 @@ def test_a_measurement_on_another_machine_is_another(tmp_path):
     claim(tmp_path, {"a": 1}, machine="x")
     with pytest.raises(InputError, match="machine x; now runs machine y"):
         claim(tmp_path, {"a": 1}, machine="y")
+
+
+PLANS = {  # of a command: what claims a folder for it
+    "train": lambda data: lambda folder: run.begin(folder, recipe(lr=0.5)[0], data),
+    "compare": lambda data: partial(claim, wanted=DEMO.to_json(), optional=DEMO.optional()),
+    "bench": lambda data: partial(claim, wanted=asdict(Shape()), optional=[*defaults(Shape())]),
+}  # fmt: skip
+
+
+def places(plan, at=()):
+    """The places of all fields of a plan's JSON."""
+    parts = plan.items() if isinstance(plan, dict) else enumerate(plan) if isinstance(plan, list) else ()
+    for name, part in parts:
+        yield from [(*at, name)] * isinstance(plan, dict)
+        yield from places(part, (*at, name))
+
+
+@pytest.mark.parametrize("command", PLANS)
+def test_a_plan_of_a_version_without_a_field_is_the_plan_with_its_default(command, data, tmp_path):
+    begin, accepted = PLANS[command](data), set()
+    begin(tmp_path)
+    (file,) = {path.name for path in tmp_path.glob("*.json")} - {MADE_BY}
+    text = (tmp_path / file).read_text("utf-8")
+    for place in places(json.loads(text)):
+        older = json.loads(text)
+        del reduce(lambda part, name: part[name], place[:-1], older)[place[-1]]
+        (tmp_path / file).write_text(json.dumps(older))
+        try:
+            begin(tmp_path)
+            accepted.add(place)
+        except InputError as error:
+            assert f"holds another run ({place[-1]} is missing there and" in str(error)
+    wanted, refused = {
+        "train": ({("recipe", "gate_std"), ("recipe", "apart")}, {("recipe", "lr"), ("data", "length")}),
+        "compare": (
+            {
+                ("plans", 0, "recipe", "eps"),
+                ("plans", 0, "tuning"),
+                ("plans", 0, "specs", "linear-attention", "heads", "count"),
+            },
+            {("plans", 0, "mixers"), ("plans", 0, "task"), ("name",)},
+        ),
+        "bench": ({("layers",)}, set()),
+    }[command]
+    assert wanted <= accepted and not refused & accepted
 
 
 def test_a_run_that_other_code_began_is_refused_or_said(data, tmp_path, other_code):

@@ -117,7 +117,7 @@ def compare(
     places = place_workers(all_devices(device), workers)
     check(folder, study)
     with interruptible(f"finished models are kept in {folder}; the same command continues"), locked(folder):
-        claim(folder, study.to_json(), accept_old)
+        claim(folder, study.to_json(), accept_old, optional=study.optional())
         with board(study, console) as progress:
             results = complete(study, folder, progress.listen, places)
         report = write_report(results, folder)

@@ -100,7 +100,7 @@ def bench(
     from ..utils.device import on_device
     from ..utils.environment import environment
     from ..utils.processes import locked
-    from ..utils.provenance import claim
+    from ..utils.provenance import claim, defaults
 
     device, console = on_device(device), terminal()
     depth = layers if layers is not None else 2 if device == "cpu" else 24
@@ -115,7 +115,8 @@ def bench(
     if layers is None and device == "cpu":
         console.print("Note: 2 layers on a CPU instead of the paper's 24; set --layers 24 for all", style="yellow")
     with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
-        claim(output, asdict(plan) | {"models": list(plan.models)}, accept_old, machine=environment()["processor"])
+        about, machine = asdict(plan) | {"models": list(plan.models)}, environment()["processor"]
+        claim(output, about, accept_old, optional=defaults(plan), machine=machine)
         with telling(console) as tell:
             held = complete(plan, wanted, output, tell)
         lines = rows(held, plan)

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from ..utils.errors import InputError
 from ..utils.integrity import read_json, record, write_json
 from ..utils.processes import forks_end_with_parent, new_folder, resumed_folder
-from ..utils.provenance import difference
+from ..utils.provenance import defaults, difference
 from . import parts, sources, tokenizer
 from .encoding import can_be_cut
 from .held_out import Choice, choose
@@ -139,13 +139,14 @@ def _claim(plan: Preparation, given: PreTrainedTokenizerFast | None, work: Path)
         "versions": versions(),
     }  # fmt: skip
     wanted, path = json.loads(json.dumps(decides)), work / "plan.json"
-    if path.exists() and (held := read_json(path)) != wanted and any((work / "parts").glob("*.json")):
-        where, there, here = difference(held, wanted)
+    found = difference(read_json(path), wanted, optional=set(defaults(plan))) if path.exists() else None
+    if found and any((work / "parts").glob("*.json")):
+        where, there, here = found
         raise InputError(
             f"{str(work)!r} is an unfinished preparation with other settings or files ({where} is {there} there and "
             f"{here} here); repeat that command, or delete the folder"
         )
-    if not path.exists() or read_json(path) != wanted:
+    if found or not path.exists():
         shutil.rmtree(work / "tokenizer", ignore_errors=True)
         write_json(path, wanted)
 

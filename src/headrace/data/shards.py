@@ -53,8 +53,8 @@ def _check_shards(manifests: dict[Path, dict[str, Any]], first: dict[str, Any]) 
     count, seen = first["shard"][1], dict[int, Path]()
     for folder, manifest in manifests.items():
         for name in (*DECIDES, "block"):
-            if manifest.get(name) != first.get(name):
-                where, there, here = difference(manifest.get(name), first.get(name), name)
+            if found := difference(manifest.get(name), first.get(name), name):
+                where, there, here = found
                 raise InputError(
                     f"shard {str(folder)!r} belongs to another preparation: {where} is {there} there and {here} in the "
                     "first"

@@ -28,7 +28,7 @@ from ..data import Collator, PackedData, unigram_loss
 from ..utils.errors import InputError
 from ..utils.extras import require
 from ..utils.integrity import write_json
-from ..utils.provenance import claim
+from ..utils.provenance import claim, defaults
 from . import checkpoints
 from .agreement import agreed
 from .arguments import training_arguments
@@ -88,10 +88,8 @@ def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = Fal
     """
     identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
     fields = {name: value for name, value in asdict(recipe).items() if name not in PARALLEL}
-    if recipe.initializer_range is None:  # runs of before this field go on: their weights are in the checkpoint
-        del fields["initializer_range"]
     plan = {"recipe": json.loads(json.dumps(fields)), "data": identity}  # as it is read back: lists for tuples
-    claim(folder, plan, accept_old, "run.json")
+    claim(folder, plan, accept_old, "run.json", defaults({"recipe": recipe}))
     checkpoints.discard_unfinished(folder)
     return checkpoints.newest(folder)
 

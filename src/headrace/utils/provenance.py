@@ -6,6 +6,8 @@ made-by.json    all versions that worked in the folder, in order
 
 import hashlib
 import json
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +21,9 @@ from .processes import MADE_BY, is_free
 SOURCES = (".py", ".yaml", ".so", ".dylib")
 UNKNOWN = {"headrace": "of an unknown version"}  # for folders without made-by.json
 
+ABSENT = "missing"  # in place of the value of a field that a plan lacks
+
+Place = tuple[str | int, ...]  # names and indices that lead to a part of a JSON value
 Made = dict[str, str]  # {package: version}, and other properties that the results depend on
 
 
@@ -74,14 +79,23 @@ def refuse_foreign(folder: Path, file: str = "plan.json") -> None:
         raise InputError(f"{str(folder)!r} exists and is no folder of reports or runs; name another --output")
 
 
-def claim(folder: Path, wanted: Any, accept_old: bool = False, file: str = "plan.json", **made: str) -> None:
+def claim(
+    folder: Path, wanted: Any, accept_old: bool = False, file: str = "plan.json",
+    optional: Iterable[Place] = (), **made: str,
+) -> None:  # fmt: skip
     """Writes the plan `wanted` into a folder, or checks that the folder has the same plan, and records the versions.
 
-    made: other properties that the results depend on. Raises InputError if the folder has another plan or other files,
-    cannot be written or, without accept_old, has results of other versions."""
+    Args:
+        optional: places of `wanted` that the folder's plan may lack, as one of an older version does: see `defaults`.
+        made: other properties that the results depend on.
+
+    Raises:
+        InputError: the folder has another plan or other files, cannot be written or, without accept_old, has results of
+            other versions.
+    """
     path = folder / file
-    if path.exists() and (held := read_json(path)) != wanted:
-        where, there, here = difference(held, wanted)
+    if path.exists() and (found := difference(read_json(path), wanted, optional=set(optional))):
+        where, there, here = found
         raise InputError(
             f"{str(folder)!r} holds another run ({where} is {there} there and {here} here); name another --output"
         )
@@ -95,16 +109,45 @@ def claim(folder: Path, wanted: Any, accept_old: bool = False, file: str = "plan
         raise InputError(f"--output {str(folder)!r} cannot be written: {error.strerror}") from None
 
 
-def difference(a: Any, b: Any, where: str = "the plan") -> tuple[str, str, str]:
-    """Returns the first difference of two JSON values: (its name, the value in a, the value in b)."""
-    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return next(difference(a[key], b[key], key) for key in a if a[key] != b[key])
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return next(difference(x, y, where) for x, y in zip(a, b, strict=True) if x != y)
-    return where, short(a), short(b)
+def defaults(value: Any, at: Place = ()) -> Iterator[Place]:
+    """Yields the places of the fields that have their default, in a value of dataclasses, dicts and sequences. A plan
+    that lacks such a field is of a version without it, and says the same."""
+    if is_dataclass(value):
+        for field in fields(value):
+            default = field.default_factory() if field.default_factory is not MISSING else field.default
+            if default is not MISSING and getattr(value, field.name) == default:
+                yield (*at, field.name)
+        parts: Iterable[tuple[Any, Any]] = ((field.name, getattr(value, field.name)) for field in fields(value))
+    elif isinstance(value, dict):
+        parts = value.items()
+    else:
+        parts = enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, part in parts:
+        yield from defaults(part, (*at, name))
+
+
+def difference(
+    held: Any, wanted: Any, where: str = "the plan", optional: Collection[Place] = (), at: Place = ()
+) -> tuple[str, str, str] | None:
+    """Returns the first difference of two JSON values: (its name, the value in held, the value in wanted), or None.
+
+    Args:
+        where: the name of a value that has none of its own.
+        optional: places of `wanted` that `held` may lack.
+        at: the place of the two values.
+    """
+    if isinstance(held, dict) and isinstance(wanted, dict):
+        names = [name for name in held | wanted if name in held or (*at, name) not in optional]
+        pairs = ((name, held.get(name, ABSENT), wanted.get(name, ABSENT)) for name in names)
+    elif isinstance(held, list) and isinstance(wanted, list) and len(held) == len(wanted):
+        pairs = ((i, *both) for i, both in enumerate(zip(held, wanted, strict=True)))
+    else:
+        name = next((part for part in reversed(at) if isinstance(part, str)), where)
+        return None if held == wanted else (name, short(held), short(wanted))
+    return next(filter(None, (difference(a, b, where, optional, (*at, name)) for name, a, b in pairs)), None)
 
 
 def short(value: Any, width: int = 60) -> str:
     """Returns a value as JSON, truncated to `width` characters."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = value if value is ABSENT else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= width else text[: width - 1] + "…"

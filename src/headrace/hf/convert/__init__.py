@@ -114,8 +114,8 @@ def _described(model: Any, name: str) -> dict[str, Any]:
         raise InputError(f"--to {name!r} cannot represent this model: in this format its {reason}") from None
     sizes = replace(again.sizes, max_positions=config.sizes.max_positions)  # matters for learned positions only
     theirs, ours = ([*map(asdict, parts)] for parts in ((*again.mixers, sizes), (*config.mixers, config.sizes)))
-    if theirs != ours:
-        where, there, here = difference(theirs, ours)
+    if found := difference(theirs, ours):
+        where, there, here = found
         raise InputError(f"--to {name!r} cannot represent this model: {where} is {here} here and {there} there")
     return described
 

@@ -18,6 +18,7 @@ from ...tasks.base import Part, generator
 from ...training.optimization import Optimization
 from ...utils.errors import InputError
 from ...utils.integrity import digest, read_result
+from ...utils.provenance import Place, defaults
 from .question import Question
 
 MATCHED = 1.05  # largest ratio of two sizes that are called matched
@@ -217,6 +218,11 @@ class Study:
         data |= {"sweep": self.sweep} if self.sweep else {}
         data |= {"question": asdict(self.question)} if self.question else {}
         return json.loads(json.dumps(data))  # equal to what is read back: lists for tuples
+
+    def optional(self) -> set[Place]:
+        """The places of `to_json` that have their default, which the plan of an older version may lack."""
+        specs = [{"specs": {mixer: zoo.get(mixer) for mixer in plan.mixers}} for plan in self.plans]
+        return {*defaults(self), *defaults({"plans": specs})}
 
 
 def answers(spec, task: Task) -> bool:

@@ -22,7 +22,7 @@ from lm_eval.utils import handle_non_serializable
 
 from ...utils.errors import InputError
 from ...utils.integrity import digest, file_names, read_result, write_result
-from ...utils.provenance import claim
+from ...utils.provenance import claim, defaults
 from .checkpoint import ROOM, Checkpoint, fingerprint, named, read_checkpoint
 from .local import Missing, content, localise
 from .suites import RECALL, RECALLED, Item, items
@@ -103,7 +103,8 @@ def evaluate(
 def claimed(output: Path, plan: EvaluationPlan, accept_old: bool) -> Iterator[None]:
     """Claims the folder for the plan. If the block is left by an exception before there is a result, the folder is free
     again, so that the corrected command can take it."""
-    claim(output, asdict(plan) | {"lengths": list(plan.lengths)}, accept_old, lm_eval=lm_eval.__version__)
+    wanted = asdict(plan) | {"lengths": list(plan.lengths)}
+    claim(output, wanted, accept_old, optional=defaults(plan), lm_eval=lm_eval.__version__)
     try:
         yield
     except BaseException:
