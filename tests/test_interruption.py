@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 import groups
 import tiny
 from damage import flip
+from failing import sentences
 from headrace import data as data_module
 from headrace.cli import app as cli
 from headrace.data import Preparation, open_data, prepare
@@ -211,6 +212,22 @@ def test_processes_with_folders_of_their_own_are_refused(prepared, tmp_path):
     assert any(ended(group))
     assert "process 1 does not see the folder" in "".join(file.read_text() for file in tmp_path.glob("run*.txt"))
     assert not list(tmp_path.glob("run*/checkpoint-*"))
+
+
+@pytest.mark.slow
+def test_what_fails_in_one_process_ends_all_with_one_sentence(prepared, tmp_path):
+    damaged = shutil.copytree(prepared, tmp_path / "damaged")
+    flip(damaged / "train.npy")
+    first, second = groups.run(2, tmp_path, sentences, prepared, damaged, tmp_path)
+    full, lost = "InputError: the disk is full at step 2", "TypeError: of a kind that nobody foresaw"
+    begins = {
+        "data": "InputError: --data .* is damaged: train.npy has another SHA-256", "choosing": lost, "card": lost,
+        "building": "InputError: weights='x' has no config.json", "logging": full, "weights": full,
+        "random state": full, "marking": full,
+    }  # fmt: skip
+    assert first == second and first.keys() == begins.keys()
+    for place, sentence in begins.items():
+        assert re.match(sentence, first[place]), (place, first[place])
 
 
 # --- every held-out row, once ----------------------------------------------------------------------------------------

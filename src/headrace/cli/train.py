@@ -213,12 +213,11 @@ def train(
         raise InputError(f"--machine={machine} without --dry-run; expected it with --dry-run or --json")
     if data is None:
         raise InputError("--data is missing; expected a folder made by `headrace prepare`")
-    from ..data import open_data
     from ..training.run import train as run
 
     folder = output or Path("runs", f"{Path(recipe).stem}-{chosen.mixer}")
     with interruptible(f"{folder} keeps the newest checkpoint; the same command continues from it", terminated=0):
-        run(chosen, about, open_data(data), folder, trackers, accept_old, timeout)
+        run(chosen, about, data, folder, trackers, accept_old, timeout)
 
 
 def curves(

@@ -1,5 +1,7 @@
-"""Agreement of the processes of a run, before it begins, on the folder and on the checkpoint to resume from."""
+"""Agreement of the processes of a run: on the folder and the checkpoint to resume from before it begins, and on the end
+of all of them when one fails."""
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +15,31 @@ from ..utils.processes import LOCK, holder_of, locked
 
 
 @contextmanager
+def together() -> Iterator[None]:
+    """Ends the block in all processes alike: what one of them raises is raised in each. Otherwise the others would wait
+    for that process until the timeout. All processes must come to the end of the block, so that processes may wait for
+    each other in it only where an error is raised in all."""
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    errors = gather_object([None if mine is None else sendable(mine)])
+    failed = next((rank for rank, error in enumerate(errors) if error is not None), None)
+    if failed is not None:
+        raise mine if mine is not None and failed == PartialState().process_index else errors[failed]
+
+
+def sendable(error: Exception) -> Exception:
+    """The error, or one with its sentence if another process could not read it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+@contextmanager
 def agreed(folder: Path, choose: Callable[[], Path | None]) -> Iterator[Path | None]:
     """Locks the folder in process 0, where `choose` selects a checkpoint for all processes; yields the checkpoint.
 
@@ -21,15 +48,11 @@ def agreed(folder: Path, choose: Callable[[], Path | None]) -> Iterator[Path | N
     """
     with ExitStack() as held:
         message: list[Any] = [None]
-        if PartialState().is_main_process:
-            try:
+        with together():
+            if PartialState().is_main_process:
                 holder, chosen = held.enter_context(locked(folder)), choose()
-                message = [(holder, chosen and chosen.name, None)]
-            except InputError as error:
-                message = [(None, None, str(error))]
-        holder, name, refused = broadcast_object_list(message)[0]
-        if refused is not None:
-            raise InputError(refused)
+                message = [(holder, chosen and chosen.name)]
+        holder, name = broadcast_object_list(message)[0]
         lock = folder / LOCK
         visible = gather_object([lock.is_file() and holder_of(lock) == holder])
         if not all(visible):

@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..utils.errors import InputError
 from ..utils.integrity import damage, read_json, record, write_json
+from .agreement import together
 
 MARKER = "complete.json"
 UNFINISHED = ".unfinished"  # the folder in which checkpoints are written
@@ -91,18 +92,22 @@ class MarkComplete(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # every process has written its part
-        if not state.is_world_process_zero:
-            return
-        folder = Path(args.output_dir)
-        written = folder / UNFINISHED / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        for path in filter(Path.is_file, written.rglob("*")):
-            with path.open("rb+") as file:  # Windows flushes only files that are open for writing
-                os.fsync(file.fileno())
-        write_json(written / MARKER, record(written))
-        make_room(folder / written.name)
-        written.rename(folder / written.name)
-        for old in complete_checkpoints(folder)[:-KEPT]:
-            delete(old)
+        with together():
+            if state.is_world_process_zero:
+                complete(Path(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+
+def complete(folder: Path, name: str) -> None:
+    """Marks the written checkpoint `name` as complete, and moves it into the folder of the run."""
+    written = folder / UNFINISHED / name
+    for path in filter(Path.is_file, written.rglob("*")):
+        with path.open("rb+") as file:  # Windows flushes only files that are open for writing
+            os.fsync(file.fileno())
+    write_json(written / MARKER, record(written))
+    make_room(folder / name)
+    written.rename(folder / name)
+    for old in complete_checkpoints(folder)[:-KEPT]:
+        delete(old)
 
 
 def make_room(place: Path) -> None:

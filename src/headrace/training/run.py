@@ -24,13 +24,13 @@ from transformers import AutoTokenizer, ProgressCallback, TrainerState, Training
 from transformers.trainer import TRAINER_STATE_NAME
 
 from .. import zoo
-from ..data import Collator, PackedData, unigram_loss
+from ..data import Collator, PackedData, open_data, unigram_loss
 from ..utils.errors import InputError
 from ..utils.extras import require
 from ..utils.integrity import write_json
 from ..utils.provenance import claim, defaults
 from . import checkpoints
-from .agreement import agreed
+from .agreement import agreed, together
 from .arguments import training_arguments
 from .card import write_card
 from .machine import peak
@@ -48,12 +48,13 @@ LOG_EVERY = 10  # steps between logs if save_every is a multiple, else their gre
 
 
 def train(
-    recipe: Recipe, about: About, data: PackedData, folder: Path, trackers: str = "tensorboard",
+    recipe: Recipe, about: About, data: PackedData | Path, folder: Path, trackers: str = "tensorboard",
     accept_old: bool = False, timeout: int = TIMEOUT,
 ):  # fmt: skip
     """Trains the model of a recipe to the end, from the newest checkpoint in the folder if there is one.
 
     Args:
+        data: prepared data, or their folder.
         trackers: names from TRACKERS, separated by commas.
         accept_old: resume a run of another version of headrace.
         timeout: seconds that a process waits for the others.
@@ -65,17 +66,19 @@ def train(
         InputError: data, tokenizer, trackers or launcher do not fit the recipe, the folder belongs to another run, a
             checkpoint is damaged or cannot be written, training diverged, or a process no longer answers.
     """
-    check_data(recipe, data)
-    check_tokenizer(recipe, data)
     check_trackers(trackers)
     check_launcher(recipe, timeout)
     settings = arguments(recipe, folder, trackers, timeout)  # initialises torch.distributed
-    with agreed(folder, partial(begin, folder, recipe, data, accept_old)) as last:
+    with together():
+        opened = open_data(data) if isinstance(data, Path) else data
+        check_data(recipe, opened)
+        check_tokenizer(recipe, opened)
+    with agreed(folder, partial(begin, folder, recipe, opened, accept_old)) as last:
         set_seed(recipe.seed)
-        trainer = make_trainer(recipe, data, settings)
+        trainer = make_trainer(recipe, opened, settings)
         with report_failures(trainer, folder):
             train_to_end(trainer, last, recipe, folder)
-            finish(trainer, recipe, about, data, folder / "model")
+            finish(trainer, recipe, about, opened, folder / "model")
     return trainer
 
 
@@ -178,7 +181,8 @@ def check_trackers(trackers: str) -> None:
 
 
 def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) -> HeadraceTrainer:
-    model = build(recipe)
+    with together():
+        model = build(recipe)
     if recipe.shard > 1:
         replicas = settings.world_size // recipe.shard
         shard(model, grid(settings, dp_replicate=replicas, dp_shard=recipe.shard))
@@ -270,7 +274,9 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
     model.config.use_cache = True  # the Trainer turned it off
     trainer.save_model(str(folder))
     trainer.evaluate(data.held_out, metric_key_prefix="final")
-    if trainer.is_world_process_zero():
+    with together():
+        if not trainer.is_world_process_zero():
+            return
         if data.tokenizer is not None:
             data.tokenizer.save_pretrained(folder)
         history: list[dict[str, Any]] = trainer.state.log_history

@@ -22,6 +22,7 @@ from ..data import Shuffled
 from ..layers.block import Block
 from ..ops.context_parallel import Part, context_parallel
 from ..ops.loss import IGNORED
+from .agreement import together
 from .checkpoints import OPTIMIZER, UNFINISHED, load_optimizer, save_optimizer
 from .gate_statistics import GateWatch
 from .optimizer import CarefulAdamW
@@ -136,11 +137,21 @@ class HeadraceTrainer(Trainer):
         """The folder in which `MarkComplete` expects a written checkpoint."""
         return str(Path(str(self.args.output_dir), UNFINISHED))
 
+    def _save_checkpoint(self, model, trial) -> None:
+        with together():
+            super()._save_checkpoint(model, trial)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not is_sharded(self.model):
-            super().save_model(output_dir, _internal_call)
-        elif weights := whole_weights(self.model):
-            self._save(output_dir, state_dict=weights)
+        weights = whole_weights(self.model) if is_sharded(self.model) else None
+        with together():
+            if weights is None:
+                super().save_model(output_dir, _internal_call)
+            elif weights:
+                self._save(output_dir, state_dict=weights)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        with together():
+            super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if is_sharded(self.model):
@@ -164,7 +175,8 @@ class HeadraceTrainer(Trainer):
             logs |= self._speed()
             if skipped := self.careful().skipped:
                 logs["skipped_updates"] = skipped
-        super().log({name: value for name, value in logs.items() if name not in OF_ONE_PROCESS}, start_time)
+        with together():  # process 0 alone writes
+            super().log({name: value for name, value in logs.items() if name not in OF_ONE_PROCESS}, start_time)
 
     def _speed(self) -> dict[str, float]:
         """Training speed since the last log, without the time of evaluations."""

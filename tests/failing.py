@@ -1,0 +1,58 @@
+"""Runs in which one process of a group fails alone."""
+
+import os
+from functools import partial
+from unittest.mock import patch
+
+import torch.distributed as dist
+from transformers import Trainer
+
+from headrace.training import card, checkpoints, run
+from headrace.utils.errors import InputError
+from training import recipe
+
+SETTINGS = {"tokens": 128 * 2, "warmup_tokens": 0, "save_every": 2, "evaluate_every": 2, "evaluate_rows": 2}
+FULL = OSError(28, "No space left on device")
+LOST = TypeError("of a kind that nobody foresaw")
+
+
+def failing(of, name, process, error):
+    """A patch by which a function raises in one process."""
+    function = getattr(of, name)
+
+    def fails(*given, **named):
+        if dist.get_rank() == process:
+            raise error
+        return function(*given, **named)
+
+    return patch.object(of, name, fails)
+
+
+CASES = {  # where it fails: the patch
+    "choosing": partial(failing, run, "begin", 0, LOST),
+    "building": partial(failing, run, "build", 1, InputError("weights='x' has no config.json")),
+    "logging": partial(failing, run.Progress, "on_log", 0, FULL),
+    "weights": partial(failing, run.HeadraceTrainer, "_save", 0, FULL),
+    "random state": partial(failing, Trainer, "_save_rng_state", 1, FULL),
+    "marking": partial(failing, checkpoints, "complete", 0, FULL),
+    "card": partial(failing, run, "write_card", 0, LOST),
+}
+
+
+def sentences(data, damaged, folder):
+    """{where: what this process says when one fails there}"""
+    rank = dist.get_rank()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
+    found = {"data": said(damaged, folder / "data")}
+    for name, fails in CASES.items():
+        with fails(), patch.object(card, "draw_curves"):
+            found[name] = said(data, folder / name)
+    return found
+
+
+def said(data, folder):
+    try:
+        run.train(*recipe(**SETTINGS), data, folder, trackers="none")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
