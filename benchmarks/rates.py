@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 import record
+from headrace.training.card import read_history
 
 RESULTS = Path(__file__).parent / "results" / "rates.csv"
 app = typer.Typer()
@@ -35,8 +36,7 @@ class Row:
     @classmethod
     def of(cls, recipe: str, run: Path) -> "Row":
         given = json.loads((run / "run.json").read_text("utf-8"))["recipe"]
-        history = json.loads((run / "model" / "history.json").read_text("utf-8"))
-        numbers = {name: value for point in history for name, value in point.items()}
+        numbers = {name: value for point in read_history(run) for name, value in point.items()}
         settings = [given[name] for name in ("mixer", "lr", "tokens", "batch_tokens", "seed")]
         return cls(recipe, *settings, numbers["final_loss"], numbers["train_runtime"])
 

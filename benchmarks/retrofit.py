@@ -7,7 +7,6 @@ The first half of training is the arm without gates of the study capacity-retnet
 rows and a learning rate that is searched for every arm on seeds that are not reported.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from headrace.studies.compare import rows, tuning
 from headrace.studies.compare.arm import train
 from headrace.studies.compare.plan import Arm, Plan
 from headrace.studies.compare.question import Question
+from headrace.utils.integrity import read_result
 
 BASE, ARMS = "capacity-retnet", ("none", "wide sigmoid", "softmax")
 LATER = 1000  # added to a seed for the second half, which has other rows
@@ -63,7 +63,7 @@ def continued(arm: Arm, first: Plan, folder: Path) -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
         train(arm, path, lambda step, scores: None, weights=begun(first, arm.seed - LATER, folder))
         print(f"{arm.plan.name}: {question().name(arm.mixer)}, seed {arm.seed}", flush=True)
-    found = json.loads(path.read_text("utf-8"))
+    found = read_result(path)
     return found | {"commit": found["environment"]["commit"]}
 
 

@@ -19,14 +19,17 @@ from damage import change_digit
 from groups import command
 from headrace import zoo
 from headrace.cli import main
+from headrace.studies.compare import arm as arm_module
+from headrace.studies.compare import rows as runs
 from headrace.studies.compare.arm import train
 from headrace.studies.compare.choose import choose
 from headrace.studies.compare.defaults import DEFAULTS, DEMO, PAIR
+from headrace.studies.compare.page import write_report
 from headrace.studies.compare.plan import MATCHED, ArmRecipe, Plan, Shape, Study
 from headrace.studies.compare.run import complete
 from headrace.tasks import IGNORED, Answers, Digits, Induction, Masked, Pair, Reverse, Text
 from headrace.utils.errors import InputError
-from headrace.utils.integrity import file_names, read_result, write_json, write_result
+from headrace.utils.integrity import file_names, finite, read_result, restored, write_json, write_result
 from headrace.utils.provenance import claim
 
 CONTROL = "softmax-retnet(competition.activation=sigmoid)"
@@ -326,6 +329,18 @@ def test_a_file_is_whole_or_absent(tmp_path):
     assert json.loads(path.read_text("utf-8")) == {"x": 1}
 
 
+def test_numbers_that_json_does_not_have_are_null_marked_and_read_back(tmp_path):
+    record = {"a": [1.0, -math.inf, {"b/c~": math.nan}], "by": {8: math.inf, 16: 0.5}, "none": None}
+    write_result(tmp_path / "x.json", record)
+    stored = json.loads((tmp_path / "x.json").read_text("utf-8"), parse_constant=pytest.fail)
+    assert stored["a"] == [1.0, None, {"b/c~": None}] and stored["by"] == {"8": None, "16": 0.5}
+    assert stored["not_finite"] == {"/a/1": "-inf", "/a/2/b~1c~0": "nan", "/by/8": "inf"}
+    read = read_result(tmp_path / "x.json")
+    assert repr(read) == repr({**record, "by": {"8": math.inf, "16": 0.5}})
+    once = finite([record, {"fine": 1}])
+    assert finite(once) == once and once[1] == {"fine": 1} and repr(restored(once)[0]) == repr(record)
+
+
 def test_one_channel_of_ids_is_embedded_as_ids_are():
     from headrace.studies.compare.model import build
 
@@ -451,6 +466,41 @@ def test_a_score_at_every_length_by_a_model_of_one(tmp_path):
         found = json.loads(path.read_text("utf-8"))
         assert list(found["by_length"]) == ["6", "12", "24", "48"]
         assert all(0 <= score <= 1 for score in found["by_length"].values())
+
+
+def test_a_score_that_is_not_finite_is_null_and_marked_and_the_comparison_ends(tmp_path, monkeypatch):
+    """At four times the training length, of one mixer; and the loss of a training step."""
+    evaluate, record_loss = arm_module.evaluate, arm_module.Curve.record_loss
+
+    def broken(model, rows, size):
+        answers, gates = evaluate(model, rows, size)
+        far = rows["input_ids"].shape[1] == 24 and not any("competition" in name for name, _ in model.named_modules())
+        return answers._replace(losses=answers.losses * (torch.nan if far else 1)), gates
+
+    def spoilt(self, model, inputs, output):
+        record_loss(self, model, inputs, output)
+        if len(self.losses) == 2:
+            self.losses[-1] = torch.tensor(torch.inf)
+
+    monkeypatch.setattr(arm_module, "evaluate", broken)
+    monkeypatch.setattr(arm_module.Curve, "record_loss", spoilt)
+    plan = replace(SMALL, mixers=("gla", "softmax-gla"), task=Induction(length=6), seeds=1)
+    study = Study("s", "S", (plan,))
+    claim(tmp_path, study.to_json())
+    for arm in plan.arms():
+        arm.result(tmp_path).parent.mkdir(parents=True)
+        train(arm, arm.result(tmp_path), lambda *news: None)
+    for _ in range(2):  # from the arms' records, and again
+        found = complete(study, tmp_path, lambda *news: None, ["cpu"])
+        write_report(found, tmp_path)
+    stored = json.loads((tmp_path / "results.json").read_text("utf-8"), parse_constant=pytest.fail)
+    assert stored["arms"][0]["by_length"]["24"] is None and stored["arms"][1]["by_length"]["24"] is not None
+    assert stored["not_finite"]["/arms/0/by_length/24"] == "nan"
+    assert stored["not_finite"]["/arms/0/curve/1/train_loss"] == "inf"
+    untrained, *trained = (point["train_loss"] for point in found["arms"][0]["curve"])
+    assert untrained is None and math.inf in trained
+    for made, read in zip(runs.rows(found), runs.read(tmp_path / "runs.csv"), strict=True):
+        assert repr(made["by_length"]) == repr(read["by_length"])  # as nan == nan is false
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
 from headrace.hf.config import HeadraceConfig
-from headrace.studies.evaluate import findings, local
+from headrace.studies.evaluate import findings, local, report
 from headrace.studies.evaluate.checkpoint import named, read_checkpoint
 from headrace.studies.evaluate.run import Evaluation, EvaluationPlan, Machine, evaluate
 from headrace.studies.evaluate.scores import Pair, Score, pair, scores
@@ -106,6 +106,31 @@ def rolling(model, tokens, start):
         end = min(at + LENGTH, len(tokens))
         total += likelihood(model, tokens[end - LENGTH - 1 : at], tokens[at:end])
     return total
+
+
+def test_scores_that_are_not_finite_are_null_marked_and_said(checkpoints, data, tmp_path):
+    """A model whose output is NaN, of which the harness would take the first answer."""
+    broken = shutil.copytree(checkpoints["softmax-gla"], tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    name = next(name for name in weights if name.endswith("o_proj.weight"))
+    save_file({**weights, name: weights[name] * torch.nan}, broken / "model.safetensors", {"format": "pt"})
+    (broken / "checksums.json").unlink()
+    plan, paths = EvaluationPlan("wikitext,piqa", data=str(data)), [checkpoints["softmax-gla"], str(broken)]
+    for _ in range(2):  # from the model, and from the records
+        found = evaluate(paths, plan, MACHINE, tmp_path / "out")
+        report.write_report(found, named(paths), tmp_path / "out")
+    stored = json.loads((tmp_path / "out" / "broken" / "results.json").read_text("utf-8"), parse_constant=pytest.fail)
+    for item, metric in (("wikitext", "word_perplexity"), ("piqa", "acc")):
+        assert stored["results"][item][f"{metric},none"] is None
+        assert stored["not_finite"][f"/results/{item}/{metric},none"] == "nan"
+        assert math.isnan(scores(found.items["broken"][item])[metric].value)
+    assert [row[-1] for row in findings.table(found)] == ["not finite"] * len(findings.table(found))
+    said = " ".join(findings.findings(found))
+    assert (
+        "The score of broken is not finite on wikitext (word_perplexity, byte_perplexity, bits_per_byte), piqa ("
+        in said
+    )
+    assert "broken compared with softmax-gla: not comparable, as a score is not finite, in every metric." in said
 
 
 @pytest.mark.parametrize("kind", ["softmax-gla", "llama"])

@@ -364,6 +364,64 @@ def test_updates_that_are_not_finite_are_left_out_then_end_the_run(data, tmp_pat
     assert "5 consecutive gradients were not finite" in told
 
 
+def strict(text):
+    """What every JSON parser reads, which knows neither NaN nor Infinity."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_numbers_that_are_not_finite_are_null_and_marked_and_the_run_ends(data, tmp_path, monkeypatch):
+    """The loss of step 13, the gradient of step 20, the evaluation after step 10 and the last one."""
+    step, held_out = HeadraceTrainer.training_step, HeadraceTrainer._held_out
+
+    def broken(self, model, inputs, count=None):
+        weight = next(iter(model.parameters()))
+        if self.state.global_step == 12:
+            kept = weight.data.clone()
+            weight.data[:] = torch.nan
+            loss = step(self, model, inputs, count)
+            weight.data.copy_(kept)
+            return loss
+        loss = step(self, model, inputs, count)
+        if self.state.global_step == 19:
+            weight.grad[0, 0] = torch.inf
+        return loss
+
+    def unknown(self, model, rows):
+        total, gates = held_out(self, model, rows)
+        return total * (torch.nan if self.state.global_step == 10 or rows is not None else 1), gates
+
+    monkeypatch.setattr(HeadraceTrainer, "training_step", broken)
+    monkeypatch.setattr(HeadraceTrainer, "_held_out", unknown)
+    folder, more = tmp_path / "run", {"evaluate_every": 5}
+    pytest.importorskip("tensorboard")
+    run.train(*recipe(**more), data, folder, trackers="tensorboard")
+    monkeypatch.undo()
+    train(data, folder, **more)  # finishes again
+    points = strict((folder / "model" / "history.json").read_text("utf-8"))
+    for file in folder.glob("checkpoint-*/trainer_state.json"):
+        strict(file.read_text("utf-8"))
+    losses = {point["step"]: point["loss"] for point in points if "loss" in point}
+    assert list(losses) == [5, 10, 15, 20] and losses[15] is None and all(losses[at] > 0 for at in (5, 10, 20))
+    marks = {(point["step"], place) for point in points for place in point.get("not_finite", ())}
+    scores = ("loss", "perplexity", "bits_per_byte")
+    assert marks == {(15, "/loss"), (20, "/grad_norm"), *((10, f"/eval_{name}") for name in scores)}
+    (again,) = (point for point in card.read_history(folder) if point.get("step") == 15 and "loss" in point)
+    assert again["loss"] != again["loss"] and "not_finite" not in again
+    assert all(weight.isfinite().all() for weight in load_file(folder / "model" / "model.safetensors").values())
+
+
+def test_the_card_and_the_curves_say_what_is_not_finite(data, tmp_path):
+    chosen, about = recipe()
+    lost = {"loss": torch.nan, "perplexity": torch.nan, "bits_per_byte": torch.nan}
+    history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": torch.inf}]
+    history += [{"step": 2, **{f"{kind}_{name}": value for name, value in lost.items()}} for kind in ("eval", "final")]
+    card.write_card(tmp_path, chosen, about, data.manifest, history, 1.0)
+    readme = (tmp_path / "README.md").read_text("utf-8")
+    assert "After 3072 tokens, the loss on held-out text is not finite. The model learnt nothing" in readme
+    assert "| 2 | not finite | not finite | not finite |" in readme and "nan" not in readme
+    assert not ModelCard(readme).data.eval_results and (tmp_path / "curves.png").stat().st_size > 1000
+
+
 def test_a_loss_that_is_not_finite_names_its_layer(data, tmp_path, monkeypatch, capsys):
     def broken(chosen):
         model = build(chosen)

@@ -274,11 +274,21 @@ def test_the_length_held_is_interpolated_and_stays_on_the_grid():
         row("b", 0, 0.9, by_length={8: 0.9, 16: 0.9}),
         row("b", 1, 0.9, by_length={8: 0.89, 16: 1.0}),
     ]
+    broken = row("c", 0, 0.9, by_length={8: 1.0, 16: 0.95, 32: math.nan, 64: 0.95})
+    assert statistics.length_held(broken) == 4.0, "what is not finite is not held"
     by_mixer = statistics.collected(runs, "capacity")["p"]
     assert by_mixer["a"][0] == pytest.approx(4.5), "half of the way from 0.95 to 0.85; what comes later is luck"
     assert by_mixer["b"] == {0: 4.0, 1: 3.0}
     cells = statistics.table_of_means(question("capacity"), runs)
     assert cells[1:] == [["a", "1", "23 (23 to 23)", "0"], ["b", "2", "11 (7 to 18)", "2"]]
+
+
+def test_a_loss_that_is_not_finite_is_a_seed_that_is_lost():
+    lengths = [{8: 2.0, 64: 3.0}, {8: 2.0, 64: math.nan}, {8: 2.0, 64: 3.5}]
+    runs = [row("a", seed, 2.0, loss=2.0, by_length=own) for seed, own in enumerate(lengths)]
+    assert statistics.collected(runs, "losses")["p, rows of 64"] == {"a": {0: 3.0, 2: 3.5}}
+    assert statistics.lost(runs, "losses", "p, rows of 64", "a") == {1}
+    assert not statistics.lost(runs, "losses", "p, rows of 8", "a")
 
 
 def test_losses_are_compared_over_all_tokens_over_repeats_and_by_length():

@@ -1,5 +1,6 @@
 """The model card (README.md) of a trained model, and its learning curves."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..utils.environment import environment
 from ..utils.errors import InputError
-from ..utils.integrity import read_json
+from ..utils.integrity import read_json, restored
 from ..utils.provenance import sentence
 from .checkpoints import complete_checkpoints
 from .recipes import About, Recipe, to_yaml
 
+NO_NUMBER = "not finite"
 TEXT = """---
 {data}
 ---
@@ -62,27 +64,31 @@ def write_card(
 
     Args:
         manifest: the manifest of the prepared data.
-        history: the log of the Trainer.
+        history: the log of the Trainer, with its numbers that are not finite.
         unigram: nats per held-out token of a unigram model with the token frequencies of the held-out text.
     """
     draw_curves(folder / "curves.png", {recipe.mixer: history})
     evaluations = [point for point in history if "eval_loss" in point]
     final = next(point for point in reversed(history) if "final_loss" in point)
-    sentence = (
-        f"After {recipe.tokens:g} tokens: {final['final_loss']:.4f} nats per held-out token, perplexity "
-        f"{final['final_perplexity']:.2f}, {final['final_bits_per_byte']:.4f} bits per byte. "
-        + baseline_sentence(final["final_loss"], unigram)
+    loss = final["final_loss"]
+    scores = (
+        f": {loss:.4f} nats per held-out token, perplexity {number(final['final_perplexity'], 2)}, "
+        f"{final['final_bits_per_byte']:.4f} bits per byte."
     )
+    scores = scores if math.isfinite(loss) else f", the loss on held-out text is {NO_NUMBER}."
+    sentence = f"After {recipe.tokens:g} tokens{scores} {baseline_sentence(loss, unigram)}"
     results = [
-        EvalResult("text-generation", "text", "held-out documents", metric, final[f"final_{metric}"])
+        EvalResult("text-generation", "text", "held-out documents", metric, value)
         for metric in ("loss", "perplexity", "bits_per_byte")
+        if math.isfinite(value := final[f"final_{metric}"])
     ]
     card = ModelCardData(
         library_name="transformers", license="other", tags=["headrace", "linear-attention"],
         model_name=recipe.mixer, eval_results=results,
     )  # fmt: skip
     rows = "\n".join(
-        f"| {e['step']} | {e['eval_loss']:.4f} | {e['eval_perplexity']:.2f} | {e['eval_bits_per_byte']:.4f} |"
+        f"| {e['step']} | {number(e['eval_loss'])} | {number(e['eval_perplexity'], 2)} | "
+        f"{number(e['eval_bits_per_byte'])} |"
         for e in evaluations
     )
     text = TEXT.format(
@@ -100,18 +106,23 @@ def versions(run: Path) -> str:
     return f".\n\n{several}" if several else ""
 
 
+def number(value: float, digits: int = 4) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else NO_NUMBER
+
+
 def read_history(run: Path) -> list[dict[str, Any]]:
-    """The log of a run: the whole log if the run has ended, else up to its newest complete checkpoint. InputError for a
-    folder that is not a run's. The folder is not changed, as the run may be in progress."""
+    """The log of a run, with its numbers that are not finite: the whole log if the run has ended, else up to its newest
+    complete checkpoint. InputError for a folder that is not a run's. The folder is not changed, as the run may be in
+    progress."""
     ended = run / "model" / "history.json"
     if ended.is_file():
-        return read_json(ended)
+        return restored(read_json(ended))
     found = complete_checkpoints(run)
     if not found:
         raise InputError(
             f"{str(run)!r} holds neither model/history.json nor a complete checkpoint; expected the folder of a run"
         )
-    return read_json(found[-1] / TRAINER_STATE_NAME)["log_history"]
+    return restored(read_json(found[-1] / TRAINER_STATE_NAME)["log_history"])
 
 
 def named(runs: list[Path]) -> dict[str, Path]:
@@ -125,11 +136,12 @@ def named(runs: list[Path]) -> dict[str, Path]:
 def baseline_sentence(loss: float, unigram: float) -> str:
     """A sentence that compares the loss with that of a unigram model."""
     baseline = f"a unigram model of these tokens has {unigram:.4f} nats"
-    return f"The model learnt nothing: {baseline}." if loss >= unigram else f"For comparison, {baseline}."
+    return f"For comparison, {baseline}." if loss < unigram else f"The model learnt nothing: {baseline}."
 
 
 def draw_curves(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Draws the loss by step of one or more runs: training loss as a thin line, held-out loss with dots."""
+    """Draws the loss by step of one or more runs: training loss as a thin line, held-out loss with dots; a cross on the
+    axis of steps where either is not finite."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -142,6 +154,9 @@ def draw_curves(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
         axes.plot(*zip(*train, strict=True), color=f"C{i}", linewidth=0.8, alpha=0.6, label=f"{name}, training")
         if held:
             axes.plot(*zip(*held, strict=True), color=f"C{i}", marker="o", markersize=3, label=f"{name}, held out")
+        if broken := [step for step, loss in train + held if not math.isfinite(loss)]:
+            (crosses,) = axes.plot(broken, [0] * len(broken), "x", color=f"C{i}", label=f"{name}, {NO_NUMBER}")
+            crosses.set(transform=axes.get_xaxis_transform(), clip_on=False)
     axes.set(xlabel="step", ylabel="loss, nats per token")
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -27,7 +27,7 @@ from .. import zoo
 from ..data import Collator, PackedData, open_data, unigram_loss
 from ..utils.errors import InputError
 from ..utils.extras import require
-from ..utils.integrity import write_json
+from ..utils.integrity import finite, restored, write_json
 from ..utils.provenance import claim, defaults
 from . import checkpoints
 from .agreement import agreed, together
@@ -279,6 +279,6 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
             return
         if data.tokenizer is not None:
             data.tokenizer.save_pretrained(folder)
-        history: list[dict[str, Any]] = trainer.state.log_history
+        history = finite(trainer.state.log_history)
         write_json(folder / "history.json", history)
-        write_card(folder, recipe, about, data.manifest, history, unigram_loss(data.held_out))
+        write_card(folder, recipe, about, data.manifest, restored(history), unigram_loss(data.held_out))

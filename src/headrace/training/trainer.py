@@ -22,6 +22,7 @@ from ..data import Shuffled
 from ..layers.block import Block
 from ..ops.context_parallel import Part, context_parallel
 from ..ops.loss import IGNORED
+from ..utils.integrity import finite
 from .agreement import together
 from .checkpoints import OPTIMIZER, UNFINISHED, load_optimizer, save_optimizer
 from .gate_statistics import GateWatch
@@ -54,6 +55,7 @@ class HeadraceTrainer(Trainer):
         self.gates: list[dict[str, Any]] = []  # gate statistics of the last evaluation
         self.last_log: tuple[float, int] | None = None
         self.paused = 0.0
+        self.broken = False  # whether a loss since the last log was not finite
 
     def _get_train_sampler(self, train_dataset=None) -> Sampler:
         """Random order in each epoch, without the last rows of an epoch if they do not fill a step."""
@@ -92,11 +94,11 @@ class HeadraceTrainer(Trainer):
         """Loss in nats per token over all held-out tokens, perplexity, bits per byte and gate statistics."""
         started, model = time.perf_counter(), self._wrap_model(self.model, training=False)  # type: ignore[arg-type]
         total, gates = self._held_out(model, eval_dataset)
-        loss = total[0].item() / total[1].item()
+        mean = total[0] / total[1]
         metrics = {
-            "loss": loss,
-            "perplexity": math.exp(min(loss, 700.0)),
-            "bits_per_byte": loss / math.log(2) / self.measures.bytes_per_token,
+            "loss": mean.item(),
+            "perplexity": mean.exp().item(),
+            "bits_per_byte": mean.item() / math.log(2) / self.measures.bytes_per_token,
         }
         for gate in gates:
             metrics |= logged_statistics(gate)
@@ -173,10 +175,13 @@ class HeadraceTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs |= self._speed()
+            if self.broken:
+                logs["loss"], self.broken = math.nan, False
             if skipped := self.careful().skipped:
                 logs["skipped_updates"] = skipped
         with together():  # process 0 alone writes
             super().log({name: value for name, value in logs.items() if name not in OF_ONE_PROCESS}, start_time)
+        self.state.log_history[-1] = finite(self.state.log_history[-1])
 
     def _speed(self) -> dict[str, float]:
         """Training speed since the last log, without the time of evaluations."""
@@ -197,12 +202,13 @@ class HeadraceTrainer(Trainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         broken = (~loss.isfinite()).int()
         if self.accelerator.reduce(broken, "sum"):  # a sharded model computes in all processes or in none
+            self.broken = True
             where = first_not_finite(model, self._prepare_inputs(inputs))
             if broken:
                 print(
                     f"step {self.state.global_step + 1}: the loss is {loss.item()}, first in {where}", file=sys.stderr
                 )
-        return loss
+        return loss.where(loss.isfinite(), 0.0)  # the Trainer's sum of losses would never be finite again
 
     def careful(self) -> CarefulAdamW:
         wrapped: Any = self.optimizer  # accelerate may have wrapped it

@@ -1,7 +1,8 @@
-"""Atomic writes of files, and checksums that show later changes of files."""
+"""Atomic writes of files, numbers that JSON does not have, and checksums that show later changes of files."""
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ from typing import Any
 from .errors import InputError
 
 SUM = "sha256"  # key of the checksum of a result
+NOT_FINITE = "not_finite"  # key of a record: {JSON pointer (RFC 6901) of a null: the number "nan", "inf" or "-inf"}
 CHECKSUMS = "checksums.json"  # checksums of a model's weights; its other files may be edited
 
 Recorded = dict[str, Any]  # {name of a file: {"bytes", "sha256"}, or in old records only the number of bytes}
@@ -35,13 +37,51 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{str(path)!r} is not JSON ({error}); delete it and run the command again") from None
 
 
+def finite(data: Any) -> Any:
+    """Returns a record (a dict), or a list of records, in the form of JSON: numbers that are not finite are null, and
+    the record's key NOT_FINITE lists them."""
+    if isinstance(data, list):
+        return [finite(record) for record in data]
+    marks: dict[str, str] = {}
+
+    def nulled(where: str, value: Any) -> Any:
+        if not isinstance(value, float) or math.isfinite(value):
+            return value
+        marks[where] = str(float(value))
+        return None
+
+    found = _changed(data, nulled)
+    return found | {NOT_FINITE: found.get(NOT_FINITE, {}) | marks} if marks else found
+
+
+def restored(data: Any) -> Any:
+    """Returns what `finite` was given, with NaN and infinities in place of the nulls that are marked."""
+    if isinstance(data, list):
+        return [restored(record) for record in data]
+    marks = data.get(NOT_FINITE, {})
+    rest = {key: value for key, value in data.items() if key != NOT_FINITE}
+    return _changed(rest, lambda where, value: float(marks[where]) if where in marks else value)
+
+
+def _changed(value: Any, change: Callable[[str, Any], Any], where: str = "") -> Any:
+    """Applies `change`, a function of JSON pointer and value, to every value that is neither a dict nor a list."""
+    if isinstance(value, dict):
+        places = {key: str(key).replace("~", "~0").replace("/", "~1") for key in value}
+        return {key: _changed(item, change, f"{where}/{places[key]}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_changed(item, change, f"{where}/{i}") for i, item in enumerate(value)]
+    return change(where, value)
+
+
 def write_result(path: Path, data: dict[str, Any]) -> None:
-    """Writes a JSON object with the SHA-256 of its content, which `read_result` checks."""
-    write_json(path, data | {SUM: digest(json.loads(json.dumps(data)))})  # as it is read: keys are strings
+    """Writes a record, in the form of `finite`, with the SHA-256 of its content, which `read_result` checks."""
+    content = finite(data)
+    write_json(path, content | {SUM: digest(json.loads(json.dumps(content)))})  # as it is read: keys are strings
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Returns an object written by `write_result`. An object without a checksum passes.
+    """Returns a record written by `write_result`, with its numbers that are not finite. A record without a checksum
+    passes.
 
     Raises InputError if the file is not a JSON object, or if its content has changed."""
     data = read_json(path)
@@ -52,7 +92,7 @@ def read_result(path: Path) -> dict[str, Any]:
             f"{str(path)!r} is damaged: it has another SHA-256 than when it was written; delete it and run the command "
             "again"
         )
-    return data
+    return restored(data)
 
 
 def sha256(path: Path) -> str:

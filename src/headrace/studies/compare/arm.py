@@ -97,10 +97,10 @@ class Curve(TrainerCallback):
             self.losses.append(output.loss.detach())
 
     def train_loss(self) -> float | None:
-        """The mean training loss since the last evaluation; None if there was no step or the mean is not finite."""
-        mean = torch.stack(self.losses).mean().item() if self.losses else math.nan
+        """The mean training loss since the last evaluation; None if there was no step."""
+        mean = torch.stack(self.losses).mean().item() if self.losses else None
         self.losses.clear()
-        return mean if math.isfinite(mean) else None
+        return mean
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.point(0, model)
@@ -176,11 +176,12 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
 
 
 def by_length(arm: Arm, model: nn.Module) -> dict[str, Any]:
-    """Scores on held-out rows of other lengths, for tasks that have them, and the alignment of one held-out row."""
+    """Scores on held-out rows of other lengths, for tasks that have them, and the alignment of one held-out row. A
+    score is NaN where the loss is not finite, as the likeliest of logits that are NaN means nothing."""
     task, recipe, scores = arm.plan.task, arm.plan.recipe, {}
     for n, rows in task.by_length(recipe.held_out // 2).items():
         answers, _ = evaluate(model, model_inputs(arm, rows), max(recipe.batch_size * task.length // n, 1))
-        scores[str(n)] = task.scores(answers)[task.metric.name]
+        scores[str(n)] = task.scores(answers)[task.metric.name] if math.isfinite(answers.loss) else math.nan
     return {"by_length": scores, "alignment": alignment(arm, model)}
 
 

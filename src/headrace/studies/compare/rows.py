@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...tasks import TASKS, Metric
+from ...utils.integrity import finite, restored
 
 COLUMNS = (
     "commit", "comparison", "mixer", "seed", "trial", "lr", "steps", "metric", "score", "loss", "reached", "converged",
@@ -65,11 +66,11 @@ def write(found: Sequence[Row], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        writer.writerows(row | {name: json.dumps(row[name]) for name in TABLES} for row in found)
+        writer.writerows(row | {name: json.dumps(finite(row[name])) for name in TABLES} for row in found)
 
 
 def read(path: Path) -> list[Row]:
-    """The rows that `write` wrote; numbers are numbers again, and an empty cell is None."""
+    """The rows that `write` wrote; numbers are numbers again ("nan" too), and an empty cell is None."""
     with path.open(newline="", encoding="utf-8") as file:
         return [{name: value(name, text) for name, text in line.items()} for line in csv.DictReader(file)]
 
@@ -78,7 +79,8 @@ def value(name: str, text: str) -> Any:
     if name in ("trial", "converged"):
         return text == "True"
     if name in TABLES:
-        return {int(key) if key.isdecimal() else key: score for key, score in json.loads(text or "{}").items()}
+        scores = restored(json.loads(text or "{}"))
+        return {int(key) if key.isdecimal() else key: score for key, score in scores.items()}
     if name in ("seed", "steps", "reached", "parameters", "state_bytes"):
         return int(text) if text else None
     return (float(text) if text else None) if name in ("lr", "score", "loss", "seconds") else text

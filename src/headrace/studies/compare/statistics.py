@@ -63,7 +63,7 @@ def differences(asked: Sequence[tuple[Question, Sequence[Row]]]) -> list[list[Te
     """Every comparison of each study (its question and its runs) in the plan's order, corrected over those of all."""
     found = [
         [
-            replace(compared(question.test, where, a, b, by_mixer), lost=len(lost(rows, where, a, b)))
+            replace(compared(question.test, where, a, b, by_mixer), lost=len(lost(rows, question.measure, where, a, b)))
             for a, b in question.pairs
             for where, by_mixer in collected(rows, question.measure).items()
             if a in by_mixer and b in by_mixer
@@ -151,7 +151,7 @@ def table_of_means(question: Question, rows: Sequence[Row]) -> list[list[str]]:
     cells = [["mixer", "at", "seeds", MEANS[question.measure], "seeds at an end of the range"]]
     for where, by_mixer in collected(rows, question.measure).items():
         for mixer, own in by_mixer.items():
-            values, gone = list(own.values()), len(lost(rows, where, mixer))
+            values, gone = list(own.values()), len(lost(rows, question.measure, where, mixer))
             said = mean_and_spread(question.measure, values) if values else "diverged"
             at_ends = str(sum(value in ends for value in values))
             cells.append([question.name(mixer), where, out_of(len(own), gone), said, at_ends])
@@ -215,12 +215,14 @@ def capacity(row: Row) -> dict[str, float]:
 
 def length_held(row: Row) -> float:
     """log2 of the length up to which the score is at least HELD, interpolated linearly in it; at least the smallest
-    length that was tested, and at most the largest."""
+    length that was tested, and at most the largest. A score that is not finite is below HELD."""
     lengths, curve = sorted(row["by_length"]), row["by_length"]
-    lost = next((i for i, n in enumerate(lengths) if curve[n] < HELD), len(lengths))
+    lost = next((i for i, n in enumerate(lengths) if not curve[n] >= HELD), len(lengths))
     if lost in (0, len(lengths)):
         return math.log2(lengths[max(lost - 1, 0)])
     low, high = lengths[lost - 1 : lost + 1]
+    if not math.isfinite(curve[high]):
+        return math.log2(low)
     return math.log2(low) + math.log2(high / low) * (curve[low] - HELD) / (curve[low] - curve[high])
 
 
@@ -232,22 +234,29 @@ def bounds(measure: str, row: Row) -> set[float]:
 
 
 def collected(rows: Sequence[Row], measure: str) -> Values:
-    """The values of the reported runs; none, at each place of its comparison, of a mixer that always diverged."""
+    """The values of the reported runs that are finite; none, at each place of its comparison, of a mixer that always
+    diverged."""
     found: Values = {}
     reported = [row for row in rows if not row["trial"]]
     for row in (row for row in reported if row["score"] is not None):
         for place, value in MEASURES[measure](row).items():
-            found.setdefault(place, {}).setdefault(row["mixer"], {})[row["seed"]] = value
+            own = found.setdefault(place, {}).setdefault(row["mixer"], {})
+            own |= {row["seed"]: value} if math.isfinite(value) else {}
     for row in (row for row in reported if row["score"] is None):
         for place in (place for place in found if comparison_of(place) == row["comparison"]):
             found[place].setdefault(row["mixer"], {})
     return found
 
 
-def lost(rows: Sequence[Row], place: str, *mixers: str) -> set[int]:
-    """The seeds in which a reported run of the mixers diverged."""
-    own = (row for row in rows if not row["trial"] and row["mixer"] in mixers and row["score"] is None)
-    return {row["seed"] for row in own if row["comparison"] == comparison_of(place)}
+def lost(rows: Sequence[Row], measure: str, place: str, *mixers: str) -> set[int]:
+    """The seeds in which a reported run of the mixers diverged, or has a value that is not finite at the place."""
+    reported = (row for row in rows if not row["trial"] and row["comparison"] == comparison_of(place))
+    own = (row for row in reported if row["mixer"] in mixers)
+    return {
+        row["seed"]
+        for row in own
+        if row["score"] is None or not math.isfinite(MEASURES[measure](row).get(place, math.nan))
+    }
 
 
 def comparison_of(place: str) -> str:

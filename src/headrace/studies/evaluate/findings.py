@@ -1,18 +1,20 @@
 """The findings of an evaluation as sentences, failures first. Each sentence follows from the scores by a fixed rule."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ...report.numbers import significant
 from .run import Evaluation
-from .scores import ALIKE, TOO_FEW, Pair, Score, guessing, pair, scores
+from .scores import ALIKE, NOT_FINITE, TOO_FEW, Pair, Score, guessing, pair, scores
 
 OTHER_ROWS = "not comparable, as the rows differ,"
 
 
 def findings(evaluation: Evaluation) -> list[str]:
-    return [sentence for rule in (not_run, beyond, failures, differences) for sentence in rule(evaluation)]
+    rules = (not_run, beyond, not_finite, failures, differences)
+    return [sentence for rule in rules for sentence in rule(evaluation)]
 
 
 def not_run(evaluation: Evaluation) -> Iterator[str]:
@@ -26,6 +28,16 @@ def beyond(evaluation: Evaluation) -> Iterator[str]:
         longer = [name for name, record in records.items() if length and record["max_length"] > length]
         if longer:
             yield f"The config of {model} gives a context of {length} tokens; {', '.join(longer)} used a longer one."
+
+
+def not_finite(evaluation: Evaluation) -> Iterator[str]:
+    for model, records in evaluation.items.items():
+        found = {
+            item: [name for name, score in scores(record).items() if not math.isfinite(score.value)]
+            for item, record in records.items()
+        }
+        if broken := [f"{item} ({', '.join(names)})" for item, names in found.items() if names]:
+            yield f"The score of {model} is not finite on {', '.join(broken)}."
 
 
 def failures(evaluation: Evaluation) -> Iterator[str]:
@@ -43,6 +55,7 @@ def failures(evaluation: Evaluation) -> Iterator[str]:
 def at_chance(item: str, record: dict[str, Any]) -> str:
     """The item with the accuracies that are not above guessing; empty if all are above."""
     chance, found = guessing(record), [score for score in scores(record).values() if not score.likelihood]
+    found = [score for score in found if math.isfinite(score.value)]
     if chance is None:
         return f"{item} (0 of {len(found[0].rows)} rows)" if any(score.value == 0 for score in found) else ""
     low = [f"{score.metric} {show(score)}" for score in found if not score.above(chance)]
@@ -58,7 +71,7 @@ def above_the_unigram(record: dict[str, Any]) -> Iterator[str]:
 def differences(evaluation: Evaluation) -> Iterator[str]:
     for model, found in against_the_first(evaluation).items():
         first = next(iter(evaluation.items))
-        for verdict in ("better", "worse", TOO_FEW, ALIKE, OTHER_ROWS):
+        for verdict in ("better", "worse", TOO_FEW, ALIKE, OTHER_ROWS, NOT_FINITE):
             if named := [comparison.name for comparison in found if comparison.verdict == verdict]:
                 where = ", ".join(named) if len(named) < len(found) else "every metric"
                 yield f"{model} compared with {first}: {verdict} in {where}."
@@ -83,7 +96,7 @@ class PairedComparison:
     def cells(self) -> tuple[str, ...]:
         """Cells of a table row: task, metric, difference, its standard error, its 95 % interval, verdict."""
         names = self.item, shown_metric(self.item, self.metric)
-        if self.pair is None:
+        if self.pair is None or self.verdict == NOT_FINITE:
             return *names, "–", "–", "–", self.verdict
         digits = ".4f" if self.pair.first.likelihood else ".1f"
         low, high = self.pair.interval
@@ -107,6 +120,8 @@ def against_the_first(evaluation: Evaluation) -> dict[str, list[PairedComparison
 
 def show(score: Score) -> str:
     """The score and its standard error as text."""
+    if not math.isfinite(score.value):
+        return "not finite"
     if score.likelihood:
         return f"{significant(score.value)} ± {significant(score.stderr, 2)}"
     return f"{100 * score.value:.1f} ± {100 * score.stderr:.1f} %"

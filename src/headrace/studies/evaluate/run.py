@@ -5,6 +5,7 @@ plan.json                     the plan; the folder is for this plan only
 <model>/results.json          all items of a model, in the format of the harness
 """
 
+import math
 import os
 import re
 import shutil
@@ -173,14 +174,17 @@ def run_item(
             bootstrap_iters=DRAWS,
             **dict.fromkeys(seeds, plan.seed),
         )
-    samples = out.pop("samples")[item.task]
+    samples, results = out.pop("samples")[item.task], plain(renamed(out, item))
+    if any(map(undefined, samples)):
+        found = results["results"][item.name]
+        found |= {name: math.nan for name in found if name.partition(",")[0] in samples[0]["metrics"]}
     return {
         "max_length": max_length,
         "trained_length": checkpoint.trained_length,
         "seconds": round(time.perf_counter() - started, 2),
         "unigram": unigram(samples, model),
         "samples": [scored(sample) for sample in samples],
-        "results": plain(renamed(out, item)),
+        "results": results,
     }
 
 
@@ -221,7 +225,7 @@ def context(item: Item, checkpoint: Checkpoint, plan: EvaluationPlan) -> int:
 
 def scored(sample: dict[str, Any]) -> dict[str, Any]:
     """The recorded part of a row: its id and hash, its scores, its answer and the number of choices."""
-    scores = {name: plain(sample[name]) for name in sample["metrics"]}
+    scores = {name: math.nan if undefined(sample) else plain(sample[name]) for name in sample["metrics"]}
     answer = [str(text)[:200] for text in sample["filtered_resps"]] if len(sample["arguments"]) == 1 else []
     return {
         "doc_id": sample["doc_id"],
@@ -230,6 +234,12 @@ def scored(sample: dict[str, Any]) -> dict[str, Any]:
         "answer": answer,
         "scores": scores,
     }
+
+
+def undefined(sample: dict[str, Any]) -> bool:
+    """Whether a log-likelihood of a row is NaN. The harness would choose an answer nevertheless, the first."""
+    found = (answer if isinstance(answer, tuple | list) else [answer] for answer in sample["filtered_resps"])
+    return any(isinstance(x, float) and math.isnan(x) for answer in found for x in answer)
 
 
 def renamed(out: dict[str, Any], item: Item) -> dict[str, Any]:
@@ -250,15 +260,14 @@ def merged(records: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON: numpy values, functions and infinities of the harness become numbers and text."""
+    """A value as JSON, apart from numbers that are not finite: numpy values and functions of the harness become numbers
+    and text."""
     if isinstance(value, dict):
         return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [plain(part) for part in value]
-    if value is None or isinstance(value, str | bool | int):
+    if value is None or isinstance(value, str | bool | int | float):
         return value
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else str(value)
     return handle_non_serializable(value)
 
 

@@ -14,6 +14,7 @@ from ...report.numbers import LEVEL, student
 ROWS = 10
 TOO_FEW = "too few rows to tell them apart"
 ALIKE = "equal on every row"
+NOT_FINITE = "not comparable, as a score is not finite,"
 Rows = list[tuple[float, float]]  # (summand, weight) of each row
 
 
@@ -65,7 +66,7 @@ class Score:
         """The metric: an accuracy, a perplexity or bits per byte."""
         if self.metric == "bits_per_byte":
             return -self.mean / math.log(2)
-        return math.exp(-self.mean) if self.likelihood else self.mean
+        return exponential(-self.mean) if self.likelihood else self.mean
 
     @property
     def stderr(self) -> float:
@@ -85,6 +86,14 @@ def scores(record: dict[str, Any]) -> dict[str, Score]:
         for name, values in found.items()
         if values != [-1.0] * len(values)
     }
+
+
+def exponential(x: float) -> float:
+    """e^x, infinite where a float cannot hold it."""
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -112,6 +121,8 @@ class Pair:
 
     @property
     def verdict(self) -> str:
+        if not math.isfinite(self.difference.mean):
+            return NOT_FINITE
         if not any(difference for difference, _ in self.difference.rows):
             return ALIKE
         if len(self.first.rows) < ROWS:

@@ -106,6 +106,8 @@ def evaluated(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Pat
     there = [one for one in scores if one is not None]
     if len(there) < len(scores):
         return None
+    if not all(one.runs for one in there):
+        return DIVERGED
     reaches = [one.reach for one in there if one.reach is not None]
     reach = math.hypot(*reaches) / len(there) * factor if len(reaches) == len(there) else None
     return Number(factor * fmean(one.value for one in there), reach)
@@ -118,7 +120,8 @@ def score(whole: dict[str, Any], item: str, metric: str) -> Number | None:
         return None
     error = result.get(f"{metric}_stderr,none")  # can be "N/A", or 0 if all rows are equal; neither is a spread
     known = isinstance(error, float) and error and rows > 1
-    return Number(result[f"{metric},none"], student(rows - 1) * error if known else None)
+    value = result[f"{metric},none"]
+    return Number(value, student(rows - 1) * error if known else None) if math.isfinite(value) else DIVERGED
 
 
 def logged(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
