@@ -10,7 +10,7 @@ import uvicorn
 import tiny
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
-from headrace.hf.serving import Limits, application
+from headrace.hf.serving import Limits, application, settings
 
 ASCII = 94  # tokens; beyond them a random model writes bytes that are no text
 ENDLESS = 10**6  # tokens, which take many minutes: a test that ends did not wait for them
@@ -30,10 +30,10 @@ def save(folder, vocab_size, template=None, mixer="softmax-gla", **changes):
 
 
 @contextmanager
-def serving(checkpoint, **limits):
+def serving(checkpoint, name=None, **limits):
     """The base of the URLs of a server in a thread."""
-    app = application(checkpoint, Limits(**{"prompt": 64, "tokens": ENDLESS, **limits}))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1))
+    app = application(checkpoint, Limits(**{"prompt": 64, "tokens": ENDLESS, **limits}), name=name)
+    server = uvicorn.Server(settings(app, port=0, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     for _ in range(12000):  # ten minutes, on a busy machine

@@ -219,10 +219,8 @@ def test_a_client_that_goes_away_ends_its_generation(server, client, checkpoint,
     asked = {"prompt": "a", "max_tokens": ENDLESS, "temperature": 0, "stream": streamed}
     with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2]))) as gone:
         body = json.dumps(asked).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
-        gone.sendall(head.encode() + b"\r\n\r\n" + body)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        gone.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         wait_for(lambda: requests_of(server))
         if streamed:
             assert gone.recv(15) == b"HTTP/1.1 200 OK"
@@ -238,6 +236,7 @@ def test_a_prompt_is_not_read_on_for_a_client_that_has_gone(checkpoint, monkeypa
     stream = engine.Stream([1, 2, 3, 4], Sampling(4), byte_level(), model.device, said.append)
     model.model.register_forward_hook(lambda *_: read.append(1) or stream.gone.set())
     one.submit(stream)
+    wait_for(lambda: read)
     other = engine.Stream([1], Sampling(1), byte_level(), model.device, said.append)
     one.submit(other)
     wait_for(lambda: said)

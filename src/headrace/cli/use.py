@@ -72,8 +72,24 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free port.")] = 8000,
     longest: Annotated[int, typer.Option(help="Maximum tokens of a prompt. Longer prompts are refused.")] = 32768,
     tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer. Requests for more are refused.")] = 4096,
-    requests: Annotated[int, typer.Option(help="Maximum number of open requests. Further ones are refused.")] = 256,
+    requests: Annotated[
+        int,
+        typer.Option(
+            help="Maximum number of open requests, where each choice for each prompt counts as one. Further ones are "
+            "refused."
+        ),
+    ] = 256,
     device: Device = None,
+    name: Annotated[
+        str | None, typer.Option(help=r"Name of the model in requests. \[default: the path of the checkpoint]")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name of this machine that requests may have in their Host header, beside localhost, --host and any "
+            "address; can be repeated."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over the OpenAI API: completions, and chat if the tokenizer has a template.
 
@@ -87,7 +103,8 @@ def serve(
         if value < least:
             raise InputError(f"--{name}={value}; expected at least {least}")
     with interruptible("the server has ended"):
-        run(checkpoint, host, port, Limits(longest, tokens, requests), device)
+        limits = Limits(longest, tokens, requests)
+        run(checkpoint, host, port, limits, device, name=name, hosts=allow_host or ())
 
 
 @contextmanager

@@ -78,8 +78,8 @@ def sampling_settings(
 
 
 def sampling_seed(seed: int | None, temperature: float) -> int | None:
-    """The seed given on the command line, or a new one; None if nothing is sampled. InputError for a seed out of range or
-    without effect."""
+    """The seed given on the command line, or a new one; None if nothing is sampled. InputError for a seed out of range
+    or without effect."""
     if temperature == 0:
         if seed is not None:
             raise InputError("--seed has no effect at --temperature 0, which takes the likeliest token")

@@ -1,24 +1,42 @@
 """An OpenAI-compatible server of one model: requests.py checks requests, engine.py generates text for all of them
-together, routes.py connects the two.
+together, routes.py connects the two, protocol.py ends connections that send no request.
 """
 
 import socket
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from ...utils.errors import InputError
+from .protocol import Protocol
 from .routes import Limits, application
 
 
-def serve(checkpoint: Path, host: str, port: int, limits: Limits, device: str | None = None) -> None:
-    """Serves a checkpoint until interrupted. InputError if the checkpoint, device or address cannot be used."""
+def serve(
+    checkpoint: Path,
+    host: str,
+    port: int,
+    limits: Limits,
+    device: str | None = None,
+    *,
+    name: str | None = None,
+    hosts: Iterable[str] = (),
+) -> None:
+    """Serves a checkpoint until interrupted. name, hosts: as for `application`, which also knows `host`.
+
+    Raises InputError if the checkpoint, device or address cannot be used."""
     with listening(host, port) as listener:
-        app = application(checkpoint, limits, device)
+        app = application(checkpoint, limits, device, name=name, hosts=[host, *hosts])
         address, number = listener.getsockname()[:2]
         print(f"serving {checkpoint} on http://{f'[{address}]' if ':' in address else address}:{number}/v1", flush=True)
-        config = uvicorn.Config(app, log_level="info", lifespan="off", timeout_graceful_shutdown=1)
-        uvicorn.Server(config).run([listener])
+        uvicorn.Server(settings(app, log_level="info")).run([listener])
+
+
+def settings(app: Any, **more: Any) -> uvicorn.Config:
+    """The settings of uvicorn for an application."""
+    return uvicorn.Config(app, http=Protocol, ws="none", lifespan="off", timeout_graceful_shutdown=1, **more)
 
 
 def listening(host: str, port: int) -> socket.socket:

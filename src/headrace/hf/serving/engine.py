@@ -11,6 +11,8 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from functools import partial
+from itertools import accumulate
 from math import inf
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -20,18 +22,20 @@ import torch
 from torch import Tensor
 
 from ..cache import HeadraceCache
-from .sampling import Draw, Sampling, check_generation
+from .sampling import Draw, Sampling, Score, check_generation, scored
 from .text import Text
 
 PIECE = 128  # tokens of prompts that are processed in one call
 
 
 class Piece(NamedTuple):
-    """A piece of generated text and the number of tokens so far; `finish` of the last piece is "stop" or "length"."""
+    """A piece of generated text and the number of tokens so far; `finish` of the last piece is "stop" or "length".
+    scores: of the tokens since the last piece, and in the first also of the prompt, as the request asks."""
 
     text: str
     tokens: int
     finish: str | None = None
+    scores: tuple[Score, ...] = ()
 
 
 Tell = Callable[[Piece | Exception], None]
@@ -44,21 +48,50 @@ class Stream:
 
     def __init__(self, ids: list[int], sampling: Sampling, tokenizer: Any, device: torch.device, tell: Tell):
         self.prompt = deque(torch.tensor([ids], device=device).split(PIECE, 1))
-        self.sampling, self.text, self.tell = sampling, Text(tokenizer, sampling.stop), tell
+        self.sampling, self.text, self.tell = sampling, Text(tokenizer, sampling.stop, ids), tell
+        self.count = 0  # tokens
+        self.unread = ids[1:] if self.scores_prompt else []  # tokens of the prompt without a score
+        self.scores = [Score(ids[0])] if self.scores_prompt else []
         self.draw = Draw(sampling, device) if sampling.temperature > 0 else None
         self.cache = HeadraceCache()  # before the stream joins a batch
         self.gone = threading.Event()  # set if the client has disconnected
 
+    @property
+    def scores_prompt(self) -> bool:
+        return self.sampling.echo and self.sampling.logprobs is not None
+
+    @property
+    def kept(self) -> int:
+        """Number of last places of the next piece of the prompt whose logits are needed."""
+        return self.prompt[0].shape[1] if self.scores_prompt else 1
+
+    def score(self, logits: Tensor, tokens: list[int]) -> None:
+        """Adds the scores of tokens, if they are asked for. logits: [tokens, vocabulary]."""
+        if self.sampling.logprobs is not None:
+            self.scores += scored(logits, tokens, self.sampling.logprobs)
+
+    def read(self, logits: Tensor) -> Tensor:
+        """Scores the tokens that follow those of a piece of the prompt. Returns the logits after the piece, [1,
+        vocabulary]. logits: [kept, vocabulary]."""
+        self.score(logits, self.unread[: len(logits)])
+        self.unread = self.unread[len(logits) :]
+        return logits[-1:]
+
     def add(self, token: int, ends: list[int]) -> bool:
         """Passes the next token on. Returns whether the stream goes on."""
-        more, count = self.text.add(token), len(self.text.tokens)
-        if not (self.text.stopped or token in ends) and count < self.sampling.max_tokens:
-            if more:
-                self.tell(Piece(more, count))
-            return True
+        if not self.sampling.max_tokens:
+            return self._tell("", "length")
+        more = self.text.add(token)
+        self.count += 1
+        if not (self.text.stopped or token in ends) and self.count < self.sampling.max_tokens:
+            return self._tell(more) if more else True
         more += self.text.rest()  # in which there may be a stop string
-        self.tell(Piece(more, count, "stop" if self.text.stopped or token in ends else "length"))
-        return False
+        return self._tell(more, "stop" if self.text.stopped or token in ends else "length")
+
+    def _tell(self, text: str, finish: str | None = None) -> bool:
+        self.tell(Piece(text, self.count, finish, tuple(self.scores)))
+        self.scores = []
+        return finish is None
 
 
 class Batch:
@@ -106,28 +139,35 @@ class Engine:
             layer.register_forward_pre_hook(self._between_layers)
         self.thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
-    async def pieces(self, ids: list[int], sampling: Sampling) -> AsyncGenerator[Piece, None]:
-        """Yields the continuation of the tokens. Closing the iterator (aclose) ends the generation, even while the
-        prompt is processed."""
+    async def pieces(self, asked: list[tuple[list[int], Sampling]]) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Yields (index, piece) of the continuations of several prompts, which get their tokens together. Closing the
+        iterator (aclose) ends the generation, even while a prompt is processed."""
         loop = asyncio.get_running_loop()
-        pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
+        ended = threading.Event()
 
-        def tell(piece: Piece | Exception) -> None:
-            if not stream.gone.is_set():
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+        def tell(index: int, piece: Piece | Exception) -> None:
+            if not ended.is_set():
+                loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
 
-        stream = Stream(ids, sampling, self.tokenizer, self.model.device, tell)
-        self.submit(stream)
+        streams = [
+            Stream(ids, sampling, self.tokenizer, self.model.device, partial(tell, index))
+            for index, (ids, sampling) in enumerate(asked)
+        ]
+        for stream in streams:
+            self.submit(stream)
+        left = len(streams)
         try:
-            finish = None
-            while finish is None:
-                piece = await pieces.get()
+            while left:
+                index, piece = await pieces.get()
                 if isinstance(piece, Exception):
                     raise piece
-                yield piece
-                finish = piece.finish
+                yield index, piece
+                left -= piece.finish is not None
         finally:
-            stream.gone.set()
+            ended.set()
+            for stream in streams:
+                stream.gone.set()
 
     def submit(self, stream: Stream) -> None:
         self.arrivals.put(stream)
@@ -197,25 +237,30 @@ class Engine:
             self._guarded(self._read_piece, streams[0], streams)
 
     def _read_piece(self, stream: Stream) -> None:
-        piece = stream.prompt.popleft()
-        logits = self.model(piece, past_key_values=stream.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        kept, piece = stream.kept, stream.prompt.popleft()
+        logits = self.model(piece, past_key_values=stream.cache, use_cache=True, logits_to_keep=kept).logits[0]
+        last = stream.read(logits)
         if stream.prompt:
             self._enqueue(stream)
         else:
-            self._begin([stream], logits, stream.cache)
+            self._begin([stream], last, stream.cache)
 
     def _read_together(self, streams: list[Stream]) -> None:
         """Processes short prompts as one packed row. An error may be that of one, so each is then processed alone."""
         prompts, cache = [stream.prompt[0] for stream in streams], HeadraceCache()
-        ends = torch.tensor([0, *(prompt.shape[1] for prompt in prompts)], device=self.model.device).cumsum(0)
-        packed = {"cu_seqlens": ends, "past_key_values": cache, "use_cache": True, "logits_to_keep": ends[1:] - 1}
+        ends = [0, *accumulate(prompt.shape[1] for prompt in prompts)]
+        counts = [stream.kept for stream in streams]
+        places = [i for end, count in zip(ends[1:], counts, strict=True) for i in range(end - count, end)]
+        bounds, kept = (torch.tensor(x, device=self.model.device) for x in (ends, places))
+        packed = {"cu_seqlens": bounds, "past_key_values": cache, "use_cache": True, "logits_to_keep": kept}
         try:
             logits = self.model(torch.cat(prompts, 1), **packed).logits[0]
         except Exception:  # is raised again for the prompt whose it is
             for stream in streams:
                 self._read([stream])
         else:
-            self._begin(streams, logits, cache)
+            last = [stream.read(part) for stream, part in zip(streams, logits.split(counts), strict=True)]
+            self._begin(streams, torch.cat(last), cache)
 
     def _begin(self, streams: list[Stream], logits: Tensor, cache: HeadraceCache) -> None:
         """Passes on the first token of each stream. Those that go on join the batch."""
@@ -249,6 +294,8 @@ class Engine:
         for i, stream in enumerate(streams):
             if stream.draw is not None:
                 tokens[i] = stream.draw(logits[i : i + 1].float())
+            if stream.sampling.max_tokens:
+                stream.score(logits[i : i + 1], tokens[i : i + 1])
         return tokens
 
     def _guarded(self, work: Callable[[Any], None], what: Any, streams: list[Stream]) -> None:

@@ -19,8 +19,8 @@ IGNORED = {
     "service_tier", "store", "user",
 }  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("none",),
-    "functions": ([],), "logit_bias": ({},), "logprobs": (), "modalities": (["text"],), "presence_penalty": (0,),
+    "audio": (), "best_of": (1,), "frequency_penalty": (0,), "function_call": ("none",),
+    "functions": ([],), "logit_bias": ({},), "modalities": (["text"],), "presence_penalty": (0,),
     "response_format": ({"type": "text"},), "suffix": ("",), "tool_calls": ([],), "tool_choice": ("none", "auto"),
     "tools": ([],), "top_logprobs": (),
 }  # fmt: skip
@@ -116,18 +116,30 @@ class Generation(ImplementedFields):
     def sampling(self, longest: int, choice: int) -> Sampling:
         """The sampling settings of one of the n choices, with at most `longest` tokens."""
         seed = None if self.seed is None else self.seed + choice
-        return Sampling(self.max_tokens or longest, self.temperature, self.top_p, seed, tuple(self.stop))
+        tokens = longest if self.max_tokens is None else self.max_tokens
+        return Sampling(tokens, self.temperature, self.top_p, seed, tuple(self.stop))
 
 
 class Completion(Generation):
-    """The body of /v1/completions."""
+    """The body of /v1/completions. max_tokens=0 with echo returns the prompt alone, with its log-probabilities."""
 
     object: ClassVar[tuple[str, str]] = (
         "text_completion",
         "text_completion",
     )  # of a whole answer, and of a piece of a stream
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)] = Field(min_length=1, max_length=64)
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int | None = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _something_to_return(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise Refused(400, "max_tokens=0 without echo; expected at least 1", "max_tokens")
+        return self
+
+    def sampling(self, longest: int, choice: int) -> Sampling:
+        return super().sampling(longest, choice)._replace(logprobs=self.logprobs, echo=self.echo)
 
     def prompts(self, tokenizer: Any) -> list[list[int]]:
         """The tokens of every prompt, with the special tokens that the tokenizer is set to add to a text."""

@@ -5,27 +5,34 @@ import json
 import reprlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...utils.device import on_device
 from ...utils.errors import InputError
 from ..checkpoint import check_backend, load
 from ..generate import read_tokenizer
 from .engine import Engine, Piece
+from .logprobs import Logprobs
 from .metrics import Metrics
 from .requests import Chat, Completion, Refused
+from .sampling import Score
+from .text import text_of
 
+T = TypeVar("T")
 GenerationRequest = Completion | Chat
 
 BODY_SECONDS, SEND_SECONDS = 30, 60  # timeouts for receiving a body, and for sending a piece of an answer
@@ -37,7 +44,7 @@ class Limits:
 
     prompt: int = 32768  # tokens of a prompt
     tokens: int = 4096  # tokens of an answer
-    requests: int = 256  # open at a time
+    requests: int = 256  # open at a time; each choice for each prompt of a request counts as one
 
     @property
     def body(self) -> int:
@@ -53,11 +60,11 @@ class Service:
         self.vocab_size = model.config.vocab_size
         self.tokenizer, decoder = tokenizers  # one for each thread
         self.engine = Engine(model, decoder)
-        self.requests, self.tokenising = 0, asyncio.Lock()
-        self.metrics = Metrics(lambda: self.requests, lambda: self.engine.running)
+        self.open, self.tokenising = 0, asyncio.Lock()
+        self.metrics = Metrics(lambda: self.open, lambda: self.engine.running)
 
     async def health(self, request: Request) -> JSONResponse:
-        return JSONResponse({"status": "ok", "requests": self.requests})
+        return JSONResponse({"status": "ok", "requests": self.open})
 
     async def measured(self, request: Request) -> Response:
         return Response(self.metrics.page(), media_type="text/plain; version=0.0.4")
@@ -79,16 +86,16 @@ class Service:
             )
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Counts a request while it is open. Refused if too many are."""
-        if self.requests >= self.limits.requests:
-            sentence = f"{self.limits.requests} requests are open already; try again later"
+    def admitted(self, more: int) -> Iterator[None]:
+        """Counts requests while they are open, of which each text of one request is one. Refused if too many are."""
+        if self.open + more > self.limits.requests:
+            sentence = f"{self.open} of {self.limits.requests} requests are open already; try again later"
             raise Refused(429, sentence, code="rate_limit_exceeded", headers={"Retry-After": "1"})
-        self.requests += 1
+        self.open += more
         try:
             yield
         finally:
-            self.requests -= 1
+            self.open -= more
 
     async def read(self, kind: type[GenerationRequest], request: Request) -> tuple[GenerationRequest, list[list[int]]]:
         """(the request, the tokens of its prompts)"""
@@ -97,11 +104,21 @@ class Service:
         if (asked.max_tokens or 1) > self.limits.tokens:
             sentence = f"max_tokens={reprlib.repr(asked.max_tokens)}; expected at most {self.limits.tokens}"
             raise Refused(400, sentence, "max_tokens")
-        async with self.tokenising:  # one at a time, as tokenising needs about a hundred times the memory of the text
-            prompts = await asyncio.to_thread(asked.prompts, self.tokenizer)
+        prompts = await self.tokenised(asked.prompts, self.tokenizer)
         for ids in prompts:
             self._check(ids)
+        if (texts := len(prompts) * asked.n) > self.limits.requests:
+            sentence = (
+                f"n={asked.n} of {len(prompts)} prompts are {texts} texts; expected at most {self.limits.requests}"
+            )
+            raise Refused(400, sentence, "n")
         return asked, prompts
+
+    async def tokenised(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of work with the tokenizer, done in a thread: one at a time, as it may need about a hundred times
+        the memory of the text."""
+        async with self.tokenising:
+            return await asyncio.to_thread(work, *arguments)
 
     def _check(self, ids: list[int]) -> None:
         if not ids:
@@ -116,15 +133,13 @@ class Service:
     async def generate(
         self, asked: GenerationRequest, prompts: list[list[int]]
     ) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Yields (index of the choice, piece) for all choices."""
-        for row, ids in enumerate(prompts):
-            for choice in range(asked.n):
-                sampling = asked.sampling(self.limits.tokens, choice)
-                clock = self.metrics.stream(len(ids))
-                async with aclosing(self.engine.pieces(ids, sampling)) as pieces:
-                    async for piece in pieces:
-                        clock.tick(piece.tokens)
-                        yield row * asked.n + choice, piece
+        """Yields (index of the choice, piece) for all choices, which are generated together."""
+        texts = [(ids, asked.sampling(self.limits.tokens, choice)) for ids in prompts for choice in range(asked.n)]
+        clocks = [self.metrics.stream(len(ids)) for ids, _ in texts]
+        async with aclosing(self.engine.pieces(texts)) as pieces:
+            async for index, piece in pieces:
+                clocks[index].tick(piece.tokens)
+                yield index, piece
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -152,43 +167,72 @@ class Answers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Requests are cancelled when their client disconnects and when the server ends.
-        with self.service.admitted(), suppress(ClientDisconnect, asyncio.CancelledError):
+        with self.service.admitted(1), suppress(ClientDisconnect, asyncio.CancelledError):
             asked, prompts = await self.service.read(self.kind, Request(scope, receive))
-            answer = self.stream(asked, prompts) if asked.stream else self.whole(asked, prompts)
-            kind = b"text/event-stream" if asked.stream else b"application/json"
-            await until_disconnected(send_all(answer, kind, send), receive)
+            with self.service.admitted(len(prompts) * asked.n - 1):
+                answer = self.stream(asked, prompts) if asked.stream else self.whole(asked, prompts)
+                kind = b"text/event-stream" if asked.stream else b"application/json"
+                await until_disconnected(send_all(answer, kind, send), receive)
 
     async def whole(self, asked: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
         """The answer as one JSON object."""
-        texts = [""] * (len(prompts) * asked.n)
-        ends: list[Piece] = []
+        choices = await self._choices(asked, prompts)
         async with aclosing(self.service.generate(asked, prompts)) as pieces:
             async for index, piece in pieces:
-                texts[index] += piece.text
-                if piece.finish:
-                    ends.append(piece)
-        choices = [_choice(i, asked.choice(text), end) for i, (text, end) in enumerate(zip(texts, ends, strict=True))]
-        usage = _usage(prompts, sum(end.tokens for end in ends))
-        yield json.dumps(self._head(asked.object[0]) | {"choices": choices, "usage": usage}).encode()
+                choices[index].add(piece)
+        found = [await self.service.tokenised(choice.whole) for choice in choices]
+        usage = _usage(prompts, sum(choice.tokens for choice in choices))
+        yield json.dumps(self._head(asked.object[0]) | {"choices": found, "usage": usage}).encode()
 
     async def stream(self, asked: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, one for each piece."""
-        head, latest, tokens = self._head(asked.object[1]), -1, 0
+        head, choices = self._head(asked.object[1]), await self._choices(asked, prompts)
         async with aclosing(self.service.generate(asked, prompts)) as pieces:
             async for index, piece in pieces:
-                choice = _choice(index, asked.delta(piece.text, first=index != latest), piece)
-                latest, tokens = index, tokens + (piece.tokens if piece.finish else 0)
-                yield _event(head | {"choices": [choice]})
+                choices[index].add(piece)
+                delta = await self.service.tokenised(choices[index].delta)
+                yield _event(head | {"choices": [delta]})
         if asked.stream_options.include_usage:
+            tokens = sum(choice.tokens for choice in choices)
             yield _event(head | {"choices": [], "usage": _usage(prompts, tokens)})
         yield b"data: [DONE]\n\n"
+
+    async def _choices(self, asked: GenerationRequest, prompts: list[list[int]]) -> list["Choice"]:
+        tokenizer, rows = self.service.tokenizer, [ids for ids in prompts for _ in range(asked.n)]
+        echo = isinstance(asked, Completion) and asked.echo
+        echoes = await self.service.tokenised(lambda: [text_of(tokenizer, ids) if echo else "" for ids in rows])
+        return [Choice(index, asked, tokenizer, text) for index, text in enumerate(echoes)]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": self.service.name}
 
 
-def _choice(index: int, text: dict[str, Any], piece: Piece) -> dict[str, Any]:
-    return {"index": index, **text, "logprobs": None, "finish_reason": piece.finish}
+class Choice:
+    """One text of an answer: what of it is not sent yet. text: that of the prompt, if it is returned too."""
+
+    def __init__(self, index: int, asked: GenerationRequest, tokenizer: Any, text: str):
+        self.index, self.asked, self.text, self.tokens, self.begun = index, asked, text, 0, False
+        self.finish: str | None = None
+        self.scores: list[Score] = []
+        self.logprobs = Logprobs(tokenizer) if isinstance(asked, Completion) and asked.logprobs is not None else None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.scores += piece.scores
+        self.tokens, self.finish = piece.tokens, piece.finish
+
+    def whole(self) -> dict[str, Any]:
+        return self._with(self.asked.choice(self.text))
+
+    def delta(self) -> dict[str, Any]:
+        """What came since the last call."""
+        found = self._with(self.asked.delta(self.text, first=not self.begun))
+        self.text, self.scores, self.begun = "", [], True
+        return found
+
+    def _with(self, text: dict[str, Any]) -> dict[str, Any]:
+        logprobs = self.logprobs and self.logprobs(self.scores)
+        return {"index": self.index, **text, "logprobs": logprobs, "finish_reason": self.finish}
 
 
 def _usage(prompts: list[list[int]], tokens: int) -> dict[str, int]:
@@ -251,23 +295,69 @@ async def error_response(request: Request, error: Any) -> JSONResponse:
     return JSONResponse({"error": {"message": sentence, "type": kind, "param": param, "code": code}}, status, headers)
 
 
-def application(checkpoint: Path, limits: Limits = Limits(), device: str | None = None) -> Starlette:
-    """The ASGI application for a checkpoint on a device. InputError if either cannot be used."""
+async def no_chat(request: Request) -> Response:
+    sentence = "the tokenizer of the model has no chat template, so it answers no chats; use /v1/completions"
+    raise Refused(404, sentence, "model")
+
+
+class KnownHosts:
+    """Refuses requests whose Host is a name that is not known. Without this, a web page whose name is made to point to
+    this machine could read the answers (DNS rebinding). An address in place of a name is accepted."""
+
+    def __init__(self, app: ASGIApp, names: Iterable[str]):
+        self.app, self.names = app, {"localhost", *(name.lower() for name in names)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = self.app
+        if scope["type"] == "http" and not self._known(given := Request(scope).headers.get("host", "localhost")):
+            sentence = (
+                f"the Host {reprlib.repr(given)} is not known; start the server with --allow-host to accept a name"
+            )
+            answer = await error_response(Request(scope), Refused(403, sentence))
+        await answer(scope, receive, send)
+
+    def _known(self, host: str) -> bool:
+        with suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname or ""
+            with suppress(ValueError):
+                return bool(ip_address(name))
+            return name in self.names
+        return False
+
+
+def application(
+    checkpoint: Path,
+    limits: Limits = Limits(),
+    device: str | None = None,
+    *,
+    name: str | None = None,
+    hosts: Iterable[str] = (),
+) -> Starlette:
+    """The ASGI application for a checkpoint on a device.
+
+    Args:
+        name: of the model in requests; None: the path of the checkpoint.
+        hosts: names of this machine, beside localhost, under which it is asked.
+
+    Raises:
+        InputError: the checkpoint or the device cannot be used.
+    """
     check_backend()
     model: Any = load(checkpoint)
     model.to(on_device(device))
     tokenizer, decoder = read_tokenizer(checkpoint), read_tokenizer(checkpoint)
-    service = Service(str(checkpoint), model, (tokenizer, decoder), limits)
+    service = Service(name or str(checkpoint), model, (tokenizer, decoder), limits)
+    chats = no_chat if tokenizer.chat_template is None else Answers(service, Chat)
     routes = [
         Route("/health", service.health),
         Route("/metrics", service.measured),
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.model),
         Route("/v1/completions", Answers(service, Completion), methods=["POST"]),
+        Route("/v1/chat/completions", chats, methods=["POST"]),
     ]
-    if tokenizer.chat_template is not None:
-        routes.append(Route("/v1/chat/completions", Answers(service, Chat), methods=["POST"]))
     handlers: Any = dict.fromkeys((HTTPException, InputError, Exception), error_response)
-    made = Starlette(routes=routes, exception_handlers=handlers)
+    known = Middleware(KnownHosts, names=hosts)
+    made = Starlette(routes=routes, exception_handlers=handlers, middleware=[known])
     made.router.redirect_slashes = False
     return made

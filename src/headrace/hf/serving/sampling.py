@@ -18,6 +18,32 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    logprobs: int | None = None  # number of likeliest tokens to report at each place; None: no log-probabilities
+    echo: bool = False  # report those of the prompt too
+
+
+class Score(NamedTuple):
+    """A token, its log-probability (None: the first of a prompt), and those of the likeliest tokens in its place, under
+    the model's own distribution: before temperature and top_p."""
+
+    token: int
+    logprob: float | None = None
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+def scored(logits: Tensor, tokens: list[int], count: int) -> list[Score]:
+    """The scores of tokens, each with the `count` likeliest in its place. logits: [tokens, vocabulary], each row of
+    the token that follows it."""
+    if not tokens:
+        return []
+    logprobs = logits[: len(tokens)].float().log_softmax(-1)
+    best = logprobs.topk(min(count, logprobs.shape[-1]))
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0]
+    likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        Score(token, value, tuple(zip(*places, strict=True)))
+        for token, value, places in zip(tokens, chosen.tolist(), likeliest, strict=True)
+    ]
 
 
 def check_generation(model: Any) -> None:

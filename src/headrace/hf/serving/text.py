@@ -1,20 +1,28 @@
 """Decodes generated tokens to text, piece by piece."""
 
+from collections.abc import Sequence
 from typing import Any
 
 UNFINISHED = "\ufffd"  # the decoded text of an incomplete character
+CONTEXT = 8  # tokens of a prompt in whose context its continuation is decoded
+
+
+def text_of(tokenizer: Any, tokens: list[int]) -> str:
+    """The text of tokens, without special tokens."""
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class Text:
     """Decodes tokens one by one to text. Incomplete characters and possible beginnings of a stop string are held back.
 
     Each step decodes the tokens from the last boundary but one between characters, so that spaces and bytes are decoded
-    in their context."""
+    in their context; the first in the context of the last tokens of the prompt."""
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...]):
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...], prompt: Sequence[int] = ()):
         self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
-        self.tokens: list[int] = []
-        self.before, self.read, self.held = 0, 0, ""
+        context = [*prompt[-CONTEXT:]]
+        self.tokens = [] if self._decode(context).endswith(UNFINISHED) else context
+        self.before, self.read, self.held = 0, len(self.tokens), ""
 
     def add(self, token: int) -> str:
         """The additional text that is final after one more token."""
@@ -34,7 +42,7 @@ class Text:
         return self._decode(self.tokens[self.before :])[len(known) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text_of(self.tokenizer, tokens)
 
     def _until_stop(self, new: str, kept: bool) -> str:
         self.held += new
