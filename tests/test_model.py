@@ -223,6 +223,16 @@ def test_a_layer_refuses_what_does_not_fit(mixer, given, sentence):
         layer(**{"x": torch.zeros(2, 9, 32)} | given)
 
 
+@pytest.mark.parametrize(("dtype", "ends"), [(torch.uint8, [0, 120, 120, 200]), (torch.int8, [0, 100, 127])])
+def test_a_layer_takes_bounds_of_any_integer_dtype(dtype, ends):
+    """Lengths and positions are sums and differences of bounds, which would overflow in 8 bits."""
+    for name in zoo.names():
+        layer, x = headrace.Mixer(name, hidden_size=16, num_heads=2), torch.randn(1, ends[-1], 16)
+        with torch.no_grad():
+            found, expected = (layer(x, cu_seqlens=torch.tensor(ends, dtype=kind))[0] for kind in (dtype, torch.long))
+        assert torch.equal(found, expected), name
+
+
 def test_a_layer_refuses_bounds_that_are_not_those_of_its_tokens():
     shape = r"cu_seqlens has shape \[.*\] and dtype .*; expected shape \[N \+ 1\] with N ≥ 1 and an integer dtype"
     values = r"cu_seqlens=\[.*\]; expected 0 = c_0 ≤ … ≤ c_N = T = 9"
@@ -230,6 +240,7 @@ def test_a_layer_refuses_bounds_that_are_not_those_of_its_tokens():
         "expected a tensor of integers": [[0, 9], (0, 9)],
         shape: [torch.tensor(x) for x in ([], [0], [[0, 9]], [0.0, 9.0], [False, True])],
         values: [torch.tensor(x) for x in ([0, 5], [2, 9], [0, 6, 4, 9], [0, 10])],
+        "cu_seqlens is on meta and x is on cpu; expected the same device": [torch.tensor([0, 9], device="meta")],
     }
     for name in zoo.names():
         layer = headrace.Mixer(name, hidden_size=32, num_heads=4)

@@ -18,7 +18,7 @@ from ..layers.packing import flash_bounds, pack_rows, padding_mask, sequences
 from ..layers.quantized import Int8Linear
 from ..layers.stack import Backbone, initialise
 from ..layers.tensor_parallel import cuts_of, read_plan, tensor_parallel, whole_state_dict
-from ..ops.checks import require
+from ..ops.checks import as_bounds, require
 from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
 from .cache import NAME as CACHE
@@ -154,7 +154,7 @@ def _boundaries(cu_seqlens: Tensor | None, flash: dict[str, Any]) -> Tensor | No
     require(bounds is None or cu_seqlens is None, "cu_seqlens and cu_seq_lens_q are both given; expected one")
     if flash:
         raise TypeError(f"forward() got an unexpected argument {min(flash)!r}")
-    return cu_seqlens if bounds is None else bounds
+    return as_bounds(cu_seqlens if bounds is None else bounds)
 
 
 def _packed(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.call import accumulator
-from ..ops.checks import require
+from ..ops.checks import as_bounds, require
 from ..ops.context_parallel import current, refuse_parts
 from ..utils.errors import InputError
 from .packing import check_pack, must_not_wait, padding_last, without_padding
@@ -133,6 +133,7 @@ class Mixer(SelfInitialised):
             InputError: for x or a mask of another shape, bounds that are not those of x, and a state of another mixer
                 or another number of sequences.
         """
+        cu_seqlens = as_bounds(cu_seqlens)
         if current() is not None:
             self._check_part(state, mask, cu_seqlens)
         elif in_place and state is not None and mask is None and cu_seqlens is None and x.shape[1]:

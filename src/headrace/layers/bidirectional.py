@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from ..ops.checks import require
+from ..ops.checks import as_bounds, require
 from ..ops.context_parallel import refuse_parts
 
 
@@ -26,6 +26,7 @@ class BothWays(nn.Module):
     ) -> tuple[Tensor, None]:  # fmt: skip
         """x [B, T, D] -> (y [B, T, D], None). Raises InputError for a state: an encoder needs whole sequences."""
         refuse_parts(self)
+        cu_seqlens = as_bounds(cu_seqlens)
         require(state is None, "state is given to an encoder, which has none; expected state=None")
         y, _ = self.forwards(x, mask=mask, cu_seqlens=cu_seqlens)
         mask = None if mask is None else mask.flip(1)

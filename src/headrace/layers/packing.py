@@ -19,9 +19,9 @@ from ..utils.errors import InputError
 
 
 def check_pack(x: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Raises InputError unless cu_seqlens, if any, are the bounds of sequences in one row x [1, T, D]. Their values are
-    checked where nothing has to wait for them, and where x is the whole row."""
-    check_sequences(cu_seqlens, x.shape[0])
+    """Raises InputError unless cu_seqlens, if any, from `as_bounds`, are the bounds of sequences in one row x
+    [1, T, D]. Their values are checked where nothing has to wait for them, and where x is the whole row."""
+    check_sequences(cu_seqlens, x)
     if cu_seqlens is not None and current() is None and not must_not_wait(cu_seqlens):
         sequence_ends(cu_seqlens, x.shape[1])
 

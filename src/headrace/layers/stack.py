@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.checks import require
+from ..ops.checks import as_bounds, require
 from ..spec.serialise import Spec
 from ..spec.stack import Layer
 from .attention.attention import AttentionState
@@ -101,7 +101,7 @@ class Backbone(nn.Module):
         given = count if states is None else len(states)
         require(given == count, f"states has {given} entries; expected {count}, as this stack returns them")
         before, after = repeat(None) if states is None else iter(states), []
-        where = {"mask": mask, "cu_seqlens": cu_seqlens}
+        where = {"mask": mask, "cu_seqlens": as_bounds(cu_seqlens)}
         if self.positions is not None:
             x, state = self.positions(x, next(before), **where)
             after.append(state)

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from ..utils.errors import InputError
 
-INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # dtypes of cu_seqlens
+INTEGERS = (  # dtypes of cu_seqlens
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
+)  # fmt: skip
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of all other tensors
 
 
@@ -44,7 +46,7 @@ def check_shapes(
         raise InputError(f"q has shape {list(q.shape)}; expected the shape of k, {list(k.shape)}")
     if H % Hq:
         raise InputError(f"q and k have {Hq} heads; expected a divisor of the {H} heads of v")
-    state = ((check_sequences(options.get("cu_seqlens"), lead[0]), H, K, V + normalise),)
+    state = ((check_sequences(options.get("cu_seqlens"), v, "v"), H, K, V + normalise),)
     decay = ((H,), (*lead, H), (*lead, H, K))
     expected = {"log_decay": decay, "bonus": ((H, K),), "initial_state": state, "state": state}
     for name, given in options.items():
@@ -92,17 +94,29 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
         raise InputError(f"{name} is on {x.device} and q is on {q.device}; expected the same device")
 
 
-def check_sequences(cu_seqlens: Tensor | None, B: int) -> int:
-    """Returns the number of sequences. Raises InputError for bounds of another shape or dtype, or of several rows."""
+def as_bounds(cu_seqlens: Any) -> Tensor | None:
+    """Returns cu_seqlens [N + 1], contiguous and in int32 or int64, in which differences and sums of bounds cannot
+    overflow; None for None. Every function that takes cu_seqlens from a user calls it first. Raises InputError for
+    another shape or dtype."""
     if cu_seqlens is None:
-        return B
+        return None
     if not isinstance(cu_seqlens, Tensor):
         raise InputError(f"cu_seqlens={cu_seqlens!r}; expected a tensor of integers")
-    if B != 1:
-        raise InputError(f"cu_seqlens packs sequences into one row; expected B=1, got B={B}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in INTEGERS:
         found = f"shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
         raise InputError(f"cu_seqlens has {found}; expected shape [N + 1] with N ≥ 1 and an integer dtype")
+    return (cu_seqlens if cu_seqlens.dtype == torch.int32 else cu_seqlens.long()).contiguous()
+
+
+def check_sequences(cu_seqlens: Tensor | None, x: Tensor, name: str = "x") -> int:
+    """Returns the number of sequences of x [B, ...]. Raises InputError for bounds, from `as_bounds`, of several rows or
+    on another device. name: what errors call x."""
+    if cu_seqlens is None:
+        return x.shape[0]
+    if x.shape[0] != 1:
+        raise InputError(f"cu_seqlens packs sequences into one row; expected B=1, got B={x.shape[0]}")
+    if cu_seqlens.device != x.device:
+        raise InputError(f"cu_seqlens is on {cu_seqlens.device} and {name} is on {x.device}; expected the same device")
     return cu_seqlens.shape[0] - 1
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..utils.errors import InputError, nearest
 from .backend import OPERATIONS, Backend, HasBackend
 from .call import Call
-from .checks import check_form, check_rule, check_shapes, require
+from .checks import as_bounds, check_form, check_rule, check_shapes, require
 from .fla import op as fla_op
 from .native import op as native_op
 from .onnx import op as onnx_op
@@ -95,6 +95,7 @@ def _backend_of(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> str:
             f"linear_attention has no argument {name!r}; did you mean {nearest(name, [*TENSORS, *OTHERS])!r}?",
         )
     tensors: dict[str, Any] = {name: given.get(name) for name in TENSORS}
+    tensors["cu_seqlens"] = as_bounds(tensors["cu_seqlens"])
     others = {name: given.get(name, default) for name, default in OTHERS.items()}
     bonus, form, chunk_size = tensors["bonus"], others["form"], others["chunk_size"]
     check_form(form, chunk_size)

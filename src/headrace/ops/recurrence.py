@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..utils.errors import InputError
 from .call import Call, accumulator
-from .checks import check_form, check_rule, check_scale, check_shapes, check_values, require
+from .checks import as_bounds, check_form, check_rule, check_scale, check_shapes, check_values, require
 from .context_parallel import Borders, current, over_processes
 from .dispatch import choose, refuse_recurrent
 from .rewrite import normalised, with_bonus
@@ -88,7 +88,7 @@ def linear_attention(
         InputError: for arguments that do not fit together, a backend that cannot compute the call, and a parallel form
             that would exceed 4 GiB.
     """
-    part, borders = current(), None
+    part, borders, cu_seqlens = current(), None, as_bounds(cu_seqlens)
     if part is not None:
         require(form == "chunkwise", f"form={form!r} under context_parallel; expected form='chunkwise'")
         borders = Borders(part, cu_seqlens, v.shape[1])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ...ops.checks import require
+from ...ops.checks import as_bounds, require
 from ...ops.context_parallel import refuse_parts
 from ...ops.torch.query_key import rotary
 from ...spec.attention import AttentionSpec
@@ -86,6 +86,7 @@ class SoftmaxAttention(nn.Module):
     ) -> tuple[Tensor, State]:
         """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state)."""
         refuse_parts(self)
+        cu_seqlens = as_bounds(cu_seqlens)
         require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")
         check_input(x, mask, cu_seqlens, self.hidden_size)
         if state is not None:
