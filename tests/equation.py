@@ -111,7 +111,47 @@ def assert_same(arguments, way=CHUNKWISE, cu_seqlens=None, check=True, **setting
     ]
     for x, y in zip(found, expected, strict=True):
         assert relative(x, y) <= way.tolerance
-    floor = 1e-6 * max(g.norm().item() for g in gradients[1])
     names = [name for name, x in arguments.items() if x is not None]
     for name, g, e in zip(names, *gradients, strict=True):
-        assert relative(g, e, floor) <= way.gradient_tolerance, name
+        assert relative(g, e) <= way.gradient_tolerance, name
+
+
+def swapped(x, *dims):
+    """x with two dimensions in the other order in memory."""
+    return x.transpose(*dims).clone(memory_format=torch.contiguous_format).transpose(*dims)
+
+
+def inside(x, dim):
+    """x as a part of a larger tensor, whose other numbers are NaN, or the largest integer."""
+    other = torch.full_like(x, torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
+    return torch.cat([x, other], dim).narrow(dim, 0, x.shape[dim])
+
+
+# The same shape with other strides.
+LAYOUTS = {
+    "first two dimensions swapped": lambda x: swapped(x, 0, 1) if x.dim() > 1 else x,
+    "last two dimensions swapped": lambda x: swapped(x, -2, -1) if x.dim() > 1 else x,
+    "part of longer rows": lambda x: inside(x, -1),
+    "part of more rows": lambda x: inside(x, -2) if x.dim() > 1 else x,
+    "every other number": lambda x: inside(x[..., None], -1)[..., 0],
+    "one row for all": lambda x: x[:1].expand_as(x),
+    "one row for all rows of all": lambda x: x[:1, :1].expand_as(x) if x.dim() > 1 else x,
+    "one number for all": lambda x: x.flatten()[0].expand_as(x),
+}
+
+
+def assert_strides_do_not_matter(arguments, way, layout, cu_seqlens=None, **settings):
+    """All tensors in a layout, with gradients to the results in it, against contiguous copies of them."""
+    make, results = LAYOUTS[layout], []
+    shorter = arguments | {"k": 0.4 * arguments["k"]}  # of one number for all, a delta rule diverges from ‖k‖² = 2
+    given = {n: make(x.detach().to(way.dtype)) for n, x in shorter.items() if x is not None}
+    bounds = None if cu_seqlens is None else inside(cu_seqlens[:, None], 1)[:, 0]
+    for laid_out in (lambda x: x, lambda x: x.clone(memory_format=torch.contiguous_format)):
+        leaves = {n: laid_out(x).detach().requires_grad_() for n, x in given.items()}
+        ends = None if bounds is None else laid_out(bounds)
+        pair = linear_attention(**leaves, cu_seqlens=ends, **way.settings, **settings)
+        generator = torch.Generator().manual_seed(0)
+        weights = [laid_out(make(torch.randn(x.shape, generator=generator).to(x.dtype))) for x in pair]
+        results.append([*pair, *torch.autograd.grad(pair, list(leaves.values()), weights)])
+    for name, x, y in zip(("out", "state", *given), *results, strict=True):
+        assert relative(x, y) <= way.tolerance, name

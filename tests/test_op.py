@@ -6,9 +6,25 @@ from functools import partial
 import pytest
 import torch
 
-from equation import CHUNKWISE, DECAYS, WAYS, B, H, K, T, V, assert_same, by_literal, inputs, prepare
+from equation import (
+    CHUNKWISE,
+    DECAYS,
+    LAYOUTS,
+    WAYS,
+    B,
+    H,
+    K,
+    T,
+    V,
+    assert_same,
+    assert_strides_do_not_matter,
+    by_literal,
+    inputs,
+    prepare,
+)
 from headrace import InputError, backends, linear_attention, step
 from headrace.ops.call import Call
+from headrace.ops.checks import INTEGERS
 from headrace.ops.torch.tiles import grid
 from headrace.studies.verify import relative
 
@@ -44,6 +60,28 @@ def test_packed_sequences(way, decay, kind):
     arguments = inputs(decay, rows=1, tokens=way.tokens, n=4, **options)
     settings = {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
     assert_same(arguments, way, ends, **settings)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_do_not_matter(way, layout):
+    check = partial(assert_strides_do_not_matter, way=way, layout=layout)
+    check(inputs("fixed", tokens=way.tokens, normalise=True), normalise=True)
+    check(inputs("scalar", tokens=way.tokens, groups=2), rule="delta")
+    check(inputs("vector", tokens=way.tokens, bonus=True))
+    check(inputs("vector", tokens=1), rule="delta")
+    check(inputs("scalar", rows=1, tokens=way.tokens, n=3), cu_seqlens=torch.tensor([0, 4, 4, way.tokens]))
+
+
+@pytest.mark.parametrize("kind", ["add", "bonus"])
+def test_bounds_of_any_integer_dtype(way, kind):
+    """127 tokens, so that the next number overflows int8: the bonus adds a token to every sequence."""
+    arguments = inputs("scalar", rows=1, tokens=127, n=4, bonus=kind == "bonus")
+    arguments = {name: x if x is None else x.detach().to(way.dtype) for name, x in arguments.items()}
+    ends = torch.tensor([0, 100, 101, 101, 127])
+    expected = linear_attention(**arguments, cu_seqlens=ends, **way.settings)
+    for dtype in INTEGERS:
+        found = linear_attention(**arguments, cu_seqlens=ends.to(dtype), **way.settings)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 def of_chunk(way, chunk_size):
@@ -151,6 +189,9 @@ def test_bytes_kept_for_the_backward(backend):
         ({"q": torch.randn(B, T, 3, K), "k": torch.randn(B, T, 3, K)}, "q and k have 3 heads"),
         ({"initial_state": torch.zeros(B, H, V, K)}, "initial_state has shape"),
         ({"cu_seqlens": torch.tensor([0, T])}, "expected B=1"),
+        ({"cu_seqlens": [0, T]}, r"cu_seqlens=\[0, 13\]; expected a tensor of integers"),
+        ({"cu_seqlens": torch.tensor([0.0, T])}, "dtype torch.float32; expected .* an integer dtype"),
+        ({"cu_seqlens": torch.tensor([False, True])}, "dtype torch.bool; expected .* an integer dtype"),
         ({"rule": "dleta"}, "rule='dleta'"),
         ({"form": "parallell"}, "form='parallell'"),
         *(({"chunk_size": n}, f"chunk_size={n!r}; expected an integer") for n in (0, 16.5, "a", True)),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from equation import DECAYS, Way, assert_same, inputs
+from equation import DECAYS, Way, assert_same, assert_strides_do_not_matter, inputs
 from headrace import InputError, backends, linear_attention, step
 from headrace.ops.call import TOKENWISE, Call
 from headrace.ops.triton import block_sizes, launch, segments
@@ -55,6 +55,21 @@ def test_whole_chunks_and_odd_sizes(decay, rule):
 @pytest.mark.parametrize(("decay", "rule"), [("fixed", "delta"), ("vector", "add")])
 def test_packed_sequences(decay, rule):
     assert_same(arguments(decay, n=4), TRITON, PACKED, rule=rule)
+
+
+@pytest.mark.parametrize(
+    ("layout", "decay", "rule", "tokens"),
+    [("one row for all rows of all", "scalar", "add", 2), ("part of more rows", "fixed", "delta", 2),
+     # PyTorch leaves the stride of the one token as it is in what it calls contiguous.
+     ("first two dimensions swapped", "vector", "delta", 1)],
+)  # fmt: skip
+def test_strides_do_not_matter(layout, decay, rule, tokens):
+    assert_strides_do_not_matter(arguments(decay, rows=2, tokens=tokens), TRITON, layout, rule=rule)
+
+
+def test_strides_of_bounds_do_not_matter():
+    ends = torch.tensor([0, 2, 3], dtype=torch.int32)
+    assert_strides_do_not_matter(arguments("none", tokens=3, n=2), TRITON, "every other number", ends)
 
 
 @pytest.fixture

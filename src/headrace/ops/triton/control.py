@@ -133,9 +133,9 @@ def _launch(call: Control) -> tuple[dict[str, Tensor | None], dict[str, Any], tu
     """Returns what both ways read, the arguments of both kernels, and (tokens, blocks of channels)."""
     (B, T, H), x = call.x.shape[:3], one_stride(call.x.flatten(2)[:, :, None])
     assert x is not None
-    N = x.shape[3]
+    N = x.shape[2]
     BN = min(CHANNELS, triton.next_power_of_2(N))
-    given = {"x": x, "bias": call.bias, "log_rate": call.log_rate}
+    given = {"x": x, "bias": one_stride(call.bias), "log_rate": one_stride(call.log_rate)}
     common = {
         "tokens": B * T, **strides(x=x), "rate": call.rate, "N": N, "K": N // H, "BT": BLOCK // BN, "BN": BN,
         "KIND": call.kind, "num_warps": 4,

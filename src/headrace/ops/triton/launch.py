@@ -91,7 +91,7 @@ class Launcher:
 
     def scan(self, found: dict[str, Any], initial: Optional, **results: Optional) -> None:
         """Launches `scan` from a state for each sequence; None: zeros."""
-        self._scan(found, self.v, self.V, one_stride(initial), **results)
+        self._scan(found, self.v, self.V, None if initial is None else initial.contiguous(), **results)
 
     def _scan(self, found: dict[str, Any], v: Optional, V: int, initial: Optional, **results: Optional) -> None:
         unwanted = dict.fromkeys({"out", "final", "states", "errors"} - results.keys())
@@ -131,16 +131,20 @@ def in_chunks(bounds: Optional, B: int, T: int, C: int) -> tuple[int, dict[str, 
     if bounds is None:
         return B * -(-T // C), {"cu_seqlens": None, "first_chunk": None}, None
     first, owner = pieces(bounds, T, C)
-    packed: dict[str, Optional] = {"cu_seqlens": bounds.int(), "first_chunk": first.int()}
+    packed: dict[str, Optional] = {"cu_seqlens": bounds.int().contiguous(), "first_chunk": first.int()}
     return len(owner), packed, owner.int()
 
 
 def one_stride(x: Optional) -> Optional:
-    """Returns x if one stride leads from each token to the next through all rows of the batch, else a copy."""
+    """Returns x [B, T, heads, ·] as [tokens, heads, ·] with any stride between tokens and heads in order, a view where
+    it can be, and other tensors contiguous.
+
+    One dimension of tokens, because PyTorch leaves the stride of a dimension of size 1 as it is, also where it calls a
+    tensor contiguous: that of T = 1 need not lead to the next row."""
     if x is None or x.dim() < 4:
         return None if x is None else x.contiguous()
-    B, T, _, K = x.shape
-    return x if x.stride()[2:] == (K, 1) and (B == 1 or x.stride(0) == T * x.stride(1)) else x.contiguous()
+    x = x.flatten(0, 1)
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def strides(**tensors: Optional) -> dict[str, int]:
