@@ -12,7 +12,7 @@ from headrace.layers.residual import ResidualDelta
 from headrace.ops.call import TOKENWISE
 from headrace.ops.reference import literal
 from headrace.ops.sequences import Sequences
-from headrace.studies.verify import relative
+from headrace.studies.verify import relative, worst
 
 BACKENDS = ["torch", "batched", "native"]  # "batched": the PyTorch backend as on a GPU
 ROUNDED = 3e-6  # 2^-24 · √2048: the roundings of 2,048 tokens, as a random walk
@@ -23,14 +23,14 @@ def errors_in_float32(arguments, monkeypatch, rule="add", **settings):
     all backends share; of each the largest of any backend."""
     arguments = {name: x.float().double() for name, x in arguments.items()}
     expected, expected_gradients = differentiated(literal, arguments, torch.float64, rule, **settings)
-    floor, errors = 1e-6 * max(g.norm().item() for g in expected_gradients), []
+    errors = []
     for name in BACKENDS:
         with monkeypatch.context() as patch:
             prepare(name, patch)
             op = partial(linear_attention, backend=name.replace("batched", "torch"))
             found, gradients = differentiated(op, arguments, torch.float32, rule, **settings)
         forward = max(relative(x, y) for x, y in zip(found, expected, strict=True))
-        errors.append((forward, max(relative(g, e, floor) for g, e in zip(gradients, expected_gradients, strict=True))))
+        errors.append((forward, worst(gradients, expected_gradients)))
     return tuple(map(max, zip(*errors, strict=True)))
 
 

@@ -112,8 +112,9 @@ class HalvedDecay(NoDecay):
         return dx[:, :C], dy[:, :C], None if dg is None else dg[:, :C]
 
     def _crossing_in_blocks(self, x: Tensor, y: Tensor, dx: Tensor, dy: Tensor) -> Tensor:
-        """Returns the gradient to log_decay from pairs within a block, as a difference of sums. Blocks of several
-        tokens are only used for decays weak enough that its rounding errors are small."""
+        """Returns the gradient to log_decay from pairs within a block, as a difference of sums. Its terms are up to e^g
+        times as large as the result for decays of −g a token, and `block_of` has blocks of several tokens for g ≤ 4
+        alone."""
         if self.base == 1:
             return torch.zeros_like(x)
         difference = (x * dx).addcmul_(y, dy, value=-1).unflatten(1, (-1, self.base))
@@ -122,9 +123,10 @@ class HalvedDecay(NoDecay):
 
 
 def block_of(log_decay: Tensor, longest: int = 16, most: float = 64.0) -> int:
-    """Returns the base of HalvedDecay: the longest block, a power of two, over which no decay exceeds e^most; 1 if a
-    decay is NaN, so that the NaN affects no earlier token."""
+    """Returns the base of HalvedDecay: `longest` if no decay over so many tokens can exceed e^most, else 1, also if a
+    decay is NaN, so that the NaN affects no earlier token.
+
+    There is nothing between: in a block of 4 tokens, decays of −16 a token do not overflow, but the gradient to them
+    is a difference of sums (`_crossing_in_blocks`), whose terms are up to e^16 times as large."""
     low, high = log_decay.aminmax() if log_decay.numel() else (log_decay.new_zeros(()),) * 2
-    steepest = float(torch.maximum(-low, high))
-    tokens = longest if steepest * longest <= most else most / steepest
-    return 1 << int(tokens).bit_length() - 1 if tokens >= 1 else 1
+    return longest if float(torch.maximum(-low, high)) * longest <= most else 1
