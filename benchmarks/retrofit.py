@@ -61,7 +61,8 @@ def continued(arm: Arm, first: Plan, folder: Path) -> dict[str, Any]:
     """The result of an arm of the second half."""
     if not (path := arm.result(folder)).exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        train(arm, path, lambda step, scores: None, weights=begun(first, arm.seed - LATER, folder))
+        half = replace(first, part=arm.plan.part)
+        train(arm, path, lambda step, scores: None, weights=begun(half, arm.seed - LATER, folder))
         print(f"{arm.plan.name}: {question().name(arm.mixer)}, seed {arm.seed}", flush=True)
     found = read_result(path)
     return found | {"commit": found["environment"]["commit"]}

@@ -49,8 +49,8 @@ def test_a_task_is_trained_on_its_answers_alone(task, changes, tmp_path, monkeyp
     data = open_data(tmp_path / "data")
     first = task.sample(generator("training", 0, 0), 256)
     assert data.train[:256] == {name: values.tolist() for name, values in first.items()} and len(data.train) == 300
-    train, held_out = ({tuple(row) for row in part["input_ids"]} for part in (data.train, data.held_out))
-    assert len(held_out) == 8 and not train & held_out
+    trained, held_out = ({tuple(row) for row in part["input_ids"]} for part in (data.train, data.held_out))
+    assert len(held_out) == 8 and not trained & held_out
     answers = sum(label != IGNORED for row in data.held_out["shift_labels"] for label in row)
     assert (manifest["held_out"]["rows"], manifest["held_out"]["tokens"]) == (8, answers)
     steps = 2 * changes.get("batch_tokens", 128)

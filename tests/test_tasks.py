@@ -359,6 +359,9 @@ def test_a_task_with_too_few_rows_to_hold_some_out_is_refused(task):
 def test_lengths_of_reverse_with_a_handful_of_sources_are_not_evaluated():
     assert list(Reverse(length=4).by_length(4)) == [2, 3, 4, 5, 6, 7, 8]
     assert Reverse(symbols=1).by_length(4) == {}
+    for symbols, length in ((8, 2), (9, 2), (4, 3), (3, 4), (2, 6)):  # those with 50 to 99 sources
+        parts = [Reverse(symbols, length, length).held_out(2, part)["input_ids"] for part in ("held-out", "tuning")]
+        assert [len(rows) for rows in parts] == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ..utils.errors import InputError
 from .base import Batch
 from .sequences import Sequences
 
-FEWEST = 100  # different sources of a length of which some are held out almost surely
+FEWEST = 50  # different sources of a length: of fewer, none may be held out
 
 
 @dataclass(frozen=True)
