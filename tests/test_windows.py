@@ -16,30 +16,35 @@ from headrace.utils.errors import InputError
 from headrace.utils.processes import LOCK, locked
 
 # Hides them from headrace, imports all of it, and runs commands. Libraries, which have code of their own for Windows,
-# keep the modules.
+# see them.
 PROGRAM = """
-import accelerate, datasets, filelock, torch, transformers  # before functions are missing
-import builtins, os, pkgutil, signal, sys
+import builtins, os, pkgutil, signal, types
 
 HIDDEN = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
-for name in "fork forkpty getpgid getuid geteuid killpg register_at_fork sched_getaffinity setsid".split():
-    delattr(os, name)
-for name in "SIGALRM SIGHUP SIGKILL SIGUSR1 alarm pthread_sigmask setitimer".split():
-    delattr(signal, name)
+ABSENT = {
+    "os": "fork forkpty getpgid getuid geteuid killpg register_at_fork sched_getaffinity setsid".split(),
+    "signal": "SIGALRM SIGHUP SIGKILL SIGUSR1 alarm pthread_sigmask setitimer".split(),
+}
+windows = {name: types.ModuleType(name) for name in ABSENT}
+for name, module in (("os", os), ("signal", signal)):
+    vars(windows[name]).update({key: value for key, value in vars(module).items() if key not in ABSENT[name]})
 find = builtins.__import__
 
-def hiding(name, scope=None, *rest, **options):
-    if name in HIDDEN and (scope or {}).get("__name__", "").startswith("headrace"):
-        raise ModuleNotFoundError(name)
+def on_windows(name, scope=None, *rest, **options):
+    if (scope or {}).get("__name__", "").startswith("headrace"):
+        if name in HIDDEN:
+            raise ModuleNotFoundError(name)
+        if name in windows:
+            return windows[name]
     return find(name, scope, *rest, **options)
 
-builtins.__import__ = hiding
+builtins.__import__ = on_windows
 import headrace
 from headrace.cli import app
 
-left_out = ("headrace.__main__", "headrace.ops.triton", "headrace.ops.fla", "headrace.hf.vllm")  # for GPUs
+left_out = [f"headrace.{name}" for name in "__main__ libheadrace ops.triton ops.fla hf.vllm".split()]  # the last: for GPUs
 for found in pkgutil.walk_packages(headrace.__path__, "headrace."):
-    if not found.name.startswith(left_out):
+    if not found.name.startswith(tuple(left_out)):
         __import__(found.name)
         print(found.name)
 for name in ("zoo", "backends", "recipes"):
