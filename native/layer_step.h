@@ -180,9 +180,9 @@ private:
                 for (int h = 0; h < H; h++) decay[h] = static_cast<float>(log1p(-exp2(-5.0 - h)));
                 break;
             case kinds::decay::softplus:
-                each(decay, H, [&](vf, int i) { return softplus(load(low + i) + bias(i, H)); });
-                if (p.beta == kinds::beta::dt) std::memcpy(beta, decay, H * sizeof(float));
-                for (int h = 0; h < H; h++) decay[h] *= -expf(number(p.decay_log, h));
+                each(decay, H, [&](vf, int i) { return load(low + i) + bias(i, H); });
+                if (p.beta == kinds::beta::dt) each(beta, H, [&](vf, int i) { return softplus(load(decay + i)); });
+                decay_at_rates(1);
                 break;
             case kinds::decay::sigmoid:
                 product(decay, weights(p.decay_up), low, H * K, reads);
@@ -196,11 +196,27 @@ private:
                 break;
             case kinds::decay::softplus_vector:
                 product(decay, weights(p.decay_up), low, H * K, reads);
-                each(decay, H * K, [&](vf y, int i) { return softplus(y + bias(i, H * K)); });
-                for (int h = 0; h < H; h++) scale_some(decay + h * K, K, -expf(number(p.decay_log, h)));
+                each(decay, H * K, [&](vf y, int i) { return y + bias(i, H * K); });
+                decay_at_rates(K);
                 break;
             case kinds::decay::none:
             case kinds::decay::count: break;
+        }
+    }
+    // y ← −e^A softplus(y) for the n numbers of each head, whose rate is A. Below A = 40, what softplus loses is less than
+    // e^−47 of the logarithm of a decay; above, neither factor is 0 or infinite, as in PyTorch.
+    void decay_at_rates(int n) {
+        const float far = -40, most = 80;
+        bool fast = false;
+        for (int h = 0; h < H; h++) fast = fast || number(p.decay_log, h) > -far;
+        if (!fast) {
+            each(decay, H * n, [](vf y, int) { return softplus(y); });
+            for (int h = 0; h < H; h++) scale_some(decay + h * n, n, -expf(number(p.decay_log, h)));
+            return;
+        }
+        for (int i = 0; i < H * n; i++) {
+            const float near = decay[i] < far ? far : decay[i], exponent = number(p.decay_log, i / n) + (decay[i] - near);
+            decay[i] = -expf(exponent > most ? most : exponent) * softplus(splat(near))[0];
         }
     }
     HR_INLINE vf bias(int i, int n) const { return load_some(weights(p.decay_bias) + i, n - i); }

@@ -1,5 +1,6 @@
 """Each decay is declared once: what spec/decay.py says is what its class computes, specs name and C++ knows."""
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from equation import skip_if_missing
+from headrace import Mixer
 from headrace.layers import decays
 from headrace.ops.native import layer as native_layer
 from headrace.spec.decay import DECAYS, Decay, DecayShape
+from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
 
 NATIVE = Path(__file__).parent.parent / "native"
@@ -75,3 +78,65 @@ def test_the_native_library_gives_each_kind_its_declared_shape():
     per_head = {DecayShape.FIXED: "SCALAR"}
     declared = {k.replace("-", "_"): per_head.get(d.shape, d.shape.name) for k, d in DECAYS.items() if d.native}
     assert found == {"none": "NONE"} | declared
+
+
+# --- rates and step sizes from 0 to infinity ------------------------------------------------------------------------
+RATES = [-3.0, 2.0, 39.0, 41.0, 60.0, 100.0, 150.0]  # A
+INPUTS = [-250.0, -200.0, -151.0, -104.0, -90.0, -60.0, -41.0, -40.0, -39.0, -20.0, -5.0, 0.0, 5.0, 15.0]  # x + b
+
+
+def log_softplus(z):
+    return z if z < -40 else math.log(math.log1p(math.exp(z)) if z < 0 else z + math.log1p(math.exp(-z)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vector", [False, True])
+def test_a_decay_is_right_where_its_rate_or_its_step_size_overflows(vector, dtype):
+    """log_decay = −exp(A + log softplus(z)), and its gradients, against Python's own numbers. Their relative error is
+    that of an exponent of up to 250, rounded. Above 1e4, where nothing is left of a memory, they are large and finite.
+    """
+    H, K = len(RATES), len(INPUTS) if vector else 1
+    z, A = (torch.tensor(numbers, dtype=dtype) for numbers in (INPUTS, RATES))
+    x = (z.expand(1, 1, H, K) if vector else z[None, :, None].expand(1, -1, H)).clone().requires_grad_()
+    y = decays.activated("torch", x, z.new_zeros(H * K), A.requires_grad_(), "softplus")
+    (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    found = (t.view(H, -1) if vector else t[0].T for t in (y, dx))
+    tolerance, least = 250 * torch.finfo(dtype).eps, torch.finfo(dtype).tiny / torch.finfo(dtype).eps
+    for rate, rows, slopes in zip(RATES, *found, strict=True):
+        for value, row, slope in zip(INPUTS, rows.tolist(), slopes.tolist(), strict=True):
+            exponent = rate + log_softplus(value)
+            if exponent > math.log(1e4):
+                assert -math.inf < row < -1e4 and math.isfinite(slope)
+                continue
+            assert row == pytest.approx(-math.exp(exponent), rel=tolerance, abs=least)
+            share = math.exp(-math.log1p(math.exp(-value)) - log_softplus(value)) if value > -40 else 1
+            assert slope == pytest.approx(-math.exp(exponent) * share, rel=tolerance, abs=least)
+    loss = y.exp().sum()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, [x, A]))
+
+
+EXTREMES = [(name, *pair) for name in ("gated-deltanet", "kda") for pair in ((100.0, -200.0), (150.0, -151.0))]
+EXTREMES += [("mamba2", 100.0, -200.0), ("mamba", 100.0, -200.0), ("mamba", 100.0, 0.0), ("rwkv6", 100.0, 0.0)]
+EXTREMES += [("rwkv4", 100.0, 0.0), ("s4d", 100.0, -200.0), ("s4", 100.0, -200.0)]
+NAMES = {"A_log": 0, "log_rate": 0, "log_damping": 0, "decay.bias": 0, "dt_bias": 1, "log_dt": 1}
+
+
+@pytest.mark.parametrize(("name", "rate", "step"), EXTREMES)
+def test_a_layer_with_an_infinite_rate_is_that_layer_in_float64(name, rate, step):
+    """Whole, token by token (natively, where there is a native call) and in its gradients."""
+    layer = Mixer(name, hidden_size=32, num_heads=2)
+    with torch.no_grad():
+        for path, p in layer.named_parameters():
+            if (place := next((n for n in NAMES if path.endswith(n)), None)) is not None:
+                p.fill_((rate, step)[NAMES[place]])
+    x, exact = torch.randn(2, 9, 32), copy.deepcopy(layer).double()
+    y, expected = layer(x)[0], exact(x.double())[0]
+    assert relative(y.double(), expected) < 1e-4
+    for made, out in ((layer, y), (exact, expected)):
+        out.square().sum().backward()
+        assert all(p.grad.isfinite().all() for p in made.parameters())
+    with torch.no_grad():
+        state = layer(x[:, :1])[1]
+        for t in range(1, 9):
+            y, state = layer(x[:, t : t + 1], state, in_place=True)
+    assert relative(y.double(), expected[:, 8:]) < 1e-4

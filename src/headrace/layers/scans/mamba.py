@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
+from ...ops.torch.control import finite_exp
 from ...spec.scan import ScanSpec
 from ..base import Mixer, ScanState
 from ..convolution import convolve
@@ -74,7 +75,7 @@ class Mamba(Mixer):
         acc, flat = accumulator(u), u.flatten(0, 1).contiguous()  # the convolution's output may have time last
         dt, B, C = self._normalised(self.x_proj(flat).split(self.split, -1))
         dt = F.softplus(F.linear(dt, self.dt_weight).to(acc) + self.dt_bias.to(acc))
-        A = -self.A_log.to(acc).exp()
+        A = -finite_exp(self.A_log.to(acc))
         memory = A.new_zeros(sequences.count, *A.shape) if memory is None else memory
         return Operands(flat.to(acc), dt, A, B.to(acc), C.to(acc), memory)
 

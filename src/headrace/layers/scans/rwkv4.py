@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...ops.call import accumulator
 from ...ops.derivatives import refuse_transforms
 from ...ops.sequences import Sequences
+from ...ops.torch.control import finite_exp
 from ...spec.scan import ScanSpec
 from ..base import Mixer, ScanState
 from .scan import NAME, Pack, packed_scan, running_maximum
@@ -57,7 +58,7 @@ class RWKV4(Mixer):
         mixed = before[..., None, :] + (x - before)[..., None, :] * self.mix
         r, k, v = (p(y) for p, y in zip((self.r_proj, self.k_proj, self.v_proj), mixed.unbind(-2), strict=True))
         acc = accumulator(x)
-        k, v, bonus, rate = k.to(acc), v.to(acc), self.bonus.to(acc), self.log_rate.to(acc).exp()
+        k, v, bonus, rate = k.to(acc), v.to(acc), self.bonus.to(acc), finite_exp(self.log_rate.to(acc))
         memory = blank(k, sequences.count) if state is None else state.memory
         lengths = None if x.shape[1] == 1 and cu_seqlens is None else sequences.counts()
         out, memory = wkv(k.flatten(0, 1), v.flatten(0, 1), rate, bonus, memory, lengths)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
+from ...ops.torch.control import finite_exp
 from ...spec.scan import ScanSpec
 from ...utils.device import without_autocast
 from ..base import Mixer, ScanState
@@ -58,7 +59,7 @@ class S4D(Mixer):
         return Diagonal(*self._dynamics(dtype), _complex(self.C, dtype))
 
     def _dynamics(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        poles = torch.complex(-self.log_damping.to(dtype).exp(), self.frequency.to(dtype))
+        poles = torch.complex(-finite_exp(self.log_damping.to(dtype)), self.frequency.to(dtype))
         return self.log_dt.to(dtype).exp()[:, None], poles
 
     def run(self, x: Tensor, state: ScanState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ScanState]:
