@@ -199,6 +199,19 @@ def test_a_state_in_place_is_the_copied_one_in_one_storage(lengths):
     assert 1 < len(storages) < len(lengths)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@torch.no_grad()
+def test_a_cloned_state_goes_on_in_place(rows):
+    """A clone of one row has the strides of memory for more tokens, and not the memory."""
+    made, x = layers.build(zoo.get("gqa"), hidden_size=32, num_heads=4), torch.randn(rows, 12, 32)
+    state = made(x[:, 8:9], made(x[:, :8])[1], in_place=True)[1]
+    assert state.room > 9
+    state = state._replace(k=state.k.clone(), v=state.v.clone())
+    for t in range(9, 12):
+        y, state = made(x[:, t : t + 1], state, in_place=True)
+    torch.testing.assert_close(y, made(x)[0][:, 11:])
+
+
 def test_a_state_is_copied_where_autograd_lets_nothing_be_written_into_it():
     made, x = layers.build(zoo.get("transformer"), hidden_size=32, num_heads=4), torch.randn(1, 12, 32)
     with torch.inference_mode():

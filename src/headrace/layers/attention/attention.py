@@ -187,7 +187,11 @@ def extended(
 
 def _lies_in(room: int, past: Tensor, new: Tensor) -> bool:
     """Whether past [N, L, …] is the start of memory for `room` tokens per sequence, in a dtype that can hold `new`."""
-    return past.stride(0) == room * past.shape[2:].numel() and past.dtype is torch.promote_types(past.dtype, new.dtype)
+    size = room * past.shape[2:].numel()
+    end = (past.storage_offset() + len(past) * size) * past.element_size()
+    # The stride of one sequence alone says nothing: a clone keeps it, and not the room.
+    there = past.stride(0) == size and past.untyped_storage().nbytes() >= end
+    return there and past.dtype is torch.promote_types(past.dtype, new.dtype)
 
 
 def _moved(past: Tensor, room: int, new: Tensor) -> Tensor:
