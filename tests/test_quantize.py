@@ -8,7 +8,7 @@ from torch import nn
 
 import tiny
 from equation import LUCK, skip_if_missing
-from headrace import InputError, quantize
+from headrace import InputError, Mixer, quantize
 from headrace.layers.quantized import Int8Linear
 from headrace.ops.native import library as native
 from headrace.ops.native.int8 import FEW
@@ -164,7 +164,8 @@ def test_a_quantised_model_decodes_what_it_says_in_full(mixer):
     """In float64 to rounding; in float32, where a product with few rows has a kernel, as near to that as the full
     forward is: some of these models amplify a rounding a hundred times, whatever computes them."""
     model = quantize(tiny.build(mixer).float())
-    assert not any(type(module) is nn.Linear for module in model.modules())
+    left = {name.split(".")[-2] for name, module in model.named_modules() if type(module) is nn.Linear}
+    assert left == ({"decay"} if "gla" in mixer else set())
     ids = torch.randint(29, (2, 12))
     wide = deepcopy(model).double()
     exact = wide(ids).logits
@@ -175,6 +176,16 @@ def test_a_quantised_model_decodes_what_it_says_in_full(mixer):
             out = each(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             assert relative(out.logits[:, 0], exact[:, t]) < tolerance
+
+
+@pytest.mark.parametrize("mixer", ["gla", "kda", "rwkv6"])
+@torch.no_grad()
+def test_decays_and_gates_are_left_and_a_token_is_still_one_native_call(mixer):
+    skip_if_missing("native")
+    layer = Mixer(mixer, hidden_size=32, num_heads=4)
+    quantise = {name for name, module in quantize(layer).named_modules() if isinstance(module, Int8Linear)}
+    assert quantise == {"in_proj", "o_proj"}
+    assert layer.fused.find(layer, torch.randn(2, 1, 32), layer.fused.weights(layer))[1] is None
 
 
 def test_training_and_other_kinds_are_refused():

@@ -7,6 +7,8 @@ from ..ops.checks import require
 from ..ops.dispatch import choose
 from ..ops.torch.int8 import dequantised
 from ..utils.errors import InputError
+from .decays import DecayModule
+from .readout import OutputGate
 
 
 class Int8Linear(nn.Module):
@@ -92,6 +94,6 @@ def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
         raise InputError("model has adapters; expected model.merge_and_unload()")
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if type(layer) is nn.Linear:
+            if type(layer) is nn.Linear and not isinstance(parent, DecayModule | OutputGate):
                 setattr(parent, name, Int8Linear(layer))
     return model.eval().requires_grad_(False)
