@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 
+from headrace import Mixer, quantize
 from headrace.hf import HeadraceForCausalLM
 from tiny import SIZES, close, config
 
@@ -60,3 +61,36 @@ def test_decoding(mixer):
     for token in ids[:, 8:].split(1, 1):
         close(call(token, past_key_values=mine).logits, model(token, past_key_values=theirs).logits, 1e-5)
     assert mine.get_seq_length() == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dynamic", "backend"), [(None, "aot_eager"), (True, "eager")])
+@torch.no_grad()
+def test_a_call_without_arguments_keeps_a_cache_as_the_model_does(dynamic, backend):
+    """The cache that a model makes by itself, of states that are parts of larger tensors: a short convolution's."""
+    model, ids = build("gated-deltanet", num_hidden_layers=1).eval(), torch.randint(1, SIZES["vocab_size"], (2, 11))
+    call = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
+    mine, theirs = call(ids[:, :9]), model(ids[:, :9])
+    for token in ids[:, 9:].split(1, 1):
+        close(mine.logits, theirs.logits, 1e-5)
+        mine, theirs = (c(token, past_key_values=out.past_key_values) for c, out in ((call, mine), (model, theirs)))
+    close(mine.logits, theirs.logits, 1e-5)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_generation_by_a_compiled_forward():
+    model, ids = build("gated-deltanet", num_hidden_layers=1).eval(), torch.randint(1, SIZES["vocab_size"], (2, 6))
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(torch.compile(model, backend="eager").generate(ids, max_new_tokens=4, do_sample=False), expected)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("length", [1, 9])
+@torch.no_grad()
+def test_a_quantised_layer_is_one_graph(length):
+    layer, x = quantize(Mixer("gla", hidden_size=32, num_heads=2)), torch.randn(2, 9 + length, 32)
+    state = layer(x[:, :9])[1]
+    expected = layer(x[:, 9:], state)[0]
+    close(compiled(layer, "aot_eager")(x[:, 9:], state)[0], expected, 1e-5)

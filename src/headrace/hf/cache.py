@@ -121,9 +121,11 @@ def _apart(state: Any) -> Any:
 
 
 def _alone(x: Tensor | None) -> Tensor | None:
-    if x is None or (x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes):
+    if x is None:
         return x
-    return x.clone(memory_format=torch.contiguous_format)
+    # A graph that is compiled knows no sizes of memory.
+    known = not torch.compiler.is_compiling() and x.is_contiguous()
+    return x if known and x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
 
 
 def _joined(a: Tensor | None, b: Tensor | None) -> Tensor | None:
