@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from equation import LUCK, skip_if_missing
-from headrace import zoo
+from headrace import linear_attention, zoo
 from headrace.layers import LinearMixer, build
 from headrace.ops.native import layer as native_layer
 from headrace.ops.native import library as native
@@ -208,6 +208,22 @@ def subclassed(path):
     return change
 
 
+def reading(mixer):
+    """A method of the layer, which a subclass has changed, in place of a module."""
+    read = type(mixer)._read_out
+    mixer.__class__ = type("Changed", (type(mixer),), {"_read_out": lambda self, *given: 3 * read(self, *given)})
+
+
+def computing(mixer):
+    """Another recurrence, whose outputs have the token's own value in addition."""
+
+    def op(q, k, v, **settings):
+        out, state = linear_attention(q, k, v, **settings)
+        return out + v, state
+
+    mixer.op = op
+
+
 def patched(mixer):
     forward = mixer.gate.forward
     mixer.gate.forward = lambda x: 3 * forward(x)
@@ -219,6 +235,8 @@ CHANGES = {
     "forward": ("gla", patched), "eps": ("gla", lambda mixer: setattr(mixer, "norm_eps", 0.1)),
     "hook": ("retnet", lambda mixer: mixer.decay.register_forward_hook(lambda module, given, out: 3 * out)),
     "replaced": ("kda", lambda mixer: setattr(mixer, "decay", layer("kda").decay)),
+    "method": ("gla", reading), "op": ("gla", computing), "op of a delta rule": ("gated-deltanet", computing),
+    "op of several memories": ("softmax-gla(competition.rank=2)", computing),
     "another kind": ("kda", lambda mixer: setattr(mixer, "decay", layer("gated-deltanet").decay)),
 }  # fmt: skip
 
@@ -233,6 +251,7 @@ def test_a_mixer_that_was_changed_decodes_as_it_computes(change):
         assert "was replaced" in refusal(made, x[:, :1])
         return
     whole, state, out = made(x)[0], None, []
+    assert relative(made(x[:, 8:], made(x[:, :8])[1])[0].double(), whole[:, 8:].double()) < 1e-4
     for token in x.split(1, 1):
         y, state = made(token, state, in_place=True)
         out.append(y)

@@ -101,6 +101,15 @@ def test_second_derivatives_are_refused(backend, reduce):
             torch.autograd.functional.hessian(lambda q: reduce(run(q)), q, vectorize=vectorize)
 
 
+def test_a_layer_says_how_it_has_second_derivatives():
+    layer = build(zoo.get("gla"), hidden_size=16, num_heads=2).double()
+    x = torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(InputError, match=r"for a layer, layer.op = partial\(linear_attention, form='recurrent'\)"):
+        torch.autograd.grad(layer(x)[0].sum(), x, create_graph=True)
+    layer.op = partial(linear_attention, form="recurrent")
+    torch.autograd.gradgradcheck(lambda x: layer(x)[0], x, fast_mode=True)
+
+
 def test_forward_derivatives_are_refused(backend):
     run, q = op(backend)
     sentence = r"linear_attention has no forward-mode derivative, .*; expected form='recurrent'"

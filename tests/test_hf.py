@@ -5,14 +5,18 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import cpu_offload
 from transformers import DataCollatorWithFlattening, DynamicCache
 
+from headrace import Mixer as layer_of
+from headrace import zoo
 from headrace.hf import HeadraceCache
 from headrace.hf import model as hf_model
 from headrace.hf.cache import NAME
 from headrace.layers import stack
 from headrace.layers.base import Mixer
 from headrace.layers.moe import MixtureOfExperts
+from headrace.models.encoder_decoder import valid_tokens
 from headrace.utils.errors import InputError
 from tiny import MIXERS, SIZES, T, build, close, tokens
 
@@ -57,6 +61,20 @@ def test_a_long_prompt_is_read_in_pieces(model, padded, monkeypatch):
     assert pieces.past_key_values.get_seq_length() == T
     after = [model(tokens(2, 1) * 0 + 3, past_key_values=x.past_key_values).logits for x in (pieces, whole)]
     close(*after)
+
+
+@pytest.mark.parametrize("name", zoo.names())
+@torch.no_grad()
+def test_a_model_whose_weights_are_offloaded_is_the_model(name):
+    """accelerate's hooks bring the weights of a module when it is called, and leave none beside."""
+    plain, ids = build(name, num_hidden_layers=1), tokens(2)
+    offloaded = cpu_offload(deepcopy(plain), execution_device=torch.device("cpu"))
+    assert all(p.is_meta for p in offloaded.parameters())
+    caches = None, None
+    for piece in ids.split([7, 1, 1], 1):
+        expected, found = (m(piece, past_key_values=c) for m, c in zip((plain, offloaded), caches, strict=True))
+        close(found.logits, expected.logits)
+        caches = expected.past_key_values, found.past_key_values
 
 
 @torch.no_grad()
@@ -249,6 +267,21 @@ def test_padding_changes_nothing(model, side):
         logits.append(model(piece, attention_mask=mask[:, :end], past_key_values=cache).logits)
     for row, kept in enumerate(mask.bool()):
         close(torch.cat(logits, 1)[row, kept], model(ids[row, kept][None]).logits[0])
+
+
+@pytest.mark.parametrize("numbers", [[[1, 1, 1, 2, 2, 0]], [[0.0, 0.0, 0.0, 0.0, 0.0, -1e9]], [[1, 1, 1, 1, -1, 0]]])
+@torch.no_grad()
+def test_a_mask_of_other_values_than_0_and_1_is_refused(numbers):
+    """The numbers of the sequences of a pack, and what is added to the logits of a softmax."""
+    mask, ids = torch.tensor(numbers), tokens(1, 6)
+    value = mask[(mask != 0) & (mask != 1)][0].item()
+    sentence = rf"attention_mask has the value {value}; expected 0 for padding and 1 for tokens \(packed sequences"
+    with pytest.raises(InputError, match=sentence):
+        build("gla")(ids, attention_mask=mask)
+    with pytest.raises(InputError, match="attention_mask has the value"):
+        valid_tokens(ids, mask)
+    with pytest.raises(InputError, match=r"mask has dtype .*; expected torch.bool"):
+        layer_of("gla", hidden_size=8)(torch.randn(1, 6, 8), mask=mask)
 
 
 @torch.no_grad()

@@ -8,11 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import Trainer, TrainingArguments
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+import tiny
 from headrace import Mixer, zoo
+from headrace.hf import HeadraceForCausalLM
 from headrace.ops.native import library as native
 from headrace.training import card, recipes, run, trainer
 from headrace.training.model import blank, build, estimate, flops_per_token
@@ -94,6 +98,29 @@ def test_the_dynamics_of_a_mixer_are_not_decayed(name):
     gates = {id(p) for p in gate_parameters(layer)}
     found = {names[id(p)].rpartition(".")[2] for p in free if p.dim() > 1 and id(p) not in gates}
     assert found == DYNAMICS[name]
+
+
+@pytest.mark.parametrize("name", [*zoo.names(), "experts", "gpt"])
+def test_the_trainer_of_transformers_decays_what_we_decay(name, tmp_path):
+    """The Trainer itself, without an optimiser that was given to it."""
+    model = HeadraceForCausalLM(tiny.config(name, num_hidden_layers=1))
+    arguments = TrainingArguments(tmp_path, weight_decay=DECAY, report_to="none", use_cpu=True)
+    found = Trainer(model, arguments).create_optimizer().param_groups
+    expected = parameter_groups(model, DECAY, 1.0)
+    decayed = [
+        {id(p) for group in groups if group["weight_decay"] for p in group["params"]} for groups in (found, expected)
+    ]
+    assert decayed[0] == decayed[1] != set()
+    assert len(found[0]["params"]) + len(found[1]["params"]) == len(list(model.parameters()))
+
+
+def test_the_trainer_decays_other_models_as_before(tmp_path):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.A_log, self.part = nn.Parameter(torch.zeros(3)), nn.Linear(3, 3)
+
+    assert Trainer.get_decay_parameter_names(None, Other()) == ["part.weight", "A_log"]
 
 
 def test_the_card_says_bits_per_byte_of_the_held_out_text(data, tmp_path):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..layers.graph import GraphedStep
 from ..ops.checks import require
+from ..ops.modules import untouched
 from .cache import NAME as CACHE
 from .cache import HeadraceCache
 
@@ -25,9 +26,7 @@ def plain(model: Any, config, given: dict[str, Any]) -> bool:
     cache, there = given.get(CACHE), {name for name, value in given.items() if value is not None}
     fresh = isinstance(cache, HeadraceCache) and cache.states is None and given["use_cache"] and there <= usual
     more = config.return_dict_in_generate or config.is_assistant or config.prefill_chunk_size
-    hooks = any(m._forward_hooks or m._forward_pre_hooks for m in (model, model.model))
-    patched = "forward" in vars(model)
-    return bool(fresh and not patched and not more and not hooks)
+    return bool(fresh and not more and untouched(model, type(model)))
 
 
 def check_graph(model: Any, is_plain: bool) -> None:

@@ -19,6 +19,7 @@ from ..layers.quantized import Int8Linear
 from ..layers.stack import Backbone, initialise
 from ..layers.tensor_parallel import cuts_of, read_plan, tensor_parallel, whole_state_dict
 from ..ops.checks import as_bounds, require
+from ..ops.modules import untouched
 from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
 from .cache import NAME as CACHE
@@ -26,6 +27,7 @@ from .cache import HeadraceCache, given_cache
 from .config import HeadraceConfig
 from .decoding import STATIC, check_graph, continued, graphed_step, plain, step
 from .loss import experts_loss, token_loss
+from .weight_decay import leave_out
 
 
 class HeadraceBlock(GradientCheckpointingLayer, Block):
@@ -98,7 +100,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         """input_ids [B, T] or inputs_embeds [B, T, D] -> last_hidden_state [B, T, D].
 
         Args:
-            attention_mask: [B, T] or, with a cache, [B, all columns]; 0 marks padding, which can be anywhere.
+            attention_mask: [B, T] or, with a cache, [B, all columns]; 1 marks tokens, and 0 padding, at any place.
             past_key_values: the cache returned for the columns before these. It is updated in place, unless
                 use_cache=False.
             use_cache: None: True if past_key_values is given, else config.use_cache, but False in training.
@@ -252,7 +254,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         for name, target in targets.items():
             B, T = hidden.shape[:2]
             given = None if target is None else list(target.shape)
-            require(given in (None, [B, T]), f"{name} has shape {given}; expected [{B}, {T}]")
+            require(given is None or given == [B, T], f"{name} has shape {given}; expected [{B}, {T}]")
         if logits_to_keep is not None or not (asked and self.training):
             kept = isinstance(logits_to_keep, Tensor) or logits_to_keep is None or logits_to_keep >= 0
             require(kept, f"logits_to_keep={logits_to_keep}; expected at least 0, or a tensor of positions")
@@ -288,8 +290,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         cache: Any = model_kwargs.get(CACHE)
         mask = model_kwargs.get("attention_mask")
         options = (logits_processor, stopping_criteria, generation_config)
-        ours = type(self).forward is HeadraceForCausalLM.forward and not synced_gpus
-        is_plain = ours and plain(self, generation_config, model_kwargs)
+        ours = type(self).forward is HeadraceForCausalLM.forward and untouched(self.model, HeadraceModel)
+        is_plain = ours and not synced_gpus and plain(self, generation_config, model_kwargs)
         if graphed := generation_config.cache_implementation == STATIC:
             check_graph(self, is_plain)
         elif not is_plain or input_ids.device.type != "cpu":
@@ -307,3 +309,4 @@ def register() -> None:
 
 
 register()
+leave_out()

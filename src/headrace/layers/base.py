@@ -24,6 +24,13 @@ class SelfInitialised(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define reset_parameters")
 
 
+def undecayed(module: nn.Module) -> list[str]:
+    """Returns the names of the module's own parameters to which an optimiser applies no weight decay: vectors, and what
+    the module names in `no_weight_decay`, the parameters of its dynamics."""
+    named = getattr(module, "no_weight_decay", ())
+    return [name for name, p in module._parameters.items() if p is not None and (p.dim() <= 1 or name in named)]
+
+
 class ScanState(NamedTuple):
     """The recurrent state of N sequences; None for parts that the mixer does not have."""
 
@@ -41,7 +48,7 @@ OPTIONAL = ("valid", "room")
 def check_input(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, hidden_size: int | None) -> None:
     """Raises InputError unless x is [B, T, hidden_size] in a floating-point dtype, mask, which excludes cu_seqlens, is
     a bool [B, T], and cu_seqlens are bounds in one row. hidden_size: None for any."""
-    if x.dim() != 3 or hidden_size not in (None, x.shape[2]):
+    if x.dim() != 3 or (hidden_size is not None and x.shape[2] != hidden_size):
         raise InputError(f"x has shape {_shape(x)}; expected [B, T, {hidden_size or 'D'}]")
     if not x.is_floating_point():
         raise InputError(f"x has dtype {x.dtype}; expected a floating-point dtype")
@@ -75,7 +82,7 @@ def check_state(state: Any, kind: Any, shapes: Shapes, x: Tensor, cu_seqlens: Te
 
 
 def _fits(shape: torch.Size, wanted: tuple[int, ...]) -> bool:
-    return len(shape) == len(wanted) and all(w in (n, ANY) for n, w in zip(shape, wanted, strict=True))
+    return len(shape) == len(wanted) and all(w == ANY or n == w for n, w in zip(shape, wanted, strict=True))
 
 
 def _shape(x: Any) -> str:

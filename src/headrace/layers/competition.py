@@ -22,6 +22,10 @@ class Gate(SelfInitialised):
     """Base of the modules that head competition adds to a mixer. The optimiser applies no weight decay to their
     parameters, and retrofitting a trained model initialises only these."""
 
+    @property
+    def no_weight_decay(self) -> tuple[str, ...]:
+        return tuple(self._parameters)
+
 
 class HeadCompetition(Gate):
     """Logarithm of one gate per token and head, computed by a softmax over the heads (arXiv 2602.01744, equation 4).

@@ -89,16 +89,11 @@ class SoftplusDecay(DecayModule):
         self.A_log.uniform_(1, 16).log_()
         draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
-    def step_size(self, x: Tensor) -> Tensor:
-        """Returns dt [B, T, H]."""
-        return step_size(x, self.dt_bias)
-
-    def decay(self, dt: Tensor) -> Tensor:
-        """Returns log_decay [B, T, H] for the step sizes dt [B, T, H]."""
-        return -self.A_log.to(dt.dtype).exp() * dt
-
-    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
-        return activated(backend, x, self.dt_bias, self.A_log, "softplus")
+    def forward(self, x: Tensor, backend: str = "auto", steps: bool = False) -> Any:
+        """Returns log_decay [B, T, H]; with `steps`, (log_decay, dt [B, T, H]), by PyTorch."""
+        if not steps:
+            return activated(backend, x, self.dt_bias, self.A_log, "softplus")
+        return activated("torch", x, self.dt_bias, self.A_log, "softplus"), step_size(x, self.dt_bias)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from ..ops.context_parallel import current
 from ..ops.dispatch import choose, has
 from ..ops.gated_norm import GatedNorm
 from ..ops.query_key import QueryKey
-from ..ops.recurrence import step
+from ..ops.recurrence import linear_attention, step
 from ..ops.sequences import Sequences
 from ..ops.torch.tiles import product
 from .base import may_write
@@ -63,7 +63,7 @@ class LinearMixer(LinearParameters):
         if self.residual is not None:
             op = partial(self.op, **self._settings(), backend=self.backend)
             out, memory, before = self.residual(op, tensors, state, sequences)
-        elif x.shape[1] == 1 and cu_seqlens is None and current() is None:
+        elif self.op is linear_attention and x.shape[1] == 1 and cu_seqlens is None and current() is None:
             token: dict[str, Any] = {name: _now(y) for name, y in tensors.items()}
             token |= {"state": memory, "backend": self._backend("step"), "in_place": in_place}
             out, memory = step(**token, **self._settings())
@@ -79,7 +79,7 @@ class LinearMixer(LinearParameters):
         return y, MixerState(memory, conv, shift, tokens, before)
 
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
-        weights = self.fused.weights(self)
+        weights = self.fused.weights(self) if type(self) is LinearMixer else None
         layer, _ = self.fused.find(self, x, weights)
         if layer is None:
             state = self.checked(x, state, None, None)
@@ -192,8 +192,7 @@ class LinearMixer(LinearParameters):
     def _decay_and_beta(self, inputs: dict[str, Tensor], write: Tensor | None):
         """Returns log_decay and β, or β's logit if β also depends on the memory (write.look)."""
         if self.spec.write.beta == "dt":
-            dt = self.decay.step_size(inputs["decay"])
-            return self._per_memory(self.decay.decay(dt)), self._per_memory(dt)
+            return tuple(self._per_memory(y) for y in self.decay(inputs["decay"], steps=True))
         log_decay = None
         if self.decay is not None:
             log_decay = self._per_memory(self.decay(inputs["decay"], self._backend("control")))

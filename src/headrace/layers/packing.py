@@ -164,11 +164,26 @@ def must_not_wait(x: Tensor) -> bool:
     return x.device.type != "cpu" or torch.compiler.is_compiling()
 
 
+def token_mask(attention_mask: Tensor) -> Tensor:
+    """Returns a bool mask, False at padding. Raises InputError for values other than 0 and 1, as of masks that number
+    the sequences of a pack."""
+    if attention_mask.dtype is torch.bool:
+        return attention_mask
+    mask = attention_mask != 0
+    known, expected = attention_mask == mask, "expected 0 for padding and 1 for tokens"
+    if must_not_wait(attention_mask):
+        torch._assert_async(known.all(), f"attention_mask has other values than 0 and 1; {expected}")
+    elif not known.all():
+        value, packs = attention_mask[~known][0].item(), "packed sequences are given by seq_idx or position_ids"
+        raise InputError(f"attention_mask has the value {value}; {expected} ({packs})")
+    return mask
+
+
 def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None, seen: int = 0) -> Tensor | None:
     """Returns the padding mask, bool [B, T], of x [B, T, D], or None without padding.
 
     attention_mask: [B, T], or [B, seen + T], whose last T columns belong to x. Raises InputError for shapes that do not
-    fit, and for padding in packed sequences."""
+    fit, for values other than 0 and 1, and for padding in packed sequences."""
     B, T = x.shape[:2]
     check_pack(x, cu_seqlens)
     if attention_mask is None:
@@ -176,7 +191,8 @@ def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | 
     shape = list(attention_mask.shape)
     both = f"[{B}, {T}]" + f" or, with the tokens before, [{B}, {seen + T}]" * (seen > 0)
     require(shape in ([B, T], [B, seen + T]), f"attention_mask has shape {shape}; expected {both}")
-    mask = attention_mask[:, shape[1] - T :].bool()
+    mask = attention_mask[:, shape[1] - T :]
+    mask = mask.bool() if seen else token_mask(mask)  # the first call has checked the mask's values
     both = "attention_mask marks padding in packed sequences; expected cu_seqlens alone"
     if must_not_wait(x):
         if cu_seqlens is None:

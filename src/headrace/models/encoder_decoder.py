@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from ..layers.packing import token_mask
 from ..ops.call import accumulator
 from ..ops.checks import require
 from ..ops.loss import IGNORED
@@ -134,9 +135,10 @@ def shift_right(labels: Tensor, start: int) -> Tensor:
 
 
 def valid_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Returns attention_mask as bool [B, L]; None: all True. Raises InputError if its shape differs from input_ids."""
+    """Returns attention_mask as bool [B, L]; None: all True. Raises InputError if its shape differs from input_ids, or
+    if it has values other than 0 and 1."""
     if attention_mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)
     shapes = list(attention_mask.shape), list(input_ids.shape)
     require(shapes[0] == shapes[1], f"attention_mask has shape {shapes[0]}; expected {shapes[1]}, as input_ids has")
-    return attention_mask.bool()
+    return token_mask(attention_mask)

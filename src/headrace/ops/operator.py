@@ -13,7 +13,11 @@ from torch import Tensor
 from . import derivatives
 from .call import DIFFERENTIABLE, SCHEMA, Call, accumulator, schema
 
-NAMES = "linear_attention", "; expected form='recurrent', which has all derivatives"
+INSTEAD = (
+    "; expected form='recurrent', which has all derivatives: for a layer, layer.op = partial(linear_attention, "
+    "form='recurrent')"
+)
+NAMES = "linear_attention", INSTEAD
 library = torch.library.Library("headrace", "DEF")
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ..layers.base import undecayed
 from ..layers.competition import Gate, HeadCompetition
 
 
@@ -30,23 +31,17 @@ def initialise_gates(model: nn.Module, std: float, kind: GateInit) -> None:
                 nn.init.orthogonal_(module.weight, gain=std * math.sqrt(module.weight.shape[-1]))
 
 
-def _without_decay(model: nn.Module) -> Iterator[nn.Parameter]:
-    for module in model.modules():
-        for name in getattr(module, "no_weight_decay", ()):
-            if (parameter := getattr(module, name)) is not None:
-                yield parameter
-
-
 def parameter_groups(model: nn.Module, weight_decay: float, gate_lr: float) -> list[dict[str, Any]]:
     """Parameter groups for AdamW: matrices with weight decay; norms, biases and what a module names in
     `no_weight_decay`, the parameters of its dynamics, without; and gates, if any, without weight decay, which would
     pull them towards no competition, and with the learning rate `gate_lr`."""
     gates = list(gate_parameters(model))
-    known, kept = {id(p) for p in gates}, set(map(id, _without_decay(model)))
+    known = {id(p) for p in gates}
+    kept = {id(module._parameters[name]) for module in model.modules() for name in undecayed(module)}
     rest = [p for p in model.parameters() if id(p) not in known]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in rest if p.dim() > 1 and id(p) not in kept], "weight_decay": weight_decay},
-        {"params": [p for p in rest if p.dim() <= 1 or id(p) in kept], "weight_decay": 0.0},
+        {"params": [p for p in rest if id(p) not in kept], "weight_decay": weight_decay},
+        {"params": [p for p in rest if id(p) in kept], "weight_decay": 0.0},
         {"params": gates, "weight_decay": 0.0, "lr": gate_lr},
     ]
     return [group for group in groups if group["params"]]

@@ -45,7 +45,6 @@ class PartLinear(LinearMixer):
                 setattr(self, name, PartCompetition(gate, shares, ranks))
         if isinstance(self.decay, FixedDecay):
             self.decay.first = ranks.rank * H
-        self.fused.layers = {}  # a native call knows neither the other heads nor where these are among them
         self.cuts = adopt(self, whole, partial(linear_cuts, whole, shares), ranks)
 
     def run(self, x: Tensor, state, cu_seqlens: Tensor | None, in_place: bool = False):

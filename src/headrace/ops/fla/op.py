@@ -25,6 +25,7 @@ from ...utils.device import interpreted, may_round_float32, without_autocast
 from ..backend import Backend, Kernel
 from ..call import Call
 from ..derivatives import first_order, transformed
+from ..operator import INSTEAD
 from .packing import packing
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -113,7 +114,7 @@ def _per_token(decay: Tensor | None) -> bool:
 # --- a call ----------------------------------------------------------------------------------------------------------
 
 
-@first_order(NAME, "; expected form='recurrent', which has all derivatives")
+@first_order(NAME, INSTEAD)
 def _only_first(gradient: Tensor) -> None:
     """A hook of the results, because the second derivatives of FLA's kernels would be zeros."""
 
