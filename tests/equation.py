@@ -1,7 +1,9 @@
 """Arguments of the op at random, and a call of it held against the literal loop."""
 
 import itertools
+import math
 import os
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -114,6 +116,39 @@ def assert_same(arguments, way=CHUNKWISE, cu_seqlens=None, check=True, **setting
     names = [name for name, x in arguments.items() if x is not None]
     for name, g, e in zip(names, *gradients, strict=True):
         assert relative(g, e) <= way.gradient_tolerance, name
+
+
+def of_decay(arguments, decay):
+    """The arguments with decays of 0.75 to 1.25 times a number."""
+    drawn = arguments["log_decay"].detach()
+    return arguments | {"log_decay": (decay * (0.75 - 0.5 * drawn)).requires_grad_()}
+
+
+def columns(name, x):
+    """A gradient as columns: one for each head, and each channel of what has tokens."""
+    if name == "initial_state":
+        return x.movedim(1, -1).flatten(0, -2)
+    return x[None] if x.dim() == 1 else x.flatten(0, 1).flatten(1)
+
+
+def assert_gradients_keep_their_digits(arguments, settings, **options):
+    """Every gradient in float32, each head and channel relative to its own norm, is as near that of the loop in float64
+    as the loop in float32 is: by the same conditioning, however small a decay makes a gradient.
+
+    The floor is what differences of sums lose under −4 a token (ops/torch/halves.py)."""
+    given = {name: x.detach().float() for name, x in arguments.items() if x is not None}
+    results = []
+    for op, dtype in (
+        (by_literal, torch.float64), (by_literal, torch.float32), (partial(linear_attention, **settings), torch.float32)
+    ):  # fmt: skip
+        leaves = {name: x.to(dtype).requires_grad_() for name, x in given.items()}
+        pair, generator = op(leaves, **options) if op is by_literal else op(**leaves, **options), torch.Generator()
+        weights = [torch.randn(x.shape, generator=generator.manual_seed(0)).to(dtype) for x in pair]
+        results.append(torch.autograd.grad(pair, list(leaves.values()), weights))
+    for name, *grads in zip(given, *results, strict=True):
+        exact, *others = (columns(name, x) for x in grads)
+        kept, lost = (((x - exact).norm(dim=0) / exact.norm(dim=0)).max().item() for x in others)
+        assert lost <= LUCK * max(kept, math.exp(4) * 2**-24), name
 
 
 def swapped(x, *dims):

@@ -40,10 +40,10 @@ SCANS, DELTA_SCANS = {"scan": 5, "reverse_scan": 5}, {"scan": 8, "reverse_scan":
 MACS = {
     ("sm_90", "linear"): SCANS | {"prepare": 1, "gradients": 5},
     ("sm_90", "scalar"): SCANS | {"prepare": 1, "gradients": 6},
-    ("sm_90", "vector"): SCANS | {"prepare": 1.5, "gradients": 3},
+    ("sm_90", "vector"): SCANS | {"prepare": 1.5, "gradients": 3.25},
     ("sm_90", "delta"): DELTA_SCANS | {"prepare": 4, "gradients": 9},
     ("sm_90", "gated-delta"): DELTA_SCANS | {"prepare": 4, "gradients": 10},
-    ("sm_90", "kda"): DELTA_SCANS | {"prepare": 5, "gradients": 5.75},
+    ("sm_90", "kda"): DELTA_SCANS | {"prepare": 5, "gradients": 6},
     **{key: {"scan": 2.5, "reverse_scan": 2.5} for key in [("sm_80", "vector"), ("sm_120", "scalar")]},
 }  # fmt: skip
 

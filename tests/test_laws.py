@@ -238,3 +238,8 @@ def test_what_cannot_be_verified_is_refused(options, message):
 def test_the_tolerance_of_the_op_is_that_of_the_documentation():
     text = Path(__file__).parents[1].joinpath("docs", "correctness.md").read_text("utf-8")
     assert "the tolerance is 2⁻⁶" in text and verify_op.TOLERANCE[torch.bfloat16] == 2**-6
+
+
+def test_a_small_gradient_is_measured_against_its_own_size():
+    large, small = torch.tensor([1.0, 2.0]), torch.tensor([1e-20, 2e-20])
+    assert worst([large, 1.5 * small], [large, small]) == pytest.approx(0.5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from equation import H, inputs, prepare, skip_if_missing
+from equation import H, assert_gradients_keep_their_digits, inputs, of_decay, prepare, skip_if_missing
 from headrace import linear_attention
 from headrace.layers.residual import ResidualDelta
 from headrace.ops.call import TOKENWISE
@@ -122,6 +122,17 @@ def test_the_gradient_through_a_steep_decay(backend, rule, shape):
         out, _ = op(**{name: x.to(dtype) for name, x in arguments.items()}, log_decay=-leaf.exp(), rule=rule)
         found.append(torch.autograd.grad(out.square().sum(), leaf)[0])
     assert relative(found[1], found[0]) < 2e-6
+
+
+@pytest.mark.parametrize("value", [-1e-4, -1.0, -4.0, -16.0, -50.0])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_gradient_keeps_its_digits_however_small_it_is(name, value, monkeypatch):
+    prepare(name, monkeypatch)
+    settings = {"backend": name.replace("batched", "torch")}
+    for decay in ("fixed", "scalar", "vector"):
+        for options in ({}, {"rule": "delta"}, {"normalise": True}):
+            drawn = inputs(decay, rows=1, tokens=37, heads=2, key=8, normalise="normalise" in options)
+            assert_gradients_keep_their_digits(of_decay(drawn, value), settings, **options)
 
 
 def test_one_key_repeated(monkeypatch):

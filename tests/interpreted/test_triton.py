@@ -5,7 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from equation import DECAYS, Way, assert_same, assert_strides_do_not_matter, inputs
+from equation import (
+    DECAYS,
+    Way,
+    assert_gradients_keep_their_digits,
+    assert_same,
+    assert_strides_do_not_matter,
+    inputs,
+    of_decay,
+)
 from headrace import InputError, backends, linear_attention, step
 from headrace.ops.call import TOKENWISE, Call
 from headrace.ops.triton import block_sizes, launch, segments
@@ -55,6 +63,12 @@ def test_whole_chunks_and_odd_sizes(decay, rule):
 @pytest.mark.parametrize(("decay", "rule"), [("fixed", "delta"), ("vector", "add")])
 def test_packed_sequences(decay, rule):
     assert_same(arguments(decay, n=4), TRITON, PACKED, rule=rule)
+
+
+@pytest.mark.parametrize(("value", "rule"), [(-16.0, "delta"), (-50.0, "add")])
+def test_a_gradient_keeps_its_digits_however_small_it_is(value, rule):
+    drawn = of_decay(arguments("vector", tokens=SHORT, heads=1), value)
+    assert_gradients_keep_their_digits(drawn, TRITON.settings, rule=rule)
 
 
 @pytest.mark.parametrize(

@@ -67,5 +67,5 @@ def relative(x: Tensor, reference: Tensor, floor: float = 0.0) -> float:
 
 
 def worst(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest relative error of several gradients, each relative to its own norm."""
+    """The largest relative error of several gradients, each relative to its own norm, however small it is."""
     return max(relative(g, e) for g, e in zip(found, expected, strict=True))

@@ -198,6 +198,16 @@ def decay_gradient(rq, fk, xk, to_q, to_reader, to_writer, M: tl.constexpr):
 
 
 @triton.jit
+def sums_before(x, rows, length, PRECISION: tl.constexpr):
+    """Returns for each token the sum of x [C, BK] over the tokens before it.
+
+    It is a product, because a cumulative sum minus x would lose the sum where x is larger by far, as at the end of a
+    chunk what a token writes to the state is under a steep decay."""
+    earlier = tl.where(rows[:, None] > rows[None, :], 1.0, 0.0)
+    return apart(earlier, x, length, tl.float32, PRECISION)
+
+
+@triton.jit
 def write_gradients(
     v, write, d_target, dv, d_write, v_stride, token, h, rows, length, H: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr,
@@ -305,7 +315,8 @@ def gradients(
             left = tl.exp(to_end(this, after, rows, C))
             to_q, to_reader, to_writer = to_q * grown, to_reader * grown, to_writer * left
             if dg is not None:
-                slab += decay_gradient(rq, fk, xk, to_q, to_reader, to_writer, C)
+                slab += segment_sums(rq * to_q + xk * to_reader, C, True)
+                slab += sums_before(fk * to_writer, rows, length, PRECISION)
                 slab += (passing * tl.exp(tl.sum(this, 0)))[None, :]
                 store_tile(dg, slab, token, H * K, h * K, rows, length, keys, K)
         else:
