@@ -19,6 +19,7 @@ from damage import change_digit
 from groups import command
 from headrace import zoo
 from headrace.cli import main
+from headrace.spec.serialise import RECURRENT
 from headrace.studies.compare import arm as arm_module
 from headrace.studies.compare import rows as runs
 from headrace.studies.compare.arm import train
@@ -118,6 +119,53 @@ def test_flops_of_a_row_are_those_counted_by_hand():
     assert counted["retnet(heads.expand_v=1)"] == blocks(5) + 2 * T * 5 * 4 * 4 * 4
     (rnn,) = replace(SMALL, mixers=("rnn",), task=Reverse(length=4), seeds=1).arms()
     assert flops(build(rnn), model_inputs(rnn, rnn.plan.task.held_out(1)), rnn.plan.shape) is None
+
+
+HAND = {  # operations of a head with K key and V value numbers, term by term; a name's "softmax-" version has as many
+    "linear-attention": lambda K, V: 2 * K * (V + 1) + 2 * K * (V + 1),  # S + kᵀ (v, 1), q S
+    "taylor-softmax": lambda K, V: 4 * (K + 1) * (K + 2) // 2 * (V + 1),  # the same with C(K + 2, 2) features
+    "retnet": lambda K, V: K * V + 2 * K * V + 2 * K * V,  # γ S, + kᵀ v, q S
+    "xpos-retnet": lambda K, V: K * V + 2 * K * V + 2 * K * V,
+    "mamba2": lambda K, V: K * V + 2 * K * V + 2 * K * V,
+    "gla": lambda K, V: K * V + 2 * K * V + 2 * K * V,  # diag(α) S, + kᵀ v, q S
+    "rwkv6": lambda K, V: K * V + 2 * K * V + 2 * K * V,
+    "delta-fast-weights": lambda K, V: 3 * 2 * 2 * K * V,  # k S, + kᵀ β (v − k S), q S, with 2 K features (DPFP)
+    "deltanet": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,
+    "gated-deltanet": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V,
+    "kda": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V,
+    "residual-delta": lambda K, V: 7 * K * V + K * V + 2 * K * V,  # Gated DeltaNet, and k S of an older S, which decays
+    "gla-outer": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S diag(β), + kᵀ v, q S
+    "rwkv7": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S − (a κ)ᵀ (κ S) + kᵀ v, q S
+    # one head of N numbers for each of E channels
+    "mamba": lambda N, E: N * E + N * E + 2 * N * E + 2 * N * E,  # dt A, Ā h, + (dt u) B, C h
+    "rwkv4": lambda N, E: 3 * E + 2 * E + (2 + 1 + 1) * E,  # e^−w a + e^k v, e^−w b + e^k, (a + e^u v) / (b + e^u)
+    # pairs of numbers are complex: a product has 6 operations, one with a real number 2, a sum 2
+    "s4d": lambda N, E: N // 2 * E * (6 + 2 + 2 + 4),  # Ā x, B̄ u, +, Re(C x) and its sum
+    # P* x, (1 + dt/2 diag) x, − P (P* x), the resolvent of that, P* of it, − its multiple; then as S4D
+    "s4": lambda N, E: N // 2 * E * (4 + 6 + (2 + 2) + 6 + 4 + (2 + 2) + 2 + 2 + 4),
+}  # fmt: skip
+ELEMENTWISE = {"bonus", "offset", "conv", "mix", "A_log", "log_damping", "frequency", "C", "P", "B", "embed_tokens"}
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.names() if isinstance(zoo.get(name), RECURRENT)])
+def test_flops_of_every_recurrent_mixer_are_those_counted_by_hand(name):
+    """Of a model of one layer without an MLP: its matrices, each used once for a token, and its recurrence. A token of
+    a longer row costs as much, so that nothing is counted which is computed once for all rows."""
+    from headrace.studies.compare.model import build, flops
+    from headrace.training.parameters import gate_parameters
+
+    for pairs in (8, 32):
+        plan = replace(SMALL, mixers=(name,), task=Pair(keys=32, pairs=pairs, queries=pairs), seeds=1,
+                       shape=Shape(hidden_size=32, heads=4, mlp=0))  # fmt: skip
+        (arm,) = plan.arms()
+        model, spec = build(arm), zoo.get(name)
+        gates = {id(weight) for weight in gate_parameters(model)}  # a product of every head with itself, elementwise
+        matrices = 2 * sum(
+            weight.numel() for key, weight in model.named_parameters()
+            if weight.dim() > 1 and not ELEMENTWISE & set(key.split(".")) and id(weight) not in gates
+        )  # fmt: skip
+        recurrence = HAND[name.removeprefix("softmax-")](*spec.head_dims(32, 4)) * spec.num_heads(4)
+        assert flops(model, plan.task.held_out(1), plan.shape) == plan.task.length * (matrices + recurrence)
 
 
 def test_what_decays():

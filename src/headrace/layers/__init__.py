@@ -49,7 +49,7 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
         return BothWays(*(build(spec, **settings) for _ in range(2)))
     kinds: Any = SCANS | MATRICES
     built = (kinds[spec.kind] if isinstance(spec, ScanSpec | MatrixSpec) else MIXERS[type(spec)])(spec, **settings)
-    built.hidden_size = settings["hidden_size"]
+    built.spec, built.hidden_size = spec, settings["hidden_size"]
     return built
 
 

@@ -3,7 +3,7 @@
 Dimensions: B batch, T tokens, D hidden size, N sequences, E channels, S state numbers per channel.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,14 @@ def undecayed(module: nn.Module) -> list[str]:
     the module names in `no_weight_decay`, the parameters of its dynamics."""
     named = getattr(module, "no_weight_decay", ())
     return [name for name, p in module._parameters.items() if p is not None and (p.dim() <= 1 or name in named)]
+
+
+class Recurrence(nn.Module):
+    """Calls the recurrence of a mixer. It is a module so that a counter of operations can leave it out: PyTorch counts
+    the matrix products of the form that is computed, and the spec's `flops_per_token` counts the recurrent form."""
+
+    def forward(self, function: Callable[..., Any], *given: Any) -> Any:
+        return function(*given)
 
 
 class ScanState(NamedTuple):

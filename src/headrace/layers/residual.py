@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..utils.device import without_autocast
-from .base import SelfInitialised
+from .base import Recurrence, SelfInitialised
 from .matrix.chunks import Chunks, carry
 
 TINY = 1e-12  # added to the denominator: the surprise of an empty memory and a zero value is 0
 
 
-class ResidualDelta(SelfInitialised):
+class ResidualDelta(SelfInitialised, Recurrence):
     """Computes the recurrence with this β.
 
     Args:

@@ -280,5 +280,6 @@ class MixerSpec(Record):
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
         K, V = self.memory_rows(K), V + (self.read.norm == "sum")
-        decay = 0 if self.decay.kind == "none" else K * V
-        return H * self.rank * (4 * K * V + decay + (2 * K * V if self.write.rule == "delta" else 0))
+        decay, delta = self.decay.kind != "none", self.write.rule == "delta"
+        residual = 2 + decay if (self.write.look or 1) > 1 else 0  # of the memory before the chunk, which decays too
+        return H * self.rank * K * V * (4 + decay + 2 * delta + residual)

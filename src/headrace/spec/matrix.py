@@ -7,6 +7,11 @@ from typing import Literal
 from ..utils.errors import InputError
 from .record import PositiveFloat, PositiveInt, Ungated, require_positive
 
+PER_NUMBER = {  # operations per number of the memory and token, as `flops_per_token` counts them
+    "rwkv7": 9,  # decay: 1; κ S: 2; − (a κ)ᵀ (κ S): 2; + kᵀ v: 2; q S: 2
+    "gla-outer": 6,  # both decays: 2; + kᵀ v: 2; q S: 2
+}
+
 
 @dataclass(frozen=True)
 class MatrixSpec(Ungated):
@@ -48,3 +53,8 @@ class MatrixSpec(Ungated):
     def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4) -> int:
         """Returns the size in bytes of one sequence's recurrent state, with `itemsize` bytes per number."""
         return itemsize * sum(math.prod(shape) for shape in self.state_shapes(hidden_size, num_heads).values())
+
+    def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
+        """Returns the floating-point operations per token of the recurrence in its recurrent form, without projections.
+        A multiply-add counts as two."""
+        return PER_NUMBER[self.kind] * math.prod(self.state_shapes(hidden_size, num_heads)["memory"])

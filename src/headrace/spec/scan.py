@@ -16,6 +16,16 @@ FIELDS: dict[str, set[str]] = {
 }
 
 
+# Operations per state number and token, as `flops_per_token` counts them; x is a complex number of a conjugate pair.
+PER_NUMBER = {
+    "mamba": 6,  # dt A: 1; e^(dt A) h + (dt u) B: 3; C h: 2
+    "s4d": 7,  # of the two of a pair: Ā x: 6; + B̄ u: 4; 2 Re(C x): 4
+    # of the two of a pair: P* x: 4; (1 + dt/2 A) x: 10; its solve by Woodbury's identity: 14; + B̄ u: 4; 2 Re(C x): 4
+    "s4": 18,
+    "rwkv4": 3,  # of the three of a channel: the sums Σ e^k v and Σ e^k: 3 and 2; their ratio with the bonus: 4
+}
+
+
 @dataclass(frozen=True)
 class ScanSpec(Ungated):
     """A mixer that runs one recurrence per channel: Mamba (arXiv 2312.00752), S4 (2111.00396), S4D (2206.11893) or
@@ -71,3 +81,8 @@ class ScanSpec(Ungated):
     def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4) -> int:
         """Returns the size in bytes of one sequence's recurrent state, with `itemsize` bytes per number."""
         return itemsize * sum(math.prod(shape) for shape in self.state_shapes(hidden_size, num_heads).values())
+
+    def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
+        """Returns the floating-point operations per token of the recurrence in its recurrent form, without projections
+        and convolution. A multiply-add counts as two, exponentials and the discretisation of a fixed system as none."""
+        return PER_NUMBER[self.kind] * math.prod(self.head_dims(hidden_size, num_heads))

@@ -19,6 +19,7 @@ TYPES: dict[str, type] = {
 }  # fmt: skip
 Spec = MixerSpec | AttentionSpec | ScanSpec | MatrixSpec | SoftmaxRNNSpec
 CACHED = (AttentionSpec, SoftmaxRNNSpec)  # mixers whose state is a key/value cache
+RECURRENT = (MixerSpec, ScanSpec, MatrixSpec)  # mixers with a state of fixed size
 
 
 def to_json(spec) -> Any:

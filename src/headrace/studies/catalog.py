@@ -12,8 +12,6 @@ from .. import zoo
 from ..spec.attention import AttentionSpec
 from ..spec.decay import DECAYS, DecayShape
 from ..spec.linear import MixerSpec
-from ..spec.matrix import MatrixSpec
-from ..spec.scan import ScanSpec
 from ..spec.serialise import CACHED, to_json
 from ..spec.softmax_rnn import SoftmaxRNNSpec
 from ..utils.errors import InputError
@@ -29,7 +27,6 @@ OUTSIDE = {
     "gla-outer": ("α … βᵀ", "v", "−⟨kS, v⟩", "α βᵀ, per number"),
 }
 COUNTED = f"Costs: width {WIDTH}, {HEADS} heads, float32, chunks of {CHUNK}; attention after {TOKENS:,} tokens."
-RECURRENT = (MixerSpec, ScanSpec, MatrixSpec)  # mixers with a state of fixed size
 UPDATE = ("A_t", "b_t", "features", "can")
 AXES = ("memory", "objective", "optimiser", "retention")
 COST = ("state", "bytes", "training", "decoding", "grows")
@@ -110,20 +107,12 @@ def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
         seen, wide = next(iter(shapes.values()))[0], WIDTH  # all query heads count, also those that share keys
         costs = {"training": 4 * wide * (seen if bounded else TOKENS // 2), "decoding": 4 * wide * seen}
         return {**_state(shapes), **costs, "grows": not bounded}
-    shapes, decoding = spec.state_shapes(WIDTH, HEADS), recurrence_flops(spec, WIDTH, HEADS)
+    shapes, decoding = spec.state_shapes(WIDTH, HEADS), spec.flops_per_token(WIDTH, HEADS)
     inside = 0
     if len(shapes["memory"]) == 3:
         H, K, V = shapes["memory"]
         inside = H * CHUNK * (K + V) * (2 if row["overwrites"] else 1)
     return {**_state(shapes), "training": decoding + inside, "decoding": decoding, "grows": False}
-
-
-def recurrence_flops(spec, hidden_size: int, num_heads: int) -> int:
-    """FLOPs per token on the state of a recurrent mixer. For each number of the state: 2 to read, 2 to write, 1 to
-    forget, 2 to overwrite."""
-    row = _linear(spec) if isinstance(spec, MixerSpec) else _outside(spec)
-    numbers = math.prod(spec.state_shapes(hidden_size, num_heads)["memory"])
-    return numbers * (4 + row["forgets"] + 2 * row["overwrites"])
 
 
 def _state(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:

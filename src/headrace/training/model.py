@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..hf import HeadraceConfig, HeadraceForCausalLM, load
+from ..layers.base import Recurrence
 from ..ops.dispatch import set_backend
-from ..spec.linear import MixerSpec
+from ..spec.serialise import RECURRENT
 from ..utils.errors import InputError
 from .parameters import gate_parameters, initialise_gates
 from .recipes import Recipe
@@ -105,11 +106,18 @@ def flops_per_token(model: HeadraceForCausalLM, recipe: Recipe) -> int:
     row = torch.zeros(1, recipe.length, dtype=torch.long)
     with FlopCounterMode(display=False) as counter, _RealIntegers(), torch.no_grad():
         model(input_ids=row, use_cache=False)
-    per_token = counter.get_total_flops() // recipe.length
+    per_token = matrix_products(counter, model) // recipe.length
     for spec in model.config.mixers:
-        if isinstance(spec, MixerSpec):
+        if isinstance(spec, RECURRENT):
             per_token += spec.flops_per_token(recipe.hidden_size, recipe.heads)
     return 3 * per_token
+
+
+def matrix_products(counter: FlopCounterMode, model: nn.Module) -> int:
+    """The FLOPs that PyTorch counted in a forward pass of the model, without those of recurrences."""
+    root, counted = type(model).__name__, counter.get_flop_counts()
+    recurrences = [f"{root}.{name}" for name, module in model.named_modules() if isinstance(module, Recurrence)]
+    return counter.get_total_flops() - sum(sum(counted[name].values()) for name in recurrences if name in counted)
 
 
 class _RealIntegers(TorchDispatchMode):

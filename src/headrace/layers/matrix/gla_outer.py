@@ -15,7 +15,7 @@ from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.decay import Decay
 from ...spec.matrix import MatrixSpec
-from ..base import Mixer
+from ..base import Mixer, Recurrence
 from ..decays import SigmoidDecay
 from ..decode import MixerState
 from .chunks import CHUNK, carry, recur
@@ -94,6 +94,7 @@ class GLAOuter(Mixer):
         self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
         self.norm_weight = nn.Parameter(torch.empty(self.V))
+        self.recurrence = Recurrence()
         self.reset_parameters()
 
     @torch.no_grad()
@@ -105,6 +106,6 @@ class GLAOuter(Mixer):
         q, k, v, gate, *decays = self.in_proj(x).split(self.parts, -1)
         q, k, v = (y.unflatten(-1, (self.H, -1)).to(acc) for y in (q, k, v))
         operands = Operands(q * self.K**-0.5, k, v, self.k_decay(decays[0]), self.v_decay(decays[1]))
-        out, memory = recur(step, form, operands, sequences, None if state is None else state.memory)
+        out, memory = self.recurrence(recur, step, form, operands, sequences, None if state is None else state.memory)
         out = F.rms_norm(out, (self.V,), self.norm_weight.to(acc), self.norm_eps).to(x.dtype)
         return self.o_proj(out.flatten(-2) * F.silu(gate)), MixerState(memory)

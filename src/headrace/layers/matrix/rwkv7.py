@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.matrix import MatrixSpec
-from ..base import Mixer, SelfInitialised
+from ..base import Mixer, Recurrence, SelfInitialised
 from ..decode import GROUP_NORM_EPS, MixerState
 from .chunks import CHUNK, carry, recur
 
@@ -129,6 +129,7 @@ class RWKV7(Mixer):
         self.bonus = nn.Parameter(torch.empty(D))
         self.norm_weight = nn.Parameter(torch.empty(D))
         self.norm_bias = nn.Parameter(torch.empty(D))
+        self.recurrence = Recurrence()
         self.reset_parameters()
 
     @torch.no_grad()
@@ -154,7 +155,7 @@ class RWKV7(Mixer):
         change = before - x
         streams = {name: torch.addcmul(x, change, mix) for name, mix in zip(self.STREAMS, self.mix, strict=True)}
         operands = self.operands(streams, acc)
-        out, memory = recur(step, form, operands, sequences, None if state is None else state.memory)
+        out, memory = self.recurrence(recur, step, form, operands, sequences, None if state is None else state.memory)
         return self.read_out(out, operands, streams["gate"]), MixerState(memory, shift=shift)
 
     def operands(self, streams: dict[str, Tensor], acc: torch.dtype) -> Operands:

@@ -14,7 +14,7 @@ from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...ops.torch.control import finite_exp
 from ...spec.scan import ScanSpec
-from ..base import Mixer, ScanState
+from ..base import Mixer, Recurrence, ScanState
 from ..convolution import convolve
 from ..decays import draw_step_bias_
 from .selective_scan import Operands, selective_scan, selective_step
@@ -44,6 +44,7 @@ class Mamba(Mixer):
         self.A_log = nn.Parameter(torch.empty(S, E))
         self.skip = nn.Parameter(torch.empty(E))
         self.norm_weight = nn.Parameter(torch.empty(sum(self.split))) if spec.norm else None
+        self.recurrence = Recurrence()
         self.out_proj = nn.Linear(E, hidden_size, bias=False)
         self.reset_parameters()
 
@@ -66,7 +67,7 @@ class Mamba(Mixer):
         if x.shape[1] == 1 and cu_seqlens is None:
             out, memory = selective_step(operands)
         else:
-            out, memory = selective_scan(operands, sequences.counts())
+            out, memory = self.recurrence(selective_scan, operands, sequences.counts())
         y = (out.view_as(u) + self.skip * u).to(x.dtype) * F.silu(z)
         return self.out_proj(y), ScanState(memory, conv)
 

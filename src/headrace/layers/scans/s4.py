@@ -15,7 +15,7 @@ from ...ops.sequences import Sequences
 from ...ops.torch.control import finite_exp
 from ...spec.scan import ScanSpec
 from ...utils.device import without_autocast
-from ..base import Mixer, ScanState
+from ..base import Mixer, Recurrence, ScanState
 from .linear_system import Diagonal, LowRank, Response
 
 
@@ -39,6 +39,7 @@ class S4D(Mixer):
         self.C = nn.Parameter(torch.empty(*self.shape, 2))
         self.skip = nn.Parameter(torch.empty(hidden_size))
         self.out_proj = nn.Linear(hidden_size, 2 * hidden_size)
+        self.recurrence = Recurrence()
         self._build_input()
         self.reset_parameters()
 
@@ -65,7 +66,7 @@ class S4D(Mixer):
     def run(self, x: Tensor, state: ScanState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ScanState]:
         with without_autocast(x):
             u = x.to(accumulator(x))
-            y, memory = self._respond(u, None if state is None else state.memory.mT, cu_seqlens)
+            y, memory = self.recurrence(self._respond, u, None if state is None else state.memory.mT, cu_seqlens)
             y = F.gelu(y + self.skip.to(u.dtype) * u).to(x.dtype)
         return F.glu(self.out_proj(y), -1), ScanState(memory.mT)
 

@@ -11,12 +11,12 @@ from ... import models
 from ...hf.model import HeadraceConfig, HeadraceForCausalLM
 from ...models import shift_right
 from ...spec.encoder_decoder import ModelSpec
-from ...spec.serialise import from_json
+from ...spec.serialise import RECURRENT, from_json
 from ...tasks import IGNORED, Sequences
 from ...tasks.base import Batch
 from ...tasks.sequences import START
+from ...training.model import matrix_products
 from ...training.parameters import initialise_gates
-from ..catalog import RECURRENT, recurrence_flops
 from .plan import Arm, Shape
 
 
@@ -95,14 +95,14 @@ def build(arm: Arm) -> CausalModel | CompleteModel:
 @torch.no_grad()
 def flops(model: nn.Module, row: Batch, shape: Shape) -> int | None:
     """Floating-point operations of the forward pass of one row: the matrix products, as counted by PyTorch, and the
-    state updates, as counted by `catalog.recurrence_flops`. None for a model with an LSTM or GRU, whose matrix products
-    PyTorch does not count."""
+    recurrences, as counted by `flops_per_token` of their specs. None for a model with an LSTM or GRU, whose matrix
+    products PyTorch does not count."""
     if any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()):
         return None
     updates: list[int] = []
 
     def count(mixer: nn.Module, args: Any) -> None:
-        updates.append(args[0].shape[1] * recurrence_flops(mixer.spec, shape.hidden_size, shape.heads))
+        updates.append(args[0].shape[1] * mixer.spec.flops_per_token(shape.hidden_size, shape.heads))
 
     mixers = [module for module in model.modules() if isinstance(getattr(module, "spec", None), RECURRENT)]
     handles = [mixer.register_forward_pre_hook(count) for mixer in mixers]
@@ -111,4 +111,4 @@ def flops(model: nn.Module, row: Batch, shape: Shape) -> int | None:
         model.eval()(**{name: values.to(device) for name, values in row.items()})
     for handle in handles:
         handle.remove()
-    return counter.get_total_flops() + sum(updates)
+    return matrix_products(counter, model) + sum(updates)
