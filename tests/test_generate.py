@@ -11,10 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
 from headrace.cli import app as cli
-from headrace.data.tokenizer import byte_level
+from headrace.data.tokenizer import byte_level, find
 from headrace.hf import HeadraceForCausalLM, load
 from headrace.hf.convert import bring_in
 from headrace.hf.generate import generate as continued
+from headrace.hf.generate import read_tokenizer
 from headrace.utils.errors import InputError
 
 PROMPT, NEW, SEED = "Return", 24, 5
@@ -138,3 +139,11 @@ def test_a_converted_llama_continues_the_tokens_of_its_tokenizer(generate, tmp_p
 def test_a_tokenizer_of_another_model_is_refused(checkpoint):
     with pytest.raises(InputError, match="the prompt has the token 220; the model has 94: its tokenizer is another"):
         continued(checkpoint, "a b", None, False)
+
+
+def test_the_tokenizer_of_prepared_data_adds_no_token_to_a_prompt(tmp_path):
+    """The rows of the data have none, so a model that is trained on them has never seen it."""
+    with_first_token().save_pretrained(tmp_path / "theirs")
+    find(str(tmp_path / "theirs")).save_pretrained(tmp_path / "ours")
+    theirs, ours = (read_tokenizer(tmp_path / name)(PROMPT).input_ids for name in ("theirs", "ours"))
+    assert theirs == [FIRST, *ours] and ours == byte_level()(PROMPT).input_ids

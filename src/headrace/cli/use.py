@@ -87,7 +87,7 @@ def serve(
         list[str] | None,
         typer.Option(
             help="Name of this machine that requests may have in their Host header, beside localhost, --host and any "
-            "address; can be repeated."
+            r"address. Can be repeated. \[default: none]"
         ),
     ] = None,
 ) -> None:

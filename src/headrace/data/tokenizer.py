@@ -38,6 +38,8 @@ def find(name: str | None) -> PreTrainedTokenizerFast:
         if end is None:
             raise InputError(f"--tokenizer {name!r} has no end-of-text token; expected one of {', '.join(ENDS)}")
         found.eos_token = end
+    if found.num_special_tokens_to_add():  # the prepared rows have none of them, so a prompt must have none
+        found.backend_tokenizer.post_processor = None
     return _padded(found)
 
 
