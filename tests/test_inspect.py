@@ -244,6 +244,16 @@ def test_losses_and_layers_are_the_models(checkpoint):
     assert data["layers"][0]["beta"] and data["layers"][0]["horizon"] and data["layers"][1]["horizon"] is None
 
 
+def test_the_page_of_a_model_of_nan_is_one_that_a_browser_reads(tmp_path):
+    model = build("gla", vocab_size=257)
+    model.lm_head.weight.data[0, 0] = torch.nan
+    model.save_pretrained(tmp_path)
+    byte_level().save_pretrained(tmp_path)
+    page = inspection.inspect(tmp_path, "some text")
+    data = json.loads(re.search(r'<script id="data".*?>(.*?)</script>', page, re.DOTALL)[1], parse_constant=pytest.fail)
+    assert data["mean"] is None and data["not_finite"] == {"/mean": "nan"}
+
+
 def test_a_mixer_without_weights_says_so(tmp_path):
     build("mamba", vocab_size=257).save_pretrained(tmp_path)
     byte_level().save_pretrained(tmp_path)

@@ -285,7 +285,7 @@ def test_the_length_held_is_interpolated_and_stays_on_the_grid():
 
 def test_a_loss_that_is_not_finite_is_a_seed_that_is_lost():
     lengths = [{8: 2.0, 64: 3.0}, {8: 2.0, 64: math.nan}, {8: 2.0, 64: 3.5}]
-    runs = [row("a", seed, 2.0, loss=2.0, by_length=own) for seed, own in enumerate(lengths)]
+    runs = [row("a", seed, 2.0, loss=2.0, scores={}, by_length=own) for seed, own in enumerate(lengths)]
     assert statistics.collected(runs, "losses")["p, rows of 64"] == {"a": {0: 3.0, 2: 3.5}}
     assert statistics.lost(runs, "losses", "p, rows of 64", "a") == {1}
     assert not statistics.lost(runs, "losses", "p, rows of 8", "a")

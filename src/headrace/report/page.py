@@ -93,7 +93,9 @@ class Page:
 def template(name: str, package: str = "headrace.report") -> Template:
     """A template of a package, which can extend and include those of headrace.report."""
     loader = ChoiceLoader([PackageLoader(package, "."), PackageLoader("headrace.report", ".")])
-    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
+    made = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    made.policies["json.dumps_kwargs"] = {"sort_keys": True, "allow_nan": False}  # a browser's JSON has no NaN
+    return made.get_template(name)
 
 
 def picture(caption: str, figure: Figure, path: Path) -> Picture:

@@ -68,11 +68,13 @@ def train(
     """
     check_trackers(trackers)
     check_launcher(recipe, timeout)
-    settings = arguments(recipe, folder, trackers, timeout)  # initialises torch.distributed
+    settings = arguments(recipe, folder, trackers, timeout)
+    processes = settings.world_size  # initialises torch.distributed
     with together():
         opened = open_data(data) if isinstance(data, Path) else data
         check_data(recipe, opened)
         check_tokenizer(recipe, opened)
+        recipe.share(processes)
     with agreed(folder, partial(begin, folder, recipe, opened, accept_old)) as last:
         set_seed(recipe.seed)
         trainer = make_trainer(recipe, opened, settings)
@@ -181,6 +183,7 @@ def check_trackers(trackers: str) -> None:
 
 
 def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) -> HeadraceTrainer:
+    settings.per_device_train_batch_size, settings.gradient_accumulation_steps = recipe.share(settings.world_size)
     with together():
         model = build(recipe)
     if recipe.shard > 1:
@@ -233,7 +236,7 @@ def some(rows: Dataset, count: int) -> Dataset:
 
 def arguments(recipe: Recipe, folder: Path, trackers: str, timeout: int = TIMEOUT) -> TrainingArguments:
     cpu = not torch.accelerator.is_available()
-    settings = training_arguments(
+    return training_arguments(
         recipe,
         folder,
         recipe.steps,
@@ -255,8 +258,6 @@ def arguments(recipe: Recipe, folder: Path, trackers: str, timeout: int = TIMEOU
         report_to=list(zoo.split(trackers)),
         per_device_eval_batch_size=recipe.micro_batch,
     )
-    settings.per_device_train_batch_size, settings.gradient_accumulation_steps = recipe.share(settings.world_size)
-    return settings
 
 
 def peak_flops() -> float | None:

@@ -86,7 +86,7 @@ window.addEventListener("error", (event) => { document.documentElement.dataset.e
 const mixers = [...new Set(D.layers.map((layer) => layer.mixer))].join(" + ");
 const counts = [...new Set(D.layers.filter((layer) => layer.attention || Object.keys(layer.gates).length).map((layer) => layer.heads))];
 $("title").textContent = `${mixers}, ${D.layers.length} layer${D.layers.length > 1 ? "s" : ""}${counts.length === 1 ? ` of ${counts[0]} heads` : ""}`;
-$("summary").textContent = `${(D.parameters / 1e6).toPrecision(3)} M parameters · ${T.toLocaleString("en")} tokens${D.cut ? ` (${D.cut.toLocaleString("en")} more are not shown)` : ""} · mean loss ${D.mean.toFixed(3)} nats, perplexity ${digits(Math.exp(D.mean))}`;
+$("summary").textContent = `${(D.parameters / 1e6).toPrecision(3)} M parameters · ${T.toLocaleString("en")} tokens${D.cut ? ` (${D.cut.toLocaleString("en")} more are not shown)` : ""} · ${D.mean === null ? "the mean loss is not finite" : `mean loss ${D.mean.toFixed(3)} nats, perplexity ${digits(Math.exp(D.mean))}`}`;
 $("text").append(...spans);
 grid();
 const asked = new URLSearchParams(location.hash.slice(1)), number = (key, otherwise) => (asked.has(key) ? Number(asked.get(key)) : otherwise);

@@ -16,6 +16,7 @@ from ... import zoo
 from ...report.page import template
 from ...spec.serialise import Spec
 from ...utils.environment import environment
+from ...utils.integrity import finite
 from .findings import RULES, findings
 from .recorder import Recorded, weights
 
@@ -154,4 +155,4 @@ def predictions(model: Any, hidden: Tensor, ids: list[int]) -> tuple[Tensor, Ten
 
 
 def render(data: dict[str, Any]) -> str:
-    return template("page.html", "headrace.studies.inspect").render(data=data)
+    return template("page.html", "headrace.studies.inspect").render(data=finite(data))
