@@ -153,7 +153,7 @@ def test_the_table_is_that_of_the_project():
     for name, needs in declared.items():
         included = [need for need in needs if need.startswith("headrace[")]
         assert included == ([f"headrace[{extras.INCLUDES[name]}]"] if name in extras.INCLUDES else [])
-    basic = {"torch", "numpy", "safetensors", "typer", "rich", "headrace"}
+    basic = {"torch", "numpy", "safetensors", "typer", "rich", "filelock", "headrace"}
     # by PyTorch, pydantic, jinja2 and datasets
     brought = {"triton", "pydantic_core", "markupsafe", "pyarrow", "fsspec", "tqdm"}
     assert imported() - EVERYTHING - brought <= basic | set(sys.stdlib_module_names)
