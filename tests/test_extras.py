@@ -154,8 +154,8 @@ def test_the_table_is_that_of_the_project():
         included = [need for need in needs if need.startswith("headrace[")]
         assert included == ([f"headrace[{extras.INCLUDES[name]}]"] if name in extras.INCLUDES else [])
     basic = {"torch", "numpy", "safetensors", "typer", "rich", "filelock", "headrace"}
-    # by PyTorch, pydantic, jinja2 and datasets
-    brought = {"triton", "pydantic_core", "markupsafe", "pyarrow", "fsspec", "tqdm"}
+    # by PyTorch, pydantic, jinja2, datasets and uvicorn
+    brought = {"triton", "pydantic_core", "markupsafe", "pyarrow", "fsspec", "tqdm", "h11"}
     assert imported() - EVERYTHING - brought <= basic | set(sys.stdlib_module_names)
     assert {command.extra for command in COMMANDS.values()} - {None} <= set(extras.EXTRAS)
 
