@@ -180,7 +180,7 @@ class Answers:
         async with aclosing(self.service.generate(asked, prompts)) as pieces:
             async for index, piece in pieces:
                 choices[index].add(piece)
-        found = [await self.service.tokenised(choice.whole) for choice in choices]
+        found = [await self._formatted(choice, choice.whole) for choice in choices]
         usage = _usage(prompts, sum(choice.tokens for choice in choices))
         yield json.dumps(self._head(asked.object[0]) | {"choices": found, "usage": usage}).encode()
 
@@ -190,7 +190,7 @@ class Answers:
         async with aclosing(self.service.generate(asked, prompts)) as pieces:
             async for index, piece in pieces:
                 choices[index].add(piece)
-                delta = await self.service.tokenised(choices[index].delta)
+                delta = await self._formatted(choices[index], choices[index].delta)
                 yield _event(head | {"choices": [delta]})
         if asked.stream_options.include_usage:
             tokens = sum(choice.tokens for choice in choices)
@@ -199,9 +199,14 @@ class Answers:
 
     async def _choices(self, asked: GenerationRequest, prompts: list[list[int]]) -> list["Choice"]:
         tokenizer, rows = self.service.tokenizer, [ids for ids in prompts for _ in range(asked.n)]
-        echo = isinstance(asked, Completion) and asked.echo
-        echoes = await self.service.tokenised(lambda: [text_of(tokenizer, ids) if echo else "" for ids in rows])
-        return [Choice(index, asked, tokenizer, text) for index, text in enumerate(echoes)]
+        texts = [""] * len(rows)
+        if isinstance(asked, Completion) and asked.echo:
+            texts = await self.service.tokenised(lambda: [text_of(tokenizer, ids) for ids in rows])
+        return [Choice(index, asked, tokenizer, text) for index, text in enumerate(texts)]
+
+    async def _formatted(self, choice: "Choice", work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A choice, or what is new of it. Only log-probabilities need the tokenizer, and may have to wait for it."""
+        return await self.service.tokenised(work) if choice.logprobs else work()
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": self.service.name}
