@@ -197,17 +197,20 @@ def test_what_devices_can_do_at_most(name, teraflops, monkeypatch):
     assert run.peak_flops() == (teraflops and 4 * teraflops * 1e12)
 
 
-def test_gates_are_named_by_their_entropy_once_the_warm_up_is_over(capsys):
+def test_a_gate_of_one_head_is_named_after_the_warm_up_and_a_uniform_one_at_the_end(capsys):
     gates = [
         {"layer": i, "gate": "read", "entropy": entropy} for i, entropy in enumerate((0.9985, 0.9995, 0.015, 0.005))
     ]
     watch, state = Watch(SimpleNamespace(gates=gates), 3), SimpleNamespace(global_step=3, is_world_process_zero=True)
-    watch.on_evaluate(None, state, None)
+    watch.on_evaluate(None, state, None, metrics={"eval_loss": 1.0})
     state.global_step = 4
     for _ in range(2):
-        watch.on_evaluate(None, state, None)
-    said = capsys.readouterr().err.splitlines()
-    assert said == [f"step 4: the read gate of layer {i} is {kind}" for i, kind in ((1, "uniform"), (3, "one head"))]
+        watch.on_evaluate(None, state, None, metrics={"eval_loss": 1.0})
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("step 4: the read gate of layer 3 selects one head for nearly every held-out token")
+    watch.on_evaluate(None, state, None, metrics={"final_loss": 1.0})
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("the read gates of these layers are uniform after training: 1. They weigh all heads alike")
 
 
 @pytest.mark.parametrize(("rows", "size", "processes"), [(10, 3, 1), (10, 3, 4), (1, 2, 3)])

@@ -1,6 +1,8 @@
 """The command line. A user's mistake is one sentence on stderr and exit code 2; Ctrl-C is exit code 130."""
 
 import errno
+import os
+import re
 import sys
 from collections.abc import Callable
 from inspect import cleandoc
@@ -11,7 +13,7 @@ import typer
 from .. import __version__
 from ..utils.errors import InputError
 from . import compare, evaluate, train, understand, use
-from .console import needing
+from .console import needing, printable
 
 # Errors of a full disk, or of a path that this user cannot write.
 UNWRITABLE = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "ENOTDIR")}
@@ -32,16 +34,25 @@ def main() -> NoReturn:
     except UnicodeEncodeError as error:
         letter = ascii(error.object[error.start])
         refuse(f"the output has {letter}, which {error.encoding} cannot write; set PYTHONIOENCODING=utf-8")
-    except OSError as error:
-        if error.errno not in UNWRITABLE:
-            raise
-        refuse(f"{error.filename or 'the output'}: {error.strerror}")
     except typer.Abort:  # Ctrl-C, in older versions of Typer
         sys.exit(130)
+    except Exception as error:
+        if (code := system_code(error)) not in UNWRITABLE:
+            raise
+        refuse(f"{getattr(error, 'filename', None) or 'the output'}: {os.strerror(code)}")
+
+
+def system_code(error: Exception) -> int:
+    """The number of the system's error that an exception is about; 0: none. safetensors and tokenizers raise their own
+    exceptions, with the number in the text."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else 0
 
 
 def refuse(sentence: str) -> NoReturn:
-    print(f"headrace: {sentence}", file=sys.stderr)
+    print(f"headrace: {printable(sentence)}", file=sys.stderr)
     sys.exit(2)
 
 

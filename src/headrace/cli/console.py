@@ -37,6 +37,11 @@ AcceptOld = Annotated[
 ]
 
 
+def printable(text: str) -> str:
+    """Returns the text with control characters as escapes: a name in a file could move the cursor or hide a line."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def terminal() -> Console:
     """A console for standard output, 140 columns wide if the output is a file, so that tables are not cut."""
     return Console() if sys.stdout.isatty() else Console(width=140)

@@ -160,7 +160,10 @@ def train(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help=r"Folder that `headrace prepare` wrote. \[default: none; required except with --dry-run]"),
+        typer.Option(
+            help="Folder that `headrace prepare` wrote, whose row length and vocabulary size a laptop recipe takes. "
+            r"\[default: none; required except with --dry-run]"
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help=r"Folder of the run. \[default: runs/<recipe>-<mixer>]")] = None,
     mixer: Annotated[
@@ -173,7 +176,7 @@ def train(
         int, typer.Option(help="Seconds that a process of torchrun waits for the others before the run ends.")
     ] = 1800,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Dry run: print parameters, FLOPs and memory, and train nothing.")
+        bool, typer.Option("--dry-run", help="Dry run: print parameters, FLOPs, memory and time, and train nothing.")
     ] = False,
     machine: Annotated[
         str | None,
@@ -200,11 +203,17 @@ def train(
 
     if machine is None:
         refuse_without("--machine", efficiency=efficiency)
+    from ..data import open_data, read_manifest
+
     changes = assignments([*(settings or []), *([] if mixer is None else [f"mixer={mixer}"])])
-    chosen, about = recipes.load(recipe, changes)
+    chosen, about = recipes.load(recipe, changes, None if data is None else read_manifest(data))
     if dry_run or as_json:
         from ..training import machine as machines
 
+        if data is not None:
+            from ..training.run import check_data
+
+            check_data(chosen, open_data(data))
         reached = 0.3 if efficiency is None else efficiency
         plan = None if machine is None else machines.plan(chosen, machines.parse(machine), reached)
         print_costs(chosen, about, plan, as_json)
@@ -239,12 +248,13 @@ def print_costs(recipe: Any, about: Any, plan: dict[str, Any] | None, as_json: b
     """Prints parameters, steps, FLOPs and memory of a recipe. plan: what it needs of a machine, of `machine.plan`."""
     from dataclasses import asdict
 
+    from ..training.machine import time_here
     from ..training.model import estimate
 
     costs = estimate(recipe)
+    found = {"here": time_here(recipe, costs["flops"])} if plan is None else {"machine": plan}
     if as_json:
-        machine = {} if plan is None else {"machine": plan}
-        print(json.dumps({"recipe": asdict(recipe), **asdict(about), **costs, **machine}, indent=1))
+        print(json.dumps({"recipe": asdict(recipe), **asdict(about), **costs, **found}, indent=1))
         return
     table = Table(show_header=False, title=f"{recipe.mixer}, {recipe.layers} layers of {recipe.hidden_size}")
     for name, number in costs["parameters"].items():
@@ -254,10 +264,21 @@ def print_costs(recipe: Any, about: Any, plan: dict[str, Any] | None, as_json: b
     table.add_row("FLOPs", f"{costs['flops_per_token'] / GIGA:,.2f} G per token, {costs['flops']:.2e} in total")
     for name, number in (costs if plan is None else plan)["bytes"].items():
         table.add_row(f"memory, {name}", f"{number / 2**30:,.2f} GiB")
-    for name, text in ({} if plan is None else machine_rows(plan)).items():
+    for name, text in ({"time": said_of_here(found["here"])} if plan is None else machine_rows(plan)).items():
         table.add_row(name, text)
     table.add_row("assumed", ", ".join(about.assumed) or "nothing")
     Console().print(table)
+
+
+def said_of_here(here: dict[str, Any]) -> str:
+    """The row of the dry run's table about the time on this machine."""
+    from ..training.trainer import duration
+
+    rate = f"{here['flops_per_second'] / GIGA:,.0f} GFLOP/s of matrix products, measured now"
+    return (
+        f"about {duration(here['seconds'])} on this machine's {here['device']}, at {here['efficiency']:.0%} of {rate}: "
+        "an assumption"
+    )
 
 
 def machine_rows(plan: dict[str, Any]) -> dict[str, str]:

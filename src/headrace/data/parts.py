@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..utils.integrity import damage, read_json, record, write_json
+from ..utils.integrity import RECORDED, damage, read_json, record, write_json
 from .encoding import Encoder
 from .sources import Row
 
 SPLITS = ("train", "held_out")
+COUNTS = {"documents": int, "tokens": int, "bytes": int}
+TOLD = {**dict.fromkeys(SPLITS, COUNTS), "bad": {...: {"rows": int}}, "files": RECORDED}  # the form of <number>.json
 TOGETHER = 1 << 20  # characters that are tokenised together
 
 
@@ -83,7 +85,7 @@ def finished(folder: Path, number: int) -> dict[str, Any] | None:
     record = path(folder, number).with_suffix(".json")
     if not record.exists():
         return None
-    told = read_json(record)
+    told = read_json(record, TOLD)
     return None if damage(folder, told["files"]) else told
 
 

@@ -3,7 +3,6 @@
 Dimensions: B rows, L tokens in a row.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +18,15 @@ from torch.utils.data import Subset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..ops.loss import IGNORED
-from ..utils.errors import InputError
-from ..utils.integrity import damage
+from ..utils.errors import InputError, reading
+from ..utils.integrity import RECORDED, damage, read_json
+from .parts import COUNTS
+
+PART = {**COUNTS, "rows": int}
+MANIFEST = {
+    "length": int, "vocab_size": int, "tokenizer_sha256": (str, None), "sources": [{"name": str}], "train": PART,
+    "held_out": PART, "files?": RECORDED,
+}  # fmt: skip
 
 
 class TextRows(torch.utils.data.Dataset):
@@ -83,26 +89,29 @@ class PackedData:
     manifest: dict[str, Any]
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder written by `headrace prepare`. InputError if it is not such a folder."""
+    try:
+        manifest = read_json(folder / "manifest.json", MANIFEST)
+    except InputError as error:
+        raise InputError(f"--data {str(folder)!r} is not a folder written by `headrace prepare`: {error}") from error
+    if "shard" in manifest:
+        raise InputError(f"--data {str(folder)!r} is one shard of the data; expected what `prepare --join` makes")
+    return manifest
+
+
 def open_data(folder: Path) -> PackedData:
     """Opens a folder written by `headrace prepare`. InputError if it is not such a folder or is damaged.
 
     Under torchrun, the first process of each machine compares the files' SHA-256, the others their sizes only."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        if "shard" in manifest:
-            raise InputError(f"--data {str(folder)!r} is one shard of the data; expected what `prepare --join` makes")
-        first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        if wrong := damage(folder, manifest.get("files", {}), contents=first):
-            raise InputError(f"--data {str(folder)!r} is damaged: {wrong}; prepare it again")
+    manifest, first = read_manifest(folder), int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if wrong := damage(folder, manifest.get("files", {}), contents=first):
+        raise InputError(f"--data {str(folder)!r} is damaged: {wrong}; prepare it again")
+    with reading(f"--data {str(folder)!r} cannot be read"):
         parts = [_rows(folder, name, manifest["length"]) for name in ("train", "held_out")]
         read = partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
         tokens: Any = None if manifest["tokenizer_sha256"] is None else read(folder / "tokenizer")
         sizes = [len(part) for part in parts]
-    except InputError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"--data {str(folder)!r} is not a folder written by `headrace prepare`: {reason}") from error
     for size, name in zip(sizes, ("train", "held_out"), strict=True):
         if size != manifest[name]["rows"]:
             raise InputError(f"--data {str(folder)!r} has {size} rows in {name}; expected {manifest[name]['rows']}")

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.errors import InputError
-from ..utils.integrity import damage, read_json
+from ..utils.integrity import RECORDED, damage, misfit, read_json
 from ..utils.provenance import difference
 from . import parts
 from .preparation import assembled, finished
 
+# the form of a shard's manifest
+SHARD = {"shard": [int], "length": int, "seconds": float, "parts": {...: parts.TOLD}, "files": RECORDED}
 # what the shards of one preparation share in their manifests
 DECIDES = ("sources", "tokenizer_sha256", "length", "held_out_share", "seed", "column", "tokens_wanted", "versions")
 
@@ -41,9 +43,11 @@ def _joined(shards: list[Path], folder: Path) -> dict[str, Any]:
 
 def _shard(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
-    manifest = read_json(path) if path.exists() else {}
+    manifest = read_json(path, {}) if path.exists() else {}
     if "parts" not in manifest:
         raise InputError(f"{str(folder)!r} is no folder that `headrace prepare --shard` wrote")
+    if wrong := misfit(manifest, SHARD):
+        raise InputError(f"{str(path)!r} is damaged: {wrong}; prepare it again")
     if wrong := damage(folder, manifest["files"]):
         raise InputError(f"shard {str(folder)!r} is damaged: {wrong}; prepare it again")
     return manifest

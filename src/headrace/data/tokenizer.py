@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, reading
 
 END = "<|endoftext|>"
 ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")  # names of the end token to try if a file sets none
@@ -23,15 +23,12 @@ def find(name: str | None) -> PreTrainedTokenizerFast:
         return byte_level()
     if Path(name).suffix == ".json" and not Path(name).is_file():
         raise InputError(f"--tokenizer {name!r} cannot be read: the file does not exist")
-    try:
+    with reading(f"--tokenizer {name!r} cannot be read"):
         found: Any = (
             PreTrainedTokenizerFast(tokenizer_file=name)
             if Path(name).is_file()
             else AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         )
-    except Exception as error:  # tokenizers raises no narrower class
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"--tokenizer {name!r} cannot be read: {reason}") from error
     if found.eos_token is None:
         known = found.get_vocab()
         end = next((token for token in ENDS if token in known), None)

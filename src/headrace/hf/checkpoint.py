@@ -3,14 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import safe_open
 from transformers import AutoConfig
 
+from ..ops.checks import require
 from ..ops.dispatch import BACKENDS, default_backend
-from ..utils.errors import InputError
+from ..utils.errors import InputError, reading
 from ..utils.integrity import check_weights
-from .config import HeadraceConfig
+from .config import HeadraceConfig, check_generation
 from .model import HeadraceForCausalLM
+
+SHARED_LAYERS = 1000  # layers that a model may have beyond its tensors, as layers can share their weights
 
 
 def load(path: str | Path) -> HeadraceForCausalLM:
@@ -28,15 +31,15 @@ def load(path: str | Path) -> HeadraceForCausalLM:
         raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
     check_weights(folder)
     default_backend()  # raises for an unknown HEADRACE_BACKEND, which is no fault of the checkpoint
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with reading(f"checkpoint {str(folder)!r} cannot be read"):
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not isinstance(config, HeadraceConfig):
             raise InputError(f"its model_type is {config.model_type!r}, not 'headrace'")
+        check_depth(config.num_hidden_layers, tensor_names(folder))
         options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
         loaded: Any = HeadraceForCausalLM.from_pretrained(folder, config=config, output_loading_info=True, **options)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"checkpoint {str(folder)!r} cannot be read: {_first_line(error)}") from error
-    model, report = loaded
+        model, report = loaded
+        check_generation(model.generation_config)  # of generation_config.json
     mismatched = {key for key, *_ in report["mismatched_keys"]}
     if wrong := sorted({*report["missing_keys"], *report["unexpected_keys"], *mismatched}):
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -50,5 +53,18 @@ def check_backend() -> None:
         raise InputError(f"HEADRACE_BACKEND={name!r} cannot run here: {reason}")
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def tensor_names(folder: Path) -> list[str]:
+    """The names of all tensors in the safetensors of a folder, of which only the headers are read."""
+    names = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            names += opened.keys()
+    return names
+
+
+def check_depth(layers: int, names: list[str]) -> None:
+    """Raises InputError for more layers than the weights can have, before a model of a billion layers is built."""
+    require(
+        layers <= len(names) + SHARED_LAYERS,
+        f"num_hidden_layers={layers}; expected the number of layers that its {len(names)} tensors have",
+    )

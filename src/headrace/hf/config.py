@@ -10,10 +10,11 @@ from .. import zoo
 from ..layers.block import Sizes
 from ..layers.widths import default_intermediate_size, default_std
 from ..ops.checks import require
-from ..spec.record import require_bools, require_positive, require_positive_numbers
+from ..spec.record import LARGEST, require_bools, require_positive, require_positive_numbers
 from ..spec.serialise import Spec, from_json, to_json
 from ..spec.stack import BlockStyle, Decoder, Layer, as_decoder, as_layers, as_style
 from ..utils.errors import InputError, nearest
+from ..utils.integrity import short
 
 SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size", "max_position_embeddings",
@@ -25,6 +26,13 @@ TRANSFORMERS = frozenset({
     "num_labels", "output_attentions", "output_hidden_states", "problem_type", "quantization_config", "return_dict",
     "tie_last_hidden_states", "torch_dtype", "transformers_version",
 })  # fmt: skip
+# Of these, the fields that have one value for every language model of ours.
+FIXED = {"output_attentions": False, "is_encoder_decoder": False, "return_dict": True}
+NUMBERS = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "length_penalty", "max_length",
+    "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "no_repeat_ngram_size",
+)  # fmt: skip
+LABELS = 2**20  # transformers makes a dict of all labels
 # Names of fields of other models -> the field of HeadraceConfig with that meaning.
 ELSEWHERE = {
     "d_model": "hidden_size", "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_heads",
@@ -105,7 +113,11 @@ class HeadraceConfig(PreTrainedConfig):
         require(None in (heads, other) or heads == other, both)
         self.num_heads = next(n for n in (heads, other, 4) if n is not None)
         _refuse_unknown(kwargs)
-        require(not kwargs.get("output_attentions"), "output_attentions=True is not available; expected False")
+        for name, value in FIXED.items():
+            given = kwargs.get(name, getattr(self, name, value))
+            require(given is value, f"{name}={given!r} is not available; expected {value}")
+        labels = kwargs.get("num_labels", 0)
+        require(type(labels) is int and 0 <= labels <= LABELS, f"num_labels={labels!r}; expected 0 to {LABELS}")
         self._check_values()
         self._set_style(self._set_mixers())
         self.stack.head_dims(self.hidden_size, self.num_heads)
@@ -140,6 +152,7 @@ class HeadraceConfig(PreTrainedConfig):
         require_positive_numbers(
             norm_eps=self.norm_eps, rope_theta=self.rope_theta, initializer_range=self.initializer_range
         )
+        check_tokens(self)
         require_bools(tie_word_embeddings=self.tie_word_embeddings, use_cache=self.use_cache)
 
     def _set_mixers(self) -> BlockStyle:
@@ -185,6 +198,24 @@ class HeadraceConfig(PreTrainedConfig):
             self.hidden_size, self.num_heads, self.intermediate_size, self.norm_eps, self.rope_theta,
             self.max_position_embeddings, as_style(self.style),
         )  # fmt: skip
+
+
+def check_generation(settings: Any) -> None:
+    """Raises InputError for a value of another type in a GenerationConfig, of which transformers checks few."""
+    check_tokens(settings)
+    for name in NUMBERS:
+        given = getattr(settings, name, None)
+        fitting = given is None or (type(given) in (int, float) and abs(given) < LARGEST)
+        require(fitting, f"{name}={short(given)}; expected a number, or None")
+
+
+def check_tokens(config: Any) -> None:
+    """Raises InputError unless the special tokens of a config are ids or None."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        given = getattr(config, name)
+        ids = given if name == "eos_token_id" and isinstance(given, list) else [given]
+        fitting = all(i is None or (type(i) is int and -1 <= i < LARGEST) for i in ids)
+        require(fitting, f"{name}={short(given)}; expected the id of a token, or None")
 
 
 def _known(mixer, kinds):

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, TextStreamer, set_seed
 
 from ..utils.device import on_device
-from ..utils.errors import InputError
+from ..utils.errors import InputError, reading
 from .checkpoint import check_backend, load
 
 
@@ -93,9 +93,7 @@ def read_tokenizer(checkpoint: Path | str) -> Any:
     """The tokenizer of a checkpoint: a Path is a folder, a string a folder or a name on the Hub. InputError if there is
     none that can be read."""
     local = isinstance(checkpoint, Path)
-    try:
-        return AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(
-            f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"
-        ) from error
+    with reading(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"):
+        found = AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
+        found.decode(found("It was").input_ids)  # some fields of tokenizer_config.json are read only now
+    return found

@@ -7,12 +7,14 @@ A field's type hint may be bool, int, float, str, a Literal, a record, None, a t
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cache
-from math import inf, isfinite
+from math import isfinite
 from sys import float_info
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from ..utils.errors import InputError
+
+LARGEST = 2**31  # no size of a model, a task or a run is as large; larger integers do not fit a float or a tensor
 
 
 class Range(NamedTuple):
@@ -113,16 +115,18 @@ def _names(kind: Kind) -> list[str]:
 
 
 def require_positive(**sizes: Any) -> None:
-    """Raises InputError unless every size is a positive integer."""
+    """Raises InputError unless every size is a positive integer of less than LARGEST."""
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise InputError(f"{name}={size!r}; expected a positive integer")
+        if size >= LARGEST:
+            raise InputError(f"{name} has {len(str(size))} digits; expected less than 2^31")
 
 
 def require_positive_numbers(**values: Any) -> None:
     """Raises InputError unless every value is a positive, finite number."""
     for name, value in values.items():
-        if type(value) not in (int, float) or not 0 < value < inf:
+        if type(value) not in (int, float) or not 0 < value <= float_info.max:
             raise InputError(f"{name}={value!r}; expected a positive number")
 
 

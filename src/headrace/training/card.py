@@ -15,6 +15,7 @@ from .checkpoints import complete_checkpoints
 from .recipes import About, Recipe, to_yaml
 
 NO_NUMBER = "not finite"
+HISTORY = [{"step": int, ...: (float, str, None, {})}]  # the form of history.json, and of the Trainer's log
 TEXT = """---
 {data}
 ---
@@ -116,13 +117,13 @@ def read_history(run: Path) -> list[dict[str, Any]]:
     progress."""
     ended = run / "model" / "history.json"
     if ended.is_file():
-        return restored(read_json(ended))
+        return restored(read_json(ended, HISTORY))
     found = complete_checkpoints(run)
     if not found:
         raise InputError(
             f"{str(run)!r} holds neither model/history.json nor a complete checkpoint; expected the folder of a run"
         )
-    return restored(read_json(found[-1] / TRAINER_STATE_NAME)["log_history"])
+    return restored(read_json(found[-1] / TRAINER_STATE_NAME, {"log_history": HISTORY})["log_history"])
 
 
 def named(runs: list[Path]) -> dict[str, Path]:

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..utils.errors import InputError
-from ..utils.integrity import damage, read_json, record, write_json
+from ..utils.integrity import damage, read_record, record, write_json
 from .agreement import together
 
 MARKER = "complete.json"
@@ -32,10 +32,15 @@ KEPT = 2
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, by step."""
     found = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MARKER}")]
-    return sorted((path for path in found if _step(path).isdecimal()), key=lambda path: int(_step(path)))
+    return sorted((path for path in found if _number(path).isdecimal()), key=step)
 
 
-def _step(checkpoint: Path) -> str:
+def step(checkpoint: Path) -> int:
+    """The step after which a complete checkpoint was written."""
+    return int(_number(checkpoint))
+
+
+def _number(checkpoint: Path) -> str:
     return checkpoint.name.rpartition("-")[2]
 
 
@@ -44,7 +49,7 @@ def newest(folder: Path) -> Path | None:
     found = complete_checkpoints(folder)
     if not found:
         return None
-    if wrong := damage(found[-1], read_json(found[-1] / MARKER)):
+    if wrong := damage(found[-1], read_record(found[-1] / MARKER)):
         raise InputError(
             f"checkpoint {str(found[-1])!r} is damaged: {wrong}; delete the folder to resume from an earlier checkpoint"
         )
@@ -121,7 +126,7 @@ def make_room(place: Path) -> None:
 
 def delete(checkpoint: Path) -> None:
     """Deletes the files of a complete checkpoint, but no other files in its folder."""
-    ours = read_json(checkpoint / MARKER)
+    ours = read_record(checkpoint / MARKER)
     for name in (MARKER, *ours):
         (checkpoint / name).unlink(missing_ok=True)
     for folder in sorted({(checkpoint / name).parent for name in ours}, reverse=True):

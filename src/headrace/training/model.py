@@ -20,9 +20,11 @@ from .recipes import Recipe
 
 SHARED = 12  # bytes per parameter of the weight and AdamW's two moments in float32
 WHOLE = 4  # of the gradient, which a process keeps whole until the end of a step
-MODEL = (
-    "mixers", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size", "tie_word_embeddings"
-)  # fmt: skip
+# Fields of a config that a checkpoint shares with the recipe that starts from it -> the recipe's names of them.
+MODEL = {
+    "mixers": "mixer", "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "layers",
+    "num_heads": "heads", "intermediate_size": "intermediate_size", "tie_word_embeddings": "tie",
+}  # fmt: skip
 
 
 KEPT = ("style", "mlp", "norm_eps", "rope_theta")  # fields of a config that a recipe does not have
@@ -53,10 +55,13 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
         return model
     given = load(recipe.weights)
     model = HeadraceForCausalLM(config(recipe, **{name: getattr(given.config, name) for name in KEPT}))
-    for name in MODEL:
+    for name, field in MODEL.items():
         there, wanted = getattr(given.config, name), getattr(model.config, name)
         if there != wanted:
-            raise InputError(f"weights={recipe.weights!r} has {name}={there}; the recipe has {wanted}")
+            value = "the mixer of that checkpoint" if field == "mixer" else there
+            raise InputError(
+                f"weights={recipe.weights!r} has {name}={there}; the recipe has {wanted}; set {field}={value}"
+            )
     try:
         model.load_state_dict(given.state_dict())
     except RuntimeError as error:  # such as learned positions for another length

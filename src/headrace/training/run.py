@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, ProgressCallback, TrainerState, TrainingArguments, set_seed
@@ -25,19 +27,19 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from .. import zoo
 from ..data import Collator, PackedData, open_data, unigram_loss
-from ..utils.errors import InputError
+from ..utils.errors import InputError, reading
 from ..utils.extras import require
-from ..utils.integrity import finite, restored, write_json
+from ..utils.integrity import CHECKSUMS, damage, finite, read_record, restored, write_json
 from ..utils.provenance import claim, defaults
 from . import checkpoints
 from .agreement import agreed, together
 from .arguments import training_arguments
-from .card import write_card
+from .card import baseline_sentence, read_history, write_card
 from .machine import peak
-from .model import build, estimate
+from .model import build, count, estimate
 from .optimizer import optimizer
 from .processes import PARALLEL, TIMEOUT, check_launcher, grid, is_lost, who_is_lost
-from .recipes import About, Recipe
+from .recipes import FROM_DATA, About, Recipe
 from .sharding import shard
 from .trainer import HeadraceTrainer, Measures, Progress, answers
 from .watch import Stop, Watch
@@ -60,7 +62,7 @@ def train(
         timeout: seconds that a process waits for the others.
 
     Returns:
-        The Trainer.
+        The Trainer, or None for a run that has ended before.
 
     Raises:
         InputError: data, tokenizer, trackers or launcher do not fit the recipe, the folder belongs to another run, a
@@ -76,12 +78,49 @@ def train(
         check_tokenizer(recipe, opened)
         recipe.share(processes)
     with agreed(folder, partial(begin, folder, recipe, opened, accept_old)) as last:
+        if not accept_old and is_finished(folder, last, recipe):
+            tell(f"{folder} is finished, and nothing is left to do; {where_next(folder, opened)}")
+            return None
         set_seed(recipe.seed)
         trainer = make_trainer(recipe, opened, settings)
+        tell(opening(trainer, recipe, last))
         with report_failures(trainer, folder):
             train_to_end(trainer, last, recipe, folder)
             finish(trainer, recipe, about, opened, folder / "model")
     return trainer
+
+
+def tell(lines: str) -> None:
+    if PartialState().is_main_process:
+        print(lines)
+
+
+def opening(trainer: HeadraceTrainer, recipe: Recipe, last: Path | None) -> str:
+    """What a run is about to do: the model, the tokens and how often each row of the data is read."""
+    parameters = count(trainer.model)["tied" if recipe.tie else "untied"]
+    passes = recipe.steps * recipe.rows / len(trainer.train_dataset)  # type: ignore[arg-type]
+    begins = "" if last is None else f"; it resumes from {last}"
+    return (
+        f"{recipe.mixer}: {recipe.layers} layers of width {recipe.hidden_size}, {parameters / 1e6:,.2f} M parameters\n"
+        f"{recipe.tokens:,.0f} tokens in {recipe.steps:,} steps of {recipe.rows} rows of {recipe.length}: "
+        f"{passes:,.3g} passes over the data{begins}"
+    )
+
+
+def is_finished(folder: Path, last: Path | None, recipe: Recipe) -> bool:
+    """Whether the run has ended and its model is whole, so that the same command has nothing to do."""
+    model = folder / "model"
+    if last is None or checkpoints.step(last) < recipe.steps or not (model / "README.md").is_file():
+        return False
+    ended = any("final_loss" in point and point["step"] == recipe.steps for point in read_history(folder))
+    whole = (model / CHECKSUMS).is_file() and damage(model, read_record(model / CHECKSUMS), contents=False) is None
+    return ended and whole
+
+
+def where_next(folder: Path, data: PackedData) -> str:
+    """The command to run next: a model of tokens that are not text has no prompt."""
+    generate = shlex.join(["headrace", "generate", str(folder / "model"), "--prompt", "It was"])
+    return f"next: {generate if data.tokenizer is not None else shlex.join(['headrace', 'curves', str(folder)])}"
 
 
 def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = False) -> Path | None:
@@ -143,23 +182,34 @@ def train_from(trainer: HeadraceTrainer, last: Path | None) -> None:
     else:
         trainer.state = state
         trainer._load_from_checkpoint(str(last))
+        for begins in ("on_train_begin", "on_train_end"):  # trackers open the folder of the run
+            getattr(trainer.callback_handler, begins)(trainer.args, trainer.state, trainer.control)
 
 
 def check_data(recipe: Recipe, data: PackedData) -> None:
-    for name, wanted, there in (
-        ("length", recipe.length, data.manifest["length"]),
-        ("vocab_size", recipe.vocab_size, data.manifest["vocab_size"]),
-    ):
-        if there != wanted and not (name == "vocab_size" and there < wanted):
-            raise InputError(f"the data were prepared with {name}={there}; the recipe has {name}={wanted}")
-    if recipe.rows > (count := len(full(data.train, recipe.length))):
+    length, vocab_size = (data.manifest[name] for name in FROM_DATA)
+    if length != recipe.length:
+        raise InputError(
+            f"the data were prepared with length={length}; the recipe has length={recipe.length}; prepare data with "
+            f"--length {recipe.length}, or set length={length}"
+        )
+    if vocab_size > recipe.vocab_size:
+        raise InputError(
+            f"the data were prepared with vocab_size={vocab_size}; the recipe has vocab_size={recipe.vocab_size}; "
+            f"prepare data with a smaller --tokenizer or --train-bpe, or set vocab_size={vocab_size}"
+        )
+    if recipe.rows > (count := len(full(data.train, length))):
+        fewer = f"set batch_tokens={count * length}" if count else "prepare more text, or a smaller --length"
         raise InputError(
             f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows per step, but the data have {count} full rows; "
-            f"expected at most {count}"
+            f"expected at most {count}; {fewer}"
         )
     collate, evaluated = Collator(0, recipe.apart), some(data.held_out, recipe.evaluate_rows)
     if not any(answers(collate([row])).any() for row in evaluated):
-        raise InputError("the held-out rows have no labels; expected a document of at least 2 tokens among them")
+        raise InputError(
+            "the held-out rows have no labels; expected a document of at least 2 tokens among them; prepare data with "
+            "a larger --held-out"
+        )
 
 
 def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
@@ -167,10 +217,12 @@ def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
     file = Path(recipe.weights or "", "tokenizer.json")
     if recipe.weights is None or data.tokenizer is None or not file.is_file():
         return
-    there = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
+    with reading(f"weights={recipe.weights!r} has no readable tokenizer"):
+        there = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
     if there.get_vocab() != data.tokenizer.get_vocab():
         raise InputError(
-            f"weights={recipe.weights!r} has another tokenizer than the data; prepare the data with its tokenizer"
+            f"weights={recipe.weights!r} has another tokenizer than the data; prepare the data with --tokenizer "
+            f"{recipe.weights}"
         )
 
 
@@ -274,7 +326,7 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
     model: Any = trainer.model
     model.config.use_cache = True  # the Trainer turned it off
     trainer.save_model(str(folder))
-    trainer.evaluate(data.held_out, metric_key_prefix="final")
+    loss = trainer.evaluate(data.held_out, metric_key_prefix="final")["final_loss"]
     with together():
         if not trainer.is_world_process_zero():
             return
@@ -282,4 +334,7 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
             data.tokenizer.save_pretrained(folder)
         history = finite(trainer.state.log_history)
         write_json(folder / "history.json", history)
-        write_card(folder, recipe, about, data.manifest, restored(history), unigram_loss(data.held_out))
+        unigram = unigram_loss(data.held_out)
+        write_card(folder, recipe, about, data.manifest, restored(history), unigram)
+        tell(f"{folder} is the trained model: {loss:.4f} nats per held-out token. {baseline_sentence(loss, unigram)}")
+        tell(where_next(folder.parent, data))

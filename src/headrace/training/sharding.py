@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ..layers.block import Block
+from ..utils.errors import InputError
 
 
 def shard(model: Any, grid: DeviceMesh) -> None:
@@ -50,16 +51,29 @@ def whole_weights(model: Any) -> dict[str, Tensor]:
     """The weights of a sharded model in the memory of process 0, tied ones once; nothing in the others. All processes
     must call it."""
     weights: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    once, all_names = (dict(model.named_parameters(remove_duplicate=unique)).keys() for unique in (True, False))
-    return {name: weight for name, weight in weights.items() if name not in all_names - once}
+    again = _tied(model)
+    return {name: weight for name, weight in weights.items() if name not in again}
 
 
 def load_weights(model: Any, folder: Path) -> None:
-    """Loads the safetensors of a folder, which process 0 reads, into a sharded model. All processes must call it."""
-    weights: dict[str, Any] = {}
-    if dist.get_rank() == 0:
-        for file in sorted(folder.glob("*.safetensors")):
-            weights |= load_file(file)
+    """Loads the safetensors of a folder into a model. All processes must call it; a sharded model's are read by process
+    0 alone. InputError if a weight is not there."""
+    if not is_sharded(model):
+        missing = model.load_state_dict(_read(folder), strict=False).missing_keys
+        if left := sorted({*missing} - _tied(model)):
+            raise InputError(f"checkpoint {str(folder)!r} has no weights {', '.join(left[:3])}")
+        return
+    weights = _read(folder) if dist.get_rank() == 0 else {}
     # Not strict, as a tied weight is there once.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, weights, options=options)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+def _tied(model: Any) -> set[str]:
+    """The names of parameters that have another name too, by which they are saved."""
+    once, all_names = (dict(model.named_parameters(remove_duplicate=unique)).keys() for unique in (True, False))
+    return {*all_names} - {*once}

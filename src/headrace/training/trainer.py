@@ -32,6 +32,7 @@ from .sharding import is_sharded, load_weights, whole_weights
 
 # Of the Trainer's last log: one counts a row in each process that shares it, the other has the last steps of one alone.
 OF_ONE_PROCESS = ("total_flos", "train_loss")
+UNITS = (("days", 86400.0), ("hours", 3600.0), ("min", 60.0), ("s", 1.0))
 GATE = re.compile(r"_(read|write)_(entropy|specialisation|load)_")  # logged names of gate statistics
 
 
@@ -104,8 +105,8 @@ class HeadraceTrainer(Trainer):
             metrics |= logged_statistics(gate)
         found = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(found)
+        self.gates = gates  # before the callbacks, which read them
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
-        self.gates = gates
         self.paused += time.perf_counter() - started
         return found
 
@@ -156,10 +157,7 @@ class HeadraceTrainer(Trainer):
             super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if is_sharded(self.model):
-            load_weights(self.model, Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_optimizer(Path(output_dir), self.model, self.careful(), self.lr_scheduler)  # type: ignore[arg-type]
@@ -274,11 +272,36 @@ def logged_statistics(gate: dict[str, Any]) -> dict[str, float]:
 
 
 class Progress(ProgressCallback):
-    """The progress bar of the Trainer without gate statistics, which are in TensorBoard and history.json."""
+    """The progress bar of the Trainer without gate statistics, which are in TensorBoard and history.json. Tells the
+    time of the run after the first steps."""
+
+    TIMED = 5  # steps that are timed, after one that warms up
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []  # the times of the ends of the first steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control, **kwargs)
+        if len(self.seconds) > self.TIMED or not state.is_world_process_zero:
+            return
+        self.seconds.append(time.perf_counter())
+        if len(self.seconds) > self.TIMED and self.training_bar is not None:
+            each = (self.seconds[-1] - self.seconds[0]) / self.TIMED
+            left = state.max_steps - state.global_step
+            self.training_bar.write(
+                f"{each:.3g} s per step: about {duration(each * left)} for {left:,} more steps, without evaluations"
+            )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         said = {name: value for name, value in (logs or {}).items() if not GATE.search(name)}
         super().on_log(args, state, control, said, **kwargs)
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit in which it is a number of 1 to 3 digits."""
+    unit, size = next((each for each in UNITS if seconds >= 2 * each[1]), UNITS[-1])
+    return f"{seconds / size:.3g} {unit}"
 
 
 @contextmanager

@@ -17,13 +17,14 @@ UNIFORM, ONE_HOT = 0.999, 0.01  # bounds on entropy / log(heads)
 
 
 class Watch(TrainerCallback):
-    """Stops the run after PATIENCE consecutive non-finite gradients, and prints once for each gate that has become
-    uniform or selects one head only."""
+    """Stops the run after PATIENCE consecutive non-finite gradients, prints once for each gate that selects one head
+    only, and after the last evaluation which gates are uniform: as all are when training begins, that says nothing
+    earlier."""
 
     def __init__(self, trainer: HeadraceTrainer, warmup_steps: int):
         self.trainer, self.warmup_steps = trainer, warmup_steps
         self.broken = False
-        self.named: set[tuple[int, str, str]] = set()
+        self.named: set[tuple[int, str]] = set()
 
     def on_step_end(self, args, state, control, **kwargs):
         careful = self.trainer.careful()
@@ -38,11 +39,24 @@ class Watch(TrainerCallback):
         if state.global_step <= self.warmup_steps:
             return
         for gate in self.trainer.gates:
-            kind = "uniform" if gate["entropy"] > UNIFORM else "one head" if gate["entropy"] < ONE_HOT else None
-            key = (gate["layer"], gate["gate"], kind or "")
-            if kind and key not in self.named:
+            key = (gate["layer"], gate["gate"])
+            if gate["entropy"] < ONE_HOT and key not in self.named:
                 self.named.add(key)
-                tell(state, f"step {state.global_step}: the {gate['gate']} gate of layer {gate['layer']} is {kind}")
+                tell(
+                    state,
+                    f"step {state.global_step}: the {gate['gate']} gate of layer {gate['layer']} selects one head for "
+                    "nearly every held-out token, so that the other heads of the layer have no effect",
+                )
+        if "final_loss" in kwargs["metrics"]:
+            for kind in ("write", "read"):
+                even = [gate for gate in self.trainer.gates if gate["gate"] == kind and gate["entropy"] > UNIFORM]
+                if even:
+                    where = ", ".join(str(gate["layer"]) for gate in even)
+                    tell(
+                        state,
+                        f"the {kind} gates of these layers are uniform after training: {where}. They weigh all heads "
+                        "alike for every held-out token, so that the competition there has no effect",
+                    )
 
 
 class Stop(TrainerCallback):

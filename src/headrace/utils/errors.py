@@ -1,7 +1,8 @@
 """Errors and warnings about what a user provides."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class InputError(ValueError):
@@ -12,6 +13,24 @@ class InputError(ValueError):
 def nearest(name: str, names: Iterable[str]) -> str:
     """Returns the one of `names` whose spelling is closest to `name`."""
     return max(names, key=lambda known: difflib.SequenceMatcher(None, name, known).ratio())
+
+
+@contextmanager
+def reading(sentence: str) -> Iterator[None]:
+    """Raises an InputError of the sentence and a reason for whatever a library raises when it reads a user's file: for
+    files of another shape, transformers and tokenizers raise AttributeError, IndexError and bare Exceptions.
+
+    The block should hold the library's call alone: an error in our own code would be blamed on the file."""
+    try:
+        yield
+    except Exception as error:
+        raise InputError(f"{sentence}: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """Returns the first line of an error, after its class if that is none whose text is a sentence."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
 class GateWarning(UserWarning):

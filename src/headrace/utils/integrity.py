@@ -1,4 +1,5 @@
-"""Atomic writes of files, numbers that JSON does not have, and checksums that show later changes of files."""
+"""JSON files: atomic writes, reads that check the form, numbers that JSON does not have, and checksums that show later
+changes of files."""
 
 import hashlib
 import json
@@ -6,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .errors import InputError
@@ -16,6 +17,9 @@ NOT_FINITE = "not_finite"  # key of a record: {JSON pointer (RFC 6901) of a null
 CHECKSUMS = "checksums.json"  # checksums of a model's weights; its other files may be edited
 
 Recorded = dict[str, Any]  # {name of a file: {"bytes", "sha256"}, or in old records only the number of bytes}
+RECORDED = {...: (int, {"bytes": int, "sha256": str})}  # its form
+
+Form = Any  # of a JSON value: see `misfit`
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -29,12 +33,59 @@ def write_json(path: Path, data: Any) -> None:
     beside.replace(path)
 
 
-def read_json(path: Path) -> Any:
-    """Returns the content of a JSON file. Raises InputError if the file is not JSON."""
+def read_json(path: Path, form: Form = None) -> Any:
+    """Returns the content of a JSON file. Raises InputError if the file cannot be read, is not JSON or does not have
+    the form, which `misfit` describes."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{str(path)!r} is not JSON ({error}); delete it and run the command again") from None
+    if form is not None and (wrong := misfit(content, form)):
+        raise InputError(f"{str(path)!r} is damaged: {wrong}")
+    return content
+
+
+def misfit(value: Any, form: Form, where: str = "it") -> str | None:
+    """Returns a sentence about the first part of a JSON value that does not have a form, or None.
+
+    form: a type; None; a tuple of forms, one of which must fit; a list of the form of all items; or a dict of the names
+        of an object to their forms. A name that ends in ? may be missing; `...` stands for all other names.
+    """
+    if isinstance(form, tuple):
+        found = [misfit(value, one, where) for one in form]
+        return found[0] if all(found) else None
+    kind: Any = form if isinstance(form, type) else type(form)
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        return f"{where} is {short(value)}, not {KINDS[kind]}"
+    if type(value) is int and abs(value) >= 2**63:
+        return f"{where} is {short(value)}, which has more than 64 bits"
+    if isinstance(form, list):
+        return next(filter(None, (misfit(x, form[0], f"item {i} of {where}") for i, x in enumerate(value))), None)
+    if isinstance(form, dict):
+        return _misfit_of_names(value, form, where)
+    return None
+
+
+KINDS = {
+    dict: "an object", list: "a list", str: "a text", int: "an integer", float: "a number", bool: "true or false",
+    type(None): "null",
+}  # fmt: skip
+
+
+def _misfit_of_names(value: dict[str, Any], form: dict[Any, Form], where: str) -> str | None:
+    named = {name.removesuffix("?"): one for name, one in form.items() if name is not ...}
+    if missing := next((name for name in named if name not in value and f"{name}?" not in form), None):
+        return f"{where} has no {missing!r}"
+    given = {name: named.get(name, form.get(...)) for name in value if name in named or ... in form}
+    return next(filter(None, (misfit(value[name], one, repr(name)) for name, one in given.items())), None)
+
+
+def short(value: Any, width: int = 60) -> str:
+    """Returns a value as JSON, truncated to `width` characters."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def finite(data: Any) -> Any:
@@ -79,14 +130,12 @@ def write_result(path: Path, data: dict[str, Any]) -> None:
     write_json(path, content | {SUM: digest(json.loads(json.dumps(content)))})  # as it is read: keys are strings
 
 
-def read_result(path: Path) -> dict[str, Any]:
+def read_result(path: Path, form: dict[Any, Form] | None = None) -> dict[str, Any]:
     """Returns a record written by `write_result`, with its numbers that are not finite. A record without a checksum
     passes.
 
-    Raises InputError if the file is not a JSON object, or if its content has changed."""
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise InputError(f"{str(path)!r} is not a JSON object; delete it and run the command again")
+    Raises InputError if the file is not a JSON object of the form, or if its content has changed."""
+    data = read_json(path, form or {})
     if data.pop(SUM, None) not in (None, digest(data)):
         raise InputError(
             f"{str(path)!r} is damaged: it has another SHA-256 than when it was written; delete it and run the command "
@@ -121,11 +170,29 @@ def file_names(names: Iterable[str], spell: Callable[[str], str]) -> dict[str, s
     return {name: s if alike[s.lower()] == 1 else f"{s}-{digest(name)[:8]}" for name, s in spelt.items()}
 
 
+def read_record(path: Path) -> Recorded:
+    """Returns sizes and checksums of the files of a folder, which the file `path` of the folder lists.
+
+    Raises InputError if the file is no such list, or names a file outside the folder."""
+    recorded = read_json(path, RECORDED)
+    if outside := next((name for name in recorded if not is_inside(name)), None):
+        raise InputError(f"{str(path)!r} is damaged: it names {outside!r}, which is outside the folder")
+    return recorded
+
+
+def is_inside(name: str) -> bool:
+    """Whether the path `name` stays in the folder that it is relative to."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
 def damage(folder: Path, recorded: Recorded, contents: bool = True) -> str | None:
     """Returns a sentence about the first file that differs from its record, or None if no file does.
 
     contents: read the files and compare their SHA-256; False compares sizes only."""
     for name, wanted in recorded.items():
+        if not is_inside(name):
+            return f"it names {name!r}, which is outside the folder"
         file = folder / name
         size, content = (wanted, None) if isinstance(wanted, int) else (wanted["bytes"], wanted["sha256"])
         there = file.stat().st_size if file.is_file() else None
@@ -150,7 +217,7 @@ def check_weights(folder: Path) -> None:
     """Raises InputError if a model's weights differ from their checksums. A folder without checksums passes."""
     if not (folder / CHECKSUMS).is_file():
         return
-    if wrong := damage(folder, read_json(folder / CHECKSUMS)):
+    if wrong := damage(folder, read_record(folder / CHECKSUMS)):
         raise InputError(
             f"checkpoint {str(folder)!r} is damaged: {wrong}; delete {CHECKSUMS} if it was changed on purpose"
         )

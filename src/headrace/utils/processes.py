@@ -42,11 +42,16 @@ def locked(folder: Path, file: Path | None = None) -> Iterator[str]:
         raise InputError(f"--output {str(folder)!r} cannot be written: {error.strerror}") from None
     with held:
         holder = f"process {os.getpid()} on {node()} since {datetime.now().isoformat(timespec='seconds')}"
-        held.truncate(0)
-        held.write(f" {holder}")
-        held.flush()
         try:
+            held.truncate(0)
+            held.write(f" {holder}")
+            held.flush()
             yield holder
+        except Exception as error:
+            if not file.exists():
+                gone = f"--output {str(folder)!r} was removed while the command wrote to it"
+                raise InputError(f"{gone}; run the command again") from error
+            raise
         finally:
             if POSIX:
                 file.unlink(missing_ok=True)

@@ -5,7 +5,6 @@ made-by.json    all versions that worked in the folder, in order
 """
 
 import hashlib
-import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
@@ -16,6 +15,7 @@ from typing import Any
 from .. import __version__
 from .errors import InputError
 from .integrity import read_json, sha256, write_json
+from .integrity import short as as_json
 from .processes import MADE_BY, is_free
 
 SOURCES = (".py", ".yaml", ".so", ".dylib")
@@ -25,6 +25,7 @@ ABSENT = "missing"  # in place of the value of a field that a plan lacks
 
 Place = tuple[str | int, ...]  # names and indices that lead to a part of a JSON value
 Made = dict[str, str]  # {package: version}, and other properties that the results depend on
+MADE = [{...: str}]  # the form of made-by.json
 
 
 @lru_cache
@@ -47,7 +48,7 @@ def record_versions(folder: Path, fresh: bool, accept_old: bool, **more: str) ->
 
     fresh: whether the folder has no results. Raises InputError if other versions made results, unless accept_old."""
     now, path = running(**more), folder / MADE_BY
-    before = [] if fresh else read_json(path) if path.exists() else [UNKNOWN]
+    before = [] if fresh else read_json(path, MADE) if path.exists() else [UNKNOWN]
     if now in before:
         return
     if before and not accept_old:
@@ -63,7 +64,7 @@ def record_versions(folder: Path, fresh: bool, accept_old: bool, **more: str) ->
 def sentence(folder: Path) -> str:
     """Returns a sentence for a report that lists the versions that made a folder's results; "" for a single version."""
     path = folder / MADE_BY
-    makers = read_json(path) if path.exists() else []
+    makers = read_json(path, MADE) if path.exists() else []
     several = "; ".join(map(described, makers))
     return f"Several versions made these results, one after another: {several}." if len(makers) > 1 else ""
 
@@ -147,7 +148,6 @@ def difference(
     return next(filter(None, (difference(a, b, where, optional, (*at, name)) for name, a, b in pairs)), None)
 
 
-def short(value: Any, width: int = 60) -> str:
-    """Returns a value as JSON, truncated to `width` characters."""
-    text = value if value is ABSENT else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= width else text[: width - 1] + "…"
+def short(value: Any) -> str:
+    """Returns a value as truncated JSON, and ABSENT as it is."""
+    return value if value is ABSENT else as_json(value)

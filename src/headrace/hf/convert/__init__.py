@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...layers import LinearMixer
-from ...utils.errors import InputError
-from ...utils.integrity import check_weights, read_json, seal, write_json
+from ...ops.checks import require
+from ...utils.errors import InputError, reading
+from ...utils.integrity import check_weights, is_inside, read_json, seal, write_json
 from ...utils.provenance import difference
+from ..checkpoint import check_depth
 from ..config import HeadraceConfig
 from ..model import HeadraceForCausalLM
 from . import flash, hugging_face
@@ -39,20 +40,24 @@ def bring_in(checkpoint: Path) -> HeadraceForCausalLM:
             unexpected or of another shape.
     """
     check_weights(checkpoint)
-    described = _read_config(checkpoint)
-    form = FORMATS.get(described.get("model_type", ""))
-    if form is None:
+    described = read_json(checkpoint / "config.json", {})
+    kind = described.get("model_type")
+    if kind not in [*FORMATS]:
         raise InputError(
-            f"checkpoint {str(checkpoint)!r} has model_type={described.get('model_type')!r}; "
-            f"expected one of {', '.join(FORMATS)}"
+            f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; expected one of {', '.join(FORMATS)}"
         )
-    model: Any = HeadraceForCausalLM(HeadraceConfig(**form.arguments(described))).eval()
-    tensors = _read_tensors(checkpoint)
+    try:
+        form, tensors = FORMATS[kind], _read_tensors(checkpoint)
+        form.check_values(described, max(tensor.numel() for tensor in tensors.values()))
+        check_depth(described.get("num_hidden_layers", 0), [*tensors])
+        config = HeadraceConfig(**form.arguments(described))
+        _check_shapes(form, config, tensors)
+    except InputError as error:
+        raise InputError(f"checkpoint {str(checkpoint)!r}: {error}") from None
+    model: Any = HeadraceForCausalLM(config).eval()
     model.to(_precision(tensors))
     left, ours = set(tensors), slots(model)
     for name, view in views(form, model).items():
-        if view.name not in tensors:
-            raise InputError(f"checkpoint {str(checkpoint)!r} has no tensor {view.name!r}")
         _fill(ours[name], view, tensors[view.name])
         left.discard(view.name)
     if model.config.tie_word_embeddings and HEAD in left:
@@ -155,33 +160,33 @@ def _precision(tensors: dict[str, Tensor]) -> torch.dtype:
     return reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
 
 
+def _check_shapes(form: Format, config: HeadraceConfig, tensors: dict[str, Tensor]) -> None:
+    """Raises InputError for a tensor that is missing or of another shape, without the memory that a model takes."""
+    with torch.device("meta"):
+        model: Any = HeadraceForCausalLM(config)
+    ours = slots(model)
+    for name, view in views(form, model).items():
+        require(view.name in tensors, f"it has no tensor {view.name!r}")
+        there, here = [*tensors[view.name].shape], [*ours[name].shape]
+        part = there if view.rows is None else [len(view.rows), *there[1:]]
+        fits = [n for n in part if n > 1] == [n for n in here if n > 1] and there[:1] == [view.height or there[0]]
+        require(fits, f"tensor {view.name!r} has shape {there}, which does not fit {here}")
+
+
 def _fill(slot: Tensor, view: View, tensor: Tensor) -> None:
     value = tensor if view.rows is None else tensor[view.rows]
-    if [n for n in value.shape if n > 1] != [n for n in slot.shape if n > 1]:
-        raise InputError(f"tensor {view.name!r} has shape {list(tensor.shape)}, which does not fit {list(slot.shape)}")
     with torch.no_grad():
         slot.copy_(value.reshape(slot.shape) + view.offset)
 
 
-def _read_config(checkpoint: Path) -> dict[str, Any]:
-    try:
-        described = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"checkpoint {str(checkpoint)!r} has no readable config.json: {error}") from error
-    if not isinstance(described, dict):
-        raise InputError(f"checkpoint {str(checkpoint)!r}: config.json contains {described!r}; expected a JSON object")
-    return described
-
-
 def _read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     index = checkpoint / INDEX
-    names = [WEIGHTS]
+    files = {WEIGHTS}
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = {*read_json(index, {"weight_map": {...: str}})["weight_map"].values()}
     tensors: dict[str, Tensor] = {}
-    for name in names:
-        try:
+    for name in sorted(files):
+        require(is_inside(name), f"{INDEX} names {name!r}, which is outside the folder")
+        with reading(f"{name} cannot be read"):
             tensors |= load_file(checkpoint / name)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"checkpoint {str(checkpoint)!r}: {name} cannot be read: {error}") from error
     return tensors

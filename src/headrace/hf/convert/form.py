@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from sys import float_info
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ...ops.checks import require
+from ...spec.record import LARGEST
 from ...utils.errors import InputError
+from ...utils.integrity import misfit, short
 from ..config import TRANSFORMERS
 
 Config = dict[str, Any]
@@ -49,6 +53,23 @@ class Format:
     ignored: frozenset[str]
     cache: bool = True
 
+    def check_values(self, described: Config, largest: int) -> None:
+        """InputError for a value of `read` without the type of its field, and for a size of more than `largest`, the
+        number of elements of the largest tensor."""
+        for name in sorted(described.keys() & self.read.keys() - IDS):
+            value, default = described[name], self.read[name]
+            wrong = None if value == default else misfit(value, TYPES.get(name, type(default)), name)
+            require(wrong is None, f"config.json has a value of another type: {wrong}")
+            if type(value) is int and type(default) is not float:
+                most = LARGEST if name in NOT_SIZES else largest
+                least = int(name != "num_experts")
+                within = value == default or least <= value <= most
+                require(within, f"config.json has {name}={short(value)}; expected {least} to {most}")
+            elif type(value) in (int, float):
+                require(
+                    abs(value) <= float_info.max, f"config.json has {name}={short(value)}; expected a finite number"
+                )
+
     def arguments(self, described: Config) -> Config:
         """The arguments of HeadraceConfig for a config.json. InputError for an unknown field or value."""
         for name, value in described.items():
@@ -64,6 +85,15 @@ class Format:
         return same | {"norm_eps": given[next(name for name in NORM_EPS if name in given)]} | self.config(given)
 
 
+# The forms, as of `misfit`, of the fields of `read` whose default does not show the type.
+TYPES: dict[str, Any] = {
+    "num_key_value_heads": (int, None), "num_kv_heads": (int, None), "num_v_heads": (int, None),
+    "head_dim": (int, None), "intermediate_size": (int, None), "hidden_ratio": (float, None),
+    "rope_parameters": ({}, None), "rope_scaling": ({}, None),
+    "layer_types": ([str], None), "mlp_only_layers": ([int], None), "time_step_limit": [(float, {})],
+}  # fmt: skip
+IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # which HeadraceConfig checks
+NOT_SIZES = {"max_position_embeddings", "num_hidden_layers"}  # fields that no tensor bounds
 # Fields with one name in every format, and the names of the epsilon of the norms.
 SHARED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings", "bos_token_id",

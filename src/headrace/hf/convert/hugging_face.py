@@ -62,8 +62,8 @@ def llama_layer(config: Any) -> dict[str, View]:
 def mamba2_config(c: Config) -> Config:
     heads, hidden, V = c["num_heads"], c["hidden_size"], c["head_dim"]
     demand(c, "n_groups", 1)  # transformers normalises each group separately
-    limit = [float(x["__float__"] if isinstance(x, dict) else x) for x in c["time_step_limit"]]
-    demand({"time_step_limit": limit}, "time_step_limit", [0.0, float("inf")])
+    limit = [x.get("__float__") if isinstance(x, dict) else x for x in c["time_step_limit"]]
+    demand({"time_step_limit": limit}, "time_step_limit", [0.0, float("inf")], [0.0, "Infinity"])
     demand({"head_dim": V}, "head_dim", c["expand"] * hidden / heads)
     widths = f"heads.expand_k={c['state_size'] * heads / hidden}, heads.expand_v={V * heads / hidden}"
     mixer = f"mamba2({widths}, inputs.conv={conv_size(c, 'conv_kernel')})"

@@ -26,6 +26,8 @@ COLUMNS = (
     "layers", "hidden_size", "heads", "what", "model", "length", "batch", "rounds", "seconds", "spread",
     "tokens_per_second", "bytes", "how", "left_out",
 )  # fmt: skip
+# The form of a measured point.
+RESULT = {"point": {"what": str}, "environment": {}, "clock": str, "models": {...: {}}}
 
 
 def complete(plan: BenchPlan, wanted: list[Point], folder: Path, tell: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -38,7 +40,7 @@ def complete(plan: BenchPlan, wanted: list[Point], folder: Path, tell: Callable[
             models = measure(point, plan)
             about = environment() | {"threads": plan.threads, "date": datetime.now().isoformat(timespec="seconds")}
             write_result(path, {"point": vars(point), "environment": about, "clock": plan.clock, "models": models})
-    held = [read_result(path) for path in (folder / "points").glob("*.json")]
+    held = [read_result(path, RESULT) for path in (folder / "points").glob("*.json")]
     return sorted(held, key=lambda one: (MEASURED.index(one["point"]["what"]), *list(one["point"].values())[1:]))
 
 

@@ -11,7 +11,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from ...hf import HeadraceConfig, load
 from ...hf.checkpoint import check_backend
 from ...hf.generate import read_tokenizer
-from ...utils.errors import InputError
+from ...utils.errors import InputError, reading
 from ...utils.integrity import check_weights, digest, sha256
 
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length")
@@ -62,25 +62,22 @@ def read_checkpoint(path: str, device: str) -> Checkpoint:
 def read_model(path: str) -> Any:
     folder = Path(path)
     check_weights(folder)
-    try:
+    with reading(unreadable(path)):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        if isinstance(config, HeadraceConfig) and folder.is_dir():
-            check_backend()
-            return load(folder)
+    if isinstance(config, HeadraceConfig) and folder.is_dir():
+        check_backend()
+        return load(folder)
+    with reading(unreadable(path)):
         found: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
-    except InputError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
-        raise unreadable(path, error) from error
     model, loaded = found
     if missing := sorted(loaded["missing_keys"]):
         raise InputError(f"checkpoint {path!r} is not a causal language model: the weights of {missing[0]} are missing")
     return model
 
 
-def unreadable(path: str, error: Exception) -> InputError:
+def unreadable(path: str) -> str:
     where = "cannot be read" if Path(path).exists() else "is not a local folder and cannot be loaded from the Hub"
-    return InputError(f"checkpoint {path!r} {where}: {str(error).strip().splitlines()[0]}")
+    return f"checkpoint {path!r} {where}"
 
 
 def fingerprint(path: str) -> str:
@@ -93,10 +90,8 @@ def fingerprint(path: str) -> str:
 
 def snapshot(name: str) -> str:
     """The commit of a model of the Hub, which is a folder name in the Hub's cache."""
-    try:
+    with reading(unreadable(name)):
         return Path(str(cached_file(name, CONFIG_NAME))).parent.name
-    except OSError as error:
-        raise unreadable(name, error) from error
 
 
 def named(paths: list[str]) -> dict[str, str]:

@@ -31,6 +31,7 @@ from .unigram import unigram
 
 Tell = Callable[[str], None]
 DRAWS = 1000  # bootstrap samples of the harness
+RECORD = {"fingerprint": str, "max_length": int, "seconds": float, "unigram": {}, "samples": [{}], "results": {}}
 
 
 def silent(line: str) -> None:
@@ -146,7 +147,7 @@ def complete(
     for i, rows in enumerate(wanted, 1):
         name = rows.item.name
         kept, mark = folder / "items" / f"{slug(name)}.json", digest([model, rows.digest])
-        record = read_result(kept) if kept.exists() else {}
+        record = read_result(kept, RECORD) if kept.exists() else {}
         if record.get("fingerprint") != mark:
             tell(f"{folder.name}: {name}, {i} of {len(wanted)}")
             checkpoint = checkpoint or read_checkpoint(path, machine.device)

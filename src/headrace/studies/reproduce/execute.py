@@ -57,7 +57,7 @@ def mark(root: Path, command: list[str]) -> Path:
 def done(root: Path, command: list[str]) -> dict[str, Any] | None:
     """The record of a finished step: its seconds and, for a step with --json, its output; None if not finished."""
     path = mark(root, command)
-    return read_result(path) if path.exists() else None
+    return read_result(path, {"said": (str, None)}) if path.exists() else None
 
 
 def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None], accept_old: bool = False) -> None:

@@ -1,6 +1,7 @@
 """Training recipes as data: a recipe is a short YAML file with the fields that differ from the defaults.
 
-Shipped recipes are in the folder of this module; the field `base` of a recipe names another one to start from.
+Shipped recipes are in the folder of this module. Besides the fields of Recipe and About, a file can have `base`,
+another recipe to start from, and `from_data`, fields whose values are those of the data where there are data.
 """
 
 import difflib
@@ -21,6 +22,7 @@ from ...utils.errors import InputError, nearest
 from ..optimization import Optimization
 
 FOLDER = Path(__file__).parent
+FROM_DATA = ("length", "vocab_size")  # fields that prepared data state too
 # Names of fields of transformers' TrainingArguments and configurations -> the field of Recipe with that meaning.
 ELSEWHERE = {
     "learning_rate": "lr", "max_steps": "tokens", "num_train_epochs": "tokens", "max_grad_norm": "clip",
@@ -82,7 +84,8 @@ class Recipe(Optimization):
         yield from super()._objections()
         yield (
             self.batch_tokens % self.length > 0,
-            f"batch_tokens={self.batch_tokens}; expected a multiple of length={self.length}",
+            f"batch_tokens={self.batch_tokens}; expected a multiple of length={self.length}; set "
+            f"batch_tokens={max(1, round(self.batch_tokens / self.length)) * self.length}",
         )
         yield (
             self.length % self.context_parallel > 0,
@@ -148,18 +151,26 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml") if "-" in path.stem)
 
 
-def load(name: str, changes: dict[str, Any] | None = None) -> tuple[Recipe, About]:
+def load(
+    name: str, changes: dict[str, Any] | None = None, manifest: dict[str, Any] | None = None
+) -> tuple[Recipe, About]:
     """The recipe with a shipped name or in a YAML file, with new values of some fields.
 
-    changes: values, or their texts on the command line: a list has commas between its items.
+    Args:
+        changes: values, or their texts on the command line: a list has commas between its items.
+        manifest: the manifest of prepared data. Fields of FROM_DATA have its values if the recipe does not set them or
+            lists them in `from_data`, and `changes` do not set them.
 
     Raises:
         InputError: the recipe does not exist or is not YAML, or a field is unknown or has an invalid value.
     """
-    data = _merged(name) | {field: _parsed(value) for field, value in (changes or {}).items()}
-    about = About(data.pop("source", ""), data.pop("data", ""), tuple(data.pop("assumed", ())))
+    given = _merged(name)
+    about = About(given.pop("source", ""), given.pop("data", ""), tuple(given.pop("assumed", ())))
+    free = [*given.pop("from_data", []), *(field for field in FROM_DATA if field not in given)]
+    stated = {field: manifest[field] for field in FROM_DATA if manifest and field in free}
+    data = given | stated | {field: _parsed(value) for field, value in (changes or {}).items()}
     known = [field.name for field in fields(Recipe)]
-    if unknown := next((str(field) for field in (*data, *about.assumed) if field not in known), None):
+    if unknown := next((str(field) for field in (*data, *about.assumed, *free) if field not in known), None):
         meant = ELSEWHERE.get(unknown) or nearest(unknown, known)
         raise InputError(f"recipe {name!r} has no field {unknown!r}; did you mean {meant!r}?")
     whole = {field: int(value) for field, value in data.items() if isinstance(value, float) and value.is_integer()}
@@ -182,7 +193,8 @@ def _merged(name: str, heirs: tuple[str, ...] = ()) -> dict[str, Any]:
         return data
     inherited = _merged(str(base), (*heirs, name))
     assumed = [*inherited.get("assumed", []), *data.get("assumed", [])]
-    return inherited | data | {"assumed": list(dict.fromkeys(assumed))}
+    free = [*(field for field in inherited.get("from_data", []) if field not in data), *data.get("from_data", [])]
+    return inherited | data | {"assumed": list(dict.fromkeys(assumed)), "from_data": free}
 
 
 def _path(name: str) -> Path:
