@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from groups import refused
 from headrace.cli import app
+from headrace.data import Preparation, prepare
+from headrace.layers.stack import PIECE
 from headrace.training import card, recipes, run
 from headrace.training.machine import REACHED, time_here
 from headrace.training.model import build
@@ -133,6 +135,15 @@ def test_a_run_says_what_it_does_and_what_comes_next(ended, headrace_, data):
     weights.write_bytes(weights.read_bytes()[:-8])
     code, said, _ = headrace_(*left)
     assert code == 0 and "is the trained model" in said and load_file(weights)
+
+
+def test_competing_heads_are_trained_on_long_rows_to_the_end(tmp_path):
+    """Rows of more tokens than a prompt is read in at a time; gate statistics are of whole rows."""
+    (tmp_path / "text.txt").write_text("heads race for the water of one channel. " * 200)
+    prepare(Preparation((str(tmp_path / "text.txt"),), length=PIECE + 76, held_out=0.2), tmp_path / "data")
+    sizes = {"layers": 1, "length": PIECE + 76, "batch_tokens": PIECE + 76, "tokens": 2 * (PIECE + 76)}
+    train(tmp_path / "data", tmp_path / "run", mixer="softmax-gla", **sizes, warmup_tokens=0)
+    assert "final_write_entropy_0" in card.read_history(tmp_path / "run")[-1]
 
 
 def test_a_run_that_only_finishes_leaves_no_folder_of_a_tracker_elsewhere(data, tmp_path, monkeypatch):
