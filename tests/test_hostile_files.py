@@ -1,11 +1,13 @@
 """Files that no program of ours has written: each is refused by one sentence or read, without a traceback or a hang."""
 
+import errno
 import json
 import os
 import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers", reason="the extra [models] is not installed")
@@ -218,6 +220,21 @@ def test_control_characters_of_files_reach_the_terminal_as_escapes(folders, tmp_
 
 
 # --- what is removed or full -----------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full_while_weights_are_written_is_one_sentence(folders, tmp_path, monkeypatch, capsys):
+    from headrace.cli import app
+    from headrace.hf import HeadraceForCausalLM
+
+    def full(*arguments, **options):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(HeadraceForCausalLM, "save_pretrained", full)
+    monkeypatch.setattr("sys.argv", ["headrace", "convert", str(folders["llama"]), "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == 2 and f"the output: {os.strerror(errno.ENOSPC)}" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
 
 
 def test_an_output_folder_that_is_removed_is_one_sentence(tmp_path):
