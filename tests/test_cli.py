@@ -256,7 +256,7 @@ IDLE = {
 @pytest.mark.parametrize("mixer", IDLE)
 def test_a_gate_that_hardly_acts_is_named_before_the_run(capsys, monkeypatch, tmp_path, mixer):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("headrace.utils.provenance.claim", lambda *args: pytest.fail("stop here"))
+    monkeypatch.setattr("headrace.utils.provenance.claim", lambda *args, **named: pytest.fail("stop here"))
     monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--mixers", mixer])
     with pytest.raises(pytest.fail.Exception, match="stop here"):
         cli.main()

@@ -43,7 +43,7 @@ USAGE = {
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text("utf-8"), re.DOTALL)]
-DOCUMENTED = re.findall(r"^headrace (.*)", "\n".join(BLOCKS).replace("\\\n", " "), re.MULTILINE)
+DOCUMENTED = re.findall(r"^headrace (\w.*)", "\n".join(BLOCKS).replace("\\\n", " "), re.MULTILINE)
 
 
 def parsed(words):

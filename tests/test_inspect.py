@@ -284,7 +284,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
 
 def test_the_command_reads_text_a_file_or_standard_input(checkpoint, tmp_path):
     (tmp_path / "text").write_text("from a file")
-    (tmp_path / "latin").write_bytes(b"\xff\xfe")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
     command, page = (
         ["inspect", str(checkpoint), "--output", str(tmp_path / "new" / "page.html")],
         tmp_path / "new/page.html",

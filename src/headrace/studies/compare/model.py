@@ -101,7 +101,7 @@ def flops(model: nn.Module, row: Batch, shape: Shape) -> int | None:
         return None
     updates: list[int] = []
 
-    def count(mixer: nn.Module, args: Any) -> None:
+    def count(mixer: Any, args: Any) -> None:
         updates.append(args[0].shape[1] * mixer.spec.flops_per_token(shape.hidden_size, shape.heads))
 
     mixers = [module for module in model.modules() if isinstance(getattr(module, "spec", None), RECURRENT)]
