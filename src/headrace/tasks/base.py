@@ -24,8 +24,8 @@ BLOCK = 1024  # rows drawn together
 
 Batch = dict[str, Tensor]
 Part = Literal["training", "tuning", "held-out"]
-PARTS = np.array(["held-out", "tuning", *["training"] * 8])  # the part of a row by `tenth`
-IN_VAIN = 500  # rows drawn without one of a part after which a task is refused; of a tenth of the rows: once in 10^23
+PARTS = np.array(["held-out", "tuning", *["training"] * 8])  # the part of a row by its hash modulo 10
+IN_VAIN = 500  # rows drawn without a new one of a part after which there are no more; of a tenth: once in 10^23
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Task(Protocol):
         """Training rows."""
 
     def held_out(self, rows: int, part: Part = "held-out") -> Batch:
-        """At most `rows` rows of a part that is not trained on, the same for every seed and mixer."""
+        """At most `rows` different rows of a part that is not trained on, the same for every seed and mixer."""
 
     def by_length(self, rows: int) -> dict[int, Batch]:
         """Length -> held-out rows of that length, which may exceed the training length; empty for tasks that are not
@@ -147,20 +147,27 @@ class Parted:
         return self.rows_of(part, generator(part), rows)
 
     def rows_of(self, part: Part, generator: torch.Generator, rows: int) -> Batch:
-        """Rows of a part. InputError if the task has too few different rows for all parts."""
+        """Rows of a part. A training row may be drawn twice; of other parts the rows differ, and may be fewer than
+        `rows`. InputError if the task has too few different rows for all parts."""
         share, missing, in_vain = float(np.mean(part == PARTS)), rows, 0
         found: list[Batch] = []
-        while missing or not found:
+        seen = np.empty(0, np.uint64)
+        while not found or (missing and in_vain < IN_VAIN):
             drawn = self.draw(generator, math.ceil(missing / share))
-            parts = PARTS[tenth(self.content(drawn))]
-            mine = np.flatnonzero(parts == part)[:missing]
+            hashes = hashed(self.content(drawn))
+            mine = np.flatnonzero(PARTS[hashes % np.uint64(len(PARTS))] == part)
+            if part != "training":
+                mine = mine[np.sort(np.unique(hashes[mine], return_index=True)[1])]
+                mine = mine[~np.isin(hashes[mine], seen)]
+                seen = np.concatenate([seen, hashes[mine]])
+            mine = mine[:missing]
             found.append({name: values[mine] for name, values in drawn.items()})
-            missing, in_vain = missing - len(mine), 0 if len(mine) else in_vain + len(parts)
-            if in_vain >= IN_VAIN:
-                raise InputError(
-                    f"{self} has too few different rows to hold some out: of {in_vain} that were drawn, none is of the "
-                    f"part {part!r}; expected a task with more, such as longer rows or more symbols"
-                )
+            missing, in_vain = missing - len(mine), 0 if len(mine) else in_vain + len(hashes)
+        if missing == rows > 0:
+            raise InputError(
+                f"{self} has too few different rows to hold some out: of {in_vain} that were drawn, none is of the "
+                f"part {part!r}; expected a task with more, such as longer rows or more symbols"
+            )
         return self.complete({name: torch.cat([batch[name] for batch in found]) for name in found[0]})
 
 
@@ -200,14 +207,14 @@ class Rows(Dataset):
         return {name: values[row] for name, values in self.block.items()}
 
 
-def tenth(content: Tensor) -> np.ndarray:
-    """A hash [rows], from 0 to 9, of the numbers of each row of integers [rows, ...] in their order, without the
-    negative ones: padding does not change it."""
+def hashed(content: Tensor) -> np.ndarray:
+    """A hash [rows] of 64 bits of the numbers of each row of integers [rows, ...] in their order, without the negative
+    ones: padding does not change it."""
     numbers = content.flatten(1).numpy()
     there = numbers >= 0
     places = there.cumsum(1).astype(np.uint64)
     mixed = splitmix64(splitmix64(places) + numbers.astype(np.uint64)) * there
-    return splitmix64(mixed.sum(1, dtype=np.uint64)) % np.uint64(len(PARTS))
+    return splitmix64(mixed.sum(1, dtype=np.uint64))
 
 
 def generator(purpose: str, *key: int) -> torch.Generator:
