@@ -287,12 +287,8 @@ def test_no_held_out_row_and_no_row_for_tuning_is_a_training_row(task):
     held_out = set(contents(task.held_out(1024)))
     tuning = set(contents(task.held_out(1024, "tuning")))
     longer = {row for rows in task.by_length(64).values() for row in contents(rows)}
-    assert (
-        held_out
-        and tuning
-        and len(training) > len(held_out) / 4
-        and len(held_out) == len(task.held_out(1024)["input_ids"])
-    )
+    assert held_out and tuning and len(training) > len(held_out) / 4
+    assert len(held_out) == len(task.held_out(1024)["input_ids"]), "no row twice"
     assert not training & (held_out | tuning | longer) and not tuning & (held_out | longer)
 
 
