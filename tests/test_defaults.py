@@ -107,7 +107,8 @@ def test_a_table_of_rates_is_that_of_its_runs(monkeypatch, tmp_path):
         runs.append(tmp_path / f"{lr:g}")
         settings = {"mixer": "gla", "lr": lr, "tokens": 4e6, "batch_tokens": 8192, "seed": 100}
         write(runs[-1] / "run.json", {"recipe": settings})
-        write(runs[-1] / "model" / "history.json", [{"loss": 8.0}, {"train_runtime": 12.5}, {"final_loss": loss}])
+        points = [{"loss": 8.0}, {"train_runtime": 12.5}, {"final_loss": loss}]
+        write(runs[-1] / "model" / "history.json", [{"step": 488} | point for point in points])
     rates.keep("laptop-1m", runs, "abc1234")
     assert rates.lines()[0].endswith("| lr 0.001 | lr 0.01 |")
     assert rates.lines()[2:] == ["| `laptop-1m` | `gla` | 4,000,000 | 8,192 | 4.500 | 4.250 |"]

@@ -396,7 +396,7 @@ def test_numbers_that_are_not_finite_are_null_and_marked_and_the_run_ends(data, 
     pytest.importorskip("tensorboard")
     run.train(*recipe(**more), data, folder, trackers="tensorboard")
     monkeypatch.undo()
-    train(data, folder, **more)  # finishes again
+    train(data, folder, **more)  # the same command says that the run has ended
     points = strict((folder / "model" / "history.json").read_text("utf-8"))
     for file in folder.glob("checkpoint-*/trainer_state.json"):
         strict(file.read_text("utf-8"))
@@ -404,7 +404,8 @@ def test_numbers_that_are_not_finite_are_null_and_marked_and_the_run_ends(data, 
     assert list(losses) == [5, 10, 15, 20] and losses[15] is None and all(losses[at] > 0 for at in (5, 10, 20))
     marks = {(point["step"], place) for point in points for place in point.get("not_finite", ())}
     scores = ("loss", "perplexity", "bits_per_byte")
-    assert marks == {(15, "/loss"), (20, "/grad_norm"), *((10, f"/eval_{name}") for name in scores)}
+    evaluated = {(step, f"/{kind}_{name}") for step, kind in ((10, "eval"), (24, "final")) for name in scores}
+    assert marks == {(15, "/loss"), (20, "/grad_norm")} | evaluated
     (again,) = (point for point in card.read_history(folder) if point.get("step") == 15 and "loss" in point)
     assert again["loss"] != again["loss"] and "not_finite" not in again
     assert all(weight.isfinite().all() for weight in load_file(folder / "model" / "model.safetensors").values())

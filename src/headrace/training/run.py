@@ -336,5 +336,6 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
         write_json(folder / "history.json", history)
         unigram = unigram_loss(data.held_out)
         write_card(folder, recipe, about, data.manifest, restored(history), unigram)
-        tell(f"{folder} is the trained model: {loss:.4f} nats per held-out token. {baseline_sentence(loss, unigram)}")
+        said = f"{loss:.4f} nats per held-out token" if math.isfinite(loss) else "its held-out loss is not finite"
+        tell(f"{folder} is the trained model: {said}. {baseline_sentence(loss, unigram)}")
         tell(where_next(folder.parent, data))
