@@ -175,9 +175,8 @@ def test_an_interval_holds_95_percent():
     pair = scores.Pair(*(scores.Score("acc", [(x, 1.0) for x in side.tolist()]) for side in (a, b)))
     low, high = pair.interval
     difference = 100 * (b - a)
-    reach = stats.norm.ppf(0.975) * stats.sem(difference.numpy())
-    # 1.96 is the quantile to 2e-5
-    assert (high - low) / 2 == pytest.approx(reach, rel=1e-4) and (high + low) / 2 == pytest.approx(difference.mean())
+    reach = stats.t.ppf(0.975, 49) * stats.sem(difference.numpy())
+    assert (high - low) / 2 == pytest.approx(reach) and (high + low) / 2 == pytest.approx(difference.mean())
     comparison = findings.PairedComparison("piqa", "acc", pair)
     assert comparison.cells()[2:5] == (
         f"{difference.mean():+.1f} points", f"± {stats.sem(difference.numpy()):.1f}", f"{low:+.1f} to {high:+.1f}",
@@ -204,10 +203,10 @@ def test_perplexities_and_bits_of_a_text():
     rows = [(-2.0, 3.0), (-6.0, 5.0)]
     bits, perplexity = scores.Score("bits_per_byte", rows), scores.Score("byte_perplexity", rows)
     assert bits.value == pytest.approx(1 / math.log(2)) and perplexity.value == pytest.approx(math.e)
-    error = math.sqrt(2 * ((-2 + 3) ** 2 + (-6 + 5) ** 2)) / 8  # of a ratio of sums
+    error = math.sqrt(((-6 / 5 + 1) ** 2 + (-2 / 3 + 1) ** 2) / 2)  # by the jackknife: the means without either row
     assert bits.stderr == pytest.approx(error / math.log(2)) and perplexity.stderr == pytest.approx(math.e * error)
     assert scores.Score("acc", [(1.0, 1.0)]).error == math.inf
-    assert findings.show(perplexity) == "2.718 ± 0.68" and error == 0.25
+    assert findings.show(perplexity) == "2.718 ± 0.75"
 
 
 def test_the_level_of_guessing_and_what_reaches_it():
@@ -273,8 +272,8 @@ def test_how_a_number_is_shortened(value, text):
 
 # --- reproduce -------------------------------------------------------------------------------------------------------
 def test_reaches_are_of_95_percent():
-    one = numbers.score({"acc,none": 0.5, "acc_stderr,none": 0.1}, "acc")
-    assert one.reach == pytest.approx(0.1 * stats.norm.ppf(0.975), rel=1e-4)
+    of_eval = {"results": {"a": {"acc,none": 0.5, "acc_stderr,none": 0.1}}, "n-samples": {"a": {"effective": 8}}}
+    assert numbers.score(of_eval, "a", "acc").reach == pytest.approx(0.1 * stats.t.ppf(0.975, 7))
     for n in (*range(2, 12), 30):
         found = numbers.mean([numbers.Number(float(i)) for i in range(n)])
         expected = stats.t.ppf(0.975, n - 1) * stats.sem(range(n))
@@ -287,7 +286,8 @@ def test_reaches_are_of_95_percent():
 def test_ours_are_read_where_the_steps_left_them(tmp_path, monkeypatch):
     for path, data in {
         "e/run/results.json": {
-            "results": {x: {"acc,none": v, "acc_stderr,none": e} for x, v, e in (("a", 0.5, 0.03), ("b", 0.7, 0.04))}
+            "results": {x: {"acc,none": v, "acc_stderr,none": e} for x, v, e in (("a", 0.5, 0.03), ("b", 0.7, 0.04))},
+            "n-samples": {x: {"effective": 30} for x in "ab"},
         },
         "run/model/history.json": [{"final_loss": 2.0}, {"final_loss": 1.5}, {"loss": 9.0}],
     }.items():
@@ -300,7 +300,7 @@ def test_ours_are_read_where_the_steps_left_them(tmp_path, monkeypatch):
     scale = SimpleNamespace(axes={"size": ["340m", "80m"], "seed": [0]})
     read = lambda place, **at: numbers.mean(numbers.each(scale, place, {"size": "340m"} | at, tmp_path))  # noqa: E731
     mean = read({"eval": "e", "mean": ["a", "b"], "metric": "acc", "times": 100})
-    assert (mean.value, mean.reach) == (pytest.approx(60), pytest.approx(100 * 1.96 * 0.05 / 2))
+    assert (mean.value, mean.reach) == (pytest.approx(60), pytest.approx(100 * stats.t.ppf(0.975, 29) * 0.05 / 2))
     assert read({"eval": "e", "mean": ["a", "c"], "metric": "acc"}) is None
     assert read({"eval": "e", "item": "b", "metric": "acc"}).value == 0.7
     assert read({"history": "final_loss"}).value == 1.5 and read({"history": "final_loss"}, seed=7) is None

@@ -135,12 +135,12 @@ def read_result(path: Path, form: dict[Any, Form] | None = None) -> dict[str, An
     passes.
 
     Raises InputError if the file is not a JSON object of the form, or if its content has changed."""
-    data = read_json(path, form or {})
-    if data.pop(SUM, None) not in (None, digest(data)):
-        raise InputError(
-            f"{str(path)!r} is damaged: it has another SHA-256 than when it was written; delete it and run the command "
-            "again"
-        )
+    data = read_json(path)
+    wrong = misfit(data, form or {})
+    if wrong is None and data.pop(SUM, None) not in (None, digest(data)):
+        wrong = "it has another SHA-256 than when it was written"
+    if wrong is not None:
+        raise InputError(f"{str(path)!r} is damaged: {wrong}; delete it and run the command again")
     return restored(data)
 
 
