@@ -16,6 +16,7 @@ from headrace.utils import extras
 from headrace.utils.errors import InputError
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "headrace"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 COMMANDS = {name: command for commands in app.GROUPS.values() for name, command in commands.items()}
 EVERYTHING = {package for names in extras.EXTRAS.values() for package in names}
@@ -69,6 +70,16 @@ def test_a_command_says_which_extra_it_needs(installed, tmp_path):
         assert code == 2 and said.count("\n") == 1, (line, code, said)
         assert said.startswith(f"headrace: {name} needs "), (line, said)
         assert said.endswith(f' not installed: pip install "headrace[{lacking[name].extra}]"\n'), (line, said)
+
+
+def test_the_extra_of_a_command_is_enough(tmp_path):
+    """What compare, bench, inspect, generate, convert and retrofit import, where only [models] is installed."""
+    parts = ("studies/compare", "studies/bench", "studies/inspect", "hf/convert", "hf", "models")
+    files = {file for part in parts for file in (PACKAGE / part).glob("*.py")}
+    modules = sorted(f"headrace.{file.relative_to(PACKAGE).with_suffix('')}".replace("/", ".") for file in files)
+    missing = OPTIONAL - {*extras.packages("models"), "packaging"}  # which transformers installs
+    ended = run([f"import {module.removesuffix('.__init__')}" for module in modules], missing, tmp_path)
+    assert [(line, said) for line, (code, said) in ended if code != "done"] == [] and len(modules) > 40
 
 
 def test_what_needs_no_extra_runs_without(tmp_path):

@@ -1,4 +1,4 @@
-"""Defaults that follow from the hidden size, and numbers of parameters."""
+"""Defaults that follow from the hidden size, and numbers of parameters and operations."""
 
 import math
 from collections.abc import Callable
@@ -6,8 +6,10 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..ops.checks import require
+from .base import Recurrence
 
 
 def default_intermediate_size(hidden_size: int, gated: bool = True) -> int:
@@ -42,3 +44,10 @@ def match_intermediate_size(build: Callable[[int], nn.Module], target: int) -> i
     width = round(1 + (target - one) / (two - one))
     require(width >= 1, f"the model has {one} parameters with the narrowest MLP; expected at most target={target}")
     return width
+
+
+def matrix_products(counter: FlopCounterMode, model: nn.Module) -> int:
+    """The FLOPs that PyTorch counted in a forward pass of the model, without those of recurrences."""
+    root, counted = type(model).__name__, counter.get_flop_counts()
+    recurrences = [f"{root}.{name}" for name, module in model.named_modules() if isinstance(module, Recurrence)]
+    return counter.get_total_flops() - sum(sum(counted[name].values()) for name in recurrences if name in counted)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..hf import HeadraceConfig, HeadraceForCausalLM, load
-from ..layers.base import Recurrence
+from ..layers.widths import matrix_products
 from ..ops.dispatch import set_backend
 from ..spec.serialise import RECURRENT
 from ..utils.errors import InputError
@@ -116,13 +116,6 @@ def flops_per_token(model: HeadraceForCausalLM, recipe: Recipe) -> int:
         if isinstance(spec, RECURRENT):
             per_token += spec.flops_per_token(recipe.hidden_size, recipe.heads)
     return 3 * per_token
-
-
-def matrix_products(counter: FlopCounterMode, model: nn.Module) -> int:
-    """The FLOPs that PyTorch counted in a forward pass of the model, without those of recurrences."""
-    root, counted = type(model).__name__, counter.get_flop_counts()
-    recurrences = [f"{root}.{name}" for name, module in model.named_modules() if isinstance(module, Recurrence)]
-    return counter.get_total_flops() - sum(sum(counted[name].values()) for name in recurrences if name in counted)
 
 
 class _RealIntegers(TorchDispatchMode):

@@ -9,13 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ... import models
 from ...hf.model import HeadraceConfig, HeadraceForCausalLM
+from ...layers.widths import matrix_products
 from ...models import shift_right
 from ...spec.encoder_decoder import ModelSpec
 from ...spec.serialise import RECURRENT, from_json
 from ...tasks import IGNORED, Sequences
 from ...tasks.base import Batch
 from ...tasks.sequences import START
-from ...training.model import matrix_products
 from ...training.parameters import initialise_gates
 from .plan import Arm, Shape
 
