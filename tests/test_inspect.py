@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from headrace import zoo
 from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
-from headrace.hf import load
+from headrace.hf import HeadraceForCausalLM, load
 from headrace.spec import AttentionSpec, MixerSpec, SoftmaxRNNSpec
 from headrace.studies import inspect as inspection
 from headrace.studies.inspect.findings import of_beta, of_gate, of_weights
@@ -25,7 +25,7 @@ from headrace.studies.inspect.page import pack, profile, thin
 from headrace.studies.inspect.recorder import record, weights
 from headrace.studies.verify import literal_op
 from headrace.utils.errors import InputError
-from tiny import build, close, tokens
+from tiny import build, close, config, tokens
 
 T = 37
 HAVE = (MixerSpec, AttentionSpec, SoftmaxRNNSpec)  # mixers with weights
@@ -62,6 +62,20 @@ def test_weights_of_values_are_what_the_mixer_read(mixer):
         v = reading.values.repeat_interleave(len(A) // reading.values.shape[2], 2)
         assert A.shape == (4, T, T) and not A.triu(1).any()
         close(torch.einsum("hts,bshv->bthv", A, v), reading.out)
+
+
+@torch.no_grad()
+def test_several_memories_of_a_head_are_shown_as_their_mean():
+    """Of equal scores the gate is 1, whatever the number of memories; their β are 1/4 and 3/4."""
+    model = HeadraceForCausalLM(config("softmax-gated-deltanet(competition.rank=2)")).eval()
+    for layer in model.model.backbone.layers:
+        layer.mixer.part("beta").zero_()
+    (_, (recorded, _)) = record(model, tokens(1, T))
+    for gate in recorded.gates.values():
+        torch.testing.assert_close(gate, torch.ones(T, 4))
+    beta = recorded.operand("beta")
+    beta.copy_(torch.tensor([0.25, 0.75]).repeat(beta.shape[-1] // 2).expand_as(beta))
+    torch.testing.assert_close(recorded.beta, torch.full((T, 4), 0.5))
 
 
 @pytest.mark.parametrize("mixer", ["linear-attention", "rwkv6", "softmax-kda", "softmax-mamba2(competition.rank=3)"])
