@@ -499,3 +499,8 @@ def test_the_docs_have_the_columns_of_local_rows():
     for task, columns in local.STOCK.items():
         (row,) = re.findall(rf"^\| .*`{task}(?:_NAME)?`.*$", page.partition("\n## The language suite")[0], re.MULTILINE)
         assert ", ".join(columns) in row, task
+
+
+def test_an_article_begins_with_its_title_and_not_with_a_section():
+    text = " = One = \n\n Some text .\n\n = = Section = = \n\n More .\n = Two words = \n\n A line with = in it \n"
+    assert local.pages(text) == [text[: text.index(" = Two")], text[text.index(" = Two") :]]

@@ -49,6 +49,12 @@ def said(scores, **settings):
     return "\n".join([headline([comparison]), *findings(comparison)])
 
 
+def test_a_curve_is_the_mean_and_the_range_over_seeds():
+    (comparison,) = summarise(results([[0.2, 0.3, 0.7]]))
+    (contender,) = comparison.contenders
+    assert contender.curve() == [(step, pytest.approx(0.4), 0.2, 0.7) for step in (0, 2, 5)]
+
+
 # Gains 0.12, 0.08, 0.04: mean 0.08, standard deviation 0.04, and 4.3027 of Student's t for 2 degrees of freedom:
 # 0.08 ± 4.3027 · 0.04 / √3, which is 0.08 ± 0.0994.
 @pytest.mark.parametrize(

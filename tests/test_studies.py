@@ -125,7 +125,7 @@ def test_a_search_is_on_other_seeds_and_every_mixer_takes_its_best():
         ("pair-lr-0.001", 1e-3, (5, 6, 7)), ("pair-lr-0.01", 1e-2, (5, 6, 7)),
     ]  # fmt: skip
     losses = {
-        "a": [(3.0, 2.0, 9.0), (1.0, 8.0, 2.5)],
+        "a": [(3.0, 2.0, 4.0), (1.0, 20.0, 2.5)],
         "b": [(1.0, 1.0, 1.0), (2.0, None, 2.0)],
         "c": [(None,), (None,)],
     }

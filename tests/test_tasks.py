@@ -644,3 +644,11 @@ def test_text_files_may_be_gzip(tmp_path):
     for name, sentence in (("b.txt.gz", "cannot be read"), ("c.txt.gz", "cannot be read"), ("d.txt.zst", "compressed")):
         with pytest.raises(InputError, match=f"text file '.*{name}' (is )?{sentence}"):
             text.read(tmp_path / name)
+
+
+def test_a_row_is_right_if_all_of_its_answers_are():
+    """Two positions of three have a label; of the rows both, one and none are right."""
+    labels = torch.tensor([[IGNORED, 1, 2]]).repeat(3, 1)
+    right = torch.tensor([[False, True, True], [True, True, False], [True, False, False]])
+    answers = Answers({"shift_labels": labels}, torch.tensor([[9.0, 1.0, 2.0]]).repeat(3, 1), right)
+    assert (answers.exact, answers.accuracy, answers.loss) == (pytest.approx(1 / 3), 0.5, 1.5)
