@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,3 +148,10 @@ def test_the_tokenizer_of_prepared_data_adds_no_token_to_a_prompt(tmp_path):
     find(str(tmp_path / "theirs")).save_pretrained(tmp_path / "ours")
     theirs, ours = (read_tokenizer(tmp_path / name)(PROMPT).input_ids for name in ("theirs", "ours"))
     assert theirs == [FIRST, *ours] and ours == byte_level()(PROMPT).input_ids
+
+
+def test_the_rate_is_that_of_the_new_tokens(checkpoint, monkeypatch):
+    clock = iter((10.0, 14.0))
+    monkeypatch.setattr("headrace.hf.generate.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    found = continued(checkpoint, PROMPT, None, False, max_new_tokens=NEW, do_sample=False)
+    assert found["tokens_per_second"] == NEW / 4 == len(found["tokens"]) / 4

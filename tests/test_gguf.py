@@ -8,6 +8,7 @@ from headrace import InputError
 from headrace.data.tokenizer import byte_level, train_bpe
 from headrace.hf.generate import read_tokenizer
 
+GGUFReader = getattr(pytest.importorskip("gguf"), "GGUFReader")  # noqa: B009
 gguf = pytest.importorskip("headrace.export.gguf", reason='pip install "headrace[gguf]"', exc_type=ImportError)
 
 SIZES = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 64}
@@ -88,3 +89,14 @@ def test_another_tokenizer_is_refused(tmp_path):
     )
     with pytest.raises(InputError, match="--to gguf needs a tokenizer of byte-level BPE that splits text as GPT-2's"):
         gguf.export(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("norm_eps", [1e-6, 3e-4])
+def test_a_file_has_the_epsilon_and_the_sizes_of_the_model(norm_eps, tmp_path):
+    (tmp_path / "out").mkdir()
+    saved(tmp_path, "mamba2", **MODELS["mamba2"], norm_eps=norm_eps, max_position_embeddings=77)
+    gguf.export(tmp_path, tmp_path / "out")
+    fields = GGUFReader(tmp_path / "out" / gguf.NAME).fields
+    written = {name.removeprefix("mamba2."): field.contents() for name, field in fields.items()}
+    assert written["attention.layer_norm_rms_epsilon"] == pytest.approx(norm_eps)
+    assert (written["context_length"], written["embedding_length"], written["block_count"]) == (77, 128, 2)

@@ -8,7 +8,8 @@ import torch
 
 from headrace.data.tokenizer import byte_level
 from headrace.hf.serving.engine import Piece, Stream
-from headrace.hf.serving.sampling import Sampling
+from headrace.hf.serving.metrics import Metrics
+from headrace.hf.serving.sampling import Draw, Sampling
 from headrace.hf.serving.text import Text
 
 
@@ -51,3 +52,25 @@ def test_a_stop_string_that_the_last_token_ends_is_the_reason():
     said, tokenizer = [], byte_level()
     stream = Stream([1], Sampling(1, stop=("\ufffd",)), tokenizer, torch.device("cpu"), said.append)
     assert not stream.add(tokenizer("é").input_ids[0], []) and said == [Piece("", 1, "stop")]
+
+
+def test_the_counters_are_of_the_tokens_of_all_streams():
+    metrics = Metrics(lambda: 2, lambda: 1)
+    for prompt, pieces in ((7, (1, 4)), (5, (3,))):
+        clock = metrics.stream(prompt)
+        for tokens in pieces:
+            clock.tick(tokens)
+    page = metrics.page().decode()
+    for line in (
+        "headrace_prompt_tokens_total 12.0", "headrace_generated_tokens_total 7.0", "headrace_requests_open 2.0",
+        "headrace_first_piece_seconds_count 2.0", "headrace_between_pieces_seconds_count 1.0",
+        "headrace_streams_running 1.0",
+    ):  # fmt: skip
+        assert f"\n{line}\n" in page, line
+
+
+@pytest.mark.parametrize(("top_p", "drawn"), [(0.5, {0}), (0.85, {0, 1}), (1.0, {0, 1, 2})])
+def test_top_p_leaves_out_the_least_likely_tokens(top_p, drawn):
+    draw = Draw(Sampling(1, temperature=1.0, top_p=top_p, seed=0), torch.device("cpu"))
+    scores = torch.tensor([[0.6, 0.3, 0.1]]).log()
+    assert {draw(scores) for _ in range(200)} == drawn
