@@ -14,10 +14,10 @@ from gpu_measure import Machine
 from gpu_sizes import Found, Sizes, failure
 from headrace import set_backend, zoo
 from headrace.layers import build
+from headrace.layers.blocks.stack import Backbone
+from headrace.layers.blocks.stack import Sizes as StackSizes
+from headrace.layers.blocks.widths import default_intermediate_size
 from headrace.layers.graph import GraphedStep
-from headrace.layers.stack import Backbone
-from headrace.layers.stack import Sizes as StackSizes
-from headrace.layers.widths import default_intermediate_size
 from headrace.studies.verify import relative, worst
 
 

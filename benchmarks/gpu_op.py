@@ -190,7 +190,7 @@ def at_shapes(
 
 def as_whole_rows(call: Call) -> Call:
     def run() -> Any:
-        with patch("headrace.ops.triton.segments.FEWEST", 2**31):
+        with patch("headrace.ops.backends.triton.segments.FEWEST", 2**31):
             return call()
 
     return run

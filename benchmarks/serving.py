@@ -234,7 +234,7 @@ def main(
         for part in (model, byte_level()):
             part.save_pretrained(folder)
         start = [sys.executable, "-c", "from headrace.cli import main; main()", "serve", folder]
-        commands = {"headrace": [*start, "--longest", str(LONG)]}
+        commands = {"headrace": [*start, "--max-prompt-tokens", str(LONG)]}
         if vllm is not None:
             api = [str(vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
             commands["vllm"] = [*api, "--dtype", "float32", "--enforce-eager"]

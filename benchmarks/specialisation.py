@@ -27,7 +27,7 @@ import typer
 from torch import Tensor, nn
 
 import study
-from headrace.layers.competition import HeadCompetition
+from headrace.layers.linear.competition import HeadCompetition
 from headrace.studies.compare.arm import train
 from headrace.studies.compare.plan import Arm
 from headrace.tasks import IGNORED, Pair

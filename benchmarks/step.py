@@ -19,8 +19,8 @@ from rich.table import Table
 
 from compiled import PATHS, Graph
 from headrace import step
+from headrace.ops.backends.native import library as native
 from headrace.ops.call import Call
-from headrace.ops.native import library as native
 from headrace.report.numbers import spread
 from op import HEADS
 from peers import FAMILIES, PEERS

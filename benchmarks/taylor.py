@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import Tensor
 
 from headrace.layers.attention.softmax_rnn import numerator
-from headrace.layers.taylor import truncated_exp
+from headrace.layers.linear.taylor import truncated_exp
 from headrace.report.style import PALETTE, STYLE
 from headrace.spec.softmax_rnn import SoftmaxRNNSpec
 from headrace.studies.compare.plan import ArmRecipe, Plan, Shape, Study

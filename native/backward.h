@@ -89,7 +89,7 @@ struct BackwardUnit {
             const Span span = span_of(plan, unit, first + i);
             chunk.begin(span);
             fetch_inputs(i == last ? Span{} : span_of(plan, unit, first + i + 1));
-            find_errors(kept, span, S[i]);
+            recompute_delta_values(kept, span, S[i]);
             if (delta) copy(E[i], chunk.E, span.rows, V);
             if (i == last) return;
             chunk.strengthen();
@@ -97,7 +97,7 @@ struct BackwardUnit {
             chunk.write(S[i + 1], Fetch{&ahead});
         }
     }
-    void find_errors(float* kept, Span span, Tile before) {
+    void recompute_delta_values(float* kept, Span span, Tile before) {
         if (delta && plan.problem->keep_errors) {
             load_tile(chunk.E, kept_errors(plan, kept, unit), span, value);
             return;

@@ -14,7 +14,7 @@
     "norm none sum rms group rms-joint\n"                               \
     "gate none silu sigmoid sigmoid-low-rank\n"                         \
     "order norm-gate gate-norm\n"                                       \
-    "read none query norm\n"                                            \
+    "read none query after_norm\n"                                      \
     "write none value beta\n"                                           \
     "source head diag query hidden\n"                                   \
     "activation softmax sigmoid null\n"                                 \
@@ -30,7 +30,7 @@ namespace beta { enum { one, sigmoid, dt, count }; }
 namespace norm { enum { none, sum, rms, group, rms_joint, count }; }
 namespace gate { enum { none, silu, sigmoid, sigmoid_low_rank, count }; }
 namespace order { enum { norm_gate, gate_norm, count }; }
-namespace read { enum { none, query, norm, count }; }
+namespace read { enum { none, query, after_norm, count }; }
 namespace write { enum { none, value, beta, count }; }
 namespace source { enum { head, diag, query, hidden, count }; }
 namespace activation { enum { softmax, sigmoid, null, count }; }

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace import backends, linear_attention
+from headrace.ops.backends.torch import tiles
 from headrace.ops.reference import literal
-from headrace.ops.torch import tiles
 from headrace.studies.verify import relative
 
 B, T, H, K, V = 2, 13, 4, 6, 5  # all different, so that no transposed axis passes
@@ -31,7 +31,7 @@ class Way(NamedTuple):
 
 # Two ways of summing in one precision make errors of one size, not one error: over seeds and instruction sets one was
 # at most 3.5 times the other.
-LUCK = 10
+MAX_ERROR_RATIO = 10
 CHUNKWISE = Way({"backend": "torch", "chunk_size": 5})
 # Four times the worst over seeds, shapes and instruction sets: 7.5e-7, and 6.4e-6 in the gradient of a fixed decay, a
 # sum over all tokens.
@@ -135,7 +135,7 @@ def assert_gradients_keep_their_digits(arguments, settings, **options):
     """Every gradient in float32, each head and channel relative to its own norm, is as near that of the loop in float64
     as the loop in float32 is: by the same conditioning, however small a decay makes a gradient.
 
-    The floor is what differences of sums lose under −4 a token (ops/torch/halves.py)."""
+    The floor is what differences of sums lose under −4 a token (ops/backends/torch/halves.py)."""
     given = {name: x.detach().float() for name, x in arguments.items() if x is not None}
     results = []
     for op, dtype in (
@@ -148,7 +148,7 @@ def assert_gradients_keep_their_digits(arguments, settings, **options):
     for name, *grads in zip(given, *results, strict=True):
         exact, *others = (columns(name, x) for x in grads)
         kept, lost = (((x - exact).norm(dim=0) / exact.norm(dim=0)).max().item() for x in others)
-        assert lost <= LUCK * max(kept, math.exp(4) * 2**-24), name
+        assert lost <= MAX_ERROR_RATIO * max(kept, math.exp(4) * 2**-24), name
 
 
 def swapped(x, *dims):

@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from headrace.training import card, checkpoints, run
 from headrace.utils.errors import InputError
-from training import recipe
+from trained import recipe
 
 SETTINGS = {"tokens": 128 * 2, "warmup_tokens": 0, "save_every": 2, "evaluate_every": 2, "evaluate_rows": 2}
 FULL = OSError(28, "No space left on device")

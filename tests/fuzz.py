@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace import InputError, layers, linear_attention, step, zoo
-from headrace.layers.convolution import convolve
+from headrace.layers.linear.convolution import convolve
 from headrace.layers.quantized import Int8Linear
-from headrace.ops.native import library as native
+from headrace.ops.backends.native import library as native
 from headrace.ops.reference import literal
 from headrace.ops.sequences import Sequences
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from groups import refused
 from headrace import context_parallel, layers, linear_attention
-from headrace.ops import context_parallel as context
+from headrace.ops.parallel import context as context
 from headrace.studies.verify import relative
 from tiny import build
 
@@ -160,12 +160,12 @@ def refusals():
 
 def sent():
     """Numbers that a process sends in a call of the op, forward and backward, by rule."""
-    numbers, gather = {}, context.Part.gather
+    numbers, gather = {}, context.SequenceShard.gather
     for rule in ("add", "delta"):
         counts = []
-        context.Part.gather = lambda part, x, counts=counts: counts.append(x.numel()) or gather(part, x)
+        context.SequenceShard.gather = lambda part, x, counts=counts: counts.append(x.numel()) or gather(part, x)
         x = [torch.randn(1, 8, H, n, requires_grad=True) for n in (K, K, V)]
         with context_parallel():
             linear_attention(*x, rule=rule)[0].sum().backward()
-        context.Part.gather, numbers[rule] = gather, counts
+        context.SequenceShard.gather, numbers[rule] = gather, counts
     return numbers

@@ -10,7 +10,7 @@ import uvicorn
 import tiny
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
-from headrace.hf.serving import Limits, application, settings
+from headrace.serving import Limits, application, settings
 
 ASCII = 94  # tokens; beyond them a random model writes bytes that are no text
 ENDLESS = 10**6  # tokens, which take many minutes: a test that ends did not wait for them

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from groups import refused
 from headrace import GateWarning, layers, load, quantize, tensor_parallel
-from headrace.layers.moe import MixtureOfExperts
+from headrace.layers.blocks.moe import MixtureOfExperts
 from headrace.layers.tensor_parallel import clip_grad_norm_, cuts_of, whole_state_dict
-from headrace.ops.tensor_parallel import Ranks
+from headrace.ops.parallel.tensor import Ranks
 from headrace.spec.stack import Experts
 from headrace.studies.verify import relative
 from tiny import build

@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from .layers import Mixer
     from .layers.quantized import quantize
     from .layers.tensor_parallel import tensor_parallel
-    from .ops.context_parallel import context_parallel
+    from .ops.attention import linear_attention, step
     from .ops.dispatch import backends, set_backend
-    from .ops.recurrence import linear_attention, step
+    from .ops.parallel.context import context_parallel
     from .studies.verify import verify
 
 __version__ = "0.1.0"
 
 # Imported on first use: PyTorch and transformers take seconds, and `headrace --help` needs neither.
 _LAZY = {
-    "linear_attention": "ops.recurrence",
-    "step": "ops.recurrence",
-    "context_parallel": "ops.context_parallel",
+    "linear_attention": "ops.attention",
+    "step": "ops.attention",
+    "context_parallel": "ops.parallel.context",
     "backends": "ops.dispatch",
     "set_backend": "ops.dispatch",
     "Mixer": "layers",

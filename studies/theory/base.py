@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from headrace.layers.competition import HeadCompetition
-from headrace.ops.recurrence import linear_attention
+from headrace.layers.linear.competition import HeadCompetition
+from headrace.ops.attention import linear_attention
 from headrace.report.style import PALETTE
 from headrace.spec.linear import Competition
 

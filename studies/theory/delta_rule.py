@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
-from headrace.ops.recurrence import linear_attention, step
+from headrace.ops.attention import linear_attention, step
 
 from .base import BLUE, GREEN, RED, Check, check_equal, full, normal, plot_prediction, subplots, unit_vectors
 

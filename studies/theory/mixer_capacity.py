@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Generator, Tensor, nn
 
 from headrace import layers, zoo
-from headrace.ops.recurrence import linear_attention
+from headrace.ops.attention import linear_attention
 
 from .base import BLUE, RED, Check, normal, subplots
 from .capacity import is_nearest

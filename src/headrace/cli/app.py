@@ -19,6 +19,12 @@ from .console import needing, printable
 UNWRITABLE = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "ENOTDIR")}
 UsageError: Any = typer.BadParameter.__base__  # click's, of which newer versions of Typer contain a copy
 
+RENAMED_OPTIONS = {
+    ("headrace serve", "--longest"): "--max-prompt-tokens",
+    ("headrace serve", "--tokens"): "--max-tokens",
+    ("headrace serve", "--requests"): "--max-requests",
+}
+
 app = typer.Typer(pretty_exceptions_enable=False)
 
 
@@ -30,6 +36,8 @@ def main() -> NoReturn:
         refuse(str(error))
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "headrace"
+        if now := RENAMED_OPTIONS.get((command, getattr(error, "option_name", ""))):
+            refuse(f"{command} {error.option_name} is now {now}")  # type: ignore[attr-defined]
         refuse(f"{' '.join(error.format_message().split()).rstrip('.')} (try `{command} --help`)")
     except UnicodeEncodeError as error:
         letter = ascii(error.object[error.start])

@@ -91,6 +91,7 @@ def compare(
     """
     from ..studies.compare.choose import choose, planned
     from ..studies.compare.page import write_report
+    from ..studies.compare.plan import with_new_names
     from ..studies.compare.pool import place_workers
     from ..studies.compare.run import check, complete
     from ..studies.compare.terminal import board, print_results
@@ -117,7 +118,7 @@ def compare(
     places = place_workers(all_devices(device), workers)
     check(folder, study)
     with interruptible(f"finished models are kept in {folder}; the same command continues"), locked(folder):
-        claim(folder, study.to_json(), accept_old, optional=study.optional())
+        claim(folder, study.to_json(), accept_old, optional=study.optional(), today=with_new_names)
         with board(study, console) as progress:
             results = complete(study, folder, progress.listen, places)
         report = write_report(results, folder)
@@ -188,7 +189,7 @@ def verify(
 
     Prints the relative error and the tolerance of each check. Exit code 1 if a check fails. On a GPU, FLA first
     compiles and tunes its kernels for every shape, which takes long: --backend triton,torch leaves them out."""
-    from ..studies.verify import OP, TOLERANCE, available, lost, subjects
+    from ..studies.verify import OP, TOLERANCE, available, device_failed, subjects
     from ..studies.verify import verify as check
     from ..utils.device import on_device
     from ..utils.environment import device_name
@@ -208,7 +209,7 @@ def verify(
             found = check([name], device, dtypes[dtype], backends=chosen)
             console.print(_table(name, found))
             rows += found
-            if lost(device, found):
+            if device_failed(device, found):
                 console.print(f"{device} computes nothing any more after this error; the other checks are left out")
                 break
     broken = [row for row in rows if not row.holds]

@@ -70,9 +70,11 @@ def serve(
     checkpoint: Checkpoint,
     host: Annotated[str, typer.Option(help="Host name or address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free port.")] = 8000,
-    longest: Annotated[int, typer.Option(help="Maximum tokens of a prompt. Longer prompts are refused.")] = 32768,
-    tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer. Requests for more are refused.")] = 4096,
-    requests: Annotated[
+    max_prompt_tokens: Annotated[
+        int, typer.Option(help="Maximum tokens of a prompt. Longer prompts are refused.")
+    ] = 32768,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer. Requests for more are refused.")] = 4096,
+    max_requests: Annotated[
         int,
         typer.Option(
             help="Maximum number of open requests, where each choice for each prompt counts as one. Further ones are "
@@ -96,15 +98,15 @@ def serve(
     Requests are generated together, and long prompts are processed in pieces between their tokens. GET /metrics shows
     counts and latencies in the format of Prometheus. The server has no authentication and no encryption: expose it to
     a network only behind a proxy that provides both."""
-    from ..hf.serving import Limits
-    from ..hf.serving import serve as run
+    from ..serving import Limits
+    from ..serving import serve as run
 
-    for name, value, least in (("longest", longest, 1), ("tokens", tokens, 1), ("requests", requests, 1)):
-        if value < least:
-            raise InputError(f"--{name}={value}; expected at least {least}")
+    limits = {"prompt-tokens": max_prompt_tokens, "tokens": max_tokens, "requests": max_requests}
+    for what, value in limits.items():
+        if value < 1:
+            raise InputError(f"--max-{what}={value}; expected at least 1")
     with interruptible("the server has ended"):
-        limits = Limits(longest, tokens, requests)
-        run(checkpoint, host, port, limits, device, name=name, hosts=allow_host or ())
+        run(checkpoint, host, port, Limits(*limits.values()), device, name=name, hosts=allow_host or ())
 
 
 @contextmanager
@@ -129,13 +131,13 @@ def convert(
 
     Without --to, converts a foreign checkpoint to headrace; with --to, converts a checkpoint of headrace."""
     from ..hf import load
-    from ..hf.convert import FORMATS, bring_in, set_use_cache, take_out
+    from ..hf.convert import FORMATS, export_checkpoint, import_checkpoint, set_use_cache
 
     with made_whole(output) as folder:
         if to is None:
-            bring_in(checkpoint).save_pretrained(folder)
+            import_checkpoint(checkpoint).save_pretrained(folder)
         else:
-            take_out(load(checkpoint), to, folder)
+            export_checkpoint(load(checkpoint), to, folder)
         _copy(checkpoint, folder)
         set_use_cache(folder, to)
     print(f"{output} is {checkpoint} in the format of {to or 'headrace'}")

@@ -31,7 +31,7 @@ from ..utils.provenance import defaults, difference
 from . import parts, sources, tokenizer
 from .encoding import can_be_cut
 from .held_out import Choice, choose
-from .workers import Told, make_parts
+from .workers import PartRecord, make_parts
 
 WHOLE = (
     "it is not known where documents can be cut for this tokenizer: each is tokenised as a whole, which is slower "
@@ -201,7 +201,7 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("headrace", "datasets", "tokenizers", "transformers")}
 
 
-def _as_shard(told: dict[int, Told], parts_of: Path, plan: Preparation, folder: Path) -> dict[str, Any]:
+def _as_shard(told: dict[int, PartRecord], parts_of: Path, plan: Preparation, folder: Path) -> dict[str, Any]:
     """Links the parts into the folder of a shard, and returns what `join` reads."""
     folder.mkdir()
     for number in told:
@@ -210,7 +210,7 @@ def _as_shard(told: dict[int, Told], parts_of: Path, plan: Preparation, folder: 
     return {"shard": list(plan.shard), "block": BLOCK, "parts": told} | _counts([*told.values()], plan.length)
 
 
-def assembled(told: dict[int, Told], where: dict[int, Path], length: int, folder: Path) -> dict[str, Any]:
+def assembled(told: dict[int, PartRecord], where: dict[int, Path], length: int, folder: Path) -> dict[str, Any]:
     """Joins the parts, which `told` describes and which lie in the folders `where`, and returns the counts."""
     counts = _counts([told[n] for n in sorted(told)], length)
     for split in parts.SPLITS:
@@ -220,7 +220,7 @@ def assembled(told: dict[int, Told], where: dict[int, Path], length: int, folder
     return counts
 
 
-def _counts(told: list[Told], length: int) -> dict[str, Any]:
+def _counts(told: list[PartRecord], length: int) -> dict[str, Any]:
     """Counts of documents, tokens, bytes and rows of both splits, and the bad rows."""
     counts: dict[str, Any] = {}
     for split in parts.SPLITS:

@@ -141,19 +141,19 @@ class Collator:
 
     Args:
         pad: token id for padding.
-        apart: keep documents separate: the batch is one pack [1, B·L] with `cu_seqlens`, and no label crosses the
-            boundary of a document. False: rows [B, L] with all documents of a row in one sequence.
+        separate_documents: the batch is one pack [1, B·L] with `cu_seqlens`, and no label crosses the boundary of a
+            document. False: rows [B, L] with all documents of a row in one sequence.
     """
 
     pad: int
-    apart: bool = False
+    separate_documents: bool = False
 
     def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
         ids = [torch.tensor(row["input_ids"], dtype=torch.long) for row in rows]
         if "shift_labels" in rows[0]:
             labels = torch.tensor([row["shift_labels"] for row in rows])
             return {"input_ids": torch.stack(ids), "labels": labels, "shift_labels": labels}
-        if self.apart:
+        if self.separate_documents:
             return self._pack(ids, [row["starts"] for row in rows])
         filled = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad)
         labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=IGNORED)

@@ -18,14 +18,14 @@ from ..utils.processes import POSIX
 from . import parts
 from .encoding import Encoder
 
-Told = dict[str, Any]  # the record of a part
+PartRecord = dict[str, Any]  # the record of a part
 
 _write: Any = None  # of this worker
 
 
 def make_parts(
     blocks: Iterator[parts.Block], tokens: PreTrainedTokenizerFast, folder: Path, workers: int, enough: int | None
-) -> tuple[dict[int, Told], int]:
+) -> tuple[dict[int, PartRecord], int]:
     """Tokenises blocks into parts of a folder, except those that are finished there.
 
     Args:
@@ -38,7 +38,7 @@ def make_parts(
         InputError: a worker was killed.
     """
     folder.mkdir(exist_ok=True)
-    told: dict[int, Told] = {}
+    told: dict[int, PartRecord] = {}
     new = trained = 0
     with tqdm(desc="tokenising", unit="B", unit_scale=True) as bar, _pool(tokens, folder, workers) as pool:
         for number, one, is_new in _in_order(blocks, pool, folder, workers + 2):
@@ -54,10 +54,10 @@ def make_parts(
 
 def _in_order(
     blocks: Iterator[parts.Block], pool: ProcessPoolExecutor, folder: Path, ahead: int
-) -> Iterator[tuple[int, Told, bool]]:
+) -> Iterator[tuple[int, PartRecord, bool]]:
     """(number, record, whether it was made now) of each block in order, while the pool works at most `ahead` blocks
     ahead."""
-    queue: deque[tuple[int, Told | Future[Told]]] = deque()
+    queue: deque[tuple[int, PartRecord | Future[PartRecord]]] = deque()
     for block in blocks:
         found = parts.finished(folder, block.number)
         queue.append((block.number, found or pool.submit(_make, block)))
@@ -67,7 +67,7 @@ def _in_order(
         yield _result(*queue.popleft())
 
 
-def _result(number: int, found: Told | Future[Told]) -> tuple[int, Told, bool]:
+def _result(number: int, found: PartRecord | Future[PartRecord]) -> tuple[int, PartRecord, bool]:
     if isinstance(found, dict):
         return number, found, False
     try:
@@ -98,11 +98,11 @@ def _begin(tokens: PreTrainedTokenizerFast, folder: Path) -> None:
     global _write
     encode = Encoder(tokens)
 
-    def write(block: parts.Block) -> Told:
+    def write(block: parts.Block) -> PartRecord:
         return parts.write(block, encode, tokens.eos_token_id, folder)
 
     _write = write
 
 
-def _make(block: parts.Block) -> Told:
+def _make(block: parts.Block) -> PartRecord:
     return _write(block)

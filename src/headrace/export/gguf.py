@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import zoo
 from ..hf import load
 from ..hf.generate import read_tokenizer
-from ..layers.linear import LinearMixer
+from ..layers.linear.mixer import LinearMixer
 from ..layers.matrix.rwkv7 import RWKV7
 from ..ops.checks import require
 from ..spec.linear import MixerSpec

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..hf.model import HeadraceForCausalLM
 from ..layers.attention.attention import SoftmaxAttention
 from ..layers.base import ANY, INTEGERS
-from ..layers.linear import LinearMixer
-from ..layers.moe import MixtureOfExperts
+from ..layers.blocks.moe import MixtureOfExperts
+from ..layers.linear.mixer import LinearMixer
 from ..utils.errors import InputError
 
 OPSET = 23  # the first with RMSNormalization
@@ -69,7 +69,11 @@ def _reason(mixer: Any, mlp: Any) -> str | None:
     if type(mixer) not in FIELDS:
         return f"its mixer is {type(mixer).__name__}, whose recurrence has no node in ONNX; expected a linear mixer"
     if isinstance(mixer, LinearMixer):
-        return None if mixer.residual is None else "its write strength β (write.look) is computed in a loop over chunks"
+        return (
+            None
+            if mixer.residual is None
+            else "its write strength β (write.residual_chunk) is computed in a loop over chunks"
+        )
     dense = mixer.spec.pattern is None and mixer.spec.form != "tiles"
     return None if dense else "its softmax attention is sparse or tiled; expected dense attention"
 

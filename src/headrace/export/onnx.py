@@ -17,7 +17,7 @@ from .graph import OPSET, State, check_exportable, silent, states, trace
 
 # Largest error of a logit in float32, as a share of the largest logit. A multiple of PyTorch's own error passes too,
 # because deep models amplify rounding: over models and processors, ONNX Runtime's error was 0.6 to 12 times PyTorch's.
-TOLERANCE, LUCK = 1e-5, 30
+TOLERANCE, MAX_ERROR_RATIO = 1e-5, 30
 MODEL, ABOUT = "model.onnx", "headrace.json"
 PIECES = 7, 5, *[1] * 8  # tokens per call of the comparison
 STANDARD = 27  # the first opset of ONNX with LinearAttention
@@ -45,7 +45,7 @@ def export(checkpoint: Path, folder: Path, weights: str = "float32", opset: int 
     path = folder / MODEL
     trace(model).save(path)
     found, own = errors(path, model)
-    if not found <= max(TOLERANCE, LUCK * own):
+    if not found <= max(TOLERANCE, MAX_ERROR_RATIO * own):
         raise InputError(
             f"the logits of {MODEL} are wrong by {found:.1e} of the largest, those of PyTorch by {own:.1e}"
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..layers.decode import MixerState
+from ..layers.linear.token import MixerState
 from ..ops.checks import require
 from ..utils.errors import InputError
 

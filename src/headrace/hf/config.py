@@ -7,8 +7,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .. import zoo
-from ..layers.block import Sizes
-from ..layers.widths import default_intermediate_size, default_std
+from ..layers.blocks.block import Sizes
+from ..layers.blocks.widths import default_intermediate_size, default_std
 from ..ops.checks import require
 from ..spec.record import LARGEST, require_bools, require_positive, require_positive_numbers
 from ..spec.serialise import Spec, from_json, to_json

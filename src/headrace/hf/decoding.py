@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..layers.graph import GraphedStep
 from ..ops.checks import require
-from ..ops.modules import untouched
+from ..ops.modules import is_plain
 from .cache import NAME as CACHE
 from .cache import HeadraceCache
 
@@ -26,7 +26,7 @@ def plain(model: Any, config, given: dict[str, Any]) -> bool:
     cache, there = given.get(CACHE), {name for name, value in given.items() if value is not None}
     fresh = isinstance(cache, HeadraceCache) and cache.states is None and given["use_cache"] and there <= usual
     more = config.return_dict_in_generate or config.is_assistant or config.prefill_chunk_size
-    return bool(fresh and not more and untouched(model, type(model)))
+    return bool(fresh and not more and is_plain(model, type(model)))
 
 
 def check_graph(model: Any, is_plain: bool) -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..layers.moe import balance_loss, routings
+from ..layers.blocks.moe import balance_loss, routings
 from ..layers.packing import padding_mask
-from ..ops.context_parallel import current
 from ..ops.loss import IGNORED, causal_loss
-from ..ops.modules import untouched
+from ..ops.modules import is_plain
+from ..ops.parallel.context import current
 from ..utils.errors import InputError
 
 
@@ -24,7 +24,7 @@ def token_loss(model: Any, hidden: Tensor, logits: Tensor | None, **loss_kwargs)
         raise InputError(
             "labels=... under context_parallel, where a label can be in another process; expected shift_labels"
         )
-    plain = untouched(model.lm_head, nn.Linear) and model.lm_head.bias is None
+    plain = is_plain(model.lm_head, nn.Linear) and model.lm_head.bias is None
     if logits is None and plain and model.loss_function is ForCausalLMLoss:
         return causal_loss(hidden, model.lm_head.weight, **loss_kwargs)
     logits = model.lm_head(hidden) if logits is None else logits

@@ -13,13 +13,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ..layers.block import Block
+from ..layers.blocks.block import Block
+from ..layers.blocks.stack import Backbone, initialise
 from ..layers.packing import flash_bounds, pack_rows, padding_mask, sequences
 from ..layers.quantized import Int8Linear
-from ..layers.stack import Backbone, initialise
 from ..layers.tensor_parallel import cuts_of, read_plan, tensor_parallel, whole_state_dict
 from ..ops.checks import as_bounds, require
-from ..ops.modules import untouched
+from ..ops.modules import is_plain
 from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
 from .cache import NAME as CACHE
@@ -290,11 +290,11 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         cache: Any = model_kwargs.get(CACHE)
         mask = model_kwargs.get("attention_mask")
         options = (logits_processor, stopping_criteria, generation_config)
-        ours = type(self).forward is HeadraceForCausalLM.forward and untouched(self.model, HeadraceModel)
-        is_plain = ours and not synced_gpus and plain(self, generation_config, model_kwargs)
+        ours = type(self).forward is HeadraceForCausalLM.forward and is_plain(self.model, HeadraceModel)
+        simple = ours and not synced_gpus and plain(self, generation_config, model_kwargs)
         if graphed := generation_config.cache_implementation == STATIC:
-            check_graph(self, is_plain)
-        elif not is_plain or input_ids.device.type != "cpu":
+            check_graph(self, simple)
+        elif not simple or input_ids.device.type != "cpu":
             return super()._sample(input_ids, *options, synced_gpus, streamer, **model_kwargs)  # type: ignore[misc]
         first = self(input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
         advance = graphed_step(self, cache, input_ids[:, -1]) if graphed else step(self, cache)

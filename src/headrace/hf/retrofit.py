@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import zoo
-from ..layers.competition import Gate
+from ..layers.linear.competition import Gate
 from ..spec.linear import Competition, MixerSpec
 from ..spec.serialise import to_json
 from ..utils.errors import InputError

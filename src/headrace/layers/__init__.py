@@ -18,7 +18,7 @@ from ..utils.errors import InputError
 from .attention.attention import SoftmaxAttention
 from .attention.softmax_rnn import SoftmaxRNN
 from .bidirectional import BothWays
-from .linear import LinearMixer, MixerState
+from .linear.mixer import LinearMixer, MixerState
 from .matrix.gla_outer import GLAOuter
 from .matrix.rwkv7 import RWKV7
 from .scans.mamba import Mamba

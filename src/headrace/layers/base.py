@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ..ops.call import accumulator
 from ..ops.checks import as_bounds, require
-from ..ops.context_parallel import current, refuse_parts
+from ..ops.parallel.context import current, refuse_parts
 from ..utils.errors import InputError
-from .packing import check_pack, must_not_wait, padding_last, without_padding
+from .packing import avoid_sync, check_pack, padding_last, without_padding
 
 
 class SelfInitialised(nn.Module):
@@ -155,7 +155,7 @@ class Mixer(SelfInitialised):
             return self.run_in_place(x, state)
         state = self.checked(x, state, mask, cu_seqlens)
         if mask is not None:
-            remove = padding_last if self.static_shapes and must_not_wait(x) else without_padding
+            remove = padding_last if self.static_shapes and avoid_sync(x) else without_padding
             return remove(self.run, x, state, mask)
         return self.run(x, state, cu_seqlens) if x.shape[1] else (x, state)
 

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from ..ops.checks import as_bounds, require
-from ..ops.context_parallel import refuse_parts
+from ..ops.parallel.context import refuse_parts
 
 
 class BothWays(nn.Module):

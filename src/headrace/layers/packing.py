@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.backends.torch.tiles import sequence_ends
 from ..ops.checks import check_sequences, require
-from ..ops.context_parallel import current
+from ..ops.parallel.context import current
 from ..ops.sequences import Sequences
-from ..ops.torch.tiles import sequence_ends
 from ..utils.errors import InputError
 
 
@@ -22,7 +22,7 @@ def check_pack(x: Tensor, cu_seqlens: Tensor | None) -> None:
     """Raises InputError unless cu_seqlens, if any, from `as_bounds`, are the bounds of sequences in one row x
     [1, T, D]. Their values are checked where nothing has to wait for them, and where x is the whole row."""
     check_sequences(cu_seqlens, x)
-    if cu_seqlens is not None and current() is None and not must_not_wait(cu_seqlens):
+    if cu_seqlens is not None and current() is None and not avoid_sync(cu_seqlens):
         sequence_ends(cu_seqlens, x.shape[1])
 
 
@@ -159,7 +159,7 @@ def padding_last(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: Any, 
     return zeroed(y, mask), type(state)(*(z if z is None else z[:-1] for z in state))
 
 
-def must_not_wait(x: Tensor) -> bool:
+def avoid_sync(x: Tensor) -> bool:
     """Whether values of x are expensive to know: on another device than the CPU, and in a graph that is compiled."""
     return x.device.type != "cpu" or torch.compiler.is_compiling()
 
@@ -171,7 +171,7 @@ def token_mask(attention_mask: Tensor) -> Tensor:
         return attention_mask
     mask = attention_mask != 0
     known, expected = attention_mask == mask, "expected 0 for padding and 1 for tokens"
-    if must_not_wait(attention_mask):
+    if avoid_sync(attention_mask):
         torch._assert_async(known.all(), f"attention_mask has other values than 0 and 1; {expected}")
     elif not known.all():
         value, packs = attention_mask[~known][0].item(), "packed sequences are given by seq_idx or position_ids"
@@ -194,7 +194,7 @@ def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | 
     mask = attention_mask[:, shape[1] - T :]
     mask = mask.bool() if seen else token_mask(mask)  # the first call has checked the mask's values
     both = "attention_mask marks padding in packed sequences; expected cu_seqlens alone"
-    if must_not_wait(x):
+    if avoid_sync(x):
         if cu_seqlens is None:
             return mask
         torch._assert_async(mask.all(), both)

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
+from ..ops.backends.torch.int8 import dequantised
 from ..ops.checks import require
 from ..ops.dispatch import choose
-from ..ops.torch.int8 import dequantised
 from ..utils.errors import InputError
-from .decays import DecayModule
-from .readout import OutputGate
+from .linear.decays import DecayModule
+from .linear.readout import OutputGate
 
 
 class Int8Linear(nn.Module):

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ..layers.block import build_norm
+from ..layers.blocks.block import build_norm
+from ..layers.blocks.stack import initialise
+from ..layers.blocks.widths import default_std
 from ..layers.packing import padding_mask
-from ..layers.stack import initialise
-from ..layers.widths import default_std
 from ..ops.checks import require
 from ..spec.stack import BertSpec
 from .encoder_decoder import ModelSizes, mean_loss

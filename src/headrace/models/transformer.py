@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.attention.attention import AttentionState, SoftmaxAttention
-from ..layers.block import Sizes
+from ..layers.blocks.block import Sizes
+from ..layers.blocks.stack import Backbone, initialise
+from ..layers.blocks.widths import default_intermediate_size
 from ..layers.packing import padding_mask
-from ..layers.stack import Backbone, initialise
-from ..layers.widths import default_intermediate_size
 from ..ops.checks import require
 from ..spec.stack import StackSpec, TransformerSpec
 from .encoder_decoder import Decoded, EncoderDecoder, ModelSizes

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from . import derivatives
-from .modules import untouched
-from .operator import add_gradient, define
+from .autograd import add_gradient, define
+from .modules import is_plain
 from .sequences import Sequences
 
 INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor history, Tensor? cu_seqlens"
@@ -51,9 +51,9 @@ def register(backend: str, name: str, key: str, forward: Callable, backward: Cal
     return run
 
 
-def refuses(conv: nn.Conv1d) -> str | None:
+def unsupported_reason(conv: nn.Conv1d) -> str | None:
     """Returns why no operator can take the place of the module, or None."""
-    if not untouched(conv, nn.Conv1d):
+    if not is_plain(conv, nn.Conv1d):
         return f"a hook, a parametrisation or an adapter of {type(conv).__name__} would not run"
     if derivatives.transformed():
         return "it supports neither transforms of torch.func nor forward-mode differentiation"

@@ -6,14 +6,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..utils.errors import InputError, nearest
-from .backend import OPERATIONS, Backend, HasBackend
+from .backends.base import OPERATIONS, Backend, HasBackend
+from .backends.fla import op as fla_op
+from .backends.native import op as native_op
+from .backends.onnx import op as onnx_op
+from .backends.torch import op as torch_op
+from .backends.triton import op as triton_op
 from .call import Call
 from .checks import as_bounds, check_form, check_rule, check_shapes, require
-from .fla import op as fla_op
-from .native import op as native_op
-from .onnx import op as onnx_op
-from .torch import op as torch_op
-from .triton import op as triton_op
 
 # In order of preference: "auto" takes the first backend that is available and does not refuse the arguments. Inside
 # torch.onnx.export that is onnx, on a CPU native or torch, on a GPU fla or torch. No GPU has run the kernels of triton
@@ -138,10 +138,10 @@ def choose(operation: str, name: str, *arguments: Any) -> Any:
     if name == "auto":
         for backend in BACKENDS.values():
             kernel = None if backend.on_request else getattr(backend, operation)
-            if kernel is not None and backend.missing() is None and kernel.refuses(*arguments) is None:
+            if kernel is not None and backend.missing() is None and kernel.unsupported_reason(*arguments) is None:
                 return kernel
         raise InputError(f"no backend has {operation} for these arguments")
-    reason = unavailable(name, operation) or (kernel := getattr(_named(name), operation)).refuses(*arguments)
+    reason = unavailable(name, operation) or (kernel := getattr(_named(name), operation)).unsupported_reason(*arguments)
     if reason is not None:
         raise InputError(f"backend={name!r} cannot run here: {reason}")
     return kernel

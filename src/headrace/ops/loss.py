@@ -30,8 +30,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     if hidden.device.type == "cpu" and not torch.compiler.is_compiling():  # nonzero() would synchronise a GPU
-        asked = (labels != IGNORED).nonzero()[:, 0]
-        hidden, labels = hidden.index_select(0, asked), labels[asked]
+        labelled = (labels != IGNORED).nonzero()[:, 0]
+        hidden, labels = hidden.index_select(0, labelled), labels[labelled]
     with torch.autocast(hidden.device.type, enabled=False):
         if torch.is_grad_enabled():
             if transformed():
@@ -78,11 +78,11 @@ def _in_pieces(hidden, weight, labels, d_hidden, d_weight) -> Tensor:
 def _errors(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a piece's loss and the gradient of its logits: softmax − one-hot label, or 0 for ignored labels."""
     logits = F.linear(hidden, weight).to(accumulator(hidden))
-    asked = labels != IGNORED
-    at, normaliser = labels.where(asked, 0)[:, None], logits.logsumexp(-1)
-    loss = (normaliser - logits.gather(1, at)[:, 0]).where(asked, 0).sum()
-    errors = logits.sub_(normaliser.masked_fill(~asked, math.inf)[:, None]).exp_()
-    return loss, errors.scatter_add_(1, at, -asked[:, None].to(errors.dtype))
+    labelled = labels != IGNORED
+    at, normaliser = labels.where(labelled, 0)[:, None], logits.logsumexp(-1)
+    loss = (normaliser - logits.gather(1, at)[:, 0]).where(labelled, 0).sum()
+    errors = logits.sub_(normaliser.masked_fill(~labelled, math.inf)[:, None]).exp_()
+    return loss, errors.scatter_add_(1, at, -labelled[:, None].to(errors.dtype))
 
 
 def causal_loss(

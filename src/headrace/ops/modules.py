@@ -7,7 +7,7 @@ from torch import nn
 M = TypeVar("M", bound=nn.Module)
 
 
-def untouched(module: nn.Module, kind: type[M]) -> TypeGuard[M]:
+def is_plain(module: nn.Module, kind: type[M]) -> TypeGuard[M]:
     """Whether calling the module does exactly what its class `kind` does.
 
     False for a module with a hook, an adapter, a parametrisation or a `forward` of its own, which have to run. Hooks

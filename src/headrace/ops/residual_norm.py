@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from . import derivatives
+from .autograd import add_gradient, define
 from .call import schema
-from .operator import add_gradient, define
 
 
 class ResidualNorm(NamedTuple):

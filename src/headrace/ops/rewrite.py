@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .backends.torch.tiles import check_bounds
 from .call import NORMALISER_EPS, Call, accumulator, gated
 from .derivatives import has_address
-from .torch.tiles import check_bounds
 
 Run = Callable[[Call], tuple[Tensor, Tensor]]
 

@@ -1,4 +1,4 @@
-"""The decays of linear mixers, as data. layers/decays.py computes them."""
+"""The decays of linear mixers, as data. layers/linear/decays.py computes them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class DecayKind(NamedTuple):
     native: bool = True  # whether the native library computes the decay in a layer's step (native/kinds.h)
 
 
-# A new decay is a row here, its name in `Decay`, and a class in layers/decays.py.
+# A new decay is a row here, its name in `Decay`, and a class in layers/linear/decays.py.
 DECAYS: dict[str, DecayKind] = {
     "retnet": DecayKind("https://arxiv.org/abs/2307.08621", DecayShape.FIXED, fixed=True),
     "xpos": DecayKind("https://arxiv.org/abs/2212.10554", DecayShape.VECTOR, fixed=True, native=False),

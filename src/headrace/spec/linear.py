@@ -64,7 +64,7 @@ class Write(Record):
     rule: Literal["add", "delta"] = "add"
     beta: Literal["one", "sigmoid", "dt"] = "one"  # β: 1, a sigmoid of the token, or the softplus decay's step size
     # chunk size in tokens: β also depends on the error v − k S of the memory at the chunk's start; None: it does not
-    look: PositiveInt | None = None
+    residual_chunk: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,8 @@ class Read(Record):
 class Competition(Record):
     """Softmax linear attention: a softmax over the heads gates writes and reads (arXiv 2602.01744, equations 3-16)."""
 
-    read: Literal["none", "query", "norm"] = (
-        "norm"  # the read gate multiplies q (the paper), or the per-head norm's output
-    )
+    # the read gate multiplies q (the paper), or the output of the per-head norm
+    read: Literal["none", "query", "after_norm"] = "after_norm"
     write: Literal["none", "value", "beta"] = (
         "value"  # the write gate multiplies v (equation 14), or is added to β's logit
     )
@@ -103,7 +102,7 @@ class Competition(Record):
     # token have the values of the activation but belong to no head
     shuffle: bool = False
     # number of memories per head, which compete as well; state and cost are multiplied by it
-    rank: PositiveInt = 1
+    memories_per_head: PositiveInt = 1
 
     def _objections(self):
         yield (
@@ -115,7 +114,7 @@ class Competition(Record):
     @property
     def fixed(self) -> bool:
         """Whether the gate of a single head is 1 for all scores."""
-        return self.rank == 1 and (self.activation == "softmax" or self.range == "heads")
+        return self.memories_per_head == 1 and (self.activation == "softmax" or self.range == "heads")
 
 
 @dataclass(frozen=True)
@@ -177,9 +176,9 @@ class MixerSpec(Record):
             f"write.beta='dt' is the step size of decay.kind='softplus'; got decay.kind={decay.kind!r}",
         )
         yield (
-            write.look is not None and (not delta or write.beta != "sigmoid"),
-            f"write.look={write.look} makes β depend on what the delta rule corrects; expected write.rule='delta' and "
-            f"write.beta='sigmoid', got {write.rule!r} and {write.beta!r}",
+            write.residual_chunk is not None and (not delta or write.beta != "sigmoid"),
+            f"write.residual_chunk={write.residual_chunk} makes β depend on what the delta rule corrects; expected "
+            f"write.rule='delta' and write.beta='sigmoid', got {write.rule!r} and {write.beta!r}",
         )
 
     def _objections_to_gates(self, gate: Competition):
@@ -190,8 +189,9 @@ class MixerSpec(Record):
             f"competition.write='beta' acts inside β's logit and needs write.beta='sigmoid'; got {self.write.beta!r}",
         )
         yield (
-            gate.rank > 1 and gate.write == "none",
-            f"competition.rank={gate.rank} with competition.write='none': the memories of a head would hold the same",
+            gate.memories_per_head > 1 and gate.write == "none",
+            f"competition.memories_per_head={gate.memories_per_head} with competition.write='none': the memories "
+            "of a head would hold the same",
         )
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
@@ -204,7 +204,7 @@ class MixerSpec(Record):
             found.append(
                 f"competition.read='query' scales q by one number per head and read.norm={self.read.norm!r} divides it "
                 "out again: the read gate acts only where it is below sqrt(ε / mean square of the readout); "
-                "competition.read='norm' puts it after the norm"
+                "competition.read='after_norm' puts it after the norm"
             )
         if (self.heads.count or num_heads) == 1 and gate.fixed:
             found.append(f"a {gate.activation} over num_heads=1 head is always 1: this competition is the identity")
@@ -216,9 +216,9 @@ class MixerSpec(Record):
         return self.heads.count or default
 
     @property
-    def rank(self) -> int:
+    def memories_per_head(self) -> int:
         """Number of memories per head."""
-        return 1 if self.competition is None else self.competition.rank
+        return 1 if self.competition is None else self.competition.memories_per_head
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
@@ -252,15 +252,15 @@ class MixerSpec(Record):
     def counts_tokens(self) -> bool:
         """Whether the output depends on the position of a token in its sequence."""
         shuffled = self.competition is not None and self.competition.shuffle
-        return self.inputs.rotary or self.write.look is not None or shuffled
+        return self.inputs.rotary or self.write.residual_chunk is not None or shuffled
 
     def state_shapes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        memory = H * self.rank, self.memory_rows(K), V + (self.read.norm == "sum")
+        memory = H * self.memories_per_head, self.memory_rows(K), V + (self.read.norm == "sum")
         shapes: dict[str, tuple[int, ...]] = {"memory": memory}
-        if (self.write.look or 1) > 1:
+        if (self.write.residual_chunk or 1) > 1:
             shapes["before"] = memory
         if self.inputs.conv:
             groups = self.heads.qk_groups or H
@@ -281,5 +281,7 @@ class MixerSpec(Record):
         K, V = self.head_dims(hidden_size, num_heads)
         K, V = self.memory_rows(K), V + (self.read.norm == "sum")
         decay, delta = self.decay.kind != "none", self.write.rule == "delta"
-        residual = 2 + decay if (self.write.look or 1) > 1 else 0  # of the memory before the chunk, which decays too
-        return H * self.rank * K * V * (4 + decay + 2 * delta + residual)
+        residual = (
+            2 + decay if (self.write.residual_chunk or 1) > 1 else 0
+        )  # of the memory before the chunk, which decays too
+        return H * self.memories_per_head * K * V * (4 + decay + 2 * delta + residual)

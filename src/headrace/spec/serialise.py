@@ -7,7 +7,7 @@ from typing import Any
 from ..utils.errors import InputError
 from .attention import AttentionSpec
 from .encoder_decoder import RecurrentSpec
-from .linear import MixerSpec
+from .linear import Competition, MixerSpec, Write
 from .matrix import MatrixSpec
 from .record import Kind, Record, checked, fields
 from .scan import ScanSpec
@@ -20,6 +20,13 @@ TYPES: dict[str, type] = {
 Spec = MixerSpec | AttentionSpec | ScanSpec | MatrixSpec | SoftmaxRNNSpec
 CACHED = (AttentionSpec, SoftmaxRNNSpec)  # mixers whose state is a key/value cache
 RECURRENT = (MixerSpec, ScanSpec, MatrixSpec)  # mixers with a state of fixed size
+
+
+# Earlier spellings in stored configurations, and what they are now.
+OLD_FIELDS: dict[type, dict[str, str]] = {
+    Write: {"look": "residual_chunk"}, Competition: {"rank": "memories_per_head"},
+}  # fmt: skip
+OLD_VALUES: dict[tuple[type, str], dict[Any, Any]] = {(Competition, "read"): {"norm": "after_norm"}}
 
 
 def to_json(spec) -> Any:
@@ -58,11 +65,14 @@ def admitted(cls, data: dict[str, Any], where: str) -> dict[str, Any]:
     """Checks and converts the values of some fields of a record. Raises InputError, which calls `data` `where`, for
     unknown fields and invalid values."""
     known, values = fields(cls), {}
-    for name, value in data.items():
+    for given, value in data.items():
+        name = OLD_FIELDS.get(cls, {}).get(given, given)
         if name not in known:
             raise InputError(f"{where} has no field {name!r}; expected one of {', '.join(known)}")
         path = f"{where}.{name}"
-        values[name] = checked(_value(value, known[name], path), known[name], path)
+        now = _value(value, known[name], path)
+        now = OLD_VALUES.get((cls, name), {}).get(now, now) if isinstance(now, str) else now
+        values[name] = checked(now, known[name], path)
     return values
 
 

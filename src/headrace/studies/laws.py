@@ -47,7 +47,7 @@ def tried(row: Row, errors: Callable[[], list[float]], more: Sequence[str] = ())
     return rows
 
 
-def lost(device: str, rows: Sequence[Row]) -> bool:
+def device_failed(device: str, rows: Sequence[Row]) -> bool:
     """Whether an error in one of the rows has left a device that computes nothing any more, as some do on a GPU."""
     if not any(row.note for row in rows):
         return False

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import layers, zoo
-from ..layers.block import Block, Sizes
-from ..layers.stack import Backbone
+from ..layers.blocks.block import Block, Sizes
+from ..layers.blocks.stack import Backbone
+from ..ops.attention import linear_attention
 from ..ops.dispatch import BACKENDS, set_backend, unavailable
-from ..ops.recurrence import linear_attention
 from ..ops.reference import literal
 from ..spec.stack import Decoder
 from ..utils.device import on_device
 from ..utils.errors import InputError
-from .laws import TOLERANCE, Row, law_of, lost, relative, tried, worst
+from .laws import TOLERANCE, Row, device_failed, law_of, relative, tried, worst
 from .verify_op import OP, op_laws
 
 BATCH, TOKENS, HIDDEN, HEADS = 2, 67, 64, 4  # TOKENS: a chunk of 64 and a part of the next
@@ -59,7 +59,7 @@ def verify(
     for name in subjects(device) if names is None else names:
         for row in laws(name, device, dtype, seed, chosen):
             rows.append(row)
-            if lost(device, [row]):
+            if device_failed(device, [row]):
                 return rows
     return rows
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.recurrence import linear_attention
+from ..ops.attention import linear_attention
 from ..ops.reference import literal
 from .laws import Row, law_of, relative, tried, worst
 

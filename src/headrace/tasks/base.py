@@ -54,22 +54,22 @@ class Answers(NamedTuple):
     right: Tensor
 
     @property
-    def asked(self) -> Tensor:
+    def labelled(self) -> Tensor:
         """Mask [rows, T] of the positions with a label."""
         return self.rows["shift_labels"] != IGNORED
 
     @property
     def loss(self) -> float:
-        return self.losses[self.asked].double().mean().item()
+        return self.losses[self.labelled].double().mean().item()
 
     @property
     def accuracy(self) -> float:
-        return self.right[self.asked].float().mean().item()
+        return self.right[self.labelled].float().mean().item()
 
     @property
     def exact(self) -> float:
         """The fraction of rows without a mistake."""
-        return (self.right | ~self.asked).all(1).float().mean().item()
+        return (self.right | ~self.labelled).all(1).float().mean().item()
 
 
 class Task(Protocol):

@@ -39,17 +39,17 @@ class Digits(ByToken):
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
         pictures, digits = load()["training"]
-        return asked(pictures, digits, torch.randint(len(digits), (rows,), generator=generator))
+        return labelled(pictures, digits, torch.randint(len(digits), (rows,), generator=generator))
 
     def held_out(self, rows: int, part: Part = "held-out") -> Batch:
         pictures, digits = load()[part]
-        return asked(pictures, digits, torch.arange(min(rows, len(digits))))
+        return labelled(pictures, digits, torch.arange(min(rows, len(digits))))
 
     def by_length(self, rows: int) -> dict[int, Batch]:
         return {}
 
 
-def asked(pictures: Tensor, digits: Tensor, which: Tensor) -> Batch:
+def labelled(pictures: Tensor, digits: Tensor, which: Tensor) -> Batch:
     labels = torch.full((len(which), PIXELS), IGNORED)
     labels[:, -1] = GREYS + digits[which]
     return {"input_ids": pictures[which], "shift_labels": labels}

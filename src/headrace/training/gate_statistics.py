@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.competition import HeadCompetition
+from ..layers.linear.competition import HeadCompetition
 
 
 class GateStatistics:
@@ -20,15 +20,15 @@ class GateStatistics:
     def __init__(self, layer: int, gate: str):
         self.layer, self.gate = layer, gate
         self.entropy, self.count = 0.0, 0
-        self.asked: list[Tensor] = []
+        self.labelled: list[Tensor] = []
         self.other: list[Tensor] = []
 
-    def add(self, log_gates: Tensor, asked: Tensor) -> None:
+    def add(self, log_gates: Tensor, labelled: Tensor) -> None:
         shares = log_gates.softmax(-1)
         self.entropy -= torch.xlogy(shares, shares).sum().item()
-        self.count += asked.numel()
-        self.asked.append(shares[asked])
-        self.other.append(shares[~asked])
+        self.count += labelled.numel()
+        self.labelled.append(shares[labelled])
+        self.other.append(shares[~labelled])
 
     def summary(self) -> dict[str, Any]:
         """The statistics over all recorded positions.
@@ -39,8 +39,8 @@ class GateStatistics:
         load, load_asked, load_other: mean share of each head over all positions, over those with a label and over those
             without; None if there are none.
         """
-        asked, other = torch.cat(self.asked), torch.cat(self.other)
-        everything = torch.cat([asked, other])
+        labelled, other = torch.cat(self.labelled), torch.cat(self.other)
+        everything = torch.cat([labelled, other])
         maximum = self.count * math.log(everything.shape[-1])
         load = everything.mean(0)
         spread = -torch.xlogy(load, load).sum().item() / math.log(len(load))
@@ -50,7 +50,7 @@ class GateStatistics:
             "entropy": self.entropy / maximum,
             "specialisation": spread - self.entropy / maximum,
             "load": mean(everything),
-            "load_asked": mean(asked),
+            "load_asked": mean(labelled),
             "load_other": mean(other),
         }
 
@@ -61,10 +61,10 @@ def mean(shares: Tensor) -> list[float] | None:
 
 class GateWatch:
     """Collects statistics of all competitions with more than one head. Before each forward pass, the caller sets
-    `asked` [B, T], true at positions with a label, and, for rows with padding, `mask` [B, T], true at tokens."""
+    `labelled` [B, T], true at positions with a label, and, for rows with padding, `mask` [B, T], true at tokens."""
 
     def __init__(self) -> None:
-        self.asked, self.mask = torch.empty(0), torch.empty(0)
+        self.labelled, self.mask = torch.empty(0), torch.empty(0)
         self.statistics: dict[str, GateStatistics] = {}
 
     def _record(self, name: str, module: nn.Module, args: Any, log_gates: Tensor) -> None:
@@ -77,7 +77,7 @@ class GateWatch:
         shape = log_gates.shape[:2]
         if "encoder." in name:
             return torch.zeros(shape, dtype=torch.bool, device=log_gates.device)
-        return self.asked if self.asked.shape == shape else self.asked[self.mask.bool()][None]
+        return self.labelled if self.labelled.shape == shape else self.labelled[self.mask.bool()][None]
 
     def summary(self) -> list[dict[str, Any]]:
         return [found.summary() for found in self.statistics.values() if found.count]

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..hf import HeadraceConfig, HeadraceForCausalLM, load
-from ..layers.widths import matrix_products
+from ..layers.blocks.widths import matrix_products
 from ..ops.dispatch import set_backend
 from ..spec.serialise import RECURRENT
 from ..utils.errors import InputError

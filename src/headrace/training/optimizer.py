@@ -7,7 +7,7 @@ from .optimization import Optimization
 from .parameters import parameter_groups
 
 
-class CarefulAdamW(torch.optim.AdamW):
+class SkipNonFiniteAdamW(torch.optim.AdamW):
     """Skips a step if any gradient is infinite or NaN: no parameter or moment changes. `skipped` counts the skipped
     steps, `in_a_row` the consecutive ones up to now."""
 
@@ -30,7 +30,7 @@ def full(x: Tensor) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def optimizer(model: nn.Module, recipe: Optimization, kind: type[torch.optim.AdamW] = CarefulAdamW):
+def optimizer(model: nn.Module, recipe: Optimization, kind: type[torch.optim.AdamW] = SkipNonFiniteAdamW):
     """The optimiser of a recipe, of class `kind`."""
     groups = parameter_groups(model, recipe.weight_decay, recipe.gate_lr * recipe.lr)
     return kind(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ..layers.base import undecayed
-from ..layers.competition import Gate, HeadCompetition
+from ..layers.linear.competition import Gate, HeadCompetition
 
 
 def gate_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

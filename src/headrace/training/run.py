@@ -29,7 +29,7 @@ from .. import zoo
 from ..data import Collator, PackedData, open_data, unigram_loss
 from ..utils.errors import InputError, reading
 from ..utils.extras import require
-from ..utils.integrity import CHECKSUMS, damage, finite, read_record, restored, write_json
+from ..utils.integrity import CHECKSUMS, damage, finite, misfit, read_record, restored, write_json
 from ..utils.provenance import claim, defaults
 from . import checkpoints
 from .agreement import agreed, together
@@ -39,7 +39,7 @@ from .machine import peak
 from .model import build, count, estimate
 from .optimizer import optimizer
 from .processes import PARALLEL, TIMEOUT, check_launcher, grid, is_lost, who_is_lost
-from .recipes import FROM_DATA, About, Recipe
+from .recipes import FROM_DATA, OLD_FIELDS, About, Recipe
 from .sharding import shard
 from .trainer import HeadraceTrainer, Measures, Progress, answers
 from .watch import Stop, Watch
@@ -133,9 +133,15 @@ def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = Fal
     identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
     fields = {name: value for name, value in asdict(recipe).items() if name not in PARALLEL}
     plan = {"recipe": json.loads(json.dumps(fields)), "data": identity}  # as it is read back: lists for tuples
-    claim(folder, plan, accept_old, "run.json", defaults({"recipe": recipe}))
+    claim(folder, plan, accept_old, "run.json", defaults({"recipe": recipe}), _with_new_names)
     checkpoints.discard_unfinished(folder)
     return checkpoints.newest(folder)
+
+
+def _with_new_names(held: Any) -> Any:
+    if misfit(held, {"recipe": dict}):
+        return held
+    return held | {"recipe": {OLD_FIELDS.get(name, name): value for name, value in held["recipe"].items()}}
 
 
 @contextmanager
@@ -204,7 +210,7 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
             f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows per step, but the data have {count} full rows; "
             f"expected at most {count}; {fewer}"
         )
-    collate, evaluated = Collator(0, recipe.apart), some(data.held_out, recipe.evaluate_rows)
+    collate, evaluated = Collator(0, recipe.separate_documents), some(data.held_out, recipe.evaluate_rows)
     if not any(answers(collate([row])).any() for row in evaluated):
         raise InputError(
             "the held-out rows have no labels; expected a document of at least 2 tokens among them; prepare data with "
@@ -248,7 +254,7 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
     trainer = HeadraceTrainer(
         model,
         settings,
-        data_collator=Collator(end or 0, recipe.apart),
+        data_collator=Collator(end or 0, recipe.separate_documents),
         train_dataset=full(data.train, recipe.length),
         eval_dataset=some(data.held_out, recipe.evaluate_rows),
         optimizers=(optimizer(model, recipe), None),

@@ -19,14 +19,14 @@ from torch.utils.data import Sampler
 from transformers import ProgressCallback, Trainer
 
 from ..data import Shuffled
-from ..layers.block import Block
-from ..ops.context_parallel import Part, context_parallel
+from ..layers.blocks.block import Block
 from ..ops.loss import IGNORED
+from ..ops.parallel.context import SequenceShard, context_parallel
 from ..utils.integrity import finite
 from .agreement import together
 from .checkpoints import OPTIMIZER, UNFINISHED, load_optimizer, save_optimizer
 from .gate_statistics import GateWatch
-from .optimizer import CarefulAdamW
+from .optimizer import SkipNonFiniteAdamW
 from .processes import grid
 from .sharding import is_sharded, load_weights, whole_weights
 
@@ -83,7 +83,7 @@ class HeadraceTrainer(Trainer):
         labels = batch.get("shift_labels", F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED))
         missing = -labels.shape[1] % len(self.train_dataset[0]["input_ids"])  # type: ignore[index]
         ids, labels = F.pad(batch["input_ids"], (0, missing)), F.pad(labels, (0, missing), value=IGNORED)
-        part = Part(self.group)
+        part = SequenceShard(self.group)
         mine = {"input_ids": part.split(ids), "labels": part.split(labels), "shift_labels": part.split(labels)}
         if "cu_seqlens" in batch:  # the padding follows the last sequence
             mine["cu_seqlens"] = torch.cat([batch["cu_seqlens"][:-1], batch["cu_seqlens"][-1:] + missing])
@@ -117,7 +117,7 @@ class HeadraceTrainer(Trainer):
         shared = self._share(self.eval_dataset if rows is None else rows)
         with evaluating(model), GateWatch().on(model) as watch, self._together():
             for batch in map(self._prepare_inputs, map(self._part, shared)):
-                watch.asked = batch["labels"] != IGNORED
+                watch.labelled = batch["labels"] != IGNORED
                 count = answers(batch).sum()
                 with self.compute_loss_context_manager():
                     loss = model(**batch, use_cache=False).loss  # with a cache, long rows are read in pieces
@@ -208,7 +208,7 @@ class HeadraceTrainer(Trainer):
                 )
         return loss.where(loss.isfinite(), 0.0)  # the Trainer's sum of losses would never be finite again
 
-    def careful(self) -> CarefulAdamW:
+    def careful(self) -> SkipNonFiniteAdamW:
         wrapped: Any = self.optimizer  # accelerate may have wrapped it
         return getattr(wrapped, "optimizer", wrapped)
 

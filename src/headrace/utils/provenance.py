@@ -5,7 +5,7 @@ made-by.json    all versions that worked in the folder, in order
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -82,12 +82,13 @@ def refuse_foreign(folder: Path, file: str = "plan.json") -> None:
 
 def claim(
     folder: Path, wanted: Any, accept_old: bool = False, file: str = "plan.json",
-    optional: Iterable[Place] = (), **made: str,
+    optional: Iterable[Place] = (), today: Callable[[Any], Any] = lambda held: held, **made: str,
 ) -> None:  # fmt: skip
     """Writes the plan `wanted` into a folder, or checks that the folder has the same plan, and records the versions.
 
     Args:
         optional: places of `wanted` that the folder's plan may lack, as one of an older version does: see `defaults`.
+        today: today(plan) -> the folder's plan with earlier names of fields and values replaced by today's.
         made: other properties that the results depend on.
 
     Raises:
@@ -95,7 +96,7 @@ def claim(
             other versions.
     """
     path = folder / file
-    if path.exists() and (found := difference(read_json(path), wanted, optional=set(optional))):
+    if path.exists() and (found := difference(today(read_json(path)), wanted, optional=set(optional))):
         where, there, here = found
         raise InputError(
             f"{str(folder)!r} holds another run ({where} is {there} there and {here} here); name another --output"

@@ -88,7 +88,7 @@ LINEAR: dict[str, Entry[MixerSpec]] = {
             Heads(expand_k=0.75, expand_v=1.5),
             Inputs(conv=4, qk_norm="l2"),
             Decay("softplus"),
-            Write("delta", "sigmoid", look=16),
+            Write("delta", "sigmoid", residual_chunk=16),
             Read("rms", "silu"),
         ),
     ),

@@ -32,7 +32,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # the name of t
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def bring_in(checkpoint: Path) -> HeadraceForCausalLM:
+def import_checkpoint(checkpoint: Path) -> HeadraceForCausalLM:
     """Converts a foreign checkpoint to a headrace model, in evaluation mode and in the precision of the checkpoint.
 
     Raises:
@@ -67,7 +67,7 @@ def bring_in(checkpoint: Path) -> HeadraceForCausalLM:
     return model
 
 
-def take_out(model: HeadraceForCausalLM, name: str, folder: Path) -> None:
+def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> None:
     """Writes a model as a checkpoint of another format: config.json and model.safetensors.
 
     Raises:

@@ -19,7 +19,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from ...layers.base import Mixer
-from ...layers.stack import Backbone
+from ...layers.blocks.stack import Backbone
 from ...ops.checks import require
 
 ALIGNMENT = 16  # bytes; vLLM lays the states of a layer one after another, and the next page after them

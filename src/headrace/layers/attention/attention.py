@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ...ops.backends.torch.query_key import rotary
 from ...ops.checks import as_bounds, require
-from ...ops.context_parallel import refuse_parts
-from ...ops.torch.query_key import rotary
+from ...ops.parallel.context import refuse_parts
 from ...spec.attention import AttentionSpec
 from ..base import ANY, check_input, check_state, may_write
 from ..packing import count_tokens, without_padding, zeroed

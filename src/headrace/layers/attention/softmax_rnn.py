@@ -14,14 +14,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ...ops.backends.torch.query_key import l2_norm, rotary
 from ...ops.call import NORMALISER_EPS, accumulator
 from ...ops.checks import require
 from ...ops.sequences import Sequences
-from ...ops.torch.query_key import l2_norm, rotary
 from ...spec.softmax_rnn import NORMS, SoftmaxRNNSpec
 from ..base import ANY, Mixer, check_state
-from ..feature_maps import FEATURE_MAPS
-from ..taylor import truncated_exp
+from ..linear.feature_maps import FEATURE_MAPS
+from ..linear.taylor import truncated_exp
 from .attention import AttentionState, attend_packed, extended
 from .sdpa import visible
 

@@ -16,9 +16,9 @@ from ...ops.sequences import Sequences
 from ...spec.decay import Decay
 from ...spec.matrix import MatrixSpec
 from ..base import Mixer, Recurrence
-from ..decays import SigmoidDecay
-from ..decode import MixerState
-from .chunks import CHUNK, carry, recur
+from ..chunks import CHUNK, carry, recur
+from ..linear.decays import SigmoidDecay
+from ..linear.token import MixerState
 
 
 class Operands(NamedTuple):

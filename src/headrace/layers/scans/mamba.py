@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.backends.torch.control import finite_exp
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
-from ...ops.torch.control import finite_exp
 from ...spec.scan import ScanSpec
 from ..base import Mixer, Recurrence, ScanState
-from ..convolution import convolve
-from ..decays import draw_step_bias_
+from ..linear.convolution import convolve
+from ..linear.decays import draw_step_bias_
 from .selective_scan import Operands, selective_scan, selective_step
 
 

@@ -9,10 +9,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ...ops.backends.torch.control import finite_exp
 from ...ops.call import accumulator
 from ...ops.derivatives import refuse_transforms
 from ...ops.sequences import Sequences
-from ...ops.torch.control import finite_exp
 from ...spec.scan import ScanSpec
 from ..base import Mixer, ScanState
 from .scan import NAME, Pack, packed_scan, running_maximum

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.backends.torch.control import finite_exp
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
-from ...ops.torch.control import finite_exp
 from ...spec.scan import ScanSpec
 from ...utils.device import without_autocast
 from ..base import Mixer, Recurrence, ScanState

@@ -1,6 +1,6 @@
 """Tensor parallelism: the heads of mixers and the widths of MLPs split over processes.
 
-cuts.py says which part of a parameter a process holds, parts.py has the layers, ops/tensor_parallel.py the collectives.
+cuts.py says which part of a parameter a process holds, parts.py has the layers, ops/parallel/tensor.py the collectives.
 """
 
 import os
@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grads_with_norm_
 
 from ...ops.checks import require
-from ...ops.tensor_parallel import Ranks
+from ...ops.parallel.tensor import Ranks
 from ...utils.errors import InputError
 from ..attention.attention import SoftmaxAttention
 from ..base import Mixer
-from ..block import MLP
-from ..linear import LinearMixer
-from ..moe import MixtureOfExperts
+from ..blocks.block import MLP
+from ..blocks.moe import MixtureOfExperts
+from ..linear.mixer import LinearMixer
 from .cuts import Cut
 from .parts import PartAttention, PartLinear, PartMLP
 

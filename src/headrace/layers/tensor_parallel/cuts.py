@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ...ops.checks import require
 from ..attention.attention import SoftmaxAttention
-from ..block import MLP
-from ..competition import HeadCompetition
-from ..linear import LinearMixer
+from ..blocks.block import MLP
+from ..linear.competition import HeadCompetition
+from ..linear.mixer import LinearMixer
 
 Segments = Sequence[tuple[str, int]]  # (kind, n) of the segments of a dimension
 

@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.backends.torch.gated_norm import around
 from ...ops.call import accumulator
 from ...ops.checks import require
 from ...ops.gated_norm import GatedNorm
-from ...ops.tensor_parallel import Ranks
-from ...ops.torch.gated_norm import around
+from ...ops.parallel.tensor import Ranks
 from ...utils.errors import GateWarning
 from ..attention.attention import SoftmaxAttention
-from ..block import MLP
-from ..competition import HeadCompetition
-from ..decays import FixedDecay
-from ..linear import LinearMixer
+from ..blocks.block import MLP
+from ..linear.competition import HeadCompetition
+from ..linear.decays import FixedDecay
+from ..linear.mixer import LinearMixer
 from .cuts import Cut, Shares, attention_cuts, linear_cuts, mlp_cuts
 
 
@@ -39,7 +39,7 @@ class PartLinear(LinearMixer):
             sizes: Any = {"hidden_size": D, "num_heads": H, "norm_eps": whole.norm_eps, "rope_theta": whole.rope_theta}
             super().__init__(replace(whole.spec, heads=heads), **sizes)
         self.hidden_size, self.op, self.backend, self.ranks = D, whole.op, whole.backend, ranks
-        self.o_proj = Summed(self.o_proj, ranks)
+        self.o_proj = RowParallelLinear(self.o_proj, ranks)
         for name in ("read_competition", "write_competition"):
             if (gate := getattr(self, name)) is not None:
                 setattr(self, name, PartCompetition(gate, shares, ranks))
@@ -110,7 +110,7 @@ class PartAttention(SoftmaxAttention):
         for name in ("k", "v"):
             kept, _, width = self.state_shapes[name]
             self.state_shapes[name] = (kept, shares.groups, width)
-        self.o_proj = Summed(self.o_proj, ranks)
+        self.o_proj = RowParallelLinear(self.o_proj, ranks)
         self.cuts = adopt(self, whole, partial(attention_cuts, whole, shares), ranks)
 
     def forward(self, x: Tensor, state=None, **where):
@@ -128,14 +128,14 @@ class PartMLP(MLP):
         linears = {name: getattr(whole, name) for name in ("gate_proj", "up_proj", "down_proj")}
         for name, linear in linears.items():
             setattr(self, name, None if linear is None else _empty(linear))
-        self.down_proj = Summed(self.down_proj, ranks)
+        self.down_proj = RowParallelLinear(self.down_proj, ranks)
         self.cuts = adopt(self, whole, partial(mlp_cuts, whole, shares), ranks)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.ranks.enter(x))
 
 
-class Summed(nn.Linear):
+class RowParallelLinear(nn.Linear):
     """The end of a region: a linear layer of a process's inputs, summed over processes."""
 
     def __init__(self, linear: nn.Linear, ranks: Ranks):

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...hf.cache import NAME as CACHE
 from ...hf.cache import HeadraceCache
 from ...layers.attention.attention import AttentionState
-from ...layers.decode import MixerState
+from ...layers.linear.token import MixerState
 
 READ = 64  # tokens of context that every model processes
 PIECE = 4096  # tokens per forward pass over a long context

@@ -13,7 +13,7 @@ from torch import nn
 from ... import zoo
 from ...hf.config import HeadraceConfig
 from ...hf.model import HeadraceForCausalLM
-from ...layers.widths import default_intermediate_size
+from ...layers.blocks.widths import default_intermediate_size
 from ...spec.linear import MixerSpec
 from ...spec.serialise import CACHED
 from ...utils.errors import InputError

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ... import models
 from ...hf.model import HeadraceConfig, HeadraceForCausalLM
-from ...layers.widths import matrix_products
+from ...layers.blocks.widths import matrix_products
 from ...models import shift_right
 from ...spec.encoder_decoder import ModelSpec
 from ...spec.serialise import RECURRENT, from_json

@@ -11,13 +11,13 @@ from typing import Any
 from ... import zoo
 from ...spec.encoder_decoder import ModelSpec
 from ...spec.record import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Record
-from ...spec.serialise import admitted, to_json
+from ...spec.serialise import admitted, from_json, to_json
 from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
 from ...tasks.base import Part, generator
 from ...training.optimization import Optimization
 from ...utils.errors import InputError
-from ...utils.integrity import digest, read_result
+from ...utils.integrity import digest, misfit, read_result
 from ...utils.provenance import Place, defaults
 from .question import Question
 
@@ -223,6 +223,14 @@ class Study:
         """The places of `to_json` that have their default, which the plan of an older version may lack."""
         specs = [{"specs": {mixer: zoo.get(mixer) for mixer in plan.mixers}} for plan in self.plans]
         return {*defaults(self), *defaults({"plans": specs})}
+
+
+def with_new_names(held: Any) -> Any:
+    """Returns the plan of a study, as `Study.to_json` wrote it, with its specs in today's spelling."""
+    if misfit(held, {"plans": [{"specs": {...: dict}}]}):
+        return held
+    plans = [p | {"specs": {m: to_json(from_json(spec)) for m, spec in p["specs"].items()}} for p in held["plans"]]
+    return held | {"plans": plans}
 
 
 def answers(spec, task: Task) -> bool:

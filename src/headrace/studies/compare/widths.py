@@ -3,7 +3,7 @@
 from functools import cache, partial
 from typing import Any
 
-from ...layers.widths import count_parameters, default_intermediate_size, match_intermediate_size
+from ...layers.blocks.widths import count_parameters, default_intermediate_size, match_intermediate_size
 from ...spec.encoder_decoder import ModelSpec
 from ...spec.serialise import to_json
 from ...spec.stack import StackSpec

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ...layers.attention.attention import SoftmaxAttention
 from ...layers.attention.softmax_rnn import SoftmaxRNN
-from ...layers.linear import LinearMixer
-from ...layers.matrix.chunks import recur
+from ...layers.chunks import recur
+from ...layers.linear.mixer import LinearMixer
 from ...layers.matrix.rwkv7 import RWKV7, form, step
 from ...ops.sequences import Sequences
 
@@ -90,7 +90,7 @@ class Recorded:
         return getattr(self.call[1], name, None) if isinstance(self.mixer, RWKV7) else None
 
     def _by_head(self, x: Tensor) -> Tensor:
-        rank = self.mixer.spec.rank if isinstance(self.mixer, LinearMixer) else 1
+        rank = self.mixer.spec.memories_per_head if isinstance(self.mixer, LinearMixer) else 1
         return x[0].unflatten(1, (-1, rank)).mean(-1)
 
 
@@ -100,7 +100,7 @@ class Recorded:
 def linear_map(mixer: Any, arguments: dict[str, Any], out: Tensor) -> Reading:
     """The map of a linear mixer. It includes the read gate if the op applies it, but not if the layer applies it after
     its norm."""
-    rank = mixer.spec.rank
+    rank = mixer.spec.memories_per_head
 
     def together(out: Tensor) -> Tensor:
         return out.unflatten(2, (-1, rank)).sum(3)  # a head reads the sum of its memories

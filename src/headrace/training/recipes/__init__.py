@@ -22,6 +22,7 @@ from ...utils.errors import InputError, nearest
 from ..optimization import Optimization
 
 FOLDER = Path(__file__).parent
+OLD_FIELDS = {"apart": "separate_documents"}  # earlier names in stored recipes, and what they are now
 FROM_DATA = ("length", "vocab_size")  # fields that prepared data state too
 # Names of fields of transformers' TrainingArguments and configurations -> the field of Recipe with that meaning.
 ELSEWHERE = {
@@ -56,7 +57,9 @@ class Recipe(Optimization):
     length: PositiveInt = 4096  # tokens per row
     tokens: PositiveFloat = 15e9  # training tokens in all
     batch_tokens: PositiveInt = 524288  # tokens per step
-    apart: bool = False  # keep documents in a row separate: no attention, state or label crosses their boundary
+    separate_documents: bool = (
+        False  # keep documents in a row separate: no attention, state or label crosses their boundary
+    )
 
     # the optimiser, with the fields of Optimization
 
@@ -164,8 +167,9 @@ def load(
     Raises:
         InputError: the recipe does not exist or is not YAML, or a field is unknown or has an invalid value.
     """
-    given = _merged(name)
-    about = About(given.pop("source", ""), given.pop("data", ""), tuple(given.pop("assumed", ())))
+    given = {OLD_FIELDS.get(field, field): value for field, value in _merged(name).items()}
+    assumed = tuple(OLD_FIELDS.get(field, field) for field in given.pop("assumed", ()))
+    about = About(given.pop("source", ""), given.pop("data", ""), assumed)
     free = [*given.pop("from_data", []), *(field for field in FROM_DATA if field not in given)]
     stated = {field: manifest[field] for field in FROM_DATA if manifest and field in free}
     data = given | stated | {field: _parsed(value) for field, value in (changes or {}).items()}

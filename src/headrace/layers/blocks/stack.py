@@ -1,0 +1,159 @@
+"""Stacks of blocks.
+
+Dimensions: B batch, T tokens, D hidden size, N sequences.
+"""
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.checks import as_bounds, require
+from ...spec.serialise import Spec
+from ...spec.stack import Layer
+from ..attention.attention import AttentionState
+from ..attention.positions import sinusoidal
+from ..base import SelfInitialised, check_state
+from ..packing import count_tokens
+from .block import Block, Shared, Sizes, build_norm
+from .moe import MixtureOfExperts
+
+PIECE = 1024  # number of tokens per call in `prefill`
+
+
+class PositionState(NamedTuple):
+    """The state of `Positions`."""
+
+    tokens: Tensor  # [N], number of tokens so far
+
+
+class Positions(nn.Module):
+    """Adds sinusoidal or learned absolute positions to the embeddings. Padding has no position."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        learned = sizes.style.positions == "learned"
+        self.table = nn.Embedding(sizes.max_positions, sizes.hidden_size) if learned else None
+
+    def forward(
+        self,
+        x: Tensor,
+        state: PositionState | None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, PositionState]:
+        """x [B, T, D] -> (x [B, T, D], state). Raises InputError for sequences longer than the learned table."""
+        if state is not None:
+            check_state(state, PositionState, {"tokens": ()}, x, cu_seqlens)
+        places, tokens = count_tokens(x, None if state is None else state.tokens, mask, cu_seqlens)
+        if self.table is None:
+            return x + sinusoidal(places, x.shape[2]).to(x.dtype), PositionState(tokens)
+        longest, known = int(tokens.max()), self.table.num_embeddings
+        require(longest <= known, f"a sequence has {longest} tokens; expected at most {known}, the learned positions")
+        return x + self.table(places), PositionState(tokens)
+
+
+class Backbone(nn.Module):
+    """A stack of blocks with positions and a final norm: a language model without embedding and head."""
+
+    def __init__(self, layers: Sequence[Layer | Spec], sizes: Sizes, block: type[Block] = Block):
+        super().__init__()
+        self.layers = nn.ModuleList(block(layer, sizes, i, len(layers)) for i, layer in enumerate(layers))
+        self.shared: Any = Shared(sizes) if any(layer.link is not None for layer in self.layers) else None
+        self.positions = None if sizes.style.positions == "none" else Positions(sizes)
+        self.embedding_norm = build_norm(sizes) if sizes.style.embedding_norm else nn.Identity()
+        self.norm = build_norm(sizes) if sizes.style.order == "pre" else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        states: Sequence[Any] | None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs: list[Tensor] | None = None,
+        memories: Sequence[Any] | None = None,
+        in_place: bool = False,
+    ) -> tuple[Tensor, list[Any]]:
+        """Applies the positions, the blocks and the final norm.
+
+        Args:
+            x: [B, T, D].
+            states: what the previous call returned; None: x begins its sequences.
+            mask: [B, T], bool; False marks padding, at any position.
+            cu_seqlens: [N + 1], bounds of N packed sequences; B is 1.
+            inputs: a list to which the input of every block is appended.
+            memories: the result of `remember` for the other sequence, if blocks have cross-attention.
+            in_place: whether `states` may be overwritten, after which they must not be used. Otherwise they are not
+                changed.
+
+        Returns:
+            (x [B, T, D], the next states: of the positions, if the style has any, then of each layer, preceded by the
+            shared block's for a layer that uses it).
+
+        Raises:
+            InputError: for states of another stack.
+        """
+        count = len(self.layers) + (self.positions is not None) + sum(layer.link is not None for layer in self.layers)
+        given = count if states is None else len(states)
+        require(given == count, f"states has {given} entries; expected {count}, as this stack returns them")
+        before, after = repeat(None) if states is None else iter(states), []
+        where = {"mask": mask, "cu_seqlens": as_bounds(cu_seqlens)}
+        if self.positions is not None:
+            x, state = self.positions(x, next(before), **where)
+            after.append(state)
+        x = self.embedding_norm(x)
+        embedded, beside = x, None
+        for layer, memory in zip(self.layers, memories or [None] * len(self.layers), strict=True):
+            if inputs is not None:
+                inputs.append(x)
+            if layer.link is not None:
+                beside, state = self.shared(x, embedded, next(before), **where, in_place=in_place)
+                after.append(state)
+            x, state = layer(x, next(before), beside, **where, memory=memory, in_place=in_place)
+            after.append(state)
+        return self.norm(x), after
+
+    def prefill(
+        self, x: Tensor, states: Sequence[Any] | None, mask: Tensor | None, in_place: bool = False
+    ) -> tuple[Tensor, list[Any]]:
+        """Computes `forward` without a gradient. If all layers are recurrent, it computes PIECE tokens at a time, which
+        bounds the memory for activations."""
+        if x.shape[1] <= PIECE or not self.recurrent:
+            return self(x, states, mask=mask, in_place=in_place)
+        y = torch.empty_like(x)
+        for start in range(0, x.shape[1], PIECE):
+            piece = slice(start, start + PIECE)
+            now = None if mask is None else mask[:, piece]
+            y[:, piece], states = self(x[:, piece], states, mask=now, in_place=in_place or start > 0)
+        return y, states  # type: ignore[return-value]
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether tokens can be computed in pieces at no other cost: all states have a size that does not depend on the
+        number of tokens, and there is no mixture of experts, whose load balance is defined over all tokens."""
+        return all(layer.recurrent and not isinstance(layer.mlp, MixtureOfExperts) for layer in self.layers)
+
+    def remember(self, other: Tensor, mask: Tensor | None = None) -> list[AttentionState]:
+        """Returns the keys and values of the other sequence [B, L, D] for the cross-attention of each block. mask
+        [B, L]: False marks padding."""
+        return [layer.cross.remember(other, mask) for layer in self.layers]  # type: ignore[operator, union-attr]
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, std: float | None = None) -> None:
+    """Initialises a module's own parameters, for use with `nn.Module.apply`. Linear and embedding weights are normal.
+
+    std: standard deviation; None: in_features^-1/2 for a linear layer, 1 for an embedding."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        inputs = module.in_features if isinstance(module, nn.Linear) else 1
+        nn.init.normal_(module.weight, std=inputs**-0.5 if std is None else std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, MixtureOfExperts):
+        module.reset_parameters(std)
+    elif isinstance(module, SelfInitialised | nn.Conv1d | nn.RMSNorm | nn.LayerNorm):
+        module.reset_parameters()

@@ -1,0 +1,123 @@
+"""Splits sequences into chunks of equal size, which are computed in parallel except for the recurrence of the states.
+
+Chunks are ordered by rounds: round i has the i-th chunk of every sequence that has one, with the longest sequences
+first, so that the sequences of a round are the first ones of the previous round. Incomplete chunks are padded by zeros.
+
+Dimensions: B batch, T tokens, N sequences, M chunks, C tokens per chunk.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..ops.sequences import Sequences
+from ..utils.device import without_autocast
+
+CHUNK = 32  # tokens per chunk of the matrix memories; a power of two
+SPAN = 1024  # number of tokens that are computed in parallel
+
+
+class Chunks:
+    """The chunks of x [B, T, ·].
+
+    Args:
+        size: C.
+        offsets: [N], position of each sequence's first token in its first chunk; None: 0.
+    """
+
+    def __init__(self, sequences: Sequences, x: Tensor, size: int, offsets: Tensor | None = None):
+        lengths = sequences.lengths(x)
+        offsets = torch.zeros_like(lengths) if offsets is None else offsets
+        chunks = torch.where(lengths > 0, -(-(lengths + offsets) // size), 0)
+        self.order = chunks.argsort(descending=True, stable=True)
+        self.rank = self.order.argsort()
+        held = chunks.tolist()
+        self.counts = [sum(n > i for n in held) for i in range(max(held, default=0))]
+        self.size, self.shape = size, x.shape[:2]
+        begins = torch.tensor([0, *self.counts], device=x.device).cumsum(0)
+        owner = torch.arange(len(held), device=x.device).repeat_interleave(lengths)
+        within = sequences.positions(None, x).expand(self.shape).flatten() + offsets[owner]
+        self.places = (begins[within // size] + self.rank[owner]) * size + within % size
+
+    def lay_out(self, x: Tensor) -> Tensor:
+        """Converts tokens [B, T, ·] to chunks [M, C, ·]."""
+        x = x.flatten(0, 1)
+        full = x.new_zeros(sum(self.counts) * self.size, *x.shape[1:])
+        return full.index_copy(0, self.places, x).unflatten(0, (-1, self.size))
+
+    def take_back(self, y: Tensor) -> Tensor:
+        """Converts chunks [M, C, ·] to tokens [B, T, ·]."""
+        return y.flatten(0, 1)[self.places].unflatten(0, self.shape)
+
+    def spans(self) -> list[list[int]]:
+        """Groups consecutive rounds into spans of about SPAN tokens. Returns the numbers of chunks of their rounds."""
+        found: list[list[int]] = []
+        filled = SPAN
+        for count in self.counts:
+            if filled >= SPAN:
+                found.append([])
+                filled = 0
+            found[-1].append(count)
+            filled += count * self.size
+        return found
+
+
+def carry(advance: Callable[..., Tensor], S: Tensor, counts: list[int], *operands: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the recurrence S ← advance(S, *operands of a chunk) over all rounds.
+
+    Args:
+        S: initial states [N, ·], in the order `Chunks.order`.
+        counts: number of chunks of each round.
+        operands: [M, ·].
+
+    Returns:
+        (the state before each chunk [M, ·], the last state of each sequence [N, ·]).
+    """
+    before, ended = [], []
+    for pieces in zip(*(x.split(counts) for x in operands), strict=True):
+        S, rest = S.split([len(pieces[0]), len(S) - len(pieces[0])])
+        before.append(S)
+        ended.append(rest)
+        S = advance(S, *pieces)
+    return torch.cat([S[:0], *before]), torch.cat([S, *reversed(ended)])
+
+
+def chunkwise(form: Callable[..., tuple[Tensor, Tensor]], x: Any, sequences: Sequences, S: Tensor):
+    """Computes a mixer span by span: x [B, T, ·] and the initial memory S [N, ·] -> (out [B, T, ·], the final memory).
+
+    form(counts, S, *operands [M, C, ·]) -> (out [M, C, ·], S) computes a span. The intermediate tensors of a span are
+    recomputed in the backward, because for all tokens they would be several times as large as the saved tensors.
+    """
+    chunks = Chunks(sequences, x[0], CHUNK)
+    S, spans, out = S[chunks.order], chunks.spans(), [x[2].new_zeros(0, CHUNK, *x[2].shape[2:])]
+    sizes = [sum(counts) for counts in spans]
+    for counts, *pieces in zip(spans, *(chunks.lay_out(y).split(sizes) for y in x), strict=True):
+        if len(spans) == 1:
+            y, S = form(counts, S, *pieces)
+        else:
+            y, S = checkpoint(form, counts, S, *pieces, use_reentrant=False, preserve_rng_state=False)
+        out.append(y)
+    return chunks.take_back(torch.cat(out)), S[chunks.rank]
+
+
+def recur(step: Callable, form: Callable, x: Any, sequences: Sequences, S: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Computes the recurrence of a mixer with a matrix memory per head.
+
+    Args:
+        step: step(x, S) computes one token of each sequence.
+        form: computes many tokens, as in `chunkwise`.
+        x: q, k [B, T, H, K], v [B, T, H, V] and further operands, in the precision of the memory.
+        S: initial memory [N, H, K, V]; None: zeros.
+
+    Returns:
+        (out [B, T, H, V], the final memory [N, H, K, V]).
+    """
+    q, _, v = x[:3]
+    with without_autocast(q):  # the memory is float32 or float64 by definition
+        S = q.new_zeros(sequences.count, *q.shape[2:], v.shape[-1]) if S is None else S
+        if q.shape[1] == 1 and sequences.cu_seqlens is None:
+            return step(x, S)
+        return chunkwise(form, x, sequences, S)

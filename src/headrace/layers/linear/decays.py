@@ -1,0 +1,170 @@
+"""The decays of linear mixers, one class each. spec/decay.py declares their shapes and papers.
+
+Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head.
+"""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.backends.torch.control import step_size
+from ...ops.call import accumulator
+from ...ops.control import Control
+from ...ops.dispatch import choose
+from ...spec.decay import Decay
+from ..base import SelfInitialised
+
+
+class DecayModule(SelfInitialised):
+    """Base of the decays: maps its part [B, T, in_features] of the input projection to log_decay ≤ 0, with the backend
+    of a name.
+
+    Args:
+        spec: the decay's kind and rank.
+        num_heads, key_dim: H and K.
+        depth: relative depth of the layer, 0 for the first and 1 for the last layer.
+    """
+
+    starts_fixed: ClassVar[bool] = False  # whether its part of the input projection is initialised to zero
+    in_features: int = 0  # size of its part of the input projection
+
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
+        super().__init__()
+        self.spec, self.num_heads, self.key_dim, self.depth = spec, num_heads, key_dim, depth
+
+    def reset_parameters(self) -> None:
+        """Initialises the parameters of the module itself; the default has none."""
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, T, H K] -> [B, T, H, K]."""
+        return x.unflatten(-1, (self.num_heads, self.key_dim))
+
+
+def activated(backend: str, *call: Any) -> Tensor:
+    """Computes y from the arguments of Control."""
+    found = Control(*call)
+    return choose("control", backend, found).run(found)
+
+
+class FixedDecay(DecayModule):
+    """RetNet's decay: log_decay [H] = log(1 − 2^(−5−h)) (arXiv 2307.08621, section 2.2)."""
+
+    first = 0  # index of the first head, of those that a process has under tensor_parallel
+
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        # Computed instead of stored, because a half-precision buffer would lose most digits.
+        h = torch.arange(self.first, self.first + self.num_heads, device=x.device, dtype=torch.float64)
+        return torch.log1p(-torch.exp2(-5 - h)).to(accumulator(x))
+
+
+class XPosDecay(DecayModule):
+    """The decay of xPos: log_decay [B, T, H, K] = log(ζ_i) / 512, with ζ_i = (i / (K/2) + 0.4) / 1.4 for the rotary
+    pair of channels i and i + K/2 (arXiv 2212.10554, section 3).
+
+    xPos multiplies q at position n by ζ^{n/512} and k at position m by ζ^{−m/512}, which overflows for long sequences.
+    Their product ζ^{(n−m)/512} is a decay. xPos replaces RetNet's decay γ; both together would decay twice."""
+
+    OFFSET, TOKENS = 0.4, 512
+
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        half = self.key_dim // 2
+        zeta = (torch.arange(half, device=x.device, dtype=torch.float64) / half + self.OFFSET) / (1 + self.OFFSET)
+        return (zeta.log() / self.TOKENS).repeat(2).to(accumulator(x)).expand(*x.shape[:2], self.num_heads, -1)
+
+
+class SoftplusDecay(DecayModule):
+    """Decay of Mamba-2 (arXiv 2405.21060) and Gated DeltaNet: log_decay [B, T, H] = −A dt, dt = softplus(x + b)."""
+
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
+        super().__init__(spec, num_heads, key_dim, depth)
+        self.in_features = num_heads
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.A_log.uniform_(1, 16).log_()
+        draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
+
+    def forward(self, x: Tensor, backend: str = "auto", steps: bool = False) -> Any:
+        """Returns log_decay [B, T, H]; with `steps`, (log_decay, dt [B, T, H]), by PyTorch."""
+        if not steps:
+            return activated(backend, x, self.dt_bias, self.A_log, "softplus")
+        return activated("torch", x, self.dt_bias, self.A_log, "softplus"), step_size(x, self.dt_bias)
+
+
+@torch.no_grad()
+def draw_step_bias_(bias: Tensor, low: float = 1e-3, high: float = 1e-1) -> None:
+    """Mamba's initialisation: sets the bias to softplus⁻¹(dt), with dt log-uniform between low and high."""
+    dt = bias.uniform_(math.log(low), math.log(high)).exp()
+    bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+
+
+class SigmoidDecay(DecayModule):
+    """GLA's decay: log_decay [B, T, H, K] = log σ(W x + b) / 16 (arXiv 2312.06635, section 4.3)."""
+
+    TEMPERATURE = 16.0
+
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
+        super().__init__(spec, num_heads, key_dim, depth)
+        self.in_features = spec.rank or key_dim
+        self.up = nn.Linear(self.in_features, num_heads * key_dim)
+
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        return activated(backend, self._heads(self.up(x)), None, None, "sigmoid", 1 / self.TEMPERATURE)
+
+
+class ExpDecay(DecayModule):
+    """RWKV-6's decay: log_decay [B, T, H, K] = −exp(b + tanh(x) W) (arXiv 2404.05892, section 4.2)."""
+
+    starts_fixed = True
+
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
+        super().__init__(spec, num_heads, key_dim, depth)
+        self.in_features = spec.rank or key_dim
+        self.bias = nn.Parameter(torch.empty(num_heads * key_dim))
+        self.up = nn.Parameter(torch.empty(self.in_features, num_heads * key_dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        n = self.bias.numel()
+        place = torch.arange(n) / max(n - 1, 1)
+        self.bias.copy_(-6 + 5 * place ** (0.7 + 1.3 * self.depth))
+        self.up.uniform_(-0.01, 0.01)
+
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        return activated(backend, self._heads(torch.tanh(x) @ self.up), self.bias, None, "exp")
+
+
+class SoftplusVectorDecay(DecayModule):
+    """Decay of Kimi Delta Attention (arXiv 2510.26692): log_decay [B, T, H, K] = −A softplus(W x + b), A per head."""
+
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
+        super().__init__(spec, num_heads, key_dim, depth)
+        self.in_features = spec.rank or key_dim
+        self.up = nn.Linear(self.in_features, num_heads * key_dim, bias=False)
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads * key_dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.A_log.uniform_(1, 16).log_()
+        draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
+
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        return activated(backend, self._heads(self.up(x)), self.dt_bias, self.A_log, "softplus")
+
+
+DECAYS: dict[str, type[DecayModule]] = {
+    "retnet": FixedDecay,
+    "xpos": XPosDecay,
+    "softplus": SoftplusDecay,
+    "sigmoid": SigmoidDecay,
+    "exp": ExpDecay,
+    "softplus-vector": SoftplusVectorDecay,
+}

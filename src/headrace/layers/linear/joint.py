@@ -1,0 +1,44 @@
+"""A gate of rank R that depends jointly on query and key, by R memories per head (competition.memories_per_head).
+
+Head competition gates the contribution of token s to token t by the product G^Q_h(q_t) G^K_h(k_s), which has rank 1 as
+a function of q_t and k_s. With R memories per head, all of which compete for writes, and a distribution over a head's
+memories for each read, the gate is
+
+    P(h | q_t, k_s) ∝ G^Q_h(q_t) Σ_r P(r | h, q_t) G^K_{h,r}(k_s)
+
+This gate has rank R, and the layer is still a recurrence. It multiplies memory and time of `linear_attention` by R, and
+has 2 R H K weights in place of H K for writes. Initially all write gates are equal, so that all memories of a head are
+equal and the layer equals the mixer without competition; the initial read distributions differ, so that the memories
+get different gradients.
+
+Dimensions: B batch, T tokens, H heads (Hq for q and k), R memories per head, K key dimension.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.call import accumulator
+from .competition import Gate
+
+
+class MemoryChoice(Gate):
+    """P(r | h, q_t) = softmax over r of ⟨q_h, w_{h,r}⟩. The initial weights are cosines, without random numbers."""
+
+    def __init__(self, rank: int, num_heads: int, key_dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, rank, key_dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        _, R, K = self.weight.shape
+        angle = math.pi / K * torch.outer(torch.arange(R), torch.arange(K) + 0.5)
+        self.weight.copy_(angle.cos() * math.sqrt(2 / K))
+
+    def forward(self, q: Tensor) -> Tensor:
+        """q [B, T, Hq, K] after the short convolution -> [B, T, H R], with the memories of a head side by side."""
+        q = q.repeat_interleave(len(self.weight) // q.shape[2], 2)
+        scores = torch.einsum("bthk,hrk->bthr", q, self.weight)
+        return scores.to(accumulator(q)).softmax(-1).flatten(2)

@@ -1,0 +1,137 @@
+"""`LinearParameters`, the submodules and parameters of a LinearMixer and their initialisation.
+
+Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.attention import linear_attention
+from ...ops.backends.base import HasBackend
+from ...ops.dispatch import default_backend
+from ...spec.linear import MixerSpec
+from ...utils.errors import GateWarning
+from ..base import Mixer
+from .competition import HeadCompetition
+from .decays import DECAYS
+from .joint import MemoryChoice
+from .readout import OutputGate, weight_size
+from .residual import ResidualDelta
+from .taylor import TaylorFeatures
+from .token import FusedStep, MixerState
+from .token_shift import TokenShift
+
+
+class LinearParameters(Mixer, HasBackend):
+    """The parameters of a `LinearMixer`, from its arguments, and their initialisation."""
+
+    state_kind = MixerState
+    static_shapes = True
+    op: Callable[..., tuple[Tensor, Tensor]]
+    # Parts are None if the spec does not have them.
+    conv: Any
+    shift: Any
+    features: Any
+    decay: Any
+    bonus: Any
+    residual: Any
+    choice: Any
+    norm_weight: Any
+    norm_bias: Any
+    skip: Any
+    gate: Any
+
+    def __init__(
+        self, spec: MixerSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1,
+        norm_eps: float = 1e-6, rope_theta: float = 10000.0,
+    ):  # fmt: skip
+        super().__init__()
+        self.spec, self.norm_eps, self.rope_theta = spec, norm_eps, rope_theta
+        self.op = linear_attention  # may be set to a partial with a form or chunk size
+        self.backend = default_backend()  # may be set; PyTorch computes what a backend given by name does not have
+        self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
+        self.Hq = spec.heads.qk_groups or self.H
+        self.state_shapes = spec.state_shapes(hidden_size, num_heads) | ({"tokens": ()} if spec.counts_tokens else {})
+        self.parts = {"q": self.Hq * self.K, "k": self.Hq * self.K, "v": self.H * self.V}  # sizes of in_proj's parts
+        self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
+        self.share = (layer_idx + 1) / num_layers  # fraction of the layers up to and including this one
+        self._build_inputs(hidden_size)
+        self._build_memory()
+        self._build_readout()
+        self.in_proj = nn.Linear(hidden_size, sum(self.parts.values()), bias=False)
+        self.o_proj = nn.Linear(self.H * self.V, hidden_size, bias=False)
+        self._build_competition(hidden_size)
+        self.fused = FusedStep(self)
+        self.reset_parameters()
+
+    def _build_inputs(self, hidden_size: int) -> None:
+        self.conv = self.shift = self.features = None
+        if width := self.spec.inputs.conv:
+            channels = 2 * self.Hq * self.K + self.H * self.V
+            self.conv = nn.Conv1d(channels, channels, width, groups=channels, bias=self.spec.inputs.conv_bias)
+        if self.spec.inputs.shift == "ddlerp":
+            self.shift = TokenShift(hidden_size, self.depth, self.height)
+        if (order := self.spec.inputs.order) is not None:
+            self.features = TaylorFeatures(self.K, order)
+
+    def _build_memory(self) -> None:
+        spec, rows = self.spec, self.spec.memory_rows(self.K)
+        self.decay = self.bonus = self.residual = None
+        if spec.decay.kind != "none":
+            self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
+            self.parts["decay"] = self.decay.in_features
+        if spec.write.beta == "sigmoid":
+            self.parts["beta"] = self.H
+        if spec.write.residual_chunk is not None:
+            self.residual = ResidualDelta(spec.write.residual_chunk, self.H * spec.memories_per_head)
+        if spec.read.bonus:
+            self.bonus = nn.Parameter(torch.empty(self.H, rows))
+
+    def _build_readout(self) -> None:
+        read, width = self.spec.read, self.H * self.V
+        size = weight_size(read.norm, self.H, self.V)
+        self.norm_weight = None if size is None else nn.Parameter(torch.empty(size))
+        self.norm_bias = nn.Parameter(torch.empty(width)) if read.norm == "group" else None
+        self.skip = nn.Parameter(torch.empty(self.H)) if read.skip else None
+        self.gate = None
+        if read.gate != "none":
+            self.gate = OutputGate(read.gate, self.H, self.V)
+            self.parts["gate"] = self.gate.in_features
+
+    def _build_competition(self, hidden_size: int) -> None:
+        spec, sizes = self.spec.competition, (hidden_size, self.H, self.Hq, self.K)
+        self.read_place, self.write_place = (spec.read, spec.write) if spec else ("none", "none")
+        self.read_competition = HeadCompetition(spec, *sizes) if spec and spec.read != "none" else None
+        rank = self.spec.memories_per_head
+        self.write_competition = HeadCompetition(spec, *sizes, rank) if spec and spec.write != "none" else None
+        self.choice = MemoryChoice(rank, self.H, self.K) if rank > 1 else None
+        for sentence in self.spec.idle_gates(self.H):
+            warnings.warn(sentence, GateWarning, stacklevel=4)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialises the layer's own parameters; its parts initialise theirs."""
+        for ones in (self.norm_weight, self.skip):
+            if ones is not None:
+                ones.fill_(1)
+        if self.spec.read.norm == "group":  # RWKV-6's initialisation
+            self.norm_weight.fill_(self.share**0.7)
+            self.norm_bias.zero_()
+        if self.decay is not None and self.decay.starts_fixed:
+            self.part("decay").zero_()
+        if self.bonus is not None:
+            n = self.bonus.numel()
+            i = torch.arange(n)
+            zigzag = 0.1 * ((i + 1) % 3 - 1)
+            self.bonus.copy_((self.depth * (1 - i / max(n - 1, 1)) + zigzag).view_as(self.bonus))
+
+    def part(self, name: str) -> Tensor:
+        """Returns the rows of in_proj's weight that project to q, k, v, decay, beta or gate."""
+        return self._split(self.in_proj.weight, 0)[name]
+
+    def _split(self, x: Tensor, dim: int) -> dict[str, Tensor]:
+        return dict(zip(self.parts, x.split(list(self.parts.values()), dim), strict=True))

@@ -1,0 +1,60 @@
+"""The Taylor polynomial of e^x, as a function of logits and as a feature map of q and k whose products equal it
+(arXiv 2507.23632, section 3.1)."""
+
+import math
+from itertools import combinations_with_replacement, pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...ops.call import accumulator
+from ..base import SelfInitialised
+
+
+def truncated_exp(x: Tensor, order: int) -> Tensor:
+    """Returns 1 + x + … + x^n / n! for order n. Positive for all x if n is even, negative for some x if n is odd."""
+    total = torch.ones_like(x)
+    for m in range(order, 0, -1):
+        total = 1 + x / m * total
+    return total
+
+
+class TaylorFeatures(SelfInitialised):
+    """φ: [..., d] -> [..., C(d + n, n)] with φ(q)·φ(k) = Σ_{m ≤ n} (q·k)^m / m! for order n.
+
+    The features are the monomials of x up to order n, computed as the monomials of order n of (1, x). A monomial with
+    exponents a_i of x occurs once, with weight Π (a_i!)^(−1/2): the root of its multiplicity in the tensor power over
+    m!."""
+
+    columns: Tensor
+    repeats: Tensor
+
+    def __init__(self, dim: int, order: int):
+        super().__init__()
+        self.dim, self.order = dim, order
+        size = math.comb(dim + order, order)
+        self.register_buffer("columns", torch.empty(order, size, dtype=torch.long), persistent=False)
+        self.register_buffer("repeats", torch.empty(size, dtype=torch.long), persistent=False)  # Π a_i!
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        columns = torch.tensor(list(combinations_with_replacement(range(self.dim + 1), self.order))).T
+        run = repeats = torch.ones_like(columns[0])
+        for before, now in pairwise(columns):
+            run = torch.where(now == before, run + 1, 1)
+            repeats = repeats * torch.where(now > 0, run, 1)
+        self.columns.copy_(columns)
+        self.repeats.copy_(repeats)
+
+    def _load_from_state_dict(self, *given) -> None:
+        super()._load_from_state_dict(*given)
+        self.reset_parameters()  # no checkpoint has the tables, and to_empty leaves what was in memory before
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = F.pad(x.to(accumulator(x)), (1, 0), value=1.0)
+        features = self.repeats.to(wide.dtype).rsqrt()
+        for column in self.columns:
+            features = features * wide.index_select(-1, column)
+        return features.to(x.dtype)

@@ -1,0 +1,195 @@
+"""`linear_attention` and `step`, the recurrence of all linear mixers.
+
+reference.py defines the recurrence. This module checks the arguments and runs the backend that dispatch.py chooses;
+rewrite.py expresses the normaliser and the bonus through the arguments that every backend supports.
+
+Shapes: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N packed sequences.
+"""
+
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+
+from ..utils.errors import InputError
+from .backends.torch.step import recurrent
+from .call import Call, accumulator
+from .checks import as_bounds, check_form, check_rule, check_scale, check_shapes, check_values, require
+from .dispatch import choose, refuse_recurrent
+from .parallel.context import ShardBoundaries, current, over_processes
+from .rewrite import normalised, with_bonus
+
+PARALLEL_LIMIT = 4 * 2**30  # bytes of T×T scores that form="parallel" may hold
+
+Form = Literal["chunkwise", "recurrent", "parallel"]
+Rule = Literal["add", "delta"]
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    rule: Rule = "add",
+    read_gate: Tensor | None = None,
+    write_gate: Tensor | None = None,
+    bonus: Tensor | None = None,
+    normalise: bool = False,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: Form = "chunkwise",
+    chunk_size: int | None = None,
+    backend: str = "auto",
+    check: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Computes linear attention with decay, delta rule and gates. The chunkwise form takes O(T) time and memory.
+
+    The state is a matrix S [K, V] per head, the memory. Each token updates it with k and v and reads it with q:
+
+        S' = e^{g_t} S_{t-1}
+        add:    S_t = S' + β_t k_tᵀ (w_t v_t)                  o_t = scale · r_t · q_t S_t
+        delta:  S_t = S' + β_t k_tᵀ (w_t v_t − k_t S')
+
+    Args:
+        q, k: [B, T, Hq, K], where Hq divides H. Each q/k head is shared by H / Hq consecutive value heads.
+        v: [B, T, H, V]. q, k and v have the same floating-point dtype; the other tensors may have another. T is at
+            least 1.
+        log_decay: natural logarithm g ≤ 0 of the decay. None: no decay; [H]: fixed (RetNet); [B, T, H]: per token
+            (Mamba-2, Gated DeltaNet); [B, T, H, K]: per token and key channel (GLA, RWKV-6, KDA). Values above 0 can
+            give NaN; only check=True refuses them.
+        beta: write strength β [B, T, H]; None: 1.
+        rule: "add", or "delta" (arXiv 2406.06484), which replaces the value stored under k. The delta rule diverges
+            unless β‖k‖² ≤ 2.
+        read_gate: r [B, T, H], which multiplies what a head reads; None: 1. In head competition (arXiv 2602.01744) the
+            head's share of the read, the paper's gate on q.
+        write_gate: w [B, T, H], which multiplies the value that a head writes; None: 1. In head competition the head's
+            share of the write: for "add" it equals the paper's gate on k (equations 5, 10, 12), for "delta" it is the
+            gate of equation 14.
+        bonus: u [H, K], for "add" only (RWKV-6, arXiv 2404.05892): q_t reads S_{t-1} + diag(u) β_t k_tᵀ w_t v_t.
+        normalise: for "add" only (arXiv 2006.16236): o_t = r_t (scale · q_t S_t) / (scale · q_t z_t + 1e-6), where z is
+            the S of v = 1. q and k must be non-negative. The state has z as its last column.
+        scale: multiplies q; None: K^-1/2.
+        initial_state: [B, H, K, V] (V + 1 with normalise); [N, H, K, V] when packed; None: zeros.
+        cu_seqlens: [N + 1] integers 0 = c_0 ≤ … ≤ c_N = T, for N packed sequences in one row (B = 1): sequence n has
+            the tokens c_n … c_{n+1} − 1.
+        form: "chunkwise"; "recurrent", a loop over tokens; or "parallel", with T×T scores, for study. Only "recurrent"
+            has derivatives of all orders and modes; the others have first gradients and raise for any further ones.
+        chunk_size: tokens per chunk of the chunkwise form; None: the backend's choice.
+        backend: "auto", or a name from `backends()`.
+        check: whether to check the values too (NaN, infinities, log_decay > 0, β out of range). Synchronises a GPU.
+
+    Returns:
+        (out [B, T, H, V] in v's dtype, the final state [B or N, H, K, V] in float64 for float64 inputs, else float32).
+
+    Raises:
+        InputError: for arguments that do not fit together, a backend that cannot compute the call, and a parallel form
+            that would exceed 4 GiB.
+    """
+    part, borders, cu_seqlens = current(), None, as_bounds(cu_seqlens)
+    if part is not None:
+        require(form == "chunkwise", f"form={form!r} under context_parallel; expected form='chunkwise'")
+        borders = ShardBoundaries(part, cu_seqlens, v.shape[1])
+        cu_seqlens = borders.cu_seqlens
+    options = {
+        "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate,
+        "initial_state": initial_state, "cu_seqlens": cu_seqlens, "bonus": bonus,
+    }  # fmt: skip
+    check_form(form, chunk_size)
+    call = _checked(q, k, v, options, rule, normalise, scale, chunk_size, ("B", "T"))
+    if check:
+        check_values(q, k, v, options, rule, normalise)
+    if form == "parallel":
+        call = call._replace(chunk_size=_one_chunk(v, cu_seqlens))
+    if form == "recurrent":
+        return _token_by_token(call, bonus, normalise, backend)
+    run = choose("linear_attention", backend, call).run
+    if borders is not None:
+        run = partial(over_processes, borders=borders, run=run)
+    if normalise:
+        return normalised(call, run)
+    if bonus is not None:
+        return with_bonus(call, bonus, run)
+    return run(call)
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], rule: str, normalise: bool,
+    scale: float | None, chunk_size: int | None, axes: tuple[str, ...],
+) -> Call:  # fmt: skip
+    """Checks the arguments of `linear_attention` or `step` and returns their call. options: in the order of Call's
+    fields, then the bonus."""
+    check_rule(rule, options["bonus"], normalise)
+    check_scale(scale)
+    check_shapes(q, k, v, options, normalise, axes)
+    log_decay, beta, write_gate, read_gate, state, cu_seqlens, _ = options.values()
+    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
+    return Call(q, k, v, log_decay, beta, write_gate, read_gate, state, cu_seqlens, rule == "delta", scale, chunk_size)
+
+
+def _token_by_token(call: Call, bonus: Tensor | None, normalise: bool, backend: str) -> tuple[Tensor, Tensor]:
+    """Computes the recurrent form."""
+    refuse_recurrent(backend)
+    # In the accumulator's precision, because gradients of tensors shared by all tokens are summed over tokens.
+    out, state = recurrent(call.wide(), None if bonus is None else bonus.to(accumulator(call.v)), normalise)
+    return out.to(call.v.dtype), state
+
+
+def _one_chunk(v: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Returns the chunk size of the parallel form: the length of the longest sequence."""
+    T = v.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
+    needed = v.shape[0] * v.shape[2] * T * T * accumulator(v).itemsize
+    if needed > PARALLEL_LIMIT:
+        raise InputError(
+            f"form='parallel' would hold {needed / 2**30:.1f} GiB of T×T scores for T={T}; "
+            f"expected at most {PARALLEL_LIMIT / 2**30:.0f} GiB, or form='chunkwise'"
+        )
+    return max(T, 1)
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None = None,
+    *,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    rule: Rule = "add",
+    read_gate: Tensor | None = None,
+    write_gate: Tensor | None = None,
+    bonus: Tensor | None = None,
+    normalise: bool = False,
+    scale: float | None = None,
+    backend: str = "auto",
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Computes one token of `linear_attention`. Arguments have no token dimension, and `state` is its initial_state.
+
+    There is no cu_seqlens, form, chunk_size or check.
+
+    Args:
+        q, k: [B, Hq, K].
+        v: [B, H, V].
+        state: [B, H, K, V] (V + 1 with normalise); None: zeros.
+        log_decay: [H] (fixed), [B, H] or [B, H, K]; None: no decay.
+        beta: write strength [B, H]; None: 1.
+        read_gate: [B, H], which multiplies what is read; None: 1.
+        write_gate: [B, H], which multiplies the value that is written; None: 1.
+        rule, bonus, normalise, scale, backend: as in `linear_attention`.
+        in_place: whether `state` may be overwritten, after which it must not be used.
+
+    Returns:
+        (out [B, H, V] in v's dtype, the next state in float64 for float64 inputs, else float32).
+
+    Raises:
+        InputError: for arguments that do not fit together, and for a backend that cannot compute the call.
+    """
+    options = {
+        "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate, "state": state,
+        "cu_seqlens": None, "bonus": bonus,
+    }  # fmt: skip
+    call = _checked(q, k, v, options, rule, normalise, scale, None, ("B",))
+    return choose("step", backend, call, bonus, normalise).run(call, bonus, normalise, in_place)

@@ -1,0 +1,226 @@
+"""Loads the native library and calls it through its C interface (native/headrace.h).
+
+The library is loaded when this module is imported. A call packs numbers, addresses and strides into the header's
+structs; tensors are not copied if their layout and dtype allow it.
+"""
+
+import ctypes
+import os
+import struct
+from collections.abc import Iterable
+from importlib.resources import as_file, files
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ....spec.decay import DecayShape
+from ....utils.errors import InputError
+from ...call import Call
+from ..torch.tiles import sequence_ends
+
+ABI = 4
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DECAYS = {1: DecayShape.FIXED, 3: DecayShape.SCALAR, 4: DecayShape.VECTOR}  # by the number of dimensions
+NO_MEMORY = 3
+KEEP_ERRORS = (
+    0  # 1 would store V floats per token, and save 3 to 6 % of the time of a training step with the delta rule
+)
+_TENSOR = "Pqqq"  # hr_tensor
+_PROBLEM = struct.Struct("@7if7qP" + 7 * _TENSOR + "P")  # hr_problem
+_GRADIENTS = struct.Struct("@" + 7 * _TENSOR + "P")  # hr_gradients
+_INT8_PRODUCT = struct.Struct("@2i3q4P")
+PLACE = struct.Struct("@" + _TENSOR)
+_ABSENT = (0, 0, 0, 0)
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """Returns (the library, its instruction set on this machine), or (None, why the library is not available).
+
+    The environment variable HEADRACE_LIBRARY may name the file of another build."""
+    named = os.environ.get("HEADRACE_LIBRARY")
+    resource = Path(named) if named else files("headrace") / "libheadrace.so"
+    if named and not resource.is_file():
+        raise InputError(f"HEADRACE_LIBRARY={named!r} is not a file; expected the file of a native library")
+    if not resource.is_file():
+        return None, "headrace was installed without its native kernels: no C++ compiler, or HEADRACE_NATIVE=off"
+    with as_file(resource) as path:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            return None, f"its library cannot be loaded: {error}"
+    if library.hr_abi() != ABI:
+        return None, f"{path} has interface version {library.hr_abi()}, not {ABI}: install headrace again"
+    _declare(library)
+    return library, library.hr_isa().decode()
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Declares the C functions. Structs are passed as bytes, buffers as addresses."""
+    struct_, pointer = ctypes.c_char_p, ctypes.c_void_p
+    library.hr_isa.restype = library.hr_message.restype = ctypes.c_char_p
+    library.hr_kept_floats.restype = ctypes.c_int64
+    library.hr_kept_floats.argtypes = [struct_]
+    library.hr_forward.argtypes = [struct_, struct_, pointer, pointer]
+    library.hr_backward.argtypes = [struct_, struct_, pointer, pointer, struct_]
+    library.hr_step.argtypes = [struct_, struct_, pointer]
+    library.hr_convolve.argtypes = [struct_] * 3
+    library.hr_convolve_backward.argtypes = [struct_] * 4 + [pointer] * 2
+    library.hr_kinds.restype = ctypes.c_char_p
+    library.hr_layer_step.argtypes = library.hr_int8.argtypes = [struct_]
+
+
+library, _found = _load()
+missing = _found if library is None else None
+instructions = "" if library is None else _found
+
+
+class Problem:
+    """The struct hr_problem of a call, with references to the tensors that it points to."""
+
+    def __init__(self, call: Call):
+        (B, T, H, V), (Hq, K), log_decay = call.v.shape, call.k.shape[2:], call.log_decay
+        for name, x in (("q", call.q), ("k", call.k)):
+            expect(name, x, (B, T, Hq, K), call.v.dtype)
+        if log_decay is not None:
+            dimensions = log_decay.dim()
+            expect("log_decay", log_decay, (H,) if dimensions == 1 else (B, T, H, K)[: max(dimensions, 3)])
+        for name, gate in (("beta", call.beta), ("write_gate", call.write_gate), ("read_gate", call.read_gate)):
+            expect(name, gate, (B, T, H))
+        expect("initial_state", call.initial_state, call.state_shape)
+        per_token = [_floats(x) for x in (log_decay, call.beta, call.write_gate, call.read_gate)]
+        self.tensors: list[Tensor | None] = [_rows(call.q), _rows(call.k), _rows(call.v), *per_token]
+        ends = None if call.cu_seqlens is None else _ends(call.cu_seqlens, T)
+        state = None if call.initial_state is None else call.initial_state.to(torch.float32).contiguous()
+        self.alive = (ends, state)
+        decay = 0 if log_decay is None else DECAYS[log_decay.dim()]
+        self.packed = _PROBLEM.pack(
+            ABI, DTYPES[call.v.dtype], decay, call.delta, call.chunk_size or 0, torch.get_num_threads(), KEEP_ERRORS,
+            call.scale, B, T, H, Hq, K, V, call.sequences, address(ends), *_places(self.tensors), address(state),
+        )  # fmt: skip
+
+
+def expect(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    """Raises ValueError for a wrong shape or dtype. Every tensor is checked before its address goes to C, because the
+    kernels would access memory outside the tensor."""
+    if x is None or (x.shape == shape and (dtype is None or x.dtype is dtype)):
+        return
+    of_dtype = "" if dtype is None else f" in {dtype}"
+    raise ValueError(f"{name} has shape {list(x.shape)} in {x.dtype}; expected {list(shape)}{of_dtype}")
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _floats(x: Tensor | None) -> Tensor | None:
+    if x is None:
+        return None
+    x = x if x.dtype is torch.float32 else x.to(torch.float32)
+    return _rows(x) if x.dim() == 4 else x
+
+
+def _ends(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Returns cu_seqlens as int64, checked always, because the kernels would access memory outside the tensors."""
+    expect("cu_seqlens", cu_seqlens, (len(cu_seqlens),))
+    return torch.tensor(sequence_ends(cu_seqlens, T), dtype=torch.int64)
+
+
+def address(x: Tensor | None) -> int:
+    """Returns the address of a tensor's data, 0 for None."""
+    return 0 if x is None else x.data_ptr()
+
+
+def place(x: Tensor | None) -> tuple[int, ...]:
+    """Returns the fields of hr_tensor: address and strides of batch, token and head. A fixed decay [H] has only the
+    last stride."""
+    if x is None:
+        return _ABSENT
+    return (x.data_ptr(), 0, 0, *x.stride()) if x.dim() == 1 else (x.data_ptr(), *x.stride()[:3])
+
+
+def _places(tensors: list[Tensor | None]) -> Iterable[int]:
+    return chain.from_iterable(map(place, tensors))
+
+
+def check(status: int) -> None:
+    """Raises MemoryError or RuntimeError for an error status of the library."""
+    if status == 0:
+        return
+    assert library is not None
+    sentence = f"the native kernels refused a call: {library.hr_message(status).decode()}"
+    raise MemoryError(sentence) if status == NO_MEMORY else RuntimeError(sentence)
+
+
+def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns (out, final state, a buffer for the backward if `keep`)."""
+    assert library is not None, missing
+    problem, out = Problem(call), torch.empty_like(call.v, memory_format=torch.contiguous_format)
+    final = call.v.new_empty(call.state_shape, dtype=torch.float32)
+    into, kept = PLACE.pack(*place(out)), None
+    if call.v.shape[1] == 1 and not keep and call.cu_seqlens is None:
+        _set_state(final, call.initial_state)
+        check(library.hr_step(problem.packed, into, final.data_ptr()))
+        return out, final, None
+    if keep:
+        kept = final.new_empty(library.hr_kept_floats(problem.packed))
+    check(library.hr_forward(problem.packed, into, final.data_ptr(), address(kept)))
+    return out, final, kept
+
+
+def _set_state(state: Tensor, initial: Tensor | None) -> None:
+    if initial is None:
+        state.zero_()
+    else:
+        state.copy_(initial)
+
+
+def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], wanted: list[bool]):
+    """Returns the gradients of the eight differentiable inputs, None for those not `wanted`."""
+    assert library is not None, missing
+    problem, d_out, d_final, kept = Problem(call), _rows(d_out), d_final.contiguous(), kept_[0].contiguous()
+    expect("d_out", d_out, call.v.shape, call.v.dtype)
+    expect("d_final", d_final, call.state_shape, torch.float32)
+    expect("kept", kept, (library.hr_kept_floats(problem.packed),), torch.float32)
+    new = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if x is not None and needed else None
+        for x, needed in zip(problem.tensors, wanted[:7], strict=True)
+    ]
+    d_initial = torch.empty_like(d_final) if wanted[7] else None
+    addresses = d_final.data_ptr(), kept.data_ptr(), _GRADIENTS.pack(*_places(new), address(d_initial))
+    check(library.hr_backward(problem.packed, PLACE.pack(*place(d_out)), *addresses))
+    return [*new, d_initial]
+
+
+def kinds() -> str:
+    """Returns the kinds of parts that `layer_step` supports, one line per part with its name and kinds; "" without the
+    library."""
+    return "" if library is None else library.hr_kinds().decode()
+
+
+def int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Returns x · (weight · scale[:, None])ᵀ [rows, outputs] for x [rows, inputs] and scale [outputs] in float32 and
+    weight [outputs, inputs] in int8, all contiguous."""
+    assert library is not None, missing
+    rows, inputs, outputs = len(x), x.shape[-1], len(weight)
+    _expect("x", x, torch.float32, (rows, inputs))
+    _expect("weight", weight, torch.int8, (outputs, inputs))
+    _expect("scale", scale, torch.float32, (outputs,))
+    out = x.new_empty(rows, outputs)
+    sizes = (ABI, torch.get_num_threads(), rows, inputs, outputs)
+    check(library.hr_int8(_INT8_PRODUCT.pack(*sizes, *map(address, (x, weight, scale, out)))))
+    return out
+
+
+def _expect(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raises RuntimeError unless the tensor is contiguous, on the CPU, and of this dtype and shape."""
+    if x.dtype is not dtype or x.shape != shape or not x.is_cpu or not x.is_contiguous():
+        found = f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
+        raise RuntimeError(f"{name} is {found}; expected contiguous {dtype} {list(shape)} on the CPU")
+
+
+def layer_step(packed: bytes) -> None:
+    """Runs one token of a layer. packed: the struct hr_layer."""
+    assert library is not None, missing
+    check(library.hr_layer_step(packed))

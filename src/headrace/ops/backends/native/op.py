@@ -1,0 +1,62 @@
+"""The backend "native": the native library as a PyTorch operator for the CPU, `torch.ops.headrace.native`."""
+
+import torch
+from torch import Tensor
+
+from ... import derivatives
+from ...autograd import register
+from ...call import Call
+from ...rewrite import normalised
+from ..base import Backend, Kernel
+from . import convolution, int8, layer
+from . import library as native
+
+CHUNKS = range(16, 129, 16)
+LARGEST = 2**16
+
+
+def _unsupported_reason(call: Call) -> str | None:
+    """Returns why the library cannot compute a call, or None."""
+    device, dtype, (K, V) = call.v.device.type, call.v.dtype, (call.k.shape[-1], call.v.shape[-1])
+    if device != "cpu":
+        return f"it runs on the CPU, and v is on {device}"
+    if dtype not in native.DTYPES:
+        return f"it computes in float32, from float32 or bfloat16, and v is {dtype}"
+    if not (0 < K <= LARGEST and 0 < V <= LARGEST):
+        return f"it takes K and V from 1 to {LARGEST}, and they are {K} and {V}"
+    if call.chunk_size is not None and call.chunk_size not in CHUNKS:
+        return f"its chunks are multiples of 16 up to 128 tokens, and chunk_size is {call.chunk_size}"
+    return None
+
+
+def _kept_shapes(call: Call):
+    """Returns a dynamic size, because the library computes the size from numbers, which are symbolic in a trace."""
+    return ((torch.library.get_ctx().new_dynamic_size(),),)
+
+
+_run = register("native", "CPU", native.forward, native.backward, ["kept"], _kept_shapes)
+
+
+def _step(call: Call, bonus: Tensor | None, normalise: bool, in_place: bool) -> tuple[Tensor, Tensor]:
+    call = call.with_tokens()
+    out, state = normalised(call, _run) if normalise else _run(call)
+    return out.squeeze(1), state
+
+
+def _unsupported_step(call: Call, bonus: Tensor | None, normalise: bool) -> str | None:
+    if bonus is not None:
+        return "it has no bonus for a single token"
+    if derivatives.transformed():
+        return "it supports neither transforms of torch.func nor forward-mode differentiation"
+    return _unsupported_reason(call)
+
+
+BACKEND = Backend(
+    missing=lambda: native.missing,
+    about=lambda: f"C++, {native.instructions}",
+    linear_attention=Kernel(_run, _unsupported_reason),
+    step=Kernel(_step, _unsupported_step),
+    convolution=Kernel(convolution.run, convolution.unsupported_reason),
+    layer_step=layer.Layer,
+    int8_product=Kernel(int8.run, int8.unsupported_reason),
+)

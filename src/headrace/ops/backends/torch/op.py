@@ -1,0 +1,47 @@
+"""The backend "torch": the chunkwise form as a PyTorch operator for all devices, `torch.ops.headrace.chunkwise`."""
+
+import torch
+
+from ...autograd import register
+from ...call import Call
+from ..base import Backend, Kernel
+from . import chunkwise, control, convolution, gated_norm, int8, query_key, residual_norm, step, tiles
+
+
+def _forward(call: Call, keep: bool):
+    with torch.autocast(call.q.device.type, enabled=False):  # the recurrence is in the accumulator's precision
+        return chunkwise.forward(call, keep)
+
+
+def _backward(d_out, d_final, call: Call, kept, wanted):
+    states, errors = kept
+    with torch.autocast(call.q.device.type, enabled=False):
+        # Only the gradient to the decay costs enough to be skipped if it is not wanted.
+        return chunkwise.backward(d_out, d_final, call, states, errors, wanted[3])
+
+
+def _kept_shapes(call: Call):
+    """Returns the shapes of the kept states and of E."""
+    (B, _, H, V), K, (chunks, length, keeps) = call.v.shape, call.k.shape[-1], tiles.grid(call)
+    return (chunks, B * H, K, V) if keeps else (0,), (chunks * B * H, length, V) if call.delta else (0,)
+
+
+_run = register("chunkwise", "CompositeExplicitAutograd", _forward, _backward, ["states", "errors"], _kept_shapes)
+
+
+def _unsupported_reason(*arguments) -> None:
+    return None
+
+
+BACKEND = Backend(
+    missing=lambda: None,
+    about=lambda: f"PyTorch {torch.__version__}",
+    linear_attention=Kernel(_run, _unsupported_reason),
+    step=Kernel(step.step, _unsupported_reason),
+    convolution=Kernel(convolution.run, _unsupported_reason),
+    gated_norm=Kernel(gated_norm.run, _unsupported_reason),
+    residual_norm=Kernel(residual_norm.run, _unsupported_reason),
+    control=Kernel(control.run, _unsupported_reason),
+    query_key=Kernel(query_key.run, _unsupported_reason),
+    int8_product=Kernel(int8.run, _unsupported_reason),
+)

@@ -1,0 +1,82 @@
+"""The recurrence in PyTorch one token at a time, with derivatives of all orders and modes."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call import NORMALISER_EPS, TOKENWISE, Call, accumulator, gated
+from .tiles import sequence_ends
+
+
+def step(call: Call, bonus: Tensor | None, normalise: bool, in_place: bool) -> tuple[Tensor, Tensor]:
+    """Computes one token. The tensors of the call have no token dimension."""
+    settings = bonus, call.delta, normalise, call.scale
+    return _step(*call[:3], call.initial_state, *call[3:7], *settings)
+
+
+def _step(q, k, v, state, *rest):
+    with torch.autocast(v.device.type, enabled=False):  # the state is float32 or float64 by definition
+        return _update(q, k, v, state, *rest)
+
+
+def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, delta, normalise, scale):
+    acc, H = accumulator(v), v.shape[1]
+    q, k, target = (x.to(acc) for x in (q, k, v))
+    rest = (state, log_decay, beta, write_gate, read_gate, bonus)
+    state, log_decay, beta, write_gate, read_gate, bonus = (x if x is None else x.to(acc) for x in rest)
+    q, k = (x.repeat_interleave(H // x.shape[1], 1) if x.shape[1] != H else x for x in (q, k))
+    q = q * scale
+    if normalise:
+        target = torch.cat([target, torch.ones_like(target[..., :1])], -1)
+    target = gated(target, write_gate)
+    S = k.new_zeros(*k.shape, target.shape[-1]) if state is None else state.to(acc)
+    before = S
+    if log_decay is not None:
+        decay = log_decay.exp()
+        S = S * (decay[..., None] if decay.dim() == 3 else decay[..., None, None])
+    if delta:
+        target = target - torch.matmul(k[:, :, None], S).squeeze(2)
+    target = gated(target, beta)
+    S = torch.addcmul(S, k[..., None], target[:, :, None])
+    if bonus is None:
+        out = torch.matmul(q[:, :, None], S).squeeze(2)
+    else:
+        out = torch.matmul(q[:, :, None], before).squeeze(2) + (q * bonus * k).sum(-1, keepdim=True) * target
+    if normalise:
+        out = out[..., :-1] / (out[..., -1:] + NORMALISER_EPS)
+    return gated(out, read_gate).to(v.dtype), S
+
+
+def recurrent(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+    """Runs `step` in a loop over the tokens."""
+    if call.cu_seqlens is not None:
+        return _each_sequence(call, bonus, normalise)
+    T, settings = call.v.shape[1], (bonus, call.delta, normalise, call.scale)
+
+    def columns(x: Tensor | None):
+        # unbind instead of indexing, because the gradient of x[:, t] is as large as x.
+        return [x] * T if x is None or x.dim() == 1 else x.unbind(1)
+
+    state, out = call.initial_state, []
+    if state is None:
+        (B, _, H, V), K = call.v.shape, call.k.shape[-1]
+        state = call.v.new_zeros(B, H, K, V + normalise, dtype=accumulator(call.v))
+    for q, k, v, *rest in zip(*(columns(x) for x in call[:7]), strict=True):
+        o, state = _step(q, k, v, state, *rest, *settings)
+        out.append(o)
+    return torch.stack(out, 1) if out else call.v, state
+
+
+def _each_sequence(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+    assert call.cu_seqlens is not None
+    lengths = [end - start for start, end in pairwise(sequence_ends(call.cu_seqlens, call.v.shape[1]))]
+    per_token = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor) and name in TOKENWISE}
+    per_token = {name: x.split(lengths, 1) for name, x in per_token.items() if x.dim() > 1}
+    results = []
+    for n in range(len(lengths)):
+        tensors: dict[str, Any] = {name: pieces[n] for name, pieces in per_token.items()}
+        state = None if call.initial_state is None else call.initial_state[n : n + 1]
+        results.append(recurrent(call._replace(**tensors, initial_state=state, cu_seqlens=None), bonus, normalise))
+    return torch.cat([out for out, _ in results], 1), torch.cat([state for _, state in results])

@@ -1,0 +1,275 @@
+"""Context parallelism: the tokens of a row split over processes, for `linear_attention`, convolutions and positions.
+
+The state after a process's tokens is affine in the state before them, S_out = M S_in + E. Each process computes E, M
+and its outputs for S_in = 0 in one call of the backend, all processes exchange (E, M) in one all-gather, and each adds
+what its outputs read from its S_in (LASP-2, arXiv 2502.07563; here for the delta rule too).
+
+Shapes: B batch, T tokens of this process, H heads, K key, V value dimension per head, N sequences, D channels; n of the
+N sequences cross a border between two processes: all B rows, or one of the packed sequences.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...utils.errors import InputError
+from ..call import Call, accumulator, gated
+from ..checks import require
+from ..derivatives import first_order
+
+NAME = "linear_attention under context_parallel"
+_active: list["SequenceShard"] = []  # not a ContextVar: autograd computes checkpoints again in threads of its own
+
+
+@contextmanager
+def context_parallel(group: Any = None) -> Iterator["SequenceShard"]:
+    """Within this context the tokens [B, T, ·] of `linear_attention`, of a mixer and of a model are this process's part
+    of rows that are split over the processes of a group: equal parts, in the order of the ranks.
+
+    Outputs and gradients are those of the whole rows. cu_seqlens are the bounds in the whole row. A state that is given
+    is the state before the whole row; a state that is returned is the state after this process's tokens (in a pack, of
+    the sequences with tokens here). All processes of the group must make the same calls, and the same backward.
+    Gradients of parameters are those of this process's tokens: sum them over the group.
+
+    Args:
+        group: a torch.distributed process group; None: all processes.
+
+    Raises:
+        InputError: for a mixer whose tokens cannot be split (softmax attention, scans), padding, and unequal parts.
+
+    Example::
+
+        with context_parallel(group) as part:
+            y, _ = layer(part.split(x))
+    """
+    require(dist.is_initialized(), "context_parallel needs torch.distributed; expected init_process_group before it")
+    _active.append(SequenceShard(group))
+    try:
+        yield _active[-1]
+    finally:
+        _active.pop()
+
+
+def current() -> "SequenceShard | None":
+    """The innermost active `context_parallel`, or None."""
+    return _active[-1] if _active else None
+
+
+def refuse_parts(module: Any) -> None:
+    """Raises InputError under context_parallel, for a module that needs all tokens of a row."""
+    if _active:
+        kind = type(module).__name__
+        raise InputError(f"context_parallel cannot split the tokens of {kind}; expected mixers of linear attention")
+
+
+class SequenceShard:
+    """This process's part of rows that are split over the processes of a group."""
+
+    def __init__(self, group: Any):
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._equal: set[int] = set()  # lengths that all processes have
+
+    def split(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Returns this process's part of a whole row's tensor. Raises InputError for tokens without equal parts."""
+        T = x.shape[dim]
+        require(T % self.size == 0, f"{T} tokens cannot be split evenly over {self.size} processes")
+        return x.chunk(self.size, dim)[self.rank].contiguous()
+
+    def offset(self, T: int) -> int:
+        """Returns the number of tokens of a row before this process's T tokens."""
+        if T not in self._equal:
+            lengths = [0] * self.size
+            dist.all_gather_object(lengths, T, self.group)
+            require(set(lengths) == {T}, f"the processes have {lengths} tokens of the row; expected equal parts")
+            self._equal.add(T)
+        return self.rank * T
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Returns x of every process."""
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), self.group)
+        return parts
+
+    def before(self, x: Tensor) -> Tensor:
+        """Returns x of the process before this one, or zeros; differentiable."""
+        return _FromBefore.apply(x, self, _tie())
+
+
+class ShardBoundaries:
+    """Where the sequences of this process's tokens cross the borders to other processes.
+
+    Args:
+        cu_seqlens: bounds [N + 1] in the whole row, or None.
+        T: number of tokens of this process.
+    """
+
+    def __init__(self, part: SequenceShard, cu_seqlens: Tensor | None, T: int):
+        self.part, self.offset = part, part.offset(T)
+        self.end = self.offset + T
+        self.cu_seqlens = self.starts = None
+        if cu_seqlens is not None:
+            self.starts = cu_seqlens[:-1].long()
+            self.cu_seqlens = (cu_seqlens - self.offset).clamp(0, T)  # sequences of other processes are empty
+            self.first, self.last = self._at(self.offset), self._at(self.end - 1)
+
+    def _at(self, token: int) -> Tensor:
+        """Returns the index [1] of the sequence that a token of the whole row is in."""
+        assert self.starts is not None
+        return torch.searchsorted(self.starts, self.starts.new_tensor([token]), right=True) - 1
+
+    def continues(self, x: Tensor) -> Tensor:
+        """Returns whether the first token's sequence begins in another process, as 1 or 0 in x's dtype: [] or [1]."""
+        if self.starts is None:
+            return x.new_tensor(float(self.part.rank > 0))
+        return (self.starts[self.first] < self.offset).to(x.dtype)
+
+    def begins(self, x: Tensor) -> Tensor:
+        """Returns which of the N sequences begin in this process, as 1 or 0 in x's dtype: [] or [N]."""
+        if self.starts is None:
+            return x.new_tensor(float(self.part.rank == 0))
+        return ((self.starts >= self.offset) & (self.starts < self.end)).to(x.dtype)
+
+    def entering(self, x: Tensor) -> Tensor:
+        """Selects the n sequences that come from the process before, of x [N, ...]."""
+        return x if self.starts is None else x.index_select(0, self.first)
+
+    def leaving(self, x: Tensor) -> Tensor:
+        """Selects the n sequences that reach the process after, of x [N, ...]."""
+        return x if self.starts is None else x.index_select(0, self.last)
+
+    def place(self, x: Tensor, entering: Tensor) -> Tensor:
+        """Adds [n, ...] to those of x [N, ...] that come from the process before."""
+        return x + entering if self.starts is None else x.index_add(0, self.first, entering)
+
+    def tokens(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Returns which of this process's tokens [1, T, 1] are in a sequence of the process before, as 1 or 0.
+
+        cu_seqlens: this process's bounds, which can be longer than `self.cu_seqlens` by a token per sequence."""
+        T = x.shape[1]
+        if cu_seqlens is None:
+            return self.continues(x).expand(1, T, 1)
+        there = torch.arange(T, device=x.device) < cu_seqlens[self.first + 1]
+        return there.to(x.dtype)[None, :, None] * self.continues(x)
+
+    def history(self, x: Tensor, given: Tensor) -> Tensor:
+        """Returns the h tokens before each sequence: those of the process before, else `given` [N, h, D]."""
+        h, T = given.shape[1], x.shape[1]
+        require(h <= T, f"each process has {T} tokens of a row; expected at least {h}, the tokens before each token")
+        before = self.part.before(x[:, T - h :])
+        if self.starts is None:
+            return before if self.part.rank else given + 0 * before
+        places = torch.arange(self.offset - h, self.offset, device=x.device)
+        inside = (places >= self.starts[self.first]).to(x.dtype)[None, :, None] * self.continues(x)
+        return self.place(given, before * inside)
+
+
+def over_processes(call: Call, borders: ShardBoundaries, run: Callable[[Call], Any]) -> tuple[Tensor, Tensor]:
+    """Computes a call whose tokens are this process's part of a row. run: a backend's function; cu_seqlens of the call:
+    this process's bounds. Returns (out, final state) as `run`."""
+    V, initial = call.v.shape[-1], call.initial_state
+    if initial is not None:
+        initial = initial * borders.begins(initial).view(-1, 1, 1, 1)
+    if call.delta:
+        out, final = run(_with_transition(call, borders, initial))
+        out, read, final, transition = out[..., :V], out[..., V:], final[..., :V], final[..., V:]
+        leaving = borders.leaving(transition)
+    else:
+        out, final = run(call._replace(initial_state=initial))
+        read, transition = _decayed(call, borders)
+        through = 1 if borders.starts is None else (borders.first == borders.last) * borders.continues(final)
+        leaving = transition * through
+    acc = final.dtype
+    incoming = _Incoming.apply(borders.leaving(final), leaving.to(acc), borders.part, _tie())
+    incoming = incoming * borders.continues(incoming)
+    entering = borders.entering(transition) if call.delta else transition
+    out = out + torch.einsum("bthk,bhkv->bthv", read.to(acc), incoming).to(out.dtype)
+    return out, borders.place(final, _after(entering.to(acc), incoming))
+
+
+def _with_transition(call: Call, borders: ShardBoundaries, initial: Tensor | None) -> Call:
+    """Adds K columns to v, which are zero, and to the state, which are the identity for the sequences of the process
+    before: their state afterwards is M, and their outputs are what a token reads of S_in."""
+    K, acc = call.k.shape[-1], accumulator(call.v)
+    state = call.v.new_zeros(call.state_shape, dtype=acc) if initial is None else initial.to(acc)
+    N, H = state.shape[:2]
+    eye = torch.eye(K, dtype=acc, device=state.device) * borders.continues(state).view(-1, 1, 1, 1)
+    eye = borders.place(state.new_zeros(N, H, K, K), eye.expand(len(borders.entering(state)), H, K, K))
+    return call._replace(v=F.pad(call.v, (0, K)), initial_state=torch.cat([state, eye], -1))
+
+
+def _decayed(call: Call, borders: ShardBoundaries) -> tuple[Tensor, Tensor]:
+    """Returns, for the additive rule, what each token reads of S_in [B, T, H, K], and the diagonal of M [n, H, K, 1].
+
+    Both are decays from the start of this process's tokens."""
+    (B, T, H, _), K, acc = call.v.shape, call.k.shape[-1], accumulator(call.v)
+    inside = borders.tokens(call.v.to(acc), call.cu_seqlens)[..., None]
+    if call.log_decay is None:
+        log = inside.new_zeros(B, T, H, 1)
+    else:
+        each = call.log_decay.to(acc)
+        each = each.expand(B, T, H) if each.dim() == 1 else each
+        each = each if each.dim() == 4 else each[..., None]
+        log = torch.where(inside > 0, each, 0).cumsum(1)
+    q = call.q.to(acc).repeat_interleave(H // call.q.shape[2], 2)
+    read = gated(q * log.exp() * (inside * call.scale), call.read_gate)
+    return read, log[:, -1, :, :, None].exp().expand(-1, H, K, 1)
+
+
+class _Incoming(torch.autograd.Function):
+    """The state before this process's tokens, [n, H, K, V], from E [n, H, K, V] and M [n, H, K, K or 1 for a diagonal]
+    of all processes. One all-gather forward, one backward."""
+
+    @staticmethod
+    def forward(ctx, E: Tensor, M: Tensor, part: SequenceShard, tie: Tensor) -> Tensor:
+        V = E.shape[-1]
+        parts = part.gather(torch.cat([E, M], -1))
+        state = torch.zeros_like(E)
+        for each in parts[: part.rank]:
+            state = _after(each[..., V:], state) + each[..., :V]
+        ctx.part = part
+        ctx.save_for_backward(state, M, *(each[..., V:].clone() for each in parts[part.rank + 1 :]))
+        return state
+
+    @staticmethod
+    @first_order(NAME)
+    def backward(ctx, d_state: Tensor):
+        state, M, *later = ctx.saved_tensors
+        gradients = ctx.part.gather(d_state)[ctx.part.rank + 1 :]
+        total = torch.zeros_like(d_state)  # the gradient to the state after this process's tokens
+        for each, transition in zip(reversed(gradients), reversed(later), strict=True):
+            total = each + _after(transition.mT if transition.shape[-1] > 1 else transition, total)
+        dM = total @ state.mT if M.shape[-1] > 1 else (total * state).sum(-1, keepdim=True)
+        return total, dM, None, None
+
+
+class _FromBefore(torch.autograd.Function):
+    """x of the process before this one, or zeros."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, part: SequenceShard, tie: Tensor) -> Tensor:
+        ctx.part = part
+        return part.gather(x)[part.rank - 1] if part.rank else part.gather(x)[0].zero_()
+
+    @staticmethod
+    @first_order(NAME)
+    def backward(ctx, d_x: Tensor):
+        parts = ctx.part.gather(d_x)
+        last = ctx.part.rank == ctx.part.size - 1
+        return (torch.zeros_like(d_x) if last else parts[ctx.part.rank + 1]), None, None
+
+
+def _after(M: Tensor, state: Tensor) -> Tensor:
+    """Returns M state, of M [n, H, K, K] or its diagonal [n, H, K, 1]."""
+    return M * state if M.shape[-1] == 1 else M @ state
+
+
+def _tie() -> Tensor:
+    """An input that needs a gradient wherever gradients are computed, so that all processes have the same collectives
+    in their backward: one without would leave the others waiting."""
+    return torch.zeros((), requires_grad=torch.is_grad_enabled())

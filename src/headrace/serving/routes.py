@@ -1,0 +1,368 @@
+"""The HTTP routes: limits on requests, and answers in the format of OpenAI."""
+
+import asyncio
+import json
+import reprlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..hf.checkpoint import check_backend, load
+from ..hf.generate import read_tokenizer
+from ..utils.device import on_device
+from ..utils.errors import InputError
+from .engine import Engine, Piece
+from .logprobs import Logprobs
+from .metrics import Metrics
+from .requests import Chat, Completion, Refused
+from .sampling import Score
+from .text import text_of
+
+T = TypeVar("T")
+GenerationRequest = Completion | Chat
+
+BODY_SECONDS, SEND_SECONDS = 30, 60  # timeouts for receiving a body, and for sending a piece of an answer
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on a request and on the number of requests."""
+
+    prompt: int = 32768  # tokens of a prompt
+    tokens: int = 4096  # tokens of an answer
+    requests: int = 256  # open at a time; each choice for each prompt of a request counts as one
+
+    @property
+    def body(self) -> int:
+        """Largest body in bytes: 16 per token of a prompt, more than a token needs in JSON, and 64 KiB for the rest."""
+        return 16 * self.prompt + 2**16
+
+
+class Service:
+    """One model and the name under which it is served."""
+
+    def __init__(self, name: str, model: Any, tokenizers: tuple[Any, Any], limits: Limits):
+        self.name, self.limits, self.created = name, limits, int(time.time())
+        self.vocab_size = model.config.vocab_size
+        self.tokenizer, decoder = tokenizers  # one for each thread
+        self.engine = Engine(model, decoder)
+        self.open, self.tokenising = 0, asyncio.Lock()
+        self.metrics = Metrics(lambda: self.open, lambda: self.engine.running)
+
+    async def health(self, request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok", "requests": self.open})
+
+    async def measured(self, request: Request) -> Response:
+        return Response(self.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> JSONResponse:
+        self._named(request.path_params["name"])
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "headrace"}
+
+    def _named(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise Refused(
+                404, f"model={reprlib.repr(name)} is not served; expected {self.name!r}", "model", "model_not_found"
+            )
+
+    @contextmanager
+    def admitted(self, more: int) -> Iterator[None]:
+        """Counts requests while they are open, of which each text of one request is one. Refused if too many are."""
+        if self.open + more > self.limits.requests:
+            sentence = f"{self.open} of {self.limits.requests} requests are open already; try again later"
+            raise Refused(429, sentence, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+        self.open += more
+        try:
+            yield
+        finally:
+            self.open -= more
+
+    async def read(self, kind: type[GenerationRequest], request: Request) -> tuple[GenerationRequest, list[list[int]]]:
+        """(the request, the tokens of its prompts)"""
+        asked = kind.read(await read_body(request, self.limits.body))
+        self._named(asked.model)
+        if (asked.max_tokens or 1) > self.limits.tokens:
+            sentence = f"max_tokens={reprlib.repr(asked.max_tokens)}; expected at most {self.limits.tokens}"
+            raise Refused(400, sentence, "max_tokens")
+        prompts = await self.tokenised(asked.prompts, self.tokenizer)
+        for ids in prompts:
+            self._check(ids)
+        if (texts := len(prompts) * asked.n) > self.limits.requests:
+            sentence = (
+                f"n={asked.n} of {len(prompts)} prompts are {texts} texts; expected at most {self.limits.requests}"
+            )
+            raise Refused(400, sentence, "n")
+        return asked, prompts
+
+    async def tokenised(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of work with the tokenizer, done in a thread: one at a time, as it may need about a hundred times
+        the memory of the text."""
+        async with self.tokenising:
+            return await asyncio.to_thread(work, *arguments)
+
+    def _check(self, ids: list[int]) -> None:
+        if not ids:
+            raise Refused(400, "the prompt has no tokens; expected some text", "prompt")
+        if len(ids) > self.limits.prompt:
+            sentence = f"the prompt has {len(ids)} tokens; expected at most {self.limits.prompt}"
+            raise Refused(400, sentence, "prompt", "context_length_exceeded")
+        if unknown := next((i for i in ids if not 0 <= i < self.vocab_size), None):
+            sentence = f"the prompt has the token {reprlib.repr(unknown)}; the model has {self.vocab_size}"
+            raise Refused(400, sentence, "prompt")
+
+    async def generate(
+        self, asked: GenerationRequest, prompts: list[list[int]]
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Yields (index of the choice, piece) for all choices, which are generated together."""
+        texts = [(ids, asked.sampling(self.limits.tokens, choice)) for ids in prompts for choice in range(asked.n)]
+        clocks = [self.metrics.stream(len(ids)) for ids, _ in texts]
+        async with aclosing(self.engine.pieces(texts)) as pieces:
+            async for index, piece in pieces:
+                clocks[index].tick(piece.tokens)
+                yield index, piece
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body of a request, of at most `limit` bytes. The content type must be JSON, which a web page of another
+    origin cannot send without a CORS preflight."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise Refused(415, "the content-type is not application/json; expected a JSON body")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise Refused(413, f"the body has more than {limit} bytes; expected a shorter prompt")
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {BODY_SECONDS} seconds") from None
+    return bytes(body)
+
+
+class Answers:
+    """The route of one kind of request, as an ASGI application, so that it is notified when the client disconnects."""
+
+    def __init__(self, service: Service, kind: type[GenerationRequest]):
+        self.service, self.kind = service, kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Requests are cancelled when their client disconnects and when the server ends.
+        with self.service.admitted(1), suppress(ClientDisconnect, asyncio.CancelledError):
+            asked, prompts = await self.service.read(self.kind, Request(scope, receive))
+            with self.service.admitted(len(prompts) * asked.n - 1):
+                answer = self.stream(asked, prompts) if asked.stream else self.whole(asked, prompts)
+                kind = b"text/event-stream" if asked.stream else b"application/json"
+                await until_disconnected(send_all(answer, kind, send), receive)
+
+    async def whole(self, asked: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
+        """The answer as one JSON object."""
+        choices = await self._choices(asked, prompts)
+        async with aclosing(self.service.generate(asked, prompts)) as pieces:
+            async for index, piece in pieces:
+                choices[index].add(piece)
+        found = [await self._formatted(choice, choice.whole) for choice in choices]
+        usage = _usage(prompts, sum(choice.tokens for choice in choices))
+        yield json.dumps(self._head(asked.object[0]) | {"choices": found, "usage": usage}).encode()
+
+    async def stream(self, asked: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events, one for each piece."""
+        head, choices = self._head(asked.object[1]), await self._choices(asked, prompts)
+        async with aclosing(self.service.generate(asked, prompts)) as pieces:
+            async for index, piece in pieces:
+                choices[index].add(piece)
+                delta = await self._formatted(choices[index], choices[index].delta)
+                yield _event(head | {"choices": [delta]})
+        if asked.stream_options.include_usage:
+            tokens = sum(choice.tokens for choice in choices)
+            yield _event(head | {"choices": [], "usage": _usage(prompts, tokens)})
+        yield b"data: [DONE]\n\n"
+
+    async def _choices(self, asked: GenerationRequest, prompts: list[list[int]]) -> list["Choice"]:
+        tokenizer, rows = self.service.tokenizer, [ids for ids in prompts for _ in range(asked.n)]
+        texts = [""] * len(rows)
+        if isinstance(asked, Completion) and asked.echo:
+            texts = await self.service.tokenised(lambda: [text_of(tokenizer, ids) for ids in rows])
+        return [Choice(index, asked, tokenizer, text) for index, text in enumerate(texts)]
+
+    async def _formatted(self, choice: "Choice", work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A choice, or what is new of it. Only log-probabilities need the tokenizer, and may have to wait for it."""
+        return await self.service.tokenised(work) if choice.logprobs else work()
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": self.service.name}
+
+
+class Choice:
+    """One text of an answer: what of it is not sent yet. text: that of the prompt, if it is returned too."""
+
+    def __init__(self, index: int, asked: GenerationRequest, tokenizer: Any, text: str):
+        self.index, self.asked, self.text, self.tokens, self.begun = index, asked, text, 0, False
+        self.finish: str | None = None
+        self.scores: list[Score] = []
+        self.logprobs = Logprobs(tokenizer) if isinstance(asked, Completion) and asked.logprobs is not None else None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.scores += piece.scores
+        self.tokens, self.finish = piece.tokens, piece.finish
+
+    def whole(self) -> dict[str, Any]:
+        return self._with(self.asked.choice(self.text))
+
+    def delta(self) -> dict[str, Any]:
+        """What came since the last call."""
+        found = self._with(self.asked.delta(self.text, first=not self.begun))
+        self.text, self.scores, self.begun = "", [], True
+        return found
+
+    def _with(self, text: dict[str, Any]) -> dict[str, Any]:
+        logprobs = self.logprobs and self.logprobs(self.scores)
+        return {"index": self.index, **text, "logprobs": logprobs, "finish_reason": self.finish}
+
+
+def _usage(prompts: list[list[int]], tokens: int) -> dict[str, int]:
+    given = sum(map(len, prompts))
+    return {"prompt_tokens": given, "completion_tokens": tokens, "total_tokens": given + tokens}
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content)}\n\n".encode()
+
+
+async def send_all(chunks: AsyncGenerator[bytes, None], kind: bytes, send: Send) -> None:
+    """Sends the chunks. The status is sent with the first chunk, so that an earlier failure can have its own status."""
+
+    async def sent(part: str, **message: Any) -> None:
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await send({"type": f"http.response.{part}", **message})
+        except TimeoutError:
+            raise ClientDisconnect from None
+
+    begun = False
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            if not begun:
+                await sent("start", status=200, headers=[(b"content-type", kind)])
+                begun = True
+            await sent("body", body=chunk, more_body=True)
+    await sent("body")
+
+
+async def until_disconnected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Awaits the work, and cancels it if the client disconnects first."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    watching.add_done_callback(lambda _: working.cancel())
+    try:
+        await working
+    finally:
+        watching.cancel()
+
+
+async def error_response(request: Request, error: Any) -> JSONResponse:
+    """Every error in the format of OpenAI: a refusal, a 404 or 405 of the router, an InputError of the model (such as
+    for a text longer than its learned positions), or a failure of the server."""
+    status, headers, param, code = getattr(error, "status_code", 500), getattr(error, "headers", None), None, None
+    if isinstance(error, Refused):
+        sentence, param, code = error.detail, error.param, error.code
+    elif isinstance(error, HTTPException):
+        sentence = f"{request.method} {request.url.path} is not served"
+    elif isinstance(error, InputError):
+        status, sentence = 400, str(error)
+    else:
+        sentence = f"the server failed with {type(error).__name__}; its log says where"
+    kind = {404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
+    return JSONResponse({"error": {"message": sentence, "type": kind, "param": param, "code": code}}, status, headers)
+
+
+async def no_chat(request: Request) -> Response:
+    sentence = "the tokenizer of the model has no chat template, so it answers no chats; use /v1/completions"
+    raise Refused(404, sentence, "model")
+
+
+class KnownHosts:
+    """Refuses requests whose Host is a name that is not known. Without this, a web page whose name is made to point to
+    this machine could read the answers (DNS rebinding). An address in place of a name is accepted."""
+
+    def __init__(self, app: ASGIApp, names: Iterable[str]):
+        self.app, self.names = app, {"localhost", *(name.lower() for name in names)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = self.app
+        if scope["type"] == "http" and not self._known(given := Request(scope).headers.get("host", "localhost")):
+            sentence = (
+                f"the Host {reprlib.repr(given)} is not known; start the server with --allow-host to accept a name"
+            )
+            answer = await error_response(Request(scope), Refused(403, sentence))
+        await answer(scope, receive, send)
+
+    def _known(self, host: str) -> bool:
+        with suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname or ""
+            with suppress(ValueError):
+                return bool(ip_address(name))
+            return name in self.names
+        return False
+
+
+def application(
+    checkpoint: Path,
+    limits: Limits = Limits(),
+    device: str | None = None,
+    *,
+    name: str | None = None,
+    hosts: Iterable[str] = (),
+) -> Starlette:
+    """The ASGI application for a checkpoint on a device.
+
+    Args:
+        name: of the model in requests; None: the path of the checkpoint.
+        hosts: names of this machine, beside localhost, under which it is asked.
+
+    Raises:
+        InputError: the checkpoint or the device cannot be used.
+    """
+    check_backend()
+    model: Any = load(checkpoint)
+    model.to(on_device(device))
+    tokenizer, decoder = read_tokenizer(checkpoint), read_tokenizer(checkpoint)
+    service = Service(name or str(checkpoint), model, (tokenizer, decoder), limits)
+    chats = no_chat if tokenizer.chat_template is None else Answers(service, Chat)
+    routes = [
+        Route("/health", service.health),
+        Route("/metrics", service.measured),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.model),
+        Route("/v1/completions", Answers(service, Completion), methods=["POST"]),
+        Route("/v1/chat/completions", chats, methods=["POST"]),
+    ]
+    handlers: Any = dict.fromkeys((HTTPException, InputError, Exception), error_response)
+    known = Middleware(KnownHosts, names=hosts)
+    made = Starlette(routes=routes, exception_handlers=handlers, middleware=[known])
+    made.router.redirect_slashes = False
+    return made

@@ -1,0 +1,75 @@
+"""How the tokens of a request are chosen."""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+from ..utils.errors import InputError
+
+
+class Sampling(NamedTuple):
+    """Settings of a generation."""
+
+    max_tokens: int
+    temperature: float = 0.0  # 0: the likeliest token
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None  # number of likeliest tokens to report at each place; None: no log-probabilities
+    echo: bool = False  # report those of the prompt too
+
+
+class Score(NamedTuple):
+    """A token, its log-probability (None: the first of a prompt), and those of the likeliest tokens in its place, under
+    the model's own distribution: before temperature and top_p."""
+
+    token: int
+    logprob: float | None = None
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+def scored(logits: Tensor, tokens: list[int], count: int) -> list[Score]:
+    """The scores of tokens, each with the `count` likeliest in its place. logits: [tokens, vocabulary], each row of
+    the token that follows it."""
+    if not tokens:
+        return []
+    logprobs = logits[: len(tokens)].float().log_softmax(-1)
+    best = logprobs.topk(min(count, logprobs.shape[-1]))
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0]
+    likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        Score(token, value, tuple(zip(*places, strict=True)))
+        for token, value, places in zip(tokens, chosen.tolist(), likeliest, strict=True)
+    ]
+
+
+def check_generation(model: Any) -> None:
+    """Raises InputError for a generation_config that changes logits, which the server does not do."""
+    greedy = copy.deepcopy(model.generation_config)
+    greedy.update(do_sample=False, num_beams=1)
+    if found := model._get_logits_processor(greedy, 1, torch.zeros(1, 1, dtype=torch.long)):
+        names = ", ".join(type(processor).__name__ for processor in found)
+        raise InputError(f"the model's generation_config asks for {names}, which the server does not apply")
+
+
+class Draw:
+    """Samples tokens as transformers does. Each request has a random generator of its own, so that its text does not
+    depend on other requests."""
+
+    def __init__(self, sampling: Sampling, device: torch.device):
+        top_p = [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+        self.warp = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature)), *top_p])
+        self.generator = torch.Generator(device)
+        if sampling.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(sampling.seed)
+
+    def __call__(self, scores: Tensor) -> int:
+        """scores: logits [1, vocabulary]."""
+        unused: Any = None
+        probabilities = self.warp(unused, scores).softmax(-1)
+        return int(torch.multinomial(probabilities, 1, generator=self.generator))

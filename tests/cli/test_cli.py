@@ -1,0 +1,285 @@
+"""The command line: what a user gets wrong is one sentence and exit code 2, never a traceback."""
+
+import importlib
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+import headrace
+from headrace import zoo
+from headrace.cli import app as cli
+from headrace.ops import dispatch
+from headrace.ops.backends.base import Kernel
+from headrace.spec import AttentionSpec, Decay, MixerSpec, Read, to_json
+from headrace.studies import catalog
+from headrace.studies.compare.choose import choose
+
+
+def run(capsys, monkeypatch, *arguments):
+    """(exit code, standard output, standard error) of `headrace ARGUMENTS` in this process."""
+    monkeypatch.setattr(sys, "argv", ["headrace", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code or 0, *capsys.readouterr()
+
+
+@pytest.fixture
+def headrace_(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes("café ".encode("latin-1") * 500)
+    (tmp_path / "short.txt").write_text("A few words.")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo.txt").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "plan.json").write_text("{}")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "plan.json").write_text("{")
+    return lambda *arguments: run(capsys, monkeypatch, *arguments)
+
+
+MISTAKES = {
+    "compare --mixers softmx-retnet": "mixer 'softmx-retnet' is unknown; the nearest names are softmax-retnet",
+    "compare --mixers gla(decay.rank=high)": "decay.rank='high' is not allowed",
+    "compare --mixers softmax-gla(competition.raed=none)": "no field 'raed'",
+    "bench --mixers transformers-mamba2 --hidden-size 30 --heads 3": "transformers-mamba2 cannot have --hidden-size=30",
+    "compare --mixers gla,gla": "each mixer once",
+    "compare --tune lr=1e-3,1e-3": "--tune 'lr=1e-3,1e-3' has a value twice; expected distinct values",
+    "bench --mixers gla,gla": "each mixer once",
+    "bench --lengths 16,16": "--lengths=16,16 has a number twice; expected each once",
+    "compare --mixers ,": "expected at least one",
+    "compare --mixers gla,,retnet": "'gla,,retnet' has nothing on one side of a comma",
+    "compare --mixers gla,": "'gla,' has nothing on one side of a comma",
+    "compare --mixers gla++retnet": "'gla++retnet' has nothing on one side of a plus",
+    "verify --mixers ,": "--mixers=',' names none; expected at least one",
+    "recipes --mixers ,": "--mixers=',' names none; expected at least one",
+    "verify --mixers gla,,retnet": "'gla,,retnet' has nothing on one side of a comma",
+    "generate notes --prompt a --tokens 0": "--tokens=0; expected at least 1",
+    "generate notes --prompt a --temperature -1": "--temperature=-1.0; expected a number of at least 0",
+    "generate notes --prompt a --temperature nan": "--temperature=nan; expected a number of at least 0",
+    "generate notes --prompt a --top-p 0": "--top-p=0.0; expected more than 0 and at most 1",
+    "generate notes --prompt a --top-k -1": "--top-k=-1; expected at least 0",
+    "generate notes --prompt a --repetition-penalty 0": "--repetition-penalty=0.0; expected more than 0",
+    "generate notes --file missing.txt": "--file 'missing.txt' cannot be read: No such file or directory",
+    "generate notes --file latin.txt": "--file 'latin.txt' is not UTF-8: ",
+    "generate notes --prompt a --file short.txt": "--prompt and --file are both given; expected one of them",
+    "inspect notes --prompt a --file short.txt": "--prompt and --file are both given; expected one of them",
+    "generate notes --prompt a --temperature 0 --top-p 0.5": "--top-p has no effect at --temperature 0",
+    "generate notes --prompt a --temperature 0 --top-k 5": "--top-k has no effect at --temperature 0",
+    "generate notes --prompt a --temperature 0 --seed 1": "--seed has no effect at --temperature 0",
+    "generate notes --prompt a --seed -1": "--seed=-1; expected 0 to 4294967295",
+    "serve notes --longest 9": "headrace serve --longest is now --max-prompt-tokens",
+    "serve notes --tokens=9": "headrace serve --tokens is now --max-tokens",
+    "serve notes --requests 9": "headrace serve --requests is now --max-requests",
+    "serve notes --max-prompt-tokens 0": "--max-prompt-tokens=0; expected at least 1",
+    "serve notes --max-tokens 0": "--max-tokens=0; expected at least 1",
+    "serve notes --max-requests 0": "--max-requests=0; expected at least 1",
+    "train laptop-1m tokens=20480 --dry-run": "expected fewer than tokens=20480; add warmup_tokens=1024",
+    "compare --heads 7": "num_heads=7 does not divide",
+    "compare --mixers bahdanau": "'bahdanau' cannot train on --task pair",
+    "compare --task dates --length 9": "the length of the task dates is fixed",
+    "verify --mixers bahdanau": "'bahdanau' is a whole model, not a layer's mixer",
+    "compare --task par": "--task 'par' is unknown; expected one of pair, ",
+    "compare --mixers gla(heads.count=2,heads.count=4)": "mixer 'gla(heads.count=2,heads.count=4)' sets 'heads.count'",
+    "compare --mixers softmax-gla(competition.temperature=2,competition=paper)": "'competition.temperature' and 'comp",
+    "compare --task mqar(pairs=8,pairs=16)": "--task 'mqar(pairs=8,pairs=16)' sets 'pairs' twice",
+    "compare --task mqar(pars=8)": "the task mqar has no field 'pars'; the nearest is 'pairs'",
+    "compare --task needle(length=-5)": "needle.length=-5; expected at least 1",
+    "compare --task text(length=0)": "length=0; expected at least 1",
+    "compare --task copy(length=7)": "Copy(symbols=16, length=7); expected at least 2 symbols and an even length",
+    "compare --task mqar(pairs=many)": "mqar.pairs='many' is not allowed; expected int",
+    "compare --task mqar(pairs": "--task 'mqar(pairs' is not of the form NAME or NAME(field=value, ...)",
+    "compare --task mqar --sweep hidden=32": "the nearest is 'hidden_size'",
+    "compare --task mqar --lr 0.1 --sweep lr=0.1,0.2": "'lr' is set twice, by --task, --sweep, --tune or its own",
+    "compare --task mqar(pairs=8) --sweep pairs=4,8": "'pairs' is set twice, by --task, --sweep, --tune or its own",
+    "compare --task mqar(length=64) --length 32": "'length' is set twice, by --task, --sweep, --tune or its own",
+    "train laptop-1m mixer=gla --mixer retnet --dry-run": "'mixer' is set twice, to 'gla' and to 'retnet'",
+    "bench --lengths 8,": "--lengths=8,; expected positive integers separated by commas, such as 512,2048",
+    "compare --task mqar --sweep pairs=8,8": "with distinct values",
+    "compare --task mqar --sweep heads=4,7": "num_heads=7 does not divide",
+    "compare --task mqar --sweep pairs=8,64": "length >= 4 * pairs",
+    "prepare --output new": "prepare has neither text sources nor --task; expected one of them",
+    "prepare a.txt --task mqar --output new": "prepare has both text sources and --task; expected one of them",
+    "prepare --task mqar --train-bpe 300 --output new": "--train-bpe=300 with --task; expected it with text",
+    "prepare --task mqar --held-out 0.1 --output new": "--held-out=0.1 with --task; expected it with text",
+    "prepare a.txt --rows 5 --output new": "--rows=5 without --task; expected it with --task alone",
+    "prepare --task mqar --tokenizer t.json --output new": "the task mqar has no field 'tokenizer'",
+    "compare --seeds 0": "--seeds=0; expected more than 0",
+    "compare --lr nan": "recipe.lr=nan is not allowed; expected finite float",
+    "compare --workers 0": "--workers=0; expected at least 1",
+    "compare --length 7": "length=7: a row of the task pair",
+    "compare --task mqar --length 2": "an even length >= 4 * pairs",
+    "compare --task key-value --length 2": "length >= 3 * pairs",
+    "compare --task mqar(keys=32)": "the task mqar has no field 'keys'",
+    "compare --task pair --text short.txt": "--task pair has no text; expected text, masked or spans",
+    "compare --tokenizer t.json": "add --text FILE",
+    "compare --text missing.txt": "text file 'missing.txt' cannot be read: No such file or directory",
+    "compare --text empty.txt": "text file 'empty.txt' is empty",
+    "compare --text latin.txt": "text file 'latin.txt' is not UTF-8: byte 3 is 0xe9",
+    "compare --text short.txt": "too few for length=96",
+    "compare short.txt empty.txt": "text file 'empty.txt' is empty",
+    "compare --task text --tokenizer missing.json": "tokenizer 'missing.json' is not a file",
+    "compare --output notes": "'notes' exists and is no folder of reports or runs",
+    "compare --output other": "'other' holds another run",
+    "compare --output broken": "is not JSON",
+    "compare --output empty.txt": "'empty.txt' exists and is no folder of reports or runs",
+    "verify --mixers retnt": "mixer 'retnt' is unknown; the nearest names are retnet",
+    "verify --dtype float8": "--dtype='float8'; expected one of float64",
+    "verify --backend cuda": "backend='cuda' is unknown; expected 'auto' or one of onnx, native, fla, triton, torch",
+    "verify --backend torch,onnx": "backend='onnx' cannot run here",
+    "verify --device tpu7": "--device='tpu7' cannot be used",
+    "prepare short.txt --output .": "--output '.' has no name of its own; expected a new file or folder",
+    "convert notes --output /": "--output '/' has no name of its own; expected a new file or folder",
+    "export notes --to onnx --output .": "--output '.' has no name of its own",
+    "retrofit notes --output .": "--output '.' has no name of its own",
+    "inspect notes --prompt a --output .": "--output '.' has no name of its own",
+    "reproduce --run": "--run has no effect without the name of a table or figure",
+    "reproduce --only size=1m": "--only has no effect without the name of a table or figure",
+    "bench --what=": "--what names none; expected some of memory, training, prefill, decoding",
+    "zoo --json --markdown": "--json and --markdown are both given; expected one of them",
+    "zoo --json --show cost": "--show and --json are both given; expected one of them",
+    "recipes --markdown": "--markdown has no effect without --mixers",
+    "train laptop-1m --efficiency 0.5": "--efficiency has no effect without --machine",
+    "train laptop-1m --efficiency 0.5 --dry-run": "--efficiency has no effect without --machine",
+    "serve notes --host=": "--host='' is empty; expected a name or an address",
+    "verify --device meta": "--device='meta' cannot be used: its tensors have no numbers",
+    "curves notes --output a.txt": "--output 'a.txt'; expected a file that ends in one of .png, .pdf, .svg",
+    "curves notes --output .png": "--output '.png'; expected a file that ends in one of .png, .pdf, .svg",
+    "compare --task pair(length=abc)": "pair.length='abc' is not allowed; expected int",
+    "compare --task pair(length=none)": "pair.length='none' is not allowed; expected int",
+    "compare --task pair --sweep length=abc,def": "pair.length='abc' is not allowed; expected int",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_one_sentence_and_exit_code_2(headrace_, command):
+    code, out, error = headrace_(*command.split())
+    assert (code, out) == (2, "")
+    assert MISTAKES[command] in error and error.startswith("headrace: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect"])
+def test_a_text_that_is_not_utf_8_is_refused(headrace_, monkeypatch, command):
+    bytes_ = io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8", "surrogateescape")  # as Python opens it in the locale C
+    monkeypatch.setattr(sys, "stdin", bytes_)
+    for name, options in {"--prompt": ["--prompt", "a\udcff"], "standard input": []}.items():
+        code, out, error = headrace_(command, "notes", *options)
+        assert (code, out) == (2, "") and error.startswith(f"headrace: {name} is not UTF-8: ") and "0xff" in error
+
+
+def test_a_mistake_leaves_nothing_behind(headrace_, tmp_path):
+    headrace_("compare", "--mixers", "softmx-retnet", "--output", tmp_path / "run")
+    headrace_("compare", "--text", "missing.txt", "--output", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_zoo_lists_every_mixer_and_every_whole_model(headrace_):
+    code, out, _ = headrace_("zoo")
+    assert code == 0 and all(name in out for name in (*zoo.names(), *zoo.MODELS))
+
+
+def test_zoo_as_json_reads_back(headrace_):
+    listed = json.loads(headrace_("zoo", "--json")[1])
+    specs = {name: zoo.get(row["spec"]) for name, row in listed.items()}
+    assert specs == {name: zoo.get(name) for name in (*zoo.names(), *zoo.MODELS)}
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    monkeypatch.setitem(zoo.LINEAR, "mine", MixerSpec(decay=Decay("softplus"), read=Read("rms", "silu")))
+    monkeypatch.setitem(zoo.ATTENTION, "mine-too", AttentionSpec(kv_heads=4))
+
+
+@pytest.mark.parametrize("view", ["", "--json", "--markdown", *(f"--show {view}" for view in catalog.VIEWS)])
+def test_zoo_lists_mixers_added_at_run_time(headrace_, mine, view):
+    code, out, _ = headrace_("zoo", *view.split())
+    assert code == 0 and all(name in out for name in ("mine", "softmax-mine", "mine-too"))
+
+
+def test_verify_and_compare_take_mixers_added_at_run_time(headrace_, mine):
+    mixers = "mine,softmax-mine(competition.memories_per_head=2),mine-too(kv_heads=2),mine+mine-too"
+    code, out, _ = headrace_("verify", "--mixers", mixers)
+    assert code == 0 and "0 of" in out and "mine+mine-too" in out
+    (plan,) = choose("pair", [], None, {"mixers": mixers}).plans
+    plan.check()
+    assert [arm.spec for arm in plan.arms()[:4]] == [to_json(zoo.get(mixer)) for mixer in mixers.split(",")]
+
+
+def test_zoo_does_not_import_transformers():
+    check = "import sys; from headrace.cli.app import app; app(['zoo'], standalone_mode=False); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert "softmax-gla" in done.stdout and "transformers" not in done.stdout.split()
+
+
+def test_verify_holds_and_says_so(headrace_):
+    code, out, _ = headrace_("verify", "--mixers", "softmax-gla,retnet(heads.expand_v=1)")
+    assert code == 0 and "0 of" in out and "softmax-gla" in out
+
+
+def test_verify_checks_the_backends_that_are_named(headrace_):
+    code, out, _ = headrace_("verify", "--mixers", "gla", "--backend", "torch")
+    assert code == 0 and {name for name in dispatch.BACKENDS if f"{name} in float64" in out} == {"torch"}
+
+
+def test_verify_fails_where_a_law_is_broken(headrace_, monkeypatch):
+    module = importlib.import_module("headrace.studies.verify")
+    monkeypatch.setattr(module, "verify", lambda names, *rest, **_: [module.Row("gla", "step", 1.0, 1e-9)])
+    code, out, _ = headrace_("verify", "--mixers", "gla")
+    assert code == 1 and "1 of 1 laws are broken" in out and "BROKEN" in out
+    assert headrace_("backends")[1] in out  # the versions of what was run
+
+
+def test_verify_shows_what_a_backend_raised(headrace_, monkeypatch):
+    def run(call):
+        raise RuntimeError("misaligned address in chunk_gla_fwd")
+
+    monkeypatch.setitem(
+        dispatch.BACKENDS, "new", dispatch.BACKENDS["torch"]._replace(linear_attention=Kernel(run, lambda call: None))
+    )
+    code, out, _ = headrace_("verify", "--mixers", "gla")
+    assert code == 1 and "gla, new in float64: RuntimeError: misaligned address in chunk_gla_fwd" in out
+
+
+def test_backends_and_version(headrace_):
+    assert "torch: available" in headrace_("backends")[1]
+    assert headrace_("--version")[1] == f"headrace {headrace.__version__}\n{headrace_('backends')[1]}"
+
+
+IDLE = {
+    "softmax-retnet(competition.read=query)": "competition.read='query' scales q by one number per head",
+    "softmax-gla(heads.count=1)": "a softmax over num_heads=1 head is always 1",
+    "softmax-gla(heads.count=1,competition.memories_per_head=2)": None,
+    "softmax-retnet": None,
+}
+
+
+@pytest.mark.parametrize("mixer", IDLE)
+def test_a_gate_that_hardly_acts_is_named_before_the_run(capsys, monkeypatch, tmp_path, mixer):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("headrace.utils.provenance.claim", lambda *args, **named: pytest.fail("stop here"))
+    monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--mixers", mixer])
+    with pytest.raises(pytest.fail.Exception, match="stop here"):
+        cli.main()
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Note: ")]
+    assert len(notes) == (IDLE[mixer] is not None)
+    assert all(note.startswith(f"Note: {mixer}: {IDLE[mixer]}") for note in notes)
+
+
+def test_what_the_output_cannot_write_is_one_sentence(headrace_, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))  # as with PYTHONIOENCODING=ascii
+    monkeypatch.setattr("headrace.hf.generate.generate", lambda *_, **sampling: {"text": "é"})
+    code, _, error = headrace_("generate", "notes", "--prompt", "a", "--json")
+    sentence = "the output has '\\xe9', which ascii cannot write; set PYTHONIOENCODING=utf-8"
+    assert (code, error) == (2, f"headrace: {sentence}\n")
+
+
+@pytest.mark.parametrize(("option", "asked"), [([], None), (["--cuda-graph"], "static")])
+def test_a_cuda_graph_is_asked_for(option, asked, headrace_, monkeypatch):
+    given = []
+    result = {"text": "", "tokens": [], "tokens_per_second": 1.0}
+    monkeypatch.setattr("headrace.hf.generate.generate", lambda *_, **sampling: given.append(sampling) or result)
+    code, *_ = headrace_("generate", "notes", "--prompt", "a", "--json", *option)
+    assert code == 0 and [sampling.get("cache_implementation") for sampling in given] == [asked]

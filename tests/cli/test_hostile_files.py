@@ -1,0 +1,248 @@
+"""Files that no program of ours has written: each is refused by one sentence or read, without a traceback or a hang."""
+
+import errno
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers", reason="the extra [models] is not installed")
+
+import tiny
+from groups import refused
+from headrace import InputError
+from headrace.cli.console import printable
+from headrace.hf import load
+from headrace.hf.convert import export_checkpoint, import_checkpoint
+from headrace.utils.integrity import RECORDED, damage, misfit, read_json, read_record
+from headrace.utils.processes import locked
+from headrace.utils.provenance import MADE
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+HUGE = 10**400  # does not fit a float
+VALUES = {
+    "null": None, "true": True, "negative": -1, "zero": 0, "many": 10**9, "huge": HUGE, "fraction": 0.5,
+    "infinite": float("inf"), "text": "evil", "list": [1, "a"], "object": {"a": {"b": [None]}},
+}  # fmt: skip
+# Fields that transformers reads from any config.json, beside those that `save_pretrained` has written.
+ADDED = (
+    "torch_dtype", "label2id", "quantization_config", "attn_implementation", "experts_implementation", "num_labels",
+    "problem_type", "_name_or_path", "num_attention_heads",
+)  # fmt: skip
+# With values of transformers that raise where the field is read, or later where the model is used.
+KNOWN = ("dtype", "id2label", "quantization_config", "attn_implementation", "is_encoder_decoder", "return_dict")
+SIZES = {"vocab_size": 17, "hidden_size": 8, "num_hidden_layers": 1, "num_heads": 2, "intermediate_size": 8}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A checkpoint of ours, and one in the format of Llama."""
+    made = {name: tmp_path_factory.mktemp("models") / name for name in ("ours", "llama")}
+    model = tiny.build("transformer", **SIZES).float()
+    model.save_pretrained(made["ours"])
+    export_checkpoint(model, "llama", made["llama"])
+    return made
+
+
+def hostile(fields):
+    """Each field with three of the values in turn, those of KNOWN with all."""
+    values = list(VALUES.values())
+    for i, field in enumerate(fields):
+        for value in values if field in KNOWN else [values[(3 * i + j) % len(values)] for j in range(3)]:
+            yield field, value
+
+
+def leaves(value, path=()):
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from leaves(value[key], (*path, key))
+    yield path
+
+
+def replaced(value, path, new):
+    if not path:
+        return new
+    value = value.copy()
+    value[path[0]] = replaced(value[path[0]], path[1:], new)
+    return value
+
+
+def used(folder):
+    with torch.no_grad():
+        load(folder).generate(torch.tensor([[1, 2, 3]]), max_new_tokens=1, pad_token_id=0)
+
+
+@pytest.mark.slow(seconds=15)
+@pytest.mark.parametrize(("kind", "use"), [("ours", used), ("llama", import_checkpoint)])
+def test_a_config_with_a_hostile_field_is_refused_or_used(kind, use, folders, tmp_path):
+    folder = shutil.copytree(folders[kind], tmp_path / kind)
+    path = folder / "config.json"
+    whole = json.loads(path.read_text())
+    inner = [where for where in leaves(whole) if len(where) > 1]
+    cases = [({**whole, field: value}, field) for field, value in hostile([*whole, *ADDED])]
+    cases += [(replaced(whole, where, [*VALUES.values()][i % len(VALUES)]), where) for i, where in enumerate(inner)]
+    sentences = 0
+    for content, where in cases:
+        path.write_text(json.dumps(content))
+        try:
+            use(folder)
+        except InputError as error:
+            sentences += 1
+            assert str(folder) in str(error) and "\n" not in str(error), (where, error)
+    assert sentences > len(cases) / 3
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"])
+@pytest.mark.parametrize("count", [10**9, HUGE])
+@pytest.mark.parametrize(("kind", "read"), [("ours", load), ("llama", import_checkpoint)])
+def test_sizes_beyond_those_of_the_weights_are_refused_before_a_model_is_built(
+    kind, read, field, count, folders, tmp_path
+):
+    folder = shutil.copytree(folders[kind], tmp_path / kind)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: count}))
+    assert len(refused(lambda: read(folder))) < 500
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "eos_token_id", "max_length"])
+def test_a_hostile_setting_of_generation_is_named(name, folders, tmp_path):
+    folder = shutil.copytree(folders["ours"], tmp_path / "ours")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: "evil"}))
+    assert f'{name}="evil"; expected' in refused(lambda: load(folder))
+
+
+# --- JSON files of ours ----------------------------------------------------------------------------------------------
+
+CONTENTS = ["null", "3", '"evil"', "evil", "", "[" * 100_000, "[1]", '{"a": null}', '{"a": [1]}', '{"a": {"bytes": 1}}']
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=lambda content: content[:20])
+@pytest.mark.parametrize(("form", "own"), [(RECORDED, "{}"), (MADE, "[]"), ({"length": int}, '{"length": 3}')])
+def test_json_of_another_form_is_one_sentence(content, form, own, tmp_path):
+    path = tmp_path / "file.json"
+    path.write_text(content)
+    sentence = refused(lambda: read_json(path, form))
+    assert str(path) in sentence and "\n" not in sentence and len(sentence) < 400
+    path.write_text(own)
+    assert read_json(path, form) == json.loads(own)
+    path.unlink()
+    assert "cannot be read: No such file" in refused(lambda: read_json(path))
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "wrong"),
+    [
+        ({"a": 1}, {"a": int, "b?": str}, None),
+        ({"a": 1, "b": 2}, {"a": int, "b?": str}, "'b' is 2, not a text"),
+        ({"a": True}, {"a": int}, "'a' is true, not an integer"),
+        ({"a": HUGE}, {...: int}, "which has more than 64 bits"),
+        ({}, {"a": None}, "it has no 'a'"),
+        ([1, 2.5, None], [(float, None)], None),
+        ([1, "x"], [float], 'item 1 of it is "x", not a number'),
+        (None, (str, None), None),
+    ],
+)
+def test_what_does_not_have_the_form_is_named(value, form, wrong):
+    found = misfit(value, form)
+    assert found is None if wrong is None else wrong in found
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret"])
+def test_checksums_name_no_file_outside_their_folder(name, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "a").mkdir()
+    (tmp_path / "secret").write_text("mine")
+    recorded = {name: {"bytes": 4, "sha256": "0"}}
+    (folder / "checksums.json").write_text(json.dumps(recorded))
+    assert f"it names {name!r}, which is outside the folder" in refused(lambda: read_record(folder / "checksums.json"))
+    assert "outside the folder" in damage(folder, recorded)
+
+
+def test_a_checkpoint_that_names_files_outside_deletes_none(tmp_path):
+    checkpoints = pytest.importorskip("headrace.training.checkpoints")
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "checkpoint-1" / checkpoints.MARKER).write_text(json.dumps({"../mine.txt": 4}))
+    assert "outside the folder" in refused(lambda: checkpoints.delete(tmp_path / "checkpoint-1"))
+    assert "outside the folder" in refused(lambda: checkpoints.newest(tmp_path))
+    assert (tmp_path / "mine.txt").exists()
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "{}", '{"length": "x"}', '{"sources": 3}', "[" * 100_000])
+def test_a_manifest_of_another_form_is_no_prepared_data(content, tmp_path):
+    data = pytest.importorskip("headrace.data")
+    (tmp_path / "manifest.json").write_text(content)
+    sentence = refused(lambda: data.open_data(tmp_path))
+    assert "is not a folder written by `headrace prepare`" in sentence and "\n" not in sentence
+
+
+def test_a_hostile_tokenizer_is_refused_or_used(tmp_path):
+    pytest.importorskip("datasets")
+    from headrace.data.tokenizer import byte_level
+    from headrace.hf.generate import read_tokenizer
+
+    byte_level().save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = tmp_path / name
+        own = path.read_text()
+        whole = json.loads(own)
+        contents = ["null", "[]", "3", "{}", *(json.dumps({**whole, f: v}) for f, v in hostile(whole))]
+        for content in contents:
+            path.write_text(content)
+            try:
+                read_tokenizer(tmp_path)("It was")
+            except InputError as error:
+                assert "has no readable tokenizer" in str(error)
+        path.write_text(own)
+
+
+# --- what reaches the terminal ---------------------------------------------------------------------------------------
+
+
+def test_control_characters_of_files_reach_the_terminal_as_escapes(folders, tmp_path, monkeypatch, capsys):
+    from headrace.cli import app
+
+    folder = shutil.copytree(folders["ours"], tmp_path / "ours")
+    (folder / "checksums.json").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"\x1b[2Jevil\x07\u202e": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr("sys.argv", ["headrace", "retrofit", str(folder), "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        app.main()
+    said = capsys.readouterr().err
+    assert r"\x1b[2Jevil\x07\u202e" in said and not {"\x1b", "\x07", "\u202e"} & {*said}
+    assert printable("größe 大\n") == "größe 大\n"
+
+
+# --- what is removed or full -----------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full_while_weights_are_written_is_one_sentence(folders, tmp_path, monkeypatch, capsys):
+    from headrace.cli import app
+    from headrace.hf import HeadraceForCausalLM
+
+    def full(*arguments, **options):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(HeadraceForCausalLM, "save_pretrained", full)
+    monkeypatch.setattr("sys.argv", ["headrace", "convert", str(folders["llama"]), "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == 2 and f"the output: {os.strerror(errno.ENOSPC)}" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_output_folder_that_is_removed_is_one_sentence(tmp_path):
+    def write():
+        with locked(tmp_path / "out"):
+            shutil.rmtree(tmp_path / "out")
+            (tmp_path / "out" / "report.html").write_text("")
+
+    assert "out' was removed while the command wrote to it" in refused(write)
+    with pytest.raises(FileNotFoundError), locked(tmp_path / "out"):
+        os.stat(tmp_path / "missing")

@@ -1,0 +1,97 @@
+"""Every command works in a folder, and on files, whose names are more than letters to a shell, a URL or a pattern."""
+
+import json
+import shlex
+import shutil
+import sys
+
+import pytest
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+import tiny
+from headrace.cli import app as cli
+from headrace.data.tokenizer import byte_level
+from headrace.studies.compare import pool
+from trained import arguments
+
+assert pool  # so that conftest.py has workers of `compare` forked
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
+ODD = "My [a] é 100% %20 # q? s* {x} & b;c ~"
+SMALL = "--mixers gla --seeds 1 --steps 1 --length 8 --batch-size 2 --layers 1 --hidden-size 16 --heads 2 --workers 1"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, prepared):
+    """A folder of that name with a text, prepared data, and a model; beside it one that a pattern of the name finds."""
+    home = tmp_path_factory.mktemp("home") / ODD
+    for folder in (home, home.with_name(ODD.replace("*", "X").replace("[a]", "a").replace("?", "y"))):
+        (folder / "bench [1]").mkdir(parents=True)
+        texts = ["she saw the sea", "a stone is a stone"] if folder == home else ["no"]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / "bench [1]" / "lambada_openai.jsonl").write_text(lines, "utf-8-sig")
+        (folder / "a [b].txt").write_text("It was the best of times. " * 40)
+    shutil.copytree(prepared, home / "data [1]")
+    tiny.build("gla", vocab_size=257, max_position_embeddings=64).save_pretrained(home / "model [1]")
+    byte_level().save_pretrained(home / "model [1]")
+    return home
+
+
+COMMANDS = {  # words, in which "OUT" is what is written
+    "prepare": "prepare 'a [b].txt' --tokenizer 'model [1]' --length 16 --held-out 0.05 --output OUT",
+    "prepare by a file of a tokenizer": "prepare 'a [b].txt' --tokenizer 'model [1]/tokenizer.json' --length 16 "
+    "--held-out 0.05 --output OUT",
+    "generate": "generate 'model [1]' --file 'a [b].txt' --tokens 2",
+    "inspect": "inspect 'model [1]' --file 'a [b].txt' --tokens 8 --output OUT",
+    "convert": "convert 'model [1]' --to gla --output OUT",
+    "retrofit": "retrofit 'model [1]' --output OUT",
+    "eval": "eval 'model [1]' --suite lambada_openai --data 'bench [1]' --output OUT",
+    "compare": f"compare 'a [b].txt' --tokenizer 'model [1]/tokenizer.json' {SMALL} --output OUT",
+}
+
+
+@pytest.fixture
+def headrace_(capsys, monkeypatch):
+    """(exit code, standard output, standard error) of `headrace ARGUMENTS` in this process."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["headrace", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_works_in_a_folder_of_any_name(name, home, headrace_, monkeypatch):
+    """What it reads is named from within the folder, what it writes from the root."""
+    if name == "eval":
+        pytest.importorskip("lm_eval")
+    monkeypatch.chdir(home)
+    out = home / f"out [{name}]"
+    words = [out if word == "OUT" else word for word in shlex.split(COMMANDS[name])]
+    beside = sorted(home.parent.rglob("*/*"))
+    code, _, error = headrace_(*words)
+    assert code == 0, error
+    assert out.exists() == ("OUT" in COMMANDS[name])
+    assert [path for path in sorted(home.parent.rglob("*/*")) if not path.is_relative_to(home)] == [
+        path for path in beside if not path.is_relative_to(home)
+    ]
+    if name == "eval":
+        (result,) = out.glob("*/results.json")
+        assert json.loads(result.read_text("utf-8"))["n-samples"]["lambada_openai"]["effective"] == 2
+
+
+def test_a_run_works_in_a_folder_of_any_name(home, headrace_, monkeypatch):
+    """Trained, resumed, and plotted, with the logs of TensorBoard."""
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(home)
+    words = arguments(home / "data [1]", home / "run [1]", tokens=128 * 6)
+    words[-1] = "tensorboard"
+    for _ in range(2):
+        code, _, error = headrace_(*words)
+        assert code == 0, error
+    assert list((home / "run [1]").rglob("events.out.tfevents*"))
+    code, _, error = headrace_("curves", "run [1]", "--output", "curves [1].png")
+    assert code == 0 and (home / "curves [1].png").stat().st_size, error

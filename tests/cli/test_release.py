@@ -1,0 +1,44 @@
+"""What a release states about itself."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import headrace
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_the_version_is_stated_alike_everywhere():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == headrace.__version__
+    assert f"version = {{{headrace.__version__}}}" in (ROOT / "docs" / "citing.md").read_text("utf-8")
+    newest = re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert newest and newest[1] == headrace.__version__
+
+
+def test_the_readme_on_pypi_has_absolute_links_alone():
+    """The substitutions of pyproject.toml, applied as hatch-fancy-pypi-readme applies them."""
+    settings = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    text = (ROOT / "README.md").read_text("utf-8")
+    for substitution in settings["substitutions"]:
+        text = re.sub(substitution["pattern"], substitution["replacement"], text)
+    links = re.findall(r"\]\((.*?)\)", text)
+    assert links and [link for link in links if not link.startswith("https://")] == []
+    assert text.count("raw.githubusercontent.com") == text.count("![") > 0
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_what_there_is(path):
+    workflow = yaml.safe_load(path.read_text("utf-8"))
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job.get("steps", ()) if "run" in step]
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    for target in re.findall(r"^make (\w+)$", "\n".join(commands), re.MULTILINE):
+        assert re.search(rf"^{target}\b.*:", makefile, re.MULTILINE), target
+    for job in workflow["jobs"].values():
+        needed = job.get("needs", [])
+        assert {*([needed] if isinstance(needed, str) else needed)} <= set(workflow["jobs"])

@@ -1,0 +1,115 @@
+"""The reading order is the order of imports, and what the README shows runs."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace import zoo
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "headrace"
+# Each part may import those before it.
+ORDER = [
+    "utils", "spec", "zoo", "ops", "layers", "models", "hf", "export", "serving", "data", "tasks", "training",
+    "report", "studies", "cli",
+]  # fmt: skip
+
+
+def parts_imported(path: Path) -> set[str]:
+    """Names of headrace's parts that a file imports, whether at its top or inside a function."""
+    package = ["headrace", *path.relative_to(SOURCE).parent.parts]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            names = [alias.name for alias in node.names] if base == ["headrace", ""] else [base[1]]
+            found |= {name for name in names if (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_go_one_way(path):
+    part = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    if part.startswith("__"):
+        return
+    later = ORDER[ORDER.index(part) + 1 :]
+    assert not parts_imported(path) & set(later)
+
+
+def test_the_parts_are_in_the_order_of_imports():
+    entries = {
+        path.name.removesuffix(".py") for path in SOURCE.iterdir() if not path.name.startswith(("_", "lib", "."))
+    }
+    assert entries - {"py.typed"} == set(ORDER)
+    assert len(entries) <= 15
+
+
+def test_the_reference_imports_torch_alone():
+    lines = (SOURCE / "ops" / "reference.py").read_text("utf-8").splitlines()
+    assert [line for line in lines if line.startswith(("import", "from"))] == ["import torch"]
+
+
+def test_importing_headrace_does_not_import_transformers():
+    check = "import sys, headrace; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_the_command_line_is_shown_without_pytorch():
+    check = "import sys, headrace.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_public_names():
+    check = """
+import headrace
+from headrace import HeadraceConfig, InputError, Mixer, backends, linear_attention, load, quantize, step, verify, zoo
+from headrace.hf import HeadraceForCausalLM
+from headrace.spec import MixerSpec
+assert backends()["torch"]["linear_attention"] is None and callable(verify)
+assert set(headrace.__all__) <= set(dir(headrace)) and all(hasattr(headrace, name) for name in headrace.__all__)
+"""
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+PAGES = ("README.md", "docs/index.md", "docs/guide.md", "docs/mixers.md")
+README, INDEX, GUIDE, MIXERS = ((ROOT / path).read_text("utf-8") for path in PAGES)
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README + INDEX, re.DOTALL))
+def test_the_first_examples_run(code, monkeypatch):
+    monkeypatch.setattr(zoo, "LINEAR", dict(zoo.LINEAR))
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_every_mixer_is_listed():
+    assert set(re.findall(r"^\| `([^`]+)`", MIXERS, re.MULTILINE)) == {
+        *zoo.LINEAR, *zoo.SCANS, *zoo.MATRICES, *zoo.ATTENTION, *zoo.SOFTMAX_RNNS, *zoo.MODELS,
+    }  # fmt: skip
+
+
+def test_links_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_parts_are_listed_in_contributing():
+    tree = re.search(
+        r"^src/headrace/\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert tree is not None
+    assert re.findall(r"^  ([a-z]+)(?=\.py|/)", tree[1], re.MULTILINE) == ORDER
+
+
+def test_the_commands_of_readme_and_guide_exist():
+    from headrace.cli.app import app
+
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    table = " ".join(re.findall(r"^\| `headrace (.*?) \|", README, re.MULTILINE))
+    shell = "".join(re.findall(r"```sh\n(.*?)```", README + GUIDE, re.DOTALL))
+    used = set(re.findall(r"^headrace ([a-z]+)", shell, re.MULTILINE))
+    assert used <= known == set(re.findall(r"[a-z]+", table))

@@ -1,0 +1,146 @@
+"""The order of rows: each row once, in an order of its own for each epoch and seed."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from scipy import stats
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+from accelerate import skip_first_batches
+from accelerate.data_loader import prepare_data_loader
+from datasets import Dataset
+
+from headrace.data import Shuffled
+from headrace.training import run
+from headrace.training.trainer import HeadraceTrainer
+from trained import train
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 13, 64, 65, 1000, 4097, 20_000])
+def test_each_row_is_there_once(rows):
+    order = Shuffled(rows, rows, seed=1)
+    for epoch in range(3):
+        order.set_epoch(epoch)
+        assert sorted(order) == list(range(rows))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own_which_return():
+    orders = {}
+    for seed in range(3):
+        for epoch in range(3):
+            made = Shuffled(1000, 1000, seed)
+            made.set_epoch(epoch)
+            orders[seed, epoch] = list(made)
+            assert list(made) == orders[seed, epoch]
+    assert len(set(map(tuple, orders.values()))) == 9
+    assert list(Shuffled(1000, 90, 0)) == orders[0, 0][:90] and len(Shuffled(1000, 90, 0)) == 90
+
+
+@pytest.mark.parametrize("rows", [7, 100, 5000])
+def test_the_order_is_like_a_random_one(rows):
+    """In 200 orders: how often a place has each row (chi squared), and how row and place, and a row and the next,
+    correlate. With fixed seeds the test is no draw; a true permutation fails it in one of 10^6 times."""
+    orders = np.array([list(Shuffled(rows, rows, seed)) for seed in range(200)])
+    for place in (0, rows // 2, rows - 1):
+        bins = np.histogram(orders[:, place], bins=min(rows, 7), range=(0, rows))[0]
+        widths = np.histogram(np.arange(rows), bins=min(rows, 7), range=(0, rows))[0]
+        assert stats.chisquare(bins, 200 * widths / rows).pvalue > 1e-7
+    for a, b in ((orders, np.broadcast_to(np.arange(rows), orders.shape)), (orders[:, 1:], orders[:, :-1])):
+        deviation = np.corrcoef(a.ravel(), b.ravel())[0, 1] + (0 if b is not orders[:, :-1] else 1 / (rows - 1))
+        assert abs(deviation) < 5.3 / np.sqrt(a.size) + 2 / rows
+
+
+def test_an_order_of_very_many_rows_needs_no_memory():
+    """15e9 tokens of 512 are 29 million rows; here are 2^40."""
+    first = [row for row, _ in zip(Shuffled(2**40, 2**40, 0), range(10_000), strict=False)]
+    assert len(set(first)) == 10_000 and stats.kstest(np.array(first) / 2**40, "uniform").pvalue > 1e-6
+
+
+ROWS, STEP, STEPS, SEED = 27, 8, 9, 3  # 3 steps in an epoch; 3 rows are left to another
+
+
+def rows_by_step(kind, processes, micro, first):
+    """The rows of each step from step `first` on, at which all processes begin, as the Trainer takes them from loaders
+    of accelerate."""
+    data = Dataset.from_dict({"row": range(ROWS)}) if kind == "task" else [{"row": row} for row in range(ROWS)]
+    passes = STEP // (processes * micro)
+    settings = SimpleNamespace(
+        world_size=processes, train_batch_size=micro, gradient_accumulation_steps=passes, data_seed=SEED
+    )
+    found = {step: [] for step in range(first, STEPS)}
+    for process in range(processes):
+        state = SimpleNamespace(global_step=first)
+        trainer = SimpleNamespace(args=settings, per_row=1, train_dataset=data, state=state)
+        sampler = HeadraceTrainer._get_train_sampler(trainer)
+        plain = DataLoader(data, micro, sampler=sampler, collate_fn=list, drop_last=True)
+        whole = prepare_data_loader(
+            plain, num_processes=processes, process_index=process, data_seed=SEED, use_seedable_sampler=True
+        )
+        per_epoch = len(whole) // passes
+        for epoch in range(first // per_epoch, STEPS // per_epoch):
+            skipped = state.global_step - epoch * per_epoch
+            loader = skip_first_batches(whole, skipped * passes) if skipped else whole
+            loader.set_epoch(epoch)
+            for i, batch in enumerate(loader, 1):
+                found[state.global_step] += [row["row"] for row in batch]
+                state.global_step += i % passes == 0
+    return {step: sorted(rows) for step, rows in found.items()}
+
+
+@pytest.mark.parametrize("kind", ["text", "task"])
+def test_processes_that_resume_take_the_rows_of_a_run_that_was_never_killed(kind):
+    """Of 1, 2 and 4 processes, from every step of three epochs on."""
+    whole = rows_by_step(kind, 1, STEP, 0)
+    epochs = [whole[first] + whole[first + 1] + whole[first + 2] for first in (0, 3, 6)]
+    assert all(len(set(rows)) == 3 * STEP for rows in epochs) and len({tuple(rows) for rows in epochs}) == 3
+    for processes in (1, 2, 4):
+        for first in range(STEPS):
+            later = {step: rows for step, rows in whole.items() if step >= first}
+            assert rows_by_step(kind, processes, 2, first) == later, (processes, first)
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 7:
+            raise Killed
+
+
+@pytest.mark.filterwarnings("ignore")  # of the Trainer's own
+def test_training_takes_this_order_and_goes_on_with_it(data, tmp_path, monkeypatch):
+    """11 rows are two steps of 4 in each epoch. A run killed after step 7 goes on from the checkpoint of step 5,
+    in the midst of an epoch."""
+    step, seen, make = HeadraceTrainer.training_step, [], run.make_trainer
+
+    def note(self, model, inputs, *rest):
+        seen.append((self.state.global_step, inputs["input_ids"].tolist()))
+        return step(self, model, inputs, *rest)
+
+    def with_killer(*arguments):
+        trainer = make(*arguments)
+        trainer.add_callback(KillAt())
+        return trainer
+
+    few = replace(data, train=data.train.select(range(11)))
+    monkeypatch.setattr(HeadraceTrainer, "training_step", note)
+    train(few, tmp_path / "whole", tokens=128 * 9)
+    whole, seen = seen, []
+    order = Shuffled(11, 8, seed=0)
+    for epoch in range(4):
+        order.set_epoch(epoch)
+        rows = [row for at, rows in whole if at // 2 == epoch for row in rows]
+        assert rows == [data.train[i]["input_ids"] for i in order]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(run, "make_trainer", with_killer)
+        train(few, tmp_path / "killed", tokens=128 * 9)
+    seen.clear()
+    train(few, tmp_path / "killed", tokens=128 * 9)
+    assert seen == [one for one in whole if one[0] >= 5]

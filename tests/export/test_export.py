@@ -1,0 +1,313 @@
+"""Exported models in ONNX Runtime and in a browser compute what PyTorch computes."""
+
+import functools
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlencode
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from headrace import InputError, linear_attention, load, zoo
+from headrace.cli.app import app
+from headrace.data.tokenizer import byte_level
+from headrace.export import writer
+from headrace.export.graph import TRACED, check_exportable, states, trace
+from headrace.export.onnx import MAX_ERROR_RATIO, TOLERANCE, Runtime, errors, export, quantize, standardise
+from headrace.export.web import write_page
+from headrace.hf import HeadraceForCausalLM
+from headrace.ops.reference import literal
+from headrace.spec.stack import Layer
+from tiny import build, config
+
+onnx = pytest.importorskip("onnx", reason='needs pip install "headrace[onnx]"')
+pytest.importorskip("onnxruntime", reason='needs pip install "headrace[onnx]"')
+pytest.importorskip("onnxscript", reason='needs pip install "headrace[onnx]"')
+import onnxruntime  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+B, H, K, V = 2, 4, 3, 5
+CHECKPOINT = ("gla", "gated-deltanet", "retnet")  # the first with competition
+PROMPT, TOKENS = "It was", 200
+# Error of a float32 result as a share of the largest number: 64 roundings of 2^-24, for the sums of a few layers.
+ROUNDING = 64 * 2**-24
+
+
+def decays(T):
+    g = -torch.rand(B, T, H, K)
+    return {"none": None, "fixed": g[0, 0, :, 0].clone(), "token": g[..., 0].clone(), "channel": g}
+
+
+def arguments(T):
+    """The op's tensors with two key heads for four heads, and every gate."""
+    gates = {name: torch.rand(B, T, H) for name in ("beta", "read_gate", "write_gate")}
+    qkv = torch.randn(B, T, 2, K), torch.rand(B, T, 2, K) / 2, torch.randn(B, T, H, V)
+    return qkv, gates, decays(T), torch.randn(B, H, K, V)
+
+
+def recurrences(op, qkv, gates, decays, state):
+    """Every rule with every decay, with gates and an initial state and without; the bonus and the normaliser."""
+    q, k, v = qkv
+    for rule in ("add", "delta"):
+        for decay in decays.values():
+            yield from op(q, k, v, log_decay=decay, rule=rule, **gates, initial_state=state)
+        yield from op(q, k, v, rule=rule)
+    yield from op(q, k, v, **gates, log_decay=decays["channel"], initial_state=state, bonus=k[0, 0].repeat(2, 1).abs())
+    yield from op(q.abs(), k, v, **gates, log_decay=decays["fixed"], normalise=True, scale=0.7)
+
+
+class Recurrences(nn.Module):
+    def forward(self, qkv, gates, decays, state):
+        return list(recurrences(linear_attention, qkv, gates, decays, state))
+
+
+def wide(x):
+    if isinstance(x, dict):
+        return {name: wide(y) for name, y in x.items()}
+    return tuple(map(wide, x)) if isinstance(x, tuple) else x if x is None else x.double()
+
+
+def expected(qkv, *rest):
+    q, k, v = qkv
+
+    def grouped(q, k, v, **options):
+        return literal(q.repeat_interleave(2, 2), k.repeat_interleave(2, 2), v, **options)
+
+    return list(recurrences(grouped, *wide(((q, k, v), *rest))))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the exporter, about its own code
+def test_every_recurrence_is_a_node_that_computes_the_literal_loop(tmp_path):
+    torch.manual_seed(0)
+    tokens = {1: "T"}
+    varying = ((tokens,) * 3, dict.fromkeys(("beta", "read_gate", "write_gate"), tokens),
+               {"none": None, "fixed": None, "token": tokens, "channel": tokens}, None)  # fmt: skip
+    program = torch.onnx.export(Recurrences().eval(), arguments(6), dynamo=True, dynamic_shapes=varying, verbose=False)
+    program.save(tmp_path / "ops.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "ops.onnx", providers=["CPUExecutionProvider"])
+    names = [x.name for x in session.get_inputs()]
+    for T in (1, 2, 9):
+        given = arguments(T)
+        tensors = [*given[0], *given[1].values(), *(x for x in given[2].values() if x is not None), given[3]]
+        found = session.run(None, dict(zip(names, (x.numpy() for x in tensors), strict=True)))
+        for y, wanted in zip(found, expected(*given), strict=True):
+            assert abs(torch.from_numpy(y) - wanted).max() <= ROUNDING * wanted.abs().max(), T
+
+
+@pytest.mark.slow(seconds=40)
+def test_every_linear_mixer_and_softmax_attention_are_exported_as_they_are(tmp_path):
+    """One layer of each in one model, without MLPs, as tracing takes seconds per layer. The mixers of the checkpoint
+    below are tested there, and DeltaNet is Gated DeltaNet with fewer parts. Gates are computed from a layer's inputs by
+    nodes of their own: here under the delta rule, below under the additive one."""
+    torch.manual_seed(0)
+    mixers = [name for name in zoo.LINEAR if name not in ("residual-delta", "deltanet", "kda", *CHECKPOINT)]
+    mixers.append("softmax-kda")
+    layers = [Layer(zoo.get(name), "none") for name in (*mixers, "gqa")]
+    model = build(layers, num_hidden_layers=len(layers)).float()
+    trace(model).save(tmp_path / "model.onnx")
+    found, own = errors(tmp_path / "model.onnx", model)
+    assert found <= max(TOLERANCE, MAX_ERROR_RATIO * own)
+
+
+def test_as_many_heads_as_the_graph_is_traced_with_rows(tmp_path, monkeypatch):
+    """The number of rows stays a variable. Of the backends, only ONNX's makes the recurrence a node."""
+    monkeypatch.setenv("HEADRACE_BACKEND", "native")
+    heads = TRACED["batch"]
+    build("gla", num_hidden_layers=1, num_heads=heads, hidden_size=8 * heads).save_pretrained(tmp_path)
+    (tmp_path / "onnx").mkdir()
+    assert "its logits differ from float64's by" in export(tmp_path, tmp_path / "onnx")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    model = HeadraceForCausalLM(
+        config([f"softmax-{CHECKPOINT[0]}", *CHECKPOINT[1:]], num_hidden_layers=3, vocab_size=257)
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    model.save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    done = CliRunner().invoke(app, ["export", str(checkpoint), "--to", "onnx", "--output", str(folder)])
+    assert done.exit_code == 0, done.exception
+    assert re.search(r"model\.onnx of [\d.]+ MB; its logits differ from float64's by [\d.]+e-0[6-9]", done.output)
+    return folder
+
+
+@torch.no_grad()
+def test_a_graph_with_wrong_numbers_is_refused(checkpoint, exported, tmp_path, monkeypatch):
+    """That of a model in which one matrix was a thousandth smaller."""
+    changed = load(checkpoint)
+    changed.model.backbone.layers[1].mixer.o_proj.weight.mul_(1.001)
+    for part in (changed, byte_level()):
+        part.save_pretrained(tmp_path / "changed")
+    graph = SimpleNamespace(save=lambda path: shutil.copy(exported / "model.onnx", path))
+    monkeypatch.setattr("headrace.export.onnx.trace", lambda model: graph)
+    command = ["export", str(tmp_path / "changed"), "--to", "onnx", "--output", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, command)
+    assert isinstance(done.exception, InputError) and not (tmp_path / "out").exists()
+    assert re.fullmatch(
+        r"the logits of model\.onnx are wrong by [1-9]\.\de-0[345] of the largest, those of PyTorch by .*e-0[678]",
+        str(done.exception),
+    )
+
+
+@torch.no_grad()
+def test_two_hundred_tokens_are_those_of_generate(checkpoint, exported):
+    model = load(checkpoint)
+    ids = torch.tensor(byte_level()([PROMPT, "Nobody"]).input_ids)
+    wanted = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=256)
+    truth = model.double()(wanted).logits
+    run = Runtime(exported / "model.onnx", states(model), batch=2)
+    logits, found = [run(ids)], ids
+    for _ in range(TOKENS):
+        found = torch.cat([found, logits[-1][:, -1:].argmax(-1)], 1)
+        logits.append(run(found[:, -1:]))
+    assert found.tolist() == wanted.tolist()
+    assert (torch.cat(logits, 1) - truth).abs().max() <= 1e-5 * truth.abs().max()
+
+
+def test_the_example_of_the_page_runs_without_headrace(checkpoint, exported, monkeypatch, capsys):
+    page = (ROOT / "docs" / "export.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert "headrace" not in re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
+    monkeypatch.chdir(exported)
+    exec(compile(code, "export.md", "exec"), {})
+    ids = byte_level()(PROMPT, return_tensors="pt").input_ids
+    wanted = load(checkpoint).generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=256)
+    assert capsys.readouterr().out.rstrip("\n") == byte_level().decode(wanted[0])
+
+
+def test_int8_weights_are_smaller_and_close(checkpoint, exported, tmp_path):
+    """With the weights in the file, and in a file beside it, as weights of more than 2 GB are."""
+    found = {}
+    for name, where in {"one": {}, "two": {"save_as_external_data": True, "size_threshold": 0}}.items():
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / "model.onnx"
+        onnx.save(onnx.load(exported / "model.onnx"), path, location="model.onnx.data" if where else None, **where)
+        before = sum(file.stat().st_size for file in path.parent.iterdir())
+        quantize(path)
+        assert sum(file.stat().st_size for file in path.parent.iterdir()) < 0.8 * before  # the embedding stays float32
+        found[name], own = errors(path, load(checkpoint))
+    assert found["one"] == found["two"]
+    assert own < 1e-5 < found["one"] < 0.2
+
+
+def test_opset_27_has_the_node_of_the_standard(checkpoint, exported, tmp_path):
+    """Computed by the reference evaluator of onnx, as ONNX Runtime does not enable the opset."""
+    from onnx.reference import ReferenceEvaluator
+
+    path, model = tmp_path / "model.onnx", load(checkpoint)
+    shutil.copy(exported / "model.onnx", path)
+    standardise(path)
+    graph = onnx.load(path)
+    onnx.checker.check_model(graph)
+    assert {(x.domain, x.version) for x in graph.opset_import} >= {("", 27)}
+    assert {node.domain for node in graph.graph.node} == {""}
+    ids = torch.randint(257, (2, 5))
+    past = {f"past.{state.name}": state.zeros(batch=2, past=0).numpy() for state in states(model)}
+    logits = torch.from_numpy(ReferenceEvaluator(graph).run(None, {"input_ids": ids.numpy(), **past})[0])
+    with torch.no_grad():
+        wanted = model.double()(ids).logits
+    assert (logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+REFUSED = {
+    "residual-delta": r"layer 0 of the model: its write strength β \(write.residual_chunk\) is computed in a loop",
+    "mamba": "layer 0 of the model: its mixer is Mamba, whose recurrence has no node in ONNX",
+    "rwkv7": "its mixer is RWKV7",
+    "sliding-window": "its softmax attention is sparse or tiled",
+    "gpt": "a model with absolute positions",
+    "zamba": "its mixer is Mamba",
+}
+
+
+@pytest.mark.parametrize("mixer", REFUSED)
+def test_what_onnx_cannot_express_is_refused_by_name(mixer):
+    changes = {"num_hidden_layers": 3} if mixer == "zamba" else {}
+    with pytest.raises(InputError, match=REFUSED[mixer]):
+        check_exportable(HeadraceForCausalLM(config(mixer, **changes)))
+
+
+MISTAKES = {
+    "pdf": ({}, "--to 'pdf' is unknown; expected one of onnx, web"),
+    "onnx": ({"libraries": "x"}, "--libraries has no effect with --to onnx; its options are --weights, --opset"),
+    "web": ({"libraries": "nowhere"}, "--libraries has no 'nowhere/onnxruntime-web/dist/ort.wasm.min.mjs'"),
+}
+
+
+@pytest.mark.parametrize("to", MISTAKES)
+def test_mistakes_are_one_sentence(checkpoint, to, tmp_path):
+    options, sentence = MISTAKES[to]
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        writer(to, options)(checkpoint, tmp_path)
+
+
+@pytest.mark.parametrize("option", [{"weights": "int3"}, {"opset": 26}])
+def test_values_that_are_unknown_are_refused(checkpoint, option, tmp_path):
+    ((name, value),) = option.items()
+    with pytest.raises(InputError, match=f"--{name} {value}; expected"):
+        writer("onnx", option)(checkpoint, tmp_path)
+
+
+LIBRARIES = os.environ.get("HEADRACE_NODE_MODULES", "node_modules")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.skipif(
+    not Path(LIBRARIES, "onnxruntime-web").is_dir(),
+    reason="needs npm install onnxruntime-web@1.30.0 @huggingface/tokenizers@0.2.0, HEADRACE_NODE_MODULES its folder",
+)
+def test_the_page_generates_the_same_text_in_a_browser(checkpoint, exported, tmp_path):
+    folder = tmp_path / "page"
+    shutil.copytree(exported, folder)
+    write_page(folder, LIBRARIES)
+    ids = byte_level()(PROMPT, return_tensors="pt").input_ids
+    wanted = byte_level().decode(load(checkpoint).generate(ids, max_new_tokens=40, pad_token_id=256)[0])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}/?" + urlencode({"prompt": PROMPT, "tokens": 40})
+    assert CHROMIUM is not None
+    try:
+        done = subprocess.run(
+            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+             "--virtual-time-budget=600000", "--dump-dom", address],
+            capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+    finally:
+        server.shutdown()
+        server.server_close()
+    shown = dict(re.findall(r'<(?:pre|p) id="(\w+)">(.*?)</(?:pre|p)>', done.stdout, re.DOTALL))
+    assert html.unescape(shown["text"]) == wanted, (shown, done.stderr[-2000:])
+    assert shown["status"].startswith("40 tokens, ")
+
+
+def test_the_addresses_of_the_libraries_have_versions(tmp_path):
+    write_page(tmp_path, "https://mirror.example/npm")
+    imports = json.loads(re.findall(r'"importmap">(.*?)</script>', (tmp_path / "index.html").read_text())[0])["imports"]
+    assert imports["onnxruntime-web"] == "https://mirror.example/npm/onnxruntime-web@1.30.0/dist/ort.wasm.min.mjs"

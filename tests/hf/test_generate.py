@@ -1,0 +1,157 @@
+"""The command `generate`: the tokens that its options ask for, and what is printed."""
+
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tiny
+from headrace.cli import app as cli
+from headrace.data.tokenizer import byte_level, find
+from headrace.hf import HeadraceForCausalLM, load
+from headrace.hf.convert import import_checkpoint
+from headrace.hf.generate import generate as continued
+from headrace.hf.generate import read_tokenizer
+from headrace.utils.errors import InputError
+
+PROMPT, NEW, SEED = "Return", 24, 5
+FIRST = 257  # the token that Llama's tokenizers add before a text
+LLAMA = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
+         "num_attention_heads": 4, "initializer_range": 0.5, "bos_token_id": FIRST, "eos_token_id": 256}  # fmt: skip
+
+
+def with_first_token():
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", FIRST)])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A model of 94 tokens, the bytes that are letters on their own; greedily it repeats a token soon."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny.trained(HeadraceForCausalLM(tiny.config("softmax-gla", vocab_size=94))).save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def generate(checkpoint, monkeypatch, capfd):
+    """What the command prints on standard output and standard error."""
+
+    def run(*options, folder=checkpoint):
+        words = ["headrace", "generate", folder, "--prompt", PROMPT, "--tokens", NEW, *options]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capfd.readouterr()
+        assert not ended.value.code, said.err
+        return said.out, said.err.splitlines()[-1]
+
+    return run
+
+
+@torch.no_grad()
+def sampled(model, ids, temperature=0.8, top_k=0, top_p=1.0, repetition_penalty=1.0):
+    """New tokens by the definitions: CTRL's penalty on tokens that were there, temperature, the k likeliest tokens, and
+    the fewest tokens whose probabilities sum to p."""
+    torch.manual_seed(SEED)
+    ids = [*ids]
+    for _ in range(NEW):
+        scores = model(torch.tensor([ids])).logits[0, -1].float()
+        for token in {*ids}:
+            scores[token] *= repetition_penalty if scores[token] < 0 else 1 / repetition_penalty
+        if temperature == 0:
+            ids.append(int(scores.argmax()))
+            continue
+        chances = (scores / temperature).softmax(0)
+        order = chances.argsort(descending=True).tolist()
+        kept = order[: top_k or None]
+        sums = (chances[kept] / chances[kept].sum()).cumsum(0).tolist()
+        kept = [token for token, before in zip(kept, [0.0, *sums], strict=False) if before < top_p]
+        chances[[token for token in order if token not in kept]] = 0
+        ids.append(int(torch.multinomial(chances, 1)))
+    return ids[-NEW:]
+
+
+OPTIONS = {
+    "": {},
+    "--temperature 1.5": {"temperature": 1.5},
+    "--top-k 3": {"top_k": 3},
+    "--top-p 0.5": {"top_p": 0.5},
+    "--repetition-penalty 1.7": {"repetition_penalty": 1.7},
+    "--top-k 20 --top-p 0.8 --repetition-penalty 1.3": {"top_k": 20, "top_p": 0.8, "repetition_penalty": 1.3},
+    "--temperature 0": {"temperature": 0},
+    "--temperature 0 --repetition-penalty 1.7": {"temperature": 0, "repetition_penalty": 1.7},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_each_option_of_sampling_gives_the_tokens_of_its_definition(generate, checkpoint, options):
+    model, settings = load(checkpoint), OPTIONS[options]
+    seed = [] if settings.get("temperature") == 0 else ["--seed", SEED]
+    said = json.loads(generate("--json", *options.split(), *seed)[0])
+    ids = byte_level()(PROMPT).input_ids
+    expected = sampled(model, ids, **settings)
+    assert said["tokens"] == expected and said["text"] == byte_level().decode(expected)
+    if settings:
+        assert expected != sampled(model, ids)
+
+
+def test_the_prompt_is_repeated_and_the_printed_seed_gives_the_text_again(generate):
+    text, last = generate()
+    found = re.fullmatch(r"24 tokens, [\d.]+ tokens per second, seed (\d+)", last)
+    assert found and text.startswith(PROMPT) and len(text) == len(PROMPT) + NEW + len("\n")
+    assert generate("--seed", found[1])[0] == text
+    assert generate()[0] != text  # a new seed
+    said = json.loads(generate("--seed", found[1], "--json")[0])
+    assert PROMPT + said["text"] + "\n" == text and said["seed"] == int(found[1])
+
+
+def test_nothing_is_drawn_at_temperature_0(generate):
+    text, last = generate("--temperature", 0)
+    assert "seed" not in last and generate("--temperature", 0)[0] == text
+    assert json.loads(generate("--temperature", 0, "--json")[0])["seed"] is None
+
+
+def test_a_converted_llama_continues_the_tokens_of_its_tokenizer(generate, tmp_path):
+    """Its tokenizer adds a first token, as for transformers and for lm-evaluation-harness."""
+    theirs = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
+    tokenizer = with_first_token()
+    for part in (theirs, tokenizer):
+        part.save_pretrained(tmp_path / "llama")
+    import_checkpoint(tmp_path / "llama").save_pretrained(tmp_path / "ours")
+    tokenizer.save_pretrained(tmp_path / "ours")
+    text = generate("--temperature", 0, folder=tmp_path / "ours")[0]
+    said = json.loads(generate("--temperature", 0, "--json", folder=tmp_path / "ours")[0])
+    ids = torch.tensor([[FIRST, *byte_level()(PROMPT).input_ids]])
+    expected = theirs.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    assert said["tokens"] == expected.tolist() and text == PROMPT + said["text"] + "\n"
+    evaluated = pytest.importorskip("lm_eval.models.huggingface").HFLM(pretrained=theirs, tokenizer=tokenizer)
+    assert evaluated.tok_encode(PROMPT) == ids[0].tolist()
+
+
+def test_a_tokenizer_of_another_model_is_refused(checkpoint):
+    with pytest.raises(InputError, match="the prompt has the token 220; the model has 94: its tokenizer is another"):
+        continued(checkpoint, "a b", None, False)
+
+
+def test_the_tokenizer_of_prepared_data_adds_no_token_to_a_prompt(tmp_path):
+    """The rows of the data have none, so a model that is trained on them has never seen it."""
+    with_first_token().save_pretrained(tmp_path / "theirs")
+    find(str(tmp_path / "theirs")).save_pretrained(tmp_path / "ours")
+    theirs, ours = (read_tokenizer(tmp_path / name)(PROMPT).input_ids for name in ("theirs", "ours"))
+    assert theirs == [FIRST, *ours] and ours == byte_level()(PROMPT).input_ids
+
+
+def test_the_rate_is_that_of_the_new_tokens(checkpoint, monkeypatch):
+    clock = iter((10.0, 14.0))
+    monkeypatch.setattr("headrace.hf.generate.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    found = continued(checkpoint, PROMPT, None, False, max_new_tokens=NEW, do_sample=False)
+    assert found["tokens_per_second"] == NEW / 4 == len(found["tokens"]) / 4

@@ -1,0 +1,569 @@
+"""The model on Hugging Face's interfaces: its states, generation, padding, packs and training."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import cpu_offload
+from transformers import DataCollatorWithFlattening, DynamicCache
+
+from headrace import Mixer as layer_of
+from headrace import zoo
+from headrace.hf import HeadraceCache
+from headrace.hf import model as hf_model
+from headrace.hf.cache import NAME
+from headrace.layers.base import Mixer
+from headrace.layers.blocks import stack
+from headrace.layers.blocks.moe import MixtureOfExperts
+from headrace.models.encoder_decoder import valid_tokens
+from headrace.utils.errors import InputError
+from tiny import MIXERS, SIZES, T, build, close, tokens
+
+
+@pytest.fixture(params=MIXERS)
+def model(request):
+    return build(request.param)
+
+
+# --- the state: traps 1 to 5 of other caches -----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_decoding_is_the_full_forward(model):
+    ids, cache, steps = tokens(2), HeadraceCache(), []
+    assert cache.get_seq_length() == 0
+    for t, piece in enumerate(ids.split([4, 1, 1, 3], 1)):
+        steps.append(model(piece, past_key_values=cache).logits)
+        assert cache.get_seq_length() == sum([4, 1, 1, 3][: t + 1])
+    full = model(ids).logits
+    close(torch.cat(steps, 1), full)
+    forgetful = model(ids[:, 4:5]).logits
+    assert (forgetful - full[:, 4:5]).abs().max() > 1e-2, "the state does not matter: this test has no teeth"
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_a_long_prompt_is_read_in_pieces(model, padded, monkeypatch):
+    ids, mask = tokens(2), torch.ones(2, T, dtype=torch.long)
+    if padded:
+        mask[0, :5] = mask[1, 6:] = 0
+    whole = model(ids, attention_mask=mask)
+    lengths = []
+    model.model.backbone.layers[0].register_forward_hook(lambda layer, args, out: lengths.append(out[0].shape[1]))
+    monkeypatch.setattr(stack, "PIECE", 4)
+    pieces = model(ids, attention_mask=mask)
+    layers = model.model.backbone.layers
+    recurrent = all(isinstance(layer.mixer, Mixer) for layer in layers)
+    whole_only = model.model.backbone.shared is not None or any(isinstance(x.mlp, MixtureOfExperts) for x in layers)
+    assert lengths == ([4, 4, 1] if recurrent and not whole_only else [T])
+    close(pieces.logits[mask > 0], whole.logits[mask > 0])
+    assert pieces.past_key_values.get_seq_length() == T
+    after = [model(tokens(2, 1) * 0 + 3, past_key_values=x.past_key_values).logits for x in (pieces, whole)]
+    close(*after)
+
+
+@pytest.mark.parametrize("name", zoo.names())
+@torch.no_grad()
+def test_a_model_whose_weights_are_offloaded_is_the_model(name):
+    """accelerate's hooks bring the weights of a module when it is called, and leave none beside."""
+    plain, ids = build(name, num_hidden_layers=1), tokens(2)
+    offloaded = cpu_offload(deepcopy(plain), execution_device=torch.device("cpu"))
+    assert all(p.is_meta for p in offloaded.parameters())
+    caches = None, None
+    for piece in ids.split([7, 1, 1], 1):
+        expected, found = (m(piece, past_key_values=c) for m, c in zip((plain, offloaded), caches, strict=True))
+        close(found.logits, expected.logits)
+        caches = expected.past_key_values, found.past_key_values
+
+
+@torch.no_grad()
+def test_a_long_prompt_leaves_its_embeddings_as_they_are(monkeypatch):
+    """A hook may keep them, and an embedding of one's own may return a view of its weights."""
+    monkeypatch.setattr(stack, "PIECE", 4)
+    model, ids, kept = build("gla"), tokens(2), []
+    given = model.get_input_embeddings()(ids)
+    model.get_input_embeddings().register_forward_hook(lambda layer, args, out: kept.append(out))
+    model(ids)
+    assert torch.equal(kept[0], given)
+    model(inputs_embeds=kept[0])
+    assert torch.equal(kept[0], given)
+
+
+@torch.no_grad()
+def test_separate_steps_replace_states(model):
+    cache = model(tokens(2)).past_key_values
+    before = [[None if x is None else x.clone() for x in state] for state in cache.states]
+    held = cache.states
+    model(tokens(2, 1), past_key_values=cache)
+    assert held is not cache.states
+    for old, copy in zip(held, before, strict=True):
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(old, copy, strict=True))
+
+
+@torch.no_grad()
+def test_both_names_of_the_cache():
+    """transformers 5.24 calls past_key_values cache."""
+    model, ids, found = build("softmax-gla"), tokens(2), []
+    for name in ("past_key_values", "cache"):
+        first = model(ids[:, :5])
+        assert isinstance(getattr(first, NAME), HeadraceCache)
+        found.append(model(ids[:, 5:], **{name: getattr(first, NAME)}).logits)
+    assert torch.equal(*found)
+    with pytest.raises(InputError, match="past_key_values and cache are both given; expected one"):
+        model(ids, past_key_values=HeadraceCache(), cache=HeadraceCache())
+
+
+def test_gradients_flow_through_the_cache(model):
+    """In training a cache passed on is one computation, cut anywhere."""
+    ids = tokens(2)
+    gradients = []
+    for cut in (T, 4):
+        cache, logits = HeadraceCache(), []
+        for piece in (ids[:, :cut], ids[:, cut:]):
+            if piece.shape[1]:
+                logits.append(model.train()(piece, past_key_values=cache).logits)
+        model.zero_grad()
+        torch.cat(logits, 1).square().mean().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for whole, parts in zip(*gradients, strict=True):
+        close(parts, whole, 1e-8)
+
+
+@pytest.mark.parametrize("mixer", ["gla", "mamba2", "hybrid"])
+@torch.no_grad()
+def test_a_half_precision_model_keeps_its_memory_in_float32(mixer):
+    model = build(mixer).bfloat16()
+    cache = model(tokens(2)).past_key_values
+    for _ in range(3):
+        assert model(tokens(2, 1), past_key_values=cache).logits.dtype == torch.bfloat16
+        memory = cache.states[0].memory
+        assert memory.dtype == torch.float32
+        assert not torch.equal(memory, memory.bfloat16().float())
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_are_moved_together(model):
+    ids, last = tokens(3), tokens(4, 1)
+    operations = {
+        "reorder_cache": torch.tensor([2, 0, 0, 1]),
+        "batch_select_indices": torch.tensor([1, 2, 0, 2]),
+    }
+    for name, rows in operations.items():
+        cache = model(ids).past_key_values
+        getattr(cache, name)(rows)
+        close(model(last, past_key_values=cache).logits[:, 0], model(torch.cat([ids[rows], last], 1)).logits[:, -1])
+    cache = model(ids[:2]).past_key_values
+    cache.batch_repeat_interleave(2)
+    twice = ids[[0, 0, 1, 1]]
+    close(model(last, past_key_values=cache).logits[:, 0], model(torch.cat([twice, last], 1)).logits[:, -1])
+
+
+@torch.no_grad()
+def test_the_rest_of_the_cache():
+    model = build("gla")
+    cache = model(tokens(2)).past_key_values
+    assert (len(cache), cache.batch_size, cache.is_initialized) == (2, 2, True)
+    assert not cache.is_compileable
+    assert not cache.is_croppable
+    with pytest.raises(InputError, match="a recurrent state does not keep earlier states"):
+        cache.crop(1)
+    with pytest.raises(InputError, match="holds 2 sequences; expected 3"):
+        model(tokens(3, 1), past_key_values=cache)
+    with pytest.raises(InputError, match="is a DynamicCache; expected a HeadraceCache"):
+        model(tokens(2), past_key_values=DynamicCache())
+    ids = tokens(2)
+    cache.reset()
+    assert (len(cache), cache.batch_size, cache.is_initialized, cache.get_seq_length()) == (0, -1, False, 0)
+    close(model(ids, past_key_values=cache).logits, model(ids).logits)
+    frozen = model(tokens(2, 1), past_key_values=cache, use_cache=False)
+    assert frozen.past_key_values is None
+    assert cache.get_seq_length() == T
+
+
+# --- generate -------------------------------------------------------------------------------------------------------
+
+STRATEGIES = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True},
+    "beams": {"do_sample": False, "num_beams": 4},
+    "sampled beams": {"do_sample": True, "num_beams": 4},
+    "several": {"do_sample": True, "num_return_sequences": 3},
+    "several of the beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
+}
+
+
+def generate(model, ids, **options):
+    torch.manual_seed(1)
+    return model.generate(ids, max_new_tokens=6, pad_token_id=0, **options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_generation_with_the_cache_is_generation_without(model, strategy):
+    ids = tokens(2)
+    with_cache = generate(model, ids, **STRATEGIES[strategy])
+    assert torch.equal(with_cache, generate(model, ids, use_cache=False, **STRATEGIES[strategy]))
+    assert with_cache[:, T:].unique().numel() > 1
+
+
+def test_beams_depend_on_the_order_of_the_cache(monkeypatch):
+    model, ids = build("gla"), tokens(4)
+    ordered = generate(model, ids, **STRATEGIES["beams"])
+    monkeypatch.setattr(HeadraceCache, "reorder_cache", lambda self, beam_idx: None)
+    assert not torch.equal(generate(model, ids, **STRATEGIES["beams"]), ordered)
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "beams"])
+def test_a_padded_prompt_generates_what_it_does_alone(model, strategy):
+    short, long = tokens(1, 3), tokens(1, 7)
+    together = torch.cat([F.pad(short, (4, 0), value=5), long])
+    mask = torch.tensor([[0] * 4 + [1] * 3, [1] * 7])
+    out = generate(model, together, attention_mask=mask, **STRATEGIES[strategy])
+    assert torch.equal(out[0, 7:], generate(model, short, **STRATEGIES[strategy])[0, 3:])
+    assert torch.equal(out[1, 7:], generate(model, long, **STRATEGIES[strategy])[0, 7:])
+
+
+def test_a_second_turn_continues_from_the_first(model):
+    """The cache of a padded first turn serves a second one; also when its rows are multiplied."""
+    ids, mask = tokens(2), torch.ones(2, T, dtype=torch.long)
+    mask[0, :3] = 0
+    first = generate(model, ids, attention_mask=mask, return_dict_in_generate=True)
+    cache, so_far = first.past_key_values, first.sequences
+    assert cache.get_seq_length() == so_far.shape[1] - 1
+    ids = torch.cat([so_far, tokens(2, 4)], 1)
+    mask = F.pad(mask, (0, ids.shape[1] - T), value=1)
+    cache.batch_repeat_interleave(2)
+    options = {"attention_mask": mask, **STRATEGIES["sampling"], "num_return_sequences": 2}
+    continued = generate(model, ids, **{NAME: cache}, **options)
+    assert torch.equal(continued, generate(model, ids, **options))
+
+
+def test_other_ways_into_generate():
+    model, ids = build("hybrid"), tokens(2)
+    expected = generate(model, ids)
+    assert torch.equal(generate(model, ids, prefill_chunk_size=4), expected)
+    embedded = model.get_input_embeddings()(ids)
+    assert torch.equal(generate(model, None, inputs_embeds=embedded), expected[:, T:])
+
+
+# --- padding and packs ------------------------------------------------------------------------------------------------
+
+MASKS = {
+    "left": [[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9],
+    "right": [[1, 1, 1, 1, 0, 0, 0, 0, 0], [1] * 9],
+    "middle": [[1, 1, 0, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 0, 0]],
+}
+
+
+@pytest.mark.parametrize("side", MASKS)
+@torch.no_grad()
+def test_padding_changes_nothing(model, side):
+    """Logits and what comes after, in turns of 9, 2, 1 and 1 columns with padding: as each row's own tokens alone."""
+    later = torch.tensor([[0, 1, 0, 1], [1, 0, 1, 1]])
+    mask, ids = torch.cat([torch.tensor(MASKS[side]), later], 1), tokens(2, T + 4)
+    cache, logits, end = HeadraceCache(), [], 0
+    for piece in ids.split([T, 2, 1, 1], 1):
+        end += piece.shape[1]
+        logits.append(model(piece, attention_mask=mask[:, :end], past_key_values=cache).logits)
+    for row, kept in enumerate(mask.bool()):
+        close(torch.cat(logits, 1)[row, kept], model(ids[row, kept][None]).logits[0])
+
+
+@pytest.mark.parametrize("numbers", [[[1, 1, 1, 2, 2, 0]], [[0.0, 0.0, 0.0, 0.0, 0.0, -1e9]], [[1, 1, 1, 1, -1, 0]]])
+@torch.no_grad()
+def test_a_mask_of_other_values_than_0_and_1_is_refused(numbers):
+    """The numbers of the sequences of a pack, and what is added to the logits of a softmax."""
+    mask, ids = torch.tensor(numbers), tokens(1, 6)
+    value = mask[(mask != 0) & (mask != 1)][0].item()
+    sentence = rf"attention_mask has the value {value}; expected 0 for padding and 1 for tokens \(packed sequences"
+    with pytest.raises(InputError, match=sentence):
+        build("gla")(ids, attention_mask=mask)
+    with pytest.raises(InputError, match="attention_mask has the value"):
+        valid_tokens(ids, mask)
+    with pytest.raises(InputError, match=r"mask has dtype .*; expected torch.bool"):
+        layer_of("gla", hidden_size=8)(torch.randn(1, 6, 8), mask=mask)
+
+
+@torch.no_grad()
+def test_a_mask_of_more_columns_than_there_are_is_refused():
+    """Its last columns would be taken for those of the tokens."""
+    model, ids, mask = build("gla"), tokens(2), torch.ones(2, T)
+    with pytest.raises(InputError, match=rf"attention_mask has shape \[2, {T}\]; expected \[2, 5\]$"):
+        model(ids[:, :5], attention_mask=mask)
+    cache = model(ids[:, :2]).past_key_values
+    with pytest.raises(InputError, match=rf"\[2, {T}\]; expected \[2, 5\] or, with the tokens before, \[2, 7\]"):
+        model(ids[:, 2:7], attention_mask=mask, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_pack_is_its_sequences(model):
+    lengths = [4, 1, 4]
+    ids, last = tokens(1), tokens(3, 1)
+    ends = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+    packed = model(ids, cu_seqlens=ends)
+    after = model(last, past_key_values=packed.past_key_values).logits
+    pieces = zip(ids[0].split(lengths), packed.logits[0].split(lengths), last, after, strict=True)
+    for sequence, logits, one_more, its_logits in pieces:
+        alone = model(torch.cat([sequence, one_more])[None]).logits[0]
+        close(torch.cat([logits, its_logits]), alone)
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+def gradients(model, ids):
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # its successor's name is new
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_no_gradient(model, reentrant):
+    ids = tokens(2)
+    model.train()
+    kept = gradients(model, ids)
+    calls = []
+    for layer in model.model.backbone.layers:
+        layer.mixer.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    if reentrant and model.config.sizes.style.experts:
+        with pytest.raises(InputError, match="expected use_reentrant=False"):
+            gradients(model, ids)
+        return
+    again = gradients(model, ids)
+    assert len(calls) == 2 * len(model.model.backbone.layers), "nothing was computed again"
+    for name, gradient in kept.items():
+        if model.config.sizes.style.shared:  # what flows into the embeddings is summed in another order
+            close(again[name], gradient, 1e-12)
+        else:
+            assert torch.equal(again[name], gradient), name
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_half_precision_training(mixer):
+    torch.manual_seed(4)
+    model, ids = build(mixer), tokens(2)
+    exact = model(ids, labels=ids).loss
+    rounded = model.bfloat16().train()(ids, labels=ids).loss
+    rounded.backward()
+    assert abs(rounded / exact - 1) < 0.05
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_losses():
+    model, ids = build("gla"), tokens(2)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    out = model(ids, labels=labels)
+    expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
+    count = (labels[:, 1:] != -100).sum()
+    close(out.loss, expected / count, 1e-6)
+    close(model(ids, labels=labels, num_items_in_batch=torch.tensor(7)).loss, expected / 7, 1e-6)
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    close(model(ids, shift_labels=shifted).loss, out.loss)
+    with pytest.raises(TypeError, match="unexpected argument 'label'"):
+        model(ids, label=labels)
+
+
+def test_outputs():
+    model, ids = build("hybrid"), tokens(2)
+    out = model(ids, output_hidden_states=True)
+    assert [h.shape for h in out.hidden_states] == [(2, T, SIZES["hidden_size"])] * 3
+    close(model.lm_head(out.hidden_states[-1]), out.logits)
+    close(model(ids, logits_to_keep=2).logits, out.logits[:, -2:])
+    close(model(ids, logits_to_keep=torch.tensor([1, 4])).logits, out.logits[:, [1, 4]])
+    with pytest.raises(InputError, match="logits_to_keep=-3; expected at least 0, or a tensor of positions"):
+        model(ids, logits_to_keep=-3)
+    close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, out.logits)
+    assert torch.equal(model(ids, return_dict=False)[0], out.logits)
+    assert model.train()(ids).past_key_values is None
+    for wrong in ({}, {"input_ids": ids, "inputs_embeds": out.hidden_states[0]}):
+        with pytest.raises(InputError, match="either input_ids or inputs_embeds"):
+            model(**wrong)
+    with pytest.raises(InputError, match="no attention maps"):
+        model(ids, output_attentions=True)
+
+
+@pytest.mark.parametrize("mixer", ["softmax-gated-deltanet", "retnet", "transformer", "mamba"])
+def test_generate_gives_transformers_tokens(mixer, monkeypatch):
+    """The short loop against the long one: greedy and sampled, with processors, ends within a batch and padding."""
+    model = build(mixer).float().eval()
+    ids = torch.randint(3, SIZES["vocab_size"], (3, 9))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    settings = [
+        {}, {"do_sample": True}, {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.3},
+        {"eos_token_id": list(range(20)), "do_sample": True, "pad_token_id": 1},
+        {"num_return_sequences": 2, "do_sample": True},
+    ]  # fmt: skip
+
+    def tokens():
+        torch.manual_seed(0)
+        return [
+            model.generate(ids, attention_mask=mask, **{"max_new_tokens": 12, "pad_token_id": 0} | s) for s in settings
+        ]
+
+    short = []
+    monkeypatch.setattr(hf_model, "continued", _noted(hf_model.continued, short))
+    found = tokens()
+    assert len(short) == len(settings)
+    monkeypatch.setattr(hf_model, "plain", lambda *_: False)
+    assert all(torch.equal(x, y) for x, y in zip(found, tokens(), strict=True))
+    assert len(short) == len(settings)
+
+
+@torch.no_grad()
+def test_a_copied_cache_goes_on_by_itself():
+    """A token is written into the states of the cache that it is given, not into a copy's."""
+    model, ids = build("softmax-gla").float(), tokens(2)
+    cache = model(ids[:, :-1], use_cache=True).past_key_values
+    other = deepcopy(cache)
+    expected = model(ids[:, -1:], past_key_values=cache).logits
+    assert cache.states[0].memory is not other.states[0].memory
+    assert torch.equal(model(ids[:, -1:], past_key_values=other).logits, expected)
+
+
+def _noted(function, calls):
+    return lambda *args: (calls.append(1), function(*args))[1]
+
+
+def test_the_long_loop_where_somebody_looks_on():
+    model, ids = build("gla").eval(), torch.randint(3, SIZES["vocab_size"], (1, 5))
+    seen = []
+    handle = model.model.register_forward_hook(lambda *_: seen.append(1))
+    model.generate(ids, max_new_tokens=6, pad_token_id=0, eos_token_id=None)
+    assert len(seen) == 6
+    handle.remove()
+    found = model.generate(
+        ids, max_new_tokens=6, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True
+    )
+    assert len(found.logits) == 6
+
+
+# --- positions and labels ---------------------------------------------------------------------------------------------
+
+PACK = [[0, 1, 2, 3, 0, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@torch.no_grad()
+def test_positions_that_restart_are_a_pack(model, rows):
+    ids, positions = tokens(rows), torch.tensor(PACK * rows)
+    if rows == 2:
+        positions[1] = torch.tensor([0, 1, 0, 1, 2, 3, 4, 5, 6])
+    given = {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+    packed = model(**given)
+    starts = (positions.flatten() == 0).nonzero()[1:, 0].tolist()
+    pieces = ids.flatten().tensor_split(starts)
+    alone = [model(piece[None]).logits[0] for piece in pieces]
+    close(packed.logits.flatten(0, 1), torch.cat(alone))
+    if not model.config.sizes.style.experts:  # whose balance is that of all tokens
+        close(packed.loss, summed(alone, pieces) / (positions != 0).sum(), 1e-6)
+
+
+def summed(logits, pieces):
+    """The loss of sequences that do not see each other."""
+    pairs = zip(logits, pieces, strict=True)
+    return sum(F.cross_entropy(x[:-1].float(), piece[1:], reduction="sum") for x, piece in pairs)
+
+
+def test_the_batches_of_transformers_flattening_collator():
+    model, documents = build("softmax-gla"), tokens(1)[0].split([4, 1, 4])
+    expected = summed([model(x[None]).logits[0] for x in documents], documents) / 6
+    for flash in (False, True):
+        collator = DataCollatorWithFlattening(return_position_ids=not flash, return_flash_attn_kwargs=flash)
+        batch = collator([{"input_ids": x.tolist()} for x in documents])
+        assert ("cu_seq_lens_q" in batch) == flash != ("position_ids" in batch)
+        close(model(**batch).loss, expected, 1e-6)
+        batch.pop("labels")
+        last = model.model(**batch).last_hidden_state[0, -4:]  # a trainer may call the base model alone
+        close(last, model.model(documents[2][None]).last_hidden_state[0])
+    both = DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": x.tolist()} for x in documents])
+    close(model(**both).loss, expected, 1e-6)
+
+
+@torch.no_grad()
+def test_positions_that_say_nothing_new_change_nothing(model):
+    ids, counted = tokens(2), torch.arange(T).expand(2, T)
+    expected = model(ids).logits
+    for positions in (counted, counted[:1]):
+        assert torch.equal(model(ids, position_ids=positions).logits, expected)
+    mask = torch.tensor(MASKS["left"])
+    padded = model(ids, attention_mask=mask).logits
+    for filler in (0, 1):
+        positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, filler)
+        assert torch.equal(model(ids, attention_mask=mask, position_ids=positions).logits, padded)
+    cache = model(ids[:, :4], use_cache=True).past_key_values
+    after = model(ids[:, 4:], past_key_values=cache, position_ids=counted[:, 4:]).logits
+    close(after, expected[:, 4:])
+
+
+@pytest.mark.parametrize("seq_idx", [[[0, 0, 0, 0, 3, 3, 4, 4, 4]], [[0] * 4 + [1] * 5, [5] * 2 + [6] * 7]])
+def test_sequences_that_are_numbered_are_packs(seq_idx):
+    seq_idx = torch.tensor(seq_idx, dtype=torch.int32)
+    model, ids = build("softmax-gla"), tokens(9)[:1].expand(seq_idx.shape).contiguous()
+    logits = model(ids, seq_idx=seq_idx).logits
+    for row, numbers in enumerate(seq_idx.tolist()):
+        for number in set(numbers):
+            own = seq_idx[row] == number
+            close(logits[row, own], model(ids[row, own][None]).logits[0])
+
+
+def test_sequences_are_numbered_as_positions_say():
+    model, ids = build("gla"), tokens(9)[:1]
+    batch = DataCollatorWithFlattening(return_seq_idx=True)([{"input_ids": ids[0, :4]}, {"input_ids": ids[0, 4:]}])
+    both, one = model(**batch), model(**{name: x for name, x in batch.items() if name != "seq_idx"})
+    close(both.loss, one.loss)
+    with pytest.raises(InputError, match="seq_idx marks other sequences than position_ids"):
+        model(ids, seq_idx=torch.zeros(1, 9, dtype=torch.int32), position_ids=batch["position_ids"])
+
+
+@pytest.mark.parametrize(
+    ("seq_idx", "sentence"),
+    [
+        ([[0] * 8], r"seq_idx has shape \[1, 8\]; expected \[1, 9\]"),
+        ([[0] * 8 + [-1]], "seq_idx of row 0 falls from 0 to -1"),
+        ([[-1] * 9], "seq_idx of row 0 begins with -1"),
+        ([[0.0] * 9], "seq_idx has dtype torch.float32; expected integers"),
+    ],
+)
+def test_numbers_of_sequences_that_cannot_be(seq_idx, sentence):
+    with pytest.raises(InputError, match=sentence):
+        build("gla")(tokens(9)[:1], seq_idx=torch.tensor(seq_idx))
+
+
+@pytest.mark.parametrize(
+    ("positions", "sentence"),
+    [
+        ([[0, 1, 2, 3, 5, 6, 7, 8, 9]], "position_ids of row 0 go from 3 to 5"),
+        ([[4, 5, 6, 7, 8, 9, 10, 11, 12]], "position_ids of row 0 begin with 4"),
+        ([[0, 1, 2]], r"position_ids has shape \[1, 3\]; expected \[1, 9\]"),
+    ],
+)
+def test_other_positions_are_refused(positions, sentence):
+    model, ids = build("gla"), tokens(1)
+    with pytest.raises(InputError, match=sentence):
+        model(ids, position_ids=torch.tensor(positions))
+
+
+def test_positions_that_cannot_be_a_pack():
+    model, ids, pack = build("gla"), tokens(1), torch.tensor(PACK)
+    cache = model(ids).past_key_values
+    with pytest.raises(InputError, match="position_ids of row 0 begin with 0; expected 9"):
+        model(ids, position_ids=pack, past_key_values=cache)
+    ends = torch.tensor([0, 4, 9])
+    with pytest.raises(InputError, match="position_ids mark other sequences than cu_seqlens"):
+        model(ids, position_ids=pack, cu_seqlens=ends)
+    with pytest.raises(InputError, match="cu_seq_lens_k differs from cu_seq_lens_q"):
+        model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=torch.tensor([0, 5, 9]))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_labels_of_another_shape_are_refused(training, name):
+    model, ids = build("gla").train(training), torch.randint(1, SIZES["vocab_size"], (2, 64))
+    for shape in ((2, 3), (1, 64), (128,)):
+        with pytest.raises(InputError, match=rf"{name} has shape .*; expected \[2, 64\]"):
+            model(ids, **{name: torch.ones(shape, dtype=torch.long)})

@@ -1,0 +1,105 @@
+"""Configurations, weights and checkpoints written by earlier versions are read as what they were.
+
+`python tests/hf/test_stored.py` writes tests/hf/stored/models.json anew; a change of
+what it holds breaks stored models.
+"""
+
+import json
+import math
+import shutil
+import tarfile
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headrace import zoo
+from headrace.data import open_data
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM, load
+from headrace.studies.verify import relative
+from trained import train
+
+FOLDER = Path(__file__).parent / "stored"
+STORED = FOLDER / "models.json"
+SIZES = {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 12}
+KEPT = ("mixer", "style")  # what a configuration holds beside SIZES and the values that a class gives it
+
+
+def filled(model):
+    """With weights that their names and places decide."""
+    for name, weight in model.state_dict().items():
+        if weight.is_floating_point():
+            place = torch.arange(weight.numel(), dtype=torch.float64).view(weight.shape)
+            weight.add_(0.1 * torch.sin(0.7 * place + zlib.crc32(name.encode()) % 628 / 100))
+    return model
+
+
+@torch.no_grad()
+def described(config):
+    """Its configuration, its parameters' names and shapes, and two logits of each of three tokens."""
+    torch.manual_seed(0)  # of nothing that is kept: every weight at its first value is written over or a constant
+    model = HeadraceForCausalLM(config).double().eval()
+    for weight in model.parameters():
+        weight.zero_()
+    ids = torch.arange(1, 13)[None] * 7 % 23
+    logits = filled(model)(ids).logits[0, [0, 5, 11], :2].flatten()
+    stored = {name: value for name, value in json.loads(config.to_json_string()).items() if name in KEPT}
+    shapes = {name: "x".join(map(str, weight.shape)) for name, weight in model.state_dict().items()}
+    return {"config": stored, "weights": shapes, "logits": logits.tolist()}
+
+
+def write():
+    every = {name: described(HeadraceConfig(mixer=name, **SIZES)) for name in zoo.names()}
+    STORED.parent.mkdir(exist_ok=True)
+    lines = (f"{json.dumps(name)}: {json.dumps(one, separators=(',', ':'))}" for name, one in every.items())
+    STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+MODELS = json.loads(STORED.read_text("utf-8"))
+
+
+def holds(now, then):
+    """Whether a configuration has every value of a stored one; it may have fields that came later."""
+    if isinstance(then, dict):
+        return isinstance(now, dict) and all(name in now and holds(now[name], then[name]) for name in then)
+    return now == then
+
+
+def spelt_today(config):
+    """With the names that fields and values of a linear mixer have now: what is stored has those of its version."""
+    config = json.loads(json.dumps(config))
+    for spec in config["mixer"] if isinstance(config["mixer"], list) else [config["mixer"]]:
+        if (competition := spec.get("competition")) is not None:
+            competition["memories_per_head"] = competition.pop("rank")
+            competition["read"] = {"norm": "after_norm"}.get(competition["read"], competition["read"])
+        if "look" in spec.get("write", {}):
+            spec["write"]["residual_chunk"] = spec["write"].pop("look")
+    return config
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stored_model_is_what_it_was(name):
+    stored = MODELS[name]
+    found = described(HeadraceConfig(**stored["config"], **SIZES))
+    assert holds(found["config"], spelt_today(stored["config"])) and found["weights"] == stored["weights"]
+    # Some hundred float64 operations on numbers near one, in another order on another processor.
+    for now, then in zip(found["logits"], stored["logits"], strict=True):
+        assert math.isclose(now, then, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def test_a_stored_run_goes_on(tmp_path):
+    """It was trained to step 24 and is here with the checkpoint of step 20 alone."""
+    with tarfile.open(FOLDER / "run.tar.xz") as stored:
+        stored.extractall(tmp_path, filter="data")
+    folder, weights = tmp_path / "run", load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert load(folder / "model")(torch.arange(8)[None]).logits.isfinite().all()
+    shutil.rmtree(folder / "model")
+    train(open_data(tmp_path / "data"), folder, accept_old=True, mixer="softmax-gla", initializer_range=None)
+    for name, weight in load_file(folder / "model" / "model.safetensors").items():
+        assert relative(weight, weights[name]) < 1e-4  # four steps of AdamW in float32, on another processor
+
+
+if __name__ == "__main__":
+    write()

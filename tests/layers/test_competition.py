@@ -1,0 +1,200 @@
+"""Head competition: the paper's equations and theorems (arXiv 2602.01744), and what each option means."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from headrace import layers, zoo
+from headrace.layers.linear.competition import HeadCompetition
+from headrace.spec import Competition
+from headrace.utils.errors import InputError
+
+D, H, T = 24, 3, 11
+
+
+def paper_mixer(name):
+    """The literal preset without what the equations do not have: norm, output gate, convolution, positions, scale."""
+    changes = "competition=paper, read.norm=none, read.gate=none, read.scale=one, inputs.conv=0, inputs.rotary=false"
+    mixer = layers.build(zoo.get(f"softmax-{name}({changes})"), hidden_size=D, num_heads=H).double()
+    with torch.no_grad():
+        for path, parameter in mixer.named_parameters():
+            if "competition" in path:
+                parameter.normal_()
+    return mixer
+
+
+def gates_and_heads(mixer, x):
+    """G^Q, G^K [T, H] by equation 4, one score per head, and q, k, v [T, H, ·]."""
+    q, k, v = ((x[0] @ mixer.part(name).T).unflatten(-1, (H, -1)) for name in "qkv")
+    reads = torch.softmax((q * mixer.read_competition.weight).sum(-1), -1)
+    writes = torch.softmax((k * mixer.write_competition.weight).sum(-1), -1)
+    return reads, writes, q, k, v
+
+
+def outer(a, b):
+    return a[:, :, None] * b[:, None, :]
+
+
+def read(q, S):
+    return torch.einsum("hk,hkv->hv", q, S)
+
+
+@pytest.mark.parametrize("name", ["retnet", "gla"])
+def test_equations_10_to_13(name):
+    mixer, x = paper_mixer(name), torch.randn(1, T, D, dtype=torch.float64)
+    reads, writes, q, k, v = gates_and_heads(mixer, x)
+    decay = mixer.decay(x @ mixer.part("decay").T).exp()
+    S, out = torch.zeros(H, q.shape[-1], v.shape[-1], dtype=torch.float64), []
+    for t in range(T):
+        keep = decay[:, None, None] if name == "retnet" else decay[0, t][:, :, None]
+        S = keep * S + outer(writes[t][:, None] * k[t], v[t])
+        out.append(read(reads[t][:, None] * q[t], S))
+    expected = mixer.o_proj(torch.stack(out).flatten(1))
+    torch.testing.assert_close(mixer(x)[0][0], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_equations_14_to_16_with_and_without_decay(forgets):
+    """φ is the L2 norm here. The paper leaves α out of equations 14 and 15; Gated DeltaNet has it."""
+    name = "gated-deltanet" if forgets else "deltanet"
+    mixer, x = paper_mixer(name), torch.randn(1, T, D, dtype=torch.float64)
+    reads, writes, q, k, v = gates_and_heads(mixer, x)
+    q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+    beta = torch.sigmoid(x[0] @ mixer.part("beta").T)
+    alpha = mixer.decay(x @ mixer.part("decay").T)[0].exp() if forgets else torch.ones(T, H, dtype=torch.float64)
+    S, out = torch.zeros(H, q.shape[-1], v.shape[-1], dtype=torch.float64), []
+    for t in range(T):
+        S = alpha[t][:, None, None] * S
+        v_new = beta[t][:, None] * (writes[t][:, None] * v[t] - read(k[t], S))
+        S = S + outer(k[t], v_new)
+        out.append(read(reads[t][:, None] * q[t], S))
+    expected = mixer.o_proj(torch.stack(out).flatten(1))
+    torch.testing.assert_close(mixer(x)[0][0], expected, rtol=1e-12, atol=1e-12)
+
+
+def competition(heads=5, key_dim=4, **options):
+    gate = HeadCompetition(Competition(**options), 12, heads, heads, key_dim).double()
+    torch.nn.init.normal_(gate.weight)
+    return gate
+
+
+def test_theorem_4_2_gates_sharpen_with_the_size_of_the_query():
+    gate, q, x = competition(scale="one"), torch.randn(1, 50, 5, 4, dtype=torch.float64), torch.zeros(1, 50, 12)
+    entropies = []
+    for size in (0.1, 1.0, 10.0, 1000.0):
+        log_gate = gate(size * q, x)
+        entropies.append(-(log_gate.exp() * log_gate).sum(-1))
+    assert all((sharp < flat).all() for flat, sharp in pairwise(entropies))
+    assert abs(entropies[0].mean() - math.log(5)) < 0.05
+    assert entropies[-1].mean() < 0.05
+    winner = gate.scores(q, x).argmax(-1)
+    assert (log_gate.argmax(-1) == winner).all()
+
+
+def test_theorem_4_3_information_flows_where_winners_agree():
+    reading, writing = competition(scale="one"), competition(scale="one")
+    q, k = torch.randn(2, 1, 200, 5, 4, dtype=torch.float64)
+    x = torch.zeros(1, 200, 12)
+    flow = (reading(1e6 * q, x) + writing(1e6 * k, x)).exp().sum(-1)
+    agree = reading.scores(q, x).argmax(-1) == writing.scores(k, x).argmax(-1)
+    assert 0 < agree.sum() < 200
+    torch.testing.assert_close(flow, agree.double(), rtol=0, atol=1e-9)
+
+
+def test_one_head_is_the_identity():
+    gate = competition(heads=1)
+    assert torch.equal(gate(torch.randn(2, 7, 1, 4).double(), torch.zeros(2, 7, 12)), torch.zeros(2, 7, 1).double())
+
+
+@pytest.mark.parametrize(
+    "activation", [{}, {"activation": "sigmoid"}, {"activation": "null"}, {"activation": "sigmoid", "range": "heads"}]
+)
+@pytest.mark.parametrize("source", ["head", "diag", "query", "hidden"])
+@pytest.mark.parametrize("heads", [5, 429])  # PyTorch's logarithm of 429 is not the nearest float32 to it
+def test_a_zero_score_is_a_gate_of_exactly_one(activation, source, heads):
+    gate = HeadCompetition(Competition(**activation, source=source), 12, heads, heads, 4)
+    log_gate = gate(torch.randn(2, 7, heads, 4), torch.randn(2, 7, 12))
+    assert torch.equal(log_gate, torch.zeros(2, 7, heads))
+
+
+@pytest.mark.parametrize("largest", ["heads", 3.0])
+def test_a_wide_sigmoid_has_the_range_and_the_slope_of_a_softmax(largest):
+    """R σ(s − log(R − 1)): 1 at s = 0, between 0 and R, with slope 1 − 1/R at 0, as H softmax(s) has for R = H."""
+    heads, R = 5, 5.0 if largest == "heads" else largest
+    gate = competition(heads=heads, activation="sigmoid", range=largest, source="hidden")
+    softmax = competition(heads=heads, source="hidden")
+    for one in (gate, softmax):
+        one.weight.data.zero_()[0, 0] = 1.0  # head 0 scores the first number of x, the others score 0
+    s = torch.linspace(-9, 9, 7, dtype=torch.float64, requires_grad=True)
+    x = torch.nn.functional.pad(s[None, :, None], (0, 11))
+    gates = gate(torch.zeros(1, 7, heads, 4).double(), x).exp()[0]
+    torch.testing.assert_close(gates[:, 0], R * torch.sigmoid(s - math.log(R - 1)))
+    assert (gates[:, 1:] == 1).all() and gates[3, 0] == 1
+    ends = gate(torch.zeros(1, 2, heads, 4).double(), torch.tensor([[[-99.0], [99.0]]]).double().expand(1, 2, 12)).exp()
+    torch.testing.assert_close(ends[0, :, 0], torch.tensor([0.0, R]).double(), atol=1e-12, rtol=1e-12)
+    (slope,) = torch.autograd.grad(gates[3, 0], s)
+    assert slope[3].item() == pytest.approx(1 - 1 / R)
+    if largest == "heads":
+        (its,) = torch.autograd.grad(softmax(torch.zeros(1, 7, heads, 4).double(), x).exp()[0, 3, 0], s)
+        torch.testing.assert_close(slope, its)
+
+
+def test_a_range_is_of_sigmoid_gates():
+    with pytest.raises(InputError, match=r"competition.range=heads is of sigmoid gates; expected .*, got 'softmax'"):
+        Competition(range="heads")
+    for value in (1, 1.0, "wide"):
+        with pytest.raises(InputError, match="range"):
+            Competition(activation="sigmoid", range=value)
+
+
+@pytest.mark.parametrize("source", ["head", "hidden"])
+def test_shuffled_gates_have_the_values_of_the_softmax_and_another_head_at_each_position(source):
+    own, shuffled = competition(source=source), competition(source=source, shuffle=True)
+    shuffled.weight.data.copy_(own.weight)
+    q, x, positions = torch.randn(2, 7, 5, 4).double(), torch.randn(2, 7, 12).double(), torch.arange(7)[None]
+    gates, moved = own(q, x), shuffled(q, x, positions)
+    torch.testing.assert_close(moved.sort(-1).values, gates.sort(-1).values, atol=0, rtol=0)
+    for t in range(7):
+        assert torch.equal(moved[:, t], gates[:, t].roll(-t, -1))
+
+
+def test_a_null_slot_can_close_every_head():
+    gate = competition(activation="null", source="hidden")
+    gate.weight.data.fill_(-100.0)
+    closed = gate(torch.zeros(1, 1, 5, 4).double(), torch.ones(1, 1, 12).double())
+    assert closed.exp().sum() < 1e-12
+    softmax = competition(activation="softmax", scale="one")
+    kept = softmax(torch.randn(1, 9, 5, 4).double(), torch.zeros(1, 9, 12))
+    torch.testing.assert_close(kept.exp().sum(-1), torch.ones(1, 9).double())
+
+
+@pytest.mark.parametrize(
+    ("source", "weights"), [("head", 2 * D), ("diag", 2 * D), ("query", 2 * H * D), ("hidden", 2 * H * D)]
+)
+def test_parameters_added(source, weights):
+    """Equation 4's W is d × H with d the head dimension: 2 D weights a layer, 0.05M at 24 layers of width 1024."""
+    build = lambda name: layers.build(zoo.get(name), hidden_size=D, num_heads=H)  # noqa: E731
+    count = lambda mixer: sum(p.numel() for p in mixer.parameters())  # noqa: E731
+    assert count(build(f"softmax-retnet(competition.source={source})")) - count(build("retnet")) == weights
+
+
+def test_a_losing_head_still_erases_unless_the_gate_is_in_beta():
+    """Equation 14 gates v alone. In β's logit the gate also keeps the memory of a head that loses."""
+    for place, erased in (("value", True), ("beta", False)):
+        name = f"softmax-gated-deltanet(competition.write={place}, decay.kind=none, inputs.conv=0)"
+        mixer = layers.build(zoo.get(name), hidden_size=D, num_heads=H).double()
+        x = torch.randn(1, 1, D, dtype=torch.float64)
+        _, state = mixer(x)
+        k = (x @ mixer.part("k").T).view(H, -1)
+        mixer.write_competition.weight.data.copy_(k * torch.tensor([[1e6], [-1e6], [-1e6]]))
+        _, after = mixer(x, state._replace(conv=None))
+        change = (after.memory - state.memory).flatten(2).norm(dim=-1)[0] / state.memory.flatten(2).norm(dim=-1)[0]
+        assert bool(change[1] > 0.05) is erased, place
+
+
+def test_sigmoid_gates_by_their_short_name():
+    named = zoo.get("gla(competition=sigmoid)")
+    assert named == zoo.get("softmax-gla(competition.activation=sigmoid, competition.range=heads)")
+    assert zoo.plain(named) == zoo.get("gla")

@@ -1,0 +1,142 @@
+"""Each decay is declared once: what spec/decay.py says is what its class computes, specs name and C++ knows."""
+
+import copy
+import math
+import re
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+
+from equation import skip_if_missing
+from headrace import Mixer
+from headrace.layers.linear import decays
+from headrace.ops.backends.native import layer as native_layer
+from headrace.spec.decay import DECAYS, Decay, DecayShape
+from headrace.studies.verify import relative
+from headrace.utils.errors import InputError
+
+NATIVE = Path(__file__).parents[2] / "native"
+
+
+def test_every_decay_of_a_spec_has_a_class():
+    assert ["none", *DECAYS] == list(get_args(get_type_hints(Decay)["kind"]))
+    assert list(DECAYS) == list(decays.DECAYS)
+
+
+@pytest.mark.parametrize("kind", DECAYS)
+def test_a_decay_is_as_declared(kind):
+    B, T, H, K = 2, 5, 3, 4
+    shapes = {DecayShape.FIXED: (H,), DecayShape.SCALAR: (B, T, H), DecayShape.VECTOR: (B, T, H, K)}
+    declared, decay = DECAYS[kind], decays.DECAYS[kind](Decay(kind), H, K, 0.5)
+    x = torch.randn(B, T, decay.in_features)
+    log_decay = decay(x)
+    assert log_decay.shape == shapes[declared.shape] and (log_decay <= 0).all()
+    assert declared.fixed == torch.equal(decay(x.flip(1)), log_decay)
+    assert declared.fixed == (decay.in_features == 0)
+    assert declared.paper.startswith("https://arxiv.org/abs/")
+
+
+@pytest.mark.parametrize(("kind", "numbers"), [("softplus", 400), ("softplus-vector", 1600)])
+def test_first_step_sizes_lie_between_the_bounds_of_the_spec(kind, numbers):
+    for low, high in ((1e-3, 1e-1), (1e-5, 1e-3)):
+        decay = decays.DECAYS[kind](Decay(kind, dt_min=low, dt_max=high), 400, 4, 0.0)
+        dt = torch.nn.functional.softplus(decay.dt_bias.double())
+        assert dt.numel() == numbers and low * 0.999 <= dt.min() <= dt.max() <= high * 1.001
+        middle = dt.log().mean().item()  # of a uniform distribution of width w the standard deviation is w / √12
+        assert middle == pytest.approx(math.log(low * high) / 2, abs=5 * math.log(high / low) / (12 * numbers) ** 0.5)
+
+
+def test_step_sizes_are_of_softplus_decays():
+    with pytest.raises(InputError, match=r"dt_min=1e-05 and dt_max=0.001 are step sizes, which decay.kind='sigmoid'"):
+        Decay("sigmoid", dt_min=1e-5, dt_max=1e-3)
+    with pytest.raises(InputError, match=r"dt_min=0.1 exceeds dt_max=0.01"):
+        Decay("softplus", dt_min=0.1, dt_max=0.01)
+
+
+def test_the_shapes_have_the_numbers_of_the_header():
+    enum = re.search(r"enum hr_decay \{(.*?)\}", (NATIVE / "headrace.h").read_text("utf-8"))
+    numbers = {name: int(number) for name, number in re.findall(r"HR_DECAY_(\w+) = (\d+)", enum[1])}
+    assert numbers == {shape.name: shape.value for shape in DecayShape}
+
+
+def test_the_kinds_of_the_native_library_are_those_that_declare_it():
+    skip_if_missing("native")
+    assert native_layer.KINDS["decay"] == ["none", *(kind for kind, decay in DECAYS.items() if decay.native)]
+
+
+def test_the_native_library_gives_each_kind_its_declared_shape():
+    """A fixed decay is one number per head in the step of a single token."""
+    body = re.search(r"hr_decay shape\(.*?\n\}", (NATIVE / "kinds.h").read_text("utf-8"), re.DOTALL)[0]
+    found, waiting = {}, []
+    for kind, shape in re.findall(r"case decay::(\w+):(?: return HR_DECAY_(\w+);)?", body):
+        waiting.append(kind)
+        if shape:
+            found |= dict.fromkeys(waiting, shape)
+            waiting = []
+    per_head = {DecayShape.FIXED: "SCALAR"}
+    declared = {k.replace("-", "_"): per_head.get(d.shape, d.shape.name) for k, d in DECAYS.items() if d.native}
+    assert found == {"none": "NONE"} | declared
+
+
+# --- rates and step sizes from 0 to infinity ------------------------------------------------------------------------
+RATES = [-3.0, 2.0, 39.0, 41.0, 60.0, 100.0, 150.0]  # A
+INPUTS = [-250.0, -200.0, -151.0, -104.0, -90.0, -60.0, -41.0, -40.0, -39.0, -20.0, -5.0, 0.0, 5.0, 15.0]  # x + b
+
+
+def log_softplus(z):
+    return z if z < -40 else math.log(math.log1p(math.exp(z)) if z < 0 else z + math.log1p(math.exp(-z)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vector", [False, True])
+def test_a_decay_is_right_where_its_rate_or_its_step_size_overflows(vector, dtype):
+    """log_decay = −exp(A + log softplus(z)), and its gradients, against Python's own numbers. Their relative error is
+    that of an exponent of up to 250, rounded. Above 1e4, where nothing is left of a memory, they are large and finite.
+    """
+    H, K = len(RATES), len(INPUTS) if vector else 1
+    z, A = (torch.tensor(numbers, dtype=dtype) for numbers in (INPUTS, RATES))
+    x = (z.expand(1, 1, H, K) if vector else z[None, :, None].expand(1, -1, H)).clone().requires_grad_()
+    y = decays.activated("torch", x, z.new_zeros(H * K), A.requires_grad_(), "softplus")
+    (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    found = (t.view(H, -1) if vector else t[0].T for t in (y, dx))
+    tolerance, least = 250 * torch.finfo(dtype).eps, torch.finfo(dtype).tiny / torch.finfo(dtype).eps
+    for rate, rows, slopes in zip(RATES, *found, strict=True):
+        for value, row, slope in zip(INPUTS, rows.tolist(), slopes.tolist(), strict=True):
+            exponent = rate + log_softplus(value)
+            if exponent > math.log(1e4):
+                assert -math.inf < row < -1e4 and math.isfinite(slope)
+                continue
+            assert row == pytest.approx(-math.exp(exponent), rel=tolerance, abs=least)
+            share = math.exp(-math.log1p(math.exp(-value)) - log_softplus(value)) if value > -40 else 1
+            assert slope == pytest.approx(-math.exp(exponent) * share, rel=tolerance, abs=least)
+    loss = y.exp().sum()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, [x, A]))
+
+
+EXTREMES = [(name, *pair) for name in ("gated-deltanet", "kda") for pair in ((100.0, -200.0), (150.0, -151.0))]
+EXTREMES += [("mamba2", 100.0, -200.0), ("mamba", 100.0, -200.0), ("mamba", 100.0, 0.0), ("rwkv6", 100.0, 0.0)]
+EXTREMES += [("rwkv4", 100.0, 0.0), ("s4d", 100.0, -200.0), ("s4", 100.0, -200.0)]
+NAMES = {"A_log": 0, "log_rate": 0, "log_damping": 0, "decay.bias": 0, "dt_bias": 1, "log_dt": 1}
+
+
+@pytest.mark.parametrize(("name", "rate", "step"), EXTREMES)
+def test_a_layer_with_an_infinite_rate_is_that_layer_in_float64(name, rate, step):
+    """Whole, token by token (natively, where there is a native call) and in its gradients."""
+    layer = Mixer(name, hidden_size=32, num_heads=2)
+    with torch.no_grad():
+        for path, p in layer.named_parameters():
+            if (place := next((n for n in NAMES if path.endswith(n)), None)) is not None:
+                p.fill_((rate, step)[NAMES[place]])
+    x, exact = torch.randn(2, 9, 32), copy.deepcopy(layer).double()
+    y, expected = layer(x)[0], exact(x.double())[0]
+    assert relative(y.double(), expected) < 1e-4
+    for made, out in ((layer, y), (exact, expected)):
+        out.square().sum().backward()
+        assert all(p.grad.isfinite().all() for p in made.parameters())
+    with torch.no_grad():
+        state = layer(x[:, :1])[1]
+        for t in range(1, 9):
+            y, state = layer(x[:, t : t + 1], state, in_place=True)
+    assert relative(y.double(), expected[:, 8:]) < 1e-4

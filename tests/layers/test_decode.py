@@ -1,0 +1,330 @@
+"""A token through a layer in one native call: as the layer's separate steps, but into a state that may be spent."""
+
+import copy
+import itertools
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from equation import MAX_ERROR_RATIO, skip_if_missing
+from headrace import linear_attention, zoo
+from headrace.layers import LinearMixer, build
+from headrace.ops.backends.native import layer as native_layer
+from headrace.ops.backends.native import library as native
+from headrace.spec import Competition, Decay, Heads, Inputs, MixerSpec, Read, Write
+from headrace.studies.verify import relative
+
+LINEAR = [*zoo.LINEAR, *(f"softmax-{name}" for name in zoo.LINEAR)]
+SCORES = itertools.product(("softmax", "sigmoid", "null"), ("head", "diag", "query", "hidden"))
+PLACES = itertools.product(("identity", "one"), ("none", "query", "norm"), ("none", "value", "beta"))
+COMPETITIONS = [(*scores, "one", "norm", "value") for scores in SCORES]
+COMPETITIONS += [("softmax", "head", *places) for places in PLACES if places[1:] != ("none", "none")]
+
+
+@pytest.fixture(autouse=True)
+def _here():
+    skip_if_missing("native")
+
+
+def layer(mixer, dtype=torch.float32, width=32, heads=4) -> LinearMixer:
+    """With no weight at its first value, many of which are zero."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of gates that cannot act
+        made = build(zoo.get(mixer), hidden_size=width, num_heads=heads, layer_idx=1, num_layers=3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return made.to(dtype)
+
+
+def refusal(made, x):
+    return made.fused.find(made, x, made.fused.weights(made))[1]
+
+
+def in_float64(made, mixer, x, **sizes):
+    exact = layer(mixer, torch.float64, **sizes)
+    exact.load_state_dict({name: w.double() for name, w in made.state_dict().items()})
+    return exact(x.double())
+
+
+def token_by_token(made, x, first):
+    """All outputs and the last state, from the first few tokens on by the native call."""
+    y, state = made(x[:, :first])
+    ys = [y]
+    for token in x[:, first:].split(1, 1):
+        assert refusal(made, token) is None
+        y, state = made(token, state, in_place=True)
+        ys.append(y)
+    return torch.cat(ys, 1), state
+
+
+@pytest.mark.parametrize("mixer", LINEAR)
+@torch.no_grad()
+def test_200_tokens(mixer):
+    made, x = layer(mixer), torch.randn(2, 200, 32)
+    if made.fused.layers["native"].unknown:
+        pytest.skip(made.fused.layers["native"].unknown)
+    (expected, final), (found, state) = in_float64(made, mixer, x), token_by_token(made, x, first=5)
+    separate, last = made(x)
+    assert relative(found, expected) <= MAX_ERROR_RATIO * relative(separate, expected)
+    for mine, other, exact in zip(state, last, final, strict=True):
+        assert (mine is None) == (exact is None)
+        assert mine is None or relative(mine, exact) <= MAX_ERROR_RATIO * relative(other, exact)
+
+
+@pytest.mark.parametrize("mixer", ["gated-deltanet", "mamba2", "linear-attention", "gla(read.norm=group)"])
+@torch.no_grad()
+def test_every_competition(mixer):
+    for activation, source, scale, read, write in COMPETITIONS:
+        if write == "beta" and mixer != "gated-deltanet":
+            continue
+        name, paren, rest = mixer.partition("(")
+        fields = f"activation={activation},source={source},scale={scale},read={read},write={write},temperature=1.3"
+        changes = ",".join(f"competition.{field}" for field in fields.split(","))
+        whole = f"softmax-{name}({rest.removesuffix(')')}{',' if paren else ''}{changes})"
+        made, x = layer(whole), torch.randn(2, 4, 32)
+        found, expected = token_by_token(made, x, 1)[0], in_float64(made, whole, x)[0]
+        assert relative(found, expected) <= MAX_ERROR_RATIO * relative(made(x)[0], expected), whole
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "inputs.feature_map=silu", "inputs.feature_map=relu", "inputs.conv=2", "inputs.conv=7", "inputs.rotary=true",
+        "heads.qk_groups=2", "heads.expand_k=0.6875", "heads.expand_v=1.375", "read.gate=none", "read.gate=sigmoid",
+        "read.order=gate-norm", "read.norm=none", "read.skip=true", "read.bonus=true", "decay.rank=5",
+        "inputs.shift=ddlerp", "heads.count=8",
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_every_part(change):
+    """On an additive mixer with a vector decay; widths that are no multiple of a vector among them."""
+    mixer = f"softmax-gla({change})"
+    made, x = layer(mixer, width=64), torch.randn(3, 12, 64)
+    found, expected = token_by_token(made, x, 2)[0], in_float64(made, mixer, x, width=64)[0]
+    assert relative(found, expected) <= MAX_ERROR_RATIO * relative(made(x)[0], expected)
+
+
+@pytest.mark.parametrize("mixer", ["softmax-gated-deltanet", "kda", "rwkv6", "softmax-mamba2", "retnet"])
+@torch.no_grad()
+def test_bfloat16_is_no_worse_than_in_steps(mixer):
+    made, x = layer(mixer, torch.bfloat16, width=64), torch.randn(2, 60, 64).bfloat16()
+    expected, separate = in_float64(made, mixer, x, width=64)[0], made(x)[0]
+    found = token_by_token(made, x, 5)[0]
+    assert found.dtype == torch.bfloat16
+    # Almost all of it is the rounding of what both keep in bfloat16: 0.94 to 0.97 over seeds and instruction sets.
+    assert relative(found, expected) <= 1.1 * relative(separate, expected)
+
+
+@torch.no_grad()
+def test_positions_far_away():
+    made, x = layer("retnet"), torch.randn(2, 4, 32)
+    state = made(x[:, :1])[1]._replace(tokens=torch.tensor([100_000, 3]))
+    exact = layer("retnet", torch.float64)
+    exact.load_state_dict({name: w.double() for name, w in made.state_dict().items()})
+    expected = exact(x[:, 1:].double(), state._replace(memory=state.memory.double()))[0]
+    ys = []
+    for token in x[:, 1:].split(1, 1):
+        y, state = made(token, state, in_place=True)
+        ys.append(y)
+    assert state.tokens.tolist() == [100_003, 6] and relative(torch.cat(ys, 1), expected) < 1e-6
+
+
+@pytest.mark.parametrize("mixer", ["retnet", "softmax-gated-deltanet", "softmax-kda"])
+def test_any_number_of_threads(mixer):
+    """Of the native call alone: the projections around it are PyTorch's, whose sums may depend on the threads."""
+    given, results = arguments(mixer, rows=8, width=1024, heads=2), []  # 2 · 8 · 2 · 512² products: work for 8 threads
+    for threads in (1, 3, 16):
+        torch.set_num_threads(threads)
+        own = copy.deepcopy(given)
+        out = native_layer.layer_step(*own)
+        results.append([out, *(x for x in own[3:6] if x is not None)])  # memory, conv and tokens are written into
+    assert not torch.equal(results[0][1], given[3])
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+# --- whose state it is ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_state_is_written_into_on_permission_alone():
+    made, x = layer("softmax-gated-deltanet(inputs.rotary=true)"), torch.randn(2, 9, 32)
+    state = made(x[:, :8])[1]
+    before = [y if y is None else y.clone() for y in state]
+    expected, after = made(x[:, 8:], state)
+    assert all(y is None or torch.equal(y, z) for y, z in zip(state, before, strict=True))
+    found, same = made(x[:, 8:], state, in_place=True)
+    assert same is state and not torch.equal(state.memory, before[0])
+    assert relative(found, expected.double()) < 1e-6
+    assert all(y is None or relative(y.double(), z.double()) < 1e-6 for y, z in zip(state, after, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_state_keeps_nothing_else_alive(rows):
+    state = layer("gated-deltanet")(torch.randn(rows, 500, 32))[1]
+    assert all(y is None or (y.is_contiguous() and y.untyped_storage().nbytes() == y.nbytes) for y in state)
+
+
+@torch.no_grad()
+def test_what_it_refuses_goes_through_separate_steps(monkeypatch):
+    made, x = layer("softmax-gla"), torch.randn(2, 9, 32)
+    assert "one token" in refusal(made, x)
+    x = x[:, :1]
+    with torch.enable_grad():
+        assert "no gradient" in refusal(made, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast is on" in refusal(made, x)
+    assert "float32 and bfloat16; x is torch.float64 on cpu" in refusal(made, x.double())
+    assert "decay_up has dtype torch.float32; expected torch.bfloat16" in refusal(made, x.bfloat16())
+    other = layer("softmax-gla")
+    other.decay.up = torch.nn.Sequential(other.decay.up)  # as whoever adapts a model may put something around a part
+    assert "a weight, a module or a setting of the mixer was replaced" in refusal(other, x)
+    monkeypatch.setattr(native, "missing", "it is not here")
+    assert refusal(made, x) == "it is not here"
+    monkeypatch.undo()
+    for control in ("activation=sigmoid, competition.range=heads", "shuffle=true"):
+        assert "it does not support activation=" in refusal(layer(f"softmax-gla(competition.{control})"), x)
+    monkeypatch.setattr(native, "missing", "it is not here")
+    state = made(torch.randn(2, 5, 32))[1]
+    before = state.memory.clone()
+    made(x, state, in_place=True)
+    assert torch.equal(state.memory, before)
+
+
+def subclassed(path):
+    """Changes the class of a module to one that triples what it returns."""
+
+    def change(mixer):
+        module = mixer.get_submodule(path)
+        kind = type(module)
+        module.__class__ = type("Changed", (kind,), {"forward": lambda self, *a, **k: 3 * kind.forward(self, *a, **k)})
+
+    return change
+
+
+def reading(mixer):
+    """A method of the layer, which a subclass has changed, in place of a module."""
+    read = type(mixer)._read_out
+    mixer.__class__ = type("Changed", (type(mixer),), {"_read_out": lambda self, *given: 3 * read(self, *given)})
+
+
+def computing(mixer):
+    """Another recurrence, whose outputs have the token's own value in addition."""
+
+    def op(q, k, v, **settings):
+        out, state = linear_attention(q, k, v, **settings)
+        return out + v, state
+
+    mixer.op = op
+
+
+def patched(mixer):
+    forward = mixer.gate.forward
+    mixer.gate.forward = lambda x: 3 * forward(x)
+
+
+CHANGES = {
+    "gates": ("softmax-gla", subclassed("read_competition")), "decay": ("kda", subclassed("decay")),
+    "fixed decay": ("retnet", subclassed("decay")), "conv": ("gated-deltanet", subclassed("conv")),
+    "forward": ("gla", patched), "eps": ("gla", lambda mixer: setattr(mixer, "norm_eps", 0.1)),
+    "hook": ("retnet", lambda mixer: mixer.decay.register_forward_hook(lambda module, given, out: 3 * out)),
+    "replaced": ("kda", lambda mixer: setattr(mixer, "decay", layer("kda").decay)),
+    "method": ("gla", reading), "op": ("gla", computing), "op of a delta rule": ("gated-deltanet", computing),
+    "op of several memories": ("softmax-gla(competition.memories_per_head=2)", computing),
+    "another kind": ("kda", lambda mixer: setattr(mixer, "decay", layer("gated-deltanet").decay)),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_mixer_that_was_changed_decodes_as_it_computes(change):
+    name, apply = CHANGES[change]
+    made, x = layer(name), torch.randn(2, 9, 32)
+    apply(made)
+    if change == "another kind":  # one number a head in place of one a channel
+        assert "was replaced" in refusal(made, x[:, :1])
+        return
+    whole, state, out = made(x)[0], None, []
+    assert relative(made(x[:, 8:], made(x[:, :8])[1])[0].double(), whole[:, 8:].double()) < 1e-4
+    for token in x.split(1, 1):
+        y, state = made(token, state, in_place=True)
+        out.append(y)
+    assert relative(torch.cat(out, 1).double(), whole.double()) < 1e-4
+
+
+def test_no_field_of_a_spec_is_overlooked():
+    """A new one must be told to the native call, or be refused by it, before it is named here."""
+    known = {
+        MixerSpec: "heads inputs decay write read competition", Heads: "expand_k expand_v qk_groups count key_dim",
+        Inputs: "conv conv_bias shift feature_map qk_norm rotary", Decay: "kind rank dt_min dt_max",
+        Write: "rule beta residual_chunk",
+        Read: "norm gate order scale bonus skip",
+        Competition: "read write source activation scale temperature range shuffle rank",
+    }  # fmt: skip
+    assert all([f.name for f in fields(record)] == names.split() for record, names in known.items())
+
+
+def test_kinds_go_by_name():
+    names = {kind: values[-1] for kind, values in native_layer.KINDS.items()}
+    assert native_layer.numbered(names) == ([len(values) - 1 for values in native_layer.KINDS.values()], None)
+    assert native_layer.numbered(names | {"gate": "gelu"}) == ([], "it does not support gate='gelu'")
+
+
+# --- the operator ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def arguments(mixer, rows=2, width=32, heads=4):
+    """Of the operator, as a layer calls it."""
+    made, caught = layer(mixer, width=width, heads=heads).requires_grad_(False), []
+    state = made(torch.randn(rows, 3, width))[1]
+    with pytest.MonkeyPatch.context() as patch:
+        run = lambda *given: caught.append(given) or torch.zeros(rows, made.H * made.V)  # noqa: E731
+        patch.setattr(native_layer.Layer, "run", run)
+        made(torch.randn(rows, 1, width), state, in_place=True)
+    known, weights, token, state = caught[0]
+    given = dict(zip(known.weights, weights, strict=True))
+    every = [given.get(name) for name in native_layer.WEIGHTS]
+    return *token, every, *state, known.kinds, known.sizes, known.numbers
+
+
+@pytest.mark.parametrize("mixer", ["retnet", "softmax-gated-deltanet"])
+def test_opcheck(mixer):
+    checked = torch.library.opcheck(torch.ops.headrace.layer_step.default, arguments(mixer))
+    assert set(checked.values()) == {"SUCCESS"}
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiles_as_one_graph():
+    made, x = layer("softmax-gated-deltanet"), torch.randn(2, 3, 32)
+    mine, compiled = (made(x[:, :2])[1] for _ in range(2))
+    step = torch.compile(lambda *given: made(*given, in_place=True)[0], fullgraph=True, backend="aot_eager")
+    assert relative(step(x[:, 2:], compiled), made(x[:, 2:], mine, in_place=True)[0].double()) < 1e-6
+    assert relative(compiled.memory, mine.memory.double()) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["avx2", "portable"])
+def test_every_instruction_set(isa):
+    script = """
+import torch
+from test_decode import MAX_ERROR_RATIO, in_float64, layer, relative, token_by_token
+torch.manual_seed(0), torch.set_num_threads(1), torch.set_grad_enabled(False)
+for mixer in ("linear-attention", "retnet", "softmax-mamba2", "softmax-gla", "rwkv6", "softmax-kda"):
+    made, x = layer(mixer), torch.randn(2, 8, 32)
+    expected = in_float64(made, mixer, x)[0]
+    assert relative(token_by_token(made, x, 2)[0], expected) <= MAX_ERROR_RATIO * relative(made(x)[0], expected), mixer
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[1], env=os.environ | {"HEADRACE_ISA": isa},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,228 @@
+"""Whole language models against transformers', weights copied: logits and every gradient. Styles of blocks."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    JambaConfig,
+    JambaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    ZambaConfig,
+    ZambaForCausalLM,
+)
+
+from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
+from headrace.layers.blocks.block import MLP, Sizes
+from headrace.spec.stack import BlockStyle
+from headrace.studies.verify import relative
+from headrace.utils.errors import InputError
+from tiny import build, close, gradients_agree, tokens
+
+VOCABULARY, D, H, LAYERS, T = 29, 32, 4, 2, 9
+EXACT = 1e-10
+IN_FLOAT32 = 1e-5  # theirs computes its norms and scans in float32: over seeds the gradients are at most 2e-6 apart
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": D, "num_heads": H, "num_hidden_layers": LAYERS}
+BIASED = "transformer(rotary=false, bias=true)"
+
+
+def randomised(model):
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def ours(mixer, **settings):
+    return HeadraceForCausalLM(HeadraceConfig(mixer=mixer, **SIZES | settings)).eval()
+
+
+def agree(ours, theirs, names, tolerance):
+    """In float64. names: of each of our parameters (and where they are stacked or turned, how) from theirs. Ours are
+    set from theirs; logits agree, and so do the gradients, carried over by the same names."""
+    theirs, ours = theirs.double(), ours.double()
+    values = dict(theirs.named_parameters())
+    ids = torch.randint(VOCABULARY, (2, T))
+    logits = theirs(ids).logits
+    weight = torch.randn_like(logits)
+    (logits * weight).sum().backward()
+    expected = names({name: p.grad for name, p in values.items()})
+    ours.load_state_dict(names({name: p.detach() for name, p in values.items()}), strict=True)
+    found = ours(ids).logits
+    (found * weight).sum().backward()
+    assert relative(found, logits) <= tolerance
+    gradients_agree({name: p.grad for name, p in ours.named_parameters()}, expected, tolerance)
+
+
+# --- GPT -------------------------------------------------------------------------------------------------------------
+
+
+def from_gpt(theirs, words, places):
+    """GPT's parameters under our names: its matrices are [in, out], and q, k and v are one of them."""
+    mine = {"model.embed_tokens.weight": theirs[words], "lm_head.weight": theirs[words]}
+    mine["model.backbone.positions.table.weight"] = theirs[places]
+    norms = {"ln_1": "mixer_norm", "ln_2": "mlp_norm"}
+    parts = norms | {"attn.c_proj": "mixer.o_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}
+    for path, value in theirs.items():
+        if path in (words, places):
+            continue
+        *where, kind = path.removeprefix("transformer.").split(".")
+        if where[0] == "ln_f":
+            mine[f"model.backbone.norm.{kind}"] = value
+            continue
+        layer, part = f"model.backbone.layers.{where[1]}", ".".join(where[2:])
+        value = value.mT if value.dim() == 2 else value
+        if part == "attn.c_attn":
+            mine |= {f"{layer}.mixer.{n}_proj.{kind}": x for n, x in zip("qkv", value.chunk(3), strict=True)}
+        else:
+            mine[f"{layer}.{parts[part]}.{kind}"] = value
+    return mine
+
+
+def test_gpt_is_transformers_gpt2():
+    sizes = {"n_positions": 12, "n_embd": D, "n_layer": LAYERS, "n_head": H}
+    theirs = randomised(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)))
+    gpt = ours("gpt", max_position_embeddings=12, norm_eps=1e-5)
+    agree(gpt, theirs, lambda p: from_gpt(p, "transformer.wte.weight", "transformer.wpe.weight"), EXACT)
+
+
+def test_with_post_norm_it_is_the_first_gpt():
+    sizes = {"n_positions": 12, "n_embd": D, "n_layer": LAYERS, "n_head": H}
+    theirs = randomised(OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCABULARY, **sizes)))
+    gpt = ours("gpt(style.order=post)", max_position_embeddings=12, norm_eps=1e-5)
+    words, places = "transformer.tokens_embed.weight", "transformer.positions_embed.weight"
+    agree(gpt, theirs, lambda p: from_gpt(p, words, places), EXACT)
+
+
+# --- hybrids ---------------------------------------------------------------------------------------------------------
+
+
+def from_mamba(path, value):
+    """A parameter of a Mamba mixer under our names, or nothing that is ours."""
+    ours = {"conv1d.weight": "conv.weight", "conv1d.bias": "conv.bias", "D": "skip", "dt_proj.weight": "dt_weight",
+            "dt_proj.bias": "dt_bias", "dt_proj_weight": "dt_weight", "dt_proj_bias": "dt_bias",
+            "x_proj_weight": "x_proj.weight"}  # fmt: skip
+    return ours.get(path, path), value.squeeze(0).mT if path == "A_log" else value.squeeze(0)
+
+
+def from_hybrid(theirs, rules):
+    """Their names with `rules` applied in turn, Mamba's parts by `from_mamba`."""
+    mine = {}
+    for path, value in theirs.items():
+        for old, new in rules.items():
+            path = path.replace(old, new)
+        before, mamba, part = path.partition(".mamba.")
+        if mamba:
+            part, value = from_mamba(part, value)
+            path = f"{before}.mixer.{part}"
+        mine[path] = value
+    return mine
+
+
+def from_jamba(theirs):
+    rules = {
+        "model.layers": "model.backbone.layers", "final_layernorm": "backbone.norm", "input_layernorm": "mixer_norm",
+        "pre_ff_layernorm": "mlp_norm", "self_attn": "mixer", "feed_forward.experts.gate_up_proj": "mlp.up",
+        "feed_forward.experts.down_proj": "mlp.down", "feed_forward": "mlp",
+    }  # fmt: skip
+    mine = from_hybrid(theirs, rules)
+    for layer in {path.partition(".dt_layernorm")[0] for path in mine if ".dt_layernorm" in path}:
+        norms = [mine.pop(f"{layer}.{part}_layernorm.weight") for part in ("dt", "b", "c")]
+        mine[f"{layer}.norm_weight"] = torch.cat(norms)
+    return mine
+
+
+def test_jamba_is_transformers():
+    config = JambaConfig(
+        vocab_size=VOCABULARY, hidden_size=D, intermediate_size=24, num_hidden_layers=8, num_attention_heads=H,
+        num_key_value_heads=2, num_experts=4, pad_token_id=None, experts_implementation="eager",
+    )  # fmt: skip
+    theirs = randomised(JambaForCausalLM(config))
+    settings = {"num_hidden_layers": 8, "intermediate_size": 24, "tie_word_embeddings": False}
+    agree(ours("jamba", style={"experts": {"count": 4}}, **settings), theirs, from_jamba, IN_FLOAT32)
+
+
+def from_zamba(theirs):
+    """Their shared block is the first one's; x and z of a Mamba layer alternate, ours come one after the other."""
+    mine = {}
+    rules = {
+        "model.layers": "model.backbone.layers", "final_layernorm": "backbone.norm", ".mamba_decoder.": ".",
+        "input_layernorm": "mixer_norm", "pre_ff_layernorm": "mlp_norm", "self_attn": "mixer", "feed_forward": "mlp",
+        "layers.2.shared_transf": "shared", ".linear.": ".link.",
+    }  # fmt: skip
+    for path, value in from_hybrid(theirs, rules).items():
+        mine[path] = torch.cat([value[::2], value[1::2]]) if path.endswith("in_proj.weight") else value
+    mine["lm_head.weight"] = mine["model.embed_tokens.weight"]
+    return mine
+
+
+def test_zamba_is_transformers():
+    kinds = ["hybrid" if i % 6 == 2 else "mamba" for i in range(12)]
+    config = ZambaConfig(
+        vocab_size=VOCABULARY, hidden_size=D, intermediate_size=24, num_hidden_layers=12, num_attention_heads=H,
+        num_key_value_heads=H, layers_block_type=kinds, n_mamba_heads=1, pad_token_id=None, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    theirs = randomised(ZambaForCausalLM(config))
+    agree(ours("zamba", num_hidden_layers=12, intermediate_size=24), theirs, from_zamba, IN_FLOAT32)
+
+
+# --- positions -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_learned_positions_end():
+    gpt = build("gpt", max_position_embeddings=8)
+    cache = HeadraceCache()
+    gpt(tokens(2, 6), past_key_values=cache)
+    gpt(tokens(2, 2), past_key_values=cache)
+    for call in (lambda: gpt(tokens(1, 9)), lambda: gpt(tokens(2, 1), past_key_values=cache)):
+        with pytest.raises(InputError, match="a sequence has 9 tokens; expected at most 8, the learned positions"):
+            call()
+    mask = torch.tensor([[0] * 5 + [1] * 8])
+    assert gpt(tokens(1, 13), attention_mask=mask).logits.isfinite().all(), "padding takes no position"
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+@torch.no_grad()
+def test_positions_matter_to_a_mixer_that_has_none(positions):
+    one = {"num_hidden_layers": 1}
+    model, ids = build(BIASED, style={"positions": positions}, **one), tokens(1)
+    swapped = ids[:, [1, 0, *range(2, T)]]
+    apart = (model(ids).logits - model(swapped).logits)[:, -1].abs().max()
+    blind = build(BIASED, **one)
+    assert apart > 1e-3
+    close(blind(ids).logits[:, -1], blind(swapped).logits[:, -1], 1e-8)
+
+
+# --- styles ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "gelu", "gelu-tanh", "relu"])
+def test_mlps_are_their_equations(kind):
+    sizes = Sizes(8, 2, 24, style=BlockStyle(mlp=kind, bias=True))
+    mlp, x = MLP(sizes).double(), torch.randn(5, 8, dtype=torch.float64)
+    cube = 0.044715
+    functions = {
+        "swiglu": lambda z: z / (1 + (-z).exp()),
+        "gelu": lambda z: z * (1 + (z / 2**0.5).erf()) / 2,
+        "gelu-tanh": lambda z: z * (1 + ((2 / torch.pi) ** 0.5 * (z + cube * z**3)).tanh()) / 2,
+        "relu": lambda z: z * (z > 0),
+    }
+    f = functions[kind.replace("geglu", "gelu")]
+    up = x @ mlp.up_proj.weight.T + mlp.up_proj.bias
+    gated = up if mlp.gate_proj is None else f(x @ mlp.gate_proj.weight.T + mlp.gate_proj.bias) * up
+    hidden = gated if sizes.style.gated else f(up)
+    close(mlp(x), hidden @ mlp.down_proj.weight.T + mlp.down_proj.bias)
+
+
+def test_a_style_is_kept_and_checked(tmp_path):
+    config = HeadraceConfig(mixer=BIASED, style=BlockStyle(order="post", mlp="relu"), **SIZES)
+    config.save_pretrained(tmp_path)
+    again = HeadraceConfig.from_pretrained(tmp_path)
+    assert again.sizes == config.sizes
+    assert (again.sizes.style, again.intermediate_size) == (BlockStyle(order="post", mlp="relu"), 4 * D)
+    assert HeadraceConfig(style={"norm": "layer"}, mlp="none", **SIZES).sizes.style == BlockStyle("layer", mlp="none")
+    for wrong in ({"order": "sideways"}, {"norms": "rms"}, "post"):
+        with pytest.raises(InputError, match=r"style"):
+            HeadraceConfig(style=wrong, **SIZES)

@@ -1,0 +1,126 @@
+"""Layers that see a whole sequence, or another one: against PyTorch's and transformers' layers, and runs by hand."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import T5Config
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from attention_layers import D, H, agree, d
+from headrace import layers, zoo
+from headrace.layers.blocks.block import Block, Sizes
+from headrace.spec import AttentionSpec
+from headrace.studies.verify import relative
+from headrace.utils.errors import InputError
+
+PLAIN = AttentionSpec(rotary=False)
+T5 = AttentionSpec(rotary=False, buckets=32, scale="one")
+LENGTHS = (9, 5, 1)  # of the rows below
+
+
+def build(spec, dtype=torch.float64, **settings):
+    layer = layers.build(zoo.get(spec), hidden_size=D, num_heads=H, **settings).to(dtype)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return layer
+
+
+def rows():
+    """x [B, T, D] with large padding in front, at the end and in the middle of rows; mask [B, T]."""
+    x, mask = torch.full((3, 9, D), 10.0, dtype=torch.float64), torch.zeros(3, 9, dtype=torch.bool)
+    mask[0], mask[1, [1, 2, 5, 6, 7]], mask[2, 8] = True, True, True
+    x[mask] = torch.randn(sum(LENGTHS), D, dtype=torch.float64)
+    return x, mask
+
+
+# --- against others --------------------------------------------------------------------------------------------------
+
+
+def torch_weights(theirs):
+    q, k, v = theirs.in_proj_weight.split(D)
+    weights = {"q": q, "k": k, "v": v, "o": theirs.out_proj.weight}
+    return {f"{name}_proj.weight": x.detach() for name, x in weights.items()}
+
+
+@pytest.mark.parametrize("form", ["sdpa", "tiles"])
+def test_both_ways_and_across_are_torch_s_attention(form):
+    theirs = nn.MultiheadAttention(D, H, bias=False, batch_first=True)
+    ours = build(AttentionSpec(rotary=False, form=form), torch.float32, causal=False)
+    ours.load_state_dict(torch_weights(theirs))
+    memory, mask = rows()
+    memory = memory.float()
+    spoilt = memory.masked_fill(~mask[..., None], torch.nan)
+    for x, expected in ((memory, lambda x: theirs(x, x, x)[0]), (torch.randn(3, 4, D), None)):
+        across = lambda x: theirs(x, memory, memory, key_padding_mask=~mask)[0]  # noqa: E731
+        read = (lambda x: ours(x)[0]) if expected else lambda x: ours.cross(x, ours.remember(spoilt, mask))
+        agree(read, expected or across, x.clone(), 1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_t5_s_layer(causal):
+    config = T5Config(d_model=D, d_kv=d, num_heads=H, is_decoder=causal)
+    theirs = T5Attention(config, has_relative_attention_bias=True, layer_idx=0).eval()
+    ours = build(T5, torch.float32, causal=causal)
+    renamed = {name: f"{name}_proj" for name in "qkvo"} | {"relative_attention_bias": "bias"}
+    weights = (name.split(".") for name in theirs.state_dict())
+    ours.load_state_dict({f"{renamed[name]}.{kind}": theirs.state_dict()[f"{name}.{kind}"] for name, kind in weights})
+    mask = torch.full((40, 40), -torch.inf).triu(1)[None, None] if causal else None
+    agree(lambda x: ours(x)[0], lambda x: theirs(x, mask=mask)[0], torch.randn(2, 40, D), 1e-5)
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+ENCODERS = {
+    "attention": PLAIN, "rotary": AttentionSpec(), "t5": T5, "tiles": AttentionSpec(form="tiles"),
+    "softmax-gla": "softmax-gla", "gated-deltanet": "gated-deltanet", "rwkv6": "rwkv6", "mamba": "mamba", "s4d": "s4d",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@torch.no_grad()
+def test_padding_and_packs_do_not_matter(name):
+    encoder, (x, mask) = build(ENCODERS[name], causal=False), rows()
+    alone = torch.cat([encoder(row[kept][None])[0][0] for row, kept in zip(x, mask, strict=True)])
+    assert relative(encoder(x, mask=mask)[0][mask], alone) <= 1e-10
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+    assert relative(encoder(x[mask][None], cu_seqlens=ends)[0][0], alone) <= 1e-10
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_all_tokens_see_all(name):
+    x = torch.randn(1, 6, D, dtype=torch.float64, requires_grad=True)
+    y, _ = build(ENCODERS[name], causal=False)(x)
+    for t in range(6):
+        (seen,) = torch.autograd.grad(y[0, t].square().sum(), x, retain_graph=True)
+        assert (seen[0].norm(dim=-1) > 0).all()
+
+
+@pytest.mark.parametrize("mixer", ["softmax-gla", "softmax-deltanet", "mamba"])
+def test_both_ways_is_two_runs(mixer):
+    encoder, x = build(mixer, causal=False), torch.randn(2, 70, D, dtype=torch.float64)
+
+    def by_hand(x):
+        there, back = (m(y)[0] for m, y in ((encoder.forwards, x), (encoder.backwards, x.flip(1))))
+        return there + back.flip(1)
+
+    agree(lambda x: encoder(x)[0], by_hand, x, 1e-12, [*encoder.parameters()])
+
+
+def test_a_block_that_reads_another_sequence_wants_one():
+    block = Block(PLAIN, Sizes(D, H, 16, cross=PLAIN))
+    with pytest.raises(InputError, match="memory=None"):
+        block(torch.randn(1, 3, D))
+
+
+@pytest.mark.parametrize("mixer", ["transformer", "gla"])
+def test_an_encoder_has_no_state(mixer):
+    x = torch.randn(1, 3, D, dtype=torch.float64)
+    _, state = build(mixer)(x)
+    with pytest.raises(InputError, match="expected state=None"):
+        build(mixer, causal=False)(x, state)
+
+
+def test_a_pattern_of_earlier_tokens_is_no_encoder():
+    with pytest.raises(InputError, match="expected pattern=None in an encoder"):
+        build("sliding-window", causal=False)

@@ -1,0 +1,278 @@
+"""Matrix memories outside the algebra: against other libraries and the literal recurrence, at any decay they have."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headrace import layers, linear_attention, zoo
+from headrace.layers import chunks
+from headrace.layers.matrix import gla_outer, rwkv7
+from headrace.ops.sequences import Sequences
+from headrace.studies.verify import by_steps, relative, specimen
+from headrace.utils.errors import InputError
+from peers import load
+
+B, T, H, K, V = 2, 70, 3, 6, 5
+D = 32
+
+
+def agree(inputs, ours, theirs):
+    """Both outputs, and their gradients to the inputs."""
+    weight = torch.randn_like(ours)
+    gradients = (torch.autograd.grad((y * weight).sum(), inputs, retain_graph=True) for y in (ours, theirs))
+    assert relative(ours, theirs) <= 1e-5
+    for mine, their in zip(*gradients, strict=True):
+        assert relative(mine, their) <= 1e-5
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def chunkwise(module, x, lengths=None):
+    """A module's chunkwise form from a random state, its operands [B, T, H, ·], over a batch or a pack."""
+    ends = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+    sequences = Sequences(x.q, ends)
+    start = draw(sequences.count, H, x.q.shape[-1], x.v.shape[-1])
+    return *chunks.chunkwise(module.form, x, sequences, start), start
+
+
+def literally(module, x, start):
+    """Its recurrence by `step`, one sequence per row."""
+    S, out = start, []
+    for t in range(x.q.shape[1]):
+        o, S = module.step(type(x)(*(y[:, t : t + 1] for y in x)), S)
+        out.append(o)
+    return torch.cat(out, 1), S
+
+
+def goose(scale=1.0):
+    read = F.normalize(draw(B, T, H, K), dim=-1)
+    rates = -rwkv7.FASTEST * torch.sigmoid(scale * draw(B, T, H, K))
+    x = rwkv7.Operands(*(draw(B, T, H, K) for _ in range(3)), rates, read, read * torch.rand(B, T, H, K).double())
+    return rwkv7.Operands(*(y.requires_grad_() for y in x))
+
+
+def outer(scale=1.0):
+    decays = (-(scale * draw(B, T, H, n)).exp().clamp(max=50) for n in (K, V))
+    x = gla_outer.Operands(draw(B, T, H, K), draw(B, T, H, K), draw(B, T, H, V), *decays)
+    return gla_outer.Operands(*(y.requires_grad_() for y in x))
+
+
+@pytest.mark.parametrize(("module", "operands"), [(rwkv7, goose), (gla_outer, outer)], ids=["rwkv7", "gla-outer"])
+@pytest.mark.parametrize("scale", [1.0, 30.0], ids=["mild", "hostile"])
+@pytest.mark.parametrize("span", [1, 64, 1000])
+def test_chunkwise_is_the_recurrence_at_any_decay(monkeypatch, module, operands, scale, span):
+    """Outputs, last states and all gradients, in float64 and, against it, in float32."""
+    monkeypatch.setattr(chunks, "SPAN", span)
+    x = operands(scale)
+    *ours, start = chunkwise(module, x)
+    theirs = literally(module, x, start)
+    weights = [torch.randn_like(y) for y in theirs]
+    loss = lambda results: sum((y * w).sum() for y, w in zip(results, weights, strict=True))  # noqa: E731
+    expected = torch.autograd.grad(loss(theirs), x)
+    for mine, their in zip([*ours, *torch.autograd.grad(loss(ours), x)], [*theirs, *expected], strict=True):
+        assert relative(mine, their) <= 1e-12
+    single = type(x)(*(y.detach().float() for y in x))
+    out, final = chunks.chunkwise(module.form, single, Sequences(single.q, None), start.float())
+    assert relative(out, theirs[0]) <= 2e-6
+    assert relative(final, theirs[1]) <= 2e-6
+
+
+@pytest.mark.parametrize(("module", "operands"), [(rwkv7, goose), (gla_outer, outer)], ids=["rwkv7", "gla-outer"])
+@pytest.mark.parametrize("lengths", [[33, 0, 37], [1, 64, 5], [0, 70, 0]], ids=str)
+@pytest.mark.parametrize("span", [1, 64, 1000])
+def test_a_pack_is_its_sequences(monkeypatch, module, operands, lengths, span):
+    monkeypatch.setattr(chunks, "SPAN", span)
+    x = type(y := operands())(*(z[:1] for z in y))
+    out, final, start = chunkwise(module, x, lengths)
+    for n, (part, tokens) in enumerate(zip(out.split(lengths, 1), torch.arange(T).split(lengths), strict=True)):
+        if not len(tokens):
+            assert torch.equal(final[n], start[n])
+            continue
+        alone, S = literally(module, type(x)(*(z[:, tokens] for z in x)), start[n : n + 1])
+        assert relative(part, alone) <= 1e-12
+        assert relative(final[n : n + 1], S) <= 1e-12
+
+
+@pytest.mark.parametrize("name", zoo.MATRICES)
+def test_decoding_is_the_full_forward_over_200_tokens(name):
+    mixer, x = specimen(name, 0)
+    x = torch.randn(2, 200, x.shape[-1])
+    with torch.no_grad():
+        mixer.float()
+        assert relative(by_steps(mixer, x), mixer(x)[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", zoo.MATRICES)
+def test_autocast_leaves_the_memory_alone(name):
+    mixer, x = specimen(name, 0)
+    mixer.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = mixer(x.float())
+    assert state.memory.dtype == torch.float32
+    assert relative(y, mixer(x.float())[0]) <= 5e-2
+
+
+def test_what_a_matrix_spec_refuses():
+    for name, sentence in [
+        ("rwkv7(rank=0)", "rank=0"),
+        ("rwkv7(expand_k=2.0)", "expand_k"),
+        ("gla-outer(count=7)", "7"),
+    ]:
+        with pytest.raises(InputError, match=sentence):
+            layers.build(zoo.get(name), hidden_size=D, num_heads=4)
+
+
+# --- RWKV-7 ----------------------------------------------------------------------------------------------------------
+
+
+def test_rwkv7_is_flas_recurrence():
+    """FLA calls what is read for the correction, with a minus, alpha, and what is erased beta."""
+    pytest.importorskip("fla")
+    x = rwkv7.Operands(*(y.float() for y in goose()))
+    zeros = torch.zeros(B, H, K, K)
+    out, _ = chunks.chunkwise(rwkv7.form, x, Sequences(x.q, None), zeros)
+    q, k, v, g, read, erase = (y.transpose(1, 2) for y in x)
+    theirs, _ = load("fla:generalized_delta_rule/dplr/naive:dplr_recurrence")(q * K**0.5, k, v, -read, erase, g)
+    agree(x, out, theirs.transpose(1, 2))
+
+
+def goose_package(monkeypatch):
+    """The author's own package, whose version 7 is chosen when it is loaded: as a module of its own."""
+    found = importlib.util.find_spec("rwkv")
+    if found is None:
+        pytest.skip("rwkv is not installed")
+    for name, value in {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}.items():
+        monkeypatch.setenv(name, value)
+    path = os.path.join(found.submodule_search_locations[0], "model.py")
+    described = importlib.util.spec_from_file_location("rwkv_model_7", path)
+    module = importlib.util.module_from_spec(described)
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    described.loader.exec_module(module)
+    # Importing it turned these on, for whatever is tested after this.
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_rwkv7_is_its_authors(monkeypatch):
+    """Outputs and the gradient of the input, of a first layer: those above it have the value residual besides."""
+    theirs = goose_package(monkeypatch).RWKV_x070_TMix_seq
+    ours = layers.build(zoo.get("rwkv7(rank=4)"), hidden_size=D, num_heads=4)
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    w = {key: p.detach() for key, p in ours.named_parameters()}
+    mix = dict(zip(rwkv7.RWKV7.STREAMS, w["mix"], strict=True))
+    low = lambda name: (w[f"{name}.down"], w[f"{name}.up"])  # noqa: E731
+    projections = [w[f"{name}_proj.weight"].T for name in "qkvo"]
+
+    nothing = torch.zeros(D)
+
+    def layer(row):
+        return theirs(
+            0, 4, D // 4, row, nothing, nothing, row.new_zeros(4, D // 4, D // 4),
+            *(mix[n] for n in ("q", "decay", "k", "v", "rate", "gate")),
+            w["decay_bias"], *low("decay"), w["rate_bias"], *low("rate"), *3 * [nothing], *low("gate"),
+            w["k_read"], w["k_rate"], w["bonus"], *projections, w["norm_weight"], w["norm_bias"],
+        )[0]  # fmt: skip
+
+    x = torch.randn(2, T, D, requires_grad=True)
+    agree([x], ours(x)[0], torch.stack([layer(row) for row in x]))
+
+
+@pytest.mark.parametrize("name", ["rwkv6", "rwkv7"])
+def test_rwkvs_norm_begins_smaller_in_earlier_layers(name):
+    """ln_x.weight of the author's generate_init_weight: ((layer + 1) / layers)^0.7."""
+    for i in range(5):
+        layer = layers.build(zoo.get(name), hidden_size=D, num_heads=4, layer_idx=i, num_layers=5)
+        torch.testing.assert_close(layer.norm_weight.detach(), torch.full((D,), ((i + 1) / 5) ** 0.7))
+    assert layers.build(zoo.get(name), hidden_size=D, num_heads=4).norm_weight.eq(1).all()
+
+
+@pytest.mark.parametrize(("hidden_size", "gain"), [(16, 2**0.5), (64, 1.0)])
+def test_rwkv7s_low_rank_maps_begin_orthogonal(hidden_size, gain):
+    """ortho_init of the author's code: 0.1, times the root of rank over width where that is above 1."""
+    up = layers.build(zoo.get("rwkv7"), hidden_size=hidden_size, num_heads=4).decay.up.detach()
+    assert len(up) == 32
+    torch.testing.assert_close(torch.linalg.svdvals(up), torch.full((min(up.shape),), 0.1 * gain))
+
+
+def test_in_one_direction_rwkv7_is_kda():
+    """What is read, erased and written being the same k, up to a strength β; KDA's correction reads after the decay."""
+    x = goose()
+    beta = torch.rand(B, T, H).double()
+    same = x._replace(k=beta[..., None] * x.read, read=x.log_decay.exp() * x.read, erase=beta[..., None] * x.read)
+    out, final, start = chunkwise(rwkv7, same)
+    theirs, state = linear_attention(
+        x.q, x.read, x.v, log_decay=x.log_decay, beta=beta, rule="delta", scale=1.0, initial_state=start
+    )
+    assert relative(out, theirs) <= 1e-12
+    assert relative(final, state) <= 1e-12
+
+
+# --- GLA's general gate ----------------------------------------------------------------------------------------------
+
+
+def test_the_outer_gate_is_its_equation():
+    """S_t = (αᵀ β) ⊙ S_{t−1} + kᵀ v, number by number."""
+    x = outer()
+    out, final, S = chunkwise(gla_outer, x)
+    expected = []
+    for t in range(T):
+        gate = torch.einsum("nhk,nhv->nhkv", x.k_decay[:, t].exp(), x.v_decay[:, t].exp())
+        S = gate * S + torch.einsum("nhk,nhv->nhkv", x.k[:, t], x.v[:, t])
+        expected.append(torch.einsum("nhk,nhkv->nhv", x.q[:, t], S))
+    assert relative(out, torch.stack(expected, 1)) <= 1e-12
+    assert relative(final, S) <= 1e-12
+
+
+def without_value_decay():
+    return outer()._replace(v_decay=torch.zeros(B, T, H, V).double())
+
+
+def test_without_decay_of_values_it_is_gla():
+    x = without_value_decay()
+    out, final, start = chunkwise(gla_outer, x)
+    theirs, state = linear_attention(x.q, x.k, x.v, log_decay=x.k_decay, scale=1.0, initial_state=start)
+    assert relative(out, theirs) <= 1e-12
+    assert relative(final, state) <= 1e-12
+
+
+def test_without_decay_of_values_it_is_flas_gla():
+    pytest.importorskip("fla")
+    x = gla_outer.Operands(*(y.float() for y in without_value_decay()))
+    zeros = torch.zeros(B, H, K, V)
+    out, _ = chunks.chunkwise(gla_outer.form, x, Sequences(x.q, None), zeros)
+    theirs, _ = load("fla:gla/naive:naive_recurrent_gla")(x.q * K**0.5, x.k, x.v, x.k_decay)
+    agree(x[:4], out, theirs)
+
+
+def test_without_decay_of_values_its_layer_is_glas(monkeypatch):
+    build = lambda name: layers.build(zoo.get(name), hidden_size=D, num_heads=4).double()  # noqa: E731
+    ours, theirs = build("gla-outer"), build("gla")
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    q, k, v, gate, decay, _ = ours.in_proj.weight.data.split(ours.parts)
+    parts = {"q": q, "k": k, "v": v, "gate": gate, "decay": decay}
+    theirs.in_proj.weight.data = torch.cat([parts[name] for name in theirs.parts])
+    theirs.decay, theirs.o_proj, theirs.norm_weight = ours.k_decay, ours.o_proj, ours.norm_weight
+    monkeypatch.setattr(ours.v_decay, "forward", lambda x: x.new_zeros(*x.shape[:2], 4, D // 4))
+    x = draw(2, T, D)
+    assert relative(ours(x)[0], theirs(x)[0]) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", zoo.MATRICES)
+def test_a_layer_may_be_created_in_16_bits(name, dtype):
+    """As transformers creates models whose dtype is given."""
+    torch.set_default_dtype(dtype)
+    try:
+        mixer = layers.build(zoo.get(name), hidden_size=D, num_heads=4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in mixer.parameters()} == {dtype} and all(p.isfinite().all() for p in mixer.parameters())

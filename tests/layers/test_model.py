@@ -1,0 +1,280 @@
+"""The stack: softmax attention's masks, packs, states and agreement with Llama, and matching of parameters."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import headrace
+from headrace import zoo
+from headrace.layers import SoftmaxAttention
+from headrace.layers.attention.sdpa import attend
+from headrace.layers.blocks.block import Sizes
+from headrace.layers.blocks.stack import Backbone
+from headrace.layers.blocks.widths import count_parameters, default_intermediate_size, match_intermediate_size
+from headrace.layers.packing import padding_mask
+from headrace.spec import AttentionSpec, Pattern
+from headrace.utils.errors import InputError
+
+D, H = 24, 6
+
+
+SPECS = {
+    "full": AttentionSpec(),
+    "grouped": AttentionSpec(kv_heads=2),
+    "no rotary": AttentionSpec(rotary=False),
+    "null": AttentionSpec(null=True),
+    "distances": AttentionSpec(rotary=False, buckets=4),
+    "tiles": AttentionSpec(form="tiles"),
+    "window": AttentionSpec(pattern=Pattern(3)),
+    "window and first": AttentionSpec(kv_heads=2, pattern=Pattern(2, first=3)),
+    "random": AttentionSpec(null=True, buckets=4, pattern=Pattern(2, first=1, random=1, block=2)),
+}
+
+
+@pytest.fixture(params=SPECS)
+def attention(request):
+    return SoftmaxAttention(SPECS[request.param], hidden_size=D, num_heads=H).double()
+
+
+def inputs(B, T):
+    return torch.randn(B, T, D, dtype=torch.float64)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_attention_is_its_equation():
+    """One head, no rotation: softmax over the past of q·k/√d, as a loop."""
+    attention = SoftmaxAttention(AttentionSpec(rotary=False), hidden_size=D, num_heads=1).double()
+    x = inputs(1, 5)
+    q, k, v = attention.q_proj(x)[0], attention.k_proj(x)[0], attention.v_proj(x)[0]
+    out = torch.stack([F.softmax(k[: t + 1] @ q[t] / D**0.5, 0) @ v[: t + 1] for t in range(5)])
+    close(attention(x)[0][0], attention.o_proj(out))
+
+
+@pytest.mark.parametrize("cuts", [[7], [1] * 7, [3, 4], [2, 1, 4]], ids=str)
+def test_attention_continues_from_its_state(attention, cuts):
+    x, state, parts = inputs(2, 7), None, []
+    for piece in x.split(cuts, 1):
+        y, state = attention(piece, state)
+        parts.append(y)
+    close(torch.cat(parts, 1), attention(x)[0])
+
+
+def test_attention_ignores_padding_anywhere(attention):
+    """Two turns, each padded in another place; every row agrees with its own tokens alone."""
+    x, more = inputs(3, 6), inputs(3, 4)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 0, 1]]).bool()
+    late = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]]).bool()
+    first, state = attention(x, mask=mask)
+    second, state = attention(more, state, mask=late)
+    third, _ = attention(more[:, :1], state)
+    assert first.isfinite().all()
+    assert second.isfinite().all()
+    for row in range(3):
+        tokens = torch.cat([x[row, mask[row]], more[row, late[row]], more[row, :1]])
+        ours = torch.cat([first[row, mask[row]], second[row, late[row]], third[row]])
+        close(ours, attention(tokens[None])[0][0])
+
+
+def test_padding_is_seen_by_itself_alone():
+    """And does see itself: a query that sees nothing would be NaN in some kernels, and in their gradients."""
+    q, k, v = torch.randn(3, 1, 4, 2, 8, dtype=torch.float64).unbind()
+    out = attend(q, k, v, torch.tensor([[False, True, False, True]]))
+    close(out[:, 0], v[:, 0])
+
+
+def test_attention_keeps_the_sequences_of_a_pack_apart(attention):
+    """Over two packs, with empty sequences, against each sequence alone; then one token for each from the state."""
+    lengths, more = [3, 0, 1, 5], [0, 2, 4, 1]
+    x, late, last = inputs(1, 9), inputs(1, 7), inputs(4, 1)
+    first, state = attention(x, cu_seqlens=F.pad(torch.tensor(lengths).cumsum(0), (1, 0)))
+    second, state = attention(late, state, cu_seqlens=F.pad(torch.tensor(more).cumsum(0), (1, 0)))
+    third, _ = attention(last, state)
+    pairs = (((x, first), lengths), ((late, second), more))
+    pieces = [zip(*(t[0].split(n) for t in pair), strict=True) for pair, n in pairs]
+    for (x1, y1), (x2, y2), x3, y3 in zip(*pieces, last, third, strict=True):
+        close(torch.cat([y1, y2, y3]), attention(torch.cat([x1, x2, x3])[None])[0][0])
+
+
+@pytest.mark.parametrize("name", ["full", "grouped", "no rotary", "null"])
+def test_attention_takes_the_fast_kernel_without_padding(name, monkeypatch):
+    attention, seen = SoftmaxAttention(SPECS[name], hidden_size=D, num_heads=H).double(), []
+    original = F.scaled_dot_product_attention
+
+    def spy(q, k, v, mask, **options):
+        seen.append((mask, options["is_causal"]))
+        return original(q, k, v, mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    _, state = attention(inputs(2, 5))
+    attention(inputs(2, 1), state)
+    attention(inputs(1, 5), cu_seqlens=torch.tensor([0, 2, 5]))
+    assert seen == [(None, True), (None, False), (None, True), (None, True)]
+
+
+def test_a_stack_of_different_mixers_continues_from_its_states():
+    specs = [zoo.get(name) for name in ("softmax-gla", "transformer", "retnet")]
+    stack = Backbone(specs, Sizes(hidden_size=24, num_heads=2, intermediate_size=16)).double()
+    x, states, parts = inputs(2, 6), None, []
+    for piece in x.split(2, 1):
+        y, states = stack(piece, states)
+        parts.append(y)
+    seen = []
+    whole, _ = stack(x, inputs=seen)
+    close(torch.cat(parts, 1), whole)
+    assert len(seen) == 3
+    assert seen[0] is x
+
+
+def test_the_norms_of_a_half_precision_stack_are_computed_in_float32():
+    norm = Backbone([], Sizes(hidden_size=512, num_heads=1, intermediate_size=None)).bfloat16().norm
+    x = torch.randn(8, 512).bfloat16()
+    assert torch.equal(norm(x), F.rms_norm(x.float(), (512,), eps=1e-6).bfloat16())
+
+
+def test_the_default_width_makes_three_matrices_weigh_as_much_as_two_of_four_times_the_width():
+    assert [default_intermediate_size(n) for n in (1024, 2048, 768, 256, 128, 64)] == [2816, 5632, 2048, 768, 352, 176]
+
+
+def test_a_width_that_matches_parameters():
+    def build(width, name="gla"):
+        return Backbone([zoo.get(name)] * 2, Sizes(hidden_size=64, num_heads=4, intermediate_size=width))
+
+    target = sum(p.numel() for p in build(100, "retnet").parameters())
+    width = match_intermediate_size(build, target)
+    best = min(range(1, 200), key=lambda w: abs(count_parameters(lambda: build(w)) - target))
+    assert width == best != 100
+    with pytest.raises(InputError, match="with the narrowest MLP; expected at most target=10"):
+        match_intermediate_size(build, 10)
+    with pytest.raises(InputError, match="for every MLP width; expected a model with an MLP"):
+        match_intermediate_size(lambda width: build(None), target)
+
+
+def test_counting_allocates_nothing():
+    sizes = Sizes(hidden_size=2**16, num_heads=8, intermediate_size=None)
+    assert count_parameters(lambda: Backbone([AttentionSpec()], sizes)) == 4 * 2**32 + 2 * 2**16
+
+
+def test_masks_that_do_not_fit():
+    x, ends = inputs(2, 3), torch.tensor([0, 1, 3])
+    assert padding_mask(torch.ones(2, 5), x, None, 2) is None
+    assert padding_mask(torch.tensor([[1, 1, 0, 1]] * 2), x, None, 1).tolist() == [[True, False, True]] * 2
+    with pytest.raises(InputError, match=r"has shape \[2, 5\]; expected \[2, 3\] or, with the tokens before, \[2, 4\]"):
+        padding_mask(torch.ones(2, 5), x, None, 1)
+    for mask in (torch.ones(2, 5), torch.ones(2, 2), torch.ones(3, 3), torch.ones(2, 1, 3, 3)):
+        with pytest.raises(InputError, match=r"attention_mask has shape .* expected \[2, 3\]"):
+            padding_mask(mask, x, None)
+    with pytest.raises(InputError, match="expected B=1, got B=2"):
+        padding_mask(None, x, ends)
+    with pytest.raises(InputError, match="marks padding in packed sequences; expected cu_seqlens alone"):
+        padding_mask(torch.tensor([[0, 1, 1]]), x[:1], ends)
+
+
+@pytest.mark.parametrize(
+    "mixer", ["softmax-gla", "gla(heads.count=2)", "transformer", "mamba", zoo.get("kda")], ids=str
+)
+def test_a_layer_by_itself(mixer):
+    layer, x = headrace.Mixer(mixer, hidden_size=32, num_heads=4).double(), torch.randn(2, 9, 32).double()
+    whole, _ = layer(x)
+    first, state = layer(x[:, :5])
+    rest, _ = layer(x[:, 5:], state)
+    torch.testing.assert_close(torch.cat([first, rest], 1), whole, rtol=1e-9, atol=1e-9)
+    assert "Mixer" in dir(headrace) and {*headrace.__all__} <= {*dir(headrace)}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_padding_reaches_nothing_and_gives_zeros(causal):
+    mask, x = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 0]]).bool(), torch.randn(2, 5, 32)
+    spoilt = x.masked_fill(~mask[..., None], torch.nan)
+    for name in zoo.names():
+        if causal or getattr(zoo.get(name), "pattern", None) is None:
+            layer = headrace.Mixer(name, hidden_size=32, num_heads=4, causal=causal)
+            y, state = layer(spoilt, mask=mask)
+            assert not y[~mask].any(), name
+            torch.testing.assert_close(y, layer(x, mask=mask)[0])
+            if causal:
+                assert layer(x[:, :1], state)[0].isfinite().all(), name
+
+
+MASK = torch.ones(2, 9, dtype=torch.bool)
+REFUSED = [
+    ({"x": torch.zeros(9, 32)}, r"x has shape \[9, 32\]; expected \[B, T, 32\]"),
+    ({"x": torch.zeros(2, 9, 16)}, r"x has shape \[2, 9, 16\]; expected \[B, T, 32\]"),
+    ({"mask": MASK[:, :8]}, r"mask has dtype torch.bool and shape \[2, 8\]; expected torch.bool and \[2, 9\]"),
+    ({"mask": MASK.float()}, r"mask has dtype torch.float32 and shape \[2, 9\]"),
+    ({"mask": MASK, "cu_seqlens": torch.tensor([0, 9])}, "mask and cu_seqlens are both given"),
+    ({"x": torch.zeros(2, 9, 32, dtype=torch.long)}, "x has dtype torch.int64; expected a floating-point dtype"),
+    ({"cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens packs sequences into one row; expected B=1, got B=2"),
+]
+
+
+@pytest.mark.parametrize(
+    "mixer", ["softmax-gla", "transformer", "sliding-window", "mamba", "rwkv7", "softmax-rnn-norm"]
+)
+@pytest.mark.parametrize(("given", "sentence"), REFUSED)
+def test_a_layer_refuses_what_does_not_fit(mixer, given, sentence):
+    layer = headrace.Mixer(mixer, hidden_size=32, num_heads=4)
+    with pytest.raises(InputError, match=sentence):
+        layer(**{"x": torch.zeros(2, 9, 32)} | given)
+
+
+@pytest.mark.parametrize(("dtype", "ends"), [(torch.uint8, [0, 120, 120, 200]), (torch.int8, [0, 100, 127])])
+def test_a_layer_takes_bounds_of_any_integer_dtype(dtype, ends):
+    """Lengths and positions are sums and differences of bounds, which would overflow in 8 bits."""
+    for name in zoo.names():
+        layer, x = headrace.Mixer(name, hidden_size=16, num_heads=2), torch.randn(1, ends[-1], 16)
+        with torch.no_grad():
+            found, expected = (layer(x, cu_seqlens=torch.tensor(ends, dtype=kind))[0] for kind in (dtype, torch.long))
+        assert torch.equal(found, expected), name
+
+
+def test_a_layer_refuses_bounds_that_are_not_those_of_its_tokens():
+    shape = r"cu_seqlens has shape \[.*\] and dtype .*; expected shape \[N \+ 1\] with N ≥ 1 and an integer dtype"
+    values = r"cu_seqlens=\[.*\]; expected 0 = c_0 ≤ … ≤ c_N = T = 9"
+    refused = {
+        "expected a tensor of integers": [[0, 9], (0, 9)],
+        shape: [torch.tensor(x) for x in ([], [0], [[0, 9]], [0.0, 9.0], [False, True])],
+        values: [torch.tensor(x) for x in ([0, 5], [2, 9], [0, 6, 4, 9], [0, 10])],
+        "cu_seqlens is on meta and x is on cpu; expected the same device": [torch.tensor([0, 9], device="meta")],
+    }
+    for name in zoo.names():
+        layer = headrace.Mixer(name, hidden_size=32, num_heads=4)
+        for sentence, bounds in refused.items():
+            for cu_seqlens in bounds:
+                with pytest.raises(InputError, match=sentence):
+                    layer(torch.zeros(1, 9, 32), cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"layer_idx": 2, "num_layers": 2}, "layer_idx=2; expected 0 to 1"),
+        ({"layer_idx": 0.5}, "layer_idx=0.5; expected 0 to 0"),
+        ({"num_layers": 2.5}, "num_layers=2.5; expected a positive integer"),
+        *(({"norm_eps": x}, f"norm_eps={x!r}; expected a positive number") for x in (-1, math.nan, "x")),
+        *(({"rope_theta": x}, f"rope_theta={x!r}; expected a positive number") for x in (0, -3, math.nan)),
+        ({"causal": "no"}, "causal='no'; expected True or False"),
+    ],
+)
+def test_settings_that_no_layer_can_have(settings, sentence):
+    with pytest.raises(InputError, match=sentence):
+        headrace.Mixer("rwkv6", hidden_size=32, **settings)
+
+
+@pytest.mark.parametrize("mixer", [3, None, ["gla"]])
+def test_what_the_zoo_does_not_hold(mixer):
+    with pytest.raises(InputError, match=r"mixer=.*; expected a name of the zoo, a spec or its JSON"):
+        headrace.Mixer(mixer, hidden_size=32)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "sentence"), [("sofmax-gla", "is unknown"), ("bert", "whole model"), ("jamba", "several layers")]
+)
+def test_what_is_no_layer(mixer, sentence):
+    with pytest.raises(InputError, match=sentence):
+        headrace.Mixer(mixer, hidden_size=32)

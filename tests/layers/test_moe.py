@@ -1,0 +1,106 @@
+"""A mixture of experts: its equation, its load, its loss."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from headrace import zoo
+from headrace.layers.blocks.moe import MixtureOfExperts, Routing, balance_loss
+from headrace.ops.loss import IGNORED
+from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
+from headrace.utils.errors import InputError
+from tiny import build, close, tokens
+
+D, W = 8, 6
+
+
+def mixture(gated=True, **spec):
+    return MixtureOfExperts(Experts(**{"count": 5, "chosen": 2, **spec}), D, W, F.silu, gated).double()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_mixture_is_its_equation(gated):
+    """Token by token; and the gradients, to the router too."""
+    experts, x = mixture(gated), torch.randn(2, 7, D, dtype=torch.float64, requires_grad=True)
+    for weight in (experts.up, experts.down):
+        torch.nn.init.normal_(weight)
+    rows = []
+    for token in x.flatten(0, 1):
+        shares = experts.router(token).softmax(0)
+        out = 0
+        for e in shares.argsort(descending=True)[:2]:
+            hidden = experts.up[e] @ token
+            hidden = F.silu(hidden[:W]) * hidden[W:] if gated else F.silu(hidden)
+            out = out + shares[e] * (experts.down[e] @ hidden)
+        rows.append(out)
+    literal = torch.stack(rows).view(2, 7, D)
+    close(experts(x), literal)
+    parameters = [x, *experts.parameters()]
+    ours, theirs = (torch.autograd.grad(y.sin().sum(), parameters) for y in (experts(x), literal))
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b)
+
+
+def test_no_token_is_dropped_when_all_want_one_expert():
+    experts, x = mixture(count=4, chosen=1), torch.rand(1, 50, D, dtype=torch.float64)
+    with torch.no_grad():
+        experts.router.weight.zero_()[2] = 100
+    assert experts(x).abs().sum(-1).min() > 0
+    assert experts.routing.chosen.unique().tolist() == [2]
+    assert balance_loss(experts.routing).item() == pytest.approx(4, rel=1e-6), "as uneven as can be"
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_the_balance_is_mixtrals(padding):
+    logits = torch.randn(3, 9, 5, dtype=torch.float64)
+    shares = logits.softmax(-1)
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    mask[0, :4] = mask[2] = not padding
+    theirs = load_balancing_loss_func((logits.flatten(0, 1),), 5, 2, mask.long() if padding else None)
+    close(balance_loss(Routing(shares, shares.topk(2).indices), mask if padding else None), theirs.double(), 1e-6)
+
+
+def test_training_pays_for_an_uneven_load():
+    heavy, free = ({"experts": {"count": 4, "balance": b}} for b in (10.0, 0.0))
+    model, ids = build("jamba", style=heavy), tokens(2)
+    plain = build("jamba", style=free)
+    plain.load_state_dict(model.state_dict())
+    close(model(ids, labels=ids).loss, plain(ids, labels=ids).loss)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    ours, theirs = (m.train()(ids, labels=ids, attention_mask=mask).loss for m in (model, plain))
+    routing = model.model.backbone.layers[1].mlp.routing
+    assert routing is None, "what routers did is forgotten with the loss"
+    model(input_ids=ids, attention_mask=mask)
+    routing = model.model.backbone.layers[1].mlp.routing
+    close(ours - theirs, 10 * balance_loss(routing, mask.bool()))
+
+
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_a_step_in_parts_pays_for_the_load_once(name):
+    """transformers' Trainer adds up the losses of a step's parts, each divided by the number of the whole's items."""
+    model, ids = build("jamba", style={"experts": {"count": 4, "balance": 10.0}}).train(), tokens(2)
+    plain = build("jamba", style={"experts": {"count": 4, "balance": 0.0}}).train()
+    plain.load_state_dict(model.state_dict())
+    targets = ids.clone()
+    targets[1, 3:] = IGNORED
+    kept = targets[:, 1:] if name == "labels" else targets
+    items = (kept != IGNORED).sum(1)
+    paid, balances = 0.0, 0.0
+    for i in range(2):
+        given = {name: targets[i : i + 1], "num_items_in_batch": items.sum()}
+        paid = paid + model(ids[i : i + 1], **given).loss - plain(ids[i : i + 1], **given).loss
+        model(ids[i : i + 1])
+        routing = model.model.backbone.layers[1].mlp.routing
+        balances = balances + 10 * balance_loss(routing) * items[i] / items.sum()
+    close(paid, balances)
+
+
+def test_what_cannot_be():
+    with pytest.raises(InputError, match=r"experts\.chosen=3 exceeds experts\.count=2; expected 1 to 2"):
+        Experts(2, 3)
+    gla = zoo.get("gla")
+    for layer, missing in ((Layer(gla, "experts"), "experts"), (Layer(gla, shared=True), "shared")):
+        with pytest.raises(InputError, match=rf"style\.{missing} is none"):
+            Decoder((layer,), BlockStyle())

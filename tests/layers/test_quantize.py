@@ -1,0 +1,197 @@
+"""Eight-bit weights: each product against the same integers in float64, the model against the one it was made from."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+import tiny
+from equation import MAX_ERROR_RATIO, skip_if_missing
+from headrace import InputError, Mixer, quantize
+from headrace.layers.quantized import Int8Linear
+from headrace.ops.backends.native import library as native
+from headrace.ops.backends.native.int8 import FEW
+from headrace.studies.verify import relative
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernel(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(native, "missing", "left out for a test")
+
+
+def exact(layer, x):
+    return x.double() @ (layer.integers.double() * layer.scale.double()[:, None]).T + layer.bias.double()
+
+
+def rounding(layer, x):
+    """How far from `exact` an output may be: weight, bias and result are rounded to x's precision, and n + 2 products
+    and sums to that of the accumulator."""
+    u = torch.finfo(x.dtype).eps / 2
+    sums = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps / 2 * (x.shape[-1] + 2)
+    size = x.double().abs() @ (layer.integers.double().abs() * layer.scale.double()[:, None]).T
+    return (3 * u + sums) * (size + layer.bias.double().abs())
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
+@pytest.mark.parametrize("sizes", [(1, 1), (33, 65), (130, 67)])
+@torch.no_grad()
+def test_a_layer_is_the_product_with_its_integers(sizes, rows):
+    layer, x = Int8Linear(nn.Linear(*sizes)), torch.randn(rows, sizes[0])
+    assert (layer(x) - exact(layer, x)).norm() / exact(layer, x).norm() < 1e-6
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cast", [None, *DTYPES], ids=str)
+@torch.no_grad()
+def test_a_cast_of_the_model_leaves_its_integers_and_scales(cast, dtype):
+    """Any precision of the model with any of its input, on either side of the few rows that have a kernel."""
+    linear = nn.Linear(64, 48)
+    layer = Int8Linear(linear)
+    scale = layer.scale.clone()
+    layer = layer if cast is None else layer.to(cast)
+    assert torch.equal(layer.scale, scale) and layer.scale.dtype is torch.float32
+    assert layer.integers.dtype is torch.int8 and layer.weight.dtype is (cast or torch.float32)
+    for rows in (1, FEW, FEW + 1):
+        x = torch.randn(rows, 64).to(dtype)
+        y, full = layer(x), nn.functional.linear(x.double(), linear.weight.double(), layer.bias.double())
+        assert y.dtype is dtype
+        assert ((y.double() - exact(layer, x)).abs() <= rounding(layer, x)).all()
+        step = x.double().abs().sum(1, keepdim=True) * scale.double() * 0.501  # a weight is wrong by half of one
+        assert ((y.double() - full).abs() <= rounding(layer, x) + step).all()
+
+
+@pytest.mark.parametrize("mixer", ["gla", "softmax-gated-deltanet", "transformer"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@torch.no_grad()
+def test_a_quantised_model_in_half_precision_is_as_good_as_one_of_its_weights(mixer, dtype):
+    """Against the model, in float64, whose weights are those integers times their scales: no worse than that model in
+    half precision, which rounds these weights too, by more than a factor for what is chance in rounding."""
+    model = tiny.build(mixer).float()
+    quantised = quantize(deepcopy(model))
+    for name, layer in quantised.named_modules():
+        if isinstance(layer, Int8Linear):
+            model.get_submodule(name).weight = nn.Parameter(layer.weight)  # unties the head, which is quantised
+    ids = torch.randint(29, (3, FEW))
+    expected, half = deepcopy(model).double()(ids).logits, deepcopy(model).to(dtype)(ids).logits
+    found = quantised.to(dtype)(ids).logits
+    assert found.dtype is dtype and relative(found, expected) <= 2 * relative(half, expected)
+    assert relative(quantised(ids[:1, :1]).logits, expected[:1, :1]) <= 2 * relative(half, expected)
+
+
+@pytest.mark.usefixtures("kernel")
+@torch.no_grad()
+def test_autocast_and_no_rows_are_as_in_a_linear_layer():
+    linear = nn.Linear(32, 16)
+    layer = Int8Linear(linear)
+    for rows in (0, 1, FEW + 1):
+        x = torch.randn(rows, 32)
+        assert layer(x).shape == linear(x).shape
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype is linear(x).dtype is torch.bfloat16
+            assert layer(x.double()).dtype is torch.float64
+
+
+def test_weights_without_a_scale_are_refused():
+    linear = nn.Linear(4, 4)
+    linear.weight.data[1, 2] = torch.nan
+    with pytest.raises(InputError, match="a weight has a NaN or an infinity"):
+        Int8Linear(linear)
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    with pytest.raises(InputError, match="the model is quantised, and its weights could not be loaded"):
+        quantize(tiny.build("gla").float()).save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    layer = Int8Linear(nn.Linear(32, 16))
+    with pytest.raises(InputError, match=r"x has shape \[2, 64\]; expected \[\.\.\., 32\]"):
+        layer(torch.randn(2, 64))
+    with pytest.raises(InputError, match=r"x has dtype torch.int64; expected a floating-point dtype"):
+        layer(torch.ones(2, 32, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong"),
+    [
+        (0, lambda x: x.double()), (0, lambda x: x.bfloat16()), (0, lambda x: x[:, :5]), (0, lambda x: x[0]),
+        (0, lambda x: x.T.contiguous().T), (0, lambda x: x.to("meta")), (1, lambda w: w.float()),
+        (1, lambda w: w[:, ::2]), (1, lambda w: w.flatten()), (1, lambda w: w.T.contiguous().T),
+        (1, lambda w: w.to("meta")), (2, lambda s: s.bfloat16()), (2, lambda s: s.double()), (2, lambda s: s[:2]),
+        (2, lambda s: s[:1].expand(4)), (2, lambda s: s[:, None]), (2, lambda s: s.to("meta")),
+    ],
+)  # fmt: skip
+def test_the_kernel_is_given_nothing_else_than_it_reads(place, wrong):
+    """Its addresses go to C, which believes them."""
+    skip_if_missing("native")
+    given = [torch.randn(3, 6), torch.ones(4, 6, dtype=torch.int8), torch.ones(4)]
+    native.int8_product(*given)
+    given[place] = wrong(given[place])
+    name = ("x", "weight", "scale")[place]
+    with pytest.raises(RuntimeError, match=rf"{name} is .*; expected contiguous"):
+        native.int8_product(*given)
+
+
+@torch.no_grad()
+def test_an_integer_is_wrong_by_half_a_step_at_most():
+    linear = nn.Linear(64, 48)
+    linear.weight[3] = 0
+    layer = Int8Linear(linear)
+    assert layer.integers.abs().max() == 127
+    assert ((layer.weight - linear.weight).abs() <= layer.scale[:, None] * 0.501).all()
+    assert (layer.weight[3] == 0).all()
+
+
+@torch.no_grad()
+def test_strides_and_dtypes_of_the_input():
+    layer = Int8Linear(nn.Linear(32, 16))
+    x = torch.randn(32, 2, 3).permute(1, 2, 0)
+    assert torch.allclose(layer(x), exact(layer, x).float(), atol=1e-6)
+    half = Int8Linear(nn.Linear(32, 16).bfloat16())
+    assert half(x.bfloat16()).dtype is half.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("mixer", ["gla", "softmax-gla", "gated-deltanet", "rwkv6", "transformer"])
+@torch.no_grad()
+def test_a_quantised_model_decodes_what_it_says_in_full(mixer):
+    """In float64 to rounding; in float32, where a product with few rows has a kernel, as near to that as the full
+    forward is: some of these models amplify a rounding a hundred times, whatever computes them."""
+    model = quantize(tiny.build(mixer).float())
+    left = {name.split(".")[-2] for name, module in model.named_modules() if type(module) is nn.Linear}
+    assert left == ({"decay"} if "gla" in mixer else set())
+    ids = torch.randint(29, (2, 12))
+    wide = deepcopy(model).double()
+    exact = wide(ids).logits
+    rounded = max(relative(y, z) for y, z in zip(model(ids).logits.unbind(1), exact.unbind(1), strict=True))
+    for each, tolerance in ((wide, 1e-10), (model, MAX_ERROR_RATIO * rounded)):
+        cache = None
+        for t in range(ids.shape[1]):
+            out = each(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            assert relative(out.logits[:, 0], exact[:, t]) < tolerance
+
+
+@pytest.mark.parametrize("mixer", ["gla", "kda", "rwkv6"])
+@torch.no_grad()
+def test_decays_and_gates_are_left_and_a_token_is_still_one_native_call(mixer):
+    skip_if_missing("native")
+    layer = Mixer(mixer, hidden_size=32, num_heads=4)
+    quantise = {name for name, module in quantize(layer).named_modules() if isinstance(module, Int8Linear)}
+    assert quantise == {"in_proj", "o_proj"}
+    assert layer.fused.find(layer, torch.randn(2, 1, 32), layer.fused.weights(layer))[1] is None
+
+
+def test_training_and_other_kinds_are_refused():
+    with pytest.raises(InputError, match="kind='int4' is unknown"):
+        quantize(nn.Linear(2, 2), "int4")
+    with pytest.raises(InputError, match="model is a linear layer itself; expected a module that contains it"):
+        quantize(nn.Linear(2, 2))
+    with pytest.raises(InputError, match="requires a gradient"):
+        Int8Linear(nn.Linear(4, 4))(torch.randn(1, 4, requires_grad=True))

@@ -1,0 +1,401 @@
+"""Who may write into a state: nobody without permission; with it, the same numbers, in the same memory.
+
+And what a state may be: of this mixer, of these sequences, in any precision.
+"""
+
+import copy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from test_decode import arguments
+
+from equation import MAX_ERROR_RATIO, skip_if_missing
+from headrace import layers, zoo
+from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
+from headrace.spec import MixerSpec
+from headrace.studies.verify import relative
+from headrace.utils.errors import InputError
+
+D, H = 32, 4
+NAMES = ("projected", "hidden", "weights", "memory", "conv", "tokens", "kinds", "sizes", "numbers")
+ZOO = zoo.names()
+
+
+def layer(name, dtype=torch.float32):
+    """With no weight at its first value, many of which are zero."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of gates that cannot act
+        made = layers.build(zoo.get(name), hidden_size=D, num_heads=H, layer_idx=1, num_layers=3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return made.to(dtype)
+
+
+def model(name, **changes):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": D, "num_hidden_layers": 2, "num_heads": H, "intermediate_size": 16}
+    made = HeadraceForCausalLM(HeadraceConfig(mixer=name, **sizes | changes)).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return made
+
+
+def changed(state, function):
+    """The function of each of its numbers that are no integers."""
+    return type(state)(*(function(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in state))
+
+
+def in_float64(state):
+    """A copy of it, in memory of its own."""
+    return changed(copy.deepcopy(state), torch.Tensor.double)
+
+
+def tensors(state):
+    return [x for x in state if isinstance(x, torch.Tensor)]
+
+
+def storages(state):
+    """Bytes of everything that a state's tensors may point into."""
+    wholes = [torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()) for x in tensors(state)]
+    return [whole.numpy().tobytes() for whole in wholes]
+
+
+# --- a cache that may not be written into -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*ZOO, "jamba", "zamba", "gpt"])
+@torch.no_grad()
+def test_use_cache_false_leaves_the_cache_as_it_is(name):
+    made, ids = model(name), torch.randint(1, 50, (2, 12))
+    cache = made(ids[:, :8], use_cache=True).past_key_values
+    made(ids[:, 8:9], past_key_values=cache)  # after which states are the cache's own
+    before = [storages(state) for state in cache.states]
+    for piece in (ids[:, 9:10], ids[:, 9:12]):
+        first, again = (made(piece, past_key_values=cache, use_cache=False).logits for _ in range(2))
+        assert torch.equal(first, again)
+    assert [storages(state) for state in cache.states] == before and cache.get_seq_length() == 9
+
+
+PRECISIONS = """
+import torch
+from test_state import in_float64, model, relative
+torch.set_num_threads(1), torch.set_grad_enabled(False)
+for name in ("softmax-gated-deltanet", "mamba2", "softmax-gla", "rwkv6", "retnet", "gqa"):
+    made, ids = model(name), torch.randint(1, 50, (2, 40))
+    exact, wide = model(name).double(), made(ids[:, :8], use_cache=True).past_key_values
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = made(ids[:, :8], use_cache=True).past_key_values
+    wide.states = [in_float64(state) for state in cache.states]
+    for token in ids[:, 8:].split(1, 1):
+        found, expected = (m(token, past_key_values=c).logits for m, c in ((made, cache), (exact, wide)))
+        assert relative(found, expected) < 1e-5, name
+"""
+
+
+def test_a_prompt_in_bfloat16_then_tokens_in_float32():
+    """In a process of its own: what writes where it should not may end it."""
+    run = subprocess.run(
+        [sys.executable, "-c", PRECISIONS], cwd=Path(__file__).parents[1], env={"MALLOC_CHECK_": "3"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+
+
+# --- a mixer that may write into its state, and one that may not ------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ZOO)
+@torch.no_grad()
+def test_permission_changes_no_result(name, dtype):
+    """From the same state twice without permission, then with it, token by token and several at once."""
+    made, x = layer(name, dtype), torch.randn(2, 18, D, dtype=dtype)
+    kept = made(x[:, :6])[1]
+    spent = copy.deepcopy(kept)
+    for piece in x[:, 6:].split([1, 1, 4, 1, 1, 1, 2, 1], 1):
+        before = storages(kept)
+        (y, after), (again, _) = made(piece, kept), made(piece, kept)
+        assert torch.equal(y, again) and storages(kept) == before
+        found, spent = made(piece, spent, in_place=True)
+        # Some float32 operations in another order: the fused step against separate ones (their errors: test_decode.py).
+        tolerance = 1e-10 if dtype is torch.float64 else 1e-5
+        assert relative(found, y) < tolerance
+        for mine, theirs in zip(tensors(spent), tensors(after), strict=True):
+            assert mine.dtype == theirs.dtype and relative(mine.double(), theirs.double()) < tolerance
+        kept = after
+
+
+@pytest.mark.parametrize("name", ZOO)
+@torch.no_grad()
+def test_a_padded_row_and_a_pack_leave_the_state_as_it_is(name):
+    made, x = layer(name), torch.randn(2, 9, D)
+    state = made(x[:, :6])[1]
+    before, mask = storages(state), torch.tensor([[True, True, False], [False, True, True]])
+    for in_place in (False, True):
+        padded = made(x[:, 6:], copy.deepcopy(state), mask=mask, in_place=in_place)[0]
+        pack = x[:, 6:][mask][None]
+        packed = made(pack, copy.deepcopy(state), cu_seqlens=torch.tensor([0, 2, 4]), in_place=in_place)[0]
+        assert relative(padded[mask], packed[0]) < 1e-5
+    made(x[:, 6:], state, mask=mask), made(pack, state, cu_seqlens=torch.tensor([0, 2, 4]))
+    assert storages(state) == before
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if isinstance(zoo.get(name), MixerSpec)])
+@torch.no_grad()
+def test_a_token_is_decoded_into_the_same_memory(name):
+    skip_if_missing("native")
+    made, x = layer(name), torch.randn(3, 12, D)
+    if made.fused.layers["native"].unknown:
+        pytest.skip(made.fused.layers["native"].unknown)
+    state = made(x[:, :6])[1]
+    kept = [y.data_ptr() for y in (state.memory, state.conv, state.tokens) if y is not None]
+    for token in x[:, 6:].split(1, 1):
+        state = made(token, state, in_place=True)[1]
+        assert [y.data_ptr() for y in (state.memory, state.conv, state.tokens) if y is not None] == kept
+
+
+# --- what a state may be ----------------------------------------------------------------------------------------------
+
+
+STATES = {
+    "in bfloat16": lambda state: changed(state, lambda x: x.bfloat16()),
+    "in float64": lambda state: changed(state, lambda x: x.double()),
+    "with gradients": lambda state: changed(state, lambda x: x.clone().requires_grad_()),
+    "made in inference mode": lambda state: changed(state, inference),
+    "in another order": lambda state: changed(state, lambda x: x.mT.contiguous().mT),
+    "part of another": lambda state: changed(state, lambda x: torch.stack([x, x], -1)[..., 0]),
+    "with tokens in int32": lambda state: state._replace(tokens=state.tokens.int()),
+}
+
+
+def inference(x):
+    with torch.inference_mode():
+        return x.clone()
+
+
+@pytest.mark.parametrize("how", STATES)
+@pytest.mark.parametrize("name", ["gated-deltanet", "mamba2", "retnet", "rwkv6", "gqa", "mamba", "sliding-window"])
+@torch.no_grad()
+def test_a_state_in_another_form(name, how):
+    """It is as good as ever: next tokens are those of a float64 layer that goes on from the same numbers."""
+    if "int32" in how and name != "retnet":
+        pytest.skip("it counts no tokens")
+    made, exact, x = layer(name), layer(name, torch.float64), torch.randn(2, 14, D)
+    exact.load_state_dict(made.state_dict())
+    given = made(x[:, :8])[1]
+    state = STATES[how](given)
+    before, expected, taken = storages(state), in_float64(state), state
+    for token in x[:, 8:].split(1, 1):
+        y, expected = exact(token.double(), expected)
+        found, taken = made(token, taken, in_place=True)
+        assert relative(found, y) < 1e-5
+    if "gradients" in how or "int32" in how or "bfloat16" in how:
+        assert storages(state) == before, "nothing could be written into it"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ZOO)
+@torch.no_grad()
+def test_a_state_in_another_precision(name, dtype):
+    """Every mixer, by a token, by several and in a pack, goes on from the numbers that it is given."""
+    made, exact, x = layer(name), layer(name, torch.float64), torch.randn(2, 11, D)
+    exact.load_state_dict(made.state_dict())
+    state = changed(made(x[:, :6])[1], lambda y: y.to(dtype))
+    for piece, pack in ((x[:, 6:7], None), (x[:, 6:], None), (x[:, 6:].reshape(1, 10, D), torch.tensor([0, 5, 10]))):
+        expected = exact(piece.double(), in_float64(state), cu_seqlens=pack)[0]
+        found, after = made(piece, state, cu_seqlens=pack)
+        assert found.dtype == x.dtype and relative(found, expected) < 1e-5
+        assert relative(made(piece, copy.deepcopy(state), cu_seqlens=pack, in_place=True)[0], expected) < 1e-5
+        assert all(torch.isfinite(y).all() for y in tensors(after) if y.is_floating_point())
+
+
+@torch.no_grad()
+def test_a_state_whose_rows_are_one_row():
+    for name in ZOO:
+        made, x = layer(name), torch.randn(1, 14, D).expand(3, -1, -1)
+        one = made(x[:1, :8])[1]
+        state = type(one)(*(y.expand(3, *y.shape[1:]) if isinstance(y, torch.Tensor) else y for y in one))
+        before, taken, ys = storages(one), state, []
+        for token in x[:, 8:].split(1, 1):
+            y, taken = made(token, taken, in_place=True)
+            ys.append(y)
+        assert storages(one) == before
+        assert relative(torch.cat(ys, 1), made(x)[0][:, 8:]) < 1e-5, name
+
+
+def form(state):
+    return type(state), [x.shape if isinstance(x, torch.Tensor) else None for x in state]
+
+
+@torch.no_grad()
+def test_what_is_no_state_of_this_mixer():
+    x, states = torch.randn(2, 7, D), {name: layer(name)(torch.randn(2, 6, D))[1] for name in ZOO}
+    for name in ZOO:
+        made = layer(name)
+        for in_place in (False, True):
+            with pytest.raises(InputError, match=r"state\.\w+ has shape \[2, .*\]; expected \[1, "):
+                made(x[:1, 6:], states[name], in_place=in_place)
+            with pytest.raises(InputError, match="state is a tuple; expected a"):
+                made(x[:, 6:], tuple(states[name]), in_place=in_place)
+            with pytest.raises(InputError, match=r"state\.\w+ is on meta; expected cpu"):
+                made(x[:, 6:], changed(states[name], lambda y: y.to("meta")), in_place=in_place)
+            for other in ("softmax-gated-deltanet", "rwkv6", "mamba", "s4", "gqa", "linear-attention", "retnet"):
+                if form(states[other]) != form(states[name]):
+                    with pytest.raises(InputError, match="state"):
+                        made(x[:, 6:], states[other], in_place=in_place)
+
+
+@torch.no_grad()
+def test_weights_that_were_replaced():
+    skip_if_missing("native")
+    made, x = layer("softmax-gla"), torch.randn(2, 8, D)
+    state = made(x[:, :7])[1]
+    expected = made(x[:, 7:], state)[0]
+    weight = made.norm_weight
+    made.norm_weight = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(InputError, match=r"norm_weight has shape \[3\]; expected shape \[8\]"):
+        made(x[:, 7:], state, in_place=True)
+    made.norm_weight = torch.nn.Parameter(torch.stack([weight, weight], 1)[:, 0])  # not contiguous: in separate steps
+    assert relative(made(x[:, 7:], copy.deepcopy(state), in_place=True)[0], expected) < 1e-5
+    made.norm_weight = torch.nn.Parameter(weight.to("meta"))
+    assert "norm_weight is on meta" in made.fused.find(made, x[:, 7:], made.fused.weights(made))[1]
+    made.norm_weight = weight
+    half = copy.deepcopy(made).half()
+    assert relative(half(x[:, 7:].half(), copy.deepcopy(state), in_place=True)[0], expected) < 1e-2  # 8 · 2^-11, about
+
+
+@torch.no_grad()
+def test_what_is_written_into_lies_by_itself():
+    skip_if_missing("native")
+    made, x = layer("gated-deltanet"), torch.randn(2, 8, D)
+    state = made(x[:, :7])[1]
+    both = torch.zeros(state.memory.numel() + state.conv.numel() - 1)
+    memory, conv = both[: state.memory.numel()].view_as(state.memory), both[-state.conv.numel() :].view_as(state.conv)
+    with pytest.raises(InputError, match="memory shares memory with conv; expected separate memory for the state"):
+        made(x[:, 7:], state._replace(memory=memory, conv=conv), in_place=True)
+    both = torch.cat([made.norm_weight, state.conv.flatten()])
+    made.norm_weight = torch.nn.Parameter(both[: len(made.norm_weight)], requires_grad=False)
+    conv = both[1 : 1 + state.conv.numel()].view_as(state.conv)
+    with pytest.raises(InputError, match="conv shares memory with norm_weight"):
+        made(x[:, 7:], state._replace(conv=conv), in_place=True)
+
+
+def test_the_operator_refuses_what_it_would_not_find():
+    skip_if_missing("native")
+    mixer = "softmax-gated-deltanet(inputs.rotary=true,competition.source=hidden)"
+    given = dict(zip(NAMES, arguments(mixer), strict=True))
+    wrong = {
+        "projected": [lambda x: x[:, :-1], lambda x: x.double(), lambda x: x[0], lambda x: x.mT.contiguous().mT],
+        "hidden": [lambda x: x[:1], lambda x: None, lambda x: x.bfloat16()],
+        "memory": [lambda x: x[:1], lambda x: x.bfloat16(), lambda x: x.mT.contiguous().mT],
+        "conv": [lambda x: x[:, :-1], lambda x: None, lambda x: x.bfloat16()],
+        "tokens": [lambda x: x.int(), lambda x: None, lambda x: x[:1]],
+        "weights": [
+            lambda ws: [w if w is None else w[:-1] for w in ws], lambda ws: [None] * len(ws), lambda ws: ws[::-1],
+            lambda ws: [w if w is None else w.double() for w in ws],
+        ],
+    }  # fmt: skip
+    torch.ops.headrace.layer_step(*given.values())
+    for name, changes in wrong.items():
+        for change in changes:
+            with pytest.raises(ValueError, match="expected"):
+                torch.ops.headrace.layer_step(*(given | {name: change(given[name])}).values())
+
+
+def test_a_gradient_does_not_go_wrong_in_silence():
+    """What autograd keeps for a backward may be written into; then the backward says so."""
+    skip_if_missing("native")
+    made, x = layer("gated-deltanet"), torch.randn(2, 9, D)
+    with torch.no_grad():
+        state = made(x[:, :8])[1]
+    loss = made(x[:, 8:], state)[0].sum()
+    with torch.no_grad():
+        made(x[:, 8:], state, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+def test_a_checkpoint_writes_into_no_state(reentrant):
+    """A reentrant checkpoint runs without gradients first, and again from the same state later."""
+    ids, found = torch.randint(1, 50, (2, 9)), {}
+    for way in ("exact", "plain", "checkpoints"):
+        made = model("softmax-gla").to(torch.float64 if way == "exact" else torch.float32)
+        with torch.no_grad():
+            cache = made(ids[:, :8], use_cache=True).past_key_values
+        made.train()
+        if way == "checkpoints":
+            made.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            made.enable_input_require_grads()
+        before = [storages(state) for state in cache.states]
+        held = list(cache.states)
+        made(ids[:, 8:], past_key_values=cache).logits.square().sum().backward()
+        assert [storages(state) for state in held] == before
+        found[way] = [p.grad for p in made.parameters()]
+    for exact, plain, mine in zip(*found.values(), strict=True):
+        # Some float32 sums in another order. A rounding of every number is the least error.
+        assert relative(mine, exact) <= MAX_ERROR_RATIO * max(relative(plain, exact), torch.finfo(torch.float32).eps)
+
+
+# --- in passes of different precision ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ZOO)
+@torch.no_grad()
+def test_memories_stay_in_float32_and_tokens_are_as_precise_as_their_pass(name):
+    made, exact, x = layer(name), layer(name, torch.float64), torch.randn(2, 14, D)
+    exact.load_state_dict(made.state_dict())
+    state = None
+    for low, piece in zip([True, False, False, True, False], x.split([8, 1, 3, 1, 1], 1), strict=True):
+        expected = exact(piece.double(), None if state is None else in_float64(state))[0]
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            found, state = made(piece, state, in_place=True)
+        # A float32 pass is as right as ever, from whatever it goes on; in bfloat16 some ten products round by 2^-9.
+        assert relative(found, expected) < (0.05 if low else 1e-5)
+        held = [getattr(state, field, None) for field in ("memory", "before")]
+        assert all(y is None or y.dtype == torch.float32 for y in held)
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["softmax-gated-deltanet", "retnet", "gqa", "softmax-rnn-norm", "jamba"])
+@torch.no_grad()
+def test_a_cache_takes_parts_of_another_and_leaves_that_as_it_is(name):
+    made, ids = model(name), torch.randint(1, 50, (3, 12))
+    whole = made(ids[:, :8], use_cache=True).past_key_values
+    made(ids[:, 8:9], past_key_values=whole)
+    before = [storages(state) for state in whole.states]
+    row = HeadraceCache()
+    row.replace([type(s)(*(x[1:2] if isinstance(x, torch.Tensor) else None for x in s)) for s in whole.states], 9)
+    doubled = copy.deepcopy(whole)
+    doubled.batch_repeat_interleave(2)
+    for t in range(9, 12):
+        alone = made(ids[1:2, t : t + 1], past_key_values=row).logits
+        expected = made(ids[1:2, : t + 1], use_cache=False).logits[:, -1:]
+        torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-4)
+        both = made(ids[[0, 0, 1, 1, 2, 2], t : t + 1], past_key_values=doubled).logits
+        torch.testing.assert_close(both[2:3], expected, rtol=1e-4, atol=1e-4)
+    assert [storages(state) for state in whole.states] == before
+
+
+@torch.no_grad()
+def test_a_cache_of_another_model():
+    ids = torch.randint(1, 50, (2, 9))
+    cache = model("softmax-gla")(ids[:, :8], use_cache=True).past_key_values
+    twin = model("softmax-gla")
+    twin.model.backbone.norm.weight.mul_(2)  # and so the logits
+    first = model("softmax-gla")(ids[:, 8:], past_key_values=cache, use_cache=False).logits
+    assert relative(twin(ids[:, 8:], past_key_values=cache).logits, 2 * first) < 1e-5
+    with pytest.raises(InputError, match="states has 2 entries; expected 3"):
+        model("softmax-gla", num_hidden_layers=3)(ids[:, 8:], past_key_values=cache)
+    with pytest.raises(InputError, match="state"):
+        model("retnet")(ids[:, 8:], past_key_values=cache)

@@ -1,0 +1,390 @@
+"""The backend "triton" against the literal loop in float64: outputs, final states and all gradients."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from equation import (
+    DECAYS,
+    Way,
+    assert_gradients_keep_their_digits,
+    assert_same,
+    assert_strides_do_not_matter,
+    inputs,
+    of_decay,
+)
+from headrace import InputError, backends, linear_attention, step
+from headrace.ops.backends.triton import block_sizes, launch, segments
+from headrace.ops.backends.triton import step as step_kernels
+from headrace.ops.call import TOKENWISE, Call
+from headrace.studies.verify import relative
+
+T, H, K, V = 37, 2, 16, 24  # two chunks of 16 tokens and a part of the next
+SHORT = 21  # a chunk and a part of the next
+RULES = ["add", "delta"]
+TRITON = Way({"backend": "triton", "chunk_size": 16}, torch.float32, 2e-6, 1e-5, T)
+WIDE = TRITON._replace(settings={"backend": "triton"})  # chunks of 64 tokens
+# bfloat16 keeps 8 digits: each product's operands are rounded once, and gradients pass through at most eight products.
+HALF = WIDE._replace(dtype=torch.bfloat16, tolerance=8 * 2**-8, gradient_tolerance=16 * 2**-8)
+# float16 is multiplied in TF32, which has its 11 digits.
+FLOAT16 = HALF._replace(dtype=torch.float16, tolerance=8 * 2**-11, gradient_tolerance=16 * 2**-11)
+PACKED = torch.tensor([0, 5, 5, 30, 37])  # the second sequence is empty
+
+
+def arguments(decay, **options):
+    return inputs(decay, **{"rows": 1, "tokens": T, "heads": H, "key": K, "value": V} | options)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_equation(decay, rule):
+    assert_same(arguments(decay, tokens=SHORT), TRITON, rule=rule)
+
+
+@pytest.mark.parametrize(("decay", "rule"), [("fixed", "add"), ("vector", "delta")])
+def test_several_rows(decay, rule):
+    assert_same(arguments(decay, rows=2, tokens=SHORT), TRITON, rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_without_gates_and_state(decay, rule):
+    assert_same(arguments(decay, heads=1, gates=False, state=False), TRITON, rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+def test_whole_chunks_and_odd_sizes(decay, rule):
+    """Chunks of 64 tokens; K and V that are no powers of two, with V in two blocks."""
+    assert_same(arguments(decay, tokens=70, heads=1, key=40, value=72), WIDE, rule=rule)
+
+
+@pytest.mark.parametrize(("decay", "rule"), [("fixed", "delta"), ("vector", "add")])
+def test_packed_sequences(decay, rule):
+    assert_same(arguments(decay, n=4), TRITON, PACKED, rule=rule)
+
+
+@pytest.mark.parametrize(("value", "rule"), [(-16.0, "delta"), (-50.0, "add")])
+def test_a_gradient_keeps_its_digits_however_small_it_is(value, rule):
+    drawn = of_decay(arguments("vector", tokens=SHORT, heads=1), value)
+    assert_gradients_keep_their_digits(drawn, TRITON.settings, rule=rule)
+
+
+@pytest.mark.parametrize(
+    ("layout", "decay", "rule", "tokens"),
+    [("one row for all rows of all", "scalar", "add", 2), ("part of more rows", "fixed", "delta", 2),
+     # PyTorch leaves the stride of the one token as it is in what it calls contiguous.
+     ("first two dimensions swapped", "vector", "delta", 1)],
+)  # fmt: skip
+def test_strides_do_not_matter(layout, decay, rule, tokens):
+    assert_strides_do_not_matter(arguments(decay, rows=2, tokens=tokens), TRITON, layout, rule=rule)
+
+
+def test_strides_of_bounds_do_not_matter():
+    ends = torch.tensor([0, 2, 3], dtype=torch.int32)
+    assert_strides_do_not_matter(arguments("none", tokens=3, n=2), TRITON, "every other number", ends)
+
+
+@pytest.fixture
+def as_in_16_bits(monkeypatch):
+    """The tiles of `scan` and `reverse_scan` that Hopper has in 16 bits."""
+    sizes = launch.block_sizes
+
+    def found(kernel, K, V, delta, vector, *of):
+        first, second = block_sizes.tiles(K)
+        tiles = {"BK": first, "BK2": second, "KEEP": not vector}
+        return sizes(kernel, K, V, delta, vector, *of) | (tiles if kernel in ("scan", "states") else {})
+
+    monkeypatch.setattr(launch, "block_sizes", found)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("key", [16, 40])
+def test_a_state_in_two_tiles(decay, rule, key, as_in_16_bits):
+    """40 keys are a tile of 32 and one of 16. Without a decay per channel the delta rule loads keys once."""
+    assert_same(arguments(decay, tokens=SHORT, heads=1, key=key), TRITON, rule=rule)
+
+
+def test_the_tiles_of_a_state():
+    """Powers of two that hold all keys, and never more together than one tile would need."""
+    for K in range(1, 257):
+        first, second = block_sizes.tiles(K)
+        assert all(size & (size - 1) == 0 for size in (first, second)) and first >= 16
+        assert K <= first + second <= max(16, 1 << (K - 1).bit_length())
+
+
+@pytest.fixture
+def segmented(monkeypatch):
+    """A GPU with processors for at least four segments of each sequence of an operand that has one head."""
+    monkeypatch.setattr(segments, "CHUNKS", 1)
+    monkeypatch.setattr(launch.GPU, "of", lambda x: launch.GPU(False, True, 1, 4 * x.shape[0] * x.shape[2]))
+    found, make = [], segments.segments
+    monkeypatch.setattr(launch, "segments", lambda *call: found.append(make(*call)) or found[-1])
+    yield found
+    assert found and None not in found
+
+
+@pytest.mark.parametrize(("decay", "rule"), [("none", "add"), ("fixed", "add"), ("vector", "add"), ("vector", "delta")])
+def test_segments(decay, rule, segmented):
+    assert_same(arguments(decay, tokens=64, heads=1), TRITON, rule=rule)
+
+
+def test_segments_of_two_rows(segmented):
+    """Two whole segments of 32 tokens, one of 6 and one of none in each row."""
+    assert_same(arguments("scalar", rows=2, tokens=70, heads=1), TRITON, rule="delta")
+
+
+def test_segments_of_heads_that_share_keys_without_a_state(segmented):
+    assert_same(arguments("fixed", tokens=64, groups=1, gates=False, state=False), TRITON, rule="delta")
+
+
+def call_in_segments(rule):
+    given = {n: x if x is None else x.detach().float() for n, x in arguments("scalar", rows=2, tokens=64).items()}
+    return Call(**{n: given[n] for n in Call._fields if n in given}, delta=rule == "delta", scale=1.0, chunk_size=16)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_segments_as_an_operator(segmented, rule):
+    """The final state is laid out as the fake implementation says, and under autocast segments are passed on in
+    float32."""
+    call = call_in_segments(rule)
+    torch.library.opcheck(torch.ops.headrace.triton, call, test_utils=("test_schema", "test_faketensor"))
+    plain = torch.ops.headrace.triton(*call)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.ops.headrace.triton(*call)
+    assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_segments_start_on_the_device_of_the_inputs(segmented, rule, monkeypatch):
+    """A copy from another device would wait for it, and cannot be part of a CUDA graph."""
+    run, starts = launch.Launcher(call_in_segments(rule)), []
+    monkeypatch.setattr(run, "_scan", lambda found, v, V, initial, **results: starts.append(initial))
+    with torch.device("meta"):
+        run.across({})
+    expected = torch.eye(K) if rule == "delta" else torch.ones(K, 1)
+    assert torch.equal(starts[0], expected.expand_as(starts[0]))
+
+
+@pytest.mark.parametrize(("decay", "rule"), [("vector", "add"), ("scalar", "delta")])
+@pytest.mark.parametrize("bounds", [[0, 0, 70, 70], [0, 5, 50, 70], [0, 70]])
+def test_segments_of_packed_sequences(monkeypatch, segmented, decay, rule, bounds):
+    """Segments of up to 32 tokens, and sequences of none, one, two and three of them."""
+    n = len(bounds) - 1
+    monkeypatch.setattr(launch.GPU, "of", lambda x: launch.GPU(False, True, 1, 4 * n))
+    monkeypatch.setattr(segments, "FEWEST", 1)
+    assert_same(arguments(decay, n=n, tokens=70, heads=1), TRITON, torch.tensor(bounds), rule=rule)
+    assert all(len(each.owner) == 70 // 32 + n for each in segmented)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "processors", "packed", "number"),
+    [(1, 2048, 132, None, 8), (1, 16384, 132, None, 16), (8, 16384, 132, None, 4), (16, 16384, 132, None, 1),
+     (1, 1000, 132, None, 1), (1, 16384, 132, [0, 16384], 17), (1, 16384, 132, [0, 100, 16384], 34)],
+)  # fmt: skip
+def test_how_many_segments_a_row_has(rows, tokens, processors, packed, number):
+    """As many as there are processors for each of 4 programs a sequence, at most 16 a sequence, of at least 4 chunks of
+    64 tokens, and room for one more for each packed sequence."""
+    shape, bounds = torch.empty(rows, tokens, 4, 64, device="meta"), None if packed is None else torch.tensor(packed)
+    call = Call(shape, shape, shape, cu_seqlens=bounds)
+    found = segments.segments(call, 64, 4 * call.sequences, processors)
+    assert (1 if found is None else found.of_a_row) == number
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_shared_keys(rule):
+    assert_same(arguments("vector", tokens=18, heads=4, groups=2), TRITON, rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+def test_steep_decays(decay, rule):
+    """Decays of up to e^-60 per token, beside some of nearly 1."""
+    given = arguments(decay, tokens=34, heads=1)
+    with torch.no_grad():
+        given["log_decay"].mul_(60).masked_fill_(torch.rand_like(given["log_decay"]) < 0.3, -1e-3)
+    assert_same(given, TRITON, rule=rule)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+def test_a_decay_that_is_not_a_number(decay):
+    """Every output from its token on is NaN, and none before."""
+    plain = {n: x if x is None else x.detach().float() for n, x in arguments(decay, gates=False, heads=1).items()}
+    plain["log_decay"][:, 20] = torch.nan
+    out, state = linear_attention(**plain, backend="triton", chunk_size=16)
+    assert out[:, :16].isfinite().all() and out[:, 20:].isnan().all() and state.isnan().all()
+
+
+def test_a_decay_to_nothing():
+    """−∞ starts a new sequence."""
+    plain = {n: x if x is None else x.detach().float() for n, x in arguments("vector", state=False).items()}
+    plain["log_decay"][:, 20] = -torch.inf
+    cut = {n: x if x is None else x[:, 20:] for n, x in plain.items()}
+    whole, _ = linear_attention(**plain, backend="triton", chunk_size=16)
+    rest, _ = linear_attention(**cut, backend="torch")
+    torch.testing.assert_close(whole[:, 20:], rest, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+def test_bfloat16(decay, rule):
+    assert_same(arguments(decay, tokens=70, heads=1, key=32, value=32), HALF, rule=rule)
+
+
+def test_float16():
+    assert_same(arguments("scalar", tokens=70, heads=1, key=32, value=32), FLOAT16, rule="delta")
+
+
+@pytest.mark.parametrize("way", [TRITON, HALF, FLOAT16])
+def test_bonus(way):
+    assert_same(arguments("vector", tokens=SHORT, bonus=True), way)
+
+
+@pytest.mark.parametrize("way", [TRITON, HALF, FLOAT16])
+def test_normaliser(way):
+    assert_same(arguments("none", tokens=SHORT, normalise=True), way, normalise=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "allowed", "precision"),
+    [(torch.bfloat16, "highest", "tf32"), (torch.float16, "highest", "tf32"), (torch.float32, "high", "tf32"),
+     (torch.float32, "highest", "tf32x3")],
+)  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"normalise": True}])
+def test_digits_of_products(monkeypatch, dtype, allowed, precision, options):
+    """float32 keeps its digits unless PyTorch is told otherwise; a normaliser does not add digits to the others."""
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: allowed)
+    built, found = launch.Launcher.__init__, []
+    monkeypatch.setattr(launch.Launcher, "__init__", lambda run, call: built(run, call) or found.append(run))
+    x = torch.rand(1, 2, 1, 16, dtype=dtype)
+    linear_attention(x, x, x, backend="triton", **options)
+    assert [run.common["PRECISION"] for run in found] == [precision]
+
+
+@pytest.mark.parametrize(("setting", "precision"), [("tf32", "tf32"), ("ieee", "tf32x3")])
+def test_the_newer_setting_of_float32_products(setting, precision, monkeypatch):
+    """After which `get_float32_matmul_precision` raises."""
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=setting))
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed_settings)
+    call = Call(*[torch.rand(1, 2, 1, 16)] * 3)
+    assert launch.Launcher(call).common["PRECISION"] == precision
+
+
+def mixed_settings():
+    raise RuntimeError("PyTorch is checking whether allow_tf32_new is enabled …")
+
+
+def test_views_of_one_projection():
+    """q, k and v as slices of one tensor, whose tokens are further apart than their sizes."""
+    joint = torch.randn(2, T, H * (K + K + V))
+    q, k, v = (x.unflatten(-1, (H, -1)) for x in joint.split([H * K, H * K, H * V], -1))
+    for x, y in zip(
+        linear_attention(q, k, v, backend="triton", chunk_size=16),
+        linear_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend="triton", chunk_size=16),
+        strict=True,
+    ):
+        assert torch.equal(x, y)
+
+
+def test_repeated_calls_agree_to_the_bit():
+    given = {
+        n: x if x is None else x.detach().float().requires_grad_() for n, x in arguments("scalar", tokens=SHORT).items()
+    }
+    leaves = [x for x in given.values() if x is not None]
+
+    def run():
+        out, state = linear_attention(**given, rule="delta", backend="triton", chunk_size=16)
+        return [out, state, *torch.autograd.grad(out.square().sum() + state.sum(), leaves)]
+
+    for x, y in zip(run(), run(), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_step(decay, rule):
+    given = arguments(decay, rows=2, tokens=1, heads=4, groups=2, value=40, bonus=rule == "add" and decay == "vector")
+    token = {n: x if x is None else (x[:, 0] if n in TOKENWISE and x.dim() > 1 else x) for n, x in given.items()}
+    token["state"] = token.pop("initial_state")
+    exact = step(**{n: x if x is None else x.detach() for n, x in token.items()}, rule=rule, backend="torch")
+    found = step(**{n: x if x is None else x.detach().float() for n, x in token.items()}, rule=rule, backend="triton")
+    for x, y in zip(found, exact, strict=True):
+        assert relative(x, y) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_with_a_normaliser(dtype):
+    """Rounded once, and the state where it was."""
+    q, k, v = torch.rand(2, 2, K), torch.rand(2, 2, K), torch.randn(2, 4, V)
+    given = {"q": q, "k": k, "v": v, "read_gate": torch.rand(2, 4), "write_gate": torch.rand(2, 4)}
+    given = {name: x.to(dtype) for name, x in given.items()}
+    state = torch.rand(2, 4, K, V + 1)
+    exact = step(**{n: x.double() for n, x in given.items()}, state=state.double(), normalise=True)
+    out, after = step(**given, state=state, normalise=True, backend="triton", in_place=True)
+    assert after is state and out.dtype == dtype
+    assert relative(out, exact[0]) <= (1e-6 if dtype == torch.float32 else 2**-8)
+    assert relative(after, exact[1]) <= 1e-6
+
+
+def test_a_step_in_place(monkeypatch):
+    """The state keeps its memory; one in another layout is copied, and left as it is. A head takes three programs."""
+    monkeypatch.setattr(step_kernels, "PROGRAM", 16)
+    given = arguments("vector", rows=2, tokens=1, heads=2, value=40)
+    token = {n: x if x is None else x.detach().float() for n, x in given.items()}
+    token = {n: x[:, 0] if x is not None and n in TOKENWISE and x.dim() > 1 else x for n, x in token.items()}
+    state = token.pop("initial_state")
+    out, after = step(**token, state=state, rule="delta", backend="triton")
+    turned = state.clone().mT.contiguous().mT
+    for before in (state, turned):
+        found, new = step(**token, state=before, rule="delta", backend="triton", in_place=True)
+        assert torch.equal(found, out) and torch.equal(new, after)
+        assert (new is before) == (before is state)
+
+
+def test_a_step_with_gradients_is_refused():
+    x = torch.randn(1, H, K, requires_grad=True)
+    with pytest.raises(InputError, match="its step has no derivatives"):
+        step(x, x, x, backend="triton")
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_few_tokens(tokens):
+    given = {n: x if x is None else x.detach().float() for n, x in arguments("vector", tokens=tokens).items()}
+    out, state = linear_attention(**given, backend="triton")
+    expected, expected_state = linear_attention(**given, backend="torch")
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(state, expected_state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float64}, "it computes in float32, from float32, bfloat16 or float16, and v is torch.float64"),
+        ({"key": 257}, "it takes K from 1 to 256 and V from 1, and they are 257 and 24"),
+    ],
+)
+def test_refusals(changes, reason):
+    key, dtype = changes.get("key", K), changes.get("dtype", torch.float32)
+    q, v = torch.randn(1, 3, H, key, dtype=dtype), torch.randn(1, 3, H, V, dtype=dtype)
+    with pytest.raises(InputError, match=f"backend='triton' cannot run here: {reason}"):
+        linear_attention(q, q, v, backend="triton")
+
+
+@pytest.mark.parametrize("bounds", [[0, 5, 36], [0, 30, 20, 37], [1, 37]])
+def test_bounds_that_do_not_fit(bounds):
+    x = torch.randn(1, T, H, K)
+    with pytest.raises(InputError, match="expected 0 = c_0"):
+        linear_attention(x, x, x, cu_seqlens=torch.tensor(bounds), backend="triton")
+
+
+def test_a_chunk_size_that_it_does_not_have():
+    x = torch.randn(1, 3, H, K)
+    with pytest.raises(InputError, match="its chunks have 16, 32 or 64 tokens, and chunk_size is 48"):
+        linear_attention(x, x, x, backend="triton", chunk_size=48)
+
+
+def test_it_is_listed():
+    assert backends()["triton"]["linear_attention"] is None

@@ -1,0 +1,141 @@
+"""The operators under torch.compile, with the default compiler where strides matter, and what opcheck says of them."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from equation import B, T, inputs
+from headrace import linear_attention, zoo
+from headrace.layers import build
+from headrace.ops.autograd import DIFFERENTIABLE
+from headrace.ops.backends.torch import tiles
+from headrace.studies.verify import relative, worst
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of compilers, which are not ours
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    torch._dynamo.reset()
+
+
+NAMES = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial_state")
+
+
+def drawn(decay, packed, tokens=T):
+    """The operator's differentiable arguments in order, and where packed sequences end."""
+    x = inputs(decay, rows=1 if packed else B, n=3 if packed else None, tokens=tokens)
+    given = [x[name] if x[name] is None else x[name].detach().float().requires_grad_() for name in NAMES]
+    return given, torch.tensor([0, 3, 9, tokens]) if packed else None
+
+
+OF_THE_CODE = "test_schema", "test_faketensor"  # what it changes; shapes and strides of its results
+OF_THE_OPERATOR = "test_autograd_registration", "test_aot_dispatch_dynamic"
+
+
+@pytest.mark.parametrize(
+    ("rule", "decay", "packed"),
+    [("add", "none", False), ("add", "fixed", True), ("add", "vector", False), ("delta", "scalar", True)],
+)
+def test_opcheck(backend, rule, decay, packed):
+    given, ends = drawn(decay, packed)
+    constant = [x if x is None else x.detach() for x in given]
+    linear_attention(*constant[:3], backend=backend)  # registers the operator
+    operators = {
+        name: getattr(torch.ops.headrace, {"torch": "chunkwise", "native": "native"}[backend] + name).default
+        for name in ("", "_kept", "_backward")
+    }
+    settings = (ends, rule == "delta", 0.5, 16, False)
+    out, state, *kept = operators["_kept"](*constant, *settings)
+    calls = [("", (*constant, *settings)), ("_kept", (*given, *settings))]
+    for wanted in ([x is not None for x in given], [False] * DIFFERENTIABLE):
+        calls.append(("_backward", (out, state, *constant, *settings, *kept, wanted)))
+    checks = OF_THE_CODE if tiles.at_once(out.device) else OF_THE_CODE + OF_THE_OPERATOR
+    for name, arguments in calls:
+        found = torch.library.opcheck(operators[name], arguments, test_utils=checks)
+        assert found == dict.fromkeys(checks, "SUCCESS"), name
+
+
+def scalar(calls, backend):
+    """Of the outputs and states of all calls: of each the arguments, where sequences end, and the rule."""
+    found = 0
+    for given, ends, rule in calls:
+        out, state = linear_attention(
+            **dict(zip(NAMES, given, strict=True)), rule=rule, cu_seqlens=ends, backend=backend
+        )
+        found = found + out.sum() + state.square().sum()
+    return found
+
+
+def assert_compiled_is_eager(calls, backend, compiler="inductor"):
+    """Gradients to all arguments. The operator gets what it gets in eager mode, so they are equal."""
+    tensors = [x for given, *_ in calls for x in given if x is not None]
+    found, expected = (
+        torch.autograd.grad(f(calls, backend), tensors)
+        for f in (torch.compile(scalar, fullgraph=True, backend=compiler), scalar)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+# "batched" is the operator of "torch", with other code in it, which a compiler does not see.
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
+def test_calls_compile_as_one_graph(backend):
+    """All kinds of calls in one, because every graph takes the C++ compiler's time."""
+    kinds = itertools.product((False, True), [("add", "vector"), ("add", "fixed"), ("delta", "scalar")])
+    assert_compiled_is_eager([(*drawn(decay, packed), rule) for packed, (rule, decay) in kinds], backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
+@pytest.mark.parametrize("packed", [False, True])
+def test_another_length_is_not_compiled_again(backend, packed):
+    """But where a size becomes 0 or 1, of which PyTorch makes special cases: chunks, or states kept."""
+    counter = CompileCounterWithBackend("aot_eager")
+    for tokens, rule in itertools.product((13, 40, 200, 77, 91, 333), ("add", "delta")):
+        given, ends = drawn("scalar", packed, tokens=tokens)
+        for x in given[:-1]:
+            torch._dynamo.mark_dynamic(x, 1)
+        assert_compiled_is_eager([(given, ends, rule)], backend, counter)
+    assert counter.frame_count <= 6
+
+
+def test_packed_sequences_do_not_break_the_graph():
+    """Nor would they with the native library if the size of what it keeps were known from shapes."""
+    given, ends = drawn("scalar", packed=True)
+    assert torch._dynamo.explain(scalar)([(given, ends, "delta")], "torch").graph_break_count == 0
+
+
+def layer(mixer, dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = build(zoo.get(mixer), hidden_size=16, num_heads=2, layer_idx=1, num_layers=3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return made.to(dtype)
+
+
+def assert_a_layer_compiles(mixer, dtype, backend):
+    made, x = layer(mixer, dtype), torch.randn(2, T, 16, dtype=dtype, requires_grad=True)
+    weight, given = torch.randn(2, T, 16, dtype=dtype), [x, *made.parameters()]
+    outs = [f(x)[0] for f in (torch.compile(made, fullgraph=True, backend=backend), made)]
+    gradients = [list(torch.autograd.grad((y * weight).sum(), given)) for y in outs]
+    # Fused elementwise operations round some 30 intermediate results in other places.
+    tolerance = 32 * torch.finfo(dtype).eps
+    assert relative(*outs) <= tolerance and worst(*gradients) <= tolerance
+
+
+@pytest.mark.slow
+def test_a_layer_compiles():
+    """In float32, with a whole model: test_compiled_models.py."""
+    assert_a_layer_compiles("softmax-gated-deltanet", torch.float64, "inductor")
+
+
+@pytest.mark.parametrize(
+    "mixer", ["linear-attention", "retnet", "rwkv6", "softmax-gla", "softmax-mamba2", "kda", "deltanet"]
+)
+def test_layers_are_one_graph(mixer):
+    assert_a_layer_compiles(mixer, torch.float32, "aot_eager")

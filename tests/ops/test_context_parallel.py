@@ -1,0 +1,92 @@
+"""Tokens that are split over processes give the outputs and gradients of one process."""
+
+import json
+import signal
+
+import pytest
+
+from groups import run
+from headrace import InputError, context_parallel, zoo
+from ranks import OPS, H, K, V, check
+from sharded import Run, train_all
+from trained import train
+
+pytestmark = pytest.mark.slow(seconds=25)
+
+ERROR = 1e-10  # float64: the same sums in another order
+MIXERS = [f"softmax-{name}" for name in zoo.LINEAR if name != "residual-delta"]  # gates are of one token
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return run(4, tmp_path_factory.mktemp("ranks"), check, MIXERS)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request, four, tmp_path_factory):
+    return four if request.param == 4 else run(2, tmp_path_factory.mktemp("ranks"), check, [])
+
+
+def errors(found, name):
+    return [rank[name] for rank in found]
+
+
+@pytest.mark.parametrize("packed", ["rows", "packed"])
+@pytest.mark.parametrize("kind", OPS)
+def test_the_op(found, kind, packed):
+    assert max(errors(found, f"op, {kind}, {packed}")) < ERROR
+
+
+@pytest.mark.parametrize("packed", ["rows", "packed"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_every_linear_mixer(four, name, packed):
+    assert max(errors(four, f"layer, {name}, {packed}")) < ERROR
+
+
+def test_the_loss_and_the_gradients_of_a_model(found):
+    assert max(errors(found, "model")) < ERROR
+
+
+def test_a_process_without_gradients_does_not_stop_the_others(found):
+    assert max(errors(found, "one process without gradients")) < 1e-5  # float32
+
+
+def test_one_gather_of_the_state_and_its_transition(found):
+    for rank in found:
+        assert rank["bytes"] == {"add": [H * K * (V + 1), H * K * V], "delta": [H * K * (V + K), H * K * V]}
+
+
+def test_what_cannot_be_split_is_refused_by_name(found):
+    for rank in found:
+        said = rank["refused"]
+        assert "SoftmaxAttention" in said["transformer"] and "Mamba" in said["mamba"] and "RWKV7" in said["rwkv7"]
+        assert "LinearMixer" in said["residual-delta"] and "mask" in said["padding"]
+        assert "9 tokens" in said["uneven"] and "[8, 7" in said["unequal"] and "shift_labels" in said["labels"]
+
+
+def test_a_run_whose_rows_are_shared_by_two_processes_is_that_of_one(few, tmp_path):
+    """Two rows at a time in four processes, documents apart, which stop in the second epoch and go on; one row in two
+    processes: test_sharding.py."""
+    settings = {"mixer": "softmax-gated-deltanet", "batch_tokens": 512, "tokens": 512 * 4, "warmup_tokens": 512}
+    settings |= {"save_every": 4, "precision": "float32", "apart": True}
+    assert train_all([Run(tmp_path / "1", settings)], few) == [0]
+    shared = settings | {"context_parallel": 2}
+    told = Run(tmp_path / "2", shared, {1: (2, signal.SIGTERM)})
+    assert train_all([told, Run(tmp_path / "2", shared)], few, 4) == [0] * 4
+    assert (tmp_path / "2" / "checkpoint-3").exists()
+    histories = [json.loads((tmp_path / name / "model" / "history.json").read_text()) for name in "12"]
+    for name in ("loss", "grad_norm", "eval_loss", "final_loss"):
+        one, shared = ([point[name] for point in history if name in point] for history in histories)
+        assert one and shared == pytest.approx(one, rel=1e-4), name  # the log has four digits of a step's loss
+
+
+def test_processes_that_cannot_share_rows_are_refused(data, tmp_path):
+    with pytest.raises(InputError, match="context_parallel=2 with 1 process"):
+        train(data, tmp_path, context_parallel=2)
+    with pytest.raises(InputError, match="context_parallel=3; expected a divisor of length=32"):
+        train(data, tmp_path, context_parallel=3)
+
+
+def test_a_group_is_needed():
+    with pytest.raises(InputError, match="init_process_group"), context_parallel():
+        pass

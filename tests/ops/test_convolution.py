@@ -1,0 +1,107 @@
+"""The native short convolution against PyTorch's, in float64."""
+
+import pytest
+import torch
+from torch import nn
+
+from equation import skip_if_missing
+from headrace.layers.linear.convolution import convolve
+from headrace.ops.backends.native import convolution
+from headrace.ops.sequences import Sequences
+from headrace.studies.verify import relative
+
+
+@pytest.fixture(autouse=True)
+def _here():
+    skip_if_missing("native")
+
+
+def given(channels, tokens, rows=2, width=4, bias=True, dtype=torch.float64):
+    """A convolution, tokens side by side with others', and what came before them."""
+    torch.manual_seed(0)
+    conv = nn.Conv1d(channels, channels, width, groups=channels, bias=bias).to(dtype)
+    wide = torch.randn(rows, tokens, channels + 5, dtype=torch.float64).to(dtype)
+    history = torch.randn(rows, width - 1, channels, dtype=torch.float64).to(dtype)
+    return conv, wide.requires_grad_(), history.requires_grad_()
+
+
+def called(conv, wide, history, ends=None):
+    """Results and gradients of convolving all channels of `wide` but the last five."""
+    x = wide[..., :-5]
+    found = convolve(conv, x, history, Sequences(x, ends))
+    weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) for y in found]
+    loss = sum((y.double() * w).sum() for y, w in zip(found, weights, strict=True))
+    return *found, *torch.autograd.grad(loss, [wide, history, *conv.parameters()])
+
+
+def agree(conv, wide, history, ends=None, tolerance=1e-6):
+    """That float32, or the narrower dtype of what is given, is float64's."""
+    own = torch.promote_types(torch.bfloat16, wide.dtype) if wide.dtype != torch.float64 else torch.float32
+    narrow = [x.detach().to(own).requires_grad_() for x in (wide, history)]
+    exact = called(conv.double(), *(x.detach().double().requires_grad_() for x in narrow), ends)
+    conv = conv.to(own)
+    assert convolution.unsupported_reason(conv, narrow[0]) is None
+    for ours, theirs in zip(called(conv, *narrow, ends), exact, strict=True):
+        assert ours.dtype == own and ours.shape == theirs.shape
+        assert relative(ours.double(), theirs) <= tolerance
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("channels", "tokens", "width"), [(1, 1, 2), (33, 2, 4), (48, 700, 4), (300, 5, 7)])
+def test_is_pytorchs(channels, tokens, width, bias):
+    agree(*given(channels, tokens, width=width, bias=bias))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_convolution_in_float64_is_the_module_s(bias):
+    """A hook has the module called."""
+    conv, wide, history = given(33, 20, bias=bias)
+    ours = called(conv, wide, history)
+    conv.register_forward_hook(lambda *_: None)
+    for found, expected in zip(ours, called(conv, wide, history), strict=True):
+        assert found.shape == expected.shape and relative(found, expected) <= 1e-14
+
+
+def test_sequences_of_a_pack_do_not_meet():
+    conv, wide, _ = given(20, 50, rows=1)
+    history = given(20, 1, rows=5)[2]
+    agree(conv, wide, history, torch.tensor([0, 1, 1, 3, 40, 50]))
+
+
+def test_bfloat16_is_rounded_once():
+    """Of results; gradients twice, as they come and as they go, each time by 2^-9 at most."""
+    agree(*given(40, 30, dtype=torch.bfloat16), tolerance=4e-3)
+
+
+def test_threads_change_nothing():
+    conv, wide, history = given(200, 6000, dtype=torch.float32)  # 2 · 2 · 6000 · 200 products: work for four threads
+    torch.set_num_threads(1)
+    one = called(conv, wide, history)
+    torch.set_num_threads(3)
+    several = called(conv, wide, history)
+    assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
+
+
+def test_what_the_library_cannot_take_goes_to_pytorch():
+    """Its structs hold up to 65,536 channels; x is a view of one number to keep the test small."""
+    conv, x = nn.Conv1d(2**16 + 1, 2**16 + 1, 2, groups=2**16 + 1), torch.ones(1).expand(1, 3, 2**16 + 1)
+    assert "65536 channels, and they are 2 and 65537" in convolution.unsupported_reason(conv, x)
+    found, expected = convolve(conv, x, None, Sequences(x, None))[0], conv(x.mT)
+    assert torch.allclose(found[:, 1:], torch.nn.functional.silu(expected).mT)
+    assert "torch.float64" in convolution.unsupported_reason(conv, x.double())
+
+
+def passes_opcheck(operator, given):
+    return set(torch.library.opcheck(operator, given).values()) == {"SUCCESS"}
+
+
+def test_opcheck():
+    conv, wide, history = given(9, 6, dtype=torch.float32)
+    parameters = conv.weight.detach().requires_grad_(), conv.bias.detach().requires_grad_()
+    forward, backward = torch.ops.headrace.convolve.default, torch.ops.headrace.convolve_backward.default
+    assert passes_opcheck(forward, (wide, torch.randn(14, 1, 4), None, history.new_zeros(2, 3, 14), None))
+    ends = torch.tensor([0, 2, 6])
+    x = wide[:1, :, :9].detach().requires_grad_()
+    assert passes_opcheck(forward, (x, *parameters, history, ends))
+    constant = x.detach(), *(y.detach() for y in parameters), history.detach(), ends
+    assert passes_opcheck(backward, (torch.randn(1, 6, 9), *constant))

@@ -1,0 +1,91 @@
+"""Others agree: the op against other libraries' implementations of the same recurrence, and our layers against
+transformers' with the weights copied. A peer that is not installed skips with its reason."""
+
+import pytest
+import torch
+
+from foreign_layers import COMPOSED, LAYERS, D, H, randomised
+from headrace import linear_attention, zoo
+from headrace.layers.linear.mixer import LinearMixer
+from headrace.ops.reference import literal
+from headrace.studies.verify import relative
+from peers import FAMILIES, PEERS
+
+# Some peers compute in float32 whatever they are given.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+OURS = {
+    "literal": literal,
+    "chunkwise": linear_attention,
+    "recurrent": lambda **x: linear_attention(**x, form="recurrent"),
+    "parallel": lambda **x: linear_attention(**x, form="parallel"),
+}
+
+
+def given(peer, **sizes):
+    """Inputs of the peer's family, in the precision it can keep, or a skip that says why it is not here."""
+    if (reason := peer.missing()) is not None:
+        pytest.skip(reason)
+    dtype = torch.float64 if peer.exact else torch.float32
+    return FAMILIES[peer.family].inputs(B=2, T=128, H=3, K=8, V=8 if peer.square else 12, dtype=dtype, **sizes), dtype
+
+
+@pytest.mark.parametrize("form", OURS)
+@pytest.mark.parametrize("peer", PEERS, ids=lambda p: f"{p.family}-{p.name}".replace(" ", "-"))
+def test_the_op_agrees(peer, form):
+    """Outputs, the final state and the gradient of every input that a model would train."""
+    tensors, dtype = given(peer)
+    theirs, their_state = peer(peer.arguments(tensors))
+    ours, our_state = OURS[form](**tensors, **FAMILIES[peer.family].options())
+    assert relative(ours, theirs) <= TOLERANCE[dtype]
+    if their_state is not None:
+        assert relative(our_state, their_state) <= TOLERANCE[dtype]
+    if peer.backward:
+        trained = {name: x for name, x in tensors.items() if x.requires_grad}
+        weight = torch.randn_like(ours)
+        gradients = (torch.autograd.grad((out * weight).sum(), trained.values()) for out in (ours, theirs))
+        for name, mine, their in zip(trained, *gradients, strict=True):
+            assert relative(mine, their) <= TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("form", OURS)
+@pytest.mark.parametrize("peer", [p for p in PEERS if p.states], ids=lambda p: f"{p.family}-{p.name}".replace(" ", "-"))
+def test_the_op_agrees_from_an_initial_state(peer, form):
+    tensors, dtype = given(peer, seed=1)
+    B, _, H, V = tensors["v"].shape
+    start = torch.randn(B, H, tensors["k"].shape[-1], V, dtype=dtype)
+    with torch.no_grad():
+        theirs, their_state = peer(peer.arguments(tensors), start.clone())
+        ours, our_state = OURS[form](**tensors, initial_state=start, **FAMILIES[peer.family].options())
+    assert relative(ours, theirs) <= TOLERANCE[dtype]
+    assert relative(our_state, their_state) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_layer_agrees(layer):
+    """With its weights in ours, of which every one must have a counterpart."""
+    torch.manual_seed(0)
+    theirs = LAYERS[layer]()
+    ours = LinearMixer(zoo.get(theirs.mixer), hidden_size=D, num_heads=H, norm_eps=theirs.norm_eps)
+    shapes = {key: parameter.shape for key, parameter in ours.state_dict().items()}
+    weights = dict(theirs.weights)
+    parts = [weights.pop(f"in_proj.{name}").reshape(-1, D) for name in ours.parts if ours.parts[name]]
+    weights["in_proj.weight"] = torch.cat(parts)
+    ours.load_state_dict({key: x.detach().reshape(shapes[key]) for key, x in weights.items()})
+    agree(lambda x: ours(theirs.before(x)), theirs.layer)
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_the_layer_agrees_with_foreign_parts(name):
+    torch.manual_seed(0)
+    ours = randomised(LinearMixer(zoo.get(name), hidden_size=D, num_heads=H))
+    agree(ours, lambda x: COMPOSED[name](ours, x))
+
+
+def agree(ours, theirs):
+    """Outputs, and the gradient of the input."""
+    x = torch.randn(2, 70, D, requires_grad=True)
+    outputs = ours(x)[0], theirs(x)
+    weight = torch.randn_like(x)
+    gradients = (torch.autograd.grad((y * weight).sum(), x)[0] for y in outputs)
+    assert relative(*outputs) <= 1e-5
+    assert relative(*gradients) <= 1e-5

@@ -1,0 +1,251 @@
+"""Every way of running every mixer of the zoo, with every option of head competition, is the literal equation."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace import GateWarning, InputError, backends, layers, zoo
+from headrace.ops.backends.base import Kernel
+from headrace.ops.dispatch import BACKENDS
+from headrace.spec import serialise as spec
+from headrace.studies import verify_op
+from headrace.studies.laws import Row, lost
+from headrace.studies.verify import BATCH, FORMS, HEADS, HIDDEN, WAYS, laws, relative, specimen, verify, worst
+from headrace.studies.verify_op import Recurrence, op_laws
+
+OPTIONS = [
+    *("competition.source=diag", "competition.source=query", "competition.source=hidden"),
+    *("competition.read=query", "competition.read=none", "competition.write=none"),
+    *("competition.activation=sigmoid", "competition.activation=null", "competition.shuffle=true"),
+    "competition.activation=sigmoid, competition.range=heads",
+    *("competition.scale=one", "competition.temperature=0.5", "competition=paper"),
+    *("read.norm=none", "read.norm=rms-joint", "read.norm=group", "read.order=gate-norm, read.gate=sigmoid"),
+    *("heads.qk_groups=2", "heads.count=1", "inputs.rotary=true", "read.skip=true", "inputs.conv=3"),
+]
+BACKBONES = ["retnet", "gla", "gated-deltanet"]
+CASES = [
+    *zoo.names(),
+    *(f"softmax-{backbone}({option})" for backbone in BACKBONES for option in OPTIONS),
+    *("jamba", "zamba", "softmax-gla+sliding-window"),
+    *("softmax-gated-deltanet(competition.write=beta)", "softmax-kda(competition.write=beta)"),
+    *("softmax-gated-deltanet(competition.write=beta, competition.activation=null)",),
+    *("softmax-gated-deltanet(decay.kind=none, competition=paper)", "softmax-linear-attention(competition=paper)"),
+    *("softmax-gla(inputs.feature_map=relu, read.norm=sum)", "gla(inputs.feature_map=silu, write.beta=sigmoid)"),
+    *("taylor-softmax(inputs.feature_map=taylor-3, read.norm=rms, decay.kind=retnet)",),
+    *(
+        f"{name}(inputs.feature_map=taylor-2, heads.key_dim=3)"
+        for name in ("softmax-gla", "softmax-gated-deltanet", "rwkv6")
+    ),
+    *("softmax-rnn-norm(numerator=relu, denominator=layer, affine=true)", "softmax-rnn-gate(denominator=none)"),
+    *("softmax-rnn-gate(order=3, denominator=input-gate)", "softmax-rnn-norm(numerator=elu+1, denominator=sum)"),
+    *("softmax-rnn-norm(numerator=cosine, order=2, denominator=detached)",),
+    *(f"softmax-rnn-norm(numerator=cosine, denominator=input-length{more})" for more in ("", ", order=2")),
+    *(f"softmax-rnn-norm(denominator={kind})" for kind in ("detached", "rms", "layer")),
+    *("residual-delta(write.residual_chunk=1)", "kda(write.residual_chunk=5)"),
+    *("softmax-residual-delta(heads.qk_groups=2, decay.kind=retnet, competition.write=beta)",),
+    *(
+        f"softmax-{name}(competition.memories_per_head=3)"
+        for name in ("linear-attention", "mamba2", "rwkv6", "residual-delta")
+    ),
+    *("softmax-kda(competition.memories_per_head=2, competition.write=beta, competition.source=diag)",),
+    *(
+        "softmax-retnet(competition.memories_per_head=2, competition.read=none, heads.qk_groups=2, "
+        "competition.activation=null)",
+    ),
+    *("sliding-window(pattern.window=2)", "longformer(pattern.window=7)", "gqa(null=true)", "mqa(buckets=8)"),
+    *(
+        f"bigbird(pattern.block=4, pattern.window=8, pattern.first={n}, kv_heads=2, null=true, buckets=8)"
+        for n in (0, 6)
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore::headrace.GateWarning")
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [*((torch.float64, name) for name in CASES), *((torch.float32, name) for name in zoo.names())],
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+def test_every_way_is_the_literal_equation(dtype, name):
+    """Options in float64 alone: their parts are those of the mixers, and what rounds to float32 is wrong by 1e-7."""
+    rows = list(laws(name, "cpu", dtype, seed=0))
+    assert len(rows) >= 7
+    broken = [row for row in rows if not row.holds]
+    assert not broken
+
+
+def test_bfloat16_is_float32_inside():
+    rows = list(laws("softmax-gla", "cpu", torch.bfloat16, seed=0))
+    assert rows and not [row for row in rows if not row.holds]
+
+
+def test_a_law_can_fail():
+    """A mixer with a wrong memory is caught: the laws are not satisfied by anything that runs."""
+    mixer, x = specimen("gla", 0)
+    y = mixer(x)[0]
+    mixer.in_proj.weight.data.add_(1e-6)
+    assert all(relative(way(mixer, x), y) > 1e-10 for way in (FORMS | WAYS).values())
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_an_infinite_error(wrong):
+    """In any place: Python's max of several numbers passes over a NaN that is not the first."""
+    right, bad = torch.ones(3), torch.tensor([1, wrong, 1])
+    assert relative(bad, right) == relative(right, bad) == float("inf")
+    for i in range(2):
+        pair = [bad if i == j else right for j in range(2)]
+        assert worst(pair, [right, right]) == worst([right, right], pair) == float("inf")
+
+
+def test_every_backend_is_checked_in_a_precision_that_it_takes():
+    rows = {row.law: row for row in laws("gla", "cpu", torch.float64, seed=0)}
+    assert {"torch in float64", "torch in float64, gradients", "torch in float64, decoding"} <= set(rows)
+    if backends()["native"]["linear_attention"] is None:
+        assert {"native in float32", "native in float32, gradients", "native in float32, decoding"} <= set(rows)
+
+
+def worse(result):
+    return result[0] + 1e-3, result[1]
+
+
+@pytest.mark.parametrize(
+    ("operation", "spoilt", "broken"),
+    [
+        ("step", worse, ["decoding"]),
+        ("residual_norm", worse, ["outputs", "gradients", "decoding"]),
+        ("gated_norm", lambda y: y + 1e-3, ["outputs", "gradients", "decoding"]),
+    ],
+)
+def test_a_backend_is_checked_in_a_block_and_token_by_token(operation, spoilt, broken, monkeypatch):
+    kernel = getattr(BACKENDS["torch"], operation)
+    wrong = kernel._replace(run=lambda *given: spoilt(kernel.run(*given)))
+    monkeypatch.setitem(BACKENDS, "new", BACKENDS["torch"]._replace(**{operation: wrong}))
+    rows = laws("gla", "cpu", torch.float64, seed=0)
+    assert [row.law.partition(", ")[2] or "outputs" for row in rows if not row.holds] == broken
+
+
+@pytest.mark.parametrize("wrong", [lambda out: out * 1.001, lambda out: out.nonexistent], ids=["inexact", "failing"])
+def test_a_backend_that_is_wrong_breaks_its_law(monkeypatch, wrong):
+    def run(call):
+        out, state = BACKENDS["torch"].linear_attention.run(call)
+        return wrong(out), state
+
+    monkeypatch.setitem(BACKENDS, "new", BACKENDS["torch"]._replace(linear_attention=Kernel(run, lambda call: None)))
+    broken = [row for row in laws("gla", "cpu", torch.float64, seed=0) if not row.holds]
+    assert broken and all(row.law.startswith("new in float64") for row in broken)
+    assert [row.note for row in broken if row.note] in (
+        [],
+        ["AttributeError: 'Tensor' object has no attribute 'nonexistent'"],
+    )
+
+
+@pytest.mark.parametrize("name", [*zoo.names(), "softmax-residual-delta(competition.memories_per_head=3)"])
+def test_the_state_is_what_the_spec_says(name):
+    mixer, x = specimen(name, 0)
+    named = mixer(x)[1]._asdict()
+    described = zoo.get(name)
+    options = {"tokens": x.shape[1]} if isinstance(described, spec.CACHED) else {}
+    shapes = described.state_shapes(HIDDEN, HEADS, **options)
+    assert {key: tuple(named[key].shape) for key in shapes} == {key: (BATCH, *s) for key, s in shapes.items()}
+    measured = sum(named[key][0].numel() * 4 for key in shapes)
+    assert measured == described.state_bytes(HIDDEN, HEADS, **options)
+
+
+@pytest.mark.parametrize("name", list(zoo.LINEAR))
+def test_competition_starts_as_its_backbone_to_the_bit(name):
+    """Gates are zero parameters that draw no random numbers, and a zero score is a gate of exactly one."""
+
+    def build(name):
+        torch.manual_seed(0)
+        return layers.build(zoo.get(name), hidden_size=32, num_heads=4, layer_idx=1, num_layers=3)
+
+    plain, competing = build(name), build(f"softmax-{name}")
+    shared, weights = plain.state_dict(), competing.state_dict()
+    assert {key for key in weights if key not in shared} == {f"{s}_competition.weight" for s in ("read", "write")}
+    assert all(torch.equal(shared[key], weights[key]) for key in shared)
+    x = torch.randn(2, 9, 32)
+    assert torch.equal(plain(x)[0], competing(x)[0])
+
+
+def test_a_new_mixer_is_one_line(monkeypatch):
+    monkeypatch.setitem(zoo.LINEAR, "leaky-delta", spec.change(zoo.LINEAR["deltanet"], "decay.kind", "retnet"))
+    for name in ("leaky-delta", "softmax-leaky-delta"):
+        assert name in zoo.names()
+        assert all(row.holds for row in laws(name, "cpu", torch.float64, seed=0))
+
+
+def test_every_spec_survives_json():
+    import json
+
+    for name in zoo.names():
+        described = zoo.get(name)
+        assert spec.from_json(json.loads(json.dumps(spec.to_json(described)))) == described
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("softmax-gla(competition=paper)", "divides it out again"),
+        ("softmax-retnet(competition.read=query, read.norm=group)", "divides it out again"),
+        ("softmax-gla(heads.count=1)", "the identity"),
+    ],
+)
+def test_a_gate_that_cannot_act_is_named(name, sentence):
+    with pytest.warns(GateWarning, match=sentence):
+        layers.build(zoo.get(name), hidden_size=32, num_heads=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layers.build(zoo.get("softmax-gla"), hidden_size=32, num_heads=4)
+
+
+SMALL = [Recurrence(decay, rule, 2, 9, 2, 4, 3) for decay in ("", "H", "BTH", "BTHK") for rule in ("add", "delta")]
+
+
+def test_the_op_is_the_literal_equation():
+    rows = list(op_laws("cpu", 0, ["torch"], SMALL))
+    assert len(rows) == len(SMALL) * 2 * 3 and not [row for row in rows if not row.holds]
+    assert len({row.law for row in rows}) == len(rows)
+
+
+def test_an_op_that_is_wrong_breaks_its_law(monkeypatch):
+    """An output that is off by 0.1 %, in float32, and a state that is off by 2 % in both precisions."""
+
+    def run(call):
+        out, state = BACKENDS["torch"].linear_attention.run(call)
+        return out * 1.001, state * 1.02
+
+    monkeypatch.setitem(BACKENDS, "new", BACKENDS["torch"]._replace(linear_attention=Kernel(run, lambda call: None)))
+    broken = {row.law.rpartition("new in ")[2] for row in op_laws("cpu", 0, ["new"], SMALL[:1]) if not row.holds}
+    assert broken == {"float32", "float32, state", "float32, gradients", "bfloat16, state"}
+
+
+def test_a_device_that_computes_nothing_any_more_is_lost(monkeypatch):
+    def illegal_access(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    failed = Row("gla", "triton in float32", float("inf"), 1e-5, "RuntimeError: misaligned address")
+    assert not lost("cpu", [failed])
+    monkeypatch.setattr(torch, "ones", illegal_access)
+    assert lost("cuda", [failed]) and not lost("cuda", [failed._replace(note="")])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"dtype": torch.float16}, "dtype=torch.float16; expected one of torch.float64"), ({"device": "tpu7"}, "tpu7"),
+     ({"backends": ["cuda"]}, "backend='cuda' is unknown"), ({"backends": ["onnx"]}, "backend='onnx' cannot run here")],
+)  # fmt: skip
+def test_what_cannot_be_verified_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        verify(["gla"], **options)
+
+
+def test_the_tolerance_of_the_op_is_that_of_the_documentation():
+    text = Path(__file__).parents[2].joinpath("docs", "correctness.md").read_text("utf-8")
+    assert "the tolerance is 2⁻⁶" in text and verify_op.TOLERANCE[torch.bfloat16] == 2**-6
+
+
+def test_a_small_gradient_is_measured_against_its_own_size():
+    large, small = torch.tensor([1.0, 2.0]), torch.tensor([1e-20, 2e-20])
+    assert worst([large, 1.5 * small], [large, small]) == pytest.approx(0.5)

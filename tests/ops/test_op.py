@@ -1,0 +1,229 @@
+"""The op against the literal loop: every argument, every form, every backend."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+
+from equation import (
+    CHUNKWISE,
+    DECAYS,
+    LAYOUTS,
+    WAYS,
+    B,
+    H,
+    K,
+    T,
+    V,
+    assert_same,
+    assert_strides_do_not_matter,
+    by_literal,
+    inputs,
+    prepare,
+)
+from headrace import InputError, backends, linear_attention, step
+from headrace.ops.backends.torch.tiles import grid
+from headrace.ops.call import Call
+from headrace.ops.checks import INTEGERS
+from headrace.studies.verify import relative
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    prepare(request.param, monkeypatch)
+    return WAYS[request.param]
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("gates", [False, True], ids=["plain", "gated"])
+def test_ways(way, decay, rule, gates):
+    for groups, state in itertools.product((H, 2, 1), (False, True)):
+        arguments = inputs(decay, tokens=way.tokens, groups=groups, gates=gates, state=state)
+        assert_same(arguments, way, rule=rule, scale=0.7)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("extra", ["bonus", "normalise"])
+def test_bonus_and_normaliser(way, decay, extra):
+    for gates in (False, True):
+        arguments = inputs(decay, tokens=way.tokens, gates=gates, groups=2, **{extra: True})
+        assert_same(arguments, way, normalise=extra == "normalise")
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
+def test_packed_sequences(way, decay, kind):
+    ends = torch.tensor([0, 3, 4, 4, way.tokens])  # one of a single token, one empty
+    options = {kind: True} if kind in ("bonus", "normalise") else {}
+    arguments = inputs(decay, rows=1, tokens=way.tokens, n=4, **options)
+    settings = {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
+    assert_same(arguments, way, ends, **settings)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_do_not_matter(way, layout):
+    check = partial(assert_strides_do_not_matter, way=way, layout=layout)
+    check(inputs("fixed", tokens=way.tokens, normalise=True), normalise=True)
+    check(inputs("scalar", tokens=way.tokens, groups=2), rule="delta")
+    check(inputs("vector", tokens=way.tokens, bonus=True))
+    check(inputs("vector", tokens=1), rule="delta")
+    check(inputs("scalar", rows=1, tokens=way.tokens, n=3), cu_seqlens=torch.tensor([0, 4, 4, way.tokens]))
+
+
+@pytest.mark.parametrize("kind", ["add", "bonus"])
+def test_bounds_of_any_integer_dtype(way, kind):
+    """127 tokens, so that the next number overflows int8: the bonus adds a token to every sequence."""
+    arguments = inputs("scalar", rows=1, tokens=127, n=4, bonus=kind == "bonus")
+    arguments = {name: x if x is None else x.detach().to(way.dtype) for name, x in arguments.items()}
+    ends = torch.tensor([0, 100, 101, 101, 127])
+    expected = linear_attention(**arguments, cu_seqlens=ends, **way.settings)
+    for dtype in INTEGERS:
+        found = linear_attention(**arguments, cu_seqlens=ends.to(dtype), **way.settings)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def of_chunk(way, chunk_size):
+    return way._replace(settings=way.settings | {"chunk_size": chunk_size})
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 7, 16, 63, 64, 65, 1000])
+@pytest.mark.parametrize("tokens", [1, 2, 63, 65])
+@pytest.mark.parametrize("form", ["chunkwise", "batched"])
+def test_any_length_and_chunk_size(tokens, chunk_size, form, monkeypatch):
+    prepare(form, monkeypatch)
+    for decay, rule in itertools.product(("scalar", "vector"), ("add", "delta")):
+        assert_same(inputs(decay, rows=1, tokens=tokens), of_chunk(CHUNKWISE, chunk_size), rule=rule)
+
+
+@pytest.mark.parametrize("form", ["chunkwise", "batched"])
+def test_states_that_are_too_large_are_not_kept(form, monkeypatch):
+    """With K V large against the chunk, the backward computes them again."""
+    prepare(form, monkeypatch)
+    x = {name: None if y is None else y.detach() for name, y in inputs("scalar").items()}
+    call = Call(**{name: y for name, y in x.items() if name != "bonus"})
+    assert not grid(call._replace(chunk_size=1)).keeps and grid(call._replace(chunk_size=2)).keeps
+    for rule, decay in itertools.product(("add", "delta"), DECAYS):
+        assert_same(inputs(decay), of_chunk(CHUNKWISE, 1), rule=rule)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
+def test_step_is_one_token(decay, kind):
+    options = {kind: True} if kind in ("bonus", "normalise") else {}
+    arguments = inputs(decay, **options)
+    settings = {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
+    expected, final = by_literal(arguments, **settings)
+    state = arguments.pop("initial_state")
+    for t in range(T):
+        now = {n: x if x is None or n == "bonus" or x.dim() == 1 else x[:, t] for n, x in arguments.items()}
+        out, state = step(**now, state=state, **settings)
+        assert relative(out, expected[:, t]) < 1e-12
+    assert relative(state, final) < 1e-12
+
+
+# --- as an operator --------------------------------------------------------------------------------------------------
+
+
+def test_bfloat16_keeps_its_state_in_float32(backend):
+    x = {name: None if y is None else y.detach().bfloat16() for name, y in inputs("scalar").items()}
+    out, state = linear_attention(**x, backend=backend)
+    assert out.dtype == torch.bfloat16
+    assert state.dtype == torch.float32
+    exact = linear_attention(**{name: None if y is None else y.float() for name, y in x.items()})
+    assert relative(out, exact[0].double()) < 4e-3
+    assert relative(state, exact[1].double()) < 1e-6
+
+
+@pytest.mark.parametrize("rule", ["add", "delta"])
+def test_autocast_does_not_reach_inside(backend, rule):
+    x = {
+        name: y.detach().float().requires_grad_()
+        for name, y in inputs("scalar", normalise=False).items()
+        if y is not None
+    }
+    op = partial(linear_attention, rule=rule, backend=backend)
+    out, state = op(**x)
+    expected = torch.autograd.grad(out.sum() + state.sum(), list(x.values()))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast_out, cast_state = op(**x)
+        found = torch.autograd.grad(cast_out.sum() + cast_state.sum(), list(x.values()))
+        now = {name: y if name == "initial_state" else y[:, 0] for name, y in x.items()}
+        stepped, _ = step(**{{"initial_state": "state"}.get(name, name): y for name, y in now.items()}, rule=rule)
+    assert torch.equal(out, cast_out)
+    assert torch.equal(state, cast_state)
+    assert all(torch.equal(g, e) for g, e in zip(found, expected, strict=True))
+    assert relative(stepped, out[:, 0].double()) < 1e-6
+
+
+def test_bytes_kept_for_the_backward(backend):
+    q, k = torch.randn(2, 1, 1024, 2, 64)
+    v, g = torch.randn(1, 1024, 2, 128), -torch.rand(1, 1024, 2)
+    given = [x.requires_grad_() for x in (q, k, v, g)]
+    limits = {"torch": {"add": 2, "delta": 3}, "native": {"add": 1.12, "delta": 1.12}}
+    for rule, limit in limits[backend].items():
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
+            linear_attention(q, k, v, log_decay=g, rule=rule, backend=backend)
+        distinct = {x.data_ptr(): x.nbytes for x in kept}
+        assert len(distinct) >= len(given)
+        assert sum(distinct.values()) <= limit * sum(x.nbytes for x in given)
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"beta": torch.rand(B, T)}, r"beta has shape \[2, 13\]; expected \[2, 13, 4\]"),
+        ({"read_gate": torch.rand(B, T, H, 1)}, "read_gate has shape"),
+        (
+            {"log_decay": torch.rand(T)},
+            r"log_decay has shape \[13\]; expected \[4\] or \[2, 13, 4\] or \[2, 13, 4, 6\]",
+        ),
+        ({"q": torch.randn(B, T, H, K + 1)}, "q has shape"),
+        ({"q": torch.randn(B, T, H, K).double()}, "k has dtype"),
+        ({"q": torch.ones(B, T, H, K, dtype=torch.long)}, "q has dtype torch.int64"),
+        ({"q": torch.randn(B, T, 3, K), "k": torch.randn(B, T, 3, K)}, "q and k have 3 heads"),
+        ({"initial_state": torch.zeros(B, H, V, K)}, "initial_state has shape"),
+        ({"cu_seqlens": torch.tensor([0, T])}, "expected B=1"),
+        ({"cu_seqlens": [0, T]}, r"cu_seqlens=\[0, 13\]; expected a tensor of integers"),
+        ({"cu_seqlens": torch.tensor([0.0, T])}, "dtype torch.float32; expected .* an integer dtype"),
+        ({"cu_seqlens": torch.tensor([False, True])}, "dtype torch.bool; expected .* an integer dtype"),
+        ({"rule": "dleta"}, "rule='dleta'"),
+        ({"form": "parallell"}, "form='parallell'"),
+        *(({"chunk_size": n}, f"chunk_size={n!r}; expected an integer") for n in (0, 16.5, "a", True)),
+        *(({"scale": x}, "scale=.*; expected a finite number") for x in (torch.nan, torch.inf, True, "a")),
+        ({"scale": torch.ones((), requires_grad=True)}, r"scale=tensor\(.*\); expected a finite number"),
+        ({"beta": 0.5}, "beta=0.5; expected a tensor"),
+        ({"log_decay": -0.1}, "log_decay=-0.1; expected a tensor"),
+        ({"k": None}, "k=None; expected a tensor"),
+        ({"v": torch.randn(B, T, H, V).to(torch.float8_e5m2)}, "v has dtype torch.float8_e5m2; expected a floating"),
+        ({"backend": "cuda"}, "backend='cuda' is unknown"),
+        ({"rule": "delta", "normalise": True}, "rule='delta' has no bonus"),
+        ({"log_decay": torch.full((H,), 0.1), "check": True}, "log_decay reaches 0.1; expected values ≤ 0"),
+        ({"log_decay": torch.full((H,), -torch.inf), "check": True}, "log_decay contains an infinity"),
+        ({"v": torch.full((B, T, H, V), torch.nan), "check": True}, "v contains NaN"),
+        ({"beta": torch.full((B, T, H), -1.0), "check": True}, "beta reaches -1"),
+        ({"rule": "delta", "k": torch.full((B, T, H, K), 1.0), "check": True}, "reaches 6; expected ≤ 2"),
+        ({"normalise": True, "check": True}, "expected values ≥ 0"),
+    ],
+)
+def test_bad_input_is_named(change, sentence):
+    good = {"q": torch.randn(B, T, H, K), "k": torch.randn(B, T, H, K), "v": torch.randn(B, T, H, V)}
+    with pytest.raises(InputError, match=sentence):
+        linear_attention(**(good | change))
+
+
+def test_the_parallel_form_has_a_limit():
+    x = torch.zeros(1, 70_001, 1, 1)
+    with pytest.raises(InputError, match="expected at most 4 GiB, or form='chunkwise'"):
+        linear_attention(x, x, x, form="parallel")
+
+
+def test_which_backend_runs():
+    assert backends()["torch"]["linear_attention"] is None
+    x = torch.randn(1, 3, 1, 2)
+    assert backends(x, x, x, rule="delta") in backends()

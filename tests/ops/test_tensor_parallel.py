@@ -1,0 +1,110 @@
+"""Heads that are split over processes give the outputs and gradients of one process."""
+
+import pytest
+import torch
+
+from groups import run
+from headrace import InputError, tensor_parallel, zoo
+from headrace.hf import HeadraceForCausalLM
+from tiny import build
+from tp_ranks import STACK, D, H, T, check
+
+pytestmark = pytest.mark.slow(seconds=15)
+
+ERROR = 1e-10  # float64: the same sums in another order
+MIXERS = [f"softmax-{name}" for name in zoo.LINEAR]  # without competition: SHARED
+GATES = [
+    f"softmax-gated-deltanet(competition.source={source}, competition.activation={activation})"
+    for source in ("hidden", "diag", "query") for activation in ("softmax", "null", "sigmoid")
+]  # fmt: skip
+GATES += [
+    "softmax-gla(competition.activation=sigmoid, competition.range=heads)",
+    "softmax-gla(competition.shuffle=true)",
+]
+SHARED = [
+    "softmax-gla(competition.memories_per_head=2)", "softmax-mamba2(competition.source=query)",
+    "gated-deltanet(heads.qk_groups=2)",
+    "softmax-gated-deltanet(heads.qk_groups=2, competition.source=query)", "transformer(bias=true, buckets=8)", "gqa",
+    "mqa", "sliding-window", "longformer",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    build(STACK, num_hidden_layers=3).save_pretrained(folder)
+    return run(4, tmp_path_factory.mktemp("ranks"), check, MIXERS + GATES + SHARED, SHARED, str(folder))
+
+
+def errors(found, name):
+    return [rank[name] for rank in found if name in rank]
+
+
+@pytest.mark.parametrize("name", MIXERS + GATES + SHARED)
+def test_every_mixer_in_two_processes(found, name):
+    assert len(errors(found, name)) == 2 and max(errors(found, name)) < ERROR
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_heads_that_share_keys_in_four_processes(found, name):
+    assert len(errors(found, f"{name} in four")) == 4 and max(errors(found, f"{name} in four")) < ERROR
+
+
+def test_single_precision(found):
+    assert max(errors(found, "single precision")) < 1e-5
+
+
+def test_the_loss_the_gradients_and_their_norm_of_a_model(found):
+    assert max(errors(found, "model") + errors(found, "norm")) < ERROR
+
+
+def test_a_saved_model_generates_in_four_processes_and_is_saved_whole(found):
+    assert errors(found, "served") == [[True] * 4] * 4
+
+
+def test_only_scores_of_q_are_sent_for_the_gates(found):
+    """A layer sums its output [B, T, D] forward and the gradient to its input backward, and then the gradients of what
+    all processes hold: the norm's V weights, which the test does not count, and weights of scores."""
+    for rank in found:
+        n, x = H // len(found), ("sum", 2, T, D)
+        reads_and_writes = 2
+        forward = {
+            "none": [], "hidden": [], "diag": [],
+            "head": reads_and_writes * [("gather", 2, T, n)], "query": reads_and_writes * [("sum", 2, T, H)],
+        }  # fmt: skip
+        for source, gates in forward.items():
+            sent, back = rank["bytes"][source]
+            assert sent == [*gates, x]
+            tokens = [numbers for numbers in back if len(numbers) > 3]
+            assert sorted(tokens) == sorted([("sum", 2, T, H)] * len(gates) + [x])
+
+
+def test_what_cannot_be_split_is_refused_by_name(found):
+    for said in (rank["refused"] for rank in found):
+        kinds = {
+            "mamba": "Mamba",
+            "rwkv7": "RWKV7",
+            "s4": "S4",
+            "gla-outer": "GLAOuter",
+            "softmax-rnn-norm": "SoftmaxRNN",
+        }
+        for name, kind in (kinds | {"experts": "MixtureOfExperts at '0'"}).items():
+            assert f"cannot split {kind}" in said[name]
+        assert "num_heads=3" in said["heads"] and "heads.qk_groups=3" in said["groups"]
+        assert "intermediate_size=17" in said["width"] and "in_proj.weight" in said["int8"]
+        assert "competition.shuffle" in said["shuffle"]
+        assert "no mixer" in said["other"] and "other weights" in said["weights"]
+
+
+def test_arguments(tmp_path):
+    model = build("gla")
+    with pytest.raises(InputError, match="torchrun"):
+        tensor_parallel(model)
+    model.save_pretrained(tmp_path)
+    wrong = {"tp_plan": "other", "tp_size": 2, "distributed_config": {}, "device_mesh": object()}
+    for name, value in wrong.items():
+        with pytest.raises(InputError, match=name):
+            HeadraceForCausalLM.from_pretrained(tmp_path, **{name: value})
+    with pytest.raises(InputError, match="device_map"):
+        HeadraceForCausalLM.from_pretrained(tmp_path, tp_plan="auto", device_map="auto")

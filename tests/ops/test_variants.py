@@ -1,0 +1,213 @@
+"""Mixers whose equations are told by fields of the spec, against those equations written out in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headrace import layers, linear_attention, zoo
+from headrace.layers.linear.feature_maps import FEATURE_MAPS
+from headrace.layers.linear.residual import ResidualDelta
+from headrace.ops.backends.torch.query_key import sum_norm
+from headrace.ops.sequences import Sequences
+from headrace.studies.verify import relative
+from headrace.utils.errors import InputError
+
+D, H, T = 32, 4, 50
+
+
+def build(name, **changes):
+    mixer = layers.build(zoo.get(name), **{"hidden_size": D, "num_heads": H, **changes}).double()
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return mixer
+
+
+def heads(mixer, x, names="qkv"):
+    return (F.linear(x, mixer.part(name)).unflatten(-1, (H, -1)) for name in names)
+
+
+# --- xPos ------------------------------------------------------------------------------------------------------------
+
+
+def test_xpos_is_its_products():
+    """q_n e^{inθ} ζ^{n/512} against k_m e^{imθ} ζ^{−m/512} for complex pairs of channels, all pairs of tokens, no decay
+    besides."""
+    mixer, x = build("xpos-retnet"), torch.randn(2, T, D).double()
+    q, k, v = heads(mixer, x)
+    i, n = torch.arange(mixer.K // 2).double(), torch.arange(T).double()[:, None, None]
+    theta, zeta = 10000 ** (-2 * i / mixer.K), (i / (mixer.K / 2) + 0.4) / (1 + 0.4)
+    pairs = lambda y: torch.complex(*y.chunk(2, -1)) * torch.exp(1j * n * theta)  # noqa: E731
+    q, k = pairs(q) * zeta ** (n / 512), pairs(k) * zeta ** (-n / 512)
+    scores = torch.einsum("bnhi,bmhi->bhnm", q, k.conj()).real.tril() * mixer.K**-0.5
+    out = F.rms_norm(torch.einsum("bhnm,bmhv->bnhv", scores, v), (mixer.V,), mixer.norm_weight, 1e-6)
+    expected = mixer.o_proj((out * F.silu(next(heads(mixer, x, ["gate"])))).flatten(-2))
+    assert relative(mixer(x)[0], expected) <= 1e-12
+
+
+def test_xpos_is_safe_where_its_products_overflow():
+    """At position 40 000 the smallest ζ^{−m/512} is e^98, beyond float32."""
+    mixer, x = build("xpos-retnet").float(), torch.randn(1, T, D)
+    here, state = mixer(x)
+    there = mixer(x, state._replace(tokens=torch.tensor([40_000]), memory=torch.zeros_like(state.memory)))[0]
+    assert there.isfinite().all()
+    assert relative(there, here) <= 1e-4  # only distances count
+
+
+# --- fast weights ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shifts", [1, 2, 3])
+def test_fast_weight_features_are_sparse_and_sum_to_one(shifts):
+    x = torch.randn(1000, 6).double()
+    features = FEATURE_MAPS[f"dpfp-{shifts}"](x)
+    assert features.shape == (1000, 12 * shifts)
+    r = torch.cat([x, -x], -1).clamp(min=0)
+    expected = [r[:, i] * r[:, (i + j) % 12] for j in range(1, shifts + 1) for i in range(12)]
+    assert torch.equal(features, torch.stack(expected, -1))
+    k = sum_norm(features)
+    assert (k >= 0).all()
+    assert (k.square().sum(-1) <= 1).all()  # the delta rule needs β |k|² ≤ 2
+    assert torch.equal(sum_norm(torch.zeros(6)), torch.zeros(6))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("deltanet(inputs.qk_norm=sum)", "can make vanish"),
+        ("deltanet(inputs.qk_norm=none)", "diverges"),
+        ("retnet(decay.kind=xpos, inputs.rotary=false)", "is defined for rotated q and k"),
+        ("taylor-softmax(decay.kind=xpos)", "no taylor features"),
+    ],
+)
+def test_what_cannot_be_is_refused(name, sentence):
+    with pytest.raises(InputError, match=sentence):
+        zoo.get(name)
+
+
+# --- a write strength that sees the residual -------------------------------------------------------------------------
+
+
+def residual_delta(mixer, x):
+    """Token by token, the memory before the token's chunk taken anew at each of its beginnings."""
+    decays = mixer.decay(F.linear(x, mixer.part("decay")))
+    logits = F.linear(x, mixer.part("beta"))
+    q, k, v = heads(mixer, x)
+    q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+    S, out = x.new_zeros(len(x), H, mixer.K, mixer.V), []
+    for t in range(x.shape[1]):
+        if t % mixer.spec.write.residual_chunk == 0:
+            before = S
+        S, before = (decays[:, t, :, None, None].exp() * M for M in (S, before))
+        read = lambda M, t=t: torch.einsum("bhk,bhkv->bhv", k[:, t], M)  # noqa: E731
+        wrong, size = (y.square().sum(-1) for y in (v[:, t] - read(before), v[:, t]))
+        beta = torch.sigmoid(logits[:, t] + mixer.residual.weight * (wrong - size) / (wrong + size))
+        S = S + torch.einsum("bh,bhk,bhv->bhkv", beta, k[:, t], v[:, t] - read(S))
+        out.append(mixer.K**-0.5 * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+    out = F.rms_norm(torch.stack(out, 1), (mixer.V,), mixer.norm_weight, 1e-6)
+    return mixer.o_proj((out * F.silu(next(heads(mixer, x, ["gate"])))).flatten(-2))
+
+
+@pytest.mark.parametrize("look", [1, 7, 16, 40])
+def test_the_residual_is_that_of_the_memory_before_the_chunk(look):
+    """Of one token: the exact residual. Outputs and all gradients."""
+    mixer, x = build(f"residual-delta(inputs.conv=0, write.residual_chunk={look})"), torch.randn(2, T, D).double()
+    outputs = mixer(x)[0], residual_delta(mixer, x)
+    assert relative(*outputs) <= 1e-11
+    weight = torch.randn_like(x)
+    gradients = (torch.autograd.grad((y * weight).sum(), mixer.parameters()) for y in outputs)
+    assert all(relative(mine, theirs) <= 1e-10 for mine, theirs in zip(*gradients, strict=True))
+
+
+def test_blind_to_the_residual_it_is_gated_deltanet():
+    mixer, theirs = build("residual-delta"), build("gated-deltanet")
+    mixer.residual.reset_parameters()
+    theirs.load_state_dict({name: y for name, y in mixer.state_dict().items() if "residual" not in name})
+    x = torch.randn(2, T, D).double()
+    assert relative(mixer(x)[0], theirs(x)[0]) <= 1e-12
+
+
+def test_a_positive_weight_writes_what_is_new_and_a_negative_one_keeps_what_is_held():
+    """A value is written under a key, then another under the same."""
+    k = F.normalize(torch.ones(1, 2, 1, 4), dim=-1)
+    v = torch.tensor([1.0, -1.0])[None, :, None, None].expand(1, 2, 1, 2)
+    x = {"q": k, "k": k, "v": v, "beta": torch.zeros(1, 2, 1)}
+    held = {}
+    for weight in (-8.0, 0.0, 8.0):
+        rule = ResidualDelta(1, 1)
+        rule.weight.data.fill_(weight)
+        out, _, _ = rule(partial(linear_attention, rule="delta", scale=1.0), x, None, Sequences(v, None))
+        held[weight] = out[0, 1, 0, 0].item()
+    assert held[-8.0] > 0.4 > held[0.0] > -0.4 > held[8.0]
+
+
+@pytest.mark.parametrize("setting", ["write.rule=add", "write.beta=one", "write.residual_chunk=0"])
+def test_a_look_needs_a_delta_rule_and_a_beta(setting):
+    with pytest.raises(InputError, match="residual_chunk"):
+        zoo.get(f"residual-delta({setting})")
+
+
+# --- a joint gate of low rank ----------------------------------------------------------------------------------------
+
+
+def gates(mixer, x):
+    """G^Q [B, T, H], P(r | h, q) and G^K [B, T, H, R], as softmaxes of the scores."""
+    R = mixer.spec.memories_per_head
+    q, k = heads(mixer, x, "qk")
+    read = H * torch.einsum("bthk,hk->bth", q, mixer.read_competition.weight).softmax(-1)
+    choice = torch.einsum("bthk,hrk->bthr", q, mixer.choice.weight).softmax(-1)
+    scores = torch.einsum("bthk,hrk->bthr", k, mixer.write_competition.weight.unflatten(0, (H, R)))
+    return read, choice, H * R * scores.flatten(2).softmax(-1).unflatten(-1, (H, R))
+
+
+PLAIN = "decay.kind=none, inputs.rotary=false, read.norm=none, read.gate=none"
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_a_joint_gate_is_a_table_of_its_rank(rank):
+    """All pairs of tokens, weighted by P(h | q_t, k_s)."""
+    mixer, x = build(f"softmax-retnet({PLAIN}, competition.memories_per_head={rank})"), torch.randn(2, T, D).double()
+    read, choice, write = gates(mixer, x)
+    joint = torch.einsum("bth,bthr,bshr->bhts", read, choice, write)
+    assert (torch.linalg.matrix_rank(joint, rtol=1e-9) == rank).all()
+    q, k, v = heads(mixer, x)
+    scores = (torch.einsum("bthk,bshk->bhts", q, k) * mixer.K**-0.5 * joint).tril()
+    assert relative(mixer(x)[0], mixer.o_proj(torch.einsum("bhts,bshv->bthv", scores, v).flatten(-2))) <= 1e-12
+
+
+@pytest.mark.parametrize("name", zoo.LINEAR)
+def test_a_joint_gate_starts_as_the_backbone_and_its_memories_part(name):
+    def start(name):
+        torch.manual_seed(0)
+        return layers.build(zoo.get(name), hidden_size=D, num_heads=H).double()
+
+    plain, joint = start(name), start(f"softmax-{name}(competition.memories_per_head=3)")
+    shared = plain.state_dict()
+    added = {key for key in joint.state_dict() if key not in shared and "residual" not in key}
+    assert added == {"read_competition.weight", "write_competition.weight", "choice.weight"}
+    x = torch.randn(2, T, D).double()
+    y = joint(x)[0]
+    assert relative(y, plain(x)[0]) <= 1e-12
+    (gradient,) = torch.autograd.grad((y * torch.randn_like(y)).sum(), joint.write_competition.weight)
+    first, second, third = gradient.unflatten(0, (H, 3)).unbind(1)
+    assert min(relative(first, second), relative(second, third), relative(third, first)) > 0.1
+
+
+@pytest.mark.parametrize(
+    "setting", ["competition.memories_per_head=0", "competition.memories_per_head=2, competition.write=none"]
+)
+def test_memories_that_could_not_differ_are_refused(setting):
+    with pytest.raises(InputError, match="memories_per_head"):
+        zoo.get(f"softmax-gla({setting})")
+
+
+def test_a_token_by_itself_has_all_its_memories_where_the_state_may_be_written_into():
+    """The native call for a whole layer knows one memory per head; the layer's separate steps know them all."""
+    mixer = build("softmax-gla(competition.memories_per_head=2)").float()
+    x = torch.randn(2, 8, D)
+    with torch.no_grad():
+        y, state = mixer(x)[0], None
+        for t in range(8):
+            here, state = mixer(x[:, t : t + 1], state, in_place=True)
+            assert relative(here, y[:, t : t + 1]) <= 1e-5

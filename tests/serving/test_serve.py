@@ -1,0 +1,443 @@
+"""The server: right answers to many at once, no work for who has gone."""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytest.importorskip("openai", reason="the extra [dev] is not installed")
+
+import httpx
+import openai
+import torch
+from starlette.requests import ClientDisconnect
+
+from groups import command
+from headrace.data.tokenizer import byte_level
+from headrace.hf import HeadraceForCausalLM, load
+from headrace.hf.generate import generate, sampling_settings
+from headrace.serving import Limits, application, engine, routes, serve
+from headrace.serving.engine import Engine
+from headrace.serving.sampling import Sampling
+from headrace.utils.errors import InputError
+from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving
+
+PROMPTS = [f"question{i}:" for i in range(50)]
+NEW = 8
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("model") / "tiny", ASCII)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with serving(checkpoint) as base:
+        yield base
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A client of a model of all bytes, with a chat template."""
+    with serving(save(tmp_path_factory.mktemp("model") / "chat", 257, TEMPLATE)) as base:
+        yield connect(base)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return connect(server)
+
+
+def greedy(checkpoint, prompt):
+    return generate(checkpoint, prompt, None, False, max_new_tokens=NEW, do_sample=False)["text"]
+
+
+def ask(client, prompt, **changes):
+    model = client.models.list().data[0].id
+    return client.completions.create(
+        **{"model": model, "prompt": prompt, "max_tokens": NEW, "temperature": 0} | changes
+    )
+
+
+def text_of(stream):
+    return "".join(chunk.choices[0].text for chunk in stream)
+
+
+def test_fifty_at_once_get_what_each_would_alone(client, checkpoint):
+    with ThreadPoolExecutor(len(PROMPTS)) as many:
+        answers = [*many.map(lambda prompt: text_of(ask(client, prompt, stream=True)), PROMPTS)]
+    assert answers == [greedy(checkpoint, prompt) for prompt in PROMPTS]
+    assert len({*answers}) > 1
+
+
+def test_without_a_stream(client, checkpoint):
+    answer = ask(client, "question7:")
+    assert answer.choices[0].text == greedy(checkpoint, "question7:")
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == NEW and answer.usage.prompt_tokens == len("question7:")
+
+
+def test_the_models(client, checkpoint):
+    (model,) = client.models.list().data
+    assert model.id == str(checkpoint) and client.models.retrieve(model.id) == model
+
+
+def test_usage_of_a_stream(client):
+    *pieces, last = ask(client, "question7:", stream=True, stream_options={"include_usage": True})
+    assert [piece.choices[0].finish_reason for piece in pieces][-1] == "length"
+    assert last.choices == [] and last.usage.completion_tokens == NEW and last.usage.total_tokens == NEW + 10
+
+
+def test_several_prompts_of_text_and_tokens_with_several_choices(client, checkpoint):
+    tokens = byte_level()("question1:").input_ids
+    answer = ask(client, ["question0:", "question2:"], n=2)
+    assert [choice.text for choice in answer.choices] == [greedy(checkpoint, f"question{i}:") for i in (0, 0, 2, 2)]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.completion_tokens == 4 * NEW
+    assert ask(client, tokens).choices[0].text == greedy(checkpoint, "question1:")
+    drawn = ask(client, "question1:", n=2, temperature=1, seed=1, max_tokens=32).choices
+    assert drawn[0].text != drawn[1].text
+
+
+def test_sampling_is_that_of_generate(client, checkpoint):
+    answer = ask(client, "question7:", temperature=0.7, top_p=0.9, seed=5)
+    expected = generate(checkpoint, "question7:", 5, False, **sampling_settings(NEW, 0.7, 0.9, 0, 1.0))
+    assert answer.choices[0].text == expected["text"]
+
+
+def test_a_seed_gives_the_same_text_whatever_else_draws(client):
+    ended = threading.Event()
+
+    def draw():
+        while not ended.is_set():
+            torch.rand(10)
+
+    sampled = {"temperature": 1, "max_tokens": 32}
+    other = threading.Thread(target=draw)
+    other.start()
+    try:
+        with ThreadPoolExecutor(8) as many:
+            seeds = [5, None, 5, 6, 5, None, 5, 6]
+            answers = many.map(lambda seed: ask(client, "a", **sampled, seed=seed).choices[0].text, seeds)
+            texts = [*zip(seeds, answers, strict=True)]
+    finally:
+        ended.set()
+        other.join()
+    assert len({text for seed, text in texts if seed == 5}) == 1
+    assert len({text for seed, text in texts}) == 4
+
+
+def test_a_stop_string_is_cut_off_in_a_stream_too(client, checkpoint):
+    whole = greedy(checkpoint, "question7:")
+    stop = whole[3:5]
+    assert whole.find(stop) > 0
+    answer = ask(client, "question7:", stop=[stop, "never in there"])
+    assert answer.choices[0].text == whole[: whole.find(stop)] and answer.choices[0].finish_reason == "stop"
+    assert text_of(ask(client, "question7:", stop=stop, stream=True)) == answer.choices[0].text
+
+
+def test_chats(chat):
+    model = chat.models.list().data[0].id
+    asked = {"model": model, "messages": [{"role": "user", "content": "who?"}], "temperature": 0}
+    answer = chat.chat.completions.create(**asked, max_tokens=NEW)
+    text = answer.choices[0].message.content
+    assert text == ask(chat, "user:who?;assistant:").choices[0].text and answer.object == "chat.completion"
+    chunks = [*chat.chat.completions.create(**asked, max_completion_tokens=NEW, stream=True)]
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == text
+    assert [chunk.choices[0].delta.role for chunk in chunks][:1] == ["assistant"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "who?"}]}]
+    assert (
+        chat.chat.completions.create(**asked | {"messages": parts}, max_tokens=NEW).choices[0].message.content == text
+    )
+    again = [*asked["messages"], answer.choices[0].message.model_dump(), *asked["messages"]]
+    assert chat.chat.completions.create(**asked | {"messages": again[:1]}, max_tokens=1).usage.completion_tokens == 1
+    assert chat.chat.completions.create(**asked | {"messages": again}, max_tokens=1, user="me").usage.prompt_tokens < 64
+
+
+def test_what_is_streamed_are_whole_characters(chat):
+    for seed in range(3):
+        asked = {"temperature": 1, "seed": seed, "max_tokens": 200}
+        assert text_of(ask(chat, "a", **asked, stream=True)) == ask(chat, "a", **asked).choices[0].text
+
+
+def test_the_errors_of_the_client(client):
+    with pytest.raises(openai.BadRequestError) as wrong:
+        ask(client, "a", temperature=3)
+    assert wrong.value.param == "temperature" and wrong.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError) as wrong:
+        ask(client, "a", model="gpt-9")
+    assert wrong.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+
+
+def test_fields_that_change_nothing_are_taken(client, checkpoint):
+    neutral = {"user": "me", "echo": False, "best_of": 1, "logit_bias": {}, "presence_penalty": 0, "seed": None}
+    assert ask(client, "question7:", **neutral).choices[0].text == greedy(checkpoint, "question7:")
+
+
+def test_no_web_page_may_read_or_ask(server):
+    asked = httpx.options(
+        f"{server}/v1/completions",
+        headers={"origin": "http://evil.example", "access-control-request-method": "POST"},
+        trust_env=False,
+    )
+    assert asked.status_code == 405 and not [name for name in asked.headers if name.startswith("access-control")]
+
+
+def wait_for(condition):
+    for _ in range(30000):  # ten minutes, on a busy machine
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it never came")
+
+
+def ended(pieces):
+    wait_for(lambda: pieces and pieces[-1].finish is not None)
+
+
+def requests_of(base):
+    return httpx.get(f"{base}/health", timeout=600, trust_env=False).json()["requests"]
+
+
+def until_free(base):
+    wait_for(lambda: not requests_of(base))
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_goes_away_ends_its_generation(server, client, checkpoint, streamed):
+    asked = {"prompt": "a", "max_tokens": ENDLESS, "temperature": 0, "stream": streamed}
+    with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2]))) as gone:
+        body = json.dumps(asked).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        gone.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: requests_of(server))
+        if streamed:
+            assert gone.recv(15) == b"HTTP/1.1 200 OK"
+    until_free(server)
+    assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
+
+
+def test_a_prompt_is_not_read_on_for_a_client_that_has_gone(checkpoint, monkeypatch):
+    """Its second piece is not processed."""
+    monkeypatch.setattr(engine, "PIECE", 2)
+    model, said, read = load(checkpoint), [], []
+    one = Engine(model, byte_level())
+    stream = engine.Stream([1, 2, 3, 4], Sampling(4), byte_level(), model.device, said.append)
+    model.model.register_forward_hook(lambda *_: read.append(1) or stream.gone.set())
+    one.submit(stream)
+    wait_for(lambda: read)
+    other = engine.Stream([1], Sampling(1), byte_level(), model.device, said.append)
+    one.submit(other)
+    wait_for(lambda: said)
+    assert len(read) == 2 and said[0].finish == "length"  # a piece of each prompt
+
+
+def test_short_prompts_are_read_together_and_do_not_wait_for_a_piece_of_a_long_one(checkpoint, monkeypatch):
+    """They arrive before the first of two layers, and those that fit into one call are answered before the second."""
+    monkeypatch.setattr(engine, "PIECE", 4)
+    monkeypatch.setattr(engine, "perf_counter", itertools.count().__next__)  # each layer takes as long as a turn
+    model, said, read = load(checkpoint), [[], [], [], []], []
+    one = Engine(model, byte_level())
+    long, *short = (
+        engine.Stream(list(range(1, n + 1)), Sampling(1), byte_level(), model.device, heard.append)
+        for n, heard in zip((9, 1, 2, 3), said, strict=True)
+    )
+
+    def arrive(*_):
+        arrival.remove()
+        for stream in short:
+            one.submit(stream)
+
+    arrival = model.model.backbone.layers[0].register_forward_pre_hook(arrive)
+    model.model.register_forward_hook(lambda module, args, out: read.append(out.last_hidden_state.shape[1]))
+    one.submit(long)
+    ended(said[0])
+    assert read == [1 + 2, 4, 3, 4, 1] and all(heard[-1].finish == "length" for heard in said)
+
+
+def test_a_long_prompt_has_half_of_the_time(checkpoint, monkeypatch):
+    """A turn of the others that takes three layers' time is followed by three layers."""
+    one, clock, turns = Engine(load(checkpoint), byte_level()), [0], []
+    monkeypatch.setattr(engine, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(one, "thread", threading.current_thread())
+    monkeypatch.setattr(one, "_take_turn", lambda: (turns.append(clock[0]), clock.__setitem__(0, clock[0] + 3)))
+    one.resumed = 0
+    for _ in range(8):
+        clock[0] += 1
+        one._between_layers()
+    assert turns == [1, 7, 13]
+
+
+@pytest.mark.parametrize(
+    "mixer", ["softmax-gla", "rwkv6", "gated-deltanet", ["softmax-gla", "transformer"], "softmax-rnn-gate"]
+)
+def test_streams_that_join_and_leave_get_the_tokens_that_they_get_alone(tmp_path, monkeypatch, mixer):
+    """Prompts of different lengths, in pieces, arrive at different times; some leave before their end."""
+    monkeypatch.setattr(engine, "PIECE", 3)
+    model = load(save(tmp_path, ASCII, mixer=mixer))
+    many = Engine(model, byte_level())
+    prompts = [list(range(1, n)) for n in (2, 9, 4, 17, 3, 8)]
+    said = [[] for _ in prompts]
+    for place, ids in enumerate(prompts):
+        sampling = Sampling(6 + 5 * place, temperature=place % 2, seed=place)
+        stream = engine.Stream(ids, sampling, byte_level(), model.device, said[place].append)
+        many.submit(stream)
+        if place == 2:
+            wait_for(lambda: said[2])
+            stream.gone.set()  # leaves in the middle
+    for place, ids in enumerate(prompts):
+        if place == 2:
+            continue
+        ended(said[place])
+        alone, sampling = [], Sampling(6 + 5 * place, temperature=place % 2, seed=place)
+        single = Engine(model, byte_level())
+        single.submit(engine.Stream(ids, sampling, byte_level(), model.device, alone.append))
+        ended(alone)
+        assert "".join(p.text for p in said[place]) == "".join(p.text for p in alone)
+        assert said[place][-1].tokens == alone[-1].tokens == 6 + 5 * place
+
+
+def test_an_error_of_one_prompt_ends_no_other(checkpoint):
+    model, fine, failed = load(checkpoint), [], []
+    one = Engine(model, byte_level())
+    one.submit(engine.Stream([1, 10**9], Sampling(4), byte_level(), model.device, failed.append))
+    one.submit(engine.Stream([1], Sampling(4), byte_level(), model.device, fine.append))
+    ended(fine)
+    assert isinstance(failed[0], Exception) and fine[-1].tokens == 4
+
+
+def test_what_the_server_counts(checkpoint):
+    with serving(checkpoint) as base:
+        ask(connect(base), "abc", max_tokens=5)
+        page = httpx.get(f"{base}/metrics", timeout=600, trust_env=False).text
+    values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    assert float(values["headrace_prompt_tokens_total"]) == 3
+    assert float(values["headrace_generated_tokens_total"]) == 5
+    assert float(values["headrace_first_piece_seconds_count"]) == 1
+    assert float(values["headrace_requests_open"]) == float(values["headrace_streams_running"]) == 0
+
+
+def test_a_setting_of_the_model_that_the_server_does_not_apply_is_refused(checkpoint):
+    model = load(checkpoint)
+    model.generation_config.repetition_penalty = 1.2
+    with pytest.raises(InputError, match="RepetitionPenalty"):
+        Engine(model, byte_level())
+
+
+def test_fifty_clients_that_go_away(server, client, checkpoint):
+    async def all_of_them():
+        async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="none", timeout=600, max_retries=0) as many:
+
+            async def one():
+                async with await many.completions.create(model=str(checkpoint), prompt="a", stream=True) as stream:
+                    async for _ in stream:
+                        return
+
+            tasks = [
+                asyncio.create_task(one() if i % 2 else many.completions.create(model=str(checkpoint), prompt="a"))
+                for i in range(50)
+            ]
+            await asyncio.sleep(0.2)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(all_of_them())
+    until_free(server)
+    assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
+
+
+def test_more_than_may_be_open_are_told_to_come_again(checkpoint):
+    with serving(checkpoint, requests=2) as base:
+        client = connect(base)
+        endless = {"stream": True, "max_tokens": ENDLESS}
+        with ask(client, "a", **endless) as first, ask(client, "b", **endless) as second:
+            assert next(iter(first)) and next(iter(second))  # both get tokens
+            with pytest.raises(openai.RateLimitError) as refused:
+                ask(client, "a")
+            assert int(refused.value.response.headers["retry-after"]) >= 1
+            assert client.models.list().data  # what does not generate is not refused
+            first.close()
+            wait_for(lambda: requests_of(base) <= 1)
+            assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
+
+
+def test_a_client_that_does_not_read_is_given_up(monkeypatch):
+    monkeypatch.setattr(routes, "SEND_SECONDS", 0.01)
+    closed = []
+
+    async def chunks():
+        try:
+            yield b"more"
+        finally:
+            closed.append(True)
+
+    async def send(message):
+        await asyncio.Event().wait()
+
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(routes.send_all(chunks(), b"text/plain", send))
+    assert closed
+
+
+def test_a_failure_is_an_error_of_the_server(checkpoint, monkeypatch):
+    def fails(*_, **__):
+        raise OSError("a disk")
+
+    with serving(checkpoint) as base:
+        monkeypatch.setattr(HeadraceForCausalLM, "forward", fails)
+        with pytest.raises(openai.InternalServerError, match="failed with OSError"):
+            ask(connect(base), "a")
+
+
+def test_what_the_model_cannot_do_is_the_fault_of_the_request(tmp_path):
+    gpt = save(tmp_path, ASCII, mixer="gpt", max_position_embeddings=16)
+    with serving(gpt) as base, pytest.raises(openai.BadRequestError, match="16"):
+        ask(connect(base), "a" * 20)
+
+
+def test_what_cannot_be_served_is_said_before(tmp_path):
+    with pytest.raises(InputError, match=r"has no config\.json"):
+        application(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_ends_it_while_it_generates(checkpoint, tmp_path, number, code, word):
+    server = command(tmp_path, "serve", checkpoint, "--port", 0, "--max-tokens", ENDLESS)
+    while not (tmp_path / "out").exists() or "\n" not in (tmp_path / "out").read_text():
+        assert server.is_alive()
+        time.sleep(0.05)
+    base = (tmp_path / "out").read_text().splitlines()[0].split()[-1]
+    with ask(connect(base.removesuffix("/v1")), "a", stream=True, max_tokens=ENDLESS) as stream:
+        next(iter(stream))
+        os.kill(server.pid, number)
+        with pytest.raises(openai.APIConnectionError):
+            list(stream)
+    server.join()
+    said = (tmp_path / "err").read_text()
+    assert server.exitcode == code and f"{word}: the server has ended" in said and "Traceback" not in said
+
+
+def test_an_address_that_cannot_be_had(checkpoint):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"--port={port} cannot be used as an address: .* in use"):
+            serve(checkpoint, "127.0.0.1", port, Limits())
+    with pytest.raises(InputError, match="--port=70000; expected 0 to 65535"):
+        serve(checkpoint, "127.0.0.1", 70000, Limits())
+    with pytest.raises(InputError, match="--host='no host' and"):
+        serve(checkpoint, "no host", 0, Limits())

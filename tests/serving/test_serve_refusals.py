@@ -1,0 +1,267 @@
+"""What the server refuses: one sentence that names the field, in OpenAI's shape, and never a 500."""
+
+import json
+import re
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytest.importorskip("openai", reason="the extra [dev] is not installed")
+
+import httpx
+import openai
+from starlette.testclient import TestClient
+
+from headrace.serving import protocol, requests, routes
+from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(save(tmp_path_factory.mktemp("model") / "tiny", ASCII)) as base:
+        yield base
+
+
+@pytest.fixture
+def chat(tmp_path):
+    with serving(save(tmp_path, 257, TEMPLATE)) as base:
+        yield connect(base).chat.completions
+
+
+@pytest.fixture
+def post(server):
+    def post(path, **request):
+        return httpx.post(f"{server}{path}", timeout=600, trust_env=False, **request)
+
+    return post
+
+
+# The body of a completion that is wrong: the sentence of the error, and the field that it names.
+BODIES = {
+    "{bad": ("the body is not JSON", None),
+    "[" * 20000: ("the body is not JSON", None),
+    b'{"prompt": "\xff"}': ("the body is not JSON", None),
+    '{"prompt": "\\ud800"}': ("the body is not JSON", None),
+    '{"prompt": "a", "top_p": NaN}': ("the body is not JSON", None),
+    "": ("the body is not JSON", None),
+    "[1]": ("the body=[1]", None),
+    "{}": ("prompt: Field required", "prompt"),
+    '{"prompt": null}': ("prompt: Field required", "prompt"),
+    '{"prompt": []}': ("prompt=[]", "prompt"),
+    '{"prompt": true}': ("prompt=True", "prompt"),
+    '{"prompt": ""}': ("the prompt has no tokens; expected some text", "prompt"),
+    '{"prompt": ["a", ""]}': ("the prompt has no tokens; expected some text", "prompt"),
+    '{"prompt": "é"}': ("the model has 94", "prompt"),
+    '{"prompt": [1, 94]}': ("the prompt has the token 94; the model has 94", "prompt"),
+    '{"prompt": [-1]}': ("the prompt has the token -1; the model has 94", "prompt"),
+    f'{{"prompt": [{10**30}]}}': ("the prompt has the token 1000", "prompt"),
+    f'{{"prompt": [{10**4200}]}}': ("the prompt has the token 1000", "prompt"),
+    f'{{"prompt": "a", "seed": {"9" * 5000}}}': ("the body is not JSON", None),
+    json.dumps({"prompt": "a", "x" * 9999: 1}): ("x=1 is not available; leave it out", "x" * 40),
+    json.dumps({"prompt": "a" * 65}): ("the prompt has 65 tokens; expected at most 64", "prompt"),
+}
+# A field beside a prompt, as its error shows it.
+FIELDS = {
+    "max_tokens=-1": -1,
+    "max_tokens=0 without echo; expected at least 1": 0,
+    "max_tokens=1e+30": 1e30,
+    "max_tokens=1000": 10**30,
+    "max_tokens=9999": 10**4200 - 1,
+    f"max_tokens={ENDLESS + 1}; expected at most": ENDLESS + 1,
+    "max_tokens=True": True,
+    "top_p='1'": "1",
+    "top_p=0": 0,
+    "top_p=1.5": 1.5,
+    "temperature=3": 3,
+    "temperature=-1": -1,
+    "temperature=1e-30; expected 0, or 0.01 to 2": 1e-30,
+    "n=0": 0,
+    "n=1000000": 10**6,
+    "seed=184": 2**64,
+    "stop.0='': ": "",
+    "stop=['a', 'a'": ["a"] * 5,
+    "stop.0='aaa": "a" * 1000,
+    "stream='yes'": "yes",
+    "stream_options=1": 1,
+    "logprobs=6": 6,
+    "logprobs=-1": -1,
+    "logprobs=True": True,
+    "echo=1": 1,
+    "presence_penalty=1 is not available": 1,
+    "best_of=2 is not available": 2,
+    "top_k=5 is not available": 5,
+}
+ELSEWHERE = {
+    "POST /v1/completions/": 404,
+    "POST /v1/embeddings": 404,
+    "POST /v1/responses": 404,
+    "POST /load_model": 404,
+    "POST /reset": 404,
+    "GET /docs": 404,
+    "GET /v1/completions": 405,
+    "POST /v1/models": 405,
+}
+
+
+def refused(answer, status, sentence, param=None):
+    assert answer.status_code == status
+    assert len(answer.content) < 500
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert sentence in error["message"] and error["param"] == param and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: str(body)[:20])
+def test_bodies_that_are_refused(post, body):
+    sentence, param = BODIES[body]
+    refused(post("/v1/completions", content=body, headers={"content-type": "application/json"}), 400, sentence, param)
+
+
+@pytest.mark.parametrize("sentence", FIELDS, ids=lambda sentence: sentence.partition(";")[0])
+def test_fields_that_are_refused(post, sentence):
+    name = re.match(r"\w+", sentence)[0]
+    refused(post("/v1/completions", json={"prompt": "a", name: FIELDS[sentence]}), 400, sentence, name)
+
+
+@pytest.mark.parametrize("route", ELSEWHERE)
+def test_nothing_else_is_served(server, route):
+    answer = httpx.request(*route.replace("/", f"{server}/", 1).split(), timeout=600, trust_env=False)
+    refused(answer, ELSEWHERE[route], f"{route} is not served")
+    assert ("allow" in answer.headers) == (answer.status_code == 405)
+
+
+def test_what_is_no_prompt_at_all(post):
+    refused(post("/v1/completions", data={"prompt": "a"}), 415, "the content-type is not application/json")
+    refused(post("/v1/completions", json={"prompt": "a" * 10**7}), 413, "the body has more than")
+    refused(post("/v1/completions", json={"prompt": "a", "model": "gpt" * 99}), 404, "is not served", "model")
+
+
+def test_a_body_that_does_not_arrive(server, monkeypatch):
+    monkeypatch.setattr(routes, "BODY_SECONDS", 0.1)
+
+    def nothing():
+        time.sleep(1)
+        yield b"{}"
+
+    answer = httpx.post(
+        f"{server}/v1/completions",
+        content=nothing(),
+        headers={"content-type": "application/json"},
+        timeout=600,
+        trust_env=False,
+    )
+    refused(answer, 408, "the body did not arrive within 0.1 seconds")
+
+
+def test_a_chat_with_a_model_without_a_template_is_refused_by_a_sentence(server):
+    asked = {"model": None, "messages": [{"role": "user", "content": "?"}]}
+    with pytest.raises(openai.NotFoundError, match="has no chat template, so it answers no chats") as refusal:
+        connect(server).chat.completions.create(**asked)
+    assert refusal.value.param == "model"
+
+
+def test_more_texts_than_may_be_open_are_refused(tmp_path):
+    with serving(save(tmp_path, ASCII), requests=5) as base:
+        ask = connect(base).completions.create
+        assert len(ask(model=None, prompt=["a"] * 5, max_tokens=1).choices) == 5
+        with pytest.raises(openai.BadRequestError, match="n=2 of 3 prompts are 6 texts; expected at most 5"):
+            ask(model=None, prompt=["a"] * 3, n=2)
+        with ask(model=None, prompt=["a"] * 4, max_tokens=ENDLESS, stream=True) as four:
+            next(iter(four))
+            assert ask(model=None, prompt="a", max_tokens=1).choices
+            with pytest.raises(openai.RateLimitError, match="5 of 5 requests are open"):
+                ask(model=None, prompt=["a", "b"], max_tokens=1)
+
+
+def test_a_model_is_served_under_its_name(tmp_path):
+    with serving(save(tmp_path, ASCII), name="mine") as base:
+        client = connect(base)
+        assert [model.id for model in client.models.list()] == ["mine"]
+        assert client.completions.create(model="mine", prompt="a", max_tokens=1).model == "mine"
+        with pytest.raises(openai.NotFoundError, match="expected 'mine'"):
+            client.completions.create(model=str(tmp_path), prompt="a")
+
+
+# The header Host of a request to a server that knows itself as "here".
+HOSTS = {
+    "localhost": True, "LOCALHOST:8000": True, "127.0.0.1:8000": True, "[::1]:8000": True, "192.0.2.7": True,
+    "here:80": True, "Here": True, "evil.example": False, "evil.example:8000": False, "localhost.evil.example": False,
+    "127.0.0.1.evil.example": False, "[::1": False, "": False, "here@evil.example": False, "localhost:evil": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_request_by_an_unknown_name_is_refused(host):
+    """It may come from a web page whose name was made to point to this machine."""
+
+    async def app(scope, receive, send):
+        await routes.JSONResponse("fine")(scope, receive, send)
+
+    answer = TestClient(routes.KnownHosts(app, ["here"])).get("/", headers={"host": host})
+    if HOSTS[host]:
+        assert answer.json() == "fine"
+    else:
+        refused(answer, 403, f"the Host {host!r} is not known; start the server with --allow-host to accept a name")
+
+
+def test_the_server_asks_for_a_known_host(server):
+    for route in ("/health", "/v1/models"):
+        answer = httpx.get(f"{server}{route}", headers={"host": "evil.example"}, timeout=600, trust_env=False)
+        refused(answer, 403, "the Host 'evil.example' is not known")
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: loc"])
+def test_a_connection_without_a_whole_header_is_closed(server, monkeypatch, sent):
+    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2])), timeout=300) as slow:
+        slow.sendall(sent)
+        assert slow.recv(1) == b""  # the end; without a limit the recv would time out
+
+
+def test_a_later_header_on_a_connection_must_arrive_too_and_a_body_may_take_longer(server, monkeypatch):
+    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2])), timeout=300) as slow:
+        slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
+        time.sleep(1)
+        slow.sendall(body)
+        assert slow.recv(2**16).startswith(b"HTTP/1.1 200 OK")
+        slow.sendall(b"GET /hea")
+        while slow.recv(2**16):
+            pass
+
+
+def test_the_page_lists_what_is_refused_and_what_is_ignored():
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", page, re.MULTILINE))
+    assert rows == {
+        name: ", ".join(f"`{json.dumps(value)}`" for value in values) or "none"
+        for name, values in requests.NEUTRAL.items()
+    }
+    ignored = re.search(r"without effect:\s(.*?)\.\s", page, re.DOTALL)[1]
+    assert {*re.findall(r"`(\w+)`", ignored)} == requests.IGNORED
+    for kind, path in ((requests.Completion, "/v1/completions"), (requests.Chat, "/v1/chat/completions")):
+        fields = re.search(rf"^- `{path}`: (.*?)\.$", page, re.DOTALL | re.MULTILINE)[1]
+        taken = {name for name in kind.model_fields if (kind, name) != (requests.Chat, "logprobs")}
+        assert {*re.findall(r"`(\w+)`", fields)} - {"max_completion_tokens"} == taken
+
+
+def test_mistakes_in_chats(chat):
+    image = {"type": "image_url", "image_url": {"url": "a"}}
+    mistakes = {
+        r"messages=\[\]": [],
+        "messages.0.role=1": [{"role": 1, "content": "a"}],
+        "messages.0.content: Field required": [{"role": "user"}],
+        "messages.0.content.0.type='image_url'": [{"role": "user", "content": [image]}],
+        "tool_calls=.* is not available": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}],
+        "the chat template refuses the messages: no judges": [{"role": "judge", "content": "?"}],
+    }
+    for sentence, messages in mistakes.items():
+        with pytest.raises(openai.BadRequestError, match=sentence):
+            chat.create(model=None, messages=messages)
+    with pytest.raises(openai.BadRequestError, match="logprobs=True"):
+        chat.create(model=None, messages=[{"role": "user", "content": "?"}], logprobs=True)

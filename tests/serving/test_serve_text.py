@@ -1,0 +1,76 @@
+"""Text from tokens: whole characters, and an end at a stop string."""
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+
+import torch
+
+from headrace.data.tokenizer import byte_level
+from headrace.serving.engine import Piece, Stream
+from headrace.serving.metrics import Metrics
+from headrace.serving.sampling import Draw, Sampling
+from headrace.serving.text import Text
+
+
+@pytest.mark.parametrize("text", ["añb–c🙂🙂", "一二三", "", " a  b\n\n c ", "\ufffd", "é"])
+def test_text_of_tokens_is_that_of_all_of_them(text):
+    tokenizer = byte_level()
+    pieces = Text(tokenizer, ())
+    given = [pieces.add(token) for token in tokenizer(text).input_ids]
+    assert "".join(given) + pieces.rest() == text
+    assert "\ufffd" in text or not any("\ufffd" in piece for piece in given)
+
+
+def test_text_of_bytes_that_are_no_text():
+    tokenizer = byte_level()
+    for _ in range(50):
+        tokens = torch.randint(257, (60,)).tolist()
+        pieces = Text(tokenizer, ())
+        text = "".join([*map(pieces.add, tokens), pieces.rest()])
+        assert text == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "text, stop, expected",
+    [("one two", ("two",), "one "), ("aab", ("ab",), "a"), ("abab", ("abc",), "abab"), ("xyz", ("z", "yz"), "x")],
+)
+def test_stop_strings_that_come_in_pieces(text, stop, expected):
+    tokenizer = byte_level()
+    pieces = Text(tokenizer, stop)
+    given = ""
+    for token in tokenizer(text).input_ids:
+        given += pieces.add(token)
+        assert expected.startswith(given)
+        if pieces.stopped:
+            break
+    assert given + pieces.rest() == expected and pieces.stopped == (expected != text)
+
+
+def test_a_stop_string_that_the_last_token_ends_is_the_reason():
+    """A character that is not finished is text only once no other token follows."""
+    said, tokenizer = [], byte_level()
+    stream = Stream([1], Sampling(1, stop=("\ufffd",)), tokenizer, torch.device("cpu"), said.append)
+    assert not stream.add(tokenizer("é").input_ids[0], []) and said == [Piece("", 1, "stop")]
+
+
+def test_the_counters_are_of_the_tokens_of_all_streams():
+    metrics = Metrics(lambda: 2, lambda: 1)
+    for prompt, pieces in ((7, (1, 4)), (5, (3,))):
+        clock = metrics.stream(prompt)
+        for tokens in pieces:
+            clock.tick(tokens)
+    page = metrics.page().decode()
+    for line in (
+        "headrace_prompt_tokens_total 12.0", "headrace_generated_tokens_total 7.0", "headrace_requests_open 2.0",
+        "headrace_first_piece_seconds_count 2.0", "headrace_between_pieces_seconds_count 1.0",
+        "headrace_streams_running 1.0",
+    ):  # fmt: skip
+        assert f"\n{line}\n" in page, line
+
+
+@pytest.mark.parametrize(("top_p", "drawn"), [(0.5, {0}), (0.85, {0, 1}), (1.0, {0, 1, 2})])
+def test_top_p_leaves_out_the_least_likely_tokens(top_p, drawn):
+    draw = Draw(Sampling(1, temperature=1.0, top_p=top_p, seed=0), torch.device("cpu"))
+    scores = torch.tensor([[0.6, 0.3, 0.1]]).log()
+    assert {draw(scores) for _ in range(200)} == drawn

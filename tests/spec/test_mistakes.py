@@ -1,0 +1,101 @@
+"""What a user can get wrong in a recipe, in texts and in names, in one sentence each."""
+
+import json
+import time
+
+import pytest
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+from headrace import zoo
+from headrace.data import Preparation, open_data, prepare, tokenizer
+from headrace.studies.compare.run import read_result
+from headrace.tasks import text as text_task
+from headrace.utils.errors import InputError
+from trained import recipe, train
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"seed": -1}, "seed=-1; expected 0 to 4294967295"),
+        ({"seed": 2**32}, "seed=4294967296; expected 0 to 4294967295"),
+        ({"heads": 0}, "heads=0; expected at least 1"),
+        ({"layers": 0}, "layers=0; expected at least 1"),
+        ({"hidden_size": -16}, "hidden_size=-16; expected at least 1"),
+        ({"vocab_size": 0}, "vocab_size=0; expected at least 1"),
+        ({"tokens": float("inf")}, "tokens=inf is not allowed; expected finite float"),
+        ({"lr": float("inf")}, "lr=inf is not allowed; expected finite float"),
+        ({"weight_decay": float("nan")}, "weight_decay=nan is not allowed; expected finite float"),
+        ({"warmup_tokens": -1.0}, "warmup_tokens=-1; expected at least 0"),
+        (
+            {"tokens": 40.0, "warmup_tokens": 0.0},
+            "tokens=40; expected at least half of a step, which is batch_tokens=128",
+        ),
+    ],
+)
+def test_numbers_no_run_can_have(changes, sentence):
+    with pytest.raises(InputError, match=sentence):
+        recipe(**changes)
+
+
+def test_a_step_larger_than_the_data_is_refused(data, tmp_path):
+    with pytest.raises(InputError, match=r"batch_tokens=64000000000000000 is \d+ rows per step, but the data have"):
+        train(data, tmp_path / "run", batch_tokens=64 * 10**15, tokens=64e15, warmup_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ([1, 2, 3], "no documents: texts.jsonl row 1 is of type int, not text; expected at least 1"),
+        ([None, None], "no documents: texts.jsonl row 1 is null; expected at least 1"),
+        ([["a"], ["b"]], "no documents: texts.jsonl row 1 is of type list, not text; expected at least 1"),
+    ],
+)
+def test_rows_without_any_text_are_refused(tmp_path, values, sentence):
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
+    with pytest.raises(InputError, match=sentence):
+        prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16), tmp_path / "d")
+
+
+def test_a_seed_that_is_none_is_refused(tmp_path):
+    with pytest.raises(InputError, match="--seed -1; expected at least 0"):
+        Preparation(("a.txt",), seed=-1)
+
+
+def test_the_end_of_a_document_is_never_read_from_its_text(tmp_path):
+    texts = [f"before {tokenizer.END} after, {i}" for i in range(20)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for workers in (1, 2):
+        prepare(
+            Preparation((str(tmp_path / "texts.jsonl"),), length=16, workers=workers, held_out=0.05),
+            tmp_path / f"d{workers}",
+        )
+        data = open_data(tmp_path / f"d{workers}")
+        tokens = [token for row in data.train for token in row["input_ids"]]
+        assert tokens.count(data.tokenizer.eos_token_id) == 19
+        assert data.tokenizer.decode(tokens).count(tokenizer.END) == 2 * 19
+
+
+def test_the_text_task_reads_no_end_of_a_document(tmp_path):
+    tokens = tokenizer.byte_level()
+    tokens.backend_tokenizer.save(str(tmp_path / "tokens.json"))
+    encode, _ = text_task.encoder(str(tmp_path / "tokens.json"))
+    assert len(encode(tokenizer.END)) == len(tokenizer.END)
+
+
+@pytest.mark.parametrize(
+    "name", [" " * 300_000 + "x y", "gla" + " " * 300_000 + "x", "gla (" + " " * 300_000, "a" * 300_000]
+)
+def test_a_name_of_any_length_is_read_in_no_time(name):
+    started = time.process_time()
+    with pytest.raises(InputError):
+        zoo.get(name)
+    assert time.process_time() - started < 20  # quadratic: minutes
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"scores": {}}'])
+def test_a_result_that_is_none_is_named(tmp_path, content):
+    (tmp_path / "result.json").write_text(content)
+    with pytest.raises(InputError, match=r"result.json' .*; delete it and run the command again"):
+        read_result(tmp_path / "result.json")

@@ -1,0 +1,258 @@
+"""The benchmarks run, and write what they found."""
+
+import csv
+import os
+import subprocess
+import sys
+import types
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import decays
+import decode
+import gpu
+import gpu_compile
+import gpu_op
+import host
+import launches
+import model
+import op
+import reproduction
+import taylor
+from gpu_measure import Machine
+from headrace.ops.backends.base import Kernel
+from headrace.ops.dispatch import BACKENDS
+from headrace.studies.bench.models import Shape
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """A file to write to, and a function that reads it back."""
+    path = tmp_path / "results" / "rows.csv"
+    return path, lambda: list(csv.DictReader(path.read_text("utf-8").splitlines()))
+
+
+@pytest.mark.parametrize("path", sorted(Path(op.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_every_script_finds_what_it_imports(path):
+    assert import_module(path.stem).__doc__
+
+
+def test_op_times_ours_and_every_peer_it_can_check(lines):
+    path, read = lines
+    for _ in range(2):  # the second run appends
+        op.main(quick=True, family=["linear"], rounds=1, budget=30.0, peers="", threads=1, device="cpu", output=path)
+    rows = read()
+    runners = {row["runner"] for row in rows}
+    assert {"headrace torch", "headrace torch, heads competing", "torch scaled_dot_product_attention"} <= runners
+    ours = [row for row in rows if row["runner"] == "headrace torch"]
+    assert len(ours) == 2 * 8  # two sizes, two lengths, forward with and without backward
+    assert all(float(row["cpu_ms"]) > 0 and float(row["error"]) < 1e-5 for row in rows)
+
+
+def test_decode_finds_a_constant_state_as_large_as_promised(lines):
+    path, read = lines
+    decode.main(quick=True, mixer=["retnet", "transformer"], tokens=20, threads=1, output=path)
+    sizes = {(row["name"], row["position"]): row["state_bytes"] for row in read()}
+    assert sizes["retnet", "100"] == sizes["retnet", "1000"]
+    assert int(sizes["transformer", "1000"]) == 10 * int(sizes["transformer", "100"])
+    assert all(row["state_bytes"] == row["promised_bytes"] for row in read())
+
+
+def test_models_are_trained_decoded_and_prefilled(lines, monkeypatch):
+    path, read = lines
+    monkeypatch.setattr(model, "Shape", lambda layers: Shape(layers, hidden_size=64, heads=2, vocab_size=50))
+    model.train(layers=[1, 2], tokens=16, rounds=2, model=["headrace", "Llama"], output=path)
+    model.decode(layers=1, context=100, rounds=2, model=["headrace gla", "Mamba2"], output=path)
+    model.prefill(layers=1, tokens=100, model=["headrace gla"], output=path)
+    rows = read()
+    assert [(row["what"], row["layers"]) for row in rows] == [("train", "1")] * 5 + [("train", "2")] * 5 + [
+        ("decode", "1")
+    ] * 4 + [("prefill", "1")]
+    assert [row["name"] for row in rows[10:]] == [
+        "headrace gla", "transformers Mamba2", "headrace gla, weights in bfloat16", "headrace gla, weights in int8",
+        "headrace gla",
+    ]  # fmt: skip
+    assert all(float(row["seconds"]) > 0 and float(row["tokens_per_second"]) > 0 for row in rows)
+    assert float(rows[0]["ratio"]) == 1 and len({row["parameters"] for row in rows if "gla" in row["name"]}) > 1
+    assert rows[10]["parameters"] == rows[12]["parameters"] == rows[13]["parameters"]
+
+
+def test_decays_are_held_against_the_first(lines):
+    path, read = lines
+    decays.main(quick=True, family=["scalar"], backend=["torch"], rounds=2, output=path)
+    rows = read()
+    assert [float(row["log_decay"]) for row in rows] == [*decays.DECAYS] * 2
+    assert all(float(row["ratio"]) == 1 for row in rows if float(row["log_decay"]) == decays.DECAYS[0])
+
+
+def test_taylor_finds_errors_that_fall_with_the_order(tmp_path, monkeypatch):
+    for place in ("RESULTS", "DOCS"):
+        monkeypatch.setattr(taylor, place, tmp_path)
+    taylor.error(tokens=12, heads=2, dim=4)
+    rows = list(csv.DictReader((tmp_path / "taylor_error.csv").read_text("utf-8").splitlines()))
+    small = [float(row["by_norm"]) for row in rows if row["logits"] == "0.25"]
+    assert len(small) == 11 and small == sorted(small, reverse=True) and (tmp_path / "taylor-error.png").stat().st_size
+
+
+def test_taylor_compares_mixers_that_there_are(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("what is compared must exist " * 100)
+    (plan,) = taylor.plan((str(text),), steps=3, seeds=1).plans
+    plan.check()
+    assert len(plan.arms()) == len(plan.mixers) > len(taylor.PANELS)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(gpu, "DRY", gpu.DRY._replace(families=("scalar", "delta")))
+
+
+def test_the_gpu_benchmark_is_rehearsed_on_the_cpu(lines, small, capsys):
+    path, read = lines
+    assert gpu.main(["--dry", "--output", str(path)]) == 0
+    rows = read()
+    assert list(dict.fromkeys(row["stage"] for row in rows)) == list(gpu.STAGES)
+    assert {row["subject"] for row in rows if row["stage"] == "op"} >= {"torch", "torch, gates"}
+    errors = {row["measure"]: float(row["value"]) for row in rows if row["unit"] == "relative"}
+    # An output is rounded once to bfloat16 (2⁻⁹), a gradient and the weights that it is made of once each.
+    assert errors["output"] <= 2**-9 and errors["gradients"] <= 2**-7 and errors["state"] <= 1e-5
+    # A layer rounds some eight times on the way, a gradient to its weights twice as often.
+    assert errors["layer's output"] <= 2**-6 and errors["layer's gradients"] <= 2**-5
+    assert all(float(row["value"]) > 0 for row in rows)
+    assert f"{len(rows)} rows in {path}, of them 0 failures" in capsys.readouterr().out
+
+
+def test_peers_that_can_be_imported_are_timed(lines, small, monkeypatch):
+    """Helion's examples take heads first."""
+    given = []
+
+    def chunked_linear_attn(q, k, v, g, beta=None, return_final_state=False):
+        given.append((q.shape, g.shape))
+        out = (q * k).sum(-1, keepdim=True) * v * g[..., None].exp()
+        return out, out.sum(2)
+
+    module = types.SimpleNamespace(chunked_linear_attn=chunked_linear_attn)
+    monkeypatch.setitem(sys.modules, gpu_op.HELION, module)
+    monkeypatch.setattr(gpu, "DRY", gpu.DRY._replace(families=("scalar",)))
+    path, read = lines
+    assert gpu.main(["--dry", "--stage", "op", "--output", str(path)]) == 0
+    ways = {row["measure"] for row in read() if row["subject"] == "helion"}
+    assert {"fwd", "f+b"} <= ways and set(given) == {((1, 2, 70, 16), (1, 2, 70))}
+
+
+def test_a_backend_that_fails_does_not_end_the_gpu_benchmark(lines, small, monkeypatch):
+    def broken(call):
+        raise RuntimeError("misaligned address")
+
+    monkeypatch.setitem(
+        BACKENDS, "native", BACKENDS["torch"]._replace(linear_attention=Kernel(broken, lambda call: None))
+    )
+    path, read = lines
+    assert gpu.main(["--dry", "--stage", "correctness", "--output", str(path)]) == 1
+    failed = [row for row in read() if row["measure"] == "failed"]
+    assert {(row["subject"], row["note"]) for row in failed} == {("native", "RuntimeError: misaligned address")}
+    assert any(row["subject"] == "torch" and row["measure"] == "gradients" for row in read())
+
+
+LATER = """
+import gpu_compile, gpu_sizes, dry
+from gpu_measure import Machine
+job = gpu_compile.jobs(gpu_sizes.DRY)[0]
+B, T, *heads = job.shape
+with dry.gpu("sm_90") as launches:
+    gpu_compile.op(job._replace(shape=(B, 3 * T, *heads)), gpu_sizes.DRY)
+print(len(launches))
+"""
+
+
+@pytest.mark.slow
+def test_what_is_compiled_first_is_not_compiled_again(tmp_path, monkeypatch):
+    """Twice two forwards and a backward: of `prepare`, and of four kernels that gates change."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(gpu.__file__).parent), prepend=os.pathsep)
+    compiled, time = gpu_compile.compiling(Machine("cpu"), gpu.DRY)
+    kernels = {path.parent for path in tmp_path.glob("*/*.cubin")}
+    assert compiled[3] == 1 and time[3] > 0 and len(kernels) == 9
+    later = subprocess.run([sys.executable, "-c", LATER], check=True, capture_output=True, text=True)
+    assert later.stdout.split() == ["16"] and {path.parent for path in tmp_path.glob("*/*.cubin")} == kernels
+
+
+def test_whole_rows_are_those_without_segments():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from headrace.ops.backends.triton import segments
+
+    assert gpu_op.as_whole_rows(lambda: segments.FEWEST)() > 10**6 > segments.FEWEST
+
+
+def test_a_stage_that_fails_does_not_end_the_gpu_benchmark(lines, monkeypatch, capfd):
+    """Not even where it has left the process without a GPU."""
+
+    def broken(machine, sizes):
+        yield "machine", "", "copy", 1.0, "GB/s", ""
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setitem(gpu.STAGES, "op", broken)
+    path, read = lines
+    assert gpu.main(["--dry", "--stage", "op", "--stage", "ceilings", "--output", str(path)]) == 1
+    assert [row["stage"] for row in read()] == ["op", "op", "ceilings", "ceilings", "ceilings"]
+    assert read()[1]["measure"] == "failed" and "an illegal memory access" in read()[1]["note"]
+    assert "RuntimeError: an illegal memory access" in capfd.readouterr().out
+
+
+def test_no_graph_is_captured_after_one_that_failed(monkeypatch):
+    def failing(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    machine = Machine("cuda")
+    monkeypatch.setattr("gpu_measure.captured", lambda *_: (None, "replay"))
+    assert machine.graph(print) == machine.graph(print) == "replay"
+    monkeypatch.setattr("gpu_measure.captured", failing)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        machine.graph(print)
+    assert machine.graph(print) is None
+
+
+def test_the_gpu_benchmark_ends_in_time(lines, small, capsys):
+    path, read = lines
+    assert gpu.main(["--dry", "--minutes", "0", "--output", str(path)]) == 0
+    assert "minutes are over" in capsys.readouterr().out and len(read()) == 1
+
+
+@pytest.mark.slow
+def test_launches_counts_those_of_forward_and_backward(lines):
+    for package in ("triton", "fla"):
+        pytest.importorskip(package)
+    path, read = lines
+    command = [sys.executable, launches.__file__, "--gpu", "sm_90", "--family", "linear", "--output", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    rows = read()
+    for backend in ("fla", "triton"):
+        assert [x["way"] for x in rows if x["backend"] == backend] == ["forward"] * 2 + ["backward"] * 4
+    assert all(int(row["registers"]) > 0 and int(row["matrix"]) > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_host_times_calls_without_a_gpu(lines):
+    pytest.importorskip("triton")
+    path, read = lines
+    command = [sys.executable, host.__file__, "--family", "scalar", "--rounds", "1", "--output", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    found = {row["backend"]: row for row in read()}
+    assert int(found["triton"]["launches"]) == 2 + 4
+    assert all(float(row[way]) > 0 for row in found.values() for way in ("forward", "both"))
+
+
+def test_the_rows_of_a_reproduction_are_of_each_seed(tmp_path):
+    """Two seeds of one mixer; what has no number yet has no row."""
+    for seed, loss in ((0, 5.5), (2, 5.25)):
+        folder = tmp_path / f"1m-gla-{seed}" / "model"
+        folder.mkdir(parents=True)
+        (folder / "history.json").write_text(f'[{{"final_loss": {loss}}}]')
+    found = reproduction.rows("figure-2", "laptop", tmp_path)
+    assert [(row.run, row.metric, row.value, row.seconds) for row in found] == [
+        ("1m-gla-0", "held-out loss", 5.5, None), ("1m-gla-2", "held-out loss", 5.25, None),
+    ]  # fmt: skip
+    assert "seed=2 --mixer gla" in found[1].command

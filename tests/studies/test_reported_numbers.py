@@ -1,0 +1,364 @@
+"""Numbers of benchmarks, evaluations, reproductions and conversions, computed here a second time: by hand, by scipy, or
+by the closed formula."""
+
+import html
+import json
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scipy import stats
+
+pytest.importorskip("lm_eval")
+
+from headrace.hf.convert.flash import fla_config
+from headrace.report.numbers import compact, significant
+from headrace.studies.bench import measure, report, results
+from headrace.studies.bench.models import Shape, build, cache_bytes
+from headrace.studies.bench.plan import BenchPlan, Point, points
+from headrace.studies.evaluate import findings, scores, unigram
+from headrace.studies.evaluate.report import draw, write_report
+from headrace.studies.evaluate.run import Evaluation, EvaluationPlan
+from headrace.studies.inspect.recorder import record
+from headrace.studies.reproduce import experiment, numbers, show
+from tiny import build as model
+from tiny import tokens
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+SHAPE = Shape(layers=3, hidden_size=64, heads=2, vocab_size=50)
+PLAN = BenchPlan(("gla", "softmax-gla", "transformer"), SHAPE, rounds=3)
+HELD = [
+    {
+        "point": vars(point), "environment": {"torch": "2"}, "clock": "cpu time",
+        "models": {
+            "gla": {"seconds": [4.0, 1.0, 2.0, 8.0, 2.0], "bytes": 400 * 2**20, "how": "64 tokens read"},
+            "softmax-gla": {"seconds": [8.0, 1.5, 3.0, 12.0, 6.0], "bytes": 1200 * 2**20, "how": None},
+            "transformer": {"left_out": "out of memory"},
+        },
+    }
+    for point in points(["training", "memory", "prefill", "decoding"], [16], [4], [640])
+]  # fmt: skip
+
+
+def test_a_line_of_the_csv_is_the_median_round():
+    """Of 1, 2, 2, 4, 8 s: quartiles (exclusive) 1.5 and 6, so that the spread is 4.5 / 2."""
+    found = {line["what"]: line for line in results.rows(HELD, PLAN) if line["model"] == "gla"}
+    assert [found[what]["tokens_per_second"] for what in ("training", "prefill", "decoding")] == ["32", "8", "0.5"]
+    assert {(line["seconds"], line["spread"], line["rounds"]) for line in found.values()} == {("2", "2.250", 5)}
+    assert {(x["dtype"], x["clock"], x["torch"], x["layers"], x["heads"]) for x in found.values()} == {
+        ("float32", "cpu time", "2", 3, 2)
+    }
+    (out,) = {
+        (x["left_out"], x["rounds"], x["seconds"]) for x in results.rows(HELD, PLAN) if x["model"] == "transformer"
+    }
+    assert out == ("out of memory", 0, None)
+    assert (results.spread([3.0]), results.spread([1.0, 3.0])) == (None, pytest.approx((3.5 - 0.5) / 2))
+
+
+@pytest.mark.parametrize(
+    ("what", "cost", "gla"),
+    [
+        # of the ratios 1.5, 1.5, 1.5, 2, 3: the median, and half of quartiles 1.5 and 2.5
+        ("training", "+50.0% ± 50.0%", "32 ±112%"),
+        ("prefill", "+50.0% ± 50.0%", "2,000.0 ms ±112%"),
+        ("decoding", "+50.0% ± 50.0%", "2,000.0 ms ±112%"),
+        ("memory", "+200.0% (one pair)", "400 MiB"),
+    ],
+)
+def test_cells_of_the_page(what, cost, gla, tmp_path):
+    assert str(results.overhead(HELD, "gla", what)) == cost
+    section = report.measured(what, results.rows(HELD, PLAN), PLAN, tmp_path)
+    cells = {row[0]: row[1] for row in section.rows}
+    assert cells["gla"] == gla and cells["transformer"] == "–"
+    place = "640" if what == "decoding" else "16" if what == "prefill" else "16 × 4"
+    assert section.header == ("model", place)
+    out = f"transformer is left out at {640 if what == 'decoding' else 16:,} × {4 if place.endswith('4') else 1}"
+    how = ["Context by 64 tokens read: gla."] if what == "decoding" else []
+    assert section.sentences == [f"{out}: out of memory.", *how]
+
+
+def test_points_are_measured_once_and_in_order(tmp_path, monkeypatch):
+    measured, told = [], []
+    monkeypatch.setattr(results, "measure", lambda point, plan: measured.append(point) or {"gla": {"seconds": [1.0]}})
+    wanted = points(["decoding", "training"], [1600, 16], [4], [640])
+    results.complete(PLAN, wanted[1:], tmp_path, told.append)
+    held = results.complete(PLAN, wanted, tmp_path, told.append)
+    assert told[:3] == ["1 of 2: training, 16 × 4", "2 of 2: decoding, 640 × 1", "1 of 3: training, 1,600 × 4"]
+    assert measured == [wanted[1], wanted[2], wanted[0]]
+    assert [(one["point"]["what"], one["point"]["length"]) for one in held] == [
+        ("training", 16), ("training", 1600), ("decoding", 640),
+    ]  # fmt: skip
+
+
+def test_compression_is_of_what_was_measured():
+    """Keys and values of 3 layers, 64 wide, 640 tokens in float32; GLA has K = 16, V = 32."""
+    (plain, _) = results.compressions(HELD, PLAN)
+    assert plain.measured == 2 * 3 * 64 * 640 * 4 / (400 * 2**20) and plain.predicted == 640 * (16 + 32) / (16 * 32)
+    assert cache_bytes("transformers-llama", SHAPE, 640, 4) == cache_bytes("transformer", SHAPE, 640, 4) == 983040
+    assert cache_bytes("transformers-mamba2", SHAPE, 640, 4) == cache_bytes("gla", SHAPE, 640, 4) == 0
+
+
+def test_seconds_are_of_one_token_and_the_first_round_warms_up(monkeypatch):
+    decoded = []
+    decoder = SimpleNamespace(token=lambda: decoded.append(1))
+    monkeypatch.setattr(measure, "timed", lambda call, plan: call() or 0.5 * len(decoded))
+    assert measure.several(decoder, PLAN) == 0.5
+    clock = iter(range(100))
+    found = measure.taking_turns(["a", "b"], lambda name: next(clock), PLAN)
+    assert found == {"a": {"seconds": [2, 4, 6]}, "b": {"seconds": [3, 5, 7]}}
+
+
+@pytest.mark.parametrize(("what", "batch"), [("training", 3), ("prefill", 1)])
+def test_what_is_timed_reads_the_tokens_of_the_point(what, batch, monkeypatch):
+    seen = []
+
+    def listened(name, plan):
+        listener = build(name, plan.shape)
+        listener.register_forward_pre_hook(
+            lambda _, args, given: seen.append(given["input_ids"].shape), with_kwargs=True
+        )
+        return listener
+
+    monkeypatch.setattr(measure, "built", listened)
+    monkeypatch.setattr(measure, "timed", lambda call, plan: seen.append("timed") or call() or 2.0)
+    found = measure.measure(Point(what, 100, batch), BenchPlan(("gla",), SHAPE, rounds=1))
+    assert seen == 2 * [(1, 64), "timed", (batch, 100)] and found == {"gla": {"seconds": [2.0]}}
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, 3.0), (2, 5.0)])
+def test_one_thread_is_timed_by_its_own_clock(threads, expected, monkeypatch):
+    cpu, wall = iter((10.0, 13.0)), iter((20.0, 25.0))
+    monkeypatch.setattr(time, "process_time", lambda: next(cpu))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(wall))
+    assert measure.timed(lambda: None, BenchPlan(("gla",), SHAPE, threads=threads)) == expected
+
+
+def test_memory_is_in_bytes(monkeypatch, tmp_path):
+    (tmp_path / "status").write_text("VmHWM:\t 300 kB\nVmRSS:\t 200 kB\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:  7 kB\n")
+    monkeypatch.setattr(measure, "Path", lambda path: tmp_path / path.rpartition("/")[2])
+    assert (measure.resident("VmHWM"), measure.resident("VmRSS"), measure.free(PLAN)) == (307200, 204800, 7168)
+
+
+def test_peers_are_as_wide_and_deep():
+    """Heads of 64 channels, as their published models have; an MLP of 8/3 of the width, 171 → 176."""
+    llama, mamba, qwen = (build(f"transformers-{name}", SHAPE).config for name in ("llama", "mamba2", "qwen3-next"))
+    assert {config.vocab_size for config in (llama, mamba, qwen)} == {50}
+    assert (llama.hidden_size, llama.num_hidden_layers, llama.num_attention_heads, llama.intermediate_size) == (
+        64, 3, 1, 176,
+    )  # fmt: skip
+    assert (mamba.hidden_size, mamba.num_hidden_layers, mamba.num_heads, mamba.head_dim, mamba.n_groups) == (
+        64,
+        3,
+        2,
+        64,
+        1,
+    )
+    assert (qwen.linear_key_head_dim, qwen.linear_value_head_dim, qwen.linear_num_key_heads) == (24, 48, 2)
+    assert qwen.intermediate_size == 176 and qwen.layer_types == ["linear_attention"] * 3
+    assert vars(Shape()) == {"layers": 24, "hidden_size": 1024, "heads": 4, "vocab_size": 32000}
+
+
+# --- eval ------------------------------------------------------------------------------------------------------------
+def recorded(values, metric="acc", choices=(4,), **more):
+    samples = [
+        {"doc_hash": str(n), "choices": choices[n % len(choices)], "scores": {metric: value}}
+        for n, value in enumerate(values)
+    ]
+    return {"samples": samples, "unigram": {}} | more
+
+
+def test_an_interval_holds_95_percent():
+    a, b = torch.randn(2, 50, dtype=torch.float64)
+    pair = scores.Pair(*(scores.Score("acc", [(x, 1.0) for x in side.tolist()]) for side in (a, b)))
+    low, high = pair.interval
+    difference = 100 * (b - a)
+    reach = stats.t.ppf(0.975, 49) * stats.sem(difference.numpy())
+    assert (high - low) / 2 == pytest.approx(reach) and (high + low) / 2 == pytest.approx(difference.mean())
+    comparison = findings.PairedComparison("piqa", "acc", pair)
+    assert comparison.cells()[2:5] == (
+        f"{difference.mean():+.1f} points", f"± {stats.sem(difference.numpy()):.1f}", f"{low:+.1f} to {high:+.1f}",
+    )  # fmt: skip
+    axes = report.Figure().add_subplot()
+    draw(axes, {"b": [comparison]}, ["piqa acc"])
+    (bar,) = axes.containers
+    assert bar.lines[2][0].get_segments()[0][:, 0] == pytest.approx((low, high))
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict"),
+    # 100 rows, some of which differ by one: the mean m is beyond 1.96 errors √((m − m²) / 99) from 4 rows on
+    [([0.0] * 96 + [1.0] * 4, "better"), ([0.0] * 97 + [1.0] * 3, scores.TOO_FEW), ([0.0] * 100, scores.ALIKE)],
+)
+def test_a_verdict_is_by_the_interval(rows, verdict):
+    both = [scores.Score("acc", [(x, 1.0) for x in side]) for side in ([0.0] * 100, rows)]
+    assert scores.Pair(*both).verdict == verdict
+    assert scores.Pair(*both[::-1]).verdict == verdict.replace("better", "worse")
+
+
+def test_perplexities_and_bits_of_a_text():
+    """Two rows of 3 and 5 bytes, −2 and −6 nats: 1 nat a byte."""
+    rows = [(-2.0, 3.0), (-6.0, 5.0)]
+    bits, perplexity = scores.Score("bits_per_byte", rows), scores.Score("byte_perplexity", rows)
+    assert bits.value == pytest.approx(1 / math.log(2)) and perplexity.value == pytest.approx(math.e)
+    error = math.sqrt(((-6 / 5 + 1) ** 2 + (-2 / 3 + 1) ** 2) / 2)  # by the jackknife: the means without either row
+    assert bits.stderr == pytest.approx(error / math.log(2)) and perplexity.stderr == pytest.approx(math.e * error)
+    assert scores.Score("acc", [(1.0, 1.0)]).error == math.inf
+    assert findings.show(perplexity) == "2.718 ± 0.75"
+
+
+def test_the_level_of_guessing_and_what_reaches_it():
+    """Of 100 rows with 2, 5, 5 and 5 choices in turn: 27.5 %. An error of 0.048: 37 % is 1.96 of them away."""
+    told = lambda right: findings.at_chance("x", recorded([1.0] * right + [0.0] * (100 - right), choices=(2, 5, 5, 5)))  # noqa: E731
+    assert told(36) == f"x (acc 36.0 ± {100 * math.sqrt(0.36 * 0.64 / 99):.1f} %; guessing 27.5 %)" and told(38) == ""
+    assert scores.guessing(recorded([1.0], choices=(1, 3))) is None
+
+
+@pytest.mark.parametrize(("metric", "unit", "mean"), [("word_perplexity", "nats", 0.25), ("acc", "points", 25.0)])
+def test_a_difference_is_in_nats_or_in_points(metric, unit, mean):
+    first, second = (scores.Score(metric, [(value, 2.0), (value, 2.0)]) for value in (-1.0, -0.5))
+    found = scores.Pair(first, second)
+    assert (found.unit, found.difference.mean) == (unit, pytest.approx(mean))
+
+
+def test_a_perplexity_is_not_at_the_level_of_guessing():
+    samples = [{"doc_hash": "1", "choices": 1, "scores": {"perplexity": -9.0, "acc": 1.0}}] * 3
+    assert findings.at_chance("x", {"samples": samples, "unigram": {}}) == ""
+    samples = [{"doc_hash": "1", "choices": 1, "scores": {"perplexity": -9.0, "acc": 0.0}}] * 3
+    assert findings.at_chance("x", {"samples": samples, "unigram": {}}) == "x (0 of 3 rows)"
+
+
+def test_the_metrics_of_other_lengths_of_a_needle_task_are_left_out():
+    samples = [{"scores": {"1024": -1.0, "2048": found}} for found in (1.0, 0.0)]
+    assert {name: score.value for name, score in scores.scores({"samples": samples}).items()} == {"2048": 0.5}
+
+
+@pytest.mark.parametrize(("limit", "said"), [(5, "the first 5 rows of each task"), (None, "lm-evaluation-harness")])
+def test_the_page_says_how_many_rows_there_are(limit, said, tmp_path):
+    record = recorded([1.0, 0.0], max_length=64, trained_length=64, seconds=1.0)
+    evaluation = Evaluation(EvaluationPlan("piqa", limit=limit), {"a": {"piqa": record}, "b": {"piqa": record}}, {})
+    page = write_report(evaluation, {"a": "a", "b": "b"}, tmp_path).read_text("utf-8")
+    assert said in page and ("the first" in page) == (limit is not None)
+
+
+def test_the_unigram_is_of_the_very_rows():
+    """Tokens a a b | a c and | c a, those after the bar scored: of 7 tokens 4 are a and 2 are c; weights of 4 and 2."""
+    samples = [
+        {"arguments": [text], "metrics": ["word_perplexity", "acc"], "word_perplexity": (-1.0, weight)}
+        for text, weight in ((("aab", "ac"), 4), (("ca",), 2))
+    ]
+    found = unigram.unigram(samples, SimpleNamespace(tok_encode=lambda text: list(map(ord, text))))
+    assert found == {"word_perplexity": pytest.approx(math.exp(-2 * (math.log(4 / 7) + math.log(2 / 7)) / 6))}
+    assert (unigram.weight(-3.0), unigram.unigram([{"metrics": ["acc"]}], None)) == (1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(999.94, "999.9"), (1000.0, "1,000"), (123456.7, "123,457"), (2e12, "2e+12"), (0.12345, "0.1235")],
+)
+def test_how_a_number_is_written(value, text):
+    assert significant(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.5, "0.5"), (999, "999"), (999.9, "1k"), (1234, "1.23k"), (999.9e6, "1G"), (2**20, "1.05M"), (15e9, "15G")],
+)
+def test_how_a_number_is_shortened(value, text):
+    assert compact(value) == text
+
+
+# --- reproduce -------------------------------------------------------------------------------------------------------
+def test_reaches_are_of_95_percent():
+    of_eval = {"results": {"a": {"acc,none": 0.5, "acc_stderr,none": 0.1}}, "n-samples": {"a": {"effective": 8}}}
+    assert numbers.score(of_eval, "a", "acc").reach == pytest.approx(0.1 * stats.t.ppf(0.975, 7))
+    for n in (*range(2, 12), 30):
+        found = numbers.mean([numbers.Number(float(i)) for i in range(n)])
+        expected = stats.t.ppf(0.975, n - 1) * stats.sem(range(n))
+        assert found.reach == pytest.approx(expected) and found.value == (n - 1) / 2
+    less = numbers.less(numbers.Number(3.0, 0.3), numbers.Number(1.0, 0.4))
+    assert (less.value, less.reach) == (2.0, pytest.approx(0.5))
+    assert numbers.less(numbers.Number(3.0, 0.3), numbers.Number(1.0)).reach is None
+
+
+def test_ours_are_read_where_the_steps_left_them(tmp_path, monkeypatch):
+    for path, data in {
+        "e/run/results.json": {
+            "results": {x: {"acc,none": v, "acc_stderr,none": e} for x, v, e in (("a", 0.5, 0.03), ("b", 0.7, 0.04))},
+            "n-samples": {x: {"effective": 30} for x in "ab"},
+        },
+        "run/model/history.json": [{"final_loss": 2.0}, {"final_loss": 1.5}, {"loss": 9.0}],
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(json.dumps(data))
+    monkeypatch.setattr(numbers, "run_folder", lambda scale, root, at: root / "run")
+    monkeypatch.setattr(numbers, "commands", lambda scale, root: [["recipes", "80m"], ["recipes", "340m"]])
+    kept = {"recipes 340m": {"said": '{"parameters": {"tied": 3e6}}'}}
+    monkeypatch.setattr(numbers, "done", lambda root, command: kept.get(" ".join(command)))
+    scale = SimpleNamespace(axes={"size": ["340m", "80m"], "seed": [0]})
+    read = lambda place, **at: numbers.mean(numbers.each(scale, place, {"size": "340m"} | at, tmp_path))  # noqa: E731
+    mean = read({"eval": "e", "mean": ["a", "b"], "metric": "acc", "times": 100})
+    assert (mean.value, mean.reach) == (pytest.approx(60), pytest.approx(100 * stats.t.ppf(0.975, 29) * 0.05 / 2))
+    assert read({"eval": "e", "mean": ["a", "c"], "metric": "acc"}) is None
+    assert read({"eval": "e", "item": "b", "metric": "acc"}).value == 0.7
+    assert read({"history": "final_loss"}).value == 1.5 and read({"history": "final_loss"}, seed=7) is None
+    printed = {"printed": "parameters.tied", "command": "recipes {size}", "times": 1e-6}
+    assert read(printed).value == 3.0 and read(printed, size="80m") is None
+
+
+def test_ours_beside_the_published():
+    cells = [
+        numbers.Cell("a", "x", 10.0, numbers.Number(10.5, 0.5)),
+        numbers.Cell("a", "y", 10.0, numbers.Number(10.51, 0.5)),
+        numbers.Cell("a", "z", 10.0, numbers.Number(1.0)),
+        numbers.Cell("a", "w", 10.0, None),
+        numbers.Cell("a", "v", None, None),
+        numbers.Cell("a", "u", None, numbers.Number(1.0)),
+    ]
+    shown = show.shown(cells)
+    assert [row[1] for row in shown] == ["x", "y", "z", "w", "u"]
+    assert [show.line(cell)[2:] for cell in cells[:4]] == [
+        ("10", "10.5 ± 0.5", "+0.5", "yes"), ("10", "10.51 ± 0.5", "+0.51", "no"), ("10", "1", "-9", "–"),
+        ("10", "–", "–", "–"),
+    ]  # fmt: skip
+    said = "Published numbers: 4, of which 3 are reproduced; within the 95 % interval of the reproduced number: 1 of 2."
+    assert show.verdict(cells) == said
+    assert show.verdict(cells[4:]) == "Published numbers: none as text; reproduced numbers: 1."
+    none = "Published numbers: 1; reproduced numbers: 1, none for the same model and metric."
+    assert show.verdict([cells[3], cells[5]]) == none
+
+
+def test_the_page_of_a_reproduction_has_its_numbers(tmp_path):
+    chosen = experiment.load("figure-1")
+    cells = [numbers.Cell("GLA", "x", 10.0, numbers.Number(10.5, 0.5))]
+    page = show.write_page(chosen, "laptop", cells, tmp_path / "page.html", "headrace").read_text("utf-8")
+    told = [*show.line(cells[0]), show.verdict(cells)]
+    assert all(part in html.unescape(page) for part in told)
+    empty = show.write_page(chosen, "laptop", [], tmp_path / "empty.html", "headrace").read_text("utf-8")
+    assert "is published" not in empty and "are published" not in empty
+
+
+# --- inspect, convert ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rank", [1, 3])
+@torch.no_grad()
+def test_what_is_shown_of_a_head_is_of_one_however_many_memories_it_has(rank):
+    competing = model(f"softmax-gated-deltanet(competition.memories_per_head={rank})")
+    _, (layer, *_) = record(competing, tokens(1, 20))
+    for gate in layer.gates.values():  # 1 where heads are alike
+        assert gate.shape == (20, 4) and gate.std() > 0.01
+        torch.testing.assert_close(gate.sum(-1), torch.full((20,), 4.0, dtype=gate.dtype))
+    given, _ = layer.call
+    torch.testing.assert_close(layer.beta, given["beta"][0, :, ::rank])
+    torch.testing.assert_close(layer.horizon, -1 / given["log_decay"][0, :, ::rank])
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ratio", "width"), [(2048, 4, 5632), (1024, 4, 2816), (2560, None, 6912), (512, 3, 1024)]
+)
+def test_the_default_mlp_width_of_fla(hidden, ratio, width):
+    """2/3 · ratio · hidden, rounded up to 256: the widths of its published 340M, 1.3B and 2.7B models."""
+    c = {"intermediate_size": None, "hidden_size": hidden, "hidden_ratio": ratio, "num_heads": 4}
+    assert fla_config(c, "gla")["intermediate_size"] == width
+    assert fla_config(c | {"intermediate_size": 7}, "gla")["intermediate_size"] == 7

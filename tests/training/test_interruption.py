@@ -1,0 +1,442 @@
+"""What a command leaves whom it was killed, told to stop, started twice, or had its files damaged."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+from transformers import TrainerCallback
+
+import groups
+import tiny
+from damage import flip
+from failing import sentences
+from headrace import data as data_module
+from headrace.cli import app as cli
+from headrace.data import Preparation, open_data, prepare
+from headrace.data.tokenizer import byte_level
+from headrace.hf import load
+from headrace.training import checkpoints, run
+from headrace.training.trainer import shares
+from headrace.utils.errors import InputError
+from headrace.utils.integrity import CHECKSUMS
+from headrace.utils.processes import LOCK, locked
+from sharded import Run, ended, start_each, train_all
+from trained import arguments, train
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+QUIET = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def headrace_(capsys, monkeypatch):
+    """(exit code, standard error) of `headrace ARGUMENTS` in this process."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["headrace", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, capsys.readouterr().err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def model_of_bytes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "gla"
+    tiny.build("gla", vocab_size=257).save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    return folder
+
+
+# --- two in one folder -----------------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "train": lambda data, folder: arguments(data, folder),
+    "compare": lambda data, folder: ["compare", "--mixers", "gla", "--steps", 1, "--seeds", 1, "--output", folder],
+    "bench": lambda data, folder: ["bench", "--mixers", "gla", "--output", folder],
+    "eval": lambda data, folder: ["eval", "nowhere", "--suite", "recall", "--output", folder],
+    "reproduce": lambda data, folder: [
+        "reproduce", "table-2", "--run", "--text", __file__, "--output", folder
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_in_use_is_refused(prepared, tmp_path, headrace_, command):
+    with locked(tmp_path / "folder"):
+        code, said = headrace_(*COMMANDS[command](prepared, tmp_path / "folder"))
+    assert code == 2
+    assert re.search(
+        rf"^headrace: --output '.*folder' is in use by process {os.getpid()} on \S+ since \S+;", said, re.M
+    )
+    assert not any((tmp_path / "folder").iterdir())
+
+
+MAKERS = {
+    "prepare": lambda model: [__file__],
+    "convert": lambda model: [model, "--to", "llama"],
+    "retrofit": lambda model: [model],
+    "inspect": lambda model: [model, "--text", "1 times 1"],
+}
+
+
+@pytest.mark.parametrize("command", MAKERS)
+def test_what_is_being_made_is_refused(command, model_of_bytes, tmp_path, headrace_):
+    with locked(tmp_path / "d", tmp_path / ".d.lock"):
+        code, said = headrace_(command, *MAKERS[command](model_of_bytes), "--output", tmp_path / "d")
+    assert code == 2 and f"in use by process {os.getpid()}" in said
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.fixture
+def listening():
+    """A process that a shell has started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_folder_that_is_not_finished_is_not_left(number, code, model_of_bytes, tmp_path, headrace_, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.rename", lambda *paths: os.kill(os.getpid(), number))
+    ended, said = headrace_("retrofit", model_of_bytes, "--output", tmp_path / "d")
+    assert ended == code and f"{tmp_path / 'd'} was not created" in said and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["convert", "retrofit"])
+def test_a_folder_is_made_whole_or_not_at_all(command, model_of_bytes, tmp_path, headrace_, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    options = [command, model_of_bytes, "--output", tmp_path / "d"]
+    options += ["--to", "gla"] * (command == "convert")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copy" if command == "convert" else "headrace.hf.model.seal", full)
+        code, said = headrace_(*options)
+    assert code == 2 and "No space left" in said and not list(tmp_path.iterdir())
+    code, said = headrace_(*options)
+    assert code == 0 and (tmp_path / "d" / CHECKSUMS).exists() and not list(tmp_path.glob(".d*"))
+
+
+def test_the_lock_of_a_process_that_was_killed_holds_nobody_off(tmp_path):
+    program = f"""
+        from pathlib import Path; from headrace.utils.processes import locked; import os
+        with locked(Path({str(tmp_path / "d")!r})): os.kill(os.getpid(), 9)
+    """
+    program = "\n".join(line[8:] for line in program.splitlines())
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    assert (tmp_path / "d" / LOCK).exists()
+    with locked(tmp_path / "d"):
+        pass
+    assert not (tmp_path / "d" / LOCK).exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(prepared, tmp_path, headrace_):
+    (tmp_path / "file").touch()
+    for command in COMMANDS.values():
+        code, said = headrace_(*command(prepared, tmp_path / "file" / "folder"))
+        assert code == 2 and "cannot be written: Not a directory" in said, said
+
+
+# --- processes that outlive another ----------------------------------------------------------------------------------
+
+
+def children(pid):
+    """All processes below one."""
+    told = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    found, below = {pid}, [tuple(map(int, line.split())) for line in told.splitlines()]
+    while more := {child for child, parent in below if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def wait_for(true, seconds=600):
+    end = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans go on to their end")
+@pytest.mark.parametrize("launcher", ["prepare", "torchrun", "reproduce"])
+def test_what_a_killed_process_started_ends_with_it(prepared, tmp_path, launcher):
+    script, text = tmp_path / "program.py", tmp_path / "text.jsonl"
+    script.write_text("from headrace.cli import main\nmain()\n")
+    text.write_text((json.dumps({"text": "some words " * 200}) + "\n") * 20000)
+    folder = tmp_path / "folder"
+    if launcher == "torchrun":
+        command = [*TORCHRUN, str(script), *arguments(prepared, folder, tokens=1e9)]
+        process = subprocess.Popen(command, env=QUIET, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    else:
+        options = {"prepare": [text, "--workers", "2"], "reproduce": ["table-2", "--run", "--text", __file__]}
+        process = groups.command(tmp_path, launcher, *options[launcher], "--output", folder)
+    at_work = {"prepare": 2, "torchrun": 2, "reproduce": 1}[launcher]
+    sign = {"torchrun": lambda: list(folder.glob("checkpoint-*"))}.get(launcher, lambda: True)
+    below = wait_for(lambda: sign() and len(found := children(process.pid)) >= at_work and found)
+    if launcher == "prepare":
+        time.sleep(1)
+    process.kill()
+    (process.wait if launcher == "torchrun" else process.join)()
+    wait_for(lambda: not any(map(alive, below)), 10)
+
+
+# --- the same checkpoint for all -------------------------------------------------------------------------------------
+
+
+def test_processes_with_folders_of_their_own_are_refused(prepared, tmp_path):
+    group = start_each([[Run(tmp_path / f"run{rank}")] for rank in (0, 1)], prepared)
+    assert any(ended(group))
+    assert "process 1 does not see the folder" in "".join(file.read_text() for file in tmp_path.glob("run*.txt"))
+    assert not list(tmp_path.glob("run*/checkpoint-*"))
+
+
+@pytest.mark.slow
+def test_what_fails_in_one_process_ends_all_with_one_sentence(prepared, tmp_path):
+    damaged = shutil.copytree(prepared, tmp_path / "damaged")
+    flip(damaged / "train.npy")
+    first, second = groups.run(2, tmp_path, sentences, prepared, damaged, tmp_path)
+    full, lost = "InputError: the disk is full at step 2", "TypeError: of a kind that nobody foresaw"
+    begins = {
+        "data": "InputError: --data .* is damaged: train.npy has another SHA-256", "choosing": lost, "card": lost,
+        "building": "InputError: weights='x' has no config.json", "logging": full, "weights": full,
+        "random state": full, "marking": full,
+    }  # fmt: skip
+    assert first == second and first.keys() == begins.keys()
+    for place, sentence in begins.items():
+        assert re.match(sentence, first[place]), (place, first[place])
+
+
+# --- every held-out row, once ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "size", "processes"), [(10, 4, 1), (10, 4, 3), (2, 8, 4), (1, 1, 2), (12, 2, 2)])
+def test_every_row_has_one_place(rows, size, processes):
+    parts = [shares(rows, size, process, processes) for process in range(processes)]
+    assert sorted(row for part in parts for batch in part for row in batch) == list(range(rows))
+    assert len({len(part) for part in parts}) == 1
+    assert all(len(batch) <= size for part in parts for batch in part)
+
+
+def plain_loss(model, rows):
+    """Nats per token, row by row."""
+    total = count = 0
+    with torch.no_grad():
+        for row in (row["input_ids"] for row in rows):
+            logits = model(torch.tensor([row])).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum").item()
+            count += len(row) - 1
+    return total / count
+
+
+def final_loss(folder):
+    history = json.loads((folder / "model" / "history.json").read_text())
+    return next(point["final_loss"] for point in history if "final_loss" in point)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 18])
+def test_the_held_out_loss_is_of_every_row(data, tmp_path, rows):
+    """4 rows at a time: the last batch is not full, or none is."""
+    changed = data_module.PackedData(data.train, data.held_out.select(range(rows)), data.tokenizer, data.manifest)
+    train(changed, tmp_path / "run", micro_batch=4, tokens=128 * 2)
+    model = load(tmp_path / "run" / "model")
+    assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, changed.held_out), rel=1e-5)
+
+
+@pytest.mark.parametrize("mixer", ["mamba", "s4", "rwkv7", "residual-delta", "bigbird", "gpt"])
+def test_other_layers_can_be_trained(data, tmp_path, mixer):
+    """What a run costs is counted on the meta device, which has no autocast and no lengths."""
+    train(data, tmp_path / "run", tokens=128 * 2, mixer=mixer)
+    model = load(tmp_path / "run" / "model")
+    assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=1e-4)
+
+
+def test_the_held_out_loss_of_a_mixture_of_experts_is_cross_entropy(data, tmp_path):
+    """Uneven loads cost in training alone."""
+    train(data, tmp_path / "run", tokens=128 * 2, mixer="jamba", layers=8)
+    model = load(tmp_path / "run" / "model")
+    assert model.balance and final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_held_out_loss_is_of_every_row_for_two_processes(data, prepared, tmp_path):
+    assert train_all([Run(tmp_path / "run", {"tokens": 128 * 2})], prepared, 2) == [0, 0]
+    model = load(tmp_path / "run" / "model")
+    assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=1e-5)
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer/__0_0.distcp", "trainer_state.json"])
+def test_a_flipped_bit_of_a_checkpoint_is_named(data, tmp_path, name):
+    train(data, tmp_path / "run", tokens=128 * 2)
+    flip(tmp_path / "run" / "checkpoint-2" / name)
+    with pytest.raises(InputError, match=rf"checkpoint-2' is damaged: {name} has another SHA-256 than when it was"):
+        train(data, tmp_path / "run", tokens=128 * 2)
+
+
+@pytest.mark.parametrize("part", ["train.npy", "held_out.ends.npy", "tokenizer/tokenizer.json"])
+def test_a_flipped_bit_of_the_data_is_named(tmp_path, part):
+    (tmp_path / "texts.jsonl").write_text((json.dumps({"text": "some words"}) + "\n") * 100)
+    prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16), tmp_path / "d")
+    open_data(tmp_path / "d")
+    flip(tmp_path / "d" / part)
+    with pytest.raises(InputError, match=rf"--data .*d' is damaged: {part} has another SHA-256"):
+        open_data(tmp_path / "d")
+
+
+def test_one_process_of_a_machine_reads_the_data_to_check_them(tmp_path, monkeypatch):
+    (tmp_path / "texts.jsonl").write_text((json.dumps({"text": "some words"}) + "\n") * 100)
+    prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16), tmp_path / "d")
+    flip(tmp_path / "d" / "train.npy")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    open_data(tmp_path / "d")
+    with (tmp_path / "d" / "train.npy").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(InputError, match=r"--data .*d' is damaged: train.npy has \d+ bytes, not \d+"):
+        open_data(tmp_path / "d")
+
+
+@pytest.fixture(scope="module")
+def trained_model(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(data, folder, tokens=128 * 2, evaluate_rows=2)
+    return folder / "model"
+
+
+READERS = {
+    "generate": lambda model, tmp: ["generate", model, "--prompt", "1"],
+    "eval": lambda model, tmp: ["eval", model, "--suite", "wikitext", "--data", tmp, "--output", tmp / "out"],
+    "inspect": lambda model, tmp: ["inspect", model, "--text", "1 times 1", "--output", tmp / "inspect.html"],
+    "retrofit": lambda model, tmp: ["retrofit", model, "--output", tmp / "out"],
+    "convert": lambda model, tmp: ["convert", model, "--to", "gla", "--output", tmp / "out"],
+    "serve": lambda model, tmp: ["serve", model, "--port", 0],
+    "train": lambda model, tmp: arguments(tmp / "data", tmp / "out", weights=model),
+}
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_flipped_bit_of_a_model_is_refused(command, trained_model, prepared, tmp_path, headrace_):
+    pytest.importorskip({"eval": "lm_eval", "serve": "uvicorn"}.get(command, "torch"))
+    model = shutil.copytree(trained_model, tmp_path / "model")
+    (tmp_path / "data").symlink_to(prepared)
+    (tmp_path / "wiki.test.raw").write_text(" = Sea = \n \n The sea is a thing . \n")
+    flip(model / "model.safetensors")
+    code, said = headrace_(*READERS[command](model, tmp_path))
+    assert code == 2 and "is damaged: model.safetensors has another SHA-256 than when it was written" in said, said
+
+
+def test_what_was_converted_is_checked_on_the_way_back(tmp_path, headrace_):
+    out = tmp_path / "theirs"
+    tiny.build("gla").save_pretrained(tmp_path / "model")
+    headrace_("convert", tmp_path / "model", "--to", "gla", "--output", out)
+    flip(out / "model.safetensors")
+    code, said = headrace_("convert", out, "--output", tmp_path / "ours")
+    assert code == 2 and "is damaged: model.safetensors" in said, said
+
+
+def test_a_model_that_is_saved_again_or_has_no_checksums_is_read(trained_model, tmp_path):
+    model = shutil.copytree(trained_model, tmp_path / "model")
+    changed = load(model)
+    with torch.no_grad():
+        changed.lm_head.weight.add_(1.0)
+    changed.save_pretrained(model)
+    load(model)
+    flip(model / "model.safetensors")
+    with pytest.raises(InputError, match=f"delete {CHECKSUMS} if"):
+        load(model)
+    (model / CHECKSUMS).unlink()
+    load(model)
+
+
+def test_what_a_user_keeps_beside_checkpoints_stays(data, tmp_path):
+    train(data, tmp_path / "run", tokens=128 * 6)
+    for name in ("checkpoint-1", "checkpoint-9", "checkpoint-10", "checkpoint-99", "checkpoint-old", "checkpoint-6"):
+        (tmp_path / "run" / name).mkdir(exist_ok=True)
+        (tmp_path / "run" / name / "notes.txt").write_text("mine")
+    run_json = tmp_path / "run" / "run.json"
+    run_json.write_text(run_json.read_text().replace('"tokens": 768.0', '"tokens": 3072.0'))
+    train(data, tmp_path / "run")
+    assert len([path for path in (tmp_path / "run").rglob("notes.txt") if path.read_text() == "mine"]) == 6
+    whole = sorted(path.parent.name for path in (tmp_path / "run").glob(f"*/{checkpoints.MARKER}"))
+    assert whole == ["checkpoint-20", "checkpoint-24"]
+
+
+# --- told to stop ----------------------------------------------------------------------------------------------------
+
+
+class SignalAt(TrainerCallback):
+    def __init__(self, step, number):
+        self.step, self.number = step, number
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(data, folder)
+    return folder
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_told_to_stop_a_run_saves_and_goes_on_bit_for_bit(
+    data, prepared, whole, tmp_path, monkeypatch, headrace_, number, code
+):
+    make = run.make_trainer
+
+    def with_signal(*given):
+        trainer = make(*given)
+        trainer.add_callback(SignalAt(12, number))
+        return trainer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "make_trainer", with_signal)
+        ended, said = headrace_(*arguments(prepared, tmp_path / "cut"))
+    assert ended == code and "the same command" in said and "Traceback" not in said
+    assert checkpoints.newest(tmp_path / "cut").name == "checkpoint-13"
+    train(data, tmp_path / "cut")
+    before, after = (load_file(folder / "model" / "model.safetensors") for folder in (whole, tmp_path / "cut"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert final_loss(whole) == final_loss(tmp_path / "cut")
+
+
+def test_a_disk_that_is_full_is_one_sentence(prepared, tmp_path):
+    """Files may not grow beyond what a checkpoint's largest takes: safetensors, then torch.save, find no room."""
+    processes = {}
+    for kilobytes in (8, 40):
+        said = tmp_path / f"said{kilobytes}"
+        said.mkdir()
+        words = arguments(prepared, tmp_path / f"run{kilobytes}", tokens=128 * 6)
+        processes[said] = groups.command(said, *words, largest=kilobytes * 1024)
+    for said, process in processes.items():
+        process.join()
+        errors = (said / "err").read_text()
+        assert process.exitcode == 2 and "Traceback" not in errors, errors
+        assert re.search(r"^headrace: a checkpoint cannot be written \(.*\) at step 5; the last complete", errors, re.M)

@@ -1,0 +1,469 @@
+"""A run: exact after whatever interrupted it, honest about what went wrong."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+from headrace.cli import train as cli_train
+from headrace.data import open_data
+from headrace.hf import load
+from headrace.hf.retrofit import retrofit
+from headrace.ops.loss import IGNORED
+from headrace.tasks import Mqar, Needle, Pair, Reverse, Text
+from headrace.tasks import prepared as prepared_task
+from headrace.tasks.base import generator
+from headrace.training import card, checkpoints, run
+from headrace.training.model import build
+from headrace.training.optimizer import SkipNonFiniteAdamW, optimizer
+from headrace.training.parameters import gate_parameters
+from headrace.training.trainer import HeadraceTrainer
+from headrace.utils.errors import InputError
+from trained import TINY, recipe, train
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
+
+
+@pytest.mark.parametrize(
+    ("task", "changes"),
+    [(Mqar(vocabulary=48, pairs=3, length=32), {}), (Needle(length=800), {"length": 800, "batch_tokens": 1600})],
+    ids=["no text", "bytes"],
+)
+def test_a_task_is_trained_on_its_answers_alone(task, changes, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared_task, "HELD_OUT", 8)
+    manifest = prepared_task.prepare(task, task.name, 300, 0, 1, tmp_path / "data")
+    data = open_data(tmp_path / "data")
+    first = task.sample(generator("training", 0, 0), 256)
+    assert data.train[:256] == {name: values.tolist() for name, values in first.items()} and len(data.train) == 300
+    trained, held_out = ({tuple(row) for row in part["input_ids"]} for part in (data.train, data.held_out))
+    assert len(held_out) == 8 and not trained & held_out
+    answers = sum(label != IGNORED for row in data.held_out["shift_labels"] for label in row)
+    assert (manifest["held_out"]["rows"], manifest["held_out"]["tokens"]) == (8, answers)
+    steps = 2 * changes.get("batch_tokens", 128)
+    trainer = train(data, tmp_path / "run", tokens=steps, warmup_tokens=0, save_every=2, evaluate_every=2, **changes)
+    model = load(tmp_path / "run" / "model")
+    assert (
+        (data.tokenizer is None) == (task.name == "mqar") != (tmp_path / "run" / "model" / "tokenizer.json").is_file()
+    )
+    rows = {name: torch.tensor(data.held_out[:8][name]) for name in ("input_ids", "shift_labels")}
+    asked = rows["shift_labels"] != IGNORED
+    logits = model(rows["input_ids"]).logits[asked].double()
+    expected = torch.nn.functional.cross_entropy(logits, rows["shift_labels"][asked]).item()
+    assert trainer.evaluate(data.held_out.select(range(8)))["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_one_row_of_a_task_can_be_prepared_and_none_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared_task, "HELD_OUT", 1)
+    made = prepared_task.prepare(Mqar(vocabulary=48, pairs=3, length=32), "mqar", 1, 0, 1, tmp_path / "one")
+    assert made["train"]["rows"] == len(open_data(tmp_path / "one").train) == 1
+    for rows, workers in ((0, 1), (1, 0)):
+        with pytest.raises(InputError, match=f"--rows {rows} and --workers {workers}; expected at least 1"):
+            prepared_task.prepare(Mqar(), "mqar", rows, 0, workers, tmp_path / "none")
+
+
+@pytest.mark.parametrize("task", [Pair(), Reverse(), Text()], ids=repr)
+def test_tasks_that_are_more_than_tokens_and_answers_are_not_prepared(task, tmp_path):
+    with pytest.raises(InputError, match=f"--task {task.name} cannot be prepared"):
+        prepared_task.prepare(task, task.name, 300, 0, 1, tmp_path / "data")
+
+
+@pytest.mark.parametrize(("change", "refused"), [({"seconds": 99.0, "files": {}}, False), ({"seed": 5}, True)])
+def test_a_run_goes_on_with_data_prepared_again_but_not_with_other_data(change, refused, data, tmp_path):
+    chosen, _ = recipe()
+    run.begin(tmp_path, chosen, data)
+    again = replace(data, manifest=data.manifest | change)
+    with pytest.raises(InputError, match="holds another run") if refused else nullcontext():
+        run.begin(tmp_path, chosen, again)
+
+
+@pytest.fixture(scope="module")
+def ended(data, tmp_path_factory):
+    """The folder of a run that has ended, with its curves, and its trainer."""
+    folder = tmp_path_factory.mktemp("ended") / "run"
+    return folder, run.train(*recipe(), data, folder, trackers="none")
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Killed
+
+
+def killed_at(data, folder, step, monkeypatch, **changes):
+    make = run.make_trainer
+
+    def with_killer(*arguments):
+        trainer = make(*arguments)
+        trainer.add_callback(KillAt(step))
+        return trainer
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(run, "make_trainer", with_killer)
+        train(data, folder, **changes)
+
+
+def losses(folder):
+    history = json.loads((folder / "model" / "history.json").read_text("utf-8"))
+    kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "final_loss", "eval_write_entropy_1")
+    return [{k: v for k, v in point.items() if k in kept} for point in history]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"mixer": "transformer", "separate_documents": True}], ids=["softmax-gla", "transformer"]
+)
+def test_a_killed_run_goes_on_bit_for_bit(data, tmp_path, monkeypatch, changes):
+    train(data, tmp_path / "whole", **changes)
+    for step in (3, 12, 19):
+        killed_at(data, tmp_path / "cut", step, monkeypatch, **changes)
+    half = tmp_path / "cut" / "checkpoint-20"  # cut off while it was written
+    shutil.copytree(tmp_path / "cut" / "checkpoint-15", half)
+    (half / checkpoints.MARKER).unlink()
+    train(data, tmp_path / "cut", **changes)
+    whole, cut = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+
+
+def test_a_run_killed_after_its_last_step_only_finishes(data, ended, tmp_path):
+    shutil.copytree(ended[0], tmp_path / "run")
+    before = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    shutil.rmtree(tmp_path / "run" / "model")
+    train(data, tmp_path / "run")
+    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_a_run_leaves(data, ended):
+    folder, trainer = ended
+    model, points = load(folder / "model"), losses(folder)
+    with torch.no_grad():
+        total = count = 0
+        for row in (row["input_ids"] for row in data.held_out):
+            logits = model(torch.tensor([row])).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum").item()
+            count += len(row) - 1
+    final = next(point["final_loss"] for point in points if "final_loss" in point)
+    assert final == pytest.approx(total / count, rel=1e-5)
+    assert points[0]["loss"] > final
+    card = (folder / "model" / "README.md").read_text("utf-8")
+    assert f"{final:.4f} nats" in card and "micro_batch: 2" in card and "![Loss" in card
+    assert "trust_remote_code=True" in card and (folder / "model" / "modeling_headrace.py").is_file()
+    assert (folder / "model" / "curves.png").stat().st_size > 1000
+    assert trainer.careful().skipped == 0
+    (evaluated, *_) = (point for point in trainer.state.log_history if "eval_write_entropy_1" in point)
+    loads = [value for name, value in evaluated.items() if re.fullmatch(r"eval_write_load_1_\d+", name)]
+    assert len(loads) == TINY["heads"] and sum(loads) == pytest.approx(1)
+    counts = torch.tensor([token for row in data.held_out for token in row["input_ids"]]).bincount()
+    frequencies = torch.distributions.Categorical(counts.double()).entropy()
+    assert f"these tokens has {frequencies:.4f}" in card and ("The model learnt nothing" in card) == (
+        final >= frequencies
+    )
+    assert ModelCard(card).data.eval_results[0].metric_value == pytest.approx(final)
+
+
+def test_a_trained_model_decodes_token_by_token(ended):
+    run, _ = ended
+    assert json.loads((run / "model" / "config.json").read_text())["use_cache"] is True
+    for folder in (run / "model", checkpoints.newest(run)):
+        model, seen = load(folder), []
+        model.model.backbone.layers[0].register_forward_pre_hook(lambda _, args, to=seen: to.append(args[0].shape[1]))
+        model.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=4, eos_token_id=None)
+        assert seen == [5, 1, 1, 1]
+
+
+def test_curves_of_a_run_that_ended_and_of_one_that_is_at_work(ended, tmp_path):
+    shutil.copytree(ended[0], tmp_path / "ended")
+    shutil.copytree(tmp_path / "ended", tmp_path / "at work")
+    shutil.rmtree(tmp_path / "at work" / "model")
+    (tmp_path / "at work" / "checkpoint-99").mkdir()
+    runs = card.named([tmp_path / "ended", tmp_path / "at work"])
+    points = {name: [p["loss"] for p in card.read_history(run) if "loss" in p] for name, run in runs.items()}
+    assert list(points) == ["ended", "at work"] and points["ended"] == points["at work"]
+    assert (tmp_path / "at work" / "checkpoint-99").exists()
+    cli_train.curves(list(runs.values()), tmp_path / "new" / "both.png")
+    assert (tmp_path / "new" / "both.png").stat().st_size > 5000
+    with pytest.raises(InputError, match="holds neither"):
+        card.read_history(tmp_path)
+    with pytest.raises(InputError, match="given twice"):
+        card.named([tmp_path / "ended", tmp_path / "ended"])
+
+
+def test_every_head_s_load_is_kept_and_the_console_says_only_losses(data, tmp_path, capsys):
+    train(data, tmp_path / "run")
+    history = json.loads((tmp_path / "run" / "model" / "history.json").read_text("utf-8"))
+    assert not any(name in point for point in history for name in ("total_flos", "train_loss"))
+    last = next(point for point in reversed(history) if "eval_loss" in point)
+    for layer in range(TINY["layers"]):
+        loads = [last[f"eval_write_load_{layer}_{head}"] for head in range(TINY["heads"])]
+        assert sum(loads) == pytest.approx(1, abs=1e-4) and min(loads) > 0
+    said = capsys.readouterr().out
+    assert "eval_loss" in said and "eval_write" not in said
+
+
+@pytest.mark.parametrize("changes", [{}, {"micro_batch": 4}, {"separate_documents": True}], ids=repr)
+def test_every_step_is_whole(data, tmp_path, monkeypatch, changes):
+    """Rows that fill no step are left to another epoch, where the order is another, as is the row that ends early."""
+    step = HeadraceTrainer.training_step
+    seen = []
+
+    def count(self, model, inputs, *rest):
+        seen.append((self.state.global_step, inputs["input_ids"].numel()))
+        return step(self, model, inputs, *rest)
+
+    monkeypatch.setattr(HeadraceTrainer, "training_step", count)
+    rows = list(data.train.select(range(13)))
+    changed = replace(data, train=Dataset.from_list([*rows, {"input_ids": rows[0]["input_ids"][:7], "starts": [0]}]))
+    train(changed, tmp_path / "run", tokens=128 * 9, **changes)
+    tokens = [sum(n for at, n in seen if at == i) for i in range(9)]
+    assert tokens == [128] * 9
+    with pytest.raises(InputError, match="is 14 rows per step, but the data have 13 full rows; expected at most 13"):
+        train(changed, tmp_path / "other", batch_tokens=14 * 32, tokens=14 * 32 * 2, **changes)
+
+
+@pytest.mark.parametrize("trackers", ["tensorbord", "tensorboard,tensorbord"])
+def test_a_tracker_that_is_none(data, tmp_path, trackers):
+    with pytest.raises(InputError, match=f"--trackers='{trackers}'; expected tensorboard"):
+        run.train(*recipe(), data, tmp_path / "run", trackers=trackers)
+
+
+def test_what_was_asked_for_has_started(data, tmp_path, monkeypatch):
+    settings = run.arguments(recipe()[0], tmp_path, "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of a launcher whose processes never met
+    with pytest.raises(InputError, match="processes: 2 was requested, but accelerate started with 1"):
+        run.make_trainer(recipe()[0], data, settings)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(data, prepared, tmp_path):
+    """The losses are those of one process with twice the rows. Started by the file of docs/launch.md."""
+    train(data, tmp_path / "1", micro_batch=4)
+    settings = [f"{name}={value}" for name, value in TINY.items()]
+    launch = Path(__file__).parents[2] / "docs" / "launch" / "torchrun.sh"
+    there = {"DEVICES": "2", "RECIPE": "laptop-1m", "DATA": str(prepared), "OUTPUT": str(tmp_path / "2")}
+    there |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    command = ["sh", str(launch), *settings, "--trackers", "none"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | there)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = ([point["loss"] for point in losses(tmp_path / name) if "loss" in point] for name in "12")
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_a_run_begins_from_a_checkpoint_retrofitted_or_not(data, prepared, tmp_path):
+    train(data, tmp_path / "first", tokens=128 * 8, mixer="gla")
+    first = tmp_path / "first" / "model"
+    again = build(recipe(mixer="gla", weights=str(first), length=64)[0])
+    torch.testing.assert_close(again.state_dict(), load(first).state_dict(), rtol=0, atol=0)
+    retrofit(first).save_pretrained(tmp_path / "competing")
+    weights = str(tmp_path / "competing")
+    trainer = train(data, tmp_path / "second", tokens=128 * 8, mixer="softmax-gla", weights=weights)
+    before, after = json.loads((first / "history.json").read_text("utf-8")), trainer.state.log_history
+    assert after[-1]["final_loss"] < before[-1]["final_loss"]
+
+
+@pytest.fixture(scope="module")
+def first(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("first")
+    train(data, folder, tokens=128 * 2, mixer="gla")
+    return folder / "model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"mixer": "softmax-gla"}, "mixers="),
+        ({"hidden_size": 32}, "hidden_size=16; the recipe has 32"),
+        ({"weights": "nowhere"}, "'nowhere' has no config.json"),
+    ],
+)
+def test_weights_of_another_model_are_refused(first, changes, sentence):
+    wanted = {"mixer": "gla", "weights": str(first)} | changes
+    with pytest.raises(InputError, match=sentence):
+        build(recipe(**wanted)[0])
+
+
+def test_weights_with_another_tokenizer_are_refused(data, tmp_path):
+    train(data, tmp_path / "first", tokens=128 * 2)
+    path = tmp_path / "first" / "model" / "tokenizer.json"
+    told = json.loads(path.read_text("utf-8"))
+    ids = told["model"]["vocab"]
+    (a, first), (b, second) = list(ids.items())[10:12]
+    ids[a], ids[b] = second, first
+    path.write_text(json.dumps(told))
+    with pytest.raises(InputError, match="another tokenizer"):
+        train(data, tmp_path / "second", weights=str(path.parent))
+
+
+def test_a_folder_belongs_to_one_recipe_and_one_data_set(data, tmp_path):
+    run.begin(tmp_path / "run", recipe()[0], data)
+    run.begin(tmp_path / "run", recipe()[0], data)
+    with pytest.raises(InputError, match=r"holds another run \(lr is 0.003 there and 0.5 here\)"):
+        run.begin(tmp_path / "run", recipe(lr=0.5)[0], data)
+    with pytest.raises(InputError, match="prepared with length=32; the recipe has length=64"):
+        run.check_data(recipe(length=64)[0], data)
+    with pytest.raises(InputError, match="prepared with vocab_size=257; the recipe has vocab_size=100"):
+        run.check_data(recipe(vocab_size=100)[0], data)
+
+
+def test_a_truncated_checkpoint_is_named(data, tmp_path):
+    train(data, tmp_path / "run")
+    weights = tmp_path / "run" / "checkpoint-24" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(InputError, match=r"checkpoint-24' is damaged: model.safetensors has \d+ bytes, not \d+"):
+        train(data, tmp_path / "run")
+
+
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(data, tmp_path, monkeypatch):
+    save = run.HeadraceTrainer._save_optimizer_and_scheduler
+
+    def full(self, folder):
+        if self.state.global_step == 10:
+            raise OSError(28, "No space left on device")
+        save(self, folder)
+
+    monkeypatch.setattr(run.HeadraceTrainer, "_save_optimizer_and_scheduler", full)
+    with pytest.raises(
+        InputError, match=r"the disk is full at step 10; the last complete checkpoint is .*checkpoint-5"
+    ):
+        train(data, tmp_path / "run")
+
+
+def test_updates_that_are_not_finite_are_left_out_then_end_the_run(data, tmp_path, monkeypatch, capsys):
+    step = run.HeadraceTrainer.training_step
+    bad = {7, *range(14, 30)}
+
+    def poisoned(self, model, inputs, count=None):
+        loss = step(self, model, inputs, count)
+        if self.state.global_step in bad:
+            next(iter(model.parameters())).grad[0, 0] = torch.nan
+        return loss
+
+    monkeypatch.setattr(run.HeadraceTrainer, "training_step", poisoned)
+    with pytest.raises(InputError, match=r"was stopped at step 19; the last complete checkpoint is .*checkpoint-10"):
+        train(data, tmp_path / "run", save_every=10)
+    told = capsys.readouterr().err
+    assert "step 8: the gradient is not finite; the update is skipped" in told
+    assert "5 consecutive gradients were not finite" in told
+
+
+def strict(text):
+    """What every JSON parser reads, which knows neither NaN nor Infinity."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_numbers_that_are_not_finite_are_null_and_marked_and_the_run_ends(data, tmp_path, monkeypatch):
+    """The loss of step 13, the gradient of step 20, the evaluation after step 10 and the last one."""
+    step, held_out = HeadraceTrainer.training_step, HeadraceTrainer._held_out
+
+    def broken(self, model, inputs, count=None):
+        weight = next(iter(model.parameters()))
+        if self.state.global_step == 12:
+            kept = weight.data.clone()
+            weight.data[:] = torch.nan
+            loss = step(self, model, inputs, count)
+            weight.data.copy_(kept)
+            return loss
+        loss = step(self, model, inputs, count)
+        if self.state.global_step == 19:
+            weight.grad[0, 0] = torch.inf
+        return loss
+
+    def unknown(self, model, rows):
+        total, gates = held_out(self, model, rows)
+        return total * (torch.nan if self.state.global_step == 10 or rows is not None else 1), gates
+
+    monkeypatch.setattr(HeadraceTrainer, "training_step", broken)
+    monkeypatch.setattr(HeadraceTrainer, "_held_out", unknown)
+    folder, more = tmp_path / "run", {"evaluate_every": 5}
+    pytest.importorskip("tensorboard")
+    run.train(*recipe(**more), data, folder, trackers="tensorboard")
+    monkeypatch.undo()
+    train(data, folder, **more)  # the same command says that the run has ended
+    points = strict((folder / "model" / "history.json").read_text("utf-8"))
+    for file in folder.glob("checkpoint-*/trainer_state.json"):
+        strict(file.read_text("utf-8"))
+    losses = {point["step"]: point["loss"] for point in points if "loss" in point}
+    assert list(losses) == [5, 10, 15, 20] and losses[15] is None and all(losses[at] > 0 for at in (5, 10, 20))
+    marks = {(point["step"], place) for point in points for place in point.get("not_finite", ())}
+    scores = ("loss", "perplexity", "bits_per_byte")
+    evaluated = {(step, f"/{kind}_{name}") for step, kind in ((10, "eval"), (24, "final")) for name in scores}
+    assert marks == {(15, "/loss"), (20, "/grad_norm")} | evaluated
+    (again,) = (point for point in card.read_history(folder) if point.get("step") == 15 and "loss" in point)
+    assert again["loss"] != again["loss"] and "not_finite" not in again
+    assert all(weight.isfinite().all() for weight in load_file(folder / "model" / "model.safetensors").values())
+
+
+def test_the_card_and_the_curves_say_what_is_not_finite(data, tmp_path):
+    chosen, about = recipe()
+    lost = {"loss": torch.nan, "perplexity": torch.nan, "bits_per_byte": torch.nan}
+    history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": torch.inf}]
+    history += [{"step": 2, **{f"{kind}_{name}": value for name, value in lost.items()}} for kind in ("eval", "final")]
+    card.write_card(tmp_path, chosen, about, data.manifest, history, 1.0)
+    readme = (tmp_path / "README.md").read_text("utf-8")
+    assert "After 3072 tokens, the loss on held-out text is not finite. The model learnt nothing" in readme
+    assert "| 2 | not finite | not finite | not finite |" in readme and "nan" not in readme
+    assert not ModelCard(readme).data.eval_results and (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_a_loss_that_is_not_finite_names_its_layer(data, tmp_path, monkeypatch, capsys):
+    def broken(chosen):
+        model = build(chosen)
+        model.model.backbone.layers[1].mixer.o_proj.weight.data[0, 0] = torch.inf
+        return model
+
+    monkeypatch.setattr(run, "build", broken)
+    with pytest.raises(InputError, match="was stopped at step 5"):
+        train(data, tmp_path / "run")
+    assert "step 1: the loss is nan, first in layer 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mixer", ["softmax-gla", "softmax-gla(competition.memories_per_head=2)"])
+def test_gates_have_a_rate_of_their_own_and_do_not_decay(mixer):
+    chosen = recipe(gate_lr=3.0, gate_std=0.5, mixer=mixer)[0]
+    model = build(chosen)
+    groups = optimizer(model, chosen).param_groups
+    gates = list(gate_parameters(model))
+    assert {id(p) for p in groups[-1]["params"]} == {id(p) for p in gates}
+    assert groups[-1]["lr"] == 3 * chosen.lr and groups[-1]["weight_decay"] == 0
+    scores = [p for name, p in model.named_parameters() if "_competition" in name]
+    assert scores and all(p.std() > 0.2 for p in scores)
+    assert sum(len(group["params"]) for group in groups) == len([*model.parameters()])
+
+
+def test_gates_can_begin_orthogonal():
+    model = build(recipe(gate_std=0.5, gate_init="orthogonal", mixer="softmax-gla", hidden_size=32)[0])
+    scores = [weight for name, weight in model.named_parameters() if "_competition" in name]
+    assert scores
+    for weight in scores:
+        torch.testing.assert_close(weight @ weight.T, 0.25 * weight.shape[1] * torch.eye(len(weight)))
+
+
+def test_an_update_left_out_changes_nothing():
+    weight = torch.nn.Parameter(torch.ones(3))
+    careful = SkipNonFiniteAdamW([weight], lr=0.1)
+    weight.grad = torch.tensor([1.0, torch.inf, 1.0])
+    careful.step()
+    assert torch.equal(weight, torch.ones(3)) and careful.skipped == careful.in_a_row == 1 and not careful.state
+    weight.grad = torch.ones(3)
+    careful.step()
+    assert (weight < 1).all() and careful.skipped == 1 and careful.in_a_row == 0

@@ -1,0 +1,183 @@
+"""No result is taken for one that other code, or another input, would give."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from functools import partial, reduce
+
+import pytest
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+from damage import flip
+from headrace.studies.bench.models import Shape
+from headrace.studies.compare.defaults import DEMO
+from headrace.studies.reproduce import execute
+from headrace.training import run
+from headrace.utils import provenance
+from headrace.utils.errors import InputError
+from headrace.utils.provenance import MADE_BY, claim, defaults
+from trained import recipe, train
+
+OTHER = "0" * 12
+
+
+@pytest.fixture
+def other_code(monkeypatch):
+    """Call it, and from then on other code runs."""
+    return lambda: monkeypatch.setattr(provenance, "source", lambda: OTHER)
+
+
+def test_an_edit_of_the_package_is_another_version(tmp_path, monkeypatch):
+    (tmp_path / "headrace" / "recipes").mkdir(parents=True)
+    recipe = tmp_path / "headrace" / "recipes" / "small.yaml"
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "headrace" / "provenance.py"))
+    found = []
+    for text in ("lr: 1", "lr: 2", "lr: 1"):
+        recipe.write_text(text)
+        found.append(provenance.source.__wrapped__())
+    assert found[0] == found[2] != found[1]
+
+
+CLAIMS = {
+    "compare": lambda folder, **more: claim(folder, DEMO.to_json(), **more),
+    "bench": lambda folder, **more: claim(folder, {"a": 1}, machine="x", **more),
+    "reproduce": lambda folder, **more: execute.execute([[sys.executable, "-c", ""]], folder, str, **more),
+}
+
+
+@pytest.mark.parametrize("command", CLAIMS)
+def test_results_of_other_code_are_refused_or_said(command, tmp_path, other_code):
+    CLAIMS[command](tmp_path)
+    CLAIMS[command](tmp_path)
+    now = provenance.source()
+    other_code()
+    said = rf"{MADE_BY}'.* made by .*source {now}.*now runs .*source {OTHER}.*--accept-old"
+    with pytest.raises(InputError, match=said):
+        CLAIMS[command](tmp_path)
+    assert not provenance.sentence(tmp_path)
+    CLAIMS[command](tmp_path, accept_old=True)
+    CLAIMS[command](tmp_path)
+    assert now in provenance.sentence(tmp_path) and OTHER in provenance.sentence(tmp_path)
+
+
+def test_results_that_do_not_say_what_made_them_are_refused(tmp_path):
+    claim(tmp_path, {"a": 1})
+    (tmp_path / MADE_BY).unlink()
+    with pytest.raises(InputError, match="made by headrace of an unknown version"):
+        claim(tmp_path, {"a": 1})
+
+
+def test_a_folder_that_was_left_before_anything_was_done_serves_other_code(tmp_path, other_code):
+    provenance.record_versions(tmp_path, True, False)
+    (tmp_path / ".plan.json.123").touch()
+    other_code()
+    claim(tmp_path, {"a": 1})
+    assert OTHER in (tmp_path / MADE_BY).read_text("utf-8") and not provenance.sentence(tmp_path)
+
+
+def test_a_measurement_on_another_machine_is_another(tmp_path):
+    claim(tmp_path, {"a": 1}, machine="x")
+    with pytest.raises(InputError, match="machine x; now runs machine y"):
+        claim(tmp_path, {"a": 1}, machine="y")
+
+
+PLANS = {  # of a command: what claims a folder for it
+    "train": lambda data: lambda folder: run.begin(folder, recipe(lr=0.5)[0], data),
+    "compare": lambda data: partial(claim, wanted=DEMO.to_json(), optional=DEMO.optional()),
+    "bench": lambda data: partial(claim, wanted=asdict(Shape()), optional=[*defaults(Shape())]),
+}  # fmt: skip
+
+
+def places(plan, at=()):
+    """The places of all fields of a plan's JSON."""
+    parts = plan.items() if isinstance(plan, dict) else enumerate(plan) if isinstance(plan, list) else ()
+    for name, part in parts:
+        yield from [(*at, name)] * isinstance(plan, dict)
+        yield from places(part, (*at, name))
+
+
+@pytest.mark.parametrize("command", PLANS)
+def test_a_plan_of_a_version_without_a_field_is_the_plan_with_its_default(command, data, tmp_path):
+    begin, accepted = PLANS[command](data), set()
+    begin(tmp_path)
+    (file,) = {path.name for path in tmp_path.glob("*.json")} - {MADE_BY}
+    text = (tmp_path / file).read_text("utf-8")
+    for place in places(json.loads(text)):
+        older = json.loads(text)
+        del reduce(lambda part, name: part[name], place[:-1], older)[place[-1]]
+        (tmp_path / file).write_text(json.dumps(older))
+        try:
+            begin(tmp_path)
+            accepted.add(place)
+        except InputError as error:
+            assert f"holds another run ({place[-1]} is missing there and" in str(error)
+    wanted, refused = {
+        "train": ({("recipe", "gate_std"), ("recipe", "separate_documents")}, {("recipe", "lr"), ("data", "length")}),
+        "compare": (
+            {
+                ("plans", 0, "recipe", "eps"),
+                ("plans", 0, "tuning"),
+                ("plans", 0, "specs", "linear-attention", "heads", "count"),
+            },
+            {("plans", 0, "mixers"), ("plans", 0, "task"), ("name",)},
+        ),
+        "bench": ({("layers",)}, set()),
+    }[command]
+    assert wanted <= accepted and not refused & accepted
+
+
+def test_a_run_that_other_code_began_is_refused_or_said(data, tmp_path, other_code):
+    train(data, tmp_path / "run", tokens=128 * 5)
+    other_code()
+    with pytest.raises(InputError, match=f"now runs .*source {OTHER}"):
+        train(data, tmp_path / "run", tokens=128 * 5)
+    train(data, tmp_path / "run", accept_old=True, tokens=128 * 5)
+    assert OTHER in (tmp_path / "run" / "model" / "README.md").read_text("utf-8")
+
+
+def test_a_step_with_another_input_is_refused(tmp_path, monkeypatch):
+    text, root = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("one")
+    monkeypatch.setattr(execute, "HEADRACE", [sys.executable, "-c", ""])
+    for _ in range(2):
+        execute.execute([["headrace", "prepare", str(text)]], root, str)
+    text.write_text("two")
+    with pytest.raises(InputError, match=r"text\.txt' of step 1 has changed"):
+        execute.execute([["headrace", "prepare", str(text)]], root, str)
+
+
+def test_steps_are_told_to_accept_what_was_accepted():
+    assert execute.started_by(["headrace", "train", "x"], True)[-1] == "--accept-old"
+    assert execute.started_by(["headrace", "prepare", "x"], True)[-1] == "x"
+
+
+# --- of checkpoints and rows -----------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_known_by_what_its_files_hold(tmp_path):
+    checkpoint = pytest.importorskip("headrace.studies.evaluate.checkpoint")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(8))
+    before, at = checkpoint.fingerprint(str(tmp_path)), weights.stat()
+    flip(weights)
+    os.utime(weights, ns=(at.st_atime_ns, at.st_mtime_ns))
+    assert checkpoint.fingerprint(str(tmp_path)) != before
+
+
+def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
+    checkpoint = pytest.importorskip("headrace.studies.evaluate.checkpoint")
+    import huggingface_hub.constants as hub
+
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        repository = tmp_path / "models--some--model"
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+        found.append(checkpoint.fingerprint("some/model"))
+    assert found[0] != found[1]

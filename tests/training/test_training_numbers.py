@@ -1,0 +1,294 @@
+"""What a run does to the weights and says of itself, held against a plain loop, closed formulas and data sheets."""
+
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import Trainer, TrainingArguments
+
+pytest.importorskip("datasets", reason="the extra [train] is not installed")
+
+import tiny
+from headrace import Mixer, zoo
+from headrace.hf import HeadraceForCausalLM
+from headrace.ops.backends.native import library as native
+from headrace.training import card, recipes, run, trainer
+from headrace.training.model import blank, build, estimate, flops_per_token
+from headrace.training.parameters import gate_parameters, parameter_groups
+from headrace.training.watch import Watch
+from trained import recipe, train
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
+STEPS, WARMUP, LR, BETAS, EPS, DECAY, GATE_LR = 8, 2, 0.02, [0.6, 0.7], 0.01, 0.3, 2.0
+SCHEDULES = {  # the learning rate at a step after the warm-up, over the highest
+    "cosine": lambda share: 0.25 + 0.75 * (1 + math.cos(math.pi * share)) / 2,
+    "linear": lambda share: 1 - share,
+}
+
+
+def replayed(model, batches, rate, clip):
+    """AdamW (arXiv 1711.05101, algorithm 2; ε beside the root) on the mean loss over a step's answers."""
+    gates, moments = {id(p) for p in gate_parameters(model)}, {}
+    for step, rows in enumerate(batches):
+        labels = rows[:, 1:].flatten()
+        loss = F.cross_entropy(model.eval()(rows).logits[:, :-1].flatten(0, 1), labels)
+        gradients = dict(zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True))
+        norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+        for p, g in gradients.items():
+            g *= 1 if clip is None else min(1, clip / norm)
+            m, v = moments.get(p, (0, 0))
+            m, v = BETAS[0] * m + (1 - BETAS[0]) * g, BETAS[1] * v + (1 - BETAS[1]) * g.square()
+            moments[p] = m, v
+            m, v = m / (1 - BETAS[0] ** (step + 1)), v / (1 - BETAS[1] ** (step + 1))
+            decay = DECAY if p.dim() > 1 and id(p) not in gates else 0
+            p.data -= rate(step) * (GATE_LR if id(p) in gates else 1) * (m / (v.sqrt() + EPS) + decay * p.data)
+
+
+@pytest.mark.parametrize(("schedule", "clip"), [("cosine", 0.5), ("linear", None)])
+def test_a_run_is_adamw_by_the_recipe(schedule, clip, data, tmp_path, monkeypatch):
+    begun, batches, step = [], [], run.HeadraceTrainer.training_step
+
+    def recorded(self, model, inputs, count=None):
+        batches.append(inputs["input_ids"])
+        return step(self, model, inputs, count)
+
+    def kept(chosen):
+        model = build(chosen)
+        begun.append({name: x.clone() for name, x in model.state_dict().items()})
+        return model
+
+    monkeypatch.setattr(run.HeadraceTrainer, "training_step", recorded)
+    monkeypatch.setattr(run, "build", kept)
+    settings = {
+        "tokens": 128 * STEPS, "warmup_tokens": 128 * WARMUP, "lr": LR, "schedule": schedule, "betas": BETAS,
+        "min_lr": 0.25 if schedule == "cosine" else 0.0, "eps": EPS, "weight_decay": DECAY, "clip": clip,
+        "gate_lr": GATE_LR, "precision": "float32", "save_every": STEPS, "evaluate_every": STEPS,
+    }  # fmt: skip
+    train(data, tmp_path, **settings)
+    assert [len(rows) for rows in batches] == [2] * 2 * STEPS  # 128 tokens are 4 rows of 32, 2 at a time
+    model = build(recipe(**settings)[0])
+    model.load_state_dict(begun[0])
+    rate = lambda n: LR * (n / WARMUP if n < WARMUP else SCHEDULES[schedule]((n - WARMUP) / (STEPS - WARMUP)))  # noqa: E731
+    replayed(model, [torch.cat(pair) for pair in zip(batches[::2], batches[1::2], strict=True)], rate, clip)
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    for name, x in model.state_dict().items():
+        # One rounding of the weights a step; sums in another order than the Trainer's: 2e-5 of the change was seen.
+        reach = 1e-3 * (x - begun[0][name]).norm() + STEPS * 2**-23 * x.norm()
+        assert name == "lm_head.weight" or (found[name] - x).norm() <= reach, name
+
+
+DYNAMICS = {
+    "mamba": {"A_log"}, "s4d": {"log_damping", "frequency"}, "s4": {"log_damping", "frequency", "P", "B"},
+    "rwkv4": {"mix"}, "rwkv6": {"bonus", "offset"}, "rwkv7": {"mix"}, "softmax-kda": set(), "transformer": set(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DYNAMICS)
+def test_the_dynamics_of_a_mixer_are_not_decayed(name):
+    """Of the parameters with two or more dimensions, those that authors' own training leaves out, and the gates."""
+    layer = Mixer(name, hidden_size=32, num_heads=2, layer_idx=1, num_layers=3)
+    names = {id(p): path for path, p in layer.named_parameters()}
+    free = [p for group in parameter_groups(layer, DECAY, 1.0) if not group["weight_decay"] for p in group["params"]]
+    gates = {id(p) for p in gate_parameters(layer)}
+    found = {names[id(p)].rpartition(".")[2] for p in free if p.dim() > 1 and id(p) not in gates}
+    assert found == DYNAMICS[name]
+
+
+@pytest.mark.parametrize("name", [*zoo.names(), "experts", "gpt"])
+def test_the_trainer_of_transformers_decays_what_we_decay(name, tmp_path):
+    """The Trainer itself, without an optimiser that was given to it."""
+    model = HeadraceForCausalLM(tiny.config(name, num_hidden_layers=1))
+    arguments = TrainingArguments(tmp_path, weight_decay=DECAY, report_to="none", use_cpu=True)
+    found = Trainer(model, arguments).create_optimizer().param_groups
+    expected = parameter_groups(model, DECAY, 1.0)
+    decayed = [
+        {id(p) for group in groups if group["weight_decay"] for p in group["params"]} for groups in (found, expected)
+    ]
+    assert decayed[0] == decayed[1] != set()
+    assert len(found[0]["params"]) + len(found[1]["params"]) == len(list(model.parameters()))
+
+
+def test_the_trainer_decays_other_models_as_before(tmp_path):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.A_log, self.part = nn.Parameter(torch.zeros(3)), nn.Linear(3, 3)
+
+    assert Trainer.get_decay_parameter_names(None, Other()) == ["part.weight", "A_log"]
+
+
+def test_the_card_says_bits_per_byte_of_the_held_out_text(data, tmp_path):
+    history = train(data, tmp_path, tokens=128 * 10, evaluate_every=5).state.log_history
+    assert (
+        [p["step"] for p in history if "tokens_per_second" in p]
+        == [10]
+        == [p["step"] for p in history if "loss" in p][1:]
+    )
+    final = next(point for point in history if "final_loss" in point)
+    ids = [token for row in data.held_out for token in row["input_ids"]]
+    length = sum(token != data.tokenizer.eos_token_id for token in ids)  # every other token is a byte
+    texts = data.manifest["held_out"]
+    assert (texts["bytes"], texts["tokens"]) == (length, len(ids))
+    readme = (tmp_path / "model" / "README.md").read_text("utf-8")
+    bits = final["final_loss"] / math.log(2) * len(ids) / length
+    told = f"{final['final_loss']:.4f} nats per held-out token, perplexity {math.exp(final['final_loss']):.2f}"
+    assert f"After 1280 tokens: {told}, {bits:.4f} bits per byte." in readme
+    for point in (point for point in history if "eval_loss" in point):
+        loss = point["eval_loss"]
+        bits = loss / math.log(2) * len(ids) / length
+        assert f"| {point['step']} | {loss:.4f} | {math.exp(loss):.2f} | {bits:.4f} |" in readme
+    assert f"torch {torch.__version__}" in readme
+    assert f"142 documents and {data.manifest['train']['tokens']:,} tokens for training, 8 held out" in readme
+
+
+def test_a_loss_is_of_the_tokens_that_are_asked_for(data, tmp_path):
+    """Of rows in twos: two of 32 tokens, two of a single one, which ask for nothing, and then one answer."""
+    chosen = recipe(precision="float32")[0]
+    made = run.make_trainer(chosen, data, run.arguments(chosen, tmp_path, "none"))
+    rows = [data.held_out[0]["input_ids"], data.held_out[1]["input_ids"], [5], [5], [5, 6], [7]]
+    total, _ = made._held_out(made.model, [{"input_ids": row, "starts": [0]} for row in rows])
+    with torch.no_grad():
+        expected = sum(
+            F.cross_entropy(made.model(torch.tensor([row])).logits[0, :-1], torch.tensor(row[1:]), reduction="sum")
+            for row in rows
+            if len(row) > 1
+        )
+    assert total.tolist() == [pytest.approx(expected.item(), rel=1e-5), 31 + 31 + 1]
+
+
+def test_speed_is_of_training_alone(monkeypatch):
+    clock = iter([10.0, 16.0, 18.0])
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: next(clock))
+    state = SimpleNamespace(global_step=5)
+    run = SimpleNamespace(state=state, last_log=None, paused=0.0, measures=trainer.Measures(128, 1.0, 7, 1000.0))
+    speed = lambda: trainer.HeadraceTrainer._speed(run)  # noqa: E731
+    assert speed() == {}
+    state.global_step, run.paused = 9, 2.0
+    assert speed() == {"tokens_per_second": 128.0, "mfu": 0.896}  # 4 steps in 16 − 10 − 2 s
+    assert speed() == {} and run.paused == 0.0  # no step since
+
+
+def test_the_time_of_an_evaluation_is_not_of_training(data, tmp_path, monkeypatch):
+    rests, speed = [], trainer.HeadraceTrainer._speed
+    monkeypatch.setattr(trainer.HeadraceTrainer, "_speed", lambda self: rests.append(self.paused) or speed(self))
+    started = time.perf_counter()
+    history = train(data, tmp_path, tokens=128 * 20, evaluate_every=4).state.log_history
+    assert any(rests) and all(0 <= rest < time.perf_counter() - started for rest in rests)
+    assert all(point["tokens_per_second"] > 0 for point in history if "tokens_per_second" in point)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),  # dense bfloat16, of NVIDIA's data sheets
+    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA B200", 2250),
+     ("NVIDIA L40S", 362), ("NVIDIA GeForce RTX 3090", None)],
+)  # fmt: skip
+def test_what_devices_can_do_at_most(name, teraflops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert run.peak_flops() == (teraflops and teraflops * 1e12)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    assert run.peak_flops() == (teraflops and 4 * teraflops * 1e12)
+
+
+def test_a_gate_of_one_head_is_named_after_the_warm_up_and_a_uniform_one_at_the_end(capsys):
+    gates = [
+        {"layer": i, "gate": "read", "entropy": entropy} for i, entropy in enumerate((0.9985, 0.9995, 0.015, 0.005))
+    ]
+    watch, state = Watch(SimpleNamespace(gates=gates), 3), SimpleNamespace(global_step=3, is_world_process_zero=True)
+    watch.on_evaluate(None, state, None, metrics={"eval_loss": 1.0})
+    state.global_step = 4
+    for _ in range(2):
+        watch.on_evaluate(None, state, None, metrics={"eval_loss": 1.0})
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("step 4: the read gate of layer 3 selects one head for nearly every held-out token")
+    watch.on_evaluate(None, state, None, metrics={"final_loss": 1.0})
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("the read gates of these layers are uniform after training: 1. They weigh all heads alike")
+
+
+@pytest.mark.parametrize(("rows", "size", "processes"), [(10, 3, 1), (10, 3, 4), (1, 2, 3)])
+def test_processes_share_rows(rows, size, processes):
+    found = [trainer.shares(rows, size, process, processes) for process in range(processes)]
+    assert sorted(i for batches in found for batch in batches for i in batch) == list(range(rows))
+    assert len({len(batches) for batches in found}) == 1 and max(len(x) for b in found for x in b) <= size
+    assert len(found[0]) == math.ceil(math.ceil(rows / processes) / size)
+
+
+def test_rows_to_evaluate_are_evenly_spread(data):
+    length = len(data.train)
+    assert [row["input_ids"] for row in run.some(data.train, 3)] == [
+        data.train[i]["input_ids"] for i in (0, (length - 1) // 2, length - 1)
+    ]
+    assert len(run.some(data.train, length)) == length
+
+
+def test_a_loss_as_large_as_the_unigrams_is_nothing_learnt():
+    assert (
+        card.baseline_sentence(2.0, 2.0) == "The model learnt nothing: a unigram model of these tokens has 2.0000 nats."
+    )
+    assert card.baseline_sentence(1.9, 2.0) == "For comparison, a unigram model of these tokens has 2.0000 nats."
+
+
+@pytest.mark.parametrize("mixer", [*zoo.names(), "gpt", "jamba(style.experts.count=4)", "zamba"])
+def test_flops_on_the_meta_device_are_those_on_a_cpu(mixer, monkeypatch):
+    """Also of mixers whose shapes depend on lengths and positions, which the meta device does not have. Native kernels
+    count none."""
+    monkeypatch.setattr(native, "missing", "it is not here")
+    changes = {"mixer": mixer, "hidden_size": 32, "heads": 4, "layers": 8, "length": 64}
+    given, _ = recipes.load("laptop-1m", changes)
+    made = build(given).train()
+    with sdpa_kernel(SDPBackend.MATH):  # the CPU's fused attention counts none
+        assert flops_per_token(blank(given), given) == flops_per_token(made, given)
+    assert estimate(given)["bytes"]["kept for the backward"] > 0
+
+
+@pytest.mark.parametrize(
+    ("mixer", "per_layer"),
+    [
+        ("transformer", 2 * 4 * 128**2 + 4 * 512 * 128),  # q, k, v, output; each token weighs and adds 512 others
+        # q, k of 64, v, gate and output of 128, a decay of 64 by way of 16; 4 memories of 16 × 32, decayed
+        ("gla", 2 * (128 * (2 * 64 + 3 * 128 + 16) + 16 * 64) + 5 * 4 * 16 * 32),
+    ],
+)
+def test_an_estimate_is_what_paper_and_pencil_say(mixer, per_layer, capsys):
+    """laptop-1m: 4 layers of 128, an MLP of 352, a vocabulary of 4,096, rows of 512, 4e6 tokens in steps of 8,192."""
+    found = estimate(recipes.load("laptop-1m", {"mixer": mixer})[0])
+    forward = 4 * (per_layer + 2 * 3 * 128 * 352) + 2 * 128 * 4096
+    assert (found["flops_per_token"], found["flops"]) == (3 * forward, 3 * forward * 4_000_000)
+    assert [found[name] for name in ("steps", "warmup_steps", "rows_per_step", "tokens")] == [488, 24, 16, 4_000_000]
+    weights = found["bytes"]["weights, gradients, moments"]
+    assert weights == 4 * 4 * found["parameters"]["tied"]
+    untied, wide, shared = (
+        estimate(recipes.load("laptop-1m", {"mixer": mixer} | change)[0])["bytes"]
+        for change in ({"tie": False}, {"micro_batch": 8}, {"shard": 4})
+    )
+    made = build(recipe(mixer=mixer, heads=1, tie=False)[0])
+    assert (made.config.num_heads, made.lm_head.weight is made.model.embed_tokens.weight) == (1, False)
+    assert untied["weights, gradients, moments"] == weights + 16 * 128 * 4096
+    assert shared["weights, gradients, moments"] == (4 + 3 * 4 // 4) * found["parameters"]["tied"]
+    assert wide["kept for the backward"] == 2 * found["bytes"]["kept for the backward"]
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("mixer", ["transformer", "gqa", "gla"])
+def test_what_is_kept_for_the_backward_is_what_a_pass_keeps(mixer):
+    chosen = recipe(mixer=mixer, length=256, batch_tokens=512, heads=4, hidden_size=32)[0]
+    model, kept = build(chosen).train(), {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(input_ids=torch.zeros(2, 256, dtype=torch.long), use_cache=False)
+    real = sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
+    # A device may keep a little of its own: 1.4 % less was seen of the native backend.
+    assert estimate(chosen)["bytes"]["kept for the backward"] == pytest.approx(real, rel=0.05)
