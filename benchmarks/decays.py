@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace import backends
-from headrace.report.numbers import spread
+from headrace.studies.report.numbers import spread
 from op import HEADS, MODES, ours
 from peers import FAMILIES, Family
 from record import append, environment

@@ -23,10 +23,10 @@ from rich.table import Table
 from torch import nn
 
 from headrace import quantize
-from headrace.report.numbers import spread
 from headrace.studies.bench.measure import built, ids, measure, resident
 from headrace.studies.bench.models import PEERS, Shape, build, ours
 from headrace.studies.bench.plan import BenchPlan, Point
+from headrace.studies.report.numbers import spread
 from record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "model.csv"

@@ -27,7 +27,7 @@ from torch import Tensor
 from compiled import PATHS
 from headrace import InputError, backends, linear_attention
 from headrace.ops.reference import literal
-from headrace.report.numbers import spread
+from headrace.studies.report.numbers import spread
 from peers import ATTENTION, FAMILIES, PEERS, Family, Peer
 from record import append, environment
 from turns import Runner, flops, peak, peak_flops, take_turns

@@ -21,7 +21,7 @@ from compiled import PATHS, Graph
 from headrace import step
 from headrace.ops.backends.native import library as native
 from headrace.ops.call import Call
-from headrace.report.numbers import spread
+from headrace.studies.report.numbers import spread
 from op import HEADS
 from peers import FAMILIES, PEERS
 from record import append, environment

@@ -22,12 +22,12 @@ import matplotlib
 import typer
 from matplotlib.figure import Figure
 
-from headrace.report.numbers import count
-from headrace.report.style import PALETTE, STYLE
 from headrace.studies.compare import rows, statistics
 from headrace.studies.compare.choose import planned
 from headrace.studies.compare.plan import Study
 from headrace.studies.compare.question import Question
+from headrace.studies.report.numbers import count
+from headrace.studies.report.style import PALETTE, STYLE
 from headrace.utils.errors import InputError
 
 HERE = Path(__file__).parent

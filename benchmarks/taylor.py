@@ -24,11 +24,11 @@ from torch import Tensor
 
 from headrace.layers.attention.softmax_rnn import numerator
 from headrace.layers.linear.taylor import truncated_exp
-from headrace.report.style import PALETTE, STYLE
 from headrace.spec.softmax_rnn import SoftmaxRNNSpec
 from headrace.studies.compare.plan import ArmRecipe, Plan, Shape, Study
 from headrace.studies.compare.pool import place_workers
 from headrace.studies.compare.run import complete
+from headrace.studies.report.style import PALETTE, STYLE
 from headrace.tasks import Text
 from headrace.utils.device import all_devices
 from headrace.utils.provenance import claim

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace import backends
-from headrace.report.numbers import spread
+from headrace.studies.report.numbers import spread
 from op import HEADS, MODES, can, ours
 from peers import FAMILIES
 from record import append, environment

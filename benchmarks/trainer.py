@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from headrace.data import Collator, open_data
-from headrace.report.numbers import spread
+from headrace.studies.report.numbers import spread
 from headrace.training import recipes
 from headrace.training.model import build
 from headrace.training.optimizer import optimizer

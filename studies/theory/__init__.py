@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from headrace.report.style import STYLE
+from headrace.studies.report.style import STYLE
 from headrace.utils.environment import environment
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import write_json

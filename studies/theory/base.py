@@ -16,8 +16,8 @@ from torch import Tensor
 
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.ops.attention import linear_attention
-from headrace.report.style import PALETTE
 from headrace.spec.linear import Competition
+from headrace.studies.report.style import PALETTE
 
 BLUE, RED, YELLOW, GREEN, PURPLE = PALETTE[:5]
 TOLERANCE = 1e-10  # relative error of an equation that holds exactly; float64 gives about 1e-15

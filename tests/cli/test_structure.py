@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "headrace"
 # Each part may import those before it.
 ORDER = [
     "utils", "spec", "zoo", "ops", "layers", "models", "hf", "export", "serving", "data", "tasks", "training",
-    "report", "studies", "cli",
+    "studies", "cli",
 ]  # fmt: skip
 
 

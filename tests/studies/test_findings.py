@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from headrace import zoo
-from headrace.report.page import Page, Section
 from headrace.studies.compare import plots, sweep
 from headrace.studies.compare.defaults import DEFAULTS, PAIR, REVERSE, TEXT
 from headrace.studies.compare.findings import conditions, findings, headline
@@ -19,6 +18,7 @@ from headrace.studies.compare.plan import Study
 from headrace.studies.compare.rows import converged
 from headrace.studies.compare.summary import MANY, labels, summarise
 from headrace.studies.compare.terminal import print_results
+from headrace.studies.report.page import Page, Section
 from headrace.tasks import Masked, Pair, Reverse, Text
 
 

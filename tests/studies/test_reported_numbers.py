@@ -14,7 +14,6 @@ from scipy import stats
 pytest.importorskip("lm_eval")
 
 from headrace.hf.convert.flash import fla_config
-from headrace.report.numbers import compact, significant
 from headrace.studies.bench import measure, report, results
 from headrace.studies.bench.models import Shape, build, cache_bytes
 from headrace.studies.bench.plan import BenchPlan, Point, points
@@ -22,6 +21,7 @@ from headrace.studies.evaluate import findings, scores, unigram
 from headrace.studies.evaluate.report import draw, write_report
 from headrace.studies.evaluate.run import Evaluation, EvaluationPlan
 from headrace.studies.inspect.recorder import record
+from headrace.studies.report.numbers import compact, significant
 from headrace.studies.reproduce import experiment, numbers, show
 from tiny import build as model
 from tiny import tokens

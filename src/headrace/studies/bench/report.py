@@ -10,9 +10,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
-from ...report.numbers import compact, count
-from ...report.page import Page, Section, picture
-from ...report.style import PALETTE, STYLE
+from ..report.numbers import compact, count
+from ..report.page import Page, Section, picture
+from ..report.style import PALETTE, STYLE
 from .models import PEERS
 from .plan import MEASURED, BenchPlan
 from .results import backbones, compressions, overhead

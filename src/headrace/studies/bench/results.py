@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ... import zoo
-from ...report.numbers import spread
 from ...spec.linear import MixerSpec
 from ...utils.environment import environment
 from ...utils.integrity import read_result, write_result
+from ..report.numbers import spread
 from .measure import measure
 from .models import PEERS, cache_bytes
 from .plan import MEASURED, BenchPlan, Point

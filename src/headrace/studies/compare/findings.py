@@ -9,7 +9,7 @@ from itertools import product, takewhile
 from statistics import fmean
 
 from ... import zoo
-from ...report.numbers import SEEDS, count
+from ..report.numbers import SEEDS, count
 from .pairwise import Difference, common_seeds, competing, few, find, pairs, with_gates, without_count
 from .plan import MATCHED
 from .rows import HELD, RULE, converged

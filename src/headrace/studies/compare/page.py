@@ -10,8 +10,8 @@ from typing import Any
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ...report.page import Name, Page, Picture, Section, picture
 from ...tasks.base import ByRow
+from ..report.page import Name, Page, Picture, Section, picture
 from . import statistics, sweep, tuning
 from .findings import conditions, findings, headline
 from .plots import colours, draw

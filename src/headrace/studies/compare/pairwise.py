@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ... import zoo
-from ...report.numbers import SEEDS, count, half_interval, seeds_of
 from ...spec.attention import AttentionSpec
 from ...spec.linear import MixerSpec
 from ...spec.serialise import Spec
+from ..report.numbers import SEEDS, count, half_interval, seeds_of
 from .summary import Comparison, Contender, show
 
 

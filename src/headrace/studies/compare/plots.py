@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from ...report.style import PALETTE, SOFT, STYLE
+from ..report.style import PALETTE, SOFT, STYLE
 from .summary import Comparison, Contender
 
 WIDE = 4  # ratio of the largest value to the smallest above which an axis is logarithmic

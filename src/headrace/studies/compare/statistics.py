@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from ...report.numbers import ROUNDING, SEEDS, equal, half_interval, out_of, seeds_of
+from ..report.numbers import ROUNDING, SEEDS, equal, half_interval, out_of, seeds_of
 from .question import Question
 from .rows import HELD, Row
 from .rows import rows as rows_of

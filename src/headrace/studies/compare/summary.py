@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ... import zoo
-from ...report.numbers import quartiles, seeds_of
 from ...spec.serialise import Spec, from_json
 from ...tasks import TASKS, Metric
+from ..report.numbers import quartiles, seeds_of
 
 CONTROLS = (  # (settings, the name that takes the place of "softmax" in the label of a mixer with them)
     ({"competition=sigmoid"}, "wide-sigmoid"),

@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from ...report.numbers import compact
-from ...report.style import SOFT, STYLE
+from ..report.numbers import compact
+from ..report.style import SOFT, STYLE
 from .findings import at_chance, diverged, headline
 from .pairwise import pairs
 from .plots import axes, colours, legend, spread

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from ...report.page import Section
+from ..report.page import Section
 from .page import report
 from .plan import Arm, Study
 from .summary import labels, show

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
-from ...report.numbers import seeds_of
 from ...spec.expression import literal, split
 from ...tasks import Metric
 from ...training.optimization import Optimization
 from ...utils.errors import InputError
+from ..report.numbers import seeds_of
 from .plan import Plan, Tuning
 from .summary import Comparison, labels, show
 

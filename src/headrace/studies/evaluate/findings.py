@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...report.numbers import significant
+from ..report.numbers import significant
 from .run import Evaluation
 from .scores import ALIKE, NOT_FINITE, TOO_FEW, Pair, Score, guessing, pair, scores
 

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from ...report.page import Page, Section, picture
-from ...report.style import PALETTE, SOFT, STYLE
 from ...utils.environment import environment
+from ..report.page import Page, Section, picture
+from ..report.style import PALETTE, SOFT, STYLE
 from .findings import PairedComparison, against_the_first, findings, table
 from .run import Evaluation
 

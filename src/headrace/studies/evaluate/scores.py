@@ -7,7 +7,7 @@ from typing import Any
 
 from scipy import stats
 
-from ...report.numbers import LEVEL, student
+from ..report.numbers import LEVEL, student
 
 # Fewest rows for a verdict on two models: with 10 or more, equal models are told apart in at most 6.5 % of cases, for
 # rows that are right or wrong and for log-likelihoods of rows of unequal length (test_evaluate.py).

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import zoo
-from ...report.page import template
 from ...spec.serialise import Spec
 from ...utils.environment import environment
 from ...utils.integrity import finite
+from ..report.page import template
 from .findings import RULES, findings
 from .recorder import Recorded, weights
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ...report.numbers import half_interval, student
 from ...utils.integrity import read_json, read_result
+from ..report.numbers import half_interval, student
 from .execute import done
 from .experiment import Experiment, Scale, combinations, commands, run_folder
 

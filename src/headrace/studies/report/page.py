@@ -12,7 +12,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, Template
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ..utils.provenance import sentence
+from ...utils.provenance import sentence
 from .style import INK, LINE, PALETTE, SOFT, STYLE
 
 BROAD = 6.0  # width in inches from which a picture has a row of its own
@@ -90,9 +90,9 @@ class Page:
         return beside.replace(path)
 
 
-def template(name: str, package: str = "headrace.report") -> Template:
-    """A template of a package, which can extend and include those of headrace.report."""
-    loader = ChoiceLoader([PackageLoader(package, "."), PackageLoader("headrace.report", ".")])
+def template(name: str, package: str = "headrace.studies.report") -> Template:
+    """A template of a package, which can extend and include those of headrace.studies.report."""
+    loader = ChoiceLoader([PackageLoader(package, "."), PackageLoader("headrace.studies.report", ".")])
     made = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     made.policies["json.dumps_kwargs"] = {"sort_keys": True, "allow_nan": False}  # a browser's JSON has no NaN
     return made.get_template(name)
