@@ -30,7 +30,7 @@ from headrace import InputError, linear_attention
 from peers import FAMILIES
 
 FLA_PARTS = 8  # processes that compile the configurations of one call to FLA
-SHORT, SEGMENTED = 128, 1024  # tokens of a row that is computed as a whole, and of one that is computed in segments
+SHORT = 128  # tokens of a row
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
@@ -49,7 +49,7 @@ def jobs(sizes: Sizes) -> list[Job]:
     (B, T), backbones = sizes.batch, [name for name in sizes.mixers if "softmax" not in name]
     return [
         *_ours(sizes.families, first), *_of_fla(sizes.families, first),
-        *_ours(sizes.mixers, (B, min(T, SHORT)), (1, min(T, SEGMENTED))), *_of_fla(backbones, (B, min(T, SHORT))),
+        *_ours(sizes.mixers, (B, min(T, SHORT))), *_of_fla(backbones, (B, min(T, SHORT))),
         *_ours(sizes.families, *others, *sizes.correct), *_ours(LONG, *sizes.long),
         *_of_fla(sizes.families, *others), *_of_fla(LONG, *sizes.long),
     ][: sizes.jobs]  # fmt: skip

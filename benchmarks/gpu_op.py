@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -161,7 +160,7 @@ def shapes(machine: Machine, sizes: Sizes) -> Iterator[Found]:
 
 
 def long(machine: Machine, sizes: Sizes) -> Iterator[Found]:
-    """The stage `op` for few long rows, which the backend "triton" computes in segments, and as whole rows."""
+    """The stage `op` for few long rows."""
     return at_shapes(machine, sizes, sizes.long, LONG)
 
 
@@ -182,18 +181,7 @@ def at_shapes(
                 except Exception as error:
                     calls = {key: x for key, x in calls.items() if not key.startswith(runner)}
                     yield failure(runner, where, error)
-            if shape in sizes.long:
-                whole = {key: as_whole_rows(call) for key, call in calls.items() if key.partition(" | ")[0] == "triton"}
-                calls |= {key.replace("triton", "triton, whole rows"): call for key, call in whole.items()}
             yield from costs(machine, sizes, calls, where)
-
-
-def as_whole_rows(call: Call) -> Call:
-    def run() -> Any:
-        with patch("headrace.ops.backends.triton.segments.FEWEST", 2**31):
-            return call()
-
-    return run
 
 
 def costs(machine: Machine, sizes: Sizes, calls: dict[str, Call], where: str) -> Iterator[Found]:

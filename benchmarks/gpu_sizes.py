@@ -14,7 +14,7 @@ class Sizes(NamedTuple):
     square: int  # rows of a square matrix
     correct: tuple[tuple[int, int, int, int, int], ...]
     timed: tuple[tuple[int, int, int, int, int], ...]
-    long: tuple[tuple[int, int, int, int, int], ...]  # rows that are computed in segments
+    long: tuple[tuple[int, int, int, int, int], ...]  # few long rows
     families: tuple[str, ...]
     mixers: tuple[str, ...]
     layers: int

@@ -22,6 +22,8 @@
 
 namespace kinds {
 
+constexpr float SIGMOID_TEMPERATURE = 16;  // of the decay "sigmoid": SigmoidDecay.TEMPERATURE in Python
+
 namespace feature_map { enum { identity, elu_plus_one, relu, silu, count }; }
 namespace qk_norm { enum { none, l2, count }; }
 namespace decay { enum kind { none, retnet, softplus, sigmoid, exp, softplus_vector, count }; }

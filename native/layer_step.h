@@ -186,7 +186,7 @@ private:
                 break;
             case kinds::decay::sigmoid:
                 product(decay, weights(p.decay_up), low, H * K, reads);
-                each(decay, H * K, [&](vf y, int i) { return softplus(-y - bias(i, H * K)) * splat(-1.0f / 16); });
+                each(decay, H * K, [&](vf y, int i) { return softplus(-y - bias(i, H * K)) * splat(-1 / kinds::SIGMOID_TEMPERATURE); });
                 break;
             case kinds::decay::exp:
                 for (int i = 0; i < reads; i++) low[i] = tanhf(low[i]);

@@ -10,6 +10,7 @@ from .utils.extras import require
 if TYPE_CHECKING:
     from .hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, HeadraceModel, load
     from .layers import Mixer
+    from .layers.blocks.compiled import compile_blocks
     from .layers.quantized import quantize
     from .layers.tensor_parallel import tensor_parallel
     from .ops.attention import linear_attention, step
@@ -27,6 +28,7 @@ _LAZY = {
     "backends": "ops.dispatch",
     "set_backend": "ops.dispatch",
     "Mixer": "layers",
+    "compile_blocks": "layers.blocks.compiled",
     "quantize": "layers.quantized",
     "tensor_parallel": "layers.tensor_parallel",
     "verify": "studies.verify",
@@ -42,7 +44,7 @@ del auto
 
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Mixer",
-    "backends", "context_parallel", "linear_attention", "load", "quantize", "set_backend", "step",
+    "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "quantize", "set_backend", "step",
     "tensor_parallel", "verify",
 ]  # fmt: skip
 

@@ -5,11 +5,13 @@ import shutil
 import pytest
 import torch
 
-from headrace import Mixer, quantize
+from headrace import Mixer, compile_blocks, quantize
 from headrace.hf import HeadraceForCausalLM
 from tiny import SIZES, close, config
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its compiler does itself
+pytestmark = pytest.mark.filterwarnings(  # PyTorch's own, of what its compiler does itself
+    "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +49,24 @@ def test_training(mixer, backend):
     found = loss_and_gradients(model, compiled(model, backend), ids)
     for mine, theirs in zip(found, loss_and_gradients(model, model, ids), strict=True):
         close(mine, theirs, 1e-5)
+
+
+@pytest.mark.slow(seconds=40)
+@pytest.mark.parametrize("mixer", ["softmax-gla", "softmax-gated-deltanet", "mamba2", "rwkv6"])
+def test_compiled_blocks_are_one_graph_for_all_layers_and_lengths(mixer):
+    """By PyTorch's own compiler: equal losses and gradients, no graph break, no compilation for another length."""
+    if shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    model = build(mixer, num_hidden_layers=3).train()
+    lengths = [torch.randint(1, SIZES["vocab_size"], (2, length)) for length in (9, 14, 33)]
+    expected = [loss_and_gradients(model, model, ids) for ids in lengths]
+    names = list(model.state_dict())
+    compile_blocks(model, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for ids, of_the_model in zip(lengths, expected, strict=True):
+            for mine, theirs in zip(loss_and_gradients(model, model, ids), of_the_model, strict=True):
+                close(mine, theirs, 1e-5)
+    assert list(model.state_dict()) == names
 
 
 @pytest.mark.slow

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
-from .record import PositiveFloat, PositiveInt, Record
+from .record import Names, PositiveFloat, PositiveInt, Record
 
 
 class DecayShape(IntEnum):
@@ -23,17 +23,17 @@ class DecayKind(NamedTuple):
     paper: str  # address of the paper that introduced the decay
     shape: DecayShape  # shape of log_decay
     fixed: bool = False  # whether the decay is the same for all tokens
-    native: bool = True  # whether the native library computes the decay in a layer's step (native/kinds.h)
+    native: bool = False  # whether the native library computes the decay in a layer's step (native/kinds.h)
 
 
-# A new decay is a row here, its name in `Decay`, and a class in layers/linear/decays.py.
+# A new decay is a row here and a class in layers/linear/decays.py.
 DECAYS: dict[str, DecayKind] = {
-    "retnet": DecayKind("https://arxiv.org/abs/2307.08621", DecayShape.FIXED, fixed=True),
-    "xpos": DecayKind("https://arxiv.org/abs/2212.10554", DecayShape.VECTOR, fixed=True, native=False),
-    "softplus": DecayKind("https://arxiv.org/abs/2405.21060", DecayShape.SCALAR),
-    "sigmoid": DecayKind("https://arxiv.org/abs/2312.06635", DecayShape.VECTOR),
-    "exp": DecayKind("https://arxiv.org/abs/2404.05892", DecayShape.VECTOR),
-    "softplus-vector": DecayKind("https://arxiv.org/abs/2510.26692", DecayShape.VECTOR),
+    "retnet": DecayKind("https://arxiv.org/abs/2307.08621", DecayShape.FIXED, fixed=True, native=True),
+    "xpos": DecayKind("https://arxiv.org/abs/2212.10554", DecayShape.VECTOR, fixed=True),
+    "softplus": DecayKind("https://arxiv.org/abs/2405.21060", DecayShape.SCALAR, native=True),
+    "sigmoid": DecayKind("https://arxiv.org/abs/2312.06635", DecayShape.VECTOR, native=True),
+    "exp": DecayKind("https://arxiv.org/abs/2404.05892", DecayShape.VECTOR, native=True),
+    "softplus-vector": DecayKind("https://arxiv.org/abs/2510.26692", DecayShape.VECTOR, native=True),
 }
 
 
@@ -42,7 +42,7 @@ class Decay(Record):
     """How the memory decays: retnet and xpos are fixed; the decay of the other kinds is computed from the token:
     softplus (Mamba-2), sigmoid (GLA), exp (RWKV-6), softplus-vector (KDA)."""
 
-    kind: Literal["none", "retnet", "xpos", "softplus", "sigmoid", "exp", "softplus-vector"] = "none"
+    kind: Annotated[str, Names(("none", *DECAYS))] = "none"
     rank: PositiveInt | None = None  # rank of the projection to a decay per key channel; None: the key dimension K
     # The first step sizes of softplus decays are log-uniform between these, Mamba's: a head then forgets half after 0.4
     # to 700 tokens. Smaller ones suit memories that must hold a whole row.

@@ -1,7 +1,7 @@
 """The base of all specs: frozen dataclasses that validate their fields against the type hints.
 
 A field's type hint may be bool, int, float, str, a Literal, a record, None, a tuple of these, or a union of these.
-`Annotated` with a `Range` restricts a number.
+`Annotated` with a `Range` restricts a number, and with `Names` a text.
 """
 
 import dataclasses
@@ -22,6 +22,12 @@ class Range(NamedTuple):
 
     text: str
     holds: Callable[[float], bool]
+
+
+class Names(NamedTuple):
+    """The texts that a field accepts, where a table lists them."""
+
+    among: tuple[str, ...]
 
 
 PositiveInt = Annotated[int, Range("at least 1", lambda n: n >= 1)]
@@ -76,7 +82,8 @@ def alternatives(hint: Any) -> tuple[Kind, ...]:
     if origin is Literal:
         return (Kind(type(args[0]), among=args),)
     if origin is Annotated:
-        return (Kind(args[0], range=args[1]),)
+        known = args[1]
+        return (Kind(args[0], among=known.among) if isinstance(known, Names) else Kind(args[0], range=known),)
     if origin is tuple:
         return (Kind(tuple, items=alternatives(args[0])),)
     return tuple(kind for arg in args for kind in alternatives(arg)) if args else (Kind(hint),)

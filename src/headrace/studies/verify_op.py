@@ -50,7 +50,7 @@ class Recurrence(NamedTuple):
         return found | {"initial_state": random(B, H, K, V)}
 
 
-# The heads of models with 340M parameters. The backend "triton" computes 1,024 tokens of a row in segments.
+# The heads of models with 340M parameters.
 RECURRENCES = (
     Recurrence("", "add", 1, 1024, 4, 256, 256), Recurrence("H", "add", 1, 512, 4, 256, 512),
     Recurrence("BTH", "add", 2, 1024, 4, 128, 128), Recurrence("BTHK", "add", 2, 512, 4, 128, 256),

@@ -15,7 +15,7 @@ from equation import (
     of_decay,
 )
 from headrace import InputError, backends, linear_attention, step
-from headrace.ops.backends.triton import block_sizes, launch, segments
+from headrace.ops.backends.triton import block_sizes, launch
 from headrace.ops.backends.triton import step as step_kernels
 from headrace.ops.call import TOKENWISE, Call
 from headrace.studies.verify import relative
@@ -113,84 +113,6 @@ def test_the_tiles_of_a_state():
         first, second = block_sizes.tiles(K)
         assert all(size & (size - 1) == 0 for size in (first, second)) and first >= 16
         assert K <= first + second <= max(16, 1 << (K - 1).bit_length())
-
-
-@pytest.fixture
-def segmented(monkeypatch):
-    """A GPU with processors for at least four segments of each sequence of an operand that has one head."""
-    monkeypatch.setattr(segments, "CHUNKS", 1)
-    monkeypatch.setattr(launch.GPU, "of", lambda x: launch.GPU(False, True, 1, 4 * x.shape[0] * x.shape[2]))
-    found, make = [], segments.segments
-    monkeypatch.setattr(launch, "segments", lambda *call: found.append(make(*call)) or found[-1])
-    yield found
-    assert found and None not in found
-
-
-@pytest.mark.parametrize(("decay", "rule"), [("none", "add"), ("fixed", "add"), ("vector", "add"), ("vector", "delta")])
-def test_segments(decay, rule, segmented):
-    assert_same(arguments(decay, tokens=64, heads=1), TRITON, rule=rule)
-
-
-def test_segments_of_two_rows(segmented):
-    """Two whole segments of 32 tokens, one of 6 and one of none in each row."""
-    assert_same(arguments("scalar", rows=2, tokens=70, heads=1), TRITON, rule="delta")
-
-
-def test_segments_of_heads_that_share_keys_without_a_state(segmented):
-    assert_same(arguments("fixed", tokens=64, groups=1, gates=False, state=False), TRITON, rule="delta")
-
-
-def call_in_segments(rule):
-    given = {n: x if x is None else x.detach().float() for n, x in arguments("scalar", rows=2, tokens=64).items()}
-    return Call(**{n: given[n] for n in Call._fields if n in given}, delta=rule == "delta", scale=1.0, chunk_size=16)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_segments_as_an_operator(segmented, rule):
-    """The final state is laid out as the fake implementation says, and under autocast segments are passed on in
-    float32."""
-    call = call_in_segments(rule)
-    torch.library.opcheck(torch.ops.headrace.triton, call, test_utils=("test_schema", "test_faketensor"))
-    plain = torch.ops.headrace.triton(*call)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = torch.ops.headrace.triton(*call)
-    assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_segments_start_on_the_device_of_the_inputs(segmented, rule, monkeypatch):
-    """A copy from another device would wait for it, and cannot be part of a CUDA graph."""
-    run, starts = launch.Launcher(call_in_segments(rule)), []
-    monkeypatch.setattr(run, "_scan", lambda found, v, V, initial, **results: starts.append(initial))
-    with torch.device("meta"):
-        run.across({})
-    expected = torch.eye(K) if rule == "delta" else torch.ones(K, 1)
-    assert torch.equal(starts[0], expected.expand_as(starts[0]))
-
-
-@pytest.mark.parametrize(("decay", "rule"), [("vector", "add"), ("scalar", "delta")])
-@pytest.mark.parametrize("bounds", [[0, 0, 70, 70], [0, 5, 50, 70], [0, 70]])
-def test_segments_of_packed_sequences(monkeypatch, segmented, decay, rule, bounds):
-    """Segments of up to 32 tokens, and sequences of none, one, two and three of them."""
-    n = len(bounds) - 1
-    monkeypatch.setattr(launch.GPU, "of", lambda x: launch.GPU(False, True, 1, 4 * n))
-    monkeypatch.setattr(segments, "FEWEST", 1)
-    assert_same(arguments(decay, n=n, tokens=70, heads=1), TRITON, torch.tensor(bounds), rule=rule)
-    assert all(len(each.owner) == 70 // 32 + n for each in segmented)
-
-
-@pytest.mark.parametrize(
-    ("rows", "tokens", "processors", "packed", "number"),
-    [(1, 2048, 132, None, 8), (1, 16384, 132, None, 16), (8, 16384, 132, None, 4), (16, 16384, 132, None, 1),
-     (1, 1000, 132, None, 1), (1, 16384, 132, [0, 16384], 17), (1, 16384, 132, [0, 100, 16384], 34)],
-)  # fmt: skip
-def test_how_many_segments_a_row_has(rows, tokens, processors, packed, number):
-    """As many as there are processors for each of 4 programs a sequence, at most 16 a sequence, of at least 4 chunks of
-    64 tokens, and room for one more for each packed sequence."""
-    shape, bounds = torch.empty(rows, tokens, 4, 64, device="meta"), None if packed is None else torch.tensor(packed)
-    call = Call(shape, shape, shape, cu_seqlens=bounds)
-    found = segments.segments(call, 64, 4 * call.sequences, processors)
-    assert (1 if found is None else found.of_a_row) == number
 
 
 @pytest.mark.parametrize("rule", RULES)

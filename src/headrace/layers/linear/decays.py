@@ -25,6 +25,7 @@ class DecayModule(SelfInitialised):
         depth: relative depth of the layer, 0 for the first and 1 for the last layer.
     """
 
+    kind: ClassVar[str]  # its name in spec/decay.py
     starts_fixed: ClassVar[bool] = False  # whether its part of the input projection is initialised to zero
     in_features: int = 0  # size of its part of the input projection
 
@@ -66,6 +67,7 @@ def softplus_decay(z: Tensor, log_rate: Tensor) -> Tensor:
 class FixedDecay(DecayModule):
     """RetNet's decay: log_decay [H] = log(1 − 2^(−5−h)) (arXiv 2307.08621, section 2.2)."""
 
+    kind = "retnet"
     first = 0  # index of the first head, of those that a process has under tensor_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,6 +83,7 @@ class XPosDecay(DecayModule):
     xPos multiplies q at position n by ζ^{n/512} and k at position m by ζ^{−m/512}, which overflows for long sequences.
     Their product ζ^{(n−m)/512} is a decay. xPos replaces RetNet's decay γ; both together would decay twice."""
 
+    kind = "xpos"
     OFFSET, TOKENS = 0.4, 512
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,6 +94,8 @@ class XPosDecay(DecayModule):
 
 class SoftplusDecay(DecayModule):
     """Decay of Mamba-2 (arXiv 2405.21060) and Gated DeltaNet: log_decay [B, T, H] = −A dt, dt = softplus(x + b)."""
+
+    kind = "softplus"
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__(spec, num_heads, key_dim, depth)
@@ -122,6 +127,7 @@ def draw_step_bias_(bias: Tensor, low: float = 1e-3, high: float = 1e-1) -> None
 class SigmoidDecay(DecayModule):
     """GLA's decay: log_decay [B, T, H, K] = log σ(W x + b) / 16 (arXiv 2312.06635, section 4.3)."""
 
+    kind = "sigmoid"
     TEMPERATURE = 16.0
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
@@ -137,6 +143,7 @@ class SigmoidDecay(DecayModule):
 class ExpDecay(DecayModule):
     """RWKV-6's decay: log_decay [B, T, H, K] = −exp(b + tanh(x) W) (arXiv 2404.05892, section 4.2)."""
 
+    kind = "exp"
     starts_fixed = True
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
@@ -162,6 +169,8 @@ class ExpDecay(DecayModule):
 class SoftplusVectorDecay(DecayModule):
     """Decay of Kimi Delta Attention (arXiv 2510.26692): log_decay [B, T, H, K] = −A softplus(W x + b), A per head."""
 
+    kind = "softplus-vector"
+
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__(spec, num_heads, key_dim, depth)
         self.in_features = spec.rank or key_dim
@@ -179,11 +188,4 @@ class SoftplusVectorDecay(DecayModule):
         return softplus_decay(biased(self._heads(self.up(x)), self.dt_bias), self.A_log)
 
 
-DECAYS: dict[str, type[DecayModule]] = {
-    "retnet": FixedDecay,
-    "xpos": XPosDecay,
-    "softplus": SoftplusDecay,
-    "sigmoid": SigmoidDecay,
-    "exp": ExpDecay,
-    "softplus-vector": SoftplusVectorDecay,
-}
+DECAYS: dict[str, type[DecayModule]] = {decay.kind: decay for decay in DecayModule.__subclasses__()}
