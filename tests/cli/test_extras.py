@@ -96,7 +96,7 @@ def test_training_does_without_matplotlib_and_tensorboard(tmp_path):
     (tmp_path / "text.txt").write_text("heads race for the water of one channel. " * 200)
     train = "train laptop-1m batch_tokens=128 tokens=256 warmup_tokens=0 layers=1 --data data --output run"
     commands = ["prepare text.txt --train-bpe 280 --length 64 --output data", train, "curves run"]
-    lines = [f"with contextlib.redirect_stdout(open('out', 'w')): run({command!r})" for command in commands[:2]]
+    lines = [f"with open('out', 'w') as out, contextlib.redirect_stdout(out): run({c!r})" for c in commands[:2]]
     missing = OPTIONAL - {*extras.packages("train"), *BROUGHT}
     prepared, trained, curves = (ended for _, ended in run([*lines, f"run({commands[2]!r})"], missing, tmp_path))
     assert prepared[0] == trained[0] == 0, (prepared, trained)
@@ -131,15 +131,17 @@ def test_a_task_says_which_extra_it_needs(task, package, monkeypatch, tmp_path, 
 
 
 def test_an_import_says_which_extra_it_needs(tmp_path):
+    """The op, the layer and `verify` need none."""
     import headrace
 
-    parts = {"headrace.hf": "models", "headrace.models": "models", "headrace.data": "train"}
-    lines = [f"import {part}" for part in parts] + [f"headrace.{name}" for name in headrace.__all__]
-    for line, (error, said) in run(lines, OPTIONAL, tmp_path):
-        extra = parts.get(line.removeprefix("import "), "models")
-        assert error in ("done", "MissingPackage"), (line, said)
-        assert error == "done" or said.endswith(f'not installed: pip install "headrace[{extra}]"'), (line, said)
-        assert error == "MissingPackage" or line not in [f"import {part}" for part in parts], line
+    parts = {"import headrace.hf": "models", "import headrace.models": "models", "import headrace.data": "train"}
+    public = {f"headrace.{name}": "models" if headrace._LAZY.get(name) == "hf" else None for name in headrace.__all__}
+    needs = parts | public
+    for line, (error, said) in run(needs, OPTIONAL, tmp_path):
+        expected = "done" if needs[line] is None else "MissingPackage"
+        assert error == expected, (line, said)
+        assert error == "done" or said.endswith(f'not installed: pip install "headrace[{needs[line]}]"'), (line, said)
+    assert needs["headrace.Mixer"] is needs["headrace.linear_attention"] is needs["headrace.verify"] is None
 
 
 def test_the_example_of_the_readme_names_the_extra(tmp_path):
