@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint format docs generated linkcheck native sanitize bench lines clean
 
-demo: $(VENV)/.models
+demo: $(VENV)/.studies
 	$(BIN)/headrace compare
 
 # Without a C++ compiler headrace runs on PyTorch alone; who changes it must have one, or set HEADRACE_NATIVE=off.

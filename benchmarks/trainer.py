@@ -64,7 +64,7 @@ def differences(moments: list[float]) -> float:
 def by_trainer(recipe, data, steps: int) -> float:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        settings = arguments(recipe, Path(folder), False, "tensorboard")
+        settings = arguments(recipe, Path(folder), "none")
         settings.max_steps, settings.save_strategy, settings.eval_strategy = steps + 2, "no", "no"
         settings.disable_tqdm, settings.logging_steps = False, 10
         trainer = make_trainer(recipe, data, settings)

@@ -12,6 +12,7 @@ import pytest
 
 from headrace.cli import app
 from headrace.tasks import digits, needle
+from headrace.training import recipes
 from headrace.utils import extras
 from headrace.utils.errors import InputError
 
@@ -21,6 +22,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 COMMANDS = {name: command for commands in app.GROUPS.values() for name, command in commands.items()}
 EVERYTHING = {package for names in extras.EXTRAS.values() for package in names}
 OPTIONAL = EVERYTHING - {"pydantic"}  # which newer versions of Typer install
+BROUGHT = {"packaging", "yaml", "jinja2", "pandas"}  # by transformers, PyTorch and datasets
+PARTS = {  # extra -> folders of the package that it is enough for
+    "models": ("hf/convert", "hf", "models"),
+    "studies": ("studies/compare", "studies/bench", "studies/inspect", "studies/report"),
+    "train": ("data", "training", "training/recipes"),
+    "studies,train": ("studies/reproduce",),
+    "serve": ("serving",),
+}
 # Runs each line of Python in one process, where packages are not found as if they were not installed.
 RUN = """
 import contextlib, importlib.machinery, io, json, shlex, sys
@@ -58,7 +67,7 @@ def run(lines, missing, folder):
     return zip(lines, json.loads(done.stdout.splitlines()[-1]), strict=True)
 
 
-@pytest.mark.parametrize("installed", [None, "models"])
+@pytest.mark.parametrize("installed", [None, "models", "studies", "train"])
 def test_a_command_says_which_extra_it_needs(installed, tmp_path):
     """Every command, with each of its examples and with no argument at all."""
     missing = OPTIONAL - set(extras.packages(installed) if installed else ())
@@ -72,14 +81,30 @@ def test_a_command_says_which_extra_it_needs(installed, tmp_path):
         assert said.endswith(f' not installed: pip install "headrace[{lacking[name].extra}]"\n'), (line, said)
 
 
-def test_the_extra_of_a_command_is_enough(tmp_path):
-    """What compare, bench, inspect, generate, convert and retrofit import, where only [models] is installed."""
-    parts = ("studies/compare", "studies/bench", "studies/inspect", "hf/convert", "hf", "models")
-    files = {file for part in parts for file in (PACKAGE / part).glob("*.py")}
+@pytest.mark.parametrize(("installed", "parts"), PARTS.items())
+def test_the_extra_of_a_command_is_enough(installed, parts, tmp_path):
+    """What the commands of an extra import, where only that extra is installed."""
+    files = [file for part in parts for file in (PACKAGE / part).glob("*.py")]
     modules = sorted(f"headrace.{file.relative_to(PACKAGE).with_suffix('')}".replace("/", ".") for file in files)
-    missing = OPTIONAL - {*extras.packages("models"), "packaging"}  # which transformers installs
+    missing = OPTIONAL - {*extras.packages(installed), *BROUGHT}
     ended = run([f"import {module.removesuffix('.__init__')}" for module in modules], missing, tmp_path)
-    assert [(line, said) for line, (code, said) in ended if code != "done"] == [] and len(modules) > 40
+    assert [(line, said) for line, (code, said) in ended if code != "done"] == [] and len(modules) > 4
+
+
+def test_training_does_without_matplotlib_and_tensorboard(tmp_path):
+    """It says that it draws no curves, and the model card shows none."""
+    (tmp_path / "text.txt").write_text("heads race for the water of one channel. " * 200)
+    train = "train laptop-1m batch_tokens=128 tokens=256 warmup_tokens=0 layers=1 --data data --output run"
+    commands = ["prepare text.txt --train-bpe 280 --length 64 --output data", train, "curves run"]
+    lines = [f"with open('out', 'w') as out, contextlib.redirect_stdout(out): run({c!r})" for c in commands[:2]]
+    missing = OPTIONAL - {*extras.packages("train"), *BROUGHT}
+    prepared, trained, curves = (ended for _, ended in run([*lines, f"run({commands[2]!r})"], missing, tmp_path))
+    assert prepared[0] == trained[0] == 0, (prepared, trained)
+    no_curves = 'curves.png needs matplotlib, which is not installed: pip install "headrace[studies]"; then headrace'
+    assert no_curves in (tmp_path / "out").read_text("utf-8")
+    card = (tmp_path / "run" / "model" / "README.md").read_text("utf-8")
+    assert "curves.png" not in card and "\n\n\n" not in card
+    assert curves[0] == 2 and curves[1].endswith('not installed: pip install "headrace[studies,train]"\n')
 
 
 def test_what_needs_no_extra_runs_without(tmp_path):
@@ -106,15 +131,17 @@ def test_a_task_says_which_extra_it_needs(task, package, monkeypatch, tmp_path, 
 
 
 def test_an_import_says_which_extra_it_needs(tmp_path):
+    """The op, the layer and `verify` need none."""
     import headrace
 
-    parts = {"headrace.hf": "models", "headrace.models": "models", "headrace.data": "train"}
-    lines = [f"import {part}" for part in parts] + [f"headrace.{name}" for name in headrace.__all__]
-    for line, (error, said) in run(lines, OPTIONAL, tmp_path):
-        extra = parts.get(line.removeprefix("import "), "models")
-        assert error in ("done", "MissingPackage"), (line, said)
-        assert error == "done" or said.endswith(f'not installed: pip install "headrace[{extra}]"'), (line, said)
-        assert error == "MissingPackage" or line not in [f"import {part}" for part in parts], line
+    parts = {"import headrace.hf": "models", "import headrace.models": "models", "import headrace.data": "train"}
+    public = {f"headrace.{name}": "models" if headrace._LAZY.get(name) == "hf" else None for name in headrace.__all__}
+    needs = parts | public
+    for line, (error, said) in run(needs, OPTIONAL, tmp_path):
+        expected = "done" if needs[line] is None else "MissingPackage"
+        assert error == expected, (line, said)
+        assert error == "done" or said.endswith(f'not installed: pip install "headrace[{needs[line]}]"'), (line, said)
+    assert needs["headrace.Mixer"] is needs["headrace.linear_attention"] is needs["headrace.verify"] is None
 
 
 def test_the_example_of_the_readme_names_the_extra(tmp_path):
@@ -136,11 +163,14 @@ def test_the_install_page_has_every_extra():
     assert listed == {*PROJECT["optional-dependencies"]} - {"docs"}  # which is in dev
 
 
-def test_a_tracker_says_which_extra_it_needs(monkeypatch):
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
+def test_a_tracker_says_before_training_which_extra_it_needs(tracker, monkeypatch, tmp_path):
     trackers = pytest.importorskip("headrace.training.run", reason="the extra [train] is not installed")
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"--trackers=wandb needs wandb, .*headrace\[wandb\]"):
-        trackers.check_trackers("wandb")
+    find = extras.find_spec
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == tracker else find(name))
+    with pytest.raises(InputError, match=rf"--trackers={tracker} needs {tracker}, .*headrace\[{tracker}\]"):
+        trackers.train(*recipes.load("laptop-1m"), tmp_path / "data", tmp_path / "run", trackers=tracker)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_missing_package_is_an_import_error():
@@ -168,7 +198,8 @@ def test_the_table_is_that_of_the_project():
     # by PyTorch, pydantic, jinja2, datasets and uvicorn
     brought = {"triton", "pydantic_core", "markupsafe", "pyarrow", "fsspec", "tqdm", "h11"}
     assert imported() - EVERYTHING - brought <= basic | set(sys.stdlib_module_names)
-    assert {command.extra for command in COMMANDS.values()} - {None} <= set(extras.EXTRAS)
+    named = {extra for command in COMMANDS.values() if command.extra for extra in command.extra.split(",")}
+    assert named <= set(extras.EXTRAS)
 
 
 def imported():

@@ -149,6 +149,8 @@ def test_gradients_inside_compiled_transforms_are_no_zeros(backend):
             torch.compile(transform(lambda q: run(q).sum()), backend="aot_eager")(q)
 
 
+# PyTorch calls an operator once per sample, and says so: on stderr before 2.15, as a warning since.
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 def test_vmap(backend):
     """Its tensors do not say whether they need a gradient."""
     run, q = op(backend)

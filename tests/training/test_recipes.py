@@ -1,5 +1,6 @@
 """Recipes: what is shipped, and what is refused."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from headrace.training import recipes
 from headrace.training.model import blank, build, count, estimate
 from headrace.utils.errors import InputError
 from headrace.utils.settings import assignments
+from headrace.utils.yaml_file import read_yaml, to_yaml
 
 # Body, tied and untied, in millions, of GLA at table 5's layers and widths (arXiv 2602.01744), vocabulary 32,000.
 GLA = {"paper-80m": (81.5, 102.0, 122.5), "paper-110m": (91.7, 112.2, 132.7), "paper-170m": (170.4, 194.9, 219.5)}
@@ -78,6 +80,22 @@ def test_what_is_written_reads_back(tmp_path):
     assert recipes.load(str(tmp_path / "s.yaml")) == (recipe, about)
 
 
+@pytest.mark.parametrize("number", ["1e-3", "1E-3", ".1e-2", "1.e-3", "+1.0e-3", "0.001"])
+def test_a_number_with_an_exponent_is_a_number(number, tmp_path):
+    """PyYAML alone reads 1e-3 as a string, as YAML 1.1 does."""
+    (tmp_path / "r.yaml").write_text(f"lr: {number}\nname: '{number}'\ndate: 2026-01-01")
+    assert read_yaml(tmp_path / "r.yaml") == {"lr": 1e-3, "name": number, "date": "2026-01-01"}
+
+
+def test_every_value_that_is_written_reads_back(tmp_path):
+    strings = ["1e3", "1.0", "yes", "null", "", "2026-01-01", "a: b", "# no comment", "gla(heads.count=2)", "ä\n"]
+    data = {"strings": strings, "numbers": [1e-8, 1e22, 3, -0.5], "none": None, "true": True, "nested": {"a": [1]}}
+    (tmp_path / "r.yaml").write_text(to_yaml(data), "utf-8")
+    assert read_yaml(tmp_path / "r.yaml") == data
+    (tmp_path / "r.yaml").write_text("# nothing\n")
+    assert read_yaml(tmp_path / "r.yaml") == {}
+
+
 MISTAKES = {
     "lrr=1": "no field 'lrr'; did you mean 'lr'?",
     "learning_rate=1e-3": "no field 'learning_rate'; did you mean 'lr'?",
@@ -106,6 +124,9 @@ def test_mistakes(setting):
     assert MISTAKES[setting] in str(refused.value)
 
 
+BOMB = "\n".join(["a: &a [1]", *(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in pairwise("abcdefgh"))])
+
+
 def test_files_that_are_no_recipes(tmp_path):
     for text, message in (
         ("- a", "is not a YAML mapping"),
@@ -113,8 +134,15 @@ def test_files_that_are_no_recipes(tmp_path):
         ("base: nowhere", "neither"),
         ("<<: {lr: 1e-3}\nbase: laptop-1m\nlayer: 1e-4", "has no field 'layer'"),
         ("lr: 1e-3\nlr: 1e-4", "duplicate key lr, line 2"),
-        ("lr: ${eps}", "Interpolation key 'eps' not found"),
-        ("3", "is not YAML"),
+        ("x:\n  a: 1\n  a: 2", "duplicate key a, line 3"),
+        ("heads: 4\nlr: ${eps}", r"r\.yaml', line 2: \$\{eps\} no longer stands for the value of another field"),
+        ('lr: "${eps}"', r"line 1: \$\{eps\} no longer"),
+        ("3", "is not a YAML mapping"),
+        ("a: 0b_", "is not YAML: invalid literal"),
+        ("a: !!python/object:os.system x", "is not YAML: could not determine a constructor"),
+        ("a: &a [*a]", "aliases repeat more than 10,000 values"),
+        (BOMB, "aliases repeat more than 10,000 values"),
+        ("[" * 5000, "is not YAML"),
         ("base: laptop-1m\non: 3", "has no field 'True'"),
     ):
         (tmp_path / "r.yaml").write_text(text)

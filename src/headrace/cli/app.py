@@ -75,7 +75,7 @@ def top(version: Annotated[bool, typer.Option("--version", help="Version and ava
 
 class Command(NamedTuple):
     run: Callable
-    extra: str | None  # the extra that installs its packages; None: no extra
+    extra: str | None  # the extra that installs its packages, or several joined by commas; None: no extra
     examples: tuple[str, ...]  # without `headrace NAME`
 
 
@@ -84,7 +84,7 @@ GROUPS = {
     "Compare": {
         "compare": Command(
             compare.compare,
-            "models",
+            "studies",
             (
                 "",
                 "--task mqar --mixers gla,softmax-gla,transformer --seeds 3",
@@ -110,7 +110,7 @@ GROUPS = {
             "train",
             ("laptop-5m --mixer softmax-gla --data data", "paper-340m lr=1e-3 --mixer gla --dry-run"),
         ),
-        "curves": Command(train.curves, "train", ("runs/laptop-5m-gla runs/laptop-5m-softmax-gla",)),
+        "curves": Command(train.curves, "studies,train", ("runs/laptop-5m-gla runs/laptop-5m-softmax-gla",)),
         "recipes": Command(train.list_recipes, "train", ("", "--mixers gla,softmax-gla")),
     },
     "Evaluate": {
@@ -121,15 +121,15 @@ GROUPS = {
         ),
         "bench": Command(
             evaluate.bench,
-            "models",
+            "studies",
             ("", "--mixers gla,mamba2 --what decoding --contexts 1024,16384"),
         ),
     },
     "Understand": {
-        "inspect": Command(understand.inspect, "models", (f"{MODEL} --file novel.txt --tokens 2000",)),
+        "inspect": Command(understand.inspect, "studies", (f"{MODEL} --file novel.txt --tokens 2000",)),
         "reproduce": Command(
             understand.reproduce,
-            "train",
+            "studies,train",
             ("", "table-3 --scale paper", "figure-1 --run --text novel.txt --only size=1m"),
         ),
     },

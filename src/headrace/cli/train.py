@@ -171,7 +171,7 @@ def train(
     ] = None,
     trackers: Annotated[
         str, typer.Option(help="Trackers, separated by commas: tensorboard, wandb, trackio; or none.")
-    ] = "tensorboard",
+    ] = "none",
     timeout: Annotated[
         int, typer.Option(help="Seconds that a process of torchrun waits for the others before the run ends.")
     ] = 1800,

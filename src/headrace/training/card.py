@@ -1,6 +1,7 @@
 """The model card (README.md) of a trained model, and its learning curves."""
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,7 @@ TEXT = """---
 # {mixer}, trained with headrace
 
 {sentence}
-
-![Loss on training text and on held-out text](curves.png)
-
+{picture}
 | step | held-out loss, nats per token | perplexity | bits per byte |
 |---:|---:|---:|---:|
 {rows}
@@ -57,18 +56,26 @@ Sources: {sources}.
 {where}
 """
 
+PICTURE = "\n![Loss on training text and on held-out text](curves.png)\n"
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed, which training does without."""
+    return find_spec("matplotlib") is not None
+
 
 def write_card(
     folder: Path, recipe: Recipe, about: About, manifest: dict[str, Any], history: list[dict[str, Any]], unigram: float
 ) -> None:
-    """Writes README.md and curves.png to the folder of a model.
+    """Writes README.md to the folder of a model, and curves.png if matplotlib is installed.
 
     Args:
         manifest: the manifest of the prepared data.
         history: the log of the Trainer, with its numbers that are not finite.
         unigram: nats per held-out token of a unigram model with the token frequencies of the held-out text.
     """
-    draw_curves(folder / "curves.png", {recipe.mixer: history})
+    if can_draw():
+        draw_curves(folder / "curves.png", {recipe.mixer: history})
     evaluations = [point for point in history if "eval_loss" in point]
     final = next(point for point in reversed(history) if "final_loss" in point)
     loss = final["final_loss"]
@@ -93,8 +100,8 @@ def write_card(
         for e in evaluations
     )
     text = TEXT.format(
-        data=card.to_yaml(), mixer=recipe.mixer, sentence=sentence, rows=rows, recipe=to_yaml(recipe, about),
-        documents=manifest["train"]["documents"], tokens=manifest["train"]["tokens"],
+        data=card.to_yaml(), mixer=recipe.mixer, sentence=sentence, picture=PICTURE if can_draw() else "", rows=rows,
+        recipe=to_yaml(recipe, about), documents=manifest["train"]["documents"], tokens=manifest["train"]["tokens"],
         held_documents=manifest["held_out"]["documents"], length=manifest["length"],
         sources=", ".join(source["name"] for source in manifest["sources"]),
         where=", ".join(f"{name} {value}" for name, value in environment().items()) + versions(folder.parent),

@@ -3,7 +3,7 @@
 run.json                   the recipe and the data; the folder is for these only
 checkpoint-<step>/         the newest two complete checkpoints
 model/                     the trained model: safetensors, tokenizer, README.md with curves
-runs/                      TensorBoard
+runs/                      the logs of TensorBoard, if it is one of the trackers
 """
 
 import errno
@@ -34,7 +34,7 @@ from ..utils.provenance import claim, defaults
 from . import checkpoints
 from .agreement import agreed, together
 from .arguments import training_arguments
-from .card import baseline_sentence, read_history, write_card
+from .card import baseline_sentence, can_draw, read_history, write_card
 from .machine import peak
 from .model import build, count, estimate
 from .optimizer import optimizer
@@ -50,7 +50,7 @@ LOG_EVERY = 10  # steps between logs if save_every is a multiple, else their gre
 
 
 def train(
-    recipe: Recipe, about: About, data: PackedData | Path, folder: Path, trackers: str = "tensorboard",
+    recipe: Recipe, about: About, data: PackedData | Path, folder: Path, trackers: str = "none",
     accept_old: bool = False, timeout: int = TIMEOUT,
 ):  # fmt: skip
     """Trains the model of a recipe to the end, from the newest checkpoint in the folder if there is one.
@@ -344,4 +344,7 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
         write_card(folder, recipe, about, data.manifest, restored(history), unigram)
         said = f"{loss:.4f} nats per held-out token" if math.isfinite(loss) else "its held-out loss is not finite"
         tell(f"{folder} is the trained model: {said}. {baseline_sentence(loss, unigram)}")
+        if not can_draw():
+            curves = shlex.join(["headrace", "curves", str(folder.parent)])
+            tell(f'curves.png needs matplotlib, which is not installed: pip install "headrace[studies]"; then {curves}')
         tell(where_next(folder.parent, data))

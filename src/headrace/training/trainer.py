@@ -272,7 +272,7 @@ def logged_statistics(gate: dict[str, Any]) -> dict[str, float]:
 
 
 class Progress(ProgressCallback):
-    """The progress bar of the Trainer without gate statistics, which are in TensorBoard and history.json. Tells the
+    """The progress bar of the Trainer without gate statistics, which are in history.json and in the trackers. Tells the
     time of the run after the first steps."""
 
     TIMED = 5  # steps that are timed, after one that warms up

@@ -4,13 +4,15 @@ from importlib.util import find_spec
 
 from .errors import InputError
 
-# Import names. Each extra also installs the packages of the extra in INCLUDES.
+# Import names. Each extra also installs the packages of the extras in INCLUDES.
 EXTRAS = {
-    "models": ("transformers", "huggingface_hub", "tokenizers", "accelerate", "matplotlib", "jinja2", "scipy", "yaml"),
-    "train": ("datasets", "tensorboard", "omegaconf"),
+    "models": ("transformers", "huggingface_hub", "tokenizers", "accelerate"),
+    "studies": ("matplotlib", "jinja2", "scipy", "pandas", "yaml"),
+    "train": ("datasets", "yaml"),
+    "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
-    "serve": ("starlette", "uvicorn", "pydantic", "prometheus_client"),
+    "serve": ("starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2"),
     "eval": ("lm_eval", "wonderwords", "nltk", "html2text", "bs4", "httpx", "sklearn"),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "gguf": ("gguf",),
@@ -18,11 +20,13 @@ EXTRAS = {
     "gpu": ("fla", "einops", "packaging"),
 }
 INCLUDES = {
+    "studies": "models",
     "train": "models",
+    "tensorboard": "train",
     "wandb": "train",
     "trackio": "train",
     "serve": "models",
-    "eval": "train",
+    "eval": "studies,train",
     "onnx": "models",
     "gguf": "models",
     "vllm": "models",
@@ -33,9 +37,13 @@ class MissingPackage(InputError, ImportError):
     """An optional package is not installed. The message names the `pip` command that installs it."""
 
 
-def packages(extra: str) -> tuple[str, ...]:
-    """Returns the import names of all optional packages that the extra installs."""
-    return (*(packages(INCLUDES[extra]) if extra in INCLUDES else ()), *EXTRAS[extra])
+def packages(extras: str) -> tuple[str, ...]:
+    """Returns the import names of all optional packages that extras install, which are joined by commas."""
+    names: list[str] = []
+    for extra in extras.split(","):
+        names += packages(INCLUDES[extra]) if extra in INCLUDES else ()
+        names += EXTRAS[extra]
+    return tuple(dict.fromkeys(names))
 
 
 def require(who: str, *needed: str, extra: str | None = None) -> None:
@@ -43,7 +51,7 @@ def require(who: str, *needed: str, extra: str | None = None) -> None:
 
     Args:
         needed: import names.
-        extra: the extra to name; None: the extra of the first missing package."""
+        extra: the extra to name, or several joined by commas; None: the extra of the first missing package."""
     absent = [name for name in needed if find_spec(name) is None]
     if absent:
         extra = extra or next(known for known, names in EXTRAS.items() if absent[0] in names)

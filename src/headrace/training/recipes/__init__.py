@@ -10,15 +10,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from ... import zoo
 from ...spec.linear import MixerSpec
 from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from ...spec.serialise import admitted
+from ...utils import yaml_file
 from ...utils.errors import InputError, nearest
+from ...utils.yaml_file import read_yaml
 from ..optimization import Optimization
 
 FOLDER = Path(__file__).parent
@@ -211,21 +209,6 @@ def _path(name: str) -> Path:
     return path
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; ${FIELD} stands for the value of another field. InputError for a file that is not a
-    YAML mapping, or that gives a field twice."""
-    try:
-        data: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        raise InputError(f"{str(path)!r} is not YAML: {error.problem}{line}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException, OSError) as error:
-        raise InputError(f"{str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(data, dict):
-        raise InputError(f"{str(path)!r} is not a YAML mapping; expected lines of the form `field: value`")
-    return data
-
-
 def to_yaml(recipe: Recipe, about: About) -> str:
     """All fields as YAML, so that the recipe of a run does not depend on later defaults."""
-    return OmegaConf.to_yaml(asdict(recipe) | asdict(about))
+    return yaml_file.to_yaml(asdict(recipe) | asdict(about))
