@@ -6,7 +6,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch is there: what is tested is the CPU, on every machine
 os.environ.pop("HEADRACE_BACKEND", None)  # tests name the backends that they need
 # PyTorch's cache of compiled code takes what was compiled for one instruction set, or for other shapes of what our
 # operators keep for the backward, for what it needs.
@@ -25,10 +24,18 @@ from equation import prepare
 from groups import forked
 
 gc.disable()  # until all tests are there: what is imported stays, and looking through it again and again takes seconds
+GPU_TESTS = Path(__file__).parent / "gpu"
 # Two processes of two threads on two cores wait for each other more than they compute.
 THREADS = int(os.environ.get("HEADRACE_TEST_THREADS", "1"))
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
+
+
+def pytest_configure(config):
+    """Hides GPUs, so that tests run on the CPU on every machine, unless those of tests/gpu run alone."""
+    folders = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+    if not all(folder.is_relative_to(GPU_TESTS) for folder in folders):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items):
