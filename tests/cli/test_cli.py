@@ -155,14 +155,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("command", MISTAKES)
-def test_a_mistake_is_one_sentence_and_exit_code_2(headrace_, command):
+def test_user_errors_print_one_sentence_and_exit_with_2(headrace_, command):
     code, out, error = headrace_(*command.split())
     assert (code, out) == (2, "")
     assert MISTAKES[command] in error and error.startswith("headrace: ") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["generate", "inspect"])
-def test_a_text_that_is_not_utf_8_is_refused(headrace_, monkeypatch, command):
+def test_text_that_is_not_utf8_is_refused(headrace_, monkeypatch, command):
     bytes_ = io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8", "surrogateescape")  # as Python opens it in the locale C
     monkeypatch.setattr(sys, "stdin", bytes_)
     for name, options in {"--prompt": ["--prompt", "a\udcff"], "standard input": []}.items():
@@ -170,7 +170,7 @@ def test_a_text_that_is_not_utf_8_is_refused(headrace_, monkeypatch, command):
         assert (code, out) == (2, "") and error.startswith(f"headrace: {name} is not UTF-8: ") and "0xff" in error
 
 
-def test_a_mistake_leaves_nothing_behind(headrace_, tmp_path):
+def test_refused_commands_leave_no_files(headrace_, tmp_path):
     headrace_("compare", "--mixers", "softmx-retnet", "--output", tmp_path / "run")
     headrace_("compare", "--text", "missing.txt", "--output", tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -181,7 +181,7 @@ def test_zoo_lists_every_mixer_and_every_whole_model(headrace_):
     assert code == 0 and all(name in out for name in (*zoo.names(), *zoo.MODELS))
 
 
-def test_zoo_as_json_reads_back(headrace_):
+def test_zoo_json_parses_to_the_same_specs(headrace_):
     listed = json.loads(headrace_("zoo", "--json")[1])
     specs = {name: zoo.get(row["spec"]) for name, row in listed.items()}
     assert specs == {name: zoo.get(name) for name in (*zoo.names(), *zoo.MODELS)}
@@ -194,12 +194,12 @@ def mine(monkeypatch):
 
 
 @pytest.mark.parametrize("view", ["", "--json", "--markdown", *(f"--show {view}" for view in catalog.VIEWS)])
-def test_zoo_lists_mixers_added_at_run_time(headrace_, mine, view):
+def test_zoo_lists_registered_mixers(headrace_, mine, view):
     code, out, _ = headrace_("zoo", *view.split())
     assert code == 0 and all(name in out for name in ("mine", "softmax-mine", "mine-too"))
 
 
-def test_verify_and_compare_take_mixers_added_at_run_time(headrace_, mine):
+def test_verify_and_compare_accept_registered_mixers(headrace_, mine):
     mixers = "mine,softmax-mine(competition.memories_per_head=2),mine-too(kv_heads=2),mine+mine-too"
     code, out, _ = headrace_("verify", "--mixers", mixers)
     assert code == 0 and "0 of" in out and "mine+mine-too" in out
@@ -214,17 +214,17 @@ def test_zoo_does_not_import_transformers():
     assert "softmax-gla" in done.stdout and "transformers" not in done.stdout.split()
 
 
-def test_verify_holds_and_says_so(headrace_):
+def test_verify_reports_success(headrace_):
     code, out, _ = headrace_("verify", "--mixers", "softmax-gla,retnet(heads.expand_v=1)")
     assert code == 0 and "0 of" in out and "softmax-gla" in out
 
 
-def test_verify_checks_the_backends_that_are_named(headrace_):
+def test_verify_checks_only_named_backends(headrace_):
     code, out, _ = headrace_("verify", "--mixers", "gla", "--backend", "torch")
     assert code == 0 and {name for name in dispatch.BACKENDS if f"{name} in float64" in out} == {"torch"}
 
 
-def test_verify_fails_where_a_law_is_broken(headrace_, monkeypatch):
+def test_verify_exits_with_1_for_a_broken_law(headrace_, monkeypatch):
     module = importlib.import_module("headrace.studies.verify")
     monkeypatch.setattr(module, "verify", lambda names, *rest, **_: [module.Row("gla", "step", 1.0, 1e-9)])
     code, out, _ = headrace_("verify", "--mixers", "gla")
@@ -232,7 +232,7 @@ def test_verify_fails_where_a_law_is_broken(headrace_, monkeypatch):
     assert headrace_("backends")[1] in out  # the versions of what was run
 
 
-def test_verify_shows_what_a_backend_raised(headrace_, monkeypatch):
+def test_verify_shows_the_error_of_a_backend(headrace_, monkeypatch):
     def run(call):
         raise RuntimeError("misaligned address in chunk_gla_fwd")
 
@@ -243,7 +243,7 @@ def test_verify_shows_what_a_backend_raised(headrace_, monkeypatch):
     assert code == 1 and "gla, new in float64: RuntimeError: misaligned address in chunk_gla_fwd" in out
 
 
-def test_backends_and_version(headrace_):
+def test_backends_and_version_are_printed(headrace_):
     assert "torch: available" in headrace_("backends")[1]
     assert headrace_("--version")[1] == f"headrace {headrace.__version__}\n{headrace_('backends')[1]}"
 
@@ -257,7 +257,7 @@ IDLE = {
 
 
 @pytest.mark.parametrize("mixer", IDLE)
-def test_a_gate_that_hardly_acts_is_named_before_the_run(capsys, monkeypatch, tmp_path, mixer):
+def test_ineffective_gates_are_warned_about_before_a_run(capsys, monkeypatch, tmp_path, mixer):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("headrace.utils.provenance.claim", lambda *args, **named: pytest.fail("stop here"))
     monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--mixers", mixer])
@@ -268,7 +268,7 @@ def test_a_gate_that_hardly_acts_is_named_before_the_run(capsys, monkeypatch, tm
     assert all(note.startswith(f"Note: {mixer}: {IDLE[mixer]}") for note in notes)
 
 
-def test_what_the_output_cannot_write_is_one_sentence(headrace_, monkeypatch, capsys):
+def test_output_encoding_errors_are_one_sentence(headrace_, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))  # as with PYTHONIOENCODING=ascii
     monkeypatch.setattr("headrace.hf.generate.generate", lambda *_, **sampling: {"text": "é"})
     code, _, error = headrace_("generate", "notes", "--prompt", "a", "--json")
@@ -277,7 +277,7 @@ def test_what_the_output_cannot_write_is_one_sentence(headrace_, monkeypatch, ca
 
 
 @pytest.mark.parametrize(("option", "asked"), [([], None), (["--cuda-graph"], "static")])
-def test_a_cuda_graph_is_asked_for(option, asked, headrace_, monkeypatch):
+def test_generate_passes_cuda_graph_on(option, asked, headrace_, monkeypatch):
     given = []
     result = {"text": "", "tokens": [], "tokens_per_second": 1.0}
     monkeypatch.setattr("headrace.hf.generate.generate", lambda *_, **sampling: given.append(sampling) or result)

@@ -19,7 +19,7 @@ def accelerator(request, monkeypatch):
     return request.param
 
 
-def test_the_default(accelerator):
+def test_default_device_is_the_accelerator(accelerator):
     assert on_device(None) == (accelerator or "cpu")
     assert on_device(None, float64=True) == ("cuda" if accelerator == "cuda" else "cpu")
     assert on_device("cpu") == "cpu"
@@ -51,7 +51,7 @@ def test_workers_are_spread_over_the_gpus(four_gpus, device, workers, places):
     assert place_workers(all_devices(device), workers) == places
 
 
-def test_workers_without_a_gpu(accelerator, monkeypatch):
+def test_workers_without_several_gpus(accelerator, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(5)), raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     places = {"cuda": ["cuda:0"], "mps": ["mps"], None: ["cpu"] * 5}
@@ -64,7 +64,7 @@ def test_workers_without_a_gpu(accelerator, monkeypatch):
     ("visible", "device", "seen"),
     [(None, "cuda:2", "2"), ("5,7,6", "cuda:1", "7"), ("5,7", "cpu", ""), (None, "cpu", ""), ("5,7", "mps", "5,7")],
 )
-def test_a_worker_sees_its_own_gpu_alone(visible, device, seen, monkeypatch):
+def test_worker_sees_only_its_gpu(visible, device, seen, monkeypatch):
     """Trainer would spread each batch over all GPUs that it sees."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -73,7 +73,7 @@ def test_a_worker_sees_its_own_gpu_alone(visible, device, seen, monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
-def test_the_cpu_is_used_where_it_is_asked_for(monkeypatch, tmp_path):
+def test_trainer_uses_the_cpu_on_request(monkeypatch, tmp_path):
     from headrace.studies.compare.arm import arguments
     from headrace.studies.compare.plan import ArmRecipe
 
@@ -82,7 +82,7 @@ def test_the_cpu_is_used_where_it_is_asked_for(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tpu7", "xpu:99"])
-def test_a_device_that_is_not_here(name):
+def test_missing_device_is_refused(name):
     with pytest.raises(InputError, match=f"--device='{name}' cannot be used"):
         on_device(name)
 
@@ -98,7 +98,7 @@ def test_a_device_that_is_not_here(name):
         ("compare --mixers gla", "headrace.utils.device.on_device"),
     ],
 )
-def test_every_command_asks_the_one_rule(command, seen_by, monkeypatch, tmp_path):
+def test_every_command_resolves_its_device_alike(command, seen_by, monkeypatch, tmp_path):
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)
     asked = []

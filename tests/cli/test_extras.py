@@ -59,7 +59,7 @@ def run(lines, missing, folder):
 
 
 @pytest.mark.parametrize("installed", [None, "models"])
-def test_a_command_says_which_extra_it_needs(installed, tmp_path):
+def test_command_names_the_missing_extra(installed, tmp_path):
     """Every command, with each of its examples and with no argument at all."""
     missing = OPTIONAL - set(extras.packages(installed) if installed else ())
     lacking = {name: c for name, c in COMMANDS.items() if c.extra and missing & set(extras.packages(c.extra))}
@@ -72,7 +72,7 @@ def test_a_command_says_which_extra_it_needs(installed, tmp_path):
         assert said.endswith(f' not installed: pip install "headrace[{lacking[name].extra}]"\n'), (line, said)
 
 
-def test_the_extra_of_a_command_is_enough(tmp_path):
+def test_commands_import_with_their_extra_alone(tmp_path):
     """What compare, bench, inspect, generate, convert and retrofit import, where only [models] is installed."""
     parts = ("studies/compare", "studies/bench", "studies/inspect", "hf/convert", "hf", "models")
     files = {file for part in parts for file in (PACKAGE / part).glob("*.py")}
@@ -82,7 +82,7 @@ def test_the_extra_of_a_command_is_enough(tmp_path):
     assert [(line, said) for line, (code, said) in ended if code != "done"] == [] and len(modules) > 40
 
 
-def test_what_needs_no_extra_runs_without(tmp_path):
+def test_commands_without_extras_run_on_the_plain_install(tmp_path):
     free = [name for name, command in COMMANDS.items() if command.extra is None]
     lines = [f"run({name!r})" for name in free if name != "verify"] + ["run('verify --mixers gla')"]
     lines += [f"run({f'{name} --help'!r})" for name in COMMANDS]
@@ -91,7 +91,7 @@ def test_what_needs_no_extra_runs_without(tmp_path):
 
 
 @pytest.mark.parametrize(("task", "package"), [("digits", "sklearn"), ("needle(length=64)", "wonderwords")])
-def test_a_task_says_which_extra_it_needs(task, package, monkeypatch, tmp_path, capsys):
+def test_task_names_the_missing_extra(task, package, monkeypatch, tmp_path, capsys):
     pytest.importorskip("datasets", reason="the extra [train] is not installed")
     for cached in (digits.load, needle.vocabulary):
         cached.cache_clear()
@@ -105,7 +105,7 @@ def test_a_task_says_which_extra_it_needs(task, package, monkeypatch, tmp_path, 
     assert capsys.readouterr().err == said
 
 
-def test_an_import_says_which_extra_it_needs(tmp_path):
+def test_import_names_the_missing_extra(tmp_path):
     import headrace
 
     parts = {"headrace.hf": "models", "headrace.models": "models", "headrace.data": "train"}
@@ -117,7 +117,7 @@ def test_an_import_says_which_extra_it_needs(tmp_path):
         assert error == "MissingPackage" or line not in [f"import {part}" for part in parts], line
 
 
-def test_the_example_of_the_readme_names_the_extra(tmp_path):
+def test_readme_example_names_the_missing_extra(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.DOTALL | re.MULTILINE)
     op, mixer = run([f"exec({block!r})" for block in blocks], OPTIONAL, tmp_path)
     assert op[1] == ["done", ""]
@@ -128,7 +128,7 @@ def test_the_example_of_the_readme_names_the_extra(tmp_path):
     assert 'pip install ".[models]"' in blocks[1]
 
 
-def test_the_install_page_has_every_extra():
+def test_install_page_lists_every_extra():
     page = (ROOT / "docs" / "install.md").read_text("utf-8")
     listed = {
         extra for line in re.findall(r"^\| .*", page, re.MULTILINE) for extra in re.findall(r'"\.\[(\w+)\]"', line)
@@ -136,20 +136,20 @@ def test_the_install_page_has_every_extra():
     assert listed == {*PROJECT["optional-dependencies"]} - {"docs"}  # which is in dev
 
 
-def test_a_tracker_says_which_extra_it_needs(monkeypatch):
+def test_tracker_names_the_missing_extra(monkeypatch):
     trackers = pytest.importorskip("headrace.training.run", reason="the extra [train] is not installed")
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"--trackers=wandb needs wandb, .*headrace\[wandb\]"):
         trackers.check_trackers("wandb")
 
 
-def test_a_missing_package_is_an_import_error():
+def test_missing_package_is_an_import_error():
     with pytest.raises(ImportError, match="it needs no_such_package") as caught:
         extras.require("it", "no_such_package", extra="models")
     assert isinstance(caught.value, InputError)
 
 
-def test_an_import_that_fails_for_another_reason_is_not_hidden():
+def test_other_import_errors_are_not_hidden():
     def command():
         from headrace import nothing_of_this_name  # noqa: F401
 
@@ -157,7 +157,7 @@ def test_an_import_that_fails_for_another_reason_is_not_hidden():
         app.needing(None, "train", command)()
 
 
-def test_the_table_is_that_of_the_project():
+def test_extras_match_pyproject():
     """Every extra, what it includes, and every package that a module imports."""
     declared = {name: needs for name, needs in PROJECT["optional-dependencies"].items() if name not in ("dev", "docs")}
     assert set(extras.EXTRAS) == set(declared)

@@ -43,7 +43,7 @@ def headrace_(capsys, monkeypatch):
 # --- length and vocabulary -------------------------------------------------------------------------------------------
 
 
-def test_a_laptop_recipe_takes_the_length_and_the_vocabulary_of_the_data():
+def test_laptop_recipes_take_length_and_vocabulary_from_the_data():
     for name in ("laptop-1m", "laptop-5m"):
         one, _ = recipes.load(name, {}, OF_DATA)
         assert (one.length, one.vocab_size, one.share(1)) == (4096, 257, (2, 1))
@@ -52,7 +52,7 @@ def test_a_laptop_recipe_takes_the_length_and_the_vocabulary_of_the_data():
     assert recipes.load("laptop-5m")[0].length == 512
 
 
-def test_a_recipe_of_a_paper_keeps_its_length(data):
+def test_paper_recipes_keep_their_length(data):
     for name, length in (("paper-340m", 4096), ("rnn-300m", 1024)):
         one, _ = recipes.load(name, {}, {"length": 32, "vocab_size": 257})
         assert (one.length, one.vocab_size) == (length, 32000)
@@ -60,7 +60,7 @@ def test_a_recipe_of_a_paper_keeps_its_length(data):
         assert f"prepare data with --length {length}, or set length=32" in sentence
 
 
-def test_a_recipe_of_a_user_keeps_what_it_sets(tmp_path):
+def test_user_recipes_keep_their_settings(tmp_path):
     path = tmp_path / "mine.yaml"
     for text, expected in (
         ("base: laptop-5m\nlength: 1024\n", (1024, 257)),
@@ -75,7 +75,7 @@ def test_a_recipe_of_a_user_keeps_what_it_sets(tmp_path):
     assert "did you mean 'length'" in refused(lambda: recipes.load(str(path)))
 
 
-def test_what_data_and_recipe_have_apart_names_the_option(data):
+def test_mismatch_of_data_and_recipe_names_the_option(data):
     def said(**changes):
         return refused(lambda: run.check_data(recipe(**changes)[0], data))
 
@@ -86,7 +86,7 @@ def test_what_data_and_recipe_have_apart_names_the_option(data):
     assert refused(lambda: recipe(batch_tokens=100)).endswith("a multiple of length=32; set batch_tokens=96")
 
 
-def test_the_examples_of_prepare_and_train_fit_together():
+def test_examples_of_prepare_and_train_are_compatible():
     (prepared, _), (trained, _) = (app.GROUPS["Train"][name].examples for name in ("prepare", "train"))
     assert "--length" not in prepared  # so that it is the default
     name, *rest = trained.split()
@@ -109,7 +109,7 @@ def files(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_says_what_it_does_and_what_comes_next(ended, headrace_, data):
+def test_run_prints_its_plan_and_the_next_command(ended, headrace_, data):
     words, folder = ended
     left = [word for word in words if not word.startswith(("length=", "vocab_size="))]
     code, said, _ = headrace_(*left)
@@ -137,7 +137,7 @@ def test_a_run_says_what_it_does_and_what_comes_next(ended, headrace_, data):
     assert code == 0 and "is the trained model" in said and load_file(weights)
 
 
-def test_competing_heads_are_trained_on_long_rows_to_the_end(tmp_path):
+def test_rows_longer_than_a_prompt_piece_are_trained(tmp_path):
     """Rows of more tokens than a prompt is read in at a time; gate statistics are of whole rows."""
     (tmp_path / "text.txt").write_text("heads race for the water of one channel. " * 200)
     prepare(Preparation((str(tmp_path / "text.txt"),), length=PIECE + 76, held_out=0.2), tmp_path / "data")
@@ -146,7 +146,7 @@ def test_competing_heads_are_trained_on_long_rows_to_the_end(tmp_path):
     assert "final_write_entropy_0" in card.read_history(tmp_path / "run")[-1]
 
 
-def test_a_run_that_only_finishes_leaves_no_folder_of_a_tracker_elsewhere(data, tmp_path, monkeypatch):
+def test_finishing_a_run_writes_no_tracker_folder_elsewhere(data, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     train(data, tmp_path / "run", tokens=128 * 2)
     shutil.rmtree(tmp_path / "run" / "model")
@@ -156,7 +156,7 @@ def test_a_run_that_only_finishes_leaves_no_folder_of_a_tracker_elsewhere(data, 
     assert not any((tmp_path / "here").iterdir()) and (tmp_path / "run" / "model" / "README.md").is_file()
 
 
-def test_a_resumed_run_says_so_and_nothing_of_missing_weights(data, tmp_path, monkeypatch, capsys):
+def test_resumed_run_says_so_without_warnings_of_missing_weights(data, tmp_path, monkeypatch, capsys):
     train(data, tmp_path / "run", tokens=128 * 5)
     plan = tmp_path / "run" / "run.json"
     plan.write_text(plan.read_text().replace('"tokens": 640.0', '"tokens": 896.0'))
@@ -167,7 +167,7 @@ def test_a_resumed_run_says_so_and_nothing_of_missing_weights(data, tmp_path, mo
     assert not [text for text in warnings if "missing keys" in text]
 
 
-def test_weights_that_a_checkpoint_does_not_have_are_named(tmp_path):
+def test_missing_weights_of_a_checkpoint_are_named(tmp_path):
     model = build(recipe()[0])
     model.save_pretrained(tmp_path)
     load_weights(model, tmp_path)
@@ -180,7 +180,7 @@ def test_weights_that_a_checkpoint_does_not_have_are_named(tmp_path):
 # --- the dry run -----------------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_looks_at_the_data(prepared, headrace_):
+def test_dry_run_checks_the_data(prepared, headrace_):
     code, _, said = headrace_("train", "laptop-1m", "--dry-run", "--data", "NOT-THERE")
     assert code == 2 and "--data 'NOT-THERE' is not a folder written by `headrace prepare`" in said
     code, _, said = headrace_("train", "paper-80m", "--dry-run", "--data", prepared)
@@ -193,7 +193,7 @@ def test_a_dry_run_looks_at_the_data(prepared, headrace_):
     assert here["seconds"] == pytest.approx(found["flops"] / (here["flops_per_second"] * REACHED))
 
 
-def test_the_time_of_a_dry_run_is_an_assumption_on_the_measured_rate(monkeypatch):
+def test_dry_run_time_is_flops_over_a_share_of_the_measured_rate(monkeypatch):
     monkeypatch.setattr("headrace.training.machine.matrix_rate", lambda device, dtype: 1e9)
     one = replace(recipe()[0])
     assert time_here(one, 7e9)["seconds"] == pytest.approx(7e9 / (REACHED * 1e9))

@@ -87,20 +87,20 @@ def test_every_parameter_has_a_help_text_and_every_unset_option_its_default(name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_help_shows_every_default(name):
+def test_help_shows_every_default(name):
     written = sum(r"\[default: " in (parameter.help or "") for parameter in COMMANDS[name].params)
     done = CliRunner().invoke(cli.app, [name, "--help"])
     assert done.exit_code == 0 and re.sub(r"\x1b\[[\d;]*m", "", done.output).count("[default:") >= written
 
 
-def test_the_defaults_of_compare_are_those_of_the_task_pair():
+def test_defaults_of_compare_come_from_the_pair_task():
     helps = {parameter.name: parameter.help for parameter in COMMANDS["compare"].params}
     for name, value in FROM_TASK.items():
         assert helps[name].endswith(rf"\[default: {value:g}]"), name
 
 
 @pytest.mark.parametrize("arguments", USAGE)
-def test_a_usage_error_is_one_sentence_that_points_to_the_help(arguments, capfd, monkeypatch):
+def test_usage_errors_are_one_sentence_with_the_help_command(arguments, capfd, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["headrace", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -109,7 +109,7 @@ def test_a_usage_error_is_one_sentence_that_points_to_the_help(arguments, capfd,
     assert error.startswith(f"headrace: {USAGE[arguments]}") and error.endswith("--help`)\n")
 
 
-def test_without_arguments_the_help_is_shown(capfd, monkeypatch):
+def test_no_arguments_show_the_help(capfd, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["headrace"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -130,7 +130,7 @@ for words in json.loads(sys.argv[1]):
 HEAVY = ("torch", "transformers", "datasets", "numpy", "matplotlib", "scipy", "lm_eval", "starlette", "uvicorn")
 
 
-def test_help_and_lists_import_nothing_heavy():
+def test_help_and_lists_do_not_import_torch():
     """One after the other in one process, as what one of them imports stays."""
     commands = [
         ["--help"],
@@ -145,7 +145,7 @@ def test_help_and_lists_import_nothing_heavy():
         assert length and not {*HEAVY, "headrace.hf"} & set(modules), words
 
 
-def test_completion_is_installed_and_completes(tmp_path):
+def test_shell_completion_works(tmp_path):
     script = tmp_path / "headrace"
     script.write_text(f"#!{sys.executable}\nfrom headrace.cli import main\nmain()\n")
     script.chmod(0o755)

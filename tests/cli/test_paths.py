@@ -64,7 +64,7 @@ def headrace_(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_works_in_a_folder_of_any_name(name, home, headrace_, monkeypatch):
+def test_commands_accept_paths_with_special_characters(name, home, headrace_, monkeypatch):
     """What it reads is named from within the folder, what it writes from the root."""
     if name == "eval":
         pytest.importorskip("lm_eval")
@@ -83,7 +83,7 @@ def test_a_command_works_in_a_folder_of_any_name(name, home, headrace_, monkeypa
         assert json.loads(result.read_text("utf-8"))["n-samples"]["lambada_openai"]["effective"] == 2
 
 
-def test_a_run_works_in_a_folder_of_any_name(home, headrace_, monkeypatch):
+def test_training_accepts_paths_with_special_characters(home, headrace_, monkeypatch):
     """Trained, resumed, and plotted, with the logs of TensorBoard."""
     pytest.importorskip("tensorboard")
     monkeypatch.chdir(home)

@@ -101,7 +101,7 @@ def apart(text):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(pieces=st.lists(st.sampled_from(TORN) | st.text(max_size=3), max_size=12))
-def test_pieces_have_the_tokens_of_the_whole(name, pieces):
+def test_pieces_encode_to_the_tokens_of_the_whole_text(name, pieces):
     text, encode = "".join(pieces).encode(errors="ignore").decode(), ENCODERS[name]
     encode._forget()
     assert encode.cut
@@ -115,7 +115,7 @@ def test_pieces_have_the_tokens_of_the_whole(name, pieces):
     assert parts.tolist() == expected
 
 
-def test_pieces_are_forgotten_and_learnt_again(monkeypatch):
+def test_piece_cache_is_bounded(monkeypatch):
     monkeypatch.setattr(encoding, "KEPT", 50)
     encode = Encoder(TOKENIZERS["GPT-2"])
     for i in range(0, len(README), 500):
@@ -124,7 +124,7 @@ def test_pieces_are_forgotten_and_learnt_again(monkeypatch):
     assert len(encode.known) < 300
 
 
-def test_the_last_place_is_found_from_afar():
+def test_last_cut_is_found_across_windows():
     text = "a b" + "x" * 3 * (1 << 12)
     assert last_place(text, 0) == 1 and last_place(text, 2) == 0
     for at in ((1 << 12) - 1, 1 << 12, (1 << 12) + 1, 2 << 12):
@@ -147,7 +147,7 @@ UNSAFE["a merge across a place"] = sentences(more=[["e", "."]])
 
 
 @pytest.mark.parametrize("name", UNSAFE)
-def test_a_tokenizer_that_may_reach_across_takes_whole_texts(name):
+def test_tokenizers_that_merge_across_cuts_encode_whole_texts(name):
     assert not can_be_cut(UNSAFE[name])
     texts = ["two words, x\ny", "the second"]
     tokens, counts = Encoder(UNSAFE[name])(texts)
@@ -160,7 +160,7 @@ def unpacked(file):
 
 
 @pytest.mark.skipif(DATA is None, reason="HEADRACE_DATA is not set")
-def test_neox_on_real_text():
+def test_neox_tokenizer_on_real_text():
     """Words of a vocabulary of 50,254, on books, articles and essays, and on their characters in random order."""
     files = Path(DATA or "")
     made = unpacked(files / "tokenizers/gpt-neox-20b/tokenizer.json.gz")

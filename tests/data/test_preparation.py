@@ -65,7 +65,7 @@ class Killed(KeyboardInterrupt):
 
 
 @pytest.mark.parametrize("done", [0, 1, 7])
-def test_a_killed_preparation_goes_on(plan, tmp_path, monkeypatch, done):
+def test_killed_preparation_resumes(plan, tmp_path, monkeypatch, done):
     prepare(plan, tmp_path / "whole")
     finished, made = workers._result, []
 
@@ -87,7 +87,7 @@ def test_a_killed_preparation_goes_on(plan, tmp_path, monkeypatch, done):
 
 
 @pytest.mark.parametrize("after", [0, 3, 9])
-def test_what_is_killed_by_the_system_goes_on(plan, tmp_path, after):
+def test_preparation_killed_by_sigkill_resumes(plan, tmp_path, after):
     prepare(plan, tmp_path / "whole")
     child = get_context("fork").Process(target=prepare, args=(plan, tmp_path / "killed"))
     child.start()
@@ -102,7 +102,7 @@ def test_what_is_killed_by_the_system_goes_on(plan, tmp_path, after):
     assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole")
 
 
-def test_a_damaged_part_is_made_again(plan, tmp_path, monkeypatch):
+def test_damaged_part_is_made_again(plan, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(preparation.parts, "assemble", lambda *_: (_ for _ in ()).throw(Killed))
         prepare(plan, tmp_path / "d")
@@ -115,7 +115,7 @@ def test_a_damaged_part_is_made_again(plan, tmp_path, monkeypatch):
     assert tokens(tmp_path / "d") == tokens(tmp_path / "whole")
 
 
-def test_what_is_unfinished_belongs_to_its_settings_and_files(plan, jsonl, tmp_path, monkeypatch):
+def test_unfinished_preparation_refuses_other_settings_or_files(plan, jsonl, tmp_path, monkeypatch):
     source = tmp_path / "texts.jsonl"
     source.write_bytes(jsonl.read_bytes())
     plan = replace(plan, sources=(str(source),))
@@ -129,7 +129,7 @@ def test_what_is_unfinished_belongs_to_its_settings_and_files(plan, jsonl, tmp_p
         prepare(plan, tmp_path / "d")
 
 
-def test_shards_join_to_what_one_run_makes(plan, tmp_path):
+def test_shards_join_to_the_data_of_one_run(plan, tmp_path):
     prepare(plan, tmp_path / "whole")
     shards = [tmp_path / f"shard{i}" for i in (1, 2, 3)]
     for i, shard in enumerate(shards, 1):
@@ -157,7 +157,7 @@ def test_shards_join_to_what_one_run_makes(plan, tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_enough_tokens_are_the_first_ones(plan, tmp_path, count):
+def test_token_limit_takes_the_first_tokens(plan, tmp_path, count):
     prepare(plan, tmp_path / "whole")
     whole = tokens(tmp_path / "whole")["train"]
     made = prepare(replace(plan, tokens=2000, workers=count), tmp_path / "d")
@@ -165,7 +165,7 @@ def test_enough_tokens_are_the_first_ones(plan, tmp_path, count):
     assert 2000 <= len(found) == made["train"]["tokens"] < 3100 and found == whole[: len(found)]
 
 
-def test_a_long_text_is_read_in_windows(tmp_path, texts):
+def test_long_text_is_read_in_windows(tmp_path, texts):
     """As one file of many windows and blocks, it has the tokens of one row."""
     book = "\n".join(texts)
     (tmp_path / "book.txt").write_text(book)
@@ -189,7 +189,7 @@ README = "Some words, which are trained on; it's them: 123, 4567.\n\nAnd a parag
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_of_many_documents_each_is_drawn(tmp_path, seed):
+def test_held_out_documents_are_drawn_independently(tmp_path, seed):
     texts = [f"{i}" for i in range(3000)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     made = prepare(Preparation((str(tmp_path / "texts.jsonl"),), held_out=0.1, seed=seed), tmp_path / "d")
@@ -203,7 +203,7 @@ def test_of_many_documents_each_is_drawn(tmp_path, seed):
     assert abs(len(found["held_out"]) - 300) < 6 * (3000 * 0.1 * 0.9) ** 0.5  # of a fixed draw
 
 
-def test_every_reader_gives_the_same_documents(texts, jsonl, tmp_path, plan):
+def test_every_file_format_gives_the_same_documents(texts, jsonl, tmp_path, plan):
     prepare(plan, tmp_path / "whole")
     raw = jsonl.read_bytes()
     files = {"a.jsonl.gz": gzip.compress(raw), "b.jsonl.bz2": bz2.compress(raw), "c.jsonl.xz": lzma.compress(raw)}
@@ -218,7 +218,7 @@ def test_every_reader_gives_the_same_documents(texts, jsonl, tmp_path, plan):
         assert tokens(tmp_path / f"of {name}") == tokens(tmp_path / "whole"), name
 
 
-def test_zstandard(jsonl, plan, tmp_path):
+def test_zstandard_files_are_read(jsonl, plan, tmp_path):
     zstandard = pytest.importorskip("zstandard")
     (tmp_path / "texts.jsonl.zst").write_bytes(zstandard.compress(jsonl.read_bytes()))
     for name, source in (("a", jsonl), ("b", tmp_path / "texts.jsonl.zst")):
@@ -250,7 +250,7 @@ def test_bad_rows_are_counted_and_named(texts, tmp_path, capsys):
     assert "left out: 1 row null, first mixed.jsonl row 25\n" in said
 
 
-def test_bad_rows_of_parquet(tmp_path):
+def test_bad_rows_of_parquet_are_counted(tmp_path):
     values = pyarrow.array([b"good", b"\xff", None, b"", b"also good"] * 3).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
     made = prepare(Preparation((str(tmp_path / "a.parquet"),), held_out=0.2), tmp_path / "d")
@@ -274,7 +274,7 @@ def read(*sources_):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_path_may_have_any_letters(name, tmp_path, monkeypatch):
+def test_paths_may_have_special_characters(name, tmp_path, monkeypatch):
     """A file by its whole path and by its own name, below and beside files that a pattern would find."""
     for folder in ("aX", name):
         (tmp_path / folder).mkdir()
@@ -288,7 +288,7 @@ def test_a_path_may_have_any_letters(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_folder_is_read_or_refused_for_its_name(name, tmp_path):
+def test_folders_with_pattern_characters_are_refused(name, tmp_path):
     """`datasets` takes the path of a folder as a pattern: what it would not find, or find elsewhere, is refused."""
     for folder in ("aX", name):
         (tmp_path / folder).mkdir()
@@ -309,7 +309,7 @@ MARKED = {
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_a_byte_order_mark_is_no_text(name, tmp_path):
+def test_byte_order_mark_is_dropped(name, tmp_path):
     text, expected = MARKED[name]
     for file, content in ((name, text.encode("utf-8-sig")), (f"{name}.gz", gzip.compress(text.encode("utf-8-sig")))):
         (tmp_path / file).write_bytes(content)
@@ -317,7 +317,7 @@ def test_a_byte_order_mark_is_no_text(name, tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_another_encoding_is_named(encoding, tmp_path):
+def test_other_encodings_are_named(encoding, tmp_path):
     for name in ("a.txt", "b.jsonl", "c.json"):
         (tmp_path / name).write_text('{"text": "one"}\n', encoding)
         with pytest.raises(InputError, match=f"^source '.*{name}' is {encoding.upper()}; expected UTF-8$"):
@@ -325,7 +325,7 @@ def test_another_encoding_is_named(encoding, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "b.jsonl.gz", "c.parquet"])
-def test_a_file_that_cannot_be_read_is_named(name, tmp_path):
+def test_unreadable_file_is_named(name, tmp_path):
     (tmp_path / name).write_bytes(b"\xff no text")
     with pytest.raises(InputError, match=f"source .*{name}' cannot be read"):
         prepare(Preparation((str(tmp_path / name),)), tmp_path / "none")
@@ -343,12 +343,12 @@ def test_a_file_that_cannot_be_read_is_named(name, tmp_path):
         ({"tokens": 1.0, "task": "mqar", "sources": None}, "--tokens=1.0 with --task"),
     ],
 )
-def test_mistakes(jsonl, tmp_path, options, said):
+def test_user_errors_are_refused(jsonl, tmp_path, options, said):
     with pytest.raises(InputError, match=said):
         command(tmp_path / "d", **({"sources": [str(jsonl)]} | options))
 
 
-def test_rows_are_read_from_the_disk(plan, tmp_path):
+def test_rows_are_memory_mapped(plan, tmp_path):
     """What another process gets is names, and loaders read rows in any order and many at once."""
     prepare(plan, tmp_path / "d")
     rows = open_data(tmp_path / "d").train

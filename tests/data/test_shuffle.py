@@ -22,14 +22,14 @@ from trained import train
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 13, 64, 65, 1000, 4097, 20_000])
-def test_each_row_is_there_once(rows):
+def test_every_row_occurs_once(rows):
     order = Shuffled(rows, rows, seed=1)
     for epoch in range(3):
         order.set_epoch(epoch)
         assert sorted(order) == list(range(rows))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own_which_return():
+def test_order_depends_on_epoch_and_seed_alone():
     orders = {}
     for seed in range(3):
         for epoch in range(3):
@@ -42,7 +42,7 @@ def test_epochs_and_seeds_have_orders_of_their_own_which_return():
 
 
 @pytest.mark.parametrize("rows", [7, 100, 5000])
-def test_the_order_is_like_a_random_one(rows):
+def test_order_is_statistically_random(rows):
     """In 200 orders: how often a place has each row (chi squared), and how row and place, and a row and the next,
     correlate. With fixed seeds the test is no draw; a true permutation fails it in one of 10^6 times."""
     orders = np.array([list(Shuffled(rows, rows, seed)) for seed in range(200)])
@@ -55,7 +55,7 @@ def test_the_order_is_like_a_random_one(rows):
         assert abs(deviation) < 5.3 / np.sqrt(a.size) + 2 / rows
 
 
-def test_an_order_of_very_many_rows_needs_no_memory():
+def test_order_of_very_many_rows_needs_no_memory():
     """15e9 tokens of 512 are 29 million rows; here are 2^40."""
     first = [row for row, _ in zip(Shuffled(2**40, 2**40, 0), range(10_000), strict=False)]
     assert len(set(first)) == 10_000 and stats.kstest(np.array(first) / 2**40, "uniform").pvalue > 1e-6
@@ -93,7 +93,7 @@ def rows_by_step(kind, processes, micro, first):
 
 
 @pytest.mark.parametrize("kind", ["text", "task"])
-def test_processes_that_resume_take_the_rows_of_a_run_that_was_never_killed(kind):
+def test_resumed_processes_take_the_rows_of_an_uninterrupted_run(kind):
     """Of 1, 2 and 4 processes, from every step of three epochs on."""
     whole = rows_by_step(kind, 1, STEP, 0)
     epochs = [whole[first] + whole[first + 1] + whole[first + 2] for first in (0, 3, 6)]
@@ -115,7 +115,7 @@ class KillAt(TrainerCallback):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the Trainer's own
-def test_training_takes_this_order_and_goes_on_with_it(data, tmp_path, monkeypatch):
+def test_training_uses_this_order_and_resumes_in_it(data, tmp_path, monkeypatch):
     """11 rows are two steps of 4 in each epoch. A run killed after step 7 goes on from the checkpoint of step 5,
     in the midst of an epoch."""
     step, seen, make = HeadraceTrainer.training_step, [], run.make_trainer

@@ -87,7 +87,7 @@ def expected(qkv, *rest):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the exporter, about its own code
-def test_every_recurrence_is_a_node_that_computes_the_literal_loop(tmp_path):
+def test_exported_recurrences_equal_the_reference(tmp_path):
     torch.manual_seed(0)
     tokens = {1: "T"}
     varying = ((tokens,) * 3, dict.fromkeys(("beta", "read_gate", "write_gate"), tokens),
@@ -105,7 +105,7 @@ def test_every_recurrence_is_a_node_that_computes_the_literal_loop(tmp_path):
 
 
 @pytest.mark.slow(seconds=40)
-def test_every_linear_mixer_and_softmax_attention_are_exported_as_they_are(tmp_path):
+def test_every_linear_mixer_is_exported_exactly(tmp_path):
     """One layer of each in one model, without MLPs, as tracing takes seconds per layer. The mixers of the checkpoint
     below are tested there, and DeltaNet is Gated DeltaNet with fewer parts. Gates are computed from a layer's inputs by
     nodes of their own: here under the delta rule, below under the additive one."""
@@ -119,7 +119,7 @@ def test_every_linear_mixer_and_softmax_attention_are_exported_as_they_are(tmp_p
     assert found <= max(TOLERANCE, MAX_ERROR_RATIO * own)
 
 
-def test_as_many_heads_as_the_graph_is_traced_with_rows(tmp_path, monkeypatch):
+def test_head_count_may_equal_the_traced_batch(tmp_path, monkeypatch):
     """The number of rows stays a variable. Of the backends, only ONNX's makes the recurrence a node."""
     monkeypatch.setenv("HEADRACE_BACKEND", "native")
     heads = TRACED["batch"]
@@ -153,7 +153,7 @@ def exported(checkpoint, tmp_path_factory):
 
 
 @torch.no_grad()
-def test_a_graph_with_wrong_numbers_is_refused(checkpoint, exported, tmp_path, monkeypatch):
+def test_wrong_graph_is_refused(checkpoint, exported, tmp_path, monkeypatch):
     """That of a model in which one matrix was a thousandth smaller."""
     changed = load(checkpoint)
     changed.model.backbone.layers[1].mixer.o_proj.weight.mul_(1.001)
@@ -171,7 +171,7 @@ def test_a_graph_with_wrong_numbers_is_refused(checkpoint, exported, tmp_path, m
 
 
 @torch.no_grad()
-def test_two_hundred_tokens_are_those_of_generate(checkpoint, exported):
+def test_exported_model_generates_the_same_200_tokens(checkpoint, exported):
     model = load(checkpoint)
     ids = torch.tensor(byte_level()([PROMPT, "Nobody"]).input_ids)
     wanted = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=256)
@@ -185,7 +185,7 @@ def test_two_hundred_tokens_are_those_of_generate(checkpoint, exported):
     assert (torch.cat(logits, 1) - truth).abs().max() <= 1e-5 * truth.abs().max()
 
 
-def test_the_example_of_the_page_runs_without_headrace(checkpoint, exported, monkeypatch, capsys):
+def test_documented_example_runs_without_headrace(checkpoint, exported, monkeypatch, capsys):
     page = (ROOT / "docs" / "export.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert "headrace" not in re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
@@ -196,7 +196,7 @@ def test_the_example_of_the_page_runs_without_headrace(checkpoint, exported, mon
     assert capsys.readouterr().out.rstrip("\n") == byte_level().decode(wanted[0])
 
 
-def test_int8_weights_are_smaller_and_close(checkpoint, exported, tmp_path):
+def test_int8_export_is_smaller_and_close(checkpoint, exported, tmp_path):
     """With the weights in the file, and in a file beside it, as weights of more than 2 GB are."""
     found = {}
     for name, where in {"one": {}, "two": {"save_as_external_data": True, "size_threshold": 0}}.items():
@@ -211,7 +211,7 @@ def test_int8_weights_are_smaller_and_close(checkpoint, exported, tmp_path):
     assert own < 1e-5 < found["one"] < 0.2
 
 
-def test_opset_27_has_the_node_of_the_standard(checkpoint, exported, tmp_path):
+def test_opset_27_uses_the_standard_node(checkpoint, exported, tmp_path):
     """Computed by the reference evaluator of onnx, as ONNX Runtime does not enable the opset."""
     from onnx.reference import ReferenceEvaluator
 
@@ -241,7 +241,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("mixer", REFUSED)
-def test_what_onnx_cannot_express_is_refused_by_name(mixer):
+def test_unsupported_models_are_refused_by_name(mixer):
     changes = {"num_hidden_layers": 3} if mixer == "zamba" else {}
     with pytest.raises(InputError, match=REFUSED[mixer]):
         check_exportable(HeadraceForCausalLM(config(mixer, **changes)))
@@ -255,14 +255,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("to", MISTAKES)
-def test_mistakes_are_one_sentence(checkpoint, to, tmp_path):
+def test_user_errors_are_one_sentence(checkpoint, to, tmp_path):
     options, sentence = MISTAKES[to]
     with pytest.raises(InputError, match=re.escape(sentence)):
         writer(to, options)(checkpoint, tmp_path)
 
 
 @pytest.mark.parametrize("option", [{"weights": "int3"}, {"opset": 26}])
-def test_values_that_are_unknown_are_refused(checkpoint, option, tmp_path):
+def test_unknown_values_are_refused(checkpoint, option, tmp_path):
     ((name, value),) = option.items()
     with pytest.raises(InputError, match=f"--{name} {value}; expected"):
         writer("onnx", option)(checkpoint, tmp_path)
@@ -283,7 +283,7 @@ class Quiet(SimpleHTTPRequestHandler):
     not Path(LIBRARIES, "onnxruntime-web").is_dir(),
     reason="needs npm install onnxruntime-web@1.30.0 @huggingface/tokenizers@0.2.0, HEADRACE_NODE_MODULES its folder",
 )
-def test_the_page_generates_the_same_text_in_a_browser(checkpoint, exported, tmp_path):
+def test_web_page_generates_the_same_text(checkpoint, exported, tmp_path):
     folder = tmp_path / "page"
     shutil.copytree(exported, folder)
     write_page(folder, LIBRARIES)
@@ -307,7 +307,7 @@ def test_the_page_generates_the_same_text_in_a_browser(checkpoint, exported, tmp
     assert shown["status"].startswith("40 tokens, ")
 
 
-def test_the_addresses_of_the_libraries_have_versions(tmp_path):
+def test_web_page_pins_library_versions(tmp_path):
     write_page(tmp_path, "https://mirror.example/npm")
     imports = json.loads(re.findall(r'"importmap">(.*?)</script>', (tmp_path / "index.html").read_text())[0])["imports"]
     assert imports["onnxruntime-web"] == "https://mirror.example/npm/onnxruntime-web@1.30.0/dist/ort.wasm.min.mjs"

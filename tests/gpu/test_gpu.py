@@ -125,7 +125,9 @@ def test_compiled_blocks_equal_uncompiled_ones(device, name):
     torch.compiler.reset()
     block = Block(zoo.mixer(name), Sizes(64, 2, 64), 0, 2).to(device)
     set_backend(block, "torch")
-    compiled = torch.compile(copy.deepcopy(block), fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    compiled = torch.compile(
+        copy.deepcopy(block), fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager"
+    )
     x = torch.randn(2, TOKENS, 64).to(device)
     results = []
     for module in (compiled, block):

@@ -93,7 +93,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_each_option_of_sampling_gives_the_tokens_of_its_definition(generate, checkpoint, options):
+def test_sampling_options_follow_their_definitions(generate, checkpoint, options):
     model, settings = load(checkpoint), OPTIONS[options]
     seed = [] if settings.get("temperature") == 0 else ["--seed", SEED]
     said = json.loads(generate("--json", *options.split(), *seed)[0])
@@ -104,7 +104,7 @@ def test_each_option_of_sampling_gives_the_tokens_of_its_definition(generate, ch
         assert expected != sampled(model, ids)
 
 
-def test_the_prompt_is_repeated_and_the_printed_seed_gives_the_text_again(generate):
+def test_printed_seed_reproduces_the_text(generate):
     text, last = generate()
     found = re.fullmatch(r"24 tokens, [\d.]+ tokens per second, seed (\d+)", last)
     assert found and text.startswith(PROMPT) and len(text) == len(PROMPT) + NEW + len("\n")
@@ -114,13 +114,13 @@ def test_the_prompt_is_repeated_and_the_printed_seed_gives_the_text_again(genera
     assert PROMPT + said["text"] + "\n" == text and said["seed"] == int(found[1])
 
 
-def test_nothing_is_drawn_at_temperature_0(generate):
+def test_temperature_0_is_deterministic(generate):
     text, last = generate("--temperature", 0)
     assert "seed" not in last and generate("--temperature", 0)[0] == text
     assert json.loads(generate("--temperature", 0, "--json")[0])["seed"] is None
 
 
-def test_a_converted_llama_continues_the_tokens_of_its_tokenizer(generate, tmp_path):
+def test_converted_llama_uses_the_first_token_of_its_tokenizer(generate, tmp_path):
     """Its tokenizer adds a first token, as for transformers and for lm-evaluation-harness."""
     theirs = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
     tokenizer = with_first_token()
@@ -137,12 +137,12 @@ def test_a_converted_llama_continues_the_tokens_of_its_tokenizer(generate, tmp_p
     assert evaluated.tok_encode(PROMPT) == ids[0].tolist()
 
 
-def test_a_tokenizer_of_another_model_is_refused(checkpoint):
+def test_tokenizer_of_another_model_is_refused(checkpoint):
     with pytest.raises(InputError, match="the prompt has the token 220; the model has 94: its tokenizer is another"):
         continued(checkpoint, "a b", None, False)
 
 
-def test_the_tokenizer_of_prepared_data_adds_no_token_to_a_prompt(tmp_path):
+def test_tokenizer_of_prepared_data_adds_no_prompt_tokens(tmp_path):
     """The rows of the data have none, so a model that is trained on them has never seen it."""
     with_first_token().save_pretrained(tmp_path / "theirs")
     find(str(tmp_path / "theirs")).save_pretrained(tmp_path / "ours")
@@ -150,7 +150,7 @@ def test_the_tokenizer_of_prepared_data_adds_no_token_to_a_prompt(tmp_path):
     assert theirs == [FIRST, *ours] and ours == byte_level()(PROMPT).input_ids
 
 
-def test_the_rate_is_that_of_the_new_tokens(checkpoint, monkeypatch):
+def test_printed_rate_counts_new_tokens(checkpoint, monkeypatch):
     clock = iter((10.0, 14.0))
     monkeypatch.setattr("headrace.hf.generate.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     found = continued(checkpoint, PROMPT, None, False, max_new_tokens=NEW, do_sample=False)

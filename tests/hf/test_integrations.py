@@ -54,7 +54,7 @@ cli_evaluate()
 
 
 @pytest.mark.slow
-def test_the_harness_by_its_own_command(folder, tmp_path):
+def test_lm_eval_command_gives_the_perplexity_of_the_model(folder, tmp_path):
     """lm_eval's perplexity of a text is that of the model."""
     pytest.importorskip("lm_eval", reason="the extra [eval] is not installed")
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT * 3}))
@@ -84,7 +84,7 @@ metric_list: [{{metric: bits_per_byte}}]
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-def test_supervised_fine_tuning_of_trl(folder, tmp_path, adapter):
+def test_trl_fine_tuning_lowers_the_loss(folder, tmp_path, adapter):
     trl = pytest.importorskip("trl", reason="trl is not installed")
     import peft
 
@@ -131,7 +131,7 @@ accelerator.end_training()
 
 
 @pytest.mark.slow
-def test_two_processes_of_accelerate_train_as_one_loop(folder, tmp_path):
+def test_accelerate_with_two_processes_equals_one(folder, tmp_path):
     """`--multi_gpu` starts the processes that the script then takes to the CPU; with `--cpu` accelerate starts one."""
     (tmp_path / "train.py").write_text(TRAIN)
     failed, said, errors = run(
@@ -154,7 +154,7 @@ def test_two_processes_of_accelerate_train_as_one_loop(folder, tmp_path):
     assert any(relative(found[name], weight) > 1e-2 for name, weight in start.named_parameters())
 
 
-def test_a_pipeline_continues_as_generate_does(folder, tmp_path):
+def test_pipeline_equals_generate(folder, tmp_path):
     """And without the argument that lets transformers import headrace, it says so."""
     code = f"""
 from transformers import pipeline

@@ -80,7 +80,7 @@ def spelt_today(config):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_stored_model_is_what_it_was(name):
+def test_stored_models_give_stored_outputs(name):
     stored = MODELS[name]
     found = described(HeadraceConfig(**stored["config"], **SIZES))
     assert holds(found["config"], spelt_today(stored["config"])) and found["weights"] == stored["weights"]
@@ -89,7 +89,7 @@ def test_a_stored_model_is_what_it_was(name):
         assert math.isclose(now, then, rel_tol=1e-9, abs_tol=1e-9)
 
 
-def test_a_stored_run_goes_on(tmp_path):
+def test_stored_run_resumes(tmp_path):
     """It was trained to step 24 and is here with the checkpoint of step 20 alone."""
     with tarfile.open(FOLDER / "run.tar.xz") as stored:
         stored.extractall(tmp_path, filter="data")

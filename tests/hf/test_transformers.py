@@ -99,7 +99,7 @@ def from_torch(theirs):
     return mine
 
 
-def test_the_transformer_of_2017_is_that_of_torch():
+def test_transformer_2017_equals_torch():
     """With biases in the projections too, which PyTorch has and the paper has not."""
     ours, theirs = build("transformer-2017(mixer=transformer(rotary=false, bias=true))"), randomised(Torch2017())
     ours, theirs = ours.double(), theirs.double()
@@ -145,7 +145,7 @@ def from_t5(theirs):
 
 @pytest.mark.parametrize("activation", ["relu", "gated-gelu"])
 @pytest.mark.parametrize("padded", ["end", "start"])
-def test_t5_is_that_of_transformers(monkeypatch, activation, padded):
+def test_t5_equals_transformers(monkeypatch, activation, padded):
     """In float64, their norms too, whose variance is in float32 whatever they are given."""
     norm = lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)  # noqa: E731
     monkeypatch.setattr(T5LayerNorm, "forward", norm)
@@ -171,7 +171,7 @@ def test_t5_is_that_of_transformers(monkeypatch, activation, padded):
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_token_by_token_is_the_whole(name):
+def test_decoding_equals_the_full_forward(name):
     model = build(name).double()
     ids, mask, _ = batch("start")
     target, state, steps = torch.randint(V, (2, 60)), None, []
@@ -185,7 +185,7 @@ def test_token_by_token_is_the_whole(name):
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_padding_of_the_source_does_not_matter(name):
+def test_source_padding_does_not_matter(name):
     model = build(name).double()
     ids, mask, _ = batch("start")
     target = torch.randint(V, (2, 6))
@@ -196,7 +196,7 @@ def test_padding_of_the_source_does_not_matter(name):
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_greedy_generation_says_what_is_likeliest(name):
+def test_greedy_generation_takes_the_likeliest_token(name):
     model, (ids, mask, _) = build(name), batch()
     written = model.generate(ids, mask, max_new_tokens=8)
     likeliest = model(ids, mask, decoder_input_ids=shift_right(written, 0)).logits.argmax(-1)
@@ -205,7 +205,7 @@ def test_greedy_generation_says_what_is_likeliest(name):
 
 
 @pytest.mark.parametrize("name", MODELS[:3])
-def test_it_learns_to_turn_a_row_around(name):
+def test_model_learns_to_reverse(name):
     torch.manual_seed(0)
     model = models.build(zoo.get(name), vocab_size=12, hidden_size=32, num_heads=2).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -221,12 +221,12 @@ def test_it_learns_to_turn_a_row_around(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_as_json(name):
+def test_spec_survives_json(name):
     spec = zoo.get(name)
     assert from_json(to_json(spec)) == spec
 
 
-def test_a_source_of_padding_alone_is_refused():
+def test_source_of_padding_alone_is_refused():
     model, ids = build("t5"), torch.ones(2, 3, dtype=torch.long)
     with pytest.raises(InputError, match="row without tokens; expected a token in each row"):
         model(ids, torch.tensor([[1, 1, 1], [0, 0, 0]]), decoder_input_ids=ids)

@@ -63,7 +63,7 @@ def from_bert(theirs):
     return mine
 
 
-def test_bert_is_that_of_transformers():
+def test_bert_equals_transformers():
     """Both heads' logits, the loss, and every gradient of the loss."""
     config = BertConfig(
         vocab_size=V, hidden_size=D, num_hidden_layers=LAYERS, num_attention_heads=H, intermediate_size=WIDTH,
@@ -96,7 +96,7 @@ def test_padding_does_not_matter(name):
     torch.testing.assert_close(together.next_logits[1:], alone.next_logits, rtol=1e-9, atol=1e-9)
 
 
-def test_the_first_token_is_no_padding():
+def test_padding_at_the_start_is_refused():
     rows = batch()
     with pytest.raises(InputError, match="expected padding at the end"):
         build("bert")(rows["input_ids"], 1 - rows["attention_mask"])
@@ -119,7 +119,7 @@ def drawn(task, rows):
     return batch, asked, torch.where(asked, batch["shift_labels"], batch["input_ids"])
 
 
-def test_rows_are_two_pieces_of_text_of_which_half_belong_together(book):
+def test_half_of_the_sentence_pairs_are_consecutive(book):
     task = Masked((str(book),), length=40)
     batch, _, whole = drawn(task, 400)
     text = book.read_bytes()
@@ -133,7 +133,7 @@ def test_rows_are_two_pieces_of_text_of_which_half_belong_together(book):
         assert first in text and second in text and (first + second in text) == (not other)
 
 
-def test_masking_is_that_of_the_paper(book):
+def test_masking_follows_the_paper(book):
     task = Masked((str(book),), length=103)
     batch, asked, whole = drawn(task, 500)
     assert (asked.sum(1) == 15).all() and (whole[asked] < 256).all()
@@ -143,7 +143,7 @@ def test_masking_is_that_of_the_paper(book):
     assert torch.equal(batch["input_ids"][~asked], whole[~asked]) and (whole != 258).all()
 
 
-def test_held_out_rows_are_from_the_end(book):
+def test_held_out_rows_are_from_the_end_of_the_text(book):
     task = Masked((str(book),), length=40)
     rows, text = task.held_out(50), book.read_bytes()
     assert torch.equal(rows["input_ids"], task.held_out(50)["input_ids"])
@@ -152,7 +152,7 @@ def test_held_out_rows_are_from_the_end(book):
         assert bytes(row[1 : row.index(257)]) in text[-len(text) // 10 - 1 :]
 
 
-def test_a_whole_model_is_built_by_its_name_or_its_spec():
+def test_models_are_built_by_name_or_spec():
     by_name, by_spec = build("bert(mixer=gla)"), build(zoo.get("bert(mixer=gla)"))
     assert isinstance(by_name, models.BertModel) and str(by_name) == str(by_spec)
     for name, sentence in (
@@ -164,13 +164,13 @@ def test_a_whole_model_is_built_by_its_name_or_its_spec():
             build(name)
 
 
-def test_a_row_too_short_is_refused():
+def test_too_short_row_is_refused():
     with pytest.raises(InputError, match="length=7; expected at least 8"):
         Masked(length=7)
 
 
 @pytest.mark.parametrize("name", MODELS[:2])
-def test_it_learns_to_fill_gaps(name, book):
+def test_bert_learns_to_fill_gaps(name, book):
     torch.manual_seed(0)
     task = Masked((str(book),), length=24)
     model = build(name, vocab_size=task.vocab_size).train()

@@ -65,7 +65,7 @@ def recorded(monkeypatch):
 
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_the_tokens_are_those_without_a_graph(name, sampled, recorded, monkeypatch):
+def test_graph_generates_the_same_tokens(name, sampled, recorded, monkeypatch):
     monkeypatch.setattr(decoding, "check_graph", lambda *_: None)
     monkeypatch.setattr("headrace.hf.model.check_graph", lambda *_: None)
     model, ids, found = build(name), tokens(2), []
@@ -88,7 +88,7 @@ def test_on_a_gpu(backend, monkeypatch):
 
 
 @torch.no_grad()
-def test_a_step_advances_the_states_in_their_memory():
+def test_graphed_step_updates_states_in_place():
     mixer = Mixer("softmax-gated-deltanet", hidden_size=16, num_heads=2).double()
     x = torch.randn(2, 9, 16).double()
     exact, final = mixer(x)
@@ -111,7 +111,7 @@ def _alone(found):
 
 
 @torch.no_grad()
-def test_a_state_that_grows_is_refused():
+def test_growing_state_is_refused():
     mixer, x = Mixer("transformer", hidden_size=16, num_heads=2), torch.randn(1, 3, 16)
     _, state = mixer(x)
     with pytest.raises(InputError, match=r"a state of shape \[1, 3, .*\] has shape \[1, 4, .* expected the same"):
@@ -133,13 +133,13 @@ class Elsewhere:
      ("softmax-rnn-norm", True, "without attention"),
      ("experts", True, "without attention, experts"), ("gpt", True, "learned positions")],
 )  # fmt: skip
-def test_what_has_no_graph(name, is_plain, message):
+def test_models_without_a_graph_are_refused(name, is_plain, message):
     decoding.check_graph(Elsewhere("gla"), True)
     with pytest.raises(InputError, match=message):
         decoding.check_graph(Elsewhere(name), is_plain)
 
 
-def test_on_a_cpu_and_with_beams_it_is_refused(tmp_path):
+def test_graph_is_refused_on_a_cpu_and_with_beams(tmp_path):
     model, ids = build("gla"), tokens(1)
     with pytest.raises(InputError, match="and the model is on cpu; expected cuda"):
         model.generate(ids, cache_implementation="static", max_new_tokens=2)

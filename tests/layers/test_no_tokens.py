@@ -26,7 +26,7 @@ def layer(name, **settings):
 
 @pytest.mark.parametrize("how", ["none", "padding", "pack"])
 @pytest.mark.parametrize("name", zoo.names())
-def test_no_tokens_leave_a_layer_where_it_was(name, how):
+def test_empty_input_keeps_the_state(name, how):
     """Before, between and after a sequence's tokens."""
     made, x = layer(name), torch.randn(2, T, D, dtype=torch.float64)
     nothing = {"none": (x[:, :0], {}), "padding": (x[:, :3], {"mask": torch.zeros(2, 3, dtype=torch.bool)}),
@@ -42,7 +42,7 @@ def test_no_tokens_leave_a_layer_where_it_was(name, how):
 
 
 @pytest.mark.parametrize("name", zoo.names())
-def test_no_tokens_have_a_gradient(name):
+def test_empty_input_has_a_gradient(name):
     made, x = layer(name), torch.randn(2, T, D, dtype=torch.float64, requires_grad=True)
     state = made(x)[1]
     y, after = made(x[:, :0], state)
@@ -52,7 +52,7 @@ def test_no_tokens_have_a_gradient(name):
 
 
 @pytest.mark.parametrize("name", zoo.names())
-def test_no_rows(name):
+def test_empty_batch_runs(name):
     """As a process has with fewer rows than processes."""
     made, x = layer(name), torch.randn(0, T, D, dtype=torch.float64, requires_grad=True)
     y, state = made(x)
@@ -62,7 +62,7 @@ def test_no_rows(name):
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_an_encoder_of_no_tokens(name):
+def test_encoder_of_no_tokens(name):
     made, x = layer(name, causal=False), torch.randn(2, T, D, dtype=torch.float64)
     assert made(x[:, :0])[0].shape == (2, 0, D)
 
@@ -77,7 +77,7 @@ PADDING = {  # of pieces of 2 columns
 @pytest.mark.parametrize("where", PADDING)
 @pytest.mark.parametrize("mixer", MIXERS)
 @torch.no_grad()
-def test_a_piece_of_a_long_prompt_may_be_padding_in_all_rows(mixer, where, monkeypatch):
+def test_prompt_piece_may_be_all_padding(mixer, where, monkeypatch):
     model, ids, mask = build(mixer), tokens(2, T), torch.tensor(PADDING[where])
     whole = model(ids, attention_mask=mask)
     monkeypatch.setattr(stack, "PIECE", 2)
@@ -89,7 +89,7 @@ def test_a_piece_of_a_long_prompt_may_be_padding_in_all_rows(mixer, where, monke
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_generation_after_a_piece_of_padding(mixer, monkeypatch):
+def test_generation_after_an_all_padding_piece(mixer, monkeypatch):
     model, ids, mask = build(mixer), tokens(2, T), torch.tensor(PADDING["first"])
     options = {"attention_mask": mask, "max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
     whole = model.generate(ids, **options)
@@ -100,7 +100,7 @@ def test_generation_after_a_piece_of_padding(mixer, monkeypatch):
 
 @pytest.mark.parametrize("mixer", MIXERS)
 @torch.no_grad()
-def test_a_prompt_of_nothing_comes_before_its_tokens(mixer):
+def test_empty_prompt_can_precede_tokens(mixer):
     """Of no columns, and of padding alone; the cache is moved and multiplied as any other."""
     model, ids = build(mixer), tokens(2, T)
     for columns in (0, 3):

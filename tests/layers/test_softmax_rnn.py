@@ -36,7 +36,7 @@ def tensor_power(x, order):
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 @pytest.mark.parametrize("dim", [1, 2, 5])
-def test_features_are_the_tensor_powers_with_every_monomial_once(dim, order):
+def test_features_are_the_distinct_monomials(dim, order):
     features, q, k = TaylorFeatures(dim, order), draw(dim), draw(dim)
     assert features(q).shape == (math.comb(dim + order, order),)
     powers = sum(tensor_power(q, m) @ tensor_power(k, m) / math.factorial(m) for m in range(order + 1))
@@ -45,13 +45,13 @@ def test_features_are_the_tensor_powers_with_every_monomial_once(dim, order):
     assert abs(product - truncated_exp(q @ k, order)) <= 1e-12 * max(1, features(q).norm() * features(k).norm())
 
 
-def test_order_one_is_the_running_sum_and_linear_attention():
+def test_order_one_equals_linear_attention():
     q, k, v, features = draw(2, 40, H, d), draw(2, 40, H, d), draw(2, 40, H, d), TaylorFeatures(d, 1)
     out = linear_attention(features(q), features(k), v, scale=1.0)[0]
     assert relative(out, v.cumsum(1) + linear_attention(q, k, v, scale=1.0)[0]) <= 1e-12
 
 
-def test_the_truncated_exponential_and_its_sign():
+def test_truncated_exponential_sign():
     x = torch.linspace(-8, 8, 161, dtype=torch.float64)
     for order in range(11):
         literal = sum(x**m / math.factorial(m) for m in range(order + 1))
@@ -60,13 +60,13 @@ def test_the_truncated_exponential_and_its_sign():
 
 
 @pytest.mark.parametrize("order", [1, 3])
-def test_a_sum_that_can_vanish_is_refused(order):
+def test_vanishing_denominator_is_refused(order):
     with pytest.raises(InputError, match="even order"):
         zoo.get(f"taylor-softmax(inputs.feature_map=taylor-{order})")
     assert zoo.get(f"taylor-softmax(inputs.feature_map=taylor-{order}, read.norm=rms)").inputs.order == order
 
 
-def test_the_state_is_small_where_keys_are():
+def test_state_is_small_for_small_keys():
     described = zoo.get("taylor-softmax")
     assert described.state_shapes(1024, 4)["memory"] == (4, 153, 257)
     assert described.flops_per_token(1024, 4) == 4 * 4 * 153 * 257
@@ -74,7 +74,7 @@ def test_the_state_is_small_where_keys_are():
         zoo.get("taylor-softmax(heads.key_dim=0)")
 
 
-def test_weights_that_are_loaded_into_empty_memory_suffice():
+def test_loading_weights_into_empty_memory_suffices():
     made, x = layers.build(zoo.get("taylor-softmax"), hidden_size=D, num_heads=H), torch.randn(1, 5, D)
     with torch.device("meta"):
         empty = layers.build(zoo.get("taylor-softmax"), hidden_size=D, num_heads=H).to_empty(device="cpu")
@@ -84,7 +84,7 @@ def test_weights_that_are_loaded_into_empty_memory_suffice():
     assert torch.equal(empty(x)[0], made(x)[0])
 
 
-def test_a_saved_model_is_the_same_model(tmp_path):
+def test_saved_model_loads_the_same(tmp_path):
     """Features come from tables that no checkpoint holds."""
     shape = {"hidden_size": D, "num_heads": H, "num_hidden_layers": 2, "vocab_size": 19}
     model, tokens = HeadraceForCausalLM(HeadraceConfig(mixer="taylor-softmax", **shape)).eval(), torch.arange(19)[None]
@@ -104,7 +104,7 @@ def taylor(order, transformer, norm):
 
 
 @torch.no_grad()
-def test_even_orders_tend_to_the_transformer():
+def test_even_orders_converge_to_softmax_attention():
     transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
     y = transformer(x)[0]
     second, fourth = (relative(taylor(order, transformer, "sum")(x)[0], y) for order in (2, 4))
@@ -184,7 +184,7 @@ def literal(layer, x, causal):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_the_whole_product_is_its_equation(denominator, causal):
+def test_product_form_equals_its_equation(denominator, causal):
     for described in specs(denominator):
         layer = layers.build(described, hidden_size=8, num_heads=H, causal=causal).double()
         with torch.no_grad():
@@ -199,7 +199,7 @@ def test_the_whole_product_is_its_equation(denominator, causal):
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
-def test_with_the_parts_of_softmax_it_is_softmax_attention(causal):
+def test_softmax_parts_give_softmax_attention(causal):
     sdpa = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=H, causal=causal).double()
     ours = layers.build(SoftmaxRNNSpec(), hidden_size=D, num_heads=H, causal=causal).double()
     ours.load_state_dict(sdpa.state_dict())
@@ -216,7 +216,7 @@ def raw(spec, q, k, v):
 @pytest.mark.parametrize("clamp", [None, 5.0])
 @pytest.mark.parametrize("logit", [-60.0, -20.0, -8.0, -2.0, 0.0, 30.0])
 @pytest.mark.parametrize("denominator", ["detached", "l2", "rms", "layer"])
-def test_a_denominator_is_the_authors_whatever_the_size_of_the_logits(denominator, logit, clamp):
+def test_denominators_equal_the_authors_code_at_any_logit_size(denominator, logit, clamp):
     """theirs: softmax_detach_denom, gated_softmax_no_gate and its _L2norm and _rmsnorm, of the paper's repository."""
     layer = layers.build(SoftmaxRNNSpec(denominator=denominator, clamp=clamp), hidden_size=D, num_heads=H).double()
     direction = F.normalize(torch.ones(d, dtype=torch.float64), dim=0)
@@ -237,14 +237,14 @@ def test_a_denominator_is_the_authors_whatever_the_size_of_the_logits(denominato
 
 
 @pytest.mark.parametrize("denominator", NORMS)
-def test_a_norm_of_nothing_is_nothing(denominator):
+def test_norm_of_zeros_is_zero(denominator):
     layer = layers.build(SoftmaxRNNSpec(denominator=denominator), hidden_size=D, num_heads=H)
     q, v = torch.full((1, 3, H, d), 6.0), torch.zeros(1, 3, H, d, requires_grad=True)
     out = layer.read(q, q, v)
     assert not out.any() and torch.autograd.grad(out.sum(), v)[0].isfinite().all()
 
 
-def test_a_detached_sum_is_the_same_forward_and_another_backward():
+def test_detached_denominator_changes_only_the_backward():
     sum_, detached = (
         layers.build(SoftmaxRNNSpec(denominator=kind), hidden_size=D, num_heads=H).double()
         for kind in ("sum", "detached")
@@ -259,7 +259,7 @@ def test_a_detached_sum_is_the_same_forward_and_another_backward():
     assert relative(one, other) > 0.01
 
 
-def test_cosine_attention_is_the_authors():
+def test_cosine_attention_equals_the_authors_code():
     """linear_cosine of the paper's repository, value by value: Σ_s cos(q_t, k_s) v_s / s^σ(c), c = 0.5 at first."""
     spec = SoftmaxRNNSpec(numerator="cosine", denominator="input-length")
     layer, x = layers.build(spec, hidden_size=D, num_heads=H).double(), draw(1, 12, D)
@@ -277,7 +277,7 @@ def test_cosine_attention_is_the_authors():
 
 
 @pytest.mark.parametrize("name", ["softmax-rnn-gate", "softmax-rnn-norm(numerator=cosine, denominator=input-length)"])
-def test_an_encoder_with_padding_sees_each_row_alone(name):
+def test_encoder_rows_are_independent_of_padding(name):
     layer, x = layers.build(zoo.get(name), hidden_size=D, num_heads=H, causal=False).double(), draw(2, 9, D)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, :4] = False
@@ -299,7 +299,7 @@ def test_an_encoder_with_padding_sees_each_row_alone(name):
         ("softmax-rnn-gate(numerator=tanh)", "exp, relu"),
     ],
 )
-def test_what_makes_no_sense_is_refused(expression, reason):
+def test_invalid_specs_are_refused(expression, reason):
     with pytest.raises(InputError, match=reason):
         zoo.get(expression)
 
@@ -317,7 +317,7 @@ def direct(order, transformer, denominator):
 @pytest.mark.parametrize(
     ("order", "denominator"), [(1, "none"), (2, "none"), (3, "none"), (4, "none"), (2, "sum"), (4, "sum")]
 )
-def test_features_chunks_steps_and_powers_of_logits_are_one_function(order, denominator):
+def test_all_forms_agree(order, denominator):
     """Up to the 1e-6 that a recurrent sum has added to it."""
     transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), 2 * draw(2, 40, D)
     recurrent, y = taylor(order, transformer, denominator), direct(order, transformer, denominator)(x)[0]
@@ -327,7 +327,7 @@ def test_features_chunks_steps_and_powers_of_logits_are_one_function(order, deno
 
 
 @torch.no_grad()
-def test_all_even_orders_tend_to_softmax_where_logits_are_bounded():
+def test_even_orders_converge_to_softmax_for_bounded_logits():
     transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
     y = transformer(x)[0]
     errors = [relative(direct(order, transformer, "sum")(x)[0], y) for order in range(0, 11, 2)]
@@ -335,7 +335,7 @@ def test_all_even_orders_tend_to_softmax_where_logits_are_bounded():
     assert errors[-1] < 1e-6
 
 
-def test_order_one_by_length_is_the_running_mean_and_linear_attention():
+def test_order_one_by_length_equals_the_running_mean():
     spec = SoftmaxRNNSpec(order=1, denominator="none", by_length=True)
     layer, x = layers.build(spec, hidden_size=D, num_heads=H).double(), draw(2, 30, D)
     q, k, v = (p(x).unflatten(-1, (H, -1)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
@@ -345,7 +345,7 @@ def test_order_one_by_length_is_the_running_mean_and_linear_attention():
     assert relative(layer(x)[0], layer.o_proj(mean.flatten(-2))) <= 1e-12
 
 
-def test_what_is_kept_of_values_has_the_precision_of_keys():
+def test_stored_values_have_the_precision_of_keys():
     spec = SoftmaxRNNSpec(numerator="cosine", denominator="input-length")
     layer = layers.build(spec, hidden_size=D, num_heads=H)
     with torch.autocast("cpu", torch.bfloat16):

@@ -33,30 +33,30 @@ def errors(found, name):
 
 @pytest.mark.parametrize("packed", ["rows", "packed"])
 @pytest.mark.parametrize("kind", OPS)
-def test_the_op(found, kind, packed):
+def test_op_equals_one_process(found, kind, packed):
     assert max(errors(found, f"op, {kind}, {packed}")) < ERROR
 
 
 @pytest.mark.parametrize("packed", ["rows", "packed"])
 @pytest.mark.parametrize("name", MIXERS)
-def test_every_linear_mixer(four, name, packed):
+def test_every_linear_mixer_equals_one_process(four, name, packed):
     assert max(errors(four, f"layer, {name}, {packed}")) < ERROR
 
 
-def test_the_loss_and_the_gradients_of_a_model(found):
+def test_model_loss_and_gradients_equal_one_process(found):
     assert max(errors(found, "model")) < ERROR
 
 
-def test_a_process_without_gradients_does_not_stop_the_others(found):
+def test_process_without_gradients_does_not_block_others(found):
     assert max(errors(found, "one process without gradients")) < 1e-5  # float32
 
 
-def test_one_gather_of_the_state_and_its_transition(found):
+def test_only_state_and_transition_are_gathered(found):
     for rank in found:
         assert rank["bytes"] == {"add": [H * K * (V + 1), H * K * V], "delta": [H * K * (V + K), H * K * V]}
 
 
-def test_what_cannot_be_split_is_refused_by_name(found):
+def test_unsupported_layers_are_refused_by_name(found):
     for rank in found:
         said = rank["refused"]
         assert "SoftmaxAttention" in said["transformer"] and "Mamba" in said["mamba"] and "RWKV7" in said["rwkv7"]
@@ -64,7 +64,7 @@ def test_what_cannot_be_split_is_refused_by_name(found):
         assert "9 tokens" in said["uneven"] and "[8, 7" in said["unequal"] and "shift_labels" in said["labels"]
 
 
-def test_a_run_whose_rows_are_shared_by_two_processes_is_that_of_one(few, tmp_path):
+def test_training_with_shared_rows_equals_one_process(few, tmp_path):
     """Two rows at a time in four processes, documents apart, which stop in the second epoch and go on; one row in two
     processes: test_sharding.py."""
     settings = {"mixer": "softmax-gated-deltanet", "batch_tokens": 512, "tokens": 512 * 4, "warmup_tokens": 512}
@@ -87,6 +87,6 @@ def test_processes_that_cannot_share_rows_are_refused(data, tmp_path):
         train(data, tmp_path, context_parallel=3)
 
 
-def test_a_group_is_needed():
+def test_context_parallel_needs_a_process_group():
     with pytest.raises(InputError, match="init_process_group"), context_parallel():
         pass

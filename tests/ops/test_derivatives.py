@@ -69,7 +69,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("reduce", [torch.sum, lambda y: y.square().sum()], ids=["sum", "square"])
-def test_a_gradient_penalty_is_refused(name, reduce):
+def test_gradient_penalties_are_refused(name, reduce):
     """Through a sum the incoming gradient is a constant: then PyTorch's own once_differentiable gives zeros."""
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     run = FUNCTIONS[name]
@@ -79,7 +79,7 @@ def test_a_gradient_penalty_is_refused(name, reduce):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_transforms_of_such_functions_are_refused(name):
+def test_torch_func_transforms_are_refused(name):
     run, x = FUNCTIONS[name], torch.randn(3, 6, dtype=torch.float64)
     for transform in (torch.func.grad, torch.func.hessian, torch.func.jacfwd):
         with pytest.raises(InputError, match=f"{name} has no"):
@@ -101,7 +101,7 @@ def test_second_derivatives_are_refused(backend, reduce):
             torch.autograd.functional.hessian(lambda q: reduce(run(q)), q, vectorize=vectorize)
 
 
-def test_a_layer_says_how_it_has_second_derivatives():
+def test_layer_error_names_the_form_with_second_derivatives():
     layer = build(zoo.get("gla"), hidden_size=16, num_heads=2).double()
     x = torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
     with pytest.raises(InputError, match=r"for a layer, layer.op = partial\(linear_attention, form='recurrent'\)"):
@@ -142,14 +142,14 @@ def test_gradients_inside_transforms_are_refused(backend):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_gradients_inside_compiled_transforms_are_no_zeros(backend):
+def test_compiled_transforms_raise_instead_of_zero_gradients(backend):
     run, q = op(backend)
     for transform in (torch.func.grad, torch.func.jacfwd):
         with pytest.raises((InputError, RuntimeError), match=r"linear_attention has no|setup_context"):
             torch.compile(transform(lambda q: run(q).sum()), backend="aot_eager")(q)
 
 
-def test_vmap(backend):
+def test_vmap_equals_a_loop(backend):
     """Its tensors do not say whether they need a gradient."""
     run, q = op(backend)
     several = torch.stack([q, 2 * q, -q]).requires_grad_()
@@ -160,7 +160,7 @@ def test_vmap(backend):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(backend, reentrant):
+def test_activation_checkpointing_keeps_gradients(backend, reentrant):
     run, q = op(backend, rule="delta")
     q.requires_grad_()
     gradients = []
@@ -173,7 +173,7 @@ def test_checkpointing(backend, reentrant):
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
-def test_the_recurrent_form_has_all_derivatives(decay, kind):
+def test_recurrent_form_passes_gradcheck_and_gradgradcheck(decay, kind):
     options = {kind: True} if kind in ("bonus", "normalise") else {}
     x = inputs(decay, rows=1, tokens=3, groups=2, key=2, value=2, **options)
     names = [name for name, y in x.items() if y is not None]
@@ -184,7 +184,7 @@ def test_the_recurrent_form_has_all_derivatives(decay, kind):
     assert torch.autograd.gradgradcheck(run, given, fast_mode=True)
 
 
-def test_a_step_has_forward_derivatives():
+def test_step_has_forward_mode_derivatives():
     x, state = torch.randn(2, 3, 4), torch.randn(2, 3, 4, 4)
     run = lambda x: step(x, x, x, state)[0]  # noqa: E731
     found = torch.func.jvp(run, (x,), (x,))[1]
@@ -193,13 +193,13 @@ def test_a_step_has_forward_derivatives():
 
 
 @pytest.mark.parametrize("name", ["q", "log_decay", "initial_state"])
-def test_complex_numbers_are_refused(name):
+def test_complex_tensors_are_refused(name):
     x = inputs("scalar")
     with pytest.raises(InputError, match=f"{name} has dtype torch.complex128; expected a floating-point dtype"):
         linear_attention(**(x | {name: x[name] + 0j}))
 
 
-def test_meta_tensors(backend):
+def test_meta_tensors_work(backend):
     x = {name: y if y is None else y.detach().float().to("meta") for name, y in inputs("scalar").items()}
     if backend == "native":
         with pytest.raises(InputError, match="it runs on the CPU, and v is on meta"):
@@ -218,7 +218,7 @@ def convolved(conv, x):
     return convolve(conv, x, None, Sequences(x, None))[0]
 
 
-def test_the_convolution_is_pytorchs_under_transforms():
+def test_convolution_equals_pytorch_under_transforms():
     skip_if_missing("native")
     conv, x = nn.Conv1d(6, 6, 4, groups=6), torch.randn(2, 9, 6)
     run, exact = partial(convolved, conv), partial(convolved, nn.Conv1d(6, 6, 4, groups=6).double())
@@ -233,7 +233,7 @@ def test_the_convolution_is_pytorchs_under_transforms():
 
 
 @torch.no_grad()
-def test_integers_under_transforms():
+def test_int8_linear_works_under_transforms():
     layer, x = Int8Linear(nn.Linear(6, 5)), torch.randn(2, 6)
     expected = x @ layer.weight.T
     assert torch.allclose(torch.func.jvp(layer, (x,), (x,))[1], expected, atol=1e-6)
@@ -246,7 +246,7 @@ class Named(torch.Tensor):
 
 @pytest.mark.parametrize("wrap", [lambda x: TwoTensor(x, x.clone()), lambda x: x.as_subclass(Named)])
 @torch.no_grad()
-def test_tensor_subclasses(wrap):
+def test_tensor_subclasses_are_kept(wrap):
     """One made of two tensors has no memory of its own to read."""
     q, x = torch.randn(1, 4, 2, 6), torch.randn(1, 3, 6)
     layer, conv = Int8Linear(nn.Linear(6, 5)), nn.Conv1d(6, 6, 4, groups=6)
@@ -257,7 +257,7 @@ def test_tensor_subclasses(wrap):
 
 
 @torch.no_grad()
-def test_a_token_through_a_layer_has_a_forward_derivative():
+def test_one_token_layer_step_has_forward_mode_derivatives():
     """Not through the native call, which would lose it."""
     made, x = build(zoo.get("gla"), hidden_size=32, num_heads=4, layer_idx=1, num_layers=3), torch.randn(2, 5, 32)
     state, exact, token = made(x)[1], copy.deepcopy(made).double(), torch.randn(2, 1, 32)

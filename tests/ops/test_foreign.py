@@ -31,7 +31,7 @@ def given(peer, **sizes):
 
 @pytest.mark.parametrize("form", OURS)
 @pytest.mark.parametrize("peer", PEERS, ids=lambda p: f"{p.family}-{p.name}".replace(" ", "-"))
-def test_the_op_agrees(peer, form):
+def test_op_equals_other_libraries(peer, form):
     """Outputs, the final state and the gradient of every input that a model would train."""
     tensors, dtype = given(peer)
     theirs, their_state = peer(peer.arguments(tensors))
@@ -49,7 +49,7 @@ def test_the_op_agrees(peer, form):
 
 @pytest.mark.parametrize("form", OURS)
 @pytest.mark.parametrize("peer", [p for p in PEERS if p.states], ids=lambda p: f"{p.family}-{p.name}".replace(" ", "-"))
-def test_the_op_agrees_from_an_initial_state(peer, form):
+def test_op_equals_other_libraries_from_an_initial_state(peer, form):
     tensors, dtype = given(peer, seed=1)
     B, _, H, V = tensors["v"].shape
     start = torch.randn(B, H, tensors["k"].shape[-1], V, dtype=dtype)
@@ -61,7 +61,7 @@ def test_the_op_agrees_from_an_initial_state(peer, form):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_the_layer_agrees(layer):
+def test_layer_equals_transformers(layer):
     """With its weights in ours, of which every one must have a counterpart."""
     torch.manual_seed(0)
     theirs = LAYERS[layer]()
@@ -75,7 +75,7 @@ def test_the_layer_agrees(layer):
 
 
 @pytest.mark.parametrize("name", COMPOSED)
-def test_the_layer_agrees_with_foreign_parts(name):
+def test_layer_equals_composed_foreign_parts(name):
     torch.manual_seed(0)
     ours = randomised(LinearMixer(zoo.get(name), hidden_size=D, num_heads=H))
     agree(ours, lambda x: COMPOSED[name](ours, x))

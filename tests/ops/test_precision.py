@@ -100,7 +100,7 @@ def test_hostile_decays(monkeypatch, rule, kind):
 
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
-def test_a_decay_per_channel_costs_no_digits(monkeypatch, rule):
+def test_vector_decay_costs_no_precision(monkeypatch, rule):
     """Exponents of up to −20 within a block: their rounding would leave 20 · 2⁻²⁴ = 1.2e-6 of each factor."""
     arguments = long_inputs(tokens=512, key=64)
     arguments["log_decay"] = F.logsigmoid(torch.randn(1, 512, 2, 64).double())
@@ -111,7 +111,7 @@ def test_a_decay_per_channel_costs_no_digits(monkeypatch, rule):
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("shape", [(1, 128, 2, 32), (1, 128, 2)], ids=["vector", "scalar"])
-def test_the_gradient_through_a_steep_decay(backend, rule, shape):
+def test_gradient_through_a_steep_decay(backend, rule, shape):
     """With log_decay g = −e^z (RWKV-6), what rounding leaves in the gradient to g, where
     the decay lets nothing pass, is multiplied by a large g on the way to z."""
     arguments = {name: x for name, x in long_inputs(tokens=128).items() if name not in ("log_decay", "beta")}
@@ -126,7 +126,7 @@ def test_the_gradient_through_a_steep_decay(backend, rule, shape):
 
 @pytest.mark.parametrize("value", [-1e-4, -1.0, -4.0, -16.0, -50.0])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_gradient_keeps_its_digits_however_small_it_is(name, value, monkeypatch):
+def test_small_gradients_keep_their_relative_precision(name, value, monkeypatch):
     prepare(name, monkeypatch)
     settings = {"backend": name.replace("batched", "torch")}
     for decay in ("fixed", "scalar", "vector"):
@@ -135,7 +135,7 @@ def test_a_gradient_keeps_its_digits_however_small_it_is(name, value, monkeypatc
             assert_gradients_keep_their_digits(of_decay(drawn, value), settings, **options)
 
 
-def test_one_key_repeated(monkeypatch):
+def test_repeated_key_stays_accurate(monkeypatch):
     arguments = long_inputs(tokens=128) | {"beta": torch.ones(1, 128, 2).double()}
     arguments["k"] = arguments["k"][:, :1].expand(-1, 128, -1, -1)
     del arguments["log_decay"]  # nothing old is left to decay: its gradient is zero
@@ -154,7 +154,7 @@ def test_vanishing_beta_and_closed_gates(monkeypatch, rule):
     assert backward <= 1e-4
 
 
-def test_70001_tokens_in_one_go_and_in_pieces(backend):
+def test_70001_tokens_at_once_and_in_pieces(backend):
     tokens, generator = 70_001, torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(1, tokens, 2, *shape, generator=generator)  # noqa: E731
     x = {"q": draw(8), "k": F.normalize(draw(8), dim=-1), "v": draw(4), "log_decay": -0.01 * draw().abs()}
@@ -204,7 +204,7 @@ def test_bfloat16_is_rounded_once(decay, kind):
             assert relative(y, expected[name]) <= (0.5 if y.numel() > 1000 else 1) * 2**-8, (way, name)
 
 
-def test_a_weight_that_all_chunks_share_is_summed_in_float32():
+def test_shared_weight_gradients_are_summed_in_float32():
     x = {name: y for name, y in inputs("scalar", rows=1, tokens=512, state=False).items() if name in TOKENWISE}
     drawn = {**x, "k": F.normalize(x["k"], dim=-1)} | dict.fromkeys(("read_gate", "write_gate"))
     found = []

@@ -42,28 +42,28 @@ def errors(found, name):
 
 
 @pytest.mark.parametrize("name", MIXERS + GATES + SHARED)
-def test_every_mixer_in_two_processes(found, name):
+def test_every_mixer_in_two_processes_equals_one(found, name):
     assert len(errors(found, name)) == 2 and max(errors(found, name)) < ERROR
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_heads_that_share_keys_in_four_processes(found, name):
+def test_shared_key_heads_in_four_processes_equal_one(found, name):
     assert len(errors(found, f"{name} in four")) == 4 and max(errors(found, f"{name} in four")) < ERROR
 
 
-def test_single_precision(found):
+def test_single_precision_equals_one_process(found):
     assert max(errors(found, "single precision")) < 1e-5
 
 
-def test_the_loss_the_gradients_and_their_norm_of_a_model(found):
+def test_model_loss_gradients_and_norm_equal_one_process(found):
     assert max(errors(found, "model") + errors(found, "norm")) < ERROR
 
 
-def test_a_saved_model_generates_in_four_processes_and_is_saved_whole(found):
+def test_saved_model_generates_and_saves_in_four_processes(found):
     assert errors(found, "served") == [[True] * 4] * 4
 
 
-def test_only_scores_of_q_are_sent_for_the_gates(found):
+def test_gates_only_communicate_query_scores(found):
     """A layer sums its output [B, T, D] forward and the gradient to its input backward, and then the gradients of what
     all processes hold: the norm's V weights, which the test does not count, and weights of scores."""
     for rank in found:
@@ -80,7 +80,7 @@ def test_only_scores_of_q_are_sent_for_the_gates(found):
             assert sorted(tokens) == sorted([("sum", 2, T, H)] * len(gates) + [x])
 
 
-def test_what_cannot_be_split_is_refused_by_name(found):
+def test_unsupported_layers_are_refused_by_name(found):
     for said in (rank["refused"] for rank in found):
         kinds = {
             "mamba": "Mamba",
@@ -97,7 +97,7 @@ def test_what_cannot_be_split_is_refused_by_name(found):
         assert "no mixer" in said["other"] and "other weights" in said["weights"]
 
 
-def test_arguments(tmp_path):
+def test_invalid_arguments_are_refused(tmp_path):
     model = build("gla")
     with pytest.raises(InputError, match="torchrun"):
         tensor_parallel(model)

@@ -38,7 +38,7 @@ def logprobs_of(model, ids):
     return model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
 
 
-def test_lm_evaluation_harness_reads_the_log_likelihoods_of_the_model(served):
+def test_lm_eval_reads_the_log_likelihoods(served):
     """Of continuations of prompts as tokens, several in a request, some longer than a piece, one of them greedy."""
     theirs = pytest.importorskip("lm_eval.models.openai_completions").LocalCompletionsAPI
     base, _, model = served
@@ -58,7 +58,7 @@ def test_lm_evaluation_harness_reads_the_log_likelihoods_of_the_model(served):
     assert [is_greedy for _, is_greedy in found][1]
 
 
-def test_the_form_is_that_of_openai(served):
+def test_logprobs_have_the_openai_format(served):
     _, completions, model = served
     answer = completions.create(model="tiny", prompt=PROMPT, max_tokens=4, temperature=0, logprobs=2, echo=True)
     (choice,), found = answer.choices, answer.choices[0].logprobs
@@ -75,7 +75,7 @@ def test_the_form_is_that_of_openai(served):
     assert answer.usage.prompt_tokens == len(PROMPT) and answer.usage.completion_tokens == 4
 
 
-def test_a_prompt_alone_is_scored(served):
+def test_prompt_alone_is_scored(served):
     _, completions, _ = served
     asked = {"model": "tiny", "prompt": PROMPT, "echo": True, "logprobs": 0}
     alone, more = completions.create(**asked, max_tokens=0), completions.create(**asked, max_tokens=1, seed=1)
@@ -86,7 +86,7 @@ def test_a_prompt_alone_is_scored(served):
     assert completions.create(**asked | {"logprobs": None}, max_tokens=0).choices[0].text == PROMPT
 
 
-def test_a_stream_and_sampling_have_the_same_log_probabilities(served):
+def test_streams_and_sampling_have_the_same_logprobs(served):
     """They are the model's, before temperature and top_p."""
     _, completions, model = served
     asked = {"model": "tiny", "prompt": [PROMPT, "a"], "max_tokens": 6, "temperature": 1.3, "top_p": 0.9, "seed": 3}
@@ -108,7 +108,7 @@ def test_a_stream_and_sampling_have_the_same_log_probabilities(served):
         assert choice.logprobs.token_logprobs == pytest.approx(chosen.tolist(), rel=1e-4)
 
 
-def test_prompts_and_choices_of_a_request_get_their_tokens_together(served):
+def test_choices_of_a_request_are_generated_together(served):
     _, completions, _ = served
     asked = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 60, "temperature": 0}
     order = [chunk.choices[0].index for chunk in completions.create(**asked, stream=True)]
@@ -117,7 +117,7 @@ def test_prompts_and_choices_of_a_request_get_their_tokens_together(served):
     assert all(order.index(index) < last_of_first for index in (1, 2, 3))
 
 
-def test_the_choices_of_a_seed_differ_and_come_again(served):
+def test_choices_of_a_seed_differ_and_are_reproducible(served):
     _, completions, _ = served
     asked = {"model": "tiny", "prompt": "a", "n": 3, "max_tokens": 24, "temperature": 1, "seed": 7}
     first, again = ([choice.text for choice in completions.create(**asked).choices] for _ in range(2))
@@ -125,7 +125,7 @@ def test_the_choices_of_a_seed_differ_and_come_again(served):
     assert [completions.create(**asked | {"n": 1, "seed": 7 + i}).choices[0].text for i in range(3)] == first
 
 
-def test_tokens_that_are_no_text_alone():
+def test_tokens_that_are_partial_characters():
     """Two bytes of one character have one text; the likelier is kept, and an offset is that of the character."""
     tokenizer = byte_level()
     first, second = tokenizer("é").input_ids
@@ -140,7 +140,7 @@ def test_tokens_that_are_no_text_alone():
     assert found["text_offset"] == [0, 1, 1]
 
 
-def test_a_number_that_is_not_finite_is_null():
+def test_nonfinite_logprobs_are_null():
     (score,) = scored(torch.full((1, 3), torch.nan), [1], 1)
     found = Logprobs(byte_level())([score])
     assert found["token_logprobs"] == [None] and [*found["top_logprobs"][0].values()] == [None, None]
@@ -153,7 +153,7 @@ def words():
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-def test_a_continuation_begins_with_the_space_that_its_first_token_has_after_the_prompt():
+def test_continuation_keeps_its_leading_space():
     tokenizer = words()
     text = Text(tokenizer, (), tokenizer("it was").input_ids)
     assert text.add(2) + text.rest() == " a"
@@ -161,7 +161,7 @@ def test_a_continuation_begins_with_the_space_that_its_first_token_has_after_the
     assert token_texts(tokenizer, {0, 2}) == {0: " it", 2: " a"}
 
 
-def test_a_prompt_that_ends_within_a_character_takes_nothing_of_the_answer():
+def test_prompt_ending_inside_a_character_is_separate():
     tokenizer = byte_level()
     first, second = tokenizer("é").input_ids
     text = Text(tokenizer, (), [first])

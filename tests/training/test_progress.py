@@ -17,7 +17,7 @@ from headrace.studies.compare.terminal import LINES, board
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_without_a_terminal_lines_say_how_far_it_is(terminal):
+def test_progress_is_printed_as_lines_without_a_terminal(terminal):
     study = choose(None, [], None, {"steps": 100})
     said = Console(file=io.StringIO(), force_terminal=terminal, width=140)
     with board(study, said) as progress:
@@ -50,7 +50,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_without_a_terminal_a_line_says_what_is_at_work(command, model, tmp_path, monkeypatch, capsys):
+def test_current_work_is_printed_without_a_terminal(command, model, tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval" if command == "eval" else "torch")
     arguments, line = COMMANDS[command]
     monkeypatch.setitem(measure.MEASUREMENTS, "memory", lambda point, plan: {n: {"bytes": 7} for n in plan.models})
@@ -64,7 +64,7 @@ def test_without_a_terminal_a_line_says_what_is_at_work(command, model, tmp_path
     assert not ended.value.code and line in said.out + said.err
 
 
-def test_what_lasts_is_said_again(monkeypatch):
+def test_long_work_prints_a_heartbeat(monkeypatch):
     monkeypatch.setattr(console, "HEARTBEAT", 0.01)
     said = Console(file=io.StringIO(), force_terminal=False, width=140)
     with console.telling(said) as tell:

@@ -29,7 +29,7 @@ def other_code(monkeypatch):
     return lambda: monkeypatch.setattr(provenance, "source", lambda: OTHER)
 
 
-def test_an_edit_of_the_package_is_another_version(tmp_path, monkeypatch):
+def test_edited_package_is_another_version(tmp_path, monkeypatch):
     (tmp_path / "headrace" / "recipes").mkdir(parents=True)
     recipe = tmp_path / "headrace" / "recipes" / "small.yaml"
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "headrace" / "provenance.py"))
@@ -48,7 +48,7 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize("command", CLAIMS)
-def test_results_of_other_code_are_refused_or_said(command, tmp_path, other_code):
+def test_results_of_other_code_are_refused_or_marked(command, tmp_path, other_code):
     CLAIMS[command](tmp_path)
     CLAIMS[command](tmp_path)
     now = provenance.source()
@@ -62,14 +62,14 @@ def test_results_of_other_code_are_refused_or_said(command, tmp_path, other_code
     assert now in provenance.sentence(tmp_path) and OTHER in provenance.sentence(tmp_path)
 
 
-def test_results_that_do_not_say_what_made_them_are_refused(tmp_path):
+def test_results_without_version_are_refused(tmp_path):
     claim(tmp_path, {"a": 1})
     (tmp_path / MADE_BY).unlink()
     with pytest.raises(InputError, match="made by headrace of an unknown version"):
         claim(tmp_path, {"a": 1})
 
 
-def test_a_folder_that_was_left_before_anything_was_done_serves_other_code(tmp_path, other_code):
+def test_empty_claimed_folder_can_be_reused_by_other_code(tmp_path, other_code):
     provenance.record_versions(tmp_path, True, False)
     (tmp_path / ".plan.json.123").touch()
     other_code()
@@ -77,7 +77,7 @@ def test_a_folder_that_was_left_before_anything_was_done_serves_other_code(tmp_p
     assert OTHER in (tmp_path / MADE_BY).read_text("utf-8") and not provenance.sentence(tmp_path)
 
 
-def test_a_measurement_on_another_machine_is_another(tmp_path):
+def test_measurement_of_another_machine_is_refused(tmp_path):
     claim(tmp_path, {"a": 1}, machine="x")
     with pytest.raises(InputError, match="machine x; now runs machine y"):
         claim(tmp_path, {"a": 1}, machine="y")
@@ -99,7 +99,7 @@ def places(plan, at=()):
 
 
 @pytest.mark.parametrize("command", PLANS)
-def test_a_plan_of_a_version_without_a_field_is_the_plan_with_its_default(command, data, tmp_path):
+def test_plan_without_a_newer_field_has_its_default(command, data, tmp_path):
     begin, accepted = PLANS[command](data), set()
     begin(tmp_path)
     (file,) = {path.name for path in tmp_path.glob("*.json")} - {MADE_BY}
@@ -128,7 +128,7 @@ def test_a_plan_of_a_version_without_a_field_is_the_plan_with_its_default(comman
     assert wanted <= accepted and not refused & accepted
 
 
-def test_a_run_that_other_code_began_is_refused_or_said(data, tmp_path, other_code):
+def test_run_of_other_code_is_refused_or_marked(data, tmp_path, other_code):
     train(data, tmp_path / "run", tokens=128 * 5)
     other_code()
     with pytest.raises(InputError, match=f"now runs .*source {OTHER}"):
@@ -137,7 +137,7 @@ def test_a_run_that_other_code_began_is_refused_or_said(data, tmp_path, other_co
     assert OTHER in (tmp_path / "run" / "model" / "README.md").read_text("utf-8")
 
 
-def test_a_step_with_another_input_is_refused(tmp_path, monkeypatch):
+def test_step_with_changed_input_is_refused(tmp_path, monkeypatch):
     text, root = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("one")
     monkeypatch.setattr(execute, "HEADRACE", [sys.executable, "-c", ""])
@@ -148,7 +148,7 @@ def test_a_step_with_another_input_is_refused(tmp_path, monkeypatch):
         execute.execute([["headrace", "prepare", str(text)]], root, str)
 
 
-def test_steps_are_told_to_accept_what_was_accepted():
+def test_accept_old_is_passed_to_steps():
     assert execute.started_by(["headrace", "train", "x"], True)[-1] == "--accept-old"
     assert execute.started_by(["headrace", "prepare", "x"], True)[-1] == "x"
 
@@ -156,7 +156,7 @@ def test_steps_are_told_to_accept_what_was_accepted():
 # --- of checkpoints and rows -----------------------------------------------------------------------------------------
 
 
-def test_a_folder_is_known_by_what_its_files_hold(tmp_path):
+def test_folder_fingerprint_is_of_its_contents(tmp_path):
     checkpoint = pytest.importorskip("headrace.studies.evaluate.checkpoint")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(8))
@@ -166,7 +166,7 @@ def test_a_folder_is_known_by_what_its_files_hold(tmp_path):
     assert checkpoint.fingerprint(str(tmp_path)) != before
 
 
-def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
+def test_hub_fingerprint_is_of_its_commit(tmp_path, monkeypatch):
     checkpoint = pytest.importorskip("headrace.studies.evaluate.checkpoint")
     import huggingface_hub.constants as hub
 
