@@ -28,7 +28,7 @@ test: $(VENV)/.dev
 
 # One law, one reference and one command of each kind, for someone who is editing: a minute on two cores.
 test-quick: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m quick
+	$(BIN)/python -m pytest -n auto --dist worksteal @tests/quick.txt
 
 # What needs a GPU, on a machine with one. All other tests hide it.
 test-gpu: $(VENV)/.dev

@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.pop("HEADRACE_BACKEND", None)  # tests name the backends that they need
 # PyTorch's cache of compiled code takes what was compiled for one instruction set, or for other shapes of what our
@@ -69,6 +70,28 @@ def _workers_of_comparisons_are_forked(monkeypatch):
     """From a process that has imported what they need. That new ones work too is tested by the command itself."""
     if pool := sys.modules.get("headrace.studies.compare.pool"):
         monkeypatch.setattr(pool, "get_context", lambda kind: forked())
+
+
+class Result(NamedTuple):
+    """The exit code of a command, and what it wrote to standard output and standard error."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run_command(capsys, monkeypatch):
+    """Runs `headrace WORDS` in this process and returns its Result."""
+    from headrace.cli import main
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["headrace", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return Result(end.value.code or 0, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(params=["torch", "batched", "native"])

@@ -1,8 +1,11 @@
 """Small models in float64 whose weights are far from where they begin: a state that is lost, stale, rounded or in the
 wrong row shows in every comparison."""
 
+import warnings
+
 import torch
 
+from headrace import GateWarning, layers, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.studies.verify import relative
 
@@ -45,6 +48,22 @@ def trained(model):
     for name, p in model.named_parameters():
         p.add_(torch.randn_like(p), alpha=1.0 if "competition" in name else 0.3)
     return model.double().eval()
+
+
+@torch.no_grad()
+def perturbed(module, size=0.1):
+    """The module with no parameter at its first value, many of which are zero."""
+    for p in module.parameters():
+        p.add_(torch.randn_like(p), alpha=size)
+    return module
+
+
+def layer(mixer, dtype=torch.float32, **settings):
+    """A perturbed layer of 32 channels."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GateWarning)
+        module = layers.build(zoo.get(mixer), **{"hidden_size": 32, "num_heads": 4, **settings})
+    return perturbed(module).to(dtype)
 
 
 def build(mixer, **changes):

@@ -91,18 +91,16 @@ def test_commands_without_extras_run_on_the_plain_install(tmp_path):
 
 
 @pytest.mark.parametrize(("task", "package"), [("digits", "sklearn"), ("needle(length=64)", "wonderwords")])
-def test_task_names_the_missing_extra(task, package, monkeypatch, tmp_path, capsys):
+def test_task_names_the_missing_extra(task, package, monkeypatch, tmp_path, run_command):
     pytest.importorskip("datasets", reason="the extra [train] is not installed")
     for cached in (digits.load, needle.vocabulary):
         cached.cache_clear()
     find = extras.find_spec
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == package else find(name))
-    monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--task", task, "--output", str(tmp_path / "run")])
-    with pytest.raises(SystemExit, match="2"):
-        app.main()
+    code, _, error = run_command("compare", "--task", task, "--output", tmp_path / "run")
     who = f"the task {task.partition('(')[0]}"
     said = f'headrace: {who} needs {package}, which is not installed: pip install "headrace[eval]"\n'
-    assert capsys.readouterr().err == said
+    assert (code, error) == (2, said)
 
 
 def test_import_names_the_missing_extra(tmp_path):
@@ -126,14 +124,6 @@ def test_readme_example_names_the_missing_extra(tmp_path):
         'headrace.HeadraceConfig needs transformers, which is not installed: pip install "headrace[models]"',
     ]
     assert 'pip install ".[models]"' in blocks[1]
-
-
-def test_install_page_lists_every_extra():
-    page = (ROOT / "docs" / "install.md").read_text("utf-8")
-    listed = {
-        extra for line in re.findall(r"^\| .*", page, re.MULTILINE) for extra in re.findall(r'"\.\[(\w+)\]"', line)
-    }
-    assert listed == {*PROJECT["optional-dependencies"]} - {"docs"}  # which is in dev
 
 
 def test_tracker_names_the_missing_extra(monkeypatch):

@@ -27,19 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
 OF_DATA = {"length": 4096, "vocab_size": 257}
 
 
-@pytest.fixture
-def headrace_(capsys, monkeypatch):
-    """(exit code, standard output, standard error) of `headrace ARGUMENTS` in this process."""
-
-    def call(*words):
-        monkeypatch.setattr("sys.argv", ["headrace", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return call
-
-
 # --- length and vocabulary -------------------------------------------------------------------------------------------
 
 
@@ -109,10 +96,10 @@ def files(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_run_prints_its_plan_and_the_next_command(ended, headrace_, data):
+def test_run_prints_its_plan_and_the_next_command(ended, run_command, data):
     words, folder = ended
     left = [word for word in words if not word.startswith(("length=", "vocab_size="))]
-    code, said, _ = headrace_(*left)
+    code, said, _ = run_command(*left)
     assert code == 0
     rows = len(run.full(data.train, 32))
     parameters = sum(p.numel() for p in build(recipe()[0]).parameters())
@@ -126,14 +113,14 @@ def test_run_prints_its_plan_and_the_next_command(ended, headrace_, data):
 
     # The same command once more.
     before = files(folder)
-    code, said, _ = headrace_(*left)
+    code, said, _ = run_command(*left)
     assert code == 0 and said.startswith(f"{folder} is finished, and nothing is left to do; next: headrace generate")
     assert files(folder) == before
 
     # A model that is not whole is made again.
     weights = folder / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    code, said, _ = headrace_(*left)
+    code, said, _ = run_command(*left)
     assert code == 0 and "is the trained model" in said and load_file(weights)
 
 
@@ -180,13 +167,13 @@ def test_missing_weights_of_a_checkpoint_are_named(tmp_path):
 # --- the dry run -----------------------------------------------------------------------------------------------------
 
 
-def test_dry_run_checks_the_data(prepared, headrace_):
-    code, _, said = headrace_("train", "laptop-1m", "--dry-run", "--data", "NOT-THERE")
+def test_dry_run_checks_the_data(prepared, run_command):
+    code, _, said = run_command("train", "laptop-1m", "--dry-run", "--data", "NOT-THERE")
     assert code == 2 and "--data 'NOT-THERE' is not a folder written by `headrace prepare`" in said
-    code, _, said = headrace_("train", "paper-80m", "--dry-run", "--data", prepared)
+    code, _, said = run_command("train", "paper-80m", "--dry-run", "--data", prepared)
     assert code == 2 and "prepare data with --length 4096, or set length=32" in said
     settings = [f"{name}={value}" for name, value in TINY.items() if name not in ("length", "vocab_size")]
-    code, said, _ = headrace_("train", "laptop-1m", *settings, "--json", "--data", prepared)
+    code, said, _ = run_command("train", "laptop-1m", *settings, "--json", "--data", prepared)
     found = json.loads(said)
     assert (found["recipe"]["length"], found["recipe"]["vocab_size"]) == (32, 257)
     here = found["here"]

@@ -100,21 +100,15 @@ def test_defaults_of_compare_come_from_the_pair_task():
 
 
 @pytest.mark.parametrize("arguments", USAGE)
-def test_usage_errors_are_one_sentence_with_the_help_command(arguments, capfd, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["headrace", *arguments.split()])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    out, error = capfd.readouterr()
-    assert (ended.value.code, out, error.count("\n")) == (2, "", 1)
+def test_usage_errors_are_one_sentence_with_the_help_command(arguments, run_command):
+    code, out, error = run_command(*arguments.split())
+    assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith(f"headrace: {USAGE[arguments]}") and error.endswith("--help`)\n")
 
 
-def test_no_arguments_show_the_help(capfd, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["headrace"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    out, error = capfd.readouterr()
-    assert not ended.value.code and "Compare" in out and not error
+def test_no_arguments_show_the_help(run_command):
+    code, out, error = run_command()
+    assert not code and "Compare" in out and not error
 
 
 MODULES = """

@@ -202,36 +202,28 @@ def test_hostile_tokenizers_are_refused_or_loaded(tmp_path):
 # --- what reaches the terminal ---------------------------------------------------------------------------------------
 
 
-def test_control_characters_are_escaped_on_the_terminal(folders, tmp_path, monkeypatch, capsys):
-    from headrace.cli import app
-
+def test_control_characters_are_escaped_on_the_terminal(folders, tmp_path, run_command):
     folder = shutil.copytree(folders["ours"], tmp_path / "ours")
     (folder / "checksums.json").unlink()
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"\x1b[2Jevil\x07\u202e": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
-    monkeypatch.setattr("sys.argv", ["headrace", "retrofit", str(folder), "--output", str(tmp_path / "out")])
-    with pytest.raises(SystemExit):
-        app.main()
-    said = capsys.readouterr().err
-    assert r"\x1b[2Jevil\x07\u202e" in said and not {"\x1b", "\x07", "\u202e"} & {*said}
+    message = run_command("retrofit", folder, "--output", tmp_path / "out").err
+    assert r"\x1b[2Jevil\x07\u202e" in message and not {"\x1b", "\x07", "\u202e"} & {*message}
     assert printable("größe 大\n") == "größe 大\n"
 
 
 # --- what is removed or full -----------------------------------------------------------------------------------------
 
 
-def test_full_disk_while_saving_weights_is_one_sentence(folders, tmp_path, monkeypatch, capsys):
-    from headrace.cli import app
+def test_full_disk_while_saving_weights_is_one_sentence(folders, tmp_path, monkeypatch, run_command):
     from headrace.hf import HeadraceForCausalLM
 
     def full(*arguments, **options):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(HeadraceForCausalLM, "save_pretrained", full)
-    monkeypatch.setattr("sys.argv", ["headrace", "convert", str(folders["llama"]), "--output", str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as ended:
-        app.main()
-    assert ended.value.code == 2 and f"the output: {os.strerror(errno.ENOSPC)}" in capsys.readouterr().err
+    code, _, error = run_command("convert", folders["llama"], "--output", tmp_path / "out")
+    assert code == 2 and f"the output: {os.strerror(errno.ENOSPC)}" in error
     assert not any(tmp_path.iterdir())
 
 

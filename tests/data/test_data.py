@@ -1,6 +1,5 @@
 """From text to packed rows: no token lost, none twice, and nothing half done."""
 
-import gzip
 import json
 import math
 from contextlib import suppress
@@ -140,33 +139,6 @@ def test_at_least_one_document_is_left_for_training(count, held_out, expected):
     rows = [Row("a", i, "a", 1) for i in range(count)]
     choice = choose(rows, held_out, 0)
     assert [held for _, held in choice.parted(rows)].count(True) == expected
-
-
-def test_two_workers_write_the_same_rows_as_one(jsonl, tmp_path):
-    for workers in (1, 2):
-        prepare(Preparation((str(jsonl),), length=16, workers=workers), tmp_path / str(workers))
-    one, two = (open_data(tmp_path / str(workers)) for workers in (1, 2))
-    assert list(one.train) == list(two.train) and list(one.held_out) == list(two.held_out)
-
-
-def test_text_files_and_parquet_give_the_same_documents(jsonl, tmp_path):
-    import pandas
-
-    pandas.DataFrame({"body": TEXTS}).to_parquet(tmp_path / "texts.parquet")
-    names = []
-    for i, text in enumerate(TEXTS):
-        names.append(str(tmp_path / f"{i:02d}.txt.gz"))
-        with gzip.open(names[-1], "wt", encoding="utf-8") as file:
-            file.write(text)
-    sources = {
-        "a": ((str(jsonl),), "text"),
-        "b": ((str(tmp_path / "texts.parquet"),), "body"),
-        "c": (tuple(names), "text"),
-    }
-    for name, (files, column) in sources.items():
-        prepare(Preparation(files, length=32, column=column), tmp_path / name)
-    found = [list(open_data(tmp_path / name).train) for name in sources]
-    assert found[0] == found[1] == found[2]
 
 
 MISTAKES = {

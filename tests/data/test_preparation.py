@@ -18,6 +18,7 @@ import pytest
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+import zstandard
 from pyarrow import parquet
 from torch.utils.data import DataLoader
 
@@ -207,23 +208,19 @@ def test_every_file_format_gives_the_same_documents(texts, jsonl, tmp_path, plan
     prepare(plan, tmp_path / "whole")
     raw = jsonl.read_bytes()
     files = {"a.jsonl.gz": gzip.compress(raw), "b.jsonl.bz2": bz2.compress(raw), "c.jsonl.xz": lzma.compress(raw)}
+    files |= {"d.jsonl.zst": zstandard.compress(raw)}
     files["d.json"] = json.dumps([{"text": text} for text in texts]).encode()
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "e.parquet", tmp_path / "folder" / "train.parquet"):
         parquet.write_table(pyarrow.table({"n": range(len(texts)), "text": texts}), path, row_group_size=70)
+    parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "f.parquet")
+    prepare(replace(plan, sources=(str(tmp_path / "f.parquet"),), column="body"), tmp_path / "another column")
+    assert tokens(tmp_path / "another column") == tokens(tmp_path / "whole")
     for name in (*files, "e.parquet", "folder"):
         prepare(replace(plan, sources=(str(tmp_path / name),)), tmp_path / f"of {name}")
         assert tokens(tmp_path / f"of {name}") == tokens(tmp_path / "whole"), name
-
-
-def test_zstandard_files_are_read(jsonl, plan, tmp_path):
-    zstandard = pytest.importorskip("zstandard")
-    (tmp_path / "texts.jsonl.zst").write_bytes(zstandard.compress(jsonl.read_bytes()))
-    for name, source in (("a", jsonl), ("b", tmp_path / "texts.jsonl.zst")):
-        prepare(replace(plan, sources=(str(source),)), tmp_path / name)
-    assert tokens(tmp_path / "a") == tokens(tmp_path / "b")
 
 
 def test_bad_rows_are_counted_and_named(texts, tmp_path, capsys):

@@ -108,7 +108,7 @@ def test_hostile_decays_stay_finite(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LINEAR_LAYERS + OTHER_LAYERS)
 def test_layers_obey_every_law(device, name, dtype):
-    """Packed, padded, token by token, split, in every backend, forward and backward: the checks of `headrace verify`."""
+    """The checks of `headrace verify`: packed, padded, split, token by token, every backend, forward and backward."""
     rows = verify([name], device, dtype)
     assert rows and not [row for row in rows if not row.holds]
 

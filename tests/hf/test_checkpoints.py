@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from headrace import Mixer, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel, load
@@ -18,7 +18,7 @@ from headrace.layers.base import SelfInitialised
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.spec import to_json
 from headrace.utils.errors import InputError
-from tiny import SIZES, build, close, config, in_memory, tokens
+from tiny import SIZES, build, config, in_memory, tokens
 
 # --- beginnings ---------------------------------------------------------------------------------------------------
 
@@ -169,15 +169,6 @@ def test_stored_spec_overrides_the_zoo(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "config.json").read_text("utf-8"))["mixer"] == [
         to_json(spec) for spec in before.mixers
     ]
-
-
-def test_auto_classes_load_a_checkpoint(tmp_path):
-    """In a new process: test_folders.py."""
-    model, ids = build("hybrid"), tokens(2)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(again) is HeadraceForCausalLM
-    close(again(ids).logits, model(ids).logits)
 
 
 def without(key):

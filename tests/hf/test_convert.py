@@ -1,7 +1,6 @@
 """Checkpoints of other libraries: equal logits where theirs run here, and the way back gives what came."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
 import tiny
-from headrace.cli import app as cli
 from headrace.hf import HeadraceForCausalLM, load
 from headrace.hf.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.utils.errors import InputError
@@ -204,7 +202,7 @@ def test_sharded_checkpoint_is_read(checkpoint):
     )
 
 
-def test_tokenizer_and_generation_files_are_copied(checkpoint, tmp_path, monkeypatch):
+def test_tokenizer_and_generation_files_are_copied(checkpoint, tmp_path, run_command):
     """A tokenizer in any of its forms, and what ends a generation."""
     _, path = checkpoint("llama")
     beside = {"tokenizer.model": "a", "vocab.json": "b", "merges.txt": "c", "chat_template.jinja": "d"}
@@ -215,24 +213,18 @@ def test_tokenizer_and_generation_files_are_copied(checkpoint, tmp_path, monkeyp
         f"{path} --output {tmp_path / 'ours'}",
         f"{tmp_path / 'ours'} --output {tmp_path / 'out'} --to llama",
     ):
-        monkeypatch.setattr(sys, "argv", ["headrace", "convert", *arguments.split()])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert not ended.value.code
+        assert run_command("convert", *arguments.split()).code == 0
     assert load(tmp_path / "ours").generation_config.eos_token_id == [5, 6]
     assert {name: (tmp_path / "out" / name).read_text() for name in beside} == beside
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3_next"])
-def test_converted_folder_generates_the_same_tokens_in_transformers(checkpoint, tmp_path, monkeypatch, name):
+def test_converted_folder_generates_the_same_tokens_in_transformers(checkpoint, tmp_path, run_command, name):
     """By the settings that are written: Qwen3-Next of linear layers alone has no cache there, and ours has one."""
     _, path = checkpoint(name)
     back, steps = tmp_path / "back", ((path, "ours", ""), (tmp_path / "ours", "back", f"--to {name}"))
     for source, output, to in (*steps, (back, "again", "")):
-        monkeypatch.setattr(sys, "argv", f"headrace convert {source} --output {tmp_path / output} {to}".split())
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert not ended.value.code
+        assert run_command(*f"convert {source} --output {tmp_path / output} {to}".split()).code == 0
     models = [load(tmp_path / "ours"), AutoModelForCausalLM.from_pretrained(back).eval(), load(tmp_path / "again")]
     ids = torch.randint(SMALL["vocab_size"], (1, 8))
     assert torch.isfinite(models[1](ids).logits).all()

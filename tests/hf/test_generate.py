@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
-from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level, find
 from headrace.hf import HeadraceForCausalLM, load
 from headrace.hf.convert import import_checkpoint
@@ -42,17 +40,13 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture
-def generate(checkpoint, monkeypatch, capfd):
+def generate(checkpoint, run_command):
     """What the command prints on standard output and standard error."""
 
     def run(*options, folder=checkpoint):
-        words = ["headrace", "generate", folder, "--prompt", PROMPT, "--tokens", NEW, *options]
-        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        said = capfd.readouterr()
-        assert not ended.value.code, said.err
-        return said.out, said.err.splitlines()[-1]
+        code, out, error = run_command("generate", folder, "--prompt", PROMPT, "--tokens", NEW, *options)
+        assert not code, error
+        return out, error.splitlines()[-1]
 
     return run
 

@@ -9,7 +9,7 @@ from headrace import models, zoo
 from headrace.studies.verify import relative
 from headrace.tasks import IGNORED, Masked
 from headrace.utils.errors import InputError
-from tiny import gradients_agree
+from tiny import gradients_agree, perturbed
 
 V, D, H, WIDTH, LAYERS = 29, 32, 4, 48, 2
 MODELS = ["bert", "bert(mixer=softmax-gla)", "bert(mixer=mamba, style.positions=none)"]
@@ -18,13 +18,6 @@ MODELS = ["bert", "bert(mixer=softmax-gla)", "bert(mixer=mamba, style.positions=
 def build(name, **changes):
     sizes = {"vocab_size": V, "hidden_size": D, "num_heads": H, "num_layers": LAYERS, "intermediate_size": WIDTH}
     return models.build(name, **sizes | changes)
-
-
-def randomised(model):
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn_like(p))
-    return model.eval()
 
 
 def batch():
@@ -69,7 +62,8 @@ def test_bert_equals_transformers():
         vocab_size=V, hidden_size=D, num_hidden_layers=LAYERS, num_attention_heads=H, intermediate_size=WIDTH,
         max_position_embeddings=16, layer_norm_eps=1e-6,
     )  # fmt: skip
-    ours, theirs = build("bert", max_positions=16).eval().double(), randomised(BertForPreTraining(config)).double()
+    ours = build("bert", max_positions=16).eval().double()
+    theirs = perturbed(BertForPreTraining(config), 0.2).eval().double()
     ours.load_state_dict(from_bert({name: p.detach() for name, p in theirs.named_parameters()}))
     rows = batch()
     found, expected = ours(**rows), theirs(**rows)
@@ -89,7 +83,7 @@ def test_bert_equals_transformers():
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_padding_does_not_matter(name):
-    model, rows = randomised(build(name)).double(), batch()
+    model, rows = perturbed(build(name), 0.2).eval().double(), batch()
     together = model(**rows)
     alone = model(rows["input_ids"][1:, :5], token_type_ids=rows["token_type_ids"][1:, :5])
     torch.testing.assert_close(together.logits[1:, :5], alone.logits, rtol=1e-9, atol=1e-9)

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headrace import Mixer, set_backend
+from headrace import Mixer
 from headrace.hf import decoding
 from headrace.hf.generate import generate
 from headrace.layers import graph
@@ -75,16 +75,6 @@ def test_graph_generates_the_same_tokens(name, sampled, recorded, monkeypatch):
         found.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options))
     assert torch.equal(*found) and found[0].shape == (2, ids.shape[1] + 12)
     assert len(recorded) == 1
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_on_a_gpu(backend, monkeypatch):
-    monkeypatch.undo()
-    model, ids = build("softmax-gla").to("cuda", torch.float32), tokens(2).cuda()
-    set_backend(model, backend)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, cache_implementation="static"))
 
 
 @torch.no_grad()

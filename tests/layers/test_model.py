@@ -15,7 +15,9 @@ from headrace.layers.blocks.stack import Backbone
 from headrace.layers.blocks.widths import count_parameters, default_intermediate_size, match_intermediate_size
 from headrace.layers.packing import padding_mask
 from headrace.spec import AttentionSpec, Pattern
+from headrace.studies.verify import by_steps, relative
 from headrace.utils.errors import InputError
+from tiny import layer
 
 D, H = 24, 6
 
@@ -178,12 +180,19 @@ def test_invalid_masks_are_refused():
     "mixer", ["softmax-gla", "gla(heads.count=2)", "transformer", "mamba", zoo.get("kda")], ids=str
 )
 def test_layer_runs_by_itself(mixer):
-    layer, x = headrace.Mixer(mixer, hidden_size=32, num_heads=4).double(), torch.randn(2, 9, 32).double()
-    whole, _ = layer(x)
-    first, state = layer(x[:, :5])
-    rest, _ = layer(x[:, 5:], state)
+    made, x = headrace.Mixer(mixer, hidden_size=32, num_heads=4).double(), torch.randn(2, 9, 32).double()
+    whole, _ = made(x)
+    first, state = made(x[:, :5])
+    rest, _ = made(x[:, 5:], state)
     torch.testing.assert_close(torch.cat([first, rest], 1), whole, rtol=1e-9, atol=1e-9)
     assert "Mixer" in dir(headrace) and {*headrace.__all__} <= {*dir(headrace)}
+
+
+@pytest.mark.parametrize("name", [*zoo.ATTENTION, *zoo.SCANS, *zoo.MATRICES])
+@torch.no_grad()
+def test_decoding_200_tokens_equals_the_full_forward(name):
+    mixer, x = layer(name), torch.randn(2, 200, 32)
+    assert relative(by_steps(mixer, x), mixer(x)[0]) <= 1e-5
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -1,7 +1,6 @@
 """Layers are called and their weights not read past them: hooks, adapters and replacements see every token."""
 
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -10,19 +9,9 @@ from torch import nn
 from headrace import layers, zoo
 from headrace.layers.quantized import Int8Linear
 from headrace.studies.verify import relative
-from tiny import SIZES, build, close, tokens
+from tiny import SIZES, build, close, layer, tokens
 
 D, T = 32, 6
-
-
-def layer(name, dtype=torch.float32):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of gates that cannot act
-        made = layers.build(zoo.get(name), hidden_size=D, num_heads=4)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return made.to(dtype)
 
 
 def layers_of(module):

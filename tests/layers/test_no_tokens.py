@@ -1,34 +1,22 @@
 """No tokens at all, or padding alone: nothing comes out, nothing is forgotten, nothing fails."""
 
-import warnings
-
 import pytest
 import torch
 
-from headrace import layers, zoo
+from headrace import zoo
 from headrace.hf import HeadraceCache
 from headrace.layers.blocks import stack
-from tiny import MIXERS, SIZES, build, close, tokens
+from tiny import MIXERS, SIZES, build, close, layer, tokens
 
 D, T = 32, 7
 ENCODERS = ["transformer", "gla", "mamba", "flash-reference"]
-
-
-def layer(name, **settings):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of gates that cannot act
-        made = layers.build(zoo.get(name), hidden_size=D, num_heads=4, **settings).double()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return made
 
 
 @pytest.mark.parametrize("how", ["none", "padding", "pack"])
 @pytest.mark.parametrize("name", zoo.names())
 def test_empty_input_keeps_the_state(name, how):
     """Before, between and after a sequence's tokens."""
-    made, x = layer(name), torch.randn(2, T, D, dtype=torch.float64)
+    made, x = layer(name, torch.float64), torch.randn(2, T, D, dtype=torch.float64)
     nothing = {"none": (x[:, :0], {}), "padding": (x[:, :3], {"mask": torch.zeros(2, 3, dtype=torch.bool)}),
                "pack": (x[:1, :0], {"cu_seqlens": torch.zeros(3, dtype=torch.long)})}[how]  # fmt: skip
     found, state = [], None
@@ -43,7 +31,7 @@ def test_empty_input_keeps_the_state(name, how):
 
 @pytest.mark.parametrize("name", zoo.names())
 def test_empty_input_has_a_gradient(name):
-    made, x = layer(name), torch.randn(2, T, D, dtype=torch.float64, requires_grad=True)
+    made, x = layer(name, torch.float64), torch.randn(2, T, D, dtype=torch.float64, requires_grad=True)
     state = made(x)[1]
     y, after = made(x[:, :0], state)
     total = y.sum() + sum(s.sum() for s in after if s is not None and s.is_floating_point() and s.requires_grad)
@@ -54,7 +42,7 @@ def test_empty_input_has_a_gradient(name):
 @pytest.mark.parametrize("name", zoo.names())
 def test_empty_batch_runs(name):
     """As a process has with fewer rows than processes."""
-    made, x = layer(name), torch.randn(0, T, D, dtype=torch.float64, requires_grad=True)
+    made, x = layer(name, torch.float64), torch.randn(0, T, D, dtype=torch.float64, requires_grad=True)
     y, state = made(x)
     assert y.shape == x.shape and made(x[:, :1], state)[0].shape == (0, 1, D)
     gradients = torch.autograd.grad(y.sum(), list(made.parameters()), allow_unused=True)
@@ -63,7 +51,7 @@ def test_empty_batch_runs(name):
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoder_of_no_tokens(name):
-    made, x = layer(name, causal=False), torch.randn(2, T, D, dtype=torch.float64)
+    made, x = layer(name, torch.float64, causal=False), torch.randn(2, T, D, dtype=torch.float64)
     assert made(x[:, :0])[0].shape == (2, 0, D)
 
 

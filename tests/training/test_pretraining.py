@@ -9,13 +9,13 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGKILL
 
 import pytest
 import torch
 from datasets import Dataset
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
@@ -33,6 +33,7 @@ from headrace.training.optimizer import SkipNonFiniteAdamW, optimizer
 from headrace.training.parameters import gate_parameters
 from headrace.training.trainer import HeadraceTrainer
 from headrace.utils.errors import InputError
+from sharded import Run, train_all
 from trained import TINY, recipe, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
@@ -97,32 +98,6 @@ def ended(data, tmp_path_factory):
     return folder, run.train(*recipe(), data, folder, trackers="none")
 
 
-class Killed(Exception):
-    pass
-
-
-class KillAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Killed
-
-
-def killed_at(data, folder, step, monkeypatch, **changes):
-    make = run.make_trainer
-
-    def with_killer(*arguments):
-        trainer = make(*arguments)
-        trainer.add_callback(KillAt(step))
-        return trainer
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(run, "make_trainer", with_killer)
-        train(data, folder, **changes)
-
-
 def losses(folder):
     history = json.loads((folder / "model" / "history.json").read_text("utf-8"))
     kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "final_loss", "eval_write_entropy_1")
@@ -132,10 +107,10 @@ def losses(folder):
 @pytest.mark.parametrize(
     "changes", [{}, {"mixer": "transformer", "separate_documents": True}], ids=["softmax-gla", "transformer"]
 )
-def test_killed_run_resumes_bit_exactly(data, tmp_path, monkeypatch, changes):
+def test_killed_run_resumes_bit_exactly(data, prepared, tmp_path, changes):
     train(data, tmp_path / "whole", **changes)
     for step in (3, 12, 19):
-        killed_at(data, tmp_path / "cut", step, monkeypatch, **changes)
+        assert train_all([Run(tmp_path / "cut", changes, {0: (step, SIGKILL)})], prepared) == [-SIGKILL]
     half = tmp_path / "cut" / "checkpoint-20"  # cut off while it was written
     shutil.copytree(tmp_path / "cut" / "checkpoint-15", half)
     (half / checkpoints.MARKER).unlink()
@@ -333,21 +308,6 @@ def test_truncated_checkpoint_is_named(data, tmp_path):
         train(data, tmp_path / "run")
 
 
-def test_full_disk_is_one_sentence_and_keeps_the_last_checkpoint(data, tmp_path, monkeypatch):
-    save = run.HeadraceTrainer._save_optimizer_and_scheduler
-
-    def full(self, folder):
-        if self.state.global_step == 10:
-            raise OSError(28, "No space left on device")
-        save(self, folder)
-
-    monkeypatch.setattr(run.HeadraceTrainer, "_save_optimizer_and_scheduler", full)
-    with pytest.raises(
-        InputError, match=r"the disk is full at step 10; the last complete checkpoint is .*checkpoint-5"
-    ):
-        train(data, tmp_path / "run")
-
-
 def test_nonfinite_updates_are_skipped_then_end_the_run(data, tmp_path, monkeypatch, capsys):
     step = run.HeadraceTrainer.training_step
     bad = {7, *range(14, 30)}
@@ -425,15 +385,12 @@ def test_card_and_curves_name_nonfinite_losses(data, tmp_path):
     assert not ModelCard(readme).data.eval_results and (tmp_path / "curves.png").stat().st_size > 1000
 
 
-def test_nonfinite_loss_names_its_layer(data, tmp_path, monkeypatch, capsys):
-    def broken(chosen):
-        model = build(chosen)
-        model.model.backbone.layers[1].mixer.o_proj.weight.data[0, 0] = torch.inf
-        return model
-
-    monkeypatch.setattr(run, "build", broken)
+def test_nonfinite_loss_names_its_layer(data, tmp_path, capsys):
+    model = build(recipe()[0])
+    model.model.backbone.layers[1].mixer.o_proj.weight.data[0, 0] = torch.inf
+    model.save_pretrained(tmp_path / "broken")
     with pytest.raises(InputError, match="was stopped at step 5"):
-        train(data, tmp_path / "run")
+        train(data, tmp_path / "run", weights=str(tmp_path / "broken"))
     assert "step 1: the loss is nan, first in layer 1" in capsys.readouterr().err
 
 

@@ -1,14 +1,12 @@
 """What is said while a command runs."""
 
 import io
-import sys
 import time
 
 import pytest
 from rich.console import Console
 
 import tiny
-from headrace.cli import app as cli
 from headrace.cli import console
 from headrace.data.tokenizer import byte_level
 from headrace.studies.bench import measure
@@ -50,18 +48,15 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_current_work_is_printed_without_a_terminal(command, model, tmp_path, monkeypatch, capsys):
+def test_current_work_is_printed_without_a_terminal(command, model, tmp_path, monkeypatch, run_command):
     pytest.importorskip("lm_eval" if command == "eval" else "torch")
     arguments, line = COMMANDS[command]
     monkeypatch.setitem(measure.MEASUREMENTS, "memory", lambda point, plan: {n: {"bytes": 7} for n in plan.models})
     (tmp_path / "wiki.test.raw").write_text(" = Sea = \n \n The sea is a thing . \n")
     given = [{"MODEL": str(model), "FOLDER": str(tmp_path)}.get(word, word) for word in arguments]
     output = [] if command == "verify" else ["--output", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["headrace", command, *given, *output])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    said = capsys.readouterr()
-    assert not ended.value.code and line in said.out + said.err
+    code, out, error = run_command(command, *given, *output)
+    assert not code and line in out + error
 
 
 def test_long_work_prints_a_heartbeat(monkeypatch):

@@ -62,14 +62,6 @@ def test_rnn_recipe_clips_only_gated_models():
     assert recipes.load("rnn-300m", {"mixer": "linear-attention"})[0].clips is None
 
 
-def test_recipe_defaults():
-    default = recipes.Recipe()
-    assert (default.lr, default.min_lr, default.betas, default.eps) == (1e-3, 0.1, (0.9, 0.95), 1e-8)
-    assert (default.weight_decay, default.clip, default.gate_lr, default.gate_std) == (0.1, 1.0, 1.0, 0.0)
-    assert (default.length, default.batch_tokens, default.tokens, default.warmup_tokens) == (4096, 2**19, 15e9, 0.0)
-    assert (default.hidden_size, default.layers, default.heads, default.vocab_size) == (1024, 24, 4, 32000)
-
-
 def test_recipe_survives_yaml(tmp_path):
     (tmp_path / "r.yaml").write_text("base: laptop-1m\nlr: 1e-4\nbetas: [0.9, 0.99]\nclip: none\nassumed: [lr]\n")
     recipe, about = recipes.load(str(tmp_path / "r.yaml"))
