@@ -58,9 +58,9 @@ def _process(rank, processes, port, data, runs):
     card.draw_curves = lambda *given: None  # takes as long as half of the steps
     run.LOG_EVERY, make = 1, run.make_trainer
     for one in runs:
-        with (one.folder.parent / f"{one.folder.name}-{rank}.txt").open("w") as said:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
+        with (one.folder.parent / f"{one.folder.name}-{rank}.txt").open("w") as message:
+            os.dup2(message.fileno(), 1)
+            os.dup2(message.fileno(), 2)
 
         def with_signal(*given, one=one):
             trainer = make(*given)

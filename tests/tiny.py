@@ -86,12 +86,12 @@ def close(a, b, tolerance=1e-10):
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def gradients_agree(found, expected, tolerance):
+def gradients_agree(actual, expected, tolerance):
     """By name, each relative to the larger of its norm and a thousandth of the largest.
 
     A key's bias moves all logits of a query alike, which no softmax sees: its gradient is 0, and what is found is the
     rounding of terms that cancel, each as large as other gradients. In float64 that is 1e-13 of a thousandth of them.
     """
     largest = max(g.norm().item() for g in expected.values())
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         assert relative(gradient, expected[name], 1e-3 * largest) <= tolerance, name

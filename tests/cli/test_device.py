@@ -101,10 +101,10 @@ def test_missing_device_is_refused(name):
 def test_every_command_resolves_its_device_alike(command, seen_by, monkeypatch, tmp_path):
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)
-    asked = []
+    requested = []
 
     def rule(name, float64=False):
-        asked.append(name)
+        requested.append(name)
         raise InputError("enough")
 
     monkeypatch.setattr(seen_by, rule)
@@ -113,4 +113,4 @@ def test_every_command_resolves_its_device_alike(command, seen_by, monkeypatch, 
         monkeypatch.setattr("sys.argv", ["headrace", *command.split(), *device])
         with pytest.raises(SystemExit):
             cli.main()
-    assert asked == [None, "meta"]
+    assert requested == [None, "meta"]

@@ -53,9 +53,9 @@ print(json.dumps(ended))
 
 def run(lines, missing, folder):
     arguments = [json.dumps(list(lines)), json.dumps(list(missing))]
-    done = subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return zip(lines, json.loads(done.stdout.splitlines()[-1]), strict=True)
+    result = subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, cwd=folder)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return zip(lines, json.loads(result.stdout.splitlines()[-1]), strict=True)
 
 
 @pytest.mark.parametrize("installed", [None, "models"])
@@ -65,11 +65,11 @@ def test_command_names_the_missing_extra(installed, tmp_path):
     lacking = {name: c for name, c in COMMANDS.items() if c.extra and missing & set(extras.packages(c.extra))}
     examples = [f"{name} {example}" for name, c in lacking.items() for example in c.examples]
     assert examples
-    for line, (code, said) in run([f"run({line!r})" for line in examples], missing, tmp_path):
+    for line, (code, message) in run([f"run({line!r})" for line in examples], missing, tmp_path):
         name = re.findall(r"\w+", line)[1]
-        assert code == 2 and said.count("\n") == 1, (line, code, said)
-        assert said.startswith(f"headrace: {name} needs "), (line, said)
-        assert said.endswith(f' not installed: pip install "headrace[{lacking[name].extra}]"\n'), (line, said)
+        assert code == 2 and message.count("\n") == 1, (line, code, message)
+        assert message.startswith(f"headrace: {name} needs "), (line, message)
+        assert message.endswith(f' not installed: pip install "headrace[{lacking[name].extra}]"\n'), (line, message)
 
 
 def test_commands_import_with_their_extra_alone(tmp_path):
@@ -78,16 +78,16 @@ def test_commands_import_with_their_extra_alone(tmp_path):
     files = {file for part in parts for file in (PACKAGE / part).glob("*.py")}
     modules = sorted(f"headrace.{file.relative_to(PACKAGE).with_suffix('')}".replace("/", ".") for file in files)
     missing = OPTIONAL - {*extras.packages("models"), "packaging"}  # which transformers installs
-    ended = run([f"import {module.removesuffix('.__init__')}" for module in modules], missing, tmp_path)
-    assert [(line, said) for line, (code, said) in ended if code != "done"] == [] and len(modules) > 40
+    outcomes = run([f"import {module.removesuffix('.__init__')}" for module in modules], missing, tmp_path)
+    assert [(line, message) for line, (code, message) in outcomes if code != "done"] == [] and len(modules) > 40
 
 
 def test_commands_without_extras_run_on_the_plain_install(tmp_path):
     free = [name for name, command in COMMANDS.items() if command.extra is None]
     lines = [f"run({name!r})" for name in free if name != "verify"] + ["run('verify --mixers gla')"]
     lines += [f"run({f'{name} --help'!r})" for name in COMMANDS]
-    ended = run(lines, OPTIONAL, tmp_path)
-    assert [(line, code) for line, (code, _) in ended if code != 0] == []
+    outcomes = run(lines, OPTIONAL, tmp_path)
+    assert [(line, code) for line, (code, _) in outcomes if code != 0] == []
 
 
 @pytest.mark.parametrize(("task", "package"), [("digits", "sklearn"), ("needle(length=64)", "wonderwords")])
@@ -99,8 +99,8 @@ def test_task_names_the_missing_extra(task, package, monkeypatch, tmp_path, run_
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == package else find(name))
     code, _, error = run_command("compare", "--task", task, "--output", tmp_path / "run")
     who = f"the task {task.partition('(')[0]}"
-    said = f'headrace: {who} needs {package}, which is not installed: pip install "headrace[eval]"\n'
-    assert (code, error) == (2, said)
+    message = f'headrace: {who} needs {package}, which is not installed: pip install "headrace[eval]"\n'
+    assert (code, error) == (2, message)
 
 
 def test_import_names_the_missing_extra(tmp_path):
@@ -108,10 +108,10 @@ def test_import_names_the_missing_extra(tmp_path):
 
     parts = {"headrace.hf": "models", "headrace.models": "models", "headrace.data": "train"}
     lines = [f"import {part}" for part in parts] + [f"headrace.{name}" for name in headrace.__all__]
-    for line, (error, said) in run(lines, OPTIONAL, tmp_path):
+    for line, (error, message) in run(lines, OPTIONAL, tmp_path):
         extra = parts.get(line.removeprefix("import "), "models")
-        assert error in ("done", "MissingPackage"), (line, said)
-        assert error == "done" or said.endswith(f'not installed: pip install "headrace[{extra}]"'), (line, said)
+        assert error in ("done", "MissingPackage"), (line, message)
+        assert error == "done" or message.endswith(f'not installed: pip install "headrace[{extra}]"'), (line, message)
         assert error == "MissingPackage" or line not in [f"import {part}" for part in parts], line
 
 

@@ -63,13 +63,13 @@ def test_user_recipes_keep_their_settings(tmp_path):
 
 
 def test_mismatch_of_data_and_recipe_names_the_option(data):
-    def said(**changes):
+    def output(**changes):
         return refused(lambda: run.check_data(recipe(**changes)[0], data))
 
-    assert said(length=64).endswith("prepare data with --length 64, or set length=32")
-    assert said(vocab_size=100).endswith("or set vocab_size=257")
+    assert output(length=64).endswith("prepare data with --length 64, or set length=32")
+    assert output(vocab_size=100).endswith("or set vocab_size=257")
     rows = len(run.full(data.train, 32))
-    assert said(batch_tokens=32 * 4096, tokens=32 * 8192).endswith(f"set batch_tokens={32 * rows}")
+    assert output(batch_tokens=32 * 4096, tokens=32 * 8192).endswith(f"set batch_tokens={32 * rows}")
     assert refused(lambda: recipe(batch_tokens=100)).endswith("a multiple of length=32; set batch_tokens=96")
 
 
@@ -99,29 +99,29 @@ def files(folder):
 def test_run_prints_its_plan_and_the_next_command(ended, run_command, data):
     words, folder = ended
     left = [word for word in words if not word.startswith(("length=", "vocab_size="))]
-    code, said, _ = run_command(*left)
+    code, output, _ = run_command(*left)
     assert code == 0
     rows = len(run.full(data.train, 32))
     parameters = sum(p.numel() for p in build(recipe()[0]).parameters())
-    assert f"softmax-gla: 2 layers of width 16, {parameters / 1e6:,.2f} M parameters" in said
-    assert f"1,024 tokens in 8 steps of 4 rows of 32: {32 / rows:,.3g} passes over the data" in said
-    assert re.search(r"[\d.e-]+ s per step: about [\d.e-]+ \w+ for 2 more steps", said)
+    assert f"softmax-gla: 2 layers of width 16, {parameters / 1e6:,.2f} M parameters" in output
+    assert f"1,024 tokens in 8 steps of 4 rows of 32: {32 / rows:,.3g} passes over the data" in output
+    assert re.search(r"[\d.e-]+ s per step: about [\d.e-]+ \w+ for 2 more steps", output)
     point = card.read_history(folder)[-1]
-    assert f"{folder}/model is the trained model: {point['final_loss']:.4f} nats per held-out token. " in said
-    assert "a unigram model of these tokens has" in said
-    assert said.rstrip().endswith(f"next: headrace generate '{folder}/model' --prompt 'It was'")
+    assert f"{folder}/model is the trained model: {point['final_loss']:.4f} nats per held-out token. " in output
+    assert "a unigram model of these tokens has" in output
+    assert output.rstrip().endswith(f"next: headrace generate '{folder}/model' --prompt 'It was'")
 
     # The same command once more.
     before = files(folder)
-    code, said, _ = run_command(*left)
-    assert code == 0 and said.startswith(f"{folder} is finished, and nothing is left to do; next: headrace generate")
+    code, output, _ = run_command(*left)
+    assert code == 0 and output.startswith(f"{folder} is finished, and nothing is left to do; next: headrace generate")
     assert files(folder) == before
 
     # A model that is not whole is made again.
     weights = folder / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    code, said, _ = run_command(*left)
-    assert code == 0 and "is the trained model" in said and load_file(weights)
+    code, output, _ = run_command(*left)
+    assert code == 0 and "is the trained model" in output and load_file(weights)
 
 
 def test_rows_longer_than_a_prompt_piece_are_trained(tmp_path):
@@ -168,16 +168,16 @@ def test_missing_weights_of_a_checkpoint_are_named(tmp_path):
 
 
 def test_dry_run_checks_the_data(prepared, run_command):
-    code, _, said = run_command("train", "laptop-1m", "--dry-run", "--data", "NOT-THERE")
-    assert code == 2 and "--data 'NOT-THERE' is not a folder written by `headrace prepare`" in said
-    code, _, said = run_command("train", "paper-80m", "--dry-run", "--data", prepared)
-    assert code == 2 and "prepare data with --length 4096, or set length=32" in said
+    code, _, output = run_command("train", "laptop-1m", "--dry-run", "--data", "NOT-THERE")
+    assert code == 2 and "--data 'NOT-THERE' is not a folder written by `headrace prepare`" in output
+    code, _, output = run_command("train", "paper-80m", "--dry-run", "--data", prepared)
+    assert code == 2 and "prepare data with --length 4096, or set length=32" in output
     settings = [f"{name}={value}" for name, value in TINY.items() if name not in ("length", "vocab_size")]
-    code, said, _ = run_command("train", "laptop-1m", *settings, "--json", "--data", prepared)
-    found = json.loads(said)
-    assert (found["recipe"]["length"], found["recipe"]["vocab_size"]) == (32, 257)
-    here = found["here"]
-    assert here["seconds"] == pytest.approx(found["flops"] / (here["flops_per_second"] * REACHED))
+    code, output, _ = run_command("train", "laptop-1m", *settings, "--json", "--data", prepared)
+    result = json.loads(output)
+    assert (result["recipe"]["length"], result["recipe"]["vocab_size"]) == (32, 257)
+    here = result["here"]
+    assert here["seconds"] == pytest.approx(result["flops"] / (here["flops_per_second"] * REACHED))
 
 
 def test_dry_run_time_is_flops_over_a_share_of_the_measured_rate(monkeypatch):

@@ -89,8 +89,8 @@ def test_every_parameter_has_a_help_text_and_every_unset_option_its_default(name
 @pytest.mark.parametrize("name", NAMES)
 def test_help_shows_every_default(name):
     written = sum(r"\[default: " in (parameter.help or "") for parameter in COMMANDS[name].params)
-    done = CliRunner().invoke(cli.app, [name, "--help"])
-    assert done.exit_code == 0 and re.sub(r"\x1b\[[\d;]*m", "", done.output).count("[default:") >= written
+    result = CliRunner().invoke(cli.app, [name, "--help"])
+    assert result.exit_code == 0 and re.sub(r"\x1b\[[\d;]*m", "", result.output).count("[default:") >= written
 
 
 def test_defaults_of_compare_come_from_the_pair_task():
@@ -133,9 +133,9 @@ def test_help_and_lists_do_not_import_torch():
         *([["recipes"]] if find_spec("yaml") else []),
     ]
     run = [sys.executable, "-c", MODULES, json.dumps(commands)]
-    told = list(map(json.loads, subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()))
-    assert [words for words, *_ in told] == commands
-    for words, length, modules in told:
+    rows = list(map(json.loads, subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()))
+    assert [words for words, *_ in rows] == commands
+    for words, length, modules in rows:
         assert length and not {*HEAVY, "headrace.hf"} & set(modules), words
 
 
@@ -148,8 +148,10 @@ def test_shell_completion_works(tmp_path):
     }  # fmt: skip
 
     def run(*arguments, **more):
-        done = subprocess.run([script, *arguments], capture_output=True, text=True, env=environment | more, check=True)
-        return done.stdout
+        result = subprocess.run(
+            [script, *arguments], capture_output=True, text=True, env=environment | more, check=True
+        )
+        return result.stdout
 
     assert "_HEADRACE_COMPLETE=complete_bash" in run("--show-completion", "bash")
     run("--install-completion", "bash")

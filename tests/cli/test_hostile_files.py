@@ -145,8 +145,8 @@ def test_malformed_json_is_one_sentence(content, form, own, tmp_path):
     ],
 )
 def test_schema_mismatch_is_named(value, form, wrong):
-    found = misfit(value, form)
-    assert found is None if wrong is None else wrong in found
+    result = misfit(value, form)
+    assert result is None if wrong is None else wrong in result
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret"])

@@ -46,9 +46,9 @@ def test_torchrun_accepts_the_options(name):
     from torch.distributed.run import get_args_parser
 
     line = next(line for line in lines(name) if "torchrun " in line and "-m headrace" in line)
-    found = get_args_parser().parse_args(shlex.split(line.partition("torchrun ")[2]))
-    assert found.module and found.training_script == "headrace"
-    assert found.standalone or found.rdzv_endpoint or found.master_addr != "127.0.0.1"
+    result = get_args_parser().parse_args(shlex.split(line.partition("torchrun ")[2]))
+    assert result.module and result.training_script == "headrace"
+    assert result.standalone or result.rdzv_endpoint or result.master_addr != "127.0.0.1"
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith((".sh", ".sbatch"))])
@@ -87,5 +87,5 @@ def test_skypilot_task_is_valid():
 def test_accelerate_config_loads():
     from accelerate.commands.config.config_args import load_config_from_file
 
-    found = load_config_from_file(str(FOLDER / "accelerate.yaml"))
-    assert (found.distributed_type, found.num_processes, found.mixed_precision) == ("MULTI_GPU", 8, "bf16")
+    result = load_config_from_file(str(FOLDER / "accelerate.yaml"))
+    assert (result.distributed_type, result.num_processes, result.mixed_precision) == ("MULTI_GPU", 8, "bf16")

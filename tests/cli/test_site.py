@@ -142,8 +142,8 @@ def test_generated_parts_of_pages_are_current(page):
     if page.stem == "faq" and unavailable("native", "linear_attention"):
         pytest.skip("its answers are those of an installation with native kernels")
     text = page.read_text("utf-8")
-    there, made = text.splitlines(), generated.filled(text).splitlines()
-    old = next((pair for pair in zip_longest(there, made) if pair[0] != pair[1]), None)
+    current, made = text.splitlines(), generated.filled(text).splitlines()
+    old = next((pair for pair in zip_longest(current, made) if pair[0] != pair[1]), None)
     assert old is None, f"{page.name} has {old[0]!r} where {old[1]!r} is current: `make generated` writes it"
 
 

@@ -79,19 +79,19 @@ def test_tokenizer_pads_left_with_the_end_token(kind, tmp_path):
     tokens = made.get(kind, tokenizer.byte_level)()
     tokens.save_pretrained(tmp_path / "tokenizer")
     name = "tokenizer/tokenizer.json" if kind not in made else "tokenizer"
-    for found in (tokens, tokenizer.find(str(tmp_path / name))):
-        assert found.pad_token_id == found.eos_token_id is not None
-        batch = found(["It", "It was"], padding=True, return_tensors="pt")
-        assert batch.input_ids[0, 0] == found.eos_token_id and batch.attention_mask[0].tolist()[0] == 0
-        assert found.decode(batch.input_ids[0], skip_special_tokens=True) == "It"
+    for result in (tokens, tokenizer.find(str(tmp_path / name))):
+        assert result.pad_token_id == result.eos_token_id is not None
+        batch = result(["It", "It was"], padding=True, return_tensors="pt")
+        assert batch.input_ids[0, 0] == result.eos_token_id and batch.attention_mask[0].tolist()[0] == 0
+        assert result.decode(batch.input_ids[0], skip_special_tokens=True) == "It"
 
 
 def test_own_padding_token_is_kept(tmp_path):
     own = tokenizer.byte_level()
     own.pad_token, own.padding_side = "A", "right"
     own.save_pretrained(tmp_path)
-    found = tokenizer.find(str(tmp_path))
-    assert (found.pad_token, found.padding_side) == ("A", "right")
+    result = tokenizer.find(str(tmp_path))
+    assert (result.pad_token, result.padding_side) == ("A", "right")
 
 
 def test_code_in_a_data_folder_is_not_run(jsonl, tmp_path):
@@ -116,12 +116,12 @@ def test_of_few_documents_the_end_of_one_is_held_out(count, tmp_path):
     sources = tuple(str(tmp_path / f"{i}.txt") for i in range(count))
     manifest = prepare(Preparation(sources, length=16, held_out=0.01), tmp_path / "d")
     data = open_data(tmp_path / "d")
-    end, wanted = data.tokenizer.eos_token_id, round(0.01 * sum(map(len, books)))
-    assert manifest["held_out"]["bytes"] == wanted and manifest["train"]["documents"] == count
+    end, expected = data.tokenizer.eos_token_id, round(0.01 * sum(map(len, books)))
+    assert manifest["held_out"]["bytes"] == expected and manifest["train"]["documents"] == count
     trained, held = (
         data.tokenizer.decode([t for t in tokens_of(part) if t != end]) for part in (data.train, data.held_out)
     )
-    assert held == books[0][-wanted:] and sorted(trained) == sorted("".join(books)[:-wanted])
+    assert held == books[0][-expected:] and sorted(trained) == sorted("".join(books)[:-expected])
 
 
 def test_documents_shorter_than_the_held_out_text_are_not_cut(tmp_path):

@@ -95,7 +95,7 @@ ENCODERS = {name: Encoder(made) for name, made in TOKENIZERS.items()}
 
 
 def apart(text):
-    places = [found.start() for found in PLACES.finditer(text)]
+    places = [result.start() for result in PLACES.finditer(text)]
     return [text[a:b] for a, b in pairwise([0, *places, len(text)]) if a < b]
 
 
@@ -171,6 +171,6 @@ def test_neox_tokenizer_on_real_text():
     texts += ["".join(random.Random(i).sample(text, 20_000)) for i, text in enumerate(texts[:3])]
     encode = Encoder(tokens)
     assert encode.cut and encode.word == np.uint16
-    found, counts = encode(texts)
-    for text, part in zip(texts, np.split(found, np.cumsum(counts)[:-1]), strict=True):
+    result, counts = encode(texts)
+    for text, part in zip(texts, np.split(result, np.cumsum(counts)[:-1]), strict=True):
         assert part.tolist() == whole(tokens, text)

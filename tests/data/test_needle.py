@@ -94,8 +94,8 @@ def test_rows_are_prompt_and_answer_tokens_only(kind, trained, tmp_path):
     task = Needle(kind, length=800, haystack=None if kind == 1 else str(tmp_path / "prose.txt"), tokenizer=path)
     batch, end = task.sample(torch.Generator().manual_seed(3), 4), task.tokens.eos_token_id
     for ids, labels in zip(batch["input_ids"].tolist(), batch["shift_labels"].tolist(), strict=True):
-        asked = [t for t, label in enumerate(labels) if label != IGNORED]
-        prompt, answer = ids[: asked[0] + 1], [labels[t] for t in asked]
+        answered = [t for t, label in enumerate(labels) if label != IGNORED]
+        prompt, answer = ids[: answered[0] + 1], [labels[t] for t in answered]
         text, value = task.tokens.decode(prompt), task.tokens.decode(answer[:-1])
         assert text.endswith("mentioned in the provided text is") and answer[-1] == end
         assert task.tokens(text).input_ids == prompt and task.tokens(text + value).input_ids == prompt + answer[:-1]

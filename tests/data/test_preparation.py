@@ -70,10 +70,10 @@ def test_killed_preparation_resumes(plan, tmp_path, monkeypatch, done):
     prepare(plan, tmp_path / "whole")
     finished, made = workers._result, []
 
-    def kill(number, found):
+    def kill(number, result):
         if number >= done:
             raise Killed
-        return finished(number, found)
+        return finished(number, result)
 
     monkeypatch.setattr(workers, "_result", kill)
     with pytest.raises(Killed):
@@ -162,8 +162,8 @@ def test_token_limit_takes_the_first_tokens(plan, tmp_path, count):
     prepare(plan, tmp_path / "whole")
     whole = tokens(tmp_path / "whole")["train"]
     made = prepare(replace(plan, tokens=2000, workers=count), tmp_path / "d")
-    found = tokens(tmp_path / "d")["train"]
-    assert 2000 <= len(found) == made["train"]["tokens"] < 3100 and found == whole[: len(found)]
+    result = tokens(tmp_path / "d")["train"]
+    assert 2000 <= len(result) == made["train"]["tokens"] < 3100 and result == whole[: len(result)]
 
 
 def test_long_text_is_read_in_windows(tmp_path, texts):
@@ -195,13 +195,13 @@ def test_held_out_documents_are_drawn_independently(tmp_path, seed):
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     made = prepare(Preparation((str(tmp_path / "texts.jsonl"),), held_out=0.1, seed=seed), tmp_path / "d")
     data = open_data(tmp_path / "d")
-    found = {}
+    results = {}
     for name in SPLITS:
         text = data.tokenizer.decode(tokens(tmp_path / "d")[name])
-        found[name] = text.split("<|endoftext|>")[:-1]
-        assert len(found[name]) == made[name]["documents"]
-    assert sorted(found["train"] + found["held_out"], key=int) == texts
-    assert abs(len(found["held_out"]) - 300) < 6 * (3000 * 0.1 * 0.9) ** 0.5  # of a fixed draw
+        results[name] = text.split("<|endoftext|>")[:-1]
+        assert len(results[name]) == made[name]["documents"]
+    assert sorted(results["train"] + results["held_out"], key=int) == texts
+    assert abs(len(results["held_out"]) - 300) < 6 * (3000 * 0.1 * 0.9) ** 0.5  # of a fixed draw
 
 
 def test_every_file_format_gives_the_same_documents(texts, jsonl, tmp_path, plan):
@@ -232,8 +232,8 @@ def test_bad_rows_are_counted_and_named(texts, tmp_path, capsys):
     for name in ("good", "mixed"):
         command(tmp_path / name, [str(tmp_path / f"{name}.jsonl")], length=16, held_out=0.1)
     assert tokens(tmp_path / "good") | {"bad_rows": 0} == tokens(tmp_path / "mixed") | {"bad_rows": 0}
-    found = open_data(tmp_path / "mixed").manifest["bad_rows"]
-    assert {what: (one["rows"], one["first"]) for what, one in found.items()} == {
+    result = open_data(tmp_path / "mixed").manifest["bad_rows"]
+    assert {what: (one["rows"], one["first"]) for what, one in result.items()} == {
         "not UTF-8": (2, "mixed.jsonl row 21"),
         "not JSON": (1, "mixed.jsonl row 22"),
         "no JSON object": (1, "mixed.jsonl row 23"),
@@ -242,9 +242,9 @@ def test_bad_rows_are_counted_and_named(texts, tmp_path, capsys):
         "empty": (2, "mixed.jsonl row 26"),
         "of type int, not text": (1, "mixed.jsonl row 28"),
     }
-    said = capsys.readouterr().out
-    assert "left out: 2 rows without a column 'text', first mixed.jsonl row 24, with [\"body\"]\n" in said
-    assert "left out: 1 row null, first mixed.jsonl row 25\n" in said
+    sentence = capsys.readouterr().out
+    assert "left out: 2 rows without a column 'text', first mixed.jsonl row 24, with [\"body\"]\n" in sentence
+    assert "left out: 1 row null, first mixed.jsonl row 25\n" in sentence
 
 
 def test_bad_rows_of_parquet_are_counted(tmp_path):
@@ -254,11 +254,11 @@ def test_bad_rows_of_parquet_are_counted(tmp_path):
     assert {what: one["rows"] for what, one in made["bad_rows"].items()} == {"not UTF-8": 3, "null": 3, "empty": 3}
     assert made["train"]["documents"] + made["held_out"]["documents"] == 6
     parquet.write_table(pyarrow.table({"n": [1, 2]}), tmp_path / "b.parquet")
-    for column, said in (
+    for column, sentence in (
         ("text", "--column 'text' is not in .*; expected one of n"),
         ("n", "holds int64; expected text"),
     ):
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=sentence):
             prepare(Preparation((str(tmp_path / "b.parquet"),), column=column), tmp_path / "none")
 
 
@@ -329,7 +329,7 @@ def test_unreadable_file_is_named(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "sentence"),
     [
         ({"shard": "3"}, "--shard '3'; expected i/n"),
         ({"shard": "3/2"}, "--shard 3/2; expected i/n with 1 ≤ i ≤ n"),
@@ -340,8 +340,8 @@ def test_unreadable_file_is_named(name, tmp_path):
         ({"tokens": 1.0, "task": "mqar", "sources": None}, "--tokens=1.0 with --task"),
     ],
 )
-def test_user_errors_are_refused(jsonl, tmp_path, options, said):
-    with pytest.raises(InputError, match=said):
+def test_user_errors_are_refused(jsonl, tmp_path, options, sentence):
+    with pytest.raises(InputError, match=sentence):
         command(tmp_path / "d", **({"sources": [str(jsonl)]} | options))
 
 

@@ -70,7 +70,7 @@ def rows_by_step(kind, processes, micro, first):
     settings = SimpleNamespace(
         world_size=processes, train_batch_size=micro, gradient_accumulation_steps=passes, data_seed=SEED
     )
-    found = {step: [] for step in range(first, STEPS)}
+    result = {step: [] for step in range(first, STEPS)}
     for process in range(processes):
         state = SimpleNamespace(global_step=first)
         trainer = SimpleNamespace(args=settings, per_row=1, train_dataset=data, state=state)
@@ -85,9 +85,9 @@ def rows_by_step(kind, processes, micro, first):
             loader = skip_first_batches(whole, skipped * passes) if skipped else whole
             loader.set_epoch(epoch)
             for i, batch in enumerate(loader, 1):
-                found[state.global_step] += [row["row"] for row in batch]
+                result[state.global_step] += [row["row"] for row in batch]
                 state.global_step += i % passes == 0
-    return {step: sorted(rows) for step, rows in found.items()}
+    return {step: sorted(rows) for step, rows in result.items()}
 
 
 @pytest.mark.parametrize("kind", ["text", "task"])

@@ -88,8 +88,10 @@ def test_pair_keys_are_cluster_and_position():
     task, seen = Pair(keys=12, pairs=7, least=3, clusters=3), set()
     for ids, labels in rows_of(task, 200):
         stored = {(cluster, place): value for cluster, place, value in ids[:7] if value >= 0}
-        asked = [(tuple(key), label) for (*key, _), label in zip(ids[7:], labels[7:], strict=True) if label != IGNORED]
-        assert dict(asked) == stored and len(asked) == len(stored) and min(stored.values()) >= 12
+        queries = [
+            (tuple(key), label) for (*key, _), label in zip(ids[7:], labels[7:], strict=True) if label != IGNORED
+        ]
+        assert dict(queries) == stored and len(queries) == len(stored) and min(stored.values()) >= 12
         seen |= stored.keys()
     assert seen == {(cluster, 3 + place) for cluster in range(3) for place in range(4)}
 
@@ -98,9 +100,9 @@ def test_pair_can_store_keys_twice():
     task = Pair(keys=9, pairs=7, least=3, overwritten=True)
     for ids, labels in rows_of(task, 100):
         first, second = (dict(part) for part in (ids[:7], ids[7:14]))
-        asked = {key: label for (key, _), label in zip(ids[14:], labels[14:], strict=True) if label != IGNORED}
-        assert first.keys() == second.keys() and asked == {key: x for key, x in second.items() if key >= 0}
-        assert all(first[key] != value and 9 <= first[key] < 18 for key, value in asked.items())
+        queries = {key: label for (key, _), label in zip(ids[14:], labels[14:], strict=True) if label != IGNORED}
+        assert first.keys() == second.keys() and queries == {key: x for key, x in second.items() if key >= 0}
+        assert all(first[key] != value and 9 <= first[key] < 18 for key, value in queries.items())
     assert Pair(overwritten=True).resized(12).pairs == 4
     assert {length: rows["input_ids"].shape[1] for length, rows in task.by_length(2).items()} == {
         length: length for length in (9, 12, 15, 18, 21)
@@ -115,8 +117,8 @@ def test_pair_distractors_are_never_queried():
         n = len(stored)
         assert len(here) == 3 * n and ids[12 - 3 * n : 12] == here and min(value for _, value in here) >= 9
         assert all(18 <= key < 27 for key, _ in here if key >= 9)
-        asked = [[key, label] for (key, _), label in zip(ids[12:], labels[12:], strict=True) if label != IGNORED]
-        assert sorted(asked) == sorted(stored) and set(labels[:12]) == {IGNORED}
+        queries = [[key, label] for (key, _), label in zip(ids[12:], labels[12:], strict=True) if label != IGNORED]
+        assert sorted(queries) == sorted(stored) and set(labels[:12]) == {IGNORED}
         if n == 4:
             first[next(i for i, (key, _) in enumerate(here) if key < 9)] += 1
             places.update(i for i, (key, _) in enumerate(here) if key >= 18)
@@ -129,15 +131,15 @@ def test_pair_distractors_are_never_queried():
 def test_key_value_queries_every_pair_once(task):
     for ids, labels in rows_of(task):
         stored = dict(zip(ids[: 2 * task.pairs : 2], ids[1 : 2 * task.pairs : 2], strict=True))
-        asked = {ids[t]: label for t, label in enumerate(labels) if label != IGNORED}
-        assert asked == stored and len(stored) == task.pairs
+        queries = {ids[t]: label for t, label in enumerate(labels) if label != IGNORED}
+        assert queries == stored and len(stored) == task.pairs
         assert all(i >= task.keys for i, label in zip(ids, labels, strict=True) if label == IGNORED and i not in stored)
 
 
 def test_key_value_queries_are_more_often_early():
     labels = KeyValue(length=128).sample(torch.Generator().manual_seed(0), 500)["shift_labels"]
-    asked = (labels != IGNORED).sum(0)
-    assert asked[16:48].sum() > 2 * asked[96:].sum() > 0
+    queries = (labels != IGNORED).sum(0)
+    assert queries[16:48].sum() > 2 * queries[96:].sum() > 0
 
 
 SMALL_MQAR = Mqar(vocabulary=40, pairs=3, length=24, power_a=0.3)
@@ -150,9 +152,9 @@ def test_mqar_queries_every_key_once_at_an_even_distance(task):
         keys, values = ids[:context:2], ids[1:context:2]
         assert len(set(keys)) == len(set(values)) == task.pairs
         assert min(keys) >= 1 and max(keys) < half <= min(values) and max(values) < task.vocabulary
-        asked = [t for t, label in enumerate(labels) if label != IGNORED]
-        assert sorted((ids[t], labels[t]) for t in asked) == sorted(zip(keys, values, strict=True))
-        assert all(t >= context and t % 2 == 0 for t in asked)
+        queries = [t for t, label in enumerate(labels) if label != IGNORED]
+        assert sorted((ids[t], labels[t]) for t in queries) == sorted(zip(keys, values, strict=True))
+        assert all(t >= context and t % 2 == 0 for t in queries)
     assert task.chance == 1 / len(range(half, task.vocabulary)) and task.vocab_size == task.vocabulary
 
 
@@ -165,8 +167,8 @@ def mqar_literally(task, rng):
     gaps = rng.choice(space, task.pairs, replace=False, p=law / law.sum())
     row = [token for pair in zip(keys, values, strict=True) for token in pair]
     for place in range(task.length - len(row)):
-        asked = [key for key, gap in zip(keys, gaps, strict=True) if place == 2 * gap]
-        row.append(asked[0] if asked else rng.integers(task.vocabulary))
+        queries = [key for key, gap in zip(keys, gaps, strict=True) if place == 2 * gap]
+        row.append(queries[0] if queries else rng.integers(task.vocabulary))
     return row, gaps
 
 
@@ -212,8 +214,8 @@ def test_copy_labels_repeat_the_source(task):
 def test_selective_copy_labels_are_the_symbols_in_order(task):
     noise, mark = task.symbols, task.symbols + 1
     for ids, labels in rows_of(task):
-        read, asked = ids[: -task.copied], ids[-task.copied :]
-        assert labels == [IGNORED] * len(read) + [i for i in read if i != noise] and asked == [mark] * task.copied
+        read, queries = ids[: -task.copied], ids[-task.copied :]
+        assert labels == [IGNORED] * len(read) + [i for i in read if i != noise] and queries == [mark] * task.copied
     first = task.sample(torch.Generator().manual_seed(3), 200)["input_ids"][:, 0] != noise
     assert 0 < first.float().mean() < 1, "symbols stand anywhere"
 
@@ -268,8 +270,8 @@ def test_rows_depend_only_on_the_seed(task):
 
 def contents(batch):
     """What a model is asked in each row, without padding: the same tuple for the same row at any length."""
-    there = batch.get("attention_mask", torch.ones(batch["input_ids"].shape[:2], dtype=torch.bool))
-    ids = batch["input_ids"].where(there if batch["input_ids"].dim() == 2 else there[..., None], -1)
+    mask = batch.get("attention_mask", torch.ones(batch["input_ids"].shape[:2], dtype=torch.bool))
+    ids = batch["input_ids"].where(mask if batch["input_ids"].dim() == 2 else mask[..., None], -1)
     return [tuple(i for i in row if i >= 0) for row in ids.flatten(1).tolist()]
 
 
@@ -449,7 +451,7 @@ def test_dates_include_the_first_and_last_day(monkeypatch):
 
 def test_dates_parse_to_their_labels():
     """Read back by Python's own parser, whose pivot year is 1969: only a century may differ."""
-    found = set()
+    formats = set()
     for source, target in Dates().pairs(torch.Generator().manual_seed(0), 500):
         plain = re.sub(r"(?<=\d)(st|nd|rd|th) of", " of", source)
         for form in FORMATS:
@@ -457,9 +459,9 @@ def test_dates_parse_to_their_labels():
                 read = datetime.strptime(plain, form)
                 assert f"{read:%Y-%m-%d}"[2:] == target[2:] and ("%y" in form or str(read.year) == target[:4])
                 assert "%a" not in form.lower() or f"{read:%A}".startswith(source[:3])
-                found.add(form)
+                formats.add(form)
         assert 1950 <= int(target[:4]) < 2050 and len(source) <= Dates().length
-    assert found == set(FORMATS)
+    assert formats == set(FORMATS)
 
 
 def test_causal_rows_hold_source_and_target():
@@ -572,7 +574,7 @@ def test_text_takes_a_tokenizer_file(book, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "sentence"),
     [
         (None, "cannot be read: No such file"),
         (b"", "is empty"),
@@ -585,11 +587,11 @@ def test_text_takes_a_tokenizer_file(book, tmp_path):
         (b"too short for this", "too few for length=16; expected at least 170"),
     ],
 )
-def test_bad_text_is_refused(tmp_path, content, said):
+def test_bad_text_is_refused(tmp_path, content, sentence):
     path = tmp_path / "text.txt"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=sentence):
         assert Text((str(path),), length=16).corpus
 
 

@@ -99,9 +99,9 @@ def test_exported_recurrences_equal_the_reference(tmp_path):
     for T in (1, 2, 9):
         given = arguments(T)
         tensors = [*given[0], *given[1].values(), *(x for x in given[2].values() if x is not None), given[3]]
-        found = session.run(None, dict(zip(names, (x.numpy() for x in tensors), strict=True)))
-        for y, wanted in zip(found, expected(*given), strict=True):
-            assert abs(torch.from_numpy(y) - wanted).max() <= ROUNDING * wanted.abs().max(), T
+        actual = session.run(None, dict(zip(names, (x.numpy() for x in tensors), strict=True)))
+        for y, target in zip(actual, expected(*given), strict=True):
+            assert abs(torch.from_numpy(y) - target).max() <= ROUNDING * target.abs().max(), T
 
 
 @pytest.mark.slow(seconds=40)
@@ -115,8 +115,8 @@ def test_every_linear_mixer_is_exported_exactly(tmp_path):
     layers = [Layer(zoo.get(name), "none") for name in (*mixers, "gqa")]
     model = build(layers, num_hidden_layers=len(layers)).float()
     trace(model).save(tmp_path / "model.onnx")
-    found, own = errors(tmp_path / "model.onnx", model)
-    assert found <= max(TOLERANCE, MAX_ERROR_RATIO * own)
+    result, own = errors(tmp_path / "model.onnx", model)
+    assert result <= max(TOLERANCE, MAX_ERROR_RATIO * own)
 
 
 def test_head_count_may_equal_the_traced_batch(tmp_path, monkeypatch):
@@ -174,14 +174,14 @@ def test_wrong_graph_is_refused(checkpoint, exported, tmp_path, monkeypatch):
 def test_exported_model_generates_the_same_200_tokens(checkpoint, exported):
     model = load(checkpoint)
     ids = torch.tensor(byte_level()([PROMPT, "Nobody"]).input_ids)
-    wanted = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=256)
-    truth = model.double()(wanted).logits
+    expected = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=256)
+    truth = model.double()(expected).logits
     run = Runtime(exported / "model.onnx", states(model), batch=2)
-    logits, found = [run(ids)], ids
+    logits, result = [run(ids)], ids
     for _ in range(TOKENS):
-        found = torch.cat([found, logits[-1][:, -1:].argmax(-1)], 1)
-        logits.append(run(found[:, -1:]))
-    assert found.tolist() == wanted.tolist()
+        result = torch.cat([result, logits[-1][:, -1:].argmax(-1)], 1)
+        logits.append(run(result[:, -1:]))
+    assert result.tolist() == expected.tolist()
     assert (torch.cat(logits, 1) - truth).abs().max() <= 1e-5 * truth.abs().max()
 
 
@@ -192,13 +192,13 @@ def test_documented_example_runs_without_headrace(checkpoint, exported, monkeypa
     monkeypatch.chdir(exported)
     exec(compile(code, "export.md", "exec"), {})
     ids = byte_level()(PROMPT, return_tensors="pt").input_ids
-    wanted = load(checkpoint).generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=256)
-    assert capsys.readouterr().out.rstrip("\n") == byte_level().decode(wanted[0])
+    expected = load(checkpoint).generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=256)
+    assert capsys.readouterr().out.rstrip("\n") == byte_level().decode(expected[0])
 
 
 def test_int8_export_is_smaller_and_close(checkpoint, exported, tmp_path):
     """With the weights in the file, and in a file beside it, as weights of more than 2 GB are."""
-    found = {}
+    results = {}
     for name, where in {"one": {}, "two": {"save_as_external_data": True, "size_threshold": 0}}.items():
         (tmp_path / name).mkdir()
         path = tmp_path / name / "model.onnx"
@@ -206,9 +206,9 @@ def test_int8_export_is_smaller_and_close(checkpoint, exported, tmp_path):
         before = sum(file.stat().st_size for file in path.parent.iterdir())
         quantize(path)
         assert sum(file.stat().st_size for file in path.parent.iterdir()) < 0.8 * before  # the embedding stays float32
-        found[name], own = errors(path, load(checkpoint))
-    assert found["one"] == found["two"]
-    assert own < 1e-5 < found["one"] < 0.2
+        results[name], own = errors(path, load(checkpoint))
+    assert results["one"] == results["two"]
+    assert own < 1e-5 < results["one"] < 0.2
 
 
 def test_opset_27_uses_the_standard_node(checkpoint, exported, tmp_path):
@@ -226,8 +226,8 @@ def test_opset_27_uses_the_standard_node(checkpoint, exported, tmp_path):
     past = {f"past.{state.name}": state.zeros(batch=2, past=0).numpy() for state in states(model)}
     logits = torch.from_numpy(ReferenceEvaluator(graph).run(None, {"input_ids": ids.numpy(), **past})[0])
     with torch.no_grad():
-        wanted = model.double()(ids).logits
-    assert (logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+        expected = model.double()(ids).logits
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 REFUSED = {
@@ -288,7 +288,7 @@ def test_web_page_generates_the_same_text(checkpoint, exported, tmp_path):
     shutil.copytree(exported, folder)
     write_page(folder, LIBRARIES)
     ids = byte_level()(PROMPT, return_tensors="pt").input_ids
-    wanted = byte_level().decode(load(checkpoint).generate(ids, max_new_tokens=40, pad_token_id=256)[0])
+    expected = byte_level().decode(load(checkpoint).generate(ids, max_new_tokens=40, pad_token_id=256)[0])
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}/?" + urlencode({"prompt": PROMPT, "tokens": 40})
@@ -303,7 +303,7 @@ def test_web_page_generates_the_same_text(checkpoint, exported, tmp_path):
         server.shutdown()
         server.server_close()
     shown = dict(re.findall(r'<(?:pre|p) id="(\w+)">(.*?)</(?:pre|p)>', done.stdout, re.DOTALL))
-    assert html.unescape(shown["text"]) == wanted, (shown, done.stderr[-2000:])
+    assert html.unescape(shown["text"]) == expected, (shown, done.stderr[-2000:])
     assert shown["status"].startswith("40 tokens, ")
 
 

@@ -45,12 +45,12 @@ def test_adapters_equal_merged_weights(name):
     with model.disable_adapter():
         plain = logits(model, ids)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-4)):  # measured: 3e-15, 2e-6
-        found = logits(model.to(dtype), ids)
-        assert relative(found, plain) > 1e-3
+        result = logits(model.to(dtype), ids)
+        assert relative(result, plain) > 1e-3
         model.merge_adapter()
-        assert relative(logits(model, ids), found) <= tolerance
+        assert relative(logits(model, ids), result) <= tolerance
         model.unmerge_adapter()
-    assert relative(logits(model.merge_and_unload(), ids), found) <= tolerance
+    assert relative(logits(model.merge_and_unload(), ids), result) <= tolerance
 
 
 def test_model_with_adapters_is_not_quantised():

@@ -83,9 +83,9 @@ def test_conversion_from_fla_and_back(tmp_path, name):
     config = tiny.config(FLA[name], hidden_size=64, tie_word_embeddings=False)
     ours = tiny.trained(HeadraceForCausalLM(config)).float()
     export_checkpoint(ours, name, tmp_path / "theirs")
-    found = {key.removeprefix("model.layers.1.") for key in load_file(tmp_path / "theirs" / "model.safetensors")}
+    result = {key.removeprefix("model.layers.1.") for key in load_file(tmp_path / "theirs" / "model.safetensors")}
     common = {*(f"attn.{x}_proj.weight" for x in "qkvo"), *(f"mlp.{x}_proj.weight" for x in ("gate", "up", "down"))}
-    assert {key for key in found if key.startswith(("attn.", "mlp."))} == common | OWN[name]
+    assert {key for key in result if key.startswith(("attn.", "mlp."))} == common | OWN[name]
     back = import_checkpoint(tmp_path / "theirs")
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), back.parameters(), strict=True))
     assert back.config.mixers == ours.config.mixers
@@ -129,8 +129,8 @@ def test_mixed_precision_tensors_keep_their_values(checkpoint):
     retyped(path, lambda name, x: x.bfloat16())
     in_pieces(path, lambda name: name in steps)
     save_file(steps, path / "part1.safetensors")
-    found = {name: x for name, x in import_checkpoint(path).named_parameters() if name.endswith("dt_bias")}
-    assert [x.tolist() for x in found.values()] == [steps[name].tolist() for name in sorted(steps)]
+    result = {name: x for name, x in import_checkpoint(path).named_parameters() if name.endswith("dt_bias")}
+    assert [x.tolist() for x in result.values()] == [steps[name].tolist() for name in sorted(steps)]
 
 
 TENSORS = {

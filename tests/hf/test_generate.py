@@ -90,22 +90,22 @@ OPTIONS = {
 def test_sampling_options_follow_their_definitions(generate, checkpoint, options):
     model, settings = load(checkpoint), OPTIONS[options]
     seed = [] if settings.get("temperature") == 0 else ["--seed", SEED]
-    said = json.loads(generate("--json", *options.split(), *seed)[0])
+    result = json.loads(generate("--json", *options.split(), *seed)[0])
     ids = byte_level()(PROMPT).input_ids
     expected = sampled(model, ids, **settings)
-    assert said["tokens"] == expected and said["text"] == byte_level().decode(expected)
+    assert result["tokens"] == expected and result["text"] == byte_level().decode(expected)
     if settings:
         assert expected != sampled(model, ids)
 
 
 def test_printed_seed_reproduces_the_text(generate):
     text, last = generate()
-    found = re.fullmatch(r"24 tokens, [\d.]+ tokens per second, seed (\d+)", last)
-    assert found and text.startswith(PROMPT) and len(text) == len(PROMPT) + NEW + len("\n")
-    assert generate("--seed", found[1])[0] == text
+    result = re.fullmatch(r"24 tokens, [\d.]+ tokens per second, seed (\d+)", last)
+    assert result and text.startswith(PROMPT) and len(text) == len(PROMPT) + NEW + len("\n")
+    assert generate("--seed", result[1])[0] == text
     assert generate()[0] != text  # a new seed
-    said = json.loads(generate("--seed", found[1], "--json")[0])
-    assert PROMPT + said["text"] + "\n" == text and said["seed"] == int(found[1])
+    result = json.loads(generate("--seed", result[1], "--json")[0])
+    assert PROMPT + result["text"] + "\n" == text and result["seed"] == int(result[1])
 
 
 def test_temperature_0_is_deterministic(generate):
@@ -123,10 +123,10 @@ def test_converted_llama_uses_the_first_token_of_its_tokenizer(generate, tmp_pat
     import_checkpoint(tmp_path / "llama").save_pretrained(tmp_path / "ours")
     tokenizer.save_pretrained(tmp_path / "ours")
     text = generate("--temperature", 0, folder=tmp_path / "ours")[0]
-    said = json.loads(generate("--temperature", 0, "--json", folder=tmp_path / "ours")[0])
+    result = json.loads(generate("--temperature", 0, "--json", folder=tmp_path / "ours")[0])
     ids = torch.tensor([[FIRST, *byte_level()(PROMPT).input_ids]])
     expected = theirs.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
-    assert said["tokens"] == expected.tolist() and text == PROMPT + said["text"] + "\n"
+    assert result["tokens"] == expected.tolist() and text == PROMPT + result["text"] + "\n"
     evaluated = pytest.importorskip("lm_eval.models.huggingface").HFLM(pretrained=theirs, tokenizer=tokenizer)
     assert evaluated.tok_encode(PROMPT) == ids[0].tolist()
 
@@ -147,5 +147,5 @@ def test_tokenizer_of_prepared_data_adds_no_prompt_tokens(tmp_path):
 def test_printed_rate_counts_new_tokens(checkpoint, monkeypatch):
     clock = iter((10.0, 14.0))
     monkeypatch.setattr("headrace.hf.generate.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    found = continued(checkpoint, PROMPT, None, False, max_new_tokens=NEW, do_sample=False)
-    assert found["tokens_per_second"] == NEW / 4 == len(found["tokens"]) / 4
+    result = continued(checkpoint, PROMPT, None, False, max_new_tokens=NEW, do_sample=False)
+    assert result["tokens_per_second"] == NEW / 4 == len(result["tokens"]) / 4

@@ -72,9 +72,9 @@ def test_offloaded_weights_give_the_same_outputs(name):
     assert all(p.is_meta for p in offloaded.parameters())
     caches = None, None
     for piece in ids.split([7, 1, 1], 1):
-        expected, found = (m(piece, past_key_values=c) for m, c in zip((plain, offloaded), caches, strict=True))
-        close(found.logits, expected.logits)
-        caches = expected.past_key_values, found.past_key_values
+        expected, actual = (m(piece, past_key_values=c) for m, c in zip((plain, offloaded), caches, strict=True))
+        close(actual.logits, expected.logits)
+        caches = expected.past_key_values, actual.past_key_values
 
 
 @torch.no_grad()
@@ -104,12 +104,12 @@ def test_separate_calls_replace_states(model):
 @torch.no_grad()
 def test_both_argument_names_of_the_cache_work():
     """transformers 5.24 calls past_key_values cache."""
-    model, ids, found = build("softmax-gla"), tokens(2), []
+    model, ids, results = build("softmax-gla"), tokens(2), []
     for name in ("past_key_values", "cache"):
         first = model(ids[:, :5])
         assert isinstance(getattr(first, NAME), HeadraceCache)
-        found.append(model(ids[:, 5:], **{name: getattr(first, NAME)}).logits)
-    assert torch.equal(*found)
+        results.append(model(ids[:, 5:], **{name: getattr(first, NAME)}).logits)
+    assert torch.equal(*results)
     with pytest.raises(InputError, match="past_key_values and cache are both given; expected one"):
         model(ids, past_key_values=HeadraceCache(), cache=HeadraceCache())
 
@@ -407,10 +407,10 @@ def test_short_loop_generates_the_tokens_of_transformers(mixer, monkeypatch):
 
     short = []
     monkeypatch.setattr(hf_model, "continued", _noted(hf_model.continued, short))
-    found = tokens()
+    result = tokens()
     assert len(short) == len(settings)
     monkeypatch.setattr(hf_model, "plain", lambda *_: False)
-    assert all(torch.equal(x, y) for x, y in zip(found, tokens(), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(result, tokens(), strict=True))
     assert len(short) == len(settings)
 
 
@@ -436,10 +436,10 @@ def test_hooks_and_streamers_use_the_loop_of_transformers():
     model.generate(ids, max_new_tokens=6, pad_token_id=0, eos_token_id=None)
     assert len(seen) == 6
     handle.remove()
-    found = model.generate(
+    result = model.generate(
         ids, max_new_tokens=6, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True
     )
-    assert len(found.logits) == 6
+    assert len(result.logits) == 6
 
 
 # --- positions and labels ---------------------------------------------------------------------------------------------

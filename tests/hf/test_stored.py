@@ -82,10 +82,10 @@ def spelt_today(config):
 @pytest.mark.parametrize("name", MODELS)
 def test_stored_models_give_stored_outputs(name):
     stored = MODELS[name]
-    found = described(HeadraceConfig(**stored["config"], **SIZES))
-    assert holds(found["config"], spelt_today(stored["config"])) and found["weights"] == stored["weights"]
+    result = described(HeadraceConfig(**stored["config"], **SIZES))
+    assert holds(result["config"], spelt_today(stored["config"])) and result["weights"] == stored["weights"]
     # Some hundred float64 operations on numbers near one, in another order on another processor.
-    for now, then in zip(found["logits"], stored["logits"], strict=True):
+    for now, then in zip(result["logits"], stored["logits"], strict=True):
         assert math.isclose(now, then, rel_tol=1e-9, abs_tol=1e-9)
 
 

@@ -40,8 +40,8 @@ def agree(ours, theirs, pairs, parameters):
     gradients = []
     for model, result in zip((ours, theirs), pairs[0], strict=True):
         named = dict(model.named_parameters())
-        found = torch.autograd.grad((result * weight).sum(), [*named.values()])
-        gradients.append(dict(zip(named, found, strict=True)))
+        outcome = torch.autograd.grad((result * weight).sum(), [*named.values()])
+        gradients.append(dict(zip(named, outcome, strict=True)))
     gradients_agree(gradients[0], parameters(gradients[1]), 1e-10)
 
 
@@ -151,8 +151,8 @@ def test_t5_equals_transformers(monkeypatch, activation, padded):
     ours, theirs = build(name).double(), perturbed(theirs, 0.2).eval().double()
     ours.load_state_dict(from_t5(theirs.state_dict()))
     ids, mask, labels = batch(padded)
-    found, expected = ours(ids, mask, labels), theirs(input_ids=ids, attention_mask=mask, labels=labels)
-    agree(ours, theirs, [(found.logits, expected.logits), (found.loss, expected.loss)], from_t5)
+    actual, expected = ours(ids, mask, labels), theirs(input_ids=ids, attention_mask=mask, labels=labels)
+    agree(ours, theirs, [(actual.logits, expected.logits), (actual.loss, expected.loss)], from_t5)
     written = theirs.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=1)
     mine = ours.generate(ids, mask, max_new_tokens=12)
     assert torch.equal(mine, written[:, 1 : 1 + mine.shape[1]])

@@ -70,9 +70,9 @@ def check(model, prompts, outputs):
         tokens = torch.tensor(output.token_ids)[:, None]
         assert len(tokens) == NEW
         scored = zip(output.logprobs, output.token_ids, strict=True)
-        found = torch.tensor([of[token].logprob for of, token in scored])
+        actual = torch.tensor([of[token].logprob for of, token in scored])
         chosen = expected.gather(1, tokens)[:, 0]
-        tiny.close(found, chosen, 1e-4)
+        tiny.close(actual, chosen, 1e-4)
         assert (chosen >= expected.amax(1) - 1e-4).all()
 
 

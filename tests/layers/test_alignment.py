@@ -69,9 +69,9 @@ def literal_attention(module, score, window, query, annotations, reach=2):
 def test_scores_and_windows_equal_their_equations(score, window):
     module, query, annotations = attention(score, window)
     inputs = [query.requires_grad_(), annotations.requires_grad_(), *module.parameters()]
-    found = module(query, module.memory(annotations, valid()))
+    actual = module(query, module.memory(annotations, valid()))
     expected = literal_attention(module, score, window, query, annotations)
-    for ours, literal in zip(found, expected, strict=True):
+    for ours, literal in zip(actual, expected, strict=True):
         close(ours, literal)
         weight = torch.randn_like(ours)
         grads = [

@@ -181,8 +181,8 @@ def test_in_place_state_equals_the_copied_state(lengths):
         own = copied
         for piece in x[:, 8:].split(lengths, 1):
             expected, copied = made(piece, copied)
-            found, own = made(piece, own, in_place=True)
-            assert relative(found, expected) <= 1e-12
+            actual, own = made(piece, own, in_place=True)
+            assert relative(actual, expected) <= 1e-12
             assert all(map(torch.equal, own[:2], copied[:2]))
             storages.add(own.k.untyped_storage().data_ptr())
     assert 1 < len(storages) < len(lengths)

@@ -66,15 +66,15 @@ def test_bert_equals_transformers():
     theirs = perturbed(BertForPreTraining(config), 0.2).eval().double()
     ours.load_state_dict(from_bert({name: p.detach() for name, p in theirs.named_parameters()}))
     rows = batch()
-    found, expected = ours(**rows), theirs(**rows)
+    actual, expected = ours(**rows), theirs(**rows)
     kept = rows["attention_mask"] == 1
     for a, b in (
-        (found.logits[kept], expected.prediction_logits[kept]),
-        (found.next_logits, expected.seq_relationship_logits),
-        (found.loss, expected.loss),
+        (actual.logits[kept], expected.prediction_logits[kept]),
+        (actual.next_logits, expected.seq_relationship_logits),
+        (actual.loss, expected.loss),
     ):
         assert relative(a, b) <= 1e-10
-    found.loss.backward()
+    actual.loss.backward()
     expected.loss.backward()
     theirs = from_bert({name: p.grad for name, p in theirs.named_parameters()})
     gradients_agree({name: p.grad for name, p in ours.named_parameters()}, theirs, 1e-10)
@@ -109,8 +109,8 @@ def book(tmp_path):
 def drawn(task, rows):
     """The rows as they stood before masking, and what was done to them."""
     batch = task.sample(torch.Generator().manual_seed(3), rows)
-    asked = batch["shift_labels"] != IGNORED
-    return batch, asked, torch.where(asked, batch["shift_labels"], batch["input_ids"])
+    masked = batch["shift_labels"] != IGNORED
+    return batch, masked, torch.where(masked, batch["shift_labels"], batch["input_ids"])
 
 
 def test_half_of_the_sentence_pairs_are_consecutive(book):
@@ -129,12 +129,12 @@ def test_half_of_the_sentence_pairs_are_consecutive(book):
 
 def test_masking_follows_the_paper(book):
     task = Masked((str(book),), length=103)
-    batch, asked, whole = drawn(task, 500)
-    assert (asked.sum(1) == 15).all() and (whole[asked] < 256).all()
-    given, stood = batch["input_ids"][asked], whole[asked]
+    batch, masked, whole = drawn(task, 500)
+    assert (masked.sum(1) == 15).all() and (whole[masked] < 256).all()
+    given, stood = batch["input_ids"][masked], whole[masked]
     assert abs((given == 258).float().mean() - 0.8) < 0.02
     assert abs((given == stood).float().mean() - 0.1) < 0.02
-    assert torch.equal(batch["input_ids"][~asked], whole[~asked]) and (whole != 258).all()
+    assert torch.equal(batch["input_ids"][~masked], whole[~masked]) and (whole != 258).all()
 
 
 def test_held_out_rows_are_from_the_end_of_the_text(book):

@@ -49,9 +49,9 @@ def agree(ours, theirs, names, tolerance):
     (logits * weight).sum().backward()
     expected = names({name: p.grad for name, p in values.items()})
     ours.load_state_dict(names({name: p.detach() for name, p in values.items()}), strict=True)
-    found = ours(ids).logits
-    (found * weight).sum().backward()
-    assert relative(found, logits) <= tolerance
+    actual = ours(ids).logits
+    (actual * weight).sum().backward()
+    assert relative(actual, logits) <= tolerance
     gradients_agree({name: p.grad for name, p in ours.named_parameters()}, expected, tolerance)
 
 

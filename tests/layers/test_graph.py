@@ -29,10 +29,10 @@ class Recording(TorchDispatchMode):
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, torch.Tensor) and not any(x is y for y in self.made):
                 self.given.setdefault(id(x), (x, x.clone()))
-        found = function(*args, **kwargs)
-        self.made += tree_leaves(found)
-        self.calls.append((function, args, kwargs, tree_leaves(found)))
-        return found
+        result = function(*args, **kwargs)
+        self.made += tree_leaves(result)
+        self.calls.append((function, args, kwargs, tree_leaves(result)))
+        return result
 
     def restore(self):
         """Undoes what the recorded calls wrote, since a capture executes nothing."""
@@ -49,18 +49,18 @@ class Recording(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch):
     """Stands in for `captured`. Returns the recordings."""
-    found = []
+    recordings = []
 
     def captured(warm_up, run, device):
         warm_up()
         with Recording() as recording:
             result = run()
         recording.restore()
-        found.append(recording)
+        recordings.append(recording)
         return result, recording.replay
 
     monkeypatch.setattr(graph, "captured", captured)
-    return found
+    return recordings
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -68,12 +68,12 @@ def recorded(monkeypatch):
 def test_graph_generates_the_same_tokens(name, sampled, recorded, monkeypatch):
     monkeypatch.setattr(decoding, "check_graph", lambda *_: None)
     monkeypatch.setattr("headrace.hf.model.check_graph", lambda *_: None)
-    model, ids, found = build(name), tokens(2), []
+    model, ids, results = build(name), tokens(2), []
     for kind in (None, "static"):
         torch.manual_seed(1)
         options = {"max_new_tokens": 12, "do_sample": sampled, "pad_token_id": 0, "cache_implementation": kind}
-        found.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options))
-    assert torch.equal(*found) and found[0].shape == (2, ids.shape[1] + 12)
+        results.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options))
+    assert torch.equal(*results) and results[0].shape == (2, ids.shape[1] + 12)
     assert len(recorded) == 1
 
 
@@ -95,8 +95,8 @@ def test_graphed_step_updates_states_in_place():
         assert y is z is None or torch.allclose(y, z.to(y.dtype), rtol=1e-10, atol=1e-12)
 
 
-def _alone(found):
-    y, state = found
+def _alone(result):
+    y, state = result
     return y, [state]
 
 

@@ -135,12 +135,12 @@ def test_rwkv7_equals_fla():
 
 def goose_package(monkeypatch):
     """The author's own package, whose version 7 is chosen when it is loaded: as a module of its own."""
-    found = importlib.util.find_spec("rwkv")
-    if found is None:
+    result = importlib.util.find_spec("rwkv")
+    if result is None:
         pytest.skip("rwkv is not installed")
     for name, value in {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}.items():
         monkeypatch.setenv(name, value)
-    path = os.path.join(found.submodule_search_locations[0], "model.py")
+    path = os.path.join(result.submodule_search_locations[0], "model.py")
     described = importlib.util.spec_from_file_location("rwkv_model_7", path)
     module = importlib.util.module_from_spec(described)
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32

@@ -238,8 +238,8 @@ def test_layer_takes_bounds_of_any_integer_dtype(dtype, ends):
     for name in zoo.names():
         layer, x = headrace.Mixer(name, hidden_size=16, num_heads=2), torch.randn(1, ends[-1], 16)
         with torch.no_grad():
-            found, expected = (layer(x, cu_seqlens=torch.tensor(ends, dtype=kind))[0] for kind in (dtype, torch.long))
-        assert torch.equal(found, expected), name
+            actual, expected = (layer(x, cu_seqlens=torch.tensor(ends, dtype=kind))[0] for kind in (dtype, torch.long))
+        assert torch.equal(actual, expected), name
 
 
 def test_layer_refuses_bounds_of_other_tokens():

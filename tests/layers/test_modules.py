@@ -25,9 +25,9 @@ def test_changed_submodule_changes_the_mixer(name, how):
     """In float32, which takes every short cut that there is, several tokens at a time and one by one."""
     made, x = layer(name), torch.randn(2, T, D)
     halves = lambda y: (y[:, :-1], y[:, -1:])  # noqa: E731
-    plain, found = made(x)[0], layers_of(made)
-    assert found
-    for where, module in found.items():
+    plain, result = made(x)[0], layers_of(made)
+    assert result
+    for where, module in result.items():
         undo = []
         if how == "forward":  # as accelerate does it
             original = module.forward

@@ -19,14 +19,14 @@ def test_empty_input_keeps_the_state(name, how):
     made, x = layer(name, torch.float64), torch.randn(2, T, D, dtype=torch.float64)
     nothing = {"none": (x[:, :0], {}), "padding": (x[:, :3], {"mask": torch.zeros(2, 3, dtype=torch.bool)}),
                "pack": (x[:1, :0], {"cu_seqlens": torch.zeros(3, dtype=torch.long)})}[how]  # fmt: skip
-    found, state = [], None
+    results, state = [], None
     for piece in (None, x[:, :4], None, x[:, 4:5], x[:, 5:], None):
         y, state = made(piece, state) if piece is not None else made(nothing[0], state, **nothing[1])
         if piece is not None:
-            found.append(y)
+            results.append(y)
             continue
         assert y.shape == nothing[0].shape and y.isfinite().all()
-    close(torch.cat(found, 1), made(x)[0])
+    close(torch.cat(results, 1), made(x)[0])
 
 
 @pytest.mark.parametrize("name", zoo.names())

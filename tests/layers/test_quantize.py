@@ -79,8 +79,8 @@ def test_half_precision_quantised_model_is_as_accurate_as_its_dequantised_weight
             model.get_submodule(name).weight = nn.Parameter(layer.weight)  # unties the head, which is quantised
     ids = torch.randint(29, (3, FEW))
     expected, half = deepcopy(model).double()(ids).logits, deepcopy(model).to(dtype)(ids).logits
-    found = quantised.to(dtype)(ids).logits
-    assert found.dtype is dtype and relative(found, expected) <= 2 * relative(half, expected)
+    actual = quantised.to(dtype)(ids).logits
+    assert actual.dtype is dtype and relative(actual, expected) <= 2 * relative(half, expected)
     assert relative(quantised(ids[:1, :1]).logits, expected[:1, :1]) <= 2 * relative(half, expected)
 
 

@@ -58,8 +58,8 @@ def test_parameters_may_be_parts_of_a_larger_tensor(name):
 @pytest.mark.parametrize("name", ["s4", "s4d"])
 def test_torch_func_gradients_agree(name):
     mixer, x = build(name).double(), torch.randn(2, 9, D).double().requires_grad_()
-    found = grad(lambda x: mixer(x)[0].square().sum())(x)
-    assert relative(found, *torch.autograd.grad(mixer(x)[0].square().sum(), x)) <= 1e-12
+    result = grad(lambda x: mixer(x)[0].square().sum())(x)
+    assert relative(result, *torch.autograd.grad(mixer(x)[0].square().sum(), x)) <= 1e-12
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -181,10 +181,10 @@ def test_product_form_equals_its_equation(denominator, causal):
             for name, p in layer.named_parameters():
                 p.add_(torch.randn_like(p), alpha=0.3 if "norm" in name else 0.5)
         x = draw(3, 8).requires_grad_()
-        found, expected = layer(x[None])[0][0], literal(layer, x, causal)
-        assert relative(found, expected) <= 1e-10, described
-        weights = torch.randn_like(found)
-        gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (found, expected)]
+        actual, expected = layer(x[None])[0][0], literal(layer, x, causal)
+        assert relative(actual, expected) <= 1e-10, described
+        weights = torch.randn_like(actual)
+        gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (actual, expected)]
         assert (gradients[0] - gradients[1]).norm() <= 1e-9 * max(1, gradients[1].norm()), described
 
 
@@ -212,7 +212,7 @@ def test_denominators_equal_the_authors_code_at_any_logit_size(denominator, logi
     direction = F.normalize(torch.ones(d, dtype=torch.float64), dim=0)
     q, k, v = (0.3 * draw(2, 6, H, d) for _ in range(3))
     q, k = q + 8 * direction, k + logit * d**0.5 / 8 * direction
-    found = layer.read(q, k, v)
+    result = layer.read(q, k, v)
     out, total = raw(layer.spec, q, k, v)
     theirs = {
         "detached": lambda: out / total.clamp(min=1),
@@ -220,7 +220,7 @@ def test_denominators_equal_the_authors_code_at_any_logit_size(denominator, logi
         "rms": lambda: F.rms_norm(out, (d,), eps=torch.finfo(torch.float32).eps),
         "layer": lambda: F.layer_norm(out, (d,)),
     }[denominator]()
-    assert relative(found, theirs) <= 1e-12
+    assert relative(result, theirs) <= 1e-12
     narrow = layer.float().read(q.float(), k.float(), v.float())
     # Logits are sums of d products of up to 8 |logit| √d / 8: d rounding errors of 2^-24, and e^x has their sum.
     assert relative(narrow, theirs) <= 4 * d * 2**-24 * max(1, abs(logit)) and narrow.isfinite().all()
@@ -312,8 +312,8 @@ def test_all_forms_agree(order, denominator):
     transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), 2 * draw(2, 40, D)
     recurrent, y = taylor(order, transformer, denominator), direct(order, transformer, denominator)(x)[0]
     ways = [with_op(recurrent, x, form=form) for form in ("chunkwise", "recurrent", "parallel")]
-    for found in (*ways, by_steps(recurrent, x)):
-        assert relative(found, y) <= (1e-10 if denominator == "none" else 1e-6)
+    for result in (*ways, by_steps(recurrent, x)):
+        assert relative(result, y) <= (1e-10 if denominator == "none" else 1e-6)
 
 
 @torch.no_grad()

@@ -69,19 +69,19 @@ def test_number_of_library_calls_is_independent_of_length(rule, decay, gates, pa
     """But for the states, which pass from chunk to chunk: in a direction at most 3 calls per chunk."""
     prepare("batched", monkeypatch)
     for tokens in (640, 1000):
-        *found, chunks = calls(decay, tokens, packed, gates, rule)
+        *result, chunks = calls(decay, tokens, packed, gates, rule)
         scan = chunks * ((2 if rule == "delta" else 1) + packed)
-        for way, names in enumerate(found):
+        for way, names in enumerate(result):
             assert not WAITS & names.keys()
             ceiling = CEILINGS[rule, decay][way] + GATES[rule][way] * gates + PACKED[way] * packed
             assert names.total() - scan <= ceiling + RAGGED[way] * (tokens % 64 > 0)
 
 
 def test_counter_sees_synchronising_calls():
-    with Calls() as found:
+    with Calls() as result:
         x = torch.arange(3.0)
         x[x > 1].sum().item()
-    assert {"nonzero", "_local_scalar_dense"} <= found.names.keys()
+    assert {"nonzero", "_local_scalar_dense"} <= result.names.keys()
 
 
 def test_bounds_are_checked_on_the_device():
@@ -118,9 +118,9 @@ def test_padding_is_dropped_without_a_device_sync(name, monkeypatch):
         given = [x, *(p for p in made.parameters() if p.requires_grad)]
         grads = torch.autograd.grad(y.square().sum() + after.memory.square().sum(), given, allow_unused=True)
         results.append(([y, *(z for z in after if z is not None)], [g for g in grads if g is not None]))
-    (found, gradients), (expected, exact) = results
+    (actual, gradients), (expected, exact) = results
     assert len(gradients) == len(exact)
-    assert max(relative(a.double(), b.double()) for a, b in zip(found, expected, strict=True)) <= 1e-12
+    assert max(relative(a.double(), b.double()) for a, b in zip(actual, expected, strict=True)) <= 1e-12
     assert worst(gradients, exact) <= 1e-10
 
 

@@ -23,18 +23,18 @@ def four(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def found(request, four, tmp_path_factory):
+def results(request, four, tmp_path_factory):
     return four if request.param == 4 else run(2, tmp_path_factory.mktemp("ranks"), check, [])
 
 
-def errors(found, name):
-    return [rank[name] for rank in found]
+def errors(results, name):
+    return [rank[name] for rank in results]
 
 
 @pytest.mark.parametrize("packed", ["rows", "packed"])
 @pytest.mark.parametrize("kind", OPS)
-def test_op_equals_one_process(found, kind, packed):
-    assert max(errors(found, f"op, {kind}, {packed}")) < ERROR
+def test_op_equals_one_process(results, kind, packed):
+    assert max(errors(results, f"op, {kind}, {packed}")) < ERROR
 
 
 @pytest.mark.parametrize("packed", ["rows", "packed"])
@@ -43,25 +43,31 @@ def test_every_linear_mixer_equals_one_process(four, name, packed):
     assert max(errors(four, f"layer, {name}, {packed}")) < ERROR
 
 
-def test_model_loss_and_gradients_equal_one_process(found):
-    assert max(errors(found, "model")) < ERROR
+def test_model_loss_and_gradients_equal_one_process(results):
+    assert max(errors(results, "model")) < ERROR
 
 
-def test_process_without_gradients_does_not_block_others(found):
-    assert max(errors(found, "one process without gradients")) < 1e-5  # float32
+def test_process_without_gradients_does_not_block_others(results):
+    assert max(errors(results, "one process without gradients")) < 1e-5  # float32
 
 
-def test_only_state_and_transition_are_gathered(found):
-    for rank in found:
+def test_only_state_and_transition_are_gathered(results):
+    for rank in results:
         assert rank["bytes"] == {"add": [H * K * (V + 1), H * K * V], "delta": [H * K * (V + K), H * K * V]}
 
 
-def test_unsupported_layers_are_refused_by_name(found):
-    for rank in found:
-        said = rank["refused"]
-        assert "SoftmaxAttention" in said["transformer"] and "Mamba" in said["mamba"] and "RWKV7" in said["rwkv7"]
-        assert "LinearMixer" in said["residual-delta"] and "mask" in said["padding"]
-        assert "9 tokens" in said["uneven"] and "[8, 7" in said["unequal"] and "shift_labels" in said["labels"]
+def test_unsupported_layers_are_refused_by_name(results):
+    for rank in results:
+        messages = rank["refused"]
+        assert (
+            "SoftmaxAttention" in messages["transformer"]
+            and "Mamba" in messages["mamba"]
+            and "RWKV7" in messages["rwkv7"]
+        )
+        assert "LinearMixer" in messages["residual-delta"] and "mask" in messages["padding"]
+        assert (
+            "9 tokens" in messages["uneven"] and "[8, 7" in messages["unequal"] and "shift_labels" in messages["labels"]
+        )
 
 
 def test_training_with_shared_rows_equals_one_process(few, tmp_path):
@@ -71,8 +77,8 @@ def test_training_with_shared_rows_equals_one_process(few, tmp_path):
     settings |= {"save_every": 4, "precision": "float32", "apart": True}
     assert train_all([Run(tmp_path / "1", settings)], few) == [0]
     shared = settings | {"context_parallel": 2}
-    told = Run(tmp_path / "2", shared, {1: (2, signal.SIGTERM)})
-    assert train_all([told, Run(tmp_path / "2", shared)], few, 4) == [0] * 4
+    stopped = Run(tmp_path / "2", shared, {1: (2, signal.SIGTERM)})
+    assert train_all([stopped, Run(tmp_path / "2", shared)], few, 4) == [0] * 4
     assert (tmp_path / "2" / "checkpoint-3").exists()
     histories = [json.loads((tmp_path / name / "model" / "history.json").read_text()) for name in "12"]
     for name in ("loss", "grad_norm", "eval_loss", "final_loss"):

@@ -116,9 +116,9 @@ def test_forward_derivatives_are_refused(backend):
     for transform in (torch.func.jacfwd, torch.func.hessian):
         with pytest.raises(InputError, match=sentence):
             transform(lambda q: run(q).sum())(q)
-    for wanted in (False, True):
+    for differentiable in (False, True):
         with forward_ad.dual_level(), pytest.raises(InputError, match=sentence):
-            run(forward_ad.make_dual(q.detach().requires_grad_(wanted), q))
+            run(forward_ad.make_dual(q.detach().requires_grad_(differentiable), q))
 
 
 def test_gradients_inside_transforms_are_refused(backend):
@@ -135,10 +135,10 @@ def test_gradients_inside_transforms_are_refused(backend):
         with pytest.raises(InputError, match=sentence):
             transform(x)
     expected = torch.autograd.grad(linear(run(q)[..., [0] * 6]).sum(), linear.weight)[0]
-    found = torch.func.grad(lambda parameters: inside(parameters, run(q)[..., [0] * 6]).sum())(
+    actual = torch.func.grad(lambda parameters: inside(parameters, run(q)[..., [0] * 6]).sum())(
         {name: x.detach() for name, x in linear.named_parameters()}
     )
-    assert torch.allclose(found["weight"], expected)
+    assert torch.allclose(actual["weight"], expected)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -153,10 +153,10 @@ def test_vmap_equals_a_loop(backend):
     """Its tensors do not say whether they need a gradient."""
     run, q = op(backend)
     several = torch.stack([q, 2 * q, -q]).requires_grad_()
-    found, expected = torch.func.vmap(run)(several), torch.stack([run(q) for q in several])
+    actual, expected = torch.func.vmap(run)(several), torch.stack([run(q) for q in several])
     weight = torch.randn_like(expected)
-    assert torch.equal(found, expected)
-    assert torch.equal(*(torch.autograd.grad((y * weight).sum(), several)[0] for y in (found, expected)))
+    assert torch.equal(actual, expected)
+    assert torch.equal(*(torch.autograd.grad((y * weight).sum(), several)[0] for y in (actual, expected)))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -187,9 +187,9 @@ def test_recurrent_form_passes_gradcheck_and_gradgradcheck(decay, kind):
 def test_step_has_forward_mode_derivatives():
     x, state = torch.randn(2, 3, 4), torch.randn(2, 3, 4, 4)
     run = lambda x: step(x, x, x, state)[0]  # noqa: E731
-    found = torch.func.jvp(run, (x,), (x,))[1]
+    actual = torch.func.jvp(run, (x,), (x,))[1]
     expected = torch.autograd.functional.jvp(lambda x: step(x, x, x, state.double())[0], x.double(), x.double())[1]
-    assert relative(found, expected) < 1e-6
+    assert relative(actual, expected) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["q", "log_decay", "initial_state"])
@@ -224,8 +224,10 @@ def test_convolution_equals_pytorch_under_transforms():
     run, exact = partial(convolved, conv), partial(convolved, nn.Conv1d(6, 6, 4, groups=6).double())
     exact.args[0].load_state_dict(conv.state_dict())
     for transform in (torch.func.grad, torch.func.hessian, torch.func.jacfwd):
-        found, expected = (transform(lambda x, f=f: f(x).square().sum())(y) for f, y in ((run, x), (exact, x.double())))
-        assert relative(found, expected) < 1e-5
+        actual, expected = (
+            transform(lambda x, f=f: f(x).square().sum())(y) for f, y in ((run, x), (exact, x.double()))
+        )
+        assert relative(actual, expected) < 1e-5
     assert relative(torch.func.vmap(run)(x[None])[0], exact(x.double())) < 1e-6
     x.requires_grad_()
     with pytest.raises(InputError, match=r"the native convolution has no second derivative, .* expected float64"):
@@ -251,9 +253,9 @@ def test_tensor_subclasses_are_kept(wrap):
     q, x = torch.randn(1, 4, 2, 6), torch.randn(1, 3, 6)
     layer, conv = Int8Linear(nn.Linear(6, 5)), nn.Conv1d(6, 6, 4, groups=6)
     for run, y in ((lambda q: linear_attention(q, q, q)[0], q), (layer, x[0]), (partial(convolved, conv), x)):
-        found = run(wrap(y))
-        assert type(found) is type(wrap(y))
-        assert torch.allclose(getattr(found, "a", found).as_subclass(torch.Tensor), run(y), atol=1e-6)
+        result = run(wrap(y))
+        assert type(result) is type(wrap(y))
+        assert torch.allclose(getattr(result, "a", result).as_subclass(torch.Tensor), run(y), atol=1e-6)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ OURS = {
 }
 
 
-def given(peer, **sizes):
+def inputs_of(peer, **sizes):
     """Inputs of the peer's family, in the precision it can keep, or a skip that says why it is not here."""
     if (reason := peer.missing()) is not None:
         pytest.skip(reason)
@@ -33,7 +33,7 @@ def given(peer, **sizes):
 @pytest.mark.parametrize("peer", PEERS, ids=lambda p: f"{p.family}-{p.name}".replace(" ", "-"))
 def test_op_equals_other_libraries(peer, form):
     """Outputs, the final state and the gradient of every input that a model would train."""
-    tensors, dtype = given(peer)
+    tensors, dtype = inputs_of(peer)
     theirs, their_state = peer(peer.arguments(tensors))
     ours, our_state = OURS[form](**tensors, **FAMILIES[peer.family].options())
     assert relative(ours, theirs) <= TOLERANCE[dtype]
@@ -50,7 +50,7 @@ def test_op_equals_other_libraries(peer, form):
 @pytest.mark.parametrize("form", OURS)
 @pytest.mark.parametrize("peer", [p for p in PEERS if p.states], ids=lambda p: f"{p.family}-{p.name}".replace(" ", "-"))
 def test_op_equals_other_libraries_from_an_initial_state(peer, form):
-    tensors, dtype = given(peer, seed=1)
+    tensors, dtype = inputs_of(peer, seed=1)
     B, _, H, V = tensors["v"].shape
     start = torch.randn(B, H, tensors["k"].shape[-1], V, dtype=dtype)
     with torch.no_grad():

@@ -111,5 +111,5 @@ def test_nonfinite_row_does_not_reach_other_rows(name, bad):
             y, _ = mixer(given.view(shape), **settings)
             (slope,) = torch.autograd.grad(y.square().sum(), given)
             results.append((y.view(3, 20, 16)[others], slope[others]))
-        for found, exact in zip(*reversed(results), strict=True):
-            torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+        for actual, exact in zip(*reversed(results), strict=True):
+            torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5)

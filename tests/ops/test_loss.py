@@ -19,7 +19,7 @@ def _pieces_of_five_tokens(monkeypatch):
     monkeypatch.setattr(module, "PIECE", 5 * V)
 
 
-def given(dtype, scale=1.0):
+def draw(dtype, scale=1.0):
     torch.manual_seed(0)
     hidden, weight = torch.randn(N, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64) * scale
     labels = torch.randint(V, (N,))
@@ -32,7 +32,7 @@ def given(dtype, scale=1.0):
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
 )
 def test_loss_equals_cross_entropy_of_all_logits(dtype, tolerance, scale):
-    hidden, weight, labels = given(dtype, scale)
+    hidden, weight, labels = draw(dtype, scale)
     ours = linear_cross_entropy(hidden, weight, labels)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     theirs = F.cross_entropy(F.linear(*exact), labels, reduction="sum")
@@ -47,14 +47,14 @@ def test_loss_equals_cross_entropy_of_all_logits(dtype, tolerance, scale):
 
 
 def test_only_labelled_tokens_cost_flops_on_a_cpu():
-    hidden, weight, labels = given(torch.float32)
+    hidden, weight, labels = draw(torch.float32)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         linear_cross_entropy(hidden, weight, labels)
     assert counter.get_total_flops() == 2 * int((labels != IGNORED).sum()) * D * V
 
 
 def test_frozen_tensors_get_no_gradient():
-    hidden, weight, labels = given(torch.float32)
+    hidden, weight, labels = draw(torch.float32)
     linear_cross_entropy(hidden, weight.detach(), labels).backward()
     half = hidden.grad.clone()
     hidden.grad = None
@@ -63,7 +63,7 @@ def test_frozen_tensors_get_no_gradient():
 
 
 def test_autocast_keeps_the_loss_in_float32():
-    hidden, weight, labels = given(torch.float32)
+    hidden, weight, labels = draw(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         ours = linear_cross_entropy(hidden, weight, labels)
     ours.backward()
@@ -73,7 +73,7 @@ def test_autocast_keeps_the_loss_in_float32():
 
 
 def test_gradients_pass_gradcheck():
-    hidden, weight, labels = given(torch.float64)
+    hidden, weight, labels = draw(torch.float64)
     assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels), (hidden, weight))
 
 

@@ -30,11 +30,11 @@ def floats(arguments):
 
 def called(arguments, **settings):
     """(out, state, gradients by name) of a weighted sum."""
-    found = linear_attention(**arguments, backend="native", **settings)
+    result = linear_attention(**arguments, backend="native", **settings)
     names = [name for name, x in arguments.items() if x is not None and x.requires_grad]
-    weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) for x in found]
-    loss = sum((x.float() * w).sum() for x, w in zip(found, weights, strict=True))
-    return *found, dict(zip(names, torch.autograd.grad(loss, [arguments[name] for name in names]), strict=True))
+    weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) for x in result]
+    loss = sum((x.float() * w).sum() for x, w in zip(result, weights, strict=True))
+    return *result, dict(zip(names, torch.autograd.grad(loss, [arguments[name] for name in names]), strict=True))
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -67,9 +67,9 @@ def test_strided_last_dimension_is_copied():
     x = floats(inputs("vector"))
     apart = {name: x[name].detach().transpose(-1, -2).contiguous().transpose(-1, -2) for name in ("q", "log_decay")}
     assert apart["q"].stride(-1) != 1
-    given = x | {name: y.requires_grad_() for name, y in apart.items()}
-    for found, expected in zip(called(given)[:2], called(x)[:2], strict=True):
-        assert torch.equal(found, expected)
+    arguments = x | {name: y.requires_grad_() for name, y in apart.items()}
+    for actual, expected in zip(called(arguments)[:2], called(x)[:2], strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(("rule", "decay"), [("add", "fixed"), ("add", "vector"), ("delta", "scalar")])
@@ -92,9 +92,9 @@ def test_thread_count_does_not_change_results(rule):
     out, state, gradients = called(x, rule=rule)
     for threads in (2, 3, 16):
         torch.set_num_threads(threads)
-        found = called(x, rule=rule)
-        assert max(relative(x, y) for x, y in zip(found[:2], (out, state), strict=True)) <= NATIVE.tolerance
-        assert all(relative(found[2][name], gradients[name]) <= NATIVE.gradient_tolerance for name in gradients)
+        result = called(x, rule=rule)
+        assert max(relative(x, y) for x, y in zip(result[:2], (out, state), strict=True)) <= NATIVE.tolerance
+        assert all(relative(result[2][name], gradients[name]) <= NATIVE.gradient_tolerance for name in gradients)
 
 
 def test_concurrent_calls_agree():
@@ -125,14 +125,14 @@ def test_forked_process_starts_its_own_threads():
     assert child.exitcode == 0 and answer.get()
 
 
-@pytest.mark.parametrize("wanted", [("v",), ("log_decay",), ("initial_state",), ("q", "beta"), ("k", "write_gate")])
-def test_only_requested_gradients_are_computed(wanted):
+@pytest.mark.parametrize("requested", [("v",), ("log_decay",), ("initial_state",), ("q", "beta"), ("k", "write_gate")])
+def test_only_requested_gradients_are_computed(requested):
     x = floats(inputs("scalar", groups=2))
     everything = called(x, rule="delta")[2]
-    some = {name: y if y is None or name in wanted else y.detach() for name, y in x.items()}
-    found = called(some, rule="delta")[2]
-    assert set(found) == set(wanted)
-    assert all(torch.equal(found[name], everything[name]) for name in wanted)
+    some = {name: y if y is None or name in requested else y.detach() for name, y in x.items()}
+    result = called(some, rule="delta")[2]
+    assert set(result) == set(requested)
+    assert all(torch.equal(result[name], everything[name]) for name in requested)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -156,8 +156,8 @@ def test_one_token_calls_equal_the_whole(decay, kind):
         assert torch.equal(step_out, out[:, 0]) and torch.equal(stepped, state)
         assert all(relative(x, expected[:, t]) <= NATIVE.tolerance for x in (step_out, graph_out[:, 0]))
     assert relative(state, final) <= NATIVE.tolerance
-    given = [x for x in (first, arguments["k"], arguments["log_decay"]) if x is not None]
-    pairs = zip(torch.autograd.grad(graph.sum(), given), torch.autograd.grad(final.sum(), given), strict=True)
+    arguments_ = [x for x in (first, arguments["k"], arguments["log_decay"]) if x is not None]
+    pairs = zip(torch.autograd.grad(graph.sum(), arguments_), torch.autograd.grad(final.sum(), arguments_), strict=True)
     assert all(relative(x, y.double()) < 1e-5 for x, y in pairs)
 
 
@@ -167,8 +167,8 @@ def test_gradients_when_only_one_output_is_used():
         result = linear_attention(**x, rule="delta", backend="native")[used]
         expected = linear_attention(**x, rule="delta", backend="torch")[used]
         names = ("k", "v", "log_decay", "initial_state")
-        found, exact = (torch.autograd.grad(y.sum(), [x[name] for name in names]) for y in (result, expected))
-        assert all(relative(g, e.double()) < 1e-5 for g, e in zip(found, exact, strict=True))
+        actual, exact = (torch.autograd.grad(y.sum(), [x[name] for name in names]) for y in (result, expected))
+        assert all(relative(g, e.double()) < 1e-5 for g, e in zip(actual, exact, strict=True))
 
 
 def faint(tokens=400):
@@ -186,11 +186,11 @@ def test_denormals_are_flushed_in_every_thread():
         torch.set_num_threads(threads)
         torch.set_flush_denormal(flush)
         try:
-            found = [linear_attention(**x, backend="native") for _ in range(5)]
+            actual = [linear_attention(**x, backend="native") for _ in range(5)]
             assert bool((tiny * 0.5 == 0).all()) == flush
         finally:
             torch.set_flush_denormal(False)
-        assert all(torch.equal(a, b) for pair in found for a, b in zip(pair, expected, strict=True))
+        assert all(torch.equal(a, b) for pair in actual for a, b in zip(pair, expected, strict=True))
     assert all(bool(((y == 0) | (y.abs() >= tiny)).all()) for y in expected)
 
 
@@ -226,9 +226,9 @@ before = mebibytes("VmSize")
 run(2048, 16)
 print(mebibytes("VmPeak") - before, mebibytes("VmSize") - before)
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    peak, left = map(float, found.stdout.split())
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    peak, left = map(float, result.stdout.split())
     assert peak < 10 * 16 and left < 3 * 16
 
 
@@ -253,24 +253,24 @@ GIVEN = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial
 def test_operator_checks_its_tensors(name, wrong):
     """The operator itself, as exported programs call it, without the checks of `linear_attention`."""
     x = floats(inputs("scalar"))
-    given = [x[n].detach() for n in GIVEN]
+    arguments = [x[n].detach() for n in GIVEN]
     run = torch.ops.headrace.native
     rest = (None, False, 1.0, 0, False)
-    run(*given, *rest)
-    given[GIVEN.index(name)] = wrong
+    run(*arguments, *rest)
+    arguments[GIVEN.index(name)] = wrong
     with pytest.raises(ValueError, match=f"{name} has shape .* expected"):
-        run(*given, *rest)
+        run(*arguments, *rest)
 
 
 def test_backward_operator_checks_its_tensors():
     x = floats(inputs("scalar", rows=1, tokens=40))
-    given, rest = [x[n].detach() for n in GIVEN], (None, False, 1.0, 0, False)
-    out, final, kept = torch.ops.headrace.native_kept(*given, *rest)
+    arguments, rest = [x[n].detach() for n in GIVEN], (None, False, 1.0, 0, False)
+    out, final, kept = torch.ops.headrace.native_kept(*arguments, *rest)
     good = {"d_out": torch.randn_like(out), "d_final": torch.randn_like(final), "kept": kept}
 
     def gradients(changed):
         d_out, d_final, kept = (good | changed).values()
-        return torch.ops.headrace.native_backward(d_out, d_final, *given, *rest, kept, [True] * 8)
+        return torch.ops.headrace.native_backward(d_out, d_final, *arguments, *rest, kept, [True] * 8)
 
     expected = gradients({})
     apart = {name: x.mT.contiguous().mT for name, x in good.items() if x.dim() == 4}
@@ -288,10 +288,10 @@ def test_nan_reaches_no_earlier_token(decay, rule):
     x.pop("bonus")
     for name, y in x.items():
         for t in (0, 5, 21, 39) if y is not None and y.shape[:2] == (B, 40) else ():
-            given = x | {name: y.clone()}
-            given[name].view(B, 40, H, -1)[1, t, 1, -1] = torch.nan
-            found = linear_attention(**{n: z if z is None else z.float() for n, z in given.items()}, rule=rule)
-            for ours, exact in zip(found, literal(**given, rule=rule), strict=True):
+            arguments = x | {name: y.clone()}
+            arguments[name].view(B, 40, H, -1)[1, t, 1, -1] = torch.nan
+            actual = linear_attention(**{n: z if z is None else z.float() for n, z in arguments.items()}, rule=rule)
+            for ours, exact in zip(actual, literal(**arguments, rule=rule), strict=True):
                 assert torch.equal(ours.isnan(), exact.isnan()), (name, t)
 
 
@@ -308,12 +308,12 @@ for decay in DECAYS:
         assert_same(inputs(decay, tokens=NATIVE.tokens, groups=2, key=17, value=33), NATIVE, rule=rule)
 print(native.instructions)
 """
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script], cwd=Path(__file__).parents[1], env=os.environ | {"HEADRACE_ISA": isa},
         capture_output=True, text=True,
     )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() in (isa, "portable")  # the machine may have less
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() in (isa, "portable")  # the machine may have less
 
 
 # --- what it refuses, and what is said of it -----------------------------------------------------------------------

@@ -80,8 +80,8 @@ def test_bounds_may_have_any_integer_dtype(way, kind):
     ends = torch.tensor([0, 100, 101, 101, 127])
     expected = linear_attention(**arguments, cu_seqlens=ends, **way.settings)
     for dtype in INTEGERS:
-        found = linear_attention(**arguments, cu_seqlens=ends.to(dtype), **way.settings)
-        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        actual = linear_attention(**arguments, cu_seqlens=ends.to(dtype), **way.settings)
+        assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def of_chunk(way, chunk_size):
@@ -148,12 +148,12 @@ def test_autocast_does_not_change_the_op(backend, rule):
     expected = torch.autograd.grad(out.sum() + state.sum(), list(x.values()))
     with torch.autocast("cpu", torch.bfloat16):
         cast_out, cast_state = op(**x)
-        found = torch.autograd.grad(cast_out.sum() + cast_state.sum(), list(x.values()))
+        actual = torch.autograd.grad(cast_out.sum() + cast_state.sum(), list(x.values()))
         now = {name: y if name == "initial_state" else y[:, 0] for name, y in x.items()}
         stepped, _ = step(**{{"initial_state": "state"}.get(name, name): y for name, y in now.items()}, rule=rule)
     assert torch.equal(out, cast_out)
     assert torch.equal(state, cast_state)
-    assert all(torch.equal(g, e) for g, e in zip(found, expected, strict=True))
+    assert all(torch.equal(g, e) for g, e in zip(actual, expected, strict=True))
     assert relative(stepped, out[:, 0].double()) < 1e-6
 
 

@@ -28,8 +28,8 @@ def errors_in_float32(arguments, monkeypatch, rule="add", **settings):
         with monkeypatch.context() as patch:
             prepare(name, patch)
             op = partial(linear_attention, backend=name.replace("batched", "torch"))
-            found, gradients = differentiated(op, arguments, torch.float32, rule, **settings)
-        forward = max(relative(x, y) for x, y in zip(found, expected, strict=True))
+            actual, gradients = differentiated(op, arguments, torch.float32, rule, **settings)
+        forward = max(relative(x, y) for x, y in zip(actual, expected, strict=True))
         errors.append((forward, worst(gradients, expected_gradients)))
     return tuple(map(max, zip(*errors, strict=True)))
 
@@ -116,12 +116,12 @@ def test_gradient_through_a_steep_decay(backend, rule, shape):
     the decay lets nothing pass, is multiplied by a large g on the way to z."""
     arguments = {name: x for name, x in long_inputs(tokens=128).items() if name not in ("log_decay", "beta")}
     z = 2.5 * torch.randn(shape, dtype=torch.float64)
-    found = []
+    results = []
     for dtype, op in ((torch.float64, literal), (torch.float32, partial(linear_attention, backend=backend))):
         leaf = z.to(dtype).requires_grad_()
         out, _ = op(**{name: x.to(dtype) for name, x in arguments.items()}, log_decay=-leaf.exp(), rule=rule)
-        found.append(torch.autograd.grad(out.square().sum(), leaf)[0])
-    assert relative(found[1], found[0]) < 2e-6
+        results.append(torch.autograd.grad(out.square().sum(), leaf)[0])
+    assert relative(results[1], results[0]) < 2e-6
 
 
 @pytest.mark.parametrize("value", [-1e-4, -1.0, -4.0, -16.0, -50.0])
@@ -207,11 +207,11 @@ def test_bfloat16_is_rounded_once(decay, kind):
 def test_shared_weight_gradients_are_summed_in_float32():
     x = {name: y for name, y in inputs("scalar", rows=1, tokens=512, state=False).items() if name in TOKENWISE}
     drawn = {**x, "k": F.normalize(x["k"], dim=-1)} | dict.fromkeys(("read_gate", "write_gate"))
-    found = []
+    results = []
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         module = ResidualDelta(1, H).to(dtype)
         given = {name: None if y is None else y.detach().to(wide) for name, y in drawn.items()}
         op = partial(linear_attention, rule="delta", backend="torch")
         out, *_ = module(op, given, None, Sequences(given["v"], None))
-        found.append(torch.autograd.grad(out.square().sum(), module.weight)[0])
-    assert relative(*found) <= 2**-8  # rounded once
+        results.append(torch.autograd.grad(out.square().sum(), module.weight)[0])
+    assert relative(*results) <= 2**-8  # rounded once

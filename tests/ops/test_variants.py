@@ -49,10 +49,10 @@ def test_xpos_equals_its_definition():
 def test_xpos_is_finite_at_far_positions():
     """At position 40 000 the smallest ζ^{−m/512} is e^98, beyond float32."""
     mixer, x = build("xpos-retnet").float(), torch.randn(1, T, D)
-    here, state = mixer(x)
-    there = mixer(x, state._replace(tokens=torch.tensor([40_000]), memory=torch.zeros_like(state.memory)))[0]
-    assert there.isfinite().all()
-    assert relative(there, here) <= 1e-4  # only distances count
+    near, state = mixer(x)
+    far = mixer(x, state._replace(tokens=torch.tensor([40_000]), memory=torch.zeros_like(state.memory)))[0]
+    assert far.isfinite().all()
+    assert relative(far, near) <= 1e-4  # only distances count
 
 
 # --- fast weights ----------------------------------------------------------------------------------------------------
@@ -209,5 +209,5 @@ def test_one_token_steps_use_all_memories():
     with torch.no_grad():
         y, state = mixer(x)[0], None
         for t in range(8):
-            here, state = mixer(x[:, t : t + 1], state, in_place=True)
-            assert relative(here, y[:, t : t + 1]) <= 1e-5
+            near, state = mixer(x[:, t : t + 1], state, in_place=True)
+            assert relative(near, y[:, t : t + 1]) <= 1e-5

@@ -147,26 +147,28 @@ def test_stop_strings_are_cut_off(client, checkpoint):
 
 def test_chat_completions_use_the_template(chat):
     model = chat.models.list().data[0].id
-    asked = {"model": model, "messages": [{"role": "user", "content": "who?"}], "temperature": 0}
-    answer = chat.chat.completions.create(**asked, max_tokens=NEW)
+    request = {"model": model, "messages": [{"role": "user", "content": "who?"}], "temperature": 0}
+    answer = chat.chat.completions.create(**request, max_tokens=NEW)
     text = answer.choices[0].message.content
     assert text == ask(chat, "user:who?;assistant:").choices[0].text and answer.object == "chat.completion"
-    chunks = [*chat.chat.completions.create(**asked, max_completion_tokens=NEW, stream=True)]
+    chunks = [*chat.chat.completions.create(**request, max_completion_tokens=NEW, stream=True)]
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == text
     assert [chunk.choices[0].delta.role for chunk in chunks][:1] == ["assistant"]
     parts = [{"role": "user", "content": [{"type": "text", "text": "who?"}]}]
     assert (
-        chat.chat.completions.create(**asked | {"messages": parts}, max_tokens=NEW).choices[0].message.content == text
+        chat.chat.completions.create(**request | {"messages": parts}, max_tokens=NEW).choices[0].message.content == text
     )
-    again = [*asked["messages"], answer.choices[0].message.model_dump(), *asked["messages"]]
-    assert chat.chat.completions.create(**asked | {"messages": again[:1]}, max_tokens=1).usage.completion_tokens == 1
-    assert chat.chat.completions.create(**asked | {"messages": again}, max_tokens=1, user="me").usage.prompt_tokens < 64
+    again = [*request["messages"], answer.choices[0].message.model_dump(), *request["messages"]]
+    assert chat.chat.completions.create(**request | {"messages": again[:1]}, max_tokens=1).usage.completion_tokens == 1
+    assert (
+        chat.chat.completions.create(**request | {"messages": again}, max_tokens=1, user="me").usage.prompt_tokens < 64
+    )
 
 
 def test_streamed_pieces_are_whole_characters(chat):
     for seed in range(3):
-        asked = {"temperature": 1, "seed": seed, "max_tokens": 200}
-        assert text_of(ask(chat, "a", **asked, stream=True)) == ask(chat, "a", **asked).choices[0].text
+        request = {"temperature": 1, "seed": seed, "max_tokens": 200}
+        assert text_of(ask(chat, "a", **request, stream=True)) == ask(chat, "a", **request).choices[0].text
 
 
 def test_client_errors_have_openai_types(client):
@@ -186,12 +188,12 @@ def test_neutral_fields_are_accepted(client, checkpoint):
 
 
 def test_cross_origin_requests_are_refused(server):
-    asked = httpx.options(
+    request = httpx.options(
         f"{server}/v1/completions",
         headers={"origin": "http://evil.example", "access-control-request-method": "POST"},
         trust_env=False,
     )
-    assert asked.status_code == 405 and not [name for name in asked.headers if name.startswith("access-control")]
+    assert request.status_code == 405 and not [name for name in request.headers if name.startswith("access-control")]
 
 
 def wait_for(condition):
@@ -216,9 +218,9 @@ def until_free(base):
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_disconnect_ends_generation(server, client, checkpoint, streamed):
-    asked = {"prompt": "a", "max_tokens": ENDLESS, "temperature": 0, "stream": streamed}
+    request = {"prompt": "a", "max_tokens": ENDLESS, "temperature": 0, "stream": streamed}
     with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2]))) as gone:
-        body = json.dumps(asked).encode()
+        body = json.dumps(request).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         gone.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         wait_for(lambda: requests_of(server))
@@ -231,27 +233,27 @@ def test_disconnect_ends_generation(server, client, checkpoint, streamed):
 def test_disconnect_stops_reading_the_prompt(checkpoint, monkeypatch):
     """Its second piece is not processed."""
     monkeypatch.setattr(engine, "PIECE", 2)
-    model, said, read = load(checkpoint), [], []
+    model, pieces_of, read = load(checkpoint), [], []
     one = Engine(model, byte_level())
-    stream = engine.Stream([1, 2, 3, 4], Sampling(4), byte_level(), model.device, said.append)
+    stream = engine.Stream([1, 2, 3, 4], Sampling(4), byte_level(), model.device, pieces_of.append)
     model.model.register_forward_hook(lambda *_: read.append(1) or stream.gone.set())
     one.submit(stream)
     wait_for(lambda: read)
-    other = engine.Stream([1], Sampling(1), byte_level(), model.device, said.append)
+    other = engine.Stream([1], Sampling(1), byte_level(), model.device, pieces_of.append)
     one.submit(other)
-    wait_for(lambda: said)
-    assert len(read) == 2 and said[0].finish == "length"  # a piece of each prompt
+    wait_for(lambda: pieces_of)
+    assert len(read) == 2 and pieces_of[0].finish == "length"  # a piece of each prompt
 
 
 def test_short_prompts_do_not_wait_for_long_ones(checkpoint, monkeypatch):
     """They arrive before the first of two layers, and those that fit into one call are answered before the second."""
     monkeypatch.setattr(engine, "PIECE", 4)
     monkeypatch.setattr(engine, "perf_counter", itertools.count().__next__)  # each layer takes as long as a turn
-    model, said, read = load(checkpoint), [[], [], [], []], []
+    model, pieces_of, read = load(checkpoint), [[], [], [], []], []
     one = Engine(model, byte_level())
     long, *short = (
         engine.Stream(list(range(1, n + 1)), Sampling(1), byte_level(), model.device, heard.append)
-        for n, heard in zip((9, 1, 2, 3), said, strict=True)
+        for n, heard in zip((9, 1, 2, 3), pieces_of, strict=True)
     )
 
     def arrive(*_):
@@ -262,8 +264,8 @@ def test_short_prompts_do_not_wait_for_long_ones(checkpoint, monkeypatch):
     arrival = model.model.backbone.layers[0].register_forward_pre_hook(arrive)
     model.model.register_forward_hook(lambda module, args, out: read.append(out.last_hidden_state.shape[1]))
     one.submit(long)
-    ended(said[0])
-    assert read == [1 + 2, 4, 3, 4, 1] and all(heard[-1].finish == "length" for heard in said)
+    ended(pieces_of[0])
+    assert read == [1 + 2, 4, 3, 4, 1] and all(heard[-1].finish == "length" for heard in pieces_of)
 
 
 def test_long_prompt_gets_half_of_the_time(checkpoint, monkeypatch):
@@ -288,24 +290,24 @@ def test_joining_and_leaving_streams_equal_single_streams(tmp_path, monkeypatch,
     model = load(save(tmp_path, ASCII, mixer=mixer))
     many = Engine(model, byte_level())
     prompts = [list(range(1, n)) for n in (2, 9, 4, 17, 3, 8)]
-    said = [[] for _ in prompts]
+    pieces_of = [[] for _ in prompts]
     for place, ids in enumerate(prompts):
         sampling = Sampling(6 + 5 * place, temperature=place % 2, seed=place)
-        stream = engine.Stream(ids, sampling, byte_level(), model.device, said[place].append)
+        stream = engine.Stream(ids, sampling, byte_level(), model.device, pieces_of[place].append)
         many.submit(stream)
         if place == 2:
-            wait_for(lambda: said[2])
+            wait_for(lambda: pieces_of[2])
             stream.gone.set()  # leaves in the middle
     for place, ids in enumerate(prompts):
         if place == 2:
             continue
-        ended(said[place])
+        ended(pieces_of[place])
         alone, sampling = [], Sampling(6 + 5 * place, temperature=place % 2, seed=place)
         single = Engine(model, byte_level())
         single.submit(engine.Stream(ids, sampling, byte_level(), model.device, alone.append))
         ended(alone)
-        assert "".join(p.text for p in said[place]) == "".join(p.text for p in alone)
-        assert said[place][-1].tokens == alone[-1].tokens == 6 + 5 * place
+        assert "".join(p.text for p in pieces_of[place]) == "".join(p.text for p in alone)
+        assert pieces_of[place][-1].tokens == alone[-1].tokens == 6 + 5 * place
 
 
 def test_error_of_one_stream_does_not_end_others(checkpoint):
@@ -428,8 +430,8 @@ def test_signal_ends_the_server_while_it_generates(checkpoint, tmp_path, number,
         with pytest.raises(openai.APIConnectionError):
             list(stream)
     server.join()
-    said = (tmp_path / "err").read_text()
-    assert server.exitcode == code and f"{word}: the server has ended" in said and "Traceback" not in said
+    pieces_of = (tmp_path / "err").read_text()
+    assert server.exitcode == code and f"{word}: the server has ended" in pieces_of and "Traceback" not in pieces_of
 
 
 def test_unusable_address_is_refused(checkpoint):

@@ -157,9 +157,9 @@ def test_slow_body_times_out(server, monkeypatch):
 
 
 def test_chat_without_a_template_is_refused(server):
-    asked = {"model": None, "messages": [{"role": "user", "content": "?"}]}
+    request = {"model": None, "messages": [{"role": "user", "content": "?"}]}
     with pytest.raises(openai.NotFoundError, match="has no chat template, so it answers no chats") as refusal:
-        connect(server).chat.completions.create(**asked)
+        connect(server).chat.completions.create(**request)
     assert refusal.value.param == "model"
 
 

@@ -17,9 +17,9 @@ from headrace.serving.text import Text
 def test_incremental_text_equals_decoding_all_tokens(text):
     tokenizer = byte_level()
     pieces = Text(tokenizer, ())
-    given = [pieces.add(token) for token in tokenizer(text).input_ids]
-    assert "".join(given) + pieces.rest() == text
-    assert "\ufffd" in text or not any("\ufffd" in piece for piece in given)
+    pieces_so_far = [pieces.add(token) for token in tokenizer(text).input_ids]
+    assert "".join(pieces_so_far) + pieces.rest() == text
+    assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces_so_far)
 
 
 def test_invalid_utf8_is_decoded_incrementally():
@@ -38,20 +38,20 @@ def test_invalid_utf8_is_decoded_incrementally():
 def test_stop_strings_across_pieces(text, stop, expected):
     tokenizer = byte_level()
     pieces = Text(tokenizer, stop)
-    given = ""
+    pieces_so_far = ""
     for token in tokenizer(text).input_ids:
-        given += pieces.add(token)
-        assert expected.startswith(given)
+        pieces_so_far += pieces.add(token)
+        assert expected.startswith(pieces_so_far)
         if pieces.stopped:
             break
-    assert given + pieces.rest() == expected and pieces.stopped == (expected != text)
+    assert pieces_so_far + pieces.rest() == expected and pieces.stopped == (expected != text)
 
 
 def test_stop_string_at_the_last_token_is_the_finish_reason():
     """A character that is not finished is text only once no other token follows."""
-    said, tokenizer = [], byte_level()
-    stream = Stream([1], Sampling(1, stop=("\ufffd",)), tokenizer, torch.device("cpu"), said.append)
-    assert not stream.add(tokenizer("é").input_ids[0], []) and said == [Piece("", 1, "stop")]
+    sent, tokenizer = [], byte_level()
+    stream = Stream([1], Sampling(1, stop=("\ufffd",)), tokenizer, torch.device("cpu"), sent.append)
+    assert not stream.add(tokenizer("é").input_ids[0], []) and sent == [Piece("", 1, "stop")]
 
 
 def test_metrics_sum_over_streams():

@@ -61,9 +61,9 @@ def test_task_loss_covers_answers_only(task, changes, tmp_path, monkeypatch):
         (data.tokenizer is None) == (task.name == "mqar") != (tmp_path / "run" / "model" / "tokenizer.json").is_file()
     )
     rows = {name: torch.tensor(data.held_out[:8][name]) for name in ("input_ids", "shift_labels")}
-    asked = rows["shift_labels"] != IGNORED
-    logits = model(rows["input_ids"]).logits[asked].double()
-    expected = torch.nn.functional.cross_entropy(logits, rows["shift_labels"][asked]).item()
+    labelled = rows["shift_labels"] != IGNORED
+    logits = model(rows["input_ids"]).logits[labelled].double()
+    expected = torch.nn.functional.cross_entropy(logits, rows["shift_labels"][labelled]).item()
     assert trainer.evaluate(data.held_out.select(range(8)))["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -192,8 +192,8 @@ def test_head_loads_are_in_the_history_and_not_on_the_console(data, tmp_path, ca
     for layer in range(TINY["layers"]):
         loads = [last[f"eval_write_load_{layer}_{head}"] for head in range(TINY["heads"])]
         assert sum(loads) == pytest.approx(1, abs=1e-4) and min(loads) > 0
-    said = capsys.readouterr().out
-    assert "eval_loss" in said and "eval_write" not in said
+    message = capsys.readouterr().out
+    assert "eval_loss" in message and "eval_write" not in message
 
 
 @pytest.mark.parametrize("changes", [{}, {"micro_batch": 4}, {"separate_documents": True}], ids=repr)
@@ -272,19 +272,19 @@ def first(data, tmp_path_factory):
     ],
 )
 def test_weights_of_another_model_are_refused(first, changes, sentence):
-    wanted = {"mixer": "gla", "weights": str(first)} | changes
+    expected = {"mixer": "gla", "weights": str(first)} | changes
     with pytest.raises(InputError, match=sentence):
-        build(recipe(**wanted)[0])
+        build(recipe(**expected)[0])
 
 
 def test_weights_with_another_tokenizer_are_refused(data, tmp_path):
     train(data, tmp_path / "first", tokens=128 * 2)
     path = tmp_path / "first" / "model" / "tokenizer.json"
-    told = json.loads(path.read_text("utf-8"))
-    ids = told["model"]["vocab"]
+    tokenizer_json = json.loads(path.read_text("utf-8"))
+    ids = tokenizer_json["model"]["vocab"]
     (a, first), (b, second) = list(ids.items())[10:12]
     ids[a], ids[b] = second, first
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(tokenizer_json))
     with pytest.raises(InputError, match="another tokenizer"):
         train(data, tmp_path / "second", weights=str(path.parent))
 
@@ -321,9 +321,9 @@ def test_nonfinite_updates_are_skipped_then_end_the_run(data, tmp_path, monkeypa
     monkeypatch.setattr(run.HeadraceTrainer, "training_step", poisoned)
     with pytest.raises(InputError, match=r"was stopped at step 19; the last complete checkpoint is .*checkpoint-10"):
         train(data, tmp_path / "run", save_every=10)
-    told = capsys.readouterr().err
-    assert "step 8: the gradient is not finite; the update is skipped" in told
-    assert "5 consecutive gradients were not finite" in told
+    message = capsys.readouterr().err
+    assert "step 8: the gradient is not finite; the update is skipped" in message
+    assert "5 consecutive gradients were not finite" in message
 
 
 def strict(text):

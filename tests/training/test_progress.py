@@ -17,15 +17,15 @@ from headrace.studies.compare.terminal import LINES, board
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_printed_as_lines_without_a_terminal(terminal):
     study = choose(None, [], None, {"steps": 100})
-    said = Console(file=io.StringIO(), force_terminal=terminal, width=140)
-    with board(study, said) as progress:
+    screen = Console(file=io.StringIO(), force_terminal=terminal, width=140)
+    with board(study, screen) as progress:
         arms = study.arms()
         for step in range(1, 100):
             progress.listen(arms[0], step, None)
-        first = said.file.getvalue()
+        first = screen.file.getvalue()
         for arm in arms[1:]:
             progress.listen(arm, 99, None)
-    lines = [line for line in said.file.getvalue().splitlines() if line.endswith("steps of all arms")]
+    lines = [line for line in screen.file.getvalue().splitlines() if line.endswith("steps of all arms")]
     if terminal:
         assert not lines
     else:
@@ -61,10 +61,10 @@ def test_current_work_is_printed_without_a_terminal(command, model, tmp_path, mo
 
 def test_long_work_prints_a_heartbeat(monkeypatch):
     monkeypatch.setattr(console, "HEARTBEAT", 0.01)
-    said = Console(file=io.StringIO(), force_terminal=False, width=140)
-    with console.telling(said) as tell:
+    screen = Console(file=io.StringIO(), force_terminal=False, width=140)
+    with console.telling(screen) as tell:
         tell("a point")
         end = time.monotonic() + 60
-        while said.file.getvalue().count("a point: at work for 0 min") < 2:
+        while screen.file.getvalue().count("a point: at work for 0 min") < 2:
             assert time.monotonic() < end
             time.sleep(0.01)

@@ -33,11 +33,11 @@ def test_edited_package_is_another_version(tmp_path, monkeypatch):
     (tmp_path / "headrace" / "recipes").mkdir(parents=True)
     recipe = tmp_path / "headrace" / "recipes" / "small.yaml"
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "headrace" / "provenance.py"))
-    found = []
+    digests = []
     for text in ("lr: 1", "lr: 2", "lr: 1"):
         recipe.write_text(text)
-        found.append(provenance.source.__wrapped__())
-    assert found[0] == found[2] != found[1]
+        digests.append(provenance.source.__wrapped__())
+    assert digests[0] == digests[2] != digests[1]
 
 
 CLAIMS = {
@@ -113,7 +113,7 @@ def test_plan_without_a_newer_field_has_its_default(command, data, tmp_path):
             accepted.add(place)
         except InputError as error:
             assert f"holds another run ({place[-1]} is missing there and" in str(error)
-    wanted, refused = {
+    expected, refused = {
         "train": ({("recipe", "gate_std"), ("recipe", "separate_documents")}, {("recipe", "lr"), ("data", "length")}),
         "compare": (
             {
@@ -125,7 +125,7 @@ def test_plan_without_a_newer_field_has_its_default(command, data, tmp_path):
         ),
         "bench": ({("layers",)}, set()),
     }[command]
-    assert wanted <= accepted and not refused & accepted
+    assert expected <= accepted and not refused & accepted
 
 
 def test_run_of_other_code_is_refused_or_marked(data, tmp_path):
@@ -172,12 +172,12 @@ def test_hub_fingerprint_is_of_its_commit(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
-    found = []
+    digests = []
     for commit in ("a" * 40, "b" * 40):
         repository = tmp_path / "models--some--model"
         (repository / "snapshots" / commit).mkdir(parents=True)
         (repository / "snapshots" / commit / "config.json").write_text(json.dumps({"model_type": "llama"}))
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / "main").write_text(commit)
-        found.append(checkpoint.fingerprint("some/model"))
-    assert found[0] != found[1]
+        digests.append(checkpoint.fingerprint("some/model"))
+    assert digests[0] != digests[1]

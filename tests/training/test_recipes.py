@@ -19,9 +19,9 @@ LLAMA = {"rnn-300m": (209.8, 242.5, 275.3), "rnn-2b": (1887.6, 1985.9, 2084.2)}
 
 @pytest.mark.parametrize(("name", "mixer"), [*((n, "gla") for n in GLA), *((n, "transformer") for n in LLAMA)])
 def test_parameter_counts_equal_the_papers(name, mixer):
-    found = count(blank(recipes.load(name, {"mixer": mixer})[0]))
+    actual = count(blank(recipes.load(name, {"mixer": mixer})[0]))
     expected = (GLA | LLAMA)[name]
-    assert [round(found[part] / 1e6, 1) for part in ("body", "tied", "untied")] == list(expected)
+    assert [round(actual[part] / 1e6, 1) for part in ("body", "tied", "untied")] == list(expected)
 
 
 @pytest.mark.parametrize("row", ["laptop-5m | softmax-gla", "paper-80m | mamba2", "paper-110m-h8 | softmax-retnet"])
@@ -41,9 +41,9 @@ def test_competition_parameters_equal_the_paper():
 def test_estimate_counts_the_built_model():
     for mixer in ("softmax-gla", "gated-deltanet", "transformer"):
         recipe, _ = recipes.load("laptop-1m", {"mixer": mixer})
-        model, found = build(recipe), estimate(recipe)
-        assert count(model) == found["parameters"]
-        assert sum(p.numel() for p in model.parameters()) == found["parameters"]["tied"]
+        model, result = build(recipe), estimate(recipe)
+        assert count(model) == result["parameters"]
+        assert sum(p.numel() for p in model.parameters()) == result["parameters"]["tied"]
 
 
 def test_shipped_recipes_load_with_their_steps():

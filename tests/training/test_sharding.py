@@ -91,14 +91,14 @@ def weights(folder):
 
 def difference(folder, other):
     """The largest relative difference of any loss, norm of the gradient, or weight."""
-    found = []
+    differences = []
     for name in ("loss", "grad_norm", "eval_loss", "final_loss"):
         a, b = ([point[name] for point in history(each) if name in point] for each in (folder, other))
         assert a and len(a) == len(b), name
-        found += [abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)]
+        differences += [abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)]
     a, b = weights(folder), weights(other)
     assert a.keys() == b.keys()
-    return max(found + [((a[name] - b[name]).norm() / b[name].norm().clamp(min=1e-12)).item() for name in a])
+    return max(differences + [((a[name] - b[name]).norm() / b[name].norm().clamp(min=1e-12)).item() for name in a])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -128,8 +128,8 @@ def test_each_process_writes_its_part_of_the_moments(runs):
 
 
 def test_signal_to_one_process_stops_all_with_a_checkpoint(prepared, tmp_path):
-    told = Run(tmp_path / "run", changes("softmax-gla", shard=2), {1: (3, signal.SIGTERM)})
-    assert train_all([told], prepared, 2) == [0, 0]
+    stopped = Run(tmp_path / "run", changes("softmax-gla", shard=2), {1: (3, signal.SIGTERM)})
+    assert train_all([stopped], prepared, 2) == [0, 0]
     assert checkpoints.newest(tmp_path / "run").name == "checkpoint-4" and not (tmp_path / "run" / "model").exists()
     for rank in (0, 1):
         assert "terminated: " in (tmp_path / f"run-{rank}.txt").read_text()
@@ -138,9 +138,9 @@ def test_signal_to_one_process_stops_all_with_a_checkpoint(prepared, tmp_path):
 def test_stalled_process_ends_the_run_with_a_sentence(stalled):
     folder, group = stalled
     assert ended(group) == [2, -signal.SIGKILL]
-    said = (folder.parent / "run-0.txt").read_text()
-    _, found, sentence = said.partition("headrace: process 1 has not answered for 15 s")
-    assert found and "at step 3; the last" in sentence and "checkpoint-2" in sentence and "Traceback" not in said
+    log = (folder.parent / "run-0.txt").read_text()
+    _, differences, sentence = log.partition("headrace: process 1 has not answered for 15 s")
+    assert differences and "at step 3; the last" in sentence and "checkpoint-2" in sentence and "Traceback" not in log
 
 
 def test_invalid_sharding_is_refused(data, tmp_path):
