@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from headrace.cli import app as cli
+import tiny
+from headrace.data.tokenizer import byte_level
 from headrace.studies.compare.pool import place_workers
 from headrace.utils.device import all_devices, on_device, see_only
 from headrace.utils.errors import InputError
@@ -87,30 +88,23 @@ def test_missing_device_is_refused(name):
         on_device(name)
 
 
-@pytest.mark.parametrize(
-    ("command", "seen_by"),
-    [
-        ("generate model --prompt a", "headrace.hf.generate.on_device"),
-        ("eval model --suite piqa", "headrace.utils.device.on_device"),
-        ("bench --layers 1", "headrace.utils.device.on_device"),
-        ("verify --mixers gla", "headrace.utils.device.on_device"),
-        ("inspect model --text abc", "headrace.studies.inspect.on_device"),
-        ("compare --mixers gla", "headrace.utils.device.on_device"),
-    ],
-)
-def test_every_command_resolves_its_device_alike(command, seen_by, monkeypatch, tmp_path):
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    for part in (tiny.build("gla", vocab_size=257), byte_level()):
+        part.save_pretrained(path)
+    return path
+
+
+COMMANDS = [
+    "generate MODEL --prompt a", "inspect MODEL --text abc", "eval MODEL --suite piqa", "bench --layers 1",
+    "verify --mixers gla", "compare --mixers gla",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_a_missing_device(command, model, run_command, monkeypatch, tmp_path):
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)
-    requested = []
-
-    def rule(name, float64=False):
-        requested.append(name)
-        raise InputError("enough")
-
-    monkeypatch.setattr(seen_by, rule)
-    monkeypatch.setattr("headrace.hf.generate.load", lambda path: torch.nn.Linear(1, 1))
-    for device in ([], ["--device", "meta"]):
-        monkeypatch.setattr("sys.argv", ["headrace", *command.split(), *device])
-        with pytest.raises(SystemExit):
-            cli.main()
-    assert requested == [None, "meta"]
+    code, _, error = run_command(*command.replace("MODEL", str(model)).split(), "--device", "tpu7")
+    assert code == 2 and "--device='tpu7' cannot be used" in error

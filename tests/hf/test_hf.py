@@ -42,12 +42,19 @@ def test_decoding_equals_the_full_forward(model):
     assert (forgetful - full[:, 4:5]).abs().max() > 1e-2, "the state does not matter: this test has no teeth"
 
 
-@pytest.mark.parametrize("padded", [False, True])
+PIECES = {  # masks of prompts that are read in pieces of 4 columns; in the last three a piece is padding in all rows
+    "no padding": [[1] * 9, [1] * 9],
+    "left and right": [[0] * 5 + [1] * 4, [1] * 6 + [0] * 3],
+    "first piece": [[0] * 4 + [1] * 5, [0] * 5 + [1] * 4],
+    "between": [[1, 1, 1, 0, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0, 0, 0, 1]],
+    "last piece": [[1] * 4 + [0] * 5, [1] * 2 + [0] * 7],
+}
+
+
+@pytest.mark.parametrize("padding", PIECES)
 @torch.no_grad()
-def test_long_prompt_is_read_in_pieces(model, padded, monkeypatch):
-    ids, mask = tokens(2), torch.ones(2, T, dtype=torch.long)
-    if padded:
-        mask[0, :5] = mask[1, 6:] = 0
+def test_long_prompt_is_read_in_pieces(model, padding, monkeypatch):
+    ids, mask = tokens(2), torch.tensor(PIECES[padding])
     whole = model(ids, attention_mask=mask)
     lengths = []
     model.model.backbone.layers[0].register_forward_hook(lambda layer, args, out: lengths.append(out[0].shape[1]))
@@ -58,6 +65,7 @@ def test_long_prompt_is_read_in_pieces(model, padded, monkeypatch):
     whole_only = model.model.backbone.shared is not None or any(isinstance(x.mlp, MixtureOfExperts) for x in layers)
     assert lengths == ([4, 4, 1] if recurrent and not whole_only else [T])
     close(pieces.logits[mask > 0], whole.logits[mask > 0])
+    assert pieces.logits.isfinite().all()
     assert pieces.past_key_values.get_seq_length() == T
     after = [model(tokens(2, 1) * 0 + 3, past_key_values=x.past_key_values).logits for x in (pieces, whole)]
     close(*after)
