@@ -102,6 +102,18 @@ def backend(request, monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def saved_model(tmp_path_factory):
+    """The folder of a small model, with a tokenizer of bytes."""
+    import tiny
+    from headrace.data.tokenizer import byte_level
+
+    folder = tmp_path_factory.mktemp("models") / "gla"
+    for part in (tiny.build("gla", vocab_size=257).float(), byte_level()):
+        part.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def prepared(tmp_path_factory):
     """The folder of a text, prepared."""
     texts = (f"{i} times {i} is {i * i}. " * 3 for i in range(150))

@@ -7,9 +7,7 @@ import sys
 import pytest
 
 import headrace
-import tiny
 from headrace import zoo
-from headrace.data.tokenizer import byte_level
 from headrace.ops import dispatch
 from headrace.ops.backends.base import Kernel
 from headrace.spec import AttentionSpec, Decay, MixerSpec, Read, to_json
@@ -263,21 +261,13 @@ def test_ineffective_gates_are_warned_about_before_a_run(run_command, mixer):
     assert all(note.startswith(f"Note: {mixer}: {IDLE[mixer]}") for note in notes)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    for part in (tiny.build("gla", vocab_size=257), byte_level()):
-        part.save_pretrained(path)
-    return path
-
-
-def test_output_encoding_errors_are_one_sentence(run_command, model, monkeypatch):
+def test_output_encoding_errors_are_one_sentence(run_command, saved_model, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))  # as with PYTHONIOENCODING=ascii
-    code, _, error = run_command("generate", model, "--prompt", "é", "--tokens", 1, "--device", "cpu")
+    code, _, error = run_command("generate", saved_model, "--prompt", "é", "--tokens", 1, "--device", "cpu")
     sentence = "the output has '\\xe9', which ascii cannot write; set PYTHONIOENCODING=utf-8"
     assert (code, error) == (2, f"headrace: {sentence}\n")
 
 
-def test_cuda_graph_needs_a_gpu(run_command, model):
-    code, _, error = run_command("generate", model, "--prompt", "a", "--cuda-graph", "--device", "cpu")
+def test_cuda_graph_needs_a_gpu(run_command, saved_model):
+    code, _, error = run_command("generate", saved_model, "--prompt", "a", "--cuda-graph", "--device", "cpu")
     assert code == 2 and "--cuda-graph with --device='cpu'; expected a GPU" in error

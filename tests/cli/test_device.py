@@ -5,8 +5,6 @@ import os
 import pytest
 import torch
 
-import tiny
-from headrace.data.tokenizer import byte_level
 from headrace.studies.compare.pool import place_workers
 from headrace.utils.device import all_devices, on_device, see_only
 from headrace.utils.errors import InputError
@@ -88,14 +86,6 @@ def test_missing_device_is_refused(name):
         on_device(name)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    for part in (tiny.build("gla", vocab_size=257), byte_level()):
-        part.save_pretrained(path)
-    return path
-
-
 COMMANDS = [
     "generate MODEL --prompt a", "inspect MODEL --text abc", "eval MODEL --suite piqa", "bench --layers 1",
     "verify --mixers gla", "compare --mixers gla",
@@ -103,8 +93,8 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_refuses_a_missing_device(command, model, run_command, monkeypatch, tmp_path):
+def test_every_command_refuses_a_missing_device(command, saved_model, run_command, monkeypatch, tmp_path):
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)
-    code, _, error = run_command(*command.replace("MODEL", str(model)).split(), "--device", "tpu7")
+    code, _, error = run_command(*command.replace("MODEL", str(saved_model)).split(), "--device", "tpu7")
     assert code == 2 and "--device='tpu7' cannot be used" in error

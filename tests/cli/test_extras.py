@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import app
-from headrace.tasks import digits, needle
 from headrace.utils import extras
 from headrace.utils.errors import InputError
 
@@ -90,17 +89,20 @@ def test_commands_without_extras_run_on_the_plain_install(tmp_path):
     assert [(line, code) for line, (code, _) in outcomes if code != 0] == []
 
 
-@pytest.mark.parametrize(("task", "package"), [("digits", "sklearn"), ("needle(length=64)", "wonderwords")])
-def test_task_names_the_missing_extra(task, package, monkeypatch, tmp_path, run_command):
+NEEDED = {  # by a package: a line that needs it, and what then misses it in which extra
+    "sklearn": ("run('compare --task digits --output run')", "the task digits", "eval"),
+    "wonderwords": ("run('compare --task needle(length=64) --output run')", "the task needle", "eval"),
+    "wandb": ("from headrace.training import run; run.check_trackers('wandb')", "--trackers=wandb", "wandb"),
+}
+
+
+def test_tasks_and_trackers_name_the_missing_extra(tmp_path):
     pytest.importorskip("datasets", reason="the extra [train] is not installed")
-    for cached in (digits.load, needle.vocabulary):
-        cached.cache_clear()
-    find = extras.find_spec
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == package else find(name))
-    code, _, error = run_command("compare", "--task", task, "--output", tmp_path / "run")
-    who = f"the task {task.partition('(')[0]}"
-    message = f'headrace: {who} needs {package}, which is not installed: pip install "headrace[eval]"\n'
-    assert (code, error) == (2, message)
+    outcomes = run([line for line, *_ in NEEDED.values()], NEEDED, tmp_path)
+    for (package, (_, user, extra)), (_, (code, message)) in zip(NEEDED.items(), outcomes, strict=True):
+        assert code in (2, "MissingPackage")
+        sentence = f'{user} needs {package}, which is not installed: pip install "headrace[{extra}]"'
+        assert message.removeprefix("headrace: ").rstrip("\n") == sentence
 
 
 def test_import_names_the_missing_extra(tmp_path):
@@ -124,13 +126,6 @@ def test_readme_example_names_the_missing_extra(tmp_path):
         'headrace.HeadraceConfig needs transformers, which is not installed: pip install "headrace[models]"',
     ]
     assert 'pip install ".[models]"' in blocks[1]
-
-
-def test_tracker_names_the_missing_extra(monkeypatch):
-    trackers = pytest.importorskip("headrace.training.run", reason="the extra [train] is not installed")
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"--trackers=wandb needs wandb, .*headrace\[wandb\]"):
-        trackers.check_trackers("wandb")
 
 
 def test_missing_package_is_an_import_error():

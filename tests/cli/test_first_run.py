@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 
 import pytest
 import transformers.trainer
@@ -17,7 +16,7 @@ from headrace.cli import app
 from headrace.data import Preparation, prepare
 from headrace.layers.blocks.stack import PIECE
 from headrace.training import card, recipes, run
-from headrace.training.machine import REACHED, time_here
+from headrace.training.machine import REACHED
 from headrace.training.model import build
 from headrace.training.sharding import load_weights
 from headrace.training.trainer import duration
@@ -180,14 +179,6 @@ def test_dry_run_checks_the_data(prepared, run_command):
     assert here["seconds"] == pytest.approx(result["flops"] / (here["flops_per_second"] * REACHED))
 
 
-def test_dry_run_time_is_flops_over_a_share_of_the_measured_rate(monkeypatch):
-    monkeypatch.setattr("headrace.training.machine.matrix_rate", lambda device, dtype: 1e9)
-    one = replace(recipe()[0])
-    assert time_here(one, 7e9)["seconds"] == pytest.approx(7e9 / (REACHED * 1e9))
-    assert [duration(s) for s in (0.5, 100, 900, 9000, 300_000)] == [
-        "0.5 s",
-        "100 s",
-        "15 min",
-        "2.5 hours",
-        "3.47 days",
-    ]
+def test_durations_are_printed_in_a_readable_unit():
+    printed = [duration(seconds) for seconds in (0.5, 100, 900, 9000, 300_000)]
+    assert printed == ["0.5 s", "100 s", "15 min", "2.5 hours", "3.47 days"]

@@ -97,6 +97,8 @@ def test_preparation_killed_by_sigkill_resumes(plan, tmp_path, after):
     child.kill()
     child.join()
     if not (tmp_path / "killed").exists():
+        with pytest.raises(InputError, match="is not a folder written by `headrace prepare`"):
+            open_data(tmp_path / "killed")
         with (tmp_path / ".killed.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the system has ended the workers, too
         prepare(plan, tmp_path / "killed")

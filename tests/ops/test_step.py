@@ -108,21 +108,3 @@ def test_zero_sized_dimensions_are_refused(sizes, sentence, dtype, form):
     q, v = torch.randn(B, T, H or 1, K, dtype=dtype), torch.randn(B, T, H, V, dtype=dtype)
     with pytest.raises(InputError, match=sentence):
         linear_attention(q, q, v, form=form)
-
-
-@pytest.mark.parametrize("decay", [None, (H,), (0, 3, H), (0, 3, H, K)])
-@pytest.mark.parametrize(
-    "settings", [{}, {"rule": "delta"}, {"normalise": True}, {"form": "recurrent"}, {"form": "parallel"}]
-)
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_empty_batch_runs(backend, settings, decay):
-    """Results without rows, and gradients of 0 to what the rows would share."""
-    q, v = torch.rand(0, 3, H, K, requires_grad=True), torch.rand(0, 3, H, V)
-    shared = None if decay is None else (-torch.rand(decay)).requires_grad_()
-    settings = settings | ({} if "form" in settings else {"backend": backend})
-    out, state = linear_attention(q, q, v, log_decay=shared, **settings)
-    assert out.shape == v.shape and state.shape == (0, H, K, V + settings.get("normalise", False))
-    given = [x for x in (q, shared) if x is not None]
-    assert all(
-        torch.equal(g, torch.zeros_like(x)) for g, x in zip(torch.autograd.grad(out.sum(), given), given, strict=True)
-    )

@@ -6,9 +6,7 @@ import time
 import pytest
 from rich.console import Console
 
-import tiny
 from headrace.cli import console
-from headrace.data.tokenizer import byte_level
 from headrace.studies.bench import measure
 from headrace.studies.compare.choose import choose
 from headrace.studies.compare.terminal import LINES, board
@@ -32,13 +30,6 @@ def test_progress_is_printed_as_lines_without_a_terminal(terminal):
         assert f"of {100 * len(arms)} steps of all arms" in first and 2 < len(lines) <= LINES
 
 
-@pytest.fixture
-def model(tmp_path):
-    for part in (tiny.build("gla", vocab_size=257).float(), byte_level()):
-        part.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
 COMMANDS = {
     "bench": (["--mixers", "gla", "--what", "memory", "--lengths", "8", "--batch-sizes", "1"], "1 of 1: memory, 8"),
     "eval": (["MODEL", "--suite", "wikitext", "--data", "FOLDER", "--max-length", "64"], ": wikitext, 1 of 1"),
@@ -48,12 +39,12 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_current_work_is_printed_without_a_terminal(command, model, tmp_path, monkeypatch, run_command):
+def test_current_work_is_printed_without_a_terminal(command, saved_model, tmp_path, monkeypatch, run_command):
     pytest.importorskip("lm_eval" if command == "eval" else "torch")
     arguments, line = COMMANDS[command]
     monkeypatch.setitem(measure.MEASUREMENTS, "memory", lambda point, plan: {n: {"bytes": 7} for n in plan.models})
     (tmp_path / "wiki.test.raw").write_text(" = Sea = \n \n The sea is a thing . \n")
-    given = [{"MODEL": str(model), "FOLDER": str(tmp_path)}.get(word, word) for word in arguments]
+    given = [{"MODEL": str(saved_model), "FOLDER": str(tmp_path)}.get(word, word) for word in arguments]
     output = [] if command == "verify" else ["--output", str(tmp_path / "out")]
     code, out, error = run_command(command, *given, *output)
     assert not code and line in out + error
