@@ -139,8 +139,8 @@ def test_stalled_process_ends_the_run_with_a_sentence(stalled):
     folder, group = stalled
     assert ended(group) == [2, -signal.SIGKILL]
     log = (folder.parent / "run-0.txt").read_text()
-    _, differences, sentence = log.partition("headrace: process 1 has not answered for 15 s")
-    assert differences and "at step 3; the last" in sentence and "checkpoint-2" in sentence and "Traceback" not in log
+    _, found, sentence = log.partition("headrace: process 1 has not answered for 15 s")
+    assert found and "at step 3; the last" in sentence and "checkpoint-2" in sentence and "Traceback" not in log
 
 
 def test_invalid_sharding_is_refused(data, tmp_path):
