@@ -266,7 +266,7 @@ def test_no_field_of_a_spec_is_overlooked():
         Inputs: "conv conv_bias shift feature_map qk_norm rotary", Decay: "kind rank dt_min dt_max",
         Write: "rule beta residual_chunk",
         Read: "norm gate order scale bonus skip",
-        Competition: "read write source activation scale temperature range shuffle rank",
+        Competition: "read write source activation scale temperature range shuffle memories_per_head",
     }  # fmt: skip
     assert all([f.name for f in fields(record)] == names.split() for record, names in known.items())
 
@@ -324,7 +324,7 @@ for mixer in ("linear-attention", "retnet", "softmax-mamba2", "softmax-gla", "rw
     assert relative(token_by_token(made, x, 2)[0], expected) <= MAX_ERROR_RATIO * relative(made(x)[0], expected), mixer
 """
     run = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(__file__).parents[1], env=os.environ | {"HEADRACE_ISA": isa},
-        capture_output=True, text=True,
+        [sys.executable, "-c", script], cwd=Path(__file__).parent,
+        env=os.environ | {"HEADRACE_ISA": isa, "PYTHONPATH": ".."}, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

@@ -102,7 +102,7 @@ for name in ("softmax-gated-deltanet", "mamba2", "softmax-gla", "rwkv6", "retnet
 def test_a_prompt_in_bfloat16_then_tokens_in_float32():
     """In a process of its own: what writes where it should not may end it."""
     run = subprocess.run(
-        [sys.executable, "-c", PRECISIONS], cwd=Path(__file__).parents[1], env={"MALLOC_CHECK_": "3"},
+        [sys.executable, "-c", PRECISIONS], cwd=Path(__file__).parent, env={"MALLOC_CHECK_": "3", "PYTHONPATH": ".."},
         capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from equation import inputs, prepare
 from headrace import zoo
 from headrace.layers import build
+from headrace.ops import checks
 from headrace.ops.backends.torch import chunkwise, tiles
 from headrace.ops.call import Call
 from headrace.studies.verify import relative, worst
@@ -86,10 +87,10 @@ def test_counter_sees_synchronising_calls():
 
 def test_bounds_are_checked_on_the_device():
     """A GPU gets the check as an operation of its own, for which nothing waits."""
-    tiles.check_on_device(torch.tensor([0, 4, 4, 9]), 9)
+    checks.check_on_device(torch.tensor([0, 4, 4, 9]), 9)
     for ends in ([0, 5], [1, 9], [0, 9, 4, 9]):
         with pytest.raises(RuntimeError, match="expected 0 = c_0 ≤ … ≤ c_N = T = 9"):
-            tiles.check_on_device(torch.tensor(ends), 9)
+            checks.check_on_device(torch.tensor(ends), 9)
 
 
 MIXERS = [name for name in zoo.names() if type(zoo.get(name)).__name__ == "MixerSpec"]

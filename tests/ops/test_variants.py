@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace import layers, linear_attention, zoo
-from headrace.layers.linear.feature_maps import FEATURE_MAPS
+from headrace.layers.linear.features import FEATURE_MAPS, sum_norm
 from headrace.layers.linear.residual import ResidualDelta
-from headrace.ops.backends.torch.query_key import sum_norm
 from headrace.ops.sequences import Sequences
 from headrace.studies.verify import relative
 from headrace.utils.errors import InputError

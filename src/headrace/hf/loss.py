@@ -41,7 +41,7 @@ def experts_loss(
     if torch.is_grad_enabled() and not routed[0].shares.requires_grad:
         raise InputError("use_reentrant=True gives no gradient to the balance loss; expected use_reentrant=False")
     shares = routed[0].shares
-    mask = padding_mask(None if attention_mask is None else attention_mask[:, -shares.shape[1] :], shares, None)
+    mask = padding_mask(None if attention_mask is None else attention_mask[:, -shares.shape[1] :], shares, False)
     losses = torch.stack([balance_loss(routing, mask) for routing in routed])
     targets = labels[:, 1:] if shift_labels is None else shift_labels
     share = 1 if num_items_in_batch is None else (targets != IGNORED).sum().to(losses) / num_items_in_batch

@@ -20,6 +20,7 @@ from ..layers.quantized import Int8Linear
 from ..layers.tensor_parallel import cuts_of, read_plan, tensor_parallel, whole_state_dict
 from ..ops.checks import as_bounds, require
 from ..ops.modules import is_plain
+from ..ops.sequences import Sequences
 from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
 from .cache import NAME as CACHE
@@ -125,8 +126,9 @@ class HeadraceModel(HeadracePreTrainedModel):
         seen = 0 if cache is None else cache.columns
         if position_ids is not None or seq_idx is not None:
             x, attention_mask, cu_seqlens = _packed(x, attention_mask, cu_seqlens, position_ids, seq_idx, seen)
-        mask = padding_mask(attention_mask, x, cu_seqlens, seen)
-        _check_sequences(cache, x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
+        pack = None if cu_seqlens is None else Sequences.of(x, cu_seqlens)
+        mask = padding_mask(attention_mask, x, pack is not None, seen)
+        _check_sequences(cache, x.shape[0] if pack is None else pack.count)
         if use_cache is None:
             use_cache = cache is not None or (self.config.use_cache and not self.training)
         if use_cache and cache is None:
@@ -134,10 +136,10 @@ class HeadraceModel(HeadracePreTrainedModel):
         hidden: list[Tensor] | None = [] if self._wants_hidden_states(output_hidden_states) else None
         past = None if cache is None else cache.states
         in_place = use_cache and not torch.is_grad_enabled()  # here, as a reentrant checkpoint disables grad in layers
-        if in_place and hidden is None and cu_seqlens is None:
+        if in_place and hidden is None and pack is None:
             last, states = self.backbone.prefill(x, past, mask, in_place)
         else:
-            where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
+            where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place}
             last, states = self.backbone(x, past, **where, inputs=hidden)
         if cache is not None and use_cache:
             cache.replace(states, x.shape[1])
@@ -164,7 +166,7 @@ def _packed(
     seq_idx: Tensor | None, seen: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(x, attention_mask, cu_seqlens) with the sequences of position_ids or seq_idx as a pack; seen: cached tokens."""
-    padding_mask(attention_mask, x, None, seen)  # checks the shape
+    padding_mask(attention_mask, x, False, seen)  # checks the shape
     rows, cu_seqlens = pack_rows(
         x, sequences(x, position_ids, seq_idx, attention_mask, seen), attention_mask, cu_seqlens
     )

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.call import accumulator
-from ..ops.checks import as_bounds, require
+from ..ops.checks import require
 from ..ops.parallel.context import current, refuse_parts
+from ..ops.sequences import Sequences, avoid_sync
 from ..utils.errors import InputError
-from .packing import avoid_sync, check_pack, padding_last, without_padding
+from .packing import padding_last, without_padding
 
 
 class SelfInitialised(nn.Module):
@@ -53,40 +54,39 @@ INTEGERS = ("tokens", "seen", "valid")
 OPTIONAL = ("valid", "room")
 
 
-def check_input(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, hidden_size: int | None) -> None:
-    """Raises InputError unless x is [B, T, hidden_size] in a floating-point dtype, mask, which excludes cu_seqlens, is
-    a bool [B, T], and cu_seqlens are bounds in one row. hidden_size: None for any."""
+def check_input(x: Tensor, mask: Tensor | None, packed: bool, hidden_size: int | None) -> None:
+    """Raises InputError unless x is [B, T, hidden_size] in a floating-point dtype, and mask, which a pack does not
+    have, is a bool [B, T]. hidden_size: None for any."""
     if x.dim() != 3 or (hidden_size is not None and x.shape[2] != hidden_size):
         raise InputError(f"x has shape {_shape(x)}; expected [B, T, {hidden_size or 'D'}]")
     if not x.is_floating_point():
         raise InputError(f"x has dtype {x.dtype}; expected a floating-point dtype")
     if mask is None:
-        check_pack(x, cu_seqlens)
         return
-    if cu_seqlens is not None:
+    if packed:
         raise InputError("mask and cu_seqlens are both given; expected one of them")
     if mask.dtype is not torch.bool or mask.shape != x.shape[:2]:
-        found = f"dtype {mask.dtype} and shape {_shape(mask)}"
-        raise InputError(f"mask has {found}; expected torch.bool and {_shape(x.shape[:2])}")
+        held = f"dtype {mask.dtype} and shape {_shape(mask)}"
+        raise InputError(f"mask has {held}; expected torch.bool and {_shape(x.shape[:2])}")
 
 
-def check_state(state: Any, kind: Any, shapes: Shapes, x: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Raises InputError unless `state` is a `kind` with exactly the tensors of `shapes`, for the sequences of x."""
+def check_state(state: Any, kind: Any, shapes: Shapes, x: Tensor, sequences: int) -> None:
+    """Raises InputError unless `state` is a `kind` with exactly the tensors of `shapes`, for this number of sequences
+    and the device of x."""
     if not isinstance(state, kind):
         raise InputError(f"state is a {type(state).__name__}; expected a {kind.__name__}, as this mixer returns")
-    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    for name, found in zip(kind._fields, state, strict=True):
-        wanted = (sequences, *shapes[name]) if name in shapes else None
-        if found is None or wanted is None:
-            if (found is None) != (wanted is None) and name not in OPTIONAL:
-                raise InputError(f"state.{name} is {_shape(found)}; expected {_shape(wanted)}, as this mixer returns")
-        elif found.shape != wanted and not _fits(found.shape, wanted):
-            raise InputError(f"state.{name} has shape {_shape(found)}; expected {_shape(wanted)}")
-        elif found.device != x.device:
-            raise InputError(f"state.{name} is on {found.device}; expected {x.device}, the device of x")
-        elif found.is_floating_point() == (name in INTEGERS):
+    for name, part in zip(kind._fields, state, strict=True):
+        shape = (sequences, *shapes[name]) if name in shapes else None
+        if part is None or shape is None:
+            if (part is None) != (shape is None) and name not in OPTIONAL:
+                raise InputError(f"state.{name} is {_shape(part)}; expected {_shape(shape)}, as this mixer returns")
+        elif part.shape != shape and not _fits(part.shape, shape):
+            raise InputError(f"state.{name} has shape {_shape(part)}; expected {_shape(shape)}")
+        elif part.device != x.device:
+            raise InputError(f"state.{name} is on {part.device}; expected {x.device}, the device of x")
+        elif part.is_floating_point() == (name in INTEGERS):
             number = "an integer" if name in INTEGERS else "a floating-point"
-            raise InputError(f"state.{name} has dtype {found.dtype}; expected {number} dtype")
+            raise InputError(f"state.{name} has dtype {part.dtype}; expected {number} dtype")
 
 
 def _fits(shape: torch.Size, wanted: tuple[int, ...]) -> bool:
@@ -129,7 +129,7 @@ class Mixer(SelfInitialised):
         state: Any = None,
         *,
         mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Sequences | None = None,
         in_place: bool = False,
     ) -> tuple[Tensor, Any]:
         """Applies the mixer to the tokens that follow `state`.
@@ -148,34 +148,35 @@ class Mixer(SelfInitialised):
             InputError: for x or a mask of another shape, bounds that are not those of x, and a state of another mixer
                 or another number of sequences.
         """
-        cu_seqlens = as_bounds(cu_seqlens)
+        packed = cu_seqlens is not None
         if current() is not None:
-            self._check_part(state, mask, cu_seqlens)
-        elif in_place and state is not None and mask is None and cu_seqlens is None and x.shape[1]:
+            self._check_part(state, mask, packed)
+        elif in_place and state is not None and mask is None and not packed and x.shape[1]:
             return self.run_in_place(x, state)
-        state = self.checked(x, state, mask, cu_seqlens)
+        check_input(x, mask, packed, self.hidden_size)
+        sequences = Sequences.of(x, cu_seqlens)
+        state = self.checked(x, state, sequences)
         if mask is not None:
             remove = padding_last if self.static_shapes and avoid_sync(x) else without_padding
             return remove(self.run, x, state, mask)
-        return self.run(x, state, cu_seqlens) if x.shape[1] else (x, state)
+        return self.run(x, state, sequences) if x.shape[1] else (x, state)
 
-    def checked(self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None) -> Any:
-        """Checks the arguments of `forward`, and returns the state in the precision of x."""
-        check_input(x, mask, cu_seqlens, self.hidden_size)
+    def checked(self, x: Tensor, state: Any, sequences: Sequences) -> Any:
+        """Checks a state of these sequences, and returns it in the precision of x."""
         if state is not None:
-            check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
+            check_state(state, self.state_kind, self.state_shapes, x, sequences.count)
             if "memory" in state._fields:  # the state may come from a layer in another precision
                 state = state._replace(memory=state.memory.to(accumulator(x)))
         return state
 
-    def _check_part(self, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    def _check_part(self, state: Any, mask: Tensor | None, packed: bool) -> None:
         if not self.splits:
             refuse_parts(self)
         require(mask is None, "mask marks padding under context_parallel; expected packed sequences, by cu_seqlens")
-        packed = state is not None and cu_seqlens is not None
-        require(not packed, "state is given for packed sequences under context_parallel; expected state=None")
+        fresh = state is None or not packed
+        require(fresh, "state is given for packed sequences under context_parallel; expected state=None")
 
-    def run(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
+    def run(self, x: Tensor, state: Any, sequences: Sequences) -> tuple[Tensor, Any]:
         """Computes the mixer for T ≥ 1 tokens without padding."""
         raise TypeError(f"{type(self).__name__} does not define run")
 

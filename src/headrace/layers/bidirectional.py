@@ -2,8 +2,9 @@
 
 from torch import Tensor, nn
 
-from ..ops.checks import as_bounds, require
+from ..ops.checks import require
 from ..ops.parallel.context import refuse_parts
+from ..ops.sequences import Sequences
 
 
 class BothWays(nn.Module):
@@ -21,13 +22,14 @@ class BothWays(nn.Module):
         state: None = None,
         *,
         mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Sequences | None = None,
         in_place: bool = False,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """x [B, T, D] -> (y [B, T, D], None). Raises InputError for a state: an encoder needs whole sequences."""
         refuse_parts(self)
-        cu_seqlens = as_bounds(cu_seqlens)
         require(state is None, "state is given to an encoder, which has none; expected state=None")
+        if cu_seqlens is not None:
+            cu_seqlens = Sequences.of(x, cu_seqlens).bounds
         y, _ = self.forwards(x, mask=mask, cu_seqlens=cu_seqlens)
         mask = None if mask is None else mask.flip(1)
         cu_seqlens = None if cu_seqlens is None else x.shape[1] - cu_seqlens.flip(0)

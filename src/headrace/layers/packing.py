@@ -11,19 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.backends.torch.tiles import sequence_ends
-from ..ops.checks import check_sequences, require
-from ..ops.parallel.context import current
-from ..ops.sequences import Sequences
+from ..ops.checks import require
+from ..ops.sequences import Sequences, avoid_sync
 from ..utils.errors import InputError
-
-
-def check_pack(x: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Raises InputError unless cu_seqlens, if any, from `as_bounds`, are the bounds of sequences in one row x
-    [1, T, D]. Their values are checked where nothing has to wait for them, and where x is the whole row."""
-    check_sequences(cu_seqlens, x)
-    if cu_seqlens is not None and current() is None and not avoid_sync(cu_seqlens):
-        sequence_ends(cu_seqlens, x.shape[1])
 
 
 def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,11 +125,11 @@ def flash_bounds(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def without_padding(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: Any, mask: Tensor) -> tuple[Tensor, Any]:
-    """Applies run(pack, state, cu_seqlens) to the tokens of x [B, T, D] that mask [B, T] keeps, if any.
+    """Applies run(pack, state, sequences) to the tokens of x [B, T, D] that mask [B, T] keeps, if any.
 
     Returns (y [B, T, D], with zeros at the padding, and the next state)."""
     packed, cu_seqlens, places = unpad(x, mask)
-    y, state = run(packed, state, cu_seqlens) if packed.shape[1] else (packed, state)
+    y, state = run(packed, state, Sequences(packed, cu_seqlens)) if packed.shape[1] else (packed, state)
     return pad(y, places, x.shape[:2]), state
 
 
@@ -154,14 +144,9 @@ def padding_last(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: Any, 
     ends = F.pad(F.pad(mask.sum(1).cumsum(0), (1, 0)), (0, 1), value=N)
     if state is not None:
         state = type(state)(*(None if y is None else torch.cat([y, y.new_zeros(1, *y.shape[1:])]) for y in state))
-    y, state = run(pack, state, ends)
+    y, state = run(pack, state, Sequences(pack, ends))
     y = y.new_zeros(N, *y.shape[2:]).index_copy(0, order, y[0]).unflatten(0, (B, T))
     return zeroed(y, mask), type(state)(*(z if z is None else z[:-1] for z in state))
-
-
-def avoid_sync(x: Tensor) -> bool:
-    """Whether values of x are expensive to know: on another device than the CPU, and in a graph that is compiled."""
-    return x.device.type != "cpu" or torch.compiler.is_compiling()
 
 
 def token_mask(attention_mask: Tensor) -> Tensor:
@@ -179,13 +164,12 @@ def token_mask(attention_mask: Tensor) -> Tensor:
     return mask
 
 
-def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None, seen: int = 0) -> Tensor | None:
-    """Returns the padding mask, bool [B, T], of x [B, T, D], or None without padding.
+def padding_mask(attention_mask: Tensor | None, x: Tensor, packed: bool, seen: int = 0) -> Tensor | None:
+    """Returns the padding mask, bool [B, T], of x [B, T, D], or None without padding. packed: whether x is a pack.
 
     attention_mask: [B, T], or [B, seen + T], whose last T columns belong to x. Raises InputError for shapes that do not
     fit, for values other than 0 and 1, and for padding in packed sequences."""
     B, T = x.shape[:2]
-    check_pack(x, cu_seqlens)
     if attention_mask is None:
         return None
     shape = list(attention_mask.shape)
@@ -195,23 +179,20 @@ def padding_mask(attention_mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | 
     mask = mask.bool() if seen else token_mask(mask)  # the first call has checked the mask's values
     both = "attention_mask marks padding in packed sequences; expected cu_seqlens alone"
     if avoid_sync(x):
-        if cu_seqlens is None:
+        if not packed:
             return mask
         torch._assert_async(mask.all(), both)
         return None
     if mask.all():
         return None
-    require(cu_seqlens is None, both)
+    require(not packed, both)
     return mask
 
 
-def count_tokens(
-    x: Tensor, seen: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def count_tokens(x: Tensor, seen: Tensor | None, mask: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """Returns (the position [B or 1, T] of each token of x [B, T, D] in its sequence, the number of tokens [N] at the
     end of x), both without padding. seen [N]: number of tokens before x."""
     if mask is None:
-        sequences = Sequences(x, cu_seqlens)
         positions, new = sequences.positions(seen, x), sequences.lengths(x)
     else:
         positions, new = (mask.cumsum(1) - 1).clamp(min=0), mask.sum(1)

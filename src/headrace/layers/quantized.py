@@ -1,11 +1,11 @@
 """Linear layers with int8 weights, for faster decoding: each token reads every weight once."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.backends.torch.int8 import dequantised
+from ..ops.backends.native import int8 as native
 from ..ops.checks import require
-from ..ops.dispatch import choose
 from ..utils.errors import InputError
 from .linear.decays import DecayModule
 from .linear.readout import OutputGate
@@ -50,7 +50,11 @@ class Int8Linear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """W [out_features, in_features] in the dtype of the original layer, or the dtype of the module's last cast."""
-        return dequantised(self.integers, self.scale, self.dtype)
+        return self._in(self.dtype)
+
+    def _in(self, dtype: torch.dtype) -> Tensor:
+        """Returns the weight in a dtype. The product is in float32, or in float64."""
+        return (self.integers * self.scale.to(torch.promote_types(dtype, torch.float32))[:, None]).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features], in x's dtype or autocast's.
@@ -59,8 +63,9 @@ class Int8Linear(nn.Module):
         self._check(x)
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        given = x, self.integers, self.scale, self.bias
-        return choose("int8_product", "auto", *given).run(*given)
+        if native.unsupported_reason(x, self.integers) is None:
+            return native.run(x, self.integers, self.scale, self.bias)
+        return F.linear(x, self._in(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def _check(self, x: Tensor) -> None:
         if torch.is_grad_enabled() and x.requires_grad:

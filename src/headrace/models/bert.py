@@ -63,7 +63,7 @@ class BertModel(nn.Module):
         """
         x = self.embedding(input_ids)
         x = x + self.segments(torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids)
-        mask = padding_mask(attention_mask, x, None)
+        mask = padding_mask(attention_mask, x, False)
         require(
             mask is None or bool(mask[:, 0].all()),
             "attention_mask marks a row's first token as padding; expected padding at the end",

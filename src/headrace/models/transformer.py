@@ -65,7 +65,7 @@ class TransformerModel(EncoderDecoder):
         """Returns the source's keys and values for the cross-attention of each decoder block."""
         require(bool(valid.any(1).all()), "attention_mask has a row without tokens; expected a token in each row")
         x = self._embed(input_ids)
-        mask = padding_mask(valid, x, None)
+        mask = padding_mask(valid, x, False)
         return self.decoder.remember(self.encoder(x, mask=mask)[0], mask)
 
     def decode(self, ids: Tensor, source: Any, state: Any = None, *, align: bool = False) -> Decoded:

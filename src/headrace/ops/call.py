@@ -64,17 +64,9 @@ def _one_row(x: Tensor | None) -> Tensor | None:
 
 
 TYPES: dict[Any, str] = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", float: "float", int | None: "int?", str: "str",
-    torch.dtype: "ScalarType",
+    Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", float: "float", int | None: "int?",
 }  # fmt: skip
-
-
-def schema(kind: type) -> str:
-    """Returns the arguments of an operator that takes the fields of a NamedTuple."""
-    return ", ".join(f"{TYPES[hint]} {name}" for name, hint in get_type_hints(kind).items())
-
-
-SCHEMA = schema(Call)
+SCHEMA = ", ".join(f"{TYPES[hint]} {name}" for name, hint in get_type_hints(Call).items())
 
 
 def accumulator(x: Tensor) -> torch.dtype:

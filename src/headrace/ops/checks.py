@@ -120,6 +120,25 @@ def check_sequences(cu_seqlens: Tensor | None, x: Tensor, name: str = "x") -> in
     return cu_seqlens.shape[0] - 1
 
 
+def check_bounds(cu_seqlens: Tensor, T: int) -> None:
+    """Checks that 0 = c_0 ≤ … ≤ c_N = T: at once on a CPU, without a wait elsewhere."""
+    (sequence_ends if cu_seqlens.device.type == "cpu" else check_on_device)(cu_seqlens, T)
+
+
+def check_on_device(cu_seqlens: Tensor, T: int) -> None:
+    """Checks cu_seqlens as `sequence_ends` does, but nothing waits for it: a GPU raises an error later."""
+    expected = (cu_seqlens.diff() >= 0).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T)
+    torch._assert_async(expected, f"cu_seqlens is wrong; expected 0 = c_0 ≤ … ≤ c_N = T = {T}")
+
+
+def sequence_ends(cu_seqlens: Tensor, T: int) -> list[int]:
+    """Returns cu_seqlens as a list. Raises InputError unless 0 = c_0 ≤ … ≤ c_N = T. Synchronises a GPU."""
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != T or ends != sorted(ends):
+        raise InputError(f"cu_seqlens={ends}; expected 0 = c_0 ≤ … ≤ c_N = T = {T}")
+    return ends
+
+
 def check_form(form: str, chunk_size: int | None) -> None:
     """Raises InputError for an unknown form, and for a chunk size that is no integer of at least 1."""
     forms = ("chunkwise", "recurrent", "parallel")
@@ -169,8 +188,4 @@ def check_values(
         least = float(tensors[name].min())
         require(least >= 0, f"{name} reaches {least:.4g} with normalise=True; expected values ≥ 0")
     if cu_seqlens is not None:
-        ends = cu_seqlens.tolist()
-        require(
-            ends[0] == 0 and ends[-1] == v.shape[1] and ends == sorted(ends),
-            f"cu_seqlens={ends}; expected 0 = c_0 ≤ … ≤ c_N = T = {v.shape[1]}",
-        )
+        sequence_ends(cu_seqlens, v.shape[1])

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .backends.torch.tiles import check_bounds
 from .call import NORMALISER_EPS, Call, accumulator, gated
+from .checks import check_bounds
 from .derivatives import has_address
 
 Run = Callable[[Call], tuple[Tensor, Tensor]]

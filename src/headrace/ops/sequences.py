@@ -3,16 +3,47 @@
 Dimensions: B batch, T tokens, D size of a token, N sequences, h tokens of history.
 """
 
+from functools import cached_property
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
+from .checks import as_bounds, check_sequences, require, sequence_ends
 from .parallel.context import ShardBoundaries, current
+
+
+def avoid_sync(x: Tensor) -> bool:
+    """Whether values of x are expensive to know: on another device than the CPU, and in a graph that is compiled."""
+    return x.device.type != "cpu" or torch.compiler.is_compiling()
 
 
 class Sequences:
     """The N sequences of x [B, T, D]: the rows, or the sequences packed in one row with bounds cu_seqlens [N + 1].
 
-    Under `context_parallel`, x is one process's part of the row, and positions are those in the whole row."""
+    Every function that takes cu_seqlens from a user calls `Sequences.of`, which checks the bounds once; the layers of a
+    model pass the result on. Under `context_parallel`, x is one process's part of the row, and positions are those in
+    the whole row."""
+
+    @classmethod
+    def of(cls, x: Tensor, cu_seqlens: "Tensor | Sequences | None") -> "Sequences":
+        """Returns the checked sequences of x [B, T, ·]; a Sequences of these dimensions as it is.
+
+        The values of the bounds are checked where nothing has to wait for them, and where x is the whole row.
+
+        Raises:
+            InputError: for what is no tensor of integers [N + 1] on the device of x, for several rows, and for bounds
+                that do not ascend from 0 to T.
+        """
+        if isinstance(cu_seqlens, Sequences):
+            inside = tuple(x.shape[:2]) == (cu_seqlens.B, cu_seqlens.T)
+            require(inside, f"cu_seqlens are of [{cu_seqlens.B}, {cu_seqlens.T}] tokens and x has {list(x.shape)}")
+            return cu_seqlens
+        bounds = as_bounds(cu_seqlens)
+        check_sequences(bounds, x)
+        if bounds is not None and current() is None and not avoid_sync(bounds):
+            sequence_ends(bounds, x.shape[1])
+        return cls(x, bounds)
 
     def __init__(self, x: Tensor, cu_seqlens: Tensor | None):
         self.B, self.T = x.shape[:2]
@@ -27,6 +58,17 @@ class Sequences:
             starts = cu_seqlens[:-1].to(tokens)
             self.owner = torch.searchsorted(starts, tokens, right=True) - 1
             self.within = tokens - starts[self.owner]
+
+    @property
+    def packed(self) -> bool:
+        """Whether the sequences lie in one row with bounds."""
+        return self.bounds is not None
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """cu_seqlens on the host. Synchronises a GPU, at the first call."""
+        assert self.cu_seqlens is not None
+        return self.cu_seqlens.tolist()
 
     def positions(self, seen: Tensor | None, like: Tensor) -> Tensor:
         """Returns each token's position in its sequence, [B or 1, T]. seen [N]: number of tokens before x."""
@@ -49,7 +91,7 @@ class Sequences:
 
     def counts(self) -> list[int]:
         """Returns the lengths as a list. Synchronises a GPU if the sequences are packed."""
-        return [self.T] * self.B if self.cu_seqlens is None else self.cu_seqlens.diff().tolist()
+        return [self.T] * self.B if not self.packed else [end - start for start, end in pairwise(self.ends)]
 
     def extend(self, x: Tensor, history: Tensor) -> Tensor:
         """Puts the h tokens of history [N, h, D] before each sequence: [B, h + T, D], or [1, N h + T, D] packed."""

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ...ops.backends.torch.query_key import rotary
-from ...ops.checks import as_bounds, require
+from ...ops.checks import require
 from ...ops.parallel.context import refuse_parts
+from ...ops.sequences import Sequences
 from ...spec.attention import AttentionSpec
 from ..base import ANY, check_input, check_state, may_write
 from ..packing import count_tokens, without_padding, zeroed
+from ..rotary import rotary
 from .flash import flash_attention
 from .positions import DistanceBias
 from .sdpa import attend
@@ -81,31 +82,31 @@ class SoftmaxAttention(nn.Module):
         state: Any = None,
         *,
         mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Sequences | None = None,
         in_place: bool = False,
     ) -> tuple[Tensor, State]:
         """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state)."""
         refuse_parts(self)
-        cu_seqlens = as_bounds(cu_seqlens)
         require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")
-        check_input(x, mask, cu_seqlens, self.hidden_size)
+        check_input(x, mask, cu_seqlens is not None, self.hidden_size)
+        sequences = Sequences.of(x, cu_seqlens)
         if state is not None:
-            check_state(state, self.state_kind, self.state_shapes, x, cu_seqlens)
+            check_state(state, self.state_kind, self.state_shapes, x, sequences.count)
         if self.spec.pattern is not None and mask is not None:
             forward = SoftmaxAttention.forward  # not a subclass's, which would be in its own call twice
-            return without_padding(lambda p, state, ends: forward(self, p, state, cu_seqlens=ends), x, state, mask)
+            return without_padding(lambda p, state, pack: forward(self, p, state, cu_seqlens=pack), x, state, mask)
         x = zeroed(x, mask)  # a weight of 0 would let NaN through
         q, k, v = self._query(x), *self._key_value(x)
         if self.spec.rotary:
-            positions, _ = count_tokens(x, None if state is None else state.seen, mask, cu_seqlens)
+            positions, _ = count_tokens(x, None if state is None else state.seen, mask, sequences)
             q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
         if self.spec.pattern is not None:
-            out, state = self._attend_within(q, k, v, state, cu_seqlens)
-        elif cu_seqlens is None:
+            out, state = self._attend_within(q, k, v, state, sequences.bounds)
+        elif not sequences.packed:
             state = extended(state, k, v, mask, in_place)
             out = self._attend(q, *state[:3])
         else:
-            out, state = attend_packed(self._attend, q, k, v, state, cu_seqlens.diff().tolist())
+            out, state = attend_packed(self._attend, q, k, v, state, sequences.counts())
         return zeroed(self.o_proj(out.flatten(-2)), mask), state
 
     def remember(self, memory: Tensor, mask: Tensor | None = None) -> AttentionState:

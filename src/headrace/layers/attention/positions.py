@@ -1,4 +1,4 @@
-"""Positions other than rotary ones (`rotary`): sinusoidal embeddings, and T5's relative position bias."""
+"""Positions other than rotary ones (../rotary.py): sinusoidal embeddings, and T5's relative position bias."""
 
 import math
 

@@ -14,14 +14,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...ops.backends.torch.query_key import l2_norm, rotary
 from ...ops.call import NORMALISER_EPS, accumulator
 from ...ops.checks import require
 from ...ops.sequences import Sequences
 from ...spec.softmax_rnn import NORMS, SoftmaxRNNSpec
 from ..base import ANY, Mixer, check_state
-from ..linear.feature_maps import FEATURE_MAPS
+from ..linear.features import FEATURE_MAPS, l2_norm
 from ..linear.taylor import truncated_exp
+from ..rotary import rotary
 from .attention import AttentionState, attend_packed, extended
 from .sdpa import visible
 
@@ -83,15 +83,14 @@ class SoftmaxRNN(Mixer):
             self.power.fill_(0.5)
 
     def run_in_place(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
-        check_state(state, self.state_kind, self.state_shapes, x, None)
-        return self.run(x, state, None, in_place=True)
+        check_state(state, self.state_kind, self.state_shapes, x, x.shape[0])
+        return self.run(x, state, Sequences(x, None), in_place=True)
 
     def run(
-        self, x: Tensor, state: AttentionState | None, cu_seqlens: Tensor | None, in_place: bool = False
+        self, x: Tensor, state: AttentionState | None, sequences: Sequences, in_place: bool = False
     ) -> tuple[Tensor, AttentionState]:
         require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        sequences = Sequences(x, cu_seqlens)
         positions = sequences.positions(None if state is None else state.seen, x)
         q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
         gate = None if self.gate is None else torch.sigmoid(self.gate(x))[..., None]
@@ -100,11 +99,11 @@ class SoftmaxRNN(Mixer):
         if self.power is not None:
             seen = positions + 1 if self.causal else sequences.totals(x)
             v = (v / seen[..., None, None].to(accumulator(v)) ** torch.sigmoid(self.power)[:, None]).to(v.dtype)
-        if cu_seqlens is None:
+        if not sequences.packed:
             state = extended(state, k, v, None, in_place)
             out = self.read(q, *state[:3])
         else:
-            out, state = attend_packed(self.read, q, k, v, state, cu_seqlens.diff().tolist())
+            out, state = attend_packed(self.read, q, k, v, state, sequences.counts())
         out = out if gate is None else out * gate
         return self.o_proj(out.to(x.dtype).flatten(-2)), state
 

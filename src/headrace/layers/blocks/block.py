@@ -6,19 +6,13 @@ Dimensions: B batch, T tokens, D hidden size.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.backends.base import HasBackend
 from ...ops.checks import require
-from ...ops.dispatch import choose, default_backend, has
-from ...ops.gated_norm import GatedNorm
-from ...ops.modules import is_plain
-from ...ops.residual_norm import ResidualNorm
 from ...spec.attention import AttentionSpec
 from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Record
 from ...spec.serialise import Spec
@@ -52,59 +46,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-WIDEST = 4096  # channels that a backend gates as those of one head
-
-
-class MLP(nn.Module, HasBackend):
-    """W_down f(W_up x), or W_down (f(W_gate x) ⊙ W_up x) if the style's MLP is gated (arXiv 2002.05202).
-
-    `backend`: "auto" and "torch" compute f(W_gate x) ⊙ W_up x in PyTorch. If f is SiLU, another backend computes it in
-    one pass with its gated norm, without the norm."""
+class MLP(nn.Module):
+    """W_down f(W_up x), or W_down (f(W_gate x) ⊙ W_up x) if the style's MLP is gated (arXiv 2002.05202)."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
         assert sizes.intermediate_size is not None
         D, width, style = sizes.hidden_size, sizes.intermediate_size, sizes.style
         self.activation = ACTIVATIONS[style.mlp]
-        self.backend = default_backend()
         self.gate_proj = nn.Linear(D, width, bias=style.bias) if style.gated else None
         self.up_proj = nn.Linear(D, width, bias=style.bias)
         self.down_proj = nn.Linear(width, D, bias=style.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
-        hidden = self.activation(up) if self.gate_proj is None else self._gated(up, self.gate_proj(x))
+        hidden = self.activation(up) if self.gate_proj is None else self.activation(self.gate_proj(x)) * up
         return self.down_proj(hidden)
-
-    def _gated(self, up: Tensor, gate: Tensor) -> Tensor:
-        """Returns f(gate) ⊙ up."""
-        if not named(self.backend, "gated_norm") or self.activation is not F.silu:
-            return self.activation(gate) * up
-        heads = next(n for n in count(1) if up.shape[-1] % n == 0 and up.shape[-1] <= n * WIDEST)
-        x, logits = (z.reshape(1, -1, heads, up.shape[-1] // heads) for z in (up, gate))
-        call = GatedNorm(x, logits, None, None, None, "none", "silu", "norm-gate", 0.0)
-        return choose("gated_norm", self.backend, call).run(call).view(up.shape)
-
-
-def named(backend: str, operation: str) -> bool:
-    """Whether a backend that is not PyTorch's was asked for by name, and has the operation."""
-    return backend not in ("auto", "torch") and has(backend, operation)
-
-
-def add_and_norm(norm: nn.Module, x: Tensor, y: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
-    """Returns (x + y, norm(x + y)) of the residual stream x [B, T, D] and a branch y; None: 0.
-
-    A backend given by name that has RMSNorm computes both in one pass. Its norm has the dtype of the linear layers that
-    follow: under autocast the lower one, to which PyTorch's norm, in float32, would be converted."""
-    if not named(backend, "residual_norm") or not is_plain(norm, nn.RMSNorm):
-        x = x if y is None else x + y
-        return x, norm(x)
-    dtype, kind = x.dtype if y is None else torch.promote_types(x.dtype, y.dtype), x.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    assert norm.eps is not None
-    call = ResidualNorm(x, y, norm.weight, norm.eps, dtype)
-    return choose("residual_norm", backend, call).run(call)
 
 
 def build_norm(sizes: Sizes, inputs: int = 1) -> nn.Module:
@@ -134,16 +91,14 @@ def mixer_settings(sizes: Sizes, layer_idx: int = 0, num_layers: int = 1) -> dic
     }  # fmt: skip
 
 
-class Block(nn.Module, HasBackend):
+class Block(nn.Module):
     """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)); with post-norm norm(x + mixer(x)), then
-    norm(x + mlp(x)). Cross-attention, if any, is a third residual branch between the two.
-
-    `backend`: see `add_and_norm`."""
+    norm(x + mlp(x)). Cross-attention, if any, is a third residual branch between the two."""
 
     def __init__(self, layer: Layer | Spec, sizes: Sizes, layer_idx: int = 0, num_layers: int = 1):
         super().__init__()
         layer = as_layers(layer)[0]
-        self.post, self.backend = sizes.style.order == "post", default_backend()
+        self.post = sizes.style.order == "post"
         self.mixer_norm = build_norm(sizes)
         self.mixer = build(layer.mixer, causal=sizes.causal, **mixer_settings(sizes, layer_idx, num_layers))
         self.cross = None
@@ -167,30 +122,28 @@ class Block(nn.Module, HasBackend):
             memory: keys and values of the other sequence, for cross-attention.
         """
         where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
-        total, read = self._before(self.mixer_norm, x if self.link is None else x + self.link(beside), None)
-        y, state = self.mixer(read, state, **where)
-        x, branch = self._after(self.mixer_norm, total if self.link is None else x, y)
+        linked = x if self.link is None else x + self.link(beside)
+        y, state = self.mixer(self._input(self.mixer_norm, linked), state, **where)
+        x = self._add(self.mixer_norm, x, y)
         if self.cross is not None:
             require(memory is not None, "memory=None in a block with cross-attention; expected the result of remember")
-            x, read = self._before(self.cross_norm, x, branch)
-            x, branch = self._after(self.cross_norm, x, self.cross.cross(read, memory))
+            x = self._add(self.cross_norm, x, self.cross.cross(self._input(self.cross_norm, x), memory))
         if self.mlp is not None:
-            x, read = self._before(self.mlp_norm, x, branch)
-            x, branch = self._after(self.mlp_norm, x, self.mlp(read))
-        return x if branch is None else x + branch, state
+            x = self._add(self.mlp_norm, x, self.mlp(self._input(self.mlp_norm, x)))
+        return x, state
 
     @property
     def recurrent(self) -> bool:
         """Whether the mixer is a recurrence with a state of one size, whatever the number of tokens."""
         return isinstance(self.mixer, Mixer) and self.mixer.fixed_size and self.link is None
 
-    def _before(self, norm: nn.Module, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the residual stream and the input of the next branch, given what the last one adds, if anything."""
-        return (x, x) if self.post else add_and_norm(norm, x, y, self.backend)
+    def _input(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """Returns the input of a branch."""
+        return x if self.post else norm(x)
 
-    def _after(self, norm: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream, and what is still to be added to it."""
-        return (norm(x + y), None) if self.post else (x, y)
+    def _add(self, norm: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Returns the residual stream with the output of a branch."""
+        return norm(x + y) if self.post else x + y
 
 
 class Shared(nn.Module):

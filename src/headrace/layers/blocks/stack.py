@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...ops.checks import as_bounds, require
+from ...ops.checks import require
+from ...ops.sequences import Sequences
 from ...spec.serialise import Spec
 from ...spec.stack import Layer
 from ..attention.attention import AttentionState
@@ -43,12 +44,13 @@ class Positions(nn.Module):
         state: PositionState | None = None,
         *,
         mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Sequences | None = None,
     ) -> tuple[Tensor, PositionState]:
         """x [B, T, D] -> (x [B, T, D], state). Raises InputError for sequences longer than the learned table."""
+        sequences = Sequences.of(x, cu_seqlens)
         if state is not None:
-            check_state(state, PositionState, {"tokens": ()}, x, cu_seqlens)
-        places, tokens = count_tokens(x, None if state is None else state.tokens, mask, cu_seqlens)
+            check_state(state, PositionState, {"tokens": ()}, x, sequences.count)
+        places, tokens = count_tokens(x, None if state is None else state.tokens, mask, sequences)
         if self.table is None:
             return x + sinusoidal(places, x.shape[2]).to(x.dtype), PositionState(tokens)
         longest, known = int(tokens.max()), self.table.num_embeddings
@@ -73,7 +75,7 @@ class Backbone(nn.Module):
         states: Sequence[Any] | None = None,
         *,
         mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Sequences | None = None,
         inputs: list[Tensor] | None = None,
         memories: Sequence[Any] | None = None,
         in_place: bool = False,
@@ -101,7 +103,7 @@ class Backbone(nn.Module):
         given = count if states is None else len(states)
         require(given == count, f"states has {given} entries; expected {count}, as this stack returns them")
         before, after = repeat(None) if states is None else iter(states), []
-        where = {"mask": mask, "cu_seqlens": as_bounds(cu_seqlens)}
+        where = {"mask": mask, "cu_seqlens": None if cu_seqlens is None else Sequences.of(x, cu_seqlens)}
         if self.positions is not None:
             x, state = self.positions(x, next(before), **where)
             after.append(state)

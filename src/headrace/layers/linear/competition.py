@@ -4,16 +4,12 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.backends.torch.competition import activate, scores
-from ...ops.dispatch import choose
-from ...ops.modules import is_plain
-from ...ops.query_key import Activation, QueryKey
+from ...ops.call import accumulator
 from ...spec.linear import Competition
 from ..base import SelfInitialised
 
@@ -52,23 +48,8 @@ class HeadCompetition(Gate):
         }
         self.weight = nn.Parameter(torch.zeros(shapes[spec.source]))
 
-    @property
-    def activation(self) -> Activation:
-        """How scores become log gates; the offset is of a sigmoid whose value is 1 / range at a score of zero."""
-        spec = self.spec
-        largest = self.num_heads if spec.range == "heads" else spec.range
-        offset = math.log(largest - 1) if largest > 1 else -math.inf
-        return Activation(spec.activation, spec.temperature, offset, spec.scale == "identity")
-
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
-
-    def in_query_key(self, log: bool) -> dict[str, Any] | None:
-        """Returns the arguments of a `QueryKey` that computes the gate, or its logarithm, from this module's weights;
-        None for other sources than "head", for shuffled gates, and for a module that has to be called."""
-        if self.spec.source != "head" or self.spec.shuffle or not is_plain(self, HeadCompetition):
-            return None
-        return {"weight": self.weight, **self.activation._replace(log=log)._asdict()}
 
     def scores(self, heads: Tensor, x: Tensor) -> Tensor:
         """Returns the scores [B, T, H], or [B, T, H, H] for source="diag".
@@ -83,31 +64,39 @@ class HeadCompetition(Gate):
             return F.linear(heads.flatten(-2), self.weight)
         if self.spec.source == "diag":
             return heads.repeat_interleave(self.repeats, -2) @ self.weight
-        return scores(heads, self.weight)
+        return (heads[..., None, :] * self.weight.unflatten(0, (heads.shape[-2], -1))).sum(-1).flatten(-2)
 
-    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None, backend: str = "auto") -> Tensor:
-        """Returns the logarithm of the gate [B, T, H].
+    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Returns the logarithm of the gate [B, T, H], in the accumulator's precision.
 
         Args:
             heads, x: as in `scores`.
             positions: [B or 1, T], of each token in its sequence; needed for spec.shuffle only.
-            backend: "auto", or a name from `backends()`; computes the gates of source="head".
-
-        Raises:
-            InputError: for a backend that cannot compute them.
         """
-        log_gate = self._log_gate(heads, x, backend)
+        log_gate = self.activate(self.scores(heads, x))
+        if self.spec.source == "diag":
+            log_gate = log_gate.diagonal(dim1=-2, dim2=-1)
         if positions is None or not self.spec.shuffle:
             return log_gate
         owner = (torch.arange(self.num_heads, device=x.device) + positions[..., None]) % self.num_heads
         return log_gate.gather(-1, owner.expand_as(log_gate))
 
-    def _log_gate(self, heads: Tensor, x: Tensor, backend: str) -> Tensor:
-        if self.spec.source != "head":
-            return self._activate(self.scores(heads, x))
-        call = QueryKey(heads, weight=self.weight, **self.activation._asdict())
-        return choose("query_key", backend, call).run(call)[1]
+    def activate(self, scores: Tensor) -> Tensor:
+        """Returns the logarithm of the gates of scores [..., H]."""
+        scores = scores.to(accumulator(scores)) / self.spec.temperature
+        log_gate = self._log_activation(scores)
+        if self.spec.scale == "identity":  # by the same function, because log(H) may differ in the last bit
+            log_gate = log_gate - self._log_activation(scores.new_zeros(scores.shape[-1]))
+        return log_gate
 
-    def _activate(self, scores: Tensor) -> Tensor:
-        log_gate = activate(scores, self.activation)
-        return log_gate.diagonal(dim1=-2, dim2=-1) if self.spec.source == "diag" else log_gate
+    def _log_activation(self, scores: Tensor) -> Tensor:
+        if self.spec.activation == "sigmoid":
+            return F.logsigmoid(scores - self._offset())
+        if self.spec.activation == "null":
+            return F.log_softmax(F.pad(scores, (0, 1)), -1)[..., :-1]
+        return F.log_softmax(scores, -1)
+
+    def _offset(self) -> float:
+        """The score at which a sigmoid is 1/2: at a score of zero it is 1 / range."""
+        largest = self.num_heads if self.spec.range == "heads" else self.spec.range
+        return math.log(largest - 1) if largest > 1 else -math.inf

@@ -1,32 +1,48 @@
-"""The short convolution of a mixer.
+"""The short convolution of a mixer: a causal depthwise convolution and SiLU.
 
-Dimensions: B batch, T tokens, C channels, N sequences.
+Dimensions: B batch, T tokens, C channels, N sequences, W width.
 """
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.dispatch import choose
+from ...ops.backends.native import convolution as native
+from ...ops.modules import is_plain
 from ...ops.sequences import Sequences
 
 
 def convolve(
     conv: nn.Conv1d, x: Tensor, history: Tensor | None, sequences: Sequences, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Computes the SiLU of a causal depthwise convolution.
+    """Computes SiLU(conv(x)) for x [B, T, C] -> (y [B, T, C], the next history).
 
     Args:
         conv: the weights; its padding is not used.
-        x: [B, T, C].
-        history: [N, width − 1, C], the tokens before x; None: zeros.
+        history: [N, W − 1, C], the tokens before x; None: zeros.
         sequences: the sequences of x.
-        backend: "auto", or a name from `backends()`.
-
-    Returns:
-        (y [B, T, C], the next history).
-
-    Raises:
-        InputError: for a backend that cannot compute the convolution.
+        backend: "auto" and "native" compute it in the native library where that can, the other backends in PyTorch.
     """
     history = sequences.before(x, history, conv.kernel_size[0] - 1)
-    y = choose("convolution", backend, conv, x, history, sequences).run(conv, x, history, sequences)
+    if backend in ("auto", "native") and native.unsupported_reason(conv, x) is None:
+        y = native.convolve(x, conv.weight, conv.bias, history, sequences.cu_seqlens)
+    else:
+        y = _by_pytorch(conv, x, history, sequences)
     return y, sequences.last(x, history)
+
+
+def _by_pytorch(conv: nn.Conv1d, x: Tensor, history: Tensor, sequences: Sequences) -> Tensor:
+    extended = sequences.extend(x, history)
+    # PyTorch convolves float64 on a CPU channel by channel, which takes up to ten times as long.
+    wide = x.dtype == conv.weight.dtype == torch.float64 and x.device.type == "cpu"
+    z = _sum_of_products(conv, extended) if wide and is_plain(conv, nn.Conv1d) else conv(extended.mT).mT
+    return sequences.drop_history(F.silu(z), history.shape[1])
+
+
+def _sum_of_products(conv: nn.Conv1d, x: Tensor) -> Tensor:
+    """Computes the convolution of x [B, W − 1 + T, C] without padding, [B, T, C]."""
+    weight, T = conv.weight[:, 0], x.shape[1] - conv.kernel_size[0] + 1
+    z = x[:, :T] * weight[:, 0] + (0 if conv.bias is None else conv.bias)
+    for j in range(1, conv.kernel_size[0]):
+        z = torch.addcmul(z, x[:, j : j + T], weight[:, j])
+    return z

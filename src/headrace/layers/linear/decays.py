@@ -4,22 +4,20 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 """
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.backends.torch.control import step_size
 from ...ops.call import accumulator
-from ...ops.control import Control
-from ...ops.dispatch import choose
 from ...spec.decay import Decay
 from ..base import SelfInitialised
 
 
 class DecayModule(SelfInitialised):
-    """Base of the decays: maps its part [B, T, in_features] of the input projection to log_decay ≤ 0, with the backend
-    of a name.
+    """Base of the decays: maps its part [B, T, in_features] of the input projection to log_decay ≤ 0, in the
+    accumulator's precision.
 
     Args:
         spec: the decay's kind and rank.
@@ -42,10 +40,27 @@ class DecayModule(SelfInitialised):
         return x.unflatten(-1, (self.num_heads, self.key_dim))
 
 
-def activated(backend: str, *call: Any) -> Tensor:
-    """Computes y from the arguments of Control."""
-    found = Control(*call)
-    return choose("control", backend, found).run(found)
+FAR = -40.0  # softplus(z) is e^z to the last digit of a float64 below
+
+
+def finite_exp(x: Tensor, room: float = 8) -> Tensor:
+    """Returns e^x for the rate of a decay, at most e^−room of the dtype's largest number, which is e^88 for float32. A
+    memory that decays at a rate of e^60 keeps nothing after one token, and ∞ · 0 would be NaN, also in a gradient."""
+    return x.clamp(max=math.log(torch.finfo(x.dtype).max) - room).exp()
+
+
+def biased(x: Tensor, bias: Tensor) -> Tensor:
+    """Returns x [B, T, ·] + bias, which is in one dimension, in the accumulator's precision."""
+    acc = accumulator(x)
+    return x.to(acc) + bias.to(acc).view(x.shape[2:])
+
+
+def softplus_decay(z: Tensor, log_rate: Tensor) -> Tensor:
+    """Returns −e^log_rate softplus(z) for z [B, T, H] or [B, T, H, K] and log_rate [H], finite for all z and rates."""
+    log_rate = log_rate.to(z.dtype).view(-1, *[1] * (z.dim() - 3))
+    # e^A softplus(z) = e^(A − d) softplus(z + d) below FAR, where softplus is e^z: a product of two factors of which
+    # neither is infinite and the second is never 0. relu and clamp pass the gradient to z at FAR once.
+    return -finite_exp(log_rate - F.relu(FAR - z), room=24) * F.softplus(z.clamp(min=FAR))  # its gradient has e^20
 
 
 class FixedDecay(DecayModule):
@@ -53,7 +68,7 @@ class FixedDecay(DecayModule):
 
     first = 0  # index of the first head, of those that a process has under tensor_parallel
 
-    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         # Computed instead of stored, because a half-precision buffer would lose most digits.
         h = torch.arange(self.first, self.first + self.num_heads, device=x.device, dtype=torch.float64)
         return torch.log1p(-torch.exp2(-5 - h)).to(accumulator(x))
@@ -68,7 +83,7 @@ class XPosDecay(DecayModule):
 
     OFFSET, TOKENS = 0.4, 512
 
-    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         half = self.key_dim // 2
         zeta = (torch.arange(half, device=x.device, dtype=torch.float64) / half + self.OFFSET) / (1 + self.OFFSET)
         return (zeta.log() / self.TOKENS).repeat(2).to(accumulator(x)).expand(*x.shape[:2], self.num_heads, -1)
@@ -89,11 +104,12 @@ class SoftplusDecay(DecayModule):
         self.A_log.uniform_(1, 16).log_()
         draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
-    def forward(self, x: Tensor, backend: str = "auto", steps: bool = False) -> Any:
-        """Returns log_decay [B, T, H]; with `steps`, (log_decay, dt [B, T, H]), by PyTorch."""
-        if not steps:
-            return activated(backend, x, self.dt_bias, self.A_log, "softplus")
-        return activated("torch", x, self.dt_bias, self.A_log, "softplus"), step_size(x, self.dt_bias)
+    def forward(self, x: Tensor) -> Tensor:
+        return softplus_decay(biased(x, self.dt_bias), self.A_log)
+
+    def step_size(self, x: Tensor) -> Tensor:
+        """Returns dt [B, T, H]."""
+        return F.softplus(biased(x, self.dt_bias))
 
 
 @torch.no_grad()
@@ -113,8 +129,9 @@ class SigmoidDecay(DecayModule):
         self.in_features = spec.rank or key_dim
         self.up = nn.Linear(self.in_features, num_heads * key_dim)
 
-    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
-        return activated(backend, self._heads(self.up(x)), None, None, "sigmoid", 1 / self.TEMPERATURE)
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self._heads(self.up(x))
+        return F.logsigmoid(logits.to(accumulator(logits))) / self.TEMPERATURE
 
 
 class ExpDecay(DecayModule):
@@ -136,8 +153,10 @@ class ExpDecay(DecayModule):
         self.bias.copy_(-6 + 5 * place ** (0.7 + 1.3 * self.depth))
         self.up.uniform_(-0.01, 0.01)
 
-    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
-        return activated(backend, self._heads(torch.tanh(x) @ self.up), self.bias, None, "exp")
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._heads(torch.tanh(x) @ self.up)
+        logits = self.bias.view(x.shape[2:]) + x
+        return -finite_exp(logits.to(accumulator(logits)))
 
 
 class SoftplusVectorDecay(DecayModule):
@@ -156,8 +175,8 @@ class SoftplusVectorDecay(DecayModule):
         self.A_log.uniform_(1, 16).log_()
         draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
-    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
-        return activated(backend, self._heads(self.up(x)), self.dt_bias, self.A_log, "softplus")
+    def forward(self, x: Tensor) -> Tensor:
+        return softplus_decay(biased(self._heads(self.up(x)), self.dt_bias), self.A_log)
 
 
 DECAYS: dict[str, type[DecayModule]] = {

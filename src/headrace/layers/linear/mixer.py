@@ -1,31 +1,37 @@
-"""`LinearMixer`, the layer of every MixerSpec: projections, q and k features, the recurrence, and the readout.
+"""`LinearMixer`, the layer of every MixerSpec: inputs, gates, features, the recurrence, and the readout.
 
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.attention import linear_attention, step
 from ...ops.backends.torch.tiles import product
 from ...ops.call import accumulator
-from ...ops.dispatch import choose, has
-from ...ops.gated_norm import GatedNorm
+from ...ops.dispatch import has
 from ...ops.parallel.context import current
-from ...ops.query_key import QueryKey
 from ...ops.sequences import Sequences
-from ..base import may_write
-from .competition import HeadCompetition
+from ..base import check_input, may_write
+from ..rotary import rotary
 from .convolution import convolve
-from .decays import activated
-from .feature_maps import FEATURE_MAPS
+from .features import FEATURE_MAPS, QK_NORMS
 from .parameters import LinearParameters
-from .readout import GROUP_NORM_EPS
-from .streams import project
+from .readout import GATES, GROUP_NORM_EPS
 from .token import MixerState
+from .token_shift import project
+
+
+class Gates(NamedTuple):
+    """What head competition computes for each token and head, [B, T, H]; None for what the spec does not have."""
+
+    read: Tensor | None  # the share of what a head reads
+    log_write: Tensor | None  # the logarithm of the share of what a head writes
+    choice: Tensor | None  # [B, T, H · R], the share of each of a head's R memories in what the head reads
 
 
 class LinearMixer(LinearParameters):
@@ -47,132 +53,107 @@ class LinearMixer(LinearParameters):
         return self.residual is None
 
     def run(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, in_place: bool = False
+        self, x: Tensor, state: MixerState | None, sequences: Sequences, in_place: bool = False
     ) -> tuple[Tensor, MixerState]:
-        sequences = Sequences(x, cu_seqlens)
-        inputs, shift = self._project(x, state, sequences)
-        q, k, v, conv = self._convolve(inputs, state, sequences)
-        tokens = state.tokens if state is not None else None
+        inputs, conv, shift = self._inputs(x, state, sequences)
+        tokens = None if state is None else state.tokens
         positions = sequences.positions(tokens, x) if self.spec.counts_tokens else None
-        choice = None if self.choice is None else self.choice(q)
-        q, read = self._gate_and_shape(q, self.read_competition, False, x, positions)
-        k, write = self._gate_and_shape(k, self.write_competition, self.write_place == "beta", x, positions)
-        gates = read, write, choice
-        tensors: dict[str, Any] = {"q": q, "k": k, "v": self._per_memory(v), **self._decay_and_gates(inputs, gates)}
-        memory, before = None if state is None else state.memory, None
-        if self.residual is not None:
-            op = partial(self.op, **self._settings(), backend=self.backend)
-            out, memory, before = self.residual(op, tensors, state, sequences)
-        elif self.op is linear_attention and x.shape[1] == 1 and cu_seqlens is None and current() is None:
-            token: dict[str, Any] = {name: _now(y) for name, y in tensors.items()}
-            token |= {"state": memory, "backend": self._backend("step"), "in_place": in_place}
-            out, memory = step(**token, **self._settings())
-            out = out[:, None]
-        else:
-            settings = self._settings() | {"initial_state": memory, "cu_seqlens": cu_seqlens}
-            out, memory = self.op(**tensors, **settings, backend=self.backend)
-        if self.choice is not None:
-            out = out.unflatten(2, (self.H, -1)).sum(3)
-        y = self._read_out(out, v, inputs.get("gate"), None if self._read_gate_inside() else read)
-        if self.spec.counts_tokens:
-            tokens = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
-        return y, MixerState(memory, conv, shift, tokens, before)
+        gates = self._gates(inputs, x, positions)
+        q, k = self._features(inputs["q"], positions), self._features(inputs["k"], positions)
+        tensors = {"q": q, "k": k, "v": self._per_memory(inputs["v"]), **self._updates(inputs, gates)}
+        out, memory, before = self._recur(tensors, state, sequences, in_place)
+        y = self._read_out(out, inputs, gates)
+        return y, MixerState(memory, conv, shift, self._count(tokens, x, sequences), before)
 
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         weights = self.fused.weights(self) if type(self) is LinearMixer else None
         layer, _ = self.fused.find(self, x, weights)
         if layer is None:
-            state = self.checked(x, state, None, None)
-            return self.run(x, state, None, in_place=may_write(state))
+            check_input(x, None, False, self.hidden_size)
+            sequences = Sequences(x, None)
+            state = self.checked(x, state, sequences)
+            return self.run(x, state, sequences, in_place=may_write(state))
         state = self.fused.writable(layer, state, self, x)
         if self.shift is None:
             projected = self.in_proj(x)
         else:
-            inputs, shift = self._project(x, state, Sequences(x, None))
-            projected, state = torch.cat(list(inputs.values()), -1), state._replace(shift=shift)
+            parts, shift = self._project(x, state, Sequences(x, None))
+            projected, state = torch.cat(list(parts.values()), -1), state._replace(shift=shift)
         return self.o_proj(self.fused.run(layer, weights, projected[:, 0], x, state)[:, None]), state
+
+    # --- inputs ------------------------------------------------------------------------------------------------------
+
+    def _inputs(self, x: Tensor, state: MixerState | None, sequences: Sequences):
+        """Returns q, k [B, T, Hq, K], v [B, T, H, V] after the short convolution, and the inputs [B, T, ·] of decay, β
+        and output gate, by name; and the next states of convolution and token shift, if any."""
+        parts, shift = self._project(x, state, sequences)
+        conv = None
+        if self.conv is not None:
+            qkv = parts.pop("qkv") if "qkv" in parts else torch.cat([parts[name] for name in "qkv"], -1)
+            qkv, conv = convolve(self.conv, qkv, None if state is None else state.conv, sequences, self.backend)
+            parts |= dict(zip("qkv", qkv.split(list(self.parts.values())[:3], -1), strict=True))
+        for name, heads in (("q", self.Hq), ("k", self.Hq), ("v", self.H)):
+            parts[name] = parts[name].unflatten(-1, (heads, -1))
+        return parts, conv, shift
 
     def _project(self, x: Tensor, state: MixerState | None, sequences: Sequences):
         """Returns the parts of the input projection, [B, T, size] each, and the next state of the token shift, if any,
-        which computes another input for each part."""
-        if self.shift is None:
-            projected = self.in_proj(x)
-            return self._split(projected, -1) if self.conv is None else self._together(projected), None
-        before, history = sequences.shift(x, None if state is None else state.shift)
-        streams = self.shift(x, before)
-        found = project(self.in_proj, [streams.get(name, x) for name in self.parts], list(self.parts.values()))
-        return dict(zip(self.parts, found, strict=True)), history
-
-    def _together(self, projected: Tensor) -> dict[str, Tensor]:
-        """Returns the parts of the input projection, with q, k and v in one, "qkv", so that nothing copies them."""
+        which computes another input for each part. Without it, q, k and v of a convolution are one part, "qkv", so that
+        nothing copies them."""
         names, sizes = list(self.parts), list(self.parts.values())
-        found = projected.split([sum(sizes[:3]), *sizes[3:]], -1)
-        return dict(zip(["qkv", *names[3:]], found, strict=True))
+        if self.shift is not None:
+            before, history = sequences.shift(x, None if state is None else state.shift)
+            streams = self.shift(x, before)
+            parts = project(self.in_proj, [streams.get(name, x) for name in names], sizes)
+            return dict(zip(names, parts, strict=True)), history
+        if self.conv is not None:
+            names, sizes = ["qkv", *names[3:]], [sum(sizes[:3]), *sizes[3:]]
+        return dict(zip(names, self.in_proj(x).split(sizes, -1), strict=True)), None
 
-    def _convolve(self, inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences):
-        """Returns q, k [B, T, Hq, K], v [B, T, H, V] and the next state of the short convolution, if any."""
-        conv = None
-        if self.conv is None:
-            q, k, v = (inputs[name] for name in "qkv")
-        else:
-            history = None if state is None else state.conv
-            qkv = inputs["qkv"] if self.shift is None else torch.cat([inputs[name] for name in "qkv"], -1)
-            qkv, conv = convolve(self.conv, qkv, history, sequences, self._backend("convolution"))
-            q, k, v = qkv.split(list(self.parts.values())[:3], -1)
-        return (
-            q.unflatten(-1, (self.Hq, self.K)),
-            k.unflatten(-1, (self.Hq, self.K)),
-            v.unflatten(-1, (self.H, -1)),
-            conv,
-        )
+    # --- gates and features ------------------------------------------------------------------------------------------
+
+    def _gates(self, inputs: dict[str, Tensor], x: Tensor, positions: Tensor | None) -> Gates:
+        q, k, read = inputs["q"], inputs["k"], None
+        if self.read_competition is not None:
+            read = self.read_competition(q, x, positions).exp()
+        log_write = None if self.write_competition is None else self.write_competition(k, x, positions)
+        return Gates(read, log_write, None if self.choice is None else self.choice(q))
+
+    def _features(self, heads: Tensor, positions: Tensor | None) -> Tensor:
+        """Returns the q or k of the recurrence, [B, T, Hq, rows of the memory]."""
+        inputs = self.spec.inputs
+        norm = QK_NORMS[inputs.qk_norm]
+        if not inputs.rotary:
+            positions = None
+        if self.features is not None:  # Taylor features are of rotated heads
+            heads = heads if positions is None else rotary(heads, positions, self.rope_theta)
+            return norm(self.features(heads * self._scale() ** 0.5))
+        heads = norm(FEATURE_MAPS[inputs.feature_map](heads))
+        return heads if positions is None else rotary(heads, positions, self.rope_theta)
 
     def _per_memory(self, x: Tensor | None) -> Any:
         """Repeats a per-head tensor [H, ·] or [B, T, H, ·] once per memory of the head."""
-        return (
-            x
-            if x is None or self.choice is None
-            else x.repeat_interleave(self.spec.memories_per_head, 2 if x.dim() > 2 else 0)
-        )
+        if x is None or self.choice is None:
+            return x
+        return x.repeat_interleave(self.spec.memories_per_head, 2 if x.dim() > 2 else 0)
 
-    def _gate_and_shape(
-        self, heads: Tensor, competition: HeadCompetition | None, log: bool, x: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns the q or k of the recurrence, and the gates [B, T, H] of its competition, if any, or their logarithm.
+    # --- the recurrence ----------------------------------------------------------------------------------------------
 
-        A backend computes both at once if the gates need no more than the competition's weights."""
-        fused = None if competition is None else competition.in_query_key(log)
-        y, gates = self._shape(heads, positions if self.spec.inputs.rotary else None, fused or {})
-        if competition is not None and fused is None:
-            log_gates = competition(heads, x, positions, self._backend("query_key"))
-            gates = log_gates if log else log_gates.exp()
-        return y, gates
-
-    def _shape(
-        self, heads: Tensor, positions: Tensor | None, competition: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns the q or k of the recurrence, and gates. Taylor features are of rotated heads, a norm is rotated."""
-        inputs = self.spec.inputs
-        if self.features is not None:
-            y, gates = self._query_key(heads, positions, "none", competition)
-            return self._query_key(self.features(y * self._scale() ** 0.5), None, inputs.qk_norm, {})[0], gates
-        if inputs.feature_map == "identity":
-            return self._query_key(heads, positions, inputs.qk_norm, competition)
-        gates = self._query_key(heads, None, "none", competition)[1]
-        return self._query_key(FEATURE_MAPS[inputs.feature_map](heads), positions, inputs.qk_norm, {})[0], gates
-
-    def _query_key(self, heads: Tensor, positions: Tensor | None, norm: str, competition: dict[str, Any]):
-        call = QueryKey(heads, positions, norm=norm, theta=self.rope_theta, **competition)
-        if not (call.changes_x or competition):
-            return heads, None
-        return choose("query_key", self._backend("query_key"), call).run(call)
-
-    def _backend(self, operation: str) -> str:
-        """Returns the name of the backend that computes an operation of the layer."""
-        return self.backend if self.backend == "auto" or has(self.backend, operation) else "torch"
-
-    def _scale(self) -> float:
-        """The scale of the logits."""
-        return 1.0 if self.spec.read.scale == "one" else self.K**-0.5
+    def _recur(self, tensors: dict[str, Any], state: MixerState | None, sequences: Sequences, in_place: bool):
+        """Returns what each head reads [B, T, H, V], the next memory, and the next `before` (residual.py)."""
+        memory, before, settings = None if state is None else state.memory, None, self._settings()
+        if self.residual is not None:
+            op = partial(self.op, **settings, backend=self.backend)
+            out, memory, before = self.residual(op, tensors, state, sequences)
+        elif self.op is linear_attention and sequences.T == 1 and not sequences.packed and current() is None:
+            token = {name: _now(y) for name, y in tensors.items()}
+            backend = self.backend if self.backend == "auto" or has(self.backend, "step") else "torch"
+            out, memory = step(**token, **settings, state=memory, backend=backend, in_place=in_place)
+            out = out[:, None]
+        else:
+            where = {"initial_state": memory, "cu_seqlens": sequences.bounds}
+            out, memory = self.op(**tensors, **settings, **where, backend=self.backend)
+        return out if self.choice is None else out.unflatten(2, (self.H, -1)).sum(3), memory, before
 
     def _settings(self) -> dict[str, Any]:
         """The arguments of `linear_attention` and `step` that do not depend on the tokens."""
@@ -182,34 +163,37 @@ class LinearMixer(LinearParameters):
             "rule": self.spec.write.rule, "bonus": self._per_memory(self.bonus), "normalise": normalise, "scale": scale,
         }  # fmt: skip
 
-    def _decay_and_gates(self, inputs: dict[str, Tensor], gates: tuple) -> dict[str, Tensor | None]:
-        """The arguments of `linear_attention` per token, except q, k and v."""
-        read, write, choice = gates
-        log_decay, beta = self._decay_and_beta(inputs, write)
-        return {
-            "log_decay": log_decay,
-            "beta": beta,
-            "write_gate": write if self.write_place == "value" else None,
-            "read_gate": product(self._per_memory(read) if self._read_gate_inside() else None, choice),
-        }
+    def _scale(self) -> float:
+        """The scale of the logits."""
+        return 1.0 if self.spec.read.scale == "one" else self.K**-0.5
 
-    def _decay_and_beta(self, inputs: dict[str, Tensor], write: Tensor | None):
+    def _updates(self, inputs: dict[str, Tensor], gates: Gates) -> dict[str, Tensor | None]:
+        """The arguments of `linear_attention` per token, except q, k and v."""
+        log_decay, beta = self._decay_and_beta(inputs, gates.log_write)
+        write = gates.log_write.exp() if gates.log_write is not None and self.write_place == "value" else None
+        read = self._per_memory(gates.read) if self._read_gate_inside() else None
+        return {"log_decay": log_decay, "beta": beta, "write_gate": write, "read_gate": product(read, gates.choice)}
+
+    def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
         """Returns log_decay and β, or β's logit if β also depends on the memory (write.residual_chunk)."""
+        log_decay = None if self.decay is None else self._per_memory(self.decay(inputs["decay"]))
         if self.spec.write.beta == "dt":
-            return tuple(self._per_memory(y) for y in self.decay(inputs["decay"], steps=True))
-        log_decay = None
-        if self.decay is not None:
-            log_decay = self._per_memory(self.decay(inputs["decay"], self._backend("control")))
+            return log_decay, self._per_memory(self.decay.step_size(inputs["decay"]))
         if "beta" not in inputs:
             return log_decay, None
         logits = self._per_memory(inputs["beta"])
-        if self.residual is not None or self.write_place == "beta":
-            logits = logits.to(accumulator(logits))
-        if write is not None and self.write_place == "beta":
-            logits = logits + write
-        if self.residual is not None:
-            return log_decay, logits
-        return log_decay, activated(self._backend("control"), logits, None, None, "beta")
+        logits = logits.to(accumulator(logits))
+        if log_write is not None and self.write_place == "beta":
+            logits = logits + log_write
+        return log_decay, logits if self.residual is not None else logits.sigmoid()
+
+    def _count(self, tokens: Tensor | None, x: Tensor, sequences: Sequences) -> Tensor | None:
+        """Returns the number of tokens of each sequence up to the end of x, if the layer needs it."""
+        if not self.spec.counts_tokens:
+            return tokens
+        return sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
+
+    # --- the readout -------------------------------------------------------------------------------------------------
 
     def _read_gate_inside(self) -> bool:
         """Whether `linear_attention` applies the read gate: if the spec puts the gate on q, or if neither norm nor skip
@@ -217,23 +201,35 @@ class LinearMixer(LinearParameters):
         read = self.spec.read
         return self.read_place == "query" or (read.norm in ("none", "sum") and not read.skip)
 
-    def _read_out(self, out: Tensor, v: Tensor, gate_input: Tensor | None, strength: Tensor | None) -> Tensor:
-        read = self.spec.read
+    def _read_out(self, out: Tensor, inputs: dict[str, Tensor], gates: Gates) -> Tensor:
+        """Skip, norm, read gate, output gate and output projection: [B, T, H, V] -> [B, T, D]."""
+        read, read_gate = self.spec.read, None
+        if gates.read is not None and not self._read_gate_inside():
+            read_gate = gates.read[..., None]
         if self.skip is not None:
-            out = out + self.skip[:, None] * v
-        if strength is not None and read.norm not in ("rms", "group"):
-            out, strength = out * strength[..., None].to(out.dtype), None
-        eps = GROUP_NORM_EPS if read.norm == "group" else self.norm_eps
-        logits, activation = (None, "none") if self.gate is None else (self.gate(gate_input), self.gate.activation)
-        norm = GatedNorm(
-            out, logits, strength, self.norm_weight, self.norm_bias, read.norm, activation, read.order, eps
-        )
-        return self.o_proj(self._normalise(norm).flatten(-2))
+            out = out + self.skip[:, None] * inputs["v"]
+        if read_gate is not None and read.norm not in ("rms", "group"):  # a joint norm does not cancel it
+            out, read_gate = out * read_gate.to(out.dtype), None
+        output_gate = None if self.gate is None else GATES[self.gate.activation](self.gate(inputs["gate"]))
+        if output_gate is not None and read.order == "gate-norm":
+            out, output_gate = out * output_gate, None
+        out = self._normalise(out)
+        out = out if read_gate is None else out * read_gate.to(out.dtype)
+        out = out if output_gate is None else out * output_gate
+        return self.o_proj(out.flatten(-2))
 
-    def _normalise(self, call: GatedNorm) -> Tensor:
-        return choose("gated_norm", self._backend("gated_norm"), call).run(call)
+    def _normalise(self, x: Tensor) -> Tensor:
+        """Applies the norm to x [B, T, H, V], in the accumulator's precision."""
+        if self.norm_weight is None:
+            return x
+        wide, kind, weight = x.to(accumulator(x)), self.spec.read.norm, self.norm_weight
+        if kind == "group":
+            centred = F.layer_norm(wide, x.shape[-1:], eps=GROUP_NORM_EPS)
+            return (centred * weight.view(x.shape[-2:]) + self.norm_bias.view(x.shape[-2:])).to(x.dtype)
+        wide = wide.flatten(-2) if kind == "rms-joint" else wide
+        return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), self.norm_eps).view_as(x).to(x.dtype)
 
 
-def _now(x: Tensor | None) -> Tensor | None:
+def _now(x: Tensor | None) -> Any:
     """Removes the token dimension of [B, 1, ·]; a fixed decay [H] has none."""
     return x if x is None or x.dim() == 1 else x[:, 0]

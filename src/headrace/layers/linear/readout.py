@@ -3,8 +3,13 @@
 Dimensions: B batch, T tokens, H heads, V value dimension per head.
 """
 
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 GROUP_NORM_EPS = 64e-5  # RWKV-6: 1e-5 · 8², where 8 is its head size divisor
 
 

@@ -124,11 +124,11 @@ class FusedStep:
         """Returns a state that the call may overwrite: the state itself, or copies if a tensor has another dtype, is
         not contiguous or is needed by autograd. Raises InputError for a state of another mixer or batch size."""
         if not isinstance(state, MixerState) or not (state.shift is state.before is mixer.shift):
-            check_state(state, MixerState, mixer.state_shapes, x, None)
+            check_state(state, MixerState, mixer.state_shapes, x, x.shape[0])
         given = state.memory, state.conv, state.tokens
         if layer.fits(given, x) and may_write(given):
             return state
-        check_state(state, MixerState, mixer.state_shapes, x, None)
+        check_state(state, MixerState, mixer.state_shapes, x, x.shape[0])
         named = zip(given, layer.state(x.shape[0], x.dtype), strict=True)
         copies = {name: y.new_empty(shape or (), dtype=d).copy_(y) for y, (shape, d, name) in named if y is not None}
         return state._replace(**copies)

@@ -1,11 +1,13 @@
-"""RWKV-6's token shift.
+"""RWKV-6's token shift, which mixes another input for each part of the input projection.
 
-Dimensions: B batch, T tokens, D hidden size.
+Dimensions: B batch, T tokens, D hidden size, n parts.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.modules import is_plain
 from ..base import SelfInitialised
 
 
@@ -41,3 +43,21 @@ class TokenShift(SelfInitialised):
         low = torch.tanh((x + change * self.base) @ self.down).unflatten(-1, (len(self.STREAMS), -1))
         weights = self.offset + torch.einsum("btsr,srd->btsd", low, self.up)
         return dict(zip(self.STREAMS, (x[..., None, :] + change[..., None, :] * weights).unbind(-2), strict=True))
+
+
+def project(linear: nn.Module, streams: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    """Computes part i of the layer's output from streams[i].
+
+    A module other than an `nn.Linear` without hooks and bias is called on all inputs, which takes n times the work.
+
+    Args:
+        streams: n inputs [B, T, D].
+        sizes: sizes of the n parts of the output.
+
+    Returns:
+        n tensors [B, T, size].
+    """
+    if is_plain(linear, nn.Linear) and linear.bias is None:
+        return [F.linear(x, weight) for x, weight in zip(streams, linear.weight.split(sizes), strict=True)]
+    wholes = linear(torch.stack(streams, -2)).unbind(-2)
+    return [whole.split(sizes, -1)[i] for i, whole in enumerate(wholes)]

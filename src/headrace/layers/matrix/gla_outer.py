@@ -101,8 +101,8 @@ class GLAOuter(Mixer):
     def reset_parameters(self) -> None:
         self.norm_weight.fill_(1)
 
-    def run(self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, MixerState]:
-        sequences, acc = Sequences(x, cu_seqlens), accumulator(x)
+    def run(self, x: Tensor, state: MixerState | None, sequences: Sequences) -> tuple[Tensor, MixerState]:
+        acc = accumulator(x)
         q, k, v, gate, *decays = self.in_proj(x).split(self.parts, -1)
         q, k, v = (y.unflatten(-1, (self.H, -1)).to(acc) for y in (q, k, v))
         operands = Operands(q * self.K**-0.5, k, v, self.k_decay(decays[0]), self.v_decay(decays[1]))

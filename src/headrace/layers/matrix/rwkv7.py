@@ -149,8 +149,8 @@ class RWKV7(Mixer):
         self.norm_weight.fill_(self.share**0.7)
         self.norm_bias.zero_()
 
-    def run(self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, MixerState]:
-        sequences, acc = Sequences(x, cu_seqlens), accumulator(x)
+    def run(self, x: Tensor, state: MixerState | None, sequences: Sequences) -> tuple[Tensor, MixerState]:
+        acc = accumulator(x)
         before, shift = sequences.shift(x, None if state is None else state.shift)
         change = before - x
         streams = {name: torch.addcmul(x, change, mix) for name, mix in zip(self.STREAMS, self.mix, strict=True)}

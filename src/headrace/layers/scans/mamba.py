@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.backends.torch.control import finite_exp
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
 from ..base import Mixer, Recurrence, ScanState
 from ..linear.convolution import convolve
-from ..linear.decays import draw_step_bias_
+from ..linear.decays import draw_step_bias_, finite_exp
 from .selective_scan import Operands, selective_scan, selective_step
 
 
@@ -59,12 +58,11 @@ class Mamba(Mixer):
         if self.norm_weight is not None:
             self.norm_weight.fill_(1)
 
-    def run(self, x: Tensor, state: ScanState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ScanState]:
-        sequences = Sequences(x, cu_seqlens)
+    def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
         u, z = self.in_proj(x).chunk(2, -1)
         u, conv = convolve(self.conv, u, None if state is None else state.conv, sequences)
         operands = self._operands(u, None if state is None else state.memory, sequences)
-        if x.shape[1] == 1 and cu_seqlens is None:
+        if x.shape[1] == 1 and not sequences.packed:
             out, memory = selective_step(operands)
         else:
             out, memory = self.recurrence(selective_scan, operands, sequences.counts())

@@ -9,12 +9,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ...ops.backends.torch.control import finite_exp
 from ...ops.call import accumulator
 from ...ops.derivatives import refuse_transforms
 from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
 from ..base import Mixer, ScanState
+from ..linear.decays import finite_exp
 from .scan import NAME, Pack, packed_scan, running_maximum
 
 
@@ -52,15 +52,14 @@ class RWKV4(Mixer):
         power = keep**self.height
         self.mix.copy_(torch.stack([keep ** (self.height / 2), power, power + 0.3 * self.depth]))
 
-    def run(self, x: Tensor, state: ScanState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ScanState]:
-        sequences = Sequences(x, cu_seqlens)
+    def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
         before, shift = sequences.shift(x, None if state is None else state.shift)
         mixed = before[..., None, :] + (x - before)[..., None, :] * self.mix
         r, k, v = (p(y) for p, y in zip((self.r_proj, self.k_proj, self.v_proj), mixed.unbind(-2), strict=True))
         acc = accumulator(x)
         k, v, bonus, rate = k.to(acc), v.to(acc), self.bonus.to(acc), finite_exp(self.log_rate.to(acc))
         memory = blank(k, sequences.count) if state is None else state.memory
-        lengths = None if x.shape[1] == 1 and cu_seqlens is None else sequences.counts()
+        lengths = None if x.shape[1] == 1 and not sequences.packed else sequences.counts()
         out, memory = wkv(k.flatten(0, 1), v.flatten(0, 1), rate, bonus, memory, lengths)
         y = torch.sigmoid(r) * out.view_as(k).to(x.dtype)
         return self.o_proj(y), ScanState(memory, shift=shift)

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.backends.torch.control import finite_exp
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
 from ...utils.device import without_autocast
 from ..base import Mixer, Recurrence, ScanState
+from ..linear.decays import finite_exp
 from .linear_system import Diagonal, LowRank, Response
 
 
@@ -63,23 +63,23 @@ class S4D(Mixer):
         poles = torch.complex(-finite_exp(self.log_damping.to(dtype)), self.frequency.to(dtype))
         return self.log_dt.to(dtype).exp()[:, None], poles
 
-    def run(self, x: Tensor, state: ScanState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ScanState]:
+    def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
         with without_autocast(x):
             u = x.to(accumulator(x))
-            y, memory = self.recurrence(self._respond, u, None if state is None else state.memory.mT, cu_seqlens)
+            y, memory = self.recurrence(self._respond, u, None if state is None else state.memory.mT, sequences)
             y = F.gelu(y + self.skip.to(u.dtype) * u).to(x.dtype)
         return F.glu(self.out_proj(y), -1), ScanState(memory.mT)
 
-    def _respond(self, u: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _respond(self, u: Tensor, memory: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """u [B, T, D] and memory [N, D, S] -> (y [B, T, D], the next memory)."""
-        if cu_seqlens is None and u.shape[1] == 1:
+        if not sequences.packed and u.shape[1] == 1:
             before = u.new_zeros(len(u), self.shape[0], 2 * self.shape[1]) if memory is None else memory
             y, memory = self.system(u.dtype).step(before, u[:, 0])
             return y[:, None], memory
         system = self.system(torch.float64)
-        if cu_seqlens is None:
+        if not sequences.packed:
             return Response(system, u.shape[1])(u, memory)
-        lengths = Sequences(u, cu_seqlens).counts()
+        lengths = sequences.counts()
         response = Response(system, max(lengths))
         befores = [None] * len(lengths) if memory is None else memory.split(1)
         answers = [response(piece, x) for piece, x in zip(u.split(lengths, 1), befores, strict=True)]

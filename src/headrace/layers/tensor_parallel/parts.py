@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.backends.torch.gated_norm import around
 from ...ops.call import accumulator
 from ...ops.checks import require
-from ...ops.gated_norm import GatedNorm
 from ...ops.parallel.tensor import Ranks
+from ...ops.sequences import Sequences
 from ...utils.errors import GateWarning
 from ..attention.attention import SoftmaxAttention
 from ..blocks.block import MLP
@@ -47,17 +46,16 @@ class PartLinear(LinearMixer):
             self.decay.first = ranks.rank * H
         self.cuts = adopt(self, whole, partial(linear_cuts, whole, shares), ranks)
 
-    def run(self, x: Tensor, state, cu_seqlens: Tensor | None, in_place: bool = False):
-        return super().run(self.ranks.enter(x), state, cu_seqlens, in_place)
+    def run(self, x: Tensor, state, sequences: Sequences, in_place: bool = False):
+        return super().run(self.ranks.enter(x), state, sequences, in_place)
 
-    def _normalise(self, call: GatedNorm) -> Tensor:
-        return around(self._joint_norm, call) if call.norm == "rms-joint" else super()._normalise(call)
-
-    def _joint_norm(self, x: Tensor, call: GatedNorm) -> Tensor:
+    def _normalise(self, x: Tensor) -> Tensor:
+        if self.spec.read.norm != "rms-joint":
+            return super()._normalise(x)
         wide = x.to(accumulator(x))
         mean = self.ranks.sum(wide.square().mean((-2, -1), keepdim=True)) / self.ranks.size
         weight = self.norm_weight.to(wide.dtype).view(wide.shape[-2:])
-        return (wide * torch.rsqrt(mean + call.eps) * weight).to(x.dtype)
+        return (wide * torch.rsqrt(mean + self.norm_eps) * weight).to(x.dtype)
 
 
 class PartCompetition(HeadCompetition):
@@ -86,11 +84,8 @@ class PartCompetition(HeadCompetition):
             return F.pad(scores, (0, 0, self.own.start, self.num_heads - self.own.stop))
         return scores
 
-    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None, backend: str = "auto") -> Tensor:
-        return super().forward(heads, x, positions, backend)[..., self.own]
-
-    def _log_gate(self, heads: Tensor, x: Tensor, backend: str) -> Tensor:
-        return self._activate(self.scores(heads, x))  # of all processes' heads, which no backend has
+    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        return super().forward(heads, x, positions)[..., self.own]
 
 
 class PartAttention(SoftmaxAttention):
@@ -124,7 +119,7 @@ class PartMLP(MLP):
         nn.Module.__init__(self)
         width = whole.up_proj.out_features
         shares = Shares(width, width, ranks.size, ("intermediate_size", "intermediate_size"))
-        self.activation, self.backend, self.ranks = whole.activation, whole.backend, ranks
+        self.activation, self.ranks = whole.activation, ranks
         linears = {name: getattr(whole, name) for name in ("gate_proj", "up_proj", "down_proj")}
         for name, linear in linears.items():
             setattr(self, name, None if linear is None else _empty(linear))

@@ -15,7 +15,7 @@ class Kernel(NamedTuple):
 
 
 class HasBackend:
-    """A layer whose operations a backend computes: the one of this name, or with "auto" the fastest for the call."""
+    """A layer whose recurrence a backend computes: the one of this name, or with "auto" the fastest for the call."""
 
     backend: str
 
@@ -48,22 +48,16 @@ class LayerStep(Protocol):
 
 
 class Backend(NamedTuple):
-    """A row of the table of backends: what computes each operation, or None for those that it does not have.
+    """A row of the table of backends.
 
-    A backend that computes `linear_attention` alone is complete: the other operations then are another backend's.
-    """
+    The recurrence is the first seam, `linear_attention` and `step`; the second is the whole token of a layer,
+    `layer_step`. None for what a backend does not have: `linear_attention` alone is enough."""
 
     missing: Callable[[], str | None]  # returns why the backend is not available on this machine, or None
     about: Callable[[], str]  # returns the backend's version
     linear_attention: Kernel  # (call) -> (out, final state); differentiable
     step: Kernel | None = None  # (call without token dimension, bonus, normalise, in_place) -> (out, state)
-    convolution: Kernel | None = None  # (conv, x, history, sequences) -> y; see `convolve`
-    gated_norm: Kernel | None = None  # (call: GatedNorm) -> y
-    residual_norm: Kernel | None = None  # (call: ResidualNorm) -> (s, n)
-    control: Kernel | None = None  # (call: Control) -> log_decay or β
-    query_key: Kernel | None = None  # (call: QueryKey) -> (y, gates or None)
     layer_step: Callable[..., LayerStep] | None = None  # (kinds, sizes, numbers, names of the weights) -> LayerStep
-    int8_product: Kernel | None = None  # (x, integers, scale, bias) -> x · (integers · scale)ᵀ + bias
     on_request: bool = False  # whether only its name chooses it, and "auto" does not
 
 

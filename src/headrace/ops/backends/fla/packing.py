@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..torch.tiles import sequence_ends
+from ...checks import sequence_ends
 
 
 class Packing(NamedTuple):

@@ -4,12 +4,15 @@ Dimensions: B batch, T tokens, C channels, N sequences, W width.
 """
 
 import struct
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ... import convolution
+from ... import derivatives
+from ...autograd import define
 from ...call import Call
+from ...modules import is_plain
 from . import library as native
 
 WIDEST = 32
@@ -17,14 +20,23 @@ MOST_CHANNELS = 2**16
 _CONVOLUTION = struct.Struct("@qPP")  # hr_convolution
 
 
-def unsupported_reason(conv: nn.Conv1d, x: Tensor, *_) -> str | None:
+INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor history, Tensor? cu_seqlens"
+
+
+def unsupported_reason(conv: nn.Conv1d, x: Tensor) -> str | None:
     """Returns why the native convolution cannot compute x [B, T, C], or None."""
+    if native.missing or torch.onnx.is_in_onnx_export():
+        return native.missing or "an ONNX graph takes the convolution of PyTorch"
     if x.device.type != "cpu" or x.dtype not in native.DTYPES:
         return f"it runs on the CPU, in float32 and bfloat16, and x is {x.dtype} on {x.device.type}"
     if conv.kernel_size[0] > WIDEST or x.shape[2] > MOST_CHANNELS:
         found = f"{conv.kernel_size[0]} and {x.shape[2]}"
         return f"it takes widths up to {WIDEST} and up to {MOST_CHANNELS} channels, and they are {found}"
-    return convolution.unsupported_reason(conv)
+    if not is_plain(conv, nn.Conv1d):
+        return f"a hook, a parametrisation or an adapter of {type(conv).__name__} would not run"
+    if derivatives.transformed():
+        return "it supports neither transforms of torch.func nor forward-mode differentiation"
+    return None
 
 
 class _Given:
@@ -49,9 +61,13 @@ def _place(x: Tensor) -> bytes:
     return native.PLACE.pack(*native.place(x[:, :, None]))
 
 
+def _like(x: Tensor, *_) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _forward(*args) -> Tensor:
     assert native.library is not None
-    given, out = _Given(*args), convolution.like(args[0])
+    given, out = _Given(*args), _like(args[0])
     native.check(native.library.hr_convolve(*given.packed, _place(out)))
     return out
 
@@ -60,12 +76,30 @@ def _backward(d_out: Tensor, *args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert native.library is not None
     given, d_out = _Given(*args), d_out.contiguous()
     native.expect("d_out", d_out, args[0].shape, args[0].dtype)
-    d_x, d_weight = convolution.like(d_out), given.weight.new_empty(len(given.history), *given.weight.shape)
+    d_x, d_weight = _like(d_out), given.weight.new_empty(len(given.history), *given.weight.shape)
     d_history = torch.empty_like(given.history)
     into = _place(d_x), d_weight.data_ptr(), d_history.data_ptr()
     native.check(native.library.hr_convolve_backward(*given.packed, _place(d_out), *into))
     *taps, d_bias = d_weight.sum(0)
-    return d_x, torch.stack(taps, -1)[:, None], d_bias.clone(), d_history
+    _, weight, _, history, _ = args
+    d_weight = torch.stack(taps, -1)[:, None]
+    return d_x, d_weight.to(weight.dtype), d_bias.to(weight.dtype, copy=True), d_history.to(history.dtype)
 
 
-run = convolution.register("native", "convolve", "CPU", _forward, _backward)
+def _fake_backward(d_y, x, weight, bias, history, cu_seqlens):
+    return _like(x), _like(weight), weight.new_empty(len(weight)), _like(history)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+@derivatives.first_order("the native convolution", "; expected float64, for which PyTorch convolves")
+def _differentiate(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    given = ctx.saved_tensors  # accessed once, because activation checkpointing recomputes them at each access
+    d_x, d_weight, d_bias, d_history = _gradient(d_y, *given)
+    return d_x, d_weight, None if given[2] is None else d_bias, d_history, None
+
+
+_gradient = define("convolve_backward", f"(Tensor d_y, {INPUTS})", 4, _backward, _fake_backward, "CPU")
+convolve = define("convolve", f"({INPUTS})", 1, _forward, _like, "CPU", _differentiate, _save)

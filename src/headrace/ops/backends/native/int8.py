@@ -4,14 +4,16 @@ import torch
 from torch import Tensor, float64
 
 from ... import derivatives
-from ...autograd import library
+from ...autograd import define
 from . import library as native
 
 FEW = 8  # number of rows up to which reading the weights dominates the time
 
 
-def unsupported_reason(x: Tensor, integers: Tensor, *_) -> str | None:
+def unsupported_reason(x: Tensor, integers: Tensor) -> str | None:
     """Returns why the kernel cannot compute x [..., in] · (integers [out, in] · scale)ᵀ, or None."""
+    if native.missing or torch.onnx.is_in_onnx_export():
+        return native.missing or "an ONNX graph takes the products of PyTorch"
     if not x.is_cpu:
         return f"the kernel runs on the CPU, and x is on {x.device.type}"
     if x.dtype is float64 or x.numel() > FEW * integers.shape[1]:
@@ -24,14 +26,14 @@ def unsupported_reason(x: Tensor, integers: Tensor, *_) -> str | None:
 def run(x: Tensor, integers: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Computes x [..., in] · (integers · scale)ᵀ + bias, [..., out], with sums in float32."""
     rows = x.float().reshape(-1, integers.shape[1]).contiguous()
-    traced = torch.compiler.is_compiling()
-    out = (torch.ops.headrace.int8_product if traced else native.int8_product)(rows, integers, scale)
+    out = (_product if torch.compiler.is_compiling() else native.int8_product)(rows, integers, scale)
     out = out if bias is None else out + bias
     return out.to(x.dtype).view(*x.shape[:-1], len(integers))
 
 
-library.define("int8_product(Tensor x, Tensor integers, Tensor scale) -> Tensor")
-library.impl("int8_product", native.int8_product, "CPU")
-torch.library.register_fake(
-    "headrace::int8_product", lambda x, integers, scale: x.new_empty(len(x), len(integers)), lib=library
-)
+def _fake(x: Tensor, integers: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(len(x), len(integers))
+
+
+INPUTS = "(Tensor x, Tensor integers, Tensor scale)"
+_product = define("int8_product", INPUTS, 1, native.int8_product, _fake, "CPU")

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ...autograd import library
+from ...autograd import define
 from ...checks import require
-from ...layer_shapes import Shape, token_shapes, weight_shapes
 from . import library as native
+from .layer_shapes import Shape, token_shapes, weight_shapes
 
 SCHEMA = (
-    "layer_step(Tensor projected, Tensor? hidden, Tensor?[] weights, Tensor(a!) memory, Tensor(b!)? conv, "
-    "Tensor(c!)? tokens, int[] kinds, int[] sizes, float[] numbers) -> Tensor"
+    "(Tensor projected, Tensor? hidden, Tensor?[] weights, Tensor(a!) memory, Tensor(b!)? conv, "
+    "Tensor(c!)? tokens, int[] kinds, int[] sizes, float[] numbers)"
 )
 # hr_layer: the constants of a layer (its sizes after B; scale, three epsilons, temperature, theta (0: no rotation)),
 # then the addresses of its weights and of the other tensors.
@@ -106,7 +106,7 @@ class Layer:
         if torch.compiler.is_compiling():
             given = dict(zip(self.weights, weights, strict=True))
             every, settings = [given.get(name) for name in WEIGHTS], (self.kinds, self.sizes, self.numbers)
-            return torch.ops.headrace.layer_step(*token, every, *state, *settings)
+            return _operator(*token, every, *state, *settings)
         return self.call(len(token[0]), token[0].dtype).step(weights, token, state)
 
     def call(self, rows: int, dtype: torch.dtype) -> "Call":
@@ -233,6 +233,4 @@ def _fake(projected, hidden, weights, memory, conv, tokens, kinds, sizes, number
     return projected.new_empty(projected.shape[0], sizes[1] * sizes[4])
 
 
-library.define(SCHEMA)
-library.impl("layer_step", layer_step, "CPU")
-torch.library.register_fake("headrace::layer_step", _fake, lib=library)
+_operator = define("layer_step", SCHEMA, 1, layer_step, _fake, "CPU")

@@ -18,7 +18,7 @@ from torch import Tensor
 from ....spec.decay import DecayShape
 from ....utils.errors import InputError
 from ...call import Call
-from ..torch.tiles import sequence_ends
+from ...checks import sequence_ends
 
 ABI = 4
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -8,7 +8,7 @@ from ...autograd import register
 from ...call import Call
 from ...rewrite import normalised
 from ..base import Backend, Kernel
-from . import convolution, int8, layer
+from . import layer
 from . import library as native
 
 CHUNKS = range(16, 129, 16)
@@ -56,7 +56,5 @@ BACKEND = Backend(
     about=lambda: f"C++, {native.instructions}",
     linear_attention=Kernel(_run, _unsupported_reason),
     step=Kernel(_step, _unsupported_step),
-    convolution=Kernel(convolution.run, convolution.unsupported_reason),
     layer_step=layer.Layer,
-    int8_product=Kernel(int8.run, int8.unsupported_reason),
 )

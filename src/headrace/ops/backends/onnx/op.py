@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...call import Call, accumulator, gated
 from ..base import Backend, Kernel
-from ..torch import control, convolution, gated_norm, int8, query_key, step
+from ..torch import step
 
 DOMAIN = "com.microsoft"
 
@@ -62,9 +62,4 @@ BACKEND = Backend(
     about=lambda: f"PyTorch {torch.__version__}",
     linear_attention=Kernel(_run, _unsupported_reason),
     step=Kernel(step.step, _any),
-    convolution=Kernel(convolution.run, _any),
-    gated_norm=Kernel(gated_norm.run, _any),
-    control=Kernel(control.run, _any),
-    query_key=Kernel(query_key.run, _any),
-    int8_product=Kernel(int8.run, _any),
 )

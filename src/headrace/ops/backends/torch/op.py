@@ -5,7 +5,7 @@ import torch
 from ...autograd import register
 from ...call import Call
 from ..base import Backend, Kernel
-from . import chunkwise, control, convolution, gated_norm, int8, query_key, residual_norm, step, tiles
+from . import chunkwise, step, tiles
 
 
 def _forward(call: Call, keep: bool):
@@ -38,10 +38,4 @@ BACKEND = Backend(
     about=lambda: f"PyTorch {torch.__version__}",
     linear_attention=Kernel(_run, _unsupported_reason),
     step=Kernel(step.step, _unsupported_reason),
-    convolution=Kernel(convolution.run, _unsupported_reason),
-    gated_norm=Kernel(gated_norm.run, _unsupported_reason),
-    residual_norm=Kernel(residual_norm.run, _unsupported_reason),
-    control=Kernel(control.run, _unsupported_reason),
-    query_key=Kernel(query_key.run, _unsupported_reason),
-    int8_product=Kernel(int8.run, _unsupported_reason),
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...call import NORMALISER_EPS, TOKENWISE, Call, accumulator, gated
-from .tiles import sequence_ends
+from ...checks import sequence_ends
 
 
 def step(call: Call, bonus: Tensor | None, normalise: bool, in_place: bool) -> tuple[Tensor, Tensor]:

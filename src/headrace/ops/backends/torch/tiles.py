@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....utils.errors import InputError
 from ...call import Call, accumulator
+from ...checks import check_bounds
 from .decay import NoDecay, ScalarDecay, VectorDecay, block_length
 from .halves import HalvedDecay, block_of
 
@@ -141,25 +141,6 @@ class Packed:
     def is_at(self, edges: Tensor) -> Tensor:
         """Returns whether each chunk is the first or the last of its sequence, [chunks]. edges: `first` or `last`."""
         return self.places == edges[self.owner]
-
-
-def check_bounds(cu_seqlens: Tensor, T: int) -> None:
-    """Checks that 0 = c_0 ≤ … ≤ c_N = T: at once on a CPU, without a wait elsewhere."""
-    (sequence_ends if cu_seqlens.device.type == "cpu" else check_on_device)(cu_seqlens, T)
-
-
-def check_on_device(cu_seqlens: Tensor, T: int) -> None:
-    """Checks cu_seqlens as `sequence_ends` does, but nothing waits for it: a GPU raises an error later."""
-    expected = (cu_seqlens.diff() >= 0).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T)
-    torch._assert_async(expected, f"cu_seqlens is wrong; expected 0 = c_0 ≤ … ≤ c_N = T = {T}")
-
-
-def sequence_ends(cu_seqlens: Tensor, T: int) -> list[int]:
-    """Returns cu_seqlens as a list. Raises InputError unless 0 = c_0 ≤ … ≤ c_N = T. Synchronises a GPU."""
-    ends = cu_seqlens.tolist()
-    if ends[0] != 0 or ends[-1] != T or ends != sorted(ends):
-        raise InputError(f"cu_seqlens={ends}; expected 0 = c_0 ≤ … ≤ c_N = T = {T}")
-    return ends
 
 
 def product(x: Tensor | None, y: Tensor | None = None, out: Tensor | None = None) -> Any:

@@ -20,7 +20,6 @@ class GPU(NamedTuple):
     amd: bool
     wide: bool  # whether matrix instructions read their operands from shared memory: Hopper and Blackwell's data centre
     stages: int  # 2: the next chunk is loaded during the products of this one
-    processors: int  # streaming multiprocessors, or compute units
     large: bool = False  # whether 64 value channels of more than 128 keys stay in registers: not on Blackwell
     keeps: bool = False  # whether to keep a tile for a second product: in shared memory, and where that spills less
     rounded: str = "tf32"  # Triton's input_precision for products of float32 matrices that may be rounded to TF32
@@ -29,7 +28,7 @@ class GPU(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> "GPU":
         if interpreted():
-            return cls(False, True, 1, 1)
+            return cls(False, True, 1)
         about: Any = torch.cuda.get_device_properties(x.device)
         # PyTorch for AMD's GPUs does not tell the size, which is 64 KB or more.
         stages = 2 if getattr(about, "shared_memory_per_block_optin", 0) >= ROOM_TO_PREFETCH else 1
@@ -37,9 +36,9 @@ class GPU(NamedTuple):
             # On Hopper, Triton before 3.7.1 miscompiles products of a transposed tile that was loaded for another one.
             large = stages > 1 and about.major < 10
             keeps = large and (about.major < 9 or TorchVersion(triton.__version__) >= "3.7.1")
-            return cls(False, about.major in (9, 10), stages, about.multi_processor_count, large, keeps)
+            return cls(False, about.major in (9, 10), stages, large, keeps)
         rounded = "tf32" if about.gcnArchName.startswith("gfx942") else "ieee"
-        return cls(True, False, stages, about.multi_processor_count, rounded=rounded, exact="ieee")
+        return cls(True, False, stages, rounded=rounded, exact="ieee")
 
 
 @cache
@@ -65,7 +64,7 @@ def block_sizes(
         return {"BK": min(BK, 32 if vector else 64), "num_warps": 8 if vector else 4, "num_stages": gpu.stages}
     if kernel == "gradients":
         most = 16 if vector or gpu.amd or not rounded else 64 if gpu.wide else 32
-        # A loop of one block would be unrolled, and its products would be a chain (parts.apart).
+        # A loop of one block would be unrolled, and its products would be a chain (parts.isolated_dot).
         most = max(16, min(BK // 2, most))
         stages = 1 if vector else gpu.stages
         return {"BK": most, "BV": block(V, 64 if half else 32), "num_warps": 8, "num_stages": stages}

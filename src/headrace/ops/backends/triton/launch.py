@@ -1,21 +1,21 @@
-"""Launches of the kernels: two for the forward, four for the backward, whatever the length. With sequences in segments
-(segments.py) there are two and three more, and a product for each segment."""
+"""Launches of the kernels: two for the forward, four for the backward, whatever the length."""
 
 from math import gcd
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
 from ....utils.device import may_round_float32
 from ...call import Call
+from ...checks import check_bounds
 from ..torch.tiles import product
 from .block_sizes import GPU, block_sizes
 from .gradients import gradients
 from .prepare import prepare
 from .scan import reverse_scan, scan
-from .segments import pieces, segments
 
 CHUNK = 64  # tokens per chunk unless the call says otherwise
 DECAYS = {0: "none", 1: "fixed", 3: "scalar", 4: "vector"}  # by the dimensions of log_decay
@@ -23,7 +23,7 @@ Optional = Tensor | None
 
 
 class Launcher:
-    """The kernels' common arguments, and one method per launch. In `call` segments are packed sequences."""
+    """The kernels' common arguments, and one method per launch."""
 
     def __init__(self, call: Call):
         self.gpu, self.delta = GPU.of(call.v), call.delta
@@ -33,9 +33,7 @@ class Launcher:
         large = self.gpu.amd and self.stored == torch.float32 and self.K > 128  # 64 keys would fill its shared memory
         self.C = call.chunk_size or (CHUNK // 2 if large else CHUNK)
         self.decay = DECAYS[0 if call.log_decay is None else call.log_decay.dim()]
-        programs = call.sequences * self.H * -(-self.V // self.blocks("scan", self.V)["BV"])
-        self.segments = segments(call, self.C, programs, self.gpu.processors)
-        self.call = call = call if self.segments is None else self.segments.apply(call)
+        self.call = call
         B, T = call.v.shape[:2]
         self.tokens = B * T
         self.q, self.k, self.v, self.g = (one_stride(x) for x in (call.q, call.k, call.v, call.log_decay))
@@ -53,15 +51,15 @@ class Launcher:
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.call.v.new_empty(shape, dtype=dtype or self.stored)
 
-    def blocks(self, kernel: str, V: int) -> dict[str, int]:
+    def blocks(self, kernel: str) -> dict[str, int]:
         rule = self.delta, self.decay == "vector"
-        return block_sizes(kernel, self.K, V, *rule, self.stored, self.rounded, self.gpu)
+        return block_sizes(kernel, self.K, self.V, *rule, self.stored, self.rounded, self.gpu)
 
     def prepare(self, backward: bool) -> dict[str, Any]:
         """Returns the matrices inside each chunk and, under a decay per channel, q and k with the decay applied."""
         delta, vector, square = self.delta, self.decay == "vector", (self.chunks, self.H, self.C, self.C)
         per_token = self.tokens, self.H, self.K
-        found = {
+        matrices = {
             "scores": self.new(*square),
             "key_scores": self.new(*square) if delta and backward else None,
             "inverse": self.new(*square) if delta else None,
@@ -71,56 +69,43 @@ class Launcher:
             "end": self.new(self.chunks, self.H, self.K, dtype=torch.float32) if vector else None,
         }
         prepare[(self.chunks, self.H)](
-            self.q, self.k, self.g, self.numbers["beta"], **found, owner=self.owner, **self.common,
-            **strides(q=self.q, k=self.k, g=self.g), **self.blocks("prepare", self.V),
+            self.q, self.k, self.g, self.numbers["beta"], **matrices, owner=self.owner, **self.common,
+            **strides(q=self.q, k=self.k, g=self.g), **self.blocks("prepare"),
         )  # fmt: skip
-        return found
+        return matrices
 
-    def carry(self, kernel: Any, found: dict[str, Any], V: int, **arguments: Any) -> None:
-        """Launches `scan` or `reverse_scan` over states [K, V]."""
+    def carry(self, kernel: Any, matrices: dict[str, Any], **arguments: Any) -> None:
+        """Launches `scan` or `reverse_scan` over the states [K, V] of all sequences."""
         q, k_rows, k_cols, heads = self.q, self.k, self.k, self.common["HQ"]
         if self.decay == "vector":
-            q, k_rows, k_cols, heads = found["q_rows"], found["k_rows"], found["k_cols"], self.H
+            q, k_rows, k_cols, heads = matrices["q_rows"], matrices["k_rows"], matrices["k_cols"], self.H
         values = {"v": arguments["v"]} if kernel is scan else {}
-        blocks = self.blocks("states" if kernel is scan and arguments["out"] is None else "scan", V)
-        kernel[(self.call.sequences * self.H, -(-V // blocks["BV"]))](
-            q=q, k_rows=k_rows, k_cols=k_cols, g=self.g, end=found["end"], **self.numbers, scores=found["scores"],
-            inverse=found["inverse"], **arguments, scale=self.call.scale, **strides(q=q, k=k_cols, **values),
-            **self.common | {"HQ": heads}, V=V, **blocks, STAGES=blocks["num_stages"],
+        blocks = self.blocks("states" if kernel is scan and arguments["out"] is None else "scan")
+        kernel[(self.call.sequences * self.H, -(-self.V // blocks["BV"]))](
+            q=q, k_rows=k_rows, k_cols=k_cols, g=self.g, end=matrices["end"], **self.numbers,
+            scores=matrices["scores"], inverse=matrices["inverse"], **arguments, scale=self.call.scale,
+            **strides(q=q, k=k_cols, **values), **self.common | {"HQ": heads}, V=self.V, **blocks,
+            STAGES=blocks["num_stages"],
         )  # fmt: skip
 
-    def scan(self, found: dict[str, Any], initial: Optional, **results: Optional) -> None:
-        """Launches `scan` from a state for each sequence; None: zeros."""
-        self._scan(found, self.v, self.V, None if initial is None else initial.contiguous(), **results)
-
-    def _scan(self, found: dict[str, Any], v: Optional, V: int, initial: Optional, **results: Optional) -> None:
+    def scan(self, matrices: dict[str, Any], **results: Optional) -> None:
+        """Launches `scan` from the initial states."""
+        initial = self.call.initial_state
         unwanted = dict.fromkeys({"out", "final", "states", "errors"} - results.keys())
-        self.carry(scan, found, V, v=v, initial=initial, **results, **unwanted)
-
-    def reverse_scan(self, found: dict[str, Any], d_out: Tensor, d_final: Optional, **results: Optional) -> None:
-        unwanted = dict.fromkeys({"d_target", "d_states"} - results.keys())
-        self.carry(reverse_scan, found, self.V, d_out=d_out, d_final=d_final, **results, **unwanted)
-
-    def across(self, found: dict[str, Any]) -> Tensor:
-        """Returns M [rows, segments, H, K, ·] of the segments (segments.py)."""
-        kind: Any = {"dtype": torch.float32, "device": self.call.v.device}
-        start = torch.eye(self.K, **kind) if self.delta else torch.ones(self.K, 1, **kind)
-        initial = start.expand(self.call.sequences, self.H, *start.shape).contiguous()
-        final = torch.empty_like(initial)
-        self._scan(found, None, start.shape[1], initial, final=final)
-        return final
+        initial = None if initial is None else initial.contiguous()
+        self.carry(scan, matrices, v=self.v, initial=initial, **results, **unwanted)
 
     def states(self) -> Tensor:
         """Returns an empty state for each sequence."""
         return self.new(*self.call.state_shape, dtype=torch.float32)
 
-    def gradients(self, found: dict[str, Any], **tensors: Optional) -> None:
+    def gradients(self, matrices: dict[str, Any], **tensors: Optional) -> None:
         """Launches `gradients`, with room for R and, for the delta rule, −dP Eᵀ of each chunk."""
         pairs = self.new(self.chunks, self.H, 1 + self.delta, self.C, self.C)
         gradients[(self.chunks, self.H)](
-            q=self.q, k=self.k, v=self.v, g=self.g, **self.numbers, scores=found["scores"], owner=self.owner,
-            key_scores=found["key_scores"], pairs=pairs, **tensors, scale=self.call.scale, **self.common, V=self.V,
-            **strides(q=self.q, k=self.k, v=self.v, g=self.g, e=tensors["e"]), **self.blocks("gradients", self.V),
+            q=self.q, k=self.k, v=self.v, g=self.g, **self.numbers, scores=matrices["scores"], owner=self.owner,
+            key_scores=matrices["key_scores"], pairs=pairs, **tensors, scale=self.call.scale, **self.common, V=self.V,
+            **strides(q=self.q, k=self.k, v=self.v, g=self.g, e=tensors["e"]), **self.blocks("gradients"),
         )  # fmt: skip
 
 
@@ -152,9 +137,22 @@ def strides(**tensors: Optional) -> dict[str, int]:
 
     Triton knows of an argument whether it is a multiple of 16. Of a stride of 4,616 it would know nothing, and load the
     numbers of a row one by one."""
-    found = {name: 0 if x is None or x.dim() < 3 else x.stride(-3) for name, x in tensors.items()}
-    unit = gcd(16, *found.values())
-    return {"ALIGN": unit, **{f"{name}_stride": stride // unit for name, stride in found.items()}}
+    numbers = {name: 0 if x is None or x.dim() < 3 else x.stride(-3) for name, x in tensors.items()}
+    unit = gcd(16, *numbers.values())
+    return {"ALIGN": unit, **{f"{name}_stride": stride // unit for name, stride in numbers.items()}}
+
+
+def pieces(bounds: Tensor, T: int, size: int) -> tuple[Tensor, Tensor]:
+    """Returns the first piece of each of N packed sequences and the number of pieces [N + 1], and the sequence of each
+    piece. A piece has `size` tokens, the last of a sequence fewer.
+
+    There is room for as many pieces as any lengths could need, so that nothing waits for the device. Those left over
+    belong to the last sequence and begin after its end."""
+    check_bounds(bounds, T)
+    first = F.pad((bounds.diff() + (size - 1)).div(size, rounding_mode="floor").cumsum(0), (1, 0))
+    N = len(bounds) - 1
+    owner = torch.searchsorted(first, torch.arange(T // size + N, device=first.device), right=True) - 1
+    return first, owner.clamp(max=N - 1)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -162,35 +160,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     run = Launcher(call)
     out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), run.states()
     with torch.cuda.device_of(call.v):
-        found = run.prepare(backward=False)
-        before, _ = entering(run, found, call)
-        run.scan(found, before, out=out, final=final)
-    return out, final if run.segments is None else run.segments.last(final, initial_of(call))
-
-
-def initial_of(call: Call) -> Tensor:
-    return call.v.new_zeros(call.state_shape, dtype=torch.float32) if call.initial_state is None else call.initial_state
-
-
-def entering(run: Launcher, found: dict[str, Any], call: Call) -> tuple[Optional, Optional]:
-    """Returns the states before what the kernels take for sequences, and M of segments."""
-    if run.segments is None:
-        return call.initial_state, None
-    across, added = run.across(found), run.states()
-    run.scan(found, None, final=added)
-    return run.segments.relay(initial_of(call).float(), across, added)[0], across
-
-
-def leaving(
-    run: Launcher, found: dict[str, Any], d_out: Tensor, d_final: Tensor, across: Optional
-) -> tuple[Tensor, Optional]:
-    """Returns the gradients to the states after what the kernels take for sequences and, if these are segments, to the
-    states before the sequences."""
-    if run.segments is None or across is None:
-        return d_final, None
-    added = run.states()
-    run.reverse_scan(found, d_out, None, d_initial=added)
-    return run.segments.relay(d_final.float(), across, added, back=True)
+        run.scan(run.prepare(backward=False), out=out, final=final)
+    return out, final
 
 
 def backward(d_out: Tensor, d_final: Tensor, call: Call, decay_gradient: bool) -> list[Optional]:
@@ -200,26 +171,25 @@ def backward(d_out: Tensor, d_final: Tensor, call: Call, decay_gradient: bool) -
     states, d_states = (run.new(run.chunks, run.H, run.K, run.V) for _ in range(2))
     d_initial = run.states()
     d_target, errors = run.new(run.tokens, run.H, run.V), run.new(run.tokens, run.H, run.V) if call.delta else None
-    wanted = _wanted(run, d_target, decay_gradient)
+    gradients = _gradients(run, d_target, decay_gradient)
     with torch.cuda.device_of(call.v):
-        found = run.prepare(backward=True)
-        before, across = entering(run, found, call)
-        run.scan(found, before, states=states, errors=errors)
-        d_final, d_first = leaving(run, found, d_out, d_final, across)
-        run.reverse_scan(found, d_out, d_final, d_target=d_target, d_states=d_states, d_initial=d_initial)
-        run.gradients(found, e=run.v if errors is None else errors, states=states, d_states=d_states, d_out=d_out,
-                      d_target=d_target, **wanted)  # fmt: skip
-    return [*gradients_like_inputs(call, wanted), d_initial if d_first is None else d_first]
+        matrices = run.prepare(backward=True)
+        run.scan(matrices, states=states, errors=errors)
+        run.carry(reverse_scan, matrices, d_out=d_out, d_final=d_final, d_target=d_target, d_states=d_states,
+                  d_initial=d_initial)  # fmt: skip
+        run.gradients(matrices, e=run.v if errors is None else errors, states=states, d_states=d_states, d_out=d_out,
+                      d_target=d_target, **gradients)  # fmt: skip
+    return [*gradients_like_inputs(call, gradients), d_initial]
 
 
-def _wanted(run: Launcher, d_target: Tensor, decay_gradient: bool) -> dict[str, Any]:
+def _gradients(run: Launcher, d_target: Tensor, decay_gradient: bool) -> dict[str, Any]:
     """Returns empty tensors for what `gradients` writes, and None for what nobody needs."""
     call, per_token = run.call, (run.tokens, run.H)
     gated_delta = call.delta and call.write_gate is not None
     factor = call.beta is not None or (call.write_gate is not None and not call.delta)
 
-    def new(wanted: bool, *shape: int) -> Optional:
-        return run.new(*per_token, *shape, dtype=torch.float32) if wanted else None
+    def new(needed: bool, *shape: int) -> Optional:
+        return run.new(*per_token, *shape, dtype=torch.float32) if needed else None
 
     return {
         "dq": run.new(*per_token, run.K),
@@ -232,9 +202,9 @@ def _wanted(run: Launcher, d_target: Tensor, decay_gradient: bool) -> dict[str, 
     }
 
 
-def gradients_like_inputs(call: Call, found: dict[str, Any]) -> list[Optional]:
+def gradients_like_inputs(call: Call, gradients: dict[str, Any]) -> list[Optional]:
     """Returns the gradients with the shapes of the inputs, in their order."""
-    shaped = {name: None if x is None else x.view(*call.v.shape[:3], *x.shape[2:]) for name, x in found.items()}
+    shaped = {name: None if x is None else x.view(*call.v.shape[:3], *x.shape[2:]) for name, x in gradients.items()}
     dg, factor, d_write, d_beta = shaped["dg"], shaped["d_factor"], shaped["d_write"], None
     if call.beta is not None:
         d_beta = factor if call.delta else product(factor, call.write_gate)
@@ -242,7 +212,7 @@ def gradients_like_inputs(call: Call, found: dict[str, Any]) -> list[Optional]:
         d_write = product(factor, call.beta)
     if dg is not None and call.log_decay is not None and call.log_decay.dim() == 1:
         dg = dg.sum((0, 1))
-    dq, dk = (over_groups(found[name].view(*call.v.shape[:3], -1), call.q.shape[2]) for name in ("dq", "dk"))
+    dq, dk = (over_groups(gradients[name].view(*call.v.shape[:3], -1), call.q.shape[2]) for name in ("dq", "dk"))
     return [dq, dk, shaped["dv"], dg, d_beta, d_write, shaped["d_read"]]
 
 

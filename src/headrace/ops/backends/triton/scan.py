@@ -62,13 +62,9 @@ def chunk_matrix(x, place, rows, C: tl.constexpr):
 
 @triton.jit
 def values_of(v, write, token, v_stride, h, rows, length, values, H: tl.constexpr, V: tl.constexpr):
-    """Returns w v [C, BV]; zeros for a v that is None."""
-    if v is None:
-        found = tl.zeros((rows.shape[0], values.shape[0]), tl.float32)
-    else:
-        found = tile(v, token, v_stride, h * V, rows, length, values, V)
-        found *= numbers(write, token, h, H, rows, length, 1.0)[:, None]
-    return found
+    """Returns w v [C, BV]."""
+    x = tile(v, token, v_stride, h * V, rows, length, values, V)
+    return x * numbers(write, token, h, H, rows, length, 1.0)[:, None]
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Shapes of what one token of a whole layer takes (see `LayerStep` in backend.py).
+"""Shapes of what one token of a whole layer takes (see `LayerStep` in ../base.py).
 
 kinds: the kind of each of the layer's parts, by name. sizes: (D, H, Hq, K, V, width of the short convolution or 0, and
 the sizes of the parts of the input projection that the decay and the output gate get).
