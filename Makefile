@@ -15,16 +15,24 @@ TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--retries 0 --extra-index-url $(TOR
 # long as to run them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint format docs generated linkcheck native sanitize bench lines clean
+.PHONY: demo test test-quick test-gpu lint format docs generated linkcheck native sanitize bench lines clean
 
 demo: $(VENV)/.studies
 	$(BIN)/headrace compare
 
 # Without a C++ compiler headrace runs on PyTorch alone; who changes it must have one, or set HEADRACE_NATIVE=off.
-test $(VENV)/.dev: export HEADRACE_NATIVE ?= required
+test test-quick $(VENV)/.dev: export HEADRACE_NATIVE ?= required
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# One law, one reference and one command of each kind, for someone who is editing: a minute on two cores.
+test-quick: $(VENV)/.dev
+	$(BIN)/python -m pytest -n auto --dist worksteal @tests/quick.txt
+
+# What needs a GPU, on a machine with one. All other tests hide it.
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 0 tests/gpu
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

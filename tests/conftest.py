@@ -5,8 +5,8 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch is there: what is tested is the CPU, on every machine
 os.environ.pop("HEADRACE_BACKEND", None)  # tests name the backends that they need
 # PyTorch's cache of compiled code takes what was compiled for one instruction set, or for other shapes of what our
 # operators keep for the backward, for what it needs.
@@ -25,10 +25,18 @@ from equation import prepare
 from groups import forked
 
 gc.disable()  # until all tests are there: what is imported stays, and looking through it again and again takes seconds
+GPU_TESTS = Path(__file__).parent / "gpu"
 # Two processes of two threads on two cores wait for each other more than they compute.
 THREADS = int(os.environ.get("HEADRACE_TEST_THREADS", "1"))
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
+
+
+def pytest_configure(config):
+    """Hides GPUs, so that tests run on the CPU on every machine, unless those of tests/gpu run alone."""
+    folders = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+    if not all(folder.is_relative_to(GPU_TESTS) for folder in folders):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items):
@@ -64,11 +72,45 @@ def _workers_of_comparisons_are_forked(monkeypatch):
         monkeypatch.setattr(pool, "get_context", lambda kind: forked())
 
 
+class Result(NamedTuple):
+    """The exit code of a command, and what it wrote to standard output and standard error."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run_command(capsys, monkeypatch):
+    """Runs `headrace WORDS` in this process and returns its Result."""
+    from headrace.cli import main
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["headrace", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return Result(end.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
 @pytest.fixture(params=["torch", "batched", "native"])
 def backend(request, monkeypatch):
     """The name of a backend: "torch" twice, as on a CPU and as on a GPU."""
     prepare(request.param, monkeypatch)
     return "torch" if request.param == "batched" else request.param
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory):
+    """The folder of a small model, with a tokenizer of bytes."""
+    import tiny
+    from headrace.data.tokenizer import byte_level
+
+    folder = tmp_path_factory.mktemp("models") / "gla"
+    for part in (tiny.build("gla", vocab_size=257).float(), byte_level()):
+        part.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

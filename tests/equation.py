@@ -70,7 +70,7 @@ def inputs(
     signed = (lambda x: x.abs()) if normalise else (lambda x: x)
     shapes = {"none": None, "fixed": (heads,), "scalar": (rows, tokens, heads), "vector": (rows, tokens, heads, key)}
     shape = shapes[decay or "none"]
-    found = {
+    result = {
         "q": signed(torch.randn(rows, tokens, groups, key).double()),
         "k": signed(F.normalize(torch.randn(rows, tokens, groups, key).double(), dim=-1)),
         "v": torch.randn(rows, tokens, heads, value).double(),
@@ -79,7 +79,7 @@ def inputs(
         "bonus": torch.randn(heads, key).double() if bonus else None,
         "initial_state": draw(n or rows, heads, key, value + normalise) if state else None,
     }
-    return {name: x if x is None else x.requires_grad_() for name, x in found.items()}
+    return {name: x if x is None else x.requires_grad_() for name, x in result.items()}
 
 
 def by_literal(arguments, cu_seqlens=None, **settings):
@@ -102,16 +102,16 @@ def by_literal(arguments, cu_seqlens=None, **settings):
 def assert_same(arguments, way=CHUNKWISE, cu_seqlens=None, check=True, **settings):
     """Outputs, final states and every gradient of linear_attention against the literal loop."""
     rounded = {name: x if x is None else x.to(way.dtype) for name, x in arguments.items()}
-    found = linear_attention(**rounded, cu_seqlens=cu_seqlens, check=check, **way.settings, **settings)
+    actual = linear_attention(**rounded, cu_seqlens=cu_seqlens, check=check, **way.settings, **settings)
     exact = {name: x if x is None else x.double() for name, x in rounded.items()}
     expected = by_literal(exact, cu_seqlens, **settings)
     weights = [torch.randn_like(x) for x in expected]
     given = [x for x in arguments.values() if x is not None]
     gradients = [
         torch.autograd.grad(sum((x * w).sum() for x, w in zip(pair, weights, strict=True)), given)
-        for pair in (found, expected)
+        for pair in (actual, expected)
     ]
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         assert relative(x, y) <= way.tolerance
     names = [name for name, x in arguments.items() if x is not None]
     for name, g, e in zip(names, *gradients, strict=True):

@@ -43,14 +43,14 @@ def sentences(data, damaged, folder):
     """{where: what this process says when one fails there}"""
     rank = dist.get_rank()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
-    found = {"data": said(damaged, folder / "data")}
+    messages = {"data": error_of(damaged, folder / "data")}
     for name, fails in CASES.items():
         with fails(), patch.object(card, "draw_curves"):
-            found[name] = said(data, folder / name)
-    return found
+            messages[name] = error_of(data, folder / name)
+    return messages
 
 
-def said(data, folder):
+def error_of(data, folder):
     try:
         run.train(*recipe(**SETTINGS), data, folder, trackers="none")
     except Exception as error:

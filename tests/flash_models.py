@@ -116,11 +116,11 @@ def shapes(c):
         attn["a_proj"] = (H, D)
     layer = {f"attn.{name}": shape for name, shape in attn.items()} | {"attn_norm": (D,), "mlp_norm": (D,)}
     layer |= {"mlp.gate_proj": (inner, D), "mlp.up_proj": (inner, D), "mlp.down_proj": (D, inner)}
-    found = {"model.embeddings.weight": (c["vocab_size"], D), "model.norm.weight": (D,)}
-    found |= {} if c["tie_word_embeddings"] else {"lm_head.weight": (c["vocab_size"], D)}
+    result = {"model.embeddings.weight": (c["vocab_size"], D), "model.norm.weight": (D,)}
+    result |= {} if c["tie_word_embeddings"] else {"lm_head.weight": (c["vocab_size"], D)}
     for i in range(c["num_hidden_layers"]):
-        found |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-        found |= {f"model.layers.{i}.attn.gk_proj.1.bias": (q,)} if kind == "gla" else {}
+        result |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+        result |= {f"model.layers.{i}.attn.gk_proj.1.bias": (q,)} if kind == "gla" else {}
         if kind == "gated_deltanet":
-            found |= {f"model.layers.{i}.attn.{name}": (H,) for name in ("A_log", "dt_bias")}
-    return found
+            result |= {f"model.layers.{i}.attn.{name}": (H,) for name in ("A_log", "dt_bias")}
+    return result

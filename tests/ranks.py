@@ -21,16 +21,16 @@ OPS = {
 
 
 def check(names):
-    found = {}
+    results = {}
     for kind, options in OPS.items():
         for packed in (False, True):
-            found[f"op, {kind}, {'packed' if packed else 'rows'}"] = op_error(packed, **options)
+            results[f"op, {kind}, {'packed' if packed else 'rows'}"] = op_error(packed, **options)
     for name in names:
         for packed in (False, True):
-            found[f"layer, {name}, {'packed' if packed else 'rows'}"] = layer_error(name, packed)
-    found["model"] = model_error()
-    found["one process without gradients"] = frozen_error()
-    return found | {"refused": refusals(), "bytes": sent()}
+            results[f"layer, {name}, {'packed' if packed else 'rows'}"] = layer_error(name, packed)
+    results["model"] = model_error()
+    results["one process without gradients"] = frozen_error()
+    return results | {"refused": refusals(), "bytes": sent()}
 
 
 def op_error(packed, decay=None, **options):
@@ -96,13 +96,13 @@ def layer_error(name, packed):
     x = torch.randn(1 if packed else 2, T, 16, dtype=torch.float64, requires_grad=True)
     ends, weight = torch.tensor(BOUNDS) if packed else None, torch.randn_like(x)
     y, _ = layer(x, cu_seqlens=ends)
-    wanted = torch.autograd.grad((y * weight).sum(), [x, *layer.parameters()])
+    expected = torch.autograd.grad((y * weight).sum(), [x, *layer.parameters()])
     with context_parallel() as part:
         mine = part.split(x.detach()).requires_grad_()
         got, _ = layer(mine, cu_seqlens=ends)
         grads = torch.autograd.grad((got * part.split(weight)).sum(), [mine, *layer.parameters()])
-        errors = [relative(got, part.split(y)), relative(grads[0], part.split(wanted[0]))]
-    for grad, want in zip(grads[1:], wanted[1:], strict=True):
+        errors = [relative(got, part.split(y)), relative(grads[0], part.split(expected[0]))]
+    for grad, want in zip(grads[1:], expected[1:], strict=True):
         dist.all_reduce(grad)
         errors.append(relative(grad, want))
     return max(errors)
@@ -113,8 +113,8 @@ def model_error():
     torch.manual_seed(2)
     model = build(["softmax-gated-deltanet", "retnet", "rwkv6"], num_hidden_layers=3).train()
     ids = torch.randint(1, 29, (2, T))
-    wanted = model(ids, labels=ids).loss
-    before = torch.autograd.grad(wanted, list(model.parameters()))
+    expected = model(ids, labels=ids).loss
+    before = torch.autograd.grad(expected, list(model.parameters()))
     labels = F.pad(ids[:, 1:], (0, 1), value=-100)
     with context_parallel() as part:
         items = (labels != -100).sum()
@@ -122,7 +122,7 @@ def model_error():
         after = torch.autograd.grad(loss, list(model.parameters()))
     loss = loss.detach()
     dist.all_reduce(loss)
-    errors = [relative(loss, wanted)]
+    errors = [relative(loss, expected)]
     for grad, want in zip(after, before, strict=True):
         dist.all_reduce(grad)
         errors.append(relative(grad, want))
@@ -146,16 +146,18 @@ def frozen_error():
 
 def refusals():
     """The sentences of what cannot be split. Every process refuses before it communicates."""
-    x, said = torch.randn(1, 8, 16), {}
+    x, messages = torch.randn(1, 8, 16), {}
     with context_parallel() as part:
         for name in ("transformer", "mamba", "rwkv7", "residual-delta"):
-            said[name] = refused(lambda name=name: layers.Mixer(name, hidden_size=16, num_heads=4)(x))
+            messages[name] = refused(lambda name=name: layers.Mixer(name, hidden_size=16, num_heads=4)(x))
         gla = layers.Mixer("gla", hidden_size=16, num_heads=4)
-        said["padding"] = refused(lambda: gla(x, mask=torch.ones(1, 8, dtype=torch.bool)))
-        said["uneven"] = refused(lambda: part.split(torch.randn(1, 9, 16)))
-        said["unequal"] = refused(lambda: gla(x[:, : 8 - part.rank]))
-        said["labels"] = refused(lambda: build("gla")(torch.ones(1, 8, dtype=int), labels=torch.ones(1, 8, dtype=int)))
-    return said
+        messages["padding"] = refused(lambda: gla(x, mask=torch.ones(1, 8, dtype=torch.bool)))
+        messages["uneven"] = refused(lambda: part.split(torch.randn(1, 9, 16)))
+        messages["unequal"] = refused(lambda: gla(x[:, : 8 - part.rank]))
+        messages["labels"] = refused(
+            lambda: build("gla")(torch.ones(1, 8, dtype=int), labels=torch.ones(1, 8, dtype=int))
+        )
+    return messages
 
 
 def sent():

@@ -51,16 +51,16 @@ def ended(group):
 def _process(rank, processes, port, data, runs):
     from headrace.training import card, run
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("HEADRACE_TEST_THREADS", "1")))
     if processes > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
         os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
     card.draw_curves = lambda *given: None  # takes as long as half of the steps
     run.LOG_EVERY, make = 1, run.make_trainer
     for one in runs:
-        with (one.folder.parent / f"{one.folder.name}-{rank}.txt").open("w") as said:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
+        with (one.folder.parent / f"{one.folder.name}-{rank}.txt").open("w") as message:
+            os.dup2(message.fileno(), 1)
+            os.dup2(message.fileno(), 2)
 
         def with_signal(*given, one=one):
             trainer = make(*given)

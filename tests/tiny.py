@@ -1,8 +1,11 @@
 """Small models in float64 whose weights are far from where they begin: a state that is lost, stale, rounded or in the
 wrong row shows in every comparison."""
 
+import warnings
+
 import torch
 
+from headrace import GateWarning, layers, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.studies.verify import relative
 
@@ -47,6 +50,22 @@ def trained(model):
     return model.double().eval()
 
 
+@torch.no_grad()
+def perturbed(module, size=0.1):
+    """The module with no parameter at its first value, many of which are zero."""
+    for p in module.parameters():
+        p.add_(torch.randn_like(p), alpha=size)
+    return module
+
+
+def layer(mixer, dtype=torch.float32, **settings):
+    """A perturbed layer of 32 channels."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GateWarning)
+        module = layers.build(zoo.get(mixer), **{"hidden_size": 32, "num_heads": 4, **settings})
+    return perturbed(module).to(dtype)
+
+
 def build(mixer, **changes):
     return trained(HeadraceForCausalLM(config(mixer, **changes)))
 
@@ -67,12 +86,12 @@ def close(a, b, tolerance=1e-10):
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def gradients_agree(found, expected, tolerance):
+def gradients_agree(actual, expected, tolerance):
     """By name, each relative to the larger of its norm and a thousandth of the largest.
 
     A key's bias moves all logits of a query alike, which no softmax sees: its gradient is 0, and what is found is the
     rounding of terms that cancel, each as large as other gradients. In float64 that is 1e-13 of a thousandth of them.
     """
     largest = max(g.norm().item() for g in expected.values())
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         assert relative(gradient, expected[name], 1e-3 * largest) <= tolerance, name

@@ -28,11 +28,11 @@ def check(names, shared, folder):
     warnings.simplefilter("ignore", GateWarning)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "tp"))
     two, four = mesh["tp"], init_device_mesh("cpu", (4,))
-    found = {name: layer_error(name, two) for name in names[mesh["group"].get_local_rank() :: 2]}
-    found |= {f"{name} in four": layer_error(name, four) for name in shared}
-    found["single precision"] = layer_error("softmax-kda", two, torch.float32)
-    found["model"], found["norm"] = model_error(two)
-    return found | {"bytes": sent(four), "refused": refusals(two), "served": served(folder)}
+    results = {name: layer_error(name, two) for name in names[mesh["group"].get_local_rank() :: 2]}
+    results |= {f"{name} in four": layer_error(name, four) for name in shared}
+    results["single precision"] = layer_error("softmax-kda", two, torch.float32)
+    results["model"], results["norm"] = model_error(two)
+    return results | {"bytes": sent(four), "refused": refusals(two), "served": served(folder)}
 
 
 def layer(name, dtype=torch.float64):
@@ -93,11 +93,11 @@ def model_error(mesh):
             norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
             norm_error = relative(clip_grad_norm_(part, 0.01), norm)
         for key, p in part.named_parameters():
-            wanted = gradients[key].grad
+            expected = gradients[key].grad
             if key in cuts:
                 cut, ranks = cuts[key]
-                wanted = cut.take(wanted, ranks.rank)
-            errors.append(relative(p.grad, wanted))
+                expected = cut.take(expected, ranks.rank)
+            errors.append(relative(p.grad, expected))
     return max(errors), norm_error
 
 
@@ -105,23 +105,23 @@ def served(folder):
     """Whether a saved model generates in several processes what it does in one, and is saved whole."""
     torch.manual_seed(0)
     whole, part = load(folder), AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
-    ids, found = torch.randint(1, 29, (2, 5)), []
+    ids, results = torch.randint(1, 29, (2, 5)), []
     for options in ({"do_sample": False}, {"do_sample": True}, {"num_beams": 2}):
         both = []
         for model in (whole, part):
             torch.manual_seed(3)
             both.append(model.generate(ids, max_new_tokens=6, **options))
-        found.append(torch.equal(*both))
+        results.append(torch.equal(*both))
     part.save_pretrained(f"{folder}/again")
     dist.barrier()
     again, before = load(f"{folder}/again").state_dict(), whole.state_dict()
-    found.append(again.keys() == before.keys() and all(torch.equal(again[key], before[key]) for key in before))
-    return found
+    results.append(again.keys() == before.keys() and all(torch.equal(again[key], before[key]) for key in before))
+    return results
 
 
 def sent(mesh):
     """The numbers that a process gives to each collective, forward and backward, of a layer by the gates' source."""
-    found, reduced, gathered = {}, Ranks.reduced, Ranks.all
+    results, reduced, gathered = {}, Ranks.reduced, Ranks.all
     for source in ("none", "hidden", "head", "diag", "query"):
         counts = []
         Ranks.reduced = lambda ranks, x, to=counts: to.append(("sum", *x.shape)) or reduced(ranks, x)
@@ -131,29 +131,31 @@ def sent(mesh):
         y, _ = part(torch.randn(2, T, D, dtype=torch.float64, requires_grad=True))
         forward = list(counts)
         y.sum().backward()
-        found[source] = forward, counts[len(forward) :]
+        results[source] = forward, counts[len(forward) :]
     Ranks.reduced, Ranks.all = reduced, gathered
-    return found
+    return results
 
 
 def refusals(mesh):
     """The sentences of what cannot be split."""
-    said = {}
+    messages = {}
     for name in ("mamba", "rwkv7", "s4", "gla-outer", "softmax-rnn-norm"):
-        said[name] = refused(lambda name=name: tensor_parallel(layers.Mixer(name, hidden_size=D, num_heads=H), mesh))
+        messages[name] = refused(
+            lambda name=name: tensor_parallel(layers.Mixer(name, hidden_size=D, num_heads=H), mesh)
+        )
     three = layers.Mixer("gla", hidden_size=12, num_heads=3)
-    said["heads"] = refused(lambda: tensor_parallel(three, mesh))
+    messages["heads"] = refused(lambda: tensor_parallel(three, mesh))
     grouped = layers.Mixer("gated-deltanet(heads.qk_groups=3)", hidden_size=96, num_heads=12)
-    said["groups"] = refused(lambda: tensor_parallel(grouped, mesh))
-    said["width"] = refused(lambda: tensor_parallel(build("gla", intermediate_size=17), mesh))
+    messages["groups"] = refused(lambda: tensor_parallel(grouped, mesh))
+    messages["width"] = refused(lambda: tensor_parallel(build("gla", intermediate_size=17), mesh))
     shuffled = layers.Mixer(
         "softmax-gla(competition.source=diag, competition.shuffle=true)", hidden_size=D, num_heads=H
     )
-    said["shuffle"] = refused(lambda: tensor_parallel(shuffled, mesh))
+    messages["shuffle"] = refused(lambda: tensor_parallel(shuffled, mesh))
     experts = MixtureOfExperts(Experts(4), D, 8, torch.relu, gated=False)
-    said["experts"] = refused(lambda: tensor_parallel(torch.nn.Sequential(experts), mesh))
-    said["int8"] = refused(lambda: tensor_parallel(quantize(build("gla")), mesh))
-    said["other"] = refused(lambda: tensor_parallel(torch.nn.Linear(2, 2), mesh))
+    messages["experts"] = refused(lambda: tensor_parallel(torch.nn.Sequential(experts), mesh))
+    messages["int8"] = refused(lambda: tensor_parallel(quantize(build("gla")), mesh))
+    messages["other"] = refused(lambda: tensor_parallel(torch.nn.Linear(2, 2), mesh))
     torch.manual_seed(dist.get_rank())
-    said["weights"] = refused(lambda: tensor_parallel(layers.Mixer("gla", hidden_size=D, num_heads=H), mesh))
-    return said
+    messages["weights"] = refused(lambda: tensor_parallel(layers.Mixer("gla", hidden_size=D, num_heads=H), mesh))
+    return messages

@@ -1,16 +1,13 @@
 """The command line: what a user gets wrong is one sentence and exit code 2, never a traceback."""
 
-import importlib
 import io
 import json
-import subprocess
 import sys
 
 import pytest
 
 import headrace
 from headrace import zoo
-from headrace.cli import app as cli
 from headrace.ops import dispatch
 from headrace.ops.backends.base import Kernel
 from headrace.spec import AttentionSpec, Decay, MixerSpec, Read, to_json
@@ -18,16 +15,9 @@ from headrace.studies import catalog
 from headrace.studies.compare.choose import choose
 
 
-def run(capsys, monkeypatch, *arguments):
-    """(exit code, standard output, standard error) of `headrace ARGUMENTS` in this process."""
-    monkeypatch.setattr(sys, "argv", ["headrace", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return ended.value.code or 0, *capsys.readouterr()
-
-
-@pytest.fixture
-def headrace_(capsys, monkeypatch, tmp_path):
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    """The working folder, with files and folders that commands refuse."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes("café ".encode("latin-1") * 500)
@@ -38,7 +28,7 @@ def headrace_(capsys, monkeypatch, tmp_path):
     (tmp_path / "other" / "plan.json").write_text("{}")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "plan.json").write_text("{")
-    return lambda *arguments: run(capsys, monkeypatch, *arguments)
+    return tmp_path
 
 
 MISTAKES = {
@@ -155,34 +145,34 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("command", MISTAKES)
-def test_a_mistake_is_one_sentence_and_exit_code_2(headrace_, command):
-    code, out, error = headrace_(*command.split())
+def test_user_errors_print_one_sentence_and_exit_with_2(run_command, command):
+    code, out, error = run_command(*command.split())
     assert (code, out) == (2, "")
     assert MISTAKES[command] in error and error.startswith("headrace: ") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["generate", "inspect"])
-def test_a_text_that_is_not_utf_8_is_refused(headrace_, monkeypatch, command):
+def test_text_that_is_not_utf8_is_refused(run_command, monkeypatch, command):
     bytes_ = io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8", "surrogateescape")  # as Python opens it in the locale C
     monkeypatch.setattr(sys, "stdin", bytes_)
     for name, options in {"--prompt": ["--prompt", "a\udcff"], "standard input": []}.items():
-        code, out, error = headrace_(command, "notes", *options)
+        code, out, error = run_command(command, "notes", *options)
         assert (code, out) == (2, "") and error.startswith(f"headrace: {name} is not UTF-8: ") and "0xff" in error
 
 
-def test_a_mistake_leaves_nothing_behind(headrace_, tmp_path):
-    headrace_("compare", "--mixers", "softmx-retnet", "--output", tmp_path / "run")
-    headrace_("compare", "--text", "missing.txt", "--output", tmp_path / "run")
+def test_refused_commands_leave_no_files(run_command, tmp_path):
+    run_command("compare", "--mixers", "softmx-retnet", "--output", tmp_path / "run")
+    run_command("compare", "--text", "missing.txt", "--output", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_zoo_lists_every_mixer_and_every_whole_model(headrace_):
-    code, out, _ = headrace_("zoo")
+def test_zoo_lists_every_mixer_and_every_whole_model(run_command):
+    code, out, _ = run_command("zoo")
     assert code == 0 and all(name in out for name in (*zoo.names(), *zoo.MODELS))
 
 
-def test_zoo_as_json_reads_back(headrace_):
-    listed = json.loads(headrace_("zoo", "--json")[1])
+def test_zoo_json_parses_to_the_same_specs(run_command):
+    listed = json.loads(run_command("zoo", "--json")[1])
     specs = {name: zoo.get(row["spec"]) for name, row in listed.items()}
     assert specs == {name: zoo.get(name) for name in (*zoo.names(), *zoo.MODELS)}
 
@@ -194,58 +184,64 @@ def mine(monkeypatch):
 
 
 @pytest.mark.parametrize("view", ["", "--json", "--markdown", *(f"--show {view}" for view in catalog.VIEWS)])
-def test_zoo_lists_mixers_added_at_run_time(headrace_, mine, view):
-    code, out, _ = headrace_("zoo", *view.split())
+def test_zoo_lists_registered_mixers(run_command, mine, view):
+    code, out, _ = run_command("zoo", *view.split())
     assert code == 0 and all(name in out for name in ("mine", "softmax-mine", "mine-too"))
 
 
-def test_verify_and_compare_take_mixers_added_at_run_time(headrace_, mine):
+def test_verify_and_compare_accept_registered_mixers(run_command, mine):
     mixers = "mine,softmax-mine(competition.memories_per_head=2),mine-too(kv_heads=2),mine+mine-too"
-    code, out, _ = headrace_("verify", "--mixers", mixers)
+    code, out, _ = run_command("verify", "--mixers", mixers)
     assert code == 0 and "0 of" in out and "mine+mine-too" in out
     (plan,) = choose("pair", [], None, {"mixers": mixers}).plans
     plan.check()
     assert [arm.spec for arm in plan.arms()[:4]] == [to_json(zoo.get(mixer)) for mixer in mixers.split(",")]
 
 
-def test_zoo_does_not_import_transformers():
-    check = "import sys; from headrace.cli.app import app; app(['zoo'], standalone_mode=False); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert "softmax-gla" in done.stdout and "transformers" not in done.stdout.split()
-
-
-def test_verify_holds_and_says_so(headrace_):
-    code, out, _ = headrace_("verify", "--mixers", "softmax-gla,retnet(heads.expand_v=1)")
+def test_verify_reports_success(run_command):
+    code, out, _ = run_command("verify", "--mixers", "softmax-gla,retnet(heads.expand_v=1)")
     assert code == 0 and "0 of" in out and "softmax-gla" in out
 
 
-def test_verify_checks_the_backends_that_are_named(headrace_):
-    code, out, _ = headrace_("verify", "--mixers", "gla", "--backend", "torch")
+def test_verify_checks_only_named_backends(run_command):
+    code, out, _ = run_command("verify", "--mixers", "gla", "--backend", "torch")
     assert code == 0 and {name for name in dispatch.BACKENDS if f"{name} in float64" in out} == {"torch"}
 
 
-def test_verify_fails_where_a_law_is_broken(headrace_, monkeypatch):
-    module = importlib.import_module("headrace.studies.verify")
-    monkeypatch.setattr(module, "verify", lambda names, *rest, **_: [module.Row("gla", "step", 1.0, 1e-9)])
-    code, out, _ = headrace_("verify", "--mixers", "gla")
-    assert code == 1 and "1 of 1 laws are broken" in out and "BROKEN" in out
-    assert headrace_("backends")[1] in out  # the versions of what was run
+@pytest.fixture
+def register(monkeypatch):
+    """Adds a backend with a recurrence of its own."""
+
+    def add(run):
+        row = dispatch.BACKENDS["torch"]._replace(linear_attention=Kernel(run, lambda call: None))
+        monkeypatch.setitem(dispatch.BACKENDS, "new", row)
+
+    return add
 
 
-def test_verify_shows_what_a_backend_raised(headrace_, monkeypatch):
+def test_verify_exits_with_1_for_a_broken_law(run_command, register):
+    def run(call):
+        out, state = dispatch.BACKENDS["torch"].linear_attention.run(call)
+        return 1.01 * out, state
+
+    register(run)
+    code, out, _ = run_command("verify", "--mixers", "gla", "--backend", "new")
+    assert code == 1 and "laws are broken" in out and "BROKEN" in out
+    assert run_command("backends").out in out  # the versions of what was run
+
+
+def test_verify_shows_the_error_of_a_backend(run_command, register):
     def run(call):
         raise RuntimeError("misaligned address in chunk_gla_fwd")
 
-    monkeypatch.setitem(
-        dispatch.BACKENDS, "new", dispatch.BACKENDS["torch"]._replace(linear_attention=Kernel(run, lambda call: None))
-    )
-    code, out, _ = headrace_("verify", "--mixers", "gla")
+    register(run)
+    code, out, _ = run_command("verify", "--mixers", "gla")
     assert code == 1 and "gla, new in float64: RuntimeError: misaligned address in chunk_gla_fwd" in out
 
 
-def test_backends_and_version(headrace_):
-    assert "torch: available" in headrace_("backends")[1]
-    assert headrace_("--version")[1] == f"headrace {headrace.__version__}\n{headrace_('backends')[1]}"
+def test_backends_and_version_are_printed(run_command):
+    assert "torch: available" in run_command("backends")[1]
+    assert run_command("--version")[1] == f"headrace {headrace.__version__}\n{run_command('backends')[1]}"
 
 
 IDLE = {
@@ -257,29 +253,21 @@ IDLE = {
 
 
 @pytest.mark.parametrize("mixer", IDLE)
-def test_a_gate_that_hardly_acts_is_named_before_the_run(capsys, monkeypatch, tmp_path, mixer):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("headrace.utils.provenance.claim", lambda *args, **named: pytest.fail("stop here"))
-    monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--mixers", mixer])
-    with pytest.raises(pytest.fail.Exception, match="stop here"):
-        cli.main()
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Note: ")]
-    assert len(notes) == (IDLE[mixer] is not None)
+def test_ineffective_gates_are_warned_about_before_a_run(run_command, mixer):
+    """The run then finds a file in place of its folder."""
+    code, out, _ = run_command("compare", "--mixers", mixer, "--output", "empty.txt")
+    notes = [line for line in out.splitlines() if line.startswith("Note: ")]
+    assert code == 2 and len(notes) == (IDLE[mixer] is not None)
     assert all(note.startswith(f"Note: {mixer}: {IDLE[mixer]}") for note in notes)
 
 
-def test_what_the_output_cannot_write_is_one_sentence(headrace_, monkeypatch, capsys):
+def test_output_encoding_errors_are_one_sentence(run_command, saved_model, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))  # as with PYTHONIOENCODING=ascii
-    monkeypatch.setattr("headrace.hf.generate.generate", lambda *_, **sampling: {"text": "é"})
-    code, _, error = headrace_("generate", "notes", "--prompt", "a", "--json")
+    code, _, error = run_command("generate", saved_model, "--prompt", "é", "--tokens", 1, "--device", "cpu")
     sentence = "the output has '\\xe9', which ascii cannot write; set PYTHONIOENCODING=utf-8"
-    assert (code, error) == (2, f"headrace: {sentence}\n")
+    assert code == 2 and error.endswith(f"headrace: {sentence}\n")
 
 
-@pytest.mark.parametrize(("option", "asked"), [([], None), (["--cuda-graph"], "static")])
-def test_a_cuda_graph_is_asked_for(option, asked, headrace_, monkeypatch):
-    given = []
-    result = {"text": "", "tokens": [], "tokens_per_second": 1.0}
-    monkeypatch.setattr("headrace.hf.generate.generate", lambda *_, **sampling: given.append(sampling) or result)
-    code, *_ = headrace_("generate", "notes", "--prompt", "a", "--json", *option)
-    assert code == 0 and [sampling.get("cache_implementation") for sampling in given] == [asked]
+def test_cuda_graph_needs_a_gpu(run_command, saved_model):
+    code, _, error = run_command("generate", saved_model, "--prompt", "a", "--cuda-graph", "--device", "cpu")
+    assert code == 2 and "--cuda-graph with --device='cpu'; expected a GPU" in error

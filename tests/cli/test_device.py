@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 
-from headrace.cli import app as cli
 from headrace.studies.compare.pool import place_workers
 from headrace.utils.device import all_devices, on_device, see_only
 from headrace.utils.errors import InputError
@@ -19,7 +18,7 @@ def accelerator(request, monkeypatch):
     return request.param
 
 
-def test_the_default(accelerator):
+def test_default_device_is_the_accelerator(accelerator):
     assert on_device(None) == (accelerator or "cpu")
     assert on_device(None, float64=True) == ("cuda" if accelerator == "cuda" else "cpu")
     assert on_device("cpu") == "cpu"
@@ -51,7 +50,7 @@ def test_workers_are_spread_over_the_gpus(four_gpus, device, workers, places):
     assert place_workers(all_devices(device), workers) == places
 
 
-def test_workers_without_a_gpu(accelerator, monkeypatch):
+def test_workers_without_several_gpus(accelerator, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(5)), raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     places = {"cuda": ["cuda:0"], "mps": ["mps"], None: ["cpu"] * 5}
@@ -64,7 +63,7 @@ def test_workers_without_a_gpu(accelerator, monkeypatch):
     ("visible", "device", "seen"),
     [(None, "cuda:2", "2"), ("5,7,6", "cuda:1", "7"), ("5,7", "cpu", ""), (None, "cpu", ""), ("5,7", "mps", "5,7")],
 )
-def test_a_worker_sees_its_own_gpu_alone(visible, device, seen, monkeypatch):
+def test_worker_sees_only_its_gpu(visible, device, seen, monkeypatch):
     """Trainer would spread each batch over all GPUs that it sees."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -73,7 +72,7 @@ def test_a_worker_sees_its_own_gpu_alone(visible, device, seen, monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
-def test_the_cpu_is_used_where_it_is_asked_for(monkeypatch, tmp_path):
+def test_trainer_uses_the_cpu_on_request(monkeypatch, tmp_path):
     from headrace.studies.compare.arm import arguments
     from headrace.studies.compare.plan import ArmRecipe
 
@@ -82,35 +81,20 @@ def test_the_cpu_is_used_where_it_is_asked_for(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tpu7", "xpu:99"])
-def test_a_device_that_is_not_here(name):
+def test_missing_device_is_refused(name):
     with pytest.raises(InputError, match=f"--device='{name}' cannot be used"):
         on_device(name)
 
 
-@pytest.mark.parametrize(
-    ("command", "seen_by"),
-    [
-        ("generate model --prompt a", "headrace.hf.generate.on_device"),
-        ("eval model --suite piqa", "headrace.utils.device.on_device"),
-        ("bench --layers 1", "headrace.utils.device.on_device"),
-        ("verify --mixers gla", "headrace.utils.device.on_device"),
-        ("inspect model --text abc", "headrace.studies.inspect.on_device"),
-        ("compare --mixers gla", "headrace.utils.device.on_device"),
-    ],
-)
-def test_every_command_asks_the_one_rule(command, seen_by, monkeypatch, tmp_path):
+COMMANDS = [
+    "generate MODEL --prompt a", "inspect MODEL --text abc", "eval MODEL --suite piqa", "bench --layers 1",
+    "verify --mixers gla", "compare --mixers gla",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_a_missing_device(command, saved_model, run_command, monkeypatch, tmp_path):
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)
-    asked = []
-
-    def rule(name, float64=False):
-        asked.append(name)
-        raise InputError("enough")
-
-    monkeypatch.setattr(seen_by, rule)
-    monkeypatch.setattr("headrace.hf.generate.load", lambda path: torch.nn.Linear(1, 1))
-    for device in ([], ["--device", "meta"]):
-        monkeypatch.setattr("sys.argv", ["headrace", *command.split(), *device])
-        with pytest.raises(SystemExit):
-            cli.main()
-    assert asked == [None, "meta"]
+    code, _, error = run_command(*command.replace("MODEL", str(saved_model)).split(), "--device", "tpu7")
+    assert code == 2 and "--device='tpu7' cannot be used" in error

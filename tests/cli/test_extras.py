@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import app
-from headrace.tasks import digits, needle
-from headrace.training import recipes
 from headrace.utils import extras
 from headrace.utils.errors import InputError
 
@@ -62,36 +60,36 @@ print(json.dumps(ended))
 
 def run(lines, missing, folder):
     arguments = [json.dumps(list(lines)), json.dumps(list(missing))]
-    done = subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return zip(lines, json.loads(done.stdout.splitlines()[-1]), strict=True)
+    result = subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, cwd=folder)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return zip(lines, json.loads(result.stdout.splitlines()[-1]), strict=True)
 
 
 @pytest.mark.parametrize("installed", [None, "models", "studies", "train"])
-def test_a_command_says_which_extra_it_needs(installed, tmp_path):
+def test_command_names_the_missing_extra(installed, tmp_path):
     """Every command, with each of its examples and with no argument at all."""
     missing = OPTIONAL - set(extras.packages(installed) if installed else ())
     lacking = {name: c for name, c in COMMANDS.items() if c.extra and missing & set(extras.packages(c.extra))}
     examples = [f"{name} {example}" for name, c in lacking.items() for example in c.examples]
     assert examples
-    for line, (code, said) in run([f"run({line!r})" for line in examples], missing, tmp_path):
+    for line, (code, message) in run([f"run({line!r})" for line in examples], missing, tmp_path):
         name = re.findall(r"\w+", line)[1]
-        assert code == 2 and said.count("\n") == 1, (line, code, said)
-        assert said.startswith(f"headrace: {name} needs "), (line, said)
-        assert said.endswith(f' not installed: pip install "headrace[{lacking[name].extra}]"\n'), (line, said)
+        assert code == 2 and message.count("\n") == 1, (line, code, message)
+        assert message.startswith(f"headrace: {name} needs "), (line, message)
+        assert message.endswith(f' not installed: pip install "headrace[{lacking[name].extra}]"\n'), (line, message)
 
 
 @pytest.mark.parametrize(("installed", "parts"), PARTS.items())
-def test_the_extra_of_a_command_is_enough(installed, parts, tmp_path):
+def test_commands_import_with_their_extra_alone(installed, parts, tmp_path):
     """What the commands of an extra import, where only that extra is installed."""
     files = [file for part in parts for file in (PACKAGE / part).glob("*.py")]
     modules = sorted(f"headrace.{file.relative_to(PACKAGE).with_suffix('')}".replace("/", ".") for file in files)
     missing = OPTIONAL - {*extras.packages(installed), *BROUGHT}
-    ended = run([f"import {module.removesuffix('.__init__')}" for module in modules], missing, tmp_path)
-    assert [(line, said) for line, (code, said) in ended if code != "done"] == [] and len(modules) > 4
+    outcomes = run([f"import {module.removesuffix('.__init__')}" for module in modules], missing, tmp_path)
+    assert [(line, code) for line, (code, _) in outcomes if code != "done"] == [] and len(modules) > 4
 
 
-def test_training_does_without_matplotlib_and_tensorboard(tmp_path):
+def test_training_runs_without_matplotlib_and_tensorboard(tmp_path):
     """It says that it draws no curves, and the model card shows none."""
     (tmp_path / "text.txt").write_text("heads race for the water of one channel. " * 200)
     train = "train laptop-1m batch_tokens=128 tokens=256 warmup_tokens=0 layers=1 --data data --output run"
@@ -107,44 +105,51 @@ def test_training_does_without_matplotlib_and_tensorboard(tmp_path):
     assert curves[0] == 2 and curves[1].endswith('not installed: pip install "headrace[studies,train]"\n')
 
 
-def test_what_needs_no_extra_runs_without(tmp_path):
+def test_commands_without_extras_run_on_the_plain_install(tmp_path):
     free = [name for name, command in COMMANDS.items() if command.extra is None]
     lines = [f"run({name!r})" for name in free if name != "verify"] + ["run('verify --mixers gla')"]
     lines += [f"run({f'{name} --help'!r})" for name in COMMANDS]
-    ended = run(lines, OPTIONAL, tmp_path)
-    assert [(line, code) for line, (code, _) in ended if code != 0] == []
+    outcomes = run(lines, OPTIONAL, tmp_path)
+    assert [(line, code) for line, (code, _) in outcomes if code != 0] == []
 
 
-@pytest.mark.parametrize(("task", "package"), [("digits", "sklearn"), ("needle(length=64)", "wonderwords")])
-def test_a_task_says_which_extra_it_needs(task, package, monkeypatch, tmp_path, capsys):
+NEEDED = {  # by a package: a line that needs it, and what then misses it in which extra
+    "sklearn": ("run('compare --task digits --output run')", "the task digits", "eval"),
+    "wonderwords": ("run('compare --task needle(length=64) --output run')", "the task needle", "eval"),
+    **{
+        name: (f"from headrace.training import run; run.check_trackers('{name}')", f"--trackers={name}", name)
+        for name in ("tensorboard", "wandb", "trackio")
+    },
+}
+
+
+def test_tasks_and_trackers_name_the_missing_extra(tmp_path):
     pytest.importorskip("datasets", reason="the extra [train] is not installed")
-    for cached in (digits.load, needle.vocabulary):
-        cached.cache_clear()
-    find = extras.find_spec
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == package else find(name))
-    monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--task", task, "--output", str(tmp_path / "run")])
-    with pytest.raises(SystemExit, match="2"):
-        app.main()
-    who = f"the task {task.partition('(')[0]}"
-    said = f'headrace: {who} needs {package}, which is not installed: pip install "headrace[eval]"\n'
-    assert capsys.readouterr().err == said
+    outcomes = run([line for line, *_ in NEEDED.values()], NEEDED, tmp_path)
+    for (package, (_, user, extra)), (_, (code, message)) in zip(NEEDED.items(), outcomes, strict=True):
+        assert code in (2, "MissingPackage")
+        sentence = f'{user} needs {package}, which is not installed: pip install "headrace[{extra}]"'
+        assert message.removeprefix("headrace: ").rstrip("\n") == sentence
 
 
-def test_an_import_says_which_extra_it_needs(tmp_path):
+def test_import_names_the_missing_extra(tmp_path):
     """The op, the layer and `verify` need none."""
     import headrace
 
     parts = {"import headrace.hf": "models", "import headrace.models": "models", "import headrace.data": "train"}
     public = {f"headrace.{name}": "models" if headrace._LAZY.get(name) == "hf" else None for name in headrace.__all__}
     needs = parts | public
-    for line, (error, said) in run(needs, OPTIONAL, tmp_path):
+    for line, (error, message) in run(needs, OPTIONAL, tmp_path):
         expected = "done" if needs[line] is None else "MissingPackage"
-        assert error == expected, (line, said)
-        assert error == "done" or said.endswith(f'not installed: pip install "headrace[{needs[line]}]"'), (line, said)
+        assert error == expected, (line, message)
+        assert error == "done" or message.endswith(f'not installed: pip install "headrace[{needs[line]}]"'), (
+            line,
+            message,
+        )
     assert needs["headrace.Mixer"] is needs["headrace.linear_attention"] is needs["headrace.verify"] is None
 
 
-def test_the_example_of_the_readme_names_the_extra(tmp_path):
+def test_readme_example_names_the_missing_extra(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.DOTALL | re.MULTILINE)
     op, mixer = run([f"exec({block!r})" for block in blocks], OPTIONAL, tmp_path)
     assert op[1] == ["done", ""]
@@ -155,7 +160,7 @@ def test_the_example_of_the_readme_names_the_extra(tmp_path):
     assert 'pip install ".[models]"' in blocks[1]
 
 
-def test_the_install_page_has_every_extra():
+def test_install_page_lists_every_extra():
     page = (ROOT / "docs" / "install.md").read_text("utf-8")
     listed = {
         extra for line in re.findall(r"^\| .*", page, re.MULTILINE) for extra in re.findall(r'"\.\[(\w+)\]"', line)
@@ -163,23 +168,13 @@ def test_the_install_page_has_every_extra():
     assert listed == {*PROJECT["optional-dependencies"]} - {"docs"}  # which is in dev
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
-def test_a_tracker_says_before_training_which_extra_it_needs(tracker, monkeypatch, tmp_path):
-    trackers = pytest.importorskip("headrace.training.run", reason="the extra [train] is not installed")
-    find = extras.find_spec
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == tracker else find(name))
-    with pytest.raises(InputError, match=rf"--trackers={tracker} needs {tracker}, .*headrace\[{tracker}\]"):
-        trackers.train(*recipes.load("laptop-1m"), tmp_path / "data", tmp_path / "run", trackers=tracker)
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_missing_package_is_an_import_error():
+def test_missing_package_is_an_import_error():
     with pytest.raises(ImportError, match="it needs no_such_package") as caught:
         extras.require("it", "no_such_package", extra="models")
     assert isinstance(caught.value, InputError)
 
 
-def test_an_import_that_fails_for_another_reason_is_not_hidden():
+def test_other_import_errors_are_not_hidden():
     def command():
         from headrace import nothing_of_this_name  # noqa: F401
 
@@ -187,7 +182,7 @@ def test_an_import_that_fails_for_another_reason_is_not_hidden():
         app.needing(None, "train", command)()
 
 
-def test_the_table_is_that_of_the_project():
+def test_extras_match_pyproject():
     """Every extra, what it includes, and every package that a module imports."""
     declared = {name: needs for name, needs in PROJECT["optional-dependencies"].items() if name not in ("dev", "docs")}
     assert set(extras.EXTRAS) == set(declared)

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 
 import pytest
 import transformers.trainer
@@ -17,7 +16,7 @@ from headrace.cli import app
 from headrace.data import Preparation, prepare
 from headrace.layers.blocks.stack import PIECE
 from headrace.training import card, recipes, run
-from headrace.training.machine import REACHED, time_here
+from headrace.training.machine import REACHED
 from headrace.training.model import build
 from headrace.training.sharding import load_weights
 from headrace.training.trainer import duration
@@ -27,23 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
 OF_DATA = {"length": 4096, "vocab_size": 257}
 
 
-@pytest.fixture
-def headrace_(capsys, monkeypatch):
-    """(exit code, standard output, standard error) of `headrace ARGUMENTS` in this process."""
-
-    def call(*words):
-        monkeypatch.setattr("sys.argv", ["headrace", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return call
-
-
 # --- length and vocabulary -------------------------------------------------------------------------------------------
 
 
-def test_a_laptop_recipe_takes_the_length_and_the_vocabulary_of_the_data():
+def test_laptop_recipes_take_length_and_vocabulary_from_the_data():
     for name in ("laptop-1m", "laptop-5m"):
         one, _ = recipes.load(name, {}, OF_DATA)
         assert (one.length, one.vocab_size, one.share(1)) == (4096, 257, (2, 1))
@@ -52,7 +38,7 @@ def test_a_laptop_recipe_takes_the_length_and_the_vocabulary_of_the_data():
     assert recipes.load("laptop-5m")[0].length == 512
 
 
-def test_a_recipe_of_a_paper_keeps_its_length(data):
+def test_paper_recipes_keep_their_length(data):
     for name, length in (("paper-340m", 4096), ("rnn-300m", 1024)):
         one, _ = recipes.load(name, {}, {"length": 32, "vocab_size": 257})
         assert (one.length, one.vocab_size) == (length, 32000)
@@ -60,7 +46,7 @@ def test_a_recipe_of_a_paper_keeps_its_length(data):
         assert f"prepare data with --length {length}, or set length=32" in sentence
 
 
-def test_a_recipe_of_a_user_keeps_what_it_sets(tmp_path):
+def test_user_recipes_keep_their_settings(tmp_path):
     path = tmp_path / "mine.yaml"
     for text, expected in (
         ("base: laptop-5m\nlength: 1024\n", (1024, 257)),
@@ -75,18 +61,18 @@ def test_a_recipe_of_a_user_keeps_what_it_sets(tmp_path):
     assert "did you mean 'length'" in refused(lambda: recipes.load(str(path)))
 
 
-def test_what_data_and_recipe_have_apart_names_the_option(data):
-    def said(**changes):
+def test_mismatch_of_data_and_recipe_names_the_option(data):
+    def output(**changes):
         return refused(lambda: run.check_data(recipe(**changes)[0], data))
 
-    assert said(length=64).endswith("prepare data with --length 64, or set length=32")
-    assert said(vocab_size=100).endswith("or set vocab_size=257")
+    assert output(length=64).endswith("prepare data with --length 64, or set length=32")
+    assert output(vocab_size=100).endswith("or set vocab_size=257")
     rows = len(run.full(data.train, 32))
-    assert said(batch_tokens=32 * 4096, tokens=32 * 8192).endswith(f"set batch_tokens={32 * rows}")
+    assert output(batch_tokens=32 * 4096, tokens=32 * 8192).endswith(f"set batch_tokens={32 * rows}")
     assert refused(lambda: recipe(batch_tokens=100)).endswith("a multiple of length=32; set batch_tokens=96")
 
 
-def test_the_examples_of_prepare_and_train_fit_together():
+def test_examples_of_prepare_and_train_are_compatible():
     (prepared, _), (trained, _) = (app.GROUPS["Train"][name].examples for name in ("prepare", "train"))
     assert "--length" not in prepared  # so that it is the default
     name, *rest = trained.split()
@@ -109,35 +95,35 @@ def files(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_says_what_it_does_and_what_comes_next(ended, headrace_, data):
+def test_run_prints_its_plan_and_the_next_command(ended, run_command, data):
     words, folder = ended
     left = [word for word in words if not word.startswith(("length=", "vocab_size="))]
-    code, said, _ = headrace_(*left)
+    code, output, _ = run_command(*left)
     assert code == 0
     rows = len(run.full(data.train, 32))
     parameters = sum(p.numel() for p in build(recipe()[0]).parameters())
-    assert f"softmax-gla: 2 layers of width 16, {parameters / 1e6:,.2f} M parameters" in said
-    assert f"1,024 tokens in 8 steps of 4 rows of 32: {32 / rows:,.3g} passes over the data" in said
-    assert re.search(r"[\d.e-]+ s per step: about [\d.e-]+ \w+ for 2 more steps", said)
+    assert f"softmax-gla: 2 layers of width 16, {parameters / 1e6:,.2f} M parameters" in output
+    assert f"1,024 tokens in 8 steps of 4 rows of 32: {32 / rows:,.3g} passes over the data" in output
+    assert re.search(r"[\d.e-]+ s per step: about [\d.e-]+ \w+ for 2 more steps", output)
     point = card.read_history(folder)[-1]
-    assert f"{folder}/model is the trained model: {point['final_loss']:.4f} nats per held-out token. " in said
-    assert "a unigram model of these tokens has" in said
-    assert said.rstrip().endswith(f"next: headrace generate '{folder}/model' --prompt 'It was'")
+    assert f"{folder}/model is the trained model: {point['final_loss']:.4f} nats per held-out token. " in output
+    assert "a unigram model of these tokens has" in output
+    assert output.rstrip().endswith(f"next: headrace generate '{folder}/model' --prompt 'It was'")
 
     # The same command once more.
     before = files(folder)
-    code, said, _ = headrace_(*left)
-    assert code == 0 and said.startswith(f"{folder} is finished, and nothing is left to do; next: headrace generate")
+    code, output, _ = run_command(*left)
+    assert code == 0 and output.startswith(f"{folder} is finished, and nothing is left to do; next: headrace generate")
     assert files(folder) == before
 
     # A model that is not whole is made again.
     weights = folder / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    code, said, _ = headrace_(*left)
-    assert code == 0 and "is the trained model" in said and load_file(weights)
+    code, output, _ = run_command(*left)
+    assert code == 0 and "is the trained model" in output and load_file(weights)
 
 
-def test_competing_heads_are_trained_on_long_rows_to_the_end(tmp_path):
+def test_rows_longer_than_a_prompt_piece_are_trained(tmp_path):
     """Rows of more tokens than a prompt is read in at a time; gate statistics are of whole rows."""
     (tmp_path / "text.txt").write_text("heads race for the water of one channel. " * 200)
     prepare(Preparation((str(tmp_path / "text.txt"),), length=PIECE + 76, held_out=0.2), tmp_path / "data")
@@ -146,7 +132,7 @@ def test_competing_heads_are_trained_on_long_rows_to_the_end(tmp_path):
     assert "final_write_entropy_0" in card.read_history(tmp_path / "run")[-1]
 
 
-def test_a_run_that_only_finishes_leaves_no_folder_of_a_tracker_elsewhere(data, tmp_path, monkeypatch):
+def test_finishing_a_run_writes_no_tracker_folder_elsewhere(data, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     train(data, tmp_path / "run", tokens=128 * 2)
     shutil.rmtree(tmp_path / "run" / "model")
@@ -156,7 +142,7 @@ def test_a_run_that_only_finishes_leaves_no_folder_of_a_tracker_elsewhere(data, 
     assert not any((tmp_path / "here").iterdir()) and (tmp_path / "run" / "model" / "README.md").is_file()
 
 
-def test_a_resumed_run_says_so_and_nothing_of_missing_weights(data, tmp_path, monkeypatch, capsys):
+def test_resumed_run_says_so_without_warnings_of_missing_weights(data, tmp_path, monkeypatch, capsys):
     train(data, tmp_path / "run", tokens=128 * 5)
     plan = tmp_path / "run" / "run.json"
     plan.write_text(plan.read_text().replace('"tokens": 640.0', '"tokens": 896.0'))
@@ -167,7 +153,7 @@ def test_a_resumed_run_says_so_and_nothing_of_missing_weights(data, tmp_path, mo
     assert not [text for text in warnings if "missing keys" in text]
 
 
-def test_weights_that_a_checkpoint_does_not_have_are_named(tmp_path):
+def test_missing_weights_of_a_checkpoint_are_named(tmp_path):
     model = build(recipe()[0])
     model.save_pretrained(tmp_path)
     load_weights(model, tmp_path)
@@ -180,27 +166,19 @@ def test_weights_that_a_checkpoint_does_not_have_are_named(tmp_path):
 # --- the dry run -----------------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_looks_at_the_data(prepared, headrace_):
-    code, _, said = headrace_("train", "laptop-1m", "--dry-run", "--data", "NOT-THERE")
-    assert code == 2 and "--data 'NOT-THERE' is not a folder written by `headrace prepare`" in said
-    code, _, said = headrace_("train", "paper-80m", "--dry-run", "--data", prepared)
-    assert code == 2 and "prepare data with --length 4096, or set length=32" in said
+def test_dry_run_checks_the_data(prepared, run_command):
+    code, _, output = run_command("train", "laptop-1m", "--dry-run", "--data", "NOT-THERE")
+    assert code == 2 and "--data 'NOT-THERE' is not a folder written by `headrace prepare`" in output
+    code, _, output = run_command("train", "paper-80m", "--dry-run", "--data", prepared)
+    assert code == 2 and "prepare data with --length 4096, or set length=32" in output
     settings = [f"{name}={value}" for name, value in TINY.items() if name not in ("length", "vocab_size")]
-    code, said, _ = headrace_("train", "laptop-1m", *settings, "--json", "--data", prepared)
-    found = json.loads(said)
-    assert (found["recipe"]["length"], found["recipe"]["vocab_size"]) == (32, 257)
-    here = found["here"]
-    assert here["seconds"] == pytest.approx(found["flops"] / (here["flops_per_second"] * REACHED))
+    code, output, _ = run_command("train", "laptop-1m", *settings, "--json", "--data", prepared)
+    result = json.loads(output)
+    assert (result["recipe"]["length"], result["recipe"]["vocab_size"]) == (32, 257)
+    here = result["here"]
+    assert here["seconds"] == pytest.approx(result["flops"] / (here["flops_per_second"] * REACHED))
 
 
-def test_the_time_of_a_dry_run_is_an_assumption_on_the_measured_rate(monkeypatch):
-    monkeypatch.setattr("headrace.training.machine.matrix_rate", lambda device, dtype: 1e9)
-    one = replace(recipe()[0])
-    assert time_here(one, 7e9)["seconds"] == pytest.approx(7e9 / (REACHED * 1e9))
-    assert [duration(s) for s in (0.5, 100, 900, 9000, 300_000)] == [
-        "0.5 s",
-        "100 s",
-        "15 min",
-        "2.5 hours",
-        "3.47 days",
-    ]
+def test_durations_are_printed_in_a_readable_unit():
+    printed = [duration(seconds) for seconds in (0.5, 100, 900, 9000, 300_000)]
+    assert printed == ["0.5 s", "100 s", "15 min", "2.5 hours", "3.47 days"]

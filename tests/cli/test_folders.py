@@ -39,18 +39,18 @@ def uncached(request, tmp_path):
 
 
 @pytest.mark.parametrize("read", [load, HeadraceForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained])
-def test_a_folder_that_says_use_cache_false_decodes_token_by_token(uncached, read):
+def test_saved_use_cache_false_does_not_disable_the_cache(uncached, read):
     assert counted(read(uncached)) == WITH
 
 
-def test_the_cache_is_turned_off_by_whoever_asks(uncached):
+def test_explicit_use_cache_false_disables_the_cache(uncached):
     assert counted(load(uncached), use_cache=False) == WITHOUT
     off = GenerationConfig(use_cache=False)
     assert counted(load(uncached), generation_config=off) == WITHOUT
     assert counted(HeadraceForCausalLM.from_pretrained(uncached, generation_config=off)) == WITHOUT
 
 
-def test_a_model_that_is_not_saved_decodes_token_by_token():
+def test_unsaved_model_decodes_with_the_cache():
     assert counted(tiny.build("hybrid", use_cache=False)) == WITH
 
 
@@ -114,20 +114,20 @@ def read(request, folder, tmp_path_factory):
     return ways, in_a_fresh_process(code, folder, place / "modules"), place / "again"
 
 
-def test_transformers_reads_a_folder_in_a_fresh_process(read):
-    ways, said, _ = read
-    assert said.count(" reads headrace.hf.model HeadraceForCausalLM\n") == len(ways)
-    assert all(f"{way} reads headrace.hf.model HeadraceForCausalLM\n" in said for way in ways)
+def test_transformers_loads_a_folder_in_a_new_process(read):
+    ways, output, _ = read
+    assert output.count(" reads headrace.hf.model HeadraceForCausalLM\n") == len(ways)
+    assert all(f"{way} reads headrace.hf.model HeadraceForCausalLM\n" in output for way in ways)
 
 
 @pytest.mark.parametrize("read", ["import torch, headrace, transformers"], indirect=True)
-def test_what_was_read_computes_the_same(folder, read):
+def test_loaded_model_gives_the_same_logits(folder, read):
     _, _, logits = read
     tiny.close(torch.load(logits), load(folder)(torch.arange(9)[None]).logits)
 
 
 @pytest.mark.parametrize("read", ["import torch, transformers"], indirect=True)
-def test_what_was_read_by_its_code_is_saved_as_it_was(folder, read):
+def test_model_loaded_by_remote_code_is_saved_unchanged(folder, read):
     _, _, again = read
     written = {file.name for file in again.iterdir()}
     assert written == {"config.json", "generation_config.json", "model.safetensors", "modeling_headrace.py", CHECKSUMS}

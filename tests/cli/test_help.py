@@ -87,34 +87,28 @@ def test_every_parameter_has_a_help_text_and_every_unset_option_its_default(name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_help_shows_every_default(name):
+def test_help_shows_every_default(name):
     written = sum(r"\[default: " in (parameter.help or "") for parameter in COMMANDS[name].params)
-    done = CliRunner().invoke(cli.app, [name, "--help"])
-    assert done.exit_code == 0 and re.sub(r"\x1b\[[\d;]*m", "", done.output).count("[default:") >= written
+    result = CliRunner().invoke(cli.app, [name, "--help"])
+    assert result.exit_code == 0 and re.sub(r"\x1b\[[\d;]*m", "", result.output).count("[default:") >= written
 
 
-def test_the_defaults_of_compare_are_those_of_the_task_pair():
+def test_defaults_of_compare_come_from_the_pair_task():
     helps = {parameter.name: parameter.help for parameter in COMMANDS["compare"].params}
     for name, value in FROM_TASK.items():
         assert helps[name].endswith(rf"\[default: {value:g}]"), name
 
 
 @pytest.mark.parametrize("arguments", USAGE)
-def test_a_usage_error_is_one_sentence_that_points_to_the_help(arguments, capfd, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["headrace", *arguments.split()])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    out, error = capfd.readouterr()
-    assert (ended.value.code, out, error.count("\n")) == (2, "", 1)
+def test_usage_errors_are_one_sentence_with_the_help_command(arguments, run_command):
+    code, out, error = run_command(*arguments.split())
+    assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith(f"headrace: {USAGE[arguments]}") and error.endswith("--help`)\n")
 
 
-def test_without_arguments_the_help_is_shown(capfd, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["headrace"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    out, error = capfd.readouterr()
-    assert not ended.value.code and "Compare" in out and not error
+def test_no_arguments_show_the_help(run_command):
+    code, out, error = run_command()
+    assert not code and "Compare" in out and not error
 
 
 MODULES = """
@@ -130,7 +124,7 @@ for words in json.loads(sys.argv[1]):
 HEAVY = ("torch", "transformers", "datasets", "numpy", "matplotlib", "scipy", "lm_eval", "starlette", "uvicorn")
 
 
-def test_help_and_lists_import_nothing_heavy():
+def test_help_and_lists_do_not_import_torch():
     """One after the other in one process, as what one of them imports stays."""
     commands = [
         ["--help"],
@@ -139,13 +133,13 @@ def test_help_and_lists_import_nothing_heavy():
         *([["recipes"]] if find_spec("yaml") else []),
     ]
     run = [sys.executable, "-c", MODULES, json.dumps(commands)]
-    told = list(map(json.loads, subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()))
-    assert [words for words, *_ in told] == commands
-    for words, length, modules in told:
+    rows = list(map(json.loads, subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()))
+    assert [words for words, *_ in rows] == commands
+    for words, length, modules in rows:
         assert length and not {*HEAVY, "headrace.hf"} & set(modules), words
 
 
-def test_completion_is_installed_and_completes(tmp_path):
+def test_shell_completion_works(tmp_path):
     script = tmp_path / "headrace"
     script.write_text(f"#!{sys.executable}\nfrom headrace.cli import main\nmain()\n")
     script.chmod(0o755)
@@ -154,8 +148,10 @@ def test_completion_is_installed_and_completes(tmp_path):
     }  # fmt: skip
 
     def run(*arguments, **more):
-        done = subprocess.run([script, *arguments], capture_output=True, text=True, env=environment | more, check=True)
-        return done.stdout
+        result = subprocess.run(
+            [script, *arguments], capture_output=True, text=True, env=environment | more, check=True
+        )
+        return result.stdout
 
     assert "_HEADRACE_COMPLETE=complete_bash" in run("--show-completion", "bash")
     run("--install-completion", "bash")

@@ -77,7 +77,7 @@ def used(folder):
 
 @pytest.mark.slow(seconds=15)
 @pytest.mark.parametrize(("kind", "use"), [("ours", used), ("llama", import_checkpoint)])
-def test_a_config_with_a_hostile_field_is_refused_or_used(kind, use, folders, tmp_path):
+def test_hostile_config_fields_are_refused_or_loaded(kind, use, folders, tmp_path):
     folder = shutil.copytree(folders[kind], tmp_path / kind)
     path = folder / "config.json"
     whole = json.loads(path.read_text())
@@ -98,9 +98,7 @@ def test_a_config_with_a_hostile_field_is_refused_or_used(kind, use, folders, tm
 @pytest.mark.parametrize("field", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"])
 @pytest.mark.parametrize("count", [10**9, HUGE])
 @pytest.mark.parametrize(("kind", "read"), [("ours", load), ("llama", import_checkpoint)])
-def test_sizes_beyond_those_of_the_weights_are_refused_before_a_model_is_built(
-    kind, read, field, count, folders, tmp_path
-):
+def test_sizes_larger_than_the_weights_are_refused_before_allocation(kind, read, field, count, folders, tmp_path):
     folder = shutil.copytree(folders[kind], tmp_path / kind)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: count}))
@@ -108,7 +106,7 @@ def test_sizes_beyond_those_of_the_weights_are_refused_before_a_model_is_built(
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "eos_token_id", "max_length"])
-def test_a_hostile_setting_of_generation_is_named(name, folders, tmp_path):
+def test_hostile_generation_settings_are_named(name, folders, tmp_path):
     folder = shutil.copytree(folders["ours"], tmp_path / "ours")
     path = folder / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: "evil"}))
@@ -122,7 +120,7 @@ CONTENTS = ["null", "3", '"evil"', "evil", "", "[" * 100_000, "[1]", '{"a": null
 
 @pytest.mark.parametrize("content", CONTENTS, ids=lambda content: content[:20])
 @pytest.mark.parametrize(("form", "own"), [(RECORDED, "{}"), (MADE, "[]"), ({"length": int}, '{"length": 3}')])
-def test_json_of_another_form_is_one_sentence(content, form, own, tmp_path):
+def test_malformed_json_is_one_sentence(content, form, own, tmp_path):
     path = tmp_path / "file.json"
     path.write_text(content)
     sentence = refused(lambda: read_json(path, form))
@@ -146,13 +144,13 @@ def test_json_of_another_form_is_one_sentence(content, form, own, tmp_path):
         (None, (str, None), None),
     ],
 )
-def test_what_does_not_have_the_form_is_named(value, form, wrong):
-    found = misfit(value, form)
-    assert found is None if wrong is None else wrong in found
+def test_schema_mismatch_is_named(value, form, wrong):
+    result = misfit(value, form)
+    assert result is None if wrong is None else wrong in result
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret"])
-def test_checksums_name_no_file_outside_their_folder(name, tmp_path):
+def test_checksums_cannot_name_files_outside_the_folder(name, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "a").mkdir()
@@ -163,7 +161,7 @@ def test_checksums_name_no_file_outside_their_folder(name, tmp_path):
     assert "outside the folder" in damage(folder, recorded)
 
 
-def test_a_checkpoint_that_names_files_outside_deletes_none(tmp_path):
+def test_checkpoint_marker_cannot_delete_files_outside(tmp_path):
     checkpoints = pytest.importorskip("headrace.training.checkpoints")
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "mine.txt").write_text("mine")
@@ -174,14 +172,14 @@ def test_a_checkpoint_that_names_files_outside_deletes_none(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["null", "[]", "{}", '{"length": "x"}', '{"sources": 3}', "[" * 100_000])
-def test_a_manifest_of_another_form_is_no_prepared_data(content, tmp_path):
+def test_malformed_manifest_is_refused(content, tmp_path):
     data = pytest.importorskip("headrace.data")
     (tmp_path / "manifest.json").write_text(content)
     sentence = refused(lambda: data.open_data(tmp_path))
     assert "is not a folder written by `headrace prepare`" in sentence and "\n" not in sentence
 
 
-def test_a_hostile_tokenizer_is_refused_or_used(tmp_path):
+def test_hostile_tokenizers_are_refused_or_loaded(tmp_path):
     pytest.importorskip("datasets")
     from headrace.data.tokenizer import byte_level
     from headrace.hf.generate import read_tokenizer
@@ -204,40 +202,32 @@ def test_a_hostile_tokenizer_is_refused_or_used(tmp_path):
 # --- what reaches the terminal ---------------------------------------------------------------------------------------
 
 
-def test_control_characters_of_files_reach_the_terminal_as_escapes(folders, tmp_path, monkeypatch, capsys):
-    from headrace.cli import app
-
+def test_control_characters_are_escaped_on_the_terminal(folders, tmp_path, run_command):
     folder = shutil.copytree(folders["ours"], tmp_path / "ours")
     (folder / "checksums.json").unlink()
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"\x1b[2Jevil\x07\u202e": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
-    monkeypatch.setattr("sys.argv", ["headrace", "retrofit", str(folder), "--output", str(tmp_path / "out")])
-    with pytest.raises(SystemExit):
-        app.main()
-    said = capsys.readouterr().err
-    assert r"\x1b[2Jevil\x07\u202e" in said and not {"\x1b", "\x07", "\u202e"} & {*said}
+    message = run_command("retrofit", folder, "--output", tmp_path / "out").err
+    assert r"\x1b[2Jevil\x07\u202e" in message and not {"\x1b", "\x07", "\u202e"} & {*message}
     assert printable("größe 大\n") == "größe 大\n"
 
 
 # --- what is removed or full -----------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_is_full_while_weights_are_written_is_one_sentence(folders, tmp_path, monkeypatch, capsys):
-    from headrace.cli import app
+def test_full_disk_while_saving_weights_is_one_sentence(folders, tmp_path, monkeypatch, run_command):
     from headrace.hf import HeadraceForCausalLM
 
     def full(*arguments, **options):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(HeadraceForCausalLM, "save_pretrained", full)
-    monkeypatch.setattr("sys.argv", ["headrace", "convert", str(folders["llama"]), "--output", str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as ended:
-        app.main()
-    assert ended.value.code == 2 and f"the output: {os.strerror(errno.ENOSPC)}" in capsys.readouterr().err
+    code, _, error = run_command("convert", folders["llama"], "--output", tmp_path / "out")
+    assert code == 2 and f"the output: {os.strerror(errno.ENOSPC)}" in error
     assert not any(tmp_path.iterdir())
 
 
-def test_an_output_folder_that_is_removed_is_one_sentence(tmp_path):
+def test_removed_output_folder_is_one_sentence(tmp_path):
     def write():
         with locked(tmp_path / "out"):
             shutil.rmtree(tmp_path / "out")

@@ -28,13 +28,13 @@ def parsed(command, words):
     return COMMANDS[command].make_context(command, words)
 
 
-def test_the_page_has_every_file():
+def test_launch_page_includes_every_file():
     page = (FOLDER.parent / "launch.md").read_text("utf-8")
     assert sorted(re.findall(r"literalinclude\} launch/(\S+)", page)) == FILES
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_file_starts_a_command_of_headrace(name):
+def test_every_launch_file_runs_a_valid_command(name):
     started = [line for line in lines(name) if "-m headrace" in line]
     assert len(started) == 1 and any(launcher in started[0] for launcher in LAUNCHERS)
     command, *words = shlex.split(started[0].partition("-m headrace ")[2])
@@ -42,17 +42,17 @@ def test_every_file_starts_a_command_of_headrace(name):
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if "torchrun" in "".join(lines(name))])
-def test_torchrun_knows_its_options(name):
+def test_torchrun_accepts_the_options(name):
     from torch.distributed.run import get_args_parser
 
     line = next(line for line in lines(name) if "torchrun " in line and "-m headrace" in line)
-    found = get_args_parser().parse_args(shlex.split(line.partition("torchrun ")[2]))
-    assert found.module and found.training_script == "headrace"
-    assert found.standalone or found.rdzv_endpoint or found.master_addr != "127.0.0.1"
+    result = get_args_parser().parse_args(shlex.split(line.partition("torchrun ")[2]))
+    assert result.module and result.training_script == "headrace"
+    assert result.standalone or result.rdzv_endpoint or result.master_addr != "127.0.0.1"
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith((".sh", ".sbatch"))])
-def test_shell(name):
+def test_shell_files_parse(name):
     subprocess.run(["bash", "-n", str(FOLDER / name)], check=True)
 
 
@@ -62,7 +62,7 @@ def test_slurm_starts_one_task_per_node():
     assert options["ntasks-per-node"] == "1" and f"--nproc-per-node={options['gpus-per-node']} " in text
 
 
-def test_kubernetes():
+def test_kubernetes_manifest_is_consistent():
     service, job = yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text("utf-8"))
     assert [(one["apiVersion"], one["kind"]) for one in (service, job)] == [("v1", "Service"), ("batch/v1", "Job")]
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
@@ -77,15 +77,15 @@ def test_kubernetes():
     subprocess.run(["bash", "-n"], input=started, text=True, check=True)
 
 
-def test_skypilot():
+def test_skypilot_task_is_valid():
     task = yaml.safe_load((FOLDER / "sky.yaml").read_text("utf-8"))
     known = {"name", "num_nodes", "resources", "workdir", "file_mounts", "setup", "run", "envs"}
     assert task.keys() <= known and re.fullmatch(r"[\w-]+:\d+", task["resources"]["accelerators"])
     subprocess.run(["bash", "-n"], input=task["setup"] + task["run"], text=True, check=True)
 
 
-def test_accelerate():
+def test_accelerate_config_loads():
     from accelerate.commands.config.config_args import load_config_from_file
 
-    found = load_config_from_file(str(FOLDER / "accelerate.yaml"))
-    assert (found.distributed_type, found.num_processes, found.mixed_precision) == ("MULTI_GPU", 8, "bf16")
+    result = load_config_from_file(str(FOLDER / "accelerate.yaml"))
+    assert (result.distributed_type, result.num_processes, result.mixed_precision) == ("MULTI_GPU", 8, "bf16")

@@ -3,14 +3,12 @@
 import json
 import shlex
 import shutil
-import sys
 
 import pytest
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 import tiny
-from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
 from headrace.studies.compare import pool
 from trained import arguments
@@ -50,21 +48,8 @@ COMMANDS = {  # words, in which "OUT" is what is written
 }
 
 
-@pytest.fixture
-def headrace_(capsys, monkeypatch):
-    """(exit code, standard output, standard error) of `headrace ARGUMENTS` in this process."""
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["headrace", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return call
-
-
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_works_in_a_folder_of_any_name(name, home, headrace_, monkeypatch):
+def test_commands_accept_paths_with_special_characters(name, home, run_command, monkeypatch):
     """What it reads is named from within the folder, what it writes from the root."""
     if name == "eval":
         pytest.importorskip("lm_eval")
@@ -72,7 +57,7 @@ def test_a_command_works_in_a_folder_of_any_name(name, home, headrace_, monkeypa
     out = home / f"out [{name}]"
     words = [out if word == "OUT" else word for word in shlex.split(COMMANDS[name])]
     beside = sorted(home.parent.rglob("*/*"))
-    code, _, error = headrace_(*words)
+    code, _, error = run_command(*words)
     assert code == 0, error
     assert out.exists() == ("OUT" in COMMANDS[name])
     assert [path for path in sorted(home.parent.rglob("*/*")) if not path.is_relative_to(home)] == [
@@ -83,15 +68,15 @@ def test_a_command_works_in_a_folder_of_any_name(name, home, headrace_, monkeypa
         assert json.loads(result.read_text("utf-8"))["n-samples"]["lambada_openai"]["effective"] == 2
 
 
-def test_a_run_works_in_a_folder_of_any_name(home, headrace_, monkeypatch):
+def test_training_accepts_paths_with_special_characters(home, run_command, monkeypatch):
     """Trained, resumed, and plotted, with the logs of TensorBoard."""
     pytest.importorskip("tensorboard")
     monkeypatch.chdir(home)
     words = arguments(home / "data [1]", home / "run [1]", tokens=128 * 6)
     words[-1] = "tensorboard"
     for _ in range(2):
-        code, _, error = headrace_(*words)
+        code, _, error = run_command(*words)
         assert code == 0, error
     assert list((home / "run [1]").rglob("events.out.tfevents*"))
-    code, _, error = headrace_("curves", "run [1]", "--output", "curves [1].png")
+    code, _, error = run_command("curves", "run [1]", "--output", "curves [1].png")
     assert code == 0 and (home / "curves [1].png").stat().st_size, error

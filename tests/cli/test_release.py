@@ -14,14 +14,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
-def test_the_version_is_stated_alike_everywhere():
+def test_version_is_the_same_everywhere():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == headrace.__version__
     assert f"version = {{{headrace.__version__}}}" in (ROOT / "docs" / "citing.md").read_text("utf-8")
     newest = re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
     assert newest and newest[1] == headrace.__version__
 
 
-def test_the_readme_on_pypi_has_absolute_links_alone():
+def test_pypi_readme_has_absolute_links():
     """The substitutions of pyproject.toml, applied as hatch-fancy-pypi-readme applies them."""
     settings = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
     text = (ROOT / "README.md").read_text("utf-8")
@@ -33,7 +33,7 @@ def test_the_readme_on_pypi_has_absolute_links_alone():
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_calls_what_there_is(path):
+def test_workflows_call_existing_targets(path):
     workflow = yaml.safe_load(path.read_text("utf-8"))
     commands = [step["run"] for job in workflow["jobs"].values() for step in job.get("steps", ()) if "run" in step]
     makefile = (ROOT / "Makefile").read_text("utf-8")

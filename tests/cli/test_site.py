@@ -51,7 +51,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.slow(seconds=120)
-def test_the_site(tmp_path):
+def test_site_builds_without_warnings_or_external_assets(tmp_path):
     """One build for all checks. The outputs of a page may come from build/notebooks if neither the page nor the library
     has changed since (docs/conf.py)."""
     site = tmp_path / "site"
@@ -138,16 +138,16 @@ def every_law_is_drawn(gallery):
 
 
 @pytest.mark.parametrize("page", generated.pages(), ids=lambda page: page.stem)
-def test_what_a_page_takes_from_the_code_is_current(page):
+def test_generated_parts_of_pages_are_current(page):
     if page.stem == "faq" and unavailable("native", "linear_attention"):
         pytest.skip("its answers are those of an installation with native kernels")
     text = page.read_text("utf-8")
-    there, made = text.splitlines(), generated.filled(text).splitlines()
-    old = next((pair for pair in zip_longest(there, made) if pair[0] != pair[1]), None)
+    current, made = text.splitlines(), generated.filled(text).splitlines()
+    old = next((pair for pair in zip_longest(current, made) if pair[0] != pair[1]), None)
     assert old is None, f"{page.name} has {old[0]!r} where {old[1]!r} is current: `make generated` writes it"
 
 
-def test_the_gallery_has_every_law():
+def test_gallery_has_every_law():
     from studies.theory import EXPERIMENTS
 
     gallery = (DOCS / "gallery.md").read_text("utf-8")

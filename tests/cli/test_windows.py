@@ -53,7 +53,7 @@ for name in ("zoo", "backends", "recipes"):
 
 
 @pytest.mark.slow(seconds=20)
-def test_every_module_is_imported_without_posix(tmp_path):
+def test_every_module_imports_without_posix(tmp_path):
     for package in ("lm_eval", "onnx", "onnxscript", "gguf", "starlette"):
         pytest.importorskip(package)
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=tmp_path)
@@ -61,25 +61,25 @@ def test_every_module_is_imported_without_posix(tmp_path):
     assert len(done.stdout.splitlines()) > 200
 
 
-def test_text_is_prepared_by_processes_that_are_not_forked(tmp_path, monkeypatch):
+def test_preparation_works_with_spawned_workers(tmp_path, monkeypatch):
     """Their start is recorded and what they are sent is pickled; a fork does the work."""
     (tmp_path / "a.txt").write_text("It was the best of times. " * 50)
     prepare(Preparation((str(tmp_path / "a.txt"),), length=16, held_out=0.1), tmp_path / "forked")
-    asked, executor = [], workers.ProcessPoolExecutor
+    requested, executor = [], workers.ProcessPoolExecutor
 
     def start(count, context, begin, sent):
         return executor(count, context, *pickle.loads(pickle.dumps((begin, sent))))
 
     monkeypatch.setattr(workers, "POSIX", False)
-    monkeypatch.setattr(workers, "get_context", lambda kind: asked.append(kind) or get_context("fork"))
+    monkeypatch.setattr(workers, "get_context", lambda kind: requested.append(kind) or get_context("fork"))
     monkeypatch.setattr(workers, "ProcessPoolExecutor", start)
     prepare(Preparation((str(tmp_path / "a.txt"),), length=16, held_out=0.1), tmp_path / "spawned")
-    assert asked == ["spawn"]
+    assert requested == ["spawn"]
     one, two = ((tmp_path / name / "train.npy").read_bytes() for name in ("forked", "spawned"))
     assert one == two
 
 
-def test_a_step_of_a_reproduction_runs_without_preexec_fn(monkeypatch):
+def test_reproduction_steps_run_without_preexec_fn(monkeypatch):
     monkeypatch.setattr(execute, "POSIX", False)
     popen, given = execute.subprocess.Popen, []
     monkeypatch.setattr(execute.subprocess, "Popen", lambda *words, **how: given.append(how) or popen(*words, **how))
@@ -87,7 +87,7 @@ def test_a_step_of_a_reproduction_runs_without_preexec_fn(monkeypatch):
     assert given[0]["preexec_fn"] is None
 
 
-def test_a_lock_is_deleted_after_it_is_closed(tmp_path, monkeypatch):
+def test_lock_is_deleted_after_it_is_closed(tmp_path, monkeypatch):
     """Windows deletes no open file, so that a lock that another process has opened stays."""
     monkeypatch.setattr(processes, "POSIX", False)
     with locked(tmp_path / "d"):

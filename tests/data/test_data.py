@@ -1,6 +1,5 @@
 """From text to packed rows: no token lost, none twice, and nothing half done."""
 
-import gzip
 import json
 import math
 from contextlib import suppress
@@ -37,7 +36,7 @@ def encoded(texts, tokens):
 
 
 @pytest.mark.parametrize(("workers", "length", "bpe"), [(1, 64, None), (2, 7, None), (1, 100, 300)])
-def test_no_token_is_lost_or_stands_twice(jsonl, tmp_path, workers, length, bpe):
+def test_every_token_is_in_one_row_once(jsonl, tmp_path, workers, length, bpe):
     manifest = prepare(
         Preparation((str(jsonl),), bpe=bpe, length=length, held_out=0.1, workers=workers), tmp_path / "d"
     )
@@ -55,7 +54,7 @@ def test_no_token_is_lost_or_stands_twice(jsonl, tmp_path, workers, length, bpe)
 
 
 @pytest.mark.parametrize("length", [50, 48])  # the last row is full, and is not
-def test_documents_begin_where_starts_say(length, jsonl, tmp_path):
+def test_starts_mark_the_first_token_of_documents(length, jsonl, tmp_path):
     prepare(Preparation((str(jsonl),), length=length), tmp_path / "d")
     data = open_data(tmp_path / "d")
     begins = [length * i + start for i, row in enumerate(data.train) for start in row["starts"]]
@@ -63,7 +62,7 @@ def test_documents_begin_where_starts_say(length, jsonl, tmp_path):
     assert begins == [0, *(np.flatnonzero(tokens == end)[:-1] + 1)]
 
 
-def test_a_tokenizer_s_frame_of_special_tokens_is_left_out(jsonl, tmp_path):
+def test_special_tokens_of_the_tokenizer_template_are_left_out(jsonl, tmp_path):
     framed = tokenizer.byte_level()
     frame = TemplateProcessing(single=f"{tokenizer.END} $A {tokenizer.END}", special_tokens=[(tokenizer.END, 256)])
     framed.backend_tokenizer.post_processor = frame
@@ -75,27 +74,27 @@ def test_a_tokenizer_s_frame_of_special_tokens_is_left_out(jsonl, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trained", "a file without an end token"])
-def test_a_tokenizer_pads_at_the_left_with_its_end(kind, tmp_path):
+def test_tokenizer_pads_left_with_the_end_token(kind, tmp_path):
     made = {"bytes": tokenizer.byte_level, "trained": lambda: tokenizer.train_bpe(["It was it"], 260)}
     tokens = made.get(kind, tokenizer.byte_level)()
     tokens.save_pretrained(tmp_path / "tokenizer")
     name = "tokenizer/tokenizer.json" if kind not in made else "tokenizer"
-    for found in (tokens, tokenizer.find(str(tmp_path / name))):
-        assert found.pad_token_id == found.eos_token_id is not None
-        batch = found(["It", "It was"], padding=True, return_tensors="pt")
-        assert batch.input_ids[0, 0] == found.eos_token_id and batch.attention_mask[0].tolist()[0] == 0
-        assert found.decode(batch.input_ids[0], skip_special_tokens=True) == "It"
+    for result in (tokens, tokenizer.find(str(tmp_path / name))):
+        assert result.pad_token_id == result.eos_token_id is not None
+        batch = result(["It", "It was"], padding=True, return_tensors="pt")
+        assert batch.input_ids[0, 0] == result.eos_token_id and batch.attention_mask[0].tolist()[0] == 0
+        assert result.decode(batch.input_ids[0], skip_special_tokens=True) == "It"
 
 
-def test_a_token_for_padding_is_kept(tmp_path):
+def test_own_padding_token_is_kept(tmp_path):
     own = tokenizer.byte_level()
     own.pad_token, own.padding_side = "A", "right"
     own.save_pretrained(tmp_path)
-    found = tokenizer.find(str(tmp_path))
-    assert (found.pad_token, found.padding_side) == ("A", "right")
+    result = tokenizer.find(str(tmp_path))
+    assert (result.pad_token, result.padding_side) == ("A", "right")
 
 
-def test_code_in_a_folder_of_data_is_not_run(jsonl, tmp_path):
+def test_code_in_a_data_folder_is_not_run(jsonl, tmp_path):
     prepare(Preparation((str(jsonl),), length=64), tmp_path / "d")
     manifest = json.loads((tmp_path / "d" / "manifest.json").read_text())
     (tmp_path / "d" / "manifest.json").write_text(json.dumps(manifest | {"files": {}}))
@@ -110,22 +109,22 @@ def test_code_in_a_folder_of_data_is_not_run(jsonl, tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_of_few_books_the_end_of_one_is_held_out(count, tmp_path):
+def test_of_few_documents_the_end_of_one_is_held_out(count, tmp_path):
     books = [f"{i} " + "All happy families are alike. " * 500 for i in range(count)]
     for i, book in enumerate(books):
         (tmp_path / f"{i}.txt").write_text(book)
     sources = tuple(str(tmp_path / f"{i}.txt") for i in range(count))
     manifest = prepare(Preparation(sources, length=16, held_out=0.01), tmp_path / "d")
     data = open_data(tmp_path / "d")
-    end, wanted = data.tokenizer.eos_token_id, round(0.01 * sum(map(len, books)))
-    assert manifest["held_out"]["bytes"] == wanted and manifest["train"]["documents"] == count
+    end, expected = data.tokenizer.eos_token_id, round(0.01 * sum(map(len, books)))
+    assert manifest["held_out"]["bytes"] == expected and manifest["train"]["documents"] == count
     trained, held = (
         data.tokenizer.decode([t for t in tokens_of(part) if t != end]) for part in (data.train, data.held_out)
     )
-    assert held == books[0][-wanted:] and sorted(trained) == sorted("".join(books)[:-wanted])
+    assert held == books[0][-expected:] and sorted(trained) == sorted("".join(books)[:-expected])
 
 
-def test_a_document_too_short_for_the_held_out_text_is_not_cut(tmp_path):
+def test_documents_shorter_than_the_held_out_text_are_not_cut(tmp_path):
     """The first in random order has 5 of 505 characters, and 10 are held out."""
     first = np.random.default_rng(0).permutation(2)[0]
     for i in range(2):
@@ -136,37 +135,10 @@ def test_a_document_too_short_for_the_held_out_text_is_not_cut(tmp_path):
 
 
 @pytest.mark.parametrize(("count", "held_out", "expected"), [(3, 0.9, 2), (2, 0.9, 1), (4, 0.5, 2)])
-def test_a_document_is_left_for_training(count, held_out, expected):
+def test_at_least_one_document_is_left_for_training(count, held_out, expected):
     rows = [Row("a", i, "a", 1) for i in range(count)]
     choice = choose(rows, held_out, 0)
     assert [held for _, held in choice.parted(rows)].count(True) == expected
-
-
-def test_two_workers_write_what_one_does(jsonl, tmp_path):
-    for workers in (1, 2):
-        prepare(Preparation((str(jsonl),), length=16, workers=workers), tmp_path / str(workers))
-    one, two = (open_data(tmp_path / str(workers)) for workers in (1, 2))
-    assert list(one.train) == list(two.train) and list(one.held_out) == list(two.held_out)
-
-
-def test_text_files_and_parquet_give_the_same_documents(jsonl, tmp_path):
-    import pandas
-
-    pandas.DataFrame({"body": TEXTS}).to_parquet(tmp_path / "texts.parquet")
-    names = []
-    for i, text in enumerate(TEXTS):
-        names.append(str(tmp_path / f"{i:02d}.txt.gz"))
-        with gzip.open(names[-1], "wt", encoding="utf-8") as file:
-            file.write(text)
-    sources = {
-        "a": ((str(jsonl),), "text"),
-        "b": ((str(tmp_path / "texts.parquet"),), "body"),
-        "c": (tuple(names), "text"),
-    }
-    for name, (files, column) in sources.items():
-        prepare(Preparation(files, length=32, column=column), tmp_path / name)
-    found = [list(open_data(tmp_path / name).train) for name in sources]
-    assert found[0] == found[1] == found[2]
 
 
 MISTAKES = {
@@ -185,7 +157,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(jsonl, tmp_path, monkeypatch, mistake):
+def test_user_errors_are_refused(jsonl, tmp_path, monkeypatch, mistake):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "texts.xls").write_text("x")
@@ -195,35 +167,25 @@ def test_mistakes(jsonl, tmp_path, monkeypatch, mistake):
     assert not (tmp_path / "d").exists()
 
 
-def test_what_was_killed_does_not_look_finished(jsonl, tmp_path, monkeypatch):
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("headrace.utils.integrity.os.fsync", killed)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(Preparation((str(jsonl),), length=16), tmp_path / "d")
-    with pytest.raises(InputError, match="is not a folder written by `headrace prepare`"):
-        open_data(tmp_path / "d")
-    monkeypatch.undo()
+def test_existing_folder_is_not_overwritten(jsonl, tmp_path):
     prepare(Preparation((str(jsonl),), length=16), tmp_path / "d")
-    assert [path.name for path in tmp_path.iterdir()] == ["d"]
     with pytest.raises(InputError, match="exists; name another"):
         prepare(Preparation((str(jsonl),), length=16), tmp_path / "d")
 
 
-def test_batches(jsonl, tmp_path):
+def test_collator_joins_or_separates_documents(jsonl, tmp_path):
     rows = [{"input_ids": [1, 2, 3, 4], "starts": [2]}, {"input_ids": [5, 6, 7], "starts": [1]}]
     joined = Collator(pad=0)(rows)
     assert joined["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
     assert joined["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, -100]]
-    apart = Collator(pad=0, apart=True)(rows)
+    apart = Collator(pad=0, separate_documents=True)(rows)
     assert apart["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert apart["cu_seqlens"].tolist() == [0, 2, 4, 5, 7]
     assert apart["labels"].tolist() == [[-100, 2, -100, 4, -100, -100, 7]]
     assert apart["labels"].dtype == torch.long
 
 
-def test_the_unigram_model_has_the_entropy_of_the_tokens():
+def test_unigram_loss_is_the_entropy_of_the_tokens():
     """Of 8 tokens, or 8 labels that count, 4 are a 7, 2 a 1, and 2 occur once: 1.75 bits."""
     text = [{"input_ids": [7, 7, 1, 2]}, {"input_ids": [1, 7, 9, 7]}]
     task = [{"input_ids": [0] * 6, "shift_labels": [7, 7, IGNORED, 1, 2, IGNORED]}, {"shift_labels": [1, 7, 9, 7]}]

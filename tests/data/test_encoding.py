@@ -95,13 +95,13 @@ ENCODERS = {name: Encoder(made) for name, made in TOKENIZERS.items()}
 
 
 def apart(text):
-    places = [found.start() for found in PLACES.finditer(text)]
+    places = [result.start() for result in PLACES.finditer(text)]
     return [text[a:b] for a, b in pairwise([0, *places, len(text)]) if a < b]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(pieces=st.lists(st.sampled_from(TORN) | st.text(max_size=3), max_size=12))
-def test_pieces_have_the_tokens_of_the_whole(name, pieces):
+def test_pieces_encode_to_the_tokens_of_the_whole_text(name, pieces):
     text, encode = "".join(pieces).encode(errors="ignore").decode(), ENCODERS[name]
     encode._forget()
     assert encode.cut
@@ -115,7 +115,7 @@ def test_pieces_have_the_tokens_of_the_whole(name, pieces):
     assert parts.tolist() == expected
 
 
-def test_pieces_are_forgotten_and_learnt_again(monkeypatch):
+def test_piece_cache_is_bounded(monkeypatch):
     monkeypatch.setattr(encoding, "KEPT", 50)
     encode = Encoder(TOKENIZERS["GPT-2"])
     for i in range(0, len(README), 500):
@@ -124,7 +124,7 @@ def test_pieces_are_forgotten_and_learnt_again(monkeypatch):
     assert len(encode.known) < 300
 
 
-def test_the_last_place_is_found_from_afar():
+def test_last_cut_is_found_across_windows():
     text = "a b" + "x" * 3 * (1 << 12)
     assert last_place(text, 0) == 1 and last_place(text, 2) == 0
     for at in ((1 << 12) - 1, 1 << 12, (1 << 12) + 1, 2 << 12):
@@ -147,7 +147,7 @@ UNSAFE["a merge across a place"] = sentences(more=[["e", "."]])
 
 
 @pytest.mark.parametrize("name", UNSAFE)
-def test_a_tokenizer_that_may_reach_across_takes_whole_texts(name):
+def test_tokenizers_that_merge_across_cuts_encode_whole_texts(name):
     assert not can_be_cut(UNSAFE[name])
     texts = ["two words, x\ny", "the second"]
     tokens, counts = Encoder(UNSAFE[name])(texts)
@@ -160,7 +160,7 @@ def unpacked(file):
 
 
 @pytest.mark.skipif(DATA is None, reason="HEADRACE_DATA is not set")
-def test_neox_on_real_text():
+def test_neox_tokenizer_on_real_text():
     """Words of a vocabulary of 50,254, on books, articles and essays, and on their characters in random order."""
     files = Path(DATA or "")
     made = unpacked(files / "tokenizers/gpt-neox-20b/tokenizer.json.gz")
@@ -171,6 +171,6 @@ def test_neox_on_real_text():
     texts += ["".join(random.Random(i).sample(text, 20_000)) for i, text in enumerate(texts[:3])]
     encode = Encoder(tokens)
     assert encode.cut and encode.word == np.uint16
-    found, counts = encode(texts)
-    for text, part in zip(texts, np.split(found, np.cumsum(counts)[:-1]), strict=True):
+    result, counts = encode(texts)
+    for text, part in zip(texts, np.split(result, np.cumsum(counts)[:-1]), strict=True):
         assert part.tolist() == whole(tokens, text)

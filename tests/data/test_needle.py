@@ -49,7 +49,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_are_the_harness_own(kind, harness, monkeypatch):
+def test_prompts_equal_the_harness(kind, harness, monkeypatch):
     module, template = harness
     settings = {"type_needle_k": "words", "num_samples": 1, "template": template, "TOKENIZER": tokenizer.byte_level()}
     hay = NOISE if kind == 1 else PROSE.split()
@@ -69,7 +69,7 @@ def test_prompts_are_the_harness_own(kind, harness, monkeypatch):
         assert own == f"{text} {theirs['gen_prefix']}", "the harness puts a space between the two"
 
 
-def test_words_values_and_depths_are_the_harness_own(harness):
+def test_words_values_and_depths_equal_the_harness(harness):
     module, _ = harness
     adjectives, nouns, _ = vocabulary()
     assert adjectives == sorted(set(WORDS["adjectives"])) and nouns == sorted(set(WORDS["nouns"]))
@@ -83,7 +83,7 @@ def test_words_values_and_depths_are_the_harness_own(harness):
 
 @pytest.mark.parametrize("trained", [False, True], ids=["bytes", "BPE"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_the_tokens_of_a_prompt_and_of_its_answer_alone(kind, trained, tmp_path):
+def test_rows_are_prompt_and_answer_tokens_only(kind, trained, tmp_path):
     path = None
     if trained:
         path = str(tmp_path / "tokenizer.json")
@@ -94,8 +94,8 @@ def test_rows_are_the_tokens_of_a_prompt_and_of_its_answer_alone(kind, trained, 
     task = Needle(kind, length=800, haystack=None if kind == 1 else str(tmp_path / "prose.txt"), tokenizer=path)
     batch, end = task.sample(torch.Generator().manual_seed(3), 4), task.tokens.eos_token_id
     for ids, labels in zip(batch["input_ids"].tolist(), batch["shift_labels"].tolist(), strict=True):
-        asked = [t for t, label in enumerate(labels) if label != IGNORED]
-        prompt, answer = ids[: asked[0] + 1], [labels[t] for t in asked]
+        answered = [t for t, label in enumerate(labels) if label != IGNORED]
+        prompt, answer = ids[: answered[0] + 1], [labels[t] for t in answered]
         text, value = task.tokens.decode(prompt), task.tokens.decode(answer[:-1])
         assert text.endswith("mentioned in the provided text is") and answer[-1] == end
         assert task.tokens(text).input_ids == prompt and task.tokens(text + value).input_ids == prompt + answer[:-1]
@@ -126,7 +126,7 @@ def test_impossible_needles_are_refused(make, words):
 
 
 @pytest.mark.parametrize("name", ["niah_single_2", "niah_single_3"])
-def test_local_essays_are_used_as_the_harness_uses_those_of_the_hub(name, harness, tmp_path, monkeypatch):
+def test_local_essays_give_the_rows_of_the_hub_essays(name, harness, tmp_path, monkeypatch):
     from lm_eval.tasks.ruler import niah_utils
 
     from headrace.studies.evaluate import local_data

@@ -18,6 +18,7 @@ import pytest
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+import zstandard
 from pyarrow import parquet
 from torch.utils.data import DataLoader
 
@@ -65,14 +66,14 @@ class Killed(KeyboardInterrupt):
 
 
 @pytest.mark.parametrize("done", [0, 1, 7])
-def test_a_killed_preparation_goes_on(plan, tmp_path, monkeypatch, done):
+def test_killed_preparation_resumes(plan, tmp_path, monkeypatch, done):
     prepare(plan, tmp_path / "whole")
     finished, made = workers._result, []
 
-    def kill(number, found):
+    def kill(number, result):
         if number >= done:
             raise Killed
-        return finished(number, found)
+        return finished(number, result)
 
     monkeypatch.setattr(workers, "_result", kill)
     with pytest.raises(Killed):
@@ -87,7 +88,7 @@ def test_a_killed_preparation_goes_on(plan, tmp_path, monkeypatch, done):
 
 
 @pytest.mark.parametrize("after", [0, 3, 9])
-def test_what_is_killed_by_the_system_goes_on(plan, tmp_path, after):
+def test_preparation_killed_by_sigkill_resumes(plan, tmp_path, after):
     prepare(plan, tmp_path / "whole")
     child = get_context("fork").Process(target=prepare, args=(plan, tmp_path / "killed"))
     child.start()
@@ -96,13 +97,15 @@ def test_what_is_killed_by_the_system_goes_on(plan, tmp_path, after):
     child.kill()
     child.join()
     if not (tmp_path / "killed").exists():
+        with pytest.raises(InputError, match="is not a folder written by `headrace prepare`"):
+            open_data(tmp_path / "killed")
         with (tmp_path / ".killed.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the system has ended the workers, too
         prepare(plan, tmp_path / "killed")
     assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole")
 
 
-def test_a_damaged_part_is_made_again(plan, tmp_path, monkeypatch):
+def test_damaged_part_is_made_again(plan, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(preparation.parts, "assemble", lambda *_: (_ for _ in ()).throw(Killed))
         prepare(plan, tmp_path / "d")
@@ -115,7 +118,7 @@ def test_a_damaged_part_is_made_again(plan, tmp_path, monkeypatch):
     assert tokens(tmp_path / "d") == tokens(tmp_path / "whole")
 
 
-def test_what_is_unfinished_belongs_to_its_settings_and_files(plan, jsonl, tmp_path, monkeypatch):
+def test_unfinished_preparation_refuses_other_settings_or_files(plan, jsonl, tmp_path, monkeypatch):
     source = tmp_path / "texts.jsonl"
     source.write_bytes(jsonl.read_bytes())
     plan = replace(plan, sources=(str(source),))
@@ -129,7 +132,7 @@ def test_what_is_unfinished_belongs_to_its_settings_and_files(plan, jsonl, tmp_p
         prepare(plan, tmp_path / "d")
 
 
-def test_shards_join_to_what_one_run_makes(plan, tmp_path):
+def test_shards_join_to_the_data_of_one_run(plan, tmp_path):
     prepare(plan, tmp_path / "whole")
     shards = [tmp_path / f"shard{i}" for i in (1, 2, 3)]
     for i, shard in enumerate(shards, 1):
@@ -157,15 +160,15 @@ def test_shards_join_to_what_one_run_makes(plan, tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_enough_tokens_are_the_first_ones(plan, tmp_path, count):
+def test_token_limit_takes_the_first_tokens(plan, tmp_path, count):
     prepare(plan, tmp_path / "whole")
     whole = tokens(tmp_path / "whole")["train"]
     made = prepare(replace(plan, tokens=2000, workers=count), tmp_path / "d")
-    found = tokens(tmp_path / "d")["train"]
-    assert 2000 <= len(found) == made["train"]["tokens"] < 3100 and found == whole[: len(found)]
+    result = tokens(tmp_path / "d")["train"]
+    assert 2000 <= len(result) == made["train"]["tokens"] < 3100 and result == whole[: len(result)]
 
 
-def test_a_long_text_is_read_in_windows(tmp_path, texts):
+def test_long_text_is_read_in_windows(tmp_path, texts):
     """As one file of many windows and blocks, it has the tokens of one row."""
     book = "\n".join(texts)
     (tmp_path / "book.txt").write_text(book)
@@ -189,41 +192,37 @@ README = "Some words, which are trained on; it's them: 123, 4567.\n\nAnd a parag
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_of_many_documents_each_is_drawn(tmp_path, seed):
+def test_held_out_documents_are_drawn_independently(tmp_path, seed):
     texts = [f"{i}" for i in range(3000)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     made = prepare(Preparation((str(tmp_path / "texts.jsonl"),), held_out=0.1, seed=seed), tmp_path / "d")
     data = open_data(tmp_path / "d")
-    found = {}
+    results = {}
     for name in SPLITS:
         text = data.tokenizer.decode(tokens(tmp_path / "d")[name])
-        found[name] = text.split("<|endoftext|>")[:-1]
-        assert len(found[name]) == made[name]["documents"]
-    assert sorted(found["train"] + found["held_out"], key=int) == texts
-    assert abs(len(found["held_out"]) - 300) < 6 * (3000 * 0.1 * 0.9) ** 0.5  # of a fixed draw
+        results[name] = text.split("<|endoftext|>")[:-1]
+        assert len(results[name]) == made[name]["documents"]
+    assert sorted(results["train"] + results["held_out"], key=int) == texts
+    assert abs(len(results["held_out"]) - 300) < 6 * (3000 * 0.1 * 0.9) ** 0.5  # of a fixed draw
 
 
-def test_every_reader_gives_the_same_documents(texts, jsonl, tmp_path, plan):
+def test_every_file_format_gives_the_same_documents(texts, jsonl, tmp_path, plan):
     prepare(plan, tmp_path / "whole")
     raw = jsonl.read_bytes()
     files = {"a.jsonl.gz": gzip.compress(raw), "b.jsonl.bz2": bz2.compress(raw), "c.jsonl.xz": lzma.compress(raw)}
+    files |= {"d.jsonl.zst": zstandard.compress(raw)}
     files["d.json"] = json.dumps([{"text": text} for text in texts]).encode()
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "e.parquet", tmp_path / "folder" / "train.parquet"):
         parquet.write_table(pyarrow.table({"n": range(len(texts)), "text": texts}), path, row_group_size=70)
+    parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "f.parquet")
+    prepare(replace(plan, sources=(str(tmp_path / "f.parquet"),), column="body"), tmp_path / "another column")
+    assert tokens(tmp_path / "another column") == tokens(tmp_path / "whole")
     for name in (*files, "e.parquet", "folder"):
         prepare(replace(plan, sources=(str(tmp_path / name),)), tmp_path / f"of {name}")
         assert tokens(tmp_path / f"of {name}") == tokens(tmp_path / "whole"), name
-
-
-def test_zstandard(jsonl, plan, tmp_path):
-    zstandard = pytest.importorskip("zstandard")
-    (tmp_path / "texts.jsonl.zst").write_bytes(zstandard.compress(jsonl.read_bytes()))
-    for name, source in (("a", jsonl), ("b", tmp_path / "texts.jsonl.zst")):
-        prepare(replace(plan, sources=(str(source),)), tmp_path / name)
-    assert tokens(tmp_path / "a") == tokens(tmp_path / "b")
 
 
 def test_bad_rows_are_counted_and_named(texts, tmp_path, capsys):
@@ -235,8 +234,8 @@ def test_bad_rows_are_counted_and_named(texts, tmp_path, capsys):
     for name in ("good", "mixed"):
         command(tmp_path / name, [str(tmp_path / f"{name}.jsonl")], length=16, held_out=0.1)
     assert tokens(tmp_path / "good") | {"bad_rows": 0} == tokens(tmp_path / "mixed") | {"bad_rows": 0}
-    found = open_data(tmp_path / "mixed").manifest["bad_rows"]
-    assert {what: (one["rows"], one["first"]) for what, one in found.items()} == {
+    result = open_data(tmp_path / "mixed").manifest["bad_rows"]
+    assert {what: (one["rows"], one["first"]) for what, one in result.items()} == {
         "not UTF-8": (2, "mixed.jsonl row 21"),
         "not JSON": (1, "mixed.jsonl row 22"),
         "no JSON object": (1, "mixed.jsonl row 23"),
@@ -245,23 +244,23 @@ def test_bad_rows_are_counted_and_named(texts, tmp_path, capsys):
         "empty": (2, "mixed.jsonl row 26"),
         "of type int, not text": (1, "mixed.jsonl row 28"),
     }
-    said = capsys.readouterr().out
-    assert "left out: 2 rows without a column 'text', first mixed.jsonl row 24, with [\"body\"]\n" in said
-    assert "left out: 1 row null, first mixed.jsonl row 25\n" in said
+    sentence = capsys.readouterr().out
+    assert "left out: 2 rows without a column 'text', first mixed.jsonl row 24, with [\"body\"]\n" in sentence
+    assert "left out: 1 row null, first mixed.jsonl row 25\n" in sentence
 
 
-def test_bad_rows_of_parquet(tmp_path):
+def test_bad_rows_of_parquet_are_counted(tmp_path):
     values = pyarrow.array([b"good", b"\xff", None, b"", b"also good"] * 3).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
     made = prepare(Preparation((str(tmp_path / "a.parquet"),), held_out=0.2), tmp_path / "d")
     assert {what: one["rows"] for what, one in made["bad_rows"].items()} == {"not UTF-8": 3, "null": 3, "empty": 3}
     assert made["train"]["documents"] + made["held_out"]["documents"] == 6
     parquet.write_table(pyarrow.table({"n": [1, 2]}), tmp_path / "b.parquet")
-    for column, said in (
+    for column, sentence in (
         ("text", "--column 'text' is not in .*; expected one of n"),
         ("n", "holds int64; expected text"),
     ):
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=sentence):
             prepare(Preparation((str(tmp_path / "b.parquet"),), column=column), tmp_path / "none")
 
 
@@ -274,7 +273,7 @@ def read(*sources_):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_path_may_have_any_letters(name, tmp_path, monkeypatch):
+def test_paths_may_have_special_characters(name, tmp_path, monkeypatch):
     """A file by its whole path and by its own name, below and beside files that a pattern would find."""
     for folder in ("aX", name):
         (tmp_path / folder).mkdir()
@@ -288,7 +287,7 @@ def test_a_path_may_have_any_letters(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_folder_is_read_or_refused_for_its_name(name, tmp_path):
+def test_folders_with_pattern_characters_are_refused(name, tmp_path):
     """`datasets` takes the path of a folder as a pattern: what it would not find, or find elsewhere, is refused."""
     for folder in ("aX", name):
         (tmp_path / folder).mkdir()
@@ -309,7 +308,7 @@ MARKED = {
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_a_byte_order_mark_is_no_text(name, tmp_path):
+def test_byte_order_mark_is_dropped(name, tmp_path):
     text, expected = MARKED[name]
     for file, content in ((name, text.encode("utf-8-sig")), (f"{name}.gz", gzip.compress(text.encode("utf-8-sig")))):
         (tmp_path / file).write_bytes(content)
@@ -317,7 +316,7 @@ def test_a_byte_order_mark_is_no_text(name, tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_another_encoding_is_named(encoding, tmp_path):
+def test_other_encodings_are_named(encoding, tmp_path):
     for name in ("a.txt", "b.jsonl", "c.json"):
         (tmp_path / name).write_text('{"text": "one"}\n', encoding)
         with pytest.raises(InputError, match=f"^source '.*{name}' is {encoding.upper()}; expected UTF-8$"):
@@ -325,14 +324,14 @@ def test_another_encoding_is_named(encoding, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "b.jsonl.gz", "c.parquet"])
-def test_a_file_that_cannot_be_read_is_named(name, tmp_path):
+def test_unreadable_file_is_named(name, tmp_path):
     (tmp_path / name).write_bytes(b"\xff no text")
     with pytest.raises(InputError, match=f"source .*{name}' cannot be read"):
         prepare(Preparation((str(tmp_path / name),)), tmp_path / "none")
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "sentence"),
     [
         ({"shard": "3"}, "--shard '3'; expected i/n"),
         ({"shard": "3/2"}, "--shard 3/2; expected i/n with 1 ≤ i ≤ n"),
@@ -343,12 +342,12 @@ def test_a_file_that_cannot_be_read_is_named(name, tmp_path):
         ({"tokens": 1.0, "task": "mqar", "sources": None}, "--tokens=1.0 with --task"),
     ],
 )
-def test_mistakes(jsonl, tmp_path, options, said):
-    with pytest.raises(InputError, match=said):
+def test_user_errors_are_refused(jsonl, tmp_path, options, sentence):
+    with pytest.raises(InputError, match=sentence):
         command(tmp_path / "d", **({"sources": [str(jsonl)]} | options))
 
 
-def test_rows_are_read_from_the_disk(plan, tmp_path):
+def test_rows_are_memory_mapped(plan, tmp_path):
     """What another process gets is names, and loaders read rows in any order and many at once."""
     prepare(plan, tmp_path / "d")
     rows = open_data(tmp_path / "d").train

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from scipy import stats
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
@@ -16,20 +15,19 @@ from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 
 from headrace.data import Shuffled
-from headrace.training import run
 from headrace.training.trainer import HeadraceTrainer
 from trained import train
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 13, 64, 65, 1000, 4097, 20_000])
-def test_each_row_is_there_once(rows):
+def test_every_row_occurs_once(rows):
     order = Shuffled(rows, rows, seed=1)
     for epoch in range(3):
         order.set_epoch(epoch)
         assert sorted(order) == list(range(rows))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own_which_return():
+def test_order_depends_on_epoch_and_seed_alone():
     orders = {}
     for seed in range(3):
         for epoch in range(3):
@@ -42,7 +40,7 @@ def test_epochs_and_seeds_have_orders_of_their_own_which_return():
 
 
 @pytest.mark.parametrize("rows", [7, 100, 5000])
-def test_the_order_is_like_a_random_one(rows):
+def test_order_is_statistically_random(rows):
     """In 200 orders: how often a place has each row (chi squared), and how row and place, and a row and the next,
     correlate. With fixed seeds the test is no draw; a true permutation fails it in one of 10^6 times."""
     orders = np.array([list(Shuffled(rows, rows, seed)) for seed in range(200)])
@@ -55,7 +53,7 @@ def test_the_order_is_like_a_random_one(rows):
         assert abs(deviation) < 5.3 / np.sqrt(a.size) + 2 / rows
 
 
-def test_an_order_of_very_many_rows_needs_no_memory():
+def test_order_of_very_many_rows_needs_no_memory():
     """15e9 tokens of 512 are 29 million rows; here are 2^40."""
     first = [row for row, _ in zip(Shuffled(2**40, 2**40, 0), range(10_000), strict=False)]
     assert len(set(first)) == 10_000 and stats.kstest(np.array(first) / 2**40, "uniform").pvalue > 1e-6
@@ -72,7 +70,7 @@ def rows_by_step(kind, processes, micro, first):
     settings = SimpleNamespace(
         world_size=processes, train_batch_size=micro, gradient_accumulation_steps=passes, data_seed=SEED
     )
-    found = {step: [] for step in range(first, STEPS)}
+    result = {step: [] for step in range(first, STEPS)}
     for process in range(processes):
         state = SimpleNamespace(global_step=first)
         trainer = SimpleNamespace(args=settings, per_row=1, train_dataset=data, state=state)
@@ -87,13 +85,13 @@ def rows_by_step(kind, processes, micro, first):
             loader = skip_first_batches(whole, skipped * passes) if skipped else whole
             loader.set_epoch(epoch)
             for i, batch in enumerate(loader, 1):
-                found[state.global_step] += [row["row"] for row in batch]
+                result[state.global_step] += [row["row"] for row in batch]
                 state.global_step += i % passes == 0
-    return {step: sorted(rows) for step, rows in found.items()}
+    return {step: sorted(rows) for step, rows in result.items()}
 
 
 @pytest.mark.parametrize("kind", ["text", "task"])
-def test_processes_that_resume_take_the_rows_of_a_run_that_was_never_killed(kind):
+def test_resumed_processes_take_the_rows_of_an_uninterrupted_run(kind):
     """Of 1, 2 and 4 processes, from every step of three epochs on."""
     whole = rows_by_step(kind, 1, STEP, 0)
     epochs = [whole[first] + whole[first + 1] + whole[first + 2] for first in (0, 3, 6)]
@@ -104,43 +102,19 @@ def test_processes_that_resume_take_the_rows_of_a_run_that_was_never_killed(kind
             assert rows_by_step(kind, processes, 2, first) == later, (processes, first)
 
 
-class Killed(Exception):
-    pass
-
-
-class KillAt(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 7:
-            raise Killed
-
-
 @pytest.mark.filterwarnings("ignore")  # of the Trainer's own
-def test_training_takes_this_order_and_goes_on_with_it(data, tmp_path, monkeypatch):
-    """11 rows are two steps of 4 in each epoch. A run killed after step 7 goes on from the checkpoint of step 5,
-    in the midst of an epoch."""
-    step, seen, make = HeadraceTrainer.training_step, [], run.make_trainer
+def test_training_uses_this_order(data, tmp_path, monkeypatch):
+    """11 rows are two steps of 4 in each epoch. How a run resumes within an epoch: test_sharding.py."""
+    step, batches = HeadraceTrainer.training_step, []
 
     def note(self, model, inputs, *rest):
-        seen.append((self.state.global_step, inputs["input_ids"].tolist()))
+        batches.append((self.state.global_step, inputs["input_ids"].tolist()))
         return step(self, model, inputs, *rest)
 
-    def with_killer(*arguments):
-        trainer = make(*arguments)
-        trainer.add_callback(KillAt())
-        return trainer
-
-    few = replace(data, train=data.train.select(range(11)))
     monkeypatch.setattr(HeadraceTrainer, "training_step", note)
-    train(few, tmp_path / "whole", tokens=128 * 9)
-    whole, seen = seen, []
+    train(replace(data, train=data.train.select(range(11))), tmp_path / "run", tokens=128 * 9)
     order = Shuffled(11, 8, seed=0)
     for epoch in range(4):
         order.set_epoch(epoch)
-        rows = [row for at, rows in whole if at // 2 == epoch for row in rows]
+        rows = [row for step, rows in batches if step // 2 == epoch for row in rows]
         assert rows == [data.train[i]["input_ids"] for i in order]
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(run, "make_trainer", with_killer)
-        train(few, tmp_path / "killed", tokens=128 * 9)
-    seen.clear()
-    train(few, tmp_path / "killed", tokens=128 * 9)
-    assert seen == [one for one in whole if one[0] >= 5]

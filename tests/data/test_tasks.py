@@ -61,7 +61,7 @@ def rows_of(task, count=32):
 
 
 @pytest.mark.parametrize("task", [Pair(), Pair(keys=9, pairs=7, queries=3)], ids=repr)
-def test_pair_asks_for_the_value_that_came_with_the_key(task):
+def test_pair_labels_are_the_values_of_the_keys(task):
     for ids, labels in rows_of(task):
         stored = dict(ids[: task.pairs])
         assert len(stored) == task.pairs and labels[: task.pairs] == [IGNORED] * task.pairs
@@ -69,7 +69,7 @@ def test_pair_asks_for_the_value_that_came_with_the_key(task):
         assert {nothing for _, nothing in ids[task.pairs :]} == {-1}
 
 
-def test_pair_can_store_another_number_in_every_row():
+def test_pair_number_of_stored_pairs_can_vary():
     task, numbers = Pair(keys=9, pairs=7, least=3), Counter()
     for ids, labels in rows_of(task, 500):
         stored = [tuple(pair) for pair in ids[:7] if pair != [-1, -1]]
@@ -84,30 +84,32 @@ def test_pair_can_store_another_number_in_every_row():
         assert rows["input_ids"].shape == (4, length, 2) and (rows["shift_labels"] != IGNORED).sum() == 4 * length / 2
 
 
-def test_pair_names_a_key_by_its_cluster_and_its_place_there():
+def test_pair_keys_are_cluster_and_position():
     task, seen = Pair(keys=12, pairs=7, least=3, clusters=3), set()
     for ids, labels in rows_of(task, 200):
         stored = {(cluster, place): value for cluster, place, value in ids[:7] if value >= 0}
-        asked = [(tuple(key), label) for (*key, _), label in zip(ids[7:], labels[7:], strict=True) if label != IGNORED]
-        assert dict(asked) == stored and len(asked) == len(stored) and min(stored.values()) >= 12
+        queries = [
+            (tuple(key), label) for (*key, _), label in zip(ids[7:], labels[7:], strict=True) if label != IGNORED
+        ]
+        assert dict(queries) == stored and len(queries) == len(stored) and min(stored.values()) >= 12
         seen |= stored.keys()
     assert seen == {(cluster, 3 + place) for cluster in range(3) for place in range(4)}
 
 
-def test_pair_can_store_every_key_twice():
+def test_pair_can_store_keys_twice():
     task = Pair(keys=9, pairs=7, least=3, overwritten=True)
     for ids, labels in rows_of(task, 100):
         first, second = (dict(part) for part in (ids[:7], ids[7:14]))
-        asked = {key: label for (key, _), label in zip(ids[14:], labels[14:], strict=True) if label != IGNORED}
-        assert first.keys() == second.keys() and asked == {key: x for key, x in second.items() if key >= 0}
-        assert all(first[key] != value and 9 <= first[key] < 18 for key, value in asked.items())
+        queries = {key: label for (key, _), label in zip(ids[14:], labels[14:], strict=True) if label != IGNORED}
+        assert first.keys() == second.keys() and queries == {key: x for key, x in second.items() if key >= 0}
+        assert all(first[key] != value and 9 <= first[key] < 18 for key, value in queries.items())
     assert Pair(overwritten=True).resized(12).pairs == 4
     assert {length: rows["input_ids"].shape[1] for length, rows in task.by_length(2).items()} == {
         length: length for length in (9, 12, 15, 18, 21)
     }
 
 
-def test_pair_can_stand_among_distractors_that_are_never_asked():
+def test_pair_distractors_are_never_queried():
     task, first, places = Pair(keys=9, pairs=4, least=2, distractors=2), Counter(), Counter()
     for ids, labels in rows_of(task, 300):
         here = [pair for pair in ids[:12] if pair != [-1, -1]]
@@ -115,8 +117,8 @@ def test_pair_can_stand_among_distractors_that_are_never_asked():
         n = len(stored)
         assert len(here) == 3 * n and ids[12 - 3 * n : 12] == here and min(value for _, value in here) >= 9
         assert all(18 <= key < 27 for key, _ in here if key >= 9)
-        asked = [[key, label] for (key, _), label in zip(ids[12:], labels[12:], strict=True) if label != IGNORED]
-        assert sorted(asked) == sorted(stored) and set(labels[:12]) == {IGNORED}
+        queries = [[key, label] for (key, _), label in zip(ids[12:], labels[12:], strict=True) if label != IGNORED]
+        assert sorted(queries) == sorted(stored) and set(labels[:12]) == {IGNORED}
         if n == 4:
             first[next(i for i, (key, _) in enumerate(here) if key < 9)] += 1
             places.update(i for i, (key, _) in enumerate(here) if key >= 18)
@@ -126,33 +128,33 @@ def test_pair_can_stand_among_distractors_that_are_never_asked():
 
 
 @pytest.mark.parametrize("task", [KeyValue(), KeyValue(keys=12, pairs=5, length=23)], ids=repr)
-def test_key_value_asks_every_pair_once_and_fills_with_what_is_no_key(task):
+def test_key_value_queries_every_pair_once(task):
     for ids, labels in rows_of(task):
         stored = dict(zip(ids[: 2 * task.pairs : 2], ids[1 : 2 * task.pairs : 2], strict=True))
-        asked = {ids[t]: label for t, label in enumerate(labels) if label != IGNORED}
-        assert asked == stored and len(stored) == task.pairs
+        queries = {ids[t]: label for t, label in enumerate(labels) if label != IGNORED}
+        assert queries == stored and len(stored) == task.pairs
         assert all(i >= task.keys for i, label in zip(ids, labels, strict=True) if label == IGNORED and i not in stored)
 
 
-def test_key_value_asks_sooner_more_often_than_late():
+def test_key_value_queries_are_more_often_early():
     labels = KeyValue(length=128).sample(torch.Generator().manual_seed(0), 500)["shift_labels"]
-    asked = (labels != IGNORED).sum(0)
-    assert asked[16:48].sum() > 2 * asked[96:].sum() > 0
+    queries = (labels != IGNORED).sum(0)
+    assert queries[16:48].sum() > 2 * queries[96:].sum() > 0
 
 
 SMALL_MQAR = Mqar(vocabulary=40, pairs=3, length=24, power_a=0.3)
 
 
 @pytest.mark.parametrize("task", [Mqar(), Mqar(vocabulary=33, pairs=8, length=32), SMALL_MQAR], ids=repr)
-def test_mqar_asks_every_key_once_at_an_even_distance(task):
+def test_mqar_queries_every_key_once_at_an_even_distance(task):
     half, context = task.vocabulary // 2, 2 * task.pairs
     for ids, labels in rows_of(task, 200):
         keys, values = ids[:context:2], ids[1:context:2]
         assert len(set(keys)) == len(set(values)) == task.pairs
         assert min(keys) >= 1 and max(keys) < half <= min(values) and max(values) < task.vocabulary
-        asked = [t for t, label in enumerate(labels) if label != IGNORED]
-        assert sorted((ids[t], labels[t]) for t in asked) == sorted(zip(keys, values, strict=True))
-        assert all(t >= context and t % 2 == 0 for t in asked)
+        queries = [t for t, label in enumerate(labels) if label != IGNORED]
+        assert sorted((ids[t], labels[t]) for t in queries) == sorted(zip(keys, values, strict=True))
+        assert all(t >= context and t % 2 == 0 for t in queries)
     assert task.chance == 1 / len(range(half, task.vocabulary)) and task.vocab_size == task.vocabulary
 
 
@@ -165,12 +167,12 @@ def mqar_literally(task, rng):
     gaps = rng.choice(space, task.pairs, replace=False, p=law / law.sum())
     row = [token for pair in zip(keys, values, strict=True) for token in pair]
     for place in range(task.length - len(row)):
-        asked = [key for key, gap in zip(keys, gaps, strict=True) if place == 2 * gap]
-        row.append(asked[0] if asked else rng.integers(task.vocabulary))
+        queries = [key for key, gap in zip(keys, gaps, strict=True) if place == 2 * gap]
+        row.append(queries[0] if queries else rng.integers(task.vocabulary))
     return row, gaps
 
 
-def test_mqar_is_zoologys_law():
+def test_mqar_has_the_distribution_of_zoology():
     """How often every token stands at every place, and each pair's query at each gap, in as many rows of both."""
     task, rows, rng = SMALL_MQAR, 4000, np.random.default_rng(0)
     batch = task.sample(torch.Generator().manual_seed(0), rows)
@@ -188,7 +190,7 @@ def test_mqar_is_zoologys_law():
         assert (np.abs(ours - other) <= 6 * np.sqrt(ours + other)).all()
 
 
-def test_mqar_asks_by_a_power_law():
+def test_mqar_gaps_follow_a_power_law():
     """The first of 31 gaps is drawn with weights g^(a − 1), g = 1, 2, …: exactly so, to 6 standard errors."""
     task, rows = Mqar(vocabulary=256, pairs=1, length=64), 4000
     labels = task.sample(torch.Generator().manual_seed(0), rows)["shift_labels"] != IGNORED
@@ -197,29 +199,29 @@ def test_mqar_asks_by_a_power_law():
     assert ((share - expected).abs() <= 6 * (expected * (1 - expected) / rows).sqrt()).all()
 
 
-def test_mqar_is_asked_beyond_its_length_as_far_as_its_vocabulary_admits():
+def test_mqar_longer_rows_are_limited_by_the_vocabulary():
     assert list(Mqar(vocabulary=200).by_length(2)) == [64, 128]
 
 
 @pytest.mark.parametrize("task", [Copy(), Copy(symbols=3, length=6)], ids=repr)
-def test_copy_asks_for_what_stood_before_the_mark(task):
+def test_copy_labels_repeat_the_source(task):
     n = task.length // 2
     for ids, labels in rows_of(task):
         assert labels == [IGNORED] * n + ids[:n] and ids[n:] == [task.symbols, *ids[: n - 1]]
 
 
 @pytest.mark.parametrize("task", [SelectiveCopy(), SelectiveCopy(symbols=3, copied=4, length=9)], ids=repr)
-def test_selective_copy_asks_for_the_symbols_in_their_order(task):
+def test_selective_copy_labels_are_the_symbols_in_order(task):
     noise, mark = task.symbols, task.symbols + 1
     for ids, labels in rows_of(task):
-        read, asked = ids[: -task.copied], ids[-task.copied :]
-        assert labels == [IGNORED] * len(read) + [i for i in read if i != noise] and asked == [mark] * task.copied
+        read, queries = ids[: -task.copied], ids[-task.copied :]
+        assert labels == [IGNORED] * len(read) + [i for i in read if i != noise] and queries == [mark] * task.copied
     first = task.sample(torch.Generator().manual_seed(3), 200)["input_ids"][:, 0] != noise
     assert 0 < first.float().mean() < 1, "symbols stand anywhere"
 
 
 @pytest.mark.parametrize("task", [Induction(), Induction(symbols=4, length=3), Induction(length=9)], ids=repr)
-def test_induction_asks_what_followed_the_special_token(task):
+def test_induction_label_is_the_token_after_the_special_one(task):
     for ids, labels in rows_of(task):
         place = ids.index(task.symbols)
         assert ids.count(task.symbols) == 2 and ids[-1] == task.symbols
@@ -241,7 +243,7 @@ def test_digits_are_pixels_in_order_and_a_digit():
 
 
 @pytest.mark.parametrize("task", [KeyValue(), Mqar(), Copy(), SelectiveCopy(), Induction()], ids=repr)
-def test_what_is_learnt_at_one_length_is_tested_at_others(task):
+def test_tasks_are_evaluated_at_other_lengths(task):
     parts = task.by_length(5)
     assert list(parts) == [task.length * times for times in (1, 2, 4, 8)]
     for length, rows in parts.items():
@@ -249,7 +251,7 @@ def test_what_is_learnt_at_one_length_is_tested_at_others(task):
 
 
 @pytest.mark.parametrize("task", SYNTHETIC, ids=repr)
-def test_rows_depend_on_the_seed_alone(task):
+def test_rows_depend_only_on_the_seed(task):
     rows, again, other = (
         Rows(task.sample, 1, 2 * BLOCK),
         Rows(task.sample, 1, BLOCK + 9),
@@ -268,8 +270,8 @@ def test_rows_depend_on_the_seed_alone(task):
 
 def contents(batch):
     """What a model is asked in each row, without padding: the same tuple for the same row at any length."""
-    there = batch.get("attention_mask", torch.ones(batch["input_ids"].shape[:2], dtype=torch.bool))
-    ids = batch["input_ids"].where(there if batch["input_ids"].dim() == 2 else there[..., None], -1)
+    mask = batch.get("attention_mask", torch.ones(batch["input_ids"].shape[:2], dtype=torch.bool))
+    ids = batch["input_ids"].where(mask if batch["input_ids"].dim() == 2 else mask[..., None], -1)
     return [tuple(i for i in row if i >= 0) for row in ids.flatten(1).tolist()]
 
 
@@ -281,7 +283,7 @@ DRAWN = (
 
 
 @pytest.mark.parametrize("task", DRAWN, ids=repr)
-def test_no_held_out_row_and_no_row_for_tuning_is_a_training_row(task):
+def test_held_out_and_tuning_rows_are_not_training_rows(task):
     """The first training rows of four seeds, against held-out rows of all lengths, and those against each other."""
     training = {row for seed in range(4) for row in contents(task.sample(generator("training", seed, 0), BLOCK))}
     held_out = set(contents(task.held_out(1024)))
@@ -300,7 +302,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("make", TEXTS, ids=["text", "masked", "spans", "digits", "needle", "uuid"])
-def test_text_pictures_and_needles_are_of_one_part(make, tmp_path):
+def test_text_digits_and_needles_do_not_share_material_between_splits(make, tmp_path):
     """Of text, letters that never repeat; of needles, the answers."""
     (tmp_path / "letters.txt").write_text("".join(random.Random(0).choices(string.ascii_letters, k=4000)))
     task = make(str(tmp_path / "letters.txt"))
@@ -316,14 +318,14 @@ def test_text_pictures_and_needles_are_of_one_part(make, tmp_path):
     assert not any(a & b for a, b in itertools.combinations(seen.values(), 2))
 
 
-def test_a_text_is_cut_into_three_parts_without_a_rest(book):
+def test_text_is_split_into_three_parts_without_rest(book):
     parts = Text((str(book),)).corpus.parts
     assert bytes(torch.cat(list(parts.values())).tolist()) == book.read_bytes()
     sizes = [len(parts[part]) / len(book.read_bytes()) for part in ("training", "tuning", "held-out")]
     assert sizes == pytest.approx([0.8, 0.1, 0.1], abs=0.01)
 
 
-def test_no_date_that_is_held_out_is_trained_on_in_another_format():
+def test_held_out_dates_are_not_trained_in_another_format():
     task = Dates()
     targets = lambda batch: set(map(tuple, batch["shift_labels"].tolist()))  # noqa: E731
     training = [targets(task.sample(generator("training", seed, 0), 512)) for seed in range(2)]
@@ -331,7 +333,7 @@ def test_no_date_that_is_held_out_is_trained_on_in_another_format():
     assert len(held_out) > 400 and not (held_out & tuning or set.union(*training) & (held_out | tuning))
 
 
-def test_the_parts_of_rows_are_a_tenth_a_tenth_and_the_rest():
+def test_split_shares_are_a_tenth_a_tenth_and_the_rest():
     """Of 20,000 different rows; six standard errors of a share are 0.017 at most."""
     parts = PARTS[hashed(torch.arange(20_000)[:, None]) % np.uint64(10)]
     assert [(parts == part).mean() for part in ("held-out", "tuning", "training")] == pytest.approx(
@@ -339,25 +341,25 @@ def test_the_parts_of_rows_are_a_tenth_a_tenth_and_the_rest():
     )
 
 
-def test_padding_does_not_change_the_part_of_a_row_and_the_order_of_its_numbers_does():
+def test_split_of_a_row_ignores_padding_and_respects_order():
     row, padded = torch.tensor([[3, 1, 4]]), torch.tensor([[-1, 3, 1, -100, 4, -1]])
     hashes = hashed(torch.tensor(list(itertools.permutations(range(5)))))
     assert hashed(row) == hashed(padded) and len(set(hashes.tolist())) == 120
 
 
-def test_no_key_of_a_generator_is_another_with_zeros():
+def test_seeds_padded_with_zeros_differ():
     keys = [("training",), ("training", 0), ("training", 0, 0), ("training", 2**32), ("held-out",), ("training", 1, 0)]
     firsts = [float(torch.rand((), generator=generator(*key))) for key in [*keys, ("training", 0, 1)]]
     assert len(set(firsts)) == len(firsts)
 
 
 @pytest.mark.parametrize("task", [Copy(symbols=2, length=2), Reverse(symbols=1, length=1)], ids=repr)
-def test_a_task_with_too_few_rows_to_hold_some_out_is_refused(task):
+def test_task_with_too_few_distinct_rows_is_refused(task):
     with pytest.raises(InputError, match="too few different rows to hold some out: of 5120 that were drawn, none is"):
         task.held_out(512)
 
 
-def test_lengths_of_reverse_with_a_handful_of_sources_are_not_evaluated():
+def test_reverse_skips_lengths_with_few_sources():
     assert list(Reverse(length=4).by_length(4)) == [2, 3, 4, 5, 6, 7, 8]
     assert Reverse(symbols=1).by_length(4) == {}
     for symbols, length in ((8, 2), (9, 2), (4, 3), (3, 4), (2, 6)):  # those with 50 to 99 sources
@@ -409,13 +411,13 @@ def test_impossible_rows_are_refused(make):
     ],
     ids=repr,
 )
-def test_a_task_at_another_length(task):
+def test_task_can_be_built_at_another_length(task):
     assert task.length in (10, 100, 12, 9) and type(task) is TASKS[task.name]
 
 
 # --- from sequence to sequence --------------------------------------------------------------------------------
 @pytest.mark.parametrize("task", [Reverse(), Reverse(symbols=3, length=5, shortest=2), Dates()], ids=repr)
-def test_pairs_become_rows(task):
+def test_source_target_pairs_become_rows(task):
     batch = task.draw(torch.Generator().manual_seed(3), 50)
     pairs = list(task.pairs(torch.Generator().manual_seed(3), 50))
     assert batch["input_ids"].shape == (50, task.length) == batch["attention_mask"].shape
@@ -441,15 +443,15 @@ def test_reverse_reverses_at_every_length():
 FORMATS = ("%A, the %d of %B %Y", "%B %d, %Y", "%d %B %Y", "%a %d %b %Y", "%d %b %y", "%d.%m.%Y", "%m/%d/%y")
 
 
-def test_the_first_and_the_last_day_are_among_the_dates(monkeypatch):
+def test_dates_include_the_first_and_last_day(monkeypatch):
     monkeypatch.setattr(dates, "FIRST_DAY", dates.LAST_DAY - 1)
     written = {target for _, target in Dates().pairs(torch.Generator().manual_seed(0), 50)}
     assert written == {"2049-12-30", "2049-12-31"}
 
 
-def test_dates_are_what_is_written():
+def test_dates_parse_to_their_labels():
     """Read back by Python's own parser, whose pivot year is 1969: only a century may differ."""
-    found = set()
+    formats = set()
     for source, target in Dates().pairs(torch.Generator().manual_seed(0), 500):
         plain = re.sub(r"(?<=\d)(st|nd|rd|th) of", " of", source)
         for form in FORMATS:
@@ -457,12 +459,12 @@ def test_dates_are_what_is_written():
                 read = datetime.strptime(plain, form)
                 assert f"{read:%Y-%m-%d}"[2:] == target[2:] and ("%y" in form or str(read.year) == target[:4])
                 assert "%a" not in form.lower() or f"{read:%A}".startswith(source[:3])
-                found.add(form)
+                formats.add(form)
         assert 1950 <= int(target[:4]) < 2050 and len(source) <= Dates().length
-    assert found == set(FORMATS)
+    assert formats == set(FORMATS)
 
 
-def test_a_causal_model_reads_source_and_target_in_one_row():
+def test_causal_rows_hold_source_and_target():
     from headrace.studies.compare.defaults import REVERSE
     from headrace.studies.compare.model import model_inputs
 
@@ -485,7 +487,7 @@ def book(tmp_path):
     return path
 
 
-def test_text_predicts_the_next_byte_and_holds_its_end_out(book):
+def test_text_labels_are_the_next_byte(book):
     task = Text((str(book),), length=16)
     batch, tail = task.sample(torch.Generator().manual_seed(0), 8), task.held_out(1000)
     assert torch.equal(batch["input_ids"][:, 1:], batch["shift_labels"][:, :-1])
@@ -498,7 +500,7 @@ def test_text_predicts_the_next_byte_and_holds_its_end_out(book):
 
 
 @pytest.mark.parametrize(("tail", "windows"), [(15, 1), (16, 1), (17, 2), (23, 2), (24, 2), (25, 3)])
-def test_every_whole_window_of_the_held_out_text_is_a_row(tail, windows, tmp_path):
+def test_every_window_of_the_held_out_text_is_a_row(tail, windows, tmp_path):
     """A window of 8 bytes with their labels takes 9 bytes."""
     text = bytes(range(97, 97 + tail))
     (tmp_path / "a.txt").write_bytes(b"." * 9 * tail + text)
@@ -507,25 +509,25 @@ def test_every_whole_window_of_the_held_out_text_is_a_row(tail, windows, tmp_pat
     assert bytes(held_out["shift_labels"].flatten().tolist()) == text[1 : 8 * windows + 1]
 
 
-def test_spans_are_shown_as_characters_and_numbered_marks(book):
+def test_spans_render_as_characters_and_sentinels(book):
     task = Spans((str(book),), length=16)
     mark = FIRST + 256
     assert task.text(torch.tensor([FIRST + ord("A"), mark, mark + 1, 0])) == ["A", "<0>", "<1>", f"{-FIRST}"]
 
 
-def test_every_token_of_spans_is_in_the_vocabulary(book):
+def test_span_tokens_are_in_the_vocabulary(book):
     task = Spans((str(book),), length=64)
     rows = task.held_out(64)
     most = max(int(rows[name].max()) for name in ("input_ids", "shift_labels"))
     assert most == task.vocab_size - 1 and task.spans == 3
 
 
-def test_scores_of_text(book):
+def test_text_scores_are_bits_and_perplexity(book):
     scores = Text((str(book),)).scores(nats(math.log(2)))
     assert scores == pytest.approx({"loss": math.log(2), "bits per byte": 1, "perplexity": 2})
 
 
-def test_text_repeats_are_rare_bigrams_that_the_row_has_had_before(book):
+def test_text_repeats_are_rare_repeated_bigrams(book):
     """a b twice, then x y twice, of which the training text has none; b a is common there."""
     task = Text((str(book),))
     train = task.corpus.train
@@ -541,7 +543,7 @@ def test_text_repeats_are_rare_bigrams_that_the_row_has_had_before(book):
     assert task.scores(Answers(rows, losses, losses > 0))["loss on repeats"] == (2 + 9) / 2
 
 
-def test_text_by_length_has_as_many_tokens_at_each(book):
+def test_text_by_length_has_equal_tokens_per_length(book):
     rows = Text((str(book),), length=4, longest=70).by_length(16)
     assert {n: tuple(batch["input_ids"].shape) for n, batch in rows.items()} == {4: (16, 4), 16: (4, 16), 64: (1, 64)}
     assert Text((str(book),), length=4).by_length(16) == {}
@@ -550,12 +552,12 @@ def test_text_by_length_has_as_many_tokens_at_each(book):
         Text((str(book),), length=4, longest=3)
 
 
-def test_without_files_the_text_is_the_standard_library():
+def test_default_text_is_the_standard_library():
     corpus = Text().corpus
     assert len(corpus.train) > 1_000_000 and corpus.vocab_size == 256
 
 
-def test_a_tokenizer_file(book, tmp_path):
+def test_text_takes_a_tokenizer_file(book, tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["?", "Line", "of", "a", "book", "näher", ",", "."]
@@ -572,7 +574,7 @@ def test_a_tokenizer_file(book, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "sentence"),
     [
         (None, "cannot be read: No such file"),
         (b"", "is empty"),
@@ -585,15 +587,15 @@ def test_a_tokenizer_file(book, tmp_path):
         (b"too short for this", "too few for length=16; expected at least 170"),
     ],
 )
-def test_bad_text_is_refused(tmp_path, content, said):
+def test_bad_text_is_refused(tmp_path, content, sentence):
     path = tmp_path / "text.txt"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=sentence):
         assert Text((str(path),), length=16).corpus
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_byte_order_mark_is_dropped(tmp_path):
     for encoding in ("utf-8", "utf-8-sig"):
         (tmp_path / encoding).write_text("It was the best of times. " * 20, encoding)
     plain, marked = (Text((str(tmp_path / encoding),), length=16) for encoding in ("utf-8", "utf-8-sig"))
@@ -601,7 +603,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, json.dumps({"no": "tokenizer"})])
-def test_a_bad_tokenizer_is_refused(book, tmp_path, content):
+def test_bad_tokenizer_is_refused(book, tmp_path, content):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
@@ -609,7 +611,7 @@ def test_a_bad_tokenizer_is_refused(book, tmp_path, content):
         assert Text((str(book),), str(path)).corpus
 
 
-def test_spans_give_the_text_back(tmp_path):
+def test_spans_restore_the_text(tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and the dog lets it. " * 40)
     drawn = TASKS["spans"]((str(tmp_path / "text.txt"),), length=len("Thank_you_for_coming_to_my_party_tonight"))
     assert (drawn.taken, drawn.spans) == (6, 2), "as in the docstring"
@@ -646,7 +648,7 @@ def test_text_files_may_be_gzip(tmp_path):
             text.read(tmp_path / name)
 
 
-def test_a_row_is_right_if_all_of_its_answers_are():
+def test_row_accuracy_needs_all_answers():
     """Two positions of three have a label; of the rows both, one and none are right."""
     labels = torch.tensor([[IGNORED, 1, 2]]).repeat(3, 1)
     right = torch.tensor([[False, True, True], [True, True, False], [True, False, False]])

@@ -87,7 +87,7 @@ def expected(qkv, *rest):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the exporter, about its own code
-def test_every_recurrence_is_a_node_that_computes_the_literal_loop(tmp_path):
+def test_exported_recurrences_equal_the_reference(tmp_path):
     torch.manual_seed(0)
     tokens = {1: "T"}
     varying = ((tokens,) * 3, dict.fromkeys(("beta", "read_gate", "write_gate"), tokens),
@@ -99,13 +99,13 @@ def test_every_recurrence_is_a_node_that_computes_the_literal_loop(tmp_path):
     for T in (1, 2, 9):
         given = arguments(T)
         tensors = [*given[0], *given[1].values(), *(x for x in given[2].values() if x is not None), given[3]]
-        found = session.run(None, dict(zip(names, (x.numpy() for x in tensors), strict=True)))
-        for y, wanted in zip(found, expected(*given), strict=True):
-            assert abs(torch.from_numpy(y) - wanted).max() <= ROUNDING * wanted.abs().max(), T
+        actual = session.run(None, dict(zip(names, (x.numpy() for x in tensors), strict=True)))
+        for y, target in zip(actual, expected(*given), strict=True):
+            assert abs(torch.from_numpy(y) - target).max() <= ROUNDING * target.abs().max(), T
 
 
 @pytest.mark.slow(seconds=40)
-def test_every_linear_mixer_and_softmax_attention_are_exported_as_they_are(tmp_path):
+def test_every_linear_mixer_is_exported_exactly(tmp_path):
     """One layer of each in one model, without MLPs, as tracing takes seconds per layer. The mixers of the checkpoint
     below are tested there, and DeltaNet is Gated DeltaNet with fewer parts. Gates are computed from a layer's inputs by
     nodes of their own: here under the delta rule, below under the additive one."""
@@ -115,11 +115,11 @@ def test_every_linear_mixer_and_softmax_attention_are_exported_as_they_are(tmp_p
     layers = [Layer(zoo.get(name), "none") for name in (*mixers, "gqa")]
     model = build(layers, num_hidden_layers=len(layers)).float()
     trace(model).save(tmp_path / "model.onnx")
-    found, own = errors(tmp_path / "model.onnx", model)
-    assert found <= max(TOLERANCE, MAX_ERROR_RATIO * own)
+    result, own = errors(tmp_path / "model.onnx", model)
+    assert result <= max(TOLERANCE, MAX_ERROR_RATIO * own)
 
 
-def test_as_many_heads_as_the_graph_is_traced_with_rows(tmp_path, monkeypatch):
+def test_head_count_may_equal_the_traced_batch(tmp_path, monkeypatch):
     """The number of rows stays a variable. Of the backends, only ONNX's makes the recurrence a node."""
     monkeypatch.setenv("HEADRACE_BACKEND", "native")
     heads = TRACED["batch"]
@@ -153,7 +153,7 @@ def exported(checkpoint, tmp_path_factory):
 
 
 @torch.no_grad()
-def test_a_graph_with_wrong_numbers_is_refused(checkpoint, exported, tmp_path, monkeypatch):
+def test_wrong_graph_is_refused(checkpoint, exported, tmp_path, monkeypatch):
     """That of a model in which one matrix was a thousandth smaller."""
     changed = load(checkpoint)
     changed.model.backbone.layers[1].mixer.o_proj.weight.mul_(1.001)
@@ -171,34 +171,34 @@ def test_a_graph_with_wrong_numbers_is_refused(checkpoint, exported, tmp_path, m
 
 
 @torch.no_grad()
-def test_two_hundred_tokens_are_those_of_generate(checkpoint, exported):
+def test_exported_model_generates_the_same_200_tokens(checkpoint, exported):
     model = load(checkpoint)
     ids = torch.tensor(byte_level()([PROMPT, "Nobody"]).input_ids)
-    wanted = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=256)
-    truth = model.double()(wanted).logits
+    expected = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=256)
+    truth = model.double()(expected).logits
     run = Runtime(exported / "model.onnx", states(model), batch=2)
-    logits, found = [run(ids)], ids
+    logits, result = [run(ids)], ids
     for _ in range(TOKENS):
-        found = torch.cat([found, logits[-1][:, -1:].argmax(-1)], 1)
-        logits.append(run(found[:, -1:]))
-    assert found.tolist() == wanted.tolist()
+        result = torch.cat([result, logits[-1][:, -1:].argmax(-1)], 1)
+        logits.append(run(result[:, -1:]))
+    assert result.tolist() == expected.tolist()
     assert (torch.cat(logits, 1) - truth).abs().max() <= 1e-5 * truth.abs().max()
 
 
-def test_the_example_of_the_page_runs_without_headrace(checkpoint, exported, monkeypatch, capsys):
+def test_documented_example_runs_without_headrace(checkpoint, exported, monkeypatch, capsys):
     page = (ROOT / "docs" / "export.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert "headrace" not in re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
     monkeypatch.chdir(exported)
     exec(compile(code, "export.md", "exec"), {})
     ids = byte_level()(PROMPT, return_tensors="pt").input_ids
-    wanted = load(checkpoint).generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=256)
-    assert capsys.readouterr().out.rstrip("\n") == byte_level().decode(wanted[0])
+    expected = load(checkpoint).generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=256)
+    assert capsys.readouterr().out.rstrip("\n") == byte_level().decode(expected[0])
 
 
-def test_int8_weights_are_smaller_and_close(checkpoint, exported, tmp_path):
+def test_int8_export_is_smaller_and_close(checkpoint, exported, tmp_path):
     """With the weights in the file, and in a file beside it, as weights of more than 2 GB are."""
-    found = {}
+    results = {}
     for name, where in {"one": {}, "two": {"save_as_external_data": True, "size_threshold": 0}}.items():
         (tmp_path / name).mkdir()
         path = tmp_path / name / "model.onnx"
@@ -206,12 +206,12 @@ def test_int8_weights_are_smaller_and_close(checkpoint, exported, tmp_path):
         before = sum(file.stat().st_size for file in path.parent.iterdir())
         quantize(path)
         assert sum(file.stat().st_size for file in path.parent.iterdir()) < 0.8 * before  # the embedding stays float32
-        found[name], own = errors(path, load(checkpoint))
-    assert found["one"] == found["two"]
-    assert own < 1e-5 < found["one"] < 0.2
+        results[name], own = errors(path, load(checkpoint))
+    assert results["one"] == results["two"]
+    assert own < 1e-5 < results["one"] < 0.2
 
 
-def test_opset_27_has_the_node_of_the_standard(checkpoint, exported, tmp_path):
+def test_opset_27_uses_the_standard_node(checkpoint, exported, tmp_path):
     """Computed by the reference evaluator of onnx, as ONNX Runtime does not enable the opset."""
     from onnx.reference import ReferenceEvaluator
 
@@ -226,8 +226,8 @@ def test_opset_27_has_the_node_of_the_standard(checkpoint, exported, tmp_path):
     past = {f"past.{state.name}": state.zeros(batch=2, past=0).numpy() for state in states(model)}
     logits = torch.from_numpy(ReferenceEvaluator(graph).run(None, {"input_ids": ids.numpy(), **past})[0])
     with torch.no_grad():
-        wanted = model.double()(ids).logits
-    assert (logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+        expected = model.double()(ids).logits
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 REFUSED = {
@@ -241,7 +241,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("mixer", REFUSED)
-def test_what_onnx_cannot_express_is_refused_by_name(mixer):
+def test_unsupported_models_are_refused_by_name(mixer):
     changes = {"num_hidden_layers": 3} if mixer == "zamba" else {}
     with pytest.raises(InputError, match=REFUSED[mixer]):
         check_exportable(HeadraceForCausalLM(config(mixer, **changes)))
@@ -255,14 +255,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("to", MISTAKES)
-def test_mistakes_are_one_sentence(checkpoint, to, tmp_path):
+def test_user_errors_are_one_sentence(checkpoint, to, tmp_path):
     options, sentence = MISTAKES[to]
     with pytest.raises(InputError, match=re.escape(sentence)):
         writer(to, options)(checkpoint, tmp_path)
 
 
 @pytest.mark.parametrize("option", [{"weights": "int3"}, {"opset": 26}])
-def test_values_that_are_unknown_are_refused(checkpoint, option, tmp_path):
+def test_unknown_values_are_refused(checkpoint, option, tmp_path):
     ((name, value),) = option.items()
     with pytest.raises(InputError, match=f"--{name} {value}; expected"):
         writer("onnx", option)(checkpoint, tmp_path)
@@ -283,12 +283,12 @@ class Quiet(SimpleHTTPRequestHandler):
     not Path(LIBRARIES, "onnxruntime-web").is_dir(),
     reason="needs npm install onnxruntime-web@1.30.0 @huggingface/tokenizers@0.2.0, HEADRACE_NODE_MODULES its folder",
 )
-def test_the_page_generates_the_same_text_in_a_browser(checkpoint, exported, tmp_path):
+def test_web_page_generates_the_same_text(checkpoint, exported, tmp_path):
     folder = tmp_path / "page"
     shutil.copytree(exported, folder)
     write_page(folder, LIBRARIES)
     ids = byte_level()(PROMPT, return_tensors="pt").input_ids
-    wanted = byte_level().decode(load(checkpoint).generate(ids, max_new_tokens=40, pad_token_id=256)[0])
+    expected = byte_level().decode(load(checkpoint).generate(ids, max_new_tokens=40, pad_token_id=256)[0])
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}/?" + urlencode({"prompt": PROMPT, "tokens": 40})
@@ -303,11 +303,11 @@ def test_the_page_generates_the_same_text_in_a_browser(checkpoint, exported, tmp
         server.shutdown()
         server.server_close()
     shown = dict(re.findall(r'<(?:pre|p) id="(\w+)">(.*?)</(?:pre|p)>', done.stdout, re.DOTALL))
-    assert html.unescape(shown["text"]) == wanted, (shown, done.stderr[-2000:])
+    assert html.unescape(shown["text"]) == expected, (shown, done.stderr[-2000:])
     assert shown["status"].startswith("40 tokens, ")
 
 
-def test_the_addresses_of_the_libraries_have_versions(tmp_path):
+def test_web_page_pins_library_versions(tmp_path):
     write_page(tmp_path, "https://mirror.example/npm")
     imports = json.loads(re.findall(r'"importmap">(.*?)</script>', (tmp_path / "index.html").read_text())[0])["imports"]
     assert imports["onnxruntime-web"] == "https://mirror.example/npm/onnxruntime-web@1.30.0/dist/ort.wasm.min.mjs"

@@ -30,7 +30,7 @@ def saved(folder, mixer, tokenizer=None, **changes):
 
 @pytest.mark.parametrize("mixer", MODELS)
 @torch.no_grad()
-def test_llama_cpp_computes_the_same_logits(mixer, tmp_path):
+def test_llama_cpp_gives_the_same_logits(mixer, tmp_path):
     """In pieces, so that states are carried. The logits are up to 15; with sums in another order, those in float32
     differed by up to 1.3e-4."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python (it builds llama.cpp)")
@@ -45,7 +45,7 @@ def test_llama_cpp_computes_the_same_logits(mixer, tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), train_bpe(["the cats and the dogs sat on the mat"] * 9, 290)])
-def test_llama_cpp_splits_text_into_the_same_tokens(tokenizer, tmp_path):
+def test_llama_cpp_tokenizes_alike(tokenizer, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python (it builds llama.cpp)")
     (tmp_path / "out").mkdir()
     saved(tmp_path, "mamba2", tokenizer, **MODELS["mamba2"])
@@ -69,7 +69,7 @@ def test_llama_cpp_splits_text_into_the_same_tokens(tokenizer, tmp_path):
         ("rwkv7", {"num_heads": 4}, "head dimension 32; llama.cpp computes rwkv7 only for 64"),
     ],
 )  # fmt: skip
-def test_what_llama_cpp_does_not_have_is_refused(mixer, changes, reason, tmp_path):
+def test_unsupported_models_are_refused(mixer, changes, reason, tmp_path):
     saved(tmp_path, mixer, **changes)
     with pytest.raises(InputError, match=reason):
         gguf.export(tmp_path, tmp_path)
@@ -81,7 +81,7 @@ def test_weights_are_not_rounded(tmp_path):
         gguf.export(tmp_path, tmp_path)
 
 
-def test_another_tokenizer_is_refused(tmp_path):
+def test_unsupported_tokenizer_is_refused(tmp_path):
     tokenizer = byte_level()
     saved(tmp_path, "rwkv7", tokenizer, num_heads=2)
     (tmp_path / "tokenizer.json").write_text(
@@ -92,7 +92,7 @@ def test_another_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("norm_eps", [1e-6, 3e-4])
-def test_a_file_has_the_epsilon_and_the_sizes_of_the_model(norm_eps, tmp_path):
+def test_file_stores_epsilon_and_sizes(norm_eps, tmp_path):
     (tmp_path / "out").mkdir()
     saved(tmp_path, "mamba2", **MODELS["mamba2"], norm_eps=norm_eps, max_position_embeddings=77)
     gguf.export(tmp_path, tmp_path / "out")

@@ -38,22 +38,22 @@ def trains(model, ids):
 
 
 @pytest.mark.parametrize("name", zoo.names())
-def test_an_adapter_of_every_linear_layer_is_its_merged_weight(name):
+def test_adapters_equal_merged_weights(name):
     """In float32 too, which takes the fast paths: a path that read a layer's weight would leave the adapter out."""
     model, ids = adapted(name, "all-linear"), tokens(2)
     assert trains(model, ids)
     with model.disable_adapter():
         plain = logits(model, ids)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-4)):  # measured: 3e-15, 2e-6
-        found = logits(model.to(dtype), ids)
-        assert relative(found, plain) > 1e-3
+        result = logits(model.to(dtype), ids)
+        assert relative(result, plain) > 1e-3
         model.merge_adapter()
-        assert relative(logits(model, ids), found) <= tolerance
+        assert relative(logits(model, ids), result) <= tolerance
         model.unmerge_adapter()
-    assert relative(logits(model.merge_and_unload(), ids), found) <= tolerance
+    assert relative(logits(model.merge_and_unload(), ids), result) <= tolerance
 
 
-def test_a_model_with_adapters_is_not_quantised():
+def test_model_with_adapters_is_not_quantised():
     """PEFT would merge them into a copy of the weight, and they would be lost."""
     with pytest.raises(InputError, match=r"has adapters; expected model\.merge_and_unload"):
         quantize(adapted("gla", ["in_proj"]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from headrace import Mixer, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel, load
@@ -18,13 +18,13 @@ from headrace.layers.base import SelfInitialised
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.spec import to_json
 from headrace.utils.errors import InputError
-from tiny import SIZES, build, close, config, in_memory, tokens
+from tiny import SIZES, build, config, in_memory, tokens
 
 # --- beginnings ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", zoo.LINEAR)
-def test_a_softmax_version_begins_as_its_backbone(name):
+def test_softmax_variant_starts_as_its_backbone(name):
     """Gates draw no random numbers and begin at exactly 1: every other weight and every logit is as it was."""
     models = []
     for mixer in (name, f"softmax-{name}"):
@@ -40,7 +40,7 @@ def test_a_softmax_version_begins_as_its_backbone(name):
     assert torch.equal(models[0](ids).logits, models[1](ids).logits)
 
 
-def test_initial_values():
+def test_initial_values_are_as_published():
     model = HeadraceForCausalLM(config("mamba2", hidden_size=128, initializer_range=0.05))
     mixer = model.model.backbone.layers[0].mixer
     for weight in (mixer.in_proj.weight, model.get_input_embeddings().weight):
@@ -78,7 +78,7 @@ WITHIN = (-1.0, -1 / 9, 1 / 9, 1.0)  # x |x| of four channels of a head evenly f
 
 
 @pytest.mark.parametrize("name", RWKV)
-def test_rwkv_begins_as_in_its_authors_training(name):
+def test_rwkv_initialises_like_the_authors_code(name):
     layer = Mixer(name, hidden_size=8, num_heads=2, layer_idx=1, num_layers=3)
     for parameter, initial in RWKV[name].items():
         expected = torch.stack([torch.tensor(initial(i)) for i in range(8)], -1)
@@ -86,7 +86,7 @@ def test_rwkv_begins_as_in_its_authors_training(name):
 
 
 @pytest.mark.parametrize("name", zoo.names())
-def test_every_parameter_has_an_initial_value(name):
+def test_every_parameter_is_initialised(name):
     """Also in storage that was never written: how a model begins that was built on the meta device."""
     with torch.device("meta"):
         model = HeadraceForCausalLM(config(name))
@@ -99,7 +99,7 @@ def test_every_parameter_has_an_initial_value(name):
     assert [name for name, p in model.named_parameters() if not p.isfinite().all()] == []
 
 
-def test_buffers_that_are_not_saved_are_made_again(tmp_path):
+def test_unsaved_buffers_are_rebuilt(tmp_path):
     """transformers builds a model without storage: what is not in the checkpoint is whatever was in memory, unless
     `reset_parameters` sets it. And it must set nothing that was loaded."""
 
@@ -133,7 +133,7 @@ def test_buffers_that_are_not_saved_are_made_again(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mixer", [*zoo.names(), "hybrid"])
-def test_save_and_load_to_the_bit(tmp_path, mixer, dtype):
+def test_save_and_load_are_bit_exact(tmp_path, mixer, dtype):
     model = build(mixer).to(dtype)
     model.save_pretrained(tmp_path)
     again, ids = in_memory(load(tmp_path)), tokens(2)
@@ -145,7 +145,7 @@ def test_save_and_load_to_the_bit(tmp_path, mixer, dtype):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_tied_weights_are_one_tensor_and_saved_once(tmp_path, tied):
+def test_tied_weights_are_saved_once(tmp_path, tied):
     build("gla", tie_word_embeddings=tied).save_pretrained(tmp_path)
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
     again = load(tmp_path)
@@ -160,7 +160,7 @@ def test_gates_can_be_added_to_a_trained_backbone(tmp_path):
     assert sum(isinstance(m, HeadCompetition) for m in gated.modules()) == 4
 
 
-def test_a_checkpoint_means_what_it_meant(tmp_path, monkeypatch):
+def test_stored_spec_overrides_the_zoo(tmp_path, monkeypatch):
     """Whatever becomes of a name in the zoo."""
     before = config(["gla", "softmax-gla(competition.activation=sigmoid)"])
     before.save_pretrained(tmp_path)
@@ -169,15 +169,6 @@ def test_a_checkpoint_means_what_it_meant(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "config.json").read_text("utf-8"))["mixer"] == [
         to_json(spec) for spec in before.mixers
     ]
-
-
-def test_the_auto_classes_load_it(tmp_path):
-    """In a new process: test_folders.py."""
-    model, ids = build("hybrid"), tokens(2)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(again) is HeadraceForCausalLM
-    close(again(ids).logits, model(ids).logits)
 
 
 def without(key):
@@ -218,7 +209,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_broken_checkpoint_is_one_clear_sentence(tmp_path, damage):
+def test_broken_checkpoint_is_one_sentence(tmp_path, damage):
     build("gla").save_pretrained(tmp_path)
     DAMAGE[damage](tmp_path)
     with pytest.raises(InputError) as caught:
@@ -232,7 +223,7 @@ def test_a_broken_checkpoint_is_one_clear_sentence(tmp_path, damage):
 # --- configuration ------------------------------------------------------------------------------------------------
 
 
-def test_mixers_of_the_layers():
+def test_mixers_repeat_over_layers():
     gla, full = zoo.get("gla"), zoo.get("transformer")
     assert config(gla, num_hidden_layers=3).mixers == [gla] * 3
     assert config(to_json(gla)).mixers == [gla] * 2
@@ -275,13 +266,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("sentence", WRONG)
-def test_wrong_configurations(sentence):
+def test_wrong_configurations_are_refused(sentence):
     with pytest.raises(InputError) as caught:
         HeadraceConfig(**{**SIZES, "mixer": "gla", **WRONG[sentence]})
     assert sentence in str(caught.value)
 
 
-def test_what_transformers_keeps_in_any_config_is_taken():
+def test_fields_of_transformers_are_accepted():
     """A new version of it may keep more."""
     own = {field.name for field in dataclasses.fields(PreTrainedConfig)} | PreTrainedConfig().to_dict().keys()
     assert own <= TRANSFORMERS
@@ -299,13 +290,13 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("read", [HeadraceConfig.from_pretrained, AutoConfig.from_pretrained])
-def test_a_stored_config_is_changed_as_a_whole(tmp_path, read, change):
+def test_stored_config_is_replaced_as_a_whole(tmp_path, read, change):
     config("gla").save_pretrained(tmp_path)
     changes, holds = CHANGES[change]
     assert holds(read(tmp_path, **changes))
 
 
-def test_a_change_of_a_stored_config_is_checked(tmp_path):
+def test_changes_of_a_stored_config_are_checked(tmp_path):
     build("gla").save_pretrained(tmp_path)
     with pytest.raises(InputError, match="num_heads=-1; expected a positive integer"):
         HeadraceForCausalLM.from_pretrained(tmp_path, num_heads=-1)
@@ -313,7 +304,7 @@ def test_a_change_of_a_stored_config_is_checked(tmp_path):
         HeadraceForCausalLM.from_pretrained(tmp_path, num_heads=1, num_attention_heads=2)
 
 
-def test_an_unknown_field_of_a_stored_config_is_refused(tmp_path):
+def test_unknown_field_of_a_stored_config_is_refused(tmp_path):
     build("gla").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"output_gate_activation": "sigmoid"}))

@@ -1,7 +1,6 @@
 """Checkpoints of other libraries: equal logits where theirs run here, and the way back gives what came."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
 import tiny
-from headrace.cli import app as cli
 from headrace.hf import HeadraceForCausalLM, load
 from headrace.hf.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.utils.errors import InputError
@@ -53,7 +51,7 @@ def checkpoint(tmp_path):
 
 @pytest.mark.parametrize("name", THEIRS)
 @torch.no_grad()
-def test_equal_logits_and_the_way_back(checkpoint, tmp_path, name):
+def test_conversion_keeps_logits_both_ways(checkpoint, tmp_path, name):
     theirs, path = checkpoint(name)
     ours, ids = import_checkpoint(path), torch.randint(SMALL["vocab_size"], (2, 40))
     expected = theirs(ids, use_cache=False).logits
@@ -81,13 +79,13 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", FLA)
-def test_flash_linear_attention_and_back(tmp_path, name):
+def test_conversion_from_fla_and_back(tmp_path, name):
     config = tiny.config(FLA[name], hidden_size=64, tie_word_embeddings=False)
     ours = tiny.trained(HeadraceForCausalLM(config)).float()
     export_checkpoint(ours, name, tmp_path / "theirs")
-    found = {key.removeprefix("model.layers.1.") for key in load_file(tmp_path / "theirs" / "model.safetensors")}
+    result = {key.removeprefix("model.layers.1.") for key in load_file(tmp_path / "theirs" / "model.safetensors")}
     common = {*(f"attn.{x}_proj.weight" for x in "qkvo"), *(f"mlp.{x}_proj.weight" for x in ("gate", "up", "down"))}
-    assert {key for key in found if key.startswith(("attn.", "mlp."))} == common | OWN[name]
+    assert {key for key in result if key.startswith(("attn.", "mlp."))} == common | OWN[name]
     back = import_checkpoint(tmp_path / "theirs")
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), back.parameters(), strict=True))
     assert back.config.mixers == ours.config.mixers
@@ -109,7 +107,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(checkpoint, mistake):
+def test_user_errors_are_refused(checkpoint, mistake):
     _, path = checkpoint("llama")
     settings, sentence = MISTAKES[mistake]
     changed(path, **settings)
@@ -123,7 +121,7 @@ def retyped(path, change):
     save_file({name: change(name, tensor).contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
 
 
-def test_tensors_of_several_precisions_keep_what_they_hold(checkpoint):
+def test_mixed_precision_tensors_keep_their_values(checkpoint):
     """A layer's decay is kept in float32 by libraries that keep everything else in bfloat16; here in a piece of its
     own, the last."""
     _, path = checkpoint("mamba2")
@@ -131,8 +129,8 @@ def test_tensors_of_several_precisions_keep_what_they_hold(checkpoint):
     retyped(path, lambda name, x: x.bfloat16())
     in_pieces(path, lambda name: name in steps)
     save_file(steps, path / "part1.safetensors")
-    found = {name: x for name, x in import_checkpoint(path).named_parameters() if name.endswith("dt_bias")}
-    assert [x.tolist() for x in found.values()] == [steps[name].tolist() for name in sorted(steps)]
+    result = {name: x for name, x in import_checkpoint(path).named_parameters() if name.endswith("dt_bias")}
+    assert [x.tolist() for x in result.values()] == [steps[name].tolist() for name in sorted(steps)]
 
 
 TENSORS = {
@@ -142,7 +140,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("sentence", TENSORS)
-def test_tensors_that_are_refused(checkpoint, sentence):
+def test_wrong_tensors_are_refused(checkpoint, sentence):
     _, path = checkpoint("llama")
     retyped(path, TENSORS[sentence])
     with pytest.raises(InputError) as refused:
@@ -150,7 +148,7 @@ def test_tensors_that_are_refused(checkpoint, sentence):
     assert sentence in str(refused.value)
 
 
-def test_a_config_that_is_no_record(checkpoint):
+def test_config_that_is_not_an_object_is_refused(checkpoint):
     _, path = checkpoint("llama")
     (path / "config.json").write_text("[]")
     with pytest.raises(InputError, match=r"it is \[\], not an object"):
@@ -162,7 +160,7 @@ OTHERS = ["transformer(count=2)", "mamba", "rwkv7", "softmax-rnn-norm", "residua
 
 
 @pytest.mark.parametrize("mixer", OTHERS)
-def test_no_format_takes_what_it_cannot_say(tmp_path, mixer):
+def test_formats_refuse_unsupported_models(tmp_path, mixer):
     """Nor does another error come of it."""
     config = tiny.config(mixer, mlp="none" if "mamba2" in mixer else None, intermediate_size=None)
     for form in FORMATS:
@@ -170,7 +168,7 @@ def test_no_format_takes_what_it_cannot_say(tmp_path, mixer):
             export_checkpoint(HeadraceForCausalLM(config), form, tmp_path / form)
 
 
-def test_what_a_format_cannot_say(tmp_path):
+def test_unsupported_fields_are_named(tmp_path):
     for mixer, form, sentence in (
         ("softmax-gla", "gla", 'competition is {"read": "after_norm".* here and null there'),
         ("gla", "retnet", "rotary is false here and true there"),
@@ -195,7 +193,7 @@ def in_pieces(path, second):
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_a_checkpoint_in_pieces(checkpoint):
+def test_sharded_checkpoint_is_read(checkpoint):
     _, path = checkpoint("llama")
     expected = import_checkpoint(path)
     in_pieces(path, lambda name: name > "model.layers.0.self_attn")
@@ -204,7 +202,7 @@ def test_a_checkpoint_in_pieces(checkpoint):
     )
 
 
-def test_the_files_beside_the_weights_come_along(checkpoint, tmp_path, monkeypatch):
+def test_tokenizer_and_generation_files_are_copied(checkpoint, tmp_path, run_command):
     """A tokenizer in any of its forms, and what ends a generation."""
     _, path = checkpoint("llama")
     beside = {"tokenizer.model": "a", "vocab.json": "b", "merges.txt": "c", "chat_template.jinja": "d"}
@@ -215,24 +213,18 @@ def test_the_files_beside_the_weights_come_along(checkpoint, tmp_path, monkeypat
         f"{path} --output {tmp_path / 'ours'}",
         f"{tmp_path / 'ours'} --output {tmp_path / 'out'} --to llama",
     ):
-        monkeypatch.setattr(sys, "argv", ["headrace", "convert", *arguments.split()])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert not ended.value.code
+        assert run_command("convert", *arguments.split()).code == 0
     assert load(tmp_path / "ours").generation_config.eos_token_id == [5, 6]
     assert {name: (tmp_path / "out" / name).read_text() for name in beside} == beside
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3_next"])
-def test_transformers_decodes_a_converted_folder_to_the_same_tokens(checkpoint, tmp_path, monkeypatch, name):
+def test_converted_folder_generates_the_same_tokens_in_transformers(checkpoint, tmp_path, run_command, name):
     """By the settings that are written: Qwen3-Next of linear layers alone has no cache there, and ours has one."""
     _, path = checkpoint(name)
     back, steps = tmp_path / "back", ((path, "ours", ""), (tmp_path / "ours", "back", f"--to {name}"))
     for source, output, to in (*steps, (back, "again", "")):
-        monkeypatch.setattr(sys, "argv", f"headrace convert {source} --output {tmp_path / output} {to}".split())
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert not ended.value.code
+        assert run_command(*f"convert {source} --output {tmp_path / output} {to}".split()).code == 0
     models = [load(tmp_path / "ours"), AutoModelForCausalLM.from_pretrained(back).eval(), load(tmp_path / "again")]
     ids = torch.randint(SMALL["vocab_size"], (1, 8))
     assert torch.isfinite(models[1](ids).logits).all()

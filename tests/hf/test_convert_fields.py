@@ -135,7 +135,7 @@ def admitted(form, field):
 
 
 @pytest.mark.parametrize(("form", "field"), [(form, field) for form in CHANGED for field in CHANGED[form]])
-def test_a_field_is_honoured_or_refused(form, field, tmp_path):
+def test_config_fields_are_honoured_or_refused(form, field, tmp_path):
     path = save(CLASSES[form](**BASE[form] | CHANGED[form][field]), tmp_path / "theirs")
     try:
         assert error(path) < 1e-12 and admitted(form, field)
@@ -180,12 +180,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("edit", EDITED)
-def test_a_config_of_another_version_is_read_as_theirs(edit, tmp_path):
+def test_configs_of_other_versions_are_read(edit, tmp_path):
     form, without, settings = EDITED[edit]
     assert error(rewrite(save(CLASSES[form](**BASE[form]), tmp_path), without, **settings)) < 1e-12
 
 
-def test_a_width_that_no_ratio_gives_exactly(tmp_path):
+def test_width_that_no_ratio_gives_exactly(tmp_path):
     """58 / 56 · 56 is 58.00000000000001 in float64."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 29}
     config = Qwen3NextConfig(**BASE["qwen3_next"] | heads | {"hidden_size": 56, "linear_value_head_dim": 61})
@@ -195,7 +195,7 @@ def test_a_width_that_no_ratio_gives_exactly(tmp_path):
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_what_is_not_honoured_is_named(sentence, tmp_path):
+def test_unsupported_field_is_named(sentence, tmp_path):
     form, without, settings = REFUSED[sentence]
     rewrite(save(CLASSES[form](**BASE[form]), tmp_path), without, **settings)
     with pytest.raises(InputError) as refused:

@@ -59,13 +59,13 @@ def error(path):
 
 
 @pytest.mark.parametrize("form", FLASH)
-def test_the_logits_are_theirs(form, tmp_path):
+def test_converted_logits_equal_fla(form, tmp_path):
     save(form, tmp_path)
     assert error(tmp_path) < 1e-12
 
 
 @pytest.mark.parametrize(("form", "field"), [(form, field) for form in FLASH for field in CHANGED[form]])
-def test_a_field_is_honoured_or_refused(form, field, tmp_path):
+def test_config_fields_are_honoured_or_refused(form, field, tmp_path):
     save(form, tmp_path, **{field: CHANGED[form][field]})
     try:
         assert error(tmp_path) < 1e-12 and field in FORMATS[form].read.keys() | FORMATS[form].ignored
@@ -74,14 +74,14 @@ def test_a_field_is_honoured_or_refused(form, field, tmp_path):
 
 
 @pytest.mark.parametrize("form", FLASH)
-def test_a_changed_value_of_every_field_is_tried(form):
+def test_every_field_is_covered(form):
     known = FORMATS[form]
     own = known.read.keys() | known.only.keys()
     assert own <= CHANGED[form].keys()
 
 
 @pytest.mark.parametrize("form", FLASH)
-def test_what_is_taken_out_computes_the_same(form, tmp_path):
+def test_exported_model_gives_the_same_logits(form, tmp_path):
     mixer = {"delta_net": "deltanet(read.gate=silu)", "gated_deltanet": "gated-deltanet(heads.qk_groups=2)"}
     sizes = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False}
     sizes["initializer_range"] = None  # the default: the other formats do not keep it

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
-from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level, find
 from headrace.hf import HeadraceForCausalLM, load
 from headrace.hf.convert import import_checkpoint
@@ -42,17 +40,13 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture
-def generate(checkpoint, monkeypatch, capfd):
+def generate(checkpoint, run_command):
     """What the command prints on standard output and standard error."""
 
     def run(*options, folder=checkpoint):
-        words = ["headrace", "generate", folder, "--prompt", PROMPT, "--tokens", NEW, *options]
-        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        said = capfd.readouterr()
-        assert not ended.value.code, said.err
-        return said.out, said.err.splitlines()[-1]
+        code, out, error = run_command("generate", folder, "--prompt", PROMPT, "--tokens", NEW, *options)
+        assert not code, error
+        return out, error.splitlines()[-1]
 
     return run
 
@@ -93,34 +87,34 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_each_option_of_sampling_gives_the_tokens_of_its_definition(generate, checkpoint, options):
+def test_sampling_options_follow_their_definitions(generate, checkpoint, options):
     model, settings = load(checkpoint), OPTIONS[options]
     seed = [] if settings.get("temperature") == 0 else ["--seed", SEED]
-    said = json.loads(generate("--json", *options.split(), *seed)[0])
+    result = json.loads(generate("--json", *options.split(), *seed)[0])
     ids = byte_level()(PROMPT).input_ids
     expected = sampled(model, ids, **settings)
-    assert said["tokens"] == expected and said["text"] == byte_level().decode(expected)
+    assert result["tokens"] == expected and result["text"] == byte_level().decode(expected)
     if settings:
         assert expected != sampled(model, ids)
 
 
-def test_the_prompt_is_repeated_and_the_printed_seed_gives_the_text_again(generate):
+def test_printed_seed_reproduces_the_text(generate):
     text, last = generate()
-    found = re.fullmatch(r"24 tokens, [\d.]+ tokens per second, seed (\d+)", last)
-    assert found and text.startswith(PROMPT) and len(text) == len(PROMPT) + NEW + len("\n")
-    assert generate("--seed", found[1])[0] == text
+    match = re.fullmatch(r"24 tokens, [\d.]+ tokens per second, seed (\d+)", last)
+    assert match and text.startswith(PROMPT) and len(text) == len(PROMPT) + NEW + len("\n")
+    assert generate("--seed", match[1])[0] == text
     assert generate()[0] != text  # a new seed
-    said = json.loads(generate("--seed", found[1], "--json")[0])
-    assert PROMPT + said["text"] + "\n" == text and said["seed"] == int(found[1])
+    result = json.loads(generate("--seed", match[1], "--json")[0])
+    assert PROMPT + result["text"] + "\n" == text and result["seed"] == int(match[1])
 
 
-def test_nothing_is_drawn_at_temperature_0(generate):
+def test_temperature_0_is_deterministic(generate):
     text, last = generate("--temperature", 0)
     assert "seed" not in last and generate("--temperature", 0)[0] == text
     assert json.loads(generate("--temperature", 0, "--json")[0])["seed"] is None
 
 
-def test_a_converted_llama_continues_the_tokens_of_its_tokenizer(generate, tmp_path):
+def test_converted_llama_uses_the_first_token_of_its_tokenizer(generate, tmp_path):
     """Its tokenizer adds a first token, as for transformers and for lm-evaluation-harness."""
     theirs = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
     tokenizer = with_first_token()
@@ -129,20 +123,20 @@ def test_a_converted_llama_continues_the_tokens_of_its_tokenizer(generate, tmp_p
     import_checkpoint(tmp_path / "llama").save_pretrained(tmp_path / "ours")
     tokenizer.save_pretrained(tmp_path / "ours")
     text = generate("--temperature", 0, folder=tmp_path / "ours")[0]
-    said = json.loads(generate("--temperature", 0, "--json", folder=tmp_path / "ours")[0])
+    result = json.loads(generate("--temperature", 0, "--json", folder=tmp_path / "ours")[0])
     ids = torch.tensor([[FIRST, *byte_level()(PROMPT).input_ids]])
     expected = theirs.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
-    assert said["tokens"] == expected.tolist() and text == PROMPT + said["text"] + "\n"
+    assert result["tokens"] == expected.tolist() and text == PROMPT + result["text"] + "\n"
     evaluated = pytest.importorskip("lm_eval.models.huggingface").HFLM(pretrained=theirs, tokenizer=tokenizer)
     assert evaluated.tok_encode(PROMPT) == ids[0].tolist()
 
 
-def test_a_tokenizer_of_another_model_is_refused(checkpoint):
+def test_tokenizer_of_another_model_is_refused(checkpoint):
     with pytest.raises(InputError, match="the prompt has the token 220; the model has 94: its tokenizer is another"):
         continued(checkpoint, "a b", None, False)
 
 
-def test_the_tokenizer_of_prepared_data_adds_no_token_to_a_prompt(tmp_path):
+def test_tokenizer_of_prepared_data_adds_no_prompt_tokens(tmp_path):
     """The rows of the data have none, so a model that is trained on them has never seen it."""
     with_first_token().save_pretrained(tmp_path / "theirs")
     find(str(tmp_path / "theirs")).save_pretrained(tmp_path / "ours")
@@ -150,8 +144,8 @@ def test_the_tokenizer_of_prepared_data_adds_no_token_to_a_prompt(tmp_path):
     assert theirs == [FIRST, *ours] and ours == byte_level()(PROMPT).input_ids
 
 
-def test_the_rate_is_that_of_the_new_tokens(checkpoint, monkeypatch):
+def test_printed_rate_counts_new_tokens(checkpoint, monkeypatch):
     clock = iter((10.0, 14.0))
     monkeypatch.setattr("headrace.hf.generate.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    found = continued(checkpoint, PROMPT, None, False, max_new_tokens=NEW, do_sample=False)
-    assert found["tokens_per_second"] == NEW / 4 == len(found["tokens"]) / 4
+    result = continued(checkpoint, PROMPT, None, False, max_new_tokens=NEW, do_sample=False)
+    assert result["tokens_per_second"] == NEW / 4 == len(result["tokens"]) / 4

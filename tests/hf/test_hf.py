@@ -30,7 +30,7 @@ def model(request):
 
 
 @torch.no_grad()
-def test_decoding_is_the_full_forward(model):
+def test_decoding_equals_the_full_forward(model):
     ids, cache, steps = tokens(2), HeadraceCache(), []
     assert cache.get_seq_length() == 0
     for t, piece in enumerate(ids.split([4, 1, 1, 3], 1)):
@@ -42,12 +42,19 @@ def test_decoding_is_the_full_forward(model):
     assert (forgetful - full[:, 4:5]).abs().max() > 1e-2, "the state does not matter: this test has no teeth"
 
 
-@pytest.mark.parametrize("padded", [False, True])
+PIECES = {  # masks of prompts that are read in pieces of 4 columns; in the last three a piece is padding in all rows
+    "no padding": [[1] * 9, [1] * 9],
+    "left and right": [[0] * 5 + [1] * 4, [1] * 6 + [0] * 3],
+    "first piece": [[0] * 4 + [1] * 5, [0] * 5 + [1] * 4],
+    "between": [[1, 1, 1, 0, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0, 0, 0, 1]],
+    "last piece": [[1] * 4 + [0] * 5, [1] * 2 + [0] * 7],
+}
+
+
+@pytest.mark.parametrize("padding", PIECES)
 @torch.no_grad()
-def test_a_long_prompt_is_read_in_pieces(model, padded, monkeypatch):
-    ids, mask = tokens(2), torch.ones(2, T, dtype=torch.long)
-    if padded:
-        mask[0, :5] = mask[1, 6:] = 0
+def test_long_prompt_is_read_in_pieces(model, padding, monkeypatch):
+    ids, mask = tokens(2), torch.tensor(PIECES[padding])
     whole = model(ids, attention_mask=mask)
     lengths = []
     model.model.backbone.layers[0].register_forward_hook(lambda layer, args, out: lengths.append(out[0].shape[1]))
@@ -58,6 +65,7 @@ def test_a_long_prompt_is_read_in_pieces(model, padded, monkeypatch):
     whole_only = model.model.backbone.shared is not None or any(isinstance(x.mlp, MixtureOfExperts) for x in layers)
     assert lengths == ([4, 4, 1] if recurrent and not whole_only else [T])
     close(pieces.logits[mask > 0], whole.logits[mask > 0])
+    assert pieces.logits.isfinite().all()
     assert pieces.past_key_values.get_seq_length() == T
     after = [model(tokens(2, 1) * 0 + 3, past_key_values=x.past_key_values).logits for x in (pieces, whole)]
     close(*after)
@@ -65,20 +73,20 @@ def test_a_long_prompt_is_read_in_pieces(model, padded, monkeypatch):
 
 @pytest.mark.parametrize("name", zoo.names())
 @torch.no_grad()
-def test_a_model_whose_weights_are_offloaded_is_the_model(name):
+def test_offloaded_weights_give_the_same_outputs(name):
     """accelerate's hooks bring the weights of a module when it is called, and leave none beside."""
     plain, ids = build(name, num_hidden_layers=1), tokens(2)
     offloaded = cpu_offload(deepcopy(plain), execution_device=torch.device("cpu"))
     assert all(p.is_meta for p in offloaded.parameters())
     caches = None, None
     for piece in ids.split([7, 1, 1], 1):
-        expected, found = (m(piece, past_key_values=c) for m, c in zip((plain, offloaded), caches, strict=True))
-        close(found.logits, expected.logits)
-        caches = expected.past_key_values, found.past_key_values
+        expected, actual = (m(piece, past_key_values=c) for m, c in zip((plain, offloaded), caches, strict=True))
+        close(actual.logits, expected.logits)
+        caches = expected.past_key_values, actual.past_key_values
 
 
 @torch.no_grad()
-def test_a_long_prompt_leaves_its_embeddings_as_they_are(monkeypatch):
+def test_reading_a_prompt_in_pieces_does_not_change_its_embeddings(monkeypatch):
     """A hook may keep them, and an embedding of one's own may return a view of its weights."""
     monkeypatch.setattr(stack, "PIECE", 4)
     model, ids, kept = build("gla"), tokens(2), []
@@ -91,7 +99,7 @@ def test_a_long_prompt_leaves_its_embeddings_as_they_are(monkeypatch):
 
 
 @torch.no_grad()
-def test_separate_steps_replace_states(model):
+def test_separate_calls_replace_states(model):
     cache = model(tokens(2)).past_key_values
     before = [[None if x is None else x.clone() for x in state] for state in cache.states]
     held = cache.states
@@ -102,14 +110,14 @@ def test_separate_steps_replace_states(model):
 
 
 @torch.no_grad()
-def test_both_names_of_the_cache():
+def test_both_argument_names_of_the_cache_work():
     """transformers 5.24 calls past_key_values cache."""
-    model, ids, found = build("softmax-gla"), tokens(2), []
+    model, ids, results = build("softmax-gla"), tokens(2), []
     for name in ("past_key_values", "cache"):
         first = model(ids[:, :5])
         assert isinstance(getattr(first, NAME), HeadraceCache)
-        found.append(model(ids[:, 5:], **{name: getattr(first, NAME)}).logits)
-    assert torch.equal(*found)
+        results.append(model(ids[:, 5:], **{name: getattr(first, NAME)}).logits)
+    assert torch.equal(*results)
     with pytest.raises(InputError, match="past_key_values and cache are both given; expected one"):
         model(ids, past_key_values=HeadraceCache(), cache=HeadraceCache())
 
@@ -132,7 +140,7 @@ def test_gradients_flow_through_the_cache(model):
 
 @pytest.mark.parametrize("mixer", ["gla", "mamba2", "hybrid"])
 @torch.no_grad()
-def test_a_half_precision_model_keeps_its_memory_in_float32(mixer):
+def test_half_precision_model_keeps_float32_states(mixer):
     model = build(mixer).bfloat16()
     cache = model(tokens(2)).past_key_values
     for _ in range(3):
@@ -143,7 +151,7 @@ def test_a_half_precision_model_keeps_its_memory_in_float32(mixer):
 
 
 @torch.no_grad()
-def test_rows_of_a_cache_are_moved_together(model):
+def test_cache_rows_are_reordered_together(model):
     ids, last = tokens(3), tokens(4, 1)
     operations = {
         "reorder_cache": torch.tensor([2, 0, 0, 1]),
@@ -160,7 +168,7 @@ def test_rows_of_a_cache_are_moved_together(model):
 
 
 @torch.no_grad()
-def test_the_rest_of_the_cache():
+def test_cache_interface():
     model = build("gla")
     cache = model(tokens(2)).past_key_values
     assert (len(cache), cache.batch_size, cache.is_initialized) == (2, 2, True)
@@ -199,14 +207,14 @@ def generate(model, ids, **options):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_generation_with_the_cache_is_generation_without(model, strategy):
+def test_generation_with_and_without_cache_agree(model, strategy):
     ids = tokens(2)
     with_cache = generate(model, ids, **STRATEGIES[strategy])
     assert torch.equal(with_cache, generate(model, ids, use_cache=False, **STRATEGIES[strategy]))
     assert with_cache[:, T:].unique().numel() > 1
 
 
-def test_beams_depend_on_the_order_of_the_cache(monkeypatch):
+def test_beam_search_reorders_the_cache(monkeypatch):
     model, ids = build("gla"), tokens(4)
     ordered = generate(model, ids, **STRATEGIES["beams"])
     monkeypatch.setattr(HeadraceCache, "reorder_cache", lambda self, beam_idx: None)
@@ -214,7 +222,7 @@ def test_beams_depend_on_the_order_of_the_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "beams"])
-def test_a_padded_prompt_generates_what_it_does_alone(model, strategy):
+def test_padded_prompt_generates_the_same_as_alone(model, strategy):
     short, long = tokens(1, 3), tokens(1, 7)
     together = torch.cat([F.pad(short, (4, 0), value=5), long])
     mask = torch.tensor([[0] * 4 + [1] * 3, [1] * 7])
@@ -223,7 +231,7 @@ def test_a_padded_prompt_generates_what_it_does_alone(model, strategy):
     assert torch.equal(out[1, 7:], generate(model, long, **STRATEGIES[strategy])[0, 7:])
 
 
-def test_a_second_turn_continues_from_the_first(model):
+def test_second_turn_continues_from_the_cache(model):
     """The cache of a padded first turn serves a second one; also when its rows are multiplied."""
     ids, mask = tokens(2), torch.ones(2, T, dtype=torch.long)
     mask[0, :3] = 0
@@ -238,7 +246,7 @@ def test_a_second_turn_continues_from_the_first(model):
     assert torch.equal(continued, generate(model, ids, **options))
 
 
-def test_other_ways_into_generate():
+def test_generate_accepts_embeddings_and_no_prompt():
     model, ids = build("hybrid"), tokens(2)
     expected = generate(model, ids)
     assert torch.equal(generate(model, ids, prefill_chunk_size=4), expected)
@@ -271,7 +279,7 @@ def test_padding_changes_nothing(model, side):
 
 @pytest.mark.parametrize("numbers", [[[1, 1, 1, 2, 2, 0]], [[0.0, 0.0, 0.0, 0.0, 0.0, -1e9]], [[1, 1, 1, 1, -1, 0]]])
 @torch.no_grad()
-def test_a_mask_of_other_values_than_0_and_1_is_refused(numbers):
+def test_mask_values_other_than_0_and_1_are_refused(numbers):
     """The numbers of the sequences of a pack, and what is added to the logits of a softmax."""
     mask, ids = torch.tensor(numbers), tokens(1, 6)
     value = mask[(mask != 0) & (mask != 1)][0].item()
@@ -285,7 +293,7 @@ def test_a_mask_of_other_values_than_0_and_1_is_refused(numbers):
 
 
 @torch.no_grad()
-def test_a_mask_of_more_columns_than_there_are_is_refused():
+def test_mask_longer_than_the_tokens_is_refused():
     """Its last columns would be taken for those of the tokens."""
     model, ids, mask = build("gla"), tokens(2), torch.ones(2, T)
     with pytest.raises(InputError, match=rf"attention_mask has shape \[2, {T}\]; expected \[2, 5\]$"):
@@ -296,7 +304,7 @@ def test_a_mask_of_more_columns_than_there_are_is_refused():
 
 
 @torch.no_grad()
-def test_a_pack_is_its_sequences(model):
+def test_packed_sequences_equal_separate_ones(model):
     lengths = [4, 1, 4]
     ids, last = tokens(1), tokens(3, 1)
     ends = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
@@ -319,7 +327,7 @@ def gradients(model, ids):
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # its successor's name is new
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_changes_no_gradient(model, reentrant):
+def test_gradient_checkpointing_changes_no_gradient(model, reentrant):
     ids = tokens(2)
     model.train()
     kept = gradients(model, ids)
@@ -342,7 +350,7 @@ def test_checkpointing_changes_no_gradient(model, reentrant):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_half_precision_training(mixer):
+def test_half_precision_training_agrees(mixer):
     torch.manual_seed(4)
     model, ids = build(mixer), tokens(2)
     exact = model(ids, labels=ids).loss
@@ -352,7 +360,7 @@ def test_half_precision_training(mixer):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_losses():
+def test_losses_equal_transformers():
     model, ids = build("gla"), tokens(2)
     labels = ids.clone()
     labels[0, :4] = -100
@@ -367,7 +375,7 @@ def test_losses():
         model(ids, label=labels)
 
 
-def test_outputs():
+def test_output_options_are_supported():
     model, ids = build("hybrid"), tokens(2)
     out = model(ids, output_hidden_states=True)
     assert [h.shape for h in out.hidden_states] == [(2, T, SIZES["hidden_size"])] * 3
@@ -387,7 +395,7 @@ def test_outputs():
 
 
 @pytest.mark.parametrize("mixer", ["softmax-gated-deltanet", "retnet", "transformer", "mamba"])
-def test_generate_gives_transformers_tokens(mixer, monkeypatch):
+def test_short_loop_generates_the_tokens_of_transformers(mixer, monkeypatch):
     """The short loop against the long one: greedy and sampled, with processors, ends within a batch and padding."""
     model = build(mixer).float().eval()
     ids = torch.randint(3, SIZES["vocab_size"], (3, 9))
@@ -407,15 +415,15 @@ def test_generate_gives_transformers_tokens(mixer, monkeypatch):
 
     short = []
     monkeypatch.setattr(hf_model, "continued", _noted(hf_model.continued, short))
-    found = tokens()
+    result = tokens()
     assert len(short) == len(settings)
     monkeypatch.setattr(hf_model, "plain", lambda *_: False)
-    assert all(torch.equal(x, y) for x, y in zip(found, tokens(), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(result, tokens(), strict=True))
     assert len(short) == len(settings)
 
 
 @torch.no_grad()
-def test_a_copied_cache_goes_on_by_itself():
+def test_copied_cache_is_independent():
     """A token is written into the states of the cache that it is given, not into a copy's."""
     model, ids = build("softmax-gla").float(), tokens(2)
     cache = model(ids[:, :-1], use_cache=True).past_key_values
@@ -429,17 +437,17 @@ def _noted(function, calls):
     return lambda *args: (calls.append(1), function(*args))[1]
 
 
-def test_the_long_loop_where_somebody_looks_on():
+def test_hooks_and_streamers_use_the_loop_of_transformers():
     model, ids = build("gla").eval(), torch.randint(3, SIZES["vocab_size"], (1, 5))
     seen = []
     handle = model.model.register_forward_hook(lambda *_: seen.append(1))
     model.generate(ids, max_new_tokens=6, pad_token_id=0, eos_token_id=None)
     assert len(seen) == 6
     handle.remove()
-    found = model.generate(
+    result = model.generate(
         ids, max_new_tokens=6, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True
     )
-    assert len(found.logits) == 6
+    assert len(result.logits) == 6
 
 
 # --- positions and labels ---------------------------------------------------------------------------------------------
@@ -449,7 +457,7 @@ PACK = [[0, 1, 2, 3, 0, 0, 1, 2, 3]]
 
 @pytest.mark.parametrize("rows", [1, 2])
 @torch.no_grad()
-def test_positions_that_restart_are_a_pack(model, rows):
+def test_restarting_positions_are_packed_sequences(model, rows):
     ids, positions = tokens(rows), torch.tensor(PACK * rows)
     if rows == 2:
         positions[1] = torch.tensor([0, 1, 0, 1, 2, 3, 4, 5, 6])
@@ -469,7 +477,7 @@ def summed(logits, pieces):
     return sum(F.cross_entropy(x[:-1].float(), piece[1:], reduction="sum") for x, piece in pairs)
 
 
-def test_the_batches_of_transformers_flattening_collator():
+def test_flattening_collator_batches_are_packed_sequences():
     model, documents = build("softmax-gla"), tokens(1)[0].split([4, 1, 4])
     expected = summed([model(x[None]).logits[0] for x in documents], documents) / 6
     for flash in (False, True):
@@ -485,7 +493,7 @@ def test_the_batches_of_transformers_flattening_collator():
 
 
 @torch.no_grad()
-def test_positions_that_say_nothing_new_change_nothing(model):
+def test_ordinary_positions_change_nothing(model):
     ids, counted = tokens(2), torch.arange(T).expand(2, T)
     expected = model(ids).logits
     for positions in (counted, counted[:1]):
@@ -501,7 +509,7 @@ def test_positions_that_say_nothing_new_change_nothing(model):
 
 
 @pytest.mark.parametrize("seq_idx", [[[0, 0, 0, 0, 3, 3, 4, 4, 4]], [[0] * 4 + [1] * 5, [5] * 2 + [6] * 7]])
-def test_sequences_that_are_numbered_are_packs(seq_idx):
+def test_seq_idx_is_packed_sequences(seq_idx):
     seq_idx = torch.tensor(seq_idx, dtype=torch.int32)
     model, ids = build("softmax-gla"), tokens(9)[:1].expand(seq_idx.shape).contiguous()
     logits = model(ids, seq_idx=seq_idx).logits
@@ -511,7 +519,7 @@ def test_sequences_that_are_numbered_are_packs(seq_idx):
             close(logits[row, own], model(ids[row, own][None]).logits[0])
 
 
-def test_sequences_are_numbered_as_positions_say():
+def test_seq_idx_and_positions_must_agree():
     model, ids = build("gla"), tokens(9)[:1]
     batch = DataCollatorWithFlattening(return_seq_idx=True)([{"input_ids": ids[0, :4]}, {"input_ids": ids[0, 4:]}])
     both, one = model(**batch), model(**{name: x for name, x in batch.items() if name != "seq_idx"})
@@ -529,7 +537,7 @@ def test_sequences_are_numbered_as_positions_say():
         ([[0.0] * 9], "seq_idx has dtype torch.float32; expected integers"),
     ],
 )
-def test_numbers_of_sequences_that_cannot_be(seq_idx, sentence):
+def test_invalid_seq_idx_is_refused(seq_idx, sentence):
     with pytest.raises(InputError, match=sentence):
         build("gla")(tokens(9)[:1], seq_idx=torch.tensor(seq_idx))
 
@@ -548,7 +556,7 @@ def test_other_positions_are_refused(positions, sentence):
         model(ids, position_ids=torch.tensor(positions))
 
 
-def test_positions_that_cannot_be_a_pack():
+def test_invalid_positions_are_refused():
     model, ids, pack = build("gla"), tokens(1), torch.tensor(PACK)
     cache = model(ids).past_key_values
     with pytest.raises(InputError, match="position_ids of row 0 begin with 0; expected 9"):
@@ -562,7 +570,7 @@ def test_positions_that_cannot_be_a_pack():
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
-def test_labels_of_another_shape_are_refused(training, name):
+def test_labels_of_wrong_shape_are_refused(training, name):
     model, ids = build("gla").train(training), torch.randint(1, SIZES["vocab_size"], (2, 64))
     for shape in ((2, 3), (1, 64), (128,)):
         with pytest.raises(InputError, match=rf"{name} has shape .*; expected \[2, 64\]"):

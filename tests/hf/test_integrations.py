@@ -54,7 +54,7 @@ cli_evaluate()
 
 
 @pytest.mark.slow
-def test_the_harness_by_its_own_command(folder, tmp_path):
+def test_lm_eval_command_gives_the_perplexity_of_the_model(folder, tmp_path):
     """lm_eval's perplexity of a text is that of the model."""
     pytest.importorskip("lm_eval", reason="the extra [eval] is not installed")
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT * 3}))
@@ -74,17 +74,17 @@ metric_list: [{{metric: bits_per_byte}}]
         "--output_path", tmp_path / "results.json", cache=tmp_path,
     )  # fmt: skip
     assert not failed, errors[-2000:]
-    found = json.loads(next(tmp_path.glob("results*.json")).read_text())["results"]["counting"]["bits_per_byte,none"]
+    result = json.loads(next(tmp_path.glob("results*.json")).read_text())["results"]["counting"]["bits_per_byte,none"]
     tokenizer, model = byte_level(), load(folder)
     ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer.encode(TEXT * 3)]])
     with torch.no_grad():
         nats = float(model(ids, labels=ids).loss)
-    assert found == pytest.approx(nats / torch.tensor(2.0).log().item(), rel=1e-4)
+    assert result == pytest.approx(nats / torch.tensor(2.0).log().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-def test_supervised_fine_tuning_of_trl(folder, tmp_path, adapter):
+def test_trl_fine_tuning_lowers_the_loss(folder, tmp_path, adapter):
     trl = pytest.importorskip("trl", reason="trl is not installed")
     import peft
 
@@ -131,16 +131,16 @@ accelerator.end_training()
 
 
 @pytest.mark.slow
-def test_two_processes_of_accelerate_train_as_one_loop(folder, tmp_path):
+def test_accelerate_with_two_processes_equals_one(folder, tmp_path):
     """`--multi_gpu` starts the processes that the script then takes to the CPU; with `--cpu` accelerate starts one."""
     (tmp_path / "train.py").write_text(TRAIN)
-    failed, said, errors = run(
+    failed, output, errors = run(
         "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1,
         "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", 0,
         tmp_path / "train.py", folder, tmp_path / "trained", cache=tmp_path,
     )  # fmt: skip
     assert not failed, errors[-2000:]
-    assert said.count("one of 2") == 2
+    assert output.count("one of 2") == 2
     start, expected = load(folder), load(folder).train()
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
     rows = torch.randint(1, 100, (24, 12), generator=torch.Generator().manual_seed(0))
@@ -148,13 +148,13 @@ def test_two_processes_of_accelerate_train_as_one_loop(folder, tmp_path):
         expected(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = dict(load(tmp_path / "trained").named_parameters())
+    actual = dict(load(tmp_path / "trained").named_parameters())
     for name, weight in expected.named_parameters():
-        assert relative(found[name], weight) < 1e-4, name  # measured: 8e-6 in float32
-    assert any(relative(found[name], weight) > 1e-2 for name, weight in start.named_parameters())
+        assert relative(actual[name], weight) < 1e-4, name  # measured: 8e-6 in float32
+    assert any(relative(actual[name], weight) > 1e-2 for name, weight in start.named_parameters())
 
 
-def test_a_pipeline_continues_as_generate_does(folder, tmp_path):
+def test_pipeline_equals_generate(folder, tmp_path):
     """And without the argument that lets transformers import headrace, it says so."""
     code = f"""
 from transformers import pipeline
@@ -165,10 +165,10 @@ except ValueError as error:
 generator = pipeline("text-generation", model={str(folder)!r}, trust_remote_code=True)
 print(generator({TEXT!r}, max_new_tokens=8, do_sample=False))
 """
-    failed, said, errors = run("-c", code, cache=tmp_path)
+    failed, output, errors = run("-c", code, cache=tmp_path)
     assert not failed, errors[-2000:]
-    assert "trust_remote_code=True" in said
+    assert "trust_remote_code=True" in output
     tokenizer, model = byte_level(), load(folder)
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
     written = tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0], skip_special_tokens=True)
-    assert repr(written) in said
+    assert repr(written) in output

@@ -27,29 +27,29 @@ def both(folder, competition=None, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("mixer", [*zoo.LINEAR, "gla+sliding-window"])
-def test_the_same_outputs_to_the_bit(tmp_path, mixer):
+def test_retrofit_keeps_outputs_bit_exact(tmp_path, mixer):
     before, after, model = both(checkpoint(tmp_path, mixer))
     assert torch.equal(before, after)
     assert all(not p.any() for p in gate_parameters(model)) and list(gate_parameters(model))
 
 
-def test_a_joint_gate_has_more_memories_and_the_same_outputs(tmp_path):
+def test_joint_gate_keeps_outputs(tmp_path):
     before, after, _ = both(checkpoint(tmp_path, "gla"), Competition(memories_per_head=2), torch.float64)
     assert relative(after, before) < 1e-10  # two memories are summed in another order
 
 
-def test_jamba_competes_in_none_of_its_layers(tmp_path):
+def test_layers_without_linear_memory_are_refused(tmp_path):
     with pytest.raises(InputError, match="no layer of linear attention"):
         retrofit(checkpoint(tmp_path, "jamba", num_hidden_layers=8))
 
 
-def test_gates_learn(tmp_path):
+def test_retrofitted_gates_learn(tmp_path):
     _, logits, model = both(checkpoint(tmp_path, "gated-deltanet"))
     logits.square().sum().backward()
     assert all(p.grad.abs().max() > 0 for p in gate_parameters(model))
 
 
-def test_what_is_saved_is_what_was_made(tmp_path):
+def test_saved_retrofit_loads_the_same(tmp_path):
     _, after, model = both(checkpoint(tmp_path / "plain", "gla"))
     model.save_pretrained(tmp_path / "gated")
     again = in_memory(HeadraceForCausalLM.from_pretrained(tmp_path / "gated").eval())
@@ -66,6 +66,6 @@ def test_what_is_saved_is_what_was_made(tmp_path):
         ("gla", Competition(scale="one"), "scale='one' changes the initial outputs"),
     ],
 )
-def test_mistakes(tmp_path, mixer, competition, message):
+def test_user_errors_are_refused(tmp_path, mixer, competition, message):
     with pytest.raises(InputError, match=message):
         retrofit(checkpoint(tmp_path, mixer), competition)

@@ -80,16 +80,16 @@ def spelt_today(config):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_stored_model_is_what_it_was(name):
+def test_stored_models_give_stored_outputs(name):
     stored = MODELS[name]
-    found = described(HeadraceConfig(**stored["config"], **SIZES))
-    assert holds(found["config"], spelt_today(stored["config"])) and found["weights"] == stored["weights"]
+    result = described(HeadraceConfig(**stored["config"], **SIZES))
+    assert holds(result["config"], spelt_today(stored["config"])) and result["weights"] == stored["weights"]
     # Some hundred float64 operations on numbers near one, in another order on another processor.
-    for now, then in zip(found["logits"], stored["logits"], strict=True):
+    for now, then in zip(result["logits"], stored["logits"], strict=True):
         assert math.isclose(now, then, rel_tol=1e-9, abs_tol=1e-9)
 
 
-def test_a_stored_run_goes_on(tmp_path):
+def test_stored_run_resumes(tmp_path):
     """It was trained to step 24 and is here with the checkpoint of step 20 alone."""
     with tarfile.open(FOLDER / "run.tar.xz") as stored:
         stored.extractall(tmp_path, filter="data")

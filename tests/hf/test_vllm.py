@@ -16,7 +16,7 @@ CHUNK = 16  # tokens in one step of the engine: longer prompts are split, and se
 LENGTHS = (1, 2, 37, 5, 16, 17, 50, 9, 1, 20)  # more prompts than states: the last ones follow others in the cache
 
 
-def test_the_entry_point_exists():
+def test_vllm_entry_point_exists():
     described = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))
     module, name = described["project"]["entry-points"]["vllm.general_plugins"]["headrace"].split(":")
     assert callable(getattr(importlib.import_module(module), name))
@@ -70,9 +70,9 @@ def check(model, prompts, outputs):
         tokens = torch.tensor(output.token_ids)[:, None]
         assert len(tokens) == NEW
         scored = zip(output.logprobs, output.token_ids, strict=True)
-        found = torch.tensor([of[token].logprob for of, token in scored])
+        actual = torch.tensor([of[token].logprob for of, token in scored])
         chosen = expected.gather(1, tokens)[:, 0]
-        tiny.close(found, chosen, 1e-4)
+        tiny.close(actual, chosen, 1e-4)
         assert (chosen >= expected.amax(1) - 1e-4).all()
 
 
@@ -87,13 +87,13 @@ MIXERS = ["gla", "gated-deltanet", "rwkv6", "retnet", "softmax-gla", "rwkv7", "m
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_streams_get_the_tokens_of_headrace(mixer, vllm, prompts, tmp_path):
+def test_vllm_generates_the_same_tokens(mixer, vllm, prompts, tmp_path):
     model = saved(mixer, tmp_path)
     check(model, prompts, streamed(vllm, engine(vllm, tmp_path), prompts))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_request_that_is_preempted_begins_again(vllm, prompts, tmp_path):
+def test_preempted_request_restarts(vllm, prompts, tmp_path):
     model = saved("softmax-gated-deltanet", tmp_path)
     check(model, prompts, streamed(vllm, engine(vllm, tmp_path), prompts, preempt=9))
 
@@ -107,7 +107,7 @@ def test_a_request_that_is_preempted_begins_again(vllm, prompts, tmp_path):
         ("gla", {"enable_prefix_caching": True}, "enable_prefix_caching=True is not available for headrace in vLLM"),
     ],
 )
-def test_what_is_not_available_is_refused(mixer, options, reason, vllm, tmp_path):
+def test_unsupported_features_are_refused(mixer, options, reason, vllm, tmp_path):
     saved(mixer, tmp_path)
     with pytest.raises(InputError, match=reason):
         engine(vllm, tmp_path, **options)

@@ -66,12 +66,12 @@ def literal_attention(module, score, window, query, annotations, reach=2):
 
 
 @pytest.mark.parametrize(("score", "window"), KINDS)
-def test_scores_and_windows_are_their_equations(score, window):
+def test_scores_and_windows_equal_their_equations(score, window):
     module, query, annotations = attention(score, window)
     inputs = [query.requires_grad_(), annotations.requires_grad_(), *module.parameters()]
-    found = module(query, module.memory(annotations, valid()))
+    actual = module(query, module.memory(annotations, valid()))
     expected = literal_attention(module, score, window, query, annotations)
-    for ours, literal in zip(found, expected, strict=True):
+    for ours, literal in zip(actual, expected, strict=True):
         close(ours, literal)
         weight = torch.randn_like(ours)
         grads = [
@@ -93,7 +93,7 @@ def test_annotations_may_be_wider_than_the_query(score, window):
     )
 
 
-def test_a_monotonic_window_at_the_borders():
+def test_monotonic_window_at_the_borders():
     module, query, annotations = attention("dot", "local-m", reach=2)
     _, weights = module(query, module.memory(annotations, valid()))
     seen = [[s for s in range(L) if weights[0, t, s] > 0] for t in range(T)]
@@ -105,7 +105,7 @@ def test_a_monotonic_window_at_the_borders():
 
 
 @pytest.mark.parametrize(("logit", "centre"), [(-40.0, 0.0), (0.0, 3.5), (40.0, 7.0)])
-def test_a_predicted_window_at_the_borders(logit, centre):
+def test_predicted_window_at_the_borders(logit, centre):
     module, query, annotations = attention("dot", "local-p", reach=3)
     with torch.no_grad():
         module.window.hidden.weight.zero_()[0, 0] = 1e9
@@ -174,7 +174,7 @@ def literal_bahdanau(model, source, target):
     return torch.stack(logits), torch.stack(alignments)
 
 
-def test_bahdanau_is_its_equations():
+def test_bahdanau_equals_its_equations():
     model, (ids, mask, labels) = model_of("bahdanau", num_layers=1), rows()
     output = model(ids, mask, labels, output_alignments=True)
     parts = [literal_bahdanau(model, ids[b, :length], labels[b]) for b, length in enumerate(LENGTHS)]
@@ -191,7 +191,7 @@ def test_bahdanau_is_its_equations():
 
 
 @pytest.mark.parametrize("feed", [True, False])
-def test_luong_is_its_equations(feed):
+def test_luong_equals_its_equations(feed):
     """The encoder is torch's; the decoder's steps, attention and feeding are written out."""
     torch.manual_seed(0)
     spec = RecurrentSpec("gru", alignment=Alignment("general", "after", feed=feed))
@@ -211,7 +211,7 @@ def test_luong_is_its_equations(feed):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_padding_is_never_seen(variant):
+def test_padding_does_not_matter(variant):
     model, (ids, mask, labels) = model_of(variant), rows()
     output = model(ids, mask, labels, output_alignments=True)
     longer = torch.nn.functional.pad(ids, (0, 4)).masked_fill(~valid(size=L + 4), 9)
@@ -225,7 +225,7 @@ def test_padding_is_never_seen(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_generating_is_the_likeliest_token_after_those_before(variant):
+def test_generation_takes_the_likeliest_token(variant):
     model, (ids, mask, _) = model_of(variant), rows()
     written = model.generate(ids, mask, max_new_tokens=8)
     likeliest = model(ids, mask, written).logits.argmax(-1)
@@ -236,7 +236,7 @@ def test_generating_is_the_likeliest_token_after_those_before(variant):
     assert model.generate(ids, mask, max_new_tokens=8).tolist() == [[1]] * B
 
 
-def test_ignored_labels_count_for_nothing():
+def test_ignored_labels_do_not_change_the_loss():
     model, (ids, mask, labels) = model_of("bahdanau"), rows()
     loss = model(ids, mask, labels[:, :3]).loss
     padded = labels.clone()
@@ -247,14 +247,14 @@ def test_ignored_labels_count_for_nothing():
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_a_whole_model_is_data_and_no_mixer(name):
+def test_whole_models_are_refused_as_mixers(name):
     spec = zoo.get(name)
     assert from_json(to_json(spec)) == spec
     with pytest.raises(InputError, match=r"headrace\.models\.build"):
         HeadraceConfig(mixer=name, hidden_size=8)
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_specs_and_inputs_are_refused():
     model, (ids, mask, labels) = model_of("luong"), rows()
     for call in (
         lambda: zoo.get("bahdanau(alignment.score=dot)"),
@@ -269,7 +269,7 @@ def test_what_cannot_be_is_refused():
             call()
 
 
-def test_huggingface_trainer_trains_it(tmp_path):
+def test_hf_trainer_trains_an_encoder_decoder(tmp_path):
     from transformers import Trainer, TrainingArguments
 
     torch.manual_seed(0)

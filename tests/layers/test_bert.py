@@ -9,7 +9,7 @@ from headrace import models, zoo
 from headrace.studies.verify import relative
 from headrace.tasks import IGNORED, Masked
 from headrace.utils.errors import InputError
-from tiny import gradients_agree
+from tiny import gradients_agree, perturbed
 
 V, D, H, WIDTH, LAYERS = 29, 32, 4, 48, 2
 MODELS = ["bert", "bert(mixer=softmax-gla)", "bert(mixer=mamba, style.positions=none)"]
@@ -18,13 +18,6 @@ MODELS = ["bert", "bert(mixer=softmax-gla)", "bert(mixer=mamba, style.positions=
 def build(name, **changes):
     sizes = {"vocab_size": V, "hidden_size": D, "num_heads": H, "num_layers": LAYERS, "intermediate_size": WIDTH}
     return models.build(name, **sizes | changes)
-
-
-def randomised(model):
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn_like(p))
-    return model.eval()
 
 
 def batch():
@@ -63,24 +56,25 @@ def from_bert(theirs):
     return mine
 
 
-def test_bert_is_that_of_transformers():
+def test_bert_equals_transformers():
     """Both heads' logits, the loss, and every gradient of the loss."""
     config = BertConfig(
         vocab_size=V, hidden_size=D, num_hidden_layers=LAYERS, num_attention_heads=H, intermediate_size=WIDTH,
         max_position_embeddings=16, layer_norm_eps=1e-6,
     )  # fmt: skip
-    ours, theirs = build("bert", max_positions=16).eval().double(), randomised(BertForPreTraining(config)).double()
+    ours = build("bert", max_positions=16).eval().double()
+    theirs = perturbed(BertForPreTraining(config), 0.2).eval().double()
     ours.load_state_dict(from_bert({name: p.detach() for name, p in theirs.named_parameters()}))
     rows = batch()
-    found, expected = ours(**rows), theirs(**rows)
+    actual, expected = ours(**rows), theirs(**rows)
     kept = rows["attention_mask"] == 1
     for a, b in (
-        (found.logits[kept], expected.prediction_logits[kept]),
-        (found.next_logits, expected.seq_relationship_logits),
-        (found.loss, expected.loss),
+        (actual.logits[kept], expected.prediction_logits[kept]),
+        (actual.next_logits, expected.seq_relationship_logits),
+        (actual.loss, expected.loss),
     ):
         assert relative(a, b) <= 1e-10
-    found.loss.backward()
+    actual.loss.backward()
     expected.loss.backward()
     theirs = from_bert({name: p.grad for name, p in theirs.named_parameters()})
     gradients_agree({name: p.grad for name, p in ours.named_parameters()}, theirs, 1e-10)
@@ -89,14 +83,14 @@ def test_bert_is_that_of_transformers():
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_padding_does_not_matter(name):
-    model, rows = randomised(build(name)).double(), batch()
+    model, rows = perturbed(build(name), 0.2).eval().double(), batch()
     together = model(**rows)
     alone = model(rows["input_ids"][1:, :5], token_type_ids=rows["token_type_ids"][1:, :5])
     torch.testing.assert_close(together.logits[1:, :5], alone.logits, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(together.next_logits[1:], alone.next_logits, rtol=1e-9, atol=1e-9)
 
 
-def test_the_first_token_is_no_padding():
+def test_padding_at_the_start_is_refused():
     rows = batch()
     with pytest.raises(InputError, match="expected padding at the end"):
         build("bert")(rows["input_ids"], 1 - rows["attention_mask"])
@@ -115,11 +109,11 @@ def book(tmp_path):
 def drawn(task, rows):
     """The rows as they stood before masking, and what was done to them."""
     batch = task.sample(torch.Generator().manual_seed(3), rows)
-    asked = batch["shift_labels"] != IGNORED
-    return batch, asked, torch.where(asked, batch["shift_labels"], batch["input_ids"])
+    masked = batch["shift_labels"] != IGNORED
+    return batch, masked, torch.where(masked, batch["shift_labels"], batch["input_ids"])
 
 
-def test_rows_are_two_pieces_of_text_of_which_half_belong_together(book):
+def test_half_of_the_sentence_pairs_are_consecutive(book):
     task = Masked((str(book),), length=40)
     batch, _, whole = drawn(task, 400)
     text = book.read_bytes()
@@ -133,17 +127,17 @@ def test_rows_are_two_pieces_of_text_of_which_half_belong_together(book):
         assert first in text and second in text and (first + second in text) == (not other)
 
 
-def test_masking_is_that_of_the_paper(book):
+def test_masking_follows_the_paper(book):
     task = Masked((str(book),), length=103)
-    batch, asked, whole = drawn(task, 500)
-    assert (asked.sum(1) == 15).all() and (whole[asked] < 256).all()
-    given, stood = batch["input_ids"][asked], whole[asked]
+    batch, masked, whole = drawn(task, 500)
+    assert (masked.sum(1) == 15).all() and (whole[masked] < 256).all()
+    given, stood = batch["input_ids"][masked], whole[masked]
     assert abs((given == 258).float().mean() - 0.8) < 0.02
     assert abs((given == stood).float().mean() - 0.1) < 0.02
-    assert torch.equal(batch["input_ids"][~asked], whole[~asked]) and (whole != 258).all()
+    assert torch.equal(batch["input_ids"][~masked], whole[~masked]) and (whole != 258).all()
 
 
-def test_held_out_rows_are_from_the_end(book):
+def test_held_out_rows_are_from_the_end_of_the_text(book):
     task = Masked((str(book),), length=40)
     rows, text = task.held_out(50), book.read_bytes()
     assert torch.equal(rows["input_ids"], task.held_out(50)["input_ids"])
@@ -152,7 +146,7 @@ def test_held_out_rows_are_from_the_end(book):
         assert bytes(row[1 : row.index(257)]) in text[-len(text) // 10 - 1 :]
 
 
-def test_a_whole_model_is_built_by_its_name_or_its_spec():
+def test_models_are_built_by_name_or_spec():
     by_name, by_spec = build("bert(mixer=gla)"), build(zoo.get("bert(mixer=gla)"))
     assert isinstance(by_name, models.BertModel) and str(by_name) == str(by_spec)
     for name, sentence in (
@@ -164,13 +158,13 @@ def test_a_whole_model_is_built_by_its_name_or_its_spec():
             build(name)
 
 
-def test_a_row_too_short_is_refused():
+def test_too_short_row_is_refused():
     with pytest.raises(InputError, match="length=7; expected at least 8"):
         Masked(length=7)
 
 
 @pytest.mark.parametrize("name", MODELS[:2])
-def test_it_learns_to_fill_gaps(name, book):
+def test_bert_learns_to_fill_gaps(name, book):
     torch.manual_seed(0)
     task = Masked((str(book),), length=24)
     model = build(name, vocab_size=task.vocab_size).train()

@@ -42,7 +42,7 @@ def read(q, S):
 
 
 @pytest.mark.parametrize("name", ["retnet", "gla"])
-def test_equations_10_to_13(name):
+def test_competition_equals_equations_10_to_13(name):
     mixer, x = paper_mixer(name), torch.randn(1, T, D, dtype=torch.float64)
     reads, writes, q, k, v = gates_and_heads(mixer, x)
     decay = mixer.decay(x @ mixer.part("decay").T).exp()
@@ -56,7 +56,7 @@ def test_equations_10_to_13(name):
 
 
 @pytest.mark.parametrize("forgets", [True, False])
-def test_equations_14_to_16_with_and_without_decay(forgets):
+def test_competition_equals_equations_14_to_16(forgets):
     """φ is the L2 norm here. The paper leaves α out of equations 14 and 15; Gated DeltaNet has it."""
     name = "gated-deltanet" if forgets else "deltanet"
     mixer, x = paper_mixer(name), torch.randn(1, T, D, dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_theorem_4_3_information_flows_where_winners_agree():
     torch.testing.assert_close(flow, agree.double(), rtol=0, atol=1e-9)
 
 
-def test_one_head_is_the_identity():
+def test_competition_of_one_head_is_the_identity():
     gate = competition(heads=1)
     assert torch.equal(gate(torch.randn(2, 7, 1, 4).double(), torch.zeros(2, 7, 12)), torch.zeros(2, 7, 1).double())
 
@@ -113,14 +113,14 @@ def test_one_head_is_the_identity():
 )
 @pytest.mark.parametrize("source", ["head", "diag", "query", "hidden"])
 @pytest.mark.parametrize("heads", [5, 429])  # PyTorch's logarithm of 429 is not the nearest float32 to it
-def test_a_zero_score_is_a_gate_of_exactly_one(activation, source, heads):
+def test_zero_scores_give_gates_of_exactly_one(activation, source, heads):
     gate = HeadCompetition(Competition(**activation, source=source), 12, heads, heads, 4)
     log_gate = gate(torch.randn(2, 7, heads, 4), torch.randn(2, 7, 12))
     assert torch.equal(log_gate, torch.zeros(2, 7, heads))
 
 
 @pytest.mark.parametrize("largest", ["heads", 3.0])
-def test_a_wide_sigmoid_has_the_range_and_the_slope_of_a_softmax(largest):
+def test_wide_sigmoid_has_the_range_and_slope_of_a_softmax(largest):
     """R σ(s − log(R − 1)): 1 at s = 0, between 0 and R, with slope 1 − 1/R at 0, as H softmax(s) has for R = H."""
     heads, R = 5, 5.0 if largest == "heads" else largest
     gate = competition(heads=heads, activation="sigmoid", range=largest, source="hidden")
@@ -141,7 +141,7 @@ def test_a_wide_sigmoid_has_the_range_and_the_slope_of_a_softmax(largest):
         torch.testing.assert_close(slope, its)
 
 
-def test_a_range_is_of_sigmoid_gates():
+def test_range_needs_sigmoid_gates():
     with pytest.raises(InputError, match=r"competition.range=heads is of sigmoid gates; expected .*, got 'softmax'"):
         Competition(range="heads")
     for value in (1, 1.0, "wide"):
@@ -150,7 +150,7 @@ def test_a_range_is_of_sigmoid_gates():
 
 
 @pytest.mark.parametrize("source", ["head", "hidden"])
-def test_shuffled_gates_have_the_values_of_the_softmax_and_another_head_at_each_position(source):
+def test_shuffled_gates_permute_heads(source):
     own, shuffled = competition(source=source), competition(source=source, shuffle=True)
     shuffled.weight.data.copy_(own.weight)
     q, x, positions = torch.randn(2, 7, 5, 4).double(), torch.randn(2, 7, 12).double(), torch.arange(7)[None]
@@ -160,7 +160,7 @@ def test_shuffled_gates_have_the_values_of_the_softmax_and_another_head_at_each_
         assert torch.equal(moved[:, t], gates[:, t].roll(-t, -1))
 
 
-def test_a_null_slot_can_close_every_head():
+def test_null_slot_can_close_every_head():
     gate = competition(activation="null", source="hidden")
     gate.weight.data.fill_(-100.0)
     closed = gate(torch.zeros(1, 1, 5, 4).double(), torch.ones(1, 1, 12).double())
@@ -173,14 +173,14 @@ def test_a_null_slot_can_close_every_head():
 @pytest.mark.parametrize(
     ("source", "weights"), [("head", 2 * D), ("diag", 2 * D), ("query", 2 * H * D), ("hidden", 2 * H * D)]
 )
-def test_parameters_added(source, weights):
+def test_competition_adds_the_published_parameters(source, weights):
     """Equation 4's W is d × H with d the head dimension: 2 D weights a layer, 0.05M at 24 layers of width 1024."""
     build = lambda name: layers.build(zoo.get(name), hidden_size=D, num_heads=H)  # noqa: E731
     count = lambda mixer: sum(p.numel() for p in mixer.parameters())  # noqa: E731
     assert count(build(f"softmax-retnet(competition.source={source})")) - count(build("retnet")) == weights
 
 
-def test_a_losing_head_still_erases_unless_the_gate_is_in_beta():
+def test_gate_in_beta_stops_a_losing_head_from_erasing():
     """Equation 14 gates v alone. In β's logit the gate also keeps the memory of a head that loses."""
     for place, erased in (("value", True), ("beta", False)):
         name = f"softmax-gated-deltanet(competition.write={place}, decay.kind=none, inputs.conv=0)"
@@ -194,7 +194,7 @@ def test_a_losing_head_still_erases_unless_the_gate_is_in_beta():
         assert bool(change[1] > 0.05) is erased, place
 
 
-def test_sigmoid_gates_by_their_short_name():
+def test_sigmoid_gates_have_a_short_name():
     named = zoo.get("gla(competition=sigmoid)")
     assert named == zoo.get("softmax-gla(competition.activation=sigmoid, competition.range=heads)")
     assert zoo.plain(named) == zoo.get("gla")

@@ -39,7 +39,7 @@ def loss_and_gradients(model, call, ids):
     ("mixer", "backend"),
     [("softmax-gla", "aot_eager"), ("transformer", "aot_eager"), ("experts", "aot_eager"), ("softmax-gla", "inductor")],
 )
-def test_training(mixer, backend):
+def test_compiled_training_equals_uncompiled(mixer, backend):
     """With labels, where experts have a loss of their own. The C++ compiler takes most of the time, for each layer, and
     so does tracing every expert's products: both have one, all others two."""
     if backend == "inductor" and shutil.which("g++") is None:
@@ -72,7 +72,7 @@ def test_compiled_blocks_are_one_graph_for_all_layers_and_lengths(mixer):
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["softmax-gla", "transformer", "experts"])
 @torch.no_grad()
-def test_decoding(mixer):
+def test_compiled_decoding_equals_uncompiled(mixer):
     """Logits of a prompt and of tokens after it, with the cache."""
     model, ids = build(mixer, num_hidden_layers=1).eval(), torch.randint(1, SIZES["vocab_size"], (2, 12))
     call = compiled(model, "aot_eager")
@@ -86,7 +86,7 @@ def test_decoding(mixer):
 @pytest.mark.slow
 @pytest.mark.parametrize(("dynamic", "backend"), [(None, "aot_eager"), (True, "eager")])
 @torch.no_grad()
-def test_a_call_without_arguments_keeps_a_cache_as_the_model_does(dynamic, backend):
+def test_compiled_model_keeps_its_own_cache(dynamic, backend):
     """The cache that a model makes by itself, of states that are parts of larger tensors: a short convolution's."""
     model, ids = build("gated-deltanet", num_hidden_layers=1).eval(), torch.randint(1, SIZES["vocab_size"], (2, 11))
     call = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
@@ -99,7 +99,7 @@ def test_a_call_without_arguments_keeps_a_cache_as_the_model_does(dynamic, backe
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_generation_by_a_compiled_forward():
+def test_generation_with_a_compiled_forward():
     model, ids = build("gated-deltanet", num_hidden_layers=1).eval(), torch.randint(1, SIZES["vocab_size"], (2, 6))
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(torch.compile(model, backend="eager").generate(ids, max_new_tokens=4, do_sample=False), expected)
@@ -109,7 +109,7 @@ def test_generation_by_a_compiled_forward():
 
 @pytest.mark.parametrize("length", [1, 9])
 @torch.no_grad()
-def test_a_quantised_layer_is_one_graph(length):
+def test_quantised_layer_compiles_to_one_graph(length):
     layer, x = quantize(Mixer("gla", hidden_size=32, num_heads=2)), torch.randn(2, 9 + length, 32)
     state = layer(x[:, :9])[1]
     expected = layer(x[:, 9:], state)[0]

@@ -20,7 +20,7 @@ NATIVE = Path(__file__).parents[2] / "native"
 
 
 @pytest.mark.parametrize("kind", DECAYS)
-def test_a_decay_is_as_declared(kind):
+def test_decays_have_their_declared_shape(kind):
     B, T, H, K = 2, 5, 3, 4
     shapes = {DecayShape.FIXED: (H,), DecayShape.SCALAR: (B, T, H), DecayShape.VECTOR: (B, T, H, K)}
     declared, decay = DECAYS[kind], decays.DECAYS[kind](Decay(kind), H, K, 0.5)
@@ -33,7 +33,7 @@ def test_a_decay_is_as_declared(kind):
 
 
 @pytest.mark.parametrize(("kind", "numbers"), [("softplus", 400), ("softplus-vector", 1600)])
-def test_first_step_sizes_lie_between_the_bounds_of_the_spec(kind, numbers):
+def test_initial_step_sizes_are_within_the_bounds(kind, numbers):
     for low, high in ((1e-3, 1e-1), (1e-5, 1e-3)):
         decay = decays.DECAYS[kind](Decay(kind, dt_min=low, dt_max=high), 400, 4, 0.0)
         dt = torch.nn.functional.softplus(decay.dt_bias.double())
@@ -42,14 +42,14 @@ def test_first_step_sizes_lie_between_the_bounds_of_the_spec(kind, numbers):
         assert middle == pytest.approx(math.log(low * high) / 2, abs=5 * math.log(high / low) / (12 * numbers) ** 0.5)
 
 
-def test_step_sizes_are_of_softplus_decays():
+def test_step_sizes_need_a_softplus_decay():
     with pytest.raises(InputError, match=r"dt_min=1e-05 and dt_max=0.001 are step sizes, which decay.kind='sigmoid'"):
         Decay("sigmoid", dt_min=1e-5, dt_max=1e-3)
     with pytest.raises(InputError, match=r"dt_min=0.1 exceeds dt_max=0.01"):
         Decay("softplus", dt_min=0.1, dt_max=0.01)
 
 
-def test_the_shapes_have_the_numbers_of_the_header():
+def test_shape_numbers_equal_the_header():
     enum = re.search(r"enum hr_decay \{(.*?)\}", (NATIVE / "headrace.h").read_text("utf-8"))
     numbers = {name: int(number) for name, number in re.findall(r"HR_DECAY_(\w+) = (\d+)", enum[1])}
     assert numbers == {shape.name: shape.value for shape in DecayShape}
@@ -64,12 +64,12 @@ def test_every_declared_decay_has_a_class():
     assert decays.DECAYS.keys() == DECAYS.keys()
 
 
-def test_the_kinds_of_the_native_library_are_those_that_declare_it():
+def test_native_kinds_equal_the_declared_ones():
     skip_if_missing("native")
     assert native_layer.KINDS["decay"] == ["none", *(kind for kind, decay in DECAYS.items() if decay.native)]
 
 
-def test_the_native_library_gives_each_kind_its_declared_shape():
+def test_native_decays_have_their_declared_shape():
     """A fixed decay is one number per head in the step of a single token."""
     body = re.search(r"hr_decay shape\(.*?\n\}", (NATIVE / "kinds.h").read_text("utf-8"), re.DOTALL)[0]
     found, waiting = {}, []
@@ -94,7 +94,7 @@ def log_softplus(z):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vector", [False, True])
-def test_a_decay_is_right_where_its_rate_or_its_step_size_overflows(vector, dtype):
+def test_decay_is_exact_where_rate_or_step_size_overflows(vector, dtype):
     """log_decay = −exp(A + log softplus(z)), and its gradients, against Python's own numbers. Their relative error is
     that of an exponent of up to 250, rounded. Above 1e4, where nothing is left of a memory, they are large and finite.
     """
@@ -125,7 +125,7 @@ NAMES = {"A_log": 0, "log_rate": 0, "log_damping": 0, "decay.bias": 0, "dt_bias"
 
 
 @pytest.mark.parametrize(("name", "rate", "step"), EXTREMES)
-def test_a_layer_with_an_infinite_rate_is_that_layer_in_float64(name, rate, step):
+def test_layer_with_an_infinite_rate_equals_float64(name, rate, step):
     """Whole, token by token (natively, where there is a native call) and in its gradients."""
     layer = Mixer(name, hidden_size=32, num_heads=2)
     with torch.no_grad():

@@ -66,7 +66,7 @@ def token_by_token(made, x, first):
 
 @pytest.mark.parametrize("mixer", LINEAR)
 @torch.no_grad()
-def test_200_tokens(mixer):
+def test_decoding_200_tokens_equals_the_full_forward(mixer):
     made, x = layer(mixer), torch.randn(2, 200, 32)
     if made.fused.layers["native"].unknown:
         pytest.skip(made.fused.layers["native"].unknown)
@@ -80,7 +80,7 @@ def test_200_tokens(mixer):
 
 @pytest.mark.parametrize("mixer", ["gated-deltanet", "mamba2", "linear-attention", "gla(read.norm=group)"])
 @torch.no_grad()
-def test_every_competition(mixer):
+def test_decoding_with_every_competition(mixer):
     for activation, source, scale, read, write in COMPETITIONS:
         if write == "beta" and mixer != "gated-deltanet":
             continue
@@ -103,7 +103,7 @@ def test_every_competition(mixer):
     ],
 )  # fmt: skip
 @torch.no_grad()
-def test_every_part(change):
+def test_decoding_with_every_part(change):
     """On an additive mixer with a vector decay; widths that are no multiple of a vector among them."""
     mixer = f"softmax-gla({change})"
     made, x = layer(mixer, width=64), torch.randn(3, 12, 64)
@@ -113,7 +113,7 @@ def test_every_part(change):
 
 @pytest.mark.parametrize("mixer", ["softmax-gated-deltanet", "kda", "rwkv6", "softmax-mamba2", "retnet"])
 @torch.no_grad()
-def test_bfloat16_is_no_worse_than_in_steps(mixer):
+def test_bfloat16_decoding_is_as_accurate_as_separate_steps(mixer):
     made, x = layer(mixer, torch.bfloat16, width=64), torch.randn(2, 60, 64).bfloat16()
     expected, separate = in_float64(made, mixer, x, width=64)[0], made(x)[0]
     found = token_by_token(made, x, 5)[0]
@@ -123,7 +123,7 @@ def test_bfloat16_is_no_worse_than_in_steps(mixer):
 
 
 @torch.no_grad()
-def test_positions_far_away():
+def test_decoding_at_far_positions():
     made, x = layer("retnet"), torch.randn(2, 4, 32)
     state = made(x[:, :1])[1]._replace(tokens=torch.tensor([100_000, 3]))
     exact = layer("retnet", torch.float64)
@@ -137,7 +137,7 @@ def test_positions_far_away():
 
 
 @pytest.mark.parametrize("mixer", ["retnet", "softmax-gated-deltanet", "softmax-kda"])
-def test_any_number_of_threads(mixer):
+def test_thread_count_does_not_change_results(mixer):
     """Of the native call alone: the projections around it are PyTorch's, whose sums may depend on the threads."""
     given, results = arguments(mixer, rows=8, width=1024, heads=2), []  # 2 · 8 · 2 · 512² products: work for 8 threads
     for threads in (1, 3, 16):
@@ -154,7 +154,7 @@ def test_any_number_of_threads(mixer):
 
 
 @torch.no_grad()
-def test_a_state_is_written_into_on_permission_alone():
+def test_state_is_written_in_place_only_on_request():
     made, x = layer("softmax-gated-deltanet(inputs.rotary=true)"), torch.randn(2, 9, 32)
     state = made(x[:, :8])[1]
     before = [y if y is None else y.clone() for y in state]
@@ -167,13 +167,13 @@ def test_a_state_is_written_into_on_permission_alone():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_state_keeps_nothing_else_alive(rows):
+def test_state_keeps_no_other_memory_alive(rows):
     state = layer("gated-deltanet")(torch.randn(rows, 500, 32))[1]
     assert all(y is None or (y.is_contiguous() and y.untyped_storage().nbytes() == y.nbytes) for y in state)
 
 
 @torch.no_grad()
-def test_what_it_refuses_goes_through_separate_steps(monkeypatch):
+def test_unsupported_layers_use_separate_steps(monkeypatch):
     made, x = layer("softmax-gla"), torch.randn(2, 9, 32)
     assert "one token" in refusal(made, x)
     x = x[:, :1]
@@ -244,7 +244,7 @@ CHANGES = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_mixer_that_was_changed_decodes_as_it_computes(change):
+def test_changed_mixer_decodes_with_its_changes(change):
     name, apply = CHANGES[change]
     made, x = layer(name), torch.randn(2, 9, 32)
     apply(made)
@@ -259,7 +259,7 @@ def test_a_mixer_that_was_changed_decodes_as_it_computes(change):
     assert relative(torch.cat(out, 1).double(), whole.double()) < 1e-4
 
 
-def test_no_field_of_a_spec_is_overlooked():
+def test_every_spec_field_is_handled():
     """A new one must be told to the native call, or be refused by it, before it is named here."""
     known = {
         MixerSpec: "heads inputs decay write read competition", Heads: "expand_k expand_v qk_groups count key_dim",
@@ -271,7 +271,7 @@ def test_no_field_of_a_spec_is_overlooked():
     assert all([f.name for f in fields(record)] == names.split() for record, names in known.items())
 
 
-def test_kinds_go_by_name():
+def test_kinds_are_passed_by_name():
     names = {kind: values[-1] for kind, values in native_layer.KINDS.items()}
     assert native_layer.numbered(names) == ([len(values) - 1 for values in native_layer.KINDS.values()], None)
     assert native_layer.numbered(names | {"gate": "gelu"}) == ([], "it does not support gate='gelu'")
@@ -296,14 +296,14 @@ def arguments(mixer, rows=2, width=32, heads=4):
 
 
 @pytest.mark.parametrize("mixer", ["retnet", "softmax-gated-deltanet"])
-def test_opcheck(mixer):
+def test_operator_passes_opcheck(mixer):
     checked = torch.library.opcheck(torch.ops.headrace.layer_step.default, arguments(mixer))
     assert set(checked.values()) == {"SUCCESS"}
 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_compiles_as_one_graph():
+def test_decoding_compiles_to_one_graph():
     made, x = layer("softmax-gated-deltanet"), torch.randn(2, 3, 32)
     mine, compiled = (made(x[:, :2])[1] for _ in range(2))
     step = torch.compile(lambda *given: made(*given, in_place=True)[0], fullgraph=True, backend="aot_eager")
@@ -313,7 +313,7 @@ def test_compiles_as_one_graph():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
-def test_every_instruction_set(isa):
+def test_every_instruction_set_gives_the_same_results(isa):
     script = """
 import torch
 from test_decode import MAX_ERROR_RATIO, in_float64, layer, relative, token_by_token

@@ -49,9 +49,9 @@ def agree(ours, theirs, names, tolerance):
     (logits * weight).sum().backward()
     expected = names({name: p.grad for name, p in values.items()})
     ours.load_state_dict(names({name: p.detach() for name, p in values.items()}), strict=True)
-    found = ours(ids).logits
-    (found * weight).sum().backward()
-    assert relative(found, logits) <= tolerance
+    actual = ours(ids).logits
+    (actual * weight).sum().backward()
+    assert relative(actual, logits) <= tolerance
     gradients_agree({name: p.grad for name, p in ours.named_parameters()}, expected, tolerance)
 
 
@@ -80,14 +80,14 @@ def from_gpt(theirs, words, places):
     return mine
 
 
-def test_gpt_is_transformers_gpt2():
+def test_gpt_equals_gpt2_of_transformers():
     sizes = {"n_positions": 12, "n_embd": D, "n_layer": LAYERS, "n_head": H}
     theirs = randomised(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)))
     gpt = ours("gpt", max_position_embeddings=12, norm_eps=1e-5)
     agree(gpt, theirs, lambda p: from_gpt(p, "transformer.wte.weight", "transformer.wpe.weight"), EXACT)
 
 
-def test_with_post_norm_it_is_the_first_gpt():
+def test_post_norm_gpt_equals_the_first_gpt():
     sizes = {"n_positions": 12, "n_embd": D, "n_layer": LAYERS, "n_head": H}
     theirs = randomised(OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCABULARY, **sizes)))
     gpt = ours("gpt(style.order=post)", max_position_embeddings=12, norm_eps=1e-5)
@@ -133,7 +133,7 @@ def from_jamba(theirs):
     return mine
 
 
-def test_jamba_is_transformers():
+def test_jamba_equals_transformers():
     config = JambaConfig(
         vocab_size=VOCABULARY, hidden_size=D, intermediate_size=24, num_hidden_layers=8, num_attention_heads=H,
         num_key_value_heads=2, num_experts=4, pad_token_id=None, experts_implementation="eager",
@@ -157,7 +157,7 @@ def from_zamba(theirs):
     return mine
 
 
-def test_zamba_is_transformers():
+def test_zamba_equals_transformers():
     kinds = ["hybrid" if i % 6 == 2 else "mamba" for i in range(12)]
     config = ZambaConfig(
         vocab_size=VOCABULARY, hidden_size=D, intermediate_size=24, num_hidden_layers=12, num_attention_heads=H,
@@ -171,7 +171,7 @@ def test_zamba_is_transformers():
 
 
 @torch.no_grad()
-def test_learned_positions_end():
+def test_positions_beyond_the_table_are_refused():
     gpt = build("gpt", max_position_embeddings=8)
     cache = HeadraceCache()
     gpt(tokens(2, 6), past_key_values=cache)
@@ -185,7 +185,7 @@ def test_learned_positions_end():
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
 @torch.no_grad()
-def test_positions_matter_to_a_mixer_that_has_none(positions):
+def test_learned_positions_change_the_output(positions):
     one = {"num_hidden_layers": 1}
     model, ids = build(BIASED, style={"positions": positions}, **one), tokens(1)
     swapped = ids[:, [1, 0, *range(2, T)]]
@@ -199,7 +199,7 @@ def test_positions_matter_to_a_mixer_that_has_none(positions):
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "gelu", "gelu-tanh", "relu"])
-def test_mlps_are_their_equations(kind):
+def test_mlps_equal_their_equations(kind):
     sizes = Sizes(8, 2, 24, style=BlockStyle(mlp=kind, bias=True))
     mlp, x = MLP(sizes).double(), torch.randn(5, 8, dtype=torch.float64)
     cube = 0.044715
@@ -216,7 +216,7 @@ def test_mlps_are_their_equations(kind):
     close(mlp(x), hidden @ mlp.down_proj.weight.T + mlp.down_proj.bias)
 
 
-def test_a_style_is_kept_and_checked(tmp_path):
+def test_block_style_is_saved_and_checked(tmp_path):
     config = HeadraceConfig(mixer=BIASED, style=BlockStyle(order="post", mlp="relu"), **SIZES)
     config.save_pretrained(tmp_path)
     again = HeadraceConfig.from_pretrained(tmp_path)

@@ -44,7 +44,7 @@ def torch_weights(theirs):
 
 
 @pytest.mark.parametrize("form", ["sdpa", "tiles"])
-def test_both_ways_and_across_are_torch_s_attention(form):
+def test_bidirectional_and_cross_attention_equal_torch(form):
     theirs = nn.MultiheadAttention(D, H, bias=False, batch_first=True)
     ours = build(AttentionSpec(rotary=False, form=form), torch.float32, causal=False)
     ours.load_state_dict(torch_weights(theirs))
@@ -58,7 +58,7 @@ def test_both_ways_and_across_are_torch_s_attention(form):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_t5_s_layer(causal):
+def test_layer_equals_t5(causal):
     config = T5Config(d_model=D, d_kv=d, num_heads=H, is_decoder=causal)
     theirs = T5Attention(config, has_relative_attention_bias=True, layer_idx=0).eval()
     ours = build(T5, torch.float32, causal=causal)
@@ -79,7 +79,7 @@ ENCODERS = {
 
 @pytest.mark.parametrize("name", ENCODERS)
 @torch.no_grad()
-def test_padding_and_packs_do_not_matter(name):
+def test_padding_and_packing_do_not_matter(name):
     encoder, (x, mask) = build(ENCODERS[name], causal=False), rows()
     alone = torch.cat([encoder(row[kept][None])[0][0] for row, kept in zip(x, mask, strict=True)])
     assert relative(encoder(x, mask=mask)[0][mask], alone) <= 1e-10
@@ -88,7 +88,7 @@ def test_padding_and_packs_do_not_matter(name):
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_all_tokens_see_all(name):
+def test_every_token_depends_on_every_token(name):
     x = torch.randn(1, 6, D, dtype=torch.float64, requires_grad=True)
     y, _ = build(ENCODERS[name], causal=False)(x)
     for t in range(6):
@@ -97,7 +97,7 @@ def test_all_tokens_see_all(name):
 
 
 @pytest.mark.parametrize("mixer", ["softmax-gla", "softmax-deltanet", "mamba"])
-def test_both_ways_is_two_runs(mixer):
+def test_bidirectional_layer_is_two_causal_runs(mixer):
     encoder, x = build(mixer, causal=False), torch.randn(2, 70, D, dtype=torch.float64)
 
     def by_hand(x):
@@ -107,7 +107,7 @@ def test_both_ways_is_two_runs(mixer):
     agree(lambda x: encoder(x)[0], by_hand, x, 1e-12, [*encoder.parameters()])
 
 
-def test_a_block_that_reads_another_sequence_wants_one():
+def test_cross_attention_needs_a_second_sequence():
     block = Block(PLAIN, Sizes(D, H, 16, cross=PLAIN))
     with pytest.raises(InputError, match="memory=None"):
         block(torch.randn(1, 3, D))
@@ -121,6 +121,6 @@ def test_an_encoder_has_no_state(mixer):
         build(mixer, causal=False)(x, state)
 
 
-def test_a_pattern_of_earlier_tokens_is_no_encoder():
+def test_causal_pattern_is_refused_as_an_encoder():
     with pytest.raises(InputError, match="expected pattern=None in an encoder"):
         build("sliding-window", causal=False)

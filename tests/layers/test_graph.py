@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headrace import Mixer, set_backend
+from headrace import Mixer
 from headrace.hf import decoding
 from headrace.hf.generate import generate
 from headrace.layers import graph
@@ -29,10 +29,10 @@ class Recording(TorchDispatchMode):
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, torch.Tensor) and not any(x is y for y in self.made):
                 self.given.setdefault(id(x), (x, x.clone()))
-        found = function(*args, **kwargs)
-        self.made += tree_leaves(found)
-        self.calls.append((function, args, kwargs, tree_leaves(found)))
-        return found
+        result = function(*args, **kwargs)
+        self.made += tree_leaves(result)
+        self.calls.append((function, args, kwargs, tree_leaves(result)))
+        return result
 
     def restore(self):
         """Undoes what the recorded calls wrote, since a capture executes nothing."""
@@ -49,46 +49,36 @@ class Recording(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch):
     """Stands in for `captured`. Returns the recordings."""
-    found = []
+    recordings = []
 
     def captured(warm_up, run, device):
         warm_up()
         with Recording() as recording:
             result = run()
         recording.restore()
-        found.append(recording)
+        recordings.append(recording)
         return result, recording.replay
 
     monkeypatch.setattr(graph, "captured", captured)
-    return found
+    return recordings
 
 
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_the_tokens_are_those_without_a_graph(name, sampled, recorded, monkeypatch):
+def test_graph_generates_the_same_tokens(name, sampled, recorded, monkeypatch):
     monkeypatch.setattr(decoding, "check_graph", lambda *_: None)
     monkeypatch.setattr("headrace.hf.model.check_graph", lambda *_: None)
-    model, ids, found = build(name), tokens(2), []
+    model, ids, results = build(name), tokens(2), []
     for kind in (None, "static"):
         torch.manual_seed(1)
         options = {"max_new_tokens": 12, "do_sample": sampled, "pad_token_id": 0, "cache_implementation": kind}
-        found.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options))
-    assert torch.equal(*found) and found[0].shape == (2, ids.shape[1] + 12)
+        results.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options))
+    assert torch.equal(*results) and results[0].shape == (2, ids.shape[1] + 12)
     assert len(recorded) == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_on_a_gpu(backend, monkeypatch):
-    monkeypatch.undo()
-    model, ids = build("softmax-gla").to("cuda", torch.float32), tokens(2).cuda()
-    set_backend(model, backend)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, cache_implementation="static"))
-
-
 @torch.no_grad()
-def test_a_step_advances_the_states_in_their_memory():
+def test_graphed_step_updates_states_in_place():
     mixer = Mixer("softmax-gated-deltanet", hidden_size=16, num_heads=2).double()
     x = torch.randn(2, 9, 16).double()
     exact, final = mixer(x)
@@ -105,13 +95,13 @@ def test_a_step_advances_the_states_in_their_memory():
         assert y is z is None or torch.allclose(y, z.to(y.dtype), rtol=1e-10, atol=1e-12)
 
 
-def _alone(found):
-    y, state = found
+def _alone(result):
+    y, state = result
     return y, [state]
 
 
 @torch.no_grad()
-def test_a_state_that_grows_is_refused():
+def test_growing_state_is_refused():
     mixer, x = Mixer("transformer", hidden_size=16, num_heads=2), torch.randn(1, 3, 16)
     _, state = mixer(x)
     with pytest.raises(InputError, match=r"a state of shape \[1, 3, .*\] has shape \[1, 4, .* expected the same"):
@@ -133,13 +123,13 @@ class Elsewhere:
      ("softmax-rnn-norm", True, "without attention"),
      ("experts", True, "without attention, experts"), ("gpt", True, "learned positions")],
 )  # fmt: skip
-def test_what_has_no_graph(name, is_plain, message):
+def test_models_without_a_graph_are_refused(name, is_plain, message):
     decoding.check_graph(Elsewhere("gla"), True)
     with pytest.raises(InputError, match=message):
         decoding.check_graph(Elsewhere(name), is_plain)
 
 
-def test_on_a_cpu_and_with_beams_it_is_refused(tmp_path):
+def test_graph_is_refused_on_a_cpu_and_with_beams(tmp_path):
     model, ids = build("gla"), tokens(1)
     with pytest.raises(InputError, match="and the model is on cpu; expected cuda"):
         model.generate(ids, cache_implementation="static", max_new_tokens=2)

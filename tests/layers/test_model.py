@@ -15,7 +15,9 @@ from headrace.layers.blocks.stack import Backbone
 from headrace.layers.blocks.widths import count_parameters, default_intermediate_size, match_intermediate_size
 from headrace.layers.packing import padding_mask
 from headrace.spec import AttentionSpec, Pattern
+from headrace.studies.verify import by_steps, relative
 from headrace.utils.errors import InputError
+from tiny import layer
 
 D, H = 24, 6
 
@@ -46,7 +48,7 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_attention_is_its_equation():
+def test_attention_equals_its_equation():
     """One head, no rotation: softmax over the past of q·k/√d, as a loop."""
     attention = SoftmaxAttention(AttentionSpec(rotary=False), hidden_size=D, num_heads=1).double()
     x = inputs(1, 5)
@@ -64,7 +66,7 @@ def test_attention_continues_from_its_state(attention, cuts):
     close(torch.cat(parts, 1), attention(x)[0])
 
 
-def test_attention_ignores_padding_anywhere(attention):
+def test_attention_ignores_padding(attention):
     """Two turns, each padded in another place; every row agrees with its own tokens alone."""
     x, more = inputs(3, 6), inputs(3, 4)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 0, 1]]).bool()
@@ -80,14 +82,14 @@ def test_attention_ignores_padding_anywhere(attention):
         close(ours, attention(tokens[None])[0][0])
 
 
-def test_padding_is_seen_by_itself_alone():
+def test_padding_only_sees_itself():
     """And does see itself: a query that sees nothing would be NaN in some kernels, and in their gradients."""
     q, k, v = torch.randn(3, 1, 4, 2, 8, dtype=torch.float64).unbind()
     out = attend(q, k, v, torch.tensor([[False, True, False, True]]))
     close(out[:, 0], v[:, 0])
 
 
-def test_attention_keeps_the_sequences_of_a_pack_apart(attention):
+def test_attention_separates_packed_sequences(attention):
     """Over two packs, with empty sequences, against each sequence alone; then one token for each from the state."""
     lengths, more = [3, 0, 1, 5], [0, 2, 4, 1]
     x, late, last = inputs(1, 9), inputs(1, 7), inputs(4, 1)
@@ -101,7 +103,7 @@ def test_attention_keeps_the_sequences_of_a_pack_apart(attention):
 
 
 @pytest.mark.parametrize("name", ["full", "grouped", "no rotary", "null"])
-def test_attention_takes_the_fast_kernel_without_padding(name, monkeypatch):
+def test_attention_without_padding_uses_the_fast_kernel(name, monkeypatch):
     attention, seen = SoftmaxAttention(SPECS[name], hidden_size=D, num_heads=H).double(), []
     original = F.scaled_dot_product_attention
 
@@ -116,7 +118,7 @@ def test_attention_takes_the_fast_kernel_without_padding(name, monkeypatch):
     assert seen == [(None, True), (None, False), (None, True), (None, True)]
 
 
-def test_a_stack_of_different_mixers_continues_from_its_states():
+def test_hybrid_stack_continues_from_its_states():
     specs = [zoo.get(name) for name in ("softmax-gla", "transformer", "retnet")]
     stack = Backbone(specs, Sizes(hidden_size=24, num_heads=2, intermediate_size=16)).double()
     x, states, parts = inputs(2, 6), None, []
@@ -130,17 +132,17 @@ def test_a_stack_of_different_mixers_continues_from_its_states():
     assert seen[0] is x
 
 
-def test_the_norms_of_a_half_precision_stack_are_computed_in_float32():
+def test_half_precision_norms_are_computed_in_float32():
     norm = Backbone([], Sizes(hidden_size=512, num_heads=1, intermediate_size=None)).bfloat16().norm
     x = torch.randn(8, 512).bfloat16()
     assert torch.equal(norm(x), F.rms_norm(x.float(), (512,), eps=1e-6).bfloat16())
 
 
-def test_the_default_width_makes_three_matrices_weigh_as_much_as_two_of_four_times_the_width():
+def test_default_mlp_width_has_eight_hidden_sizes_squared_of_weights():
     assert [default_intermediate_size(n) for n in (1024, 2048, 768, 256, 128, 64)] == [2816, 5632, 2048, 768, 352, 176]
 
 
-def test_a_width_that_matches_parameters():
+def test_mlp_width_can_match_a_parameter_count():
     def build(width, name="gla"):
         return Backbone([zoo.get(name)] * 2, Sizes(hidden_size=64, num_heads=4, intermediate_size=width))
 
@@ -159,7 +161,7 @@ def test_counting_allocates_nothing():
     assert count_parameters(lambda: Backbone([AttentionSpec()], sizes)) == 4 * 2**32 + 2 * 2**16
 
 
-def test_masks_that_do_not_fit():
+def test_invalid_masks_are_refused():
     x, ends = inputs(2, 3), torch.tensor([0, 1, 3])
     assert padding_mask(torch.ones(2, 5), x, None, 2) is None
     assert padding_mask(torch.tensor([[1, 1, 0, 1]] * 2), x, None, 1).tolist() == [[True, False, True]] * 2
@@ -177,18 +179,25 @@ def test_masks_that_do_not_fit():
 @pytest.mark.parametrize(
     "mixer", ["softmax-gla", "gla(heads.count=2)", "transformer", "mamba", zoo.get("kda")], ids=str
 )
-def test_a_layer_by_itself(mixer):
-    layer, x = headrace.Mixer(mixer, hidden_size=32, num_heads=4).double(), torch.randn(2, 9, 32).double()
-    whole, _ = layer(x)
-    first, state = layer(x[:, :5])
-    rest, _ = layer(x[:, 5:], state)
+def test_layer_runs_by_itself(mixer):
+    made, x = headrace.Mixer(mixer, hidden_size=32, num_heads=4).double(), torch.randn(2, 9, 32).double()
+    whole, _ = made(x)
+    first, state = made(x[:, :5])
+    rest, _ = made(x[:, 5:], state)
     torch.testing.assert_close(torch.cat([first, rest], 1), whole, rtol=1e-9, atol=1e-9)
     assert "Mixer" in dir(headrace) and {*headrace.__all__} <= {*dir(headrace)}
 
 
+@pytest.mark.parametrize("name", [*zoo.ATTENTION, *zoo.SCANS, *zoo.MATRICES])
+@torch.no_grad()
+def test_decoding_200_tokens_equals_the_full_forward(name):
+    mixer, x = layer(name), torch.randn(2, 200, 32)
+    assert relative(by_steps(mixer, x), mixer(x)[0]) <= 1e-5
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @torch.no_grad()
-def test_padding_reaches_nothing_and_gives_zeros(causal):
+def test_padding_reaches_nothing_and_outputs_zeros(causal):
     mask, x = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 0]]).bool(), torch.randn(2, 5, 32)
     spoilt = x.masked_fill(~mask[..., None], torch.nan)
     for name in zoo.names():
@@ -217,23 +226,23 @@ REFUSED = [
     "mixer", ["softmax-gla", "transformer", "sliding-window", "mamba", "rwkv7", "softmax-rnn-norm"]
 )
 @pytest.mark.parametrize(("given", "sentence"), REFUSED)
-def test_a_layer_refuses_what_does_not_fit(mixer, given, sentence):
+def test_layer_refuses_wrong_shapes(mixer, given, sentence):
     layer = headrace.Mixer(mixer, hidden_size=32, num_heads=4)
     with pytest.raises(InputError, match=sentence):
         layer(**{"x": torch.zeros(2, 9, 32)} | given)
 
 
 @pytest.mark.parametrize(("dtype", "ends"), [(torch.uint8, [0, 120, 120, 200]), (torch.int8, [0, 100, 127])])
-def test_a_layer_takes_bounds_of_any_integer_dtype(dtype, ends):
+def test_layer_takes_bounds_of_any_integer_dtype(dtype, ends):
     """Lengths and positions are sums and differences of bounds, which would overflow in 8 bits."""
     for name in zoo.names():
         layer, x = headrace.Mixer(name, hidden_size=16, num_heads=2), torch.randn(1, ends[-1], 16)
         with torch.no_grad():
-            found, expected = (layer(x, cu_seqlens=torch.tensor(ends, dtype=kind))[0] for kind in (dtype, torch.long))
-        assert torch.equal(found, expected), name
+            actual, expected = (layer(x, cu_seqlens=torch.tensor(ends, dtype=kind))[0] for kind in (dtype, torch.long))
+        assert torch.equal(actual, expected), name
 
 
-def test_a_layer_refuses_bounds_that_are_not_those_of_its_tokens():
+def test_layer_refuses_bounds_of_other_tokens():
     shape = r"cu_seqlens has shape \[.*\] and dtype .*; expected shape \[N \+ 1\] with N ≥ 1 and an integer dtype"
     values = r"cu_seqlens=\[.*\]; expected 0 = c_0 ≤ … ≤ c_N = T = 9"
     refused = {
@@ -261,13 +270,13 @@ def test_a_layer_refuses_bounds_that_are_not_those_of_its_tokens():
         ({"causal": "no"}, "causal='no'; expected True or False"),
     ],
 )
-def test_settings_that_no_layer_can_have(settings, sentence):
+def test_invalid_settings_are_refused(settings, sentence):
     with pytest.raises(InputError, match=sentence):
         headrace.Mixer("rwkv6", hidden_size=32, **settings)
 
 
 @pytest.mark.parametrize("mixer", [3, None, ["gla"]])
-def test_what_the_zoo_does_not_hold(mixer):
+def test_unknown_mixers_are_refused(mixer):
     with pytest.raises(InputError, match=r"mixer=.*; expected a name of the zoo, a spec or its JSON"):
         headrace.Mixer(mixer, hidden_size=32)
 
@@ -275,6 +284,6 @@ def test_what_the_zoo_does_not_hold(mixer):
 @pytest.mark.parametrize(
     ("mixer", "sentence"), [("sofmax-gla", "is unknown"), ("bert", "whole model"), ("jamba", "several layers")]
 )
-def test_what_is_no_layer(mixer, sentence):
+def test_objects_that_are_no_spec_are_refused(mixer, sentence):
     with pytest.raises(InputError, match=sentence):
         headrace.Mixer(mixer, hidden_size=32)

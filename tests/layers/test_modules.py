@@ -1,7 +1,6 @@
 """Layers are called and their weights not read past them: hooks, adapters and replacements see every token."""
 
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -10,19 +9,9 @@ from torch import nn
 from headrace import layers, zoo
 from headrace.layers.quantized import Int8Linear
 from headrace.studies.verify import relative
-from tiny import SIZES, build, close, tokens
+from tiny import SIZES, build, close, layer, tokens
 
 D, T = 32, 6
-
-
-def layer(name, dtype=torch.float32):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of gates that cannot act
-        made = layers.build(zoo.get(name), hidden_size=D, num_heads=4)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return made.to(dtype)
 
 
 def layers_of(module):
@@ -32,13 +21,13 @@ def layers_of(module):
 @pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
 @pytest.mark.parametrize("name", zoo.names())
 @torch.no_grad()
-def test_what_changes_a_layer_of_a_mixer_changes_the_mixer(name, how):
+def test_changed_submodule_changes_the_mixer(name, how):
     """In float32, which takes every short cut that there is, several tokens at a time and one by one."""
     made, x = layer(name), torch.randn(2, T, D)
     halves = lambda y: (y[:, :-1], y[:, -1:])  # noqa: E731
-    plain, found = made(x)[0], layers_of(made)
-    assert found
-    for where, module in found.items():
+    plain, result = made(x)[0], layers_of(made)
+    assert result
+    for where, module in result.items():
         undo = []
         if how == "forward":  # as accelerate does it
             original = module.forward
@@ -71,7 +60,7 @@ class Negated(nn.Conv1d):
 
 @pytest.mark.parametrize("name", ["gated-deltanet", "mamba"])
 @torch.no_grad()
-def test_another_kind_of_convolution_is_called(name):
+def test_replaced_convolution_is_called(name):
     made, x = layer(name), torch.randn(2, T, D)
     plain = made(x)[0]
     made.conv.__class__ = Negated
@@ -82,7 +71,7 @@ def test_another_kind_of_convolution_is_called(name):
 
 
 @pytest.mark.parametrize("how", ["hook", "replaced", "bias"])
-def test_a_changed_head_changes_the_loss_in_training(how):
+def test_replaced_lm_head_changes_the_training_loss(how):
     """Which is otherwise found in pieces, from the head's weight."""
     model, ids = build("gla").train(), tokens(2)
     plain = model(ids, labels=ids).loss
@@ -98,7 +87,7 @@ def test_a_changed_head_changes_the_loss_in_training(how):
 
 
 @torch.no_grad()
-def test_the_input_projection_may_be_quantised():
+def test_input_projection_can_be_quantised():
     made, x = layer("rwkv6"), torch.randn(2, T, D)
     quantised = Int8Linear(made.in_proj)
     made.in_proj.weight.copy_(quantised.weight)

@@ -20,7 +20,7 @@ def mixture(gated=True, **spec):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_a_mixture_is_its_equation(gated):
+def test_moe_equals_its_equation(gated):
     """Token by token; and the gradients, to the router too."""
     experts, x = mixture(gated), torch.randn(2, 7, D, dtype=torch.float64, requires_grad=True)
     for weight in (experts.up, experts.down):
@@ -42,7 +42,7 @@ def test_a_mixture_is_its_equation(gated):
         close(a, b)
 
 
-def test_no_token_is_dropped_when_all_want_one_expert():
+def test_no_token_is_dropped_when_one_expert_takes_all():
     experts, x = mixture(count=4, chosen=1), torch.rand(1, 50, D, dtype=torch.float64)
     with torch.no_grad():
         experts.router.weight.zero_()[2] = 100
@@ -52,7 +52,7 @@ def test_no_token_is_dropped_when_all_want_one_expert():
 
 
 @pytest.mark.parametrize("padding", [False, True])
-def test_the_balance_is_mixtrals(padding):
+def test_balance_loss_equals_mixtral(padding):
     logits = torch.randn(3, 9, 5, dtype=torch.float64)
     shares = logits.softmax(-1)
     mask = torch.ones(3, 9, dtype=torch.bool)
@@ -61,7 +61,7 @@ def test_the_balance_is_mixtrals(padding):
     close(balance_loss(Routing(shares, shares.topk(2).indices), mask if padding else None), theirs.double(), 1e-6)
 
 
-def test_training_pays_for_an_uneven_load():
+def test_balance_loss_is_added_in_training_only():
     heavy, free = ({"experts": {"count": 4, "balance": b}} for b in (10.0, 0.0))
     model, ids = build("jamba", style=heavy), tokens(2)
     plain = build("jamba", style=free)
@@ -78,7 +78,7 @@ def test_training_pays_for_an_uneven_load():
 
 
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
-def test_a_step_in_parts_pays_for_the_load_once(name):
+def test_accumulated_step_adds_the_balance_loss_once(name):
     """transformers' Trainer adds up the losses of a step's parts, each divided by the number of the whole's items."""
     model, ids = build("jamba", style={"experts": {"count": 4, "balance": 10.0}}).train(), tokens(2)
     plain = build("jamba", style={"experts": {"count": 4, "balance": 0.0}}).train()
@@ -97,7 +97,7 @@ def test_a_step_in_parts_pays_for_the_load_once(name):
     close(paid, balances)
 
 
-def test_what_cannot_be():
+def test_invalid_settings_are_refused():
     with pytest.raises(InputError, match=r"experts\.chosen=3 exceeds experts\.count=2; expected 1 to 2"):
         Experts(2, 3)
     gla = zoo.get("gla")

@@ -40,7 +40,7 @@ def rounding(layer, x):
 @pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
 @pytest.mark.parametrize("sizes", [(1, 1), (33, 65), (130, 67)])
 @torch.no_grad()
-def test_a_layer_is_the_product_with_its_integers(sizes, rows):
+def test_quantised_layer_equals_its_integers_times_scales(sizes, rows):
     layer, x = Int8Linear(nn.Linear(*sizes)), torch.randn(rows, sizes[0])
     assert (layer(x) - exact(layer, x)).norm() / exact(layer, x).norm() < 1e-6
 
@@ -49,7 +49,7 @@ def test_a_layer_is_the_product_with_its_integers(sizes, rows):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cast", [None, *DTYPES], ids=str)
 @torch.no_grad()
-def test_a_cast_of_the_model_leaves_its_integers_and_scales(cast, dtype):
+def test_casting_keeps_integers_and_scales(cast, dtype):
     """Any precision of the model with any of its input, on either side of the few rows that have a kernel."""
     linear = nn.Linear(64, 48)
     layer = Int8Linear(linear)
@@ -69,7 +69,7 @@ def test_a_cast_of_the_model_leaves_its_integers_and_scales(cast, dtype):
 @pytest.mark.parametrize("mixer", ["gla", "softmax-gated-deltanet", "transformer"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @torch.no_grad()
-def test_a_quantised_model_in_half_precision_is_as_good_as_one_of_its_weights(mixer, dtype):
+def test_half_precision_quantised_model_is_as_accurate_as_its_dequantised_weights(mixer, dtype):
     """Against the model, in float64, whose weights are those integers times their scales: no worse than that model in
     half precision, which rounds these weights too, by more than a factor for what is chance in rounding."""
     model = tiny.build(mixer).float()
@@ -79,14 +79,14 @@ def test_a_quantised_model_in_half_precision_is_as_good_as_one_of_its_weights(mi
             model.get_submodule(name).weight = nn.Parameter(layer.weight)  # unties the head, which is quantised
     ids = torch.randint(29, (3, FEW))
     expected, half = deepcopy(model).double()(ids).logits, deepcopy(model).to(dtype)(ids).logits
-    found = quantised.to(dtype)(ids).logits
-    assert found.dtype is dtype and relative(found, expected) <= 2 * relative(half, expected)
+    actual = quantised.to(dtype)(ids).logits
+    assert actual.dtype is dtype and relative(actual, expected) <= 2 * relative(half, expected)
     assert relative(quantised(ids[:1, :1]).logits, expected[:1, :1]) <= 2 * relative(half, expected)
 
 
 @pytest.mark.usefixtures("kernel")
 @torch.no_grad()
-def test_autocast_and_no_rows_are_as_in_a_linear_layer():
+def test_autocast_and_empty_input_as_in_nn_linear():
     linear = nn.Linear(32, 16)
     layer = Int8Linear(linear)
     for rows in (0, 1, FEW + 1):
@@ -104,13 +104,13 @@ def test_weights_without_a_scale_are_refused():
         Int8Linear(linear)
 
 
-def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+def test_model_that_cannot_be_loaded_is_not_saved(tmp_path):
     with pytest.raises(InputError, match="the model is quantised, and its weights could not be loaded"):
         quantize(tiny.build("gla").float()).save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
-def test_inputs_that_do_not_fit_are_refused():
+def test_wrong_inputs_are_refused():
     layer = Int8Linear(nn.Linear(32, 16))
     with pytest.raises(InputError, match=r"x has shape \[2, 64\]; expected \[\.\.\., 32\]"):
         layer(torch.randn(2, 64))
@@ -128,7 +128,7 @@ def test_inputs_that_do_not_fit_are_refused():
         (2, lambda s: s[:1].expand(4)), (2, lambda s: s[:, None]), (2, lambda s: s.to("meta")),
     ],
 )  # fmt: skip
-def test_the_kernel_is_given_nothing_else_than_it_reads(place, wrong):
+def test_kernel_checks_its_arguments(place, wrong):
     """Its addresses go to C, which believes them."""
     skip_if_missing("native")
     given = [torch.randn(3, 6), torch.ones(4, 6, dtype=torch.int8), torch.ones(4)]
@@ -140,7 +140,7 @@ def test_the_kernel_is_given_nothing_else_than_it_reads(place, wrong):
 
 
 @torch.no_grad()
-def test_an_integer_is_wrong_by_half_a_step_at_most():
+def test_rounding_error_is_at_most_half_a_step():
     linear = nn.Linear(64, 48)
     linear.weight[3] = 0
     layer = Int8Linear(linear)
@@ -150,7 +150,7 @@ def test_an_integer_is_wrong_by_half_a_step_at_most():
 
 
 @torch.no_grad()
-def test_strides_and_dtypes_of_the_input():
+def test_any_stride_and_dtype_of_the_input():
     layer = Int8Linear(nn.Linear(32, 16))
     x = torch.randn(32, 2, 3).permute(1, 2, 0)
     assert torch.allclose(layer(x), exact(layer, x).float(), atol=1e-6)
@@ -160,7 +160,7 @@ def test_strides_and_dtypes_of_the_input():
 
 @pytest.mark.parametrize("mixer", ["gla", "softmax-gla", "gated-deltanet", "rwkv6", "transformer"])
 @torch.no_grad()
-def test_a_quantised_model_decodes_what_it_says_in_full(mixer):
+def test_decoding_equals_the_full_forward(mixer):
     """In float64 to rounding; in float32, where a product with few rows has a kernel, as near to that as the full
     forward is: some of these models amplify a rounding a hundred times, whatever computes them."""
     model = quantize(tiny.build(mixer).float())
@@ -180,7 +180,7 @@ def test_a_quantised_model_decodes_what_it_says_in_full(mixer):
 
 @pytest.mark.parametrize("mixer", ["gla", "kda", "rwkv6"])
 @torch.no_grad()
-def test_decays_and_gates_are_left_and_a_token_is_still_one_native_call(mixer):
+def test_decays_and_gates_are_not_quantised(mixer):
     skip_if_missing("native")
     layer = Mixer(mixer, hidden_size=32, num_heads=4)
     quantise = {name for name, module in quantize(layer).named_modules() if isinstance(module, Int8Linear)}
@@ -188,7 +188,7 @@ def test_decays_and_gates_are_left_and_a_token_is_still_one_native_call(mixer):
     assert layer.fused.find(layer, torch.randn(2, 1, 32), layer.fused.weights(layer))[1] is None
 
 
-def test_training_and_other_kinds_are_refused():
+def test_training_and_unsupported_modules_are_refused():
     with pytest.raises(InputError, match="kind='int4' is unknown"):
         quantize(nn.Linear(2, 2), "int4")
     with pytest.raises(InputError, match="model is a linear layer itself; expected a module that contains it"):

@@ -9,13 +9,11 @@ import torch.nn.functional as F
 
 from attention_layers import agree
 from headrace import layers, linear_attention, zoo
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM, load
 from headrace.layers.linear.taylor import TaylorFeatures, truncated_exp
 from headrace.layers.rotary import rotary
 from headrace.spec.softmax_rnn import NORMS, SoftmaxRNNSpec
 from headrace.studies.verify import by_steps, relative, with_op
 from headrace.utils.errors import InputError
-from tiny import in_memory
 
 D, H, d = 32, 2, 16
 
@@ -36,7 +34,7 @@ def tensor_power(x, order):
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 @pytest.mark.parametrize("dim", [1, 2, 5])
-def test_features_are_the_tensor_powers_with_every_monomial_once(dim, order):
+def test_features_are_the_distinct_monomials(dim, order):
     features, q, k = TaylorFeatures(dim, order), draw(dim), draw(dim)
     assert features(q).shape == (math.comb(dim + order, order),)
     powers = sum(tensor_power(q, m) @ tensor_power(k, m) / math.factorial(m) for m in range(order + 1))
@@ -45,13 +43,13 @@ def test_features_are_the_tensor_powers_with_every_monomial_once(dim, order):
     assert abs(product - truncated_exp(q @ k, order)) <= 1e-12 * max(1, features(q).norm() * features(k).norm())
 
 
-def test_order_one_is_the_running_sum_and_linear_attention():
+def test_order_one_equals_linear_attention():
     q, k, v, features = draw(2, 40, H, d), draw(2, 40, H, d), draw(2, 40, H, d), TaylorFeatures(d, 1)
     out = linear_attention(features(q), features(k), v, scale=1.0)[0]
     assert relative(out, v.cumsum(1) + linear_attention(q, k, v, scale=1.0)[0]) <= 1e-12
 
 
-def test_the_truncated_exponential_and_its_sign():
+def test_truncated_exponential_sign():
     x = torch.linspace(-8, 8, 161, dtype=torch.float64)
     for order in range(11):
         literal = sum(x**m / math.factorial(m) for m in range(order + 1))
@@ -60,13 +58,13 @@ def test_the_truncated_exponential_and_its_sign():
 
 
 @pytest.mark.parametrize("order", [1, 3])
-def test_a_sum_that_can_vanish_is_refused(order):
+def test_vanishing_denominator_is_refused(order):
     with pytest.raises(InputError, match="even order"):
         zoo.get(f"taylor-softmax(inputs.feature_map=taylor-{order})")
     assert zoo.get(f"taylor-softmax(inputs.feature_map=taylor-{order}, read.norm=rms)").inputs.order == order
 
 
-def test_the_state_is_small_where_keys_are():
+def test_state_is_small_for_small_keys():
     described = zoo.get("taylor-softmax")
     assert described.state_shapes(1024, 4)["memory"] == (4, 153, 257)
     assert described.flops_per_token(1024, 4) == 4 * 4 * 153 * 257
@@ -74,7 +72,7 @@ def test_the_state_is_small_where_keys_are():
         zoo.get("taylor-softmax(heads.key_dim=0)")
 
 
-def test_weights_that_are_loaded_into_empty_memory_suffice():
+def test_loading_weights_into_empty_memory_suffices():
     made, x = layers.build(zoo.get("taylor-softmax"), hidden_size=D, num_heads=H), torch.randn(1, 5, D)
     with torch.device("meta"):
         empty = layers.build(zoo.get("taylor-softmax"), hidden_size=D, num_heads=H).to_empty(device="cpu")
@@ -82,14 +80,6 @@ def test_weights_that_are_loaded_into_empty_memory_suffice():
         buffer.zero_()
     empty.load_state_dict(made.state_dict())
     assert torch.equal(empty(x)[0], made(x)[0])
-
-
-def test_a_saved_model_is_the_same_model(tmp_path):
-    """Features come from tables that no checkpoint holds."""
-    shape = {"hidden_size": D, "num_heads": H, "num_hidden_layers": 2, "vocab_size": 19}
-    model, tokens = HeadraceForCausalLM(HeadraceConfig(mixer="taylor-softmax", **shape)).eval(), torch.arange(19)[None]
-    model.save_pretrained(tmp_path)
-    assert torch.equal(in_memory(load(tmp_path))(tokens).logits, model(tokens).logits)
 
 
 def taylor(order, transformer, norm):
@@ -104,7 +94,7 @@ def taylor(order, transformer, norm):
 
 
 @torch.no_grad()
-def test_even_orders_tend_to_the_transformer():
+def test_even_orders_converge_to_softmax_attention():
     transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
     y = transformer(x)[0]
     second, fourth = (relative(taylor(order, transformer, "sum")(x)[0], y) for order in (2, 4))
@@ -184,22 +174,22 @@ def literal(layer, x, causal):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_the_whole_product_is_its_equation(denominator, causal):
+def test_product_form_equals_its_equation(denominator, causal):
     for described in specs(denominator):
         layer = layers.build(described, hidden_size=8, num_heads=H, causal=causal).double()
         with torch.no_grad():
             for name, p in layer.named_parameters():
                 p.add_(torch.randn_like(p), alpha=0.3 if "norm" in name else 0.5)
         x = draw(3, 8).requires_grad_()
-        found, expected = layer(x[None])[0][0], literal(layer, x, causal)
-        assert relative(found, expected) <= 1e-10, described
-        weights = torch.randn_like(found)
-        gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (found, expected)]
+        actual, expected = layer(x[None])[0][0], literal(layer, x, causal)
+        assert relative(actual, expected) <= 1e-10, described
+        weights = torch.randn_like(actual)
+        gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (actual, expected)]
         assert (gradients[0] - gradients[1]).norm() <= 1e-9 * max(1, gradients[1].norm()), described
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
-def test_with_the_parts_of_softmax_it_is_softmax_attention(causal):
+def test_softmax_parts_give_softmax_attention(causal):
     sdpa = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=H, causal=causal).double()
     ours = layers.build(SoftmaxRNNSpec(), hidden_size=D, num_heads=H, causal=causal).double()
     ours.load_state_dict(sdpa.state_dict())
@@ -216,13 +206,13 @@ def raw(spec, q, k, v):
 @pytest.mark.parametrize("clamp", [None, 5.0])
 @pytest.mark.parametrize("logit", [-60.0, -20.0, -8.0, -2.0, 0.0, 30.0])
 @pytest.mark.parametrize("denominator", ["detached", "l2", "rms", "layer"])
-def test_a_denominator_is_the_authors_whatever_the_size_of_the_logits(denominator, logit, clamp):
+def test_denominators_equal_the_authors_code_at_any_logit_size(denominator, logit, clamp):
     """theirs: softmax_detach_denom, gated_softmax_no_gate and its _L2norm and _rmsnorm, of the paper's repository."""
     layer = layers.build(SoftmaxRNNSpec(denominator=denominator, clamp=clamp), hidden_size=D, num_heads=H).double()
     direction = F.normalize(torch.ones(d, dtype=torch.float64), dim=0)
     q, k, v = (0.3 * draw(2, 6, H, d) for _ in range(3))
     q, k = q + 8 * direction, k + logit * d**0.5 / 8 * direction
-    found = layer.read(q, k, v)
+    result = layer.read(q, k, v)
     out, total = raw(layer.spec, q, k, v)
     theirs = {
         "detached": lambda: out / total.clamp(min=1),
@@ -230,21 +220,21 @@ def test_a_denominator_is_the_authors_whatever_the_size_of_the_logits(denominato
         "rms": lambda: F.rms_norm(out, (d,), eps=torch.finfo(torch.float32).eps),
         "layer": lambda: F.layer_norm(out, (d,)),
     }[denominator]()
-    assert relative(found, theirs) <= 1e-12
+    assert relative(result, theirs) <= 1e-12
     narrow = layer.float().read(q.float(), k.float(), v.float())
     # Logits are sums of d products of up to 8 |logit| √d / 8: d rounding errors of 2^-24, and e^x has their sum.
     assert relative(narrow, theirs) <= 4 * d * 2**-24 * max(1, abs(logit)) and narrow.isfinite().all()
 
 
 @pytest.mark.parametrize("denominator", NORMS)
-def test_a_norm_of_nothing_is_nothing(denominator):
+def test_norm_of_zeros_is_zero(denominator):
     layer = layers.build(SoftmaxRNNSpec(denominator=denominator), hidden_size=D, num_heads=H)
     q, v = torch.full((1, 3, H, d), 6.0), torch.zeros(1, 3, H, d, requires_grad=True)
     out = layer.read(q, q, v)
     assert not out.any() and torch.autograd.grad(out.sum(), v)[0].isfinite().all()
 
 
-def test_a_detached_sum_is_the_same_forward_and_another_backward():
+def test_detached_denominator_changes_only_the_backward():
     sum_, detached = (
         layers.build(SoftmaxRNNSpec(denominator=kind), hidden_size=D, num_heads=H).double()
         for kind in ("sum", "detached")
@@ -259,7 +249,7 @@ def test_a_detached_sum_is_the_same_forward_and_another_backward():
     assert relative(one, other) > 0.01
 
 
-def test_cosine_attention_is_the_authors():
+def test_cosine_attention_equals_the_authors_code():
     """linear_cosine of the paper's repository, value by value: Σ_s cos(q_t, k_s) v_s / s^σ(c), c = 0.5 at first."""
     spec = SoftmaxRNNSpec(numerator="cosine", denominator="input-length")
     layer, x = layers.build(spec, hidden_size=D, num_heads=H).double(), draw(1, 12, D)
@@ -277,7 +267,7 @@ def test_cosine_attention_is_the_authors():
 
 
 @pytest.mark.parametrize("name", ["softmax-rnn-gate", "softmax-rnn-norm(numerator=cosine, denominator=input-length)"])
-def test_an_encoder_with_padding_sees_each_row_alone(name):
+def test_encoder_rows_are_independent_of_padding(name):
     layer, x = layers.build(zoo.get(name), hidden_size=D, num_heads=H, causal=False).double(), draw(2, 9, D)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, :4] = False
@@ -299,7 +289,7 @@ def test_an_encoder_with_padding_sees_each_row_alone(name):
         ("softmax-rnn-gate(numerator=tanh)", "exp, relu"),
     ],
 )
-def test_what_makes_no_sense_is_refused(expression, reason):
+def test_invalid_specs_are_refused(expression, reason):
     with pytest.raises(InputError, match=reason):
         zoo.get(expression)
 
@@ -317,17 +307,17 @@ def direct(order, transformer, denominator):
 @pytest.mark.parametrize(
     ("order", "denominator"), [(1, "none"), (2, "none"), (3, "none"), (4, "none"), (2, "sum"), (4, "sum")]
 )
-def test_features_chunks_steps_and_powers_of_logits_are_one_function(order, denominator):
+def test_all_forms_agree(order, denominator):
     """Up to the 1e-6 that a recurrent sum has added to it."""
     transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), 2 * draw(2, 40, D)
     recurrent, y = taylor(order, transformer, denominator), direct(order, transformer, denominator)(x)[0]
     ways = [with_op(recurrent, x, form=form) for form in ("chunkwise", "recurrent", "parallel")]
-    for found in (*ways, by_steps(recurrent, x)):
-        assert relative(found, y) <= (1e-10 if denominator == "none" else 1e-6)
+    for result in (*ways, by_steps(recurrent, x)):
+        assert relative(result, y) <= (1e-10 if denominator == "none" else 1e-6)
 
 
 @torch.no_grad()
-def test_all_even_orders_tend_to_softmax_where_logits_are_bounded():
+def test_even_orders_converge_to_softmax_for_bounded_logits():
     transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
     y = transformer(x)[0]
     errors = [relative(direct(order, transformer, "sum")(x)[0], y) for order in range(0, 11, 2)]
@@ -335,7 +325,7 @@ def test_all_even_orders_tend_to_softmax_where_logits_are_bounded():
     assert errors[-1] < 1e-6
 
 
-def test_order_one_by_length_is_the_running_mean_and_linear_attention():
+def test_order_one_by_length_equals_the_running_mean():
     spec = SoftmaxRNNSpec(order=1, denominator="none", by_length=True)
     layer, x = layers.build(spec, hidden_size=D, num_heads=H).double(), draw(2, 30, D)
     q, k, v = (p(x).unflatten(-1, (H, -1)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
@@ -345,7 +335,7 @@ def test_order_one_by_length_is_the_running_mean_and_linear_attention():
     assert relative(layer(x)[0], layer.o_proj(mean.flatten(-2))) <= 1e-12
 
 
-def test_what_is_kept_of_values_has_the_precision_of_keys():
+def test_stored_values_have_the_precision_of_keys():
     spec = SoftmaxRNNSpec(numerator="cosine", denominator="input-length")
     layer = layers.build(spec, hidden_size=D, num_heads=H)
     with torch.autocast("cpu", torch.bfloat16):

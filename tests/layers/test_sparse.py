@@ -56,7 +56,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("T", [1, 4, 71])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_pattern_is_a_dense_mask(name, T, monkeypatch):
+def test_pattern_equals_a_dense_mask(name, T, monkeypatch):
     monkeypatch.setitem(gathered.COLUMNS, "cpu", 64)  # several pieces
     spec = AttentionSpec(kv_heads=2, pattern=PATTERNS[name], null=True, buckets=8)
     ours, seen = layer(spec), visible(spec.pattern, T)
@@ -76,7 +76,7 @@ def test_a_pattern_is_a_dense_mask(name, T, monkeypatch):
     agree(*(lambda x, m=m: m(x)[0] for m in (ours, dense)), torch.randn(2, T, D).double(), 1e-12, [*ours.parameters()])
 
 
-def test_half_precision_and_frozen_parameters():
+def test_half_precision_and_frozen_parameters_work():
     """Under autocast as in the precision itself; what is not trained gets no gradient and stops none."""
     ours, x = layer("longformer(buckets=8)", torch.float32), torch.randn(1, 100, D, requires_grad=True)
     ours.bias.requires_grad_(False)
@@ -89,7 +89,7 @@ def test_half_precision_and_frozen_parameters():
     assert x.grad.isfinite().all() and ours.q_proj.weight.grad.norm() > 0 and ours.bias.weight.grad is None
 
 
-def test_random_blocks_are_a_uniform_sample_that_all_lengths_share():
+def test_random_blocks_are_uniform_and_independent_of_length():
     pattern = Pattern(window=4, random=2, block=4)
     assert torch.equal(reservoir(pattern, 64)[:20], reservoir(pattern, 20))
     counts = torch.zeros(8)
@@ -113,7 +113,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["sliding-window", "longformer", "bigbird", "flash-reference"])
-def test_memory_is_linear(name):
+def test_memory_grows_linearly(name):
     sizes = []
     for T in (1024, 2048):
         ours, x = layer(name, torch.float32), torch.randn(1, T, D, requires_grad=True)
@@ -124,7 +124,7 @@ def test_memory_is_linear(name):
     assert sizes[1] < 2048**2
 
 
-def test_the_cache_of_a_pattern_does_not_grow():
+def test_cache_of_a_pattern_is_bounded():
     ours, spec = layer("bigbird"), zoo.get("bigbird")
     sizes = {tuple(ours(torch.randn(1, T, D).double())[1].k.shape) for T in (1, 50, 300)}
     assert sizes == {(1, 16 + 3 * 16 + 47, H, d)} == {(1, *spec.state_shapes(D, H, tokens=300)["k"])}
@@ -133,7 +133,7 @@ def test_the_cache_of_a_pattern_does_not_grow():
 # --- layers of others ------------------------------------------------------------------------------------------------
 
 
-def test_longformer():
+def test_layer_equals_longformer():
     """Theirs sees both ways: at the last token of a text the two ways are one. Each prefix is a row, padded behind."""
     T, window, first = 48, 8, 3
     config = LongformerConfig(hidden_size=D, num_attention_heads=H, attention_window=[2 * window])
@@ -157,7 +157,7 @@ def test_longformer():
     agree(lambda x: ours(x)[0][0], of_prefixes, torch.randn(1, T, D), 1e-5)
 
 
-def test_big_bird(monkeypatch):
+def test_layer_equals_big_bird(monkeypatch):
     """As above; and theirs has a window of whole blocks, which is ours at the last token of a block. Random blocks are
     given to it: at all prefixes those that we draw."""
     block, blocks = 4, 12

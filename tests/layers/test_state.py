@@ -72,7 +72,7 @@ def storages(state):
 
 @pytest.mark.parametrize("name", [*ZOO, "jamba", "zamba", "gpt"])
 @torch.no_grad()
-def test_use_cache_false_leaves_the_cache_as_it_is(name):
+def test_use_cache_false_does_not_change_the_cache(name):
     made, ids = model(name), torch.randint(1, 50, (2, 12))
     cache = made(ids[:, :8], use_cache=True).past_key_values
     made(ids[:, 8:9], past_key_values=cache)  # after which states are the cache's own
@@ -99,7 +99,7 @@ for name in ("softmax-gated-deltanet", "mamba2", "softmax-gla", "rwkv6", "retnet
 """
 
 
-def test_a_prompt_in_bfloat16_then_tokens_in_float32():
+def test_bfloat16_prompt_then_float32_tokens():
     """In a process of its own: what writes where it should not may end it."""
     run = subprocess.run(
         [sys.executable, "-c", PRECISIONS], cwd=Path(__file__).parent, env={"MALLOC_CHECK_": "3", "PYTHONPATH": ".."},
@@ -114,7 +114,7 @@ def test_a_prompt_in_bfloat16_then_tokens_in_float32():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ZOO)
 @torch.no_grad()
-def test_permission_changes_no_result(name, dtype):
+def test_in_place_updates_change_no_result(name, dtype):
     """From the same state twice without permission, then with it, token by token and several at once."""
     made, x = layer(name, dtype), torch.randn(2, 18, D, dtype=dtype)
     kept = made(x[:, :6])[1]
@@ -134,7 +134,7 @@ def test_permission_changes_no_result(name, dtype):
 
 @pytest.mark.parametrize("name", ZOO)
 @torch.no_grad()
-def test_a_padded_row_and_a_pack_leave_the_state_as_it_is(name):
+def test_padding_and_packing_do_not_write_into_the_state(name):
     made, x = layer(name), torch.randn(2, 9, D)
     state = made(x[:, :6])[1]
     before, mask = storages(state), torch.tensor([[True, True, False], [False, True, True]])
@@ -149,7 +149,7 @@ def test_a_padded_row_and_a_pack_leave_the_state_as_it_is(name):
 
 @pytest.mark.parametrize("name", [name for name in ZOO if isinstance(zoo.get(name), MixerSpec)])
 @torch.no_grad()
-def test_a_token_is_decoded_into_the_same_memory(name):
+def test_token_is_decoded_into_the_same_memory(name):
     skip_if_missing("native")
     made, x = layer(name), torch.randn(3, 12, D)
     if made.fused.layers["native"].unknown:
@@ -183,7 +183,7 @@ def inference(x):
 @pytest.mark.parametrize("how", STATES)
 @pytest.mark.parametrize("name", ["gated-deltanet", "mamba2", "retnet", "rwkv6", "gqa", "mamba", "sliding-window"])
 @torch.no_grad()
-def test_a_state_in_another_form(name, how):
+def test_state_in_another_layout_is_accepted(name, how):
     """It is as good as ever: next tokens are those of a float64 layer that goes on from the same numbers."""
     if "int32" in how and name != "retnet":
         pytest.skip("it counts no tokens")
@@ -203,7 +203,7 @@ def test_a_state_in_another_form(name, how):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ZOO)
 @torch.no_grad()
-def test_a_state_in_another_precision(name, dtype):
+def test_state_in_another_precision_is_accepted(name, dtype):
     """Every mixer, by a token, by several and in a pack, goes on from the numbers that it is given."""
     made, exact, x = layer(name), layer(name, torch.float64), torch.randn(2, 11, D)
     exact.load_state_dict(made.state_dict())
@@ -217,7 +217,7 @@ def test_a_state_in_another_precision(name, dtype):
 
 
 @torch.no_grad()
-def test_a_state_whose_rows_are_one_row():
+def test_expanded_state_is_not_written_in_place():
     for name in ZOO:
         made, x = layer(name), torch.randn(1, 14, D).expand(3, -1, -1)
         one = made(x[:1, :8])[1]
@@ -235,7 +235,7 @@ def form(state):
 
 
 @torch.no_grad()
-def test_what_is_no_state_of_this_mixer():
+def test_state_of_another_mixer_is_refused():
     x, states = torch.randn(2, 7, D), {name: layer(name)(torch.randn(2, 6, D))[1] for name in ZOO}
     for name in ZOO:
         made = layer(name)
@@ -253,7 +253,7 @@ def test_what_is_no_state_of_this_mixer():
 
 
 @torch.no_grad()
-def test_weights_that_were_replaced():
+def test_replaced_weights_are_used():
     skip_if_missing("native")
     made, x = layer("softmax-gla"), torch.randn(2, 8, D)
     state = made(x[:, :7])[1]
@@ -272,7 +272,7 @@ def test_weights_that_were_replaced():
 
 
 @torch.no_grad()
-def test_what_is_written_into_lies_by_itself():
+def test_in_place_state_shares_no_memory():
     skip_if_missing("native")
     made, x = layer("gated-deltanet"), torch.randn(2, 8, D)
     state = made(x[:, :7])[1]
@@ -287,7 +287,7 @@ def test_what_is_written_into_lies_by_itself():
         made(x[:, 7:], state._replace(conv=conv), in_place=True)
 
 
-def test_the_operator_refuses_what_it_would_not_find():
+def test_operator_refuses_wrong_tensors():
     skip_if_missing("native")
     mixer = "softmax-gated-deltanet(inputs.rotary=true,competition.source=hidden)"
     given = dict(zip(NAMES, arguments(mixer), strict=True))
@@ -309,7 +309,7 @@ def test_the_operator_refuses_what_it_would_not_find():
                 torch.ops.headrace.layer_step(*(given | {name: change(given[name])}).values())
 
 
-def test_a_gradient_does_not_go_wrong_in_silence():
+def test_overwritten_tensors_raise_in_the_backward():
     """What autograd keeps for a backward may be written into; then the backward says so."""
     skip_if_missing("native")
     made, x = layer("gated-deltanet"), torch.randn(2, 9, D)
@@ -324,7 +324,7 @@ def test_a_gradient_does_not_go_wrong_in_silence():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
-def test_a_checkpoint_writes_into_no_state(reentrant):
+def test_activation_checkpointing_does_not_write_into_the_state(reentrant):
     """A reentrant checkpoint runs without gradients first, and again from the same state later."""
     ids, found = torch.randint(1, 50, (2, 9)), {}
     for way in ("exact", "plain", "checkpoints"):
@@ -350,7 +350,7 @@ def test_a_checkpoint_writes_into_no_state(reentrant):
 
 @pytest.mark.parametrize("name", ZOO)
 @torch.no_grad()
-def test_memories_stay_in_float32_and_tokens_are_as_precise_as_their_pass(name):
+def test_states_stay_in_float32_across_precisions(name):
     made, exact, x = layer(name), layer(name, torch.float64), torch.randn(2, 14, D)
     exact.load_state_dict(made.state_dict())
     state = None
@@ -369,7 +369,7 @@ def test_memories_stay_in_float32_and_tokens_are_as_precise_as_their_pass(name):
 
 @pytest.mark.parametrize("name", ["softmax-gated-deltanet", "retnet", "gqa", "softmax-rnn-norm", "jamba"])
 @torch.no_grad()
-def test_a_cache_takes_parts_of_another_and_leaves_that_as_it_is(name):
+def test_cache_copies_parts_of_another(name):
     made, ids = model(name), torch.randint(1, 50, (3, 12))
     whole = made(ids[:, :8], use_cache=True).past_key_values
     made(ids[:, 8:9], past_key_values=whole)
@@ -388,7 +388,7 @@ def test_a_cache_takes_parts_of_another_and_leaves_that_as_it_is(name):
 
 
 @torch.no_grad()
-def test_a_cache_of_another_model():
+def test_cache_of_another_model_is_refused():
     ids = torch.randint(1, 50, (2, 9))
     cache = model("softmax-gla")(ids[:, :8], use_cache=True).past_key_values
     twin = model("softmax-gla")

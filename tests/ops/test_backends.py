@@ -47,33 +47,33 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("said", MISTAKES)
-def test_the_backend_of_a_call_with_a_mistake_is_not_named(said):
+def test_backends_refuses_wrong_arguments(said):
     q = torch.ones(1, 3, 2, 4)
     with pytest.raises(InputError) as refused:
         backends(**({"q": q, "k": q, "v": q} | MISTAKES[said]))
     assert said in str(refused.value)
 
 
-def test_the_arguments_of_a_call_are_those_of_linear_attention():
+def test_backends_takes_the_arguments_of_linear_attention():
     known = inspect.signature(linear_attention).parameters
     defaults = {name: x.default for name, x in known.items() if x.default is not inspect.Parameter.empty}
     assert dict.fromkeys(dispatch.TENSORS) | dispatch.OTHERS == defaults
 
 
-def test_the_backend_of_a_call_is_that_of_its_form():
+def test_backend_of_a_call_depends_on_its_form():
     x = torch.ones(1, 35, 2, 4)
     assert backends(x, x, x, form="recurrent") == "torch"
     assert backends(x, x, x, form="parallel") == "torch"  # a chunk of 35 tokens, which no other backend has
     assert backends(x, x, x, normalise=True) == backends(x, x, x, scale=1.0, check=True) == backends(x, x, x)
 
 
-def test_a_missing_backend_lists_its_reason(monkeypatch):
+def test_missing_backend_lists_its_reason(monkeypatch):
     monkeypatch.setattr(native, "missing", "it is not here")
     assert set(backends()["native"].values()) == {"it is not here"}
 
 
 @torch.no_grad()
-def test_a_layer_on_the_torch_backend_calls_nothing_else(monkeypatch):
+def test_layer_on_the_torch_backend_uses_no_other(monkeypatch):
     mixer, x = layer(), torch.randn(2, 7, D)
     expected = mixer(x)[0]
     mixer.backend = "torch"
@@ -88,7 +88,7 @@ def fail():
 
 
 @torch.no_grad()
-def test_a_layer_on_a_named_backend_refuses_what_the_backend_cannot_compute():
+def test_layer_on_a_named_backend_refuses_unsupported_calls():
     skip_if_missing("native")
     mixer = layer().double()
     mixer.backend = "native"
@@ -101,7 +101,7 @@ def test_a_layer_on_a_named_backend_refuses_what_the_backend_cannot_compute():
         mixer(torch.randn(2, 7, D, dtype=torch.float64))
 
 
-def test_the_environment_chooses_the_backend_of_layers(monkeypatch, capsys):
+def test_environment_variable_chooses_the_backend_of_layers(monkeypatch, capsys):
     monkeypatch.setenv("HEADRACE_BACKEND", "torch")
     assert layer().backend == environment.__wrapped__()["backend"] == "torch"
     list_backends()
@@ -123,7 +123,7 @@ COMPUTES = {
 
 
 @pytest.mark.parametrize("command", COMPUTES)
-def test_a_command_that_computes_is_refused_without_the_backend_of_the_environment(command, monkeypatch, tmp_path):
+def test_commands_refuse_an_unavailable_backend_of_the_environment(command, monkeypatch, tmp_path):
     tiny.build("gla").save_pretrained(tmp_path)
     monkeypatch.setitem(BACKENDS, "triton", BACKENDS["triton"]._replace(missing=lambda: "no GPU"))
     monkeypatch.setenv("HEADRACE_BACKEND", "triton")
@@ -136,13 +136,13 @@ def test_a_command_that_computes_is_refused_without_the_backend_of_the_environme
         load(tmp_path)
 
 
-def test_verify_tests_all_backends_whatever_the_environment_says(monkeypatch):
+def test_verify_checks_all_backends_whatever_the_environment_says(monkeypatch):
     monkeypatch.setenv("HEADRACE_BACKEND", "fla")
     rows = verify(["softmax-gla"])
     assert all(row.holds for row in rows) and any("torch" in row.law for row in rows)
 
 
-def test_a_model_on_one_backend():
+def test_model_on_one_backend():
     model = tiny.build("softmax-gla")
     set_backend(model, "native")
     layers = [layer for layer in model.modules() if isinstance(layer, LinearMixer)]
@@ -154,7 +154,7 @@ def test_a_model_on_one_backend():
 
 
 @pytest.mark.parametrize("backend", ["native", "triton"])
-def test_the_costs_of_a_run_are_those_of_pytorch_whatever_the_environment_says(backend, monkeypatch):
+def test_estimated_costs_do_not_depend_on_the_environment(backend, monkeypatch):
     recipe, _ = recipes.load("laptop-1m", {"mixer": "softmax-gla"})
     expected = estimate(recipe)
     monkeypatch.setenv("HEADRACE_BACKEND", backend)
@@ -162,7 +162,7 @@ def test_the_costs_of_a_run_are_those_of_pytorch_whatever_the_environment_says(b
 
 
 @torch.no_grad()
-def test_a_step_on_a_named_backend():
+def test_step_on_a_named_backend():
     skip_if_missing("native")
     q, v = torch.rand(2, 4, 6), torch.randn(2, 4, 5)
     found = {name: step(q, q, v, normalise=True, backend=name)[0] for name in ("native", "torch", "auto")}
@@ -173,7 +173,7 @@ def test_a_step_on_a_named_backend():
 
 
 @torch.no_grad()
-def test_a_backend_with_the_recurrence_alone_serves_a_layer(monkeypatch):
+def test_backend_with_the_recurrence_alone_serves_a_layer(monkeypatch):
     """What it does not have is PyTorch's, and asking for it by name is refused."""
     calls = []
 

@@ -66,26 +66,26 @@ PACKED, RAGGED = (25, 30), (1, 1)  # what packed sequences and an incomplete chu
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("gates", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(("rule", "decay"), CEILINGS)
-def test_the_number_of_calls_does_not_depend_on_the_tokens(rule, decay, gates, packed, monkeypatch):
+def test_number_of_library_calls_is_independent_of_length(rule, decay, gates, packed, monkeypatch):
     """But for the states, which pass from chunk to chunk: in a direction at most 3 calls per chunk."""
     prepare("batched", monkeypatch)
     for tokens in (640, 1000):
-        *found, chunks = calls(decay, tokens, packed, gates, rule)
+        *result, chunks = calls(decay, tokens, packed, gates, rule)
         scan = chunks * ((2 if rule == "delta" else 1) + packed)
-        for way, names in enumerate(found):
+        for way, names in enumerate(result):
             assert not WAITS & names.keys()
             ceiling = CEILINGS[rule, decay][way] + GATES[rule][way] * gates + PACKED[way] * packed
             assert names.total() - scan <= ceiling + RAGGED[way] * (tokens % 64 > 0)
 
 
-def test_the_count_sees_what_waits():
-    with Calls() as found:
+def test_counter_sees_synchronising_calls():
+    with Calls() as result:
         x = torch.arange(3.0)
         x[x > 1].sum().item()
-    assert {"nonzero", "_local_scalar_dense"} <= found.names.keys()
+    assert {"nonzero", "_local_scalar_dense"} <= result.names.keys()
 
 
-def test_the_device_checks_where_sequences_end():
+def test_bounds_are_checked_on_the_device():
     """A GPU gets the check as an operation of its own, for which nothing waits."""
     checks.check_on_device(torch.tensor([0, 4, 4, 9]), 9)
     for ends in ([0, 5], [1, 9], [0, 9, 4, 9]):
@@ -106,7 +106,7 @@ def layer(name):
 
 @pytest.mark.filterwarnings("ignore::headrace.utils.errors.GateWarning")
 @pytest.mark.parametrize("name", MIXERS)
-def test_padding_is_dropped_without_waiting(name, monkeypatch):
+def test_padding_is_dropped_without_a_device_sync(name, monkeypatch):
     """Outputs, states and gradients are those of the form that waits for the mask."""
     made, x = layer(name), torch.randn(3, 9, 16, dtype=torch.float64, requires_grad=True)
     mask = torch.arange(9) >= torch.tensor([[0], [4], [8]])
@@ -119,16 +119,16 @@ def test_padding_is_dropped_without_waiting(name, monkeypatch):
         given = [x, *(p for p in made.parameters() if p.requires_grad)]
         grads = torch.autograd.grad(y.square().sum() + after.memory.square().sum(), given, allow_unused=True)
         results.append(([y, *(z for z in after if z is not None)], [g for g in grads if g is not None]))
-    (found, gradients), (expected, exact) = results
+    (actual, gradients), (expected, exact) = results
     assert len(gradients) == len(exact)
-    assert max(relative(a.double(), b.double()) for a, b in zip(found, expected, strict=True)) <= 1e-12
+    assert max(relative(a.double(), b.double()) for a, b in zip(actual, expected, strict=True)) <= 1e-12
     assert worst(gradients, exact) <= 1e-10
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "padded"), list(zip(ONE_GRAPH, itertools.cycle([True, True, False]))))
-def test_every_linear_mixer_is_one_graph(name, padded):
+def test_every_linear_mixer_compiles_to_one_graph(name, padded):
     torch._dynamo.reset()
     made, x = layer(name), torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
     mask = torch.arange(9) >= torch.tensor([[0], [4]]) if padded else None

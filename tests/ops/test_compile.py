@@ -40,7 +40,7 @@ OF_THE_OPERATOR = "test_autograd_registration", "test_aot_dispatch_dynamic"
     ("rule", "decay", "packed"),
     [("add", "none", False), ("add", "fixed", True), ("add", "vector", False), ("delta", "scalar", True)],
 )
-def test_opcheck(backend, rule, decay, packed):
+def test_operators_pass_opcheck(backend, rule, decay, packed):
     given, ends = drawn(decay, packed)
     constant = [x if x is None else x.detach() for x in given]
     linear_attention(*constant[:3], backend=backend)  # registers the operator
@@ -83,7 +83,7 @@ def assert_compiled_is_eager(calls, backend, compiler="inductor"):
 # "batched" is the operator of "torch", with other code in it, which a compiler does not see.
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
-def test_calls_compile_as_one_graph(backend):
+def test_calls_compile_to_one_graph(backend):
     """All kinds of calls in one, because every graph takes the C++ compiler's time."""
     kinds = itertools.product((False, True), [("add", "vector"), ("add", "fixed"), ("delta", "scalar")])
     assert_compiled_is_eager([(*drawn(decay, packed), rule) for packed, (rule, decay) in kinds], backend)
@@ -91,7 +91,7 @@ def test_calls_compile_as_one_graph(backend):
 
 @pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
 @pytest.mark.parametrize("packed", [False, True])
-def test_another_length_is_not_compiled_again(backend, packed):
+def test_other_lengths_do_not_recompile(backend, packed):
     """But where a size becomes 0 or 1, of which PyTorch makes special cases: chunks, or states kept."""
     counter = CompileCounterWithBackend("aot_eager")
     for tokens, rule in itertools.product((13, 40, 200, 77, 91, 333), ("add", "delta")):
@@ -129,7 +129,7 @@ def assert_a_layer_compiles(mixer, dtype, backend):
 
 
 @pytest.mark.slow
-def test_a_layer_compiles():
+def test_layer_compiles():
     """In float32, with a whole model: test_compiled_models.py."""
     assert_a_layer_compiles("softmax-gated-deltanet", torch.float64, "inductor")
 
@@ -137,5 +137,5 @@ def test_a_layer_compiles():
 @pytest.mark.parametrize(
     "mixer", ["linear-attention", "retnet", "rwkv6", "softmax-gla", "softmax-mamba2", "kda", "deltanet"]
 )
-def test_layers_are_one_graph(mixer):
+def test_layers_compile_to_one_graph(mixer):
     assert_a_layer_compiles(mixer, torch.float32, "aot_eager")

@@ -23,56 +23,62 @@ def four(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def found(request, four, tmp_path_factory):
+def results(request, four, tmp_path_factory):
     return four if request.param == 4 else run(2, tmp_path_factory.mktemp("ranks"), check, [])
 
 
-def errors(found, name):
-    return [rank[name] for rank in found]
+def errors(results, name):
+    return [rank[name] for rank in results]
 
 
 @pytest.mark.parametrize("packed", ["rows", "packed"])
 @pytest.mark.parametrize("kind", OPS)
-def test_the_op(found, kind, packed):
-    assert max(errors(found, f"op, {kind}, {packed}")) < ERROR
+def test_op_equals_one_process(results, kind, packed):
+    assert max(errors(results, f"op, {kind}, {packed}")) < ERROR
 
 
 @pytest.mark.parametrize("packed", ["rows", "packed"])
 @pytest.mark.parametrize("name", MIXERS)
-def test_every_linear_mixer(four, name, packed):
+def test_every_linear_mixer_equals_one_process(four, name, packed):
     assert max(errors(four, f"layer, {name}, {packed}")) < ERROR
 
 
-def test_the_loss_and_the_gradients_of_a_model(found):
-    assert max(errors(found, "model")) < ERROR
+def test_model_loss_and_gradients_equal_one_process(results):
+    assert max(errors(results, "model")) < ERROR
 
 
-def test_a_process_without_gradients_does_not_stop_the_others(found):
-    assert max(errors(found, "one process without gradients")) < 1e-5  # float32
+def test_process_without_gradients_does_not_block_others(results):
+    assert max(errors(results, "one process without gradients")) < 1e-5  # float32
 
 
-def test_one_gather_of_the_state_and_its_transition(found):
-    for rank in found:
+def test_only_state_and_transition_are_gathered(results):
+    for rank in results:
         assert rank["bytes"] == {"add": [H * K * (V + 1), H * K * V], "delta": [H * K * (V + K), H * K * V]}
 
 
-def test_what_cannot_be_split_is_refused_by_name(found):
-    for rank in found:
-        said = rank["refused"]
-        assert "SoftmaxAttention" in said["transformer"] and "Mamba" in said["mamba"] and "RWKV7" in said["rwkv7"]
-        assert "LinearMixer" in said["residual-delta"] and "mask" in said["padding"]
-        assert "9 tokens" in said["uneven"] and "[8, 7" in said["unequal"] and "shift_labels" in said["labels"]
+def test_unsupported_layers_are_refused_by_name(results):
+    for rank in results:
+        messages = rank["refused"]
+        assert (
+            "SoftmaxAttention" in messages["transformer"]
+            and "Mamba" in messages["mamba"]
+            and "RWKV7" in messages["rwkv7"]
+        )
+        assert "LinearMixer" in messages["residual-delta"] and "mask" in messages["padding"]
+        assert (
+            "9 tokens" in messages["uneven"] and "[8, 7" in messages["unequal"] and "shift_labels" in messages["labels"]
+        )
 
 
-def test_a_run_whose_rows_are_shared_by_two_processes_is_that_of_one(few, tmp_path):
+def test_training_with_shared_rows_equals_one_process(few, tmp_path):
     """Two rows at a time in four processes, documents apart, which stop in the second epoch and go on; one row in two
     processes: test_sharding.py."""
     settings = {"mixer": "softmax-gated-deltanet", "batch_tokens": 512, "tokens": 512 * 4, "warmup_tokens": 512}
     settings |= {"save_every": 4, "precision": "float32", "apart": True}
     assert train_all([Run(tmp_path / "1", settings)], few) == [0]
     shared = settings | {"context_parallel": 2}
-    told = Run(tmp_path / "2", shared, {1: (2, signal.SIGTERM)})
-    assert train_all([told, Run(tmp_path / "2", shared)], few, 4) == [0] * 4
+    stopped = Run(tmp_path / "2", shared, {1: (2, signal.SIGTERM)})
+    assert train_all([stopped, Run(tmp_path / "2", shared)], few, 4) == [0] * 4
     assert (tmp_path / "2" / "checkpoint-3").exists()
     histories = [json.loads((tmp_path / name / "model" / "history.json").read_text()) for name in "12"]
     for name in ("loss", "grad_norm", "eval_loss", "final_loss"):
@@ -87,6 +93,6 @@ def test_processes_that_cannot_share_rows_are_refused(data, tmp_path):
         train(data, tmp_path, context_parallel=3)
 
 
-def test_a_group_is_needed():
+def test_context_parallel_needs_a_process_group():
     with pytest.raises(InputError, match="init_process_group"), context_parallel():
         pass

@@ -48,12 +48,12 @@ def agree(conv, wide, history, ends=None, tolerance=1e-6):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("channels", "tokens", "width"), [(1, 1, 2), (33, 2, 4), (48, 700, 4), (300, 5, 7)])
-def test_is_pytorchs(channels, tokens, width, bias):
+def test_convolution_equals_pytorch(channels, tokens, width, bias):
     agree(*given(channels, tokens, width=width, bias=bias))
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_convolution_in_float64_is_the_module_s(bias):
+def test_float64_convolution_equals_the_module(bias):
     """A hook has the module called."""
     conv, wide, history = given(33, 20, bias=bias)
     ours = called(conv, wide, history)
@@ -62,7 +62,7 @@ def test_a_convolution_in_float64_is_the_module_s(bias):
         assert found.shape == expected.shape and relative(found, expected) <= 1e-14
 
 
-def test_sequences_of_a_pack_do_not_meet():
+def test_packed_sequences_do_not_mix():
     conv, wide, _ = given(20, 50, rows=1)
     history = given(20, 1, rows=5)[2]
     agree(conv, wide, history, torch.tensor([0, 1, 1, 3, 40, 50]))
@@ -73,7 +73,7 @@ def test_bfloat16_is_rounded_once():
     agree(*given(40, 30, dtype=torch.bfloat16), tolerance=4e-3)
 
 
-def test_threads_change_nothing():
+def test_thread_count_does_not_change_results():
     conv, wide, history = given(200, 6000, dtype=torch.float32)  # 2 · 2 · 6000 · 200 products: work for four threads
     torch.set_num_threads(1)
     one = called(conv, wide, history)
@@ -82,7 +82,7 @@ def test_threads_change_nothing():
     assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
 
 
-def test_what_the_library_cannot_take_goes_to_pytorch():
+def test_unsupported_calls_use_pytorch():
     """Its structs hold up to 65,536 channels; x is a view of one number to keep the test small."""
     conv, x = nn.Conv1d(2**16 + 1, 2**16 + 1, 2, groups=2**16 + 1), torch.ones(1).expand(1, 3, 2**16 + 1)
     assert "65536 channels, and they are 2 and 65537" in convolution.unsupported_reason(conv, x)
@@ -97,7 +97,7 @@ def passes_opcheck(operator, given):
 
 # PyTorch 2.15 reads the gradient of an input that is not a leaf, for which it warns itself.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_opcheck():
+def test_operator_passes_opcheck():
     conv, wide, history = given(9, 6, dtype=torch.float32)
     parameters = conv.weight.detach().requires_grad_(), conv.bias.detach().requires_grad_()
     forward, backward = torch.ops.headrace.convolve.default, torch.ops.headrace.convolve_backward.default

@@ -69,7 +69,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("reduce", [torch.sum, lambda y: y.square().sum()], ids=["sum", "square"])
-def test_a_gradient_penalty_is_refused(name, reduce):
+def test_gradient_penalties_are_refused(name, reduce):
     """Through a sum the incoming gradient is a constant: then PyTorch's own once_differentiable gives zeros."""
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     run = FUNCTIONS[name]
@@ -79,7 +79,7 @@ def test_a_gradient_penalty_is_refused(name, reduce):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_transforms_of_such_functions_are_refused(name):
+def test_torch_func_transforms_are_refused(name):
     run, x = FUNCTIONS[name], torch.randn(3, 6, dtype=torch.float64)
     for transform in (torch.func.grad, torch.func.hessian, torch.func.jacfwd):
         with pytest.raises(InputError, match=f"{name} has no"):
@@ -101,7 +101,7 @@ def test_second_derivatives_are_refused(backend, reduce):
             torch.autograd.functional.hessian(lambda q: reduce(run(q)), q, vectorize=vectorize)
 
 
-def test_a_layer_says_how_it_has_second_derivatives():
+def test_layer_error_names_the_form_with_second_derivatives():
     layer = build(zoo.get("gla"), hidden_size=16, num_heads=2).double()
     x = torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
     with pytest.raises(InputError, match=r"for a layer, layer.op = partial\(linear_attention, form='recurrent'\)"):
@@ -116,9 +116,9 @@ def test_forward_derivatives_are_refused(backend):
     for transform in (torch.func.jacfwd, torch.func.hessian):
         with pytest.raises(InputError, match=sentence):
             transform(lambda q: run(q).sum())(q)
-    for wanted in (False, True):
+    for differentiable in (False, True):
         with forward_ad.dual_level(), pytest.raises(InputError, match=sentence):
-            run(forward_ad.make_dual(q.detach().requires_grad_(wanted), q))
+            run(forward_ad.make_dual(q.detach().requires_grad_(differentiable), q))
 
 
 def test_gradients_inside_transforms_are_refused(backend):
@@ -135,14 +135,14 @@ def test_gradients_inside_transforms_are_refused(backend):
         with pytest.raises(InputError, match=sentence):
             transform(x)
     expected = torch.autograd.grad(linear(run(q)[..., [0] * 6]).sum(), linear.weight)[0]
-    found = torch.func.grad(lambda parameters: inside(parameters, run(q)[..., [0] * 6]).sum())(
+    actual = torch.func.grad(lambda parameters: inside(parameters, run(q)[..., [0] * 6]).sum())(
         {name: x.detach() for name, x in linear.named_parameters()}
     )
-    assert torch.allclose(found["weight"], expected)
+    assert torch.allclose(actual["weight"], expected)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_gradients_inside_compiled_transforms_are_no_zeros(backend):
+def test_compiled_transforms_raise_instead_of_zero_gradients(backend):
     run, q = op(backend)
     for transform in (torch.func.grad, torch.func.jacfwd):
         with pytest.raises((InputError, RuntimeError), match=r"linear_attention has no|setup_context"):
@@ -151,18 +151,18 @@ def test_gradients_inside_compiled_transforms_are_no_zeros(backend):
 
 # PyTorch calls an operator once per sample, and says so: on stderr before 2.15, as a warning since.
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
-def test_vmap(backend):
+def test_vmap_equals_a_loop(backend):
     """Its tensors do not say whether they need a gradient."""
     run, q = op(backend)
     several = torch.stack([q, 2 * q, -q]).requires_grad_()
-    found, expected = torch.func.vmap(run)(several), torch.stack([run(q) for q in several])
+    actual, expected = torch.func.vmap(run)(several), torch.stack([run(q) for q in several])
     weight = torch.randn_like(expected)
-    assert torch.equal(found, expected)
-    assert torch.equal(*(torch.autograd.grad((y * weight).sum(), several)[0] for y in (found, expected)))
+    assert torch.equal(actual, expected)
+    assert torch.equal(*(torch.autograd.grad((y * weight).sum(), several)[0] for y in (actual, expected)))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(backend, reentrant):
+def test_activation_checkpointing_keeps_gradients(backend, reentrant):
     run, q = op(backend, rule="delta")
     q.requires_grad_()
     gradients = []
@@ -175,7 +175,7 @@ def test_checkpointing(backend, reentrant):
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
-def test_the_recurrent_form_has_all_derivatives(decay, kind):
+def test_recurrent_form_passes_gradcheck_and_gradgradcheck(decay, kind):
     options = {kind: True} if kind in ("bonus", "normalise") else {}
     x = inputs(decay, rows=1, tokens=3, groups=2, key=2, value=2, **options)
     names = [name for name, y in x.items() if y is not None]
@@ -186,22 +186,22 @@ def test_the_recurrent_form_has_all_derivatives(decay, kind):
     assert torch.autograd.gradgradcheck(run, given, fast_mode=True)
 
 
-def test_a_step_has_forward_derivatives():
+def test_step_has_forward_mode_derivatives():
     x, state = torch.randn(2, 3, 4), torch.randn(2, 3, 4, 4)
     run = lambda x: step(x, x, x, state)[0]  # noqa: E731
-    found = torch.func.jvp(run, (x,), (x,))[1]
+    actual = torch.func.jvp(run, (x,), (x,))[1]
     expected = torch.autograd.functional.jvp(lambda x: step(x, x, x, state.double())[0], x.double(), x.double())[1]
-    assert relative(found, expected) < 1e-6
+    assert relative(actual, expected) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["q", "log_decay", "initial_state"])
-def test_complex_numbers_are_refused(name):
+def test_complex_tensors_are_refused(name):
     x = inputs("scalar")
     with pytest.raises(InputError, match=f"{name} has dtype torch.complex128; expected a floating-point dtype"):
         linear_attention(**(x | {name: x[name] + 0j}))
 
 
-def test_meta_tensors(backend):
+def test_meta_tensors_work(backend):
     x = {name: y if y is None else y.detach().float().to("meta") for name, y in inputs("scalar").items()}
     if backend == "native":
         with pytest.raises(InputError, match="it runs on the CPU, and v is on meta"):
@@ -220,14 +220,16 @@ def convolved(conv, x):
     return convolve(conv, x, None, Sequences(x, None))[0]
 
 
-def test_the_convolution_is_pytorchs_under_transforms():
+def test_convolution_equals_pytorch_under_transforms():
     skip_if_missing("native")
     conv, x = nn.Conv1d(6, 6, 4, groups=6), torch.randn(2, 9, 6)
     run, exact = partial(convolved, conv), partial(convolved, nn.Conv1d(6, 6, 4, groups=6).double())
     exact.args[0].load_state_dict(conv.state_dict())
     for transform in (torch.func.grad, torch.func.hessian, torch.func.jacfwd):
-        found, expected = (transform(lambda x, f=f: f(x).square().sum())(y) for f, y in ((run, x), (exact, x.double())))
-        assert relative(found, expected) < 1e-5
+        actual, expected = (
+            transform(lambda x, f=f: f(x).square().sum())(y) for f, y in ((run, x), (exact, x.double()))
+        )
+        assert relative(actual, expected) < 1e-5
     assert relative(torch.func.vmap(run)(x[None])[0], exact(x.double())) < 1e-6
     x.requires_grad_()
     with pytest.raises(InputError, match=r"the native convolution has no second derivative, .* expected float64"):
@@ -235,7 +237,7 @@ def test_the_convolution_is_pytorchs_under_transforms():
 
 
 @torch.no_grad()
-def test_integers_under_transforms():
+def test_int8_linear_works_under_transforms():
     layer, x = Int8Linear(nn.Linear(6, 5)), torch.randn(2, 6)
     expected = x @ layer.weight.T
     assert torch.allclose(torch.func.jvp(layer, (x,), (x,))[1], expected, atol=1e-6)
@@ -248,18 +250,18 @@ class Named(torch.Tensor):
 
 @pytest.mark.parametrize("wrap", [lambda x: TwoTensor(x, x.clone()), lambda x: x.as_subclass(Named)])
 @torch.no_grad()
-def test_tensor_subclasses(wrap):
+def test_tensor_subclasses_are_kept(wrap):
     """One made of two tensors has no memory of its own to read."""
     q, x = torch.randn(1, 4, 2, 6), torch.randn(1, 3, 6)
     layer, conv = Int8Linear(nn.Linear(6, 5)), nn.Conv1d(6, 6, 4, groups=6)
     for run, y in ((lambda q: linear_attention(q, q, q)[0], q), (layer, x[0]), (partial(convolved, conv), x)):
-        found = run(wrap(y))
-        assert type(found) is type(wrap(y))
-        assert torch.allclose(getattr(found, "a", found).as_subclass(torch.Tensor), run(y), atol=1e-6)
+        result = run(wrap(y))
+        assert type(result) is type(wrap(y))
+        assert torch.allclose(getattr(result, "a", result).as_subclass(torch.Tensor), run(y), atol=1e-6)
 
 
 @torch.no_grad()
-def test_a_token_through_a_layer_has_a_forward_derivative():
+def test_one_token_layer_step_has_forward_mode_derivatives():
     """Not through the native call, which would lose it."""
     made, x = build(zoo.get("gla"), hidden_size=32, num_heads=4, layer_idx=1, num_layers=3), torch.randn(2, 5, 32)
     state, exact, token = made(x)[1], copy.deepcopy(made).double(), torch.randn(2, 1, 32)

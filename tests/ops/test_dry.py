@@ -27,7 +27,7 @@ def launch(kernel=product, size=64, grid=(3, 2), **options):
 
 
 @pytest.mark.parametrize("gpu", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
-def test_a_launch_is_recorded(gpu):
+def test_launches_are_recorded(gpu):
     with dry.gpu(gpu) as launches:
         launch(num_warps=4)
     assert [(found.kernel, found.grid, found.warps) for found in launches] == [("product", (3, 2, 1), 4)]
@@ -40,20 +40,20 @@ def test_a_launch_is_recorded(gpu):
         assert code.macs % 64**3 == 0 and sum(loop.macs > 0 and loop.macs % 64**3 == 0 for loop in code.loops) == 1
 
 
-def test_what_does_not_fit_into_registers_is_seen():
+def test_register_spills_are_seen():
     with dry.gpu("sm_90") as launches:
         launch(size=128, num_warps=1)
     code = launches[0].code
     assert code.stack > 0 and any(loop.spills for loop in code.loops)
 
 
-def test_what_does_not_fit_into_shared_memory_is_an_error():
+def test_shared_memory_overflow_is_an_error():
     with dry.gpu("sm_120") as launches, pytest.raises(OutOfResources, match="shared memory"):
         launch(size=128, num_warps=8, num_stages=4)
     assert launches == []
 
 
-def test_the_configuration_with_the_least_stack_is_launched():
+def test_configuration_with_the_least_stack_is_launched():
     configs = [triton.Config({"SIZE": 128}, num_warps=warps) for warps in (1, 8)]
     tuned = triton.autotune(configs, key=[])(product)
     with dry.gpu("sm_90", configurations=2) as launches:
@@ -61,7 +61,7 @@ def test_the_configuration_with_the_least_stack_is_launched():
     assert [found.warps for found in launches] == [8] and tuned.best_config is configs[1]
 
 
-def test_nothing_stays_replaced():
+def test_patches_are_undone():
     driver, capability = triton.runtime.driver, torch.cuda.get_device_capability
     run = triton.runtime.JITFunction.run, triton.runtime.Autotuner.run
     with dry.gpu("sm_80"):

@@ -13,23 +13,23 @@ from headrace import InputError, backends
 from headrace.ops.backends.fla import op
 
 
-def asked(dtype=torch.bfloat16, grad=False, **more):
+def chosen_backend(dtype=torch.bfloat16, grad=False, **more):
     """The backend that computes a call with a decay per token."""
     q, k, v = torch.zeros(3, 1, 4, 2, 32, dtype=dtype, requires_grad=grad).unbind()
     return backends(q, k, v, log_decay=torch.zeros(1, 4, 2), backend="fla", **more)
 
 
-def test_on_a_cpu_it_says_what_it_needs():
+def test_fla_on_a_cpu_says_what_it_needs():
     assert backends()["fla"]["linear_attention"] == "it runs on a GPU, and PyTorch finds none"
     with pytest.raises(InputError, match="backend='fla' cannot run here: it runs on a GPU, and PyTorch finds none"):
-        asked()
+        chosen_backend()
 
 
 @pytest.mark.parametrize("gpu", dry.GPUS)
-def test_it_takes_bfloat16(gpu, monkeypatch):
+def test_fla_takes_bfloat16(gpu, monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.7.1")
     with dry.gpu(gpu):
-        assert asked() == asked(grad=True) == asked(rule="delta") == "fla"
+        assert chosen_backend() == chosen_backend(grad=True) == chosen_backend(rule="delta") == "fla"
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.0"])
@@ -37,43 +37,43 @@ def test_gradients_that_triton_miscompiles_are_refused(version, monkeypatch):
     monkeypatch.setattr(triton, "__version__", version)
     with dry.gpu("sm_90"):
         with pytest.raises(InputError, match=f"Triton {version} miscompiles its gradients for this GPU"):
-            asked(grad=True)
-        assert asked() == "fla"  # the forward is right
+            chosen_backend(grad=True)
+        assert chosen_backend() == "fla"  # the forward is right
         with torch.no_grad():
-            assert asked(grad=True) == "fla"
+            assert chosen_backend(grad=True) == "fla"
     with dry.gpu("sm_80"):
-        assert asked(grad=True) == "fla"
+        assert chosen_backend(grad=True) == "fla"
 
 
-def test_float32_needs_a_permission_to_round(monkeypatch):
+def test_float32_needs_permission_for_tf32(monkeypatch):
     with dry.gpu("sm_80"):
         with pytest.raises(InputError, match="it rounds float32 to TF32 in products"):
-            asked(torch.float32)
+            chosen_backend(torch.float32)
         monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
-        assert asked(torch.float32) == "fla"
+        assert chosen_backend(torch.float32) == "fla"
         monkeypatch.delenv("TRITON_F32_DEFAULT")
         torch.set_float32_matmul_precision("high")
         try:
-            assert asked(torch.float32) == "fla"
+            assert chosen_backend(torch.float32) == "fla"
         finally:
             torch.set_float32_matmul_precision("highest")
 
 
-def test_torch_compile_takes_another_backend(monkeypatch):
+def test_torch_compile_uses_another_backend(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with dry.gpu("sm_80"), pytest.raises(InputError, match=r"torch\.compile cannot trace its kernels"):
-        asked()
+        chosen_backend()
 
 
 @pytest.mark.parametrize(
-    ("found", "reason"),
+    ("installed", "reason"),
     [("0.6.3", None), ("0.7.0", "fla-core is 0.7.0; expected 0.6"), ("0.5.1", "fla-core is 0.5.1; expected 0.6")],
 )
-def test_the_version_of_fla(found, reason, monkeypatch):
-    monkeypatch.setattr(op, "version", lambda name: found)
+def test_fla_version_is_checked(installed, reason, monkeypatch):
+    monkeypatch.setattr(op, "version", lambda name: installed)
     assert op._not_installed() == reason
 
 
-def test_packages_that_are_missing_are_named(monkeypatch):
+def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(op.util, "find_spec", lambda name: None if name == "einops" else object())
     assert op._not_installed() == "einops cannot be imported; pip install 'headrace[gpu]' brings what it needs"

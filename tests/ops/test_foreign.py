@@ -21,7 +21,7 @@ OURS = {
 }
 
 
-def given(peer, **sizes):
+def inputs_of(peer, **sizes):
     """Inputs of the peer's family, in the precision it can keep, or a skip that says why it is not here."""
     if (reason := peer.missing()) is not None:
         pytest.skip(reason)
@@ -31,9 +31,9 @@ def given(peer, **sizes):
 
 @pytest.mark.parametrize("form", OURS)
 @pytest.mark.parametrize("peer", PEERS, ids=lambda p: f"{p.family}-{p.name}".replace(" ", "-"))
-def test_the_op_agrees(peer, form):
+def test_op_equals_other_libraries(peer, form):
     """Outputs, the final state and the gradient of every input that a model would train."""
-    tensors, dtype = given(peer)
+    tensors, dtype = inputs_of(peer)
     theirs, their_state = peer(peer.arguments(tensors))
     ours, our_state = OURS[form](**tensors, **FAMILIES[peer.family].options())
     assert relative(ours, theirs) <= TOLERANCE[dtype]
@@ -49,8 +49,8 @@ def test_the_op_agrees(peer, form):
 
 @pytest.mark.parametrize("form", OURS)
 @pytest.mark.parametrize("peer", [p for p in PEERS if p.states], ids=lambda p: f"{p.family}-{p.name}".replace(" ", "-"))
-def test_the_op_agrees_from_an_initial_state(peer, form):
-    tensors, dtype = given(peer, seed=1)
+def test_op_equals_other_libraries_from_an_initial_state(peer, form):
+    tensors, dtype = inputs_of(peer, seed=1)
     B, _, H, V = tensors["v"].shape
     start = torch.randn(B, H, tensors["k"].shape[-1], V, dtype=dtype)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_the_op_agrees_from_an_initial_state(peer, form):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_the_layer_agrees(layer):
+def test_layer_equals_transformers(layer):
     """With its weights in ours, of which every one must have a counterpart."""
     torch.manual_seed(0)
     theirs = LAYERS[layer]()
@@ -75,7 +75,7 @@ def test_the_layer_agrees(layer):
 
 
 @pytest.mark.parametrize("name", COMPOSED)
-def test_the_layer_agrees_with_foreign_parts(name):
+def test_layer_equals_composed_foreign_parts(name):
     torch.manual_seed(0)
     ours = randomised(LinearMixer(zoo.get(name), hidden_size=D, num_heads=H))
     agree(ours, lambda x: COMPOSED[name](ours, x))

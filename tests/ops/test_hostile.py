@@ -24,7 +24,7 @@ def settings_of(kind):
 
 @pytest.mark.parametrize("ends", [[0, 5], [1, T], [0, 9, 4, T], [0, T + 9, T], [0, 5, T + 1]])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences_must_end_where_the_tokens_do(form, kind, ends):
+def test_wrong_sequence_bounds_are_refused(form, kind, ends):
     x = inputs(rows=1, n=len(ends) - 1, **({kind: True} if kind in ("bonus", "normalise") else {}))
     x = {name: y if y is None else y.detach().float() for name, y in x.items()}
     sentence = rf"cu_seqlens=\[.*{ends[-1]}\]; expected 0 = c_0 ≤ … ≤ c_N = T = {T}"
@@ -35,7 +35,7 @@ def test_sequences_must_end_where_the_tokens_do(form, kind, ends):
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_of_none(form, decay, kind):
+def test_empty_batch_runs_in_every_form(form, decay, kind):
     x = inputs(decay, rows=0, **({kind: True} if kind in ("bonus", "normalise") else {}))
     x = {name: y if y is None else y.detach().float().requires_grad_() for name, y in x.items()}
     out, state = linear_attention(**x, **settings_of(kind), **form)
@@ -49,7 +49,7 @@ def test_a_batch_of_none(form, decay, kind):
 @pytest.mark.parametrize("decay", ["fixed", "scalar", "vector"])
 @pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("name", ["chunkwise", "batched", "native"])
-def test_a_memory_that_grows(name, decay, rule, monkeypatch):
+def test_growing_memory_follows_the_equation(name, decay, rule, monkeypatch):
     """log_decay > 0 is no decay, and the equation holds."""
     prepare(name, monkeypatch)
     x = inputs(decay, tokens=WAYS[name].tokens)
@@ -64,7 +64,7 @@ NAMES = ["q", "k", "v", "log_decay", "beta", "write_gate", "read_gate"]
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
 @pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("name", ["chunkwise", "batched", "parallel", "recurrent"])
-def test_what_is_not_finite_stays_in_its_head_and_out_of_the_past(name, decay, rule, bad, monkeypatch):
+def test_nonfinite_inputs_do_not_leak(name, decay, rule, bad, monkeypatch):
     """One number in the second chunk of three. Afterwards, but for q and the read gate, it is in the memory."""
     drawn, token = {name: y if y is None else y.detach() for name, y in inputs(decay, tokens=64).items()}, 37
     prepare(name, monkeypatch)
@@ -83,7 +83,7 @@ def test_what_is_not_finite_stays_in_its_head_and_out_of_the_past(name, decay, r
             assert not out[1, token:, 2, 3].isfinite().any() and not state[1, 2, :, 3].isfinite().all(), spoilt
 
 
-def test_a_decay_of_nan_is_no_crash(form):
+def test_nan_decay_does_not_crash(form):
     for decay, rule in itertools.product(("fixed", "scalar", "vector"), ("add", "delta")):
         x = {name: y if y is None else y.detach().float() for name, y in inputs(decay).items()}
         x["log_decay"][..., 1] = torch.nan
@@ -97,7 +97,7 @@ MIXERS = [name for name in zoo.names() if type(zoo.get(name)).__name__ != "Decod
 @pytest.mark.filterwarnings("ignore::headrace.GateWarning")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
 @pytest.mark.parametrize("name", [name for name in MIXERS if not name.startswith("softmax-") or "rnn" in name])
-def test_a_row_that_is_not_finite_leaves_the_others_alone(name, bad):
+def test_nonfinite_row_does_not_reach_other_rows(name, bad):
     """Outputs and the gradients to the input, with rows of a batch and with packed sequences."""
     torch.manual_seed(0)
     mixer, x = Mixer(name, hidden_size=16, num_heads=2), torch.randn(3, 20, 16)
@@ -111,5 +111,5 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(name, bad):
             y, _ = mixer(given.view(shape), **settings)
             (slope,) = torch.autograd.grad(y.square().sum(), given)
             results.append((y.view(3, 20, 16)[others], slope[others]))
-        for found, exact in zip(*reversed(results), strict=True):
-            torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+        for actual, exact in zip(*reversed(results), strict=True):
+            torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5)

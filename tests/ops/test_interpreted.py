@@ -16,7 +16,7 @@ SMALL = sorted(path.name for path in FOLDER.glob("test_*.py") if path.name not i
 @pytest.mark.slow(seconds=45)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("files", [*([name] for name in LARGE), SMALL], ids=["fla", "triton", "small"])
-def test_in_the_interpreter(files):
+def test_kernels_pass_in_the_triton_interpreter(files):
     paths = [str(FOLDER / name) for name in files]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-rs", "-p", "no:cacheprovider", *paths]
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -55,7 +55,7 @@ def launches(
 
 
 @pytest.mark.parametrize(("gpu", "family"), STACK)
-def test_launches_and_their_code(gpu, family):
+def test_kernels_use_matrix_units_and_fit(gpu, family):
     """Two launches forward and four backward, all on matrix units, in the GPU's shared memory, with little spilled
     and no product computed twice."""
     found = launches(gpu, family)
@@ -72,7 +72,7 @@ def test_launches_and_their_code(gpu, family):
     [("sm_90", "gated-delta", 128, torch.float32), ("sm_120", "gated-delta", 128, torch.float16),
      ("gfx942", "scalar", 256, torch.float32)],
 )  # fmt: skip
-def test_float32_and_float16(gpu, family, K, dtype):
+def test_float32_and_float16_kernels_fit(gpu, family, K, dtype):
     """Their tiles, larger than those of bfloat16, are on matrix units and in the GPU's shared memory, too."""
     found = launches(gpu, family, K=K, dtype=dtype)
     assert [x.kernel for x in found] == KERNELS
@@ -89,7 +89,7 @@ UNITS = {"fixed": (9, 4, 9), "vector": (5, 2, 5), "gated-delta": (5.5, 7, 5.5), 
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_the_shapes_of_models(family):
+def test_kernels_fit_at_model_shapes(family):
     """RetNet, GLA, Gated DeltaNet and KDA of 340M parameters on Hopper, with nothing spilled or computed twice."""
     K, V = SHAPES[family]
     found = launches("sm_90", family, K=K, V=V)
@@ -106,7 +106,7 @@ def instructions_at(width):
     return [launch.code.instructions for launch in found]
 
 
-def test_a_projection_whose_width_is_no_multiple_of_16():
+def test_unaligned_projection_widths_are_loaded_in_parts():
     """Eight numbers, 16 bytes, are the most that an instruction loads; four are still fewer instructions than one."""
     whole, eight, four, one = (instructions_at(width) for width in (4608, 4616, 4612, 4609))
     assert eight == whole
@@ -117,13 +117,13 @@ def test_a_projection_whose_width_is_no_multiple_of_16():
     ("gpu", "version", "keeps"),
     [("sm_90", "3.7.0", False), ("sm_90", "3.7.1", True), ("sm_80", "3.6.0", True), ("sm_100", "3.9.0", False)],
 )
-def test_a_tile_is_kept_where_triton_compiles_it_right(gpu, version, keeps, monkeypatch):
+def test_tiles_are_kept_where_triton_compiles_them_right(gpu, version, keeps, monkeypatch):
     monkeypatch.setattr("triton.__version__", version)
     with dry.gpu(gpu):
         assert block_sizes.GPU.of(torch.zeros(1)).keeps == keeps
 
 
-def test_64_channels():
+def test_kernels_fit_with_64_channels():
     """The state has half as many rows: nothing is spilled, and `scan` and `reverse_scan` compute no product twice."""
     found = launches("sm_90", "gated-delta", K=64)
     assert all(x.code.stack == 0 for x in found)

@@ -1,7 +1,6 @@
 """Every way of running every mixer of the zoo, with every option of head competition, is the literal equation."""
 
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from headrace import GateWarning, InputError, backends, layers, zoo
 from headrace.ops.backends.base import Kernel
 from headrace.ops.dispatch import BACKENDS
 from headrace.spec import serialise as spec
-from headrace.studies import verify_op
 from headrace.studies.laws import Row, device_failed
 from headrace.studies.verify import BATCH, FORMS, HEADS, HIDDEN, WAYS, laws, relative, specimen, verify, worst
 from headrace.studies.verify_op import Recurrence, op_laws
@@ -68,7 +66,7 @@ CASES = [
     [*((torch.float64, name) for name in CASES), *((torch.float32, name) for name in zoo.names())],
     ids=lambda x: str(x).removeprefix("torch."),
 )
-def test_every_way_is_the_literal_equation(dtype, name):
+def test_every_form_equals_the_reference(dtype, name):
     """Options in float64 alone: their parts are those of the mixers, and what rounds to float32 is wrong by 1e-7."""
     rows = list(laws(name, "cpu", dtype, seed=0))
     assert len(rows) >= 7
@@ -76,12 +74,12 @@ def test_every_way_is_the_literal_equation(dtype, name):
     assert not broken
 
 
-def test_bfloat16_is_float32_inside():
+def test_bfloat16_computes_in_float32():
     rows = list(laws("softmax-gla", "cpu", torch.bfloat16, seed=0))
     assert rows and not [row for row in rows if not row.holds]
 
 
-def test_a_law_can_fail():
+def test_laws_can_fail():
     """A mixer with a wrong memory is caught: the laws are not satisfied by anything that runs."""
     mixer, x = specimen("gla", 0)
     y = mixer(x)[0]
@@ -90,7 +88,7 @@ def test_a_law_can_fail():
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_an_infinite_error(wrong):
+def test_nonfinite_values_are_an_infinite_error(wrong):
     """In any place: Python's max of several numbers passes over a NaN that is not the first."""
     right, bad = torch.ones(3), torch.tensor([1, wrong, 1])
     assert relative(bad, right) == relative(right, bad) == float("inf")
@@ -99,7 +97,7 @@ def test_what_is_not_finite_is_an_infinite_error(wrong):
         assert worst(pair, [right, right]) == worst([right, right], pair) == float("inf")
 
 
-def test_every_backend_is_checked_in_a_precision_that_it_takes():
+def test_every_backend_is_checked_in_a_supported_precision():
     rows = {row.law: row for row in laws("gla", "cpu", torch.float64, seed=0)}
     assert {"torch in float64", "torch in float64, gradients", "torch in float64, decoding"} <= set(rows)
     if backends()["native"]["linear_attention"] is None:
@@ -110,7 +108,7 @@ def worse(result):
     return result[0] + 1e-3, result[1]
 
 
-def test_a_backend_is_checked_token_by_token(monkeypatch):
+def test_backends_are_checked_while_decoding(monkeypatch):
     kernel = BACKENDS["torch"].step
     wrong = kernel._replace(run=lambda *arguments: worse(kernel.run(*arguments)))
     monkeypatch.setitem(BACKENDS, "new", BACKENDS["torch"]._replace(step=wrong))
@@ -119,7 +117,7 @@ def test_a_backend_is_checked_token_by_token(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [lambda out: out * 1.001, lambda out: out.nonexistent], ids=["inexact", "failing"])
-def test_a_backend_that_is_wrong_breaks_its_law(monkeypatch, wrong):
+def test_wrong_backend_breaks_its_law(monkeypatch, wrong):
     def run(call):
         out, state = BACKENDS["torch"].linear_attention.run(call)
         return wrong(out), state
@@ -134,7 +132,7 @@ def test_a_backend_that_is_wrong_breaks_its_law(monkeypatch, wrong):
 
 
 @pytest.mark.parametrize("name", [*zoo.names(), "softmax-residual-delta(competition.memories_per_head=3)"])
-def test_the_state_is_what_the_spec_says(name):
+def test_state_shapes_and_bytes_match_the_spec(name):
     mixer, x = specimen(name, 0)
     named = mixer(x)[1]._asdict()
     described = zoo.get(name)
@@ -145,35 +143,11 @@ def test_the_state_is_what_the_spec_says(name):
     assert measured == described.state_bytes(HIDDEN, HEADS, **options)
 
 
-@pytest.mark.parametrize("name", list(zoo.LINEAR))
-def test_competition_starts_as_its_backbone_to_the_bit(name):
-    """Gates are zero parameters that draw no random numbers, and a zero score is a gate of exactly one."""
-
-    def build(name):
-        torch.manual_seed(0)
-        return layers.build(zoo.get(name), hidden_size=32, num_heads=4, layer_idx=1, num_layers=3)
-
-    plain, competing = build(name), build(f"softmax-{name}")
-    shared, weights = plain.state_dict(), competing.state_dict()
-    assert {key for key in weights if key not in shared} == {f"{s}_competition.weight" for s in ("read", "write")}
-    assert all(torch.equal(shared[key], weights[key]) for key in shared)
-    x = torch.randn(2, 9, 32)
-    assert torch.equal(plain(x)[0], competing(x)[0])
-
-
-def test_a_new_mixer_is_one_line(monkeypatch):
+def test_new_mixer_is_one_table_entry(monkeypatch):
     monkeypatch.setitem(zoo.LINEAR, "leaky-delta", spec.change(zoo.LINEAR["deltanet"], "decay.kind", "retnet"))
     for name in ("leaky-delta", "softmax-leaky-delta"):
         assert name in zoo.names()
         assert all(row.holds for row in laws(name, "cpu", torch.float64, seed=0))
-
-
-def test_every_spec_survives_json():
-    import json
-
-    for name in zoo.names():
-        described = zoo.get(name)
-        assert spec.from_json(json.loads(json.dumps(spec.to_json(described)))) == described
 
 
 @pytest.mark.parametrize(
@@ -184,7 +158,7 @@ def test_every_spec_survives_json():
         ("softmax-gla(heads.count=1)", "the identity"),
     ],
 )
-def test_a_gate_that_cannot_act_is_named(name, sentence):
+def test_ineffective_gates_are_warned_about(name, sentence):
     with pytest.warns(GateWarning, match=sentence):
         layers.build(zoo.get(name), hidden_size=32, num_heads=4)
     with warnings.catch_warnings():
@@ -195,13 +169,13 @@ def test_a_gate_that_cannot_act_is_named(name, sentence):
 SMALL = [Recurrence(decay, rule, 2, 9, 2, 4, 3) for decay in ("", "H", "BTH", "BTHK") for rule in ("add", "delta")]
 
 
-def test_the_op_is_the_literal_equation():
+def test_op_equals_the_reference():
     rows = list(op_laws("cpu", 0, ["torch"], SMALL))
     assert len(rows) == len(SMALL) * 2 * 3 and not [row for row in rows if not row.holds]
     assert len({row.law for row in rows}) == len(rows)
 
 
-def test_an_op_that_is_wrong_breaks_its_law(monkeypatch):
+def test_wrong_op_breaks_its_law(monkeypatch):
     """An output that is off by 0.1 %, in float32, and a state that is off by 2 % in both precisions."""
 
     def run(call):
@@ -213,7 +187,7 @@ def test_an_op_that_is_wrong_breaks_its_law(monkeypatch):
     assert broken == {"float32", "float32, state", "float32, gradients", "bfloat16, state"}
 
 
-def test_a_device_that_computes_nothing_any_more_is_lost(monkeypatch):
+def test_failed_device_is_recognised(monkeypatch):
     def illegal_access(*_, **__):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -228,16 +202,11 @@ def test_a_device_that_computes_nothing_any_more_is_lost(monkeypatch):
     [({"dtype": torch.float16}, "dtype=torch.float16; expected one of torch.float64"), ({"device": "tpu7"}, "tpu7"),
      ({"backends": ["cuda"]}, "backend='cuda' is unknown"), ({"backends": ["onnx"]}, "backend='onnx' cannot run here")],
 )  # fmt: skip
-def test_what_cannot_be_verified_is_refused(options, message):
+def test_invalid_arguments_of_verify_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         verify(["gla"], **options)
 
 
-def test_the_tolerance_of_the_op_is_that_of_the_documentation():
-    text = Path(__file__).parents[2].joinpath("docs", "correctness.md").read_text("utf-8")
-    assert "the tolerance is 2⁻⁶" in text and verify_op.TOLERANCE[torch.bfloat16] == 2**-6
-
-
-def test_a_small_gradient_is_measured_against_its_own_size():
+def test_small_gradients_are_measured_relative_to_their_norm():
     large, small = torch.tensor([1.0, 2.0]), torch.tensor([1e-20, 2e-20])
     assert worst([large, 1.5 * small], [large, small]) == pytest.approx(0.5)

@@ -19,7 +19,7 @@ def _pieces_of_five_tokens(monkeypatch):
     monkeypatch.setattr(module, "PIECE", 5 * V)
 
 
-def given(dtype, scale=1.0):
+def draw(dtype, scale=1.0):
     torch.manual_seed(0)
     hidden, weight = torch.randn(N, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64) * scale
     labels = torch.randint(V, (N,))
@@ -31,8 +31,8 @@ def given(dtype, scale=1.0):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
 )
-def test_is_the_cross_entropy_of_all_logits(dtype, tolerance, scale):
-    hidden, weight, labels = given(dtype, scale)
+def test_loss_equals_cross_entropy_of_all_logits(dtype, tolerance, scale):
+    hidden, weight, labels = draw(dtype, scale)
     ours = linear_cross_entropy(hidden, weight, labels)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     theirs = F.cross_entropy(F.linear(*exact), labels, reduction="sum")
@@ -46,15 +46,15 @@ def test_is_the_cross_entropy_of_all_logits(dtype, tolerance, scale):
         assert torch.equal(linear_cross_entropy(hidden, weight, labels), ours)
 
 
-def test_on_a_cpu_only_tokens_with_a_label_cost():
-    hidden, weight, labels = given(torch.float32)
+def test_only_labelled_tokens_cost_flops_on_a_cpu():
+    hidden, weight, labels = draw(torch.float32)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         linear_cross_entropy(hidden, weight, labels)
     assert counter.get_total_flops() == 2 * int((labels != IGNORED).sum()) * D * V
 
 
-def test_what_needs_no_gradient_gets_none():
-    hidden, weight, labels = given(torch.float32)
+def test_frozen_tensors_get_no_gradient():
+    hidden, weight, labels = draw(torch.float32)
     linear_cross_entropy(hidden, weight.detach(), labels).backward()
     half = hidden.grad.clone()
     hidden.grad = None
@@ -62,8 +62,8 @@ def test_what_needs_no_gradient_gets_none():
     assert torch.equal(hidden.grad, half)
 
 
-def test_autocast_makes_the_logits_and_not_the_loss_in_bfloat16():
-    hidden, weight, labels = given(torch.float32)
+def test_autocast_keeps_the_loss_in_float32():
+    hidden, weight, labels = draw(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         ours = linear_cross_entropy(hidden, weight, labels)
     ours.backward()
@@ -72,8 +72,8 @@ def test_autocast_makes_the_logits_and_not_the_loss_in_bfloat16():
     assert torch.equal(ours, rounded)
 
 
-def test_gradients_are_those_of_all_logits_to_finite_differences():
-    hidden, weight, labels = given(torch.float64)
+def test_gradients_pass_gradcheck():
+    hidden, weight, labels = draw(torch.float64)
     assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels), (hidden, weight))
 
 
@@ -88,7 +88,7 @@ def labelled(shift=False):
 
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("count", [None, 5, torch.tensor(7)])
-def test_in_training_the_loss_and_its_gradients_are_transformers(shift, count):
+def test_training_loss_and_gradients_equal_transformers(shift, count):
     model, ids, labels = build("gla"), tokens(2), labelled(shift)
     options = labels | ({} if count is None else {"num_items_in_batch": count})
     gradients = []
@@ -102,7 +102,7 @@ def test_in_training_the_loss_and_its_gradients_are_transformers(shift, count):
         close(mine.double(), theirs.double(), 1e-5)  # transformers computes its loss in float32
 
 
-def test_logits_are_there_unless_it_trains():
+def test_logits_are_returned_unless_training():
     model, ids, labels = build("gla"), tokens(2), labelled()
     whole = model(ids, **labels)
     assert whole.logits.shape[1] == ids.shape[1]
@@ -113,7 +113,7 @@ def test_logits_are_there_unless_it_trains():
     assert model.train()(ids).logits is not None
 
 
-def test_another_head_or_loss_is_not_passed_over():
+def test_replaced_head_or_loss_is_used():
     class Louder(nn.Linear):
         def forward(self, x):
             return 2 * super().forward(x)

@@ -30,16 +30,16 @@ def floats(arguments):
 
 def called(arguments, **settings):
     """(out, state, gradients by name) of a weighted sum."""
-    found = linear_attention(**arguments, backend="native", **settings)
+    result = linear_attention(**arguments, backend="native", **settings)
     names = [name for name, x in arguments.items() if x is not None and x.requires_grad]
-    weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) for x in found]
-    loss = sum((x.float() * w).sum() for x, w in zip(found, weights, strict=True))
-    return *found, dict(zip(names, torch.autograd.grad(loss, [arguments[name] for name in names]), strict=True))
+    weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) for x in result]
+    loss = sum((x.float() * w).sum() for x, w in zip(result, weights, strict=True))
+    return *result, dict(zip(names, torch.autograd.grad(loss, [arguments[name] for name in names]), strict=True))
 
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("rule", ["add", "delta"])
-def test_tails_of_every_size(decay, rule):
+def test_sizes_that_are_no_multiple_of_a_vector(decay, rule):
     for key, value, tokens in ((1, 1, 1), (3, 33, 17), (16, 1, 63), (17, 16, 65), (65, 3, 130)):
         for chunk_size in (None, 16, 128):
             way = NATIVE._replace(settings={"backend": "native", "chunk_size": chunk_size})
@@ -47,57 +47,18 @@ def test_tails_of_every_size(decay, rule):
 
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
-def test_strides_are_read_as_they_are(rule):
-    """One projection for everything, heads before tokens, and a gate that all heads share, against copies."""
-    projected, swapped = torch.randn(B, T, 3 * H, 8), torch.randn(B, H, T)
-    q, k, v = projected.requires_grad_().unflatten(2, (3, H)).unbind(2)
-    decay, gate = -swapped.abs().requires_grad_().transpose(1, 2), torch.rand(B, T, 1).requires_grad_()
-    k = torch.nn.functional.normalize(k, dim=-1)
-    views = {"q": q, "k": k, "v": v, "log_decay": decay, "read_gate": gate.expand(B, T, H)}
-    assert not any(x.is_contiguous() for name, x in views.items() if name != "k")
-    reversed_ = {"initial_state": torch.randn(B, H, 8, 8).transpose(2, 3).requires_grad_()}
-    out, state, gradients = called(views | reversed_, rule=rule)
-    copies = {name: x.contiguous() for name, x in (views | reversed_).items()}
-    expected_out, expected_state, expected = called(copies, rule=rule)
-    assert torch.equal(out, expected_out) and torch.equal(state, expected_state)
-    assert all(torch.equal(gradients[name], expected[name]) for name in gradients)
-
-
-def test_a_last_dimension_apart_is_copied():
-    x = floats(inputs("vector"))
-    apart = {name: x[name].detach().transpose(-1, -2).contiguous().transpose(-1, -2) for name in ("q", "log_decay")}
-    assert apart["q"].stride(-1) != 1
-    given = x | {name: y.requires_grad_() for name, y in apart.items()}
-    for found, expected in zip(called(given)[:2], called(x)[:2], strict=True):
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize(("rule", "decay"), [("add", "fixed"), ("add", "vector"), ("delta", "scalar")])
-def test_bfloat16(rule, decay):
-    """Rounded inputs in float64 are the truth; what is rounded again is the output, and gradients to q, k and v."""
-    x = {name: y if y is None else y.detach().bfloat16() for name, y in inputs(decay, tokens=100).items()}
-    low = {name: y if y is None else y.clone().requires_grad_() for name, y in x.items()}
-    out, state, gradients = called(low, rule=rule)
-    exact_out, exact_state, exact = called(floats(x), rule=rule)
-    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
-    assert relative(out, exact_out.double()) < 4e-3 and relative(state, exact_state.double()) < 1e-6
-    assert all(gradients[name].dtype == torch.bfloat16 for name in gradients)
-    assert all(relative(gradients[name], exact[name].double()) < 1e-2 for name in gradients)
-
-
-@pytest.mark.parametrize("rule", ["add", "delta"])
-def test_any_number_of_threads(rule):
+def test_thread_count_does_not_change_results(rule):
     x = floats(inputs("vector", rows=1, tokens=500, key=64, value=72))  # 18 million products, for 16 threads
     torch.set_num_threads(1)
     out, state, gradients = called(x, rule=rule)
     for threads in (2, 3, 16):
         torch.set_num_threads(threads)
-        found = called(x, rule=rule)
-        assert max(relative(x, y) for x, y in zip(found[:2], (out, state), strict=True)) <= NATIVE.tolerance
-        assert all(relative(found[2][name], gradients[name]) <= NATIVE.gradient_tolerance for name in gradients)
+        result = called(x, rule=rule)
+        assert max(relative(x, y) for x, y in zip(result[:2], (out, state), strict=True)) <= NATIVE.tolerance
+        assert all(relative(result[2][name], gradients[name]) <= NATIVE.gradient_tolerance for name in gradients)
 
 
-def test_calls_at_the_same_time():
+def test_concurrent_calls_agree():
     x = {name: y if y is None else y.detach() for name, y in floats(inputs("scalar", tokens=300)).items()}
     expected = linear_attention(**x, backend="native")[0]
     with ThreadPoolExecutor(4) as pool:
@@ -111,7 +72,7 @@ def _in_a_child(x, expected, answer):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_has_threads_of_its_own():
+def test_forked_process_starts_its_own_threads():
     """As the workers of a DataLoader: the parent's threads are not in the child."""
     torch.set_num_threads(2)
     large = inputs("scalar", rows=1, tokens=80, key=64, value=64)  # 2 · 80 · 4 · 64² products: work for two threads
@@ -125,19 +86,19 @@ def test_a_fork_has_threads_of_its_own():
     assert child.exitcode == 0 and answer.get()
 
 
-@pytest.mark.parametrize("wanted", [("v",), ("log_decay",), ("initial_state",), ("q", "beta"), ("k", "write_gate")])
-def test_only_what_is_wanted_gets_a_gradient(wanted):
+@pytest.mark.parametrize("requested", [("v",), ("log_decay",), ("initial_state",), ("q", "beta"), ("k", "write_gate")])
+def test_only_requested_gradients_are_computed(requested):
     x = floats(inputs("scalar", groups=2))
     everything = called(x, rule="delta")[2]
-    some = {name: y if y is None or name in wanted else y.detach() for name, y in x.items()}
-    found = called(some, rule="delta")[2]
-    assert set(found) == set(wanted)
-    assert all(torch.equal(found[name], everything[name]) for name in wanted)
+    some = {name: y if y is None or name in requested else y.detach() for name, y in x.items()}
+    result = called(some, rule="delta")[2]
+    assert set(result) == set(requested)
+    assert all(torch.equal(result[name], everything[name]) for name in requested)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("kind", ["add", "delta", "normalise"])
-def test_token_by_token(decay, kind):
+def test_one_token_calls_equal_the_whole(decay, kind):
     """`step`, and a call of one token, with and without a gradient: the whole in pieces of one."""
     settings = {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
     arguments = floats(inputs(decay, groups=2, key=17, value=20, normalise=kind == "normalise"))
@@ -156,34 +117,19 @@ def test_token_by_token(decay, kind):
         assert torch.equal(step_out, out[:, 0]) and torch.equal(stepped, state)
         assert all(relative(x, expected[:, t]) <= NATIVE.tolerance for x in (step_out, graph_out[:, 0]))
     assert relative(state, final) <= NATIVE.tolerance
-    given = [x for x in (first, arguments["k"], arguments["log_decay"]) if x is not None]
-    pairs = zip(torch.autograd.grad(graph.sum(), given), torch.autograd.grad(final.sum(), given), strict=True)
+    arguments_ = [x for x in (first, arguments["k"], arguments["log_decay"]) if x is not None]
+    pairs = zip(torch.autograd.grad(graph.sum(), arguments_), torch.autograd.grad(final.sum(), arguments_), strict=True)
     assert all(relative(x, y.double()) < 1e-5 for x, y in pairs)
 
 
-def test_a_step_keeps_the_state_it_was_given():
-    x = torch.randn(B, H, 4)
-    state = torch.randn(B, H, 4, 4)
-    before = state.clone()
-    assert not torch.equal(step(x, x, x, state)[1], before)
-    assert torch.equal(state, before)
-
-
-@pytest.mark.parametrize("ends", [[0, 5], [1, T], [0, 9, 4, T], [0, T + 9, T]])
-def test_packed_sequences_stay_inside_their_tensors(ends):
-    x = torch.randn(1, T, H, 4)
-    with pytest.raises(InputError, match="expected 0 = c_0"):
-        linear_attention(x, x, x, cu_seqlens=torch.tensor(ends), backend="native")
-
-
-def test_only_one_result_is_used():
+def test_gradients_when_only_one_output_is_used():
     x = floats(inputs("scalar"))
     for used in (0, 1):
         result = linear_attention(**x, rule="delta", backend="native")[used]
         expected = linear_attention(**x, rule="delta", backend="torch")[used]
         names = ("k", "v", "log_decay", "initial_state")
-        found, exact = (torch.autograd.grad(y.sum(), [x[name] for name in names]) for y in (result, expected))
-        assert all(relative(g, e.double()) < 1e-5 for g, e in zip(found, exact, strict=True))
+        actual, exact = (torch.autograd.grad(y.sum(), [x[name] for name in names]) for y in (result, expected))
+        assert all(relative(g, e.double()) < 1e-5 for g, e in zip(actual, exact, strict=True))
 
 
 def faint(tokens=400):
@@ -193,7 +139,7 @@ def faint(tokens=400):
     return x | {"v": x["v"] * written, "log_decay": torch.full((1, tokens, H), -3.0)}
 
 
-def test_denormal_numbers_are_zero_in_every_thread():
+def test_denormals_are_flushed_in_every_thread():
     """Whatever the caller's own thread does with them, which stays as it was."""
     x, tiny = faint(), torch.tensor([2.0**-126])
     expected = linear_attention(**x, backend="native")
@@ -201,15 +147,15 @@ def test_denormal_numbers_are_zero_in_every_thread():
         torch.set_num_threads(threads)
         torch.set_flush_denormal(flush)
         try:
-            found = [linear_attention(**x, backend="native") for _ in range(5)]
+            actual = [linear_attention(**x, backend="native") for _ in range(5)]
             assert bool((tiny * 0.5 == 0).all()) == flush
         finally:
             torch.set_flush_denormal(False)
-        assert all(torch.equal(a, b) for pair in found for a, b in zip(pair, expected, strict=True))
+        assert all(torch.equal(a, b) for pair in actual for a, b in zip(pair, expected, strict=True))
     assert all(bool(((y == 0) | (y.abs() >= tiny)).all()) for y in expected)
 
 
-def test_a_short_call_does_not_wait_for_a_long_one():
+def test_short_calls_do_not_wait_for_long_ones():
     """A token's call at any moment of the long call takes a small part of it; behind a lock one would take the rest."""
     torch.set_num_threads(2)
     key, token = torch.randn(1, 20_000, 4, 256).expand(4, -1, -1, -1), torch.randn(1, 1, 2, 16)
@@ -224,7 +170,7 @@ def test_a_short_call_does_not_wait_for_a_long_one():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_working_memory_is_what_the_sequence_needs():
+def test_working_memory_is_bounded_and_released():
     """16 tokens of large heads: at most ten states of 16 MiB for the backward, and none of them kept after it."""
     script = """
 import re, torch
@@ -241,14 +187,14 @@ before = mebibytes("VmSize")
 run(2048, 16)
 print(mebibytes("VmPeak") - before, mebibytes("VmSize") - before)
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    peak, left = map(float, found.stdout.split())
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    peak, left = map(float, result.stdout.split())
     assert peak < 10 * 16 and left < 3 * 16
 
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
-def test_without_rows_a_fixed_decay_has_no_gradient(rule):
+def test_empty_batch_has_zero_gradient_of_a_fixed_decay(rule):
     x = floats(inputs("fixed", rows=0, state=False))
     assert torch.equal(called(x, rule=rule)[2]["log_decay"], torch.zeros(H))
 
@@ -265,27 +211,27 @@ GIVEN = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial
         ("read_gate", torch.zeros(T, B, H)), ("initial_state", torch.zeros(B, H, 5, 6)),
     ],
 )  # fmt: skip
-def test_no_address_goes_to_the_library_unchecked(name, wrong):
+def test_operator_checks_its_tensors(name, wrong):
     """The operator itself, as exported programs call it, without the checks of `linear_attention`."""
     x = floats(inputs("scalar"))
-    given = [x[n].detach() for n in GIVEN]
+    arguments = [x[n].detach() for n in GIVEN]
     run = torch.ops.headrace.native
     rest = (None, False, 1.0, 0, False)
-    run(*given, *rest)
-    given[GIVEN.index(name)] = wrong
+    run(*arguments, *rest)
+    arguments[GIVEN.index(name)] = wrong
     with pytest.raises(ValueError, match=f"{name} has shape .* expected"):
-        run(*given, *rest)
+        run(*arguments, *rest)
 
 
-def test_no_address_of_a_gradient_goes_to_the_library_unchecked():
+def test_backward_operator_checks_its_tensors():
     x = floats(inputs("scalar", rows=1, tokens=40))
-    given, rest = [x[n].detach() for n in GIVEN], (None, False, 1.0, 0, False)
-    out, final, kept = torch.ops.headrace.native_kept(*given, *rest)
+    arguments, rest = [x[n].detach() for n in GIVEN], (None, False, 1.0, 0, False)
+    out, final, kept = torch.ops.headrace.native_kept(*arguments, *rest)
     good = {"d_out": torch.randn_like(out), "d_final": torch.randn_like(final), "kept": kept}
 
     def gradients(changed):
         d_out, d_final, kept = (good | changed).values()
-        return torch.ops.headrace.native_backward(d_out, d_final, *given, *rest, kept, [True] * 8)
+        return torch.ops.headrace.native_backward(d_out, d_final, *arguments, *rest, kept, [True] * 8)
 
     expected = gradients({})
     apart = {name: x.mT.contiguous().mT for name, x in good.items() if x.dim() == 4}
@@ -298,20 +244,20 @@ def test_no_address_of_a_gradient_goes_to_the_library_unchecked():
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_a_nan_reaches_what_the_equation_says_and_no_earlier_token(decay, rule):
+def test_nan_reaches_no_earlier_token(decay, rule):
     x = {name: y if y is None else y.detach() for name, y in inputs(decay, tokens=40, key=17, value=20).items()}
     x.pop("bonus")
     for name, y in x.items():
         for t in (0, 5, 21, 39) if y is not None and y.shape[:2] == (B, 40) else ():
-            given = x | {name: y.clone()}
-            given[name].view(B, 40, H, -1)[1, t, 1, -1] = torch.nan
-            found = linear_attention(**{n: z if z is None else z.float() for n, z in given.items()}, rule=rule)
-            for ours, exact in zip(found, literal(**given, rule=rule), strict=True):
+            arguments = x | {name: y.clone()}
+            arguments[name].view(B, 40, H, -1)[1, t, 1, -1] = torch.nan
+            actual = linear_attention(**{n: z if z is None else z.float() for n, z in arguments.items()}, rule=rule)
+            for ours, exact in zip(actual, literal(**arguments, rule=rule), strict=True):
                 assert torch.equal(ours.isnan(), exact.isnan()), (name, t)
 
 
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
-def test_every_instruction_set(isa):
+def test_every_instruction_set_gives_the_same_results(isa):
     """Less than the machine has can be asked for, once in a process."""
     script = """
 import torch
@@ -323,12 +269,12 @@ for decay in DECAYS:
         assert_same(inputs(decay, tokens=NATIVE.tokens, groups=2, key=17, value=33), NATIVE, rule=rule)
 print(native.instructions)
 """
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script], cwd=Path(__file__).parents[1], env=os.environ | {"HEADRACE_ISA": isa},
         capture_output=True, text=True,
     )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() in (isa, "portable")  # the machine may have less
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() in (isa, "portable")  # the machine may have less
 
 
 # --- what it refuses, and what is said of it -----------------------------------------------------------------------
@@ -344,14 +290,14 @@ print(native.instructions)
         (torch.float32, {"form": "recurrent"}, "it has no form='recurrent'; expected backend='torch' or 'auto'"),
     ],
 )
-def test_what_is_refused(dtype, settings, sentence):
+def test_unsupported_calls_are_refused(dtype, settings, sentence):
     x = torch.randn(B, T, H, 4).to(dtype)
     with pytest.raises(InputError, match=f"backend='native' cannot run here: .*{sentence}"):
         linear_attention(x, x, x, backend="native", **settings)
     linear_attention(x, x, x, **settings)
 
 
-def test_it_is_the_first_choice_on_a_cpu():
+def test_native_is_the_first_choice_on_a_cpu():
     x = torch.randn(B, T, H, 4)
     assert backends(x, x, x) == backends(x.bfloat16(), x.bfloat16(), x.bfloat16()) == "native"
     assert backends(x.double(), x.double(), x.double()) == backends(x, x, x, chunk_size=5) == "torch"
@@ -359,7 +305,7 @@ def test_it_is_the_first_choice_on_a_cpu():
     assert backends(meta, meta, meta) == "torch"
 
 
-def test_a_call_that_fails_raises():
+def test_failed_native_call_raises():
     for status, kind in itertools.product((1, 2), (RuntimeError,)):
         with pytest.raises(kind, match="native kernels"):
             native.check(status)
@@ -367,7 +313,7 @@ def test_a_call_that_fails_raises():
         native.check(native.NO_MEMORY)
 
 
-def test_why_it_is_missing(monkeypatch, tmp_path):
+def test_missing_library_has_a_reason(monkeypatch, tmp_path):
     built = native.ABI
     monkeypatch.setattr(native, "ABI", 99)
     assert f"has interface version {built}, not 99: install headrace again" in native._load()[1]

@@ -38,7 +38,7 @@ def way(request, monkeypatch):
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("gates", [False, True], ids=["plain", "gated"])
-def test_ways(way, decay, rule, gates):
+def test_every_form_equals_the_reference(way, decay, rule, gates):
     for groups, state in itertools.product((H, 2, 1), (False, True)):
         arguments = inputs(decay, tokens=way.tokens, groups=groups, gates=gates, state=state)
         assert_same(arguments, way, rule=rule, scale=0.7)
@@ -46,7 +46,7 @@ def test_ways(way, decay, rule, gates):
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("extra", ["bonus", "normalise"])
-def test_bonus_and_normaliser(way, decay, extra):
+def test_bonus_and_normaliser_equal_the_reference(way, decay, extra):
     for gates in (False, True):
         arguments = inputs(decay, tokens=way.tokens, gates=gates, groups=2, **{extra: True})
         assert_same(arguments, way, normalise=extra == "normalise")
@@ -54,7 +54,7 @@ def test_bonus_and_normaliser(way, decay, extra):
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
-def test_packed_sequences(way, decay, kind):
+def test_packed_sequences_equal_the_reference(way, decay, kind):
     ends = torch.tensor([0, 3, 4, 4, way.tokens])  # one of a single token, one empty
     options = {kind: True} if kind in ("bonus", "normalise") else {}
     arguments = inputs(decay, rows=1, tokens=way.tokens, n=4, **options)
@@ -73,15 +73,15 @@ def test_strides_do_not_matter(way, layout):
 
 
 @pytest.mark.parametrize("kind", ["add", "bonus"])
-def test_bounds_of_any_integer_dtype(way, kind):
+def test_bounds_may_have_any_integer_dtype(way, kind):
     """127 tokens, so that the next number overflows int8: the bonus adds a token to every sequence."""
     arguments = inputs("scalar", rows=1, tokens=127, n=4, bonus=kind == "bonus")
     arguments = {name: x if x is None else x.detach().to(way.dtype) for name, x in arguments.items()}
     ends = torch.tensor([0, 100, 101, 101, 127])
     expected = linear_attention(**arguments, cu_seqlens=ends, **way.settings)
     for dtype in INTEGERS:
-        found = linear_attention(**arguments, cu_seqlens=ends.to(dtype), **way.settings)
-        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        actual = linear_attention(**arguments, cu_seqlens=ends.to(dtype), **way.settings)
+        assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def of_chunk(way, chunk_size):
@@ -91,14 +91,14 @@ def of_chunk(way, chunk_size):
 @pytest.mark.parametrize("chunk_size", [1, 2, 7, 16, 63, 64, 65, 1000])
 @pytest.mark.parametrize("tokens", [1, 2, 63, 65])
 @pytest.mark.parametrize("form", ["chunkwise", "batched"])
-def test_any_length_and_chunk_size(tokens, chunk_size, form, monkeypatch):
+def test_any_length_and_chunk_size_equals_the_reference(tokens, chunk_size, form, monkeypatch):
     prepare(form, monkeypatch)
     for decay, rule in itertools.product(("scalar", "vector"), ("add", "delta")):
         assert_same(inputs(decay, rows=1, tokens=tokens), of_chunk(CHUNKWISE, chunk_size), rule=rule)
 
 
 @pytest.mark.parametrize("form", ["chunkwise", "batched"])
-def test_states_that_are_too_large_are_not_kept(form, monkeypatch):
+def test_large_states_are_recomputed_in_the_backward(form, monkeypatch):
     """With K V large against the chunk, the backward computes them again."""
     prepare(form, monkeypatch)
     x = {name: None if y is None else y.detach() for name, y in inputs("scalar").items()}
@@ -110,7 +110,7 @@ def test_states_that_are_too_large_are_not_kept(form, monkeypatch):
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
-def test_step_is_one_token(decay, kind):
+def test_step_equals_one_token_of_the_reference(decay, kind):
     options = {kind: True} if kind in ("bonus", "normalise") else {}
     arguments = inputs(decay, **options)
     settings = {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
@@ -137,7 +137,7 @@ def test_bfloat16_keeps_its_state_in_float32(backend):
 
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
-def test_autocast_does_not_reach_inside(backend, rule):
+def test_autocast_does_not_change_the_op(backend, rule):
     x = {
         name: y.detach().float().requires_grad_()
         for name, y in inputs("scalar", normalise=False).items()
@@ -148,16 +148,16 @@ def test_autocast_does_not_reach_inside(backend, rule):
     expected = torch.autograd.grad(out.sum() + state.sum(), list(x.values()))
     with torch.autocast("cpu", torch.bfloat16):
         cast_out, cast_state = op(**x)
-        found = torch.autograd.grad(cast_out.sum() + cast_state.sum(), list(x.values()))
+        actual = torch.autograd.grad(cast_out.sum() + cast_state.sum(), list(x.values()))
         now = {name: y if name == "initial_state" else y[:, 0] for name, y in x.items()}
         stepped, _ = step(**{{"initial_state": "state"}.get(name, name): y for name, y in now.items()}, rule=rule)
     assert torch.equal(out, cast_out)
     assert torch.equal(state, cast_state)
-    assert all(torch.equal(g, e) for g, e in zip(found, expected, strict=True))
+    assert all(torch.equal(g, e) for g, e in zip(actual, expected, strict=True))
     assert relative(stepped, out[:, 0].double()) < 1e-6
 
 
-def test_bytes_kept_for_the_backward(backend):
+def test_saved_bytes_are_bounded(backend):
     q, k = torch.randn(2, 1, 1024, 2, 64)
     v, g = torch.randn(1, 1024, 2, 128), -torch.rand(1, 1024, 2)
     given = [x.requires_grad_() for x in (q, k, v, g)]
@@ -211,19 +211,19 @@ def test_bytes_kept_for_the_backward(backend):
         ({"normalise": True, "check": True}, "expected values ≥ 0"),
     ],
 )
-def test_bad_input_is_named(change, sentence):
+def test_bad_arguments_are_named(change, sentence):
     good = {"q": torch.randn(B, T, H, K), "k": torch.randn(B, T, H, K), "v": torch.randn(B, T, H, V)}
     with pytest.raises(InputError, match=sentence):
         linear_attention(**(good | change))
 
 
-def test_the_parallel_form_has_a_limit():
+def test_parallel_form_has_a_memory_limit():
     x = torch.zeros(1, 70_001, 1, 1)
     with pytest.raises(InputError, match="expected at most 4 GiB, or form='chunkwise'"):
         linear_attention(x, x, x, form="parallel")
 
 
-def test_which_backend_runs():
+def test_backends_names_the_backend_of_a_call():
     assert backends()["torch"]["linear_attention"] is None
     x = torch.randn(1, 3, 1, 2)
     assert backends(x, x, x, rule="delta") in backends()

@@ -28,8 +28,8 @@ def errors_in_float32(arguments, monkeypatch, rule="add", **settings):
         with monkeypatch.context() as patch:
             prepare(name, patch)
             op = partial(linear_attention, backend=name.replace("batched", "torch"))
-            found, gradients = differentiated(op, arguments, torch.float32, rule, **settings)
-        forward = max(relative(x, y) for x, y in zip(found, expected, strict=True))
+            actual, gradients = differentiated(op, arguments, torch.float32, rule, **settings)
+        forward = max(relative(x, y) for x, y in zip(actual, expected, strict=True))
         errors.append((forward, worst(gradients, expected_gradients)))
     return tuple(map(max, zip(*errors, strict=True)))
 
@@ -100,7 +100,7 @@ def test_hostile_decays(monkeypatch, rule, kind):
 
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
-def test_a_decay_per_channel_costs_no_digits(monkeypatch, rule):
+def test_vector_decay_costs_no_precision(monkeypatch, rule):
     """Exponents of up to −20 within a block: their rounding would leave 20 · 2⁻²⁴ = 1.2e-6 of each factor."""
     arguments = long_inputs(tokens=512, key=64)
     arguments["log_decay"] = F.logsigmoid(torch.randn(1, 512, 2, 64).double())
@@ -111,22 +111,22 @@ def test_a_decay_per_channel_costs_no_digits(monkeypatch, rule):
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("shape", [(1, 128, 2, 32), (1, 128, 2)], ids=["vector", "scalar"])
-def test_the_gradient_through_a_steep_decay(backend, rule, shape):
+def test_gradient_through_a_steep_decay(backend, rule, shape):
     """With log_decay g = −e^z (RWKV-6), what rounding leaves in the gradient to g, where
     the decay lets nothing pass, is multiplied by a large g on the way to z."""
     arguments = {name: x for name, x in long_inputs(tokens=128).items() if name not in ("log_decay", "beta")}
     z = 2.5 * torch.randn(shape, dtype=torch.float64)
-    found = []
+    results = []
     for dtype, op in ((torch.float64, literal), (torch.float32, partial(linear_attention, backend=backend))):
         leaf = z.to(dtype).requires_grad_()
         out, _ = op(**{name: x.to(dtype) for name, x in arguments.items()}, log_decay=-leaf.exp(), rule=rule)
-        found.append(torch.autograd.grad(out.square().sum(), leaf)[0])
-    assert relative(found[1], found[0]) < 2e-6
+        results.append(torch.autograd.grad(out.square().sum(), leaf)[0])
+    assert relative(results[1], results[0]) < 2e-6
 
 
 @pytest.mark.parametrize("value", [-1e-4, -1.0, -4.0, -16.0, -50.0])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_gradient_keeps_its_digits_however_small_it_is(name, value, monkeypatch):
+def test_small_gradients_keep_their_relative_precision(name, value, monkeypatch):
     prepare(name, monkeypatch)
     settings = {"backend": name.replace("batched", "torch")}
     for decay in ("fixed", "scalar", "vector"):
@@ -135,7 +135,7 @@ def test_a_gradient_keeps_its_digits_however_small_it_is(name, value, monkeypatc
             assert_gradients_keep_their_digits(of_decay(drawn, value), settings, **options)
 
 
-def test_one_key_repeated(monkeypatch):
+def test_repeated_key_stays_accurate(monkeypatch):
     arguments = long_inputs(tokens=128) | {"beta": torch.ones(1, 128, 2).double()}
     arguments["k"] = arguments["k"][:, :1].expand(-1, 128, -1, -1)
     del arguments["log_decay"]  # nothing old is left to decay: its gradient is zero
@@ -154,7 +154,7 @@ def test_vanishing_beta_and_closed_gates(monkeypatch, rule):
     assert backward <= 1e-4
 
 
-def test_70001_tokens_in_one_go_and_in_pieces(backend):
+def test_70001_tokens_at_once_and_in_pieces(backend):
     tokens, generator = 70_001, torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(1, tokens, 2, *shape, generator=generator)  # noqa: E731
     x = {"q": draw(8), "k": F.normalize(draw(8), dim=-1), "v": draw(4), "log_decay": -0.01 * draw().abs()}
@@ -204,14 +204,14 @@ def test_bfloat16_is_rounded_once(decay, kind):
             assert relative(y, expected[name]) <= (0.5 if y.numel() > 1000 else 1) * 2**-8, (way, name)
 
 
-def test_a_weight_that_all_chunks_share_is_summed_in_float32():
+def test_shared_weight_gradients_are_summed_in_float32():
     x = {name: y for name, y in inputs("scalar", rows=1, tokens=512, state=False).items() if name in TOKENWISE}
     drawn = {**x, "k": F.normalize(x["k"], dim=-1)} | dict.fromkeys(("read_gate", "write_gate"))
-    found = []
+    results = []
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         module = ResidualDelta(1, H).to(dtype)
         given = {name: None if y is None else y.detach().to(wide) for name, y in drawn.items()}
         op = partial(linear_attention, rule="delta", backend="torch")
         out, *_ = module(op, given, None, Sequences(given["v"], None))
-        found.append(torch.autograd.grad(out.square().sum(), module.weight)[0])
-    assert relative(*found) <= 2**-8  # rounded once
+        results.append(torch.autograd.grad(out.square().sum(), module.weight)[0])
+    assert relative(*results) <= 2**-8  # rounded once

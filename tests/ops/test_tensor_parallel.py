@@ -30,44 +30,44 @@ SHARED = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     build(STACK, num_hidden_layers=3).save_pretrained(folder)
     return run(4, tmp_path_factory.mktemp("ranks"), check, MIXERS + GATES + SHARED, SHARED, str(folder))
 
 
-def errors(found, name):
-    return [rank[name] for rank in found if name in rank]
+def errors(results, name):
+    return [rank[name] for rank in results if name in rank]
 
 
 @pytest.mark.parametrize("name", MIXERS + GATES + SHARED)
-def test_every_mixer_in_two_processes(found, name):
-    assert len(errors(found, name)) == 2 and max(errors(found, name)) < ERROR
+def test_every_mixer_in_two_processes_equals_one(results, name):
+    assert len(errors(results, name)) == 2 and max(errors(results, name)) < ERROR
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_heads_that_share_keys_in_four_processes(found, name):
-    assert len(errors(found, f"{name} in four")) == 4 and max(errors(found, f"{name} in four")) < ERROR
+def test_shared_key_heads_in_four_processes_equal_one(results, name):
+    assert len(errors(results, f"{name} in four")) == 4 and max(errors(results, f"{name} in four")) < ERROR
 
 
-def test_single_precision(found):
-    assert max(errors(found, "single precision")) < 1e-5
+def test_single_precision_equals_one_process(results):
+    assert max(errors(results, "single precision")) < 1e-5
 
 
-def test_the_loss_the_gradients_and_their_norm_of_a_model(found):
-    assert max(errors(found, "model") + errors(found, "norm")) < ERROR
+def test_model_loss_gradients_and_norm_equal_one_process(results):
+    assert max(errors(results, "model") + errors(results, "norm")) < ERROR
 
 
-def test_a_saved_model_generates_in_four_processes_and_is_saved_whole(found):
-    assert errors(found, "served") == [[True] * 4] * 4
+def test_saved_model_generates_and_saves_in_four_processes(results):
+    assert errors(results, "served") == [[True] * 4] * 4
 
 
-def test_only_scores_of_q_are_sent_for_the_gates(found):
+def test_gates_only_communicate_query_scores(results):
     """A layer sums its output [B, T, D] forward and the gradient to its input backward, and then the gradients of what
     all processes hold: the norm's V weights, which the test does not count, and weights of scores."""
-    for rank in found:
-        n, x = H // len(found), ("sum", 2, T, D)
+    for rank in results:
+        n, x = H // len(results), ("sum", 2, T, D)
         reads_and_writes = 2
         forward = {
             "none": [], "hidden": [], "diag": [],
@@ -80,8 +80,8 @@ def test_only_scores_of_q_are_sent_for_the_gates(found):
             assert sorted(tokens) == sorted([("sum", 2, T, H)] * len(gates) + [x])
 
 
-def test_what_cannot_be_split_is_refused_by_name(found):
-    for said in (rank["refused"] for rank in found):
+def test_unsupported_layers_are_refused_by_name(results):
+    for messages in (rank["refused"] for rank in results):
         kinds = {
             "mamba": "Mamba",
             "rwkv7": "RWKV7",
@@ -90,14 +90,14 @@ def test_what_cannot_be_split_is_refused_by_name(found):
             "softmax-rnn-norm": "SoftmaxRNN",
         }
         for name, kind in (kinds | {"experts": "MixtureOfExperts at '0'"}).items():
-            assert f"cannot split {kind}" in said[name]
-        assert "num_heads=3" in said["heads"] and "heads.qk_groups=3" in said["groups"]
-        assert "intermediate_size=17" in said["width"] and "in_proj.weight" in said["int8"]
-        assert "competition.shuffle" in said["shuffle"]
-        assert "no mixer" in said["other"] and "other weights" in said["weights"]
+            assert f"cannot split {kind}" in messages[name]
+        assert "num_heads=3" in messages["heads"] and "heads.qk_groups=3" in messages["groups"]
+        assert "intermediate_size=17" in messages["width"] and "in_proj.weight" in messages["int8"]
+        assert "competition.shuffle" in messages["shuffle"]
+        assert "no mixer" in messages["other"] and "other weights" in messages["weights"]
 
 
-def test_arguments(tmp_path):
+def test_invalid_arguments_are_refused(tmp_path):
     model = build("gla")
     with pytest.raises(InputError, match="torchrun"):
         tensor_parallel(model)

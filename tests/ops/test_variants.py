@@ -30,7 +30,7 @@ def heads(mixer, x, names="qkv"):
 # --- xPos ------------------------------------------------------------------------------------------------------------
 
 
-def test_xpos_is_its_products():
+def test_xpos_equals_its_definition():
     """q_n e^{inθ} ζ^{n/512} against k_m e^{imθ} ζ^{−m/512} for complex pairs of channels, all pairs of tokens, no decay
     besides."""
     mixer, x = build("xpos-retnet"), torch.randn(2, T, D).double()
@@ -45,13 +45,13 @@ def test_xpos_is_its_products():
     assert relative(mixer(x)[0], expected) <= 1e-12
 
 
-def test_xpos_is_safe_where_its_products_overflow():
+def test_xpos_is_finite_at_far_positions():
     """At position 40 000 the smallest ζ^{−m/512} is e^98, beyond float32."""
     mixer, x = build("xpos-retnet").float(), torch.randn(1, T, D)
-    here, state = mixer(x)
-    there = mixer(x, state._replace(tokens=torch.tensor([40_000]), memory=torch.zeros_like(state.memory)))[0]
-    assert there.isfinite().all()
-    assert relative(there, here) <= 1e-4  # only distances count
+    near, state = mixer(x)
+    far = mixer(x, state._replace(tokens=torch.tensor([40_000]), memory=torch.zeros_like(state.memory)))[0]
+    assert far.isfinite().all()
+    assert relative(far, near) <= 1e-4  # only distances count
 
 
 # --- fast weights ----------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_fast_weight_features_are_sparse_and_sum_to_one(shifts):
         ("taylor-softmax(decay.kind=xpos)", "no taylor features"),
     ],
 )
-def test_what_cannot_be_is_refused(name, sentence):
+def test_invalid_specs_are_refused(name, sentence):
     with pytest.raises(InputError, match=sentence):
         zoo.get(name)
 
@@ -109,7 +109,7 @@ def residual_delta(mixer, x):
 
 
 @pytest.mark.parametrize("look", [1, 7, 16, 40])
-def test_the_residual_is_that_of_the_memory_before_the_chunk(look):
+def test_residual_uses_the_memory_before_the_chunk(look):
     """Of one token: the exact residual. Outputs and all gradients."""
     mixer, x = build(f"residual-delta(inputs.conv=0, write.residual_chunk={look})"), torch.randn(2, T, D).double()
     outputs = mixer(x)[0], residual_delta(mixer, x)
@@ -119,7 +119,7 @@ def test_the_residual_is_that_of_the_memory_before_the_chunk(look):
     assert all(relative(mine, theirs) <= 1e-10 for mine, theirs in zip(*gradients, strict=True))
 
 
-def test_blind_to_the_residual_it_is_gated_deltanet():
+def test_zero_residual_weight_equals_gated_deltanet():
     mixer, theirs = build("residual-delta"), build("gated-deltanet")
     mixer.residual.reset_parameters()
     theirs.load_state_dict({name: y for name, y in mixer.state_dict().items() if "residual" not in name})
@@ -127,7 +127,7 @@ def test_blind_to_the_residual_it_is_gated_deltanet():
     assert relative(mixer(x)[0], theirs(x)[0]) <= 1e-12
 
 
-def test_a_positive_weight_writes_what_is_new_and_a_negative_one_keeps_what_is_held():
+def test_residual_weight_sign_selects_writing_or_keeping():
     """A value is written under a key, then another under the same."""
     k = F.normalize(torch.ones(1, 2, 1, 4), dim=-1)
     v = torch.tensor([1.0, -1.0])[None, :, None, None].expand(1, 2, 1, 2)
@@ -142,7 +142,7 @@ def test_a_positive_weight_writes_what_is_new_and_a_negative_one_keeps_what_is_h
 
 
 @pytest.mark.parametrize("setting", ["write.rule=add", "write.beta=one", "write.residual_chunk=0"])
-def test_a_look_needs_a_delta_rule_and_a_beta(setting):
+def test_residual_chunk_needs_delta_rule_and_beta(setting):
     with pytest.raises(InputError, match="residual_chunk"):
         zoo.get(f"residual-delta({setting})")
 
@@ -164,7 +164,7 @@ PLAIN = "decay.kind=none, inputs.rotary=false, read.norm=none, read.gate=none"
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-def test_a_joint_gate_is_a_table_of_its_rank(rank):
+def test_joint_gate_has_the_declared_rank(rank):
     """All pairs of tokens, weighted by P(h | q_t, k_s)."""
     mixer, x = build(f"softmax-retnet({PLAIN}, competition.memories_per_head={rank})"), torch.randn(2, T, D).double()
     read, choice, write = gates(mixer, x)
@@ -176,7 +176,7 @@ def test_a_joint_gate_is_a_table_of_its_rank(rank):
 
 
 @pytest.mark.parametrize("name", zoo.LINEAR)
-def test_a_joint_gate_starts_as_the_backbone_and_its_memories_part(name):
+def test_joint_gate_starts_as_the_backbone(name):
     def start(name):
         torch.manual_seed(0)
         return layers.build(zoo.get(name), hidden_size=D, num_heads=H).double()
@@ -196,17 +196,17 @@ def test_a_joint_gate_starts_as_the_backbone_and_its_memories_part(name):
 @pytest.mark.parametrize(
     "setting", ["competition.memories_per_head=0", "competition.memories_per_head=2, competition.write=none"]
 )
-def test_memories_that_could_not_differ_are_refused(setting):
+def test_indistinguishable_memories_are_refused(setting):
     with pytest.raises(InputError, match="memories_per_head"):
         zoo.get(f"softmax-gla({setting})")
 
 
-def test_a_token_by_itself_has_all_its_memories_where_the_state_may_be_written_into():
+def test_one_token_steps_use_all_memories():
     """The native call for a whole layer knows one memory per head; the layer's separate steps know them all."""
     mixer = build("softmax-gla(competition.memories_per_head=2)").float()
     x = torch.randn(2, 8, D)
     with torch.no_grad():
         y, state = mixer(x)[0], None
         for t in range(8):
-            here, state = mixer(x[:, t : t + 1], state, in_place=True)
-            assert relative(here, y[:, t : t + 1]) <= 1e-5
+            near, state = mixer(x[:, t : t + 1], state, in_place=True)
+            assert relative(near, y[:, t : t + 1]) <= 1e-5

@@ -72,32 +72,32 @@ def text_of(stream):
     return "".join(chunk.choices[0].text for chunk in stream)
 
 
-def test_fifty_at_once_get_what_each_would_alone(client, checkpoint):
+def test_fifty_concurrent_requests_equal_single_requests(client, checkpoint):
     with ThreadPoolExecutor(len(PROMPTS)) as many:
         answers = [*many.map(lambda prompt: text_of(ask(client, prompt, stream=True)), PROMPTS)]
     assert answers == [greedy(checkpoint, prompt) for prompt in PROMPTS]
     assert len({*answers}) > 1
 
 
-def test_without_a_stream(client, checkpoint):
+def test_completion_without_streaming(client, checkpoint):
     answer = ask(client, "question7:")
     assert answer.choices[0].text == greedy(checkpoint, "question7:")
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == NEW and answer.usage.prompt_tokens == len("question7:")
 
 
-def test_the_models(client, checkpoint):
+def test_models_are_listed(client, checkpoint):
     (model,) = client.models.list().data
     assert model.id == str(checkpoint) and client.models.retrieve(model.id) == model
 
 
-def test_usage_of_a_stream(client):
+def test_stream_reports_usage(client):
     *pieces, last = ask(client, "question7:", stream=True, stream_options={"include_usage": True})
     assert [piece.choices[0].finish_reason for piece in pieces][-1] == "length"
     assert last.choices == [] and last.usage.completion_tokens == NEW and last.usage.total_tokens == NEW + 10
 
 
-def test_several_prompts_of_text_and_tokens_with_several_choices(client, checkpoint):
+def test_several_prompts_and_choices(client, checkpoint):
     tokens = byte_level()("question1:").input_ids
     answer = ask(client, ["question0:", "question2:"], n=2)
     assert [choice.text for choice in answer.choices] == [greedy(checkpoint, f"question{i}:") for i in (0, 0, 2, 2)]
@@ -108,13 +108,13 @@ def test_several_prompts_of_text_and_tokens_with_several_choices(client, checkpo
     assert drawn[0].text != drawn[1].text
 
 
-def test_sampling_is_that_of_generate(client, checkpoint):
+def test_sampling_equals_generate(client, checkpoint):
     answer = ask(client, "question7:", temperature=0.7, top_p=0.9, seed=5)
     expected = generate(checkpoint, "question7:", 5, False, **sampling_settings(NEW, 0.7, 0.9, 0, 1.0))
     assert answer.choices[0].text == expected["text"]
 
 
-def test_a_seed_gives_the_same_text_whatever_else_draws(client):
+def test_seed_reproduces_text_under_concurrency(client):
     ended = threading.Event()
 
     def draw():
@@ -136,7 +136,7 @@ def test_a_seed_gives_the_same_text_whatever_else_draws(client):
     assert len({text for seed, text in texts}) == 4
 
 
-def test_a_stop_string_is_cut_off_in_a_stream_too(client, checkpoint):
+def test_stop_strings_are_cut_off(client, checkpoint):
     whole = greedy(checkpoint, "question7:")
     stop = whole[3:5]
     assert whole.find(stop) > 0
@@ -145,31 +145,33 @@ def test_a_stop_string_is_cut_off_in_a_stream_too(client, checkpoint):
     assert text_of(ask(client, "question7:", stop=stop, stream=True)) == answer.choices[0].text
 
 
-def test_chats(chat):
+def test_chat_completions_use_the_template(chat):
     model = chat.models.list().data[0].id
-    asked = {"model": model, "messages": [{"role": "user", "content": "who?"}], "temperature": 0}
-    answer = chat.chat.completions.create(**asked, max_tokens=NEW)
+    request = {"model": model, "messages": [{"role": "user", "content": "who?"}], "temperature": 0}
+    answer = chat.chat.completions.create(**request, max_tokens=NEW)
     text = answer.choices[0].message.content
     assert text == ask(chat, "user:who?;assistant:").choices[0].text and answer.object == "chat.completion"
-    chunks = [*chat.chat.completions.create(**asked, max_completion_tokens=NEW, stream=True)]
+    chunks = [*chat.chat.completions.create(**request, max_completion_tokens=NEW, stream=True)]
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == text
     assert [chunk.choices[0].delta.role for chunk in chunks][:1] == ["assistant"]
     parts = [{"role": "user", "content": [{"type": "text", "text": "who?"}]}]
     assert (
-        chat.chat.completions.create(**asked | {"messages": parts}, max_tokens=NEW).choices[0].message.content == text
+        chat.chat.completions.create(**request | {"messages": parts}, max_tokens=NEW).choices[0].message.content == text
     )
-    again = [*asked["messages"], answer.choices[0].message.model_dump(), *asked["messages"]]
-    assert chat.chat.completions.create(**asked | {"messages": again[:1]}, max_tokens=1).usage.completion_tokens == 1
-    assert chat.chat.completions.create(**asked | {"messages": again}, max_tokens=1, user="me").usage.prompt_tokens < 64
+    again = [*request["messages"], answer.choices[0].message.model_dump(), *request["messages"]]
+    assert chat.chat.completions.create(**request | {"messages": again[:1]}, max_tokens=1).usage.completion_tokens == 1
+    assert (
+        chat.chat.completions.create(**request | {"messages": again}, max_tokens=1, user="me").usage.prompt_tokens < 64
+    )
 
 
-def test_what_is_streamed_are_whole_characters(chat):
+def test_streamed_pieces_are_whole_characters(chat):
     for seed in range(3):
-        asked = {"temperature": 1, "seed": seed, "max_tokens": 200}
-        assert text_of(ask(chat, "a", **asked, stream=True)) == ask(chat, "a", **asked).choices[0].text
+        request = {"temperature": 1, "seed": seed, "max_tokens": 200}
+        assert text_of(ask(chat, "a", **request, stream=True)) == ask(chat, "a", **request).choices[0].text
 
 
-def test_the_errors_of_the_client(client):
+def test_client_errors_have_openai_types(client):
     with pytest.raises(openai.BadRequestError) as wrong:
         ask(client, "a", temperature=3)
     assert wrong.value.param == "temperature" and wrong.value.type == "invalid_request_error"
@@ -180,18 +182,18 @@ def test_the_errors_of_the_client(client):
         client.models.retrieve("gpt-9")
 
 
-def test_fields_that_change_nothing_are_taken(client, checkpoint):
+def test_neutral_fields_are_accepted(client, checkpoint):
     neutral = {"user": "me", "echo": False, "best_of": 1, "logit_bias": {}, "presence_penalty": 0, "seed": None}
     assert ask(client, "question7:", **neutral).choices[0].text == greedy(checkpoint, "question7:")
 
 
-def test_no_web_page_may_read_or_ask(server):
-    asked = httpx.options(
+def test_cross_origin_requests_are_refused(server):
+    request = httpx.options(
         f"{server}/v1/completions",
         headers={"origin": "http://evil.example", "access-control-request-method": "POST"},
         trust_env=False,
     )
-    assert asked.status_code == 405 and not [name for name in asked.headers if name.startswith("access-control")]
+    assert request.status_code == 405 and not [name for name in request.headers if name.startswith("access-control")]
 
 
 def wait_for(condition):
@@ -215,10 +217,10 @@ def until_free(base):
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_goes_away_ends_its_generation(server, client, checkpoint, streamed):
-    asked = {"prompt": "a", "max_tokens": ENDLESS, "temperature": 0, "stream": streamed}
+def test_disconnect_ends_generation(server, client, checkpoint, streamed):
+    request = {"prompt": "a", "max_tokens": ENDLESS, "temperature": 0, "stream": streamed}
     with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2]))) as gone:
-        body = json.dumps(asked).encode()
+        body = json.dumps(request).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         gone.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         wait_for(lambda: requests_of(server))
@@ -228,30 +230,30 @@ def test_a_client_that_goes_away_ends_its_generation(server, client, checkpoint,
     assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
 
 
-def test_a_prompt_is_not_read_on_for_a_client_that_has_gone(checkpoint, monkeypatch):
+def test_disconnect_stops_reading_the_prompt(checkpoint, monkeypatch):
     """Its second piece is not processed."""
     monkeypatch.setattr(engine, "PIECE", 2)
-    model, said, read = load(checkpoint), [], []
+    model, pieces_of, read = load(checkpoint), [], []
     one = Engine(model, byte_level())
-    stream = engine.Stream([1, 2, 3, 4], Sampling(4), byte_level(), model.device, said.append)
+    stream = engine.Stream([1, 2, 3, 4], Sampling(4), byte_level(), model.device, pieces_of.append)
     model.model.register_forward_hook(lambda *_: read.append(1) or stream.gone.set())
     one.submit(stream)
     wait_for(lambda: read)
-    other = engine.Stream([1], Sampling(1), byte_level(), model.device, said.append)
+    other = engine.Stream([1], Sampling(1), byte_level(), model.device, pieces_of.append)
     one.submit(other)
-    wait_for(lambda: said)
-    assert len(read) == 2 and said[0].finish == "length"  # a piece of each prompt
+    wait_for(lambda: pieces_of)
+    assert len(read) == 2 and pieces_of[0].finish == "length"  # a piece of each prompt
 
 
-def test_short_prompts_are_read_together_and_do_not_wait_for_a_piece_of_a_long_one(checkpoint, monkeypatch):
+def test_short_prompts_do_not_wait_for_long_ones(checkpoint, monkeypatch):
     """They arrive before the first of two layers, and those that fit into one call are answered before the second."""
     monkeypatch.setattr(engine, "PIECE", 4)
     monkeypatch.setattr(engine, "perf_counter", itertools.count().__next__)  # each layer takes as long as a turn
-    model, said, read = load(checkpoint), [[], [], [], []], []
+    model, pieces_of, read = load(checkpoint), [[], [], [], []], []
     one = Engine(model, byte_level())
     long, *short = (
         engine.Stream(list(range(1, n + 1)), Sampling(1), byte_level(), model.device, heard.append)
-        for n, heard in zip((9, 1, 2, 3), said, strict=True)
+        for n, heard in zip((9, 1, 2, 3), pieces_of, strict=True)
     )
 
     def arrive(*_):
@@ -262,11 +264,11 @@ def test_short_prompts_are_read_together_and_do_not_wait_for_a_piece_of_a_long_o
     arrival = model.model.backbone.layers[0].register_forward_pre_hook(arrive)
     model.model.register_forward_hook(lambda module, args, out: read.append(out.last_hidden_state.shape[1]))
     one.submit(long)
-    ended(said[0])
-    assert read == [1 + 2, 4, 3, 4, 1] and all(heard[-1].finish == "length" for heard in said)
+    ended(pieces_of[0])
+    assert read == [1 + 2, 4, 3, 4, 1] and all(heard[-1].finish == "length" for heard in pieces_of)
 
 
-def test_a_long_prompt_has_half_of_the_time(checkpoint, monkeypatch):
+def test_long_prompt_gets_half_of_the_time(checkpoint, monkeypatch):
     """A turn of the others that takes three layers' time is followed by three layers."""
     one, clock, turns = Engine(load(checkpoint), byte_level()), [0], []
     monkeypatch.setattr(engine, "perf_counter", lambda: clock[0])
@@ -282,33 +284,33 @@ def test_a_long_prompt_has_half_of_the_time(checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     "mixer", ["softmax-gla", "rwkv6", "gated-deltanet", ["softmax-gla", "transformer"], "softmax-rnn-gate"]
 )
-def test_streams_that_join_and_leave_get_the_tokens_that_they_get_alone(tmp_path, monkeypatch, mixer):
+def test_joining_and_leaving_streams_equal_single_streams(tmp_path, monkeypatch, mixer):
     """Prompts of different lengths, in pieces, arrive at different times; some leave before their end."""
     monkeypatch.setattr(engine, "PIECE", 3)
     model = load(save(tmp_path, ASCII, mixer=mixer))
     many = Engine(model, byte_level())
     prompts = [list(range(1, n)) for n in (2, 9, 4, 17, 3, 8)]
-    said = [[] for _ in prompts]
+    pieces_of = [[] for _ in prompts]
     for place, ids in enumerate(prompts):
         sampling = Sampling(6 + 5 * place, temperature=place % 2, seed=place)
-        stream = engine.Stream(ids, sampling, byte_level(), model.device, said[place].append)
+        stream = engine.Stream(ids, sampling, byte_level(), model.device, pieces_of[place].append)
         many.submit(stream)
         if place == 2:
-            wait_for(lambda: said[2])
+            wait_for(lambda: pieces_of[2])
             stream.gone.set()  # leaves in the middle
     for place, ids in enumerate(prompts):
         if place == 2:
             continue
-        ended(said[place])
+        ended(pieces_of[place])
         alone, sampling = [], Sampling(6 + 5 * place, temperature=place % 2, seed=place)
         single = Engine(model, byte_level())
         single.submit(engine.Stream(ids, sampling, byte_level(), model.device, alone.append))
         ended(alone)
-        assert "".join(p.text for p in said[place]) == "".join(p.text for p in alone)
-        assert said[place][-1].tokens == alone[-1].tokens == 6 + 5 * place
+        assert "".join(p.text for p in pieces_of[place]) == "".join(p.text for p in alone)
+        assert pieces_of[place][-1].tokens == alone[-1].tokens == 6 + 5 * place
 
 
-def test_an_error_of_one_prompt_ends_no_other(checkpoint):
+def test_error_of_one_stream_does_not_end_others(checkpoint):
     model, fine, failed = load(checkpoint), [], []
     one = Engine(model, byte_level())
     one.submit(engine.Stream([1, 10**9], Sampling(4), byte_level(), model.device, failed.append))
@@ -317,7 +319,7 @@ def test_an_error_of_one_prompt_ends_no_other(checkpoint):
     assert isinstance(failed[0], Exception) and fine[-1].tokens == 4
 
 
-def test_what_the_server_counts(checkpoint):
+def test_metrics_count_tokens_and_requests(checkpoint):
     with serving(checkpoint) as base:
         ask(connect(base), "abc", max_tokens=5)
         page = httpx.get(f"{base}/metrics", timeout=600, trust_env=False).text
@@ -328,14 +330,14 @@ def test_what_the_server_counts(checkpoint):
     assert float(values["headrace_requests_open"]) == float(values["headrace_streams_running"]) == 0
 
 
-def test_a_setting_of_the_model_that_the_server_does_not_apply_is_refused(checkpoint):
+def test_unsupported_generation_setting_is_refused(checkpoint):
     model = load(checkpoint)
     model.generation_config.repetition_penalty = 1.2
     with pytest.raises(InputError, match="RepetitionPenalty"):
         Engine(model, byte_level())
 
 
-def test_fifty_clients_that_go_away(server, client, checkpoint):
+def test_fifty_disconnects_free_the_server(server, client, checkpoint):
     async def all_of_them():
         async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="none", timeout=600, max_retries=0) as many:
 
@@ -358,7 +360,7 @@ def test_fifty_clients_that_go_away(server, client, checkpoint):
     assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
 
 
-def test_more_than_may_be_open_are_told_to_come_again(checkpoint):
+def test_too_many_requests_get_429(checkpoint):
     with serving(checkpoint, requests=2) as base:
         client = connect(base)
         endless = {"stream": True, "max_tokens": ENDLESS}
@@ -373,7 +375,7 @@ def test_more_than_may_be_open_are_told_to_come_again(checkpoint):
             assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
 
 
-def test_a_client_that_does_not_read_is_given_up(monkeypatch):
+def test_slow_reader_is_disconnected(monkeypatch):
     monkeypatch.setattr(routes, "SEND_SECONDS", 0.01)
     closed = []
 
@@ -391,7 +393,7 @@ def test_a_client_that_does_not_read_is_given_up(monkeypatch):
     assert closed
 
 
-def test_a_failure_is_an_error_of_the_server(checkpoint, monkeypatch):
+def test_model_failure_is_a_500(checkpoint, monkeypatch):
     def fails(*_, **__):
         raise OSError("a disk")
 
@@ -401,13 +403,13 @@ def test_a_failure_is_an_error_of_the_server(checkpoint, monkeypatch):
             ask(connect(base), "a")
 
 
-def test_what_the_model_cannot_do_is_the_fault_of_the_request(tmp_path):
+def test_prompt_beyond_the_position_table_is_a_400(tmp_path):
     gpt = save(tmp_path, ASCII, mixer="gpt", max_position_embeddings=16)
     with serving(gpt) as base, pytest.raises(openai.BadRequestError, match="16"):
         ask(connect(base), "a" * 20)
 
 
-def test_what_cannot_be_served_is_said_before(tmp_path):
+def test_invalid_checkpoint_is_refused_at_start(tmp_path):
     with pytest.raises(InputError, match=r"has no config\.json"):
         application(tmp_path)
 
@@ -416,7 +418,7 @@ def test_what_cannot_be_served_is_said_before(tmp_path):
 @pytest.mark.parametrize(
     "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
-def test_a_signal_ends_it_while_it_generates(checkpoint, tmp_path, number, code, word):
+def test_signal_ends_the_server_while_it_generates(checkpoint, tmp_path, number, code, word):
     server = command(tmp_path, "serve", checkpoint, "--port", 0, "--max-tokens", ENDLESS)
     while not (tmp_path / "out").exists() or "\n" not in (tmp_path / "out").read_text():
         assert server.is_alive()
@@ -428,11 +430,11 @@ def test_a_signal_ends_it_while_it_generates(checkpoint, tmp_path, number, code,
         with pytest.raises(openai.APIConnectionError):
             list(stream)
     server.join()
-    said = (tmp_path / "err").read_text()
-    assert server.exitcode == code and f"{word}: the server has ended" in said and "Traceback" not in said
+    pieces_of = (tmp_path / "err").read_text()
+    assert server.exitcode == code and f"{word}: the server has ended" in pieces_of and "Traceback" not in pieces_of
 
 
-def test_an_address_that_cannot_be_had(checkpoint):
+def test_unusable_address_is_refused(checkpoint):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=f"--port={port} cannot be used as an address: .* in use"):

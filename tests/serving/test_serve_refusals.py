@@ -115,31 +115,31 @@ def refused(answer, status, sentence, param=None):
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: str(body)[:20])
-def test_bodies_that_are_refused(post, body):
+def test_invalid_bodies_are_refused(post, body):
     sentence, param = BODIES[body]
     refused(post("/v1/completions", content=body, headers={"content-type": "application/json"}), 400, sentence, param)
 
 
 @pytest.mark.parametrize("sentence", FIELDS, ids=lambda sentence: sentence.partition(";")[0])
-def test_fields_that_are_refused(post, sentence):
+def test_invalid_fields_are_refused(post, sentence):
     name = re.match(r"\w+", sentence)[0]
     refused(post("/v1/completions", json={"prompt": "a", name: FIELDS[sentence]}), 400, sentence, name)
 
 
 @pytest.mark.parametrize("route", ELSEWHERE)
-def test_nothing_else_is_served(server, route):
+def test_other_routes_are_not_served(server, route):
     answer = httpx.request(*route.replace("/", f"{server}/", 1).split(), timeout=600, trust_env=False)
     refused(answer, ELSEWHERE[route], f"{route} is not served")
     assert ("allow" in answer.headers) == (answer.status_code == 405)
 
 
-def test_what_is_no_prompt_at_all(post):
+def test_wrong_content_types_and_sizes_are_refused(post):
     refused(post("/v1/completions", data={"prompt": "a"}), 415, "the content-type is not application/json")
     refused(post("/v1/completions", json={"prompt": "a" * 10**7}), 413, "the body has more than")
     refused(post("/v1/completions", json={"prompt": "a", "model": "gpt" * 99}), 404, "is not served", "model")
 
 
-def test_a_body_that_does_not_arrive(server, monkeypatch):
+def test_slow_body_times_out(server, monkeypatch):
     monkeypatch.setattr(routes, "BODY_SECONDS", 0.1)
 
     def nothing():
@@ -156,14 +156,14 @@ def test_a_body_that_does_not_arrive(server, monkeypatch):
     refused(answer, 408, "the body did not arrive within 0.1 seconds")
 
 
-def test_a_chat_with_a_model_without_a_template_is_refused_by_a_sentence(server):
-    asked = {"model": None, "messages": [{"role": "user", "content": "?"}]}
+def test_chat_without_a_template_is_refused(server):
+    request = {"model": None, "messages": [{"role": "user", "content": "?"}]}
     with pytest.raises(openai.NotFoundError, match="has no chat template, so it answers no chats") as refusal:
-        connect(server).chat.completions.create(**asked)
+        connect(server).chat.completions.create(**request)
     assert refusal.value.param == "model"
 
 
-def test_more_texts_than_may_be_open_are_refused(tmp_path):
+def test_more_texts_than_the_limit_are_refused(tmp_path):
     with serving(save(tmp_path, ASCII), requests=5) as base:
         ask = connect(base).completions.create
         assert len(ask(model=None, prompt=["a"] * 5, max_tokens=1).choices) == 5
@@ -176,7 +176,7 @@ def test_more_texts_than_may_be_open_are_refused(tmp_path):
                 ask(model=None, prompt=["a", "b"], max_tokens=1)
 
 
-def test_a_model_is_served_under_its_name(tmp_path):
+def test_model_is_served_under_its_name(tmp_path):
     with serving(save(tmp_path, ASCII), name="mine") as base:
         client = connect(base)
         assert [model.id for model in client.models.list()] == ["mine"]
@@ -194,7 +194,7 @@ HOSTS = {
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_a_request_by_an_unknown_name_is_refused(host):
+def test_unknown_host_names_are_refused(host):
     """It may come from a web page whose name was made to point to this machine."""
 
     async def app(scope, receive, send):
@@ -207,21 +207,21 @@ def test_a_request_by_an_unknown_name_is_refused(host):
         refused(answer, 403, f"the Host {host!r} is not known; start the server with --allow-host to accept a name")
 
 
-def test_the_server_asks_for_a_known_host(server):
+def test_server_checks_the_host_header(server):
     for route in ("/health", "/v1/models"):
         answer = httpx.get(f"{server}{route}", headers={"host": "evil.example"}, timeout=600, trust_env=False)
         refused(answer, 403, "the Host 'evil.example' is not known")
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: loc"])
-def test_a_connection_without_a_whole_header_is_closed(server, monkeypatch, sent):
+def test_incomplete_header_times_out(server, monkeypatch, sent):
     monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2])), timeout=300) as slow:
         slow.sendall(sent)
         assert slow.recv(1) == b""  # the end; without a limit the recv would time out
 
 
-def test_a_later_header_on_a_connection_must_arrive_too_and_a_body_may_take_longer(server, monkeypatch):
+def test_later_headers_time_out_and_bodies_may_take_longer(server, monkeypatch):
     monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
     body = b'{"prompt": "a", "max_tokens": 1}'
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -235,7 +235,7 @@ def test_a_later_header_on_a_connection_must_arrive_too_and_a_body_may_take_long
             pass
 
 
-def test_the_page_lists_what_is_refused_and_what_is_ignored():
+def test_serving_page_lists_refused_and_ignored_fields():
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", page, re.MULTILINE))
     assert rows == {
@@ -250,7 +250,7 @@ def test_the_page_lists_what_is_refused_and_what_is_ignored():
         assert {*re.findall(r"`(\w+)`", fields)} - {"max_completion_tokens"} == taken
 
 
-def test_mistakes_in_chats(chat):
+def test_invalid_chats_are_refused(chat):
     image = {"type": "image_url", "image_url": {"url": "a"}}
     mistakes = {
         r"messages=\[\]": [],

@@ -14,15 +14,15 @@ from headrace.serving.text import Text
 
 
 @pytest.mark.parametrize("text", ["añb–c🙂🙂", "一二三", "", " a  b\n\n c ", "\ufffd", "é"])
-def test_text_of_tokens_is_that_of_all_of_them(text):
+def test_incremental_text_equals_decoding_all_tokens(text):
     tokenizer = byte_level()
     pieces = Text(tokenizer, ())
-    given = [pieces.add(token) for token in tokenizer(text).input_ids]
-    assert "".join(given) + pieces.rest() == text
-    assert "\ufffd" in text or not any("\ufffd" in piece for piece in given)
+    pieces_so_far = [pieces.add(token) for token in tokenizer(text).input_ids]
+    assert "".join(pieces_so_far) + pieces.rest() == text
+    assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces_so_far)
 
 
-def test_text_of_bytes_that_are_no_text():
+def test_invalid_utf8_is_decoded_incrementally():
     tokenizer = byte_level()
     for _ in range(50):
         tokens = torch.randint(257, (60,)).tolist()
@@ -35,26 +35,26 @@ def test_text_of_bytes_that_are_no_text():
     "text, stop, expected",
     [("one two", ("two",), "one "), ("aab", ("ab",), "a"), ("abab", ("abc",), "abab"), ("xyz", ("z", "yz"), "x")],
 )
-def test_stop_strings_that_come_in_pieces(text, stop, expected):
+def test_stop_strings_across_pieces(text, stop, expected):
     tokenizer = byte_level()
     pieces = Text(tokenizer, stop)
-    given = ""
+    pieces_so_far = ""
     for token in tokenizer(text).input_ids:
-        given += pieces.add(token)
-        assert expected.startswith(given)
+        pieces_so_far += pieces.add(token)
+        assert expected.startswith(pieces_so_far)
         if pieces.stopped:
             break
-    assert given + pieces.rest() == expected and pieces.stopped == (expected != text)
+    assert pieces_so_far + pieces.rest() == expected and pieces.stopped == (expected != text)
 
 
-def test_a_stop_string_that_the_last_token_ends_is_the_reason():
+def test_stop_string_at_the_last_token_is_the_finish_reason():
     """A character that is not finished is text only once no other token follows."""
-    said, tokenizer = [], byte_level()
-    stream = Stream([1], Sampling(1, stop=("\ufffd",)), tokenizer, torch.device("cpu"), said.append)
-    assert not stream.add(tokenizer("é").input_ids[0], []) and said == [Piece("", 1, "stop")]
+    sent, tokenizer = [], byte_level()
+    stream = Stream([1], Sampling(1, stop=("\ufffd",)), tokenizer, torch.device("cpu"), sent.append)
+    assert not stream.add(tokenizer("é").input_ids[0], []) and sent == [Piece("", 1, "stop")]
 
 
-def test_the_counters_are_of_the_tokens_of_all_streams():
+def test_metrics_sum_over_streams():
     metrics = Metrics(lambda: 2, lambda: 1)
     for prompt, pieces in ((7, (1, 4)), (5, (3,))):
         clock = metrics.stream(prompt)

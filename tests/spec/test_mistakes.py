@@ -34,12 +34,12 @@ from trained import recipe, train
         ),
     ],
 )
-def test_numbers_no_run_can_have(changes, sentence):
+def test_impossible_numbers_are_refused(changes, sentence):
     with pytest.raises(InputError, match=sentence):
         recipe(**changes)
 
 
-def test_a_step_larger_than_the_data_is_refused(data, tmp_path):
+def test_step_larger_than_the_data_is_refused(data, tmp_path):
     with pytest.raises(InputError, match=r"batch_tokens=64000000000000000 is \d+ rows per step, but the data have"):
         train(data, tmp_path / "run", batch_tokens=64 * 10**15, tokens=64e15, warmup_tokens=0)
 
@@ -52,18 +52,18 @@ def test_a_step_larger_than_the_data_is_refused(data, tmp_path):
         ([["a"], ["b"]], "no documents: texts.jsonl row 1 is of type list, not text; expected at least 1"),
     ],
 )
-def test_rows_without_any_text_are_refused(tmp_path, values, sentence):
+def test_empty_rows_are_refused(tmp_path, values, sentence):
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
     with pytest.raises(InputError, match=sentence):
         prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16), tmp_path / "d")
 
 
-def test_a_seed_that_is_none_is_refused(tmp_path):
+def test_invalid_seed_is_refused(tmp_path):
     with pytest.raises(InputError, match="--seed -1; expected at least 0"):
         Preparation(("a.txt",), seed=-1)
 
 
-def test_the_end_of_a_document_is_never_read_from_its_text(tmp_path):
+def test_end_token_in_a_text_is_not_the_end(tmp_path):
     texts = [f"before {tokenizer.END} after, {i}" for i in range(20)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for workers in (1, 2):
@@ -77,7 +77,7 @@ def test_the_end_of_a_document_is_never_read_from_its_text(tmp_path):
         assert data.tokenizer.decode(tokens).count(tokenizer.END) == 2 * 19
 
 
-def test_the_text_task_reads_no_end_of_a_document(tmp_path):
+def test_text_task_does_not_parse_the_end_token(tmp_path):
     tokens = tokenizer.byte_level()
     tokens.backend_tokenizer.save(str(tmp_path / "tokens.json"))
     encode, _ = text_task.encoder(str(tmp_path / "tokens.json"))
@@ -87,7 +87,7 @@ def test_the_text_task_reads_no_end_of_a_document(tmp_path):
 @pytest.mark.parametrize(
     "name", [" " * 300_000 + "x y", "gla" + " " * 300_000 + "x", "gla (" + " " * 300_000, "a" * 300_000]
 )
-def test_a_name_of_any_length_is_read_in_no_time(name):
+def test_long_names_are_parsed_in_linear_time(name):
     started = time.process_time()
     with pytest.raises(InputError):
         zoo.get(name)
@@ -95,7 +95,7 @@ def test_a_name_of_any_length_is_read_in_no_time(name):
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"scores": {}}'])
-def test_a_result_that_is_none_is_named(tmp_path, content):
+def test_invalid_result_is_named(tmp_path, content):
     (tmp_path / "result.json").write_text(content)
     with pytest.raises(InputError, match=r"result.json' .*; delete it and run the command again"):
         read_result(tmp_path / "result.json")

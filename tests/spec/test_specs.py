@@ -72,7 +72,7 @@ def is_a(value, hint):
 
 
 @pytest.mark.parametrize(("record", "name"), FIELDS, ids=lambda x: getattr(x, "__name__", x))
-def test_every_field_of_every_record_refuses_what_it_is_not(record, name):
+def test_every_field_of_every_record_checks_its_type(record, name):
     good = record(*NEEDED.get(record, ()))
     wrong = [x for x in THINGS if not is_a(x, get_type_hints(record)[name])]
     assert len(wrong) >= len(THINGS) - 5
@@ -99,7 +99,7 @@ RANGES = [
 
 
 @pytest.mark.parametrize(("record", "name", "values"), RANGES, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_what_is_out_of_range_is_refused(record, name, values):
+def test_out_of_range_values_are_refused(record, name, values):
     good = record(*NEEDED.get(record, ()))
     for value in values:
         with pytest.raises(InputError, match=rf"{name}=.*expected"):
@@ -113,12 +113,12 @@ def test_what_is_out_of_range_is_refused(record, name, values):
         lambda: Competition(activation="sigmod"), lambda: Competition(write="v"), lambda: Decay("softplus_vector"),
     ],
 )  # fmt: skip
-def test_a_misspelt_kind_is_named_with_what_there_is(make):
+def test_misspelt_kind_suggests_the_nearest(make):
     with pytest.raises(InputError, match=r"is not allowed; expected one of "):
         make()
 
 
-def test_an_int_is_a_float_and_a_list_a_tuple():
+def test_ints_become_floats_and_lists_tuples():
     assert type(Heads(expand_v=2).expand_v) is float
     assert to_json(Heads(expand_v=2)) == to_json(Heads(expand_v=2.0))
     made = Decoder([Layer(zoo.get("gla"))])
@@ -127,7 +127,7 @@ def test_an_int_is_a_float_and_a_list_a_tuple():
         Decoder(())
 
 
-def test_json_and_python_refuse_the_same_and_json_says_where():
+def test_json_and_python_refuse_the_same_values():
     data = to_json(zoo.get("jamba"))
     data["layers"][3]["mixer"]["expand"] = "wide"
     with pytest.raises(InputError, match=r"layers\.3\.mixer\.expand='wide' is not allowed; expected finite float"):
@@ -156,13 +156,13 @@ def test_json_and_python_refuse_the_same_and_json_says_where():
         (None, "mixer=None; expected a dict"),
     ],
 )
-def test_json_that_is_no_spec_is_refused(data, sentence):
+def test_invalid_json_is_refused(data, sentence):
     with pytest.raises(InputError, match=sentence):
         from_json(data)
 
 
 @pytest.mark.parametrize("name", [*zoo.names(), *zoo.MODELS])
-def test_every_spec_of_the_zoo_is_the_same_in_json_and_pickled(name):
+def test_every_spec_survives_json_and_pickle(name):
     made = zoo.get(name)
     assert from_json(to_json(made)) == made == pickle.loads(pickle.dumps(made))
 
@@ -172,7 +172,7 @@ SIZES = [("num_heads", 0), ("num_heads", -4), ("num_heads", 4.0), ("hidden_size"
 
 @pytest.mark.parametrize(("size", "value"), SIZES)
 @pytest.mark.parametrize("name", [*zoo.names(), *zoo.MODELS])
-def test_sizes_that_are_none_are_refused(name, size, value):
+def test_invalid_sizes_are_refused(name, size, value):
     made, sizes = zoo.get(name), {"hidden_size": 32, "num_heads": 4} | {size: value}
     with pytest.raises(InputError, match=f"{size}={value}; expected a positive integer"):
         made.head_dims(**sizes)
@@ -183,6 +183,6 @@ def test_sizes_that_are_none_are_refused(name, size, value):
             HeadraceConfig(mixer=made, vocab_size=8, num_hidden_layers=1, **sizes)
 
 
-def test_a_width_too_small_for_its_heads_is_refused():
+def test_width_too_small_for_its_heads_is_refused():
     with pytest.raises(InputError, match="num_heads=4 does not divide"):
         MixerSpec(Heads(expand_k=1e-9)).head_dims(32, 4)

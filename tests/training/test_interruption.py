@@ -75,7 +75,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_in_use_is_refused(prepared, tmp_path, headrace_, command):
+def test_folder_in_use_is_refused(prepared, tmp_path, headrace_, command):
     with locked(tmp_path / "folder"):
         code, said = headrace_(*COMMANDS[command](prepared, tmp_path / "folder"))
     assert code == 2
@@ -94,7 +94,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("command", MAKERS)
-def test_what_is_being_made_is_refused(command, model_of_bytes, tmp_path, headrace_):
+def test_output_being_written_is_refused(command, model_of_bytes, tmp_path, headrace_):
     with locked(tmp_path / "d", tmp_path / ".d.lock"):
         code, said = headrace_(command, *MAKERS[command](model_of_bytes), "--output", tmp_path / "d")
     assert code == 2 and f"in use by process {os.getpid()}" in said
@@ -111,14 +111,14 @@ def listening():
 
 @pytest.mark.usefixtures("listening")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_folder_that_is_not_finished_is_not_left(number, code, model_of_bytes, tmp_path, headrace_, monkeypatch):
+def test_interrupted_command_leaves_no_folder(number, code, model_of_bytes, tmp_path, headrace_, monkeypatch):
     monkeypatch.setattr("pathlib.Path.rename", lambda *paths: os.kill(os.getpid(), number))
     ended, said = headrace_("retrofit", model_of_bytes, "--output", tmp_path / "d")
     assert ended == code and f"{tmp_path / 'd'} was not created" in said and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["convert", "retrofit"])
-def test_a_folder_is_made_whole_or_not_at_all(command, model_of_bytes, tmp_path, headrace_, monkeypatch):
+def test_output_folder_is_written_atomically(command, model_of_bytes, tmp_path, headrace_, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -132,7 +132,7 @@ def test_a_folder_is_made_whole_or_not_at_all(command, model_of_bytes, tmp_path,
     assert code == 0 and (tmp_path / "d" / CHECKSUMS).exists() and not list(tmp_path.glob(".d*"))
 
 
-def test_the_lock_of_a_process_that_was_killed_holds_nobody_off(tmp_path):
+def test_lock_of_a_killed_process_is_released(tmp_path):
     program = f"""
         from pathlib import Path; from headrace.utils.processes import locked; import os
         with locked(Path({str(tmp_path / "d")!r})): os.kill(os.getpid(), 9)
@@ -145,7 +145,7 @@ def test_the_lock_of_a_process_that_was_killed_holds_nobody_off(tmp_path):
     assert not (tmp_path / "d" / LOCK).exists()
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(prepared, tmp_path, headrace_):
+def test_unwritable_folder_is_one_sentence(prepared, tmp_path, headrace_):
     (tmp_path / "file").touch()
     for command in COMMANDS.values():
         code, said = headrace_(*command(prepared, tmp_path / "file" / "folder"))
@@ -183,7 +183,7 @@ def alive(pid):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans go on to their end")
 @pytest.mark.parametrize("launcher", ["prepare", "torchrun", "reproduce"])
-def test_what_a_killed_process_started_ends_with_it(prepared, tmp_path, launcher):
+def test_children_of_a_killed_process_end(prepared, tmp_path, launcher):
     script, text = tmp_path / "program.py", tmp_path / "text.jsonl"
     script.write_text("from headrace.cli import main\nmain()\n")
     text.write_text((json.dumps({"text": "some words " * 200}) + "\n") * 20000)
@@ -207,7 +207,7 @@ def test_what_a_killed_process_started_ends_with_it(prepared, tmp_path, launcher
 # --- the same checkpoint for all -------------------------------------------------------------------------------------
 
 
-def test_processes_with_folders_of_their_own_are_refused(prepared, tmp_path):
+def test_processes_with_different_folders_are_refused(prepared, tmp_path):
     group = start_each([[Run(tmp_path / f"run{rank}")] for rank in (0, 1)], prepared)
     assert any(ended(group))
     assert "process 1 does not see the folder" in "".join(file.read_text() for file in tmp_path.glob("run*.txt"))
@@ -215,7 +215,7 @@ def test_processes_with_folders_of_their_own_are_refused(prepared, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_fails_in_one_process_ends_all_with_one_sentence(prepared, tmp_path):
+def test_failure_in_one_process_ends_all_with_one_sentence(prepared, tmp_path):
     damaged = shutil.copytree(prepared, tmp_path / "damaged")
     flip(damaged / "train.npy")
     first, second = groups.run(2, tmp_path, sentences, prepared, damaged, tmp_path)
@@ -234,7 +234,7 @@ def test_what_fails_in_one_process_ends_all_with_one_sentence(prepared, tmp_path
 
 
 @pytest.mark.parametrize(("rows", "size", "processes"), [(10, 4, 1), (10, 4, 3), (2, 8, 4), (1, 1, 2), (12, 2, 2)])
-def test_every_row_has_one_place(rows, size, processes):
+def test_every_held_out_row_has_one_place(rows, size, processes):
     parts = [shares(rows, size, process, processes) for process in range(processes)]
     assert sorted(row for part in parts for batch in part for row in batch) == list(range(rows))
     assert len({len(part) for part in parts}) == 1
@@ -258,7 +258,7 @@ def final_loss(folder):
 
 
 @pytest.mark.parametrize("rows", [1, 7, 18])
-def test_the_held_out_loss_is_of_every_row(data, tmp_path, rows):
+def test_held_out_loss_covers_every_row(data, tmp_path, rows):
     """4 rows at a time: the last batch is not full, or none is."""
     changed = data_module.PackedData(data.train, data.held_out.select(range(rows)), data.tokenizer, data.manifest)
     train(changed, tmp_path / "run", micro_batch=4, tokens=128 * 2)
@@ -274,7 +274,7 @@ def test_other_layers_can_be_trained(data, tmp_path, mixer):
     assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=1e-4)
 
 
-def test_the_held_out_loss_of_a_mixture_of_experts_is_cross_entropy(data, tmp_path):
+def test_held_out_loss_of_moe_is_cross_entropy(data, tmp_path):
     """Uneven loads cost in training alone."""
     train(data, tmp_path / "run", tokens=128 * 2, mixer="jamba", layers=8)
     model = load(tmp_path / "run" / "model")
@@ -282,7 +282,7 @@ def test_the_held_out_loss_of_a_mixture_of_experts_is_cross_entropy(data, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_held_out_loss_is_of_every_row_for_two_processes(data, prepared, tmp_path):
+def test_held_out_loss_covers_every_row_in_two_processes(data, prepared, tmp_path):
     assert train_all([Run(tmp_path / "run", {"tokens": 128 * 2})], prepared, 2) == [0, 0]
     model = load(tmp_path / "run" / "model")
     assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=1e-5)
@@ -292,7 +292,7 @@ def test_the_held_out_loss_is_of_every_row_for_two_processes(data, prepared, tmp
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer/__0_0.distcp", "trainer_state.json"])
-def test_a_flipped_bit_of_a_checkpoint_is_named(data, tmp_path, name):
+def test_flipped_bit_of_a_checkpoint_is_named(data, tmp_path, name):
     train(data, tmp_path / "run", tokens=128 * 2)
     flip(tmp_path / "run" / "checkpoint-2" / name)
     with pytest.raises(InputError, match=rf"checkpoint-2' is damaged: {name} has another SHA-256 than when it was"):
@@ -300,7 +300,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_named(data, tmp_path, name):
 
 
 @pytest.mark.parametrize("part", ["train.npy", "held_out.ends.npy", "tokenizer/tokenizer.json"])
-def test_a_flipped_bit_of_the_data_is_named(tmp_path, part):
+def test_flipped_bit_of_the_data_is_named(tmp_path, part):
     (tmp_path / "texts.jsonl").write_text((json.dumps({"text": "some words"}) + "\n") * 100)
     prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16), tmp_path / "d")
     open_data(tmp_path / "d")
@@ -309,7 +309,7 @@ def test_a_flipped_bit_of_the_data_is_named(tmp_path, part):
         open_data(tmp_path / "d")
 
 
-def test_one_process_of_a_machine_reads_the_data_to_check_them(tmp_path, monkeypatch):
+def test_only_one_process_per_machine_hashes_the_data(tmp_path, monkeypatch):
     (tmp_path / "texts.jsonl").write_text((json.dumps({"text": "some words"}) + "\n") * 100)
     prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16), tmp_path / "d")
     flip(tmp_path / "d" / "train.npy")
@@ -340,7 +340,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("command", READERS)
-def test_a_flipped_bit_of_a_model_is_refused(command, trained_model, prepared, tmp_path, headrace_):
+def test_flipped_bit_of_a_model_is_refused(command, trained_model, prepared, tmp_path, headrace_):
     pytest.importorskip({"eval": "lm_eval", "serve": "uvicorn"}.get(command, "torch"))
     model = shutil.copytree(trained_model, tmp_path / "model")
     (tmp_path / "data").symlink_to(prepared)
@@ -350,7 +350,7 @@ def test_a_flipped_bit_of_a_model_is_refused(command, trained_model, prepared, t
     assert code == 2 and "is damaged: model.safetensors has another SHA-256 than when it was written" in said, said
 
 
-def test_what_was_converted_is_checked_on_the_way_back(tmp_path, headrace_):
+def test_converted_model_is_checked_when_read_back(tmp_path, headrace_):
     out = tmp_path / "theirs"
     tiny.build("gla").save_pretrained(tmp_path / "model")
     headrace_("convert", tmp_path / "model", "--to", "gla", "--output", out)
@@ -359,7 +359,7 @@ def test_what_was_converted_is_checked_on_the_way_back(tmp_path, headrace_):
     assert code == 2 and "is damaged: model.safetensors" in said, said
 
 
-def test_a_model_that_is_saved_again_or_has_no_checksums_is_read(trained_model, tmp_path):
+def test_model_saved_again_or_without_checksums_is_read(trained_model, tmp_path):
     model = shutil.copytree(trained_model, tmp_path / "model")
     changed = load(model)
     with torch.no_grad():
@@ -373,7 +373,7 @@ def test_a_model_that_is_saved_again_or_has_no_checksums_is_read(trained_model, 
     load(model)
 
 
-def test_what_a_user_keeps_beside_checkpoints_stays(data, tmp_path):
+def test_other_files_beside_checkpoints_are_kept(data, tmp_path):
     train(data, tmp_path / "run", tokens=128 * 6)
     for name in ("checkpoint-1", "checkpoint-9", "checkpoint-10", "checkpoint-99", "checkpoint-old", "checkpoint-6"):
         (tmp_path / "run" / name).mkdir(exist_ok=True)
@@ -406,7 +406,7 @@ def whole(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_told_to_stop_a_run_saves_and_goes_on_bit_for_bit(
+def test_stopped_run_saves_and_resumes_bit_exactly(
     data, prepared, whole, tmp_path, monkeypatch, headrace_, number, code
 ):
     make = run.make_trainer
@@ -427,7 +427,7 @@ def test_told_to_stop_a_run_saves_and_goes_on_bit_for_bit(
     assert final_loss(whole) == final_loss(tmp_path / "cut")
 
 
-def test_a_disk_that_is_full_is_one_sentence(prepared, tmp_path):
+def test_full_disk_is_one_sentence(prepared, tmp_path):
     """Files may not grow beyond what a checkpoint's largest takes: safetensors, then torch.save, find no room."""
     processes = {}
     for kilobytes in (8, 40):

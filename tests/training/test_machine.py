@@ -19,7 +19,7 @@ def recipe(**changes):
 
 @pytest.mark.parametrize("changes", [{"mixer": "gla"}, {"mixer": "transformer", "recompute": True}], ids=str)
 @pytest.mark.filterwarnings("ignore")  # of transformers
-def test_the_memory_of_one_device_is_the_peak_of_a_step(changes):
+def test_estimated_memory_is_the_peak_of_a_step(changes):
     """Of all that PyTorch allocates. The estimate is higher, as gradients do not exist before the backward."""
     chosen = recipe(layers=3, length=256, micro_batch=2, **changes)
     model = build(chosen).train()
@@ -46,7 +46,7 @@ def test_the_memory_of_one_device_is_the_peak_of_a_step(changes):
     assert 0.85 < peak / sum(machine.memory(chosen, 1).values()) < 1.05
 
 
-def test_the_bytes_of_weights_are_those_of_paper_and_pencil():
+def test_bytes_of_weights_equal_hand_counts():
     """laptop-1m with GLA: P parameters, of which 4,096 × 128 are embeddings and 128 are the last norm's."""
     one = recipe(mixer="gla")
     P = sum(p.numel() for p in build(one).parameters())
@@ -64,23 +64,23 @@ def test_the_bytes_of_weights_are_those_of_paper_and_pencil():
     assert alone["at work"] == 12 * half.micro_batch * 512 * 4096  # fewer numbers than a piece of 2^24
 
 
-def test_steps_rows_and_days():
+def test_plan_counts_steps_rows_and_days():
     """16 rows in a step on 2 nodes of 2 devices, 2 of which share a row: 8 rows for each pair, 4 at a time."""
     chosen = recipe(mixer="gla", context_parallel=2)
-    found = machine.plan(chosen, machine.parse("2x2xH100"), 0.25)
-    assert [found[name] for name in ("devices", "data_parallel", "context_parallel")] == [4, 2, 2]
-    assert [found[name] for name in ("rows_per_pass", "passes_per_step")] == [4, 2]
+    result = machine.plan(chosen, machine.parse("2x2xH100"), 0.25)
+    assert [result[name] for name in ("devices", "data_parallel", "context_parallel")] == [4, 2, 2]
+    assert [result[name] for name in ("rows_per_pass", "passes_per_step")] == [4, 2]
     flops = machine.estimate(chosen)["flops"]
-    assert found["days"] == pytest.approx(flops / (4 * 989e12 * 0.25) / 86400)
-    assert found["tokens_per_second"] == pytest.approx(4_000_000 / (found["days"] * 86400))
-    assert found["fits"] and found["bytes_of_device"] == 80e9
+    assert result["days"] == pytest.approx(flops / (4 * 989e12 * 0.25) / 86400)
+    assert result["tokens_per_second"] == pytest.approx(4_000_000 / (result["days"] * 86400))
+    assert result["fits"] and result["bytes_of_device"] == 80e9
 
 
-def test_machines():
+def test_machine_names_are_parsed_and_checked():
     assert machine.parse("8xH100") == machine.parse(" 8 × h100 ") == machine.parse("2x4xH100") == (8, "H100")
     assert machine.parse("1xrtx-4090") == (1, "RTX-4090") and machine.parse("2xMI300X") == (2, "MI300X")
-    for text, said in {"8xH900": "is H100", "H100": "8xH100", "0xA100": "8xH100", "8": "8xH100"}.items():
-        with pytest.raises(InputError, match=said):
+    for text, sentence in {"8xH900": "is H100", "H100": "8xH100", "0xA100": "8xH100", "8": "8xH100"}.items():
+        with pytest.raises(InputError, match=sentence):
             machine.parse(text)
     with pytest.raises(InputError, match="3 processes"):
         machine.plan(recipe(), machine.parse("3xH100"), 0.3)
@@ -90,13 +90,13 @@ def test_machines():
         machine.plan(recipe(), machine.parse("1xH100"), 0.0)
 
 
-def test_devices_by_the_names_of_drivers():
+def test_devices_are_recognised_by_driver_names():
     names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 NVL": 835e12, "NVIDIA A100-SXM4-40GB": 312e12}
     names |= {"NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA L40": None}
     assert {name: machine.peak(name) for name in names} == names
 
 
-def test_the_command_says_whether_it_fits():
+def test_dry_run_says_whether_it_fits():
     def run(*options):
         command = [
             "train",
@@ -109,7 +109,7 @@ def test_the_command_says_whether_it_fits():
 
     assert "GiB: fits" in run("--machine", "8xH100").output
     assert "does not fit; expected a smaller micro_batch" in run("--machine", "8xL4").output
-    found = json.loads(run("shard=8", "--machine", "8xH100", "--json").output)["machine"]
-    assert found["fits"] and found["shard"] == 8 and found["efficiency"] == 0.3
+    result = json.loads(run("shard=8", "--machine", "8xH100", "--json").output)["machine"]
+    assert result["fits"] and result["shard"] == 8 and result["efficiency"] == 0.3
     alone = CliRunner().invoke(cli.app, ["train", "paper-340m", "--machine", "8xH100"])
     assert "expected it with --dry-run" in str(alone.exception)

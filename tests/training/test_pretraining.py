@@ -9,13 +9,13 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGKILL
 
 import pytest
 import torch
 from datasets import Dataset
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
@@ -33,6 +33,7 @@ from headrace.training.optimizer import SkipNonFiniteAdamW, optimizer
 from headrace.training.parameters import gate_parameters
 from headrace.training.trainer import HeadraceTrainer
 from headrace.utils.errors import InputError
+from sharded import Run, train_all
 from trained import TINY, recipe, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
     [(Mqar(vocabulary=48, pairs=3, length=32), {}), (Needle(length=800), {"length": 800, "batch_tokens": 1600})],
     ids=["no text", "bytes"],
 )
-def test_a_task_is_trained_on_its_answers_alone(task, changes, tmp_path, monkeypatch):
+def test_task_loss_covers_answers_only(task, changes, tmp_path, monkeypatch):
     monkeypatch.setattr(prepared_task, "HELD_OUT", 8)
     manifest = prepared_task.prepare(task, task.name, 300, 0, 1, tmp_path / "data")
     data = open_data(tmp_path / "data")
@@ -60,13 +61,13 @@ def test_a_task_is_trained_on_its_answers_alone(task, changes, tmp_path, monkeyp
         (data.tokenizer is None) == (task.name == "mqar") != (tmp_path / "run" / "model" / "tokenizer.json").is_file()
     )
     rows = {name: torch.tensor(data.held_out[:8][name]) for name in ("input_ids", "shift_labels")}
-    asked = rows["shift_labels"] != IGNORED
-    logits = model(rows["input_ids"]).logits[asked].double()
-    expected = torch.nn.functional.cross_entropy(logits, rows["shift_labels"][asked]).item()
+    labelled = rows["shift_labels"] != IGNORED
+    logits = model(rows["input_ids"]).logits[labelled].double()
+    expected = torch.nn.functional.cross_entropy(logits, rows["shift_labels"][labelled]).item()
     assert trainer.evaluate(data.held_out.select(range(8)))["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_one_row_of_a_task_can_be_prepared_and_none_is_refused(tmp_path, monkeypatch):
+def test_task_data_needs_at_least_one_row(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared_task, "HELD_OUT", 1)
     made = prepared_task.prepare(Mqar(vocabulary=48, pairs=3, length=32), "mqar", 1, 0, 1, tmp_path / "one")
     assert made["train"]["rows"] == len(open_data(tmp_path / "one").train) == 1
@@ -76,13 +77,13 @@ def test_one_row_of_a_task_can_be_prepared_and_none_is_refused(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("task", [Pair(), Reverse(), Text()], ids=repr)
-def test_tasks_that_are_more_than_tokens_and_answers_are_not_prepared(task, tmp_path):
+def test_unsupported_tasks_are_not_prepared(task, tmp_path):
     with pytest.raises(InputError, match=f"--task {task.name} cannot be prepared"):
         prepared_task.prepare(task, task.name, 300, 0, 1, tmp_path / "data")
 
 
 @pytest.mark.parametrize(("change", "refused"), [({"seconds": 99.0, "files": {}}, False), ({"seed": 5}, True)])
-def test_a_run_goes_on_with_data_prepared_again_but_not_with_other_data(change, refused, data, tmp_path):
+def test_run_accepts_data_prepared_again_but_not_other_data(change, refused, data, tmp_path):
     chosen, _ = recipe()
     run.begin(tmp_path, chosen, data)
     again = replace(data, manifest=data.manifest | change)
@@ -97,32 +98,6 @@ def ended(data, tmp_path_factory):
     return folder, run.train(*recipe(), data, folder, trackers="none")
 
 
-class Killed(Exception):
-    pass
-
-
-class KillAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Killed
-
-
-def killed_at(data, folder, step, monkeypatch, **changes):
-    make = run.make_trainer
-
-    def with_killer(*arguments):
-        trainer = make(*arguments)
-        trainer.add_callback(KillAt(step))
-        return trainer
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(run, "make_trainer", with_killer)
-        train(data, folder, **changes)
-
-
 def losses(folder):
     history = json.loads((folder / "model" / "history.json").read_text("utf-8"))
     kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "final_loss", "eval_write_entropy_1")
@@ -132,10 +107,10 @@ def losses(folder):
 @pytest.mark.parametrize(
     "changes", [{}, {"mixer": "transformer", "separate_documents": True}], ids=["softmax-gla", "transformer"]
 )
-def test_a_killed_run_goes_on_bit_for_bit(data, tmp_path, monkeypatch, changes):
+def test_killed_run_resumes_bit_exactly(data, prepared, tmp_path, changes):
     train(data, tmp_path / "whole", **changes)
     for step in (3, 12, 19):
-        killed_at(data, tmp_path / "cut", step, monkeypatch, **changes)
+        assert train_all([Run(tmp_path / "cut", changes, {0: (step, SIGKILL)})], prepared) == [-SIGKILL]
     half = tmp_path / "cut" / "checkpoint-20"  # cut off while it was written
     shutil.copytree(tmp_path / "cut" / "checkpoint-15", half)
     (half / checkpoints.MARKER).unlink()
@@ -145,7 +120,7 @@ def test_a_killed_run_goes_on_bit_for_bit(data, tmp_path, monkeypatch, changes):
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
 
 
-def test_a_run_killed_after_its_last_step_only_finishes(data, ended, tmp_path):
+def test_run_killed_after_its_last_step_only_finishes(data, ended, tmp_path):
     shutil.copytree(ended[0], tmp_path / "run")
     before = load_file(tmp_path / "run" / "model" / "model.safetensors")
     shutil.rmtree(tmp_path / "run" / "model")
@@ -154,7 +129,7 @@ def test_a_run_killed_after_its_last_step_only_finishes(data, ended, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_what_a_run_leaves(data, ended):
+def test_run_writes_model_card_curves_and_history(data, ended):
     folder, trainer = ended
     model, points = load(folder / "model"), losses(folder)
     with torch.no_grad():
@@ -182,7 +157,7 @@ def test_what_a_run_leaves(data, ended):
     assert ModelCard(card).data.eval_results[0].metric_value == pytest.approx(final)
 
 
-def test_a_trained_model_decodes_token_by_token(ended):
+def test_trained_model_decodes_with_the_cache(ended):
     run, _ = ended
     assert json.loads((run / "model" / "config.json").read_text())["use_cache"] is True
     for folder in (run / "model", checkpoints.newest(run)):
@@ -192,7 +167,7 @@ def test_a_trained_model_decodes_token_by_token(ended):
         assert seen == [5, 1, 1, 1]
 
 
-def test_curves_of_a_run_that_ended_and_of_one_that_is_at_work(ended, tmp_path):
+def test_curves_of_finished_and_running_runs(ended, tmp_path):
     shutil.copytree(ended[0], tmp_path / "ended")
     shutil.copytree(tmp_path / "ended", tmp_path / "at work")
     shutil.rmtree(tmp_path / "at work" / "model")
@@ -209,7 +184,7 @@ def test_curves_of_a_run_that_ended_and_of_one_that_is_at_work(ended, tmp_path):
         card.named([tmp_path / "ended", tmp_path / "ended"])
 
 
-def test_every_head_s_load_is_kept_and_the_console_says_only_losses(data, tmp_path, capsys):
+def test_head_loads_are_in_the_history_and_not_on_the_console(data, tmp_path, capsys):
     train(data, tmp_path / "run")
     history = json.loads((tmp_path / "run" / "model" / "history.json").read_text("utf-8"))
     assert not any(name in point for point in history for name in ("total_flos", "train_loss"))
@@ -217,12 +192,12 @@ def test_every_head_s_load_is_kept_and_the_console_says_only_losses(data, tmp_pa
     for layer in range(TINY["layers"]):
         loads = [last[f"eval_write_load_{layer}_{head}"] for head in range(TINY["heads"])]
         assert sum(loads) == pytest.approx(1, abs=1e-4) and min(loads) > 0
-    said = capsys.readouterr().out
-    assert "eval_loss" in said and "eval_write" not in said
+    message = capsys.readouterr().out
+    assert "eval_loss" in message and "eval_write" not in message
 
 
 @pytest.mark.parametrize("changes", [{}, {"micro_batch": 4}, {"separate_documents": True}], ids=repr)
-def test_every_step_is_whole(data, tmp_path, monkeypatch, changes):
+def test_every_step_is_a_full_batch(data, tmp_path, monkeypatch, changes):
     """Rows that fill no step are left to another epoch, where the order is another, as is the row that ends early."""
     step = HeadraceTrainer.training_step
     seen = []
@@ -242,12 +217,12 @@ def test_every_step_is_whole(data, tmp_path, monkeypatch, changes):
 
 
 @pytest.mark.parametrize("trackers", ["tensorbord", "tensorboard,tensorbord"])
-def test_a_tracker_that_is_none(data, tmp_path, trackers):
+def test_unknown_tracker_is_refused(data, tmp_path, trackers):
     with pytest.raises(InputError, match=f"--trackers='{trackers}'; expected tensorboard"):
         run.train(*recipe(), data, tmp_path / "run", trackers=trackers)
 
 
-def test_what_was_asked_for_has_started(data, tmp_path, monkeypatch):
+def test_fewer_processes_than_requested_are_refused(data, tmp_path, monkeypatch):
     settings = run.arguments(recipe()[0], tmp_path, "none")
     monkeypatch.setenv("WORLD_SIZE", "2")  # of a launcher whose processes never met
     with pytest.raises(InputError, match="processes: 2 was requested, but accelerate started with 1"):
@@ -255,7 +230,7 @@ def test_what_was_asked_for_has_started(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does(data, prepared, tmp_path):
+def test_two_processes_train_like_one(data, prepared, tmp_path):
     """The losses are those of one process with twice the rows. Started by the file of docs/launch.md."""
     train(data, tmp_path / "1", micro_batch=4)
     settings = [f"{name}={value}" for name, value in TINY.items()]
@@ -269,7 +244,7 @@ def test_two_processes_train_as_one_does(data, prepared, tmp_path):
     assert two == pytest.approx(one, rel=1e-5)
 
 
-def test_a_run_begins_from_a_checkpoint_retrofitted_or_not(data, prepared, tmp_path):
+def test_run_starts_from_a_checkpoint(data, prepared, tmp_path):
     train(data, tmp_path / "first", tokens=128 * 8, mixer="gla")
     first = tmp_path / "first" / "model"
     again = build(recipe(mixer="gla", weights=str(first), length=64)[0])
@@ -297,24 +272,24 @@ def first(data, tmp_path_factory):
     ],
 )
 def test_weights_of_another_model_are_refused(first, changes, sentence):
-    wanted = {"mixer": "gla", "weights": str(first)} | changes
+    expected = {"mixer": "gla", "weights": str(first)} | changes
     with pytest.raises(InputError, match=sentence):
-        build(recipe(**wanted)[0])
+        build(recipe(**expected)[0])
 
 
 def test_weights_with_another_tokenizer_are_refused(data, tmp_path):
     train(data, tmp_path / "first", tokens=128 * 2)
     path = tmp_path / "first" / "model" / "tokenizer.json"
-    told = json.loads(path.read_text("utf-8"))
-    ids = told["model"]["vocab"]
+    tokenizer_json = json.loads(path.read_text("utf-8"))
+    ids = tokenizer_json["model"]["vocab"]
     (a, first), (b, second) = list(ids.items())[10:12]
     ids[a], ids[b] = second, first
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(tokenizer_json))
     with pytest.raises(InputError, match="another tokenizer"):
         train(data, tmp_path / "second", weights=str(path.parent))
 
 
-def test_a_folder_belongs_to_one_recipe_and_one_data_set(data, tmp_path):
+def test_folder_belongs_to_one_recipe_and_one_data_set(data, tmp_path):
     run.begin(tmp_path / "run", recipe()[0], data)
     run.begin(tmp_path / "run", recipe()[0], data)
     with pytest.raises(InputError, match=r"holds another run \(lr is 0.003 there and 0.5 here\)"):
@@ -325,7 +300,7 @@ def test_a_folder_belongs_to_one_recipe_and_one_data_set(data, tmp_path):
         run.check_data(recipe(vocab_size=100)[0], data)
 
 
-def test_a_truncated_checkpoint_is_named(data, tmp_path):
+def test_truncated_checkpoint_is_named(data, tmp_path):
     train(data, tmp_path / "run")
     weights = tmp_path / "run" / "checkpoint-24" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
@@ -333,22 +308,7 @@ def test_a_truncated_checkpoint_is_named(data, tmp_path):
         train(data, tmp_path / "run")
 
 
-def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(data, tmp_path, monkeypatch):
-    save = run.HeadraceTrainer._save_optimizer_and_scheduler
-
-    def full(self, folder):
-        if self.state.global_step == 10:
-            raise OSError(28, "No space left on device")
-        save(self, folder)
-
-    monkeypatch.setattr(run.HeadraceTrainer, "_save_optimizer_and_scheduler", full)
-    with pytest.raises(
-        InputError, match=r"the disk is full at step 10; the last complete checkpoint is .*checkpoint-5"
-    ):
-        train(data, tmp_path / "run")
-
-
-def test_updates_that_are_not_finite_are_left_out_then_end_the_run(data, tmp_path, monkeypatch, capsys):
+def test_nonfinite_updates_are_skipped_then_end_the_run(data, tmp_path, monkeypatch, capsys):
     step = run.HeadraceTrainer.training_step
     bad = {7, *range(14, 30)}
 
@@ -361,9 +321,9 @@ def test_updates_that_are_not_finite_are_left_out_then_end_the_run(data, tmp_pat
     monkeypatch.setattr(run.HeadraceTrainer, "training_step", poisoned)
     with pytest.raises(InputError, match=r"was stopped at step 19; the last complete checkpoint is .*checkpoint-10"):
         train(data, tmp_path / "run", save_every=10)
-    told = capsys.readouterr().err
-    assert "step 8: the gradient is not finite; the update is skipped" in told
-    assert "5 consecutive gradients were not finite" in told
+    message = capsys.readouterr().err
+    assert "step 8: the gradient is not finite; the update is skipped" in message
+    assert "5 consecutive gradients were not finite" in message
 
 
 def strict(text):
@@ -371,7 +331,7 @@ def strict(text):
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def test_numbers_that_are_not_finite_are_null_and_marked_and_the_run_ends(data, tmp_path, monkeypatch):
+def test_nonfinite_numbers_are_null_and_marked(data, tmp_path, monkeypatch):
     """The loss of step 13, the gradient of step 20, the evaluation after step 10 and the last one."""
     step, held_out = HeadraceTrainer.training_step, HeadraceTrainer._held_out
 
@@ -413,7 +373,7 @@ def test_numbers_that_are_not_finite_are_null_and_marked_and_the_run_ends(data, 
     assert all(weight.isfinite().all() for weight in load_file(folder / "model" / "model.safetensors").values())
 
 
-def test_the_card_and_the_curves_say_what_is_not_finite(data, tmp_path):
+def test_card_and_curves_name_nonfinite_losses(data, tmp_path):
     chosen, about = recipe()
     lost = {"loss": torch.nan, "perplexity": torch.nan, "bits_per_byte": torch.nan}
     history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": torch.inf}]
@@ -425,20 +385,17 @@ def test_the_card_and_the_curves_say_what_is_not_finite(data, tmp_path):
     assert not ModelCard(readme).data.eval_results and (tmp_path / "curves.png").stat().st_size > 1000
 
 
-def test_a_loss_that_is_not_finite_names_its_layer(data, tmp_path, monkeypatch, capsys):
-    def broken(chosen):
-        model = build(chosen)
-        model.model.backbone.layers[1].mixer.o_proj.weight.data[0, 0] = torch.inf
-        return model
-
-    monkeypatch.setattr(run, "build", broken)
+def test_nonfinite_loss_names_its_layer(data, tmp_path, capsys):
+    model = build(recipe()[0])
+    model.model.backbone.layers[1].mixer.o_proj.weight.data[0, 0] = torch.inf
+    model.save_pretrained(tmp_path / "broken")
     with pytest.raises(InputError, match="was stopped at step 5"):
-        train(data, tmp_path / "run")
+        train(data, tmp_path / "run", weights=str(tmp_path / "broken"))
     assert "step 1: the loss is nan, first in layer 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mixer", ["softmax-gla", "softmax-gla(competition.memories_per_head=2)"])
-def test_gates_have_a_rate_of_their_own_and_do_not_decay(mixer):
+def test_gates_have_their_own_learning_rate_and_no_decay(mixer):
     chosen = recipe(gate_lr=3.0, gate_std=0.5, mixer=mixer)[0]
     model = build(chosen)
     groups = optimizer(model, chosen).param_groups
@@ -450,7 +407,7 @@ def test_gates_have_a_rate_of_their_own_and_do_not_decay(mixer):
     assert sum(len(group["params"]) for group in groups) == len([*model.parameters()])
 
 
-def test_gates_can_begin_orthogonal():
+def test_gates_can_start_orthogonal():
     model = build(recipe(gate_std=0.5, gate_init="orthogonal", mixer="softmax-gla", hidden_size=32)[0])
     scores = [weight for name, weight in model.named_parameters() if "_competition" in name]
     assert scores
@@ -458,7 +415,7 @@ def test_gates_can_begin_orthogonal():
         torch.testing.assert_close(weight @ weight.T, 0.25 * weight.shape[1] * torch.eye(len(weight)))
 
 
-def test_an_update_left_out_changes_nothing():
+def test_skipped_update_changes_nothing():
     weight = torch.nn.Parameter(torch.ones(3))
     careful = SkipNonFiniteAdamW([weight], lr=0.1)
     weight.grad = torch.tensor([1.0, torch.inf, 1.0])

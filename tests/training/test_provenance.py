@@ -23,21 +23,21 @@ from trained import recipe, train
 OTHER = "0" * 12
 
 
-@pytest.fixture
-def other_code(monkeypatch):
-    """Call it, and from then on other code runs."""
-    return lambda: monkeypatch.setattr(provenance, "source", lambda: OTHER)
+def as_of_other_code(folder):
+    """Rewrites the record of what made a folder's results."""
+    path = folder / MADE_BY
+    path.write_text(path.read_text("utf-8").replace(provenance.source(), OTHER), "utf-8")
 
 
-def test_an_edit_of_the_package_is_another_version(tmp_path, monkeypatch):
+def test_edited_package_is_another_version(tmp_path, monkeypatch):
     (tmp_path / "headrace" / "recipes").mkdir(parents=True)
     recipe = tmp_path / "headrace" / "recipes" / "small.yaml"
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "headrace" / "provenance.py"))
-    found = []
+    digests = []
     for text in ("lr: 1", "lr: 2", "lr: 1"):
         recipe.write_text(text)
-        found.append(provenance.source.__wrapped__())
-    assert found[0] == found[2] != found[1]
+        digests.append(provenance.source.__wrapped__())
+    assert digests[0] == digests[2] != digests[1]
 
 
 CLAIMS = {
@@ -48,13 +48,13 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize("command", CLAIMS)
-def test_results_of_other_code_are_refused_or_said(command, tmp_path, other_code):
+def test_results_of_other_code_are_refused_or_marked(command, tmp_path):
     CLAIMS[command](tmp_path)
     CLAIMS[command](tmp_path)
     now = provenance.source()
-    other_code()
-    said = rf"{MADE_BY}'.* made by .*source {now}.*now runs .*source {OTHER}.*--accept-old"
-    with pytest.raises(InputError, match=said):
+    as_of_other_code(tmp_path)
+    sentence = rf"{MADE_BY}'.* made by .*source {OTHER}.*now runs .*source {now}.*--accept-old"
+    with pytest.raises(InputError, match=sentence):
         CLAIMS[command](tmp_path)
     assert not provenance.sentence(tmp_path)
     CLAIMS[command](tmp_path, accept_old=True)
@@ -62,22 +62,22 @@ def test_results_of_other_code_are_refused_or_said(command, tmp_path, other_code
     assert now in provenance.sentence(tmp_path) and OTHER in provenance.sentence(tmp_path)
 
 
-def test_results_that_do_not_say_what_made_them_are_refused(tmp_path):
+def test_results_without_version_are_refused(tmp_path):
     claim(tmp_path, {"a": 1})
     (tmp_path / MADE_BY).unlink()
     with pytest.raises(InputError, match="made by headrace of an unknown version"):
         claim(tmp_path, {"a": 1})
 
 
-def test_a_folder_that_was_left_before_anything_was_done_serves_other_code(tmp_path, other_code):
+def test_empty_claimed_folder_can_be_reused_by_other_code(tmp_path):
     provenance.record_versions(tmp_path, True, False)
     (tmp_path / ".plan.json.123").touch()
-    other_code()
+    as_of_other_code(tmp_path)
     claim(tmp_path, {"a": 1})
-    assert OTHER in (tmp_path / MADE_BY).read_text("utf-8") and not provenance.sentence(tmp_path)
+    assert OTHER not in (tmp_path / MADE_BY).read_text("utf-8") and not provenance.sentence(tmp_path)
 
 
-def test_a_measurement_on_another_machine_is_another(tmp_path):
+def test_measurement_of_another_machine_is_refused(tmp_path):
     claim(tmp_path, {"a": 1}, machine="x")
     with pytest.raises(InputError, match="machine x; now runs machine y"):
         claim(tmp_path, {"a": 1}, machine="y")
@@ -99,7 +99,7 @@ def places(plan, at=()):
 
 
 @pytest.mark.parametrize("command", PLANS)
-def test_a_plan_of_a_version_without_a_field_is_the_plan_with_its_default(command, data, tmp_path):
+def test_plan_without_a_newer_field_has_its_default(command, data, tmp_path):
     begin, accepted = PLANS[command](data), set()
     begin(tmp_path)
     (file,) = {path.name for path in tmp_path.glob("*.json")} - {MADE_BY}
@@ -113,7 +113,7 @@ def test_a_plan_of_a_version_without_a_field_is_the_plan_with_its_default(comman
             accepted.add(place)
         except InputError as error:
             assert f"holds another run ({place[-1]} is missing there and" in str(error)
-    wanted, refused = {
+    expected, refused = {
         "train": ({("recipe", "gate_std"), ("recipe", "separate_documents")}, {("recipe", "lr"), ("data", "length")}),
         "compare": (
             {
@@ -125,19 +125,19 @@ def test_a_plan_of_a_version_without_a_field_is_the_plan_with_its_default(comman
         ),
         "bench": ({("layers",)}, set()),
     }[command]
-    assert wanted <= accepted and not refused & accepted
+    assert expected <= accepted and not refused & accepted
 
 
-def test_a_run_that_other_code_began_is_refused_or_said(data, tmp_path, other_code):
+def test_run_of_other_code_is_refused_or_marked(data, tmp_path):
     train(data, tmp_path / "run", tokens=128 * 5)
-    other_code()
-    with pytest.raises(InputError, match=f"now runs .*source {OTHER}"):
+    as_of_other_code(tmp_path / "run")
+    with pytest.raises(InputError, match=f"made by .*source {OTHER}"):
         train(data, tmp_path / "run", tokens=128 * 5)
     train(data, tmp_path / "run", accept_old=True, tokens=128 * 5)
     assert OTHER in (tmp_path / "run" / "model" / "README.md").read_text("utf-8")
 
 
-def test_a_step_with_another_input_is_refused(tmp_path, monkeypatch):
+def test_step_with_changed_input_is_refused(tmp_path, monkeypatch):
     text, root = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("one")
     monkeypatch.setattr(execute, "HEADRACE", [sys.executable, "-c", ""])
@@ -148,7 +148,7 @@ def test_a_step_with_another_input_is_refused(tmp_path, monkeypatch):
         execute.execute([["headrace", "prepare", str(text)]], root, str)
 
 
-def test_steps_are_told_to_accept_what_was_accepted():
+def test_accept_old_is_passed_to_steps():
     assert execute.started_by(["headrace", "train", "x"], True)[-1] == "--accept-old"
     assert execute.started_by(["headrace", "prepare", "x"], True)[-1] == "x"
 
@@ -156,7 +156,7 @@ def test_steps_are_told_to_accept_what_was_accepted():
 # --- of checkpoints and rows -----------------------------------------------------------------------------------------
 
 
-def test_a_folder_is_known_by_what_its_files_hold(tmp_path):
+def test_folder_fingerprint_is_of_its_contents(tmp_path):
     checkpoint = pytest.importorskip("headrace.studies.evaluate.checkpoint")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(8))
@@ -166,18 +166,18 @@ def test_a_folder_is_known_by_what_its_files_hold(tmp_path):
     assert checkpoint.fingerprint(str(tmp_path)) != before
 
 
-def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
+def test_hub_fingerprint_is_of_its_commit(tmp_path, monkeypatch):
     checkpoint = pytest.importorskip("headrace.studies.evaluate.checkpoint")
     import huggingface_hub.constants as hub
 
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
-    found = []
+    digests = []
     for commit in ("a" * 40, "b" * 40):
         repository = tmp_path / "models--some--model"
         (repository / "snapshots" / commit).mkdir(parents=True)
         (repository / "snapshots" / commit / "config.json").write_text(json.dumps({"model_type": "llama"}))
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / "main").write_text(commit)
-        found.append(checkpoint.fingerprint("some/model"))
-    assert found[0] != found[1]
+        digests.append(checkpoint.fingerprint("some/model"))
+    assert digests[0] != digests[1]

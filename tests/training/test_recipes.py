@@ -20,35 +20,35 @@ LLAMA = {"rnn-300m": (209.8, 242.5, 275.3), "rnn-2b": (1887.6, 1985.9, 2084.2)}
 
 
 @pytest.mark.parametrize(("name", "mixer"), [*((n, "gla") for n in GLA), *((n, "transformer") for n in LLAMA)])
-def test_parameters_are_those_of_the_papers(name, mixer):
-    found = count(blank(recipes.load(name, {"mixer": mixer})[0]))
+def test_parameter_counts_equal_the_papers(name, mixer):
+    actual = count(blank(recipes.load(name, {"mixer": mixer})[0]))
     expected = (GLA | LLAMA)[name]
-    assert [round(found[part] / 1e6, 1) for part in ("body", "tied", "untied")] == list(expected)
+    assert [round(actual[part] / 1e6, 1) for part in ("body", "tied", "untied")] == list(expected)
 
 
 @pytest.mark.parametrize("row", ["laptop-5m | softmax-gla", "paper-80m | mamba2", "paper-110m-h8 | softmax-retnet"])
-def test_the_table_of_parameters_is_of_today(row):
+def test_documented_parameter_table_is_current(row):
     name, mixer = row.split(" | ")
     counted = count(blank(recipes.load(name, {"mixer": mixer})[0]))
     numbers = " | ".join(f"{counted[part] / 1e6:,.2f}" for part in ("body", "competition", "tied", "untied"))
     assert f"| {row} | {numbers} |" in (Path(__file__).parents[2] / "docs" / "recipes.md").read_text("utf-8")
 
 
-def test_competition_adds_as_many_as_the_paper_says():
+def test_competition_parameters_equal_the_paper():
     """0.05M at 24 layers and 4 heads of 256 key dimensions."""
     recipe, _ = recipes.load("paper-340m", {"mixer": "softmax-gla(heads.expand_k=1)"})
     assert count(blank(recipe))["competition"] == 24 * 2 * 4 * 256 == 49152
 
 
-def test_an_estimate_counts_what_is_built():
+def test_estimate_counts_the_built_model():
     for mixer in ("softmax-gla", "gated-deltanet", "transformer"):
         recipe, _ = recipes.load("laptop-1m", {"mixer": mixer})
-        model, found = build(recipe), estimate(recipe)
-        assert count(model) == found["parameters"]
-        assert sum(p.numel() for p in model.parameters()) == found["parameters"]["tied"]
+        model, result = build(recipe), estimate(recipe)
+        assert count(model) == result["parameters"]
+        assert sum(p.numel() for p in model.parameters()) == result["parameters"]["tied"]
 
 
-def test_every_shipped_recipe_loads_and_steps_as_it_says():
+def test_shipped_recipes_load_with_their_steps():
     steps = {name: recipes.load(name)[0].steps for name in recipes.names()}
     assert steps["paper-340m"] == 28610 and steps["rnn-300m"] == steps["rnn-300m-4k"] == 100_000
     names = "paper-80m paper-110m paper-170m paper-340m paper-1b rnn-300m rnn-300m-4k rnn-2b laptop-1m laptop-5m"
@@ -57,22 +57,14 @@ def test_every_shipped_recipe_loads_and_steps_as_it_says():
     assert recipe.lr == 1e-3 and recipe.clips == 1.0 and "batch_tokens" in about.assumed and "lr" not in about.assumed
 
 
-def test_the_rnn_recipe_clips_gated_models_alone():
+def test_rnn_recipe_clips_only_gated_models():
     assert recipes.load("rnn-300m")[0].clips is None
     assert recipes.load("rnn-300m", {"mixer": "gla"})[0].clips == 1.0
     assert recipes.load("rnn-300m", {"mixer": "softmax-linear-attention"})[0].clips == 1.0
     assert recipes.load("rnn-300m", {"mixer": "linear-attention"})[0].clips is None
 
 
-def test_what_a_recipe_does_not_say():
-    default = recipes.Recipe()
-    assert (default.lr, default.min_lr, default.betas, default.eps) == (1e-3, 0.1, (0.9, 0.95), 1e-8)
-    assert (default.weight_decay, default.clip, default.gate_lr, default.gate_std) == (0.1, 1.0, 1.0, 0.0)
-    assert (default.length, default.batch_tokens, default.tokens, default.warmup_tokens) == (4096, 2**19, 15e9, 0.0)
-    assert (default.hidden_size, default.layers, default.heads, default.vocab_size) == (1024, 24, 4, 32000)
-
-
-def test_what_is_written_reads_back(tmp_path):
+def test_recipe_survives_yaml(tmp_path):
     (tmp_path / "r.yaml").write_text("base: laptop-1m\nlr: 1e-4\nbetas: [0.9, 0.99]\nclip: none\nassumed: [lr]\n")
     recipe, about = recipes.load(str(tmp_path / "r.yaml"))
     assert (recipe.lr, recipe.betas, recipe.clip, recipe.layers) == (1e-4, (0.9, 0.99), None, 4)
@@ -118,7 +110,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("setting", MISTAKES)
-def test_mistakes(setting):
+def test_user_errors_are_refused(setting):
     with pytest.raises(InputError) as refused:
         recipes.load("paper-80m", assignments([setting]))
     assert MISTAKES[setting] in str(refused.value)
@@ -127,7 +119,7 @@ def test_mistakes(setting):
 BOMB = "\n".join(["a: &a [1]", *(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in pairwise("abcdefgh"))])
 
 
-def test_files_that_are_no_recipes(tmp_path):
+def test_invalid_recipe_files_are_refused(tmp_path):
     for text, message in (
         ("- a", "is not a YAML mapping"),
         ("a: [", "is not YAML"),
@@ -153,13 +145,13 @@ def test_files_that_are_no_recipes(tmp_path):
         recipes.load(str(tmp_path / "loop.yaml"))
 
 
-def test_a_field_that_is_set_twice_is_refused():
+def test_field_set_twice_is_refused():
     with pytest.raises(InputError, match="'lr' is set twice"):
         assignments(["lr=1e-3", "layers=2", "lr=1e-4"])
 
 
 @torch.no_grad()
-def test_a_model_begun_from_a_checkpoint_is_the_checkpoint(tmp_path):
+def test_model_from_a_checkpoint_equals_it(tmp_path):
     """Also in what no recipe has a field for."""
     style = {"mlp": "geglu", "order": "pre"}
     theirs = tiny.build("transformer", rope_theta=50.0, norm_eps=0.3, style=style, intermediate_size=None)

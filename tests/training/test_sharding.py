@@ -91,29 +91,29 @@ def weights(folder):
 
 def difference(folder, other):
     """The largest relative difference of any loss, norm of the gradient, or weight."""
-    found = []
+    differences = []
     for name in ("loss", "grad_norm", "eval_loss", "final_loss"):
         a, b = ([point[name] for point in history(each) if name in point] for each in (folder, other))
         assert a and len(a) == len(b), name
-        found += [abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)]
+        differences += [abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)]
     a, b = weights(folder), weights(other)
     assert a.keys() == b.keys()
-    return max(found + [((a[name] - b[name]).norm() / b[name].norm().clamp(min=1e-12)).item() for name in a])
+    return max(differences + [((a[name] - b[name]).norm() / b[name].norm().clamp(min=1e-12)).item() for name in a])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_that_share_the_weights_train_as_one_does(runs, name):
+def test_sharded_training_equals_one_process(runs, name):
     tolerance = ERROR_BFLOAT16 if name == "bfloat16" else ERROR
     assert difference(runs / f"{name}-2", runs / f"{name}-1") < tolerance
     load(runs / f"{name}-2" / "model")  # an ordinary checkpoint
 
 
 @pytest.mark.parametrize("name", ["2-1", "1-2", "2-ddp"])
-def test_a_killed_run_goes_on_in_another_number_of_processes(runs, name):
+def test_killed_run_resumes_in_another_number_of_processes(runs, name):
     assert difference(runs / name, runs / "softmax-gla-1") < ERROR
 
 
-def test_a_killed_run_goes_on_bit_for_bit_in_the_same_processes(runs):
+def test_killed_run_resumes_bit_exactly_in_the_same_processes(runs):
     again, whole = weights(runs / "2-2"), weights(runs / "softmax-gla-2")
     assert all(torch.equal(again[name], whole[name]) for name in whole)
     assert [p.get("loss") for p in history(runs / "2-2")] == [p.get("loss") for p in history(runs / "softmax-gla-2")]
@@ -127,23 +127,23 @@ def test_each_process_writes_its_part_of_the_moments(runs):
     assert sizes[1] > 0.45 * sum(sizes.values())  # rows of a matrix: one of 257 has 129 in the first process
 
 
-def test_a_signal_to_one_process_stops_all_with_a_checkpoint_and_code_0(prepared, tmp_path):
-    told = Run(tmp_path / "run", changes("softmax-gla", shard=2), {1: (3, signal.SIGTERM)})
-    assert train_all([told], prepared, 2) == [0, 0]
+def test_signal_to_one_process_stops_all_with_a_checkpoint(prepared, tmp_path):
+    stopped = Run(tmp_path / "run", changes("softmax-gla", shard=2), {1: (3, signal.SIGTERM)})
+    assert train_all([stopped], prepared, 2) == [0, 0]
     assert checkpoints.newest(tmp_path / "run").name == "checkpoint-4" and not (tmp_path / "run" / "model").exists()
     for rank in (0, 1):
         assert "terminated: " in (tmp_path / f"run-{rank}.txt").read_text()
 
 
-def test_a_process_that_stalls_ends_the_run_with_a_sentence(stalled):
+def test_stalled_process_ends_the_run_with_a_sentence(stalled):
     folder, group = stalled
     assert ended(group) == [2, -signal.SIGKILL]
-    said = (folder.parent / "run-0.txt").read_text()
-    _, found, sentence = said.partition("headrace: process 1 has not answered for 15 s")
-    assert found and "at step 3; the last" in sentence and "checkpoint-2" in sentence and "Traceback" not in said
+    log = (folder.parent / "run-0.txt").read_text()
+    _, found, sentence = log.partition("headrace: process 1 has not answered for 15 s")
+    assert found and "at step 3; the last" in sentence and "checkpoint-2" in sentence and "Traceback" not in log
 
 
-def test_processes_that_cannot_share_the_weights_are_refused(data, tmp_path):
+def test_invalid_sharding_is_refused(data, tmp_path):
     with pytest.raises(InputError, match="shard=2 with 1 process; expected a start by torchrun with a multiple of 2"):
         train(data, tmp_path, shard=2)
     with pytest.raises(InputError, match="shard=2 with compile=True; expected one of them"):

@@ -1,0 +1,168 @@
+"""What an engineer with a GPU runs first: `make test-gpu`, a few minutes.
+
+References are computed on the CPU in float64, from the same rounded inputs. HEADRACE_TEST_DEVICE=cpu runs what needs no
+GPU on the CPU, to check the tests themselves.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from equation import DECAYS, by_literal, inputs
+from headrace import InputError, linear_attention, set_backend, step, zoo
+from headrace.hf import HeadraceForCausalLM
+from headrace.layers.blocks.block import Block, Sizes
+from headrace.ops.dispatch import BACKENDS
+from headrace.studies.verify import relative, verify, worst
+from headrace.studies.verify_op import TOLERANCE
+from tiny import build, config, tokens, trained
+
+TOKENS, HEAD_SIZE = 150, 32  # two chunks and a part; kernels multiply matrices of at least 16 columns
+TOLERANCES = {torch.float64: 1e-10, torch.float16: 2**-9, **TOLERANCE}
+LINEAR_LAYERS = ["retnet", "mamba2", "gla", "rwkv6", "softmax-gated-deltanet", "softmax-kda"]
+OTHER_LAYERS = ["transformer", "sliding-window", "gqa", "mamba", "rwkv7", "s4", "softmax-rnn-gate"]
+RECURRENT_MODELS = ["gla", "mamba2", "rwkv6", "softmax-gated-deltanet", "mamba and s4"]
+
+
+def rounded_inputs(decay, dtype, **sizes):
+    sizes = {"tokens": TOKENS, "key": HEAD_SIZE, "value": HEAD_SIZE} | sizes
+    return {name: x.detach().to(dtype) for name, x in inputs(decay, **sizes).items() if x is not None}
+
+
+def outputs_and_gradients(op, tensors):
+    """Output, final state, and the gradients of a weighted sum of them to all tensors."""
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    results = op(leaves)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in results]
+    return results, torch.autograd.grad(results, list(leaves.values()), weights)
+
+
+def run_or_skip(op, *arguments):
+    """A backend may refuse a dtype, a size or the machine; anything else that it raises is a failure."""
+    try:
+        return op(*arguments)
+    except InputError as error:
+        if "cannot run here" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+def assert_matches_reference(device, backend, dtype, tensors, cu_seqlens=None, **settings):
+    tensors = {"bonus": None} | tensors
+    given = {name: x.to(device) for name, x in tensors.items() if x is not None}
+    bounds = None if cu_seqlens is None else cu_seqlens.to(device)
+    call = lambda x: linear_attention(**x, cu_seqlens=bounds, backend=backend, **settings)  # noqa: E731
+    reference = lambda x: by_literal({"bonus": None} | x, cu_seqlens, **settings)  # noqa: E731
+    results, gradients = run_or_skip(outputs_and_gradients, call, given)
+    exact = {name: x.double() for name, x in tensors.items() if x is not None}
+    expected, expected_gradients = outputs_and_gradients(reference, exact)
+    assert results[0].dtype == dtype and results[0].device.type == device
+    assert worst(results, expected) <= TOLERANCES[dtype]
+    assert worst(gradients, expected_gradients) <= 10 * TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_op_matches_the_reference(device, backend, decay, rule, dtype):
+    assert_matches_reference(device, backend, dtype, rounded_inputs(decay, dtype, groups=2), rule=rule)
+
+
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_sequences_match_the_reference(device, backend, rule):
+    """One of a single token, and one without tokens."""
+    bounds = torch.tensor([0, 3, 4, 4, 70, TOKENS])
+    tensors = rounded_inputs("scalar", torch.float32, rows=1, n=5)
+    assert_matches_reference(device, backend, torch.float32, tensors, bounds, rule=rule)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_steps_match_the_reference(device, decay, rule, dtype):
+    tensors = rounded_inputs(decay, dtype, tokens=9)
+    expected, final = by_literal({"bonus": None} | {n: x.double() for n, x in tensors.items()}, rule=rule)
+    given = {name: x.to(device) for name, x in tensors.items()}
+    state = given.pop("initial_state").float()
+    for t in range(9):
+        token = {name: x if x.dim() == 1 else x[:, t] for name, x in given.items()}
+        out, state = step(**token, state=state, rule=rule)
+        assert relative(out, expected[:, t]) <= TOLERANCES[dtype]
+    assert relative(state, final) <= TOLERANCES[dtype]
+
+
+def test_hostile_decays_stay_finite(device):
+    """Decays that underflow, forget everything, or forget nothing."""
+    tensors = {name: x.to(device) for name, x in rounded_inputs("vector", torch.float32).items()}
+    for value in (-1e4, -torch.inf, 0.0):
+        x = tensors | {"log_decay": torch.full_like(tensors["log_decay"], value)}
+        results, gradients = outputs_and_gradients(lambda x: linear_attention(**x), x)
+        assert all(y.isfinite().all() for y in (*results, *gradients)), value
+
+
+@pytest.mark.filterwarnings("ignore::headrace.GateWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LINEAR_LAYERS + OTHER_LAYERS)
+def test_layers_obey_every_law(device, name, dtype):
+    """The checks of `headrace verify`: packed, padded, split, token by token, every backend, forward and backward."""
+    rows = verify([name], device, dtype)
+    assert rows and not [row for row in rows if not row.holds]
+
+
+def test_op_obeys_its_laws_at_the_sizes_of_large_models(device):
+    if device == "cpu":
+        pytest.skip("takes minutes on a CPU")
+    rows = verify(["linear_attention"], device, torch.float32)
+    assert rows and not [row for row in rows if not row.holds]
+
+
+@pytest.mark.parametrize("name", LINEAR_LAYERS)
+def test_compiled_blocks_equal_uncompiled_ones(device, name):
+    torch.compiler.reset()
+    block = Block(zoo.mixer(name), Sizes(64, 2, 64), 0, 2).to(device)
+    set_backend(block, "torch")
+    compiled = torch.compile(
+        copy.deepcopy(block), fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager"
+    )
+    x = torch.randn(2, TOKENS, 64).to(device)
+    results = []
+    for module in (compiled, block):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)[0]
+        y.square().sum().backward()
+        results.append([y, leaf.grad, *(p.grad for p in module.parameters())])
+    assert worst(results[0], [y.cpu().double() for y in results[1]]) <= 1e-4
+
+
+def test_model_loss_and_gradients_match_the_cpu(device):
+    reference = trained(HeadraceForCausalLM(config("hybrid"))).train()
+    model, ids = copy.deepcopy(reference).float().to(device), tokens(2)
+    loss, expected = model(ids.to(device), labels=ids.to(device)).loss, reference(ids, labels=ids).loss
+    loss.backward(), expected.backward()
+    assert relative(loss, expected) <= 1e-5
+    assert worst([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()]) <= 1e-3
+
+
+@pytest.mark.parametrize("name", [*RECURRENT_MODELS, "hybrid"])
+def test_generation_gives_the_tokens_of_whole_forward_passes(device, name):
+    model, ids = build(name).to(device), tokens(2).to(device)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    generated = model.generate(ids, **options)
+    for length in range(ids.shape[1], generated.shape[1]):
+        logits = model(generated[:, :length], use_cache=False).logits[:, -1]
+        assert torch.equal(logits.argmax(-1), generated[:, length])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", RECURRENT_MODELS)
+def test_decoding_with_a_cuda_graph_gives_the_same_tokens(device, name, backend):
+    if device != "cuda":
+        pytest.skip("a CUDA graph needs a GPU")
+    model, ids = build(name).to(device, torch.float32), tokens(2).to(device)
+    set_backend(model, backend)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, cache_implementation="static"))
