@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import matplotlib
 import torch
 import typer
+from headrace.studies.compare.pool import place_workers
 from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
@@ -26,7 +27,6 @@ from headrace.layers.attention.softmax_rnn import numerator
 from headrace.layers.linear.taylor import truncated_exp
 from headrace.spec.softmax_rnn import SoftmaxRNNSpec
 from headrace.studies.compare.plan import ArmRecipe, Plan, Shape, Study
-from headrace.studies.compare.pool import place_workers
 from headrace.studies.compare.run import complete
 from headrace.studies.report.style import PALETTE, STYLE
 from headrace.tasks import Text

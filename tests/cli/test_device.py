@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace.cli import app as cli
-from headrace.studies.compare.pool import place_workers
+from headrace.studies.workers import place_workers
 from headrace.utils.device import all_devices, on_device, see_only
 from headrace.utils.errors import InputError
 
