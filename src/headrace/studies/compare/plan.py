@@ -45,7 +45,7 @@ class Plan:
     mixers: tuple[str, ...]
     task: Task
     shape: Shape = field(default_factory=Shape)
-    recipe: ArmRecipe = ArmRecipe()
+    recipe: ArmRecipe = field(default_factory=ArmRecipe)
     seeds: int | tuple[int, ...] = 3  # a number: so many, from 0; a tuple: these
     tuning: Tuning | None = None
     part: Part = "held-out"  # the rows on which the arms are evaluated: those of a search are not the reported ones
@@ -171,12 +171,8 @@ class Arm:
         version that wrote none."""
         before = folder / "arms" / self.spelt / "result.json"
         if before.exists():
-            result = read_result(before)
-            if [result.get(name) for name in ("comparison", "mixer", "seed")] == [
-                self.plan.name,
-                self.mixer,
-                self.seed,
-            ]:
+            result, own = read_result(before), {"comparison": self.plan.name, "mixer": self.mixer, "seed": self.seed}
+            if {name: result.get(name) for name in own} == own:
                 return before
         return folder / "arms" / self.slug / "result.json"
 
