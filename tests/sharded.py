@@ -74,7 +74,7 @@ def _process(rank, processes, port, data, runs):
 def command(data, one):
     """Ends this process unless the command ends with code 0."""
     from headrace.cli import main
-    from training import arguments
+    from trained import arguments
 
     sys.argv = ["headrace", *arguments(data, one.folder, **one.changes), *one.options]
     try:
