@@ -37,10 +37,6 @@ DRAWS = 1000  # bootstrap samples of the harness
 RECORD = {"fingerprint": str, "max_length": int, "seconds": float, "unigram": {}, "samples": [{}], "results": {}}
 
 
-def silent(line: str) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class EvaluationPlan:
     """What is evaluated."""
@@ -88,7 +84,7 @@ def evaluate(
     machine: Machine,
     output: Path,
     accept_old: bool = False,
-    tell: Tell = silent,
+    tell: Tell = lambda line: None,
 ) -> Evaluation:
     """Evaluates the checkpoints `paths` and writes the records to the folder `output`.
 
