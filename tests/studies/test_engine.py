@@ -68,10 +68,11 @@ def test_progress_is_told_point_by_point(tmp_path):
 
 def test_a_result_that_holds_no_more_is_measured_again(tmp_path):
     run(tmp_path, PLAN, points(1, 2), square)
-    again = [points(1, is_current=lambda row: False)[0], *points(2)]
+    again = [points(1, fingerprint="changed")[0], *points(2)]
     seen = []
     run(tmp_path, PLAN, again, square, lambda point, news: seen.append((point.value, type(news))))
     assert seen == [(1, type(None)), (1, str), (2, dict)]
+    assert squares(run(tmp_path, PLAN, again, never)) == [1, 4]
 
 
 # --- workers ------------------------------------------------------------------------------------------------------

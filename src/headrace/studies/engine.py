@@ -53,21 +53,21 @@ class Point:
     path: the file of its result, in the folder.
     value: what is measured.
     form: of its result, as `integrity.misfit` describes it.
-    is_current: is_current(row) -> whether a result that is kept still holds. It may raise an InputError.
+    fingerprint: of what the result depends on beside the plan; a result with another is measured again.
     """
 
     name: str
     path: Path
     value: Any
     form: Form = field(default_factory=dict)
-    is_current: Callable[[Row], bool] = lambda row: True
+    fingerprint: str | None = None
 
     def kept(self, folder: Path) -> Row | None:
         """Its row, if the folder has one that holds."""
         if not (folder / self.path).exists():
             return None
         row = read(folder / self.path, self.form)
-        return row if self.is_current(row) else None
+        return row if row.get("fingerprint") == self.fingerprint else None
 
 
 # (point, None when its measurement begins; its row if it was finished before; or what `measure` reports)
@@ -101,8 +101,8 @@ def run(
                 pending.append(point)
             else:
                 listen(point, None)
-                keep(folder / point.path, measure, point.value, Worker(None, partial(listen, point)))
-        jobs = [(folder / point.path, measure, point.value) for point in pending]
+                keep(folder, point, measure, Worker(None, partial(listen, point)))
+        jobs = [(folder, point, measure) for point in pending]
         distribute(keep, jobs, workers, lambda i, news: listen(pending[i], news))
         return [read(folder / point.path, point.form) for point in points]
 
@@ -120,10 +120,11 @@ def claimed(folder: Path, claim: Claim) -> Iterator[None]:
         raise
 
 
-def keep(path: Path, measure: Measure, value: Any, worker: Worker) -> None:
-    """Measures and writes the result."""
-    result = measure(value, worker)
-    write_result(path, {"environment": environment(), **result})
+def keep(folder: Path, point: Point, measure: Measure, worker: Worker) -> None:
+    """Measures a point and writes its result."""
+    result = measure(point.value, worker)
+    mark = {"fingerprint": point.fingerprint} if point.fingerprint else {}
+    write_result(folder / point.path, {"environment": environment(), **mark, **result})
 
 
 def read(path: Path, form: Form = None) -> Row:

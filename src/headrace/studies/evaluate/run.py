@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lm_eval
 from lm_eval.tasks import TaskManager
@@ -99,11 +99,12 @@ def evaluate(
             raise InputError(f"no task of --suite={plan.suite!r} can be run: {next(iter(missing.values()))}")
         recorded, folders = {}, file_names(models, slug)
         for name, path in models.items():
-            points = [*points_of(path, folders[name], rows)]
+            model = fingerprint(path)
+            points = [one.point(folders[name], model) for one in rows]
             load = cache(partial(read_checkpoint, path, machine.device))  # only if a record is missing or outdated
             measure = partial(run_item, load=load, plan=plan, machine=machine)
             records = engine.run(output, None, points, measure, engine.lines(tell, points))
-            recorded[name] = {point.value.rows.item.name: row for point, row in zip(points, records, strict=True)}
+            recorded[name] = {one.item.name: record for one, record in zip(rows, records, strict=True)}
             write_result(output / folders[name] / "results.json", merged(recorded[name]))
     return Evaluation(plan, recorded, missing)
 
@@ -126,6 +127,12 @@ class Rows:
     folder: Path
     digest: str | None = None
 
+    def point(self, folder: str, model: str) -> Point:
+        """The evaluation of a checkpoint by its fingerprint, in a folder of its own."""
+        name = self.item.name
+        path = Path(folder, "items", f"{slug(name)}.json")
+        return Point(f"{folder}, {name}", path, self, RECORD, digest([model, self.digest]))
+
 
 def find_rows(chosen: list[Item], plan: EvaluationPlan, scratch: Path) -> tuple[list[Rows], dict[str, str]]:
     """(rows of the items that can be run, item that cannot -> reason)"""
@@ -140,27 +147,10 @@ def find_rows(chosen: list[Item], plan: EvaluationPlan, scratch: Path) -> tuple[
     return rows, missing
 
 
-class Job(NamedTuple):
-    """The rows to evaluate a checkpoint on. `fingerprint` identifies both."""
-
-    rows: Rows
-    fingerprint: str
-
-
-def points_of(path: str, folder: str, rows: list[Rows]) -> Iterator[Point]:
-    """The points of one checkpoint. A record of another checkpoint or of other rows does not hold."""
-    model = fingerprint(path)
-    for one in rows:
-        name, mark = one.item.name, digest([model, one.digest])
-        file = Path(folder, "items", f"{slug(name)}.json")
-        holds = lambda record, mark=mark: record["fingerprint"] == mark  # noqa: E731
-        yield Point(f"{folder}, {name}", file, Job(one, mark), RECORD, holds)
-
-
-def run_item(job: Job, worker: Worker, load: Callable[[], Checkpoint], plan: EvaluationPlan, machine: Machine) -> Row:
+def run_item(rows: Rows, worker: Worker, load: Callable[[], Checkpoint], plan: EvaluationPlan, machine: Machine) -> Row:
     """The record of the checkpoint that `load` returns on an item."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # else the harness's bootstrap starts a process per core
-    checkpoint, item = load(), job.rows.item
+    checkpoint, item = load(), rows.item
     max_length = context(item, checkpoint, plan)
     model = checkpoint.harness(max_length, machine.batch_size)
     needle = {} if item.length is None else {"max_seq_lengths": [item.length], "tokenizer": checkpoint.path}
@@ -170,7 +160,7 @@ def run_item(job: Job, worker: Worker, load: Callable[[], Checkpoint], plan: Eva
         out: Any = lm_eval.simple_evaluate(
             model,
             tasks=[item.task],
-            task_manager=TaskManager(include_path=str(job.rows.folder), include_defaults=False, metadata=needle),
+            task_manager=TaskManager(include_path=str(rows.folder), include_defaults=False, metadata=needle),
             limit=plan.limit,
             bootstrap_iters=DRAWS,
             **dict.fromkeys(seeds, plan.seed),
@@ -180,7 +170,6 @@ def run_item(job: Job, worker: Worker, load: Callable[[], Checkpoint], plan: Eva
         scores = results["results"][item.name]
         scores |= {name: math.nan for name in scores if name.partition(",")[0] in samples[0]["metrics"]}
     return {
-        "fingerprint": job.fingerprint,
         "max_length": max_length,
         "trained_length": checkpoint.trained_length,
         "seconds": round(time.perf_counter() - started, 2),

@@ -71,26 +71,27 @@ def execute(steps: list[list[str]], root: Path, tell: Tell, accept_old: bool = F
             was written by another version and `accept_old` is False.
     """
     provenance.record_versions(root, not (root / "done").exists(), accept_old)
-    points = [
-        Point(shlex.join(step), mark(step), (i, step), RECORD, partial(has_same_inputs, root, i, step))
-        for i, step in enumerate(steps, 1)
-    ]
+    for i, step in enumerate(steps, 1):
+        refuse_other_inputs(root, i, step)
+    points = [Point(shlex.join(step), mark(step), (i, step), RECORD) for i, step in enumerate(steps, 1)]
     measure = partial(run_step, root=root, accept_old=accept_old)
     engine.run(root, None, points, measure, engine.lines(tell, points, "step "))
     for step in steps:
         begun(root, step).unlink(missing_ok=True)
 
 
-def has_same_inputs(root: Path, i: int, command: list[str], kept: Row) -> bool:
-    """True. Raises InputError if the inputs of a finished step have changed since."""
+def refuse_other_inputs(root: Path, i: int, command: list[str]) -> None:
+    """InputError if the step is finished, and its inputs have changed since."""
+    finished = done(root, command)
+    if finished is None:
+        return
     now = inputs(root, command)
-    before = kept.get("inputs", now)
+    before = finished.get("inputs", now)
     if changed := [name for name, content in now.items() if before.get(name) != content]:
         raise InputError(
             f"input {changed[0]!r} of step {i} has changed since the step was run ({str(root / mark(command))!r}); "
             "expected another --output"
         )
-    return True
 
 
 def run_step(numbered: tuple[int, list[str]], worker: Worker, root: Path, accept_old: bool) -> Row:
