@@ -7,95 +7,63 @@ What a strong decay leaves of a memory are denormal numbers, with which most pro
 """
 
 import itertools
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from statistics import median
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from headrace import backends
-from headrace.studies.report.numbers import spread
 from op import HEADS, MODES, ours
-from peers import FAMILIES, Family
-from record import append, environment
-from turns import Runner, take_turns
+from peers import FAMILIES
+from program import Log, Output, Quick, show
+from record import RESULTS, Row
+from turns import CPU, Runner, take_turns
 
-RESULTS = Path(__file__).parent / "results" / "decays.csv"
-DECAYS = (
-    -0.01,
-    -1.0,
-    -2.0,
-    -3.0,
-    -5.0,
-    -10.0,
-    -30.0,
-    -100.0,
-)  # logarithms, a token
+DECAYS = (-0.01, -1.0, -2.0, -3.0, -5.0, -10.0, -30.0, -100.0)  # logarithms, a token
 DECAYING = [name for name, family in FAMILIES.items() if family.decay in ("BTH", "BTHK") and not family.bonus]
 K, V = 128, 256
-CPU = 0
-console = Console(width=None if Console().is_terminal else 120)
 
 
-@dataclass(frozen=True)
-class Row:
-    family: str
-    backend: str
-    T: int
-    K: int
-    V: int
-    mode: str
-    log_decay: float
-    rounds: int
-    cpu_ms: float
-    spread: float
-    ratio: float  # this decay's time over that of the first of DECAYS, the median over rounds
-
-
-def runner(family: Family, backend: str, tokens: int, log_decay: float) -> Runner:
-    tensors = family.inputs(T=tokens, H=HEADS, K=K, V=V)
+def runner(name: str, backend: str, tokens: int, log_decay: float) -> Runner:
+    tensors = FAMILIES[name].inputs(T=tokens, H=HEADS, K=K, V=V)
     tensors["log_decay"] = torch.full_like(tensors["log_decay"], log_decay).requires_grad_()
-    return Runner(f"{log_decay:g}", partial(ours, family, backend), tensors)
+    return Runner(f"{log_decay:g}", partial(ours, FAMILIES[name], backend), tensors)
 
 
 def measure(name: str, backend: str, tokens: int, backward: bool, rounds: int) -> list[Row]:
-    runners = [runner(FAMILIES[name], backend, tokens, log_decay) for log_decay in DECAYS]
+    """The ratio of a decay is its time over that of the first of DECAYS, the median over rounds."""
+    runners = [runner(name, backend, tokens, log_decay) for log_decay in DECAYS]
     take_turns(runners, backward, rounds)
+    call = {"family": name, "backend": backend, "T": tokens, "K": K, "V": V, "mode": MODES[backward]}
     return [
-        Row(
-            name, backend, tokens, K, V, MODES[backward], log_decay, rounds, round(1e3 * median(r.times(CPU)), 3),
-            round(spread(r.times(CPU)) or 0.0, 3), round(r.over(runners[0], CPU), 3),
-        )
+        call | {
+            "log_decay": log_decay, "rounds": rounds, "cpu_ms": r.milliseconds(CPU), "spread": r.spread(CPU),
+            "ratio": round(r.over(runners[0], CPU), 3),
+        }
         for log_decay, r in zip(DECAYS, runners, strict=True)
     ]  # fmt: skip
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Short sequences and two rounds: does everything run?")] = False,
+    quick: Quick = False,
     family: Annotated[list[str], typer.Option(help="Any with a decay by token; may be repeated.")] = DECAYING,
     backend: Annotated[list[str], typer.Option(help="May be repeated.")] = ["native"],  # noqa: B006
     rounds: int = 9,
-    output: Annotated[Path, typer.Option(help="The CSV file to append to.")] = RESULTS,
+    output: Output = RESULTS / "decays.csv",
 ) -> None:
     """Time the op at several decays."""
     torch.set_num_threads(1)
-    about, tokens, found = environment("cpu"), 64 if quick else 2048, []
+    log, tokens = Log(output), 64 if quick else 2048
     usable = [name for name in backend if backends()[name]["linear_attention"] is None]
     for name, computed_by, backward in itertools.product(family, usable, (False, True)):
-        found += (rows := measure(name, computed_by, tokens, backward, 2 if quick else rounds))
-        append(output, about, rows)
-    table = Table(title="Time over that at the first decay, and ms", title_justify="left")
-    for title in ("", *(f"{log_decay:g}" for log_decay in DECAYS)):
-        table.add_column(title, justify="right" if title else "left")
-    for (name, computed_by, mode), rows in itertools.groupby(found, lambda r: (r.family, r.backend, r.mode)):
-        table.add_row(f"{name}, {computed_by}, {mode}", *(f"[bold]{r.ratio:.2f}[/] {r.cpu_ms:.1f}" for r in rows))
-    console.print(table)
-    console.print(f"{len(found)} rows appended to {output}; {about['machine']}")
+        log.add(measure(name, computed_by, tokens, backward, 2 if quick else rounds))
+    lines = [
+        [", ".join(call), *(f"[bold]{row['ratio']:.2f}[/] {row['cpu_ms']:.1f}" for row in rows)]
+        for call, rows in itertools.groupby(log.rows, lambda row: (row["family"], row["backend"], row["mode"]))
+    ]
+    show("Time over that at the first decay, and ms", ["", *(f"{log_decay:g}" for log_decay in DECAYS)], lines)
+    log.end()
 
 
 if __name__ == "__main__":

@@ -11,26 +11,22 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from headrace import linear_attention, step, zoo
 from headrace.studies.bench.decoding import PIECE, Decoder
 from headrace.studies.bench.models import Shape, build
 from peers import FAMILIES, Family
-from record import append, environment
+from program import Log, Output, console, show
+from record import RESULTS, Row
 
-RESULTS = Path(__file__).parent / "results" / "decode.csv"
 POSITIONS = (100, 1_000, 10_000, 100_000)
 QUADRATIC = 10_000  # where reaching a position with softmax attention begins to take minutes
 HEADS, KEY, VALUE, HIDDEN, LAYERS, VOCABULARY = 4, 128, 256, 512, 2, 256
-console = Console(width=None if Console().is_terminal else 130)
 
 
 @dataclass
@@ -43,16 +39,6 @@ class Subject:
     furthest: int = POSITIONS[-1]
 
 
-@dataclass(frozen=True)
-class Row:
-    name: str
-    position: int
-    tokens: int
-    us_per_token: float
-    state_bytes: int
-    promised_bytes: int
-
-
 class OpDecoder:
     """One recurrence and nothing else: `linear_attention` reads the context, `step` decodes."""
 
@@ -63,8 +49,8 @@ class OpDecoder:
         self.one = {key: x[:, 0] if x.dim() > 2 else x for key, x in self.piece.items()}
 
     def read(self, tokens: int) -> None:
-        given = {key: x[:, :tokens] if x.dim() > 2 else x for key, x in self.piece.items()}
-        self.state = linear_attention(**given, **self.family.options(), initial_state=self.state)[1]
+        tensors = {key: x[:, :tokens] if x.dim() > 2 else x for key, x in self.piece.items()}
+        self.state = linear_attention(**tensors, **self.family.options(), initial_state=self.state)[1]
 
     def token(self) -> None:
         q, k, v, rest = (self.one["q"], self.one["k"], self.one["v"], self.one.keys() - set("qkv"))
@@ -111,26 +97,23 @@ def measure(subject: Subject, positions: list[int], tokens: int) -> list[Row]:
         seconds[p].append(time.process_time() - start)
     # The first quarter warms up.
     return [
-        Row(subject.name, p, tokens, round(1e6 * median(seconds[p][tokens // 4 :]), 1), size[p], subject.promised(p))
+        {
+            "name": subject.name, "position": p, "tokens": tokens,
+            "us_per_token": round(1e6 * median(seconds[p][tokens // 4 :]), 1), "state_bytes": size[p],
+            "promised_bytes": subject.promised(p),
+        }
         for p in positions
-    ]
+    ]  # fmt: skip
 
 
-def show(found: list[Row]) -> None:
-    positions = sorted({row.position for row in found})
-    table = Table(title="µs per token, after so many tokens", title_justify="left")
-    for title in ("", *(f"{p:,}" for p in positions), "last /\nfirst", "state\nbytes", "as the spec\nsays"):
-        table.add_column(title, justify="right" if title else "left")
-    for name, group in itertools.groupby(found, lambda row: row.name):
-        rows = {row.position: row for row in group}
-        last, first = rows[max(rows)], rows[min(rows)]
-        times = (f"{rows[p].us_per_token:.0f}" if p in rows else "" for p in positions)
-        kept = all(row.state_bytes == row.promised_bytes for row in rows.values())
-        table.add_row(
-            name, *times, f"{last.us_per_token / first.us_per_token:.2f}", f"{last.state_bytes:,}",
-            "yes" if kept else f"[red]no: {last.promised_bytes:,}",
-        )  # fmt: skip
-    console.print(table)
+def line(name: str, rows: dict[int, Row], positions: list[int]) -> list[str]:
+    last, first = rows[max(rows)], rows[min(rows)]
+    times = (f"{rows[p]['us_per_token']:.0f}" if p in rows else "" for p in positions)
+    kept = all(row["state_bytes"] == row["promised_bytes"] for row in rows.values())
+    return [
+        name, *times, f"{last['us_per_token'] / first['us_per_token']:.2f}", f"{last['state_bytes']:,}",
+        "yes" if kept else f"[red]no: {last['promised_bytes']:,}",
+    ]  # fmt: skip
 
 
 def main(
@@ -138,22 +121,25 @@ def main(
     mixer: Annotated[list[str], typer.Option(help="Models of these mixers only; may be repeated.")] = [],  # noqa: B006
     tokens: Annotated[int, typer.Option(help="Tokens decoded from each position.")] = 200,
     threads: int = 1,
-    output: Annotated[Path, typer.Option(help="The CSV file to append to.")] = RESULTS,
+    output: Output = RESULTS / "decode.csv",
 ) -> None:
     """Time decoding from token 100 to token 100 000."""
     torch.set_num_threads(threads)
-    about, found = environment("cpu"), []
+    log = Log(output)
     subjects = [of_the_op(name, family) for name, family in FAMILIES.items() if not mixer]
     subjects += [of_a_model(name) for name in mixer or [*zoo.LINEAR, "softmax-gla", *zoo.ATTENTION]]
     for subject in subjects:
         with console.status(subject.name):
             positions = [p for p in POSITIONS if p <= (1_000 if quick else subject.furthest)]
-            found += measure(subject, positions, 20 if quick else tokens)
-            append(output, about, found[-len(positions) :])
-    show(found)
+            log.add(measure(subject, positions, 20 if quick else tokens))
+    positions = sorted({row["position"] for row in log.rows})
+    header = ["", *(f"{p:,}" for p in positions), "last /\nfirst", "state\nbytes", "as the spec\nsays"]
+    groups = itertools.groupby(log.rows, lambda row: row["name"])
+    lines = [line(name, {row["position"]: row for row in rows}, positions) for name, rows in groups]
+    show("µs per token, after so many tokens", header, lines)
     if not quick and any(subject.furthest < POSITIONS[-1] for subject in subjects):
         console.print(f"[dim]softmax attention stops at {QUADRATIC:,} tokens: reaching further takes minutes[/]")
-    console.print(f"{len(found)} rows appended to {output}; {about['machine']}, {threads} thread(s)")
+    log.end()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ Time is the process's CPU time on one thread. Weights are random; both compute t
 """
 
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated
 
 import onnxruntime
@@ -19,24 +17,12 @@ from headrace import HeadraceConfig
 from headrace.export.graph import states, trace
 from headrace.export.onnx import MODEL, Runtime, quantize
 from headrace.hf import HeadraceForCausalLM
-from record import append, environment
-from turns import Runner, take_turns
+from program import Log, Output, show
+from record import RESULTS, Row
+from turns import CPU, Runner, take_turns
 
-RESULTS = Path(__file__).parent / "results" / "export.csv"
 SIZES = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 5, "num_heads": 4}  # the recipe laptop-5m
 PROMPT, STEPS = 512, 64
-
-
-@dataclass(frozen=True)
-class Row:
-    onnxruntime: str
-    mixer: str
-    task: str
-    runner: str
-    rounds: int
-    tokens_per_second: float
-    over_ours: float  # time over that of PyTorch, the median over rounds
-    megabytes: float
 
 
 def ours(model: HeadraceForCausalLM, task: str) -> Runner:
@@ -65,22 +51,27 @@ def theirs(name: str, path: Path, model: HeadraceForCausalLM, task: str) -> Runn
 def main(
     mixer: Annotated[list[str], typer.Option(help="Mixers.")] = ["gla", "softmax-gla", "softmax-gated-deltanet"],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Rounds.")] = 9,
-    output: Annotated[Path, typer.Option(help="CSV file to append to.")] = RESULTS,
+    output: Output = RESULTS / "export.csv",
 ) -> None:
     """Time prompts of 512 tokens, and 64 tokens one by one, at five million parameters."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    about = environment("cpu")
+    log = Log(output)
     for name in mixer:
         model = HeadraceForCausalLM(HeadraceConfig(mixer=name, **SIZES)).eval()
         with tempfile.TemporaryDirectory() as folder:
-            rows = measured(name, model, Path(folder), rounds)
-        append(output, about, rows)
-        for row in rows:
-            print(row)
+            log.add(measured(name, model, Path(folder), rounds))
+    lines = [
+        [f"{x['mixer']}, {x['task']}: {x['runner']}", f"{x['over_ours']:.2f}", f"{x['tokens_per_second']:.0f}",
+         f"{x['megabytes']:.1f}"]
+        for x in log.rows
+    ]  # fmt: skip
+    show(f"ONNX Runtime {onnxruntime.__version__}", ["", "time over ours", "tokens/s", "MB"], lines)
+    log.end()
 
 
 def measured(name: str, model: HeadraceForCausalLM, folder: Path, rounds: int) -> list[Row]:
+    """over_ours: the time over that of PyTorch, the median over rounds."""
     paths = {"ONNX Runtime": folder / MODEL, "ONNX Runtime, int8": folder / "int8.onnx"}
     program = trace(model)
     for path in paths.values():
@@ -92,10 +83,14 @@ def measured(name: str, model: HeadraceForCausalLM, folder: Path, rounds: int) -
     for task, tokens in (("prefill", PROMPT), ("decode", STEPS)):
         runners = [ours(model, task), *(theirs(runner, path, model, task) for runner, path in paths.items())]
         take_turns(runners, backward=False, rounds=rounds)
-        for runner in runners:
-            rate = tokens / median(runner.times(0))
-            over, n = runner.over(runners[0], 0), runner.name
-            rows.append(Row(onnxruntime.__version__, name, task, n, rounds, rate, over, size[n]))
+        rows += [
+            {
+                "onnxruntime": onnxruntime.__version__, "mixer": name, "task": task, "runner": runner.name,
+                "rounds": rounds, "tokens_per_second": 1e3 * tokens / runner.milliseconds(CPU),
+                "over_ours": runner.over(runners[0], CPU), "megabytes": size[runner.name],
+            }
+            for runner in runners
+        ]  # fmt: skip
     return rows
 
 

@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     while stages:
         stage, start, began = stages.pop(0), time.perf_counter(), len(rows)
         for row in measured(stage, machine, sizes):
-            append(options.output, about, [row])
+            append(options.output, about, [vars(row)])
             rows.append(row)
             if time.perf_counter() > over:
                 break

@@ -10,8 +10,6 @@ asked for the GPU through replaced functions. The backends take turns; times are
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Annotated
 
@@ -21,25 +19,11 @@ import typer
 from headrace import InputError, linear_attention
 from launches import GPUS, ON_CPU
 from peers import FAMILIES
-from record import append, environment
+from program import Log, Output, show
+from record import RESULTS, Row
 
-RESULTS = Path(__file__).parent / "results" / "host.csv"
 SHAPE = {"T": 128, "K": 64, "V": 64}
 BEFORE = 20  # calls that compile and fill caches
-
-
-@dataclass(frozen=True)
-class Row:
-    """One backend's call: a line of the CSV file."""
-
-    gpu: str
-    triton: str
-    backend: str
-    family: str
-    launches: int
-    forward: float  # microseconds, without gradients
-    both: float  # microseconds of forward and backward
-    rounds: int
 
 
 def calls(family: str, backend: str) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -47,11 +31,11 @@ def calls(family: str, backend: str) -> tuple[Callable[[], object], Callable[[],
     tensors = FAMILIES[family].inputs(**SHAPE, dtype=torch.bfloat16)
     settings = FAMILIES[family].options() | {"backend": backend}
     plain = {name: x.detach() for name, x in tensors.items()}
-    wanted = [x for x in tensors.values() if x.requires_grad]
+    trained = [x for x in tensors.values() if x.requires_grad]
 
     def both():
         out, _ = linear_attention(**tensors, **settings)
-        return torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+        return torch.autograd.grad(out, trained, torch.ones_like(out), allow_unused=True)
 
     def forward():
         return linear_attention(**plain, **settings)
@@ -66,32 +50,38 @@ def microseconds(call: Callable[[], object]) -> float:
     return 1e6 * (time.perf_counter() - start)
 
 
-def measured(family: str, backends: list[str], rounds: int, launches: list) -> list[tuple[str, int, float, float]]:
-    """Returns (backend, launches of both ways, forward, both ways) of the backends that take the family."""
-    found = {}
+def measured(family: str, backends: list[str], rounds: int, launches: list) -> list[Row]:
+    """The backends that take the family: launches of both ways, and the microseconds of forward and of both ways."""
+    able = {}
     for backend in backends:
         try:
-            found[backend] = calls(family, backend)
+            able[backend] = calls(family, backend)
         except InputError as error:
             print(f"{family}: {error}")
-    times: dict[str, tuple[list[float], list[float]]] = {backend: ([], []) for backend in found}
+    times: dict[str, tuple[list[float], list[float]]] = {backend: ([], []) for backend in able}
     counts = {}
     for i in range(BEFORE + rounds):
-        for backend, (forward, both) in found.items():
+        for backend, (forward, both) in able.items():
             one = microseconds(forward)
             launches.clear()
             two, counts[backend] = microseconds(both), len(launches)
             if i >= BEFORE:
                 times[backend][0].append(one)
                 times[backend][1].append(two)
-    return [(backend, counts[backend], *(median(x) for x in taken)) for backend, taken in times.items()]
+    return [
+        {
+            "backend": backend, "family": family, "launches": counts[backend], "forward": round(median(forward), 1),
+            "both": round(median(both), 1), "rounds": rounds,
+        }
+        for backend, (forward, both) in times.items()
+    ]  # fmt: skip
 
 
 def main(
     gpu: Annotated[str, typer.Option(help="GPU, of: " + ", ".join(GPUS))] = "sm_90",
     family: Annotated[list[str], typer.Option(help="Recurrences: " + ", ".join(FAMILIES))] = list(FAMILIES),  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each backend.")] = 300,
-    output: Annotated[Path, typer.Option(help="CSV file to append to.")] = RESULTS,
+    output: Output = RESULTS / "host.csv",
 ) -> None:
     """Measure the CPU overhead of calls that launch Triton kernels."""
     import triton
@@ -99,18 +89,14 @@ def main(
     import dry
     from headrace.ops.dispatch import BACKENDS
 
+    log = Log(output)
     with dry.gpu(gpu) as launches:
         for name in family:
-            found = measured(name, [x for x in BACKENDS if x not in ON_CPU], rounds, launches)
-            rows = [
-                Row(gpu, triton.__version__, backend, name, count, round(forward, 1), round(both, 1), rounds)
-                for backend, count, forward, both in found
-            ]
-            for row in rows:
-                print(
-                    f"{name:12} {row.backend:7} forward {row.forward:5.0f} µs, both ways {row.both:5.0f} µs", flush=True
-                )
-            append(output, environment("cpu"), rows)
+            rows = measured(name, [x for x in BACKENDS if x not in ON_CPU], rounds, launches)
+            log.add([{"gpu": gpu, "triton": triton.__version__} | row for row in rows])
+    lines = [[f"{x['family']}: {x['backend']}", f"{x['forward']:.0f}", f"{x['both']:.0f}"] for x in log.rows]
+    show("µs of a call", ["", "forward", "both ways"], lines)
+    log.end()
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ is one launch.
 
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -19,33 +17,11 @@ from torch import Tensor
 
 from headrace import InputError, linear_attention
 from peers import FAMILIES, Family
-from record import append, environment
+from program import Output
+from record import RESULTS, Row, append, environment
 
-RESULTS = Path(__file__).parent / "results" / "launches.csv"
 GPUS = "sm_80", "sm_90", "sm_100", "sm_120", "gfx942"
 ON_CPU = {"native", "torch", "onnx"}  # the backends that launch nothing
-
-
-@dataclass(frozen=True)
-class Row:
-    """One launch: a line of the CSV file."""
-
-    gpu: str
-    triton: str
-    backend: str
-    family: str
-    T: int
-    K: int
-    V: int
-    way: str  # forward or backward
-    kernel: str
-    blocks: int
-    warps: int
-    registers: int
-    stack: int
-    shared: int
-    matrix: int
-    macs: int | None  # None: not to be seen in the code
 
 
 def both_ways(family: Family, backend: str, tensors: dict[str, Tensor], launches: list) -> int:
@@ -57,7 +33,8 @@ def both_ways(family: Family, backend: str, tensors: dict[str, Tensor], launches
 
 
 def record(gpu: str, family: str, backend: str, shape: dict[str, int]) -> list[Row]:
-    """The launches of a family on a GPU. Raises InputError if the backend does not take it."""
+    """The launches of a family on a GPU. Raises InputError if the backend does not take it. macs: None if they are not
+    to be seen in the code."""
     import triton
 
     import dry
@@ -65,23 +42,24 @@ def record(gpu: str, family: str, backend: str, shape: dict[str, int]) -> list[R
     tensors = FAMILIES[family].inputs(**shape, dtype=torch.bfloat16)
     with dry.gpu(gpu) as launches:
         forward = both_ways(FAMILIES[family], backend, tensors, launches)
-    where = (gpu, triton.__version__, backend, family, shape["T"], shape["K"], shape["V"])
+    where = {"gpu": gpu, "triton": triton.__version__, "backend": backend, "family": family, **shape}
     return [
-        Row(
-            *where, "forward" if i < forward else "backward", x.kernel, x.grid[0] * x.grid[1] * x.grid[2], x.warps,
-            x.code.registers, x.code.stack, x.code.shared, x.code.matrix, x.code.macs,
-        )
+        where | {
+            "way": "forward" if i < forward else "backward", "kernel": x.kernel,
+            "blocks": x.grid[0] * x.grid[1] * x.grid[2], "warps": x.warps, "registers": x.code.registers,
+            "stack": x.code.stack, "shared": x.code.shared, "matrix": x.code.matrix, "macs": x.code.macs,
+        }
         for i, x in enumerate(launches)
     ]  # fmt: skip
 
 
 def summary(rows: list[Row]) -> str:
-    count = {way: sum(row.way == way for row in rows) for way in ("forward", "backward")}
-    worst = max(rows, key=lambda row: row.stack)
-    shared = max(row.shared for row in rows)
+    count = {way: sum(row["way"] == way for row in rows) for way in ("forward", "backward")}
+    worst = max(rows, key=lambda row: row["stack"])
+    shared = max(row["shared"] for row in rows)
     return (
-        f"{rows[0].gpu} {rows[0].backend} {rows[0].family}: {count['forward']} + {count['backward']} launches, "
-        f"stack up to {worst.stack} bytes ({worst.kernel}), shared memory up to {shared} bytes"
+        f"{worst['gpu']} {worst['backend']} {worst['family']}: {count['forward']} + {count['backward']} launches, "
+        f"stack up to {worst['stack']} bytes ({worst['kernel']}), shared memory up to {shared} bytes"
     )
 
 
@@ -92,18 +70,14 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens of the one sequence.")] = 512,
     key: Annotated[int, typer.Option(help="Key dimension per head.")] = 128,
     value: Annotated[int, typer.Option(help="Value dimension per head.")] = 128,
-    output: Annotated[Path, typer.Option(help="CSV file to append to.")] = RESULTS,
+    output: Output = RESULTS / "launches.csv",
 ) -> None:
     """Compile and count the launches of every recurrence for GPUs that are not there."""
     from headrace.ops.dispatch import BACKENDS
 
     for one in gpu if len(gpu) > 1 else ():  # kernels are imported for one GPU, so each has a process of its own
-        others = [
-            x
-            for name, values in (("family", family), ("backend", backend or []))
-            for v in values
-            for x in (f"--{name}", v)
-        ]
+        others = [word for name in family for word in ("--family", name)]
+        others += [word for name in backend or [] for word in ("--backend", name)]
         sizes = ["--tokens", tokens, "--key", key, "--value", value, "--output", output]
         subprocess.run([sys.executable, __file__, "--gpu", one, *others, *map(str, sizes)], check=True)
     if len(gpu) > 1:
@@ -116,7 +90,7 @@ def main(
                 print(f"{gpu[0]} {name}: {error}")
                 continue
             print(summary(rows), flush=True)
-            append(output, environment("cpu"), rows)
+            append(output, environment(), rows)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,12 @@ extrapolates to 24 by a straight line through two depths, and says so.
 
 import multiprocessing
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from headrace import quantize
@@ -27,9 +24,11 @@ from headrace.studies.bench.measure import built, ids, measure, resident
 from headrace.studies.bench.models import PEERS, Shape, build, ours
 from headrace.studies.bench.plan import BenchPlan, Point
 from headrace.studies.report.numbers import spread
-from record import append, environment
+from program import Output, show
+from record import RESULTS as FOLDER
+from record import Row, append, environment
 
-RESULTS = Path(__file__).parent / "results" / "model.csv"
+RESULTS = FOLDER / "model.csv"
 TOKENS, CONTEXT, PREFILL = 2048, 4096, 100_000
 MODELS = {  # name in the results -> name in headrace.studies.bench
     **{f"headrace {name}": name for name in ("gla", "softmax-gla", "gated-deltanet", "mamba2")},
@@ -40,23 +39,7 @@ MODELS = {  # name in the results -> name in headrace.studies.bench
 NARROW = {"headrace gla, weights in bfloat16": "gla-bfloat16", "headrace gla, weights in int8": "gla-int8"}
 PEERS["gla-bfloat16"] = lambda shape: ours("gla", shape).bfloat16()
 PEERS["gla-int8"] = lambda shape: in_int8(ours("gla", shape))
-console = Console(width=None if Console().is_terminal else 120)
 app = typer.Typer(add_completion=False, help=__doc__)
-
-
-@dataclass(frozen=True)
-class Row:
-    what: str  # train, decode or prefill
-    name: str
-    parameters: int
-    layers: int
-    tokens: int  # of a training step, of the context, or of the prompt
-    rounds: int
-    seconds: float  # of a training step, of a decoded token, or of the prefill
-    tokens_per_second: float
-    spread: float
-    ratio: float  # seconds over those of the first of ours
-    peak_mb: float  # prefill: peak memory of the process minus its memory with the weights alone
 
 
 def in_int8(model: nn.Module) -> nn.Module:
@@ -71,19 +54,26 @@ def parameters(name: str, shape: Shape) -> int:
 
 
 def timed(what: str, point: Point, plan: BenchPlan, models: dict[str, str]) -> list[Row]:
-    times = {label: found["seconds"] for label, found in zip(models, measure(point, plan).values(), strict=True)}
+    times = {label: measured["seconds"] for label, measured in zip(models, measure(point, plan).values(), strict=True)}
     base = next(iter(times.values()))
     return [
-        Row(
-            what, label, parameters(models[label], plan.shape), plan.shape.layers, point.length, len(seconds),
-            round(median(seconds), 5), round(point.tokens / median(seconds), 2), round(spread(seconds) or 0.0, 3),
-            round(median(x / y for x, y in zip(seconds, base, strict=True)), 3), 0.0,
-        )
+        row(what, models[label], label, point.length, plan) | {
+            "rounds": len(seconds), "seconds": round(median(seconds), 5),
+            "tokens_per_second": round(point.tokens / median(seconds), 2), "spread": round(spread(seconds) or 0.0, 3),
+            "ratio": round(median(x / y for x, y in zip(seconds, base, strict=True)), 3), "peak_mb": 0.0,
+        }
         for label, seconds in times.items()
     ]  # fmt: skip
 
 
+def row(what: str, name: str, label: str, tokens: int, plan: BenchPlan) -> Row:
+    """tokens: of a training step, of the context, or of the prompt."""
+    sizes = {"parameters": parameters(name, plan.shape), "layers": plan.shape.layers, "tokens": tokens}
+    return {"what": what, "name": label, **sizes}
+
+
 def prefilled(label: str, plan: BenchPlan, tokens: int) -> Row:
+    """peak_mb: peak memory of the process minus its memory with the weights alone."""
     torch.set_num_threads(plan.threads)
     (name,) = plan.models
     model = built(name, plan).eval()
@@ -92,29 +82,28 @@ def prefilled(label: str, plan: BenchPlan, tokens: int) -> Row:
         before, start = resident("VmRSS"), time.perf_counter()
         model(input_ids=ids(tokens, 1, plan), use_cache=True, logits_to_keep=1)
     seconds, peak = time.perf_counter() - start, resident("VmHWM") - before
-    return Row("prefill", label, parameters(name, plan.shape), plan.shape.layers, tokens, 1, round(seconds, 3),
-               round(tokens / seconds, 1), 0.0, 1.0, round(peak / 1e6, 1))  # fmt: skip
+    return row("prefill", name, label, tokens, plan) | {
+        "rounds": 1, "seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds, 1), "spread": 0.0,
+        "ratio": 1.0, "peak_mb": round(peak / 1e6, 1),
+    }  # fmt: skip
 
 
-def report(output: Path, threads: int, found: list[Row]) -> None:
-    about = environment("cpu") | {"threads": threads}
-    append(output, about, found)
-    table = Table(title=f"{found[0].what}, {found[0].layers} layers, {found[0].tokens} tokens", title_justify="left")
-    for title in ("", "time / ours", "tokens/s", "parameters", "MB over the weights"):
-        table.add_column(title, justify="right" if title else "left")
-    for row in found:
-        memory = f"{row.peak_mb:.0f}" if row.peak_mb else ""
-        speed = f"{row.tokens_per_second:.1f} ±{row.spread:.0%}"
-        table.add_row(row.name, f"[bold]{row.ratio:.2f}[/]", speed, f"{row.parameters / 1e6:.0f} M", memory)
-    console.print(table)
+def report(output: Path, threads: int, rows: list[Row]) -> None:
+    append(output, environment() | {"threads": threads}, rows)
+    lines = [
+        [x["name"], f"[bold]{x['ratio']:.2f}[/]", f"{x['tokens_per_second']:.1f} ±{x['spread']:.0%}",
+         f"{x['parameters'] / 1e6:.0f} M", f"{x['peak_mb']:.0f}" if x["peak_mb"] else ""]
+        for x in rows
+    ]  # fmt: skip
+    title = "{what}, {layers} layers, {tokens} tokens".format(**rows[0])
+    show(title, ["", "time / ours", "tokens/s", "parameters", "MB over the weights"], lines)
 
 
 Models = Annotated[list[str], typer.Option("--model", help="Only those whose name contains this; may be repeated.")]
-Output = Annotated[Path, typer.Option(help="The CSV file to append to.")]
 
 
-def select(wanted: list[str], among: dict[str, str]) -> dict[str, str]:
-    return {label: name for label, name in among.items() if any(part in label for part in wanted)}
+def select(parts: list[str], among: dict[str, str]) -> dict[str, str]:
+    return {label: name for label, name in among.items() if any(part in label for part in parts)}
 
 
 def plan_of(models: dict[str, str], layers: int, threads: int, rounds: int) -> BenchPlan:

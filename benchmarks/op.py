@@ -12,53 +12,28 @@ each with what it takes to repeat it.
 """
 
 import itertools
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from compiled import PATHS
 from headrace import InputError, backends, linear_attention
 from headrace.ops.reference import literal
-from headrace.studies.report.numbers import spread
 from peers import ATTENTION, FAMILIES, PEERS, Family, Peer
-from record import append, environment
-from turns import Runner, flops, peak, peak_flops, take_turns
+from program import Log, Output, Quick, console, show
+from record import RESULTS, Row
+from turns import CPU, WALL, Runner, flops, peak, peak_flops, take_turns
 
-RESULTS = Path(__file__).parent / "results" / "op.csv"
+Families = Annotated[list[str], typer.Option("--family", help=f"Any of {', '.join(FAMILIES)}; may be repeated.")]
 MODES = ("forward", "forward+backward")
 FULL = {"lengths": (2048, 8192), "sizes": ((128, 256), (128, 128))}
 QUICK = {"lengths": (128, 512), "sizes": ((16, 32), (16, 16))}
 SEED, HEADS = 0, 4
 WRONG = 1e-4  # relative error in float32 above which a call is not the call that was meant
-console = Console(width=None if Console().is_terminal else 160)
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one implementation took on one shape: a line of the CSV file."""
-
-    family: str
-    T: int
-    K: int
-    V: int
-    mode: str
-    runner: str
-    rounds: int
-    cpu_ms: float
-    wall_ms: float
-    spread: float  # interquartile range over median, of the time that the ratio is made of
-    ratio: float  # this runner over ours, the median over rounds
-    of_floor: float  # the time that the flops take at the machine's best rate, over this one's (turns.py)
-    saved_over_inputs: float
-    error: float  # against the literal equation, relative
 
 
 def ours(family: Family, backend: str, tensors: dict[str, Tensor]) -> Tensor:
@@ -112,90 +87,88 @@ def can(family: Family, backend: str, tensors: dict[str, Tensor]) -> bool:
     return True
 
 
-def contestants(name: str, shape: dict, backward: bool, wanted: str) -> tuple[list[Runner], list[str]]:
+def contestants(name: str, shape: dict, backward: bool, part: str) -> tuple[list[Runner], list[str]]:
     """Ours, ours with competition, and every peer that can be timed on these shapes; and why the others cannot."""
     family, refused = FAMILIES[name], []
     tensors = family.inputs(**shape)
     draw = torch.Generator().manual_seed(SEED)
     logits = torch.randn(2, *tensors["v"].shape[:3], generator=draw).to(tensors["v"])
     scored = tensors | {f"{way}_logits": x.requires_grad_() for way, x in zip(("read", "write"), logits, strict=True)}
-    found = []
+    runners = []
     available = (name for name, missing in backends().items() if missing["linear_attention"] is None)
     for backend in (name for name in available if can(family, name, tensors)):
-        found.append(Runner(f"headrace {backend}", partial(ours, family, backend), tensors))
-        found.append(Runner(f"headrace {backend}, heads competing", partial(competing, family, backend), scored))
-    for peer in (p for p in [*PEERS, ATTENTION] if p.family in (name, "attention") and wanted in p.name):
+        runners.append(Runner(f"headrace {backend}", partial(ours, family, backend), tensors))
+        runners.append(Runner(f"headrace {backend}, heads competing", partial(competing, family, backend), scored))
+    for peer in (p for p in [*PEERS, ATTENTION] if p.family in (name, "attention") and part in p.name):
         reason = objection(peer, shape["T"], shape["K"], shape["V"], backward)
         error = relative_error(peer, family, shape) if reason is None else 0.0
         if error > WRONG:
             reason = f"its output is {error:.1e} away from the literal equation"
         if reason is None:
-            found.append(Runner(peer.name, lambda x, peer=peer: peer(x)[0], peer.arguments(tensors), error=error))
+            runners.append(Runner(peer.name, lambda x, peer=peer: peer(x)[0], peer.arguments(tensors), error=error))
         else:
             refused.append(f"{name}: {peer.name}: {reason}")
-    found.append(peak(torch.get_num_threads(), shape["device"]))
-    for runner in found:
+    runners.append(peak(torch.get_num_threads(), shape["device"]))
+    for runner in runners:
         runner.threads = torch.get_num_threads()
-    return found, refused
+    return runners, refused
 
 
-def rows(runners: list[Runner], backward: bool, cell: dict, clock: int) -> list[Row]:
-    """A line for each runner; the first is ours, the last the matrix product that says what the machine can do."""
+def rows(runners: list[Runner], backward: bool, cell: Row, clock: int) -> list[Row]:
+    """A line for each runner; the first is ours, the last the matrix product that says what the machine can do.
+
+    ratio: the time over ours. of_floor: the time that the flops take at the machine's best rate, over this one's
+    (turns.py). error: against the literal equation, relative."""
     *runners, machine = runners
     flop = flops(FAMILIES[cell["family"]], cell["T"] * HEADS, cell["K"], cell["V"], backward)
-    result = []
-    for runner in runners:
-        row = Row(
-            **cell, mode=MODES[backward], runner=runner.name, rounds=len(runner.seconds),
-            cpu_ms=round(1e3 * median(runner.times(0)), 3), wall_ms=round(1e3 * median(runner.times(1)), 3),
-            spread=round(spread(runner.times(clock)) or 0.0, 3), ratio=round(runner.over(runners[0], clock), 3),
-            of_floor=round(flop / peak_flops() / runner.over(machine, clock), 3),
-            saved_over_inputs=round(runner.saved(), 2) if backward else 0.0, error=float(f"{runner.error:.1e}"),
-        )  # fmt: skip
-        result.append(row)
-    return result
+    return [
+        cell | {
+            "mode": MODES[backward], "runner": runner.name, "rounds": len(runner.seconds),
+            "cpu_ms": runner.milliseconds(CPU), "wall_ms": runner.milliseconds(WALL), "spread": runner.spread(clock),
+            "ratio": round(runner.over(runners[0], clock), 3),
+            "of_floor": round(flop / peak_flops() / runner.over(machine, clock), 3),
+            "saved_over_inputs": round(runner.saved(), 2) if backward else 0.0, "error": float(f"{runner.error:.1e}"),
+        }
+        for runner in runners
+    ]  # fmt: skip
 
 
-def show(found: list[Row], clock: str) -> None:
+def show_family(rows: list[Row], clock: str) -> None:
     """A table for each family and size: the ratio to ours, then the time, for every length and mode."""
-    for (family, K, V), group in itertools.groupby(found, lambda r: (r.family, r.K, r.V)):
-        cells = {(r.runner, r.mode, r.T): r for r in group}
+    for (family, K, V), group in itertools.groupby(rows, lambda r: (r["family"], r["K"], r["V"])):
+        cells = {(r["runner"], r["mode"], r["T"]): r for r in group}
         lengths = sorted({T for _, _, T in cells})
-        table = Table(title=f"{family}, {K}×{V}: this / headrace, ms", title_justify="left")
-        for title in ("", *(f"{mode}\nT={T}" for mode in MODES for T in lengths)):
-            table.add_column(title, justify="right" if title else "left")
-        table.add_column(f"growth\n×{lengths[-1] // lengths[0]} tokens", justify="right")
-        for title in ("of the floor", "saved /\ninputs", "error"):
-            table.add_column(title, justify="right")
-        for runner in dict.fromkeys(name for name, _, _ in cells):
-            own = {(mode, T): cells.get((runner, mode, T)) for mode in MODES for T in lengths}
-            grown = [growth(own[mode, lengths[0]], own[mode, lengths[-1]], clock) for mode in MODES]
-            some = [row for row in own.values() if row]
-            saved = max(row.saved_over_inputs for row in some)
-            table.add_row(
-                runner, *(text(row, clock) for row in own.values()), " ".join(grown), floors(some),
-                f"{saved:.1f}" if saved else "",
-                f"{max(row.error for row in some):.0e}" if "headrace" not in runner else "",
-            )  # fmt: skip
-        console.print(table)
+        header = [
+            "", *(f"{mode}\nT={T}" for mode in MODES for T in lengths), f"growth\n×{lengths[-1] // lengths[0]} tokens",
+            "of the floor", "saved /\ninputs", "error",
+        ]  # fmt: skip
+        lines = [line(runner, cells, lengths, clock) for runner in dict.fromkeys(name for name, _, _ in cells)]
+        show(f"{family}, {K}×{V}: this / headrace, ms", header, lines)
+
+
+def line(runner: str, cells: dict[tuple, Row], lengths: list[int], clock: str) -> list[str]:
+    own = {(mode, T): cells.get((runner, mode, T)) for mode in MODES for T in lengths}
+    grown = [growth(own[mode, lengths[0]], own[mode, lengths[-1]], clock) for mode in MODES]
+    some = [row for row in own.values() if row]
+    saved, shortest = max(row["saved_over_inputs"] for row in some), min(row["T"] for row in some)
+    return [
+        runner, *(text(row, clock) for row in own.values()), " ".join(grown),
+        " ".join(f"{row['of_floor']:.0%}" for row in some if row["T"] == shortest), f"{saved:.1f}" if saved else "",
+        f"{max(row['error'] for row in some):.0e}" if "headrace" not in runner else "",
+    ]  # fmt: skip
 
 
 def text(row: Row | None, clock: str) -> str:
-    return f"[bold]{row.ratio:.2f}[/]  {getattr(row, clock):.1f} ±{row.spread:.0%}" if row else ""
-
-
-def floors(some: list[Row]) -> str:
-    shortest = min(row.T for row in some)
-    return " ".join(f"{row.of_floor:.0%}" for row in some if shortest == row.T)
+    return f"[bold]{row['ratio']:.2f}[/]  {row[clock]:.1f} ±{row['spread']:.0%}" if row else ""
 
 
 def growth(short: Row | None, long: Row | None, clock: str) -> str:
-    return f"{getattr(long, clock) / getattr(short, clock):.1f}" if short and long else "–"
+    return f"{long[clock] / short[clock]:.1f}" if short and long else "–"
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Tiny shapes and two rounds: does everything run?")] = False,
-    family: Annotated[list[str], typer.Option(help=f"Any of {', '.join(FAMILIES)}; may be repeated.")] = list(FAMILIES),  # noqa: B006
+    quick: Quick = False,
+    family: Families = list(FAMILIES),  # noqa: B006
     peers: Annotated[str, typer.Option(help="Only peers whose name contains this; 'none' for ours alone.")] = "",
     rounds: int = 9,
     budget: Annotated[float, typer.Option(help="Seconds per peer and cell after which it sits out.")] = 30.0,
@@ -203,7 +176,7 @@ def main(
     device: str = "cpu",
     ggml: Annotated[Path | None, typer.Option(help="libggml.so, for its operators.")] = None,
     idiap: Annotated[Path | None, typer.Option(help="causal_product_cpu.cpp of fast-transformers.")] = None,
-    output: Annotated[Path, typer.Option(help="The CSV file to append to.")] = RESULTS,
+    output: Output = RESULTS / "op.csv",
 ) -> None:
     """Time the op beside its peers."""
     for name in family:
@@ -211,22 +184,19 @@ def main(
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(FAMILIES)}", param_hint="--family")
     torch.set_num_threads(threads)
     PATHS.update(ggml=ggml, idiap=idiap)
-    clock = int(device == "cuda" or threads > 1)  # process time says nothing about a GPU, and adds threads up
-    plan = QUICK if quick else FULL
-    about, skipped, found = environment(device), {}, []
+    clock = WALL if device == "cuda" or threads > 1 else CPU  # process time says nothing about a GPU, and adds threads
+    plan, log, skipped = QUICK if quick else FULL, Log(output, device), {}
     for name, (K, V), T, backward in itertools.product(family, plan["sizes"], plan["lengths"], (False, True)):
         shape = {"B": 1, "T": T, "H": HEADS, "K": K, "V": V, "device": device, "seed": SEED}
         with console.status(f"{name} T={T} {K}×{V} {MODES[backward]}"):
             active, refused = contestants(name, shape, backward, peers)
             skipped |= dict.fromkeys(refused)
             take_turns(active, backward, 2 if quick else rounds, budget)
-            new = rows(active, backward, {"family": name, "T": T, "K": K, "V": V}, clock)
-            append(output, about, new)
-            found += new
-    show(found, ("cpu_ms", "wall_ms")[clock])
+            log.add(rows(active, backward, {"family": name, "T": T, "K": K, "V": V}, clock))
+    show_family(log.rows, ("cpu_ms", "wall_ms")[clock])
     for reason in skipped:
         console.print(f"[dim]not timed: {reason}[/]")
-    console.print(f"{len(found)} rows appended to {output}; {about['machine']}, {threads} thread(s), {about['date']}")
+    log.end()
 
 
 if __name__ == "__main__":

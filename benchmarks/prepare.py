@@ -16,44 +16,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import psutil
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from headrace.utils.integrity import sha256
-from record import append, environment
+from program import show
+from record import RESULTS, Row, append, environment
 
-RESULTS = Path(__file__).parent / "results" / "prepare.csv"
 RENEWED = 20  # of so many words one is another in each repetition of the text
 MEAN = 980  # characters of one of many documents
 
 
-@dataclass
-class Row:
-    text: str
-    documents: int
-    megabytes: float
-    killed: bool  # by SIGKILL when half of the parts were written; the figures are of the same command again
-    reused: int  # parts that it found
-    seconds: float
-    cpu_parent: float
-    cpu_worker: float
-    resident_parent: float  # MB, the peak
-    resident_worker: float
-    resident_together: float  # MB, the peak, pages that both have counted once
-    load: float  # of the machine, on average over the last minute at the end
-    tokens: int
-    sha256: str  # of the training tokens
-
-
 def main(tokenizer: Path, books: list[Path], size: float = 1e9, folder: Path | None = None) -> None:
     """Prepares both texts, the second also after a kill, in a temporary folder beside `folder`."""
-    about = environment("cpu")
+    about = environment()
     with tempfile.TemporaryDirectory(dir=folder) as path:
         here = Path(path)
         one, many = write_texts(books, size, here)
@@ -98,7 +77,10 @@ def cut(text: str, rng: random.Random) -> Iterator[str]:
         begin = end
 
 
-def measured(about: dict, text: Path, tokenizer: Path, output: Path, killed: bool) -> None:
+def measured(about: Row, text: Path, tokenizer: Path, output: Path, killed: bool) -> None:
+    """killed: by SIGKILL when half of the parts were written; the figures are of the same command again, which found
+    `reused` parts. resident: the peak in MB; together, pages that both processes have count once. load: of the machine,
+    on average over the last minute at the end. sha256: of the training tokens."""
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, __file__, "prepare-once", str(text), str(tokenizer), str(output)]
     parts = output.with_name(f".{output.name}.parts") / "parts"
@@ -106,15 +88,14 @@ def measured(about: dict, text: Path, tokenizer: Path, output: Path, killed: boo
     said = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
     counts = {key: manifest["train"][key] + manifest["held_out"][key] for key in ("documents", "bytes")}
-    row = Row(
-        text.name, counts["documents"], counts["bytes"] / 1e6, killed, reused, **said, load=os.getloadavg()[0],
-        tokens=manifest["train"]["tokens"], sha256=sha256(output / "train.npy"),
-    )  # fmt: skip
-    append(RESULTS, about, [row])
-    table = Table("figure", "value", title=f"{text.name}{', killed and resumed' if killed else ''}")
-    for name, value in vars(row).items():
-        table.add_row(name, f"{value:,.2f}" if isinstance(value, float) else str(value))
-    Console().print(table)
+    row = {
+        "text": text.name, "documents": counts["documents"], "megabytes": counts["bytes"] / 1e6, "killed": killed,
+        "reused": reused, **said, "load": os.getloadavg()[0], "tokens": manifest["train"]["tokens"],
+        "sha256": sha256(output / "train.npy"),
+    }  # fmt: skip
+    append(RESULTS / "prepare.csv", about, [row])
+    lines = [[name, f"{value:,.2f}" if isinstance(value, float) else str(value)] for name, value in row.items()]
+    show(f"{text.name}{', killed and resumed' if killed else ''}", ["figure", "value"], lines)
 
 
 def kill_halfway(command: list[str], text: Path, parts: Path) -> int:

@@ -6,9 +6,7 @@
 adds runs to results/rates.csv, and `python benchmarks/rates.py show` prints the table of docs/recipes.md.
 """
 
-import csv
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -18,27 +16,16 @@ import typer
 import record
 from headrace.training.card import read_history
 
-RESULTS = Path(__file__).parent / "results" / "rates.csv"
+RESULTS = record.RESULTS / "rates.csv"
 app = typer.Typer()
 
 
-@dataclass(frozen=True)
-class Row:
-    recipe: str
-    mixer: str
-    lr: float
-    tokens: float
-    batch_tokens: int
-    seed: int
-    loss: float  # of the held-out text, nats per token
-    seconds: float  # of training, by the clock
-
-    @classmethod
-    def of(cls, recipe: str, run: Path) -> "Row":
-        given = json.loads((run / "run.json").read_text("utf-8"))["recipe"]
-        numbers = {name: value for point in read_history(run) for name, value in point.items()}
-        settings = [given[name] for name in ("mixer", "lr", "tokens", "batch_tokens", "seed")]
-        return cls(recipe, *settings, numbers["final_loss"], numbers["train_runtime"])
+def row(recipe: str, run: Path) -> record.Row:
+    """The settings of a run, its loss on the held-out text, and the seconds of its training by the clock."""
+    settings = json.loads((run / "run.json").read_text("utf-8"))["recipe"]
+    numbers = {name: value for point in read_history(run) for name, value in point.items()}
+    kept = {name: settings[name] for name in ("mixer", "lr", "tokens", "batch_tokens", "seed")}
+    return {"recipe": recipe, **kept, "loss": numbers["final_loss"], "seconds": numbers["train_runtime"]}
 
 
 @app.command()
@@ -48,7 +35,7 @@ def keep(
     commit: Annotated[str, typer.Option(help="The commit that made the runs.")],
 ) -> None:
     """Add runs to the results."""
-    record.append(RESULTS, record.environment("cpu") | {"commit": commit}, [Row.of(recipe, run) for run in runs])
+    record.append(RESULTS, record.environment() | {"commit": commit}, [row(recipe, run) for run in runs])
 
 
 @app.command()
@@ -59,24 +46,23 @@ def show() -> None:
 
 def losses() -> dict[tuple[str, str, int, int], dict[float, float]]:
     """{(recipe, mixer, tokens, tokens a step): {learning rate: held-out loss, the mean over seeds}}"""
-    found: dict[tuple[str, str, int, int], dict[float, list[float]]] = {}
-    with RESULTS.open(newline="") as file:
-        for row in csv.DictReader(file):
-            setting = row["recipe"], row["mixer"], int(float(row["tokens"])), int(row["batch_tokens"])
-            found.setdefault(setting, {}).setdefault(float(row["lr"]), []).append(float(row["loss"]))
-    return {setting: {lr: fmean(own) for lr, own in tried.items()} for setting, tried in found.items()}
+    by_seed: dict[tuple[str, str, int, int], dict[float, list[float]]] = {}
+    for row in record.read(RESULTS):
+        setting = row["recipe"], row["mixer"], int(float(row["tokens"])), int(row["batch_tokens"])
+        by_seed.setdefault(setting, {}).setdefault(float(row["lr"]), []).append(float(row["loss"]))
+    return {setting: {lr: fmean(own) for lr, own in tried.items()} for setting, tried in by_seed.items()}
 
 
 def lines() -> list[str]:
-    found = losses()
-    rates = sorted({rate for tried in found.values() for rate in tried})
+    by_setting = losses()
+    rates = sorted({rate for tried in by_setting.values() for rate in tried})
     head = ["recipe", "mixer", "tokens", "tokens a step", *(f"lr {rate:g}" for rate in rates)]
     rows = [
         [f"`{recipe}`", f"`{mixer}`", f"{tokens:,}", f"{step:,}",
          *(f"{tried[rate]:.3f}" if rate in tried else "" for rate in rates)]
-        for (recipe, mixer, tokens, step), tried in found.items()
+        for (recipe, mixer, tokens, step), tried in by_setting.items()
     ]  # fmt: skip
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * 2 + ["--:"] * (2 + len(rates)), *rows)]
+    return record.markdown(head, rows, ["---"] * 2 + ["--:"] * (2 + len(rates)))
 
 
 if __name__ == "__main__":

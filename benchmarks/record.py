@@ -1,17 +1,22 @@
-"""Results as CSV rows, each with what it takes to repeat it."""
+"""Results as CSV rows, each with what it takes to repeat it. Needs PyTorch alone."""
 
 import csv
 import datetime
-import platform
 import subprocess
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from headrace.utils.environment import processor
 
-def environment(device: str) -> dict:
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+
+
+def environment(device: str = "cpu") -> Row:
     def installed(name):
         try:
             return version(name)
@@ -34,21 +39,40 @@ def environment(device: str) -> dict:
     }
 
 
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor() or platform.machine())
+def append(path: Path, about: Row, rows: Sequence[Row]) -> None:
+    """Add lines to a file; its columns are `about`'s, then the rows'."""
+    columns = [*about, *rows[0]]
+    if path.exists() and (header := path.read_text().partition("\n")[0].split(",")) != columns:
+        raise ValueError(f"{path} has the columns {', '.join(header)}; expected {', '.join(columns)}")
+    _write(path, columns, [about | row for row in rows], "a")
 
 
-def append(path: Path, about: dict, rows: list) -> None:
-    """Add dataclass instances as lines; the file's columns are `about`'s, then theirs."""
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Write the rows of a study that the engine ran, in place of what the file has."""
+    flat = [{name: row["environment"][name] for name in ("commit", "processor", "torch")} | row for row in rows]
+    _write(path, [name for name in flat[0] if name != "environment"], flat, "w")
+
+
+def _write(path: Path, columns: Sequence[str], rows: Iterable[Row], mode: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns, fresh = [*about, *(f.name for f in fields(rows[0]))], not path.exists()
-    if not fresh and (found := path.read_text().partition("\n")[0].split(",")) != columns:
-        raise ValueError(f"{path} has the columns {', '.join(found)}; expected {', '.join(columns)}")
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
+    fresh = mode == "w" or not path.exists()
+    with path.open(mode, newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
         if fresh:
             writer.writeheader()
-        writer.writerows(about | asdict(row) for row in rows)
+        writer.writerows(rows)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def newest(rows: Iterable[Row], *key: str) -> list[Row]:
+    """The last row for each key, in the order of first appearance."""
+    return list({tuple(row[k] for k in key): row for row in rows}.values())
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], rule: Sequence[str] | None = None) -> list[str]:
+    """The lines of a table. rule: the alignment of each column."""
+    return [f"| {' | '.join(row)} |" for row in (header, rule or ["---"] * len(header), *rows)]

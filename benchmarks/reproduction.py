@@ -6,7 +6,6 @@ adds them to results/reproduce/figure-2.csv, each with the command that trained 
 """
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,30 +17,23 @@ from headrace.studies.reproduce import execute, experiment, numbers
 RESULTS = Path(__file__).parent / "results" / "reproduce"
 
 
-@dataclass(frozen=True)
-class Row:
-    run: str
-    metric: str
-    value: float
-    seconds: float | None  # of training, by the clock; None if it went on after an interruption
-    command: str
+def rows(name: str, scale: str, root: Path) -> list[record.Row]:
+    """The numbers of the models that are there; a metric that a run has no number of has no row.
 
-
-def rows(name: str, scale: str, root: Path) -> list[Row]:
-    """The numbers of the models that are there; a metric that a run has no number of has no row."""
-    chosen, found = experiment.load(name), []
+    seconds: of training, by the clock; None if it went on after an interruption."""
+    chosen, kept = experiment.load(name), []
     at_scale = chosen.at(scale)
     trained = {step[-1]: step for step in experiment.commands(at_scale, root) if "train" in step}
     for at in experiment.combinations(at_scale.axes):
         folder = experiment.run_folder(at_scale, root, at)
         step = trained[str(folder)]
+        seconds = (execute.done(root, step) or {}).get("seconds")
         for metric, place in chosen.columns.items():
             (number,) = numbers.each(at_scale, place, at, root)
             if number is not None:
-                told = execute.done(root, step)
-                seconds = told["seconds"] if told else None
-                found.append(Row(folder.name, metric, number.value, seconds, shlex.join(step)))
-    return found
+                value = {"run": folder.name, "metric": metric, "value": number.value}
+                kept.append(value | {"seconds": seconds, "command": shlex.join(step)})
+    return kept
 
 
 def main(
@@ -50,7 +42,8 @@ def main(
     commit: Annotated[str, typer.Option(help="The commit that made the runs.")],
     scale: Annotated[str, typer.Option()] = "laptop",
 ) -> None:
-    record.append(RESULTS / f"{name}.csv", record.environment("cpu") | {"commit": commit}, rows(name, scale, root))
+    about = record.environment() | {"commit": commit}
+    record.append(record.RESULTS / "reproduce" / f"{name}.csv", about, rows(name, scale, root))
 
 
 if __name__ == "__main__":

@@ -8,20 +8,22 @@ rows and a learning rate that is searched for every arm on seeds that are not re
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
 import typer
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import study
+from headrace.studies import engine
 from headrace.studies.compare import rows, tuning
 from headrace.studies.compare.arm import train
-from headrace.studies.compare.plan import Arm, Plan
+from headrace.studies.compare.plan import Arm, Plan, Study
 from headrace.studies.compare.question import Question
-from headrace.utils.integrity import read_result
+from headrace.studies.compare.run import collect, trained
+from headrace.studies.engine import Row
+from headrace.studies.workers import Worker, place_workers
+from headrace.utils.processes import locked
 
 BASE, ARMS = "capacity-retnet", ("none", "wide sigmoid", "softmax")
 LATER = 1000  # added to a seed for the second half, which has other rows
@@ -29,14 +31,23 @@ FOLDER, RESULTS = Path("runs", "retrofit"), study.kept("retrofit")
 PAIRS = (("softmax", "none"), ("softmax", "wide sigmoid"), ("wide sigmoid", "none"))
 
 
-def run(folder: Path = FOLDER) -> None:
-    torch.set_num_threads(1)
+def run(folder: Path = FOLDER, workers: int | None = None) -> None:
     (first,) = study.plan(BASE).plans
-    later = second(first)
-    trials = [continued(arm, first, folder) for trial in later.trials() for arm in trial.arms()]
-    arms = [continued(arm, first, folder) for arm in later.arms(tuning.best(later, trials))]
-    listed = [(arm, True) for arm in trials] + [(arm, False) for arm in arms]
-    rows.write([rows.row(arm, first.task.metric, trial) for arm, trial in listed], RESULTS)
+    later = Study("retrofit", "Gates that are added halfway", (second(first),))
+    (plan,) = later.plans
+    places = place_workers(["cpu"], workers)
+    with locked(folder), engine.claimed(folder, later.claim()):
+        halves = [half(first, of.part, seed - LATER) for of in (*plan.trials()[:1], plan) for seed in of.seed_numbers]
+        trained(halves, folder, tell, places, partial(half_trained, folder=folder))
+        measure = partial(continued, first=first, folder=folder)
+        trials = trained([arm for one in later.trials() for arm in one.arms()], folder, tell, places, measure)
+        arms = trained(plan.arms(tuning.best(plan, trials)), folder, tell, places, measure)
+    rows.write(rows.rows(collect(later, arms, trials)), RESULTS)
+
+
+def tell(arm: Arm, step: int, scores: dict[str, float] | None) -> None:
+    if step == arm.recipe.steps:
+        print(f"{arm.plan.name}: {arm.mixer}, seed {arm.seed}", flush=True)
 
 
 def question() -> Question:
@@ -57,26 +68,30 @@ def second(first: Plan) -> Plan:
     return replace(first, name="retrofit", mixers=mixers, seeds=seeds, tuning=searched)
 
 
-def continued(arm: Arm, first: Plan, folder: Path) -> dict[str, Any]:
-    """The result of an arm of the second half."""
-    if not (path := arm.result(folder)).exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        half = replace(first, part=arm.plan.part)
-        train(arm, path, lambda step, scores: None, weights=begun(half, arm.seed - LATER, folder))
-        print(f"{arm.plan.name}: {question().name(arm.mixer)}, seed {arm.seed}", flush=True)
-    found = read_result(path)
-    return found | {"commit": found["environment"]["commit"]}
-
-
-def begun(first: Plan, seed: int, folder: Path) -> dict[str, Tensor]:
-    """The weights after the first half, with the learning rate that the study took."""
+def half(first: Plan, part: str, seed: int) -> Arm:
+    """The first half of training, with the learning rate that the study took."""
     mixer = question().names[0][0]
     (lr,) = {row["lr"] for row in rows.read(study.kept(BASE)) if row["mixer"] == mixer and not row["trial"]}
-    (arm,) = replace(first.at(lr), mixers=(mixer,), seeds=(seed,)).arms()
-    if not (path := arm.result(folder).with_name("model.safetensors")).exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(train(arm, arm.result(folder), lambda step, scores: None).state_dict(), path)
-    return load_file(path)
+    (arm,) = replace(first.at(lr), part=part, mixers=(mixer,), seeds=(seed,)).arms()
+    return arm
+
+
+def weights_of(arm: Arm, folder: Path) -> Path:
+    return arm.result(folder).with_name("model.safetensors")
+
+
+def half_trained(arm: Arm, worker: Worker, folder: Path) -> Row:
+    """The result of a first half, whose weights are saved."""
+    model, result = train(arm, lambda *news: worker.report(news))
+    weights_of(arm, folder).parent.mkdir(parents=True, exist_ok=True)
+    save_file(model.state_dict(), weights_of(arm, folder))
+    return result
+
+
+def continued(arm: Arm, worker: Worker, first: Plan, folder: Path) -> Row:
+    """The result of an arm of the second half."""
+    weights = load_file(weights_of(half(first, arm.plan.part, arm.seed - LATER), folder))
+    return train(arm, lambda *news: worker.report(news), weights=weights)[1]
 
 
 if __name__ == "__main__":

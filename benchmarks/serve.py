@@ -34,9 +34,9 @@ def made(folder: Path) -> Path:
 
 async def ask(client: httpx.AsyncClient, tokens: int, leave: bool = False) -> tuple[str, float | None]:
     """The status, and seconds to the first token."""
-    asked = {"prompt": "Once upon a time", "max_tokens": tokens, "stream": True}
+    request = {"prompt": "Once upon a time", "max_tokens": tokens, "stream": True}
     began = time.perf_counter()
-    async with client.stream("POST", "/v1/completions", json=asked) as answer:
+    async with client.stream("POST", "/v1/completions", json=request) as answer:
         if answer.status_code != 200:
             return str(answer.status_code), None
         lines = answer.aiter_lines()

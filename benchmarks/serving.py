@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -23,44 +22,22 @@ import numpy
 import psutil
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 import headrace
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from record import append, environment
+from program import show
+from record import RESULTS, Row, append, environment
 
-RESULTS = Path(__file__).parent / "results" / "serving.csv"
+COLUMNS = (
+    "server", "server_version", "mixer", "parameters", "streams", "tokens", "rounds", "tokens_per_second", "slowest",
+    "fastest", "load", "prompt_tokens", "requests", "first_p50", "first_p99", "next_p50", "next_p99", "memory",
+)  # fmt: skip
 SIZES = {"hidden_size": 256, "num_hidden_layers": 6, "num_heads": 4, "max_position_embeddings": 2**16}
 PORTS = {"headrace": 8701, "vllm": 8702}
 ASCII = 94  # the tokens that are characters by themselves, so that each is an event of its own
 STREAMS = 1, 8, 64, 200
 LONG, MANY = 50_000, 1000  # tokens of the long prompt; requests before memory is looked at again
-
-
-@dataclass
-class Row:
-    """Times in milliseconds. Speeds and latencies are None where a load does not measure them."""
-
-    server: str
-    server_version: str
-    mixer: str
-    parameters: int
-    streams: int
-    tokens: int  # of an answer
-    rounds: int
-    tokens_per_second: float | None  # of all streams together: the median of the rounds
-    slowest: float | None
-    fastest: float | None
-    load: str
-    prompt_tokens: int
-    requests: int
-    first_p50: float  # from the request to the first token
-    first_p99: float
-    next_p50: float | None  # between two tokens of a stream
-    next_p99: float | None
-    memory: float  # MiB of the server's processes after the load
 
 
 class Server(NamedTuple):
@@ -81,7 +58,7 @@ class Answer(NamedTuple):
     gaps: list[float]
 
 
-class Found(NamedTuple):
+class Measured(NamedTuple):
     """Answers, the seconds that they took together, and the server's memory afterwards."""
 
     answers: list[Answer]
@@ -93,7 +70,7 @@ class Found(NamedTuple):
         return sum(1 + len(answer.gaps) for answer in self.answers) / self.seconds
 
 
-Load = Callable[[Server, str, int], Awaitable[Found]]  # the arguments: prompt, tokens of an answer
+Load = Callable[[Server, str, int], Awaitable[Measured]]  # the arguments: prompt, tokens of an answer
 
 
 @contextmanager
@@ -124,9 +101,9 @@ def served(name: str, command: list[str], model: str):
 
 
 async def ask(server: Server, prompt: str, tokens: int) -> Answer:
-    asked = {"model": server.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+    request = {"model": server.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
     times = [time.perf_counter()]
-    async with server.client.stream("POST", "/v1/completions", json=asked) as answer:
+    async with server.client.stream("POST", "/v1/completions", json=request) as answer:
         answer.raise_for_status()
         async for line in answer.aiter_lines():
             if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
@@ -136,21 +113,21 @@ async def ask(server: Server, prompt: str, tokens: int) -> Answer:
 
 
 def at_once(streams: int) -> Load:
-    async def load(server: Server, prompt: str, tokens: int) -> Found:
+    async def load(server: Server, prompt: str, tokens: int) -> Measured:
         began = time.perf_counter()
         answers = await asyncio.gather(*(ask(server, prompt, tokens) for _ in range(streams)))
-        return Found(answers, time.perf_counter() - began, server.memory())
+        return Measured(answers, time.perf_counter() - began, server.memory())
 
     return load
 
 
-async def one_by_one(server: Server, prompt: str, tokens: int) -> Found:
+async def one_by_one(server: Server, prompt: str, tokens: int) -> Measured:
     """Twenty requests for one token, each after the one before."""
     answers = [await ask(server, prompt, 1) for _ in range(20)]
-    return Found(answers, sum(answer.first for answer in answers), server.memory())
+    return Measured(answers, sum(answer.first for answer in answers), server.memory())
 
 
-async def beside(server: Server, prompt: str, tokens: int) -> Found:
+async def beside(server: Server, prompt: str, tokens: int) -> Measured:
     """Requests for one token, each after the one before, while a long prompt is read."""
     reading = asyncio.create_task(ask(server, "a" * LONG, 1))
     answers: list[Answer] = []
@@ -161,10 +138,10 @@ async def beside(server: Server, prompt: str, tokens: int) -> Found:
     if len(answers) < 2:
         raise SystemExit("the long prompt was read before two short ones were answered")
     answers.pop()  # when it ended, the long prompt had ended
-    return Found(answers, sum(answer.first for answer in answers), server.memory())
+    return Measured(answers, sum(answer.first for answer in answers), server.memory())
 
 
-async def many(server: Server, prompt: str, tokens: int) -> Found:
+async def many(server: Server, prompt: str, tokens: int) -> Measured:
     """A thousand requests for eight tokens, 64 at a time."""
     places, began = asyncio.Semaphore(64), time.perf_counter()
 
@@ -173,7 +150,7 @@ async def many(server: Server, prompt: str, tokens: int) -> Found:
             return await ask(server, prompt, 8)
 
     answers = await asyncio.gather(*(one() for _ in range(MANY)))
-    return Found(answers, time.perf_counter() - began, server.memory())
+    return Measured(answers, time.perf_counter() - began, server.memory())
 
 
 LOADS: dict[str, tuple[Load, int]] = {  # and the number of streams
@@ -184,40 +161,34 @@ LOADS: dict[str, tuple[Load, int]] = {  # and the number of streams
 }
 
 
-def row(about: dict, load: str, tokens: int, rounds: list[Found]) -> Row:
-    answers = [answer for found in rounds for answer in found.answers]
+def row(about: Row, load: str, tokens: int, rounds: list[Measured]) -> Row:
+    """Times in milliseconds, memory in MiB. first: from the request to the first token. next: between two tokens of a
+    stream. tokens_per_second: of all streams together, the median of the rounds. None where a load does not measure
+    it."""
+    answers = [answer for one in rounds for answer in one.answers]
     firsts, gaps = [answer.first for answer in answers], [gap for answer in answers for gap in answer.gaps]
-    speeds = [round(float(f([found.speed for found in rounds])), 1) for f in (numpy.median, min, max)]
+    speeds = [round(float(f([one.speed for one in rounds])), 1) for f in (numpy.median, min, max)]
     times = [[round(1000 * float(numpy.percentile(x, p)), 2) if x else None for p in (50, 99)] for x in (firsts, gaps)]
-    return Row(
-        **about, load=load, streams=LOADS[load][1], tokens=tokens, rounds=len(rounds), requests=len(answers),
-        **dict(zip(("tokens_per_second", "slowest", "fastest"), speeds if gaps else [None] * 3, strict=True)),
-        **dict(zip(("first_p50", "first_p99", "next_p50", "next_p99"), [*times[0], *times[1]], strict=True)),
-        memory=round(rounds[-1].memory, 1),
-    )  # fmt: skip
+    row = about | {"load": load, "streams": LOADS[load][1], "tokens": tokens, "rounds": len(rounds)}
+    row |= dict(zip(("tokens_per_second", "slowest", "fastest"), speeds if gaps else [None] * 3, strict=True))
+    row |= dict(zip(("first_p50", "first_p99", "next_p50", "next_p99"), [*times[0], *times[1]], strict=True))
+    row |= {"requests": len(answers), "memory": round(rounds[-1].memory, 1)}
+    return {name: row[name] for name in COLUMNS}
 
 
 async def measure(servers: dict[str, Server], prompt: str, tokens: int, rounds: int, about: dict) -> list[Row]:
     """The servers take turns; their first answers are not counted."""
     rows = []
     for name, (load, _) in LOADS.items():
-        found: dict[str, list[Found]] = {server: [] for server in servers}
+        rounds_of: dict[str, list[Measured]] = {server: [] for server in servers}
         for i in range(rounds + 1 if load is not many else 1):
             for which, server in servers.items():
                 result = await load(server, prompt, tokens)
-                found[which] += [result] if i or load is many else []
+                rounds_of[which] += [result] if i or load is many else []
         for which, server in servers.items():
             own = {"server": which, "server_version": server.version, "prompt_tokens": len(prompt)}
-            rows.append(row(about | own, name, tokens, found[which]))
+            rows.append(row(about | own, name, tokens, rounds_of[which]))
     return rows
-
-
-def table(rows: list[Row]) -> Table:
-    shown = Table("server", "load", "tokens/s", "first token, ms: p50", "p99", "next token, ms: p50", "p99", "MiB")
-    for r in rows:
-        numbers = (r.tokens_per_second, r.first_p50, r.first_p99, r.next_p50, r.next_p99, r.memory)
-        shown.add_row(r.server, r.load, *("" if x is None else f"{x:,.1f}" for x in numbers))
-    return shown
 
 
 def main(
@@ -241,8 +212,11 @@ def main(
         servers = {name: stack.enter_context(served(name, command, folder)) for name, command in commands.items()}
         about = {"mixer": mixer, "parameters": model.num_parameters()}
         rows = asyncio.run(measure(servers, prompt, tokens, rounds, about))
-        append(RESULTS, environment("cpu"), rows)
-        Console(width=120).print(table(rows))
+        append(RESULTS / "serving.csv", environment(), rows)
+        numbers = ("tokens_per_second", "first_p50", "first_p99", "next_p50", "next_p99", "memory")
+        lines = [[f"{r['server']}: {r['load']}", *(f"{r[n]:,.1f}" if r[n] else "" for n in numbers)] for r in rows]
+        header = ["", "tokens/s", "first token, ms: p50", "p99", "next token, ms: p50", "p99", "MiB"]
+        show("Servers", header, lines)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,13 @@ cluster is served by all heads alike, 1 if each has heads of its own.
     chance        the same as ablation, with the clusters of the queries permuted
 """
 
-import csv
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,39 +26,29 @@ from torch import Tensor, nn
 
 import study
 from headrace.layers.linear.competition import HeadCompetition
+from headrace.studies import engine
 from headrace.studies.compare.arm import train
 from headrace.studies.compare.plan import Arm
+from headrace.studies.engine import Point, Row
+from headrace.studies.workers import Worker, place_workers
 from headrace.tasks import IGNORED, Pair
 from headrace.tasks.base import Batch
-from record import append, environment
+from headrace.utils.processes import locked
+from record import RESULTS, markdown, read, write
 
 NAME, ROWS, PAIRS = "clusters", 512, 16
-RESULTS = Path(__file__).parent / "results" / "specialisation.csv"
 MEASURES = ("write", "read", "ablation", "chance")
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
-@dataclass
-class Found:
-    mixer: str
-    seed: int
-    lr: float
-    recall: float
-    write: float | None  # None without such a gate
-    read: float | None
-    ablation: float
-    chance: float
-    seconds: float
-
-
 @app.command()
-def run(seconds: float = math.inf) -> None:
-    """Trains and measures what is not in the file yet, until the time is over."""
-    until, done = time.monotonic() + seconds, {(row["mixer"], int(row["seed"])) for row in kept()}
-    for arm in arms():
-        if (arm.mixer, arm.seed) not in done and time.monotonic() < until:
-            append(RESULTS, environment("cpu"), [measured(arm)])
-            print(f"{arm.mixer}, seed {arm.seed}", flush=True)
+def run(folder: Path = Path("runs", "specialisation"), workers: int | None = None) -> None:
+    """Trains and measures every reported arm."""
+    points = [Point(f"{arm.mixer}, seed {arm.seed}", Path("arms", f"{arm.slug}.json"), arm) for arm in arms()]
+    with locked(folder):
+        claim, progress = study.plan(NAME).claim(), engine.lines(print, points)
+        rows = engine.run(folder, claim, points, measured, progress, place_workers(["cpu"], workers))
+    write(RESULTS / "specialisation.csv", rows)
 
 
 @app.command()
@@ -71,55 +59,48 @@ def show() -> None:
 def lines() -> list[str]:
     """A table with the mean and standard deviation of each measure over seeds."""
     question, _ = study.read(NAME)
-    shown = [
-        "| mixer | seeds | write gate | read gate | ablation | by chance |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = read(RESULTS / "specialisation.csv")
+    shown = []
     for mixer, name in question.names:
-        own = [row for row in kept() if row["mixer"] == mixer]
-        cells = [summed([float(row[measure]) for row in own if row[measure]]) for measure in MEASURES]
-        shown.append(f"| {name} | {len(own)} | {' | '.join(cells)} |")
-    return shown
+        own = [row for row in rows if row["mixer"] == mixer]
+        shown.append([
+            name, str(len(own)), *(summed([float(row[measure]) for row in own if row[measure]]) for measure in MEASURES)
+        ])  # fmt: skip
+    return markdown(["mixer", "seeds", "write gate", "read gate", "ablation", "by chance"], shown)
 
 
 def summed(values: list[float]) -> str:
     return f"{fmean(values):.2f} ± {stdev(values):.2f}" if len(values) > 1 else "–"
 
 
-def kept() -> list[dict[str, str]]:
-    if not RESULTS.exists():
-        return []
-    with RESULTS.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def arms() -> list[Arm]:
     """The reported arms of the study, with the learning rates that its search took."""
-    _, found = study.read(NAME)
+    _, runs = study.read(NAME)
     (plan,) = study.plan(NAME).plans
-    return plan.arms({row["mixer"]: row["lr"] for row in found if not row["trial"]})
+    return plan.arms({row["mixer"]: row["lr"] for row in runs if not row["trial"]})
 
 
-def measured(arm: Arm) -> Found:
-    torch.set_num_threads(1)
-    started, task = time.monotonic(), arm.plan.task
-    with TemporaryDirectory() as folder:
-        model = train(arm, Path(folder) / "result.json", lambda step, scores: None).eval()
+def measured(arm: Arm, worker: Worker) -> Row:
+    """The informations of an arm; `write` and `read` are None without such a gate."""
+    started, task = time.monotonic(), arm.task
+    model, _ = train(arm, lambda *news: None)
+    model.eval()
     assert isinstance(task, Pair) and task.clusters is not None
     batch = replace(task, pairs=PAIRS, least=None).held_out(ROWS)
-    asked, clusters = batch["shift_labels"] != IGNORED, batch["input_ids"][..., 0]
+    queries, clusters = batch["shift_labels"] != IGNORED, batch["input_ids"][..., 0]
     whole, gates = recalled(model, batch)
-    silenced = 1 - torch.eye(arm.plan.shape.heads)
+    silenced = 1 - torch.eye(arm.shape.heads)
     lost = torch.stack([whole - recalled(model, batch, keep)[0] for keep in silenced])  # [H, queries]
-    of = clusters[asked]
+    of = clusters[queries]
     chance = of[torch.randperm(len(of), generator=torch.Generator().manual_seed(0))]
-    return Found(
-        arm.mixer, arm.seed, arm.plan.recipe.lr, whole.mean().item(),
-        information(by_cluster(gates["write"][~asked].T, clusters[~asked])) if "write" in gates else None,
-        information(by_cluster(gates["read"][asked].T, of)) if "read" in gates else None,
-        information(by_cluster(lost, of).clamp_min(0)), information(by_cluster(lost, chance).clamp_min(0)),
-        round(time.monotonic() - started, 1),
-    )  # fmt: skip
+    writing, reading = gates.get("write"), gates.get("read")
+    return {
+        "mixer": arm.mixer, "seed": arm.seed, "lr": arm.recipe.lr, "recall": whole.mean().item(),
+        "write": None if writing is None else information(by_cluster(writing[~queries].T, clusters[~queries])),
+        "read": None if reading is None else information(by_cluster(reading[queries].T, of)),
+        "ablation": information(by_cluster(lost, of).clamp_min(0)),
+        "chance": information(by_cluster(lost, chance).clamp_min(0)), "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
 
 
 @torch.no_grad()
@@ -162,8 +143,8 @@ def information(weights: Tensor) -> float:
     if not weights.any():
         return 0.0
     joint = weights.double() / weights.sum().double()
-    apart = joint.sum(1, keepdim=True) * joint.sum(0, keepdim=True)
-    return float(torch.xlogy(joint, joint / apart.clamp_min(1e-300)).sum()) / math.log(min(weights.shape))
+    independent = joint.sum(1, keepdim=True) * joint.sum(0, keepdim=True)
+    return float(torch.xlogy(joint, joint / independent.clamp_min(1e-300)).sum()) / math.log(min(weights.shape))
 
 
 if __name__ == "__main__":

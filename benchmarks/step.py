@@ -7,45 +7,25 @@ As many states as a model has layers are each stepped in turn, so that they do n
 """
 
 import itertools
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from compiled import PATHS, Graph
 from headrace import step
 from headrace.ops.backends.native import library as native
 from headrace.ops.call import Call
-from headrace.studies.report.numbers import spread
 from op import HEADS
 from peers import FAMILIES, PEERS
-from record import append, environment
-from turns import Runner, take_turns
+from program import Log, Output, Quick, show
+from record import RESULTS, Row
+from turns import CPU, Runner, take_turns
 
-RESULTS = Path(__file__).parent / "results" / "step.csv"
 FAMILY = ("linear", "scalar", "vector", "gated-delta", "kda")
 SIZES, LAYERS = ((128, 256), (128, 128)), 24
 OVER_TIME = 2  # dimensions that a tensor with one token has at least
-console = Console(width=None if Console().is_terminal else 120)
-
-
-@dataclass(frozen=True)
-class Row:
-    family: str
-    K: int
-    V: int
-    layers: int
-    runner: str
-    rounds: int
-    us_per_layer: float
-    spread: float
-    over_floor: float  # over reading and writing the states once, the median over rounds
-    ratio: float  # over ours
 
 
 def token(family: str, K: int, V: int, seed: int) -> dict:
@@ -92,51 +72,48 @@ def floor(K: int, V: int) -> Runner:
 def contestants(family: str, K: int, V: int) -> list[Runner]:
     """Ours first, the floor last."""
     layers = [token(family, K, V, seed) for seed in range(LAYERS)]
-    found = [ours(family, layers, V, competing) for competing in (False, True)]
+    runners = [ours(family, layers, V, competing) for competing in (False, True)]
     if native.missing is None and not FAMILIES[family].options().get("normalise") and "bonus" not in layers[0]:
-        found.append(kernel(family, layers, V))
+        runners.append(kernel(family, layers, V))
     for peer in (p for p in PEERS if p.family == family and p.source.startswith("ggml")):
         if peer.missing() is None and K == V and K % peer.multiple == 0:
             graph = Graph(peer.source.split(":")[-1], [peer.arguments(own) for own in layers])
-            found.append(Runner(peer.name, lambda _, graph=graph: graph.run(), {}))
-    return [*found, floor(K, V)]
+            runners.append(Runner(peer.name, lambda _, graph=graph: graph.run(), {}))
+    return [*runners, floor(K, V)]
 
 
 def measure(family: str, K: int, V: int, rounds: int) -> list[Row]:
+    """over_floor: over reading and writing the states once. ratio: over ours. Both are medians over rounds."""
     runners = contestants(family, K, V)
     take_turns(runners, False, rounds)
     return [
-        Row(
-            family, K, V, LAYERS, runner.name, rounds, round(1e6 * median(runner.times(0)) / LAYERS, 2),
-            round(spread(runner.times(0)) or 0.0, 3), round(runner.over(runners[-1], 0), 3),
-            round(runner.over(runners[0], 0), 3),
-        )
+        {
+            "family": family, "K": K, "V": V, "layers": LAYERS, "runner": runner.name, "rounds": rounds,
+            "us_per_layer": round(1e3 * runner.milliseconds(CPU) / LAYERS, 2), "spread": runner.spread(CPU),
+            "over_floor": round(runner.over(runners[-1], CPU), 3), "ratio": round(runner.over(runners[0], CPU), 3),
+        }
         for runner in runners
     ]  # fmt: skip
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Few rounds: does everything run?")] = False,
+    quick: Quick = False,
     rounds: int = 200,
     ggml: Annotated[Path | None, typer.Option(help="libggml.so, for its operators.")] = None,
-    output: Annotated[Path, typer.Option(help="The CSV file to append to.")] = RESULTS,
+    output: Output = RESULTS / "step.csv",
 ) -> None:
     """Time one token."""
     torch.set_num_threads(1)
-    PATHS["ggml"] = ggml
-    about, found = environment("cpu"), []
+    PATHS["ggml"], log = ggml, Log(output)
     for family, (K, V) in itertools.product(FAMILY, SIZES):
-        found += (new := measure(family, K, V, 5 if quick else rounds))
-        append(output, about, new)
-    table = Table(title=f"one token of a layer, {LAYERS} layers in turn", title_justify="left")
-    for title in ("", "K×V", "over the floor", "over ours", "µs"):
-        table.add_column(title, justify="right" if title else "left")
-    for row in found:
-        size = f"{row.K}×{row.V}"
-        table.add_row(f"{row.family}: {row.runner}", size, f"[bold]{row.over_floor:.2f}[/]", f"{row.ratio:.2f}",
-                      f"{row.us_per_layer:.1f} ±{row.spread:.0%}")  # fmt: skip
-    console.print(table)
-    console.print(f"{len(found)} rows appended to {output}; {about['machine']}")
+        log.add(measure(family, K, V, 5 if quick else rounds))
+    lines = [
+        [f"{x['family']}: {x['runner']}", f"{x['K']}×{x['V']}", f"[bold]{x['over_floor']:.2f}[/]", f"{x['ratio']:.2f}",
+         f"{x['us_per_layer']:.1f} ±{x['spread']:.0%}"]
+        for x in log.rows
+    ]  # fmt: skip
+    show(f"one token of a layer, {LAYERS} layers in turn", ["", "K×V", "over the floor", "over ours", "µs"], lines)
+    log.end()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from headrace.studies.compare.question import Question
 from headrace.studies.report.numbers import count
 from headrace.studies.report.style import PALETTE, STYLE
 from headrace.utils.errors import InputError
+from record import RESULTS, markdown
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
@@ -38,7 +39,7 @@ app = typer.Typer(add_completion=False, help=__doc__)
 
 
 def kept(name: str) -> Path:
-    return HERE / "results" / "studies" / f"{name}.csv"
+    return RESULTS / "studies" / f"{name}.csv"
 
 
 @app.command()
@@ -67,10 +68,10 @@ def pooled(a: str, b: str, names: list[str], where: str | None = None) -> statis
     independent."""
     gains: dict[int, list[float]] = {}
     for name in names:
-        asked, runs = read(name)
-        found = statistics.collected(finished(name, runs), asked.measure)
-        (held,) = found.values() if where is None else (found[where],)
-        first, second = (next(held[mixer] for mixer, arm in asked.names if arm == wanted) for wanted in (a, b))
+        question, runs = read(name)
+        by_place = statistics.collected(finished(name, runs), question.measure)
+        (held,) = by_place.values() if where is None else (by_place[where],)
+        first, second = (next(held[mixer] for mixer, label in question.names if label == arm) for arm in (a, b))
         for seed in first.keys() & second.keys():
             gains.setdefault(seed, []).append(first[seed] - second[seed])
     return statistics.tested("t", "", a, b, [fmean(own) for own in gains.values()])
@@ -94,9 +95,9 @@ def picture(names: list[str]) -> Figure:
         figure = Figure(figsize=(2.3 * len(names), 2.6), layout="constrained")
         panels = figure.subplots(1, len(names), sharex=True, sharey=True, squeeze=False)[0]
         for ax, name in zip(panels, names, strict=True):
-            asked, runs = read(name)
-            (held,) = statistics.collected(runs, asked.measure).values()
-            for mixer, arm in asked.names:
+            question, runs = read(name)
+            (held,) = statistics.collected(runs, question.measure).values()
+            for mixer, arm in question.names:
                 colour = PALETTE[ARMS.index(arm)]
                 pairs = [2**value / positions(name) for value in held[mixer].values()]
                 ax.plot(pairs, [ARMS.index(arm)] * len(pairs), "o", color=colour, alpha=0.4, ms=5, mec="none")
@@ -140,20 +141,20 @@ class Setting:
 
 def settings(names: list[str]) -> list[Setting]:
     """Every setting of the studies; a mixer's name is that of its setting, if the study has several, and of its arm."""
-    found = []
+    listed = []
     for name in names:
-        asked, runs = read(name)
-        (held,) = statistics.collected(finished(name, runs), asked.measure).values()
-        for mixer, called in asked.names:
+        question, runs = read(name)
+        (held,) = statistics.collected(finished(name, runs), question.measure).values()
+        for mixer, called in question.names:
             if called.endswith("none"):
                 prefix = called.removesuffix("none")
-                own = {arm: mixer for mixer, label in asked.names for arm in COMPARED if label == prefix + arm}
+                own = {arm: mixer for mixer, label in question.names for arm in COMPARED if label == prefix + arm}
                 last = [row for row in runs if not row["trial"] and row["mixer"] in own.values()]
                 settled = f"{sum(row['converged'] for row in last)} of {len(last)}"
                 arms = {arm: held[mixer] for arm, mixer in own.items()}
                 title = TITLES.get(name, name.removeprefix("capacity-")).format(prefix.strip())
-                found.append(Setting(title, arms, positions(name), settled))
-    return found
+                listed.append(Setting(title, arms, positions(name), settled))
+    return listed
 
 
 @app.command()
@@ -175,17 +176,17 @@ def others(names: list[str]) -> None:
 
 def others_of(names: list[str]) -> list[str]:
     """A row for each place of each study, and the runs of it that have converged."""
-    found = []
+    lines = []
     for name in names:
-        asked, runs = read(name)
-        last, digits = [row for row in runs if not row["trial"]], statistics.DIGITS[asked.measure]
+        question, runs = read(name)
+        last, digits = [row for row in runs if not row["trial"]], statistics.DIGITS[question.measure]
         settled = f"{sum(row['converged'] for row in last)} of {len(last)}"
-        for where, held in statistics.collected(finished(name, runs), asked.measure).items():
-            arms = {called: held[mixer] for mixer, called in asked.names}
-            place = ", ".join([name, where.partition(", ")[2] or MEASURED[asked.measure]])
+        for where, held in statistics.collected(finished(name, runs), question.measure).items():
+            arms = {called: held[mixer] for mixer, called in question.names}
+            place = ", ".join([name, where.partition(", ")[2] or MEASURED[question.measure]])
             means = [f"{fmean(arms[arm].values()):.{digits}f}" for arm in COMPARED]
-            found.append([place, *means, *cells(arms, digits), settled])
-    return table(found)
+            lines.append([place, *means, *cells(arms, digits), settled])
+    return table(lines)
 
 
 def cells(arms: dict[str, dict[int, float]], digits: int) -> list[str]:
@@ -193,9 +194,8 @@ def cells(arms: dict[str, dict[int, float]], digits: int) -> list[str]:
     return [f"{one.mean:+.{digits}f} ({one.interval(digits)})".replace("-", "−") for one in tested]
 
 
-def table(found: Iterable[list[str]]) -> list[str]:
-    header = ["setting", *COMPARED, *(f"{a} − {b}" for a, b in EFFECTS), "converged"]
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *found)]
+def table(lines: Iterable[list[str]]) -> list[str]:
+    return markdown(["setting", *COMPARED, *(f"{a} − {b}" for a, b in EFFECTS), "converged"], lines)
 
 
 @app.command()
@@ -225,18 +225,18 @@ def lines(names: list[str]) -> list[str]:
 
 def shown(studies: dict[str, tuple[Question, list[rows.Row]]]) -> list[str]:
     """The answers and tables of studies as Markdown; each by its name, with its question and its runs."""
-    found, asked = [], list(studies.values())
-    for name, (question, runs), tested in zip(studies, asked, statistics.differences(asked), strict=True):
-        found += [f"### {name}", ""] if len(studies) > 1 else []
+    shown, questions = [], list(studies.values())
+    for name, (question, runs), tested in zip(studies, questions, statistics.differences(questions), strict=True):
+        shown += [f"### {name}", ""] if len(studies) > 1 else []
         for table in statistics.tables(question, runs, tested):
-            found += [table.answer, "", table.about, ""] if table.answer else []
-            found += [f"| {' | '.join(row)} |" for row in (table.header, ["---"] * len(table.header), *table.rows)]
-            found.append("")
+            shown += [table.answer, "", table.about, ""] if table.answer else []
+            shown += markdown(table.header, table.rows)
+            shown.append("")
         last = [row for row in runs if not row["trial"]]
-        found += [f"{sum(row['converged'] for row in last)} of {len(last)} reported runs converged.", ""]
+        shown += [f"{sum(row['converged'] for row in last)} of {len(last)} reported runs converged.", ""]
         if lost := sum(row["score"] is None for row in last):
-            found += [f"{count(lost, 'run')} diverged, and the tables are without {'it' if lost == 1 else 'them'}.", ""]
-    return found
+            shown += [f"{count(lost, 'run')} diverged, and the tables are without {'it' if lost == 1 else 'them'}.", ""]
+    return shown
 
 
 def plan(name: str) -> Study:
@@ -250,9 +250,9 @@ def positions(name: str) -> int:
 
 
 def question(name: str) -> Question:
-    found = plan(name).question
-    assert found is not None
-    return found
+    asked = plan(name).question
+    assert asked is not None
+    return asked
 
 
 def read(name: str) -> tuple[Question, list[rows.Row]]:

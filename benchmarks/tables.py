@@ -1,10 +1,10 @@
 """docs/results.md, written from the newest rows of results/*.csv: python benchmarks/tables.py"""
 
-import csv
 from itertools import groupby
-from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+import record
+from record import RESULTS, newest
+
 PAGE = RESULTS.parent.parent / "docs" / "results.md"
 MODES = ("forward", "forward+backward")
 DEPTH = 24
@@ -28,30 +28,23 @@ that time.
 """
 
 
-def newest(rows: list[dict], key: tuple[str, ...]) -> list[dict]:
-    """The last row for each key, in the order of first appearance."""
-    return list({tuple(row[k] for k in key): row for row in rows}.values())
-
-
 def read(name: str) -> list[dict]:
-    with (RESULTS / name).open() as file:
-        return list(csv.DictReader(file))
+    return record.read(RESULTS / name)
 
 
 def about(rows: list[dict]) -> str:
     """What the rows were measured on; more than one line of it where they differ."""
-    said = "{machine}, {threads} thread(s), torch {torch}, commit {commit}, {date:.10}"
-    found = dict.fromkeys(said.format(**row) for row in rows)
-    return "; ".join(found)
+    line = "{machine}, {threads} thread(s), torch {torch}, commit {commit}, {date:.10}"
+    machines = dict.fromkeys(line.format(**row) for row in rows)
+    return "; ".join(machines)
 
 
 def table(header: list[str], lines: list[list[str]]) -> str:
-    rows = [header, ["---", *["--:"] * (len(header) - 1)], *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join(record.markdown(header, lines, ["---", *["--:"] * (len(header) - 1)]))
 
 
 def op() -> str:
-    rows = newest(read("op.csv"), ("threads", "family", "T", "K", "V", "mode", "runner"))
+    rows = newest(read("op.csv"), "threads", "family", "T", "K", "V", "mode", "runner")
     parts = [f"## The op\n\n{about(rows)}."]
     rows.sort(key=lambda r: (r["family"], int(r["K"]) * int(r["V"])))
     for (family, K, V), group in groupby(rows, lambda r: (r["family"], r["K"], r["V"])):
@@ -83,7 +76,7 @@ def saved(cells: dict, runner: str) -> str:
 
 
 def decoding() -> str:
-    rows = newest(read("decode.csv"), ("threads", "name", "position"))
+    rows = newest(read("decode.csv"), "threads", "name", "position")
     positions = sorted({row["position"] for row in rows}, key=int)
     by_name = {name: {r["position"]: r for r in group} for name, group in groupby(rows, lambda r: r["name"])}
     lines = [
@@ -96,7 +89,7 @@ def decoding() -> str:
 
 
 def threads() -> str:
-    rows = newest(read("threads.csv"), ("threads", "family", "B", "mode"))
+    rows = newest(read("threads.csv"), "threads", "family", "B", "mode")
     lines = [
         [f"{r['family']}, {r['mode']}, B={r['B']}", f"**{float(r['speedup']):.2f}**", r["one_ms"], r["several_ms"]]
         for r in rows
@@ -106,16 +99,16 @@ def threads() -> str:
 
 
 def decays() -> str:
-    rows = newest(read("decays.csv"), ("family", "backend", "mode", "log_decay"))
-    found = {key: list(group) for key, group in groupby(rows, lambda r: (r["family"], r["backend"], r["mode"]))}
-    lines = [[f"{family}, {backend}, {mode}", *map(ratio, own)] for (family, backend, mode), own in found.items()]
+    rows = newest(read("decays.csv"), "family", "backend", "mode", "log_decay")
+    by_call = {key: list(group) for key, group in groupby(rows, lambda r: (r["family"], r["backend"], r["mode"]))}
+    lines = [[f"{family}, {backend}, {mode}", *map(ratio, own)] for (family, backend, mode), own in by_call.items()]
     header = ["", *dict.fromkeys(r["log_decay"] for r in rows)]
     title = "## At any decay: the time over that at the first, ms, by log_decay a token"
     return f"{title}\n\n{about(rows)}.\n\n{table(header, lines)}"
 
 
 def stepping() -> str:
-    rows = newest(read("step.csv"), ("family", "K", "V", "runner"))
+    rows = newest(read("step.csv"), "family", "K", "V", "runner")
     lines = [
         [f"{r['family']}, {r['K']}×{r['V']}: {r['runner']}", f"**{float(r['over_floor']):.2f}**", r["ratio"],
          r["us_per_layer"]]
@@ -126,7 +119,7 @@ def stepping() -> str:
 
 
 def models() -> str:
-    rows = newest(read("model.csv"), ("threads", "what", "name", "layers", "tokens"))
+    rows = newest(read("model.csv"), "threads", "what", "name", "layers", "tokens")
     lines = [
         [f"{r['what']}, {r['layers']} layers, {r['tokens']} tokens, {r['threads']} thread(s): {r['name']}",
          f"**{float(r['ratio']):.2f}**", r["tokens_per_second"], f"{int(r['parameters']) / 1e6:.0f} M",
@@ -153,7 +146,7 @@ def extrapolated(rows: list[dict]) -> list[str]:
 
 
 def exports() -> str:
-    rows = newest(read("export.csv"), ("mixer", "task", "runner"))
+    rows = newest(read("export.csv"), "mixer", "task", "runner")
     lines = [
         [f"{r['mixer']}, {r['task']}: {r['runner']}", f"**{float(r['over_ours']):.2f}**",
          f"{float(r['tokens_per_second']):.0f}", f"{float(r['megabytes']):.1f}"]
@@ -171,5 +164,5 @@ SECTIONS = {
 
 
 if __name__ == "__main__":
-    found = [write() for name, write in SECTIONS.items() if (RESULTS / name).exists()]
-    PAGE.write_text("\n\n".join([INTRODUCTION.strip(), *found]) + "\n")
+    sections = [write() for name, write in SECTIONS.items() if (RESULTS / name).exists()]
+    PAGE.write_text("\n\n".join([INTRODUCTION.strip(), *sections]) + "\n")

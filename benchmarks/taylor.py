@@ -8,9 +8,7 @@ The first two write a CSV file beside the other results and draw figures for doc
 `curves` is a comparison as `headrace compare` makes them: interrupted, the same command continues.
 """
 
-import csv
 import gzip
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
@@ -19,23 +17,24 @@ import matplotlib
 import torch
 import typer
 from matplotlib.figure import Figure
-from rich.console import Console
 from torch import Tensor
 
 from headrace.layers.attention.softmax_rnn import numerator
 from headrace.layers.linear.taylor import truncated_exp
 from headrace.spec.softmax_rnn import SoftmaxRNNSpec
-from headrace.studies.compare.plan import ArmRecipe, Plan, Shape, Study
-from headrace.studies.compare.pool import place_workers
+from headrace.studies.compare.plan import Plan, Study
 from headrace.studies.compare.run import complete
+from headrace.studies.compare.shape import ArmRecipe, Shape
 from headrace.studies.report.style import PALETTE, STYLE
+from headrace.studies.workers import place_workers
 from headrace.tasks import Text
 from headrace.utils.device import all_devices
-from headrace.utils.provenance import claim
-from record import append, environment
+from headrace.utils.processes import locked
+from program import console
+from program import show as table
+from record import RESULTS, Row, append, environment, markdown, read, write
 
-HERE = Path(__file__).parent
-RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 ORDERS, LOGITS = range(11), (0.25, 0.5, 1.0, 2.0, 4.0)
 NORM, RELU = "softmax-rnn-norm", "softmax-rnn-norm(denominator=sum, numerator=relu{})"
 COSINE = "softmax-rnn-norm(denominator=none, by_length=true, numerator=cosine{})"
@@ -71,20 +70,9 @@ PANELS: dict[str, dict[str, str]] = {
 }
 SOFTMAX = "transformer"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console(width=None if Console().is_terminal else 120)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Error:
-    """Mean squared distance from softmax attention over its mean square, as a root."""
-
-    order: int
-    logits: float  # their standard deviation
-    by_sum: float
-    by_norm: float  # both divided by their L2 norm
 
 
 @app.command()
@@ -94,20 +82,22 @@ def error(tokens: int = 256, heads: int = 16, dim: int = 32, seed: int = 0) -> N
     q, k, v = torch.randn(3, 1, tokens, heads, dim, dtype=torch.float64)
     allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None]
     rows = [distance(q * size, k, v, allowed, order, size) for size in LOGITS for order in ORDERS]
-    append(RESULTS / "taylor_error.csv", {"tokens": tokens, "dim": dim} | environment("cpu"), rows)
+    append(RESULTS / "taylor_error.csv", {"tokens": tokens, "dim": dim} | environment(), rows)
     draw_errors(rows).savefig(DOCS / "taylor-error.png")
-    for row in rows:
-        console.print(row)
+    lines = [[f"{x['order']}", f"{x['logits']:g}", f"{x['by_sum']:.2e}", f"{x['by_norm']:.2e}"] for x in rows]
+    table("Distance from softmax attention", ["order", "logits' std", "over its sum", "over its L2 norm"], lines)
 
 
-def distance(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, order: int, size: float) -> Error:
+def distance(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, order: int, size: float) -> Row:
+    """Mean squared distance from softmax attention over its mean square, as a root. logits: their standard
+    deviation. by_norm: both divided by their L2 norm."""
     softmax, _ = numerator(q, k, SoftmaxRNNSpec(), allowed)
     exact = softmax @ v.transpose(1, 2)
     logits = torch.einsum("bthd,blhd->bhtl", q, k) / q.shape[-1] ** 0.5
     weights = truncated_exp(logits, order) * allowed
-    found = weights @ v.transpose(1, 2)
-    by_sum = relative(found / weights.sum(-1, keepdim=True), exact / softmax.sum(-1, keepdim=True))
-    return Error(order, size, by_sum, relative(unit(found), unit(exact)))
+    out = weights @ v.transpose(1, 2)
+    by_sum = relative(out / weights.sum(-1, keepdim=True), exact / softmax.sum(-1, keepdim=True))
+    return {"order": order, "logits": size, "by_sum": by_sum, "by_norm": relative(unit(out), unit(exact))}
 
 
 def relative(x: Tensor, y: Tensor) -> float:
@@ -118,13 +108,13 @@ def unit(x: Tensor) -> Tensor:
     return torch.nn.functional.normalize(x, dim=-1)
 
 
-def draw_errors(rows: list[Error]) -> Figure:
+def draw_errors(rows: list[Row]) -> Figure:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 3.8), layout="constrained")
         titles = {"by_sum": "over its sum", "by_norm": "over its L2 norm"}
         for ax, name in zip(figure.subplots(1, 2, sharey=True), titles, strict=True):
             for colour, size in zip(PALETTE, LOGITS, strict=False):
-                points = [(row.order, getattr(row, name)) for row in rows if row.logits == size]
+                points = [(row["order"], row[name]) for row in rows if row["logits"] == size]
                 ax.semilogy(*zip(*points, strict=True), "o-", color=colour, ms=4, label=f"{size:g}")
             ax.set(title=titles[name], xlabel="order", ylim=(1e-9, 1e2), xticks=list(ORDERS))
         figure.axes[0].set_ylabel("error relative to softmax attention")
@@ -133,17 +123,6 @@ def draw_errors(rows: list[Error]) -> Figure:
 
 
 # --- curves ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Point:
-    panel: str
-    label: str
-    mixer: str
-    seed: int
-    step: int
-    train_loss: float | None
-    held_out_loss: float
 
 
 @app.command()
@@ -155,13 +134,10 @@ def curves(
 ) -> None:
     """A language model of bytes for every mixer and seed."""
     study = plan(tuple(unpacked(Path(text), output.parent) for text in texts), steps, seeds)
-    claim(output, study.to_json())
-    results = complete(study, output, listen, place_workers(all_devices(None), None))
+    with locked(output):
+        results = complete(study, output, listen, place_workers(all_devices(None), None))
     points = list(collect(results))
-    with (RESULTS / "taylor_curves.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(vars(points[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(vars, points))
+    write(RESULTS / "taylor_curves.csv", points)
     draw_curves(points).savefig(DOCS / "taylor-curves.png", dpi=72, pil_kwargs={"optimize": True})
 
 
@@ -172,15 +148,14 @@ def show() -> None:
 
 
 def lines() -> list[str]:
-    with (RESULTS / "taylor_curves.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    last, shown = max(int(row["step"]) for row in rows), ["| | held-out loss (nats/byte) |", "| --- | --- |"]
+    rows, shown = read(RESULTS / "taylor_curves.csv"), []
+    last = max(int(row["step"]) for row in rows)
     for label in dict.fromkeys(row["label"] for row in rows):
         by_seed = {row["seed"]: row for row in rows if row["label"] == label and int(row["step"]) == last}
         losses = [float(row["held_out_loss"]) for row in by_seed.values()]
         spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
-        shown.append(f"| {label} | {fmean(losses):.3f}{spread} |")
-    return shown
+        shown.append([label, f"{fmean(losses):.3f}{spread}"])
+    return markdown(["", "held-out loss (nats/byte)"], shown)
 
 
 def plan(texts: tuple[str, ...], steps: int, seeds: int) -> Study:
@@ -211,22 +186,23 @@ def collect(results: dict[str, Any]):
         for label, mixer in {"softmax attention": SOFTMAX, **members}.items():
             for arm in (a for a in results["arms"] if a["mixer"] == mixer):
                 for point in (p for p in arm["curve"] if p["scores"]):
-                    loss = point["scores"]["loss"]
-                    yield Point(panel, label, mixer, arm["seed"], point["step"], point["train_loss"], loss)
+                    losses = {"train_loss": point["train_loss"], "held_out_loss": point["scores"]["loss"]}
+                    where = {"panel": panel, "label": label, "mixer": mixer, "seed": arm["seed"]}
+                    yield {"commit": arm["commit"], **where, "step": point["step"], **losses}
 
 
-def draw_curves(points: list[Point]) -> Figure:
+def draw_curves(points: list[Row]) -> Figure:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15, 6.4), layout="constrained")
         axes = figure.subplots(2, len(PANELS), sharex=True, sharey=True)
         for column, panel in enumerate(PANELS):
-            own = [p for p in points if p.panel == panel and p.step]
+            own = [p for p in points if p["panel"] == panel and p["step"]]
             for row, loss in enumerate(("train_loss", "held_out_loss")):
                 ax = axes[row, column]
-                for i, label in enumerate(dict.fromkeys(p.label for p in own)):
-                    steps = sorted({p.step for p in own})
+                for i, label in enumerate(dict.fromkeys(p["label"] for p in own)):
+                    steps = sorted({p["step"] for p in own})
                     line = [
-                        (step, fmean(getattr(p, loss) for p in own if (p.label, p.step) == (label, step)))
+                        (step, fmean(p[loss] for p in own if (p["label"], p["step"]) == (label, step)))
                         for step in steps
                     ]
                     ax.plot(*zip(*line, strict=True), color="black" if i == 0 else PALETTE[i - 1], lw=1.5, label=label)

@@ -8,44 +8,20 @@ say nothing of us.
 """
 
 import itertools
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from statistics import median
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from headrace import backends
-from headrace.studies.report.numbers import spread
-from op import HEADS, MODES, can, ours
+from op import HEADS, MODES, Families, can, ours
 from peers import FAMILIES
-from record import append, environment
-from turns import PEAK, Runner, peak, take_turns
+from program import Log, Output, Quick, show
+from record import RESULTS, Row
+from turns import PEAK, WALL, Runner, peak, take_turns
 
-RESULTS = Path(__file__).parent / "results" / "threads.csv"
 BATCHES, T, K, V = (1, 4), 2048, 128, 256
-WALL = 1
-console = Console(width=None if Console().is_terminal else 120)
-
-
-@dataclass(frozen=True)
-class Row:
-    family: str
-    backend: str
-    B: int
-    T: int
-    K: int
-    V: int
-    mode: str
-    rounds: int
-    one_ms: float
-    several_ms: float
-    spread: float
-    speedup: float  # one thread's time over that of several, the median over rounds
 
 
 def first_backend(family, tensors) -> str:
@@ -65,35 +41,35 @@ def pair(name: str, B: int, tokens: int, threads: int) -> tuple[str, list[Runner
 
 
 def measure(name: str, B: int, tokens: int, backward: bool, threads: int, rounds: int) -> Row:
+    """The speedup is one thread's time over that of several, the median over rounds."""
     backend, (one, several) = pair(name, B, tokens, threads)
     take_turns([one, several], backward, rounds)
-    return Row(
-        name, backend, B, tokens, K, V, MODES[backward], rounds, round(1e3 * median(one.times(WALL)), 3),
-        round(1e3 * median(several.times(WALL)), 3), round(spread(several.times(WALL)) or 0.0, 3),
-        round(one.over(several, WALL), 3),
-    )  # fmt: skip
+    return {
+        "family": name, "backend": backend, "B": B, "T": tokens, "K": K, "V": V, "mode": MODES[backward],
+        "rounds": rounds, "one_ms": one.milliseconds(WALL), "several_ms": several.milliseconds(WALL),
+        "spread": several.spread(WALL), "speedup": round(one.over(several, WALL), 3),
+    }  # fmt: skip
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Short sequences and two rounds: does everything run?")] = False,
-    family: Annotated[list[str], typer.Option(help=f"Any of {', '.join(FAMILIES)}; may be repeated.")] = list(FAMILIES),  # noqa: B006
+    quick: Quick = False,
+    family: Families = list(FAMILIES),  # noqa: B006
     threads: Annotated[int, typer.Option(help="How many are compared with one.")] = 2,
     rounds: int = 9,
-    output: Annotated[Path, typer.Option(help="The CSV file to append to.")] = RESULTS,
+    output: Output = RESULTS / "threads.csv",
 ) -> None:
     """Time the op on one thread and on several."""
     torch.set_num_threads(threads)
-    about, found = environment("cpu"), []
+    log = Log(output)
     for name, B, backward in itertools.product([PEAK, *family], BATCHES, (False, True)):
-        found.append(measure(name, B, 64 if quick else T, backward, threads, 2 if quick else rounds))
-        append(output, about, found[-1:])
-    table = Table(title=f"{threads} threads: times as fast as one, ms", title_justify="left")
-    for title in ("", *(f"{mode}\nB={B}" for B in BATCHES for mode in MODES)):
-        table.add_column(title, justify="right" if title else "left")
-    for name, group in itertools.groupby(found, lambda row: row.family):
-        table.add_row(name, *(f"[bold]{row.speedup:.2f}[/]  {row.several_ms:.1f} ±{row.spread:.0%}" for row in group))
-    console.print(table)
-    console.print(f"{len(found)} rows appended to {output}; {about['machine']}")
+        log.add([measure(name, B, 64 if quick else T, backward, threads, 2 if quick else rounds)])
+    lines = [
+        [name, *(f"[bold]{x['speedup']:.2f}[/]  {x['several_ms']:.1f} ±{x['spread']:.0%}" for x in rows)]
+        for name, rows in itertools.groupby(log.rows, lambda row: row["family"])
+    ]
+    header = ["", *(f"{mode}\nB={B}" for B in BATCHES for mode in MODES)]
+    show(f"{threads} threads: times as fast as one, ms", header, lines)
+    log.end()
 
 
 if __name__ == "__main__":

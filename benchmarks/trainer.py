@@ -9,7 +9,6 @@ in it. Evaluation and checkpoints are not: neither happens within a round.
 
 import tempfile
 import time
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -17,8 +16,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
@@ -30,22 +27,8 @@ from headrace.training.model import build
 from headrace.training.optimizer import optimizer
 from headrace.training.run import arguments, make_trainer
 from headrace.training.watch import Watch
-from record import append, environment
-
-RESULTS = Path(__file__).parent / "results" / "trainer.csv"
-console = Console(width=None if Console().is_terminal else 120)
-
-
-@dataclass(frozen=True)
-class Row:
-    recipe: str
-    mixer: str
-    rounds: int
-    steps: int  # of a round; the first is not counted
-    bare: float  # seconds a step
-    trainer: float
-    overhead: float  # median of the rounds' ratios, less 1
-    spread: float  # of these ratios
+from program import Log, show
+from record import RESULTS
 
 
 class Clock(TrainerCallback):
@@ -103,16 +86,19 @@ def main(
     rows = open_data(data)
     times = [(bare(chosen, rows, steps), by_trainer(chosen, rows, steps)) for _ in range(rounds)]
     ratios = [ours / floor for floor, ours in times]
-    row = Row(
-        recipe, mixer, rounds, steps, median(floor for floor, _ in times), median(ours for _, ours in times),
-        median(ratios) - 1, spread(ratios) or 0.0,
-    )  # fmt: skip
-    append(RESULTS, environment("cpu"), [row])
-    table = Table("", "seconds a step", title=f"{recipe}, {mixer}, {threads} threads, {rounds} rounds of {steps} steps")
-    table.add_row("bare loop", f"{row.bare:.3f}")
-    table.add_row("Trainer", f"{row.trainer:.3f}")
-    table.add_row("overhead", f"{100 * row.overhead:.1f} % (spread {100 * row.spread:.1f})")
-    console.print(table)
+    log = Log(RESULTS / "trainer.csv")
+    row = {
+        "recipe": recipe, "mixer": mixer, "rounds": rounds, "steps": steps, "bare": median(floor for floor, _ in times),
+        "trainer": median(ours for _, ours in times), "overhead": median(ratios) - 1, "spread": spread(ratios) or 0.0,
+    }  # fmt: skip
+    log.add([row])
+    lines = [
+        ["bare loop", f"{row['bare']:.3f}"], ["Trainer", f"{row['trainer']:.3f}"],
+        ["overhead", f"{100 * row['overhead']:.1f} % (spread {100 * row['spread']:.1f})"],
+    ]  # fmt: skip
+    title = f"{recipe}, {mixer}, {threads} threads, {rounds} rounds of {steps} steps"
+    show(title, ["", "seconds a step"], lines)
+    log.end()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from headrace.studies.report.numbers import spread
 from peers import Family
+
+CPU, WALL = 0, 1  # clocks
 
 
 @dataclass
@@ -52,8 +55,15 @@ class Runner:
         return sum(storage.nbytes() for storage in kept.values()) / given
 
     def times(self, clock: int) -> list[float]:
-        """Seconds of each round: clock 0 is the process's, 1 the wall's."""
+        """Seconds of each round, by CPU or WALL."""
         return [s[clock] for s in self.seconds]
+
+    def milliseconds(self, clock: int) -> float:
+        return round(1e3 * median(self.times(clock)), 3)
+
+    def spread(self, clock: int) -> float:
+        """The interquartile range over the median."""
+        return round(spread(self.times(clock)) or 0.0, 3)
 
     def over(self, other: "Runner", clock: int) -> float:
         """The median over rounds of this one's time over the other's."""

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from headrace.studies.compare.pool import place_workers
+from headrace.studies.workers import place_workers
 from headrace.utils.device import all_devices, on_device, see_only
 from headrace.utils.errors import InputError
 

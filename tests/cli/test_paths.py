@@ -10,10 +10,10 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 import tiny
 from headrace.data.tokenizer import byte_level
-from headrace.studies.compare import pool
+from headrace.studies import workers
 from trained import arguments
 
-assert pool  # so that conftest.py has workers of `compare` forked
+assert workers  # so that conftest.py has workers of `compare` forked
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
 ODD = "My [a] é 100% %20 # q? s* {x} & b;c ~"
 SMALL = "--mixers gla --seeds 1 --steps 1 --length 8 --batch-size 2 --layers 1 --hidden-size 16 --heads 2 --workers 1"

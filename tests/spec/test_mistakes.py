@@ -9,7 +9,8 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 from headrace import zoo
 from headrace.data import Preparation, open_data, prepare, tokenizer
-from headrace.studies.compare.run import read_result
+from headrace.studies import engine
+from headrace.studies.compare.run import RESULT
 from headrace.tasks import text as text_task
 from headrace.utils.errors import InputError
 from trained import recipe, train
@@ -98,4 +99,4 @@ def test_long_names_are_parsed_in_linear_time(name):
 def test_invalid_result_is_named(tmp_path, content):
     (tmp_path / "result.json").write_text(content)
     with pytest.raises(InputError, match=r"result.json' .*; delete it and run the command again"):
-        read_result(tmp_path / "result.json")
+        engine.read(tmp_path / "result.json", RESULT)

@@ -205,7 +205,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("said", MISTAKES)
 def test_a_mistake_is_named_before_anything_is_measured(said, tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "complete", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(results, "measure", lambda *_: pytest.fail("measured"))
     defaults = {name: parameter.default for name, parameter in inspect.signature(cli_eval.bench).parameters.items()} | {
         "device": "cpu",
         "output": tmp_path / "bench",

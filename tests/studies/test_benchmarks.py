@@ -252,7 +252,7 @@ def test_the_rows_of_a_reproduction_are_of_each_seed(tmp_path):
         folder.mkdir(parents=True)
         (folder / "history.json").write_text(f'[{{"final_loss": {loss}}}]')
     found = reproduction.rows("figure-2", "laptop", tmp_path)
-    assert [(row.run, row.metric, row.value, row.seconds) for row in found] == [
+    assert [(row["run"], row["metric"], row["value"], row["seconds"]) for row in found] == [
         ("1m-gla-0", "held-out loss", 5.5, None), ("1m-gla-2", "held-out loss", 5.25, None),
     ]  # fmt: skip
-    assert "seed=2 --mixer gla" in found[1].command
+    assert "seed=2 --mixer gla" in found[1]["command"]

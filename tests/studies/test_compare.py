@@ -26,8 +26,9 @@ from headrace.studies.compare.arm import train
 from headrace.studies.compare.choose import choose
 from headrace.studies.compare.defaults import DEFAULTS, DEMO, PAIR
 from headrace.studies.compare.page import write_report
-from headrace.studies.compare.plan import MATCHED, ArmRecipe, Plan, Shape, Study
+from headrace.studies.compare.plan import Plan, Study
 from headrace.studies.compare.run import complete
+from headrace.studies.compare.shape import MATCHED, ArmRecipe, Shape
 from headrace.tasks import IGNORED, Answers, Digits, Induction, Masked, Pair, Reverse, Text
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import file_names, finite, read_result, restored, write_json, write_result
@@ -42,6 +43,10 @@ SMALL = Plan(
     ArmRecipe(steps=3, batch_size=4, evaluations=2, held_out=8),
     seeds=2,
 )
+
+
+def ignore(*news):
+    """Progress."""
 
 
 # --- matched conditions -------------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ def test_gates_are_drawn_with_the_standard_deviation_that_is_asked_for(kind, len
 def test_speeds_are_tokens_over_seconds(monkeypatch):
     from headrace.studies.compare import arm as module
 
-    curve = module.Curve(SMALL.arms()[0], lambda *news: None)
+    curve = module.Curve(SMALL.arms()[0], ignore)
     monkeypatch.setattr(
         module.Curve, "point", lambda self, step, model: self.points.append({"step": step, "scores": {1}})
     )
@@ -451,26 +456,24 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     lost = plan.arms()[1].result(tmp_path)
     kept = copy.deepcopy(found["arms"])
     lost.unlink()
-    again = complete(study, tmp_path, lambda *news: None, ["cpu"])["arms"]
+    again = complete(study, tmp_path, ignore, ["cpu"])["arms"]
     for arm in (*kept, *again):
         del arm["seconds"], arm["speeds"]
     assert again == kept, "the same numbers, to the bit"
 
     change_digit(lost)
     with pytest.raises(InputError, match=r"result.json' is damaged: it has another SHA-256"):
-        complete(study, tmp_path, lambda *news: None, ["cpu"])
+        complete(study, tmp_path, ignore, ["cpu"])
 
 
 WHOLE = ("bahdanau", "rnn", "transformer", "t5", "softmax-gla", "transformer-2017(mixer=softmax-gla)")
 
 
-def test_whole_models_and_mixers_learn_one_task(tmp_path):
+def test_whole_models_and_mixers_learn_one_task():
     plan = replace(SMALL, mixers=WHOLE, task=Reverse(symbols=3, length=4), seeds=1)
     found, arms = {}, plan.arms()
     for arm in arms:
-        path = tmp_path / f"{arm.mixer}.json"
-        train(arm, path, lambda *news: None)
-        found[arm.mixer] = json.loads(path.read_text("utf-8"))
+        _, found[arm.mixer] = train(arm, ignore)
     assert [arm.width is None for arm in arms] == [True, True, False, False, False, False]
     assert arms[4].width == plan.widths()["softmax-gla"]
     for arm in found.values():
@@ -487,31 +490,28 @@ def test_whole_models_and_mixers_learn_one_task(tmp_path):
     assert len(found["softmax-gla"]["curve"][0]["gates"]) == 2 and len(found[WHOLE[-1]]["curve"][0]["gates"]) == 6
 
 
-def test_bert_is_compared_on_gaps_in_a_text(tmp_path):
+def test_bert_is_compared_on_gaps_in_a_text():
     plan = replace(SMALL, mixers=("bert", "bert(mixer=softmax-gla)"), task=Masked(length=24), seeds=1)
     plan.check()
     assert Masked().name in DEFAULTS
     for arm in plan.arms():
-        train(arm, path := tmp_path / f"{arm.slug}.json", lambda *news: None)
-        found = json.loads(path.read_text("utf-8"))
+        _, found = train(arm, ignore)
         assert set(found["scores"]) == {"accuracy", "loss"} and found["state_bytes"] == 0
 
 
-def test_digits_are_read_one_way_and_both_ways(tmp_path):
+def test_digits_are_read_one_way_and_both_ways():
     pytest.importorskip("sklearn", reason="the extra [eval] is not installed")
     plan = replace(SMALL, mixers=("softmax-gla", "bert(mixer=softmax-gla)"), task=Digits(), seeds=1)
     plan.check()
     for arm in plan.arms():
-        train(arm, path := tmp_path / f"{arm.slug}.json", lambda *news: None)
-        assert set(json.loads(path.read_text("utf-8"))["scores"]) == {"accuracy", "loss"}
+        assert set(train(arm, ignore)[1]["scores"]) == {"accuracy", "loss"}
 
 
-def test_a_score_at_every_length_by_a_model_of_one(tmp_path):
+def test_a_score_at_every_length_by_a_model_of_one():
     plan = replace(SMALL, mixers=("gla", "gpt"), task=Induction(length=6), seeds=1)
     assert plan.positions == 48
     for arm in plan.arms():
-        train(arm, path := tmp_path / f"{arm.slug}.json", lambda *news: None)
-        found = json.loads(path.read_text("utf-8"))
+        _, found = train(arm, ignore)
         assert list(found["by_length"]) == ["6", "12", "24", "48"]
         assert all(0 <= score <= 1 for score in found["by_length"].values())
 
@@ -535,11 +535,8 @@ def test_a_score_that_is_not_finite_is_null_and_marked_and_the_comparison_ends(t
     plan = replace(SMALL, mixers=("gla", "softmax-gla"), task=Induction(length=6), seeds=1)
     study = Study("s", "S", (plan,))
     claim(tmp_path, study.to_json())
-    for arm in plan.arms():
-        arm.result(tmp_path).parent.mkdir(parents=True)
-        train(arm, arm.result(tmp_path), lambda *news: None)
-    for _ in range(2):  # from the arms' records, and again
-        found = complete(study, tmp_path, lambda *news: None, ["cpu"])
+    for _ in range(2):  # in this process, and from the arms' records
+        found = complete(study, tmp_path, ignore, ())
         write_report(found, tmp_path)
     stored = json.loads((tmp_path / "results.json").read_text("utf-8"), parse_constant=pytest.fail)
     assert stored["arms"][0]["by_length"]["24"] is None and stored["arms"][1]["by_length"]["24"] is not None
@@ -561,12 +558,10 @@ def test_what_cannot_answer_a_task_is_refused(mixer, task):
 
 
 @pytest.mark.parametrize(("mixer", "task"), [("retnet", SMALL.task), ("bahdanau", Reverse(length=4))])
-def test_a_run_that_diverges_says_so(tmp_path, mixer, task):
+def test_a_run_that_diverges_says_so(mixer, task):
     recipe = replace(SMALL.recipe, lr=1e30, steps=9, evaluations=9, warmup=0.0)
     plan = replace(SMALL, mixers=(mixer,), task=task, recipe=recipe)
-    path = tmp_path / "result.json"
-    train(plan.arms()[0], path, lambda *news: None)
-    result = json.loads(path.read_text("utf-8"))
+    _, result = train(plan.arms()[0], ignore)
     assert result["diverged"] and result["scores"] == {} and result["curve"][-1]["step"] < 9
 
 

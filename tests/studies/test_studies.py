@@ -177,11 +177,11 @@ def test_reported_arms_train_with_the_value_that_was_taken_and_a_finished_study_
     assert all(step == SMALL.recipe.steps for _, step, _ in heard), "nothing was trained again"
 
 
-def test_an_arm_begins_with_the_weights_of_one_without_gates(tmp_path):
+def test_an_arm_begins_with_the_weights_of_one_without_gates():
     heard, apart = [], replace(SMALL, seeds=(3,), tuning=None)
     plain, gated = apart.arms()
-    weights = train(plain, tmp_path / "plain.json", lambda step, scores: heard.append(scores)).state_dict()
-    train(gated, tmp_path / "gated.json", lambda step, scores: heard.append(scores), weights=weights)
+    weights = train(plain, lambda step, scores: heard.append(scores))[0].state_dict()
+    train(gated, lambda step, scores: heard.append(scores), weights=weights)
     before, after = heard[: len(heard) // 2], heard[len(heard) // 2 :]
     assert after[0] == before[-1] != before[0], "its gates begin at 1"
     assert after[-1]["loss"] < after[0]["loss"]

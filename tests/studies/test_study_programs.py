@@ -93,3 +93,17 @@ def test_a_diverged_run_is_named():
     lost = next(i for i, row in enumerate(runs) if not row["trial"])
     changed = [row | {"score": None, "loss": None} if i == lost else row for i, row in enumerate(runs)]
     assert "1 run diverged, and the tables are without it." in study.shown({"mqar-retnet": (question, changed)})
+
+
+def test_specialisation_is_measured_once(tmp_path, monkeypatch):
+    arm = specialisation.arms()[-1]
+    recipe = replace(arm.recipe, steps=2, evaluations=1, held_out=16)
+    monkeypatch.setattr(specialisation, "arms", lambda: [replace(arm, plan=replace(arm.plan, recipe=recipe))])
+    monkeypatch.setattr(specialisation, "RESULTS", tmp_path)
+    specialisation.run(tmp_path / "run", workers=1)
+    (result,) = (tmp_path / "run").glob("arms/*.json")
+    written = result.stat().st_mtime_ns
+    specialisation.run(tmp_path / "run", workers=1)
+    (row,) = specialisation.read(tmp_path / "specialisation.csv")
+    assert (row["mixer"], row["seed"]) == (arm.mixer, str(arm.seed)) and result.stat().st_mtime_ns == written
+    assert all(0 <= float(row[measure]) <= 1 for measure in specialisation.MEASURES if row[measure])

@@ -32,7 +32,7 @@ def test_progress_is_printed_as_lines_without_a_terminal(terminal):
 
 COMMANDS = {
     "bench": (["--mixers", "gla", "--what", "memory", "--lengths", "8", "--batch-sizes", "1"], "1 of 1: memory, 8"),
-    "eval": (["MODEL", "--suite", "wikitext", "--data", "FOLDER", "--max-length", "64"], ": wikitext, 1 of 1"),
+    "eval": (["MODEL", "--suite", "wikitext", "--data", "FOLDER", "--max-length", "64"], ", wikitext"),
     "inspect": (["MODEL", "--text", "some text"], "layer 2 of"),
     "verify": (["--mixers", "gla,retnet"], "mixer 2 of 2"),
 }

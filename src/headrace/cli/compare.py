@@ -91,25 +91,23 @@ def compare(
     """
     from ..studies.compare.choose import choose, planned
     from ..studies.compare.page import write_report
-    from ..studies.compare.plan import with_new_names
-    from ..studies.compare.pool import place_workers
     from ..studies.compare.run import check, complete
     from ..studies.compare.terminal import board, print_results
+    from ..studies.workers import place_workers
     from ..utils.device import all_devices
     from ..utils.processes import locked
-    from ..utils.provenance import claim
 
     changes = {
         "mixers": mixers, "seeds": seeds, "steps": steps, "batch_size": batch_size, "lr": lr, "length": length,
         "hidden_size": hidden_size, "layers": layers, "heads": heads,
         "initializer_range": initializer_range,
     }  # fmt: skip
-    given = [*(text or []), *(files or [])]
+    texts = [*(text or []), *(files or [])]
     if plan is None:
-        study = choose(task, given, tokenizer, changes, sweep, tune, tune_seeds)
+        study = choose(task, texts, tokenizer, changes, sweep, tune, tune_seeds)
     else:
-        apart = {"task": task, "text": given or None, "tokenizer": tokenizer, "sweep": sweep, "tune": tune}
-        refuse_beside_plan(plan, changes | apart | {"tune_seeds": tune_seeds})
+        others = {"task": task, "text": texts or None, "tokenizer": tokenizer, "sweep": sweep, "tune": tune}
+        refuse_beside_plan(plan, changes | others | {"tune_seeds": tune_seeds})
         study = planned(plan)
     folder, console = output or Path("runs", study.name), terminal()
     for one in study.plans:
@@ -118,9 +116,8 @@ def compare(
     places = place_workers(all_devices(device), workers)
     check(folder, study)
     with interruptible(f"finished models are kept in {folder}; the same command continues"), locked(folder):
-        claim(folder, study.to_json(), accept_old, optional=study.optional(), today=with_new_names)
         with board(study, console) as progress:
-            results = complete(study, folder, progress.listen, places)
+            results = complete(study, folder, progress.listen, places, accept_old)
         report = write_report(results, folder)
     print_results(results, console)
     console.print(f"The report is {report}", soft_wrap=True, highlight=False)

@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -52,11 +51,11 @@ def evaluate(
     )
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
         with telling(console) as tell:
-            found = run.evaluate(
+            results = run.evaluate(
                 checkpoints, plan, run.Machine(on_device(device), batch_size), folder, accept_old, tell
             )
-        page = report.write_report(found, checkpoint.named(checkpoints), folder)
-    report.print_evaluation(found, console)
+        page = report.write_report(results, checkpoint.named(checkpoints), folder)
+    report.print_evaluation(results, console)
     console.print(f"The report is {page}", soft_wrap=True, highlight=False)
 
 
@@ -98,15 +97,13 @@ def bench(
     from ..studies.bench.report import print_overheads, write_report
     from ..studies.bench.results import complete, rows, write_csv
     from ..utils.device import on_device
-    from ..utils.environment import environment
     from ..utils.processes import locked
-    from ..utils.provenance import claim, defaults
 
     device, console = on_device(device), terminal()
     depth = layers if layers is not None else 2 if device == "cpu" else 24
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     plan = BenchPlan(named(mixers), Shape(depth, hidden_size, heads), device, dtype, threads, rounds)
-    wanted = points(
+    chosen = points(
         list(zoo.split(what)),
         numbers("lengths", lengths),
         numbers("batch-sizes", batch_sizes),
@@ -115,10 +112,8 @@ def bench(
     if layers is None and device == "cpu":
         console.print("Note: 2 layers on a CPU instead of the paper's 24; set --layers 24 for all", style="yellow")
     with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
-        about, machine = asdict(plan) | {"models": list(plan.models)}, environment()["processor"]
-        claim(output, about, accept_old, optional=defaults(plan), machine=machine)
         with telling(console) as tell:
-            held = complete(plan, wanted, output, tell)
+            held = complete(plan, chosen, output, tell, accept_old)
         lines = rows(held, plan)
         write_csv(output / "bench.csv", lines)
         report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))

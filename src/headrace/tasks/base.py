@@ -106,6 +106,8 @@ class Task(Protocol):
     def scores(self, answers: Answers) -> dict[str, float]:
         """Name -> score; the names include `metric.name`."""
 
+    def __hash__(self) -> int: ...
+
 
 class ByToken:
     """Scores of a task by token: accuracy over all positions with a label."""

@@ -152,9 +152,13 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def is_free(folder: Path) -> bool:
-    """Whether a folder does not exist, or has only files of processes that were killed before their first result."""
-    return not folder.exists() or (folder.is_dir() and all(LEFT.fullmatch(path.name) for path in folder.iterdir()))
+def is_free(folder: Path, plan: str | None = None) -> bool:
+    """Whether a folder does not exist, or has only files of processes that were killed before their first result.
+
+    plan: the name of a file that it may have too."""
+    if not folder.is_dir():
+        return not folder.exists()
+    return all(LEFT.fullmatch(path.name) or path.name == plan for path in folder.iterdir())
 
 
 def end_with_parent(parent: int) -> None:

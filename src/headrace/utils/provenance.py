@@ -80,6 +80,12 @@ def refuse_foreign(folder: Path, file: str = "plan.json") -> None:
         raise InputError(f"{str(folder)!r} exists and is no folder of reports or runs; name another --output")
 
 
+def release(folder: Path, file: str = "plan.json") -> None:
+    """Deletes the plan of a folder that has nothing else."""
+    if is_free(folder, file):
+        (folder / file).unlink(missing_ok=True)
+
+
 def claim(
     folder: Path, wanted: Any, accept_old: bool = False, file: str = "plan.json",
     optional: Iterable[Place] = (), today: Callable[[Any], Any] = lambda held: held, **made: str,

@@ -98,4 +98,4 @@ def tensors(x: Any) -> list[Tensor]:
     if isinstance(x, Tensor):
         return [x]
     parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
-    return [found for part in parts for found in tensors(part)]
+    return [tensor for part in parts for tensor in tensors(part)]

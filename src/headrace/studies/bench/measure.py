@@ -29,10 +29,10 @@ Measured = dict[str, Any]  # seconds: one for each round; bytes; how; or left_ou
 def measure(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Model -> its measurement at a point: {"seconds": [...], ...}, or {"left_out": reason}."""
     torch.set_num_threads(plan.threads)
-    found = {name: {"left_out": why} for name in plan.models if (why := obstacle(name, plan.device))}
-    able = tuple(name for name in plan.models if name not in found)
-    found |= MEASUREMENTS[point.what](point, replace(plan, models=able))
-    return {name: found[name] for name in plan.models}
+    measured = {name: {"left_out": why} for name in plan.models if (why := obstacle(name, plan.device))}
+    able = tuple(name for name in plan.models if name not in measured)
+    measured |= MEASUREMENTS[point.what](point, replace(plan, models=able))
+    return {name: measured[name] for name in plan.models}
 
 
 def training(point: Point, plan: BenchPlan) -> dict[str, Measured]:
@@ -41,8 +41,8 @@ def training(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     def turn(name: str) -> float:
         step = Step(built(name, plan))
         step.run(ids(min(WARM, point.length), 1, plan))
-        given = ids(point.length, point.batch, plan)
-        return timed(lambda: step.run(given), plan)
+        tokens = ids(point.length, point.batch, plan)
+        return timed(lambda: step.run(tokens), plan)
 
     return taking_turns(plan.models, turn, plan)
 
@@ -52,9 +52,9 @@ def prefill(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Time to the first token after a prompt."""
 
     def turn(name: str) -> float:
-        model, given = built(name, plan), ids(point.length, 1, plan)
-        Decoder(model).forward(given[:, :WARM])
-        return timed(lambda: Decoder(model).forward(given), plan)
+        model, prompt = built(name, plan), ids(point.length, 1, plan)
+        Decoder(model).forward(prompt[:, :WARM])
+        return timed(lambda: Decoder(model).forward(prompt), plan)
 
     return taking_turns(plan.models, turn, plan)
 
@@ -63,17 +63,17 @@ def prefill(point: Point, plan: BenchPlan) -> dict[str, Measured]:
 def decoding(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Time of one decoded token after a context, with the bytes of the state."""
     limit, decoders = free(plan) // SHARE, {}
-    found: dict[str, Measured] = {}
+    measured: dict[str, Measured] = {}
     for name in plan.models:
         if (needed := cache_bytes(name, plan.shape, point.length, plan.itemsize)) > limit:
             room = f"{SHARE * limit / 2**30:.1f} GiB of free memory"
-            found[name] = {"left_out": f"its cache needs {needed / 2**30:.1f} GiB, more than 1/{SHARE} of {room}"}
+            measured[name] = {"left_out": f"its cache needs {needed / 2**30:.1f} GiB, more than 1/{SHARE} of {room}"}
         else:
             decoders[name] = Decoder(built(name, plan))
             decoders[name].reach(point.length)
     about = {name: {"how": each.how, "bytes": each.state_bytes()} for name, each in decoders.items()}
-    found |= taking_turns(decoders, lambda name: several(decoders[name], plan), plan)
-    return {name: about.get(name, {}) | found[name] for name in plan.models}
+    measured |= taking_turns(decoders, lambda name: several(decoders[name], plan), plan)
+    return {name: about.get(name, {}) | measured[name] for name in plan.models}
 
 
 def several(decoder: Decoder, plan: BenchPlan) -> float:
@@ -88,16 +88,16 @@ def several(decoder: Decoder, plan: BenchPlan) -> float:
 
 def memory(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Peak memory of a training step. Each model has its own process, as the peak of a process never falls."""
-    found: dict[str, Measured] = {}
+    peaks: dict[str, Measured] = {}
     for name in plan.models:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             try:
-                found[name] = {"bytes": pool.submit(peak, name, point, plan).result()}
+                peaks[name] = {"bytes": pool.submit(peak, name, point, plan).result()}
             except BrokenProcessPool:
-                found[name] = {"left_out": "its process was killed, perhaps because memory ran out"}
+                peaks[name] = {"left_out": "its process was killed, perhaps because memory ran out"}
             except torch.OutOfMemoryError:
-                found[name] = {"left_out": "out of memory"}
-    return found
+                peaks[name] = {"left_out": "out of memory"}
+    return peaks
 
 
 MEASUREMENTS = {"memory": memory, "training": training, "prefill": prefill, "decoding": decoding}
@@ -127,8 +127,8 @@ class Step:
         self.model = model.train()
         self.optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
-    def run(self, given: Tensor) -> None:
-        self.model(input_ids=given, labels=given, use_cache=False).loss.backward()
+    def run(self, tokens: Tensor) -> None:
+        self.model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -136,21 +136,21 @@ class Step:
 def taking_turns(names: Iterable[str], turn: Callable[[str], float], plan: BenchPlan) -> dict[str, Measured]:
     """One warm-up round and `plan.rounds` measured rounds, in which `turn(name)` returns the seconds of each model. A
     model that runs out of memory is left out from then on."""
-    found: dict[str, Measured] = {name: {"seconds": []} for name in names}
+    measured: dict[str, Measured] = {name: {"seconds": []} for name in names}
     gc.freeze()  # the collector need not visit the objects that exist already
     for i in range(plan.rounds + 1):
-        for name in found:
-            if "left_out" in found[name]:
+        for name in measured:
+            if "left_out" in measured[name]:
                 continue
             try:
                 seconds = turn(name)
                 if i:
-                    found[name]["seconds"].append(seconds)
+                    measured[name]["seconds"].append(seconds)
             except torch.OutOfMemoryError:
-                found[name] = {"left_out": "out of memory"}
+                measured[name] = {"left_out": "out of memory"}
             gc.collect()
     gc.unfreeze()
-    return found
+    return measured
 
 
 def timed(call: Callable[[], Any], plan: BenchPlan) -> float:

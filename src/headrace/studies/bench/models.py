@@ -107,14 +107,14 @@ def obstacle(name: str, device: str) -> str | None:
 def named(text: str) -> tuple[str, ...]:
     """The names in a list of models; the softmax version of each backbone follows the backbone. InputError for an
     unknown name or an empty list."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for name in zoo.several(text):
         if name not in PEERS and name.startswith("transformers-"):
             raise InputError(f"--mixers: {name!r} is unknown; expected one of {', '.join(PEERS)}, or a name of the zoo")
-        found[name] = None
+        names[name] = None
         if name not in PEERS and competes(name):
-            found[f"softmax-{name}"] = None
-    return tuple(found)
+            names[f"softmax-{name}"] = None
+    return tuple(names)
 
 
 def competes(name: str) -> bool:

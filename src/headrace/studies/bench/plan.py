@@ -6,10 +6,13 @@ bench.csv           all measurements, a line for each model and point
 report.html, *.png  the report
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ...utils.environment import environment
 from ...utils.errors import InputError
+from ...utils.provenance import defaults
+from ..engine import Claim
 from ..verify import TOLERANCE
 from .models import Shape, check
 
@@ -37,6 +40,11 @@ class BenchPlan:
         for name in self.models:
             check(name, self.shape)
 
+    def claim(self, accept_old: bool = False) -> Claim:
+        """The claim of the folder of its measurements."""
+        machine = {"machine": environment()["processor"]}
+        return Claim(asdict(self) | {"models": list(self.models)}, accept_old, set(defaults(self)), made=machine)
+
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype].itemsize
@@ -60,8 +68,9 @@ class Point:
     def tokens(self) -> int:
         return self.length * self.batch if self.what != "decoding" else 1
 
-    def path(self, folder: Path) -> Path:
-        return folder / "points" / f"{self.what}-{self.length}x{self.batch}.json"
+    @property
+    def path(self) -> Path:
+        return Path("points", f"{self.what}-{self.length}x{self.batch}.json")
 
 
 def points(what: list[str], lengths: list[int], batches: list[int], contexts: list[int]) -> list[Point]:

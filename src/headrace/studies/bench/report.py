@@ -32,7 +32,7 @@ CAPTION = "Solid: backbone; dashed: with competition; dotted: model of transform
 
 
 def write_report(
-    held: list[dict[str, Any]], lines: list[dict[str, Any]], plan: BenchPlan, folder: Path, command: str
+    results: list[dict[str, Any]], lines: list[dict[str, Any]], plan: BenchPlan, folder: Path, command: str
 ) -> Path:
     shape = plan.shape
     about = (
@@ -41,33 +41,35 @@ def write_report(
         f"{count(plan.threads, 'thread')}. Times are {plan.clock}: the median of {plan.rounds} rounds, in which all "
         "models took turns in one process, ± half the interquartile range."
     )
-    sections = [overheads(held, plan), *(measured(what, lines, plan, folder) for what in present(held))]
-    if found := compressed(held, plan, folder):
-        sections.append(found)
-    return Page("Cost of competition", [about], sections, command, environments(held)).write(folder / "report.html")
+    sections = [overheads(results, plan), *(measured(what, lines, plan, folder) for what in present(results))]
+    if section := compressed(results, plan, folder):
+        sections.append(section)
+    return Page("Cost of competition", [about], sections, command, environments(results)).write(folder / "report.html")
 
 
-def environments(held: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for one in held:
-        about = {name: value for name, value in one["environment"].items() if name not in ("date", "threads_per_arm")}
-        if about not in found:
-            found.append(about)
-    return found
+def environments(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    distinct: list[dict[str, Any]] = []
+    for result in results:
+        about = {
+            name: value for name, value in result["environment"].items() if name not in ("date", "threads_per_arm")
+        }
+        if about not in distinct:
+            distinct.append(about)
+    return distinct
 
 
-def present(held: list[dict[str, Any]]) -> list[str]:
-    return [what for what in MEASURED if any(one["point"]["what"] == what for one in held)]
+def present(results: list[dict[str, Any]]) -> list[str]:
+    return [what for what in MEASURED if any(result["point"]["what"] == what for result in results)]
 
 
-def overheads(held: list[dict[str, Any]], plan: BenchPlan) -> Section:
-    header = ("backbone", *(COSTS[what] for what in present(held)))
-    rows = [(name, *(str(overhead(held, name, what)) for what in present(held))) for name in backbones(plan)]
+def overheads(results: list[dict[str, Any]], plan: BenchPlan) -> Section:
+    header = ("backbone", *(COSTS[what] for what in present(results)))
+    rows = [(name, *(str(overhead(results, name, what)) for what in present(results))) for name in backbones(plan)]
     return Section("Overhead of competition", (OVERHEAD,), header=header, rows=rows)
 
 
-def print_overheads(held: list[dict[str, Any]], plan: BenchPlan, console: Console) -> None:
-    section = overheads(held, plan)
+def print_overheads(results: list[dict[str, Any]], plan: BenchPlan, console: Console) -> None:
+    section = overheads(results, plan)
     table = Table(*section.header, title="Overhead of competition", caption=OVERHEAD, title_justify="left")
     for row in section.rows:
         table.add_row(*row)
@@ -79,7 +81,7 @@ def measured(what: str, lines: list[dict[str, Any]], plan: BenchPlan, folder: Pa
     own = [line for line in lines if line["what"] == what]
     places = list(dict.fromkeys((line["length"], line["batch"]) for line in own))
     by_model = {name: {(x["length"], x["batch"]): x for x in own if x["model"] == name} for name in plan.models}
-    rows = [(name, *(cell(what, there.get(place)) for place in places)) for name, there in by_model.items()]
+    rows = [(name, *(cell(what, by_place.get(place)) for place in places)) for name, by_place in by_model.items()]
     figure = panels(what, by_model, place, unit)
     left_out = [
         f"{line['model']} is left out at {line['length']:,} × {line['batch']}: {line['left_out']}."
@@ -94,11 +96,11 @@ def measured(what: str, lines: list[dict[str, Any]], plan: BenchPlan, folder: Pa
 
 def reached(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
     """How the context was reached -> the models that reached it so."""
-    found: dict[str, dict[str, None]] = {}
+    models: dict[str, dict[str, None]] = {}
     for line in lines:
         if line["how"]:
-            found.setdefault(f"Context by {line['how']}", {})[line["model"]] = None
-    return {how: list(names) for how, names in found.items()}
+            models.setdefault(f"Context by {line['how']}", {})[line["model"]] = None
+    return {how: list(names) for how, names in models.items()}
 
 
 def value(what: str, line: dict[str, Any]) -> float | None:
@@ -161,14 +163,14 @@ def line_style(name: str, names: list[str]) -> dict[str, Any]:
     return {"color": PALETTE[known.index(base) % len(PALETTE)], "ls": dash, "marker": "x" if dash == "--" else "o"}
 
 
-def compressed(held: list[dict[str, Any]], plan: BenchPlan, folder: Path) -> Section | None:
+def compressed(results: list[dict[str, Any]], plan: BenchPlan, folder: Path) -> Section | None:
     """The section on the size of the transformer's cache over the size of each state; None without such numbers."""
-    found = compressions(held, plan)
-    if not found:
+    ratios = compressions(results, plan)
+    if not ratios:
         return None
-    contexts = sorted({c.context for c in found})
+    contexts = sorted({c.context for c in ratios})
     by_model = {
-        name: {c.context: c for c in found if c.model == name} for name in dict.fromkeys(c.model for c in found)
+        name: {c.context: c for c in ratios if c.model == name} for name in dict.fromkeys(c.model for c in ratios)
     }
     rows = [
         (name, *(f"{own[t].measured:,.3g}× ({own[t].predicted:,.3g}×)" if t in own else "–" for t in contexts))

@@ -3,20 +3,20 @@ compression of a key-value cache to a state.
 """
 
 import csv
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from ... import zoo
 from ...spec.linear import MixerSpec
 from ...utils.environment import environment
-from ...utils.integrity import read_result, write_result
+from .. import engine
+from ..engine import Tell
 from ..report.numbers import spread
+from ..workers import Worker
 from .measure import measure
 from .models import PEERS, cache_bytes
 from .plan import MEASURED, BenchPlan, Point
@@ -30,36 +30,42 @@ COLUMNS = (
 RESULT = {"point": {"what": str}, "environment": {}, "clock": str, "models": {...: {}}}
 
 
-def complete(plan: BenchPlan, wanted: list[Point], folder: Path, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+def complete(
+    plan: BenchPlan, wanted: list[Point], folder: Path, tell: Tell, accept_old: bool = False
+) -> list[engine.Row]:
     """Measures the points that the folder does not hold yet, and returns all points of the folder."""
-    for i, point in enumerate(wanted, 1):
-        path = point.path(folder)
-        tell(f"{i} of {len(wanted)}: {point.what}, {point.length:,} × {point.batch}")
-        if not path.exists():
-            torch.set_num_threads(plan.threads)
-            models = measure(point, plan)
-            about = environment() | {"threads": plan.threads, "date": datetime.now().isoformat(timespec="seconds")}
-            write_result(path, {"point": vars(point), "environment": about, "clock": plan.clock, "models": models})
-    held = [read_result(path, RESULT) for path in (folder / "points").glob("*.json")]
-    return sorted(held, key=lambda one: (MEASURED.index(one["point"]["what"]), *list(one["point"].values())[1:]))
+    points = [
+        engine.Point(f"{point.what}, {point.length:,} × {point.batch}", point.path, point, RESULT) for point in wanted
+    ]
+    engine.run(folder, plan.claim(accept_old), points, partial(measured, plan=plan), engine.lines(tell, points))
+    results = [engine.read(path, RESULT) for path in (folder / "points").glob("*.json")]
+    return sorted(results, key=lambda one: (MEASURED.index(one["point"]["what"]), *list(one["point"].values())[1:]))
 
 
-def rows(held: list[dict[str, Any]], plan: BenchPlan) -> list[dict[str, Any]]:
-    """Rows of the CSV, one for each model at each point."""
-    found = []
-    for one in held:
-        point = Point(**one["point"])
-        for name, measured in one["models"].items():
+def measured(point: Point, worker: Worker, plan: BenchPlan) -> engine.Row:
+    models = measure(point, plan)
+    about = environment() | {"threads": plan.threads, "date": datetime.now().isoformat(timespec="seconds")}
+    return {"point": vars(point), "environment": about, "clock": plan.clock, "models": models}
+
+
+def rows(results: list[dict[str, Any]], plan: BenchPlan) -> list[dict[str, Any]]:
+    """Rows of the CSV, result for each model at each point."""
+    lines = []
+    for result in results:
+        point = Point(**result["point"])
+        for name, measured in result["models"].items():
             seconds = measured.get("seconds") or []
-            row = one["environment"] | one["point"] | {"model": name, "dtype": plan.dtype, "clock": one["clock"]}
+            row = (
+                result["environment"] | result["point"] | {"model": name, "dtype": plan.dtype, "clock": result["clock"]}
+            )
             row |= {name: getattr(plan.shape, name) for name in ("layers", "hidden_size", "heads")}
             row |= {"rounds": len(seconds), **{key: measured.get(key) for key in ("bytes", "how", "left_out")}}
             if seconds:
                 middle = median(seconds)
                 row |= {"seconds": f"{middle:.6g}", "spread": rounded(spread(seconds))}
                 row["tokens_per_second"] = f"{point.tokens / middle:.5g}"
-            found.append({name: row.get(name) for name in COLUMNS})
-    return found
+            lines.append({name: row.get(name) for name in COLUMNS})
+    return lines
 
 
 def rounded(number: float | None) -> str | None:
@@ -93,11 +99,11 @@ def backbones(plan: BenchPlan) -> list[str]:
     return [name for name in plan.models if f"softmax-{name}" in plan.models]
 
 
-def overhead(held: list[dict[str, Any]], backbone: str, what: str) -> Overhead:
+def overhead(results: list[dict[str, Any]], backbone: str, what: str) -> Overhead:
     ratios: list[float] = []
-    for one in held:
-        base, competing = (one["models"].get(name, {}) for name in (backbone, f"softmax-{backbone}"))
-        if one["point"]["what"] == what and "left_out" not in base | competing:
+    for result in results:
+        base, competing = (result["models"].get(name, {}) for name in (backbone, f"softmax-{backbone}"))
+        if result["point"]["what"] == what and "left_out" not in base | competing:
             pairs = zip(costs(competing, what), costs(base, what), strict=True)
             ratios += [with_it / without for with_it, without in pairs]
     return Overhead(backbone, what, tuple(ratios))
@@ -118,14 +124,14 @@ class Compression:
     measured: float
 
 
-def compressions(held: list[dict[str, Any]], plan: BenchPlan) -> list[Compression]:
-    found = []
-    for one in held:
-        context = one["point"]["length"]
-        for name, measured in one["models"].items():
+def compressions(results: list[dict[str, Any]], plan: BenchPlan) -> list[Compression]:
+    ratios = []
+    for result in results:
+        context = result["point"]["length"]
+        for name, measured in result["models"].items():
             spec = None if name in PEERS else zoo.mixer(name)
-            if one["point"]["what"] == "decoding" and isinstance(spec, MixerSpec) and measured.get("bytes"):
+            if result["point"]["what"] == "decoding" and isinstance(spec, MixerSpec) and measured.get("bytes"):
                 K, V = spec.head_dims(plan.shape.hidden_size, plan.shape.heads)
                 cache = cache_bytes("transformer", plan.shape, context, plan.itemsize)
-                found.append(Compression(name, context, context * (K + V) / (K * V), cache / measured["bytes"]))
-    return found
+                ratios.append(Compression(name, context, context * (K + V) / (K * V), cache / measured["bytes"]))
+    return ratios

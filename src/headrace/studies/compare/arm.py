@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,16 +20,21 @@ from ...training.arguments import training_arguments
 from ...training.gate_statistics import GateWatch
 from ...training.optimizer import optimizer
 from ...training.parameters import gate_parameters
-from ...utils.environment import environment
-from ...utils.integrity import write_result
+from ..engine import Row
+from ..workers import Worker
 from .model import build, flops, model_inputs
 from .plan import Arm, ArmRecipe
 
 Tell = Callable[[int, dict[str, float] | None], None]  # (step, scores after an evaluation, else None)
 
 
-def train(arm: Arm, path: Path, tell: Tell, device: str = "cpu", weights: dict[str, Tensor] | None = None) -> nn.Module:
-    """Trains and evaluates an arm, writes its result to the file `path` atomically at the end, and returns the model.
+def measure(arm: Arm, worker: Worker) -> Row:
+    """The result of an arm, as `engine.run` takes it; reports (step, scores)."""
+    return train(arm, lambda *news: worker.report(news), worker.device or "cpu")[1]
+
+
+def train(arm: Arm, tell: Tell, device: str = "cpu", weights: dict[str, Tensor] | None = None) -> tuple[nn.Module, Row]:
+    """Trains and evaluates an arm, and returns the model and its result.
 
     device: "cpu"; any other value means the one accelerator that is visible to this process.
     weights: the parameters and buffers of a model without some of the gates, which the model begins with."""
@@ -41,17 +47,17 @@ def train(arm: Arm, path: Path, tell: Tell, device: str = "cpu", weights: dict[s
     model.register_forward_hook(curve.record_loss)
     sample = lambda generator, rows: model_inputs(arm, plan.task.sample(generator, rows))  # noqa: E731
     rows = Rows(sample, arm.seed, plan.recipe.steps * plan.recipe.batch_size)
-    trainer = Trainer(
-        model,
-        arguments(plan.recipe, arm.seed, path.parent, device),
-        train_dataset=rows,
-        callbacks=[curve],
-        optimizers=(optimizer(model, plan.recipe, torch.optim.AdamW), None),
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    write_result(path, result(arm, model, curve) | {"seconds": time.perf_counter() - started})
-    return model
+    with TemporaryDirectory() as folder:  # the Trainer wants one
+        trainer = Trainer(
+            model,
+            arguments(plan.recipe, arm.seed, Path(folder), device),
+            train_dataset=rows,
+            callbacks=[curve],
+            optimizers=(optimizer(model, plan.recipe, torch.optim.AdamW), None),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return model, result(arm, model, curve) | {"seconds": time.perf_counter() - started}
 
 
 def begin(model: nn.Module, weights: dict[str, Tensor]) -> None:
@@ -150,7 +156,7 @@ def batches(rows: Batch, size: int, device: torch.device):
         yield dict(zip(parts, values, strict=True))
 
 
-def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
+def result(arm: Arm, model: nn.Module, curve: Curve) -> Row:
     plan, last, spec = arm.plan, curve.points[-1], from_json(arm.spec)
     tokens, shape = curve.held_out["input_ids"].shape[1], plan.shape
     stack = spec if isinstance(spec, ModelSpec) else as_decoder(spec)
@@ -171,7 +177,6 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> dict[str, Any]:
         **(by_length(arm, model) if last["scores"] and plan.part == "held-out" else {}),
         "flops": flops(model, {name: values[:1] for name, values in curve.held_out.items()}, shape),
         "speeds": curve.speeds,
-        "environment": environment(),
     }
 
 

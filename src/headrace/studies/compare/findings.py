@@ -11,8 +11,8 @@ from statistics import fmean
 from ... import zoo
 from ..report.numbers import SEEDS, count
 from .pairwise import Difference, common_seeds, competing, few, find, pairs, with_gates, without_count
-from .plan import MATCHED
 from .rows import HELD, RULE, converged
+from .shape import MATCHED
 from .summary import Comparison, Contender, show, show_contender, show_scores, task_of
 
 SPELT = 2  # largest number of pairs that the answer names one by one

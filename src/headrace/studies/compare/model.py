@@ -1,6 +1,7 @@
 """The model of an arm, with the inputs and labels of a task's rows as its arguments."""
 
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,26 @@ from ...layers.blocks.widths import matrix_products
 from ...models import shift_right
 from ...spec.encoder_decoder import ModelSpec
 from ...spec.serialise import RECURRENT, from_json
-from ...tasks import IGNORED, Sequences
+from ...tasks import IGNORED, Sequences, Task
 from ...tasks.base import Batch
 from ...tasks.sequences import START
 from ...training.parameters import initialise_gates
-from .plan import Arm, Shape
+from .shape import ArmRecipe, Shape
+
+
+class Subject(Protocol):
+    """What a model is built for, as the arm of a plan is. `spec` is the mixer as JSON, `width` the MLP's."""
+
+    @property
+    def task(self) -> Task: ...
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def recipe(self) -> ArmRecipe: ...
+    @property
+    def spec(self) -> dict[str, Any]: ...
+    @property
+    def width(self) -> int | None: ...
 
 
 class CausalModel(nn.Module):
@@ -48,10 +64,10 @@ class CompleteModel(nn.Module):
         return self.model(labels=shift_labels, **rows)
 
 
-def model_inputs(arm: Arm, rows: Batch) -> Batch:
+def model_inputs(arm: Subject, rows: Batch) -> Batch:
     """The rows of a task as arguments of the arm's model. For a causal model on a sequence-to-sequence task, source and
     target are concatenated to one row."""
-    if not isinstance(arm.plan.task, Sequences) or isinstance(from_json(arm.spec), ModelSpec):
+    if not isinstance(arm.task, Sequences) or isinstance(from_json(arm.spec), ModelSpec):
         return rows
     source, labels = rows["input_ids"], rows["shift_labels"]
     return {
@@ -61,35 +77,40 @@ def model_inputs(arm: Arm, rows: Batch) -> Batch:
     }
 
 
-def build(arm: Arm) -> CausalModel | CompleteModel:
+def build(arm: Subject) -> CausalModel | CompleteModel:
     """Builds the arm's model with parameters drawn from torch's global generator.
 
     Gate parameters are drawn last, so that a mixer and its softmax version start from the same other weights."""
-    shape, spec = arm.plan.shape, from_json(arm.spec)
+    shape, recipe, spec = arm.shape, arm.recipe, from_json(arm.spec)
     if isinstance(spec, ModelSpec):
         sizes = {
             "num_heads": shape.heads, "num_layers": shape.layers, "intermediate_size": arm.width,
-            "initializer_range": arm.plan.recipe.initializer_range,
+            "initializer_range": recipe.initializer_range,
         }  # fmt: skip
-        return CompleteModel(
-            models.build(spec, vocab_size=arm.plan.task.vocab_size, hidden_size=shape.hidden_size, **sizes)
-        )
+        return CompleteModel(models.build(spec, vocab_size=arm.task.vocab_size, hidden_size=shape.hidden_size, **sizes))
     config = HeadraceConfig(
         mixer=arm.spec,
-        vocab_size=arm.plan.task.vocab_size,
+        vocab_size=arm.task.vocab_size,
         hidden_size=shape.hidden_size,
         num_hidden_layers=shape.layers,
         num_heads=shape.heads,
         mlp="none" if arm.width is None else None,
         intermediate_size=arm.width,
-        max_position_embeddings=arm.plan.positions,
+        max_position_embeddings=positions(arm.task),
         tie_word_embeddings=False,
         use_cache=False,
-        initializer_range=arm.plan.recipe.initializer_range,
+        initializer_range=recipe.initializer_range,
     )
     model = CausalModel(HeadraceForCausalLM(config))
-    initialise_gates(model, arm.plan.recipe.gate_std, arm.plan.recipe.gate_init)
+    initialise_gates(model, recipe.gate_std, recipe.gate_init)
     return model
+
+
+@cache
+def positions(task: Task) -> int:
+    """Number of positions of the longest row, held-out lengths and concatenated source and target included."""
+    longest = max([*task.by_length(1), task.length])
+    return 2 * longest + 1 if isinstance(task, Sequences) else longest
 
 
 @torch.no_grad()

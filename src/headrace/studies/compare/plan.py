@@ -4,50 +4,23 @@ comparisons with one report."""
 import json
 import re
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ... import zoo
 from ...spec.encoder_decoder import ModelSpec
-from ...spec.record import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Record
 from ...spec.serialise import admitted, from_json, to_json
 from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
 from ...tasks.base import Part, generator
-from ...training.optimization import Optimization
 from ...utils.errors import InputError
 from ...utils.integrity import digest, misfit, read_result
 from ...utils.provenance import Place, defaults
+from ..engine import Claim
+from .model import positions
 from .question import Question
-
-MATCHED = 1.05  # largest ratio of two sizes that are called matched
-
-
-@dataclass(frozen=True)
-class Shape(Record):
-    """The model around the mixer.
-
-    mlp: MLP width of the model with the most parameters; the widths of the other models are chosen so that all models
-    have equally many parameters. None: no MLP if the parameters match without one, else `hidden_size`. 0: no MLP."""
-
-    hidden_size: PositiveInt = 64
-    layers: PositiveInt = 1
-    heads: PositiveInt = 8
-    mlp: NonNegativeInt | None = None
-
-
-@dataclass(frozen=True)
-class ArmRecipe(Optimization):
-    """Training of one arm with AdamW; `warmup` is a fraction of the steps."""
-
-    lr: PositiveFloat = 1e-2
-    min_lr: NonNegativeFloat = 0.05
-    steps: PositiveInt = 300
-    batch_size: PositiveInt = 64
-    warmup: NonNegativeFloat = 1 / 15
-    evaluations: PositiveInt = 10
-    held_out: PositiveInt = 512  # number of held-out rows
+from .shape import ArmRecipe, Shape
+from .widths import match
 
 
 def numbers(seeds: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -72,7 +45,7 @@ class Plan:
     mixers: tuple[str, ...]
     task: Task
     shape: Shape = field(default_factory=Shape)
-    recipe: ArmRecipe = ArmRecipe()
+    recipe: ArmRecipe = field(default_factory=ArmRecipe)
     seeds: int | tuple[int, ...] = 3  # a number: so many, from 0; a tuple: these
     tuning: Tuning | None = None
     part: Part = "held-out"  # the rows on which the arms are evaluated: those of a search are not the reported ones
@@ -130,9 +103,9 @@ class Plan:
         """A plan for each value of the search, if there is one."""
         if self.tuning is None:
             return []
-        apart = replace(self, seeds=self.tuning.seeds)
+        search = replace(self, seeds=self.tuning.seeds)
         field, values = self.tuning.field, self.tuning.values
-        return [replace(apart.at(v), name=f"{self.name}-{field}-{v}", tuning=None, part="tuning") for v in values]
+        return [replace(search.at(v), name=f"{self.name}-{field}-{v}", tuning=None, part="tuning") for v in values]
 
     def idle_gates(self) -> list[str]:
         """A sentence for each gate of the mixers that has little or no effect."""
@@ -140,16 +113,12 @@ class Plan:
 
     def widths(self) -> dict[str, int | None]:
         """Mixer -> MLP width. Gate parameters are not counted, so a mixer and its softmax version have equal widths."""
-        from .widths import match
-
         specs = tuple(zoo.plain(zoo.get(mixer)) for mixer in self.mixers)
-        return dict(zip(self.mixers, match(self, specs), strict=True))
+        return dict(zip(self.mixers, match(self.task, self.shape, self.recipe, specs), strict=True))
 
-    @cached_property
+    @property
     def positions(self) -> int:
-        """Number of positions of the longest row, held-out lengths and concatenated source and target included."""
-        longest = max([*self.task.by_length(1), self.task.length])
-        return 2 * longest + 1 if isinstance(self.task, Sequences) else longest
+        return positions(self.task)
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
@@ -176,6 +145,18 @@ class Arm:
     seed: int
 
     @property
+    def task(self) -> Task:
+        return self.plan.task
+
+    @property
+    def shape(self) -> Shape:
+        return self.plan.shape
+
+    @property
+    def recipe(self) -> ArmRecipe:
+        return self.plan.recipe
+
+    @property
     def slug(self) -> str:
         """The name of its folder, with a digest, as the names of two mixers may be spelt alike."""
         return f"{self.spelt}-{digest([self.plan.name, self.mixer, self.seed])[:8]}"
@@ -190,8 +171,8 @@ class Arm:
         version that wrote none."""
         before = folder / "arms" / self.spelt / "result.json"
         if before.exists():
-            found = read_result(before)
-            if [found.get(name) for name in ("comparison", "mixer", "seed")] == [self.plan.name, self.mixer, self.seed]:
+            result, own = read_result(before), {"comparison": self.plan.name, "mixer": self.mixer, "seed": self.seed}
+            if {name: result.get(name) for name in own} == own:
                 return before
         return folder / "arms" / self.slug / "result.json"
 
@@ -213,6 +194,10 @@ class Study:
         """The reported arms. tuned: name of a plan -> its mixers' values of the tuned field."""
         return [arm for plan in self.plans for arm in plan.arms((tuned or {}).get(plan.name))]
 
+    def claim(self, accept_old: bool = False) -> Claim:
+        """The claim of the folder of its runs."""
+        return Claim(self.to_json(), accept_old, self.optional(), with_new_names)
+
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {"name": self.name, "title": self.title, "plans": [p.to_json() for p in self.plans]}
         data |= {"sweep": self.sweep} if self.sweep else {}
@@ -225,12 +210,12 @@ class Study:
         return {*defaults(self), *defaults({"plans": specs})}
 
 
-def with_new_names(held: Any) -> Any:
+def with_new_names(stored: Any) -> Any:
     """Returns the plan of a study, as `Study.to_json` wrote it, with its specs in today's spelling."""
-    if misfit(held, {"plans": [{"specs": {...: dict}}]}):
-        return held
-    plans = [p | {"specs": {m: to_json(from_json(spec)) for m, spec in p["specs"].items()}} for p in held["plans"]]
-    return held | {"plans": plans}
+    if misfit(stored, {"plans": [{"specs": {...: dict}}]}):
+        return stored
+    plans = [p | {"specs": {m: to_json(from_json(spec)) for m, spec in p["specs"].items()}} for p in stored["plans"]]
+    return stored | {"plans": plans}
 
 
 def answers(spec, task: Task) -> bool:

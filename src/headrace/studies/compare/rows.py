@@ -43,12 +43,12 @@ def rows(results: dict[str, Any]) -> list[Row]:
 
 
 def row(arm: dict[str, Any], metric: Metric, trial: bool) -> Row:
-    found = {name: arm[name] for name in COLUMNS if name in arm} | {"trial": trial, "metric": metric.name}
-    found |= {"score": arm["scores"].get(metric.name), "loss": arm["scores"].get("loss")}
+    columns = {name: arm[name] for name in COLUMNS if name in arm} | {"trial": trial, "metric": metric.name}
+    columns |= {"score": arm["scores"].get(metric.name), "loss": arm["scores"].get("loss")}
     lengths = {int(length): score for length, score in arm.get("by_length", {}).items()}
     above = (point["step"] for point in arm["curve"] if point["scores"].get(metric.name, 0) >= HELD)
     reached = next(above, None) if metric.higher_is_better else None
-    return found | {"reached": reached, "converged": converged(arm), "by_length": lengths}
+    return columns | {"reached": reached, "converged": converged(arm), "by_length": lengths}
 
 
 def converged(arm: dict[str, Any]) -> bool:
@@ -62,11 +62,11 @@ def converged(arm: dict[str, Any]) -> bool:
     return first > best and max(before, end) - best <= SETTLED * (first - best)
 
 
-def write(found: Sequence[Row], path: Path) -> None:
+def write(rows: Sequence[Row], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        writer.writerows(row | {name: json.dumps(finite(row[name])) for name in TABLES} for row in found)
+        writer.writerows(row | {name: json.dumps(finite(row[name])) for name in TABLES} for row in rows)
 
 
 def read(path: Path) -> list[Row]:

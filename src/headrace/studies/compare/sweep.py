@@ -27,11 +27,11 @@ class Sweep:
     @property
     def mixers(self) -> dict[str, list[tuple[Any, Contender]]]:
         """Label -> (value, contender) for every value at which the mixer has a score."""
-        found: dict[str, list[tuple[Any, Contender]]] = {}
+        points: dict[str, list[tuple[Any, Contender]]] = {}
         for value, comparison in zip(self.values, self.comparisons, strict=True):
             for contender in comparison.contenders:
-                found.setdefault(contender.label, []).extend([(value, contender)] if contender.by_seed else [])
-        return found
+                points.setdefault(contender.label, []).extend([(value, contender)] if contender.by_seed else [])
+        return points
 
     def table(self) -> list[list[str]]:
         """A row for each mixer: its label and a cell for each value."""
@@ -103,15 +103,15 @@ def line(sweep: Sweep, ax: Axes, label: str, spots: list[tuple[Any, Contender]])
 
 def answer(sweep: Sweep) -> str:
     """The values at which softmax mixers beat their backbones or, without such a pair, the answer at each value."""
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    verdicts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for value, comparison in zip(sweep.values, sweep.comparisons, strict=True):
         for d in pairs(comparison):
-            found.setdefault((d.a.label, d.b.label), {}).setdefault(d.verdict, []).append(str(value))
+            verdicts.setdefault((d.a.label, d.b.label), {}).setdefault(d.verdict, []).append(str(value))
     clauses = [
         f"{a} compared with {b}, by {sweep.field}: "
         + ", ".join(f"{verdict} at {', '.join(values)}" for verdict, values in said.items())
         + " (by 95 % intervals over seeds)"
-        for (a, b), said in found.items()
+        for (a, b), said in verdicts.items()
     ]
     return f"{'; '.join(clauses)}." if clauses else headline(sweep.comparisons)
 

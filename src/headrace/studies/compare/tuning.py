@@ -40,21 +40,21 @@ def best(plan: Plan, trials: Sequence[Result]) -> dict[str, Any]:
     """Mixer -> the value that it takes; the first value for a mixer that diverged with all of them."""
     if plan.tuning is None:
         return {}
-    found = medians(plan.to_json()["trials"], trials)
-    return {mixer: min(by_value, key=by_value.__getitem__) for mixer, by_value in found.items()}
+    losses = medians(plan.to_json()["trials"], trials)
+    return {mixer: min(by_value, key=by_value.__getitem__) for mixer, by_value in losses.items()}
 
 
 def medians(trials: Sequence[dict[str, Any]], results: Sequence[Result]) -> dict[str, dict[Any, float]]:
     """Mixer -> value -> median loss; infinite where most runs diverged. trials: {name, value} of each."""
-    found: dict[str, dict[Any, float]] = {}
+    by_mixer: dict[str, dict[Any, float]] = {}
     for trial in trials:
         losses: dict[str, list[float]] = {}
         for arm in results:
             if arm["comparison"] == trial["name"]:
                 losses.setdefault(arm["mixer"], []).append(arm["scores"].get("loss", math.inf))
         for mixer, own in losses.items():
-            found.setdefault(mixer, {})[trial["value"]] = median(own)
-    return found
+            by_mixer.setdefault(mixer, {})[trial["value"]] = median(own)
+    return by_mixer
 
 
 def about(plan: dict[str, Any]) -> str:
@@ -70,9 +70,9 @@ def table(comparison: Comparison, results: dict[str, Any]) -> list[list[str]]:
     """The header, and a row for each mixer: its loss and score at every value, and the value taken."""
     plan = comparison.plan
     chosen, values = results["tuned"][plan["name"]], [trial["value"] for trial in plan["trials"]]
-    found, rows = medians(plan["trials"], results["trials"]), []
+    losses, rows = medians(plan["trials"], results["trials"]), []
     for mixer, label in labels(plan["mixers"]).items():
-        own = [cell(comparison.metric, found[mixer][t["value"]], t["name"], mixer, results) for t in plan["trials"]]
+        own = [cell(comparison.metric, losses[mixer][t["value"]], t["name"], mixer, results) for t in plan["trials"]]
         edge = ", at the edge" if at_edge(values, chosen[mixer]) else ""
         rows.append([label, *own, f"{chosen[mixer]}{edge}"])
     return [["mixer", *(f"{plan['tuning']['field']} {value}" for value in values), "taken"], *rows]

@@ -42,8 +42,8 @@ class Checkpoint:
     @property
     def trained_length(self) -> int | None:
         """Tokens of context by the config; None if the config has no such field."""
-        found = (getattr(self.model.config, name, None) for name in LENGTHS)
-        return next((length for length in found if length), None)
+        lengths = (getattr(self.model.config, name, None) for name in LENGTHS)
+        return next((length for length in lengths if length), None)
 
 
 def read_checkpoint(path: str, device: str) -> Checkpoint:
@@ -68,9 +68,9 @@ def read_model(path: str) -> Any:
         check_backend()
         return load(folder)
     with reading(unreadable(path)):
-        found: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
-    model, loaded = found
-    if missing := sorted(loaded["missing_keys"]):
+        model_and_report: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
+    model, report = model_and_report
+    if missing := sorted(report["missing_keys"]):
         raise InputError(f"checkpoint {path!r} is not a causal language model: the weights of {missing[0]} are missing")
     return model
 

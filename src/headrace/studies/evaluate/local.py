@@ -104,9 +104,9 @@ def read(task: str, data: Path) -> list[Row]:
 def in_columns(task: str, row: Row, path: Path) -> Row:
     expected = STOCK.get("blimp" if task.startswith("blimp_") else task, ())
     try:
-        found = COLUMNS.get(task, lambda row: row)(row)
-        if all(name in found for name in expected):
-            return found
+        columns = COLUMNS.get(task, lambda row: row)(row)
+        if all(name in columns for name in expected):
+            return columns
     except (KeyError, TypeError):
         pass
     raise InputError(f"a row of {str(path)!r} has {', '.join(row)}; expected {', '.join(expected)}, as {task} has")
@@ -131,12 +131,12 @@ def lines(path: Path) -> Iterator[Row]:
 
 def pages(text: str) -> list[str]:
     """The articles of WikiText, each beginning with its title."""
-    found: list[list[str]] = [[]]
+    articles: list[list[str]] = [[]]
     for line in text.splitlines(keepends=True):
         if TITLE.match(line):
-            found.append([])
-        found[-1].append(line)
-    return [page for page in ("".join(part) for part in found) if page.strip()]
+            articles.append([])
+        articles[-1].append(line)
+    return [page for page in ("".join(part) for part in articles) if page.strip()]
 
 
 def hellaswag(row: Row) -> Row:

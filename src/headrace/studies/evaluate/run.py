@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,18 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
 
 from ...utils.errors import InputError
-from ...utils.integrity import digest, file_names, read_result, write_result
-from ...utils.provenance import claim, defaults
+from ...utils.integrity import digest, file_names, write_result
+from ...utils.provenance import defaults
+from .. import engine
+from ..engine import Claim, Point, Row, Tell
+from ..workers import Worker
 from .checkpoint import ROOM, Checkpoint, fingerprint, named, read_checkpoint
 from .local import Missing, content, localise
 from .suites import RECALL, RECALLED, Item, items
 from .unigram import unigram
 
-Tell = Callable[[str], None]
 DRAWS = 1000  # bootstrap samples of the harness
 RECORD = {"fingerprint": str, "max_length": int, "seconds": float, "unigram": {}, "samples": [{}], "results": {}}
-
-
-def silent(line: str) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,11 @@ class EvaluationPlan:
     limit: int | None = None  # number of rows of each task; None: all
     max_length: int | None = None  # tokens of context; None: the length in the model's config
     seed: int = 1234
+
+    def claim(self, accept_old: bool = False) -> Claim:
+        """The claim of the folder of its records."""
+        content = asdict(self) | {"lengths": list(self.lengths)}
+        return Claim(content, accept_old, set(defaults(self)), made={"lm_eval": lm_eval.__version__})
 
     def check(self) -> None:
         for name in ("limit", "max_length"):
@@ -80,7 +84,7 @@ def evaluate(
     machine: Machine,
     output: Path,
     accept_old: bool = False,
-    tell: Tell = silent,
+    tell: Tell = lambda line: None,
 ) -> Evaluation:
     """Evaluates the checkpoints `paths` and writes the records to the folder `output`.
 
@@ -88,31 +92,29 @@ def evaluate(
         InputError: a checkpoint or file cannot be read, or no item can be run.
     """
     plan.check()
-    models, wanted = named(paths), items(plan.suite, list(plan.lengths))
-    with claimed(output, plan, accept_old):
-        found, missing = find_rows(wanted, plan, output / "rows")
-        if not found:
+    models = named(paths)
+    with engine.claimed(output, plan.claim(accept_old)), removed_after_errors(output / "rows"):
+        rows, missing = find_rows(items(plan.suite, list(plan.lengths)), plan, output / "rows")
+        if not rows:
             raise InputError(f"no task of --suite={plan.suite!r} can be run: {next(iter(missing.values()))}")
         recorded, folders = {}, file_names(models, slug)
         for name, path in models.items():
-            folder = output / folders[name]
-            recorded[name] = dict(complete(path, found, plan, machine, folder, tell))
-            write_result(folder / "results.json", merged(recorded[name]))
+            model = fingerprint(path)
+            points = [one.point(folders[name], model) for one in rows]
+            load = cache(partial(read_checkpoint, path, machine.device))  # only if a record is missing or outdated
+            measure = partial(run_item, load=load, plan=plan, machine=machine)
+            records = engine.run(output, None, points, measure, engine.lines(tell, points))
+            recorded[name] = {one.item.name: record for one, record in zip(rows, records, strict=True)}
+            write_result(output / folders[name] / "results.json", merged(recorded[name]))
     return Evaluation(plan, recorded, missing)
 
 
 @contextmanager
-def claimed(output: Path, plan: EvaluationPlan, accept_old: bool) -> Iterator[None]:
-    """Claims the folder for the plan. If the block is left by an exception before there is a result, the folder is free
-    again, so that the corrected command can take it."""
-    wanted = asdict(plan) | {"lengths": list(plan.lengths)}
-    claim(output, wanted, accept_old, optional=defaults(plan), lm_eval=lm_eval.__version__)
+def removed_after_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if not any(output.glob("*/items/*.json")):
-            shutil.rmtree(output / "rows", ignore_errors=True)
-            (output / "plan.json").unlink()
+        shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
@@ -125,42 +127,30 @@ class Rows:
     folder: Path
     digest: str | None = None
 
+    def point(self, folder: str, model: str) -> Point:
+        """The evaluation of a checkpoint by its fingerprint, in a folder of its own."""
+        name = self.item.name
+        path = Path(folder, "items", f"{slug(name)}.json")
+        return Point(f"{folder}, {name}", path, self, RECORD, digest([model, self.digest]))
 
-def find_rows(wanted: list[Item], plan: EvaluationPlan, scratch: Path) -> tuple[list[Rows], dict[str, str]]:
+
+def find_rows(chosen: list[Item], plan: EvaluationPlan, scratch: Path) -> tuple[list[Rows], dict[str, str]]:
     """(rows of the items that can be run, item that cannot -> reason)"""
     if plan.data is None:
-        return [Rows(item, item.stock.parent) for item in wanted], {}
-    found, missing, data = [], {}, Path(plan.data)
-    for item in wanted:
+        return [Rows(item, item.stock.parent) for item in chosen], {}
+    rows, missing, data = [], {}, Path(plan.data)
+    for item in chosen:
         try:
-            found.append(Rows(item, localise(item, data, scratch), content(item, data, scratch)))
+            rows.append(Rows(item, localise(item, data, scratch), content(item, data, scratch)))
         except Missing as reason:
             missing[item.name] = str(reason)
-    return found, missing
+    return rows, missing
 
 
-def complete(
-    path: str, wanted: list[Rows], plan: EvaluationPlan, machine: Machine, folder: Path, tell: Tell
-) -> Iterator[tuple[str, Any]]:
-    """Yields (item, record) for one checkpoint. The checkpoint is loaded only if a record is missing or outdated."""
-    checkpoint, model = None, fingerprint(path)
-    for i, rows in enumerate(wanted, 1):
-        name = rows.item.name
-        kept, mark = folder / "items" / f"{slug(name)}.json", digest([model, rows.digest])
-        record = read_result(kept, RECORD) if kept.exists() else {}
-        if record.get("fingerprint") != mark:
-            tell(f"{folder.name}: {name}, {i} of {len(wanted)}")
-            checkpoint = checkpoint or read_checkpoint(path, machine.device)
-            record = run_item(checkpoint, rows.item, rows.folder, plan, machine) | {"fingerprint": mark}
-            write_result(kept, record)
-        yield name, record
-
-
-def run_item(
-    checkpoint: Checkpoint, item: Item, definitions: Path, plan: EvaluationPlan, machine: Machine
-) -> dict[str, Any]:
-    """The record of an item. definitions: the folder with the YAML definition of its task."""
+def run_item(rows: Rows, worker: Worker, load: Callable[[], Checkpoint], plan: EvaluationPlan, machine: Machine) -> Row:
+    """The record of the checkpoint that `load` returns on an item."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # else the harness's bootstrap starts a process per core
+    checkpoint, item = load(), rows.item
     max_length = context(item, checkpoint, plan)
     model = checkpoint.harness(max_length, machine.batch_size)
     needle = {} if item.length is None else {"max_seq_lengths": [item.length], "tokenizer": checkpoint.path}
@@ -170,15 +160,15 @@ def run_item(
         out: Any = lm_eval.simple_evaluate(
             model,
             tasks=[item.task],
-            task_manager=TaskManager(include_path=str(definitions), include_defaults=False, metadata=needle),
+            task_manager=TaskManager(include_path=str(rows.folder), include_defaults=False, metadata=needle),
             limit=plan.limit,
             bootstrap_iters=DRAWS,
             **dict.fromkeys(seeds, plan.seed),
         )
     samples, results = out.pop("samples")[item.task], plain(renamed(out, item))
     if any(map(undefined, samples)):
-        found = results["results"][item.name]
-        found |= {name: math.nan for name in found if name.partition(",")[0] in samples[0]["metrics"]}
+        scores = results["results"][item.name]
+        scores |= {name: math.nan for name in scores if name.partition(",")[0] in samples[0]["metrics"]}
     return {
         "max_length": max_length,
         "trained_length": checkpoint.trained_length,
@@ -239,8 +229,8 @@ def scored(sample: dict[str, Any]) -> dict[str, Any]:
 
 def undefined(sample: dict[str, Any]) -> bool:
     """Whether a log-likelihood of a row is NaN. The harness would choose an answer nevertheless, the first."""
-    found = (answer if isinstance(answer, tuple | list) else [answer] for answer in sample["filtered_resps"])
-    return any(isinstance(x, float) and math.isnan(x) for answer in found for x in answer)
+    answers = (answer if isinstance(answer, tuple | list) else [answer] for answer in sample["filtered_resps"])
+    return any(isinstance(x, float) and math.isnan(x) for answer in answers for x in answer)
 
 
 def renamed(out: dict[str, Any], item: Item) -> dict[str, Any]:

@@ -8,40 +8,42 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ...utils import provenance
 from ...utils.errors import InputError
-from ...utils.integrity import digest, read_json, read_result, record, sha256, write_json, write_result
+from ...utils.integrity import digest, read_json, record, sha256, write_json
 from ...utils.processes import POSIX, end_with_parent
+from .. import engine
+from ..engine import Point, Row, Tell
+from ..workers import Worker
 from .experiment import called
 
 RESUMED = ("compare", "train", "bench", "eval")  # commands that continue from a folder and take --accept-old
 WRITTEN = "niah_single_1"  # the suite whose rows are written when they are needed
+RECORD = {"said": (str, None)}  # the form of the record of a finished step
 HEADRACE = [sys.executable, "-c", "from headrace.cli import main; main()"]
 
 
 def downloads(steps: list[list[str]]) -> str:
     """A sentence on what the steps download. InputError if a local file or folder that a step reads does not exist."""
-    found: dict[str, None] = {}
+    downloaded: dict[str, None] = {}
     for name, *arguments in map(called, steps):
         options = dict(itertools.pairwise(arguments))
         texts = itertools.takewhile(lambda argument: not argument.startswith("--"), arguments)
         if name in ("prepare", "compare"):
             named = [*texts, *([options["--tokenizer"]] if "--tokenizer" in options else [])]
-            found |= {one: None for one in named if not is_local(one)}
+            downloaded |= {one: None for one in named if not is_local(one)}
         elif name == "eval" and options["--suite"] == WRITTEN:
             continue
         elif name == "eval" and "--data" not in options:
-            found[f"the rows of {options['--suite']}"] = None
+            downloaded[f"the rows of {options['--suite']}"] = None
         elif name == "eval" and not Path(options["--data"]).is_dir():
             raise InputError(f"--data={options['--data']!r}; expected a folder")
-    if not found:
+    if not downloaded:
         return "Nothing is downloaded."
-    return f"Downloaded: {', '.join(found)}. To use local files instead, give --text FILE … and --data FOLDER."
+    return f"Downloaded: {', '.join(downloaded)}. To use local files instead, give --text FILE … and --data FOLDER."
 
 
 def is_local(name: str) -> bool:
@@ -50,17 +52,18 @@ def is_local(name: str) -> bool:
     return Path(name).exists()
 
 
-def mark(root: Path, command: list[str]) -> Path:
-    return root / "done" / f"{hashlib.sha256(shlex.join(command).encode()).hexdigest()[:16]}.json"
+def mark(command: list[str]) -> Path:
+    """The file in which a finished step is recorded."""
+    return Path("done", f"{hashlib.sha256(shlex.join(command).encode()).hexdigest()[:16]}.json")
 
 
-def done(root: Path, command: list[str]) -> dict[str, Any] | None:
+def done(root: Path, command: list[str]) -> Row | None:
     """The record of a finished step: its seconds and, for a step with --json, its output; None if not finished."""
-    path = mark(root, command)
-    return read_result(path, {"said": (str, None)}) if path.exists() else None
+    path = root / mark(command)
+    return engine.read(path, RECORD) if path.exists() else None
 
 
-def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None], accept_old: bool = False) -> None:
+def execute(steps: list[list[str]], root: Path, tell: Tell, accept_old: bool = False) -> None:
     """Runs the steps that are not finished yet.
 
     Raises:
@@ -68,28 +71,43 @@ def execute(steps: list[list[str]], root: Path, tell: Callable[[str], None], acc
             was written by another version and `accept_old` is False.
     """
     provenance.record_versions(root, not (root / "done").exists(), accept_old)
-    for i, command in enumerate(steps, 1):
-        said, given = f"step {i} of {len(steps)}: {shlex.join(command)}", inputs(root, command)
-        if (kept := done(root, command)) is not None:
-            before = kept.get("inputs", given)
-            if changed := [name for name, content in given.items() if before.get(name) != content]:
-                raise InputError(
-                    f"input {changed[0]!r} of step {i} has changed since the step was run "
-                    f"({str(mark(root, command))!r}); expected another --output"
-                )
-            tell(f"{said}: already finished")
-            continue
-        if ended_unrecorded(root, command, given):
-            tell(f"{said}: already finished")
-            finish(root, command, given, seconds=None, printed=None)
-            continue
-        tell(said)
-        begin(root, command, given)
-        started = time.monotonic()
-        code, printed = run(started_by(command, accept_old), "--json" in command)
-        if code:
-            raise InputError(f"step {i} ended with exit status {code}: {shlex.join(command)}")
-        finish(root, command, given, round(time.monotonic() - started, 1), printed)
+    for i, step in enumerate(steps, 1):
+        refuse_other_inputs(root, i, step)
+    points = [Point(shlex.join(step), mark(step), (i, step), RECORD) for i, step in enumerate(steps, 1)]
+    measure = partial(run_step, root=root, accept_old=accept_old)
+    engine.run(root, None, points, measure, engine.lines(tell, points, "step "))
+    for step in steps:
+        begun(root, step).unlink(missing_ok=True)
+
+
+def refuse_other_inputs(root: Path, i: int, command: list[str]) -> None:
+    """InputError if the step is finished, and its inputs have changed since."""
+    finished = done(root, command)
+    if finished is None:
+        return
+    now = inputs(root, command)
+    before = finished.get("inputs", now)
+    if changed := [name for name, content in now.items() if before.get(name) != content]:
+        raise InputError(
+            f"input {changed[0]!r} of step {i} has changed since the step was run ({str(root / mark(command))!r}); "
+            "expected another --output"
+        )
+
+
+def run_step(numbered: tuple[int, list[str]], worker: Worker, root: Path, accept_old: bool) -> Row:
+    """The record of a step. Its seconds are None if it was killed between its end and its record."""
+    i, command = numbered
+    read = inputs(root, command)
+    record = {"command": shlex.join(command), "seconds": None, "said": None, "inputs": read}
+    if ended_unrecorded(root, command, read):
+        worker.report("already finished")
+        return record
+    begin(root, command, read)
+    started = time.monotonic()
+    code, printed = run(started_by(command, accept_old), "--json" in command)
+    if code:
+        raise InputError(f"step {i} ended with exit status {code}: {shlex.join(command)}")
+    return record | {"seconds": round(time.monotonic() - started, 1), "said": printed}
 
 
 def made(command: list[str]) -> Path | None:
@@ -100,35 +118,32 @@ def made(command: list[str]) -> Path | None:
     return None if output is None else Path(output)
 
 
-def begin(root: Path, command: list[str], given: dict[str, str]) -> None:
+def begun(root: Path, command: list[str]) -> Path:
+    return (root / mark(command)).with_suffix(".begun")
+
+
+def begin(root: Path, command: list[str], inputs: dict[str, str]) -> None:
     """Records that a step begins, if it makes a folder that does not exist yet."""
     folder = made(command)
     if folder is not None and not folder.exists():
-        write_json(mark(root, command).with_suffix(".begun"), given)
+        write_json(begun(root, command), inputs)
 
 
-def ended_unrecorded(root: Path, command: list[str], given: dict[str, str]) -> bool:
+def ended_unrecorded(root: Path, command: list[str], inputs: dict[str, str]) -> bool:
     """Whether a step with these inputs made its folder, but was killed before it was recorded as finished."""
-    folder, begun = made(command), mark(root, command).with_suffix(".begun")
-    return folder is not None and folder.exists() and begun.exists() and read_json(begun) == given
-
-
-def finish(root: Path, command: list[str], given: dict[str, str], seconds: float | None, printed: str | None) -> None:
-    """Records that a step is finished. seconds: None if the step was killed before its end was recorded."""
-    record = {"command": shlex.join(command), "seconds": seconds, "said": printed, "inputs": given}
-    write_result(mark(root, command), record)
-    mark(root, command).with_suffix(".begun").unlink(missing_ok=True)
+    folder, path = made(command), begun(root, command)
+    return folder is not None and folder.exists() and path.exists() and read_json(path) == inputs
 
 
 def inputs(root: Path, command: list[str]) -> dict[str, str]:
     """Digests of the files and folders that a step reads and that no earlier step wrote."""
-    made, found = root.resolve(), {}
+    root, digests = root.resolve(), {}
     for word in called(command) if "headrace" in command else []:
         path = Path(word).resolve()
-        if os.path.exists(word) and not path.is_relative_to(made):
+        if os.path.exists(word) and not path.is_relative_to(root):
             files = {word: sha256(path)} if path.is_file() else record(path)
-            found[word] = digest({name: of for name, of in files.items() if not (path / name).is_relative_to(made)})
-    return found
+            digests[word] = digest({name: of for name, of in files.items() if not (path / name).is_relative_to(root)})
+    return digests
 
 
 def run(command: list[str], listen: bool) -> tuple[int, str | None]:

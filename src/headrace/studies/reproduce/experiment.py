@@ -84,14 +84,14 @@ def load(name: str) -> Experiment:
     if name not in names():
         near = difflib.get_close_matches(name, names(), 3) or names()
         raise InputError(f"experiment {name!r} is unknown; the nearest names are {', '.join(near)}")
-    given, common = (recipes.read_yaml(FOLDER / f"{file}.yaml") for file in (name, "common"))
+    fields, common = (recipes.read_yaml(FOLDER / f"{file}.yaml") for file in (name, "common"))
     scales = {}
     for scale in SCALES:
-        own = common["scales"][scale] | given.pop(scale)
+        own = common["scales"][scale] | fields.pop(scale)
         own["steps"] = [step for part in own["steps"] for step in common["steps"].get(part, [part])]
         scales[scale] = Scale(**own)
-    rows = [Row(**row) for row in given.pop("rows", [])]
-    return Experiment(name=name, scales=scales, rows=rows, **given)
+    rows = [Row(**row) for row in fields.pop("rows", [])]
+    return Experiment(name=name, scales=scales, rows=rows, **fields)
 
 
 def combinations(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -117,29 +117,29 @@ def commands(scale: Scale, root: Path) -> list[list[str]]:
     """All commands of a scale in order, each as a list of arguments."""
     runs = [str(run_folder(scale, root, at)) for at in combinations(scale.axes)] if scale.run else []
     lists = {"{text}": scale.text, "{runs}": runs, "{models}": [f"{run}/model" for run in runs]}
-    found = []
+    filled = []
     for step in scale.steps:
         named = scale.axes if "{run}" in step else {n: scale.axes[n] for n in AXIS.findall(step) if n in scale.axes}
         for at in combinations(named):
             values = at | {"root": root, "mixers": ",".join(scale.axes.get("mixer", []))}
             values |= {"run": run_folder(scale, root, at)} if "{run}" in step else {}
-            found.append([part for word in shlex.split(step) for part in lists.get(word) or [word.format(**values)]])
-    return found
+            filled.append([part for word in shlex.split(step) for part in lists.get(word) or [word.format(**values)]])
+    return filled
 
 
 def restricted(scale: Scale, only: list[str]) -> Scale:
     """The scale with some values of its axes only: ["mixer=gla,softmax-gla", "seed=0"]. InputError for an unknown axis
     or value."""
     axes = dict(scale.axes)
-    for name, wanted in assignments(only).items():
+    for name, chosen in assignments(only).items():
         if name not in axes:
             raise InputError(
-                f"--only {name}={wanted}: there is no axis {name!r}; expected {', '.join(axes) or 'no --only'}"
+                f"--only {name}={chosen}: there is no axis {name!r}; expected {', '.join(axes) or 'no --only'}"
             )
         kept = {str(value): value for value in axes[name]}
-        values = zoo.split(wanted)
+        values = zoo.split(chosen)
         if not values or not kept.keys() >= set(values):
-            raise InputError(f"--only {name}={wanted}: expected some of {', '.join(kept)}")
+            raise InputError(f"--only {name}={chosen}: expected some of {', '.join(kept)}")
         axes[name] = [kept[value] for value in values]
     return replace(scale, axes=axes)
 

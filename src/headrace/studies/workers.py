@@ -1,4 +1,4 @@
-"""Worker processes for the arms of a study. A worker trains arm after arm on one device; on a CPU, with one thread."""
+"""Worker processes. A worker does job after job on one device; on a CPU, with one thread."""
 
 import os
 import signal
@@ -10,13 +10,20 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import cycle, islice
 from multiprocessing import active_children, get_context, parent_process
-from pathlib import Path
+from typing import Any, NamedTuple
 
-from ...utils.device import see_only
-from ...utils.errors import GateWarning, InputError
-from .plan import Arm
+from ..utils.device import see_only
+from ..utils.errors import GateWarning, InputError
 
-Listen = Callable[[Arm, int, dict[str, float] | None], None]  # (arm, step, scores after an evaluation, else None)
+Listen = Callable[[int, Any], None]  # (index of a job, what it reports)
+
+
+class Worker(NamedTuple):
+    """device: "cpu"; None in the process that the user started; any other value means the one accelerator that is
+    visible to the process. report: tells that process of progress."""
+
+    device: str | None
+    report: Callable[[Any], None]
 
 
 def place_workers(devices: Sequence[str], wanted: int | None) -> list[str]:
@@ -32,22 +39,24 @@ def place_workers(devices: Sequence[str], wanted: int | None) -> list[str]:
     return list(islice(cycle(devices), wanted or (cores if list(devices) == ["cpu"] else len(devices))))
 
 
-def train_all(arms: Sequence[Arm], folder: Path, workers: Sequence[str], listen: Listen) -> None:
-    """Trains every arm with worker processes on the devices `workers`; `listen` is called in this process on progress.
+def distribute(call: Callable, jobs: Sequence[tuple], devices: Sequence[str], listen: Listen) -> None:
+    """Calls call(*job, worker) for every job in worker processes on the devices; `listen` is called in this process.
 
-    The result of an arm is written when the arm is finished, so an exception (such as KeyboardInterrupt) ends the
-    workers and loses unfinished arms only.
+    An exception (such as KeyboardInterrupt) ends the workers, and loses only what is in work.
 
     Raises:
         InputError: a worker process died.
     """
+    if not jobs:
+        return
     context, others = get_context("spawn"), set(active_children())
-    events, devices = context.SimpleQueue(), context.SimpleQueue()
-    for device in workers:
-        devices.put(device)
-    with ProcessPoolExecutor(min(len(workers), len(arms)), context, initialise_worker, (events, devices)) as executor:
+    events, free_devices = context.SimpleQueue(), context.SimpleQueue()
+    for device in devices:
+        free_devices.put(device)
+    size = min(len(devices), len(jobs))
+    with ProcessPoolExecutor(size, context, initialise_worker, (events, free_devices)) as executor:
         with interrupts_ignored():  # workers inherit this, so that only this process handles Ctrl-C
-            futures = {executor.submit(train_in_worker, arm, arm.result(folder)) for arm in arms}
+            futures = {executor.submit(call_in_worker, call, i, job) for i, job in enumerate(jobs)}
         try:
             wait_for(futures, events, listen)
         except BaseException:
@@ -67,7 +76,7 @@ def wait_for(futures: set[Future], events, listen: Listen) -> None:
                 future.result()
         except BrokenProcessPool:
             raise InputError(
-                "a worker process died, perhaps because memory ran out; finished arms are kept, so run the same "
+                "a worker process died, perhaps because memory ran out; what is finished is kept, so run the same "
                 "command again with fewer --workers"
             ) from None
 
@@ -85,7 +94,7 @@ def interrupts_ignored() -> Iterator[None]:
 
 
 # --- in the worker ---------------------------------------------------------------------------------------------------
-send_to_parent: Callable[[tuple[Arm, int, dict[str, float] | None]], None]
+send_to_parent: Callable[[tuple[int, Any]], None]
 worker_device: str
 
 
@@ -108,7 +117,5 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def train_in_worker(arm: Arm, path: Path) -> None:
-    from .arm import train
-
-    train(arm, path, lambda step, scores: send_to_parent((arm, step, scores)), worker_device)
+def call_in_worker(call: Callable, i: int, job: tuple) -> None:
+    call(*job, Worker(worker_device, lambda news: send_to_parent((i, news))))
