@@ -11,7 +11,7 @@ from headrace.ops.backends.base import Kernel
 from headrace.ops.dispatch import BACKENDS
 from headrace.spec import serialise as spec
 from headrace.studies import verify_op
-from headrace.studies.laws import Row, lost
+from headrace.studies.laws import Row, device_failed
 from headrace.studies.verify import BATCH, FORMS, HEADS, HIDDEN, WAYS, laws, relative, specimen, verify, worst
 from headrace.studies.verify_op import Recurrence, op_laws
 
@@ -146,11 +146,10 @@ def test_the_state_is_what_the_spec_says(name):
     mixer, x = specimen(name, 0)
     named = mixer(x)[1]._asdict()
     described = zoo.get(name)
-    options = {"tokens": x.shape[1]} if isinstance(described, spec.CACHED) else {}
-    shapes = described.state_shapes(HIDDEN, HEADS, **options)
+    shapes = described.state_shapes(HIDDEN, HEADS, x.shape[1])
     assert {key: tuple(named[key].shape) for key in shapes} == {key: (BATCH, *s) for key, s in shapes.items()}
     measured = sum(named[key][0].numel() * 4 for key in shapes)
-    assert measured == described.state_bytes(HIDDEN, HEADS, **options)
+    assert measured == described.state_bytes(HIDDEN, HEADS, x.shape[1])
 
 
 @pytest.mark.parametrize("name", list(zoo.LINEAR))
@@ -226,9 +225,9 @@ def test_a_device_that_computes_nothing_any_more_is_lost(monkeypatch):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     failed = Row("gla", "triton in float32", float("inf"), 1e-5, "RuntimeError: misaligned address")
-    assert not lost("cpu", [failed])
+    assert not device_failed("cpu", [failed])
     monkeypatch.setattr(torch, "ones", illegal_access)
-    assert lost("cuda", [failed]) and not lost("cuda", [failed._replace(note="")])
+    assert device_failed("cuda", [failed]) and not device_failed("cuda", [failed._replace(note="")])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..hf import HeadraceConfig, HeadraceForCausalLM, load
 from ..layers.blocks.widths import matrix_products
 from ..ops.dispatch import set_backend
-from ..spec.serialise import RECURRENT
 from ..utils.errors import InputError
 from .parameters import gate_parameters, initialise_gates
 from .recipes import Recipe
@@ -112,9 +111,7 @@ def flops_per_token(model: HeadraceForCausalLM, recipe: Recipe) -> int:
     with FlopCounterMode(display=False) as counter, _RealIntegers(), torch.no_grad():
         model(input_ids=row, use_cache=False)
     per_token = matrix_products(counter, model) // recipe.length
-    for spec in model.config.mixers:
-        if isinstance(spec, RECURRENT):
-            per_token += spec.flops_per_token(recipe.hidden_size, recipe.heads)
+    per_token += sum(spec.flops_per_token(recipe.hidden_size, recipe.heads) for spec in model.config.mixers)
     return 3 * per_token
 
 

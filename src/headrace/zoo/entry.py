@@ -11,8 +11,3 @@ class Entry(NamedTuple, Generic[S]):
     about: str
     paper: str  # address of the paper
     spec: S
-
-
-def specs(entries: dict[str, Entry[S]]) -> dict[str, S]:
-    """Returns the spec of each name."""
-    return {name: entry.spec for name, entry in entries.items()}

@@ -7,7 +7,7 @@ from ..spec.attention import AttentionSpec
 from ..spec.encoder_decoder import Alignment, ModelSpec, RecurrentSpec
 from ..spec.stack import BertSpec, BlockStyle, Decoder, Experts, Layer, TransformerSpec
 from .entry import Entry
-from .mixers import SCANS
+from .mixers import MAMBA
 
 MODELS: dict[str, Entry[ModelSpec | Decoder]] = {
     "rnn": Entry(
@@ -59,7 +59,7 @@ MODELS: dict[str, Entry[ModelSpec | Decoder]] = {
         Decoder(
             tuple(
                 Layer(
-                    AttentionSpec(kv_heads=2, rotary=False) if i == 4 else replace(SCANS["mamba"].spec, norm=True),
+                    AttentionSpec(kv_heads=2, rotary=False) if i == 4 else replace(MAMBA, norm=True),
                     "experts" if i % 2 else "one",
                 )
                 for i in range(8)
@@ -71,7 +71,7 @@ MODELS: dict[str, Entry[ModelSpec | Decoder]] = {
         "Mamba layers and one attention block that every sixth layer shares.",
         "https://arxiv.org/abs/2405.16712",
         Decoder(
-            tuple(Layer(SCANS["mamba"].spec, "none", shared=i == 2) for i in range(6)),
+            tuple(Layer(MAMBA, "none", shared=i == 2) for i in range(6)),
             BlockStyle(mlp="geglu", shared=AttentionSpec(rotary=False, scale="half-key")),
         ),
     ),
