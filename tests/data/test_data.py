@@ -80,7 +80,7 @@ def test_a_tokenizer_pads_at_the_left_with_its_end(kind, tmp_path):
     tokens = made.get(kind, tokenizer.byte_level)()
     tokens.save_pretrained(tmp_path / "tokenizer")
     name = "tokenizer/tokenizer.json" if kind not in made else "tokenizer"
-    for found in (tokens, tokenizer.find(str(tmp_path / name))):
+    for found in (tokens, tokenizer.load(str(tmp_path / name))):
         assert found.pad_token_id == found.eos_token_id is not None
         batch = found(["It", "It was"], padding=True, return_tensors="pt")
         assert batch.input_ids[0, 0] == found.eos_token_id and batch.attention_mask[0].tolist()[0] == 0
@@ -91,7 +91,7 @@ def test_a_token_for_padding_is_kept(tmp_path):
     own = tokenizer.byte_level()
     own.pad_token, own.padding_side = "A", "right"
     own.save_pretrained(tmp_path)
-    found = tokenizer.find(str(tmp_path))
+    found = tokenizer.load(str(tmp_path))
     assert (found.pad_token, found.padding_side) == ("A", "right")
 
 
@@ -139,7 +139,7 @@ def test_a_document_too_short_for_the_held_out_text_is_not_cut(tmp_path):
 def test_a_document_is_left_for_training(count, held_out, expected):
     rows = [Row("a", i, "a", 1) for i in range(count)]
     choice = choose(rows, held_out, 0)
-    assert [held for _, held in choice.parted(rows)].count(True) == expected
+    assert [held for _, held in choice.split(rows)].count(True) == expected
 
 
 def test_two_workers_write_what_one_does(jsonl, tmp_path):

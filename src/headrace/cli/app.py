@@ -55,8 +55,8 @@ def system_code(error: Exception) -> int:
     exceptions, with the number in the text."""
     if isinstance(error, OSError):
         return error.errno or 0
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else 0
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else 0
 
 
 def refuse(sentence: str) -> NoReturn:

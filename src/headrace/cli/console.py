@@ -104,10 +104,10 @@ def numbers(option: str, text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise InputError(f"--{option}={text}; expected positive integers separated by commas, such as 512,2048")
-    found = [int(part) for part in parts]
-    if len(set(found)) < len(found):
+    values = [int(part) for part in parts]
+    if len(set(values)) < len(values):
         raise InputError(f"--{option}={text} has a number twice; expected each once")
-    return found
+    return values
 
 
 def refuse_without(needed: str, **options: Any) -> None:

@@ -52,11 +52,11 @@ def evaluate(
     )
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
         with telling(console) as tell:
-            found = run.evaluate(
+            evaluation = run.evaluate(
                 checkpoints, plan, run.Machine(on_device(device), batch_size), folder, accept_old, tell
             )
-        page = report.write_report(found, checkpoint.named(checkpoints), folder)
-    report.print_evaluation(found, console)
+        page = report.write_report(evaluation, checkpoint.named(checkpoints), folder)
+    report.print_evaluation(evaluation, console)
     console.print(f"The report is {page}", soft_wrap=True, highlight=False)
 
 
@@ -106,7 +106,7 @@ def bench(
     depth = layers if layers is not None else 2 if device == "cpu" else 24
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     plan = BenchPlan(named(mixers), Shape(depth, hidden_size, heads), device, dtype, threads, rounds)
-    wanted = points(
+    measurements = points(
         list(zoo.split(what)),
         numbers("lengths", lengths),
         numbers("batch-sizes", batch_sizes),
@@ -118,7 +118,7 @@ def bench(
         about, machine = asdict(plan) | {"models": list(plan.models)}, environment()["processor"]
         claim(output, about, accept_old, optional=defaults(plan), machine=machine)
         with telling(console) as tell:
-            held = complete(plan, wanted, output, tell)
+            held = complete(plan, measurements, output, tell)
         lines = rows(held, plan)
         write_csv(output / "bench.csv", lines)
         report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))

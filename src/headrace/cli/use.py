@@ -174,8 +174,8 @@ def export(
     """Write a checkpoint for another runtime."""
     from ..export import FORMATS, writer
 
-    given: dict[str, Any] = {"weights": weights, "opset": opset, "libraries": libraries}
-    options = {name: value for name, value in given.items() if value is not None}
+    all_options: dict[str, Any] = {"weights": weights, "opset": opset, "libraries": libraries}
+    options = {name: value for name, value in all_options.items() if value is not None}
     extra = FORMATS[to].extra if to in FORMATS else "models"
     write = needing(extra, f"export --to {to}", lambda folder: writer(to, options)(checkpoint, folder))
     with made_whole(output) as folder:

@@ -141,13 +141,13 @@ class HeadraceModel(HeadracePreTrainedModel):
             last, states = self.backbone(x, past, **where, inputs=hidden)
         if cache is not None and use_cache:
             cache.replace(states, x.shape[1])
-        found: dict[str, Any] = {CACHE: cache if use_cache else None}
+        outputs: dict[str, Any] = {CACHE: cache if use_cache else None}
         if hidden is not None:
-            found["hidden_states"] = tuple(each.view(shape) for each in (*hidden, last))
-        return BaseModelOutputWithPast(last_hidden_state=last.view(shape), **found)
+            outputs["hidden_states"] = tuple(each.view(shape) for each in (*hidden, last))
+        return BaseModelOutputWithPast(last_hidden_state=last.view(shape), **outputs)
 
-    def _wants_hidden_states(self, asked: bool | None) -> bool:
-        return bool(self.config.output_hidden_states if asked is None else asked)
+    def _wants_hidden_states(self, output_hidden_states: bool | None) -> bool:
+        return bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
 
 
 def _boundaries(cu_seqlens: Tensor | None, flash: dict[str, Any]) -> Tensor | None:
@@ -250,17 +250,17 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         )
         hidden, loss, logits = output.last_hidden_state, None, None
         targets = {"labels": labels, "shift_labels": loss_kwargs.get("shift_labels")}
-        asked = any(target is not None for target in targets.values())
+        labelled = any(target is not None for target in targets.values())
         for name, target in targets.items():
             B, T = hidden.shape[:2]
-            given = None if target is None else list(target.shape)
-            require(given is None or given == [B, T], f"{name} has shape {given}; expected [{B}, {T}]")
-        if logits_to_keep is not None or not (asked and self.training):
+            shape = None if target is None else list(target.shape)
+            require(shape is None or shape == [B, T], f"{name} has shape {shape}; expected [{B}, {T}]")
+        if logits_to_keep is not None or not (labelled and self.training):
             kept = isinstance(logits_to_keep, Tensor) or logits_to_keep is None or logits_to_keep >= 0
             require(kept, f"logits_to_keep={logits_to_keep}; expected at least 0, or a tensor of positions")
             keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-(logits_to_keep or 0), None)
             logits = self.lm_head(hidden[:, keep])
-        if asked:
+        if labelled:
             everything = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
             loss = token_loss(self, hidden, logits if everything else None, labels=labels, **loss_kwargs)
             loss = loss + experts_loss(self, attention_mask, labels, **loss_kwargs)

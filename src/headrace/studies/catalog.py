@@ -109,8 +109,8 @@ def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    said = " + ".join("×".join(map(str, shape)) for shape in shapes.values())
-    return {"state": said, "bytes": 4 * sum(math.prod(shape) for shape in shapes.values())}
+    listed = " + ".join("×".join(map(str, shape)) for shape in shapes.values())
+    return {"state": listed, "bytes": 4 * sum(math.prod(shape) for shape in shapes.values())}
 
 
 def cell(value: Any) -> str:

@@ -66,6 +66,6 @@ def relative(x: Tensor, reference: Tensor, floor: float = 0.0) -> float:
     return float((x - reference).norm()) / size if size else float((x - reference).norm())
 
 
-def worst(found: list[Tensor], expected: list[Tensor]) -> float:
+def worst(computed: list[Tensor], expected: list[Tensor]) -> float:
     """The largest relative error of several gradients, each relative to its own norm, however small it is."""
-    return max(relative(g, e) for g, e in zip(found, expected, strict=True))
+    return max(relative(g, e) for g, e in zip(computed, expected, strict=True))

@@ -103,14 +103,14 @@ def laws(name: str, device: str, dtype: torch.dtype, seed: int, backends: Sequen
     if name == OP:
         yield from op_laws(device, seed, chosen)
         return
-    known, tolerance = exact(name, seed), TOLERANCE[dtype]
-    tested, x = copy.deepcopy(known.mixer).to(device, dtype), known.x.to(device, dtype)
+    truth, tolerance = exact(name, seed), TOLERANCE[dtype]
+    tested, x = copy.deepcopy(truth.mixer).to(device, dtype), truth.x.to(device, dtype)
     linear = isinstance(tested, layers.LinearMixer)
     for law, way in (FORMS | WAYS if linear else WAYS).items():
-        yield from tried(Row(name, law, 0.0, tolerance), partial(forward_error, way, tested, x, known.y))
+        yield from tried(Row(name, law, 0.0, tolerance), partial(forward_error, way, tested, x, truth.y))
     yield from tried(
         Row(name, "gradients", 0.0, 10 * tolerance),
-        lambda: [worst(gradients(at_once, tested, x), known.gradients)],
+        lambda: [worst(gradients(at_once, tested, x), truth.gradients)],
     )
     if linear:
         yield from backend_laws(name, device, dtype, seed, chosen)
@@ -124,25 +124,25 @@ def forward_error(way: "Way", mixer: nn.Module, x: Tensor, y: Tensor) -> list[fl
 def backend_laws(name: str, device: str, dtype: torch.dtype, seed: int, backends: Sequence[str]) -> Iterator[Row]:
     """Three rows, outputs, gradients and decoding, for each backend that takes a block with the linear mixer on the
     device."""
-    known = exact(name, seed, HIDDEN if device == "cpu" else WIDE, in_block=True)
+    truth = exact(name, seed, HIDDEN if device == "cpu" else WIDE, in_block=True)
     for backend in backends:
         for precision in dict.fromkeys((dtype, torch.float32, torch.bfloat16)):
-            block = copy.deepcopy(known.mixer).to(device, precision)
+            block = copy.deepcopy(truth.mixer).to(device, precision)
             set_backend(block, backend)
             row = Row(name, law_of(backend, precision), 0.0, TOLERANCE[precision])
-            rows = tried(row, partial(block_errors, block, known), [", gradients", ", decoding"])
+            rows = tried(row, partial(block_errors, block, truth), [", gradients", ", decoding"])
             yield from rows
             if rows and device == "cpu":
                 break
 
 
-def block_errors(block: nn.Module, known: Exact) -> list[float]:
+def block_errors(block: nn.Module, truth: Exact) -> list[float]:
     """Returns the errors of a block's outputs, gradients and decoding."""
-    x = known.x.to(next(block.parameters()))
+    x = truth.x.to(next(block.parameters()))
     with torch.no_grad():
         out, tokens = at_once(block, x), decoded(block, x)
-    found = gradients(at_once, block, x)
-    return [relative(out, known.y), worst(found, known.gradients), relative(tokens, known.y)]
+    computed = gradients(at_once, block, x)
+    return [relative(out, truth.y), worst(computed, truth.gradients), relative(tokens, truth.y)]
 
 
 def specimen(name: str, seed: int, hidden: int = HIDDEN, in_block: bool = False) -> tuple[nn.Module, Tensor]:

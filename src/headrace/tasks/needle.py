@@ -179,7 +179,7 @@ def load_tokenizer(name: str | None) -> Any:
     require("the task needle", "datasets", extra="eval")
     from ..data import tokenizer
 
-    return tokenizer.find(name)
+    return tokenizer.load(name)
 
 
 @lru_cache(maxsize=2)

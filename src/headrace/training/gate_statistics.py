@@ -80,7 +80,7 @@ class GateWatch:
         return self.labelled if self.labelled.shape == shape else self.labelled[self.mask.bool()][None]
 
     def summary(self) -> list[dict[str, Any]]:
-        return [found.summary() for found in self.statistics.values() if found.count]
+        return [gate.summary() for gate in self.statistics.values() if gate.count]
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator["GateWatch"]:

@@ -52,17 +52,17 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
         model = HeadraceForCausalLM(config(recipe))
         initialise_gates(model, recipe.gate_std, recipe.gate_init)
         return model
-    given = load(recipe.weights)
-    model = HeadraceForCausalLM(config(recipe, **{name: getattr(given.config, name) for name in KEPT}))
+    checkpoint = load(recipe.weights)
+    model = HeadraceForCausalLM(config(recipe, **{name: getattr(checkpoint.config, name) for name in KEPT}))
     for name, field in MODEL.items():
-        there, wanted = getattr(given.config, name), getattr(model.config, name)
-        if there != wanted:
-            value = "the mixer of that checkpoint" if field == "mixer" else there
+        stored, needed = getattr(checkpoint.config, name), getattr(model.config, name)
+        if stored != needed:
+            value = "the mixer of that checkpoint" if field == "mixer" else stored
             raise InputError(
-                f"weights={recipe.weights!r} has {name}={there}; the recipe has {wanted}; set {field}={value}"
+                f"weights={recipe.weights!r} has {name}={stored}; the recipe has {needed}; set {field}={value}"
             )
     try:
-        model.load_state_dict(given.state_dict())
+        model.load_state_dict(checkpoint.state_dict())
     except RuntimeError as error:  # such as learned positions for another length
         raise InputError(f"weights={recipe.weights!r}: {str(error).splitlines()[-1].strip()}") from error
     return model

@@ -32,13 +32,13 @@ from ..utils.extras import require
 from ..utils.integrity import CHECKSUMS, damage, finite, misfit, read_record, restored, write_json
 from ..utils.provenance import claim, defaults
 from . import checkpoints
-from .agreement import agreed, together
+from .agreement import agreed, errors_in_all
 from .arguments import training_arguments
 from .card import baseline_sentence, read_history, write_card
 from .machine import peak
 from .model import build, count, estimate
 from .optimizer import optimizer
-from .processes import PARALLEL, TIMEOUT, check_launcher, grid, is_lost, who_is_lost
+from .processes import PARALLEL, TIMEOUT, check_launcher, grid, is_connection_error, unresponsive_processes
 from .recipes import FROM_DATA, OLD_FIELDS, About, Recipe
 from .sharding import shard
 from .trainer import HeadraceTrainer, Measures, Progress, answers
@@ -72,25 +72,25 @@ def train(
     check_launcher(recipe, timeout)
     settings = arguments(recipe, folder, trackers, timeout)
     processes = settings.world_size  # initialises torch.distributed
-    with together():
+    with errors_in_all():
         opened = open_data(data) if isinstance(data, Path) else data
         check_data(recipe, opened)
         check_tokenizer(recipe, opened)
         recipe.share(processes)
     with agreed(folder, partial(begin, folder, recipe, opened, accept_old)) as last:
         if not accept_old and is_finished(folder, last, recipe):
-            tell(f"{folder} is finished, and nothing is left to do; {where_next(folder, opened)}")
+            print_once(f"{folder} is finished, and nothing is left to do; {where_next(folder, opened)}")
             return None
         set_seed(recipe.seed)
         trainer = make_trainer(recipe, opened, settings)
-        tell(opening(trainer, recipe, last))
+        print_once(opening(trainer, recipe, last))
         with report_failures(trainer, folder):
             train_to_end(trainer, last, recipe, folder)
             finish(trainer, recipe, about, opened, folder / "model")
     return trainer
 
 
-def tell(lines: str) -> None:
+def print_once(lines: str) -> None:
     if PartialState().is_main_process:
         print(lines)
 
@@ -151,8 +151,8 @@ def report_failures(trainer: HeadraceTrainer, folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        if is_lost(error):
-            reason = who_is_lost(trainer.args.ddp_timeout)
+        if is_connection_error(error):
+            reason = unresponsive_processes(trainer.args.ddp_timeout)
         elif isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not raised by torch.save
             raise
         elif getattr(error, "errno", None) == errno.ENOSPC:
@@ -224,8 +224,8 @@ def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
     if recipe.weights is None or data.tokenizer is None or not file.is_file():
         return
     with reading(f"weights={recipe.weights!r} has no readable tokenizer"):
-        there = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
-    if there.get_vocab() != data.tokenizer.get_vocab():
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
+    if tokenizer.get_vocab() != data.tokenizer.get_vocab():
         raise InputError(
             f"weights={recipe.weights!r} has another tokenizer than the data; prepare the data with --tokenizer "
             f"{recipe.weights}"
@@ -242,7 +242,7 @@ def check_trackers(trackers: str) -> None:
 
 def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) -> HeadraceTrainer:
     settings.per_device_train_batch_size, settings.gradient_accumulation_steps = recipe.share(settings.world_size)
-    with together():
+    with errors_in_all():
         model = build(recipe)
     if recipe.shard > 1:
         replicas = settings.world_size // recipe.shard
@@ -273,13 +273,13 @@ def check_started(trainer: HeadraceTrainer, recipe: Recipe) -> None:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     precision = "bf16" if recipe.precision == "bfloat16" else "no"
     compiled = started.state.dynamo_plugin.backend.value != "NO"
-    for name, wanted, there in (
+    for name, requested, actual in (
         ("processes", processes, started.num_processes),
         ("mixed precision", precision, started.mixed_precision),
         ("compile", recipe.compile, compiled),
     ):
-        if there != wanted:
-            raise InputError(f"{name}: {wanted} was requested, but accelerate started with {there}")
+        if actual != requested:
+            raise InputError(f"{name}: {requested} was requested, but accelerate started with {actual}")
 
 
 def full(rows: Dataset, length: int) -> Dataset:
@@ -322,9 +322,9 @@ def peak_flops() -> float | None:
     """Peak bfloat16 FLOPs per second of all devices without sparsity, by the data sheets; None if not known."""
     if not torch.cuda.is_available():
         return None
-    one = peak(torch.cuda.get_device_name())
+    per_device = peak(torch.cuda.get_device_name())
     count = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return None if one is None else one * count
+    return None if per_device is None else per_device * count
 
 
 def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedData, folder: Path) -> None:
@@ -333,7 +333,7 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
     model.config.use_cache = True  # the Trainer turned it off
     trainer.save_model(str(folder))
     loss = trainer.evaluate(data.held_out, metric_key_prefix="final")["final_loss"]
-    with together():
+    with errors_in_all():
         if not trainer.is_world_process_zero():
             return
         if data.tokenizer is not None:
@@ -342,6 +342,6 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
         write_json(folder / "history.json", history)
         unigram = unigram_loss(data.held_out)
         write_card(folder, recipe, about, data.manifest, restored(history), unigram)
-        said = f"{loss:.4f} nats per held-out token" if math.isfinite(loss) else "its held-out loss is not finite"
-        tell(f"{folder} is the trained model: {said}. {baseline_sentence(loss, unigram)}")
-        tell(where_next(folder.parent, data))
+        result = f"{loss:.4f} nats per held-out token" if math.isfinite(loss) else "its held-out loss is not finite"
+        print_once(f"{folder} is the trained model: {result}. {baseline_sentence(loss, unigram)}")
+        print_once(where_next(folder.parent, data))

@@ -62,9 +62,9 @@ def locked(folder: Path, file: Path | None = None) -> Iterator[str]:
 
 def holder_of(file: Path) -> str:
     """Returns the description of the process that holds a lock file; "" if it has written none."""
-    with file.open(encoding="utf-8") as there:
-        there.seek(1)  # on Windows nobody else reads the first byte, which is locked
-        return there.read()
+    with file.open(encoding="utf-8") as opened:
+        opened.seek(1)  # on Windows nobody else reads the first byte, which is locked
+        return opened.read()
 
 
 @contextmanager

@@ -53,9 +53,9 @@ def record_versions(folder: Path, fresh: bool, accept_old: bool, **more: str) ->
         return
     if before and not accept_old:
         changed = [name for name in now if before[-1].get(name) != now[name]]
-        there, here = (described({name: made.get(name, "unknown") for name in changed}) for made in (before[-1], now))
+        made_by, runs = (described({name: made.get(name, "unknown") for name in changed}) for made in (before[-1], now))
         raise InputError(
-            f"{str(path)!r}: the results there were made by {there}; now runs {here}; name another --output, or add "
+            f"{str(path)!r}: the results there were made by {made_by}; now runs {runs}; name another --output, or add "
             "--accept-old to go on with both"
         )
     write_json(path, [*before, now])
@@ -96,10 +96,10 @@ def claim(
             other versions.
     """
     path = folder / file
-    if path.exists() and (found := difference(today(read_json(path)), wanted, optional=set(optional))):
-        where, there, here = found
+    if path.exists() and (changed := difference(today(read_json(path)), wanted, optional=set(optional))):
+        name, before, now = changed
         raise InputError(
-            f"{str(folder)!r} holds another run ({where} is {there} there and {here} here); name another --output"
+            f"{str(folder)!r} holds another run ({name} is {before} there and {now} here); name another --output"
         )
     if fresh := not path.exists():
         refuse_foreign(folder, file)

@@ -80,9 +80,9 @@ class Format:
                 )
             if name in self.only:
                 demand({name: value}, name, *self.only[name])
-        given = self.read | {name: value for name, value in described.items() if name in self.read}
-        same = {name: given[name] for name in SHARED if name in given}
-        return same | {"norm_eps": given[next(name for name in NORM_EPS if name in given)]} | self.config(given)
+        fields = self.read | {name: value for name, value in described.items() if name in self.read}
+        same = {name: fields[name] for name in SHARED if name in fields}
+        return same | {"norm_eps": fields[next(name for name in NORM_EPS if name in fields)]} | self.config(fields)
 
 
 # The forms, as of `misfit`, of the fields of `read` whose default does not show the type.
@@ -105,10 +105,10 @@ COMMON = TRANSFORMERS | GenerationConfig().to_dict().keys() | {"initializer_rang
 COMMON -= {*SHARED, "quantization_config"}
 
 
-def demand(c: Config, name: str, *wanted: Any) -> None:
+def demand(c: Config, name: str, *convertible: Any) -> None:
     """InputError if a field of a config does not have one of the values that can be converted."""
-    if c[name] not in wanted:
-        expected = " or ".join(repr(value) for value in wanted)
+    if c[name] not in convertible:
+        expected = " or ".join(repr(value) for value in convertible)
         raise InputError(f"config.json has {name}={c[name]!r}; expected {expected}: nothing else can be converted")
 
 

@@ -37,8 +37,8 @@ def rope_theta(c: Config) -> float:
     rope: Config = c[field] or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" or rope.keys() - {"rope_theta", "rope_type", "type"}:
-        given = ", ".join(f"{name}={value!r}" for name, value in rope.items())
-        raise InputError(f"config.json has {field} of {given}; expected rope_type='default' and a rope_theta alone")
+        listed = ", ".join(f"{name}={value!r}" for name, value in rope.items())
+        raise InputError(f"config.json has {field} of {listed}; expected rope_type='default' and a rope_theta alone")
     return rope["rope_theta"] if "rope_theta" in rope else c["rope_theta"]
 
 
@@ -137,20 +137,20 @@ def qwen_layer(config: Any) -> dict[str, View]:
     wide, shared_heads = H // groups * V, H // groups
     views = interleaved("linear_attn.in_proj_qkvz.weight", groups, {"q": K, "k": K, "v": wide, "gate": wide})
     views |= interleaved("linear_attn.in_proj_ba.weight", groups, {"beta": shared_heads, "decay": shared_heads})
-    found = {f"mixer.in_proj.{part}": view for part, view in views.items()}
+    layer = {f"mixer.in_proj.{part}": view for part, view in views.items()}
     conv = consecutive("linear_attn.conv1d.weight", {"q": groups * K, "k": groups * K, "v": H * V})
-    found |= {f"mixer.conv.weight.{part}": view for part, view in conv.items()}
-    found |= {name: View(f"{name}") for name in SWIGLU}
+    layer |= {f"mixer.conv.weight.{part}": view for part, view in conv.items()}
+    layer |= {name: View(f"{name}") for name in SWIGLU}
     own = {
         "decay.A_log": "A_log",
         "decay.dt_bias": "dt_bias",
         "norm_weight": "norm.weight",
         "o_proj.weight": "out_proj.weight",
     }
-    found |= {f"mixer.{ours}": View(f"linear_attn.{theirs}") for ours, theirs in own.items()}
-    found |= {"mixer_norm.weight": View("input_layernorm.weight", offset=1.0)}  # Qwen3-Next stores norm weights minus 1
-    found |= {"mlp_norm.weight": View("post_attention_layernorm.weight", offset=1.0)}
-    return {name: view._replace(name=f"model.layers.#.{view.name}") for name, view in found.items()}
+    layer |= {f"mixer.{ours}": View(f"linear_attn.{theirs}") for ours, theirs in own.items()}
+    layer |= {"mixer_norm.weight": View("input_layernorm.weight", offset=1.0)}  # Qwen3-Next stores norm weights minus 1
+    layer |= {"mlp_norm.weight": View("post_attention_layernorm.weight", offset=1.0)}
+    return {name: view._replace(name=f"model.layers.#.{view.name}") for name, view in layer.items()}
 
 
 OF_ATTENTION = {

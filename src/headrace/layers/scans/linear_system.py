@@ -152,9 +152,9 @@ class LowRank:
         return 2 * (self.C * z).real.sum(-1), real(z)
 
 
-def checkpointed(*given: Any) -> Any:
+def checkpointed(*operands: Any) -> Any:
     """Computes `cauchy_kernel`, and again in the backward, except under torch.func, which has no checkpoints."""
-    return cauchy_kernel(*given) if transformed() else checkpoint(cauchy_kernel, *given, use_reentrant=False)
+    return cauchy_kernel(*operands) if transformed() else checkpoint(cauchy_kernel, *operands, use_reentrant=False)
 
 
 def cauchy_kernel(rate: Tensor, P: Tensor, dtP: Tensor, dtB: Tensor, C: Tensor, L: int) -> Tensor:

@@ -63,11 +63,11 @@ class Shares:
         return Cut(dim, [self._indices(segments, rank) for rank in range(self.size)])
 
     def _indices(self, segments: Segments, rank: int) -> Tensor:
-        found, offset = [], 0
+        indices, offset = [], 0
         for kind, n in segments:
-            found.append(torch.arange(n)[self._span(kind, n, rank)] + offset)
+            indices.append(torch.arange(n)[self._span(kind, n, rank)] + offset)
             offset += n
-        return torch.cat(found)
+        return torch.cat(indices)
 
     def _span(self, kind: str, n: int, rank: int) -> slice:
         if kind == "all":

@@ -38,8 +38,8 @@ def pack(x: Tensor, bits: int = 16, log: bool = False) -> dict[str, Any]:
     with an error of at most half a step. A number that is not finite becomes the largest integer."""
     x = x.double().cpu()
     x = x.clamp(min=1e-12).log() if log else x
-    known = x[x.isfinite()]
-    low, high = (float(known.min()), float(known.max())) if known.numel() else (0.0, 0.0)
+    numbers = x[x.isfinite()]
+    low, high = (float(numbers.min()), float(numbers.max())) if numbers.numel() else (0.0, 0.0)
     levels = 2**bits - 2
     steps = (x - low) / ((high - low) or 1.0) * levels
     whole = torch.where(x.isfinite(), steps.round(), levels + 1).numpy().astype(f"<u{bits // 8}")
@@ -54,12 +54,12 @@ def integers(x: Tensor) -> dict[str, Any]:
 def tokens_of(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
     """(token ids of a text, the piece of the text that each token adds). For a character of several tokens, the first
     token adds the character and the others an empty string, as special tokens do."""
-    found = tokenizer(text, return_offsets_mapping=True)
+    encoding = tokenizer(text, return_offsets_mapping=True)
     pieces, end = [], 0
-    for _, until in found.offset_mapping:
+    for _, until in encoding.offset_mapping:
         pieces.append(text[end : max(end, until)])
         end = max(end, until)
-    return found.input_ids, pieces
+    return encoding.input_ids, pieces
 
 
 def describe(
@@ -70,16 +70,16 @@ def describe(
     heads = sum(getattr(recorded.mixer, "H", model.config.num_heads) for recorded in layers)
     strongest = max(4, min(STRONGEST, ENTRIES // (heads * len(ids))))
     side = max(32, min(SIDE, int((PIXELS / heads) ** 0.5)))
-    shown, found = [], []
+    shown, sentences = [], []
     for recorded in track(layers):
         layer, A = describe_layer(recorded, model.config, min(strongest, len(ids)), side)
         shown.append(layer)
-        found += findings(layer["name"], recorded, A)
+        sentences += findings(layer["name"], recorded, A)
     loss, guesses, chances = predictions(model, hidden, ids)
     vocabulary = {i: tokenizer.decode([i]) for i in {*ids, *guesses.flatten().tolist()}}
     return {
         "ids": ids, "vocabulary": vocabulary, "loss": pack(loss), "mean": float(loss[1:].mean()),
-        "guesses": guesses.tolist(), "chances": pack(chances), "layers": shown, "findings": found, "rules": RULES,
+        "guesses": guesses.tolist(), "chances": pack(chances), "layers": shown, "findings": sentences, "rules": RULES,
         "parameters": sum(p.numel() for p in model.parameters()), "environment": environment(),
     }  # fmt: skip
 
