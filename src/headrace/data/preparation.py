@@ -74,20 +74,19 @@ class Preparation:
     shard: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
-        if self.length < 2:
-            raise InputError(f"--length {self.length}; expected at least 2 tokens")
-        if not 0 < self.held_out < 1:
-            raise InputError(f"--held-out {self.held_out}; expected a fraction between 0 and 1")
-        if self.seed < 0:
-            raise InputError(f"--seed {self.seed}; expected at least 0")
-        if self.workers < 1:
-            raise InputError(f"--workers {self.workers}; expected at least 1")
-        if self.tokens is not None and self.tokens < 1:
-            raise InputError(f"--tokens {self.tokens}; expected at least 1")
+        shard = "/".join(map(str, self.shard))
+        for option, value, holds, expected in (
+            ("length", self.length, self.length >= 2, "at least 2 tokens"),
+            ("held-out", self.held_out, 0 < self.held_out < 1, "a fraction between 0 and 1"),
+            ("seed", self.seed, self.seed >= 0, "at least 0"),
+            ("workers", self.workers, self.workers >= 1, "at least 1"),
+            ("tokens", self.tokens, self.tokens is None or self.tokens >= 1, "at least 1"),
+            ("shard", shard, 1 <= self.shard[0] <= self.shard[1], "i/n with 1 ≤ i ≤ n"),
+        ):
+            if not holds:
+                raise InputError(f"--{option} {value}; expected {expected}")
         if self.bpe is not None and self.tokenizer is not None:
             raise InputError(f"--train-bpe {self.bpe} and --tokenizer {self.tokenizer!r}; expected one of them")
-        if not 1 <= self.shard[0] <= self.shard[1]:
-            raise InputError(f"--shard {'/'.join(map(str, self.shard))}; expected i/n with 1 ≤ i ≤ n")
         if self.bpe is not None and self.shard[1] > 1:
             raise InputError(f"--train-bpe {self.bpe} with --shard; expected a tokenizer that all shards read")
 

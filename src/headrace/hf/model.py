@@ -131,7 +131,9 @@ class HeadraceModel(HeadracePreTrainedModel):
             use_cache = cache is not None or (self.config.use_cache and not self.training)
         if use_cache and cache is None:
             cache = HeadraceCache()
-        hidden: list[Tensor] | None = [] if self._wants_hidden_states(output_hidden_states) else None
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        hidden: list[Tensor] | None = [] if output_hidden_states else None
         past = None if cache is None else cache.states
         in_place = use_cache and not torch.is_grad_enabled()  # here, as a reentrant checkpoint disables grad in layers
         if in_place and hidden is None and cu_seqlens is None:
@@ -145,9 +147,6 @@ class HeadraceModel(HeadracePreTrainedModel):
         if hidden is not None:
             outputs["hidden_states"] = tuple(each.view(shape) for each in (*hidden, last))
         return BaseModelOutputWithPast(last_hidden_state=last.view(shape), **outputs)
-
-    def _wants_hidden_states(self, output_hidden_states: bool | None) -> bool:
-        return bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
 
 
 def _boundaries(cu_seqlens: Tensor | None, flash: dict[str, Any]) -> Tensor | None:

@@ -6,20 +6,17 @@ from typing import Literal
 from .mixer import Facts, Shapes, Spec, Update, width_per_head
 from .record import PositiveFloat, PositiveInt, require_positive
 
-UNCOMPETING = "computes its memory by a recurrence of its own, which has no gates of competition"
 # A new kind is a row here, its name in `MatrixSpec`, and the module of its layer.
 KINDS = {
     "rwkv7": Facts(
         "matrix.rwkv7.RWKV7",
         Update("diag(α) − κᵀ(a κ)", "v", "α, per key channel", "½‖v − kS‖²"),
         flops=9,  # decay: 1; κ S: 2; − (a κ)ᵀ (κ S): 2; + kᵀ v: 2; q S: 2
-        uncompeting=UNCOMPETING,
     ),
     "gla-outer": Facts(
         "matrix.gla_outer.GLAOuter",
         Update("α … βᵀ", "v", "α βᵀ, per number"),
         flops=6,  # both decays: 2; + kᵀ v: 2; q S: 2
-        uncompeting=UNCOMPETING,
     ),
 }
 
@@ -34,6 +31,8 @@ class MatrixSpec(Spec):
     expand_k: PositiveFloat = 1.0  # key dimensions of all heads together, as a multiple of the hidden size
     expand_v: PositiveFloat = 1.0  # value dimensions of all heads together, as a multiple of the hidden size
     count: PositiveInt | None = None  # number of heads; None: the model's num_heads
+
+    uncompeting = "computes its memory by a recurrence of its own, which has no gates of competition"
 
     @property
     def facts(self) -> Facts:  # type: ignore[override]

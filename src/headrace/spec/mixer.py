@@ -26,7 +26,6 @@ class Facts(NamedTuple):
     update: Update | None = None
     flops: int = 0  # operations per number of the memory and token, as `flops_per_token` counts them
     cached: bool = False  # whether the state is a cache of keys and values; the layer then has a form for encoders
-    uncompeting: str = "has no memory that heads could compete for"  # why there is no softmax version
     requires: frozenset[str] = frozenset()  # fields without a default, which other kinds of the spec refuse
 
 
@@ -56,6 +55,7 @@ class Spec(Stateful):
     """Base class of the specs of token mixers."""
 
     facts: Facts
+    uncompeting = "has no memory that heads could compete for"  # why it has no softmax version
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (K, V), the key and value dimensions per head. Raises InputError for sizes that do not divide."""

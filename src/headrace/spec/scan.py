@@ -7,7 +7,6 @@ from ..utils.errors import InputError
 from .mixer import Facts, Shapes, Spec, Update
 from .record import PositiveFloat, PositiveInt, Range, require_positive
 
-UNCOMPETING = "has no heads to compete"
 # A new kind is a row here, its name in `ScanSpec`, and the module of its layer. Operations are per state number and
 # token; x is a complex number of a conjugate pair.
 KINDS = {
@@ -15,7 +14,6 @@ KINDS = {
         "scans.mamba.Mamba",
         Update("e^(A dt)", "dt u", "e^(A dt), per number"),
         flops=6,  # dt A: 1; e^(dt A) h + (dt u) B: 3; C h: 2
-        uncompeting=UNCOMPETING,
         requires=frozenset({"state_size", "conv"}),
     ),
     "s4": Facts(
@@ -24,21 +22,18 @@ KINDS = {
         # of the two of a pair: P* x: 4; (1 + dt/2 A) x: 10; its solve by Woodbury's identity: 14; + B̄ u: 4;
         # 2 Re(C x): 4
         flops=18,
-        uncompeting=UNCOMPETING,
         requires=frozenset({"state_size"}),
     ),
     "s4d": Facts(
         "scans.s4.S4D",
         Update("Ā, diagonal", "B̄ u", "Ā, fixed"),
         flops=7,  # of the two of a pair: Ā x: 6; + B̄ u: 4; 2 Re(C x): 4
-        uncompeting=UNCOMPETING,
         requires=frozenset({"state_size"}),
     ),
     "rwkv4": Facts(
         "scans.rwkv4.RWKV4",
         Update("e^−w", "e^k v", "e^−w, per channel"),
         flops=3,  # of the three of a channel: the sums Σ e^k v and Σ e^k: 3 and 2; their ratio with the bonus: 4
-        uncompeting=UNCOMPETING,
     ),
 }
 
@@ -55,6 +50,8 @@ class ScanSpec(Spec):
     expand: PositiveFloat = 1.0  # mamba: number of channels as a multiple of the hidden size
     rank: PositiveInt | None = None  # mamba: rank of the projection to the step size; None: hidden size / 16
     norm: bool = False  # mamba: whether the projected step size, B and C are normalised (Jamba)
+
+    uncompeting = "has no heads to compete"
 
     @property
     def facts(self) -> Facts:  # type: ignore[override]

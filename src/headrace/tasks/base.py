@@ -184,6 +184,21 @@ class Drawn(SplitByContent, ByToken):
         return {times * self.length: self.resized(times * self.length).held_out(rows) for times in LONGER}
 
 
+class OfSymbols(Drawn):
+    """Base of synthetic tasks whose answers are symbols."""
+
+    symbols: Any  # int
+    marks = 1  # number of tokens beside the symbols
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.symbols
+
+    @property
+    def vocab_size(self) -> int:
+        return self.symbols + self.marks
+
+
 class Rows(Dataset):
     """A data set of `count` rows that depend on the seed and their index only.
 

@@ -32,7 +32,7 @@ MATRICES: dict[str, MatrixSpec] = TABLES[MatrixSpec]
 ATTENTION: dict[str, AttentionSpec] = TABLES[AttentionSpec]
 SOFTMAX_RNNS: dict[str, SoftmaxRNNSpec] = TABLES[SoftmaxRNNSpec]
 MODELS: dict[str, ModelSpec | Decoder] = {name: entry.spec for name, entry in models.MODELS.items()}
-PAPERS = {name: entry.paper for name, entry in (mixers.MIXERS | models.MODELS).items()}  # type: ignore[operator]
+PAPERS = {name: entry.paper for name, entry in (mixers.MIXERS | models.MODELS).items()}
 PAPER = Competition(read="query", write="value", scale="one")  # equations 3-16 of arXiv 2602.01744 as published
 SIGMOID = Competition(activation="sigmoid", range="heads")  # as far and as steep as a softmax, without its competition
 
@@ -124,7 +124,7 @@ def _named(name: str):
         return compete(LINEAR[base])
     if isinstance(spec := known.get(base), Spec):
         raise InputError(
-            f"mixer {name!r} does not exist, because {base} {spec.facts.uncompeting}; expected {base!r}, or softmax- "
+            f"mixer {name!r} does not exist, because {base} {spec.uncompeting}; expected {base!r}, or softmax- "
             f"before one of {', '.join(LINEAR)}"
         )
     near = difflib.get_close_matches(name, [*names(), *MODELS], 3) or names()

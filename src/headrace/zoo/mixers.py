@@ -1,16 +1,25 @@
 """The named mixers, in one table."""
 
+from typing import Any, NamedTuple
+
 from ..spec.attention import AttentionSpec, Pattern
 from ..spec.decay import Decay
 from ..spec.linear import Heads, Inputs, MixerSpec, Read, Write
 from ..spec.matrix import MatrixSpec
-from ..spec.mixer import Spec
 from ..spec.scan import ScanSpec
 from ..spec.softmax_rnn import SoftmaxRNNSpec
-from .entry import Entry
+
+
+class Entry(NamedTuple):
+    """A named mixer or model."""
+
+    about: str
+    paper: str  # address of the paper
+    spec: Any
+
 
 MAMBA = ScanSpec("mamba", state_size=16, conv=4, expand=2.0)
-MIXERS: dict[str, Entry[Spec]] = {
+MIXERS: dict[str, Entry] = {
     "linear-attention": Entry(
         "The memory is the sum of kᵀ v; the output is divided by the sum of weights.",
         "https://arxiv.org/abs/2006.16236",

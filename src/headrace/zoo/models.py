@@ -4,12 +4,11 @@ decoders."""
 from dataclasses import replace
 
 from ..spec.attention import AttentionSpec
-from ..spec.encoder_decoder import Alignment, ModelSpec, RecurrentSpec
+from ..spec.encoder_decoder import Alignment, RecurrentSpec
 from ..spec.stack import BertSpec, BlockStyle, Decoder, Experts, Layer, TransformerSpec
-from .entry import Entry
-from .mixers import MAMBA
+from .mixers import MAMBA, Entry
 
-MODELS: dict[str, Entry[ModelSpec | Decoder]] = {
+MODELS: dict[str, Entry] = {
     "rnn": Entry(
         "Recurrent encoder-decoder; the decoder starts from the encoder's last state.",
         "https://arxiv.org/abs/1409.3215",

@@ -149,7 +149,3 @@ def interleaved(name: str, groups: int, sizes: dict[str, int]) -> dict[str, View
 
 def key_heads(spec: Any, heads: int) -> int:
     return spec.heads.qk_groups or heads
-
-
-def conv_width(spec: Any) -> int:
-    return spec.inputs.conv

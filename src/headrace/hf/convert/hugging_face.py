@@ -13,7 +13,6 @@ from .form import (
     View,
     consecutive,
     conv_size,
-    conv_width,
     demand,
     interleaved,
     key_heads,
@@ -75,7 +74,7 @@ def mamba2_describe(config: Any) -> Config:
     K, V = spec.head_dims(config.hidden_size, heads)
     return {
         "num_heads": heads, "head_dim": V, "state_size": K, "expand": V * heads // config.hidden_size,
-        "n_groups": key_heads(spec, heads), "conv_kernel": conv_width(spec), "layer_norm_epsilon": config.norm_eps,
+        "n_groups": key_heads(spec, heads), "conv_kernel": spec.inputs.conv, "layer_norm_epsilon": config.norm_eps,
     }  # fmt: skip
 
 
@@ -123,7 +122,7 @@ def qwen_describe(config: Any) -> Config:
     K, V = spec.head_dims(config.hidden_size, H)
     return {
         "linear_num_value_heads": H, "linear_num_key_heads": key_heads(spec, H), "linear_key_head_dim": K,
-        "linear_value_head_dim": V, "linear_conv_kernel_dim": conv_width(spec), "rms_norm_eps": config.norm_eps,
+        "linear_value_head_dim": V, "linear_conv_kernel_dim": spec.inputs.conv, "rms_norm_eps": config.norm_eps,
         "intermediate_size": config.intermediate_size, "num_experts": 0,
         "layer_types": ["linear_attention"] * config.num_hidden_layers,
     }  # fmt: skip

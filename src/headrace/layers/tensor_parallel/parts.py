@@ -24,7 +24,7 @@ from ..blocks.block import MLP
 from ..linear.competition import HeadCompetition
 from ..linear.decays import FixedDecay
 from ..linear.mixer import LinearMixer
-from .cuts import Cut, Shares, attention_cuts, linear_cuts, mlp_cuts
+from .cuts import ATTENTION, PERCEPTRON, Cut, Shares, linear_cuts, named_cuts
 
 
 class PartLinear(LinearMixer):
@@ -111,7 +111,7 @@ class PartAttention(SoftmaxAttention):
             kept, _, width = self.state_shapes[name]
             self.state_shapes[name] = (kept, shares.groups, width)
         self.o_proj = RowParallelLinear(self.o_proj, ranks)
-        self.cuts = adopt(self, whole, partial(attention_cuts, whole, shares), ranks)
+        self.cuts = adopt(self, whole, partial(named_cuts, whole, ATTENTION, shares), ranks)
 
     def forward(self, x: Tensor, state=None, **where):
         return super().forward(self.ranks.enter(x), state, **where)
@@ -129,7 +129,7 @@ class PartMLP(MLP):
         for name, linear in linears.items():
             setattr(self, name, None if linear is None else _empty(linear))
         self.down_proj = RowParallelLinear(self.down_proj, ranks)
-        self.cuts = adopt(self, whole, partial(mlp_cuts, whole, shares), ranks)
+        self.cuts = adopt(self, whole, partial(named_cuts, whole, PERCEPTRON, shares), ranks)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.ranks.enter(x))
