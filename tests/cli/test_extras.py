@@ -154,7 +154,7 @@ def test_an_import_that_fails_for_another_reason_is_not_hidden():
         from headrace import nothing_of_this_name  # noqa: F401
 
     with pytest.raises(ImportError, match="cannot import name"):
-        app.needing(None, "train", command)()
+        app.requiring_extra(None, "train", command)()
 
 
 def test_the_table_is_that_of_the_project():

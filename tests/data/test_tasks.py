@@ -37,7 +37,7 @@ from headrace.tasks import (
     Text,
     dates,
 )
-from headrace.tasks.base import BLOCK, PARTS, generator, hashed
+from headrace.tasks.base import BLOCK, PARTS, generator, row_hashes
 from headrace.tasks.sequences import FIRST
 from headrace.utils.errors import InputError
 
@@ -333,7 +333,7 @@ def test_no_date_that_is_held_out_is_trained_on_in_another_format():
 
 def test_the_parts_of_rows_are_a_tenth_a_tenth_and_the_rest():
     """Of 20,000 different rows; six standard errors of a share are 0.017 at most."""
-    parts = PARTS[hashed(torch.arange(20_000)[:, None]) % np.uint64(10)]
+    parts = PARTS[row_hashes(torch.arange(20_000)[:, None]) % np.uint64(10)]
     assert [(parts == part).mean() for part in ("held-out", "tuning", "training")] == pytest.approx(
         [0.1, 0.1, 0.8], abs=0.017
     )
@@ -341,8 +341,8 @@ def test_the_parts_of_rows_are_a_tenth_a_tenth_and_the_rest():
 
 def test_padding_does_not_change_the_part_of_a_row_and_the_order_of_its_numbers_does():
     row, padded = torch.tensor([[3, 1, 4]]), torch.tensor([[-1, 3, 1, -100, 4, -1]])
-    hashes = hashed(torch.tensor(list(itertools.permutations(range(5)))))
-    assert hashed(row) == hashed(padded) and len(set(hashes.tolist())) == 120
+    hashes = row_hashes(torch.tensor(list(itertools.permutations(range(5)))))
+    assert row_hashes(row) == row_hashes(padded) and len(set(hashes.tolist())) == 120
 
 
 def test_no_key_of_a_generator_is_another_with_zeros():

@@ -136,7 +136,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return text if prompt is not None else StringIO(text, newline=None).read()  # every line ends in \n
 
 
-def needing(extra: str | None, name: str, command: Callable) -> Callable:
+def requiring_extra(extra: str | None, name: str, command: Callable) -> Callable:
     """Wraps a command so that a package that is not installed raises an InputError that names the extra to install.
 
     The packages of the command's own extra are looked for before it runs; those that only some of its options need,

@@ -328,12 +328,12 @@ def list_recipes(
 def print_parameters(mixers: tuple[str, ...], as_markdown: bool) -> None:
     """Prints the parameter counts, in millions, of every recipe with every mixer."""
     from ..training import recipes
-    from ..training.model import blank, count
+    from ..training.model import count, meta_model
 
     head = ("recipe", "mixer", "body", "competition", "tied", "untied")
     rows = []
     for name, mixer in product(recipes.names(), mixers):
-        counted = count(blank(recipes.load(name, {"mixer": mixer})[0]))
+        counted = count(meta_model(recipes.load(name, {"mixer": mixer})[0]))
         rows.append((name, mixer, *(f"{counted[part] / 1e6:,.2f}" for part in head[2:])))
     if as_markdown:
         for line in (head, ("---", "---", *["--:"] * 4), *rows):

@@ -104,7 +104,7 @@ class HeadraceCache(Cache):
             self.states = [_changed(s, function) for s in self.states]
 
 
-def given_cache(past_key_values: Any, cache: Any) -> HeadraceCache | None:
+def cache_argument(past_key_values: Any, cache: Any) -> HeadraceCache | None:
     """Returns the cache that a model got under one of its two names. Raises InputError for one of another class."""
     require(past_key_values is None or cache is None, "past_key_values and cache are both given; expected one")
     given = past_key_values if cache is None else cache

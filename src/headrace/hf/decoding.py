@@ -20,7 +20,7 @@ STATIC = "static"  # the cache_implementation that asks for a CUDA graph
 Step = Callable[[Tensor], Tensor]  # tokens [B] -> logits [B, 1, vocabulary] of the next
 
 
-def plain(model: Any, config, model_kwargs: dict[str, Any]) -> bool:
+def is_plain_case(model: Any, config, model_kwargs: dict[str, Any]) -> bool:
     """Whether the generation is plain: from an empty cache, with tokens as its only output, no hooks."""
     usual = {"attention_mask", CACHE, "use_cache", "logits_to_keep"}
     cache, passed = model_kwargs.get(CACHE), {name for name, value in model_kwargs.items() if value is not None}
@@ -66,7 +66,7 @@ def _next(model: Any, token: Tensor, states: Any) -> tuple[Tensor, Any]:
     return model.lm_head(x), states
 
 
-def continued(
+def decode_loop(
     ids: Tensor, logits: Tensor, step: Step, processor: Any, criteria: Any, config: Any, streamer: Any = None
 ) -> Tensor:
     """Continues ids [B, T], with logits [B, 1, vocabulary] of the next token, until the criteria are met."""

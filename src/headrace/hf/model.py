@@ -23,9 +23,9 @@ from ..ops.modules import is_plain
 from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
 from .cache import NAME as CACHE
-from .cache import HeadraceCache, given_cache
+from .cache import HeadraceCache, cache_argument
 from .config import HeadraceConfig
-from .decoding import STATIC, check_graph, continued, graphed_step, plain, step
+from .decoding import STATIC, check_graph, decode_loop, graphed_step, is_plain_case, step
 from .loss import experts_loss, token_loss
 from .weight_decay import leave_out
 
@@ -115,7 +115,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         Raises:
             InputError: arguments that contradict each other or do not fit the cache.
         """
-        cu_seqlens, cache = _boundaries(cu_seqlens, flash), given_cache(past_key_values, cache)
+        cu_seqlens, cache = _boundaries(cu_seqlens, flash), cache_argument(past_key_values, cache)
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("expected either input_ids or inputs_embeds, not both")
         if output_attentions:
@@ -239,7 +239,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=given_cache(past_key_values, cache),
+            past_key_values=cache_argument(past_key_values, cache),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
@@ -290,14 +290,14 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         mask = model_kwargs.get("attention_mask")
         options = (logits_processor, stopping_criteria, generation_config)
         ours = type(self).forward is HeadraceForCausalLM.forward and is_plain(self.model, HeadraceModel)
-        simple = ours and not synced_gpus and plain(self, generation_config, model_kwargs)
+        simple = ours and not synced_gpus and is_plain_case(self, generation_config, model_kwargs)
         if graphed := generation_config.cache_implementation == STATIC:
             check_graph(self, simple)
         elif not simple or input_ids.device.type != "cpu":
             return super()._sample(input_ids, *options, synced_gpus, streamer, **model_kwargs)  # type: ignore[misc]
         first = self(input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
         advance = graphed_step(self, cache, input_ids[:, -1]) if graphed else step(self, cache)
-        return continued(input_ids, first.logits, advance, *options, streamer)
+        return decode_loop(input_ids, first.logits, advance, *options, streamer)
 
 
 def register() -> None:

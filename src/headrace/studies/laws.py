@@ -29,7 +29,7 @@ def law_of(backend: str, dtype: torch.dtype) -> str:
     return f"{backend} in {str(dtype).removeprefix('torch.')}"
 
 
-def tried(row: Row, errors: Callable[[], list[float]], more: Sequence[str] = ()) -> list[Row]:
+def rows_of_check(row: Row, errors: Callable[[], list[float]], more: Sequence[str] = ()) -> list[Row]:
     """Returns the row with the first error, and one for each other, whose law has a suffix of `more`; no rows if a
     backend refuses the call. What a kernel raises breaks a law, and other laws are still to be checked."""
     try:

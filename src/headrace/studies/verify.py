@@ -22,7 +22,7 @@ from ..ops.reference import literal
 from ..spec.stack import Decoder
 from ..utils.device import on_device
 from ..utils.errors import InputError
-from .laws import TOLERANCE, Row, device_failed, law_of, relative, tried, worst
+from .laws import TOLERANCE, Row, device_failed, law_of, relative, rows_of_check, worst
 from .verify_op import OP, op_laws
 
 BATCH, TOKENS, HIDDEN, HEADS = 2, 67, 64, 4  # TOKENS: a chunk of 64 and a part of the next
@@ -107,8 +107,8 @@ def laws(name: str, device: str, dtype: torch.dtype, seed: int, backends: Sequen
     tested, x = copy.deepcopy(truth.mixer).to(device, dtype), truth.x.to(device, dtype)
     linear = isinstance(tested, layers.LinearMixer)
     for law, way in (FORMS | WAYS if linear else WAYS).items():
-        yield from tried(Row(name, law, 0.0, tolerance), partial(forward_error, way, tested, x, truth.y))
-    yield from tried(
+        yield from rows_of_check(Row(name, law, 0.0, tolerance), partial(forward_error, way, tested, x, truth.y))
+    yield from rows_of_check(
         Row(name, "gradients", 0.0, 10 * tolerance),
         lambda: [worst(gradients(at_once, tested, x), truth.gradients)],
     )
@@ -130,7 +130,7 @@ def backend_laws(name: str, device: str, dtype: torch.dtype, seed: int, backends
             block = copy.deepcopy(truth.mixer).to(device, precision)
             set_backend(block, backend)
             row = Row(name, law_of(backend, precision), 0.0, TOLERANCE[precision])
-            rows = tried(row, partial(block_errors, block, truth), [", gradients", ", decoding"])
+            rows = rows_of_check(row, partial(block_errors, block, truth), [", gradients", ", decoding"])
             yield from rows
             if rows and device == "cpu":
                 break

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops.attention import linear_attention
 from ..ops.reference import literal
-from .laws import Row, law_of, relative, tried, worst
+from .laws import Row, law_of, relative, rows_of_check, worst
 
 OP = "linear_attention"  # what the rows have in place of a mixer
 # The literal loop takes the rounded inputs, so that only the kernels' own rounding is left: in bfloat16 that of the
@@ -71,7 +71,7 @@ def op_laws(
             for backend in backends:
                 row = Row(OP, f"{case.about}, {law_of(backend, dtype)}", 0.0, TOLERANCE[dtype])
                 errors = partial(op_errors, partial(linear_attention, backend=backend), rounded, case.rule, exact)
-                yield from tried(row, errors, [", state", ", gradients"])
+                yield from rows_of_check(row, errors, [", state", ", gradients"])
 
 
 def op_errors(op: Callable[..., tuple], tensors: dict[str, Tensor], rule: str, exact: list[Tensor]) -> list[float]:

@@ -154,7 +154,7 @@ class SplitByContent:
         seen = np.empty(0, np.uint64)
         while not batches or (missing and fruitless < MAX_FRUITLESS):
             drawn = self.draw(generator, math.ceil(missing / share))
-            hashes = hashed(self.content(drawn))
+            hashes = row_hashes(self.content(drawn))
             mine = np.flatnonzero(PARTS[hashes % np.uint64(len(PARTS))] == part)
             if part != "training":
                 mine = mine[np.sort(np.unique(hashes[mine], return_index=True)[1])]
@@ -222,7 +222,7 @@ class Rows(Dataset):
         return {name: values[row] for name, values in self.block.items()}
 
 
-def hashed(content: Tensor) -> np.ndarray:
+def row_hashes(content: Tensor) -> np.ndarray:
     """A hash [rows] of 64 bits of the numbers of each row of integers [rows, ...] in their order, without the negative
     ones: padding does not change it."""
     numbers = content.flatten(1).numpy()

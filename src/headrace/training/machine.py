@@ -13,7 +13,7 @@ import torch
 
 from ..ops.loss import PIECE
 from ..utils.errors import InputError, nearest
-from .model import blank, estimate
+from .model import estimate, meta_model
 from .recipes import Recipe
 
 # Of a CPU's rate in matrix products, that a training step reaches: 0.83 (transformer) and 0.86 (softmax-gla) were
@@ -141,7 +141,7 @@ def memory(recipe: Recipe, devices: int) -> dict[str, int]:
     - what a forward pass over the rows of a device saves for the backward, counted on a model without memory;
     - while the backward begins, a piece of the logits; with `recompute`, later the tensors of one block, if larger.
     """
-    costs, model = estimate(recipe), blank(recipe)
+    costs, model = estimate(recipe), meta_model(recipe)
     P, sharded = costs["parameters"]["tied" if recipe.tie else "untied"], recipe.shard > 1
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.backbone.layers]
     whole = min(P, P - sum(blocks) + 2 * max(blocks)) if sharded else P

@@ -68,7 +68,7 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
     return model
 
 
-def blank(recipe: Recipe) -> HeadraceForCausalLM:
+def meta_model(recipe: Recipe) -> HeadraceForCausalLM:
     """The model on the meta device, where only PyTorch computes."""
     with torch.device("meta"):
         model = HeadraceForCausalLM(config(recipe)).train()
@@ -78,7 +78,7 @@ def blank(recipe: Recipe) -> HeadraceForCausalLM:
 
 def estimate(recipe: Recipe) -> dict[str, Any]:
     """Parameters by part, steps, tokens, FLOPs and bytes per process of a run, counted on a meta-device model."""
-    model = blank(recipe)
+    model = meta_model(recipe)
     parameters = count(model)
     trained = parameters["tied" if recipe.tie else "untied"]
     held = WHOLE * trained + SHARED * trained // recipe.shard

@@ -79,11 +79,11 @@ def train(
         recipe.share(processes)
     with agreed(folder, partial(begin, folder, recipe, opened, accept_old)) as last:
         if not accept_old and is_finished(folder, last, recipe):
-            print_once(f"{folder} is finished, and nothing is left to do; {where_next(folder, opened)}")
+            print_once(f"{folder} is finished, and nothing is left to do; {next_command(folder, opened)}")
             return None
         set_seed(recipe.seed)
         trainer = make_trainer(recipe, opened, settings)
-        print_once(opening(trainer, recipe, last))
+        print_once(describe_start(trainer, recipe, last))
         with report_failures(trainer, folder):
             train_to_end(trainer, last, recipe, folder)
             finish(trainer, recipe, about, opened, folder / "model")
@@ -95,7 +95,7 @@ def print_once(lines: str) -> None:
         print(lines)
 
 
-def opening(trainer: HeadraceTrainer, recipe: Recipe, last: Path | None) -> str:
+def describe_start(trainer: HeadraceTrainer, recipe: Recipe, last: Path | None) -> str:
     """What a run is about to do: the model, the tokens and how often each row of the data is read."""
     parameters = count(trainer.model)["tied" if recipe.tie else "untied"]
     passes = recipe.steps * recipe.rows / len(trainer.train_dataset)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def is_finished(folder: Path, last: Path | None, recipe: Recipe) -> bool:
     return ended and whole
 
 
-def where_next(folder: Path, data: PackedData) -> str:
+def next_command(folder: Path, data: PackedData) -> str:
     """The command to run next: a model of tokens that are not text has no prompt."""
     generate = shlex.join(["headrace", "generate", str(folder / "model"), "--prompt", "It was"])
     return f"next: {generate if data.tokenizer is not None else shlex.join(['headrace', 'curves', str(folder)])}"
@@ -204,13 +204,13 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
             f"the data were prepared with vocab_size={vocab_size}; the recipe has vocab_size={recipe.vocab_size}; "
             f"prepare data with a smaller --tokenizer or --train-bpe, or set vocab_size={vocab_size}"
         )
-    if recipe.rows > (count := len(full(data.train, length))):
+    if recipe.rows > (count := len(full_rows(data.train, length))):
         fewer = f"set batch_tokens={count * length}" if count else "prepare more text, or a smaller --length"
         raise InputError(
             f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows per step, but the data have {count} full rows; "
             f"expected at most {count}; {fewer}"
         )
-    collate, evaluated = Collator(0, recipe.separate_documents), some(data.held_out, recipe.evaluate_rows)
+    collate, evaluated = Collator(0, recipe.separate_documents), evenly_spaced(data.held_out, recipe.evaluate_rows)
     if not any(answers(collate([row])).any() for row in evaluated):
         raise InputError(
             "the held-out rows have no labels; expected a document of at least 2 tokens among them; prepare data with "
@@ -255,8 +255,8 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
         model,
         settings,
         data_collator=Collator(end or 0, recipe.separate_documents),
-        train_dataset=full(data.train, recipe.length),
-        eval_dataset=some(data.held_out, recipe.evaluate_rows),
+        train_dataset=full_rows(data.train, recipe.length),
+        eval_dataset=evenly_spaced(data.held_out, recipe.evaluate_rows),
         optimizers=(optimizer(model, recipe), None),
         measures=Measures(recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], counted, peak_flops()),
         per_row=recipe.context_parallel,
@@ -282,12 +282,12 @@ def check_started(trainer: HeadraceTrainer, recipe: Recipe) -> None:
             raise InputError(f"{name}: {requested} was requested, but accelerate started with {actual}")
 
 
-def full(rows: Dataset, length: int) -> Dataset:
+def full_rows(rows: Dataset, length: int) -> Dataset:
     """The rows without the last one if it is not full, as it would make a step smaller."""
     return rows if len(rows[-1]["input_ids"]) == length else rows.select(range(len(rows) - 1))
 
 
-def some(rows: Dataset, count: int) -> Dataset:
+def evenly_spaced(rows: Dataset, count: int) -> Dataset:
     """At most `count` of the rows, evenly spaced."""
     return rows if len(rows) <= count else rows.select(torch.linspace(0, len(rows) - 1, count).long().tolist())
 
@@ -344,4 +344,4 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
         write_card(folder, recipe, about, data.manifest, restored(history), unigram)
         result = f"{loss:.4f} nats per held-out token" if math.isfinite(loss) else "its held-out loss is not finite"
         print_once(f"{folder} is the trained model: {result}. {baseline_sentence(loss, unigram)}")
-        print_once(where_next(folder.parent, data))
+        print_once(next_command(folder.parent, data))

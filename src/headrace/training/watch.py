@@ -71,14 +71,14 @@ class Stop(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
             yield
             return
-        before = {number: signal.signal(number, self.hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def hear(self, number: int, frame) -> None:
+    def on_signal(self, number: int, frame) -> None:
         if self.heard == number == signal.SIGINT:
             raise KeyboardInterrupt
         self.heard = number

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from ...spec.linear import MixerSpec
-from .form import COMMON, SWIGLU, Config, Format, conv_size, demand, key_heads, named, outside
+from .form import COMMON, SWIGLU, Config, Format, conv_size, embedding_views, key_heads, named, require_value
 
 READ = {
     "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "max_position_embeddings": 2048,
@@ -52,7 +52,7 @@ def gated(config: Any) -> bool:
 
 def ungrouped_config(c: Config, mixer: str) -> Config:
     """The configuration of RetNet or GLA."""
-    demand(c, "num_kv_heads", None, c["num_heads"])
+    require_value(c, "num_kv_heads", None, c["num_heads"])
     return fla_config(c, f"{mixer}({widths(c)})")
 
 
@@ -81,7 +81,9 @@ def fla(architecture: str, config, describe, pairs, read: Config, only: dict[str
     """A format. pairs: maps a HeadraceConfig to the names of a layer's tensors that not all layers have."""
     layer = lambda c: named("model.layers.#", BLOCK | PROJECTIONS | pairs(c))  # noqa: E731
     fields = READ | read, ONLY | only, IGNORED | {*ignored}
-    return Format(architecture, MixerSpec, config, describe, layer, outside("model", "embeddings", "norm"), *fields)
+    return Format(
+        architecture, MixerSpec, config, describe, layer, embedding_views("model", "embeddings", "norm"), *fields
+    )
 
 
 FUSED_NORM = {"mixer.norm_weight": "attn.g_norm_swish_gate.weight"}

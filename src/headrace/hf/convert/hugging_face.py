@@ -13,17 +13,17 @@ from .form import (
     View,
     consecutive,
     conv_size,
-    demand,
+    embedding_views,
     interleaved,
     key_heads,
     named,
-    outside,
+    require_value,
 )
 
 
 def llama_config(c: Config) -> Config:
     heads, grouped = c["num_attention_heads"], c["num_key_value_heads"] or c["num_attention_heads"]
-    demand({"head_dim": c["head_dim"] or c["hidden_size"] // heads}, "head_dim", c["hidden_size"] // heads)
+    require_value({"head_dim": c["head_dim"] or c["hidden_size"] // heads}, "head_dim", c["hidden_size"] // heads)
     return {
         "mixer": "transformer" if grouped == heads else f"transformer(kv_heads={grouped})", "num_heads": heads,
         "intermediate_size": c["intermediate_size"], "rope_theta": rope_theta(c),
@@ -60,10 +60,10 @@ def llama_layer(config: Any) -> dict[str, View]:
 
 def mamba2_config(c: Config) -> Config:
     heads, hidden, V = c["num_heads"], c["hidden_size"], c["head_dim"]
-    demand(c, "n_groups", 1)  # transformers normalises each group separately
+    require_value(c, "n_groups", 1)  # transformers normalises each group separately
     limit = [x.get("__float__") if isinstance(x, dict) else x for x in c["time_step_limit"]]
-    demand({"time_step_limit": limit}, "time_step_limit", [0.0, float("inf")], [0.0, "Infinity"])
-    demand({"head_dim": V}, "head_dim", c["expand"] * hidden / heads)
+    require_value({"time_step_limit": limit}, "time_step_limit", [0.0, float("inf")], [0.0, "Infinity"])
+    require_value({"head_dim": V}, "head_dim", c["expand"] * hidden / heads)
     widths = f"heads.expand_k={c['state_size'] * heads / hidden}, heads.expand_v={V * heads / hidden}"
     mixer = f"mamba2({widths}, inputs.conv={conv_size(c, 'conv_kernel')})"
     return {"mixer": mixer, "num_heads": heads, "mlp": "none"}
@@ -105,10 +105,10 @@ def qwen_config(c: Config) -> Config:
     """Layers of Gated DeltaNet with dense MLPs. The gated softmax attention of Qwen3-Next is not supported."""
     depth, every = c["num_hidden_layers"], c["full_attention_interval"]
     kinds = c["layer_types"] or [("linear" if i % every else "full") + "_attention" for i in range(1, depth + 1)]
-    demand({"layer_types": kinds}, "layer_types", ["linear_attention"] * depth)
+    require_value({"layer_types": kinds}, "layer_types", ["linear_attention"] * depth)
     sparse = set(range(c["decoder_sparse_step"] - 1, depth, c["decoder_sparse_step"])) - {*(c["mlp_only_layers"] or [])}
     if sparse:
-        demand(c, "num_experts", 0)
+        require_value(c, "num_experts", 0)
     H, hidden = c["linear_num_value_heads"], c["hidden_size"]
     K, V = c["linear_key_head_dim"], c["linear_value_head_dim"]
     widths = f"heads.expand_k={K * H / hidden}, heads.expand_v={V * H / hidden}"
@@ -165,7 +165,7 @@ OF_INITIAL_VALUES = {"time_step_rank", "time_step_min", "time_step_max", "time_s
 FORMATS: dict[str, Format] = {
     "llama": Format(
         "LlamaForCausalLM", AttentionSpec, llama_config, llama_describe, llama_layer,
-        outside("model", "embed_tokens", "norm"),
+        embedding_views("model", "embed_tokens", "norm"),
         read={
             "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048,
@@ -177,7 +177,7 @@ FORMATS: dict[str, Format] = {
     ),
     "mamba2": Format(
         "Mamba2ForCausalLM", MixerSpec, mamba2_config, mamba2_describe, mamba2_layer,
-        outside("backbone", "embeddings", "norm_f"),
+        embedding_views("backbone", "embeddings", "norm_f"),
         read={
             "vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128, "head_dim": 64,
             "state_size": 128, "expand": 2, "n_groups": 8, "conv_kernel": 4, "layer_norm_epsilon": 1e-5,
@@ -192,7 +192,7 @@ FORMATS: dict[str, Format] = {
     ),
     "qwen3_next": Format(
         "Qwen3NextForCausalLM", MixerSpec, qwen_config, qwen_describe, qwen_layer,
-        outside("model", "embed_tokens", "norm", 1.0),
+        embedding_views("model", "embed_tokens", "norm", 1.0),
         read={
             "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
             "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,

@@ -48,7 +48,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Modu
 
         model = headrace.tensor_parallel(headrace.load(path))
     """
-    ranks = Ranks(everyone() if mesh is None else mesh)
+    ranks = Ranks(all_processes() if mesh is None else mesh)
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         _check_kind(name, module)
@@ -69,7 +69,7 @@ def _check_kind(name: str, module: nn.Module) -> None:
         raise InputError(f"tensor_parallel cannot split {described}; expected linear or softmax attention and MLPs")
 
 
-def everyone() -> DeviceMesh:
+def all_processes() -> DeviceMesh:
     """Returns the mesh of all processes that torchrun started, and begins their group if it has not begun."""
     started = dist.is_initialized() or "WORLD_SIZE" in os.environ
     require(started, "tensor_parallel needs several processes; expected a start by torchrun, or init_process_group")
@@ -89,7 +89,7 @@ def read_plan(options: dict[str, Any]) -> DeviceMesh | None:
     require(plan is not None or mesh is None, "device_mesh is given without a plan; expected tp_plan='auto'")
     placed = options.get("device_map") if plan else None
     require(placed is None, f"device_map={placed!r} with tp_plan='auto'; expected one of them")
-    return None if plan is None else mesh or everyone()
+    return None if plan is None else mesh or all_processes()
 
 
 def _check_equal(model: nn.Module, ranks: Ranks) -> None:
@@ -143,4 +143,4 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     return total
 
 
-__all__ = ["clip_grad_norm_", "cuts_of", "everyone", "tensor_parallel", "whole_state_dict"]
+__all__ = ["all_processes", "clip_grad_norm_", "cuts_of", "tensor_parallel", "whole_state_dict"]

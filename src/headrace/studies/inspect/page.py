@@ -96,7 +96,7 @@ def describe_layer(recorded: Recorded, config: Any, strongest: int, side: int) -
         "gates": {gate: pack(g) for gate, g in recorded.gates.items()},
         "horizon": None if recorded.horizon is None else pack(recorded.horizon.clamp(max=LONGEST_HORIZON), log=True),
         "beta": None if recorded.beta is None else pack(recorded.beta),
-        "attention": None if A is None else thin(A, strongest, side),
+        "attention": None if A is None else compress_attention(A, strongest, side),
         "none": None if A is not None else NONE,
     }  # fmt: skip
     return layer, A
@@ -107,7 +107,7 @@ def name_of(spec: Spec) -> str:
     return next((name for name in zoo.names() if zoo.get(name) == spec), type(spec).__name__)
 
 
-def thin(A: Tensor, strongest: int, side: int) -> dict[str, Any]:
+def compress_attention(A: Tensor, strongest: int, side: int) -> dict[str, Any]:
     """Compresses attention weights A [H, T, T]. Weights are divided by the row's sum of absolute values. Kept are the
     `strongest` weights of each row with the part of the row that they cover, the mean distance of each row, and a
     picture: signed square roots of the means over blocks."""
