@@ -92,7 +92,8 @@ class Exact(NamedTuple):
 def exact(name: str, seed: int, hidden: int = HIDDEN, in_block: bool = False) -> Exact:
     mixer, x = specimen(name, seed, hidden, in_block)
     reference: Any = copy.deepcopy(mixer)
-    truth, inner = by_steps, reference.mixer if in_block else reference
+    truth: Way = by_steps
+    inner = reference.mixer if in_block else reference
     if isinstance(inner, layers.LinearMixer):
         inner.op, truth = literal_op, at_once
     return Exact(mixer, x, *differentiated(truth, reference, x))
@@ -185,10 +186,10 @@ def at_once(mixer: nn.Module, x: Tensor) -> Tensor:
     return mixer(x)[0]
 
 
-def by_steps(mixer: nn.Module, x: Tensor) -> Tensor:
-    state, out = None, []
+def by_steps(mixer: nn.Module, x: Tensor, state: Any = None, in_place: bool = False) -> Tensor:
+    out = []
     for token in x.split(1, 1):
-        y, state = mixer(token, state)
+        y, state = mixer(token, state, in_place=in_place)
         out.append(y)
     return torch.cat(out, 1)
 
@@ -196,11 +197,7 @@ def by_steps(mixer: nn.Module, x: Tensor) -> Tensor:
 def decoded(mixer: nn.Module, x: Tensor) -> Tensor:
     """The outputs of some tokens at once, followed by those of the others one by one, with the state in place."""
     first, state = mixer(x[:, : TOKENS // 3])
-    out = [first]
-    for token in x[:, TOKENS // 3 :].split(1, 1):
-        y, state = mixer(token, state, in_place=True)
-        out.append(y)
-    return torch.cat(out, 1)
+    return torch.cat([first, by_steps(mixer, x[:, TOKENS // 3 :], state, in_place=True)], 1)
 
 
 def split(mixer: nn.Module, x: Tensor) -> Tensor:

@@ -19,30 +19,20 @@ from .recipes import Recipe
 
 SHARED = 12  # bytes per parameter of the weight and AdamW's two moments in float32
 WHOLE = 4  # of the gradient, which a process keeps whole until the end of a step
-# Fields of a config that a checkpoint shares with the recipe that starts from it -> the recipe's names of them.
-MODEL = {
-    "mixers": "mixer", "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "layers",
-    "num_heads": "heads", "intermediate_size": "intermediate_size", "tie_word_embeddings": "tie",
+# Fields of a config -> the recipe's names of them.
+FIELDS = {
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "layers", "num_heads": "heads",
+    "intermediate_size": "intermediate_size", "tie_word_embeddings": "tie",
 }  # fmt: skip
-
-
 KEPT = ("style", "mlp", "norm_eps", "rope_theta")  # fields of a config that a recipe does not have
 
 
 def config(recipe: Recipe, **kept: Any) -> HeadraceConfig:
     """The config of a recipe's model. kept: values of fields that a recipe does not have."""
     return HeadraceConfig(
-        mixer=recipe.mixer,
-        vocab_size=recipe.vocab_size,
-        hidden_size=recipe.hidden_size,
-        num_hidden_layers=recipe.layers,
-        num_heads=recipe.heads,
-        intermediate_size=recipe.intermediate_size,
-        tie_word_embeddings=recipe.tie,
-        max_position_embeddings=recipe.length,
-        initializer_range=recipe.initializer_range,
-        **kept,
-    )
+        mixer=recipe.mixer, max_position_embeddings=recipe.length, initializer_range=recipe.initializer_range,
+        **{name: getattr(recipe, field) for name, field in FIELDS.items()}, **kept,
+    )  # fmt: skip
 
 
 def build(recipe: Recipe) -> HeadraceForCausalLM:
@@ -54,7 +44,7 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
         return model
     checkpoint = load(recipe.weights)
     model = HeadraceForCausalLM(config(recipe, **{name: getattr(checkpoint.config, name) for name in KEPT}))
-    for name, field in MODEL.items():
+    for name, field in {"mixers": "mixer", **FIELDS}.items():
         stored, needed = getattr(checkpoint.config, name), getattr(model.config, name)
         if stored != needed:
             value = "the mixer of that checkpoint" if field == "mixer" else stored
