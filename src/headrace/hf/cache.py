@@ -107,10 +107,10 @@ class HeadraceCache(Cache):
 def cache_argument(past_key_values: Any, cache: Any) -> HeadraceCache | None:
     """Returns the cache that a model got under one of its two names. Raises InputError for one of another class."""
     require(past_key_values is None or cache is None, "past_key_values and cache are both given; expected one")
-    given = past_key_values if cache is None else cache
-    accepted = given is None or isinstance(given, HeadraceCache)
-    require(accepted, f"past_key_values is a {type(given).__name__}; expected a HeadraceCache")
-    return given
+    argument = past_key_values if cache is None else cache
+    accepted = argument is None or isinstance(argument, HeadraceCache)
+    require(accepted, f"past_key_values is a {type(argument).__name__}; expected a HeadraceCache")
+    return argument
 
 
 def _unshared(state: Any) -> Any:

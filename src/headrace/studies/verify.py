@@ -249,19 +249,6 @@ WAYS: dict[str, Way] = {
 }
 
 
-def semiseparable(log_decay: Tensor) -> Tensor:
-    """The mask L [T, T] of a scalar decay [T]: L[t, s] is the decay from s to t, 0 for s > t. Blocks below the diagonal
-    have rank 1 (arXiv 2405.21060, section 3)."""
-    later = torch.ones(len(log_decay), len(log_decay), dtype=torch.bool, device=log_decay.device).tril()
-    total = log_decay.cumsum(0)
-    return (total[:, None] - total).masked_fill(~later, -torch.inf).exp()
-
-
-def masked_matrix(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
-    """L ∘ (q kᵀ): one head of Mamba-2 as a matrix [T, T] that multiplies v (q is the paper's C, k its B)."""
-    return semiseparable(log_decay) * (q @ k.mT)
-
-
 def differentiated(way: Way, mixer: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """(outputs of `way`, gradients of a random weighted sum of them for the input and all parameters)"""
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
