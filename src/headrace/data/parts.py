@@ -4,14 +4,13 @@
 <number>.json   its counts and SHA-256: written last, so that a part with a record is whole
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..utils.integrity import RECORDED, damage, read_json, record, write_json
+from ..utils.integrity import RECORDED, atomic, damage, read_json, record, write_json
 from .encoding import Encoder
 from .sources import Row
 
@@ -99,12 +98,8 @@ def write(block: Block, encode: Encoder, end: int, folder: Path) -> dict[str, An
         arrays |= {split: tokens, f"{split}.ends": ends}
         counts[split] = {"documents": len(ends), "tokens": len(tokens), "bytes": texts.size}
     file_of = path(folder, block.number)
-    beside = file_of.with_suffix(".unfinished")
-    with beside.open("wb") as file:
+    with atomic(file_of, "wb") as file:
         np.savez(file, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(file_of)
     written = {**counts, "bad": block.bad, "files": record(folder, file_of.name)}
     write_json(file_of.with_suffix(".json"), written)
     return written

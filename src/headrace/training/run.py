@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shlex
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -30,6 +31,7 @@ from ..data import Collator, PackedData, open_data, unigram_loss
 from ..utils.errors import InputError, reading
 from ..utils.extras import require
 from ..utils.integrity import CHECKSUMS, damage, finite, misfit, read_record, restored, write_json
+from ..utils.processes import handling
 from ..utils.provenance import claim, defaults
 from . import checkpoints
 from .agreement import agreed, errors_in_all
@@ -172,7 +174,7 @@ def train_to_end(trainer: HeadraceTrainer, last: Path | None, recipe: Recipe, fo
     stop, watch = Stop(), Watch(trainer, recipe.warmup_steps)
     for callback in (stop, watch, checkpoints.MarkComplete()):
         trainer.add_callback(callback)
-    with stop.listening():
+    with handling(stop.on_signal, signal.SIGTERM, signal.SIGINT):
         train_from(trainer, last)
     if watch.broken:
         raise stopped_run(f"training diverged and was stopped at step {trainer.state.global_step}", folder)

@@ -5,7 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -322,12 +322,8 @@ def first_not_finite(model: nn.Module, batch: dict[str, Any]) -> str:
         if not bool(output[0].isfinite().all()):
             layers.append(index)
 
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
-    handles = [block.register_forward_hook(partial(check_output, i)) for i, block in enumerate(blocks)]
-    try:
-        with torch.no_grad():
-            model(**batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for i, block in enumerate(module for module in model.modules() if isinstance(module, Block)):
+            hooks.enter_context(block.register_forward_hook(partial(check_output, i)))
+        model(**batch)
     return f"layer {min(layers)}" if layers else "the output"

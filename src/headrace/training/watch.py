@@ -2,9 +2,6 @@
 
 import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from transformers import TrainerCallback
@@ -66,19 +63,7 @@ class Stop(TrainerCallback):
         self.heard = 0  # the number of the signal that reached this process; 0: none
         self.stopped = 0  # of the signal by which all processes stop
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
-            yield
-            return
-        before = {number: signal.signal(number, self.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def on_signal(self, number: int, frame) -> None:
+    def on_signal(self, number: int, frame: object) -> None:
         if self.heard == number == signal.SIGINT:
             raise KeyboardInterrupt
         self.heard = number

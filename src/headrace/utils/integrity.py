@@ -6,9 +6,10 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from .errors import InputError
 
@@ -22,15 +23,22 @@ RECORDED = {...: (int, {"bytes": int, "sha256": str})}  # its form
 Form = Any  # of a JSON value: see `misfit`
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Writes the file atomically: into a temporary file, which is flushed to the disk and renamed."""
+@contextmanager
+def atomic(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """Yields a temporary file, which is flushed to the disk and renamed to `path` at the end of the block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        json.dump(data, file, indent=1, ensure_ascii=False, allow_nan=False)
+    with beside.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes the file atomically."""
+    with atomic(path) as file:
+        json.dump(data, file, indent=1, ensure_ascii=False, allow_nan=False)
 
 
 def read_json(path: Path, form: Form = None) -> Any:

@@ -170,22 +170,18 @@ def recording(mixer: Any, records: list[Recorded], shared: bool) -> Iterator[Non
     def begin(module: nn.Module, args: Any) -> None:
         records.append(Recorded(sum(not r.shared for r in records), mixer, args[0].shape[1], shared))
 
-    handles = [mixer.register_forward_pre_hook(begin)]
-    for gate in ("write", "read"):
-        if (competition := getattr(mixer, f"{gate}_competition", None)) is not None:
-            handles.append(competition.register_forward_hook(partial(keep_gate, records, gate)))
     name = method(mixer)
-    held = {} if name is None or name not in vars(mixer) else {name: vars(mixer)[name]}
-    if name is not None:
-        setattr(mixer, name, partial(keep_call, records, getattr(mixer, name)))
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(mixer.register_forward_pre_hook(begin))
+        for gate in ("write", "read"):
+            if (competition := getattr(mixer, f"{gate}_competition", None)) is not None:
+                hooks.enter_context(competition.register_forward_hook(partial(keep_gate, records, gate)))
+        if name is not None:  # an attribute of the module, or a method of its class
+            attributes = vars(mixer)
+            hooks.callback(attributes.update, {name: attributes[name]} if name in attributes else {})
+            hooks.callback(delattr, mixer, name)
+            setattr(mixer, name, partial(keep_call, records, getattr(mixer, name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        if name is not None:
-            delattr(mixer, name)
-        vars(mixer).update(held)
 
 
 def keep_gate(records: list[Recorded], gate: str, competition: Any, args: Any, log_gates: Tensor) -> None:
