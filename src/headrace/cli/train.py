@@ -318,10 +318,8 @@ def list_recipes(
     table = Table("recipe", "width", "layers", "heads", "tokens", "tokens a step")
     for name in recipes.names():
         recipe, _ = recipes.load(name)
-        table.add_row(
-            name,
-            *map(str, (recipe.hidden_size, recipe.layers, recipe.heads, f"{recipe.tokens:g}", recipe.batch_tokens)),
-        )
+        sizes = recipe.hidden_size, recipe.layers, recipe.heads, f"{recipe.tokens:g}", recipe.batch_tokens
+        table.add_row(name, *map(str, sizes))
     Console().print(table)
 
 

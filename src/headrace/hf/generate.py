@@ -41,10 +41,8 @@ def generate(
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     if not ids.numel():
         raise InputError("the prompt has no tokens; expected some text")
-    if (last := int(ids.max())) >= (vocab_size := model.config.vocab_size):
-        raise InputError(
-            f"the prompt has the token {last}; the model has {vocab_size}: its tokenizer is another model's"
-        )
+    if (last := int(ids.max())) >= (size := model.config.vocab_size):
+        raise InputError(f"the prompt has the token {last}; the model has {size}: its tokenizer is another model's")
     if seed is not None:
         set_seed(seed)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None

@@ -39,9 +39,7 @@ def token_texts(tokenizer: Any, tokens: set[int]) -> dict[int, str]:
     """The text of each token within a text: of the second of two, as a space before the first may be dropped."""
     kept = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     once, twice = ([tokenizer.decode([token] * n, **kept) for token in tokens] for n in (1, 2))
-    return {
-        token: pair_text[len(single_text) :] for token, single_text, pair_text in zip(tokens, once, twice, strict=True)
-    }
+    return {token: pair[len(single) :] for token, single, pair in zip(tokens, once, twice, strict=True)}
 
 
 def _top(score: Score, texts: dict[int, str]) -> dict[str, float | None] | None:

@@ -49,10 +49,7 @@ class Masked(ByToken, Text):
     def _pairs(self, tokens: Tensor, generator: torch.Generator, rows: int) -> Batch:
         n, special, draw = self.length - 3, self.corpus.vocab_size, partial(torch.randint, generator=generator)
         start, elsewhere = draw(len(tokens) - n + 1, (2, rows, 1))
-        unrelated, first = (
-            draw(2, (rows, 1)),
-            draw(n // 4, n - n // 4 + 1, (rows, 1)),
-        )  # first: length of the first piece
+        unrelated, first = draw(2, (rows, 1)), draw(n // 4, n - n // 4 + 1, (rows, 1))  # first: length of a piece
         place = torch.arange(n)
         second = place >= first
         pieces = tokens[torch.where(second & (unrelated == 1), elsewhere, start) + place].long()
