@@ -216,7 +216,7 @@ def test_batches(jsonl, tmp_path):
     joined = Collator(pad=0)(rows)
     assert joined["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
     assert joined["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, -100]]
-    apart = Collator(pad=0, apart=True)(rows)
+    apart = Collator(pad=0, separate_documents=True)(rows)
     assert apart["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert apart["cu_seqlens"].tolist() == [0, 2, 4, 5, 7]
     assert apart["labels"].tolist() == [[-100, 2, -100, 4, -100, -100, 7]]

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
 from headrace.cli import app as cli
-from headrace.data.tokenizer import byte_level, find
+from headrace.data.tokenizer import byte_level
+from headrace.data.tokenizer import load as load_tokenizer
 from headrace.hf import HeadraceForCausalLM, load
 from headrace.hf.convert import import_checkpoint
 from headrace.hf.generate import generate as continued
@@ -145,7 +146,7 @@ def test_a_tokenizer_of_another_model_is_refused(checkpoint):
 def test_the_tokenizer_of_prepared_data_adds_no_token_to_a_prompt(tmp_path):
     """The rows of the data have none, so a model that is trained on them has never seen it."""
     with_first_token().save_pretrained(tmp_path / "theirs")
-    find(str(tmp_path / "theirs")).save_pretrained(tmp_path / "ours")
+    load_tokenizer(str(tmp_path / "theirs")).save_pretrained(tmp_path / "ours")
     theirs, ours = (read_tokenizer(tmp_path / name)(PROMPT).input_ids for name in ("theirs", "ours"))
     assert theirs == [FIRST, *ours] and ours == byte_level()(PROMPT).input_ids
 

@@ -406,10 +406,10 @@ def test_generate_gives_transformers_tokens(mixer, monkeypatch):
         ]
 
     short = []
-    monkeypatch.setattr(hf_model, "continued", _noted(hf_model.continued, short))
+    monkeypatch.setattr(hf_model, "decode_loop", _noted(hf_model.decode_loop, short))
     found = tokens()
     assert len(short) == len(settings)
-    monkeypatch.setattr(hf_model, "plain", lambda *_: False)
+    monkeypatch.setattr(hf_model, "is_plain_case", lambda *_: False)
     assert all(torch.equal(x, y) for x, y in zip(found, tokens(), strict=True))
     assert len(short) == len(settings)
 

@@ -281,8 +281,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
         **model_kwargs,
     ):  # fmt: skip
-        """Greedy search and sampling of transformers with the same tokens. In the plain case (see `decoding.plain`) a
-        shorter loop leaves out work per token that a recurrent model does not need: on a CPU, and on a GPU with
+        """Greedy search and sampling of transformers with the same tokens. In the plain case (`decoding.is_plain_case`)
+        a shorter loop leaves out work per token that a recurrent model does not need: on a CPU, and on a GPU with
         cache_implementation="static", which makes the step a CUDA graph.
 
         Raises InputError for cache_implementation="static" in another case or on a CPU."""
