@@ -71,8 +71,7 @@ def of_a_model(mixer: str) -> Subject:
     model = build(mixer, shape)
 
     def promised(tokens):
-        grows = {} if mixer in zoo.LINEAR or mixer.startswith("softmax-") else {"tokens": tokens}
-        return LAYERS * spec.state_bytes(HIDDEN, HEADS, **grows)
+        return LAYERS * spec.state_bytes(HIDDEN, HEADS, tokens)
 
     furthest = QUADRATIC if mixer in zoo.ATTENTION else POSITIONS[-1]
     return Subject(mixer, lambda: Decoder(model), promised, furthest)

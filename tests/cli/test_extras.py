@@ -179,7 +179,7 @@ def test_other_import_errors_are_not_hidden():
         from headrace import nothing_of_this_name  # noqa: F401
 
     with pytest.raises(ImportError, match="cannot import name"):
-        app.needing(None, "train", command)()
+        app.requiring_extra(None, "train", command)()
 
 
 def test_extras_match_pyproject():

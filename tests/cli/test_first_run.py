@@ -67,7 +67,7 @@ def test_mismatch_of_data_and_recipe_names_the_option(data):
 
     assert output(length=64).endswith("prepare data with --length 64, or set length=32")
     assert output(vocab_size=100).endswith("or set vocab_size=257")
-    rows = len(run.full(data.train, 32))
+    rows = len(run.full_rows(data.train, 32))
     assert output(batch_tokens=32 * 4096, tokens=32 * 8192).endswith(f"set batch_tokens={32 * rows}")
     assert refused(lambda: recipe(batch_tokens=100)).endswith("a multiple of length=32; set batch_tokens=96")
 
@@ -100,7 +100,7 @@ def test_run_prints_its_plan_and_the_next_command(ended, run_command, data):
     left = [word for word in words if not word.startswith(("length=", "vocab_size="))]
     code, output, _ = run_command(*left)
     assert code == 0
-    rows = len(run.full(data.train, 32))
+    rows = len(run.full_rows(data.train, 32))
     parameters = sum(p.numel() for p in build(recipe()[0]).parameters())
     assert f"softmax-gla: 2 layers of width 16, {parameters / 1e6:,.2f} M parameters" in output
     assert f"1,024 tokens in 8 steps of 4 rows of 32: {32 / rows:,.3g} passes over the data" in output

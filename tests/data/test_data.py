@@ -79,7 +79,7 @@ def test_tokenizer_pads_left_with_the_end_token(kind, tmp_path):
     tokens = made.get(kind, tokenizer.byte_level)()
     tokens.save_pretrained(tmp_path / "tokenizer")
     name = "tokenizer/tokenizer.json" if kind not in made else "tokenizer"
-    for result in (tokens, tokenizer.find(str(tmp_path / name))):
+    for result in (tokens, tokenizer.load(str(tmp_path / name))):
         assert result.pad_token_id == result.eos_token_id is not None
         batch = result(["It", "It was"], padding=True, return_tensors="pt")
         assert batch.input_ids[0, 0] == result.eos_token_id and batch.attention_mask[0].tolist()[0] == 0
@@ -90,7 +90,7 @@ def test_own_padding_token_is_kept(tmp_path):
     own = tokenizer.byte_level()
     own.pad_token, own.padding_side = "A", "right"
     own.save_pretrained(tmp_path)
-    result = tokenizer.find(str(tmp_path))
+    result = tokenizer.load(str(tmp_path))
     assert (result.pad_token, result.padding_side) == ("A", "right")
 
 
@@ -138,7 +138,7 @@ def test_documents_shorter_than_the_held_out_text_are_not_cut(tmp_path):
 def test_at_least_one_document_is_left_for_training(count, held_out, expected):
     rows = [Row("a", i, "a", 1) for i in range(count)]
     choice = choose(rows, held_out, 0)
-    assert [held for _, held in choice.parted(rows)].count(True) == expected
+    assert [held for _, held in choice.split(rows)].count(True) == expected
 
 
 MISTAKES = {

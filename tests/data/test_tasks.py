@@ -37,7 +37,7 @@ from headrace.tasks import (
     Text,
     dates,
 )
-from headrace.tasks.base import BLOCK, PARTS, generator, hashed
+from headrace.tasks.base import BLOCK, PARTS, generator, row_hashes
 from headrace.tasks.sequences import FIRST
 from headrace.utils.errors import InputError
 
@@ -335,7 +335,7 @@ def test_held_out_dates_are_not_trained_in_another_format():
 
 def test_split_shares_are_a_tenth_a_tenth_and_the_rest():
     """Of 20,000 different rows; six standard errors of a share are 0.017 at most."""
-    parts = PARTS[hashed(torch.arange(20_000)[:, None]) % np.uint64(10)]
+    parts = PARTS[row_hashes(torch.arange(20_000)[:, None]) % np.uint64(10)]
     assert [(parts == part).mean() for part in ("held-out", "tuning", "training")] == pytest.approx(
         [0.1, 0.1, 0.8], abs=0.017
     )
@@ -343,8 +343,8 @@ def test_split_shares_are_a_tenth_a_tenth_and_the_rest():
 
 def test_split_of_a_row_ignores_padding_and_respects_order():
     row, padded = torch.tensor([[3, 1, 4]]), torch.tensor([[-1, 3, 1, -100, 4, -1]])
-    hashes = hashed(torch.tensor(list(itertools.permutations(range(5)))))
-    assert hashed(row) == hashed(padded) and len(set(hashes.tolist())) == 120
+    hashes = row_hashes(torch.tensor(list(itertools.permutations(range(5)))))
+    assert row_hashes(row) == row_hashes(padded) and len(set(hashes.tolist())) == 120
 
 
 def test_seeds_padded_with_zeros_differ():

@@ -10,7 +10,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
-from headrace.data.tokenizer import byte_level, find
+from headrace.data.tokenizer import byte_level
+from headrace.data.tokenizer import load as load_tokenizer
 from headrace.hf import HeadraceForCausalLM, load
 from headrace.hf.convert import import_checkpoint
 from headrace.hf.generate import generate as continued
@@ -139,7 +140,7 @@ def test_tokenizer_of_another_model_is_refused(checkpoint):
 def test_tokenizer_of_prepared_data_adds_no_prompt_tokens(tmp_path):
     """The rows of the data have none, so a model that is trained on them has never seen it."""
     with_first_token().save_pretrained(tmp_path / "theirs")
-    find(str(tmp_path / "theirs")).save_pretrained(tmp_path / "ours")
+    load_tokenizer(str(tmp_path / "theirs")).save_pretrained(tmp_path / "ours")
     theirs, ours = (read_tokenizer(tmp_path / name)(PROMPT).input_ids for name in ("theirs", "ours"))
     assert theirs == [FIRST, *ours] and ours == byte_level()(PROMPT).input_ids
 

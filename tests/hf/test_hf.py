@@ -414,10 +414,10 @@ def test_short_loop_generates_the_tokens_of_transformers(mixer, monkeypatch):
         ]
 
     short = []
-    monkeypatch.setattr(hf_model, "continued", _noted(hf_model.continued, short))
+    monkeypatch.setattr(hf_model, "decode_loop", _noted(hf_model.decode_loop, short))
     result = tokens()
     assert len(short) == len(settings)
-    monkeypatch.setattr(hf_model, "plain", lambda *_: False)
+    monkeypatch.setattr(hf_model, "is_plain_case", lambda *_: False)
     assert all(torch.equal(x, y) for x, y in zip(result, tokens(), strict=True))
     assert len(short) == len(settings)
 

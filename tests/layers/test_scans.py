@@ -10,8 +10,8 @@ from torch.func import grad, jvp, vmap
 from headrace import layers, zoo
 from headrace.layers.scans import selective_scan as selective
 from headrace.layers.scans.linear_system import Response
-from headrace.layers.scans.rwkv4 import blank, wkv
-from headrace.layers.scans.s4 import S4, hippo, legs
+from headrace.layers.scans.rwkv4 import empty_memory, wkv
+from headrace.layers.scans.s4 import S4, hippo, hippo_diagonal_plus_low_rank
 from headrace.layers.scans.selective_scan import Operands, selective_scan, selective_step
 from headrace.spec import scan as spec
 from headrace.studies.verify import relative, specimen
@@ -182,7 +182,7 @@ def test_wkv_equals_a_softmax_over_the_past(size):
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
     x = [(size * draw(40, 5)), draw(40, 5), draw(5).exp(), size * draw(5)]
     x = [y.requires_grad_() for y in x]
-    ours = wkv(*x, blank(x[0], 1), [40])[0]
+    ours = wkv(*x, empty_memory(x[0], 1), [40])[0]
     theirs, weight = wkv_literally(*x), draw(40, 5)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad((y * weight).sum(), x) for y in (ours, theirs)]
@@ -253,7 +253,7 @@ def close(ours, theirs):
 def test_s4_starts_as_hippo():
     """The same eigenvalues, and the same Bᵀ A^k B: a change of basis and nothing else."""
     A, B = hippo(8)
-    frequency, P, half = legs(8)
+    frequency, P, half = hippo_diagonal_plus_low_rank(8)
     pair = lambda x: torch.cat([x, x.conj()])  # noqa: E731
     P, ours = pair(P), pair(half)
     dynamics = torch.diag(pair(torch.complex(torch.full_like(frequency, -0.5), frequency))) - P[:, None] * P.conj()
@@ -292,7 +292,7 @@ def test_s4_kernel_equals_its_matrix_powers(tokens):
         x, terms = torch.cat([system.B.real, system.B.imag], -1)[None], []
         for _ in range(tokens):
             terms.append(2 * (system.C * torch.complex(*x[0].chunk(2, -1))).real.sum(-1))
-            x = system.leap(x, 1)
+            x = system.advance_by(x, 1)
         close(system.kernel(tokens), torch.stack(terms, 1))
 
 

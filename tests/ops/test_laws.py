@@ -136,11 +136,10 @@ def test_state_shapes_and_bytes_match_the_spec(name):
     mixer, x = specimen(name, 0)
     named = mixer(x)[1]._asdict()
     described = zoo.get(name)
-    options = {"tokens": x.shape[1]} if isinstance(described, spec.CACHED) else {}
-    shapes = described.state_shapes(HIDDEN, HEADS, **options)
+    shapes = described.state_shapes(HIDDEN, HEADS, x.shape[1])
     assert {key: tuple(named[key].shape) for key in shapes} == {key: (BATCH, *s) for key, s in shapes.items()}
     measured = sum(named[key][0].numel() * 4 for key in shapes)
-    assert measured == described.state_bytes(HIDDEN, HEADS, **options)
+    assert measured == described.state_bytes(HIDDEN, HEADS, x.shape[1])
 
 
 def test_new_mixer_is_one_table_entry(monkeypatch):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from headrace import linear_attention, zoo
 from headrace.spec import AttentionSpec, Decay, Heads, MatrixSpec, MixerSpec, Read, ScanSpec, SoftmaxRNNSpec
 from headrace.studies import catalog
-from headrace.studies.verify import masked_matrix, semiseparable
 
 COLUMNS = {column for columns in catalog.VIEWS.values() for column in columns}
 
@@ -125,6 +125,19 @@ def test_the_docs_hold_the_table():
 def ssd(T=24, N=3, P=5):
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
     return draw(T, N), draw(T, N), draw(T, P), -torch.rand(T, dtype=torch.float64)
+
+
+def semiseparable(log_decay: Tensor) -> Tensor:
+    """The mask L [T, T] of a scalar decay [T]: L[t, s] is the decay from s to t, 0 for s > t. Blocks below the diagonal
+    have rank 1 (arXiv 2405.21060, section 3)."""
+    later = torch.ones(len(log_decay), len(log_decay), dtype=torch.bool, device=log_decay.device).tril()
+    total = log_decay.cumsum(0)
+    return (total[:, None] - total).masked_fill(~later, -torch.inf).exp()
+
+
+def masked_matrix(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+    """L ∘ (q kᵀ): one head of Mamba-2 as a matrix [T, T] that multiplies v (q is the paper's C, k its B)."""
+    return semiseparable(log_decay) * (q @ k.mT)
 
 
 def test_the_masked_matrix_is_the_op():

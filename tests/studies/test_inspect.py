@@ -21,7 +21,7 @@ from headrace.hf import HeadraceForCausalLM, load
 from headrace.spec import AttentionSpec, MixerSpec, SoftmaxRNNSpec
 from headrace.studies import inspect as inspection
 from headrace.studies.inspect.findings import of_beta, of_gate, of_weights
-from headrace.studies.inspect.page import pack, profile, thin
+from headrace.studies.inspect.page import compress_attention, pack, profile
 from headrace.studies.inspect.recorder import record, weights
 from headrace.studies.verify import literal_op
 from headrace.utils.errors import InputError
@@ -154,7 +154,7 @@ def test_packing_keeps_numbers_to_half_a_step(bits):
 
 def test_what_is_kept_of_weights():
     A = torch.randn(2, 40, 40).double().tril()
-    kept, share = thin(A, 5, 16), A / A.abs().sum(-1, keepdim=True)
+    kept, share = compress_attention(A, 5, 16), A / A.abs().sum(-1, keepdim=True)
     best = share.abs().topk(5, -1)
     places = unpack(kept["places"]).reshape(2, 40, 5)
     assert (np.sort(places[:, 5:]) == np.sort(best.indices.numpy()[:, 5:])).all()

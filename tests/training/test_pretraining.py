@@ -145,7 +145,7 @@ def test_run_writes_model_card_curves_and_history(data, ended):
     assert f"{final:.4f} nats" in card and "micro_batch: 2" in card and "![Loss" in card
     assert "trust_remote_code=True" in card and (folder / "model" / "modeling_headrace.py").is_file()
     assert (folder / "model" / "curves.png").stat().st_size > 1000
-    assert trainer.careful().skipped == 0
+    assert trainer.inner_optimizer().skipped == 0
     (evaluated, *_) = (point for point in trainer.state.log_history if "eval_write_entropy_1" in point)
     loads = [value for name, value in evaluated.items() if re.fullmatch(r"eval_write_load_1_\d+", name)]
     assert len(loads) == TINY["heads"] and sum(loads) == pytest.approx(1)

@@ -85,8 +85,8 @@ def test_measurement_of_another_machine_is_refused(tmp_path):
 
 PLANS = {  # of a command: what claims a folder for it
     "train": lambda data: lambda folder: run.begin(folder, recipe(lr=0.5)[0], data),
-    "compare": lambda data: partial(claim, wanted=DEMO.to_json(), optional=DEMO.optional()),
-    "bench": lambda data: partial(claim, wanted=asdict(Shape()), optional=[*defaults(Shape())]),
+    "compare": lambda data: partial(claim, plan=DEMO.to_json(), optional=DEMO.optional()),
+    "bench": lambda data: partial(claim, plan=asdict(Shape()), optional=[*defaults(Shape())]),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from headrace.training import recipes
-from headrace.training.model import blank, build, count, estimate
+from headrace.training.model import build, count, estimate, meta_model
 from headrace.utils.errors import InputError
 from headrace.utils.settings import assignments
 from headrace.utils.yaml_file import read_yaml, to_yaml
@@ -21,7 +21,7 @@ LLAMA = {"rnn-300m": (209.8, 242.5, 275.3), "rnn-2b": (1887.6, 1985.9, 2084.2)}
 
 @pytest.mark.parametrize(("name", "mixer"), [*((n, "gla") for n in GLA), *((n, "transformer") for n in LLAMA)])
 def test_parameter_counts_equal_the_papers(name, mixer):
-    actual = count(blank(recipes.load(name, {"mixer": mixer})[0]))
+    actual = count(meta_model(recipes.load(name, {"mixer": mixer})[0]))
     expected = (GLA | LLAMA)[name]
     assert [round(actual[part] / 1e6, 1) for part in ("body", "tied", "untied")] == list(expected)
 
@@ -29,7 +29,7 @@ def test_parameter_counts_equal_the_papers(name, mixer):
 @pytest.mark.parametrize("row", ["laptop-5m | softmax-gla", "paper-80m | mamba2", "paper-110m-h8 | softmax-retnet"])
 def test_documented_parameter_table_is_current(row):
     name, mixer = row.split(" | ")
-    counted = count(blank(recipes.load(name, {"mixer": mixer})[0]))
+    counted = count(meta_model(recipes.load(name, {"mixer": mixer})[0]))
     numbers = " | ".join(f"{counted[part] / 1e6:,.2f}" for part in ("body", "competition", "tied", "untied"))
     assert f"| {row} | {numbers} |" in (Path(__file__).parents[2] / "docs" / "recipes.md").read_text("utf-8")
 
@@ -37,7 +37,7 @@ def test_documented_parameter_table_is_current(row):
 def test_competition_parameters_equal_the_paper():
     """0.05M at 24 layers and 4 heads of 256 key dimensions."""
     recipe, _ = recipes.load("paper-340m", {"mixer": "softmax-gla(heads.expand_k=1)"})
-    assert count(blank(recipe))["competition"] == 24 * 2 * 4 * 256 == 49152
+    assert count(meta_model(recipe))["competition"] == 24 * 2 * 4 * 256 == 49152
 
 
 def test_estimate_counts_the_built_model():

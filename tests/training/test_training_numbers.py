@@ -19,7 +19,7 @@ from headrace import Mixer, zoo
 from headrace.hf import HeadraceForCausalLM
 from headrace.ops.backends.native import library as native
 from headrace.training import card, recipes, run, trainer
-from headrace.training.model import blank, build, estimate, flops_per_token
+from headrace.training.model import build, estimate, flops_per_token, meta_model
 from headrace.training.parameters import gate_parameters, parameter_groups
 from headrace.training.watch import Watch
 from trained import recipe, train
@@ -223,10 +223,10 @@ def test_processes_share_rows(rows, size, processes):
 
 def test_rows_to_evaluate_are_evenly_spread(data):
     length = len(data.train)
-    assert [row["input_ids"] for row in run.some(data.train, 3)] == [
+    assert [row["input_ids"] for row in run.evenly_spaced(data.train, 3)] == [
         data.train[i]["input_ids"] for i in (0, (length - 1) // 2, length - 1)
     ]
-    assert len(run.some(data.train, length)) == length
+    assert len(run.evenly_spaced(data.train, length)) == length
 
 
 def test_a_loss_as_large_as_the_unigrams_is_nothing_learnt():
@@ -245,7 +245,7 @@ def test_flops_on_the_meta_device_are_those_on_a_cpu(mixer, monkeypatch):
     given, _ = recipes.load("laptop-1m", changes)
     made = build(given).train()
     with sdpa_kernel(SDPBackend.MATH):  # the CPU's fused attention counts none
-        assert flops_per_token(blank(given), given) == flops_per_token(made, given)
+        assert flops_per_token(meta_model(given), given) == flops_per_token(made, given)
     assert estimate(given)["bytes"]["kept for the backward"] > 0
 
 

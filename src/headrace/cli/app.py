@@ -13,7 +13,7 @@ import typer
 from .. import __version__
 from ..utils.errors import InputError
 from . import compare, evaluate, train, understand, use
-from .console import needing, printable
+from .console import printable, requiring_extra
 
 # Errors of a full disk, or of a path that this user cannot write.
 UNWRITABLE = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "ENOTDIR")}
@@ -55,8 +55,8 @@ def system_code(error: Exception) -> int:
     exceptions, with the number in the text."""
     if isinstance(error, OSError):
         return error.errno or 0
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else 0
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else 0
 
 
 def refuse(sentence: str) -> NoReturn:
@@ -150,7 +150,7 @@ def register(group: str, name: str, command: Command) -> None:
     epilog = "\n\n".join(["Examples:", *(f"headrace {name} {example}".strip() for example in command.examples)])
     paragraphs = cleandoc(command.run.__doc__ or "").split("\n\n")  # Typer would keep the line breaks within them
     description = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    run = needing(command.extra, name, command.run)
+    run = requiring_extra(command.extra, name, command.run)
     app.command(name=name, rich_help_panel=group, help=description, epilog=epilog)(run)
 
 

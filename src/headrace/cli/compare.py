@@ -102,16 +102,16 @@ def compare(
         "hidden_size": hidden_size, "layers": layers, "heads": heads,
         "initializer_range": initializer_range,
     }  # fmt: skip
-    texts = [*(text or []), *(files or [])]
+    sources = [*(text or []), *(files or [])]
     if plan is None:
-        study = choose(task, texts, tokenizer, changes, sweep, tune, tune_seeds)
+        study = choose(task, sources, tokenizer, changes, sweep, tune, tune_seeds)
     else:
-        others = {"task": task, "text": texts or None, "tokenizer": tokenizer, "sweep": sweep, "tune": tune}
-        refuse_beside_plan(plan, changes | others | {"tune_seeds": tune_seeds})
+        other_options = {"task": task, "text": sources or None, "tokenizer": tokenizer, "sweep": sweep, "tune": tune}
+        refuse_beside_plan(plan, changes | other_options | {"tune_seeds": tune_seeds})
         study = planned(plan)
     folder, console = output or Path("runs", study.name), terminal()
-    for one in study.plans:
-        for sentence in one.idle_gates():
+    for arm_plan in study.plans:
+        for sentence in arm_plan.idle_gates():
             console.print(f"Note: {sentence}", style="yellow", highlight=False, soft_wrap=True)
     places = place_workers(all_devices(device), workers)
     check(folder, study)
@@ -203,10 +203,10 @@ def verify(
     console, rows = terminal(), []
     with interruptible("the checks so far are printed above"), telling(console) as tell:
         for name in track(names, "mixer", tell):
-            found = check([name], device, dtypes[dtype], backends=chosen)
-            console.print(_table(name, found))
-            rows += found
-            if device_failed(device, found):
+            checked = check([name], device, dtypes[dtype], backends=chosen)
+            console.print(_table(name, checked))
+            rows += checked
+            if device_failed(device, checked):
                 console.print(f"{device} computes nothing any more after this error; the other checks are left out")
                 break
     broken = [row for row in rows if not row.holds]

@@ -104,10 +104,10 @@ def numbers(option: str, text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise InputError(f"--{option}={text}; expected positive integers separated by commas, such as 512,2048")
-    found = [int(part) for part in parts]
-    if len(set(found)) < len(found):
+    values = [int(part) for part in parts]
+    if len(set(values)) < len(values):
         raise InputError(f"--{option}={text} has a number twice; expected each once")
-    return found
+    return values
 
 
 def refuse_without(needed: str, **options: Any) -> None:
@@ -136,7 +136,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return text if prompt is not None else StringIO(text, newline=None).read()  # every line ends in \n
 
 
-def needing(extra: str | None, name: str, command: Callable) -> Callable:
+def requiring_extra(extra: str | None, name: str, command: Callable) -> Callable:
     """Wraps a command so that a package that is not installed raises an InputError that names the extra to install.
 
     The packages of the command's own extra are looked for before it runs; those that only some of its options need,

@@ -51,11 +51,11 @@ def evaluate(
     )
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
         with telling(console) as tell:
-            results = run.evaluate(
+            evaluation = run.evaluate(
                 checkpoints, plan, run.Machine(on_device(device), batch_size), folder, accept_old, tell
             )
-        page = report.write_report(results, checkpoint.named(checkpoints), folder)
-    report.print_evaluation(results, console)
+        page = report.write_report(evaluation, checkpoint.named(checkpoints), folder)
+    report.print_evaluation(evaluation, console)
     console.print(f"The report is {page}", soft_wrap=True, highlight=False)
 
 
@@ -103,7 +103,7 @@ def bench(
     depth = layers if layers is not None else 2 if device == "cpu" else 24
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     plan = BenchPlan(named(mixers), Shape(depth, hidden_size, heads), device, dtype, threads, rounds)
-    chosen = points(
+    measurements = points(
         list(zoo.split(what)),
         numbers("lengths", lengths),
         numbers("batch-sizes", batch_sizes),
@@ -113,7 +113,7 @@ def bench(
         console.print("Note: 2 layers on a CPU instead of the paper's 24; set --layers 24 for all", style="yellow")
     with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
         with telling(console) as tell:
-            held = complete(plan, chosen, output, tell, accept_old)
+            held = complete(plan, measurements, output, tell, accept_old)
         lines = rows(held, plan)
         write_csv(output / "bench.csv", lines)
         report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))

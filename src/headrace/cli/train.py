@@ -129,11 +129,11 @@ def refuse_ignored(sources: list[str] | None, task: str | None, others: dict[str
     """Raises InputError unless `prepare` has either text sources or a task, and none of the options `others`, which
     belong to the one that is not given."""
     if bool(sources) == (task is not None):
-        found = "both text sources and" if sources else "neither text sources nor"
-        raise InputError(f"prepare has {found} --task; expected one of them")
+        both_or_neither = "both text sources and" if sources else "neither text sources nor"
+        raise InputError(f"prepare has {both_or_neither} --task; expected one of them")
     for name, value in given(others).items():
-        here, there = ("without", "--task") if task is None else ("with", "text sources")
-        raise InputError(f"--{name.replace('_', '-')}={value} {here} --task; expected it with {there} alone")
+        preposition, needed = ("without", "--task") if task is None else ("with", "text sources")
+        raise InputError(f"--{name.replace('_', '-')}={value} {preposition} --task; expected it with {needed} alone")
 
 
 def print_counts(manifest: dict[str, Any]) -> None:
@@ -143,8 +143,8 @@ def print_counts(manifest: dict[str, Any]) -> None:
     for part in ("train", "held_out"):
         table.add_row(part, *(f"{manifest[part][name]:,}" for name in names))
     Console().print(table)
-    for what, found in manifest.get("bad_rows", {}).items():
-        print(f"left out: {found['rows']:,} row{'s' if found['rows'] > 1 else ''} {what}, first {found['first']}")
+    for what, bad in manifest.get("bad_rows", {}).items():
+        print(f"left out: {bad['rows']:,} row{'s' if bad['rows'] > 1 else ''} {what}, first {bad['first']}")
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
@@ -252,9 +252,9 @@ def print_costs(recipe: Any, about: Any, plan: dict[str, Any] | None, as_json: b
     from ..training.model import estimate
 
     costs = estimate(recipe)
-    found = {"here": time_here(recipe, costs["flops"])} if plan is None else {"machine": plan}
+    elsewhere = {"here": time_here(recipe, costs["flops"])} if plan is None else {"machine": plan}
     if as_json:
-        print(json.dumps({"recipe": asdict(recipe), **asdict(about), **costs, **found}, indent=1))
+        print(json.dumps({"recipe": asdict(recipe), **asdict(about), **costs, **elsewhere}, indent=1))
         return
     table = Table(show_header=False, title=f"{recipe.mixer}, {recipe.layers} layers of {recipe.hidden_size}")
     for name, number in costs["parameters"].items():
@@ -264,13 +264,13 @@ def print_costs(recipe: Any, about: Any, plan: dict[str, Any] | None, as_json: b
     table.add_row("FLOPs", f"{costs['flops_per_token'] / GIGA:,.2f} G per token, {costs['flops']:.2e} in total")
     for name, number in (costs if plan is None else plan)["bytes"].items():
         table.add_row(f"memory, {name}", f"{number / 2**30:,.2f} GiB")
-    for name, text in ({"time": said_of_here(found["here"])} if plan is None else machine_rows(plan)).items():
+    for name, text in ({"time": time_row(elsewhere["here"])} if plan is None else machine_rows(plan)).items():
         table.add_row(name, text)
     table.add_row("assumed", ", ".join(about.assumed) or "nothing")
     Console().print(table)
 
 
-def said_of_here(here: dict[str, Any]) -> str:
+def time_row(here: dict[str, Any]) -> str:
     """The row of the dry run's table about the time on this machine."""
     from ..training.trainer import duration
 
@@ -283,12 +283,12 @@ def said_of_here(here: dict[str, Any]) -> str:
 
 def machine_rows(plan: dict[str, Any]) -> dict[str, str]:
     """The rows of the dry run's table about a machine."""
-    needed, there = sum(plan["bytes"].values()) / 2**30, plan["bytes_of_device"] / 2**30
+    needed, available = sum(plan["bytes"].values()) / 2**30, plan["bytes_of_device"] / 2**30
     no = "does not fit; expected a smaller micro_batch, recompute=true, a larger shard, or other devices"
     layout = f"{plan['data_parallel']} × {plan['context_parallel']} per row, weights over {plan['shard']}"
     reached = f"{plan['efficiency']:.0%} of the peak, an assumption"
     return {
-        "memory per device": f"{needed:,.1f} of {there:,.1f} GiB: {'fits' if plan['fits'] else no}",
+        "memory per device": f"{needed:,.1f} of {available:,.1f} GiB: {'fits' if plan['fits'] else no}",
         "devices": f"{plan['devices']} {plan['device']}: {layout}",
         "rows per device": f"{plan['rows_per_pass']} in a pass, {plan['passes_per_step']} passes in a step",
         "time": f"{plan['days']:,.2f} days, {plan['tokens_per_second']:,.0f} tokens/s, at {reached}",
@@ -317,20 +317,21 @@ def list_recipes(
     refuse_without("--mixers", markdown=as_markdown)
     table = Table("recipe", "width", "layers", "heads", "tokens", "tokens a step")
     for name in recipes.names():
-        one, _ = recipes.load(name)
-        table.add_row(name, *map(str, (one.hidden_size, one.layers, one.heads, f"{one.tokens:g}", one.batch_tokens)))
+        recipe, _ = recipes.load(name)
+        sizes = recipe.hidden_size, recipe.layers, recipe.heads, f"{recipe.tokens:g}", recipe.batch_tokens
+        table.add_row(name, *map(str, sizes))
     Console().print(table)
 
 
 def print_parameters(mixers: tuple[str, ...], as_markdown: bool) -> None:
     """Prints the parameter counts, in millions, of every recipe with every mixer."""
     from ..training import recipes
-    from ..training.model import blank, count
+    from ..training.model import count, meta_model
 
     head = ("recipe", "mixer", "body", "competition", "tied", "untied")
     rows = []
     for name, mixer in product(recipes.names(), mixers):
-        counted = count(blank(recipes.load(name, {"mixer": mixer})[0]))
+        counted = count(meta_model(recipes.load(name, {"mixer": mixer})[0]))
         rows.append((name, mixer, *(f"{counted[part] / 1e6:,.2f}" for part in head[2:])))
     if as_markdown:
         for line in (head, ("---", "---", *["--:"] * 4), *rows):

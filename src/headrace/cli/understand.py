@@ -91,14 +91,14 @@ def reproduce(
 
     console = terminal()
     if name is None:
-        given = {"run": run, "text": text, "data": data, "only": only, "add": add, "output": output}
-        refuse_without("the name of a table or figure", **given, accept_old=accept_old)
+        options = {"run": run, "text": text, "data": data, "only": only, "add": add, "output": output}
+        refuse_without("the name of a table or figure", **options, accept_old=accept_old)
         show.print_list(console)
         return
     chosen, folder = experiment.load(name), output or Path("runs", "reproduce", scale)
     additions = [*(add or []), *([] if data is None else [shlex.join(["eval", "--data", str(data)])])]
-    wanted = experiment.tailored(chosen.at(scale), text or [], only or [], additions)
-    steps = experiment.commands(wanted, folder)
+    plan = experiment.tailored(chosen.at(scale), text or [], only or [], additions)
+    steps = experiment.commands(plan, folder)
 
     def tell(line: str) -> None:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
@@ -110,8 +110,8 @@ def reproduce(
     else:
         for step in steps:
             tell(shlex.join(step))
-    found = numbers.cells(chosen, wanted, folder)
-    show.print_cells(chosen, scale, found, console)
+    cells = numbers.cells(chosen, plan, folder)
+    show.print_cells(chosen, scale, cells, console)
     if run:
         command = shlex.join(["headrace", *sys.argv[1:]])
-        tell(f"The report is {show.write_page(chosen, scale, found, folder / f'{name}.html', command)}")
+        tell(f"The report is {show.write_page(chosen, scale, cells, folder / f'{name}.html', command)}")

@@ -12,7 +12,7 @@ import typer
 
 from ..utils.errors import InputError
 from ..utils.processes import new_folder
-from .console import Checkpoint, Device, NewFolder, PromptFile, interruptible, needing, read_prompt
+from .console import Checkpoint, Device, NewFolder, PromptFile, interruptible, read_prompt, requiring_extra
 
 # Files that `convert` and `export` copy unchanged: the tokenizer in any of its formats, and the generation settings.
 COPIED = (
@@ -110,7 +110,7 @@ def serve(
 
 
 @contextmanager
-def made_whole(output: Path) -> Iterator[Path]:
+def new_checkpoint(output: Path) -> Iterator[Path]:
     """Yields a folder that becomes `output` at the end of the block, and nothing if it is interrupted before."""
     with interruptible(f"{output} was not created"), new_folder(output) as folder:
         yield folder
@@ -133,7 +133,7 @@ def convert(
     from ..hf import load
     from ..hf.convert import FORMATS, export_checkpoint, import_checkpoint, set_use_cache
 
-    with made_whole(output) as folder:
+    with new_checkpoint(output) as folder:
         if to is None:
             import_checkpoint(checkpoint).save_pretrained(folder)
         else:
@@ -174,11 +174,11 @@ def export(
     """Write a checkpoint for another runtime."""
     from ..export import FORMATS, writer
 
-    given: dict[str, Any] = {"weights": weights, "opset": opset, "libraries": libraries}
-    options = {name: value for name, value in given.items() if value is not None}
+    all_options: dict[str, Any] = {"weights": weights, "opset": opset, "libraries": libraries}
+    options = {name: value for name, value in all_options.items() if value is not None}
     extra = FORMATS[to].extra if to in FORMATS else "models"
-    write = needing(extra, f"export --to {to}", lambda folder: writer(to, options)(checkpoint, folder))
-    with made_whole(output) as folder:
+    write = requiring_extra(extra, f"export --to {to}", lambda folder: writer(to, options)(checkpoint, folder))
+    with new_checkpoint(output) as folder:
         sentence = write(folder)
         _copy(checkpoint, folder)
     print(f"{output}: {sentence}")
@@ -197,7 +197,7 @@ def retrofit(checkpoint: Checkpoint, output: NewFolder) -> None:
     from ..hf.generate import read_tokenizer
     from ..hf.retrofit import retrofit as run
 
-    with made_whole(output) as folder:
+    with new_checkpoint(output) as folder:
         for part in (run(checkpoint), read_tokenizer(checkpoint)):
             part.save_pretrained(folder)
     print(f"{output} computes the same outputs as {checkpoint}; its gates can be trained")

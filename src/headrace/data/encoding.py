@@ -60,8 +60,8 @@ def last_place(text: str, begin: int) -> int:
     step = 1 << 12
     for at in range(len(text) - step, begin - step, -step):
         first = max(at, begin)
-        found = [one.start() for one in PLACES.finditer(text, first, at + step + 2)]
-        if inside := [place for place in found if 0 < place < len(text)]:
+        places = [match.start() for match in PLACES.finditer(text, first, at + step + 2)]
+        if inside := [place for place in places if 0 < place < len(text)]:
             return inside[-1]
     return 0
 
@@ -128,19 +128,19 @@ class Encoder:
         document is to be passed through `begun` before."""
         if not self.cut:
             ids = list(self._whole(texts))
-            return np.fromiter(chain.from_iterable(ids), self.word), np.array([len(one) for one in ids], np.int64)
+            return np.fromiter(chain.from_iterable(ids), self.word), np.array([len(tokens) for tokens in ids], np.int64)
         if max(len(self.known), len(self.flat) // 8) > KEPT:
             self._forget()
         pieces = [PIECES.findall(text) for text in texts]
-        found = np.fromiter(map(self.known.__getitem__, chain.from_iterable(pieces)), np.int64)
+        numbers = np.fromiter(map(self.known.__getitem__, chain.from_iterable(pieces)), np.int64)
         self._learn()
-        sizes = self.sizes[found]
+        sizes = self.sizes[numbers]
         ends = np.cumsum(sizes)
-        begins = np.repeat(self.begins[found] - (ends - sizes), sizes)
-        return self.flat[begins + np.arange(len(begins))], _sums(ends, np.array([len(one) for one in pieces]))
+        begins = np.repeat(self.begins[numbers] - (ends - sizes), sizes)
+        return self.flat[begins + np.arange(len(begins))], _sums(ends, np.array([len(tokens) for tokens in pieces]))
 
     def _whole(self, texts: list[str]) -> Iterator[list[int]]:
-        return (one.ids for one in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        return (encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
 
     def _forget(self) -> None:
         self.known = _Numbers()
@@ -151,7 +151,7 @@ class Encoder:
         ids = list(self._whole(list(islice(self.known, len(self.sizes), None))))
         if ids:
             self.flat = np.concatenate([self.flat, np.fromiter(chain.from_iterable(ids), self.word)])
-            self.sizes = np.concatenate([self.sizes, [len(one) for one in ids]])
+            self.sizes = np.concatenate([self.sizes, [len(tokens) for tokens in ids]])
             self.begins = np.cumsum(self.sizes) - self.sizes
 
 

@@ -27,7 +27,7 @@ class Choice:
     documents: frozenset[int] | None = None
     cut: tuple[int, int] | None = None
 
-    def parted(self, rows: Iterable[Row]) -> Iterator[tuple[Row, bool]]:
+    def split(self, rows: Iterable[Row]) -> Iterator[tuple[Row, bool]]:
         """The rows in order, each with whether it is held out. The row in which a held-out end begins becomes two."""
         draw, document, held = np.random.default_rng(self.seed).random, -1, False
         for row in rows:
@@ -81,11 +81,11 @@ def choose(rows: Iterable[Row], share: float, seed: int) -> Choice:
 
 def _of_few(sizes: np.ndarray, share: float, seed: int) -> Choice:
     order = np.random.default_rng(seed).permutation(len(sizes))
-    apart = order[: min(round(share * len(sizes)), len(sizes) - 1)]
-    if len(apart):
-        return Choice(share, seed, frozenset(apart.tolist()))
-    wanted = max(round(share * int(sizes.sum())), 1)
-    long = order[sizes[order] > wanted]
+    held_out = order[: min(round(share * len(sizes)), len(sizes) - 1)]
+    if len(held_out):
+        return Choice(share, seed, frozenset(held_out.tolist()))
+    needed_bytes = max(round(share * int(sizes.sum())), 1)
+    long = order[sizes[order] > needed_bytes]
     if not len(long):
-        raise InputError(f"--held-out {share} is {wanted} bytes of text; expected a document with more bytes")
-    return Choice(share, seed, frozenset(), (int(long[0]), int(sizes[long[0]]) - wanted))
+        raise InputError(f"--held-out {share} is {needed_bytes} bytes of text; expected a document with more bytes")
+    return Choice(share, seed, frozenset(), (int(long[0]), int(sizes[long[0]]) - needed_bytes))

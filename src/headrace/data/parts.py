@@ -4,20 +4,20 @@
 <number>.json   its counts and SHA-256: written last, so that a part with a record is whole
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..utils.integrity import RECORDED, damage, read_json, record, write_json
+from ..utils.integrity import RECORDED, atomic, damage, read_json, record, write_json
 from .encoding import Encoder
 from .sources import Row
 
 SPLITS = ("train", "held_out")
 COUNTS = {"documents": int, "tokens": int, "bytes": int}
-TOLD = {**dict.fromkeys(SPLITS, COUNTS), "bad": {...: {"rows": int}}, "files": RECORDED}  # the form of <number>.json
+# the form of <number>.json
+PART_RECORD = {**dict.fromkeys(SPLITS, COUNTS), "bad": {...: {"rows": int}}, "files": RECORDED}
 TOGETHER = 1 << 20  # characters that are tokenised together
 
 
@@ -63,16 +63,16 @@ def block(number: int, rows: list[tuple[Row, bool]]) -> Block:
         mine = [row for row, held_out in rows if held_out == (split == "held_out") and not row.bad]
         begins, ends = [row.offset == 0 for row in mine], [row.ends for row in mine]
         texts[split] = Texts([row.text for row in mine], begins, ends, sum(row.size for row in mine))
-    bad = bad_in({"bad": {row.bad: {"rows": 1, "first": row.where}}} for row, _ in rows if row.bad)
+    bad = count_bad_rows({"bad": {row.bad: {"rows": 1, "first": row.where}}} for row, _ in rows if row.bad)
     return Block(number, texts, bad)
 
 
-def bad_in(told: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def count_bad_rows(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The bad rows of all parts, by what is wrong with them."""
     total: dict[str, dict[str, Any]] = {}
-    for one in told:
-        for what, found in one["bad"].items():
-            total.setdefault(what, {"rows": 0, "first": found["first"]})["rows"] += found["rows"]
+    for part in records:
+        for reason, rows in part["bad"].items():
+            total.setdefault(reason, {"rows": 0, "first": rows["first"]})["rows"] += rows["rows"]
     return total
 
 
@@ -80,13 +80,13 @@ def path(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.npz"
 
 
-def finished(folder: Path, number: int) -> dict[str, Any] | None:
+def read_finished(folder: Path, number: int) -> dict[str, Any] | None:
     """The record of a part; None if there is no whole part."""
-    record = path(folder, number).with_suffix(".json")
-    if not record.exists():
+    path_of_record = path(folder, number).with_suffix(".json")
+    if not path_of_record.exists():
         return None
-    told = read_json(record, TOLD)
-    return None if damage(folder, told["files"]) else told
+    record = read_json(path_of_record, PART_RECORD)
+    return None if damage(folder, record["files"]) else record
 
 
 def write(block: Block, encode: Encoder, end: int, folder: Path) -> dict[str, Any]:
@@ -98,15 +98,11 @@ def write(block: Block, encode: Encoder, end: int, folder: Path) -> dict[str, An
         arrays |= {split: tokens, f"{split}.ends": ends}
         counts[split] = {"documents": len(ends), "tokens": len(tokens), "bytes": texts.size}
     file_of = path(folder, block.number)
-    beside = file_of.with_suffix(".unfinished")
-    with beside.open("wb") as file:
+    with atomic(file_of, "wb") as file:
         np.savez(file, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(file_of)
-    told = {**counts, "bad": block.bad, "files": record(folder, file_of.name)}
-    write_json(file_of.with_suffix(".json"), told)
-    return told
+    written = {**counts, "bad": block.bad, "files": record(folder, file_of.name)}
+    write_json(file_of.with_suffix(".json"), written)
+    return written
 
 
 def _tokenised(of: Texts, encode: Encoder, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -122,15 +118,15 @@ def _tokenised(of: Texts, encode: Encoder, end: int) -> tuple[np.ndarray, np.nda
     return np.concatenate(parts), np.concatenate(places)
 
 
-def assemble(made: list[tuple[Path, dict[str, Any]]], folder: Path) -> None:
+def assemble(parts: list[tuple[Path, dict[str, Any]]], folder: Path) -> None:
     """Writes <split>.npy, the tokens of the parts one after another, and <split>.ends.npy, where documents end.
 
     made: the parts with their records."""
     for split in SPLITS:
-        counts = [told[split] for _, told in made]
+        counts = [record[split] for _, record in parts]
         begins = np.cumsum([0, *(count["tokens"] for count in counts)])
-        _write(folder / f"{split}.npy", int(begins[-1]), (_read(part, split) for part, _ in made))
-        ends = (_read(part, f"{split}.ends") + begin for (part, _), begin in zip(made, begins, strict=False))
+        _write(folder / f"{split}.npy", int(begins[-1]), (_read(part, split) for part, _ in parts))
+        ends = (_read(part, f"{split}.ends") + begin for (part, _), begin in zip(parts, begins, strict=False))
         _write(folder / f"{split}.ends.npy", sum(count["documents"] for count in counts), ends)
 
 

@@ -74,25 +74,24 @@ class Preparation:
     shard: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
-        if self.length < 2:
-            raise InputError(f"--length {self.length}; expected at least 2 tokens")
-        if not 0 < self.held_out < 1:
-            raise InputError(f"--held-out {self.held_out}; expected a fraction between 0 and 1")
-        if self.seed < 0:
-            raise InputError(f"--seed {self.seed}; expected at least 0")
-        if self.workers < 1:
-            raise InputError(f"--workers {self.workers}; expected at least 1")
-        if self.tokens is not None and self.tokens < 1:
-            raise InputError(f"--tokens {self.tokens}; expected at least 1")
+        shard = "/".join(map(str, self.shard))
+        for option, value, holds, expected in (
+            ("length", self.length, self.length >= 2, "at least 2 tokens"),
+            ("held-out", self.held_out, 0 < self.held_out < 1, "a fraction between 0 and 1"),
+            ("seed", self.seed, self.seed >= 0, "at least 0"),
+            ("workers", self.workers, self.workers >= 1, "at least 1"),
+            ("tokens", self.tokens, self.tokens is None or self.tokens >= 1, "at least 1"),
+            ("shard", shard, 1 <= self.shard[0] <= self.shard[1], "i/n with 1 ≤ i ≤ n"),
+        ):
+            if not holds:
+                raise InputError(f"--{option} {value}; expected {expected}")
         if self.bpe is not None and self.tokenizer is not None:
             raise InputError(f"--train-bpe {self.bpe} and --tokenizer {self.tokenizer!r}; expected one of them")
-        if not 1 <= self.shard[0] <= self.shard[1]:
-            raise InputError(f"--shard {'/'.join(map(str, self.shard))}; expected i/n with 1 ≤ i ≤ n")
         if self.bpe is not None and self.shard[1] > 1:
             raise InputError(f"--train-bpe {self.bpe} with --shard; expected a tokenizer that all shards read")
 
 
-def finished(output: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def write_folder(output: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Makes a folder atomically: `fill` writes its files and returns the manifest, which is added and returned."""
     with new_folder(output) as folder, forks_end_with_parent():
         return _sealed(folder, fill(folder))
@@ -110,45 +109,45 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
 
     InputError for sources or a tokenizer that cannot be read, or an unfinished preparation with another plan."""
     with resumed_folder(output) as (work, ready), forks_end_with_parent():
-        started, given = time.perf_counter(), None if plan.bpe else tokenizer.find(plan.tokenizer)
-        _claim(plan, given, work)
+        started, existing = time.perf_counter(), None if plan.bpe else tokenizer.load(plan.tokenizer)
+        _claim(plan, existing, work)
         choice = choose(sources.rows(plan.sources, plan.column, cut=True), plan.held_out, plan.seed)
-        tokens = given or _trained(plan, choice, work / "tokenizer")
+        tokens = existing or _trained(plan, choice, work / "tokenizer")
         if not (cut := can_be_cut(tokens)):
             print(WHOLE, file=sys.stderr)
         blocks = _blocks(plan, choice, cut)
-        told, new = make_parts(blocks, tokens, work / "parts", plan.workers, _share_of_tokens(plan))
+        records, new = make_parts(blocks, tokens, work / "parts", plan.workers, _share_of_tokens(plan))
         tokens.save_pretrained(ready / "tokenizer")
         manifest = _described(plan, tokens)
         if plan.shard[1] > 1:
-            manifest |= _as_shard(told, work / "parts", plan, ready / "parts")
+            manifest |= _as_shard(records, work / "parts", plan, ready / "parts")
         else:
-            manifest |= assembled(told, dict.fromkeys(told, work / "parts"), plan.length, ready)
+            manifest |= assembled(records, dict.fromkeys(records, work / "parts"), plan.length, ready)
         seconds = time.perf_counter() - started
         manifest |= {"seconds": round(seconds, 1), "megabytes_per_second": round(new / 1e6 / seconds, 2)}
         return _sealed(ready, manifest)
 
 
-def _claim(plan: Preparation, given: PreTrainedTokenizerFast | None, work: Path) -> None:
+def _claim(plan: Preparation, existing: PreTrainedTokenizerFast | None, work: Path) -> None:
     """Writes what decides the parts into the folder of unfinished work. InputError if other parts are there."""
     decides = {
         name: value for name, value in asdict(plan).items() if name not in ("length", "workers", "tokens", "tokenizer")
     }
     decides |= {
-        "sources": sources.state(plan.sources), "tokenizer": given and _sha256(given), "block": BLOCK,
+        "sources": sources.state(plan.sources), "tokenizer": existing and _sha256(existing), "block": BLOCK,
         "versions": versions(),
     }  # fmt: skip
-    wanted, path = json.loads(json.dumps(decides)), work / "plan.json"
-    found = difference(read_json(path), wanted, optional=set(defaults(plan))) if path.exists() else None
-    if found and any((work / "parts").glob("*.json")):
-        where, there, here = found
+    current, path = json.loads(json.dumps(decides)), work / "plan.json"
+    changed = difference(read_json(path), current, optional=set(defaults(plan))) if path.exists() else None
+    if changed and any((work / "parts").glob("*.json")):
+        name, before, now = changed
         raise InputError(
-            f"{str(work)!r} is an unfinished preparation with other settings or files ({where} is {there} there and "
-            f"{here} here); repeat that command, or delete the folder"
+            f"{str(work)!r} is an unfinished preparation with other settings or files ({name} is {before} there and "
+            f"{now} here); repeat that command, or delete the folder"
         )
-    if found or not path.exists():
+    if changed or not path.exists():
         shutil.rmtree(work / "tokenizer", ignore_errors=True)
-        write_json(path, wanted)
+        write_json(path, current)
 
 
 def _sha256(tokens: PreTrainedTokenizerFast) -> str:
@@ -159,17 +158,17 @@ def _trained(plan: Preparation, choice: Choice, folder: Path) -> PreTrainedToken
     """The tokenizer that is trained on the training text, once."""
     if not folder.exists():
         assert plan.bpe is not None
-        rows = choice.parted(sources.rows(plan.sources, plan.column, cut=True))
+        rows = choice.split(sources.rows(plan.sources, plan.column, cut=True))
         texts = (row.text for row, held_out in rows if not held_out and not row.bad)
         beside = folder.with_suffix(".unfinished")
         tokenizer.train_bpe(texts, plan.bpe).save_pretrained(beside)
         beside.replace(folder)
-    return tokenizer.find(str(folder))
+    return tokenizer.load(str(folder))
 
 
 def _blocks(plan: Preparation, choice: Choice, cut: bool) -> Iterator[parts.Block]:
     """The blocks of the shard."""
-    rows = choice.parted(sources.rows(plan.sources, plan.column, cut))
+    rows = choice.split(sources.rows(plan.sources, plan.column, cut))
     number, count = plan.shard
     for i, group in enumerate(parts.blocks(rows, BLOCK)):
         if i % count == number - 1:
@@ -182,7 +181,7 @@ def _share_of_tokens(plan: Preparation) -> int | None:
 
 
 def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, Any]:
-    wanted = {} if plan.tokens is None else {"tokens_wanted": plan.tokens}
+    limit = {} if plan.tokens is None else {"tokens_wanted": plan.tokens}
     return {
         "sources": sources.fingerprint(plan.sources),
         "tokenizer_sha256": _sha256(tokens),
@@ -192,7 +191,7 @@ def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, 
         "held_out_share": plan.held_out,
         "seed": plan.seed,
         "column": plan.column,
-        **wanted,
+        **limit,
         "versions": versions(),
     }
 
@@ -201,29 +200,29 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("headrace", "datasets", "tokenizers", "transformers")}
 
 
-def _as_shard(told: dict[int, PartRecord], parts_of: Path, plan: Preparation, folder: Path) -> dict[str, Any]:
+def _as_shard(records: dict[int, PartRecord], parts_of: Path, plan: Preparation, folder: Path) -> dict[str, Any]:
     """Links the parts into the folder of a shard, and returns what `join` reads."""
     folder.mkdir()
-    for number in told:
+    for number in records:
         file = parts.path(parts_of, number)
         os.link(file, folder / file.name)
-    return {"shard": list(plan.shard), "block": BLOCK, "parts": told} | _counts([*told.values()], plan.length)
+    return {"shard": list(plan.shard), "block": BLOCK, "parts": records} | _counts([*records.values()], plan.length)
 
 
-def assembled(told: dict[int, PartRecord], where: dict[int, Path], length: int, folder: Path) -> dict[str, Any]:
+def assembled(records: dict[int, PartRecord], where: dict[int, Path], length: int, folder: Path) -> dict[str, Any]:
     """Joins the parts, which `told` describes and which lie in the folders `where`, and returns the counts."""
-    counts = _counts([told[n] for n in sorted(told)], length)
+    counts = _counts([records[n] for n in sorted(records)], length)
     for split in parts.SPLITS:
         if not counts[split]["tokens"]:
             raise InputError(f"no text is left as {split}; expected more text or another --held-out")
-    parts.assemble([(parts.path(where[n], n), told[n]) for n in sorted(told)], folder)
+    parts.assemble([(parts.path(where[n], n), records[n]) for n in sorted(records)], folder)
     return counts
 
 
-def _counts(told: list[PartRecord], length: int) -> dict[str, Any]:
+def _counts(records: list[PartRecord], length: int) -> dict[str, Any]:
     """Counts of documents, tokens, bytes and rows of both splits, and the bad rows."""
     counts: dict[str, Any] = {}
     for split in parts.SPLITS:
-        total = {key: sum(one[split][key] for one in told) for key in ("documents", "tokens", "bytes")}
+        total = {key: sum(record[split][key] for record in records) for key in ("documents", "tokens", "bytes")}
         counts[split] = total | {"rows": -(-total["tokens"] // length)}
-    return {**counts, "bad_rows": parts.bad_in(told)}
+    return {**counts, "bad_rows": parts.count_bad_rows(records)}

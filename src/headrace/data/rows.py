@@ -129,9 +129,9 @@ def unigram_loss(rows: Any) -> float:
     counts = torch.zeros(0, dtype=torch.long)
     for row in rows:
         tokens = torch.as_tensor(row["shift_labels" if "shift_labels" in row else "input_ids"])
-        found = tokens[tokens != IGNORED].bincount(minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+        more_counts = tokens[tokens != IGNORED].bincount(minlength=len(counts))
+        more_counts[: len(counts)] += counts
+        counts = more_counts
     return float(torch.special.entr(counts / counts.sum(dtype=torch.double)).sum())
 
 

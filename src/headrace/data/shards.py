@@ -10,10 +10,10 @@ from ..utils.errors import InputError
 from ..utils.integrity import RECORDED, damage, misfit, read_json
 from ..utils.provenance import difference
 from . import parts
-from .preparation import assembled, finished
+from .preparation import assembled, write_folder
 
 # the form of a shard's manifest
-SHARD = {"shard": [int], "length": int, "seconds": float, "parts": {...: parts.TOLD}, "files": RECORDED}
+SHARD = {"shard": [int], "length": int, "seconds": float, "parts": {...: parts.PART_RECORD}, "files": RECORDED}
 # what the shards of one preparation share in their manifests
 DECIDES = ("sources", "tokenizer_sha256", "length", "held_out_share", "seed", "column", "tokens_wanted", "versions")
 
@@ -22,23 +22,23 @@ def join(shards: list[Path], output: Path) -> dict[str, Any]:
     """Makes one folder of those that `prepare` wrote for all shards of a plan, and returns the manifest.
 
     InputError if a folder is no shard, is damaged or belongs to another plan, or a shard is missing or given twice."""
-    return finished(output, partial(_joined, shards))
+    return write_folder(output, partial(_joined, shards))
 
 
 def _joined(shards: list[Path], folder: Path) -> dict[str, Any]:
     manifests = {shard: _shard(shard) for shard in shards}
     first = manifests[shards[0]]
     _check_shards(manifests, first)
-    told = {int(n): one for manifest in manifests.values() for n, one in manifest["parts"].items()}
+    records = {int(n): record for manifest in manifests.values() for n, record in manifest["parts"].items()}
     where = {int(n): shard / "parts" for shard, manifest in manifests.items() for n in manifest["parts"]}
-    used = list(takewhile(told.__contains__, range(len(told))))  # shards that stopped at --tokens may stop apart
+    used = list(takewhile(records.__contains__, range(len(records))))  # shards that stopped at --tokens may stop apart
     shutil.copytree(shards[0] / "tokenizer", folder / "tokenizer")
-    made = assembled({n: told[n] for n in used}, where, first["length"], folder)
+    counts = assembled({n: records[n] for n in used}, where, first["length"], folder)
     seconds = sum(manifest["seconds"] for manifest in manifests.values())
-    size = sum(made[split]["bytes"] for split in parts.SPLITS)
+    size = sum(counts[split]["bytes"] for split in parts.SPLITS)
     speed = {"seconds": round(seconds, 1), "megabytes_per_second": round(size / 1e6 / max(seconds, 0.1), 2)}
     own = ("shard", "block", "parts", "files")
-    return {name: value for name, value in first.items() if name not in own} | made | speed
+    return {name: value for name, value in first.items() if name not in own} | counts | speed
 
 
 def _shard(folder: Path) -> dict[str, Any]:
@@ -57,11 +57,11 @@ def _check_shards(manifests: dict[Path, dict[str, Any]], first: dict[str, Any]) 
     count, seen = first["shard"][1], dict[int, Path]()
     for folder, manifest in manifests.items():
         for name in (*DECIDES, "block"):
-            if found := difference(manifest.get(name), first.get(name), name):
-                where, there, here = found
+            if changed := difference(manifest.get(name), first.get(name), name):
+                field, own, expected = changed
                 raise InputError(
-                    f"shard {str(folder)!r} belongs to another preparation: {where} is {there} there and {here} in the "
-                    "first"
+                    f"shard {str(folder)!r} belongs to another preparation: {field} is {own} there and {expected} "
+                    "in the first"
                 )
         number, of = manifest["shard"]
         if of != count:

@@ -42,10 +42,10 @@ def permuted(places: np.ndarray, rows: int, keys: np.ndarray) -> np.ndarray:
     A Feistel network permutes the integers of an even number of bits; an integer that it takes to `rows` or more goes
     through it again until it is below (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002)."""
     half = np.uint64(max((rows - 1).bit_length() + 1, 2) // 2)
-    found = _feistel(places, half, keys)
-    while len(outside := np.flatnonzero(found >= rows)):
-        found[outside] = _feistel(found[outside], half, keys)
-    return found
+    values = _feistel(places, half, keys)
+    while len(outside := np.flatnonzero(values >= rows)):
+        values[outside] = _feistel(values[outside], half, keys)
+    return values
 
 
 def _feistel(x: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray:

@@ -188,8 +188,8 @@ def _data_set(source: str, column: str) -> Iterator[Row]:
             f"source {source!r} is a folder whose path has {odd!r}, which `datasets` reads as a pattern; expected its "
             "files by name, or a folder of another name"
         )
-    found: Any = load_dataset(name, configuration or None, split="train", streaming=True)
-    for number, item in enumerate(found, 1):
+    dataset: Any = load_dataset(name, configuration or None, split="train", streaming=True)
+    for number, item in enumerate(dataset, 1):
         yield _of_record(source, number, item, column)
 
 
@@ -211,9 +211,9 @@ def fingerprint(sources: tuple[str, ...]) -> list[dict[str, Any]]:
 
 def state(sources: tuple[str, ...]) -> list[Any]:
     """What tells whether local files have changed: the name, size and time of change of each."""
-    found: list[Any] = []
+    states: list[Any] = []
     for source in map(Path, sources):
         inside = sorted(source.rglob("*")) if source.is_dir() else [source]
         files = [(str(file), file.stat()) for file in inside if file.is_file()]
-        found.append([str(source), [[name, about.st_size, about.st_mtime_ns] for name, about in files]])
-    return found
+        states.append([str(source), [[name, about.st_size, about.st_mtime_ns] for name, about in files]])
+    return states

@@ -13,7 +13,7 @@ END = "<|endoftext|>"
 ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")  # names of the end token to try if a file sets none
 
 
-def find(name: str | None) -> PreTrainedTokenizerFast:
+def load(name: str | None) -> PreTrainedTokenizerFast:
     """The tokenizer of a `tokenizers` JSON file, a folder or a name on the Hub; None: bytes.
 
     Raises:
@@ -24,20 +24,20 @@ def find(name: str | None) -> PreTrainedTokenizerFast:
     if Path(name).suffix == ".json" and not Path(name).is_file():
         raise InputError(f"--tokenizer {name!r} cannot be read: the file does not exist")
     with reading(f"--tokenizer {name!r} cannot be read"):
-        found: Any = (
+        tokenizer: Any = (
             PreTrainedTokenizerFast(tokenizer_file=name)
             if Path(name).is_file()
             else AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         )
-    if found.eos_token is None:
-        known = found.get_vocab()
-        end = next((token for token in ENDS if token in known), None)
+    if tokenizer.eos_token is None:
+        vocabulary = tokenizer.get_vocab()
+        end = next((token for token in ENDS if token in vocabulary), None)
         if end is None:
             raise InputError(f"--tokenizer {name!r} has no end-of-text token; expected one of {', '.join(ENDS)}")
-        found.eos_token = end
-    if found.num_special_tokens_to_add():  # the prepared rows have none of them, so a prompt must have none
-        found.backend_tokenizer.post_processor = None
-    return _padded(found)
+        tokenizer.eos_token = end
+    if tokenizer.num_special_tokens_to_add():  # the prepared rows have none of them, so a prompt must have none
+        tokenizer.backend_tokenizer.post_processor = None
+    return _padded(tokenizer)
 
 
 def byte_level() -> PreTrainedTokenizerFast:

@@ -38,18 +38,18 @@ def make_parts(
         InputError: a worker was killed.
     """
     folder.mkdir(exist_ok=True)
-    told: dict[int, PartRecord] = {}
+    records: dict[int, PartRecord] = {}
     new = trained = 0
     with tqdm(desc="tokenising", unit="B", unit_scale=True) as bar, _pool(tokens, folder, workers) as pool:
-        for number, one, is_new in _in_order(blocks, pool, folder, workers + 2):
-            told[number] = one
-            size = sum(one[split]["bytes"] for split in parts.SPLITS)
+        for number, record, is_new in _in_order(blocks, pool, folder, workers + 2):
+            records[number] = record
+            size = sum(record[split]["bytes"] for split in parts.SPLITS)
             bar.update(size)
             new += size * is_new
-            trained += one["train"]["tokens"]
+            trained += record["train"]["tokens"]
             if enough is not None and trained >= enough:
                 break
-    return told, new
+    return records, new
 
 
 def _in_order(
@@ -59,19 +59,19 @@ def _in_order(
     ahead."""
     queue: deque[tuple[int, PartRecord | Future[PartRecord]]] = deque()
     for block in blocks:
-        found = parts.finished(folder, block.number)
-        queue.append((block.number, found or pool.submit(_make, block)))
+        record = parts.read_finished(folder, block.number)
+        queue.append((block.number, record or pool.submit(_make, block)))
         if len(queue) > ahead:
             yield _result(*queue.popleft())
     while queue:
         yield _result(*queue.popleft())
 
 
-def _result(number: int, found: PartRecord | Future[PartRecord]) -> tuple[int, PartRecord, bool]:
-    if isinstance(found, dict):
-        return number, found, False
+def _result(number: int, record: PartRecord | Future[PartRecord]) -> tuple[int, PartRecord, bool]:
+    if isinstance(record, dict):
+        return number, record, False
     try:
-        return number, found.result(), True
+        return number, record.result(), True
     except BrokenProcessPool as error:
         raise InputError(
             "a worker process was killed; the same command goes on, with fewer --workers if the memory was too small"

@@ -32,6 +32,6 @@ def writer(to: str, options: dict[str, Any]) -> Callable[[Path, Path], str]:
     known = [f"--{name}" for name in list(inspect.signature(run).parameters)[2:]]
     for name in options:
         if f"--{name}" not in known:
-            found = ", ".join(known) or "none"
-            raise InputError(f"--{name} has no effect with --to {to}; its options are {found}")
+            listed = ", ".join(known) or "none"
+            raise InputError(f"--{name} has no effect with --to {to}; its options are {listed}")
     return lambda checkpoint, folder: run(checkpoint, folder, **options)

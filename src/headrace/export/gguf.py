@@ -179,8 +179,8 @@ def architecture(config: Any) -> tuple[str, Architecture]:
             require(config.sizes.style == as_style({"mlp": kind.mlp}), f"--to gguf with {kind.mixer}: {expected}")
             return name, kind
     known = ", ".join(kind.mixer for kind in ARCHITECTURES.values())
-    found = "head competition" if getattr(spec, "competition", None) else "the mixers of this model"
-    raise InputError(f"--to gguf: llama.cpp has no architecture for {found}; expected {known} in all layers")
+    unsupported = "head competition" if getattr(spec, "competition", None) else "the mixers of this model"
+    raise InputError(f"--to gguf: llama.cpp has no architecture for {unsupported}; expected {known} in all layers")
 
 
 def tensors(model: Any, kind: Architecture) -> Tensors:
@@ -192,13 +192,13 @@ def tensors(model: Any, kind: Architecture) -> Tensors:
             own[kind.mlp_norm] = block.mlp_norm.weight
             own |= {f"ffn_{n}.weight": getattr(block.mlp, f"{n}_proj").weight for n in ("gate", "up", "down")}
         layers.append(own)
-    found = {f"blk.{i}.{name}": x for i, own in enumerate([*layers, kind.last(model)]) for name, x in own.items()}
+    by_name = {f"blk.{i}.{name}": x for i, own in enumerate([*layers, kind.last(model)]) for name, x in own.items()}
     outside = {
         "token_embd": model.model.embed_tokens,
         "output_norm": model.model.backbone.norm,
         "output": model.lm_head,
     }
-    return found | {f"{name}.weight": module.weight for name, module in outside.items()}
+    return by_name | {f"{name}.weight": module.weight for name, module in outside.items()}
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, vocab_size: int) -> None:

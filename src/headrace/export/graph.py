@@ -39,13 +39,13 @@ class State(NamedTuple):
 
 def states(model: HeadraceForCausalLM) -> list[State]:
     """Returns the states of a model, in the order of the graph's inputs and outputs."""
-    found = []
+    tensors = []
     for i, layer in enumerate(model.model.backbone.layers):
         for field in _fields(layer.mixer):
             sizes: Any = layer.mixer.state_shapes[field]  # type: ignore[index, union-attr]
             shape = ("batch", *("past" if n == ANY else n for n in sizes))
-            found.append(State(f"{i}.{field}", shape, torch.int64 if field in INTEGERS else torch.float32))
-    return found
+            tensors.append(State(f"{i}.{field}", shape, torch.int64 if field in INTEGERS else torch.float32))
+    return tensors
 
 
 def _fields(mixer: Any) -> list[str]:
@@ -87,8 +87,8 @@ class Pass(nn.Module):
 
     def forward(self, input_ids: Tensor, past: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         mixers: Any = [layer.mixer for layer in self.model.model.backbone.layers]
-        given = iter(past)
-        before = [mixer.state_kind(**{name: next(given) for name in _fields(mixer)}) for mixer in mixers]
+        remaining = iter(past)
+        before = [mixer.state_kind(**{name: next(remaining) for name in _fields(mixer)}) for mixer in mixers]
         x, after = self.model.model.backbone(self.model.model.embed_tokens(input_ids), before)
         present = [getattr(state, name) for mixer, state in zip(mixers, after, strict=True) for name in _fields(mixer)]
         return self.model.lm_head(x), present
@@ -96,18 +96,18 @@ class Pass(nn.Module):
 
 def trace(model: HeadraceForCausalLM) -> Any:
     """Returns the `torch.onnx.ONNXProgram` of a model, for any batch size and number of tokens from 1."""
-    known = states(model)
+    state_tensors = states(model)
     ids = torch.ones(TRACED["batch"], TRACED["tokens"], dtype=torch.long)
-    varying = [{i: n for i, n in enumerate(state.shape) if isinstance(n, str)} for state in known]
+    varying = [{i: n for i, n in enumerate(state.shape) if isinstance(n, str)} for state in state_tensors]
     with silent(), torch.no_grad():
         program: Any = torch.onnx.export(
-            Pass(model), (ids, [state.zeros(**TRACED) for state in known]), dynamo=True, verbose=False,
+            Pass(model), (ids, [state.zeros(**TRACED) for state in state_tensors]), dynamo=True, verbose=False,
             opset_version=OPSET, dynamic_shapes=({0: "batch", 1: "tokens"}, varying),
-            input_names=["input_ids", *(f"past.{state.name}" for state in known)],
-            output_names=["logits", *(f"present.{state.name}" for state in known)],
+            input_names=["input_ids", *(f"past.{state.name}" for state in state_tensors)],
+            output_names=["logits", *(f"present.{state.name}" for state in state_tensors)],
             custom_translation_table={torch.ops.aten.log_sigmoid.default: _log_sigmoid},
         )  # fmt: skip
-    for state, output in zip(known, program.model.graph.outputs[1:], strict=True):
+    for state, output in zip(state_tensors, program.model.graph.outputs[1:], strict=True):
         if "past" not in state.shape:  # traced as a function of `tokens`, from which the end of a longer tensor is cut
             output.shape = type(output.shape)(state.shape)
     for node in program.model.graph:  # stack traces, with paths of this machine

@@ -44,12 +44,12 @@ def export(checkpoint: Path, folder: Path, weights: str = "float32", opset: int 
     check_exportable(model)
     path = folder / MODEL
     trace(model).save(path)
-    found, own = errors(path, model)
-    if not found <= max(TOLERANCE, MAX_ERROR_RATIO * own):
+    error, torch_error = errors(path, model)
+    if not error <= max(TOLERANCE, MAX_ERROR_RATIO * torch_error):
         raise InputError(
-            f"the logits of {MODEL} are wrong by {found:.1e} of the largest, those of PyTorch by {own:.1e}"
+            f"the logits of {MODEL} are wrong by {error:.1e} of the largest, those of PyTorch by {torch_error:.1e}"
         )
-    sentence = f"its logits differ from float64's by {found:.1e} of the largest, PyTorch's by {own:.1e}"
+    sentence = f"its logits differ from float64's by {error:.1e} of the largest, PyTorch's by {torch_error:.1e}"
     if weights == "int8":
         quantize(path)
         sentence += f", with int8 weights by {errors(path, model)[0]:.1e}"
@@ -82,8 +82,8 @@ def about(model: HeadraceForCausalLM) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _several(given: int | list[int] | None) -> list[int]:
-    return [] if given is None else [given] if isinstance(given, int) else given
+def _several(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else value
 
 
 class Runtime:
@@ -96,14 +96,14 @@ class Runtime:
         threads: number of threads; 0: ONNX Runtime's choice.
     """
 
-    def __init__(self, path: Path, known: list[State], batch: int = 1, threads: int = 0):
+    def __init__(self, path: Path, state_tensors: list[State], batch: int = 1, threads: int = 0):
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self.names = [state.name for state in known]
-        self.states = [state.zeros(batch=batch, past=0).numpy() for state in known]
+        self.names = [state.name for state in state_tensors]
+        self.states = [state.zeros(batch=batch, past=0).numpy() for state in state_tensors]
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """input_ids [B, T] -> logits [B, T, vocabulary]."""
@@ -118,10 +118,10 @@ def errors(path: Path, model: HeadraceForCausalLM) -> tuple[float, float]:
     sequences of random tokens, which the file computes in pieces. The truth is the model in float64."""
     ids = torch.randint(model.config.vocab_size, (2, sum(PIECES)), generator=torch.Generator().manual_seed(0))
     run = Runtime(path, states(model), batch=2)
-    found = torch.cat([run(piece) for piece in ids.split(PIECES, 1)], 1)
+    logits = torch.cat([run(piece) for piece in ids.split(PIECES, 1)], 1)
     own, truth = model(ids).logits, copy.deepcopy(model).double()(ids).logits
     largest = float(truth.abs().max())
-    return float((found - truth).abs().max()) / largest, float((own - truth).abs().max()) / largest
+    return float((logits - truth).abs().max()) / largest, float((own - truth).abs().max()) / largest
 
 
 def quantize(path: Path) -> None:

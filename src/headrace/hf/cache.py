@@ -36,7 +36,7 @@ class HeadraceCache(Cache):
     def replace(self, states: list[Any], columns: int) -> None:
         """Replaces the states by those after `columns` more columns. The cache takes ownership of the new states."""
         held = {id(state) for state in self.states or ()}
-        self.states = [state if id(state) in held else _apart(state) for state in states]
+        self.states = [state if id(state) in held else _unshared(state) for state in states]
         self.columns += columns
 
     def __len__(self) -> int:
@@ -104,23 +104,23 @@ class HeadraceCache(Cache):
             self.states = [_changed(s, function) for s in self.states]
 
 
-def given_cache(past_key_values: Any, cache: Any) -> HeadraceCache | None:
+def cache_argument(past_key_values: Any, cache: Any) -> HeadraceCache | None:
     """Returns the cache that a model got under one of its two names. Raises InputError for one of another class."""
     require(past_key_values is None or cache is None, "past_key_values and cache are both given; expected one")
-    found = past_key_values if cache is None else cache
-    known = found is None or isinstance(found, HeadraceCache)
-    require(known, f"past_key_values is a {type(found).__name__}; expected a HeadraceCache")
-    return found
+    argument = past_key_values if cache is None else cache
+    accepted = argument is None or isinstance(argument, HeadraceCache)
+    require(accepted, f"past_key_values is a {type(argument).__name__}; expected a HeadraceCache")
+    return argument
 
 
-def _apart(state: Any) -> Any:
+def _unshared(state: Any) -> Any:
     """Copies those tensors of a linear mixer's state that are views of larger tensors, because the state is updated in
     place and the rest of the larger tensor does not belong to the cache. (Keys and values of other states are written
     to memory of their own.)"""
-    return MixerState._make(map(_alone, state)) if isinstance(state, MixerState) else state
+    return MixerState._make(map(_own_storage, state)) if isinstance(state, MixerState) else state
 
 
-def _alone(x: Tensor | None) -> Tensor | None:
+def _own_storage(x: Tensor | None) -> Tensor | None:
     if x is None:
         return x
     # A graph that is compiled knows no sizes of memory.

@@ -114,8 +114,8 @@ class HeadraceConfig(PreTrainedConfig):
         self.num_heads = next(n for n in (heads, other, 4) if n is not None)
         _refuse_unknown(kwargs)
         for name, value in FIXED.items():
-            given = kwargs.get(name, getattr(self, name, value))
-            require(given is value, f"{name}={given!r} is not available; expected {value}")
+            setting = kwargs.get(name, getattr(self, name, value))
+            require(setting is value, f"{name}={setting!r} is not available; expected {value}")
         labels = kwargs.get("num_labels", 0)
         require(type(labels) is int and 0 <= labels <= LABELS, f"num_labels={labels!r}; expected 0 to {LABELS}")
         self._check_values()
@@ -183,8 +183,8 @@ class HeadraceConfig(PreTrainedConfig):
     @property
     def stack(self) -> Decoder:
         """The layers that are repeated over the depth, and their style."""
-        given = self.mixer if isinstance(self.mixer, list) else [self.mixer]
-        layers = [layer for data in given for layer in as_layers(from_json(data))]
+        mixers = self.mixer if isinstance(self.mixer, list) else [self.mixer]
+        layers = [layer for data in mixers for layer in as_layers(from_json(data))]
         return Decoder(tuple(layers), as_style(self.style))
 
     @property
@@ -204,18 +204,18 @@ def check_generation(settings: Any) -> None:
     """Raises InputError for a value of another type in a GenerationConfig, of which transformers checks few."""
     check_tokens(settings)
     for name in NUMBERS:
-        given = getattr(settings, name, None)
-        fitting = given is None or (type(given) in (int, float) and abs(given) < LARGEST)
-        require(fitting, f"{name}={short(given)}; expected a number, or None")
+        value = getattr(settings, name, None)
+        fitting = value is None or (type(value) in (int, float) and abs(value) < LARGEST)
+        require(fitting, f"{name}={short(value)}; expected a number, or None")
 
 
 def check_tokens(config: Any) -> None:
     """Raises InputError unless the special tokens of a config are ids or None."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        given = getattr(config, name)
-        ids = given if name == "eos_token_id" and isinstance(given, list) else [given]
+        value = getattr(config, name)
+        ids = value if name == "eos_token_id" and isinstance(value, list) else [value]
         fitting = all(i is None or (type(i) is int and -1 <= i < LARGEST) for i in ids)
-        require(fitting, f"{name}={short(given)}; expected the id of a token, or None")
+        require(fitting, f"{name}={short(value)}; expected the id of a token, or None")
 
 
 def _known(mixer, kinds):

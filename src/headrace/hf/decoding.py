@@ -20,22 +20,22 @@ STATIC = "static"  # the cache_implementation that asks for a CUDA graph
 Step = Callable[[Tensor], Tensor]  # tokens [B] -> logits [B, 1, vocabulary] of the next
 
 
-def plain(model: Any, config, given: dict[str, Any]) -> bool:
+def is_plain_case(model: Any, config, model_kwargs: dict[str, Any]) -> bool:
     """Whether the generation is plain: from an empty cache, with tokens as its only output, no hooks."""
     usual = {"attention_mask", CACHE, "use_cache", "logits_to_keep"}
-    cache, there = given.get(CACHE), {name for name, value in given.items() if value is not None}
-    fresh = isinstance(cache, HeadraceCache) and cache.states is None and given["use_cache"] and there <= usual
+    cache, passed = model_kwargs.get(CACHE), {name for name, value in model_kwargs.items() if value is not None}
+    fresh = isinstance(cache, HeadraceCache) and cache.states is None and model_kwargs["use_cache"] and passed <= usual
     more = config.return_dict_in_generate or config.is_assistant or config.prefill_chunk_size
     return bool(fresh and not more and is_plain(model, type(model)))
 
 
 def check_graph(model: Any, is_plain: bool) -> None:
     """Raises InputError for a generation whose step cannot be a CUDA graph."""
-    asked, backbone = f"cache_implementation={STATIC!r} generates with a CUDA graph", model.model.backbone
-    require(model.device.type == "cuda", f"{asked}, and the model is on {model.device.type}; expected cuda")
-    require(is_plain, f"{asked}; expected an empty cache, tokens as the only output, and no hooks or synced_gpus")
-    known = backbone.recurrent and (backbone.positions is None or backbone.positions.table is None)
-    require(known, f"{asked}; expected states of one size, without attention, experts and learned positions")
+    request, backbone = f"cache_implementation={STATIC!r} generates with a CUDA graph", model.model.backbone
+    require(model.device.type == "cuda", f"{request}, and the model is on {model.device.type}; expected cuda")
+    require(is_plain, f"{request}; expected an empty cache, tokens as the only output, and no hooks or synced_gpus")
+    fixed_size = backbone.recurrent and (backbone.positions is None or backbone.positions.table is None)
+    require(fixed_size, f"{request}; expected states of one size, without attention, experts and learned positions")
 
 
 def step(model: Any, cache: HeadraceCache) -> Step:
@@ -52,7 +52,7 @@ def step(model: Any, cache: HeadraceCache) -> Step:
 def graphed_step(model: Any, cache: HeadraceCache, token: Tensor) -> Step:
     """Returns a step that replays a CUDA graph, captured here. token [B]: an example."""
     assert cache.states is not None
-    graph = GraphedStep(lambda *given: _next(model, *given), token[:, None], cache.states)
+    graph = GraphedStep(lambda *inputs: _next(model, *inputs), token[:, None], cache.states)
 
     def run(token: Tensor) -> Tensor:
         cache.columns += 1
@@ -66,7 +66,7 @@ def _next(model: Any, token: Tensor, states: Any) -> tuple[Tensor, Any]:
     return model.lm_head(x), states
 
 
-def continued(
+def decode_loop(
     ids: Tensor, logits: Tensor, step: Step, processor: Any, criteria: Any, config: Any, streamer: Any = None
 ) -> Tensor:
     """Continues ids [B, T], with logits [B, 1, vocabulary] of the next token, until the criteria are met."""

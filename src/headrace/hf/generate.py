@@ -41,8 +41,8 @@ def generate(
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     if not ids.numel():
         raise InputError("the prompt has no tokens; expected some text")
-    if (last := int(ids.max())) >= (known := model.config.vocab_size):
-        raise InputError(f"the prompt has the token {last}; the model has {known}: its tokenizer is another model's")
+    if (last := int(ids.max())) >= (size := model.config.vocab_size):
+        raise InputError(f"the prompt has the token {last}; the model has {size}: its tokenizer is another model's")
     if seed is not None:
         set_seed(seed)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
@@ -59,7 +59,7 @@ def sampling_settings(
 ) -> dict[str, Any]:
     """The arguments of transformers' `generate` for the options of the command line. InputError for a value out of
     range or without effect."""
-    for name, value, holds, wanted in (
+    for name, value, holds, expected in (
         ("tokens", tokens, tokens >= 1, "at least 1"),
         ("temperature", temperature, 0 <= temperature < math.inf, "a number of at least 0"),
         ("top-p", top_p, 0 < top_p <= 1, "more than 0 and at most 1"),
@@ -67,12 +67,12 @@ def sampling_settings(
         ("repetition-penalty", repetition_penalty, 0 < repetition_penalty < math.inf, "more than 0"),
     ):
         if not holds:
-            raise InputError(f"--{name}={value}; expected {wanted}")
+            raise InputError(f"--{name}={value}; expected {expected}")
     settings = {"max_new_tokens": tokens, "do_sample": temperature > 0, "repetition_penalty": repetition_penalty}
     if temperature > 0:
         return settings | {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    for name, given in (("top-p", top_p != 1), ("top-k", top_k != 0)):
-        if given:
+    for name, is_set in (("top-p", top_p != 1), ("top-k", top_k != 0)):
+        if is_set:
             raise InputError(f"--{name} has no effect at --temperature 0, which takes the likeliest token")
     return settings
 
@@ -94,6 +94,6 @@ def read_tokenizer(checkpoint: Path | str) -> Any:
     none that can be read."""
     local = isinstance(checkpoint, Path)
     with reading(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"):
-        found = AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
-        found.decode(found("It was").input_ids)  # some fields of tokenizer_config.json are read only now
-    return found
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
+        tokenizer.decode(tokenizer("It was").input_ids)  # some fields of tokenizer_config.json are read only now
+    return tokenizer

@@ -24,9 +24,9 @@ from ..ops.sequences import Sequences
 from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
 from .cache import NAME as CACHE
-from .cache import HeadraceCache, given_cache
+from .cache import HeadraceCache, cache_argument
 from .config import HeadraceConfig
-from .decoding import STATIC, check_graph, continued, graphed_step, plain, step
+from .decoding import STATIC, check_graph, decode_loop, graphed_step, is_plain_case, step
 from .loss import experts_loss, token_loss
 from .weight_decay import leave_out
 
@@ -116,7 +116,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         Raises:
             InputError: arguments that contradict each other or do not fit the cache.
         """
-        cu_seqlens, cache = _boundaries(cu_seqlens, flash), given_cache(past_key_values, cache)
+        cu_seqlens, cache = _boundaries(cu_seqlens, flash), cache_argument(past_key_values, cache)
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("expected either input_ids or inputs_embeds, not both")
         if output_attentions:
@@ -133,7 +133,9 @@ class HeadraceModel(HeadracePreTrainedModel):
             use_cache = cache is not None or (self.config.use_cache and not self.training)
         if use_cache and cache is None:
             cache = HeadraceCache()
-        hidden: list[Tensor] | None = [] if self._wants_hidden_states(output_hidden_states) else None
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        hidden: list[Tensor] | None = [] if output_hidden_states else None
         past = None if cache is None else cache.states
         in_place = use_cache and not torch.is_grad_enabled()  # here, as a reentrant checkpoint disables grad in layers
         if in_place and hidden is None and pack is None:
@@ -143,13 +145,10 @@ class HeadraceModel(HeadracePreTrainedModel):
             last, states = self.backbone(x, past, **where, inputs=hidden)
         if cache is not None and use_cache:
             cache.replace(states, x.shape[1])
-        found: dict[str, Any] = {CACHE: cache if use_cache else None}
+        outputs: dict[str, Any] = {CACHE: cache if use_cache else None}
         if hidden is not None:
-            found["hidden_states"] = tuple(each.view(shape) for each in (*hidden, last))
-        return BaseModelOutputWithPast(last_hidden_state=last.view(shape), **found)
-
-    def _wants_hidden_states(self, asked: bool | None) -> bool:
-        return bool(self.config.output_hidden_states if asked is None else asked)
+            outputs["hidden_states"] = tuple(each.view(shape) for each in (*hidden, last))
+        return BaseModelOutputWithPast(last_hidden_state=last.view(shape), **outputs)
 
 
 def _boundaries(cu_seqlens: Tensor | None, flash: dict[str, Any]) -> Tensor | None:
@@ -242,7 +241,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=given_cache(past_key_values, cache),
+            past_key_values=cache_argument(past_key_values, cache),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
@@ -252,17 +251,17 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         )
         hidden, loss, logits = output.last_hidden_state, None, None
         targets = {"labels": labels, "shift_labels": loss_kwargs.get("shift_labels")}
-        asked = any(target is not None for target in targets.values())
+        labelled = any(target is not None for target in targets.values())
         for name, target in targets.items():
             B, T = hidden.shape[:2]
-            given = None if target is None else list(target.shape)
-            require(given is None or given == [B, T], f"{name} has shape {given}; expected [{B}, {T}]")
-        if logits_to_keep is not None or not (asked and self.training):
+            shape = None if target is None else list(target.shape)
+            require(shape is None or shape == [B, T], f"{name} has shape {shape}; expected [{B}, {T}]")
+        if logits_to_keep is not None or not (labelled and self.training):
             kept = isinstance(logits_to_keep, Tensor) or logits_to_keep is None or logits_to_keep >= 0
             require(kept, f"logits_to_keep={logits_to_keep}; expected at least 0, or a tensor of positions")
             keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-(logits_to_keep or 0), None)
             logits = self.lm_head(hidden[:, keep])
-        if asked:
+        if labelled:
             everything = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
             loss = token_loss(self, hidden, logits if everything else None, labels=labels, **loss_kwargs)
             loss = loss + experts_loss(self, attention_mask, labels, **loss_kwargs)
@@ -284,8 +283,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
         **model_kwargs,
     ):  # fmt: skip
-        """Greedy search and sampling of transformers with the same tokens. In the plain case (see `decoding.plain`) a
-        shorter loop leaves out work per token that a recurrent model does not need: on a CPU, and on a GPU with
+        """Greedy search and sampling of transformers with the same tokens. In the plain case (`decoding.is_plain_case`)
+        a shorter loop leaves out work per token that a recurrent model does not need: on a CPU, and on a GPU with
         cache_implementation="static", which makes the step a CUDA graph.
 
         Raises InputError for cache_implementation="static" in another case or on a CPU."""
@@ -293,14 +292,14 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         mask = model_kwargs.get("attention_mask")
         options = (logits_processor, stopping_criteria, generation_config)
         ours = type(self).forward is HeadraceForCausalLM.forward and is_plain(self.model, HeadraceModel)
-        simple = ours and not synced_gpus and plain(self, generation_config, model_kwargs)
+        simple = ours and not synced_gpus and is_plain_case(self, generation_config, model_kwargs)
         if graphed := generation_config.cache_implementation == STATIC:
             check_graph(self, simple)
         elif not simple or input_ids.device.type != "cpu":
             return super()._sample(input_ids, *options, synced_gpus, streamer, **model_kwargs)  # type: ignore[misc]
         first = self(input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
         advance = graphed_step(self, cache, input_ids[:, -1]) if graphed else step(self, cache)
-        return continued(input_ids, first.logits, advance, *options, streamer)
+        return decode_loop(input_ids, first.logits, advance, *options, streamer)
 
 
 def register() -> None:

@@ -24,9 +24,9 @@ def retrofit(checkpoint: Path, competition: Competition | None = None) -> Headra
         InputError: the model has no layer of linear attention or has competition already, or the gates of `competition`
             do not start at 1.
     """
-    model, wanted = load(checkpoint), competition or Competition()
-    if wanted.scale != "identity":
-        raise InputError(f"competition.scale={wanted.scale!r} changes the initial outputs; expected 'identity'")
+    model, gates = load(checkpoint), competition or Competition()
+    if gates.scale != "identity":
+        raise InputError(f"competition.scale={gates.scale!r} changes the initial outputs; expected 'identity'")
     specs = model.config.mixers
     if any(isinstance(spec, MixerSpec) and spec.competition is not None for spec in specs):
         raise InputError(f"checkpoint {str(checkpoint)!r} has competition already")
@@ -36,7 +36,7 @@ def retrofit(checkpoint: Path, competition: Competition | None = None) -> Headra
         )
     layers = model.config.stack.over(model.config.num_hidden_layers)
     mixers = [
-        to_json(replace(layer, mixer=zoo.compete(layer.mixer, wanted)) if isinstance(layer.mixer, MixerSpec) else layer)
+        to_json(replace(layer, mixer=zoo.compete(layer.mixer, gates)) if isinstance(layer.mixer, MixerSpec) else layer)
         for layer in layers
     ]
     gated: Any = HeadraceForCausalLM(HeadraceConfig.from_dict(model.config.to_dict() | {"mixer": mixers}))  # type: ignore[arg-type]

@@ -19,8 +19,8 @@ def leave_out() -> None:
     listed = trainer_pt_utils.get_parameter_names
 
     @wraps(listed)
-    def get_parameter_names(model: nn.Module, *given, **named) -> list[str]:
-        names = listed(model, *given, **named)
+    def get_parameter_names(model: nn.Module, *args, **named) -> list[str]:
+        names = listed(model, *args, **named)
         without = undecayed(model) if isinstance(model, SelfInitialised) else ()
         return [name for name in names if name not in without]
 

@@ -1,35 +1,18 @@
 """Token mixers: modules that map x [B, T, D] and a state to y [B, T, D] and the next state."""
 
-from typing import Any
+from importlib import import_module
 
 from torch import nn
 
 from .. import zoo
 from ..ops.checks import require
-from ..spec.attention import AttentionSpec
-from ..spec.linear import MixerSpec
-from ..spec.matrix import MatrixSpec
+from ..spec.mixer import Spec
 from ..spec.record import require_bools, require_positive, require_positive_numbers
-from ..spec.scan import ScanSpec
-from ..spec.serialise import Spec
-from ..spec.softmax_rnn import SoftmaxRNNSpec
 from ..spec.stack import Decoder
 from ..utils.errors import InputError
 from .attention.attention import SoftmaxAttention
-from .attention.softmax_rnn import SoftmaxRNN
 from .bidirectional import BothWays
 from .linear.mixer import LinearMixer, MixerState
-from .matrix.gla_outer import GLAOuter
-from .matrix.rwkv7 import RWKV7
-from .scans.mamba import Mamba
-from .scans.rwkv4 import RWKV4
-from .scans.s4 import S4, S4D
-
-MIXERS: dict[type, type[nn.Module]] = {
-    MixerSpec: LinearMixer, AttentionSpec: SoftmaxAttention, SoftmaxRNNSpec: SoftmaxRNN,
-}  # fmt: skip
-SCANS: dict[str, type[nn.Module]] = {"mamba": Mamba, "rwkv4": RWKV4, "s4": S4, "s4d": S4D}
-MATRICES: dict[str, type[nn.Module]] = {"gla-outer": GLAOuter, "rwkv7": RWKV7}
 
 
 def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
@@ -43,12 +26,12 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
         InputError: for sizes that do not divide.
     """
     spec.head_dims(settings["hidden_size"], settings.get("num_heads", 1))  # raises for sizes that do not divide
-    if isinstance(spec, AttentionSpec | SoftmaxRNNSpec):
+    if spec.facts.cached:
         settings["causal"] = causal
     elif not causal:
         return BothWays(*(build(spec, **settings) for _ in range(2)))
-    kinds: Any = SCANS | MATRICES
-    built = (kinds[spec.kind] if isinstance(spec, ScanSpec | MatrixSpec) else MIXERS[type(spec)])(spec, **settings)
+    module, _, name = spec.facts.layer.rpartition(".")
+    built = getattr(import_module(f".{module}", __package__), name)(spec, **settings)
     built.spec, built.hidden_size = spec, settings["hidden_size"]
     return built
 

@@ -29,12 +29,12 @@ def build(spec: str | dict | ModelSpec, **sizes) -> Model:
     Raises:
         InputError: for an unknown name, a mixer or decoder in place of a whole model, and invalid sizes.
     """
-    if not isinstance(found := zoo.get(spec), ModelSpec):
-        names = ", ".join(name for name, known in zoo.MODELS.items() if isinstance(known, ModelSpec))
+    if not isinstance(model_spec := zoo.get(spec), ModelSpec):
+        names = ", ".join(name for name, named in zoo.MODELS.items() if isinstance(named, ModelSpec))
         raise InputError(
             f"{spec!r} is no encoder-decoder or BERT; expected {names}; HeadraceConfig(mixer=...) has others"
         )
-    return FAMILIES[type(found)](found, ModelSizes(**sizes))  # type: ignore[arg-type, call-arg]
+    return FAMILIES[type(model_spec)](model_spec, ModelSizes(**sizes))  # type: ignore[arg-type, call-arg]
 
 
 __all__ = [

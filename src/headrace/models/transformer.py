@@ -31,11 +31,11 @@ def block_sizes(spec: StackSpec, sizes: ModelSizes) -> Sizes:
 
 def stack(spec: StackSpec, sizes: ModelSizes, **changes: Any) -> Backbone:
     """Returns the blocks of a model, which share one relative position bias. changes: further fields of `Sizes`."""
-    made = Backbone([spec.mixer] * sizes.num_layers, replace(block_sizes(spec, sizes), **changes))
-    for layer in made.layers:
+    backbone = Backbone([spec.mixer] * sizes.num_layers, replace(block_sizes(spec, sizes), **changes))
+    for layer in backbone.layers:
         if isinstance(mixer := layer.mixer, SoftmaxAttention):
-            mixer.bias = made.layers[0].mixer.bias  # type: ignore[union-attr, assignment]
-    return made
+            mixer.bias = backbone.layers[0].mixer.bias  # type: ignore[union-attr, assignment]
+    return backbone
 
 
 class TransformerModel(EncoderDecoder):

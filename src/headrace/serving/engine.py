@@ -38,17 +38,17 @@ class Piece(NamedTuple):
     scores: tuple[Score, ...] = ()
 
 
-Tell = Callable[[Piece | Exception], None]
+Deliver = Callable[[Piece | Exception], None]
 
 
 class Stream:
     """A request: its prompt, its random generator, and its text so far.
 
-    tell: called with each piece, or with the error that ended the request."""
+    deliver: called with each piece, or with the error that ended the request."""
 
-    def __init__(self, ids: list[int], sampling: Sampling, tokenizer: Any, device: torch.device, tell: Tell):
+    def __init__(self, ids: list[int], sampling: Sampling, tokenizer: Any, device: torch.device, deliver: Deliver):
         self.prompt = deque(torch.tensor([ids], device=device).split(PIECE, 1))
-        self.sampling, self.text, self.tell = sampling, Text(tokenizer, sampling.stop, ids), tell
+        self.sampling, self.text, self.deliver = sampling, Text(tokenizer, sampling.stop, ids), deliver
         self.count = 0  # tokens
         self.unread = ids[1:] if self.scores_prompt else []  # tokens of the prompt without a score
         self.scores = [Score(ids[0])] if self.scores_prompt else []
@@ -80,16 +80,16 @@ class Stream:
     def add(self, token: int, ends: list[int]) -> bool:
         """Passes the next token on. Returns whether the stream goes on."""
         if not self.sampling.max_tokens:
-            return self._tell("", "length")
+            return self._deliver("", "length")
         more = self.text.add(token)
         self.count += 1
         if not (self.text.stopped or token in ends) and self.count < self.sampling.max_tokens:
-            return self._tell(more) if more else True
+            return self._deliver(more) if more else True
         more += self.text.rest()  # in which there may be a stop string
-        return self._tell(more, "stop" if self.text.stopped or token in ends else "length")
+        return self._deliver(more, "stop" if self.text.stopped or token in ends else "length")
 
-    def _tell(self, text: str, finish: str | None = None) -> bool:
-        self.tell(Piece(text, self.count, finish, tuple(self.scores)))
+    def _deliver(self, text: str, finish: str | None = None) -> bool:
+        self.deliver(Piece(text, self.count, finish, tuple(self.scores)))
         self.scores = []
         return finish is None
 
@@ -139,20 +139,20 @@ class Engine:
             layer.register_forward_pre_hook(self._between_layers)
         self.thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
-    async def pieces(self, asked: list[tuple[list[int], Sampling]]) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def pieces(self, requests: list[tuple[list[int], Sampling]]) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yields (index, piece) of the continuations of several prompts, which get their tokens together. Closing the
         iterator (aclose) ends the generation, even while a prompt is processed."""
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
         ended = threading.Event()
 
-        def tell(index: int, piece: Piece | Exception) -> None:
+        def deliver(index: int, piece: Piece | Exception) -> None:
             if not ended.is_set():
                 loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
 
         streams = [
-            Stream(ids, sampling, self.tokenizer, self.model.device, partial(tell, index))
-            for index, (ids, sampling) in enumerate(asked)
+            Stream(ids, sampling, self.tokenizer, self.model.device, partial(deliver, index))
+            for index, (ids, sampling) in enumerate(requests)
         ]
         for stream in streams:
             self.submit(stream)
@@ -203,15 +203,15 @@ class Engine:
 
     def _short(self) -> list[Stream]:
         """The next prompts that one call takes: one, or several that begin, of at most PIECE tokens together."""
-        found: list[Stream] = []
+        streams: list[Stream] = []
         tokens = 0
-        while self.prompts and (not found or self.together):
+        while self.prompts and (not streams or self.together):
             stream = self.prompts[0]
             tokens += stream.prompt[0].shape[1]
-            if found and (tokens > PIECE or found[0].cache.is_initialized or stream.cache.is_initialized):
+            if streams and (tokens > PIECE or streams[0].cache.is_initialized or stream.cache.is_initialized):
                 break
-            found.append(self.prompts.popleft())
-        return found
+            streams.append(self.prompts.popleft())
+        return streams
 
     def _read_long(self, stream: Stream) -> None:
         """Processes a piece of a long prompt, with turns of the others between its layers."""
@@ -304,7 +304,7 @@ class Engine:
             work(what)
         except Exception as error:  # is raised in `pieces`
             for stream in streams:
-                stream.tell(error)
+                stream.deliver(error)
                 stream.gone.set()
 
 

@@ -39,14 +39,14 @@ def token_texts(tokenizer: Any, tokens: set[int]) -> dict[int, str]:
     """The text of each token within a text: of the second of two, as a space before the first may be dropped."""
     kept = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     once, twice = ([tokenizer.decode([token] * n, **kept) for token in tokens] for n in (1, 2))
-    return {token: two[len(one) :] for token, one, two in zip(tokens, once, twice, strict=True)}
+    return {token: pair[len(single) :] for token, single, pair in zip(tokens, once, twice, strict=True)}
 
 
 def _top(score: Score, texts: dict[int, str]) -> dict[str, float | None] | None:
     if score.logprob is None:
         return None
-    found = {texts[score.token]: _finite(score.logprob)}
-    return found | {texts[token]: _finite(value) for token, value in reversed(score.likeliest)}
+    top = {texts[score.token]: _finite(score.logprob)}
+    return top | {texts[token]: _finite(value) for token, value in reversed(score.likeliest)}
 
 
 def _finite(value: float | None) -> float | None:

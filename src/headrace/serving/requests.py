@@ -48,8 +48,8 @@ class ImplementedFields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+    def _without_nulls(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _nothing_else(self) -> Self:
@@ -59,17 +59,17 @@ class ImplementedFields(BaseModel):
         return self
 
 
-def _listed(given: Any) -> Any:
-    return [given] if isinstance(given, str) else given
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
-def _prompts(given: Any) -> Any:
-    tokens = isinstance(given, list) and given and isinstance(given[0], int)
-    return [given] if tokens or isinstance(given, str) else given
+def _prompts(value: Any) -> Any:
+    tokens = isinstance(value, list) and value and isinstance(value[0], int)
+    return [value] if tokens or isinstance(value, str) else value
 
 
-def _parts(given: Any) -> Any:
-    return [{"type": "text", "text": given}] if isinstance(given, str) else given
+def _parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -180,10 +180,10 @@ class Chat(Generation):
         """The tokens of the messages after the chat template, as a single prompt."""
         messages = [message.plain() for message in self.messages]
         try:
-            made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         except TemplateError as error:
             raise Refused(400, f"the chat template refuses the messages: {error}", "messages") from None
-        return [made["input_ids"]]
+        return [encoded["input_ids"]]
 
     @staticmethod
     def choice(text: str) -> dict[str, Any]:

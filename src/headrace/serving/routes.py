@@ -99,20 +99,20 @@ class Service:
 
     async def read(self, kind: type[GenerationRequest], request: Request) -> tuple[GenerationRequest, list[list[int]]]:
         """(the request, the tokens of its prompts)"""
-        asked = kind.read(await read_body(request, self.limits.body))
-        self._named(asked.model)
-        if (asked.max_tokens or 1) > self.limits.tokens:
-            sentence = f"max_tokens={reprlib.repr(asked.max_tokens)}; expected at most {self.limits.tokens}"
+        body = kind.read(await read_body(request, self.limits.body))
+        self._named(body.model)
+        if (body.max_tokens or 1) > self.limits.tokens:
+            sentence = f"max_tokens={reprlib.repr(body.max_tokens)}; expected at most {self.limits.tokens}"
             raise Refused(400, sentence, "max_tokens")
-        prompts = await self.tokenised(asked.prompts, self.tokenizer)
+        prompts = await self.tokenised(body.prompts, self.tokenizer)
         for ids in prompts:
             self._check(ids)
-        if (texts := len(prompts) * asked.n) > self.limits.requests:
+        if (texts := len(prompts) * body.n) > self.limits.requests:
             sentence = (
-                f"n={asked.n} of {len(prompts)} prompts are {texts} texts; expected at most {self.limits.requests}"
+                f"n={body.n} of {len(prompts)} prompts are {texts} texts; expected at most {self.limits.requests}"
             )
             raise Refused(400, sentence, "n")
-        return asked, prompts
+        return body, prompts
 
     async def tokenised(self, work: Callable[..., T], *arguments: Any) -> T:
         """The result of work with the tokenizer, done in a thread: one at a time, as it may need about a hundred times
@@ -131,10 +131,10 @@ class Service:
             raise Refused(400, sentence, "prompt")
 
     async def generate(
-        self, asked: GenerationRequest, prompts: list[list[int]]
+        self, body: GenerationRequest, prompts: list[list[int]]
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yields (index of the choice, piece) for all choices, which are generated together."""
-        texts = [(ids, asked.sampling(self.limits.tokens, choice)) for ids in prompts for choice in range(asked.n)]
+        texts = [(ids, body.sampling(self.limits.tokens, choice)) for ids in prompts for choice in range(body.n)]
         clocks = [self.metrics.stream(len(ids)) for ids, _ in texts]
         async with aclosing(self.engine.pieces(texts)) as pieces:
             async for index, piece in pieces:
@@ -168,41 +168,41 @@ class Answers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Requests are cancelled when their client disconnects and when the server ends.
         with self.service.admitted(1), suppress(ClientDisconnect, asyncio.CancelledError):
-            asked, prompts = await self.service.read(self.kind, Request(scope, receive))
-            with self.service.admitted(len(prompts) * asked.n - 1):
-                answer = self.stream(asked, prompts) if asked.stream else self.whole(asked, prompts)
-                kind = b"text/event-stream" if asked.stream else b"application/json"
+            body, prompts = await self.service.read(self.kind, Request(scope, receive))
+            with self.service.admitted(len(prompts) * body.n - 1):
+                answer = self.stream(body, prompts) if body.stream else self.whole(body, prompts)
+                kind = b"text/event-stream" if body.stream else b"application/json"
                 await until_disconnected(send_all(answer, kind, send), receive)
 
-    async def whole(self, asked: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
+    async def whole(self, body: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
         """The answer as one JSON object."""
-        choices = await self._choices(asked, prompts)
-        async with aclosing(self.service.generate(asked, prompts)) as pieces:
+        choices = await self._choices(body, prompts)
+        async with aclosing(self.service.generate(body, prompts)) as pieces:
             async for index, piece in pieces:
                 choices[index].add(piece)
-        found = [await self._formatted(choice, choice.whole) for choice in choices]
+        formatted = [await self._formatted(choice, choice.whole) for choice in choices]
         usage = _usage(prompts, sum(choice.tokens for choice in choices))
-        yield json.dumps(self._head(asked.object[0]) | {"choices": found, "usage": usage}).encode()
+        yield json.dumps(self._head(body.object[0]) | {"choices": formatted, "usage": usage}).encode()
 
-    async def stream(self, asked: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
+    async def stream(self, body: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, one for each piece."""
-        head, choices = self._head(asked.object[1]), await self._choices(asked, prompts)
-        async with aclosing(self.service.generate(asked, prompts)) as pieces:
+        head, choices = self._head(body.object[1]), await self._choices(body, prompts)
+        async with aclosing(self.service.generate(body, prompts)) as pieces:
             async for index, piece in pieces:
                 choices[index].add(piece)
                 delta = await self._formatted(choices[index], choices[index].delta)
                 yield _event(head | {"choices": [delta]})
-        if asked.stream_options.include_usage:
+        if body.stream_options.include_usage:
             tokens = sum(choice.tokens for choice in choices)
             yield _event(head | {"choices": [], "usage": _usage(prompts, tokens)})
         yield b"data: [DONE]\n\n"
 
-    async def _choices(self, asked: GenerationRequest, prompts: list[list[int]]) -> list["Choice"]:
-        tokenizer, rows = self.service.tokenizer, [ids for ids in prompts for _ in range(asked.n)]
+    async def _choices(self, body: GenerationRequest, prompts: list[list[int]]) -> list["Choice"]:
+        tokenizer, rows = self.service.tokenizer, [ids for ids in prompts for _ in range(body.n)]
         texts = [""] * len(rows)
-        if isinstance(asked, Completion) and asked.echo:
+        if isinstance(body, Completion) and body.echo:
             texts = await self.service.tokenised(lambda: [text_of(tokenizer, ids) for ids in rows])
-        return [Choice(index, asked, tokenizer, text) for index, text in enumerate(texts)]
+        return [Choice(index, body, tokenizer, text) for index, text in enumerate(texts)]
 
     async def _formatted(self, choice: "Choice", work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A choice, or what is new of it. Only log-probabilities need the tokenizer, and may have to wait for it."""
@@ -215,11 +215,11 @@ class Answers:
 class Choice:
     """One text of an answer: what of it is not sent yet. text: that of the prompt, if it is returned too."""
 
-    def __init__(self, index: int, asked: GenerationRequest, tokenizer: Any, text: str):
-        self.index, self.asked, self.text, self.tokens, self.begun = index, asked, text, 0, False
+    def __init__(self, index: int, body: GenerationRequest, tokenizer: Any, text: str):
+        self.index, self.body, self.text, self.tokens, self.begun = index, body, text, 0, False
         self.finish: str | None = None
         self.scores: list[Score] = []
-        self.logprobs = Logprobs(tokenizer) if isinstance(asked, Completion) and asked.logprobs is not None else None
+        self.logprobs = Logprobs(tokenizer) if isinstance(body, Completion) and body.logprobs is not None else None
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
@@ -227,13 +227,13 @@ class Choice:
         self.tokens, self.finish = piece.tokens, piece.finish
 
     def whole(self) -> dict[str, Any]:
-        return self._with(self.asked.choice(self.text))
+        return self._with(self.body.choice(self.text))
 
     def delta(self) -> dict[str, Any]:
         """What came since the last call."""
-        found = self._with(self.asked.delta(self.text, first=not self.begun))
+        chunk = self._with(self.body.delta(self.text, first=not self.begun))
         self.text, self.scores, self.begun = "", [], True
-        return found
+        return chunk
 
     def _with(self, text: dict[str, Any]) -> dict[str, Any]:
         logprobs = self.logprobs and self.logprobs(self.scores)
@@ -241,8 +241,8 @@ class Choice:
 
 
 def _usage(prompts: list[list[int]], tokens: int) -> dict[str, int]:
-    given = sum(map(len, prompts))
-    return {"prompt_tokens": given, "completion_tokens": tokens, "total_tokens": given + tokens}
+    prompt_tokens = sum(map(len, prompts))
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
 
 
 def _event(content: dict[str, Any]) -> bytes:
@@ -314,9 +314,9 @@ class KnownHosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer: ASGIApp = self.app
-        if scope["type"] == "http" and not self._known(given := Request(scope).headers.get("host", "localhost")):
+        if scope["type"] == "http" and not self._known(host := Request(scope).headers.get("host", "localhost")):
             sentence = (
-                f"the Host {reprlib.repr(given)} is not known; start the server with --allow-host to accept a name"
+                f"the Host {reprlib.repr(host)} is not known; start the server with --allow-host to accept a name"
             )
             answer = await error_response(Request(scope), Refused(403, sentence))
         await answer(scope, receive, send)
@@ -362,7 +362,7 @@ def application(
         Route("/v1/chat/completions", chats, methods=["POST"]),
     ]
     handlers: Any = dict.fromkeys((HTTPException, InputError, Exception), error_response)
-    known = Middleware(KnownHosts, names=hosts)
-    made = Starlette(routes=routes, exception_handlers=handlers, middleware=[known])
-    made.router.redirect_slashes = False
-    return made
+    known_hosts = Middleware(KnownHosts, names=hosts)
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[known_hosts])
+    app.router.redirect_slashes = False
+    return app

@@ -38,17 +38,17 @@ class Text:
         return "" if self.stopped else self._until_stop(self._new(), kept=False)
 
     def _new(self) -> str:
-        known = self._decode(self.tokens[self.before : self.read])
-        return self._decode(self.tokens[self.before :])[len(known) :]
+        decoded = self._decode(self.tokens[self.before : self.read])
+        return self._decode(self.tokens[self.before :])[len(decoded) :]
 
     def _decode(self, tokens: list[int]) -> str:
         return text_of(self.tokenizer, tokens)
 
     def _until_stop(self, new: str, kept: bool) -> str:
         self.held += new
-        found = [at for stop in self.stop if (at := self.held.find(stop)) >= 0]
-        if found:
-            self.stopped, end = True, min(found)
+        matches = [at for stop in self.stop if (at := self.held.find(stop)) >= 0]
+        if matches:
+            self.stopped, end = True, min(matches)
         else:
             begun = (n for stop in self.stop for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
             end = len(self.held) - (max(begun, default=0) if kept else 0)

@@ -1,11 +1,11 @@
 """The spec of a softmax attention layer: its heads, its positions and its sparsity pattern."""
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ..utils.errors import InputError
-from .record import NonNegativeInt, PositiveInt, Range, Record, Ungated, require_positive
+from .mixer import Facts, Shapes, Spec
+from .record import NonNegativeInt, PositiveInt, Range, Record, require_positive
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Pattern(Record):
 
 
 @dataclass(frozen=True)
-class AttentionSpec(Ungated):
+class AttentionSpec(Spec):
     """Softmax attention (arXiv 1706.03762). The defaults are causal, with rotary positions, over all earlier tokens."""
 
     kv_heads: PositiveInt | None = (
@@ -50,6 +50,8 @@ class AttentionSpec(Ungated):
     form: Literal["sdpa", "tiles"] = "sdpa"  # PyTorch's attention, or FlashAttention's tiles in plain PyTorch
     pattern: Pattern | None = None  # sparsity pattern; None: all earlier tokens
     bias: bool = False  # whether the projections of q, k, v and the output have biases
+
+    facts = Facts("attention.attention.SoftmaxAttention", cached=True)
 
     def _objections(self):
         yield (
@@ -73,13 +75,8 @@ class AttentionSpec(Ungated):
             raise InputError(f"rotary=True needs an even head dimension; got {hidden_size // H}")
         return hidden_size // H, hidden_size // H
 
-    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of one sequence's key/value cache after `tokens` tokens; a pattern bounds its length."""
         heads, kept = self.kv_heads or self.num_heads(num_heads), self.pattern.slots if self.pattern else tokens
         K, V = self.head_dims(hidden_size, num_heads)
         return {"k": (kept, heads, K), "v": (kept, heads, V)}
-
-    def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4, tokens: int = 1) -> int:
-        """Returns the size in bytes of one sequence's cache after `tokens` tokens, with `itemsize` bytes per number."""
-        sizes = (math.prod(s) for s in self.state_shapes(hidden_size, num_heads, tokens).values())
-        return itemsize * sum(sizes)

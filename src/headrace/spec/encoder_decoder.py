@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from .mixer import Shapes, Stateful
 from .record import PositiveInt, Record, require_positive
 
 
 @dataclass(frozen=True)
-class ModelSpec(Record):
+class ModelSpec(Stateful):
     """Base of the specs of whole models, which `headrace.models.build` builds."""
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
@@ -15,17 +16,9 @@ class ModelSpec(Record):
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         return hidden_size, hidden_size
 
-    def idle_gates(self, num_heads: int | None = None) -> list[str]:
-        """Returns a sentence for each gate of the model that has no effect."""
-        return []
-
     def num_heads(self, default: int) -> int:
         """Returns the number of heads, 1 for a model without heads."""
         return 1
-
-    def state_bytes(self, hidden_size: int, num_heads: int, tokens: int, layers: int, itemsize: int = 4) -> int:
-        """Returns the size in bytes of the decoder's state for one source of `tokens` tokens and as many outputs."""
-        raise TypeError(f"{type(self).__name__} does not define state_bytes")
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,9 @@ class RecurrentSpec(ModelSpec):
             "their width; expected score='general' or bidirectional=False",
         )
 
-    def state_bytes(self, hidden_size: int, num_heads: int, tokens: int, layers: int, itemsize: int = 4) -> int:
-        cell = layers * hidden_size * (2 if self.cell == "lstm" else 1)
-        annotations = tokens * hidden_size * (2 if self.bidirectional else 1)
-        return itemsize * (cell + (0 if self.alignment is None else annotations))
+    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int, layers: int) -> Shapes:
+        """Returns the shapes of the decoder's state for one source of `tokens` tokens."""
+        shapes: Shapes = {"cell": (layers, 2 if self.cell == "lstm" else 1, hidden_size)}
+        if self.alignment is not None:
+            shapes["annotations"] = (tokens, hidden_size * (2 if self.bidirectional else 1))
+        return shapes

@@ -22,8 +22,10 @@ def _refuse_overwriting(paths: list[str], where: str) -> None:
     for i, path in enumerate(paths):
         if path in paths[:i]:
             raise InputError(f"{where} sets {path!r} twice; expected each field once")
-        if lost := next((earlier for earlier in paths[:i] if earlier.startswith(f"{path}.")), None):
-            raise InputError(f"{where} sets {lost!r} and {path!r}, which contains {lost!r}; expected {path!r} first")
+        if overwritten := next((earlier for earlier in paths[:i] if earlier.startswith(f"{path}.")), None):
+            raise InputError(
+                f"{where} sets {overwritten!r} and {path!r}, which contains {overwritten!r}; expected {path!r} first"
+            )
 
 
 def split(text: str, mark: str = ",") -> tuple[str, ...]:
@@ -37,11 +39,11 @@ def split(text: str, mark: str = ",") -> tuple[str, ...]:
             parts.append("")
         else:
             parts[-1] += character
-    found = tuple(part.strip() for part in parts)
-    if any(found) and not all(found):
+    items = tuple(part.strip() for part in parts)
+    if any(items) and not all(items):
         sign = "plus" if mark == "+" else "comma"
         raise InputError(f"{text!r} has nothing on one side of a {sign}; expected an item on both sides")
-    return tuple(part for part in found if part)
+    return tuple(part for part in items if part)
 
 
 def literal(text: str):

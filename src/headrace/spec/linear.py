@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from ..utils.errors import InputError
 from .decay import Decay
+from .mixer import Facts, Shapes, Spec, width_per_head
 from .record import PositiveFloat, PositiveInt, Range, Record, require_positive
 
 
@@ -118,7 +119,7 @@ class Competition(Record):
 
 
 @dataclass(frozen=True)
-class MixerSpec(Record):
+class MixerSpec(Spec):
     """A linear-time token mixer: a layer around `headrace.linear_attention`. competition: None for no gates."""
 
     heads: Heads = field(default_factory=Heads)
@@ -127,6 +128,8 @@ class MixerSpec(Record):
     write: Write = field(default_factory=Write)
     read: Read = field(default_factory=Read)
     competition: Competition | None = None
+
+    facts = Facts("linear.mixer.LinearMixer")
 
     def _objections(self):
         yield from self._objections_to_division()
@@ -196,19 +199,16 @@ class MixerSpec(Record):
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
         """Returns a sentence for each gate of this spec that has no effect, or nearly none."""
-        found: list[str] = []
-        gate = self.competition
-        if gate is None:
-            return found
-        if gate.read == "query" and self.read.norm in ("rms", "group"):
-            found.append(
+        gate, sentences = self.competition, []
+        if gate is not None and gate.read == "query" and self.read.norm in ("rms", "group"):
+            sentences.append(
                 f"competition.read='query' scales q by one number per head and read.norm={self.read.norm!r} divides it "
                 "out again: the read gate acts only where it is below sqrt(ε / mean square of the readout); "
                 "competition.read='after_norm' puts it after the norm"
             )
-        if (self.heads.count or num_heads) == 1 and gate.fixed:
-            found.append(f"a {gate.activation} over num_heads=1 head is always 1: this competition is the identity")
-        return found
+        if gate is not None and gate.fixed and self.num_heads(num_heads or 0) == 1:
+            sentences.append(f"a {gate.activation} over num_heads=1 head is always 1: this competition is the identity")
+        return sentences
 
     # --- derived, never stored -----------------------------------------------------------------------------------
     def num_heads(self, default: int) -> int:
@@ -224,21 +224,14 @@ class MixerSpec(Record):
         """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         H = self.num_heads(num_heads)
-        dims = self.heads.key_dim or self._share("expand_k", hidden_size, H), self._share("expand_v", hidden_size, H)
+        V = width_per_head("heads.expand_v", self.heads.expand_v, hidden_size, H)
+        K = self.heads.key_dim or width_per_head("heads.expand_k", self.heads.expand_k, hidden_size, H)
         groups = self.heads.qk_groups
         if groups is not None and H % groups:
             raise InputError(f"heads.qk_groups={groups} does not divide num_heads={H}")
-        if self.inputs.rotary and dims[0] % 2:
-            raise InputError(f"inputs.rotary=True needs an even key dimension per head; got {dims[0]}")
-        return dims
-
-    def _share(self, name: str, hidden_size: int, H: int) -> int:
-        width = round(getattr(self.heads, name) * hidden_size, 6)  # 58 / 56 · 56 is not 58 in float64
-        if width % H or width < H:
-            raise InputError(
-                f"num_heads={H} does not divide heads.{name} · hidden_size = {width:g}; expected a multiple of {H}"
-            )
-        return int(width) // H
+        if self.inputs.rotary and K % 2:
+            raise InputError(f"inputs.rotary=True needs an even key dimension per head; got {K}")
+        return K, V
 
     def memory_rows(self, key_dim: int) -> int:
         """Returns the number of rows of a head's memory, the dimension of the feature map: K, C(K + n, n) for taylor-n,
@@ -254,12 +247,12 @@ class MixerSpec(Record):
         shuffled = self.competition is not None and self.competition.shuffle
         return self.inputs.rotary or self.write.residual_chunk is not None or shuffled
 
-    def state_shapes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
         memory = H * self.memories_per_head, self.memory_rows(K), V + (self.read.norm == "sum")
-        shapes: dict[str, tuple[int, ...]] = {"memory": memory}
+        shapes: Shapes = {"memory": memory}
         if (self.write.residual_chunk or 1) > 1:
             shapes["before"] = memory
         if self.inputs.conv:
@@ -269,19 +262,11 @@ class MixerSpec(Record):
             shapes["shift"] = (1, hidden_size)
         return shapes
 
-    def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4) -> int:
-        """Returns the size in bytes of one sequence's recurrent state, with `itemsize` bytes per number."""
-        sizes = (math.prod(s) for s in self.state_shapes(hidden_size, num_heads).values())
-        return itemsize * sum(sizes)
-
     def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
-        """Returns the floating-point operations per token of the recurrence in its recurrent form, without projections.
-        A multiply-add counts as two."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
         K, V = self.memory_rows(K), V + (self.read.norm == "sum")
         decay, delta = self.decay.kind != "none", self.write.rule == "delta"
-        residual = (
-            2 + decay if (self.write.residual_chunk or 1) > 1 else 0
-        )  # of the memory before the chunk, which decays too
+        # of the memory before the chunk, which decays too
+        residual = 2 + decay if (self.write.residual_chunk or 1) > 1 else 0
         return H * self.memories_per_head * K * V * (4 + decay + 2 * delta + residual)

@@ -61,14 +61,6 @@ class Record:
         return iter(())
 
 
-class Ungated(Record):
-    """Base class of the specs without head competition."""
-
-    def idle_gates(self, num_heads: int | None = None) -> list[str]:
-        """Returns [], since there are no gates that could have no effect."""
-        return []
-
-
 @cache
 def fields(cls: type) -> dict[str, tuple[Kind, ...]]:
     """Returns the alternatives that each field of a dataclass accepts, by the field's name."""
@@ -97,11 +89,11 @@ def checked(value: Any, kinds: tuple[Kind, ...], *where: str) -> Any:
         if kind.items and type(value) in (list, tuple):
             return tuple(checked(item, kind.items, *where, str(i)) for i, item in enumerate(value))
         whole = kind.type is float and type(value) is int and abs(value) <= float_info.max
-        found = float(value) if whole else value
-        if _is(found, kind):
-            if kind.range is not None and not kind.range.holds(found):
+        converted = float(value) if whole else value
+        if _is(converted, kind):
+            if kind.range is not None and not kind.range.holds(converted):
                 raise InputError(f"{'.'.join(where)}={value!r}; expected {kind.range.text}")
-            return found
+            return converted
     allowed = [name for kind in kinds for name in _names(kind)]
     among = "one of " if len(allowed) > 1 else ""
     raise InputError(f"{'.'.join(where)}={value!r} is not allowed; expected {among}{', '.join(allowed)}")

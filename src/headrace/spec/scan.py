@@ -1,33 +1,45 @@
 """The spec of a state-space layer or RWKV-4: mixers with one recurrence per channel and no heads."""
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ..utils.errors import InputError
-from .record import PositiveFloat, PositiveInt, Range, Ungated, require_positive
+from .mixer import Facts, Shapes, Spec, Update
+from .record import PositiveFloat, PositiveInt, Range, require_positive
 
-# Fields that each kind requires; a kind refuses those of the other kinds.
-FIELDS: dict[str, set[str]] = {
-    "mamba": {"state_size", "conv"},
-    "s4": {"state_size"},
-    "s4d": {"state_size"},
-    "rwkv4": set(),
-}
-
-
-# Operations per state number and token, as `flops_per_token` counts them; x is a complex number of a conjugate pair.
-PER_NUMBER = {
-    "mamba": 6,  # dt A: 1; e^(dt A) h + (dt u) B: 3; C h: 2
-    "s4d": 7,  # of the two of a pair: Ā x: 6; + B̄ u: 4; 2 Re(C x): 4
-    # of the two of a pair: P* x: 4; (1 + dt/2 A) x: 10; its solve by Woodbury's identity: 14; + B̄ u: 4; 2 Re(C x): 4
-    "s4": 18,
-    "rwkv4": 3,  # of the three of a channel: the sums Σ e^k v and Σ e^k: 3 and 2; their ratio with the bonus: 4
+# A new kind is a row here, its name in `ScanSpec`, and the module of its layer. Operations are per state number and
+# token; x is a complex number of a conjugate pair.
+KINDS = {
+    "mamba": Facts(
+        "scans.mamba.Mamba",
+        Update("e^(A dt)", "dt u", "e^(A dt), per number"),
+        flops=6,  # dt A: 1; e^(dt A) h + (dt u) B: 3; C h: 2
+        requires=frozenset({"state_size", "conv"}),
+    ),
+    "s4": Facts(
+        "scans.s4.S4",
+        Update("Ā", "B̄ u", "Ā, fixed", "Legendre coefficients of the past"),
+        # of the two of a pair: P* x: 4; (1 + dt/2 A) x: 10; its solve by Woodbury's identity: 14; + B̄ u: 4;
+        # 2 Re(C x): 4
+        flops=18,
+        requires=frozenset({"state_size"}),
+    ),
+    "s4d": Facts(
+        "scans.s4.S4D",
+        Update("Ā, diagonal", "B̄ u", "Ā, fixed"),
+        flops=7,  # of the two of a pair: Ā x: 6; + B̄ u: 4; 2 Re(C x): 4
+        requires=frozenset({"state_size"}),
+    ),
+    "rwkv4": Facts(
+        "scans.rwkv4.RWKV4",
+        Update("e^−w", "e^k v", "e^−w, per channel"),
+        flops=3,  # of the three of a channel: the sums Σ e^k v and Σ e^k: 3 and 2; their ratio with the bonus: 4
+    ),
 }
 
 
 @dataclass(frozen=True)
-class ScanSpec(Ungated):
+class ScanSpec(Spec):
     """A mixer that runs one recurrence per channel: Mamba (arXiv 2312.00752), S4 (2111.00396), S4D (2206.11893) or
     RWKV-4 (2305.13048)."""
 
@@ -39,12 +51,18 @@ class ScanSpec(Ungated):
     rank: PositiveInt | None = None  # mamba: rank of the projection to the step size; None: hidden size / 16
     norm: bool = False  # mamba: whether the projected step size, B and C are normalised (Jamba)
 
+    uncompeting = "has no heads to compete"
+
+    @property
+    def facts(self) -> Facts:  # type: ignore[override]
+        return KINDS[self.kind]
+
     def _objections(self):
-        wanted = FIELDS[self.kind]
+        required = self.facts.requires
         for name in ("state_size", "conv"):
             value = getattr(self, name)
-            yield name in wanted and value is None, f"kind={self.kind!r} needs {name}; got none"
-            yield name not in wanted and value is not None, f"kind={self.kind!r} has no {name}; got {name}={value}"
+            yield name in required and value is None, f"kind={self.kind!r} needs {name}; got none"
+            yield name not in required and value is not None, f"kind={self.kind!r} has no {name}; got {name}={value}"
         pairs = self.kind in ("s4", "s4d")
         yield pairs and (self.state_size or 0) % 2 == 1, f"state_size={self.state_size}; expected a multiple of 2"
         mamba = self.kind == "mamba"
@@ -68,21 +86,12 @@ class ScanSpec(Ungated):
         """Returns the rank of mamba's projection to the step size."""
         return self.rank or -(-hidden_size // 16)
 
-    def state_shapes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         size, channels = self.head_dims(hidden_size, num_heads)
-        shapes: dict[str, tuple[int, ...]] = {"memory": (size, channels)}
+        shapes: Shapes = {"memory": (size, channels)}
         if self.conv is not None:
             shapes["conv"] = (self.conv - 1, channels)
         if self.kind == "rwkv4":
             shapes["shift"] = (1, hidden_size)
         return shapes
-
-    def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4) -> int:
-        """Returns the size in bytes of one sequence's recurrent state, with `itemsize` bytes per number."""
-        return itemsize * sum(math.prod(shape) for shape in self.state_shapes(hidden_size, num_heads).values())
-
-    def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
-        """Returns the floating-point operations per token of the recurrence in its recurrent form, without projections
-        and convolution. A multiply-add counts as two, exponentials and the discretisation of a fixed system as none."""
-        return PER_NUMBER[self.kind] * math.prod(self.head_dims(hidden_size, num_heads))

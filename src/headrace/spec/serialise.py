@@ -9,17 +9,17 @@ from .attention import AttentionSpec
 from .encoder_decoder import RecurrentSpec
 from .linear import Competition, MixerSpec, Write
 from .matrix import MatrixSpec
+from .mixer import Spec
 from .record import Kind, Record, checked, fields
 from .scan import ScanSpec
 from .softmax_rnn import SoftmaxRNNSpec
 
+# The records that JSON names by a type. A new kind of mixer is a subclass of `Spec` with a row here, the module of its
+# layer, and an entry of zoo/mixers.py.
 TYPES: dict[str, type] = {
-    "linear": MixerSpec, "attention": AttentionSpec, "scan": ScanSpec, "matrix": MatrixSpec, "rnn": RecurrentSpec,
-    "softmax-rnn": SoftmaxRNNSpec,
+    "linear": MixerSpec, "scan": ScanSpec, "matrix": MatrixSpec, "attention": AttentionSpec,
+    "softmax-rnn": SoftmaxRNNSpec, "rnn": RecurrentSpec,
 }  # fmt: skip
-Spec = MixerSpec | AttentionSpec | ScanSpec | MatrixSpec | SoftmaxRNNSpec
-CACHED = (AttentionSpec, SoftmaxRNNSpec)  # mixers whose state is a key/value cache
-RECURRENT = (MixerSpec, ScanSpec, MatrixSpec)  # mixers with a state of fixed size
 
 
 # Earlier spellings in stored configurations, and what they are now.
@@ -65,14 +65,15 @@ def admitted(cls, data: dict[str, Any], where: str) -> dict[str, Any]:
     """Checks and converts the values of some fields of a record. Raises InputError, which calls `data` `where`, for
     unknown fields and invalid values."""
     known, values = fields(cls), {}
-    for given, value in data.items():
-        name = OLD_FIELDS.get(cls, {}).get(given, given)
+    for stored_name, value in data.items():
+        name = OLD_FIELDS.get(cls, {}).get(stored_name, stored_name)
         if name not in known:
             raise InputError(f"{where} has no field {name!r}; expected one of {', '.join(known)}")
         path = f"{where}.{name}"
-        now = _value(value, known[name], path)
-        now = OLD_VALUES.get((cls, name), {}).get(now, now) if isinstance(now, str) else now
-        values[name] = checked(now, known[name], path)
+        converted = _value(value, known[name], path)
+        if isinstance(converted, str):
+            converted = OLD_VALUES.get((cls, name), {}).get(converted, converted)
+        values[name] = checked(converted, known[name], path)
     return values
 
 
@@ -86,7 +87,7 @@ def _value(value: Any, kinds: tuple[Kind, ...], where: str) -> Any:
     nested = next((kind.type for kind in kinds if issubclass(kind.type, Record)), None)
     if nested is None or not isinstance(value, dict):
         return value
-    return from_json(value, where) if "type" in value else record(nested, value, where)
+    return from_json(value, where) if "type" in value or nested is Spec else record(nested, value, where)
 
 
 def change(spec, path: str, value):

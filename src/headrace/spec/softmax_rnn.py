@@ -1,17 +1,17 @@
 """The spec of variants of softmax attention with other numerators and denominators (arXiv 2507.23632)."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from ..utils.errors import InputError
-from .record import NonNegativeInt, Ungated, require_positive
+from .mixer import Facts, Shapes, Spec
+from .record import NonNegativeInt, require_positive
 
 NORMS = ("l2", "rms", "layer")
 
 
 @dataclass(frozen=True)
-class SoftmaxRNNSpec(Ungated):
+class SoftmaxRNNSpec(Spec):
     """The mixer Σ_s w(q_t, k_s) v_s / denominator (arXiv 2507.23632, section 4.5). The defaults are softmax attention.
 
     With x the logit of q_t and k_s, the weight w is e^x for numerator="exp". For "relu", "elu+1" and "cosine", which
@@ -29,6 +29,8 @@ class SoftmaxRNNSpec(Ungated):
     ] = "sum"  # fmt: skip
     affine: bool = False  # whether the norm has a learned weight (layer: and a bias) per channel of a head
     by_length: bool = False  # whether the output is also divided by the number of tokens attended to
+
+    facts = Facts("attention.softmax_rnn.SoftmaxRNN", cached=True)
 
     def _objections(self):
         order = self.order
@@ -49,10 +51,6 @@ class SoftmaxRNNSpec(Ungated):
             "expected by_length=False, or another denominator",
         )
 
-    def num_heads(self, default: int) -> int:
-        """Returns the model's number of heads."""
-        return default
-
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
@@ -62,12 +60,7 @@ class SoftmaxRNNSpec(Ungated):
             )
         return hidden_size // num_heads, hidden_size // num_heads
 
-    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of one sequence's key/value cache after `tokens` tokens."""
         K, V = self.head_dims(hidden_size, num_heads)
         return {"k": (tokens, num_heads, K), "v": (tokens, num_heads, V)}
-
-    def state_bytes(self, hidden_size: int, num_heads: int, itemsize: int = 4, tokens: int = 1) -> int:
-        """Returns the size in bytes of one sequence's cache after `tokens` tokens, with `itemsize` bytes per number."""
-        sizes = (math.prod(s) for s in self.state_shapes(hidden_size, num_heads, tokens).values())
-        return itemsize * sum(sizes)

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 from ..utils.errors import InputError
 from .attention import AttentionSpec
 from .encoder_decoder import ModelSpec
+from .mixer import Shapes, Spec, Stateful
 from .record import NonNegativeFloat, PositiveInt, Range, Record, require_positive
-from .serialise import CACHED, TYPES, Spec, record
+from .serialise import TYPES, record
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Layer(Record):
 
 
 @dataclass(frozen=True)
-class Decoder(Record):
+class Decoder(Stateful):
     """A decoder-only language model."""
 
     layers: tuple[Layer, ...]  # pattern of layers, repeated over the depth
@@ -61,18 +62,17 @@ class Decoder(Record):
 
     def _objections(self):
         yield not self.layers, "layers=(); expected at least one layer"
-        for wanted, given in (("experts", self.style.experts), ("shared", self.style.shared)):
-            used = any(layer.mlp == "experts" if wanted == "experts" else layer.shared for layer in self.layers)
-            reason = f"a layer uses {wanted} and style.{wanted} is none; expected style.{wanted} to be set"
-            yield used and given is None, reason
+        needs = {
+            "experts": any(layer.mlp == "experts" for layer in self.layers),
+            "shared": any(layer.shared for layer in self.layers),
+        }
+        for name, used in needs.items():
+            reason = f"a layer uses {name} and style.{name} is none; expected style.{name} to be set"
+            yield used and getattr(self.style, name) is None, reason
 
     def over(self, depth: int) -> list[Layer]:
         """Returns the layers of a model with `depth` layers. The last repetition of the pattern may be incomplete."""
         return [self.layers[i % len(self.layers)] for i in range(depth)]
-
-    def num_heads(self, default: int) -> int:
-        """Returns the model's number of heads."""
-        return default
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns the key and value dimensions per head of the first mixer.
@@ -88,13 +88,15 @@ class Decoder(Record):
         """Returns a sentence for each gate of the layers that has no effect."""
         return list(dict.fromkeys(idle for layer in self.layers for idle in layer.mixer.idle_gates(num_heads)))
 
-    def state_bytes(self, hidden_size: int, num_heads: int, tokens: int, layers: int, itemsize: int = 4) -> int:
-        """Returns the size in bytes of one sequence's states after `tokens` tokens, over all layers."""
-        held = [(layer.mixer, hidden_size) for layer in self.over(layers)]
+    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int, layers: int) -> Shapes:
+        """Returns the shapes of one sequence's states after `tokens` tokens, over all layers."""
+        stateful = [(layer.mixer, hidden_size) for layer in self.over(layers)]
         if self.style.shared is not None:
-            held += [(self.style.shared, 2 * hidden_size)] * sum(layer.shared for layer in self.over(layers))
-        at = [{"tokens": tokens} if isinstance(mixer, CACHED) else {} for mixer, _ in held]
-        return sum(m.state_bytes(w, num_heads, itemsize, **kw) for (m, w), kw in zip(held, at, strict=True))
+            stateful += [(self.style.shared, 2 * hidden_size)] * sum(layer.shared for layer in self.over(layers))
+        return {
+            f"{i}.{name}": shape for i, (mixer, width) in enumerate(stateful)
+            for name, shape in mixer.state_shapes(width, num_heads, tokens).items()
+        }  # fmt: skip
 
 
 def as_decoder(spec: Spec | Decoder) -> Decoder:
@@ -109,17 +111,17 @@ def as_layers(spec: Spec | Layer | Decoder) -> Sequence[Layer]:
     return (spec if isinstance(spec, Layer) else Layer(spec),)
 
 
-def as_style(given: Any, base: BlockStyle | None = None) -> BlockStyle:
+def as_style(style: Any, base: BlockStyle | None = None) -> BlockStyle:
     """Returns a style from a BlockStyle, from a dict of the fields that differ from the base, or from None (the base).
 
     Raises InputError for other types, unknown fields and invalid values."""
     base = base or BlockStyle()
-    if given is None or isinstance(given, BlockStyle):
-        return given or base
-    if not isinstance(given, dict):
-        raise InputError(f"style={given!r}; expected a BlockStyle or a dict of its fields")
-    changed = record(BlockStyle, given, "style")
-    return replace(base, **{name: getattr(changed, name) for name in given})
+    if style is None or isinstance(style, BlockStyle):
+        return style or base
+    if not isinstance(style, dict):
+        raise InputError(f"style={style!r}; expected a BlockStyle or a dict of its fields")
+    changed = record(BlockStyle, style, "style")
+    return replace(base, **{name: getattr(changed, name) for name in style})
 
 
 @dataclass(frozen=True)
@@ -157,20 +159,21 @@ class TransformerSpec(StackSpec):
         own = self.mixer if isinstance(self.mixer, AttentionSpec) else AttentionSpec()
         return replace(own, rotary=False, buckets=None, pattern=None)
 
-    def state_bytes(self, hidden_size: int, num_heads: int, tokens: int, layers: int, itemsize: int = 4) -> int:
-        """Returns the size in bytes of the decoder's states for a source and a target of `tokens` tokens each."""
-        at = {"tokens": tokens} if isinstance(self.mixer, AttentionSpec) else {}
-        own = self.mixer.state_bytes(hidden_size, num_heads, itemsize, **at)
-        return layers * (own + self.cross.state_bytes(hidden_size, num_heads, itemsize, tokens))
+    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int, layers: int) -> Shapes:
+        """Returns the shapes of the decoder's states for a source and a target of `tokens` tokens each."""
+        return {
+            f"{i}.{part}.{name}": shape for i in range(layers) for part in ("mixer", "cross")
+            for name, shape in getattr(self, part).state_shapes(hidden_size, num_heads, tokens).items()
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class BertSpec(StackSpec):
     """A BERT encoder with heads for masked-token and next-sentence prediction."""
 
-    def state_bytes(self, hidden_size: int, num_heads: int, tokens: int, layers: int, itemsize: int = 4) -> int:
-        """Returns 0, since an encoder has no state."""
-        return 0
+    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int, layers: int) -> Shapes:
+        """Returns {}, since an encoder has no state."""
+        return {}
 
 
 TYPES |= {"layer": Layer, "decoder": Decoder, "transformer": TransformerSpec, "bert": BertSpec}

@@ -9,23 +9,14 @@ import math
 from typing import Any
 
 from .. import zoo
-from ..spec.attention import AttentionSpec
 from ..spec.decay import DECAYS, DecayShape
 from ..spec.linear import MixerSpec
-from ..spec.serialise import CACHED, to_json
+from ..spec.mixer import Spec
+from ..spec.serialise import to_json
 from ..spec.softmax_rnn import SoftmaxRNNSpec
 from ..utils.errors import InputError
 
 WIDTH, HEADS, TOKENS, CHUNK = 1024, 4, 2048, 64  # sizes at which costs are counted
-# (A_t, b_t, objective, retention) of mixers outside the algebra, whose specs do not contain them.
-OUTSIDE = {
-    "s4": ("Ā", "B̄ u", "Legendre coefficients of the past", "Ā, fixed"),
-    "s4d": ("Ā, diagonal", "B̄ u", "−⟨kS, v⟩", "Ā, fixed"),
-    "mamba": ("e^(A dt)", "dt u", "−⟨kS, v⟩", "e^(A dt), per number"),
-    "rwkv4": ("e^−w", "e^k v", "−⟨kS, v⟩", "e^−w, per channel"),
-    "rwkv7": ("diag(α) − κᵀ(a κ)", "v", "½‖v − kS‖²", "α, per key channel"),
-    "gla-outer": ("α … βᵀ", "v", "−⟨kS, v⟩", "α βᵀ, per number"),
-}
 COUNTED = f"Costs: width {WIDTH}, {HEADS} heads, float32, chunks of {CHUNK}; attention after {TOKENS:,} tokens."
 UPDATE = ("A_t", "b_t", "features", "can")
 AXES = ("memory", "objective", "optimiser", "retention")
@@ -37,7 +28,7 @@ def describe(name: str) -> dict[str, Any]:
     """The row of a mixer in the table, with its spec. `paper` is "–" for a mixer that was added at run time. If a mixer
     does not fit the table's width and heads, its costs are None and `state` is the reason."""
     spec = zoo.get(name)
-    outside = _cached if isinstance(spec, CACHED) else _outside
+    outside = _cached if spec.facts.cached else _outside
     row = _linear(spec) if isinstance(spec, MixerSpec) else outside(spec)
     row["can"] = ", ".join(verb[:-1] for verb in ("forgets", "overwrites", "competes") if row[verb]) or "–"
     try:
@@ -77,7 +68,7 @@ def _decay(kind: str) -> tuple[str, str]:
     return symbol, f"{symbol}, {fixed}per head"
 
 
-def _cached(spec: AttentionSpec | SoftmaxRNNSpec) -> dict[str, Any]:
+def _cached(spec: Spec) -> dict[str, Any]:
     pattern = getattr(spec, "pattern", None)
     rnn = isinstance(spec, SoftmaxRNNSpec)
     return {
@@ -88,8 +79,10 @@ def _cached(spec: AttentionSpec | SoftmaxRNNSpec) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _outside(spec) -> dict[str, Any]:
-    A, b, objective, retention = OUTSIDE[spec.kind]
+def _outside(spec: Spec) -> dict[str, Any]:
+    """A kind outside the algebra of MixerSpec."""
+    assert spec.facts.update is not None
+    A, b, retention, objective = spec.facts.update
     overwrites, dimensions = objective.startswith("½"), len(spec.state_shapes(WIDTH, HEADS)["memory"])
     return {
         "A_t": A, "b_t": b, "features": "identity", "forgets": True, "overwrites": overwrites, "competes": False,
@@ -101,7 +94,7 @@ def _outside(spec) -> dict[str, Any]:
 def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
     """Size of the state, and FLOPs per token in decoding and in training, which adds the FLOPs within a chunk.
     Attention reads a cache of TOKENS tokens."""
-    if isinstance(spec, CACHED):
+    if spec.facts.cached:
         bounded = getattr(spec, "pattern", None) is not None
         shapes = spec.state_shapes(WIDTH, HEADS, TOKENS)
         seen, wide = next(iter(shapes.values()))[0], WIDTH  # all query heads count, also those that share keys
@@ -116,8 +109,8 @@ def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    said = " + ".join("×".join(map(str, shape)) for shape in shapes.values())
-    return {"state": said, "bytes": 4 * sum(math.prod(shape) for shape in shapes.values())}
+    listed = " + ".join("×".join(map(str, shape)) for shape in shapes.values())
+    return {"state": listed, "bytes": 4 * sum(math.prod(shape) for shape in shapes.values())}
 
 
 def cell(value: Any) -> str:

@@ -29,7 +29,7 @@ def law_of(backend: str, dtype: torch.dtype) -> str:
     return f"{backend} in {str(dtype).removeprefix('torch.')}"
 
 
-def tried(row: Row, errors: Callable[[], list[float]], more: Sequence[str] = ()) -> list[Row]:
+def rows_of_check(row: Row, errors: Callable[[], list[float]], more: Sequence[str] = ()) -> list[Row]:
     """Returns the row with the first error, and one for each other, whose law has a suffix of `more`; no rows if a
     backend refuses the call. What a kernel raises breaks a law, and other laws are still to be checked."""
     try:
@@ -66,6 +66,6 @@ def relative(x: Tensor, reference: Tensor, floor: float = 0.0) -> float:
     return float((x - reference).norm()) / size if size else float((x - reference).norm())
 
 
-def worst(found: list[Tensor], expected: list[Tensor]) -> float:
+def worst(computed: list[Tensor], expected: list[Tensor]) -> float:
     """The largest relative error of several gradients, each relative to its own norm, however small it is."""
-    return max(relative(g, e) for g, e in zip(found, expected, strict=True))
+    return max(relative(g, e) for g, e in zip(computed, expected, strict=True))

@@ -22,7 +22,7 @@ from ..ops.reference import literal
 from ..spec.stack import Decoder
 from ..utils.device import on_device
 from ..utils.errors import InputError
-from .laws import TOLERANCE, Row, device_failed, law_of, relative, tried, worst
+from .laws import TOLERANCE, Row, device_failed, law_of, relative, rows_of_check, worst
 from .verify_op import OP, op_laws
 
 BATCH, TOKENS, HIDDEN, HEADS = 2, 67, 64, 4  # TOKENS: a chunk of 64 and a part of the next
@@ -92,7 +92,8 @@ class Exact(NamedTuple):
 def exact(name: str, seed: int, hidden: int = HIDDEN, in_block: bool = False) -> Exact:
     mixer, x = specimen(name, seed, hidden, in_block)
     reference: Any = copy.deepcopy(mixer)
-    truth, inner = by_steps, reference.mixer if in_block else reference
+    truth: Way = by_steps
+    inner = reference.mixer if in_block else reference
     if isinstance(inner, layers.LinearMixer):
         inner.op, truth = literal_op, at_once
     return Exact(mixer, x, *differentiated(truth, reference, x))
@@ -103,14 +104,14 @@ def laws(name: str, device: str, dtype: torch.dtype, seed: int, backends: Sequen
     if name == OP:
         yield from op_laws(device, seed, chosen)
         return
-    known, tolerance = exact(name, seed), TOLERANCE[dtype]
-    tested, x = copy.deepcopy(known.mixer).to(device, dtype), known.x.to(device, dtype)
+    truth, tolerance = exact(name, seed), TOLERANCE[dtype]
+    tested, x = copy.deepcopy(truth.mixer).to(device, dtype), truth.x.to(device, dtype)
     linear = isinstance(tested, layers.LinearMixer)
     for law, way in (FORMS | WAYS if linear else WAYS).items():
-        yield from tried(Row(name, law, 0.0, tolerance), partial(forward_error, way, tested, x, known.y))
-    yield from tried(
+        yield from rows_of_check(Row(name, law, 0.0, tolerance), partial(forward_error, way, tested, x, truth.y))
+    yield from rows_of_check(
         Row(name, "gradients", 0.0, 10 * tolerance),
-        lambda: [worst(gradients(at_once, tested, x), known.gradients)],
+        lambda: [worst(gradients(at_once, tested, x), truth.gradients)],
     )
     if linear:
         yield from backend_laws(name, device, dtype, seed, chosen)
@@ -124,25 +125,25 @@ def forward_error(way: "Way", mixer: nn.Module, x: Tensor, y: Tensor) -> list[fl
 def backend_laws(name: str, device: str, dtype: torch.dtype, seed: int, backends: Sequence[str]) -> Iterator[Row]:
     """Three rows, outputs, gradients and decoding, for each backend that takes a block with the linear mixer on the
     device."""
-    known = exact(name, seed, HIDDEN if device == "cpu" else WIDE, in_block=True)
+    truth = exact(name, seed, HIDDEN if device == "cpu" else WIDE, in_block=True)
     for backend in backends:
         for precision in dict.fromkeys((dtype, torch.float32, torch.bfloat16)):
-            block = copy.deepcopy(known.mixer).to(device, precision)
+            block = copy.deepcopy(truth.mixer).to(device, precision)
             set_backend(block, backend)
             row = Row(name, law_of(backend, precision), 0.0, TOLERANCE[precision])
-            rows = tried(row, partial(block_errors, block, known), [", gradients", ", decoding"])
+            rows = rows_of_check(row, partial(block_errors, block, truth), [", gradients", ", decoding"])
             yield from rows
             if rows and device == "cpu":
                 break
 
 
-def block_errors(block: nn.Module, known: Exact) -> list[float]:
+def block_errors(block: nn.Module, truth: Exact) -> list[float]:
     """Returns the errors of a block's outputs, gradients and decoding."""
-    x = known.x.to(next(block.parameters()))
+    x = truth.x.to(next(block.parameters()))
     with torch.no_grad():
         out, tokens = at_once(block, x), decoded(block, x)
-    found = gradients(at_once, block, x)
-    return [relative(out, known.y), worst(found, known.gradients), relative(tokens, known.y)]
+    computed = gradients(at_once, block, x)
+    return [relative(out, truth.y), worst(computed, truth.gradients), relative(tokens, truth.y)]
 
 
 def specimen(name: str, seed: int, hidden: int = HIDDEN, in_block: bool = False) -> tuple[nn.Module, Tensor]:
@@ -185,10 +186,10 @@ def at_once(mixer: nn.Module, x: Tensor) -> Tensor:
     return mixer(x)[0]
 
 
-def by_steps(mixer: nn.Module, x: Tensor) -> Tensor:
-    state, out = None, []
+def by_steps(mixer: nn.Module, x: Tensor, state: Any = None, in_place: bool = False) -> Tensor:
+    out = []
     for token in x.split(1, 1):
-        y, state = mixer(token, state)
+        y, state = mixer(token, state, in_place=in_place)
         out.append(y)
     return torch.cat(out, 1)
 
@@ -196,11 +197,7 @@ def by_steps(mixer: nn.Module, x: Tensor) -> Tensor:
 def decoded(mixer: nn.Module, x: Tensor) -> Tensor:
     """The outputs of some tokens at once, followed by those of the others one by one, with the state in place."""
     first, state = mixer(x[:, : TOKENS // 3])
-    out = [first]
-    for token in x[:, TOKENS // 3 :].split(1, 1):
-        y, state = mixer(token, state, in_place=True)
-        out.append(y)
-    return torch.cat(out, 1)
+    return torch.cat([first, by_steps(mixer, x[:, TOKENS // 3 :], state, in_place=True)], 1)
 
 
 def split(mixer: nn.Module, x: Tensor) -> Tensor:
@@ -250,19 +247,6 @@ WAYS: dict[str, Way] = {
     "padded": padded,
     "rows apart": alone,
 }
-
-
-def semiseparable(log_decay: Tensor) -> Tensor:
-    """The mask L [T, T] of a scalar decay [T]: L[t, s] is the decay from s to t, 0 for s > t. Blocks below the diagonal
-    have rank 1 (arXiv 2405.21060, section 3)."""
-    later = torch.ones(len(log_decay), len(log_decay), dtype=torch.bool, device=log_decay.device).tril()
-    total = log_decay.cumsum(0)
-    return (total[:, None] - total).masked_fill(~later, -torch.inf).exp()
-
-
-def masked_matrix(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
-    """L ∘ (q kᵀ): one head of Mamba-2 as a matrix [T, T] that multiplies v (q is the paper's C, k its B)."""
-    return semiseparable(log_decay) * (q @ k.mT)
 
 
 def differentiated(way: Way, mixer: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops.attention import linear_attention
 from ..ops.reference import literal
-from .laws import Row, law_of, relative, tried, worst
+from .laws import Row, law_of, relative, rows_of_check, worst
 
 OP = "linear_attention"  # what the rows have in place of a mixer
 # The literal loop takes the rounded inputs, so that only the kernels' own rounding is left: in bfloat16 that of the
@@ -41,13 +41,13 @@ class Recurrence(NamedTuple):
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=draw, dtype=torch.float64)
 
-        found = {"q": random(B, T, H, K), "k": F.normalize(random(B, T, H, K), dim=-1), "v": random(B, T, H, V)}
+        inputs = {"q": random(B, T, H, K), "k": F.normalize(random(B, T, H, K), dim=-1), "v": random(B, T, H, V)}
         if self.decay:
-            found["log_decay"] = -0.1 * random(*(self._asdict()[size] for size in self.decay)).sigmoid()
+            inputs["log_decay"] = -0.1 * random(*(self._asdict()[size] for size in self.decay)).sigmoid()
         if self.rule == "delta":
-            found["beta"] = random(B, T, H).sigmoid()
-        found |= {"read_gate": random(B, T, H).sigmoid(), "write_gate": random(B, T, H).sigmoid()}
-        return found | {"initial_state": random(B, H, K, V)}
+            inputs["beta"] = random(B, T, H).sigmoid()
+        inputs |= {"read_gate": random(B, T, H).sigmoid(), "write_gate": random(B, T, H).sigmoid()}
+        return inputs | {"initial_state": random(B, H, K, V)}
 
 
 # The heads of models with 340M parameters.
@@ -71,7 +71,7 @@ def op_laws(
             for backend in backends:
                 row = Row(OP, f"{case.about}, {law_of(backend, dtype)}", 0.0, TOLERANCE[dtype])
                 errors = partial(op_errors, partial(linear_attention, backend=backend), rounded, case.rule, exact)
-                yield from tried(row, errors, [", state", ", gradients"])
+                yield from rows_of_check(row, errors, [", state", ", gradients"])
 
 
 def op_errors(op: Callable[..., tuple], tensors: dict[str, Tensor], rule: str, exact: list[Tensor]) -> list[float]:
@@ -82,8 +82,8 @@ def op_errors(op: Callable[..., tuple], tensors: dict[str, Tensor], rule: str, e
 
 def results(op: Callable[..., tuple], tensors: dict[str, Tensor], rule: str) -> list[Tensor]:
     """Returns output, final state, and the gradients of a weighted sum of both to all tensors."""
-    given = {name: x.detach().requires_grad_() for name, x in tensors.items()}
-    found = op(**given, rule=rule)
+    inputs = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    outputs = op(**inputs, rule=rule)
     draw = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x) for x in found]
-    return [*found, *torch.autograd.grad(found, list(given.values()), weights)]
+    weights = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x) for x in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, list(inputs.values()), weights)]

@@ -25,7 +25,7 @@ BLOCK = 1024  # rows drawn together
 Batch = dict[str, Tensor]
 Part = Literal["training", "tuning", "held-out"]
 PARTS = np.array(["held-out", "tuning", *["training"] * 8])  # the part of a row by its hash modulo 10
-IN_VAIN = 500  # rows drawn without a new one of a part after which there are no more; of a tenth: once in 10^23
+MAX_FRUITLESS = 500  # rows drawn without a new one of a part after which there are no more; of a tenth: once in 10^23
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class ByRow:
         return {"exact match": answers.exact, "accuracy": answers.accuracy, "loss": answers.loss}
 
 
-class Parted:
+class SplitByContent:
     """Base of tasks whose rows are drawn from a random generator and parted by their content.
 
     Of a row drawn by `draw`, `content` decides the part, and `complete` makes what `sample` returns.
@@ -151,29 +151,29 @@ class Parted:
     def rows_of(self, part: Part, generator: torch.Generator, rows: int) -> Batch:
         """Rows of a part. A training row may be drawn twice; of other parts the rows differ, and may be fewer than
         `rows`. InputError if the task has too few different rows for all parts."""
-        share, missing, in_vain = float(np.mean(part == PARTS)), rows, 0
-        found: list[Batch] = []
+        share, missing, fruitless = float(np.mean(part == PARTS)), rows, 0
+        batches: list[Batch] = []
         seen = np.empty(0, np.uint64)
-        while not found or (missing and in_vain < IN_VAIN):
+        while not batches or (missing and fruitless < MAX_FRUITLESS):
             drawn = self.draw(generator, math.ceil(missing / share))
-            hashes = hashed(self.content(drawn))
+            hashes = row_hashes(self.content(drawn))
             mine = np.flatnonzero(PARTS[hashes % np.uint64(len(PARTS))] == part)
             if part != "training":
                 mine = mine[np.sort(np.unique(hashes[mine], return_index=True)[1])]
                 mine = mine[~np.isin(hashes[mine], seen)]
                 seen = np.concatenate([seen, hashes[mine]])
             mine = mine[:missing]
-            found.append({name: values[mine] for name, values in drawn.items()})
-            missing, in_vain = missing - len(mine), 0 if len(mine) else in_vain + len(hashes)
+            batches.append({name: values[mine] for name, values in drawn.items()})
+            missing, fruitless = missing - len(mine), 0 if len(mine) else fruitless + len(hashes)
         if missing == rows > 0:
             raise InputError(
-                f"{self} has too few different rows to hold some out: of {in_vain} that were drawn, none is of the "
+                f"{self} has too few different rows to hold some out: of {fruitless} that were drawn, none is of the "
                 f"part {part!r}; expected a task with more, such as longer rows or more symbols"
             )
-        return self.complete({name: torch.cat([batch[name] for batch in found]) for name in found[0]})
+        return self.complete({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
 
 
-class Drawn(Parted, ByToken):
+class Drawn(SplitByContent, ByToken):
     """Base of synthetic tasks for causal models."""
 
     length: Any  # int
@@ -184,6 +184,21 @@ class Drawn(Parted, ByToken):
     def by_length(self, rows: int) -> dict[int, Batch]:
         """Held-out rows at LONGER multiples of the training length."""
         return {times * self.length: self.resized(times * self.length).held_out(rows) for times in LONGER}
+
+
+class OfSymbols(Drawn):
+    """Base of synthetic tasks whose answers are symbols."""
+
+    symbols: Any  # int
+    marks = 1  # number of tokens beside the symbols
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.symbols
+
+    @property
+    def vocab_size(self) -> int:
+        return self.symbols + self.marks
 
 
 class Rows(Dataset):
@@ -209,13 +224,13 @@ class Rows(Dataset):
         return {name: values[row] for name, values in self.block.items()}
 
 
-def hashed(content: Tensor) -> np.ndarray:
+def row_hashes(content: Tensor) -> np.ndarray:
     """A hash [rows] of 64 bits of the numbers of each row of integers [rows, ...] in their order, without the negative
     ones: padding does not change it."""
     numbers = content.flatten(1).numpy()
-    there = numbers >= 0
-    places = there.cumsum(1).astype(np.uint64)
-    mixed = splitmix64(splitmix64(places) + numbers.astype(np.uint64)) * there
+    counted = numbers >= 0
+    places = counted.cumsum(1).astype(np.uint64)
+    mixed = splitmix64(splitmix64(places) + numbers.astype(np.uint64)) * counted
     return splitmix64(mixed.sum(1, dtype=np.uint64))
 
 

@@ -14,11 +14,11 @@ import torch
 
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
-from .base import Batch, Drawn
+from .base import Batch, OfSymbols
 
 
 @dataclass(frozen=True)
-class Copy(Drawn):
+class Copy(OfSymbols):
     """Copying a row of symbols."""
 
     symbols: int = 16
@@ -31,14 +31,6 @@ class Copy(Drawn):
             raise InputError(
                 f"{self}; expected at least 2 symbols and an even length, which is twice the number of symbols copied"
             )
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.symbols
-
-    @property
-    def vocab_size(self) -> int:
-        return self.symbols + 1
 
     def draw(self, generator: torch.Generator, rows: int) -> Batch:
         source = torch.randint(self.symbols, (rows, self.length // 2), generator=generator)

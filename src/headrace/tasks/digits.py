@@ -49,10 +49,10 @@ class Digits(ByToken):
         return {}
 
 
-def labelled(pictures: Tensor, digits: Tensor, which: Tensor) -> Batch:
-    labels = torch.full((len(which), PIXELS), IGNORED)
-    labels[:, -1] = GREYS + digits[which]
-    return {"input_ids": pictures[which], "shift_labels": labels}
+def labelled(pictures: Tensor, digits: Tensor, rows: Tensor) -> Batch:
+    labels = torch.full((len(rows), PIXELS), IGNORED)
+    labels[:, -1] = GREYS + digits[rows]
+    return {"input_ids": pictures[rows], "shift_labels": labels}
 
 
 @lru_cache(maxsize=1)

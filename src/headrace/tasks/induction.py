@@ -15,11 +15,11 @@ import torch
 
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
-from .base import Batch, Drawn
+from .base import Batch, OfSymbols
 
 
 @dataclass(frozen=True)
-class Induction(Drawn):
+class Induction(OfSymbols):
     """Recall of the token after the special token."""
 
     symbols: int = 15
@@ -30,14 +30,6 @@ class Induction(Drawn):
     def __post_init__(self) -> None:
         if self.symbols < 2 or self.length < 3:
             raise InputError(f"{self}; expected at least 2 symbols and a length of at least 3")
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.symbols
-
-    @property
-    def vocab_size(self) -> int:
-        return self.symbols + 1
 
     def draw(self, generator: torch.Generator, rows: int) -> Batch:
         ids = torch.randint(self.symbols, (rows, self.length), generator=generator)

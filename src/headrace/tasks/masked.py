@@ -49,16 +49,16 @@ class Masked(ByToken, Text):
     def _pairs(self, tokens: Tensor, generator: torch.Generator, rows: int) -> Batch:
         n, special, draw = self.length - 3, self.corpus.vocab_size, partial(torch.randint, generator=generator)
         start, elsewhere = draw(len(tokens) - n + 1, (2, rows, 1))
-        apart, first = draw(2, (rows, 1)), draw(n // 4, n - n // 4 + 1, (rows, 1))  # first: length of the first piece
+        unrelated, first = draw(2, (rows, 1)), draw(n // 4, n - n // 4 + 1, (rows, 1))  # first: length of a piece
         place = torch.arange(n)
         second = place >= first
-        pieces = tokens[torch.where(second & (apart == 1), elsewhere, start) + place].long()
+        pieces = tokens[torch.where(second & (unrelated == 1), elsewhere, start) + place].long()
         ids = torch.full((rows, self.length), special + SEP)
         ids[:, 0] = special + CLS
         ids = ids.scatter(1, 1 + place + second, pieces)
         masked, labels = mask(ids, special, special + MASK, generator)
         segments = (torch.arange(self.length) > first + 1).long()
-        answers = {"shift_labels": labels, "next_sentence_label": apart[:, 0]}
+        answers = {"shift_labels": labels, "next_sentence_label": unrelated[:, 0]}
         return {"input_ids": masked, "token_type_ids": segments, **answers}
 
 
@@ -68,7 +68,7 @@ def mask(ids: Tensor, ordinary: int, mask_id: int, generator: torch.Generator) -
     eligible = ids < ordinary
     count = max(round(ASKED * int(eligible.sum(1).min())), 1)
     order = torch.rand(ids.shape, generator=generator).masked_fill(~eligible, 1.0).argsort(1)
-    asked = torch.zeros_like(eligible).scatter(1, order[:, :count], True)
+    predicted = torch.zeros_like(eligible).scatter(1, order[:, :count], True)
     fate, other = torch.rand(ids.shape, generator=generator), torch.randint(ordinary, ids.shape, generator=generator)
     changed = torch.where(fate < MASKED, mask_id, torch.where(fate < MASKED + RANDOM, other, ids))
-    return torch.where(asked, changed, ids), ids.masked_fill(~asked, IGNORED)
+    return torch.where(predicted, changed, ids), ids.masked_fill(~predicted, IGNORED)

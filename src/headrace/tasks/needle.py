@@ -110,7 +110,7 @@ class Needle(ByRow, Drawn):
         adjectives, nouns, _ = vocabulary()
         value, key = self.value(rng), f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
         depth = rng.random() if self.kind == 1 else rng.choice(DEPTHS)
-        each, rest = tokens_taken(replace(self, length=1))
+        each, rest = approximate_tokens(replace(self, length=1))
         hay = list(islice(self.pieces(rng), max(math.ceil((self.length - rest) / each), 1)))
         while hay:
             prompt = self.prompt(hay, key, value, depth)
@@ -179,7 +179,7 @@ def load_tokenizer(name: str | None) -> Any:
     require("the task needle", "datasets", extra="eval")
     from ..data import tokenizer
 
-    return tokenizer.find(name)
+    return tokenizer.load(name)
 
 
 @lru_cache(maxsize=2)
@@ -188,7 +188,7 @@ def read_words(haystack: str) -> list[str]:
 
 
 @lru_cache(maxsize=8)
-def tokens_taken(task: Needle) -> tuple[float, int]:
+def approximate_tokens(task: Needle) -> tuple[float, int]:
     """Approximate number of tokens of (a piece of the haystack, the rest of a row)."""
     some = list(islice(task.pieces(random.Random(0)), 200))
     rest = task.prompt([], "high-pitched-kitty", "1234567", 0.0)

@@ -99,41 +99,43 @@ class Pair(Drawn):
         keys = torch.rand(rows, self.keys, generator=generator).argsort(1)[:, : self.pairs]
         values = torch.randint(self.keys, 2 * self.keys, (rows, self.pairs), generator=generator)
         order = torch.rand(rows, self.pairs, generator=generator)
-        here = torch.ones(rows, self.pairs, dtype=torch.bool)
+        is_pair = torch.ones(rows, self.pairs, dtype=torch.bool)
         if self.least is not None:
             numbers = torch.randint(self.least, self.pairs + 1, (rows, 1), generator=generator)
-            here = torch.arange(self.pairs) >= self.pairs - numbers
-        asked = (order + ~here).argsort(1)[:, : self.asked]  # empty positions last
-        there = here.gather(1, asked)
-        stored = self._tokens(keys, values).where(here[..., None], EMPTY)
-        queried = self._tokens(keys.gather(1, asked), torch.full_like(asked, EMPTY)).where(there[..., None], EMPTY)
-        before = self._overwritten(generator, keys, values, here)
-        stored = torch.cat([before, self._distracted(generator, stored, here)], 1)
+            is_pair = torch.arange(self.pairs) >= self.pairs - numbers
+        queried_pairs = (order + ~is_pair).argsort(1)[:, : self.asked]  # empty positions last
+        is_query = is_pair.gather(1, queried_pairs)
+        stored = self._tokens(keys, values).where(is_pair[..., None], EMPTY)
+        queried = self._tokens(keys.gather(1, queried_pairs), torch.full_like(queried_pairs, EMPTY)).where(
+            is_query[..., None], EMPTY
+        )
+        before = self._overwritten(generator, keys, values, is_pair)
+        stored = torch.cat([before, self._distracted(generator, stored, is_pair)], 1)
         unasked = torch.full(stored.shape[:2], IGNORED)
         return {
             "input_ids": torch.cat([stored, queried], 1),
-            "shift_labels": torch.cat([unasked, values.gather(1, asked).where(there, IGNORED)], 1),
+            "shift_labels": torch.cat([unasked, values.gather(1, queried_pairs).where(is_query, IGNORED)], 1),
         }
 
-    def _overwritten(self, generator: torch.Generator, keys: Tensor, values: Tensor, here: Tensor) -> Tensor:
+    def _overwritten(self, generator: torch.Generator, keys: Tensor, values: Tensor, is_pair: Tensor) -> Tensor:
         """The pairs [rows, pairs or none, ·] with other values than those that are asked."""
         if not self.overwritten:
             return self._tokens(keys[:, :0], values[:, :0])
         other = torch.randint(1, self.keys, values.shape, generator=generator)
         earlier = self.keys + (values - self.keys + other) % self.keys
-        return self._tokens(keys, earlier).where(here[..., None], EMPTY)
+        return self._tokens(keys, earlier).where(is_pair[..., None], EMPTY)
 
-    def _distracted(self, generator: torch.Generator, stored: Tensor, here: Tensor) -> Tensor:
+    def _distracted(self, generator: torch.Generator, stored: Tensor, is_pair: Tensor) -> Tensor:
         """The pairs [rows, pairs, ·] with distractors at random places between them. Empty positions come first."""
         if not self.distractors:
             return stored
-        there = here.repeat_interleave(self.distractors, 1)
+        is_distractor = is_pair.repeat_interleave(self.distractors, 1)
         keys, values = (
-            torch.randint(first * self.keys, (first + 1) * self.keys, there.shape, generator=generator)
+            torch.randint(first * self.keys, (first + 1) * self.keys, is_distractor.shape, generator=generator)
             for first in (2, 1)
         )
-        every = torch.cat([stored, self._tokens(keys, values).where(there[..., None], EMPTY)], 1)
-        place = torch.rand(every.shape[:2], generator=generator).where(torch.cat([here, there], 1), -1)
+        every = torch.cat([stored, self._tokens(keys, values).where(is_distractor[..., None], EMPTY)], 1)
+        place = torch.rand(every.shape[:2], generator=generator).where(torch.cat([is_pair, is_distractor], 1), -1)
         place[:, : self.pairs] = place[:, : self.pairs].sort(1).values  # the pairs keep their order
         order = place.argsort(1)
         return every.gather(1, order[..., None].expand_as(every))

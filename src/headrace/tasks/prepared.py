@@ -12,7 +12,7 @@ from typing import Any
 
 from datasets import Dataset, Features, Sequence, Value
 
-from ..data.preparation import finished, versions
+from ..data.preparation import versions, write_folder
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
 from .base import Task, generator
@@ -34,7 +34,7 @@ def prepare(task: Task, name: str, rows: int, seed: int, workers: int, output: P
         raise InputError(
             f"--task {name} cannot be prepared; expected a synthetic task for causal models with one token per position"
         )
-    return finished(output, partial(_fill, task, name, rows, seed, workers))
+    return write_folder(output, partial(_fill, task, name, rows, seed, workers))
 
 
 def _fill(task: Any, name: str, rows: int, seed: int, workers: int, folder: Path) -> dict[str, Any]:
@@ -49,9 +49,9 @@ def _fill(task: Any, name: str, rows: int, seed: int, workers: int, folder: Path
         sample, batched=True, batch_size=1, remove_columns=["block"], features=columns,
         num_proc=processes if processes > 1 else None, desc="drawing rows",
     )  # fmt: skip
-    apart = Dataset.from_dict({k: v.tolist() for k, v in task.held_out(HELD_OUT).items()}, features=columns)
+    held_out = Dataset.from_dict({k: v.tolist() for k, v in task.held_out(HELD_OUT).items()}, features=columns)
     counts = {}
-    for part, data in (("train", drawn), ("held_out", apart)):
+    for part, data in (("train", drawn), ("held_out", held_out)):
         data.save_to_disk(folder / part)
         counts[part] = count(data, tokens)
     for file in {part["filename"] for part in drawn.cache_files}:

@@ -14,11 +14,11 @@ import torch
 
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
-from .base import Batch, Drawn
+from .base import Batch, OfSymbols
 
 
 @dataclass(frozen=True)
-class SelectiveCopy(Drawn):
+class SelectiveCopy(OfSymbols):
     """Copying symbols from among noise."""
 
     symbols: int = 14
@@ -26,18 +26,11 @@ class SelectiveCopy(Drawn):
     length: int = 128
 
     name: ClassVar[str] = "selective-copy"
+    marks = 2  # the noise token and the query token
 
     def __post_init__(self) -> None:
         if not (self.symbols >= 2 and self.copied >= 1 and 2 * self.copied <= self.length):
             raise InputError(f"{self}; expected at least 2 symbols, and 1 <= copied <= length / 2")
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.symbols
-
-    @property
-    def vocab_size(self) -> int:
-        return self.symbols + 2  # with the noise token and the query token
 
     def draw(self, generator: torch.Generator, rows: int) -> Batch:
         source = torch.randint(self.symbols, (rows, self.copied), generator=generator)

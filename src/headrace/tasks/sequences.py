@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..ops.loss import IGNORED
-from .base import Batch, ByRow, Parted
+from .base import Batch, ByRow, SplitByContent
 
 START, END, FIRST = 0, 1, 2  # start of a target and padding of a source; end of a target; first character
 
 
-class Sequences(Parted, ByRow):
+class Sequences(SplitByContent, ByRow):
     """Base of sequence-to-sequence tasks. A row is correct if every target character is predicted correctly given the
     true characters before it, which holds exactly if greedy decoding gives the target."""
 

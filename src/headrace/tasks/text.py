@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, reading
 from ..utils.text import decode
 from .base import Answers, Batch, Metric, Part
 
@@ -178,10 +178,8 @@ def encoder(tokenizer: str | None):
         raise InputError(f"tokenizer {tokenizer!r} is not a file; expected a `tokenizers` JSON file")
     from tokenizers import Tokenizer
 
-    try:
+    with reading(f"tokenizer {tokenizer!r} is not a `tokenizers` JSON file"):
         known = Tokenizer.from_file(tokenizer)
-    except Exception as error:  # tokenizers raises no narrower class
-        raise InputError(f"tokenizer {tokenizer!r} is not a `tokenizers` JSON file: {error}") from None
     known.encode_special_tokens = True  # as ordinary text
 
     def encode(text: str) -> Tensor:

@@ -15,7 +15,7 @@ from ..utils.processes import LOCK, holder_of, locked
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def errors_in_all() -> Iterator[None]:
     """Ends the block in all processes alike: what one of them raises is raised in each. Otherwise the others would wait
     for that process until the timeout. All processes must come to the end of the block, so that processes may wait for
     each other in it only where an error is raised in all."""
@@ -48,7 +48,7 @@ def agreed(folder: Path, choose: Callable[[], Path | None]) -> Iterator[Path | N
     """
     with ExitStack() as held:
         message: list[Any] = [None]
-        with together():
+        with errors_in_all():
             if PartialState().is_main_process:
                 holder, chosen = held.enter_context(locked(folder)), choose()
                 message = [(holder, chosen and chosen.name)]

@@ -125,12 +125,12 @@ def read_history(run: Path) -> list[dict[str, Any]]:
     ended = run / "model" / "history.json"
     if ended.is_file():
         return restored(read_json(ended, HISTORY))
-    found = complete_checkpoints(run)
-    if not found:
+    checkpoints = complete_checkpoints(run)
+    if not checkpoints:
         raise InputError(
             f"{str(run)!r} holds neither model/history.json nor a complete checkpoint; expected the folder of a run"
         )
-    return restored(read_json(found[-1] / TRAINER_STATE_NAME, {"log_history": HISTORY})["log_history"])
+    return restored(read_json(checkpoints[-1] / TRAINER_STATE_NAME, {"log_history": HISTORY})["log_history"])
 
 
 def named(runs: list[Path]) -> dict[str, Path]:

@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..utils.errors import InputError
 from ..utils.integrity import damage, read_record, record, write_json
-from .agreement import together
+from .agreement import errors_in_all
 
 MARKER = "complete.json"
 UNFINISHED = ".unfinished"  # the folder in which checkpoints are written
@@ -31,8 +31,8 @@ KEPT = 2
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, by step."""
-    found = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MARKER}")]
-    return sorted((path for path in found if _number(path).isdecimal()), key=step)
+    marked = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MARKER}")]
+    return sorted((path for path in marked if _number(path).isdecimal()), key=step)
 
 
 def step(checkpoint: Path) -> int:
@@ -46,14 +46,14 @@ def _number(checkpoint: Path) -> str:
 
 def newest(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None. InputError if its files do not match their checksums."""
-    found = complete_checkpoints(folder)
-    if not found:
+    last = max(complete_checkpoints(folder), key=step, default=None)
+    if last is None:
         return None
-    if wrong := damage(found[-1], read_record(found[-1] / MARKER)):
+    if wrong := damage(last, read_record(last / MARKER)):
         raise InputError(
-            f"checkpoint {str(found[-1])!r} is damaged: {wrong}; delete the folder to resume from an earlier checkpoint"
+            f"checkpoint {str(last)!r} is damaged: {wrong}; delete the folder to resume from an earlier checkpoint"
         )
-    return found[-1]
+    return last
 
 
 def discard_unfinished(folder: Path) -> None:
@@ -97,7 +97,7 @@ class MarkComplete(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # every process has written its part
-        with together():
+        with errors_in_all():
             if state.is_world_process_zero:
                 complete(Path(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 

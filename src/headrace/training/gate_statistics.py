@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -70,9 +70,9 @@ class GateWatch:
     def _record(self, name: str, module: nn.Module, args: Any, log_gates: Tensor) -> None:
         by_head = log_gates.detach().unflatten(-1, (-1, module.memories)).logsumexp(-1)  # type: ignore[arg-type]
         if by_head.shape[-1] > 1:
-            self.statistics[name].add(by_head, self._asked(name, by_head))
+            self.statistics[name].add(by_head, self._labelled(name, by_head))
 
-    def _asked(self, name: str, log_gates: Tensor) -> Tensor:
+    def _labelled(self, name: str, log_gates: Tensor) -> Tensor:
         """Mask of the gates at positions with a label; positions of an encoder have no labels."""
         shape = log_gates.shape[:2]
         if "encoder." in name:
@@ -80,18 +80,14 @@ class GateWatch:
         return self.labelled if self.labelled.shape == shape else self.labelled[self.mask.bool()][None]
 
     def summary(self) -> list[dict[str, Any]]:
-        return [found.summary() for found in self.statistics.values() if found.count]
+        return [gate.summary() for gate in self.statistics.values() if gate.count]
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator["GateWatch"]:
-        handles = []
-        for name, module in model.named_modules():
-            if isinstance(module, HeadCompetition):
-                layer, gate = re.search(r"\.(\d+)\..*?(read|write)_competition", name).groups()  # type: ignore[union-attr]
-                self.statistics[name] = GateStatistics(int(layer), gate)
-                handles.append(module.register_forward_hook(partial(self._record, name)))
-        try:
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                if isinstance(module, HeadCompetition):
+                    layer, gate = re.search(r"\.(\d+)\..*?(read|write)_competition", name).groups()  # type: ignore[union-attr]
+                    self.statistics[name] = GateStatistics(int(layer), gate)
+                    hooks.enter_context(module.register_forward_hook(partial(self._record, name)))
             yield self
-        finally:
-            for handle in handles:
-                handle.remove()

@@ -13,7 +13,7 @@ import torch
 
 from ..ops.loss import PIECE
 from ..utils.errors import InputError, nearest
-from .model import blank, estimate
+from .model import estimate, meta_model
 from .recipes import Recipe
 
 # Of a CPU's rate in matrix products, that a training step reaches: 0.83 (transformer) and 0.86 (softmax-gla) were
@@ -67,13 +67,13 @@ class Machine(NamedTuple):
 
 def parse(text: str) -> Machine:
     """Returns the machine 8xH100, or 4x8xH100 for four nodes of eight. Raises InputError for other texts."""
-    found = re.fullmatch(r"(\d+)\s*[x×]\s*(?:(\d+)\s*[x×]\s*)?([\w-]+)", text.strip(), re.IGNORECASE)
-    count = int(found[1]) * int(found[2] or 1) if found else 0
-    if found is None or count == 0:
+    match = re.fullmatch(r"(\d+)\s*[x×]\s*(?:(\d+)\s*[x×]\s*)?([\w-]+)", text.strip(), re.IGNORECASE)
+    count = int(match[1]) * int(match[2] or 1) if match else 0
+    if match is None or count == 0:
         raise InputError(f"--machine {text!r}; expected a number of devices and their name, such as 8xH100 or 4x8xH100")
-    name = next((known for known in DEVICES if known.lower() == found[3].lower()), None)
+    name = next((known for known in DEVICES if known.lower() == match[3].lower()), None)
     if name is None:
-        near = nearest(found[3].upper(), DEVICES)
+        near = nearest(match[3].upper(), DEVICES)
         raise InputError(f"--machine {text!r} has an unknown device; the nearest of {', '.join(DEVICES)} is {near}")
     return Machine(count, name)
 
@@ -141,19 +141,19 @@ def memory(recipe: Recipe, devices: int) -> dict[str, int]:
     - what a forward pass over the rows of a device saves for the backward, counted on a model without memory;
     - while the backward begins, a piece of the logits; with `recompute`, later the tensors of one block, if larger.
     """
-    costs, model = estimate(recipe), blank(recipe)
+    costs, model = estimate(recipe), meta_model(recipe)
     P, sharded = costs["parameters"]["tied" if recipe.tie else "untied"], recipe.shard > 1
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.backbone.layers]
     whole = min(P, P - sum(blocks) + 2 * max(blocks)) if sharded else P
-    found = dict(costs["bytes"])
-    kept = found.pop("kept for the backward")
+    held = dict(costs["bytes"])
+    kept = held.pop("kept for the backward")
     if sharded:
-        found["whole weights of two blocks"] = 4 * whole
+        held["whole weights of two blocks"] = 4 * whole
     elif devices > 1:
-        found["buckets of gradients"] = 4 * P
+        held["buckets of gradients"] = 4 * P
     if recipe.precision == "bfloat16":
-        found["weights in bfloat16"] = 2 * whole
-    return found | {"kept for the backward": kept, "at work": _at_work(recipe)}
+        held["weights in bfloat16"] = 2 * whole
+    return held | {"kept for the backward": kept, "at work": _at_work(recipe)}
 
 
 def _at_work(recipe: Recipe) -> int:

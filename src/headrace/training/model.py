@@ -13,37 +13,26 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..hf import HeadraceConfig, HeadraceForCausalLM, load
 from ..layers.blocks.widths import matrix_products
 from ..ops.dispatch import set_backend
-from ..spec.serialise import RECURRENT
 from ..utils.errors import InputError
 from .parameters import gate_parameters, initialise_gates
 from .recipes import Recipe
 
 SHARED = 12  # bytes per parameter of the weight and AdamW's two moments in float32
 WHOLE = 4  # of the gradient, which a process keeps whole until the end of a step
-# Fields of a config that a checkpoint shares with the recipe that starts from it -> the recipe's names of them.
-MODEL = {
-    "mixers": "mixer", "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "layers",
-    "num_heads": "heads", "intermediate_size": "intermediate_size", "tie_word_embeddings": "tie",
+# Fields of a config -> the recipe's names of them.
+FIELDS = {
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "layers", "num_heads": "heads",
+    "intermediate_size": "intermediate_size", "tie_word_embeddings": "tie",
 }  # fmt: skip
-
-
 KEPT = ("style", "mlp", "norm_eps", "rope_theta")  # fields of a config that a recipe does not have
 
 
 def config(recipe: Recipe, **kept: Any) -> HeadraceConfig:
     """The config of a recipe's model. kept: values of fields that a recipe does not have."""
     return HeadraceConfig(
-        mixer=recipe.mixer,
-        vocab_size=recipe.vocab_size,
-        hidden_size=recipe.hidden_size,
-        num_hidden_layers=recipe.layers,
-        num_heads=recipe.heads,
-        intermediate_size=recipe.intermediate_size,
-        tie_word_embeddings=recipe.tie,
-        max_position_embeddings=recipe.length,
-        initializer_range=recipe.initializer_range,
-        **kept,
-    )
+        mixer=recipe.mixer, max_position_embeddings=recipe.length, initializer_range=recipe.initializer_range,
+        **{name: getattr(recipe, field) for name, field in FIELDS.items()}, **kept,
+    )  # fmt: skip
 
 
 def build(recipe: Recipe) -> HeadraceForCausalLM:
@@ -53,23 +42,23 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
         model = HeadraceForCausalLM(config(recipe))
         initialise_gates(model, recipe.gate_std, recipe.gate_init)
         return model
-    given = load(recipe.weights)
-    model = HeadraceForCausalLM(config(recipe, **{name: getattr(given.config, name) for name in KEPT}))
-    for name, field in MODEL.items():
-        there, wanted = getattr(given.config, name), getattr(model.config, name)
-        if there != wanted:
-            value = "the mixer of that checkpoint" if field == "mixer" else there
+    checkpoint = load(recipe.weights)
+    model = HeadraceForCausalLM(config(recipe, **{name: getattr(checkpoint.config, name) for name in KEPT}))
+    for name, field in {"mixers": "mixer", **FIELDS}.items():
+        stored, needed = getattr(checkpoint.config, name), getattr(model.config, name)
+        if stored != needed:
+            value = "the mixer of that checkpoint" if field == "mixer" else stored
             raise InputError(
-                f"weights={recipe.weights!r} has {name}={there}; the recipe has {wanted}; set {field}={value}"
+                f"weights={recipe.weights!r} has {name}={stored}; the recipe has {needed}; set {field}={value}"
             )
     try:
-        model.load_state_dict(given.state_dict())
+        model.load_state_dict(checkpoint.state_dict())
     except RuntimeError as error:  # such as learned positions for another length
         raise InputError(f"weights={recipe.weights!r}: {str(error).splitlines()[-1].strip()}") from error
     return model
 
 
-def blank(recipe: Recipe) -> HeadraceForCausalLM:
+def meta_model(recipe: Recipe) -> HeadraceForCausalLM:
     """The model on the meta device, where only PyTorch computes."""
     with torch.device("meta"):
         model = HeadraceForCausalLM(config(recipe)).train()
@@ -79,7 +68,7 @@ def blank(recipe: Recipe) -> HeadraceForCausalLM:
 
 def estimate(recipe: Recipe) -> dict[str, Any]:
     """Parameters by part, steps, tokens, FLOPs and bytes per process of a run, counted on a meta-device model."""
-    model = blank(recipe)
+    model = meta_model(recipe)
     parameters = count(model)
     trained = parameters["tied" if recipe.tie else "untied"]
     held = WHOLE * trained + SHARED * trained // recipe.shard
@@ -112,9 +101,7 @@ def flops_per_token(model: HeadraceForCausalLM, recipe: Recipe) -> int:
     with FlopCounterMode(display=False) as counter, _RealIntegers(), torch.no_grad():
         model(input_ids=row, use_cache=False)
     per_token = matrix_products(counter, model) // recipe.length
-    for spec in model.config.mixers:
-        if isinstance(spec, RECURRENT):
-            per_token += spec.flops_per_token(recipe.hidden_size, recipe.heads)
+    per_token += sum(spec.flops_per_token(recipe.hidden_size, recipe.heads) for spec in model.config.mixers)
     return 3 * per_token
 
 

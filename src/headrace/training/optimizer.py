@@ -17,7 +17,7 @@ class SkipNonFiniteAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure=None):
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if bool(full(nn.utils.get_total_norm(gradients)).isfinite()):
+        if bool(unsharded(nn.utils.get_total_norm(gradients)).isfinite()):
             self.in_a_row = 0
             return super().step(closure)
         self.skipped += 1
@@ -25,7 +25,7 @@ class SkipNonFiniteAdamW(torch.optim.AdamW):
         return None
 
 
-def full(x: Tensor) -> Tensor:
+def unsharded(x: Tensor) -> Tensor:
     """The full tensor of a tensor sharded over devices."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 

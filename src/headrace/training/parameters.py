@@ -36,12 +36,12 @@ def parameter_groups(model: nn.Module, weight_decay: float, gate_lr: float) -> l
     `no_weight_decay`, the parameters of its dynamics, without; and gates, if any, without weight decay, which would
     pull them towards no competition, and with the learning rate `gate_lr`."""
     gates = list(gate_parameters(model))
-    known = {id(p) for p in gates}
-    kept = {id(module._parameters[name]) for module in model.modules() for name in undecayed(module)}
-    rest = [p for p in model.parameters() if id(p) not in known]
+    gate_ids = {id(p) for p in gates}
+    undecayed_ids = {id(module._parameters[name]) for module in model.modules() for name in undecayed(module)}
+    rest = [p for p in model.parameters() if id(p) not in gate_ids]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in rest if id(p) not in kept], "weight_decay": weight_decay},
-        {"params": [p for p in rest if id(p) in kept], "weight_decay": 0.0},
+        {"params": [p for p in rest if id(p) not in undecayed_ids], "weight_decay": weight_decay},
+        {"params": [p for p in rest if id(p) in undecayed_ids], "weight_decay": 0.0},
         {"params": gates, "weight_decay": 0.0, "lr": gate_lr},
     ]
     return [group for group in groups if group["params"]]

@@ -44,12 +44,12 @@ def grid(settings: TrainingArguments, **sizes: int) -> DeviceMesh:
     return mesh
 
 
-def is_lost(error: BaseException) -> bool:
+def is_connection_error(error: BaseException) -> bool:
     """Whether an error says that another process did not answer."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def who_is_lost(timeout: int) -> str:
+def unresponsive_processes(timeout: int) -> str:
     """Says which processes did not answer: those that do not notice within ANSWER that another one is lost."""
     store, key = _get_default_store(), "headrace/noticed/{}".format
     try:
@@ -59,8 +59,8 @@ def who_is_lost(timeout: int) -> str:
         silent = []
     if not silent:
         return "the processes have lost each other, as one of them ended or stalled"
-    which = f"process {silent[0]} has" if len(silent) == 1 else f"processes {', '.join(map(str, silent))} have"
-    return f"{which} not answered for {timeout} s or ended (see its output, and where it is by `py-spy dump`)"
+    who = f"process {silent[0]} has" if len(silent) == 1 else f"processes {', '.join(map(str, silent))} have"
+    return f"{who} not answered for {timeout} s or ended (see its output, and where it is by `py-spy dump`)"
 
 
 def _noticed(store: dist.Store, key: str) -> bool:

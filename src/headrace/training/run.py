@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shlex
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -30,15 +31,16 @@ from ..data import Collator, PackedData, open_data, unigram_loss
 from ..utils.errors import InputError, reading
 from ..utils.extras import require
 from ..utils.integrity import CHECKSUMS, damage, finite, misfit, read_record, restored, write_json
+from ..utils.processes import handling
 from ..utils.provenance import claim, defaults
 from . import checkpoints
-from .agreement import agreed, together
+from .agreement import agreed, errors_in_all
 from .arguments import training_arguments
 from .card import baseline_sentence, can_draw, read_history, write_card
 from .machine import peak
 from .model import build, count, estimate
 from .optimizer import optimizer
-from .processes import PARALLEL, TIMEOUT, check_launcher, grid, is_lost, who_is_lost
+from .processes import PARALLEL, TIMEOUT, check_launcher, grid, is_connection_error, unresponsive_processes
 from .recipes import FROM_DATA, OLD_FIELDS, About, Recipe
 from .sharding import shard
 from .trainer import HeadraceTrainer, Measures, Progress, answers
@@ -72,30 +74,30 @@ def train(
     check_launcher(recipe, timeout)
     settings = arguments(recipe, folder, trackers, timeout)
     processes = settings.world_size  # initialises torch.distributed
-    with together():
+    with errors_in_all():
         opened = open_data(data) if isinstance(data, Path) else data
         check_data(recipe, opened)
         check_tokenizer(recipe, opened)
         recipe.share(processes)
     with agreed(folder, partial(begin, folder, recipe, opened, accept_old)) as last:
         if not accept_old and is_finished(folder, last, recipe):
-            tell(f"{folder} is finished, and nothing is left to do; {where_next(folder, opened)}")
+            print_once(f"{folder} is finished, and nothing is left to do; {next_command(folder, opened)}")
             return None
         set_seed(recipe.seed)
         trainer = make_trainer(recipe, opened, settings)
-        tell(opening(trainer, recipe, last))
+        print_once(describe_start(trainer, recipe, last))
         with report_failures(trainer, folder):
             train_to_end(trainer, last, recipe, folder)
             finish(trainer, recipe, about, opened, folder / "model")
     return trainer
 
 
-def tell(lines: str) -> None:
+def print_once(lines: str) -> None:
     if PartialState().is_main_process:
         print(lines)
 
 
-def opening(trainer: HeadraceTrainer, recipe: Recipe, last: Path | None) -> str:
+def describe_start(trainer: HeadraceTrainer, recipe: Recipe, last: Path | None) -> str:
     """What a run is about to do: the model, the tokens and how often each row of the data is read."""
     parameters = count(trainer.model)["tied" if recipe.tie else "untied"]
     passes = recipe.steps * recipe.rows / len(trainer.train_dataset)  # type: ignore[arg-type]
@@ -117,7 +119,7 @@ def is_finished(folder: Path, last: Path | None, recipe: Recipe) -> bool:
     return ended and whole
 
 
-def where_next(folder: Path, data: PackedData) -> str:
+def next_command(folder: Path, data: PackedData) -> str:
     """The command to run next: a model of tokens that are not text has no prompt."""
     generate = shlex.join(["headrace", "generate", str(folder / "model"), "--prompt", "It was"])
     return f"next: {generate if data.tokenizer is not None else shlex.join(['headrace', 'curves', str(folder)])}"
@@ -151,8 +153,8 @@ def report_failures(trainer: HeadraceTrainer, folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        if is_lost(error):
-            reason = who_is_lost(trainer.args.ddp_timeout)
+        if is_connection_error(error):
+            reason = unresponsive_processes(trainer.args.ddp_timeout)
         elif isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not raised by torch.save
             raise
         elif getattr(error, "errno", None) == errno.ENOSPC:
@@ -172,7 +174,7 @@ def train_to_end(trainer: HeadraceTrainer, last: Path | None, recipe: Recipe, fo
     stop, watch = Stop(), Watch(trainer, recipe.warmup_steps)
     for callback in (stop, watch, checkpoints.MarkComplete()):
         trainer.add_callback(callback)
-    with stop.listening():
+    with handling(stop.on_signal, signal.SIGTERM, signal.SIGINT):
         train_from(trainer, last)
     if watch.broken:
         raise stopped_run(f"training diverged and was stopped at step {trainer.state.global_step}", folder)
@@ -204,13 +206,13 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
             f"the data were prepared with vocab_size={vocab_size}; the recipe has vocab_size={recipe.vocab_size}; "
             f"prepare data with a smaller --tokenizer or --train-bpe, or set vocab_size={vocab_size}"
         )
-    if recipe.rows > (count := len(full(data.train, length))):
+    if recipe.rows > (count := len(full_rows(data.train, length))):
         fewer = f"set batch_tokens={count * length}" if count else "prepare more text, or a smaller --length"
         raise InputError(
             f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows per step, but the data have {count} full rows; "
             f"expected at most {count}; {fewer}"
         )
-    collate, evaluated = Collator(0, recipe.separate_documents), some(data.held_out, recipe.evaluate_rows)
+    collate, evaluated = Collator(0, recipe.separate_documents), evenly_spaced(data.held_out, recipe.evaluate_rows)
     if not any(answers(collate([row])).any() for row in evaluated):
         raise InputError(
             "the held-out rows have no labels; expected a document of at least 2 tokens among them; prepare data with "
@@ -224,8 +226,8 @@ def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
     if recipe.weights is None or data.tokenizer is None or not file.is_file():
         return
     with reading(f"weights={recipe.weights!r} has no readable tokenizer"):
-        there = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
-    if there.get_vocab() != data.tokenizer.get_vocab():
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
+    if tokenizer.get_vocab() != data.tokenizer.get_vocab():
         raise InputError(
             f"weights={recipe.weights!r} has another tokenizer than the data; prepare the data with --tokenizer "
             f"{recipe.weights}"
@@ -242,7 +244,7 @@ def check_trackers(trackers: str) -> None:
 
 def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) -> HeadraceTrainer:
     settings.per_device_train_batch_size, settings.gradient_accumulation_steps = recipe.share(settings.world_size)
-    with together():
+    with errors_in_all():
         model = build(recipe)
     if recipe.shard > 1:
         replicas = settings.world_size // recipe.shard
@@ -255,8 +257,8 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
         model,
         settings,
         data_collator=Collator(end or 0, recipe.separate_documents),
-        train_dataset=full(data.train, recipe.length),
-        eval_dataset=some(data.held_out, recipe.evaluate_rows),
+        train_dataset=full_rows(data.train, recipe.length),
+        eval_dataset=evenly_spaced(data.held_out, recipe.evaluate_rows),
         optimizers=(optimizer(model, recipe), None),
         measures=Measures(recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], counted, peak_flops()),
         per_row=recipe.context_parallel,
@@ -273,21 +275,21 @@ def check_started(trainer: HeadraceTrainer, recipe: Recipe) -> None:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     precision = "bf16" if recipe.precision == "bfloat16" else "no"
     compiled = started.state.dynamo_plugin.backend.value != "NO"
-    for name, wanted, there in (
+    for name, requested, actual in (
         ("processes", processes, started.num_processes),
         ("mixed precision", precision, started.mixed_precision),
         ("compile", recipe.compile, compiled),
     ):
-        if there != wanted:
-            raise InputError(f"{name}: {wanted} was requested, but accelerate started with {there}")
+        if actual != requested:
+            raise InputError(f"{name}: {requested} was requested, but accelerate started with {actual}")
 
 
-def full(rows: Dataset, length: int) -> Dataset:
+def full_rows(rows: Dataset, length: int) -> Dataset:
     """The rows without the last one if it is not full, as it would make a step smaller."""
     return rows if len(rows[-1]["input_ids"]) == length else rows.select(range(len(rows) - 1))
 
 
-def some(rows: Dataset, count: int) -> Dataset:
+def evenly_spaced(rows: Dataset, count: int) -> Dataset:
     """At most `count` of the rows, evenly spaced."""
     return rows if len(rows) <= count else rows.select(torch.linspace(0, len(rows) - 1, count).long().tolist())
 
@@ -322,9 +324,9 @@ def peak_flops() -> float | None:
     """Peak bfloat16 FLOPs per second of all devices without sparsity, by the data sheets; None if not known."""
     if not torch.cuda.is_available():
         return None
-    one = peak(torch.cuda.get_device_name())
+    per_device = peak(torch.cuda.get_device_name())
     count = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return None if one is None else one * count
+    return None if per_device is None else per_device * count
 
 
 def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedData, folder: Path) -> None:
@@ -333,7 +335,7 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
     model.config.use_cache = True  # the Trainer turned it off
     trainer.save_model(str(folder))
     loss = trainer.evaluate(data.held_out, metric_key_prefix="final")["final_loss"]
-    with together():
+    with errors_in_all():
         if not trainer.is_world_process_zero():
             return
         if data.tokenizer is not None:
@@ -342,9 +344,11 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
         write_json(folder / "history.json", history)
         unigram = unigram_loss(data.held_out)
         write_card(folder, recipe, about, data.manifest, restored(history), unigram)
-        said = f"{loss:.4f} nats per held-out token" if math.isfinite(loss) else "its held-out loss is not finite"
-        tell(f"{folder} is the trained model: {said}. {baseline_sentence(loss, unigram)}")
+        result = f"{loss:.4f} nats per held-out token" if math.isfinite(loss) else "its held-out loss is not finite"
+        print_once(f"{folder} is the trained model: {result}. {baseline_sentence(loss, unigram)}")
         if not can_draw():
             curves = shlex.join(["headrace", "curves", str(folder.parent)])
-            tell(f'curves.png needs matplotlib, which is not installed: pip install "headrace[studies]"; then {curves}')
-        tell(where_next(folder.parent, data))
+            print_once(
+                f'curves.png needs matplotlib, which is not installed: pip install "headrace[studies]"; then {curves}'
+            )
+        print_once(next_command(folder.parent, data))

@@ -5,7 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..layers.blocks.block import Block
 from ..ops.loss import IGNORED
 from ..ops.parallel.context import SequenceShard, context_parallel
 from ..utils.integrity import finite
-from .agreement import together
+from .agreement import errors_in_all
 from .checkpoints import OPTIMIZER, UNFINISHED, load_optimizer, save_optimizer
 from .gate_statistics import GateWatch
 from .optimizer import SkipNonFiniteAdamW
@@ -103,12 +103,12 @@ class HeadraceTrainer(Trainer):
         }
         for gate in gates:
             metrics |= logged_statistics(gate)
-        found = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        self.log(found)
+        logged = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.log(logged)
         self.gates = gates  # before the callbacks, which read them
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
         self.paused += time.perf_counter() - started
-        return found
+        return logged
 
     @torch.no_grad()
     def _held_out(self, model: nn.Module, rows: Any) -> tuple[Tensor, list[dict[str, Any]]]:
@@ -141,30 +141,30 @@ class HeadraceTrainer(Trainer):
         return str(Path(str(self.args.output_dir), UNFINISHED))
 
     def _save_checkpoint(self, model, trial) -> None:
-        with together():
+        with errors_in_all():
             super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         weights = whole_weights(self.model) if is_sharded(self.model) else None
-        with together():
+        with errors_in_all():
             if weights is None:
                 super().save_model(output_dir, _internal_call)
             elif weights:
                 self._save(output_dir, state_dict=weights)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        with together():
+        with errors_in_all():
             super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_optimizer(Path(output_dir), self.model, self.careful(), self.lr_scheduler)  # type: ignore[arg-type]
+        save_optimizer(Path(output_dir), self.model, self.inner_optimizer(), self.lr_scheduler)  # type: ignore[arg-type]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and Path(checkpoint, OPTIMIZER).is_dir():
-            load_optimizer(Path(checkpoint), self.model, self.careful(), self.lr_scheduler)  # type: ignore[arg-type]
+            load_optimizer(Path(checkpoint), self.model, self.inner_optimizer(), self.lr_scheduler)  # type: ignore[arg-type]
         else:  # nothing to load, or the Trainer's own file, which earlier versions wrote
             super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -175,9 +175,9 @@ class HeadraceTrainer(Trainer):
             logs |= self._speed()
             if self.broken:
                 logs["loss"], self.broken = math.nan, False
-            if skipped := self.careful().skipped:
+            if skipped := self.inner_optimizer().skipped:
                 logs["skipped_updates"] = skipped
-        with together():  # process 0 alone writes
+        with errors_in_all():  # process 0 alone writes
             super().log({name: value for name, value in logs.items() if name not in OF_ONE_PROCESS}, start_time)
         self.state.log_history[-1] = finite(self.state.log_history[-1])
 
@@ -208,7 +208,7 @@ class HeadraceTrainer(Trainer):
                 )
         return loss.where(loss.isfinite(), 0.0)  # the Trainer's sum of losses would never be finite again
 
-    def careful(self) -> SkipNonFiniteAdamW:
+    def inner_optimizer(self) -> SkipNonFiniteAdamW:
         wrapped: Any = self.optimizer  # accelerate may have wrapped it
         return getattr(wrapped, "optimizer", wrapped)
 
@@ -294,8 +294,8 @@ class Progress(ProgressCallback):
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        said = {name: value for name, value in (logs or {}).items() if not GATE.search(name)}
-        super().on_log(args, state, control, said, **kwargs)
+        shown = {name: value for name, value in (logs or {}).items() if not GATE.search(name)}
+        super().on_log(args, state, control, shown, **kwargs)
 
 
 def duration(seconds: float) -> str:
@@ -316,18 +316,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def first_not_finite(model: nn.Module, batch: dict[str, Any]) -> str:
     """The name of the first block whose output is not finite on this batch."""
-    found: list[int] = []
+    layers: list[int] = []
 
     def check_output(index: int, module: nn.Module, args: Any, output: Any) -> None:
         if not bool(output[0].isfinite().all()):
-            found.append(index)
+            layers.append(index)
 
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
-    handles = [block.register_forward_hook(partial(check_output, i)) for i, block in enumerate(blocks)]
-    try:
-        with torch.no_grad():
-            model(**batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return f"layer {min(found)}" if found else "the output"
+    with ExitStack() as hooks, torch.no_grad():
+        for i, block in enumerate(module for module in model.modules() if isinstance(module, Block)):
+            hooks.enter_context(block.register_forward_hook(partial(check_output, i)))
+        model(**batch)
+    return f"layer {min(layers)}" if layers else "the output"

@@ -2,9 +2,6 @@
 
 import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from transformers import TrainerCallback
@@ -27,11 +24,11 @@ class Watch(TrainerCallback):
         self.named: set[tuple[int, str]] = set()
 
     def on_step_end(self, args, state, control, **kwargs):
-        careful = self.trainer.careful()
-        if careful.in_a_row == 1:
-            tell(state, f"step {state.global_step}: the gradient is not finite; the update is skipped")
-        if careful.in_a_row >= PATIENCE:
-            tell(state, f"step {state.global_step}: {PATIENCE} consecutive gradients were not finite; the run stops")
+        optimizer = self.trainer.inner_optimizer()
+        if optimizer.in_a_row == 1:
+            warn(state, f"step {state.global_step}: the gradient is not finite; the update is skipped")
+        if optimizer.in_a_row >= PATIENCE:
+            warn(state, f"step {state.global_step}: {PATIENCE} consecutive gradients were not finite; the run stops")
             self.broken = control.should_training_stop = True
             control.should_save = control.should_evaluate = False
 
@@ -42,7 +39,7 @@ class Watch(TrainerCallback):
             key = (gate["layer"], gate["gate"])
             if gate["entropy"] < ONE_HOT and key not in self.named:
                 self.named.add(key)
-                tell(
+                warn(
                     state,
                     f"step {state.global_step}: the {gate['gate']} gate of layer {gate['layer']} selects one head for "
                     "nearly every held-out token, so that the other heads of the layer have no effect",
@@ -52,7 +49,7 @@ class Watch(TrainerCallback):
                 even = [gate for gate in self.trainer.gates if gate["gate"] == kind and gate["entropy"] > UNIFORM]
                 if even:
                     where = ", ".join(str(gate["layer"]) for gate in even)
-                    tell(
+                    warn(
                         state,
                         f"the {kind} gates of these layers are uniform after training: {where}. They weigh all heads "
                         "alike for every held-out token, so that the competition there has no effect",
@@ -66,19 +63,7 @@ class Stop(TrainerCallback):
         self.heard = 0  # the number of the signal that reached this process; 0: none
         self.stopped = 0  # of the signal by which all processes stop
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
-            yield
-            return
-        before = {number: signal.signal(number, self.hear) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def hear(self, number: int, frame) -> None:
+    def on_signal(self, number: int, frame: object) -> None:
         if self.heard == number == signal.SIGINT:
             raise KeyboardInterrupt
         self.heard = number
@@ -98,6 +83,6 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt if self.stopped == signal.SIGINT else Terminated
 
 
-def tell(state, sentence: str) -> None:
+def warn(state, sentence: str) -> None:
     if state.is_world_process_zero:
         print(sentence, file=sys.stderr)

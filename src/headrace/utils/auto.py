@@ -38,16 +38,16 @@ class AutoFinder(MetaPathFinder):
         if fullname != AUTO:
             return None
         sys.meta_path.remove(self)
-        found = find_spec(fullname)
-        if found is not None and found.loader is not None:
-            execute = found.loader.exec_module
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
                 register(module)
 
-            found.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return found
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def register(module: ModuleType) -> None:

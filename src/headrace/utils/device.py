@@ -13,8 +13,8 @@ def on_device(name: str | None, float64: bool = False) -> str:
 
     float64: whether the device must support float64; Apple's does not. Raises InputError if the device is unusable."""
     if name in (None, "auto"):
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return "cpu" if found is None or (float64 and found.type == "mps") else found.type
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return "cpu" if accelerator is None or (float64 and accelerator.type == "mps") else accelerator.type
     try:
         torch.empty(0, device=name, dtype=torch.float64 if float64 else None)
     except (RuntimeError, AssertionError, TypeError) as error:

@@ -38,8 +38,8 @@ def commit() -> str | None:
     """Returns the commit of the checkout that this package runs from, with "-dirty" for changes; None without one."""
     here = Path(__file__).parents[1]
     # `-- here` gives no commit if the repository only contains the environment that headrace is installed in.
-    found = git("log", "-1", "--format=%h", "--", str(here))
-    return found + ("-dirty" if git("status", "--porcelain", "--", str(here)) else "") if found else None
+    revision = git("log", "-1", "--format=%h", "--", str(here))
+    return revision + ("-dirty" if git("status", "--porcelain", "--", str(here)) else "") if revision else None
 
 
 def git(*args: str) -> str | None:

@@ -6,9 +6,10 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from .errors import InputError
 
@@ -22,15 +23,22 @@ RECORDED = {...: (int, {"bytes": int, "sha256": str})}  # its form
 Form = Any  # of a JSON value: see `misfit`
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Writes the file atomically: into a temporary file, which is flushed to the disk and renamed."""
+@contextmanager
+def atomic(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """Yields a temporary file, which is flushed to the disk and renamed to `path` at the end of the block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        json.dump(data, file, indent=1, ensure_ascii=False, allow_nan=False)
+    with beside.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes the file atomically."""
+    with atomic(path) as file:
+        json.dump(data, file, indent=1, ensure_ascii=False, allow_nan=False)
 
 
 def read_json(path: Path, form: Form = None) -> Any:
@@ -54,8 +62,8 @@ def misfit(value: Any, form: Form, where: str = "it") -> str | None:
         of an object to their forms. A name that ends in ? may be missing; `...` stands for all other names.
     """
     if isinstance(form, tuple):
-        found = [misfit(value, one, where) for one in form]
-        return found[0] if all(found) else None
+        misfits = [misfit(value, alternative, where) for alternative in form]
+        return misfits[0] if all(misfits) else None
     kind: Any = form if isinstance(form, type) else type(form)
     if type(value) is not kind and not (kind is float and type(value) is int):
         return f"{where} is {short(value)}, not {KINDS[kind]}"
@@ -75,11 +83,11 @@ KINDS = {
 
 
 def _misfit_of_names(value: dict[str, Any], form: dict[Any, Form], where: str) -> str | None:
-    named = {name.removesuffix("?"): one for name, one in form.items() if name is not ...}
+    named = {name.removesuffix("?"): its_form for name, its_form in form.items() if name is not ...}
     if missing := next((name for name in named if name not in value and f"{name}?" not in form), None):
         return f"{where} has no {missing!r}"
-    given = {name: named.get(name, form.get(...)) for name in value if name in named or ... in form}
-    return next(filter(None, (misfit(value[name], one, repr(name)) for name, one in given.items())), None)
+    forms = {name: named.get(name, form.get(...)) for name in value if name in named or ... in form}
+    return next(filter(None, (misfit(value[name], its_form, repr(name)) for name, its_form in forms.items())), None)
 
 
 def short(value: Any, width: int = 60) -> str:
@@ -101,8 +109,8 @@ def finite(data: Any) -> Any:
         marks[where] = str(float(value))
         return None
 
-    found = _changed(data, nulled)
-    return found | {NOT_FINITE: found.get(NOT_FINITE, {}) | marks} if marks else found
+    nullable = _changed(data, nulled)
+    return nullable | {NOT_FINITE: nullable.get(NOT_FINITE, {}) | marks} if marks else nullable
 
 
 def restored(data: Any) -> Any:
@@ -190,14 +198,14 @@ def damage(folder: Path, recorded: Recorded, contents: bool = True) -> str | Non
     """Returns a sentence about the first file that differs from its record, or None if no file does.
 
     contents: read the files and compare their SHA-256; False compares sizes only."""
-    for name, wanted in recorded.items():
+    for name, expected in recorded.items():
         if not is_inside(name):
             return f"it names {name!r}, which is outside the folder"
         file = folder / name
-        size, content = (wanted, None) if isinstance(wanted, int) else (wanted["bytes"], wanted["sha256"])
-        there = file.stat().st_size if file.is_file() else None
-        if there != size:
-            return f"{name} has {there} bytes, not {size}"
+        size, content = (expected, None) if isinstance(expected, int) else (expected["bytes"], expected["sha256"])
+        actual_size = file.stat().st_size if file.is_file() else None
+        if actual_size != size:
+            return f"{name} has {actual_size} bytes, not {size}"
         if contents and content is not None and sha256(file) != content:
             return f"{name} has another SHA-256 than when it was written"
     return None

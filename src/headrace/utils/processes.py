@@ -7,13 +7,13 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from platform import node
-from typing import IO
+from typing import IO, Any
 
 from filelock import lock_descriptor
 
@@ -62,9 +62,9 @@ def locked(folder: Path, file: Path | None = None) -> Iterator[str]:
 
 def holder_of(file: Path) -> str:
     """Returns the description of the process that holds a lock file; "" if it has written none."""
-    with file.open(encoding="utf-8") as there:
-        there.seek(1)  # on Windows nobody else reads the first byte, which is locked
-        return there.read()
+    with file.open(encoding="utf-8") as opened:
+        opened.seek(1)  # on Windows nobody else reads the first byte, which is locked
+        return opened.read()
 
 
 @contextmanager
@@ -136,20 +136,24 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
+def handling(handler: Callable[[int, Any], None], *signals: int) -> Iterator[None]:
+    """Handles signals by `handler` within the block, in the main thread, which alone may set handlers."""
+    here = signals if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, handler) for number in here}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def terminable() -> AbstractContextManager[None]:
     """Makes SIGTERM raise Terminated within the block."""
 
     def end(number: int, frame: object) -> None:
         raise Terminated
 
-    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return handling(end, signal.SIGTERM)
 
 
 def is_free(folder: Path, plan: str | None = None) -> bool:

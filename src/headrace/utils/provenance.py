@@ -24,7 +24,7 @@ UNKNOWN = {"headrace": "of an unknown version"}  # for folders without made-by.j
 ABSENT = "missing"  # in place of the value of a field that a plan lacks
 
 Place = tuple[str | int, ...]  # names and indices that lead to a part of a JSON value
-Made = dict[str, str]  # {package: version}, and other properties that the results depend on
+Versions = dict[str, str]  # {package: version}, and other properties that the results depend on
 MADE = [{...: str}]  # the form of made-by.json
 
 
@@ -37,7 +37,7 @@ def source() -> str:
     return digest.hexdigest()[:12]
 
 
-def running(**more: str) -> Made:
+def running(**more: str) -> Versions:
     """Returns the versions that run now. more: other properties that the results depend on."""
     packages = {name: version(name) for name in ("torch", "transformers")}
     return {"headrace": f"{__version__} (source {source()})", **packages, **more}
@@ -47,18 +47,18 @@ def record_versions(folder: Path, fresh: bool, accept_old: bool, **more: str) ->
     """Records the versions that run now in a folder, which must be locked.
 
     fresh: whether the folder has no results. Raises InputError if other versions made results, unless accept_old."""
-    now, path = running(**more), folder / MADE_BY
+    current, path = running(**more), folder / MADE_BY
     before = [] if fresh else read_json(path, MADE) if path.exists() else [UNKNOWN]
-    if now in before:
+    if current in before:
         return
     if before and not accept_old:
-        changed = [name for name in now if before[-1].get(name) != now[name]]
-        there, here = (described({name: made.get(name, "unknown") for name in changed}) for made in (before[-1], now))
+        changed = [name for name in current if before[-1].get(name) != current[name]]
+        old, new = (described({name: v.get(name, "unknown") for name in changed}) for v in (before[-1], current))
         raise InputError(
-            f"{str(path)!r}: the results there were made by {there}; now runs {here}; name another --output, or add "
+            f"{str(path)!r}: the results there were made by {old}; now runs {new}; name another --output, or add "
             "--accept-old to go on with both"
         )
-    write_json(path, [*before, now])
+    write_json(path, [*before, current])
 
 
 def sentence(folder: Path) -> str:
@@ -69,9 +69,9 @@ def sentence(folder: Path) -> str:
     return f"Several versions made these results, one after another: {several}." if len(makers) > 1 else ""
 
 
-def described(made: Made) -> str:
+def described(versions: Versions) -> str:
     """Returns "package version, …"."""
-    return ", ".join(f"{name} {value}" for name, value in made.items())
+    return ", ".join(f"{name} {value}" for name, value in versions.items())
 
 
 def refuse_foreign(folder: Path, file: str = "plan.json") -> None:
@@ -87,13 +87,13 @@ def release(folder: Path, file: str = "plan.json") -> None:
 
 
 def claim(
-    folder: Path, wanted: Any, accept_old: bool = False, file: str = "plan.json",
+    folder: Path, plan: Any, accept_old: bool = False, file: str = "plan.json",
     optional: Iterable[Place] = (), today: Callable[[Any], Any] = lambda held: held, **made: str,
 ) -> None:  # fmt: skip
-    """Writes the plan `wanted` into a folder, or checks that the folder has the same plan, and records the versions.
+    """Writes a plan into a folder, or checks that the folder has the same plan, and records the versions.
 
     Args:
-        optional: places of `wanted` that the folder's plan may lack, as one of an older version does: see `defaults`.
+        optional: places of `plan` that the folder's plan may lack, as one of an older version does: see `defaults`.
         today: today(plan) -> the folder's plan with earlier names of fields and values replaced by today's.
         made: other properties that the results depend on.
 
@@ -102,17 +102,17 @@ def claim(
             other versions.
     """
     path = folder / file
-    if path.exists() and (found := difference(today(read_json(path)), wanted, optional=set(optional))):
-        where, there, here = found
+    if path.exists() and (changed := difference(today(read_json(path)), plan, optional=set(optional))):
+        name, before, now = changed
         raise InputError(
-            f"{str(folder)!r} holds another run ({where} is {there} there and {here} here); name another --output"
+            f"{str(folder)!r} holds another run ({name} is {before} there and {now} here); name another --output"
         )
     if fresh := not path.exists():
         refuse_foreign(folder, file)
     try:
         record_versions(folder, fresh, accept_old, **made)
         if fresh:
-            write_json(path, wanted)
+            write_json(path, plan)
     except OSError as error:
         raise InputError(f"--output {str(folder)!r} cannot be written: {error.strerror}") from None
 
@@ -135,23 +135,23 @@ def defaults(value: Any, at: Place = ()) -> Iterator[Place]:
 
 
 def difference(
-    held: Any, wanted: Any, where: str = "the plan", optional: Collection[Place] = (), at: Place = ()
+    held: Any, current: Any, where: str = "the plan", optional: Collection[Place] = (), at: Place = ()
 ) -> tuple[str, str, str] | None:
-    """Returns the first difference of two JSON values: (its name, the value in held, the value in wanted), or None.
+    """Returns the first difference of two JSON values: (its name, the value in held, the value in current), or None.
 
     Args:
         where: the name of a value that has none of its own.
-        optional: places of `wanted` that `held` may lack.
+        optional: places of `current` that `held` may lack.
         at: the place of the two values.
     """
-    if isinstance(held, dict) and isinstance(wanted, dict):
-        names = [name for name in held | wanted if name in held or (*at, name) not in optional]
-        pairs = ((name, held.get(name, ABSENT), wanted.get(name, ABSENT)) for name in names)
-    elif isinstance(held, list) and isinstance(wanted, list) and len(held) == len(wanted):
-        pairs = ((i, *both) for i, both in enumerate(zip(held, wanted, strict=True)))
+    if isinstance(held, dict) and isinstance(current, dict):
+        names = [name for name in held | current if name in held or (*at, name) not in optional]
+        pairs = ((name, held.get(name, ABSENT), current.get(name, ABSENT)) for name in names)
+    elif isinstance(held, list) and isinstance(current, list) and len(held) == len(current):
+        pairs = ((i, *both) for i, both in enumerate(zip(held, current, strict=True)))
     else:
         name = next((part for part in reversed(at) if isinstance(part, str)), where)
-        return None if held == wanted else (name, short(held), short(wanted))
+        return None if held == current else (name, short(held), short(current))
     return next(filter(None, (difference(a, b, where, optional, (*at, name)) for name, a, b in pairs)), None)
 
 

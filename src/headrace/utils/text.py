@@ -9,8 +9,8 @@ def check_encoding(begin: bytes, name: str) -> None:
     """Raises InputError if a file begins as text in UTF-16 or UTF-32 does: by a byte order mark, or by zero bytes.
 
     begin: the first four bytes, or more."""
-    if begin and not (found := json.detect_encoding(begin[:4])).startswith("utf-8"):
-        raise InputError(f"{name} is {found.upper()}; expected UTF-8")
+    if begin and not (encoding := json.detect_encoding(begin[:4])).startswith("utf-8"):
+        raise InputError(f"{name} is {encoding.upper()}; expected UTF-8")
 
 
 def decode(data: bytes, name: str) -> str:

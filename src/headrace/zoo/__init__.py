@@ -7,34 +7,32 @@ Every linear mixer `X` also has a version `softmax-X`, in which its heads compet
 import difflib
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 from ..spec.attention import AttentionSpec
 from ..spec.encoder_decoder import ModelSpec
 from ..spec.expression import expression, literal, split
 from ..spec.linear import Competition, MixerSpec
 from ..spec.matrix import MatrixSpec
+from ..spec.mixer import Spec
 from ..spec.scan import ScanSpec
-from ..spec.serialise import Spec, change_all, from_json, to_json
+from ..spec.serialise import TYPES, change_all, from_json, to_json
 from ..spec.softmax_rnn import SoftmaxRNNSpec
 from ..spec.stack import Decoder, Layer, StackSpec, as_layers
 from ..utils.errors import InputError
 from . import mixers, models
-from .entry import specs
 
-# A spec put into one of these tables at run time is a mixer like any other, without a paper.
-LINEAR: dict[str, MixerSpec] = specs(mixers.LINEAR)
-ATTENTION: dict[str, AttentionSpec] = specs(mixers.ATTENTION)
-SOFTMAX_RNNS: dict[str, SoftmaxRNNSpec] = specs(mixers.SOFTMAX_RNNS)
-SCANS: dict[str, ScanSpec] = specs(mixers.SCANS)
-MATRICES: dict[str, MatrixSpec] = specs(mixers.MATRICES)
-MODELS: dict[str, ModelSpec | Decoder] = specs(models.MODELS)
-_TABLES = mixers.LINEAR, mixers.ATTENTION, mixers.SOFTMAX_RNNS, mixers.SCANS, mixers.MATRICES, models.MODELS
-PAPERS = {name: entry.paper for table in _TABLES for name, entry in table.items()}  # type: ignore[attr-defined]
-_NO_COMPETITION = (  # why softmax-X does not exist for the X of a table
-    (SCANS, "has no heads to compete"),
-    (MATRICES, "computes its memory by a recurrence of its own, which has no gates of competition"),
-    (ATTENTION, "has no memory that heads could compete for"),
-)
+# The specs of each kind by name. A spec put into a table at run time is a mixer like any other, without a paper.
+TABLES: dict[Any, dict[str, Any]] = {kind: {} for kind in TYPES.values() if issubclass(kind, Spec)}
+for _name, _entry in mixers.MIXERS.items():
+    TABLES[type(_entry.spec)][_name] = _entry.spec
+LINEAR: dict[str, MixerSpec] = TABLES[MixerSpec]
+SCANS: dict[str, ScanSpec] = TABLES[ScanSpec]
+MATRICES: dict[str, MatrixSpec] = TABLES[MatrixSpec]
+ATTENTION: dict[str, AttentionSpec] = TABLES[AttentionSpec]
+SOFTMAX_RNNS: dict[str, SoftmaxRNNSpec] = TABLES[SoftmaxRNNSpec]
+MODELS: dict[str, ModelSpec | Decoder] = {name: entry.spec for name, entry in models.MODELS.items()}
+PAPERS = {name: entry.paper for name, entry in (mixers.MIXERS | models.MODELS).items()}
 PAPER = Competition(read="query", write="value", scale="one")  # equations 3-16 of arXiv 2602.01744 as published
 SIGMOID = Competition(activation="sigmoid", range="heads")  # as far and as steep as a softmax, without its competition
 
@@ -64,7 +62,8 @@ def each_mixer(spec, change: Callable[[MixerSpec], MixerSpec]):
 
 def names() -> list[str]:
     """Returns the names of all mixers, with and without competition. Whole models are in `MODELS`."""
-    return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *SCANS, *MATRICES, *ATTENTION, *SOFTMAX_RNNS]
+    others = (name for kind, table in TABLES.items() if kind is not MixerSpec for name in table)
+    return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *others]
 
 
 def get(mixer):
@@ -100,31 +99,33 @@ def several(text: str) -> tuple[str, ...]:
     """Returns the items of a comma-separated list; "all" stands for the names of all mixers.
 
     Raises InputError for an empty list, and for an item that is there twice."""
-    if not (found := tuple(names()) if text.strip() == "all" else split(text)):
+    listed = tuple(names()) if text.strip() == "all" else split(text)
+    if not listed:
         raise InputError(f"--mixers={text!r} names none; expected at least one")
-    if len(set(found)) < len(found):
+    if len(set(listed)) < len(listed):
         raise InputError(f"--mixers={text!r} names one twice; expected each mixer once")
-    return found
+    return listed
 
 
-def mixer(given):
+def mixer(name):
     """Returns the spec of a mixer or decoder, like `get`. Raises InputError for an encoder-decoder or BERT."""
-    if isinstance(spec := get(given), ModelSpec):
+    if isinstance(spec := get(name), ModelSpec):
         raise InputError(
-            f"mixer {given!r} is a whole model, not a layer's mixer; expected a mixer, or headrace.models.build for it"
+            f"mixer {name!r} is a whole model, not a layer's mixer; expected a mixer, or headrace.models.build for it"
         )
     return spec
 
 
 def _named(name: str):
-    if name in (known := LINEAR | SCANS | MATRICES | ATTENTION | SOFTMAX_RNNS | MODELS):
+    known = {name: spec for table in (*TABLES.values(), MODELS) for name, spec in table.items()}
+    if name in known:
         return known[name]
     if (base := name.removeprefix("softmax-")) in LINEAR:
         return compete(LINEAR[base])
-    if why := next((reason for table, reason in _NO_COMPETITION if base in table), None):
+    if isinstance(spec := known.get(base), Spec):
         raise InputError(
-            f"mixer {name!r} does not exist, because {base} {why}; expected {base!r}, or softmax- before one of "
-            f"{', '.join(LINEAR)}"
+            f"mixer {name!r} does not exist, because {base} {spec.uncompeting}; expected {base!r}, or softmax- "
+            f"before one of {', '.join(LINEAR)}"
         )
     near = difflib.get_close_matches(name, [*names(), *MODELS], 3) or names()
     raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)}")

@@ -1,4 +1,6 @@
-"""The named mixers."""
+"""The named mixers, in one table."""
+
+from typing import Any, NamedTuple
 
 from ..spec.attention import AttentionSpec, Pattern
 from ..spec.decay import Decay
@@ -6,9 +8,18 @@ from ..spec.linear import Heads, Inputs, MixerSpec, Read, Write
 from ..spec.matrix import MatrixSpec
 from ..spec.scan import ScanSpec
 from ..spec.softmax_rnn import SoftmaxRNNSpec
-from .entry import Entry
 
-LINEAR: dict[str, Entry[MixerSpec]] = {
+
+class Entry(NamedTuple):
+    """A named mixer or model."""
+
+    about: str
+    paper: str  # address of the paper
+    spec: Any
+
+
+MAMBA = ScanSpec("mamba", state_size=16, conv=4, expand=2.0)
+MIXERS: dict[str, Entry] = {
     "linear-attention": Entry(
         "The memory is the sum of kᵀ v; the output is divided by the sum of weights.",
         "https://arxiv.org/abs/2006.16236",
@@ -102,9 +113,36 @@ LINEAR: dict[str, Entry[MixerSpec]] = {
             read=Read("rms", "sigmoid-low-rank"),
         ),
     ),
-}
-
-ATTENTION: dict[str, Entry[AttentionSpec]] = {
+    "s4d": Entry(
+        "A time-invariant diagonal state-space model per channel.",
+        "https://arxiv.org/abs/2206.11893",
+        ScanSpec("s4d", state_size=64),
+    ),
+    "s4": Entry(
+        "A time-invariant state-space model per channel, with HiPPO's matrix as diagonal plus low-rank.",
+        "https://arxiv.org/abs/2111.00396",
+        ScanSpec("s4", state_size=64),
+    ),
+    "rwkv4": Entry(
+        "A weighted mean of past values per channel; the weights decay at a learned rate.",
+        "https://arxiv.org/abs/2305.13048",
+        ScanSpec("rwkv4"),
+    ),
+    "mamba": Entry(
+        "A diagonal state-space model whose step size, B and C are computed from the token.",
+        "https://arxiv.org/abs/2312.00752",
+        MAMBA,
+    ),
+    "gla-outer": Entry(
+        "GLA with a second gate, a decay per value channel.",
+        "https://arxiv.org/abs/2312.06635",
+        MatrixSpec("gla-outer", expand_k=0.5),
+    ),
+    "rwkv7": Entry(
+        "A delta rule whose removal key, replacement key and strength per channel are separate.",
+        "https://arxiv.org/abs/2503.14456",
+        MatrixSpec("rwkv7"),
+    ),
     "transformer": Entry(
         "Causal softmax attention with rotary positions (Transformer++); the baseline.",
         "https://arxiv.org/abs/2302.13971",
@@ -140,9 +178,6 @@ ATTENTION: dict[str, Entry[AttentionSpec]] = {
         "https://arxiv.org/abs/2205.14135",
         AttentionSpec(form="tiles"),
     ),
-}
-
-SOFTMAX_RNNS: dict[str, Entry[SoftmaxRNNSpec]] = {
     "softmax-rnn-norm": Entry(
         "Softmax attention whose denominator is the norm of its numerator.",
         "https://arxiv.org/abs/2507.23632",
@@ -152,41 +187,5 @@ SOFTMAX_RNNS: dict[str, Entry[SoftmaxRNNSpec]] = {
         "The denominator is the number of tokens, and a gate per head multiplies the output.",
         "https://arxiv.org/abs/2507.23632",
         SoftmaxRNNSpec(clamp=5.0, denominator="output-gate", by_length=True),
-    ),
-}
-
-SCANS: dict[str, Entry[ScanSpec]] = {
-    "s4d": Entry(
-        "A time-invariant diagonal state-space model per channel.",
-        "https://arxiv.org/abs/2206.11893",
-        ScanSpec("s4d", state_size=64),
-    ),
-    "s4": Entry(
-        "A time-invariant state-space model per channel, with HiPPO's matrix as diagonal plus low-rank.",
-        "https://arxiv.org/abs/2111.00396",
-        ScanSpec("s4", state_size=64),
-    ),
-    "rwkv4": Entry(
-        "A weighted mean of past values per channel; the weights decay at a learned rate.",
-        "https://arxiv.org/abs/2305.13048",
-        ScanSpec("rwkv4"),
-    ),
-    "mamba": Entry(
-        "A diagonal state-space model whose step size, B and C are computed from the token.",
-        "https://arxiv.org/abs/2312.00752",
-        ScanSpec("mamba", state_size=16, conv=4, expand=2.0),
-    ),
-}
-
-MATRICES: dict[str, Entry[MatrixSpec]] = {
-    "gla-outer": Entry(
-        "GLA with a second gate, a decay per value channel.",
-        "https://arxiv.org/abs/2312.06635",
-        MatrixSpec("gla-outer", expand_k=0.5),
-    ),
-    "rwkv7": Entry(
-        "A delta rule whose removal key, replacement key and strength per channel are separate.",
-        "https://arxiv.org/abs/2503.14456",
-        MatrixSpec("rwkv7"),
     ),
 }

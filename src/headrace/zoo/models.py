@@ -4,12 +4,11 @@ decoders."""
 from dataclasses import replace
 
 from ..spec.attention import AttentionSpec
-from ..spec.encoder_decoder import Alignment, ModelSpec, RecurrentSpec
+from ..spec.encoder_decoder import Alignment, RecurrentSpec
 from ..spec.stack import BertSpec, BlockStyle, Decoder, Experts, Layer, TransformerSpec
-from .entry import Entry
-from .mixers import SCANS
+from .mixers import MAMBA, Entry
 
-MODELS: dict[str, Entry[ModelSpec | Decoder]] = {
+MODELS: dict[str, Entry] = {
     "rnn": Entry(
         "Recurrent encoder-decoder; the decoder starts from the encoder's last state.",
         "https://arxiv.org/abs/1409.3215",
@@ -59,7 +58,7 @@ MODELS: dict[str, Entry[ModelSpec | Decoder]] = {
         Decoder(
             tuple(
                 Layer(
-                    AttentionSpec(kv_heads=2, rotary=False) if i == 4 else replace(SCANS["mamba"].spec, norm=True),
+                    AttentionSpec(kv_heads=2, rotary=False) if i == 4 else replace(MAMBA, norm=True),
                     "experts" if i % 2 else "one",
                 )
                 for i in range(8)
@@ -71,7 +70,7 @@ MODELS: dict[str, Entry[ModelSpec | Decoder]] = {
         "Mamba layers and one attention block that every sixth layer shares.",
         "https://arxiv.org/abs/2405.16712",
         Decoder(
-            tuple(Layer(SCANS["mamba"].spec, "none", shared=i == 2) for i in range(6)),
+            tuple(Layer(MAMBA, "none", shared=i == 2) for i in range(6)),
             BlockStyle(mlp="geglu", shared=AttentionSpec(rotary=False, scale="half-key")),
         ),
     ),

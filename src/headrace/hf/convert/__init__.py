@@ -119,36 +119,36 @@ def _described(model: Any, name: str) -> dict[str, Any]:
         raise InputError(f"--to {name!r} cannot represent this model: in this format its {reason}") from None
     sizes = replace(again.sizes, max_positions=config.sizes.max_positions)  # matters for learned positions only
     theirs, ours = ([*map(asdict, parts)] for parts in ((*again.mixers, sizes), (*config.mixers, config.sizes)))
-    if found := difference(theirs, ours):
-        where, there, here = found
-        raise InputError(f"--to {name!r} cannot represent this model: {where} is {here} here and {there} there")
+    if changed := difference(theirs, ours):
+        where, converted, original = changed
+        raise InputError(f"--to {name!r} cannot represent this model: {where} is {original} here and {converted} there")
     return described
 
 
 def views(form: Format, model: Any) -> dict[str, View]:
     """Our name of each tensor, or part of a tensor -> its place in the foreign tensors."""
-    found = dict(form.whole)
+    by_name = dict(form.whole)
     if model.config.tie_word_embeddings:
-        del found[HEAD]
+        del by_name[HEAD]
     for i in range(model.config.num_hidden_layers):
         for name, view in form.layer(model.config).items():
-            found[f"model.backbone.layers.{i}.{name}"] = view._replace(name=view.name.replace("#", str(i)))
-    return found
+            by_name[f"model.backbone.layers.{i}.{name}"] = view._replace(name=view.name.replace("#", str(i)))
+    return by_name
 
 
 def slots(model: Any) -> dict[str, Tensor]:
     """Name -> detached view of each parameter. Parameters that combine several tensors are split into parts. Writing to
     a view changes the model."""
-    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    by_name = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
         if isinstance(module, LinearMixer):
             kept = {"in_proj.weight": module.parts, "conv.weight": None, "conv.bias": None}
             for name, parts in kept.items():
-                if (whole := found.pop(f"{path}.{name}", None)) is not None:
+                if (whole := by_name.pop(f"{path}.{name}", None)) is not None:
                     sizes = parts or {part: module.parts[part] for part in "qkv"}
                     pieces = zip(sizes, whole.split(list(sizes.values())), strict=True)
-                    found |= {f"{path}.{name.replace('in_proj.weight', 'in_proj')}.{part}": x for part, x in pieces}
-    return found
+                    by_name |= {f"{path}.{name.replace('in_proj.weight', 'in_proj')}.{part}": x for part, x in pieces}
+    return by_name
 
 
 def _precision(tensors: dict[str, Tensor]) -> torch.dtype:
@@ -167,10 +167,11 @@ def _check_shapes(form: Format, config: HeadraceConfig, tensors: dict[str, Tenso
     ours = slots(model)
     for name, view in views(form, model).items():
         require(view.name in tensors, f"it has no tensor {view.name!r}")
-        there, here = [*tensors[view.name].shape], [*ours[name].shape]
-        part = there if view.rows is None else [len(view.rows), *there[1:]]
-        fits = [n for n in part if n > 1] == [n for n in here if n > 1] and there[:1] == [view.height or there[0]]
-        require(fits, f"tensor {view.name!r} has shape {there}, which does not fit {here}")
+        foreign_shape, shape = [*tensors[view.name].shape], [*ours[name].shape]
+        part = foreign_shape if view.rows is None else [len(view.rows), *foreign_shape[1:]]
+        same_height = not view.height or foreign_shape[:1] == [view.height]
+        fits = same_height and [n for n in part if n > 1] == [n for n in shape if n > 1]
+        require(fits, f"tensor {view.name!r} has shape {foreign_shape}, which does not fit {shape}")
 
 
 def _fill(slot: Tensor, view: View, tensor: Tensor) -> None:

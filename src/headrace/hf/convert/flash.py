@@ -1,9 +1,10 @@
 """The formats of flash-linear-attention's RetNet, GLA, DeltaNet and Gated DeltaNet."""
 
+from functools import partial
 from typing import Any
 
 from ...spec.linear import MixerSpec
-from .form import COMMON, SWIGLU, Config, Format, conv_size, conv_width, demand, key_heads, named, outside
+from .form import COMMON, SWIGLU, Config, Format, conv_size, embedding_views, key_heads, named, require_value
 
 READ = {
     "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "max_position_embeddings": 2048,
@@ -49,14 +50,10 @@ def gated(config: Any) -> bool:
     return config.mixers[0].read.gate != "none"
 
 
-def retnet_config(c: Config) -> Config:
-    demand(c, "num_kv_heads", None, c["num_heads"])
-    return fla_config(c, f"retnet({widths(c)})")
-
-
-def gla_config(c: Config) -> Config:
-    demand(c, "num_kv_heads", None, c["num_heads"])
-    return fla_config(c, f"gla({widths(c)})")
+def ungrouped_config(c: Config, mixer: str) -> Config:
+    """The configuration of RetNet or GLA."""
+    require_value(c, "num_kv_heads", None, c["num_heads"])
+    return fla_config(c, f"{mixer}({widths(c)})")
 
 
 def deltanet_config(c: Config) -> Config:
@@ -76,7 +73,7 @@ def gated_deltanet_config(c: Config) -> Config:
 def gated_deltanet_describe(config: Any) -> Config:
     spec, H = config.mixers[0], config.num_heads
     K, V = spec.head_dims(config.hidden_size, H)
-    sizes = {"head_dim": K, "expand_v": V / K, "num_v_heads": H, "conv_size": conv_width(spec)}
+    sizes = {"head_dim": K, "expand_v": V / K, "num_v_heads": H, "conv_size": spec.inputs.conv}
     return fla_describe(config, **sizes) | {"num_heads": key_heads(spec, H)}
 
 
@@ -84,7 +81,9 @@ def fla(architecture: str, config, describe, pairs, read: Config, only: dict[str
     """A format. pairs: maps a HeadraceConfig to the names of a layer's tensors that not all layers have."""
     layer = lambda c: named("model.layers.#", BLOCK | PROJECTIONS | pairs(c))  # noqa: E731
     fields = READ | read, ONLY | only, IGNORED | {*ignored}
-    return Format(architecture, MixerSpec, config, describe, layer, outside("model", "embeddings", "norm"), *fields)
+    return Format(
+        architecture, MixerSpec, config, describe, layer, embedding_views("model", "embeddings", "norm"), *fields
+    )
 
 
 FUSED_NORM = {"mixer.norm_weight": "attn.g_norm_swish_gate.weight"}
@@ -108,12 +107,13 @@ DELTA = {"use_short_conv": (True,), "allow_neg_eigval": (False,)}
 
 FORMATS: dict[str, Format] = {
     "retnet": fla(
-        "RetNetForCausalLM", retnet_config, lambda c: fla_describe(c, **expanded(c)), lambda c: GATE | FUSED_NORM,
+        "RetNetForCausalLM", partial(ungrouped_config, mixer="retnet"), lambda c: fla_describe(c, **expanded(c)),
+        lambda c: GATE | FUSED_NORM,
         {"num_heads": 8, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 2.0, "hidden_ratio": 2}, NORM_AND_GATE,
         "use_short_conv", "conv_size",  # not used by any layer of that library
     ),
     "gla": fla(
-        "GLAForCausalLM", gla_config, lambda c: fla_describe(c, **expanded(c)),
+        "GLAForCausalLM", partial(ungrouped_config, mixer="gla"), lambda c: fla_describe(c, **expanded(c)),
         lambda c: GATE | FUSED_NORM | LOW_RANK_DECAY,
         {"num_heads": 4, "num_kv_heads": None, "expand_k": 0.5, "expand_v": 1.0},
         NORM_AND_GATE | {"use_short_conv": (False,), "clamp_min": (None,), "use_gk": (True,), "use_gv": (False,)},
@@ -121,7 +121,7 @@ FORMATS: dict[str, Format] = {
     ),
     "delta_net": fla(
         "DeltaNetForCausalLM", deltanet_config,
-        lambda c: fla_describe(c, **expanded(c), conv_size=conv_width(c.mixers[0]), use_gate=gated(c)),
+        lambda c: fla_describe(c, **expanded(c), conv_size=c.mixers[0].inputs.conv, use_gate=gated(c)),
         lambda c: BETA | CONVOLUTIONS | NORM | (GATE if gated(c) else {}),
         {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "conv_size": 4, "use_gate": False},
         DELTA | {"use_beta": (True,), "use_output_norm": (True,), "qk_norm": ("l2",), "qk_activation": ("silu",)},

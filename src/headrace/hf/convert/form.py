@@ -79,10 +79,10 @@ class Format:
                     f"fields known to the conversion from {self.architecture}"
                 )
             if name in self.only:
-                demand({name: value}, name, *self.only[name])
-        given = self.read | {name: value for name, value in described.items() if name in self.read}
-        same = {name: given[name] for name in SHARED if name in given}
-        return same | {"norm_eps": given[next(name for name in NORM_EPS if name in given)]} | self.config(given)
+                require_value({name: value}, name, *self.only[name])
+        fields = self.read | {name: value for name, value in described.items() if name in self.read}
+        same = {name: fields[name] for name in SHARED if name in fields}
+        return same | {"norm_eps": fields[next(name for name in NORM_EPS if name in fields)]} | self.config(fields)
 
 
 # The forms, as of `misfit`, of the fields of `read` whose default does not show the type.
@@ -105,10 +105,10 @@ COMMON = TRANSFORMERS | GenerationConfig().to_dict().keys() | {"initializer_rang
 COMMON -= {*SHARED, "quantization_config"}
 
 
-def demand(c: Config, name: str, *wanted: Any) -> None:
+def require_value(c: Config, name: str, *convertible: Any) -> None:
     """InputError if a field of a config does not have one of the values that can be converted."""
-    if c[name] not in wanted:
-        expected = " or ".join(repr(value) for value in wanted)
+    if c[name] not in convertible:
+        expected = " or ".join(repr(value) for value in convertible)
         raise InputError(f"config.json has {name}={c[name]!r}; expected {expected}: nothing else can be converted")
 
 
@@ -118,7 +118,7 @@ def conv_size(c: Config, name: str) -> int:
     return c[name]
 
 
-def outside(prefix: str, embedding: str, norm: str, offset: float = 0.0) -> dict[str, View]:
+def embedding_views(prefix: str, embedding: str, norm: str, offset: float = 0.0) -> dict[str, View]:
     return {
         "model.embed_tokens.weight": View(f"{prefix}.{embedding}.weight"),
         "model.backbone.norm.weight": View(f"{prefix}.{norm}.weight", offset=offset),
@@ -149,7 +149,3 @@ def interleaved(name: str, groups: int, sizes: dict[str, int]) -> dict[str, View
 
 def key_heads(spec: Any, heads: int) -> int:
     return spec.heads.qk_groups or heads
-
-
-def conv_width(spec: Any) -> int:
-    return spec.inputs.conv

@@ -13,18 +13,17 @@ from .form import (
     View,
     consecutive,
     conv_size,
-    conv_width,
-    demand,
+    embedding_views,
     interleaved,
     key_heads,
     named,
-    outside,
+    require_value,
 )
 
 
 def llama_config(c: Config) -> Config:
     heads, grouped = c["num_attention_heads"], c["num_key_value_heads"] or c["num_attention_heads"]
-    demand({"head_dim": c["head_dim"] or c["hidden_size"] // heads}, "head_dim", c["hidden_size"] // heads)
+    require_value({"head_dim": c["head_dim"] or c["hidden_size"] // heads}, "head_dim", c["hidden_size"] // heads)
     return {
         "mixer": "transformer" if grouped == heads else f"transformer(kv_heads={grouped})", "num_heads": heads,
         "intermediate_size": c["intermediate_size"], "rope_theta": rope_theta(c),
@@ -37,8 +36,8 @@ def rope_theta(c: Config) -> float:
     rope: Config = c[field] or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" or rope.keys() - {"rope_theta", "rope_type", "type"}:
-        given = ", ".join(f"{name}={value!r}" for name, value in rope.items())
-        raise InputError(f"config.json has {field} of {given}; expected rope_type='default' and a rope_theta alone")
+        listed = ", ".join(f"{name}={value!r}" for name, value in rope.items())
+        raise InputError(f"config.json has {field} of {listed}; expected rope_type='default' and a rope_theta alone")
     return rope["rope_theta"] if "rope_theta" in rope else c["rope_theta"]
 
 
@@ -61,10 +60,10 @@ def llama_layer(config: Any) -> dict[str, View]:
 
 def mamba2_config(c: Config) -> Config:
     heads, hidden, V = c["num_heads"], c["hidden_size"], c["head_dim"]
-    demand(c, "n_groups", 1)  # transformers normalises each group separately
+    require_value(c, "n_groups", 1)  # transformers normalises each group separately
     limit = [x.get("__float__") if isinstance(x, dict) else x for x in c["time_step_limit"]]
-    demand({"time_step_limit": limit}, "time_step_limit", [0.0, float("inf")], [0.0, "Infinity"])
-    demand({"head_dim": V}, "head_dim", c["expand"] * hidden / heads)
+    require_value({"time_step_limit": limit}, "time_step_limit", [0.0, float("inf")], [0.0, "Infinity"])
+    require_value({"head_dim": V}, "head_dim", c["expand"] * hidden / heads)
     widths = f"heads.expand_k={c['state_size'] * heads / hidden}, heads.expand_v={V * heads / hidden}"
     mixer = f"mamba2({widths}, inputs.conv={conv_size(c, 'conv_kernel')})"
     return {"mixer": mixer, "num_heads": heads, "mlp": "none"}
@@ -75,7 +74,7 @@ def mamba2_describe(config: Any) -> Config:
     K, V = spec.head_dims(config.hidden_size, heads)
     return {
         "num_heads": heads, "head_dim": V, "state_size": K, "expand": V * heads // config.hidden_size,
-        "n_groups": key_heads(spec, heads), "conv_kernel": conv_width(spec), "layer_norm_epsilon": config.norm_eps,
+        "n_groups": key_heads(spec, heads), "conv_kernel": spec.inputs.conv, "layer_norm_epsilon": config.norm_eps,
     }  # fmt: skip
 
 
@@ -106,10 +105,10 @@ def qwen_config(c: Config) -> Config:
     """Layers of Gated DeltaNet with dense MLPs. The gated softmax attention of Qwen3-Next is not supported."""
     depth, every = c["num_hidden_layers"], c["full_attention_interval"]
     kinds = c["layer_types"] or [("linear" if i % every else "full") + "_attention" for i in range(1, depth + 1)]
-    demand({"layer_types": kinds}, "layer_types", ["linear_attention"] * depth)
+    require_value({"layer_types": kinds}, "layer_types", ["linear_attention"] * depth)
     sparse = set(range(c["decoder_sparse_step"] - 1, depth, c["decoder_sparse_step"])) - {*(c["mlp_only_layers"] or [])}
     if sparse:
-        demand(c, "num_experts", 0)
+        require_value(c, "num_experts", 0)
     H, hidden = c["linear_num_value_heads"], c["hidden_size"]
     K, V = c["linear_key_head_dim"], c["linear_value_head_dim"]
     widths = f"heads.expand_k={K * H / hidden}, heads.expand_v={V * H / hidden}"
@@ -123,7 +122,7 @@ def qwen_describe(config: Any) -> Config:
     K, V = spec.head_dims(config.hidden_size, H)
     return {
         "linear_num_value_heads": H, "linear_num_key_heads": key_heads(spec, H), "linear_key_head_dim": K,
-        "linear_value_head_dim": V, "linear_conv_kernel_dim": conv_width(spec), "rms_norm_eps": config.norm_eps,
+        "linear_value_head_dim": V, "linear_conv_kernel_dim": spec.inputs.conv, "rms_norm_eps": config.norm_eps,
         "intermediate_size": config.intermediate_size, "num_experts": 0,
         "layer_types": ["linear_attention"] * config.num_hidden_layers,
     }  # fmt: skip
@@ -137,20 +136,20 @@ def qwen_layer(config: Any) -> dict[str, View]:
     wide, shared_heads = H // groups * V, H // groups
     views = interleaved("linear_attn.in_proj_qkvz.weight", groups, {"q": K, "k": K, "v": wide, "gate": wide})
     views |= interleaved("linear_attn.in_proj_ba.weight", groups, {"beta": shared_heads, "decay": shared_heads})
-    found = {f"mixer.in_proj.{part}": view for part, view in views.items()}
+    layer = {f"mixer.in_proj.{part}": view for part, view in views.items()}
     conv = consecutive("linear_attn.conv1d.weight", {"q": groups * K, "k": groups * K, "v": H * V})
-    found |= {f"mixer.conv.weight.{part}": view for part, view in conv.items()}
-    found |= {name: View(f"{name}") for name in SWIGLU}
+    layer |= {f"mixer.conv.weight.{part}": view for part, view in conv.items()}
+    layer |= {name: View(f"{name}") for name in SWIGLU}
     own = {
         "decay.A_log": "A_log",
         "decay.dt_bias": "dt_bias",
         "norm_weight": "norm.weight",
         "o_proj.weight": "out_proj.weight",
     }
-    found |= {f"mixer.{ours}": View(f"linear_attn.{theirs}") for ours, theirs in own.items()}
-    found |= {"mixer_norm.weight": View("input_layernorm.weight", offset=1.0)}  # Qwen3-Next stores norm weights minus 1
-    found |= {"mlp_norm.weight": View("post_attention_layernorm.weight", offset=1.0)}
-    return {name: view._replace(name=f"model.layers.#.{view.name}") for name, view in found.items()}
+    layer |= {f"mixer.{ours}": View(f"linear_attn.{theirs}") for ours, theirs in own.items()}
+    layer |= {"mixer_norm.weight": View("input_layernorm.weight", offset=1.0)}  # Qwen3-Next stores norm weights minus 1
+    layer |= {"mlp_norm.weight": View("post_attention_layernorm.weight", offset=1.0)}
+    return {name: view._replace(name=f"model.layers.#.{view.name}") for name, view in layer.items()}
 
 
 OF_ATTENTION = {
@@ -166,7 +165,7 @@ OF_INITIAL_VALUES = {"time_step_rank", "time_step_min", "time_step_max", "time_s
 FORMATS: dict[str, Format] = {
     "llama": Format(
         "LlamaForCausalLM", AttentionSpec, llama_config, llama_describe, llama_layer,
-        outside("model", "embed_tokens", "norm"),
+        embedding_views("model", "embed_tokens", "norm"),
         read={
             "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048,
@@ -178,7 +177,7 @@ FORMATS: dict[str, Format] = {
     ),
     "mamba2": Format(
         "Mamba2ForCausalLM", MixerSpec, mamba2_config, mamba2_describe, mamba2_layer,
-        outside("backbone", "embeddings", "norm_f"),
+        embedding_views("backbone", "embeddings", "norm_f"),
         read={
             "vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128, "head_dim": 64,
             "state_size": 128, "expand": 2, "n_groups": 8, "conv_kernel": 4, "layer_norm_epsilon": 1e-5,
@@ -193,7 +192,7 @@ FORMATS: dict[str, Format] = {
     ),
     "qwen3_next": Format(
         "Qwen3NextForCausalLM", MixerSpec, qwen_config, qwen_describe, qwen_layer,
-        outside("model", "embed_tokens", "norm", 1.0),
+        embedding_views("model", "embed_tokens", "norm", 1.0),
         read={
             "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
             "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,

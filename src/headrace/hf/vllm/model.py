@@ -36,9 +36,9 @@ class CachedMixer(nn.Module, MambaBase):  # type: ignore[misc]
     def __init__(self, mixer: Mixer, hidden_size: int, prefix: str):
         super().__init__()
         self.mixer, self.prefix = mixer, prefix
-        one = next(mixer.parameters()).new_zeros(1, 1, hidden_size)
+        token = next(mixer.parameters()).new_zeros(1, 1, hidden_size)
         with torch.no_grad():  # a sequence without tokens, whose state is the initial one, before a token
-            _, state = mixer(one, cu_seqlens=torch.tensor([0, 0, 1], device=one.device))
+            _, state = mixer(token, cu_seqlens=torch.tensor([0, 0, 1], device=token.device))
         self.state_kind = type(state)
         first = {name: x[:1] for name, x in zip(state._fields, state, strict=True) if x is not None}
         self.initial = dict(sorted(first.items(), key=lambda item: -item[1].itemsize))
@@ -56,16 +56,16 @@ class CachedMixer(nn.Module, MambaBase):  # type: ignore[misc]
 
     def forward(self, x: Tensor, state: None = None, **unused: Any) -> tuple[Tensor, None]:
         """x [1, T, D] -> (y [1, T, D], None): the tokens of all requests, first of those that decode one token."""
-        found = get_forward_context().attn_metadata
-        if found is None:  # vLLM measures the memory of a forward pass
+        metadata_by_layer = get_forward_context().attn_metadata
+        if metadata_by_layer is None:  # vLLM measures the memory of a forward pass
             return self.mixer(x)[0], None
-        meta = found[self.prefix]
+        meta = metadata_by_layer[self.prefix]
         y, decoded, R = torch.zeros_like(x), meta.num_decodes, meta.num_decodes + meta.num_prefills
         slots, bounds = meta.state_indices_tensor[:R].long(), meta.query_start_loc[: R + 1].long()
         begins = meta.seq_lens[:R] == bounds.diff()
         if decoded:
-            one = slice(0, decoded)
-            y[0, one] = self._run(x[0, one, None], slots[one], begins[one])[:, 0]
+            decoding = slice(0, decoded)
+            y[0, decoding] = self._run(x[0, decoding, None], slots[decoding], begins[decoding])[:, 0]
         if meta.num_prefills:
             many, rows = slice(decoded, R), slice(decoded, decoded + meta.num_prefill_tokens)
             y[:, rows] = self._run(x[:, rows], slots[many], begins[many], bounds[decoded:] - decoded)
@@ -81,8 +81,8 @@ class CachedMixer(nn.Module, MambaBase):  # type: ignore[misc]
         return y
 
     def _read(self, name: str, cached: Tensor, slots: Tensor, begins: Tensor) -> Tensor:
-        found = cached[slots]
-        return torch.where(begins.view(-1, *[1] * (found.dim() - 1)), self.initial[name].to(found), found)
+        rows = cached[slots]
+        return torch.where(begins.view(-1, *[1] * (rows.dim() - 1)), self.initial[name].to(rows), rows)
 
 
 class HeadraceForCausalLM(nn.Module, HasInnerState, IsAttentionFree):
@@ -134,7 +134,7 @@ class HeadraceForCausalLM(nn.Module, HasInnerState, IsAttentionFree):
 def _check_settings(vllm_config: VllmConfig) -> None:
     """Raises InputError for settings of vLLM that this model does not have."""
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
-    for name, found, expected in (
+    for name, setting, expected in (
         ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("enable_prefix_caching", vllm_config.cache_config.enable_prefix_caching, False),
@@ -142,7 +142,7 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         ("quantization", vllm_config.model_config.quantization, None),
         ("lora_config", vllm_config.lora_config, None),
     ):
-        require(found == expected, f"{name}={found!r} is not available for headrace in vLLM; expected {expected!r}")
+        require(setting == expected, f"{name}={setting!r} is not available for headrace in vLLM; expected {expected!r}")
     mode = compilation.cudagraph_mode
     require(mode == CUDAGraphMode.NONE, f"cudagraph_mode={mode}: headrace in vLLM needs --enforce-eager")
 

@@ -191,8 +191,8 @@ def _lies_in(room: int, past: Tensor, new: Tensor) -> bool:
     size = room * past.shape[2:].numel()
     end = (past.storage_offset() + len(past) * size) * past.element_size()
     # The stride of one sequence alone says nothing: a clone keeps it, and not the room.
-    there = past.stride(0) == size and past.untyped_storage().nbytes() >= end
-    return there and past.dtype is torch.promote_types(past.dtype, new.dtype)
+    reserved = past.stride(0) == size and past.untyped_storage().nbytes() >= end
+    return reserved and past.dtype is torch.promote_types(past.dtype, new.dtype)
 
 
 def _moved(past: Tensor, room: int, new: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class Places:
         self.pattern, self.starts, self.tokens = pattern, cu_seqlens[:-1], tokens
         self.lengths = cu_seqlens.diff()
 
-    def wanted(self, start: Tensor, size: int) -> Tensor:
+    def key_positions(self, start: Tensor, size: int) -> Tensor:
         """Returns the positions [G, C] that `size` queries from position start [G] on may attend to; negative: none."""
         device, pattern = start.device, self.pattern
         first = torch.arange(pattern.first, device=device).expand(len(start), -1)
@@ -83,7 +83,7 @@ class Places:
         return torch.cat([first, (chosen[..., None] * pattern.block + within).flatten(1), near], 1)
 
     def find(self, position: Tensor, sequence: Tensor) -> Tensor:
-        """Returns the places of the positions from `wanted`; an arbitrary place for positions that do not exist."""
+        """Returns the places of positions from `key_positions`; an arbitrary place for those that do not exist."""
         slots, seen = self.pattern.slots, self.tokens[sequence, None]
         end = seen + self.lengths[sequence, None]
         position = torch.minimum(position, end - 1)
@@ -93,9 +93,9 @@ class Places:
         new = len(self.tokens) * slots + self.starts[sequence, None] + position - seen
         return torch.where(position >= seen, new, cached)
 
-    def keep(self, store: Tensor, end: Tensor) -> Tensor:
+    def next_cache(self, store: Tensor, end: Tensor) -> Tensor:
         """Returns the cache [N, S, Hkv, d] after `end` [N] tokens, the last of which are the new ones."""
-        position = self.wanted(end, 0)
+        position = self.key_positions(end, 0)
         places = self.find(position, torch.arange(len(end), device=end.device))
         missing = (position < 0) | (position >= end[:, None])
         return gather(store, places).masked_fill(missing[..., None, None], 0)
@@ -113,10 +113,10 @@ class Places:
         longest = int(self.lengths.max()) if len(self.lengths) else 0
         return 1 if longest <= 1 else self.pattern.block if self.pattern.random else min(self.pattern.window, longest)
 
-    def gathering(self, size: int) -> tuple[Groups, Tensor]:
+    def all_groups(self, size: int) -> tuple[Groups, Tensor]:
         """Returns all groups of `size` queries, and a mask [G, size] of the queries that are new tokens."""
         sequence, start = self.groups(size)
-        own, position = start[:, None] + torch.arange(size, device=start.device), self.wanted(start, size)
+        own, position = start[:, None] + torch.arange(size, device=start.device), self.key_positions(start, size)
         new = own - self.tokens[sequence, None]
         last = self.lengths[sequence, None] - 1
         rows = self.starts[sequence, None] + torch.minimum(new.clamp(min=0), last)
@@ -135,11 +135,11 @@ def window_attention(
         state = WindowState(none, none, torch.zeros_like(cu_seqlens[1:], dtype=torch.long))
     places = Places(pattern, cu_seqlens, state.seen)
     k, v = (torch.cat([old.flatten(0, 1), new]) for old, new in ((state.k, k), (state.v, v)))
-    groups, mine = places.gathering(places.size())
+    groups, mine = places.all_groups(places.size())
     # The cache may come from a call in another precision.
     out = attend_gathered(softmax, groups, q, k.to(q.dtype), v.to(q.dtype), softmax.parameters)
     end = state.seen + places.lengths
-    return out[mine], WindowState(places.keep(k, end), places.keep(v, end), end)
+    return out[mine], WindowState(places.next_cache(k, end), places.next_cache(v, end), end)
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,9 @@ def balance_loss(routing: Routing, mask: Tensor | None = None) -> Tensor:
 
 def routings(model: nn.Module) -> list[Routing]:
     """Returns the routings of a model's last forward in training, and removes them from the modules."""
-    found = []
+    collected = []
     for module in model.modules():
         if isinstance(module, MixtureOfExperts) and module.routing is not None:
-            found.append(module.routing)
+            collected.append(module.routing)
             module.routing = None
-    return found
+    return collected

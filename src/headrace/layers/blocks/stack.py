@@ -100,8 +100,8 @@ class Backbone(nn.Module):
             InputError: for states of another stack.
         """
         count = len(self.layers) + (self.positions is not None) + sum(layer.link is not None for layer in self.layers)
-        given = count if states is None else len(states)
-        require(given == count, f"states has {given} entries; expected {count}, as this stack returns them")
+        state_count = count if states is None else len(states)
+        require(state_count == count, f"states has {state_count} entries; expected {count}, as this stack returns them")
         before, after = repeat(None) if states is None else iter(states), []
         where = {"mask": mask, "cu_seqlens": None if cu_seqlens is None else Sequences.of(x, cu_seqlens)}
         if self.positions is not None:

@@ -39,10 +39,11 @@ def match_intermediate_size(build: Callable[[int], nn.Module], target: int) -> i
 
     The number of parameters is linear in the width, so that two models are counted. Raises InputError if the model has
     no MLP, or more than `target` parameters with width 1."""
-    one, two = count_parameters(partial(build, 1)), count_parameters(partial(build, 2))
-    require(two > one, f"the model has {one} parameters for every MLP width; expected a model with an MLP")
-    width = round(1 + (target - one) / (two - one))
-    require(width >= 1, f"the model has {one} parameters with the narrowest MLP; expected at most target={target}")
+    least, per_width = count_parameters(partial(build, 1)), count_parameters(partial(build, 2))
+    per_width -= least
+    require(per_width > 0, f"the model has {least} parameters for every MLP width; expected a model with an MLP")
+    width = round(1 + (target - least) / per_width)
+    require(width >= 1, f"the model has {least} parameters with the narrowest MLP; expected at most target={target}")
     return width
 
 

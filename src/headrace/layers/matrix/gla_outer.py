@@ -43,7 +43,7 @@ def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tenso
     A, B = a.double().cumsum(2), b.double().cumsum(2)
     out, m = (q * k).sum(-1, keepdim=True) * v, CHUNK // 2
     while m:
-        out = out + across(q, k, v, A, B, m)
+        out = out + from_first_half(q, k, v, A, B, m)
         m //= 2
     exp = lambda exponent: exponent.to(q.dtype).exp()  # noqa: E731
     all_a, all_b = A[:, :, -1:], B[:, :, -1:]
@@ -53,7 +53,7 @@ def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tenso
     return (out + (q * exp(A)) @ starts * exp(B)).transpose(1, 2), S
 
 
-def across(q: Tensor, k: Tensor, v: Tensor, A: Tensor, B: Tensor, m: int) -> Tensor:
+def from_first_half(q: Tensor, k: Tensor, v: Tensor, A: Tensor, B: Tensor, m: int) -> Tensor:
     """Returns the contribution of the first half of every block of 2 m tokens to the second half, [M, H, C, V]."""
     (k, q), (v, _), (A_first, A_second), (B_first, B_second) = (
         (x.unflatten(2, (-1, 2, m))[..., 0, :, :], y.unflatten(2, (-1, 2, m))[..., 1, :, :])

@@ -72,7 +72,7 @@ class Diagonal:
         """Returns C Ā^{j+1}, the contribution of the state before c tokens to the output of token j, [H, c, S]."""
         return real_output(self.C[:, None] * self.power(torch.arange(1, c + 1, device=self.rate.device)))
 
-    def leap(self, x: Tensor, T: int) -> Tensor:
+    def advance_by(self, x: Tensor, T: int) -> Tensor:
         """Returns Ā^T x for x [..., H, S]."""
         return real(torch.exp(T * self.rate) * paired(x))
 
@@ -141,7 +141,7 @@ class LowRank:
             rows, k = torch.cat([rows, rows @ (square if transposed else square.mT)], 1), k + 1
         return rows[:, :c]
 
-    def leap(self, x: Tensor, T: int) -> Tensor:
+    def advance_by(self, x: Tensor, T: int) -> Tensor:
         for k in range(T.bit_length()):
             if T >> k & 1:
                 x = torch.matmul(self.square(k), x[..., None])[..., 0]
@@ -152,9 +152,9 @@ class LowRank:
         return 2 * (self.C * z).real.sum(-1), real(z)
 
 
-def checkpointed(*given: Any) -> Any:
+def checkpointed(*operands: Any) -> Any:
     """Computes `cauchy_kernel`, and again in the backward, except under torch.func, which has no checkpoints."""
-    return cauchy_kernel(*given) if transformed() else checkpoint(cauchy_kernel, *given, use_reentrant=False)
+    return cauchy_kernel(*operands) if transformed() else checkpoint(cauchy_kernel, *operands, use_reentrant=False)
 
 
 def cauchy_kernel(rate: Tensor, P: Tensor, dtP: Tensor, dtB: Tensor, C: Tensor, L: int) -> Tensor:
@@ -198,7 +198,7 @@ class Response:
         T, y, after = u.shape[1], self._convolve(u), self._written(u)
         if x is not None:
             y = y + self._remembered(x.double(), T).to(u.dtype)
-            after = after + self.system.leap(x.double(), T)
+            after = after + self.system.advance_by(x.double(), T)
         return y, after.to(u.dtype)
 
     def _convolve(self, u: Tensor) -> Tensor:
@@ -215,12 +215,12 @@ class Response:
         own = torch.einsum("bmch,hcs->mbhs", u, self.writes.to(u.dtype)).double()
         x = own.new_zeros(own.shape[1:])
         for chunk in own.unbind():
-            x = self.system.leap(x, CHUNK) + chunk
+            x = self.system.advance_by(x, CHUNK) + chunk
         return x
 
     def _remembered(self, x: Tensor, T: int) -> Tensor:
         """Returns the contribution of the initial state x to the outputs of T tokens, [B, T, H]."""
         starts = [x]
         for _ in range(CHUNK, T, CHUNK):
-            starts.append(self.system.leap(starts[-1], CHUNK))
+            starts.append(self.system.advance_by(starts[-1], CHUNK))
         return torch.einsum("mbhs,hcs->bmch", torch.stack(starts), self.reads).flatten(1, 2)[:, :T]

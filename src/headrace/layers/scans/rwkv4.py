@@ -58,14 +58,14 @@ class RWKV4(Mixer):
         r, k, v = (p(y) for p, y in zip((self.r_proj, self.k_proj, self.v_proj), mixed.unbind(-2), strict=True))
         acc = accumulator(x)
         k, v, bonus, rate = k.to(acc), v.to(acc), self.bonus.to(acc), finite_exp(self.log_rate.to(acc))
-        memory = blank(k, sequences.count) if state is None else state.memory
+        memory = empty_memory(k, sequences.count) if state is None else state.memory
         lengths = None if x.shape[1] == 1 and not sequences.packed else sequences.counts()
         out, memory = wkv(k.flatten(0, 1), v.flatten(0, 1), rate, bonus, memory, lengths)
         y = torch.sigmoid(r) * out.view_as(k).to(x.dtype)
         return self.o_proj(y), ScanState(memory, shift=shift)
 
 
-def blank(k: Tensor, count: int) -> Tensor:
+def empty_memory(k: Tensor, count: int) -> Tensor:
     """Returns the memory of `count` sequences before their first token: sums of 0 with the exponent m = −∞."""
     empty = k.new_zeros(count, 1, k.shape[-1])
     return torch.cat([empty, empty, empty - torch.inf], 1)

@@ -100,7 +100,7 @@ class S4(S4D):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        frequency, P, B = legs(2 * self.shape[1])
+        frequency, P, B = hippo_diagonal_plus_low_rank(2 * self.shape[1])
         self.frequency.copy_(frequency.expand(self.shape))
         self.P.copy_(torch.view_as_real(P).expand_as(self.P))
         B = torch.complex(B.real, B.imag.clamp(-2, 2))  # as in state-spaces/s4: B grows with the frequency
@@ -126,7 +126,7 @@ def hippo(S: int) -> tuple[Tensor, Tensor]:
     return -torch.tril(B[:, None] * B, -1) - torch.diag(k + 1), B
 
 
-def legs(S: int) -> tuple[Tensor, Tensor, Tensor]:
+def hippo_diagonal_plus_low_rank(S: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns HiPPO-LegS in the basis where A = diag(−½ + i frequency) − P P*: (frequency, P, B), [S / 2] each.
 
     A + P Pᵀ + ½ is skew-symmetric for P_k = √(k + ½) (appendix C.1), so that its eigenvectors are orthogonal. They are

@@ -43,28 +43,28 @@ def scan_(a: Tensor, b: Tensor, join_: Callable[..., None] = affine_) -> None:
     join_(a[2::2], b[2::2], a[1 : T - 1 : 2], b[1 : T - 1 : 2])
 
 
-def affine_apart_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
+def affine_isolated_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
     """`affine_` for values that need not be finite: where a is 0, nothing passes, not even 0 · NaN."""
     closed = a == 0
     b.add_((a * b_before).masked_fill_(closed, 0))
     a.copy_(torch.where(closed, a, a * a_before))
 
 
-def tropical_apart_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
+def tropical_isolated_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
     """`tropical_` for values that need not be finite: where a is −∞, nothing passes, not even −∞ + ∞."""
     closed = a == -torch.inf
     torch.maximum(b, (a + b_before).masked_fill_(closed, -torch.inf), out=b)
     a.copy_(torch.where(closed, a, a + a_before))
 
 
-APART = {affine_: affine_apart_, tropical_: tropical_apart_}
+ISOLATED = {affine_: affine_isolated_, tropical_: tropical_isolated_}
 
 
 def scan_packed_(a: Tensor, b: Tensor, join_: Callable[..., None] = affine_) -> None:
     """Computes `scan_` for packed sequences: a is 0 at their first tokens (−∞ for tropical_), and what is not finite in
     a sequence does not reach the next. A compiled graph, which cannot ask for values, takes what holds for all."""
     finite = not torch.compiler.is_compiling() and (b.is_meta or bool(b.sum().isfinite()))
-    scan_(a, b, join_ if finite else APART[join_])
+    scan_(a, b, join_ if finite else ISOLATED[join_])
 
 
 class Tile(NamedTuple):

@@ -48,7 +48,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Modu
 
         model = headrace.tensor_parallel(headrace.load(path))
     """
-    ranks = Ranks(everyone() if mesh is None else mesh)
+    ranks = Ranks(all_processes() if mesh is None else mesh)
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         _check_kind(name, module)
@@ -65,11 +65,11 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Modu
 
 def _check_kind(name: str, module: nn.Module) -> None:
     if type(module) not in PARTS and isinstance(module, Mixer | MixtureOfExperts | SoftmaxAttention | MLP):
-        found = type(module).__name__ + (f" at {name!r}" if name else "")
-        raise InputError(f"tensor_parallel cannot split {found}; expected linear or softmax attention and MLPs")
+        described = type(module).__name__ + (f" at {name!r}" if name else "")
+        raise InputError(f"tensor_parallel cannot split {described}; expected linear or softmax attention and MLPs")
 
 
-def everyone() -> DeviceMesh:
+def all_processes() -> DeviceMesh:
     """Returns the mesh of all processes that torchrun started, and begins their group if it has not begun."""
     started = dist.is_initialized() or "WORLD_SIZE" in os.environ
     require(started, "tensor_parallel needs several processes; expected a start by torchrun, or init_process_group")
@@ -82,14 +82,14 @@ def read_plan(options: dict[str, Any]) -> DeviceMesh | None:
     """Removes transformers' arguments of tensor parallelism from those of `from_pretrained`, and returns the mesh that
     they ask for, or None. Raises InputError for those that have no effect here."""
     for name in ("tp_size", "distributed_config"):
-        given = options.pop(name, None)
-        require(given is None, f"{name}={given!r} is not available; expected tp_plan='auto', over all processes")
+        value = options.pop(name, None)
+        require(value is None, f"{name}={value!r} is not available; expected tp_plan='auto', over all processes")
     plan, mesh = options.pop("tp_plan", None), options.pop("device_mesh", None)
     require(plan in (None, "auto"), f"tp_plan={plan!r}; expected 'auto', or None")
     require(plan is not None or mesh is None, "device_mesh is given without a plan; expected tp_plan='auto'")
     placed = options.get("device_map") if plan else None
     require(placed is None, f"device_map={placed!r} with tp_plan='auto'; expected one of them")
-    return None if plan is None else mesh or everyone()
+    return None if plan is None else mesh or all_processes()
 
 
 def _check_equal(model: nn.Module, ranks: Ranks) -> None:
@@ -113,10 +113,10 @@ def cuts_of(model: nn.Module) -> dict[str, tuple[Cut, Ranks]]:
 @torch.no_grad()
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Returns the state_dict of the model before `tensor_parallel`, in every process; all of them must call it."""
-    cuts, found = cuts_of(model), model.state_dict()
+    cuts, weights = cuts_of(model), model.state_dict()
     for name, (cut, ranks) in cuts.items():
-        found[name] = cut.join(ranks.all(found[name]))
-    return found
+        weights[name] = cut.join(ranks.all(weights[name]))
+    return weights
 
 
 @torch.no_grad()
@@ -125,10 +125,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
     Returns the norm of the whole model's gradient in float64, which is the same in all processes."""
     cuts = cuts_of(model)
-    given = {name: p for name, p in model.named_parameters() if p.grad is not None}
-    device = next(iter(given.values())).device
+    parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    device = next(iter(parameters.values())).device
     common, own = torch.zeros(2, dtype=torch.float64, device=device).unbind()
-    for name, p in given.items():
+    for name, p in parameters.items():
         squares = p.grad.double().square()  # type: ignore[union-attr]
         if name not in cuts:
             common = common + squares.sum()
@@ -139,8 +139,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     if cuts:
         own = next(iter(cuts.values()))[1].reduced(own)
     total = (common + own).sqrt()
-    clip_grads_with_norm_(given.values(), max_norm, total)
+    clip_grads_with_norm_(parameters.values(), max_norm, total)
     return total
 
 
-__all__ = ["clip_grad_norm_", "cuts_of", "everyone", "tensor_parallel", "whole_state_dict"]
+__all__ = ["all_processes", "clip_grad_norm_", "cuts_of", "tensor_parallel", "whole_state_dict"]

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from ...ops.checks import require
-from ..attention.attention import SoftmaxAttention
-from ..blocks.block import MLP
 from ..linear.competition import HeadCompetition
 from ..linear.mixer import LinearMixer
 
@@ -63,11 +61,11 @@ class Shares:
         return Cut(dim, [self._indices(segments, rank) for rank in range(self.size)])
 
     def _indices(self, segments: Segments, rank: int) -> Tensor:
-        found, offset = [], 0
+        indices, offset = [], 0
         for kind, n in segments:
-            found.append(torch.arange(n)[self._span(kind, n, rank)] + offset)
+            indices.append(torch.arange(n)[self._span(kind, n, rank)] + offset)
             offset += n
-        return torch.cat(found)
+        return torch.cat(indices)
 
     def _span(self, kind: str, n: int, rank: int) -> slice:
         if kind == "all":
@@ -109,16 +107,6 @@ def linear_cuts(mixer: LinearMixer, shares: Shares) -> dict[str, Cut]:
     if mixer.conv is not None:
         cuts |= {f"conv.{name}": shares.cut(0, projected[:3]) for name, _ in mixer.conv.named_parameters()}
     return cuts | named_cuts(mixer, table, shares, cuts.keys())
-
-
-def attention_cuts(mixer: SoftmaxAttention, shares: Shares) -> dict[str, Cut]:
-    """Returns the cut of each parameter of a SoftmaxAttention."""
-    return named_cuts(mixer, ATTENTION, shares)
-
-
-def mlp_cuts(mlp: MLP, shares: Shares) -> dict[str, Cut]:
-    """Returns the cut of each parameter of an MLP."""
-    return named_cuts(mlp, PERCEPTRON, shares)
 
 
 def named_cuts(module: torch.nn.Module, table: dict, shares: Shares, done: Collection[str] = ()) -> dict[str, Cut]:

@@ -23,7 +23,7 @@ from ..blocks.block import MLP
 from ..linear.competition import HeadCompetition
 from ..linear.decays import FixedDecay
 from ..linear.mixer import LinearMixer
-from .cuts import Cut, Shares, attention_cuts, linear_cuts, mlp_cuts
+from .cuts import ATTENTION, PERCEPTRON, Cut, Shares, linear_cuts, named_cuts
 
 
 class PartLinear(LinearMixer):
@@ -106,7 +106,7 @@ class PartAttention(SoftmaxAttention):
             kept, _, width = self.state_shapes[name]
             self.state_shapes[name] = (kept, shares.groups, width)
         self.o_proj = RowParallelLinear(self.o_proj, ranks)
-        self.cuts = adopt(self, whole, partial(attention_cuts, whole, shares), ranks)
+        self.cuts = adopt(self, whole, partial(named_cuts, whole, ATTENTION, shares), ranks)
 
     def forward(self, x: Tensor, state=None, **where):
         return super().forward(self.ranks.enter(x), state, **where)
@@ -124,7 +124,7 @@ class PartMLP(MLP):
         for name, linear in linears.items():
             setattr(self, name, None if linear is None else _empty(linear))
         self.down_proj = RowParallelLinear(self.down_proj, ranks)
-        self.cuts = adopt(self, whole, partial(mlp_cuts, whole, shares), ranks)
+        self.cuts = adopt(self, whole, partial(named_cuts, whole, PERCEPTRON, shares), ranks)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.ranks.enter(x))
@@ -150,9 +150,10 @@ def adopt(part: nn.Module, whole: nn.Module, find: Callable[[], dict[str, Cut]],
     """Sets the parameters of a part to this process's cuts of the whole's, and returns the cuts, which `find` finds.
 
     Raises InputError for a layer whose parameters were changed: int8 weights, adapters."""
-    known, given = ({name for name, _ in module.named_parameters()} for module in (part, whole))
+    own_names, whole_names = ({name for name, _ in module.named_parameters()} for module in (part, whole))
     require(
-        known == given, f"{type(whole).__name__} has other parameters at {sorted(known ^ given)}; expected them plain"
+        own_names == whole_names,
+        f"{type(whole).__name__} has other parameters at {sorted(own_names ^ whole_names)}; expected them plain",
     )
     cuts = find()
     for name, p in whole.named_parameters():
@@ -177,11 +178,11 @@ def _reduce_gradient(p: nn.Parameter, cut: Cut, ranks: Ranks) -> None:
     shared = (cut.holders > 1).nonzero()[:, 0]
     if not len(shared):
         return
-    here = torch.isin(cut.parts[ranks.rank], shared).nonzero()[:, 0]  # among the indices of this process
-    there = torch.searchsorted(shared, cut.parts[ranks.rank][here])  # among all shared indices
+    in_part = torch.isin(cut.parts[ranks.rank], shared).nonzero()[:, 0]  # among the indices of this process
+    in_shared = torch.searchsorted(shared, cut.parts[ranks.rank][in_part])  # among all shared indices
 
     def reduce(grad: Tensor) -> Tensor:
-        index, place = here.to(grad.device), there.to(grad.device)
+        index, place = in_part.to(grad.device), in_shared.to(grad.device)
         shape = list(grad.shape)
         shape[cut.dim] = len(shared)
         total = grad.new_zeros(shape).index_copy(cut.dim, place, grad.index_select(cut.dim, index))

@@ -15,7 +15,7 @@ from ...hf.config import HeadraceConfig
 from ...hf.model import HeadraceForCausalLM
 from ...layers.blocks.widths import default_intermediate_size
 from ...spec.linear import MixerSpec
-from ...spec.serialise import CACHED
+from ...spec.mixer import Spec
 from ...utils.errors import InputError
 
 LONGEST = 2**20  # tokens
@@ -128,6 +128,6 @@ def cache_bytes(name: str, shape: Shape, tokens: int, itemsize: int) -> int:
     if name in PEERS:
         return 2 * shape.hidden_size * shape.layers * tokens * itemsize * (name == "transformers-llama")
     spec = zoo.mixer(name)
-    if not isinstance(spec, CACHED):
+    if not (isinstance(spec, Spec) and spec.facts.cached):
         return 0
-    return shape.layers * spec.state_bytes(shape.hidden_size, shape.heads, itemsize, tokens)
+    return shape.layers * spec.state_bytes(shape.hidden_size, shape.heads, tokens, itemsize=itemsize)

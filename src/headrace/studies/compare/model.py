@@ -13,7 +13,8 @@ from ...hf.model import HeadraceConfig, HeadraceForCausalLM
 from ...layers.blocks.widths import matrix_products
 from ...models import shift_right
 from ...spec.encoder_decoder import ModelSpec
-from ...spec.serialise import RECURRENT, from_json
+from ...spec.mixer import Spec
+from ...spec.serialise import from_json
 from ...tasks import IGNORED, Sequences, Task
 from ...tasks.base import Batch
 from ...tasks.sequences import START
@@ -125,7 +126,7 @@ def flops(model: nn.Module, row: Batch, shape: Shape) -> int | None:
     def count(mixer: Any, args: Any) -> None:
         updates.append(args[0].shape[1] * mixer.spec.flops_per_token(shape.hidden_size, shape.heads))
 
-    mixers = [module for module in model.modules() if isinstance(getattr(module, "spec", None), RECURRENT)]
+    mixers = [module for module in model.modules() if isinstance(getattr(module, "spec", None), Spec)]
     handles = [mixer.register_forward_pre_hook(count) for mixer in mixers]
     device = next(model.parameters()).device
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

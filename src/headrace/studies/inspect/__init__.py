@@ -11,6 +11,7 @@ from ...hf.generate import read_tokenizer
 from ...ops.dispatch import set_backend
 from ...utils.device import on_device
 from ...utils.errors import InputError
+from ...utils.integrity import atomic
 from .page import describe, render, tokens_of
 from .recorder import record
 
@@ -56,10 +57,8 @@ def inspect(
 
 def write(page: str, output: Path) -> None:
     """Writes the page atomically."""
-    beside = output.with_name(f".{output.name}")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(page, "utf-8")
-        beside.replace(output)
+        with atomic(output) as file:
+            file.write(page)
     except OSError as error:
         raise InputError(f"--output {str(output)!r} cannot be written: {error.strerror}") from None

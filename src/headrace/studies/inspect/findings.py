@@ -33,10 +33,10 @@ def entropy(gate: Tensor) -> Tensor:
 
 def findings(name: str, recorded: Recorded, A: Tensor | None) -> list[str]:
     """Sentences on the failures of one layer; empty if there is none."""
-    found = [sentence for gate, g in recorded.gates.items() for sentence in of_gate(gate, g)]
-    found += of_beta(recorded.beta) if recorded.beta is not None else ()
-    found += of_weights(A) if A is not None else ()
-    return [f"{name}: {sentence}" for sentence in found]
+    sentences = [sentence for gate, g in recorded.gates.items() for sentence in of_gate(gate, g)]
+    sentences += of_beta(recorded.beta) if recorded.beta is not None else ()
+    sentences += of_weights(A) if A is not None else ()
+    return [f"{name}: {sentence}" for sentence in sentences]
 
 
 def of_gate(gate: str, g: Tensor) -> Iterator[str]:

@@ -38,8 +38,8 @@ def pack(x: Tensor, bits: int = 16, log: bool = False) -> dict[str, Any]:
     with an error of at most half a step. A number that is not finite becomes the largest integer."""
     x = x.double().cpu()
     x = x.clamp(min=1e-12).log() if log else x
-    known = x[x.isfinite()]
-    low, high = (float(known.min()), float(known.max())) if known.numel() else (0.0, 0.0)
+    numbers = x[x.isfinite()]
+    low, high = (float(numbers.min()), float(numbers.max())) if numbers.numel() else (0.0, 0.0)
     levels = 2**bits - 2
     steps = (x - low) / ((high - low) or 1.0) * levels
     whole = torch.where(x.isfinite(), steps.round(), levels + 1).numpy().astype(f"<u{bits // 8}")
@@ -54,12 +54,12 @@ def integers(x: Tensor) -> dict[str, Any]:
 def tokens_of(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
     """(token ids of a text, the piece of the text that each token adds). For a character of several tokens, the first
     token adds the character and the others an empty string, as special tokens do."""
-    found = tokenizer(text, return_offsets_mapping=True)
+    encoding = tokenizer(text, return_offsets_mapping=True)
     pieces, end = [], 0
-    for _, until in found.offset_mapping:
+    for _, until in encoding.offset_mapping:
         pieces.append(text[end : max(end, until)])
         end = max(end, until)
-    return found.input_ids, pieces
+    return encoding.input_ids, pieces
 
 
 def describe(
@@ -70,16 +70,16 @@ def describe(
     heads = sum(getattr(recorded.mixer, "H", model.config.num_heads) for recorded in layers)
     strongest = max(4, min(STRONGEST, ENTRIES // (heads * len(ids))))
     side = max(32, min(SIDE, int((PIXELS / heads) ** 0.5)))
-    shown, found = [], []
+    shown, sentences = [], []
     for recorded in track(layers):
         layer, A = describe_layer(recorded, model.config, min(strongest, len(ids)), side)
         shown.append(layer)
-        found += findings(layer["name"], recorded, A)
+        sentences += findings(layer["name"], recorded, A)
     loss, guesses, chances = predictions(model, hidden, ids)
     vocabulary = {i: tokenizer.decode([i]) for i in {*ids, *guesses.flatten().tolist()}}
     return {
         "ids": ids, "vocabulary": vocabulary, "loss": pack(loss), "mean": float(loss[1:].mean()),
-        "guesses": guesses.tolist(), "chances": pack(chances), "layers": shown, "findings": found, "rules": RULES,
+        "guesses": guesses.tolist(), "chances": pack(chances), "layers": shown, "findings": sentences, "rules": RULES,
         "parameters": sum(p.numel() for p in model.parameters()), "environment": environment(),
     }  # fmt: skip
 
@@ -96,7 +96,7 @@ def describe_layer(recorded: Recorded, config: Any, strongest: int, side: int) -
         "gates": {gate: pack(g) for gate, g in recorded.gates.items()},
         "horizon": None if recorded.horizon is None else pack(recorded.horizon.clamp(max=LONGEST_HORIZON), log=True),
         "beta": None if recorded.beta is None else pack(recorded.beta),
-        "attention": None if A is None else thin(A, strongest, side),
+        "attention": None if A is None else compress_attention(A, strongest, side),
         "none": None if A is not None else NONE,
     }  # fmt: skip
     return layer, A
@@ -107,7 +107,7 @@ def name_of(spec: Spec) -> str:
     return next((name for name in zoo.names() if zoo.get(name) == spec), type(spec).__name__)
 
 
-def thin(A: Tensor, strongest: int, side: int) -> dict[str, Any]:
+def compress_attention(A: Tensor, strongest: int, side: int) -> dict[str, Any]:
     """Compresses attention weights A [H, T, T]. Weights are divided by the row's sum of absolute values. Kept are the
     `strongest` weights of each row with the part of the row that they cover, the mean distance of each row, and a
     picture: signed square roots of the means over blocks."""

@@ -61,7 +61,7 @@ class Recorded:
             return torch.cat(pieces, 1)[:, : self.tokens] if by_token else pieces[0]
 
         names = self.calls[0][0].keys() - {"initial_state", "given"}
-        arguments = {name: concatenated([given[name] for given, _ in self.calls]) for name in names}
+        arguments = {name: concatenated([call_arguments[name] for call_arguments, _ in self.calls]) for name in names}
         return arguments, concatenated([result[0] for _, result in self.calls])
 
     def reading(self) -> Reading | None:
@@ -102,13 +102,13 @@ def linear_map(mixer: Any, arguments: dict[str, Any], out: Tensor) -> Reading:
     its norm."""
     rank = mixer.spec.memories_per_head
 
-    def together(out: Tensor) -> Tensor:
+    def sum_memories(out: Tensor) -> Tensor:
         return out.unflatten(2, (-1, rank)).sum(3)  # a head reads the sum of its memories
 
     def mix(v: Tensor) -> Tensor:
-        return together(mixer.op(**arguments | {"v": v.repeat_interleave(rank, 2)})[0])
+        return sum_memories(mixer.op(**arguments | {"v": v.repeat_interleave(rank, 2)})[0])
 
-    return Reading(arguments["v"][:, :, ::rank], together(out), mix)
+    return Reading(arguments["v"][:, :, ::rank], sum_memories(out), mix)
 
 
 def softmax_map(mixer: Any, arguments: dict[str, Any], out: Any) -> Reading:
@@ -170,22 +170,18 @@ def recording(mixer: Any, records: list[Recorded], shared: bool) -> Iterator[Non
     def begin(module: nn.Module, args: Any) -> None:
         records.append(Recorded(sum(not r.shared for r in records), mixer, args[0].shape[1], shared))
 
-    handles = [mixer.register_forward_pre_hook(begin)]
-    for gate in ("write", "read"):
-        if (competition := getattr(mixer, f"{gate}_competition", None)) is not None:
-            handles.append(competition.register_forward_hook(partial(keep_gate, records, gate)))
     name = method(mixer)
-    held = {} if name is None or name not in vars(mixer) else {name: vars(mixer)[name]}
-    if name is not None:
-        setattr(mixer, name, partial(keep_call, records, getattr(mixer, name)))
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(mixer.register_forward_pre_hook(begin))
+        for gate in ("write", "read"):
+            if (competition := getattr(mixer, f"{gate}_competition", None)) is not None:
+                hooks.enter_context(competition.register_forward_hook(partial(keep_gate, records, gate)))
+        if name is not None:  # an attribute of the module, or a method of its class
+            attributes = vars(mixer)
+            hooks.callback(attributes.update, {name: attributes[name]} if name in attributes else {})
+            hooks.callback(delattr, mixer, name)
+            setattr(mixer, name, partial(keep_call, records, getattr(mixer, name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        if name is not None:
-            delattr(mixer, name)
-        vars(mixer).update(held)
 
 
 def keep_gate(records: list[Recorded], gate: str, competition: Any, args: Any, log_gates: Tensor) -> None:
@@ -193,7 +189,7 @@ def keep_gate(records: list[Recorded], gate: str, competition: Any, args: Any, l
     records[-1].gates[gate] = (by_memory.logsumexp(-1) - math.log(competition.memories)).exp()
 
 
-def keep_call(records: list[Recorded], function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    result = function(*given, **named)
-    records[-1].calls.append((dict(zip("qkv", given, strict=False)) | {"given": given} | named, result))
+def keep_call(records: list[Recorded], function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    result = function(*args, **named)
+    records[-1].calls.append((dict(zip("qkv", args, strict=False)) | {"given": args} | named, result))
     return result

@@ -1,0 +1,77 @@
+"""`Spec`, the base of the specs of token mixers. `serialise.TYPES` has a row for each of its subclasses."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..utils.errors import InputError
+from .record import Record
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Update(NamedTuple):
+    """The update S_t = A S_{t−1} + kᵀ b of a mixer outside the algebra of MixerSpec, in symbols of the catalogue."""
+
+    A: str
+    b: str
+    retention: str
+    objective: str = "−⟨kS, v⟩"
+
+
+class Facts(NamedTuple):
+    """What the library knows of a kind of mixer, besides how it is computed."""
+
+    layer: str  # module and class of the layer, below headrace.layers
+    update: Update | None = None
+    flops: int = 0  # operations per number of the memory and token, as `flops_per_token` counts them
+    cached: bool = False  # whether the state is a cache of keys and values; the layer then has a form for encoders
+    requires: frozenset[str] = frozenset()  # fields without a default, which other kinds of the spec refuse
+
+
+class Stateful(Record):
+    """Base class of the specs that have a state: mixers, and whole models."""
+
+    # Shapes of the state of one sequence by name: (hidden_size, num_heads, tokens=1) of a mixer, and with the number of
+    # layers as a fourth argument of a model.
+    state_shapes: Callable[..., Shapes]
+
+    def state_bytes(self, hidden_size: int, num_heads: int, *extent: int, itemsize: int = 4, **named: int) -> int:
+        """Returns the size in bytes of one sequence's state, with `itemsize` bytes per number. The other arguments are
+        those of `state_shapes`."""
+        shapes = self.state_shapes(hidden_size, num_heads, *extent, **named)
+        return itemsize * sum(math.prod(shape) for shape in shapes.values())
+
+    def num_heads(self, default: int) -> int:
+        """Returns the number of heads, which is `default` unless the spec sets it."""
+        return default
+
+    def idle_gates(self, num_heads: int | None = None) -> list[str]:
+        """Returns a sentence for each gate of competition that has no effect."""
+        return []
+
+
+class Spec(Stateful):
+    """Base class of the specs of token mixers."""
+
+    facts: Facts
+    uncompeting = "has no memory that heads could compete for"  # why it has no softmax version
+
+    def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
+        """Returns (K, V), the key and value dimensions per head. Raises InputError for sizes that do not divide."""
+        raise TypeError(f"{type(self).__name__} does not define head_dims")
+
+    def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
+        """Returns the floating-point operations per token of the recurrence in its recurrent form, without projections
+        and convolution: 0 for attention, which is matrix products. A multiply-add counts as two; exponentials and the
+        discretisation of a fixed system as none."""
+        flops = self.facts.flops
+        return flops and flops * math.prod(self.state_shapes(hidden_size, num_heads)["memory"])
+
+
+def width_per_head(name: str, factor: float, hidden_size: int, H: int) -> int:
+    """Returns factor · hidden_size / H. Raises InputError, which calls the factor `name`, unless it is an integer."""
+    width = round(factor * hidden_size, 6)  # 58 / 56 · 56 is not 58 in float64
+    if width % H or width < H:
+        raise InputError(f"num_heads={H} does not divide {name} · hidden_size = {width:g}; expected a multiple of {H}")
+    return int(width) // H
