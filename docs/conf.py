@@ -33,8 +33,9 @@ copyright = "2026, the headrace authors"
 version = release = headrace.__version__
 extensions = [
     "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_design", "sphinx_copybutton",
-    "generated",
+    "generated", "redirects",
 ]  # fmt: skip
+exclude_patterns = ["log.md"]  # the lab book, for readers of the repository
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", ".*")]  # types of signatures; every reference in a text is checked
 

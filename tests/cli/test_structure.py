@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import redirects
 
 from headrace import zoo
 
@@ -94,7 +95,8 @@ def test_every_mixer_is_listed():
 def test_links_lead_somewhere():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
-            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+            moved = page.name == "log.md" and target.removesuffix(".md") in redirects.MOVED  # links of an entry's day
+            assert "://" in target or moved or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_the_parts_are_listed_in_contributing():

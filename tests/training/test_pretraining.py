@@ -256,7 +256,7 @@ def test_what_was_asked_for_has_started(data, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(data, prepared, tmp_path):
-    """The losses are those of one process with twice the rows. Started by the file of docs/launch.md."""
+    """The losses are those of one process with twice the rows. Started by the file of docs/training.md."""
     train(data, tmp_path / "1", micro_batch=4)
     settings = [f"{name}={value}" for name, value in TINY.items()]
     launch = Path(__file__).parents[2] / "docs" / "launch" / "torchrun.sh"

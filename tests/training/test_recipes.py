@@ -29,7 +29,7 @@ def test_the_table_of_parameters_is_of_today(row):
     name, mixer = row.split(" | ")
     counted = count(blank(recipes.load(name, {"mixer": mixer})[0]))
     numbers = " | ".join(f"{counted[part] / 1e6:,.2f}" for part in ("body", "competition", "tied", "untied"))
-    assert f"| {row} | {numbers} |" in (Path(__file__).parents[2] / "docs" / "recipes.md").read_text("utf-8")
+    assert f"| {row} | {numbers} |" in (Path(__file__).parents[2] / "docs" / "appendix.md").read_text("utf-8")
 
 
 def test_competition_adds_as_many_as_the_paper_says():
