@@ -1,4 +1,4 @@
-"""The measurements of docs/benchmarks.md, from the newest rows of results/*.csv: `python benchmarks/tables.py show`.
+"""The measurements of docs/benchmarks.md, from the newest rows of results/*.csv: `python benchmarks/tables.py`.
 
 `make generated` writes them to the page."""
 
@@ -24,8 +24,7 @@ def read(name: str) -> list[dict]:
 def about(rows: list[dict]) -> str:
     """What the rows were measured on; more than one line of it where they differ."""
     said = "{machine}, {threads} thread(s), torch {torch}, commit {commit}, {date:.10}"
-    found = dict.fromkeys(said.format(**row) for row in rows)
-    return "; ".join(found)
+    return "; ".join(dict.fromkeys(said.format(**row) for row in rows))
 
 
 def table(header: list[str], lines: list[list[str]]) -> str:
@@ -90,8 +89,8 @@ def threads() -> str:
 
 def decays() -> str:
     rows = newest(read("decays.csv"), ("family", "backend", "mode", "log_decay"))
-    found = {key: list(group) for key, group in groupby(rows, lambda r: (r["family"], r["backend"], r["mode"]))}
-    lines = [[f"{family}, {backend}, {mode}", *map(ratio, own)] for (family, backend, mode), own in found.items()]
+    runs = {key: list(group) for key, group in groupby(rows, lambda r: (r["family"], r["backend"], r["mode"]))}
+    lines = [[f"{family}, {backend}, {mode}", *map(ratio, own)] for (family, backend, mode), own in runs.items()]
     header = ["", *dict.fromkeys(r["log_decay"] for r in rows)]
     title = "### At any decay: the time over that at the first, ms, by log_decay a token"
     return f"{title}\n\n{about(rows)}.\n\n{table(header, lines)}"
@@ -154,8 +153,8 @@ SECTIONS = {
 
 
 def lines() -> list[str]:
-    found = [write() for name, write in SECTIONS.items() if (RESULTS / name).exists()]
-    return "\n\n".join(found).split("\n")
+    sections = [write() for name, write in SECTIONS.items() if (RESULTS / name).exists()]
+    return "\n\n".join(sections).split("\n")
 
 
 if __name__ == "__main__":

@@ -80,9 +80,9 @@ mathjax_path = (
 
 def copy_mathjax(app: Sphinx, error: Exception | None) -> None:
     """Copies MathJax's script and its fonts into the site."""
-    found = find_spec("sphinx-mathjax-offline")
-    if error is None and found is not None and found.origin is not None:
-        source, to = Path(found.origin).parent / "static" / "mathjax", Path(app.outdir, "_static", "mathjax")
+    package = find_spec("sphinx-mathjax-offline")
+    if error is None and package is not None and package.origin is not None:
+        source, to = Path(package.origin).parent / "static" / "mathjax", Path(app.outdir, "_static", "mathjax")
         for part in (mathjax_path.removeprefix("mathjax/"), "output/chtml/fonts/woff-v2"):
             (to / part).parent.mkdir(parents=True, exist_ok=True)
             if (source / part).is_dir():

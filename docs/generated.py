@@ -175,8 +175,8 @@ def _comments(cls: type) -> dict[str, str]:
         source = inspect.getsource(cls)
     except OSError:
         return {}
-    found = re.findall(r"((?:^    # .*\n)*)^    (\w+): ((?:.*(?:\n     .*|\n    \).*)*))", source, re.MULTILINE)
-    return {name: " ".join(re.findall(r"# (?!type:|fmt:|noqa)(.*)", above + rest)) for above, name, rest in found}
+    commented = re.findall(r"((?:^    # .*\n)*)^    (\w+): ((?:.*(?:\n     .*|\n    \).*)*))", source, re.MULTILINE)
+    return {name: " ".join(re.findall(r"# (?!type:|fmt:|noqa)(.*)", above + rest)) for above, name, rest in commented}
 
 
 def tasks() -> str:
