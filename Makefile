@@ -68,7 +68,7 @@ sanitize: $(VENV)/.dev
 	HEADRACE_LIBRARY=$(SANITIZED)/headrace/libheadrace.so LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0 \
 	    $(BIN)/python tests/fuzz.py --cases $(CASES)
 
-# What docs/results.md shows of the op and of whole models, on an otherwise idle machine. GGML and IDIAP are the paths of
+# What docs/benchmarks.md shows of the op and of whole models, on an otherwise idle machine. GGML and IDIAP are the paths of
 # compiled peers, see benchmarks/compiled.py.
 BENCHMARK := $(BIN)/python benchmarks
 GGML_PEER = $(if $(GGML),--ggml $(GGML))
@@ -81,7 +81,7 @@ bench: $(VENV)/.dev
 	$(BENCHMARK)/model.py train --layers 1 --layers 4 --rounds 1
 	$(BENCHMARK)/model.py decode --threads 2
 	$(BENCHMARK)/model.py prefill --layers 4 --threads 2
-	$(BENCHMARK)/tables.py
+	$(BIN)/python docs/generated.py
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

@@ -5,7 +5,7 @@
     python benchmarks/model.py prefill --layers 4              memory over the weights, 100 000 tokens at once; ours
 
 The measurements are those of `headrace bench`: vocabulary 32 000, float32, random weights, all models in turn in every
-round. CPU time with one thread, else wall-clock time. Where fewer than 24 layers were trained, docs/results.md
+round. CPU time with one thread, else wall-clock time. Where fewer than 24 layers were trained, docs/benchmarks.md
 extrapolates to 24 by a straight line through two depths, and says so.
 """
 

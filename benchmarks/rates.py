@@ -3,7 +3,7 @@
     headrace train laptop-1m lr=1e-2 seed=100 --mixer gla --data data --output runs/laptop-1m-gla-1e-2
     python benchmarks/rates.py keep laptop-1m runs/laptop-1m-* --commit COMMIT
 
-adds runs to results/rates.csv, and `python benchmarks/rates.py show` prints the table of docs/recipes.md.
+adds runs to results/rates.csv, and `python benchmarks/rates.py show` prints its table of docs/appendix.md.
 """
 
 import json

@@ -1,31 +1,14 @@
-"""docs/results.md, written from the newest rows of results/*.csv: python benchmarks/tables.py"""
+"""The measurements of docs/benchmarks.md, from the newest rows of results/*.csv: `python benchmarks/tables.py`.
+
+`make generated` writes them to the page."""
 
 from itertools import groupby
 
 import record
 from record import RESULTS, newest
 
-PAGE = RESULTS.parent.parent / "docs" / "results.md"
 MODES = ("forward", "forward+backward")
 DEPTH = 24
-
-INTRODUCTION = """# Measured
-
-Written by `python benchmarks/tables.py` from `benchmarks/results/`, which the programs beside it fill. 4 heads,
-float32, batch 1 unless said. All implementations ran in turn in one process, and each peer's output was first compared
-with the literal equation. These machines are shared: trust ratios to 10 %.
-
-In the op's tables a cell has the median time over headrace's, the CPU time in milliseconds, and the floor in percent of
-that time.
-
-- **floor**: the time that the matrix products of the chunkwise form would take at the rate that PyTorch's matrix
-  product had in the same run (`benchmarks/turns.py`).
-- **kept / inputs**: the bytes that are kept for the backward over the bytes of the inputs.
-- **Recurrences.** linear: no decay; normalised: with linear attention's denominator; fixed, scalar, vector: a decay per
-  head, per token, per token and channel; bonus: RWKV-6; delta, gated-delta, kda: the delta rule without a decay, with
-  one per token, with one per token and channel.
-- **fla**: FLA's reference code in PyTorch, since its kernels are for GPUs.
-"""
 
 
 def read(name: str) -> list[dict]:
@@ -35,8 +18,7 @@ def read(name: str) -> list[dict]:
 def about(rows: list[dict]) -> str:
     """What the rows were measured on; more than one line of it where they differ."""
     line = "{machine}, {threads} thread(s), torch {torch}, commit {commit}, {date:.10}"
-    machines = dict.fromkeys(line.format(**row) for row in rows)
-    return "; ".join(machines)
+    return "; ".join(dict.fromkeys(line.format(**row) for row in rows))
 
 
 def table(header: list[str], lines: list[list[str]]) -> str:
@@ -45,7 +27,7 @@ def table(header: list[str], lines: list[list[str]]) -> str:
 
 def op() -> str:
     rows = newest(read("op.csv"), "threads", "family", "T", "K", "V", "mode", "runner")
-    parts = [f"## The op\n\n{about(rows)}."]
+    parts = [f"### The op\n\n{about(rows)}."]
     rows.sort(key=lambda r: (r["family"], int(r["K"]) * int(r["V"])))
     for (family, K, V), group in groupby(rows, lambda r: (r["family"], r["K"], r["V"])):
         cells = {(r["runner"], r["mode"], r["T"]): r for r in group}
@@ -55,7 +37,7 @@ def op() -> str:
             for runner in dict.fromkeys(runner for runner, _, _ in cells)
         ]
         header = ["", *(f"{mode}, T={T}" for mode, T in columns), "kept / inputs"]
-        parts.append(f"### {family}, {K}×{V}\n\n{table(header, lines)}")
+        parts.append(f"#### {family}, {K}×{V}\n\n{table(header, lines)}")
     return "\n\n".join(parts)
 
 
@@ -85,7 +67,7 @@ def decoding() -> str:
         for name, own in by_name.items()
     ]  # fmt: skip
     header = ["", *(f"token {p}" for p in positions), "state bytes at the last"]
-    return f"## Decoding, µs per token\n\n{about(rows)}.\n\n{table(header, lines)}"
+    return f"### Decoding, µs per token\n\n{about(rows)}.\n\n{table(header, lines)}"
 
 
 def threads() -> str:
@@ -95,7 +77,7 @@ def threads() -> str:
         for r in rows
     ]
     header = ["", "times as fast", "one thread, ms", "several, ms"]
-    return f"## Several threads against one, by the wall clock\n\n{about(rows)}.\n\n{table(header, lines)}"
+    return f"### Several threads against one, by the wall clock\n\n{about(rows)}.\n\n{table(header, lines)}"
 
 
 def decays() -> str:
@@ -103,7 +85,7 @@ def decays() -> str:
     by_call = {key: list(group) for key, group in groupby(rows, lambda r: (r["family"], r["backend"], r["mode"]))}
     lines = [[f"{family}, {backend}, {mode}", *map(ratio, own)] for (family, backend, mode), own in by_call.items()]
     header = ["", *dict.fromkeys(r["log_decay"] for r in rows)]
-    title = "## At any decay: the time over that at the first, ms, by log_decay a token"
+    title = "### At any decay: the time over that at the first, ms, by log_decay a token"
     return f"{title}\n\n{about(rows)}.\n\n{table(header, lines)}"
 
 
@@ -115,7 +97,7 @@ def stepping() -> str:
         for r in rows
     ]  # fmt: skip
     header = ["", "over reading and writing the state", "over headrace", "µs a layer"]
-    return f"## One token of the op, 24 layers in turn\n\n{about(rows)}.\n\n{table(header, lines)}"
+    return f"### One token of the op, 24 layers in turn\n\n{about(rows)}.\n\n{table(header, lines)}"
 
 
 def models() -> str:
@@ -127,7 +109,7 @@ def models() -> str:
         for r in rows
     ]  # fmt: skip
     header = ["", "time over the first", "tokens/s", "parameters", "peak MB over the weights"]
-    parts = [f"## Language models\n\n{about(rows)}.\n\n{table(header, lines)}"]
+    parts = [f"### Language models\n\n{about(rows)}.\n\n{table(header, lines)}"]
     return "\n\n".join([*parts, *extrapolated([r for r in rows if r["what"] == "train"])])
 
 
@@ -142,7 +124,7 @@ def extrapolated(rows: list[dict]) -> list[str]:
             seconds = at[low] + (at[high] - at[low]) * (DEPTH - low) / (high - low)
             lines.append([f"{name}, {threads} thread(s)", f"{int(tokens) / seconds:.1f}", f"{low} and {high} layers"])
     header = ["", f"tokens/s at {DEPTH} layers", "from"]
-    return [f"### Training extrapolated, not measured\n\n{table(header, lines)}"] if lines else []
+    return [f"#### Training extrapolated, not measured\n\n{table(header, lines)}"] if lines else []
 
 
 def exports() -> str:
@@ -154,7 +136,7 @@ def exports() -> str:
     ]  # fmt: skip
     header = ["", "time over headrace's", "tokens/s", "MB"]
     what = f"5 layers of 256, prompts of 512 tokens, ONNX Runtime {rows[-1]['onnxruntime']}"
-    return f"## Exported models\n\n{about(rows)}; {what}.\n\n{table(header, lines)}"
+    return f"### Exported models\n\n{about(rows)}; {what}.\n\n{table(header, lines)}"
 
 
 SECTIONS = {
@@ -163,6 +145,10 @@ SECTIONS = {
 }  # fmt: skip
 
 
-if __name__ == "__main__":
+def lines() -> list[str]:
     sections = [write() for name, write in SECTIONS.items() if (RESULTS / name).exists()]
-    PAGE.write_text("\n\n".join([INTRODUCTION.strip(), *sections]) + "\n")
+    return "\n\n".join(sections).split("\n")
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()))

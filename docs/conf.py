@@ -33,8 +33,9 @@ copyright = "2026, the headrace authors"
 version = release = headrace.__version__
 extensions = [
     "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_design", "sphinx_copybutton",
-    "generated",
+    "generated", "redirects",
 ]  # fmt: skip
+exclude_patterns = ["log.md"]  # the lab book, for readers of the repository
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", ".*")]  # types of signatures; every reference in a text is checked
 
@@ -79,9 +80,9 @@ mathjax_path = (
 
 def copy_mathjax(app: Sphinx, error: Exception | None) -> None:
     """Copies MathJax's script and its fonts into the site."""
-    found = find_spec("sphinx-mathjax-offline")
-    if error is None and found is not None and found.origin is not None:
-        source, to = Path(found.origin).parent / "static" / "mathjax", Path(app.outdir, "_static", "mathjax")
+    package = find_spec("sphinx-mathjax-offline")
+    if error is None and package is not None and package.origin is not None:
+        source, to = Path(package.origin).parent / "static" / "mathjax", Path(app.outdir, "_static", "mathjax")
         for part in (mathjax_path.removeprefix("mathjax/"), "output/chtml/fonts/woff-v2"):
             (to / part).parent.mkdir(parents=True, exist_ok=True)
             if (source / part).is_dir():

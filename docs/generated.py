@@ -1,9 +1,9 @@
 """What the documentation takes from the code: the Markdown that a function NAME of this module returns.
 
-A page that is also read on GitHub keeps it between `<!-- generated: NAME ARGUMENT ... -->` and `<!-- end -->`, where
-`python docs/generated.py` writes it and tests/cli/test_site.py compares it. The reference, which Sphinx takes from
-docstrings, has the directive `{generated} NAME ARGUMENT ...`. As a Sphinx extension, this module also turns docstrings
-into reStructuredText.
+A page that is also read on GitHub, and the README, keep it between `<!-- generated: NAME ARGUMENT ... -->` and
+`<!-- end -->`, where `python docs/generated.py` writes it and tests/cli/test_site.py compares it. The reference, which
+Sphinx takes from docstrings, has the directive `{generated} NAME ARGUMENT ...`. As a Sphinx extension, this module also
+turns docstrings into reStructuredText.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import torch
 import typer
 from docutils import nodes
 from myst_parser.slugs import github_slugify
@@ -26,9 +27,11 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from typer.cli import get_docs_for_click
 
-from headrace import InputError, zoo
+from headrace import HeadraceConfig, HeadraceForCausalLM, InputError, zoo
 from headrace.cli.app import GROUPS, app
+from headrace.export.graph import check_exportable
 from headrace.hf.config import ELSEWHERE
+from headrace.ops.dispatch import BACKENDS
 from headrace.spec.linear import MixerSpec
 from headrace.spec.record import Kind
 from headrace.spec.record import fields as accepted
@@ -40,7 +43,8 @@ from headrace.training import recipes as shipped
 DOCS = Path(__file__).parent
 REGION = re.compile(r"(<!-- generated: ([^\n]*) -->\n\n).*?(<!-- end -->\n)", re.DOTALL)
 CODE = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PEERS = r"(?:^|: )(?:fla|flash|ggml|idiap|mamba|rwkv|torch|transformers|ONNX Runtime)\b"  # libraries in docs/results.md
+LAB_BOOK = "https://github.com/headrace/headrace/blob/main/docs/log.md"  # which is no page of the site
+PEERS = r"(?:^|: )(?:fla|flash|ggml|idiap|mamba|rwkv|torch|transformers|ONNX Runtime)\b"  # in the measurements
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -49,22 +53,61 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells)) + "\n"
 
 
+def mixers() -> str:
+    """One row per mixer: how it writes, decays, what it stores, and what computes it."""
+    rows = []
+    for name in plain():
+        row, spec = catalog.describe(name), zoo.get(name)
+        rule = spec.write.rule if isinstance(spec, MixerSpec) else _rule(row)
+        decay = "none" if row["retention"] == "all" else row["retention"]
+        rows.append((f"[`{name}`]({row['paper']})", rule, decay, row["state"], ", ".join(computed_by(name))))
+    return table(("mixer", "rule", "decay", "state", "backends"), rows)
+
+
+def plain() -> list[str]:
+    """The names of all mixers, without the `softmax-X` of linear mixers X."""
+    return [name for name in zoo.names() if name in zoo.LINEAR or name.removeprefix("softmax-") not in zoo.LINEAR]
+
+
+def _rule(row: dict[str, Any]) -> str:
+    return "append" if row["A_t"] == "append" else "delta" if row["overwrites"] else "add"
+
+
+def computed_by(name: str) -> list[str]:
+    """The backends that a mixer's recurrence or attention has; PyTorch's operations compute every one."""
+    chosen = [backend for backend in BACKENDS if backend != "onnx"] if name in zoo.LINEAR else ["torch"]
+    with torch.device("meta"):
+        model = HeadraceForCausalLM(HeadraceConfig(mixer=name, vocab_size=8, hidden_size=64, num_hidden_layers=1))
+    try:
+        check_exportable(model)
+    except InputError:
+        return chosen
+    return [*chosen, "onnx"]
+
+
 def cheatsheet() -> str:
     """One row per mixer; the columns of linear mixers are the parts of their spec."""
     linear, others = [], []
-    for name in (name for name in zoo.names() if name.removeprefix("softmax-") not in zoo.LINEAR or name in zoo.LINEAR):
+    for name in plain():
         row = catalog.describe(name)
-        cost = row["state"], catalog.cell(row["bytes"]), catalog.cell(row["decoding"]), _paper(row["paper"])
+        cost = row["state"], *(catalog.cell(row[column]) for column in ("bytes", "training", "decoding"))
         spec = zoo.get(name)
         if isinstance(spec, MixerSpec):
-            linear.append((f"`{name}`, `softmax-{name}`", *_parts(spec), *cost))
+            linear.append((f"`{name}`", *_parts(spec), *cost))
         else:
-            others.append((f"`{name}`", row["memory"], row["retention"], row["A_t"], row["b_t"], *cost))
-    cost_columns = "state", "bytes", "FLOPs", "paper"
+            others.append((f"`{name}`", row["memory"], *cost, catalog.cell(row["grows"])))
+    costs = "state", "bytes", "training", "decoding"
     return "\n".join((
-        "## Linear mixers\n", table(("mixer", "decay", "write", "features", "read", *cost_columns), linear),
-        "## Other mixers\n", table(("mixer", "memory", "keeps", "A", "b", *cost_columns), others), catalog.COUNTED,
+        "### Linear mixers\n", table(("mixer", "decay", "write", "features", "read", *costs), linear),
+        "### Other mixers\n", table(("mixer", "memory", *costs, "grows"), others), catalog.COUNTED,
     ))  # fmt: skip
+
+
+def axes() -> str:
+    """The mixers as updates S_t = A_t S_{t−1} + k_tᵀ b_t, and by what they optimise and keep."""
+    columns = "A_t", "b_t", "objective", "optimiser", "retention", "can"
+    rows = ((f"`{name}`", *(catalog.describe(name)[column] for column in columns)) for name in plain())
+    return table(("mixer", *columns), rows)
 
 
 def _parts(spec: MixerSpec) -> tuple[str, ...]:
@@ -76,30 +119,24 @@ def _parts(spec: MixerSpec) -> tuple[str, ...]:
     return spec.decay.kind, write, ", ".join(plain) or "–", ", ".join(shown or ["plain"])
 
 
-def _paper(address: str) -> str:
-    return f"[{address.rsplit('/', 1)[1]}]({address})" if "://" in address else address
-
-
 def commands() -> str:
     """All commands with their options, as Typer writes them."""
     group: Any = typer.main.get_command(app)
     top, text = typer.Context(group, info_name="headrace"), []
-    for title, names in GROUPS.items():
-        text.append(f"## {title}\n")
-        for name, command in names.items():
-            one = group.commands[name]
-            one.epilog = None
-            examples = "\n".join(f"headrace {name} {example}".strip() for example in command.examples)
-            page = get_docs_for_click(obj=one, ctx=top, indent=2, name=name, call_prefix="headrace")
-            page = re.sub(r"(`[^`]*`)|(--[a-z-]+)|<", lambda x: x[1] or (f"`{x[2]}`" if x[2] else "&lt;"), page)
-            text.append(f"{page}\n```sh\n{examples}\n```\n")
+    for name, command in ((name, command) for names in GROUPS.values() for name, command in names.items()):
+        one = group.commands[name]
+        one.epilog = None
+        examples = "\n".join(f"headrace {name} {example}".strip() for example in command.examples)
+        page = get_docs_for_click(obj=one, ctx=top, indent=2, name=name, call_prefix="headrace")
+        page = re.sub(r"(`[^`]*`)|(--[a-z-]+)|<", lambda x: x[1] or (f"`{x[2]}`" if x[2] else "&lt;"), page)
+        text.append(f"{page}\n```sh\n{examples}\n```\n")
     return "\n".join(text)
 
 
 def fields(*paths: str) -> str:
     """A section per dataclass: its docstring, and the type, default and comment of each field."""
-    found = (getattr(import_module(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in paths)
-    return "\n".join(f"## {cls.__name__}\n\n{_about(cls)}\n\n{field_table(cls)}" for cls in found)
+    classes = (getattr(import_module(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in paths)
+    return "\n".join(f"### {cls.__name__}\n\n{_about(cls)}\n\n{field_table(cls)}" for cls in classes)
 
 
 def field_table(cls: type, elsewhere: tuple[str, Any] | None = None) -> str:
@@ -138,8 +175,8 @@ def _comments(cls: type) -> dict[str, str]:
         source = inspect.getsource(cls)
     except OSError:
         return {}
-    found = re.findall(r"((?:^    # .*\n)*)^    (\w+): ((?:.*(?:\n     .*|\n    \).*)*))", source, re.MULTILINE)
-    return {name: " ".join(re.findall(r"# (?!type:|fmt:|noqa)(.*)", above + rest)) for above, name, rest in found}
+    commented = re.findall(r"((?:^    # .*\n)*)^    (\w+): ((?:.*(?:\n     .*|\n    \).*)*))", source, re.MULTILINE)
+    return {name: " ".join(re.findall(r"# (?!type:|fmt:|noqa)(.*)", above + rest)) for above, name, rest in commented}
 
 
 def tasks() -> str:
@@ -148,7 +185,7 @@ def tasks() -> str:
     for name, task in TASKS.items():
         about = inspect.getdoc(inspect.getmodule(task)) or ""
         about = re.sub(r"(^    .*\n)+", lambda rows: f"```text\n{dedent(rows[0])}```\n", about, flags=re.MULTILINE)
-        text.append(f"## {name}\n\n{about}\n\n{field_table(task, ('in `compare`', DEFAULTS[name].task))}")
+        text.append(f"### {name}\n\n{about}\n\n{field_table(task, ('in `compare`', DEFAULTS[name].task))}")
     return "\n".join(text)
 
 
@@ -162,9 +199,9 @@ def recipes() -> str:
 
 
 def losses() -> str:
-    """The measurements of docs/results.md in which another library takes less time than headrace."""
+    """The measurements in which another library takes less time than headrace."""
     section, head, rows = "", [], []
-    for line in (DOCS / "results.md").read_text("utf-8").splitlines():
+    for line in program("tables").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("#"):
             section = line.strip("# ")
@@ -182,14 +219,14 @@ def losses() -> str:
 def negatives() -> str:
     """The titles of the lab book's negative results, as links."""
     titles = re.findall(r"^## (\d{4}-\d\d-\d\d · .*negative.*)$", (DOCS / "log.md").read_text("utf-8"), re.MULTILINE)
-    return "\n".join(f"- [{title}](log.md#{github_slugify(title)})" for title in titles)
+    return "\n".join(f"- [{title}]({LAB_BOOK}#{github_slugify(title)})" for title in titles)
 
 
 def study(*names: str) -> str:
     """What `python benchmarks/study.py show NAMES` prints."""
     from study import lines
 
-    return "\n".join(lines(list(names)))
+    return re.sub(r"^### ", "#### ", "\n".join(lines(list(names))), flags=re.MULTILINE)
 
 
 def effects(*names: str) -> str:
@@ -243,8 +280,9 @@ def filled(page: str) -> str:
 
 
 def pages() -> list[Path]:
-    """The pages with regions."""
-    return [path for path in sorted(DOCS.glob("*.md")) if REGION.search(path.read_text("utf-8"))]
+    """The README and the pages with regions."""
+    files = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+    return [path for path in files if REGION.search(path.read_text("utf-8"))]
 
 
 class Generated(SphinxDirective):

@@ -69,10 +69,10 @@ def command(words: list[str], folder: str, environment: dict[str, str], out: str
     sys.exit(installed.load()())
 
 
-def serve(asked: Listener) -> None:
+def serve(listener: Listener) -> None:
     """Runs the commands that pages ask for, one after the other, and answers with their exit codes."""
     while True:
-        with asked.accept() as page:
+        with listener.accept() as page:
             process = CONTEXT.Process(target=command, args=page.recv())
             process.start()
             process.join()
@@ -82,9 +82,9 @@ def serve(asked: Listener) -> None:
 def fork_kernels() -> None:
     """Has Jupyter start kernels so, in this process, and the pages their commands."""
     CONTEXT.set_forkserver_preload(SHARED)
-    asked = Listener(family="AF_UNIX", authkey=multiprocessing.current_process().authkey)
-    os.environ["HEADRACE_DOCS_COMMANDS"] = str(asked.address)
-    Thread(target=serve, args=(asked,), daemon=True).start()
+    listener = Listener(family="AF_UNIX", authkey=multiprocessing.current_process().authkey)
+    os.environ["HEADRACE_DOCS_COMMANDS"] = str(listener.address)
+    Thread(target=serve, args=(listener,), daemon=True).start()
     factory = KernelProvisionerFactory.instance()
     factory.provisioners["forked"] = EntryPoint("forked", "kernels:Forked", factory.GROUP_NAME)
     factory.default_provisioner_name = "forked"

@@ -1,7 +1,7 @@
 // Included by Sphinx at the head of its search (html_search_scorer).
 var Scorer = {
-  // The lab book has every word: its entries come after the pages that explain the thing.
-  score: ([page, title, anchor, text, score]) => (page === "log" ? score / 10 : score),
+  // The appendix has every word: its sections come after the pages that explain the thing.
+  score: ([page, title, anchor, text, score]) => (page === "appendix" ? score / 10 : score),
   // Sphinx's own weights
   objNameMatch: 11, objPartialMatch: 6, objPrio: { 0: 15, 1: 5, 2: -5 }, objPrioDefault: 0,
   title: 15, partialTitle: 7, term: 5, partialTerm: 2,

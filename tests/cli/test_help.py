@@ -41,7 +41,7 @@ USAGE = {
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text("utf-8"), re.DOTALL)]
 DOCUMENTED = re.findall(r"^headrace (\w.*)", "\n".join(BLOCKS).replace("\\\n", " "), re.MULTILINE)
 

@@ -29,7 +29,7 @@ def parsed(command, words):
 
 
 def test_launch_page_includes_every_file():
-    page = (FOLDER.parent / "launch.md").read_text("utf-8")
+    page = (FOLDER.parent / "training.md").read_text("utf-8")
     assert sorted(re.findall(r"literalinclude\} launch/(\S+)", page)) == FILES
 
 

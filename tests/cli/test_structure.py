@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import redirects
 
 from headrace import zoo
 
@@ -90,7 +91,8 @@ def test_every_mixer_is_listed():
 def test_relative_links_exist():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
-            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+            moved = page.name == "log.md" and target.removesuffix(".md") in redirects.MOVED  # links of an entry's day
+            assert "://" in target or moved or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_contributing_lists_every_part():

@@ -186,11 +186,11 @@ def test_exported_model_generates_the_same_200_tokens(checkpoint, exported):
 
 
 def test_documented_example_runs_without_headrace(checkpoint, exported, monkeypatch, capsys):
-    page = (ROOT / "docs" / "export.md").read_text("utf-8")
+    page = (ROOT / "docs" / "serving.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert "headrace" not in re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
     monkeypatch.chdir(exported)
-    exec(compile(code, "export.md", "exec"), {})
+    exec(compile(code, "serving.md", "exec"), {})
     ids = byte_level()(PROMPT, return_tensors="pt").input_ids
     expected = load(checkpoint).generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=256)
     assert capsys.readouterr().out.rstrip("\n") == byte_level().decode(expected[0])

@@ -1,4 +1,4 @@
-"""The tables of docs/defaults.md are those of their runs, and the examples of `compare` fit the tasks."""
+"""The tables of docs/appendix.md are those of their runs, and the examples of `compare` fit the tasks."""
 
 import json
 import shlex
@@ -16,7 +16,7 @@ from headrace.studies.compare.rows import read
 from headrace.training import recipes
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "defaults.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "appendix.md").read_text("utf-8")
 RUNS = read(ROOT / "benchmarks" / "results" / "defaults.csv")
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 SEARCHED = [run for run in RUNS if "-lr-" in run["comparison"]]
@@ -95,7 +95,7 @@ def test_a_recipe_takes_the_rate_with_the_lowest_sum_of_losses(recipe):
 def test_what_the_reproductions_gain_by_the_rate():
     found, page = (
         rates.losses()["laptop-1m", "gla", 400_000, 2048],
-        (ROOT / "docs" / "reproduction.md").read_text("utf-8"),
+        (ROOT / "docs" / "appendix.md").read_text("utf-8"),
     )
     assert f"comes to {found[1e-2]:.3f} nats there at 1e-2, and to {found[3e-3]:.3f} at 3e-3" in page
 

@@ -52,21 +52,21 @@ def test_the_server(first, load):
 
 def test_the_studies():
     """The page has the tables of every study that is kept, once, below the command that prints them."""
-    page = (ROOT / "docs" / "competition.md").read_text("utf-8")
+    page = (ROOT / "docs" / "appendix.md").read_text("utf-8")
     commands = re.findall(r"^python benchmarks/study.py show (.*)$", page, re.MULTILINE)
     assert re.findall(r"^<!-- generated: study (.*) -->$", page, re.MULTILINE) == commands
     kept = {path.stem for path in (ROOT / "benchmarks" / "results" / "studies").glob("*.csv")} - {"demo"}
     assert sorted(name for names in commands for name in names.split()) == sorted(kept)
 
 
-@pytest.mark.parametrize(("name", "page"), [("specialisation", "competition"), ("taylor", "taylor")])
+@pytest.mark.parametrize(("name", "page"), [("specialisation", "appendix"), ("taylor", "appendix")])
 def test_the_programs_of_studies(name, page):
     text = (ROOT / "docs" / f"{page}.md").read_text("utf-8")
     assert f"\npython benchmarks/{name}.py show\n```\n\n<!-- generated: program {name} -->\n" in text
 
 
 def test_what_the_curves_of_denominators_and_orders_tell():
-    """The sentences of docs/taylor.md, of the means over seeds."""
+    """The sentences of docs/appendix.md, of the means over seeds."""
     rows = (line.strip("| ").split(" | ") for line in taylor.lines()[2:])
     found = {label: [float(number) for number in loss.split(" ± ")] for label, loss in rows}
     loss = {label: mean for label, (mean, _) in found.items()}
@@ -169,7 +169,7 @@ def findings():
 )  # fmt: skip
 def test_a_quarter_of_the_state(backbone, means):
     """The mean recalls that the page states, and their difference."""
-    page = " ".join((ROOT / "docs" / "competition.md").read_text("utf-8").split())
+    page = " ".join((ROOT / "docs" / "appendix.md").read_text("utf-8").split())
     question, runs = study.read("capacity-small")
     (found,) = statistics.collected(runs, "score").values()
     scores = {question.name(mixer): own for mixer, own in found.items()}
@@ -233,7 +233,7 @@ def test_no_rate_of_a_second_plan_is_the_smallest(name, wide):
 @pytest.mark.parametrize("names", [FOUR_TIMES, DISTRACTORS])
 @pytest.mark.parametrize("b", ["wide sigmoid", "none"])
 def test_what_the_page_of_the_studies_says_of_ten_seeds(names, b):
-    page = " ".join((ROOT / "docs" / "competition.md").read_text("utf-8").split())
+    page = " ".join((ROOT / "docs" / "appendix.md").read_text("utf-8").split())
     one = study.pooled("softmax", b, names)
     said = f"{one.mean:+.2f} ({one.low:.2f} to {one.high:.2f}; {one.n} seeds, p {one.p:.2g})"
     assert said.replace("-", "−").replace("p 0.", "p .") in page

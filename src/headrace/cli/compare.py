@@ -136,7 +136,7 @@ def list_zoo(
         str | None, typer.Option(help=r"View of the table: update, axes, cost or paper. \[default: update]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON output with every view and every spec.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown output, as in docs/zoo.md.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown output, of all views.")] = False,
 ) -> None:
     """List the named mixers and models.
 

@@ -304,7 +304,7 @@ def list_recipes(
         ),
     ] = None,
     as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Markdown output of the counts, as in docs/recipes.md.")
+        bool, typer.Option("--markdown", help="Markdown output of the counts, as in docs/appendix.md.")
     ] = False,
 ) -> None:
     """List the recipes of headrace, or the parameter counts of their models."""

@@ -120,7 +120,7 @@ def cell(value: Any) -> str:
 
 
 def markdown() -> str:
-    """The table as Markdown: the content of docs/zoo.md, as printed by `headrace zoo --markdown`."""
+    """All views as Markdown, as printed by `headrace zoo --markdown`."""
     rows = {name: describe(name) for name in zoo.names()}
     text = ["# The zoo", "", *(__doc__ or "").strip().splitlines(), "", "Written by `headrace zoo --markdown`.", ""]
     for title, columns in VIEWS.items():
