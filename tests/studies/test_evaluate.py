@@ -375,10 +375,10 @@ def test_equal_models_are_seldom_told_apart(rows, n):
 def test_pairs_and_ratios_against_the_textbook():
     a, b = torch.randn(50).double(), torch.randn(50).double()
     difference = Pair(*(Score("acc", [(x, 1.0) for x in side.tolist()]) for side in (a, b))).difference
-    assert difference.mean == pytest.approx(100 * (b - a).mean().item())  # points
+    assert difference.value == pytest.approx(100 * (b - a).mean().item())  # points
     assert difference.error == pytest.approx(100 * (b - a).std().item() / 50**0.5)
     assert difference.reach == pytest.approx(100 * (b - a).std().item() / 50**0.5 * 2.009575)  # t of 49 degrees
-    assert Score("acc", [(1.0, 1.0), (0.0, 0.0)]).error == math.inf, "one row has all the weight"
+    assert Score("acc", [(1.0, 1.0), (0.0, 0.0)]).mean.error == math.inf, "one row has all the weight"
     weights = torch.rand(50).double() + 0.5
     score = Score("word_perplexity", list(zip(a.tolist(), weights.tolist(), strict=True)))
     jackknife = torch.stack([torch.exp(-(a.sum() - x) / (weights.sum() - w)) for x, w in zip(a, weights, strict=True)])

@@ -138,8 +138,8 @@ def test_a_gain_is_the_mean_over_seeds():
     """Gains 0.1, 0.1, 0.4: their median is 0.1. Interval 0.2 ± 4.3027 · 0.1732 / √3."""
     (comparison,) = summarise(results([[0.5, 0.5, 0.5], [0.6, 0.6, 0.9]]))
     (difference,) = pairs(comparison)
-    assert difference.mean == pytest.approx(0.2)
-    assert difference.interval == pytest.approx((0.2 - 0.4303, 0.2 + 0.4303), abs=1e-4)
+    assert difference.gain.value == pytest.approx(0.2)
+    assert difference.gain.interval == pytest.approx((0.2 - 0.4303, 0.2 + 0.4303), abs=1e-4)
 
 
 def test_sigmoid_gates_do_not_compete():

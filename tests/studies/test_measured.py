@@ -1,6 +1,7 @@
 """The figures of the pages are those of the rows that the benchmarks wrote."""
 
 import csv
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,9 +13,20 @@ from scipy import stats
 import specialisation
 import study
 import taylor
-from headrace.studies.compare import statistics
+from headrace.studies.compare import hypotheses
 
 ROOT = Path(__file__).parents[2]
+
+
+def collected(rows, measure):
+    """{place: {mixer: {seed: value}}} of the runs that are finite there."""
+    found = {}
+    for place, mixer, seed, value in hypotheses.values(rows, measure).itertuples(index=False):
+        own = found.setdefault(place, {}).setdefault(mixer, {})
+        own |= {} if math.isnan(value) else {seed: value}
+    return found
+
+
 LOADS = {  # a row of the page -> the load of the benchmark's row
     "1 stream": "1 stream",
     "8 streams": "8 streams",
@@ -83,13 +95,13 @@ def test_what_the_curves_of_denominators_and_orders_tell():
 
 def test_the_effects_are_the_statistic_of_the_study():
     question, runs = study.read("clusters")
-    (found,) = statistics.differences([(question, runs)])
+    (found,) = hypotheses.differences([(question, runs)])
     tested = {(question.name(one.a), question.name(one.b)): one for one in found}
     for setting, prefix in zip(study.settings(["clusters"]), ("retnet ", "linear-attention "), strict=True):
         assert setting.name == f"{prefix}, keys in clusters".replace(" ,", ",")
         for a, b in study.EFFECTS:
-            one, other = setting.effect(a, b), tested[prefix + a, prefix + b]
-            assert (one.mean, one.low, one.high, one.n) == (other.mean, other.low, other.high, 5)
+            gain = study.effect(setting.arms, a, b)
+            assert gain == tested[prefix + a, prefix + b].gain and gain.n == 5
     assert "| 11 | 20 | 20 | +0.85 (+0.61 to +1.10) |" in study.effects_of(["clusters"])[2]
 
 
@@ -171,7 +183,7 @@ def test_a_quarter_of_the_state(backbone, means):
     """The mean recalls that the page states, and their difference."""
     page = " ".join((ROOT / "docs" / "competition.md").read_text("utf-8").split())
     question, runs = study.read("capacity-small")
-    (found,) = statistics.collected(runs, "score").values()
+    (found,) = collected(runs, "score").values()
     scores = {question.name(mixer): own for mixer, own in found.items()}
     none, softmax, wide = (scores[f"{backbone} {arm}"] for arm in ("none", "softmax", "wide sigmoid"))
     assert means.format(*(100 * fmean(own.values()) for own in (none, softmax, wide))) in page
@@ -182,21 +194,22 @@ def test_a_quarter_of_the_state(backbone, means):
 
 def test_no_arm_holds_many_pairs_with_a_quarter_of_the_state():
     question, runs = study.read("capacity-small")
-    (found,) = statistics.collected(runs, question.measure).values()
+    (found,) = collected(runs, question.measure).values()
     assert all(2 ** fmean(own.values()) / 2 < 5 for own in found.values())
 
 
 @pytest.mark.parametrize(("name", "a", "b"), CLAIMS)
 def test_the_differences_of_the_findings(name, a, b, findings):
     question, runs = study.read(name)
-    (found,) = statistics.differences([(question, runs)])
-    digits = statistics.DIGITS[question.measure]
+    (found,) = hypotheses.differences([(question, runs)])
+    digits = hypotheses.DIGITS[question.measure]
     (one,) = (o for o in found if (question.name(o.a), question.name(o.b)) == (a, b))
-    assert f"{one.mean:+.{digits}f} ({one.low:.{digits}f} to {one.high:.{digits}f})".replace("-", "−") in findings
+    low, high = one.gain.interval
+    assert f"{one.gain.value:+.{digits}f} ({low:.{digits}f} to {high:.{digits}f})".replace("-", "−") in findings
 
 
 def test_what_the_two_plans_with_four_times_the_state_tell(findings):
-    (first,), (second,) = (statistics.differences([study.read(name)]) for name in FOUR_TIMES)
+    (first,), (second,) = (hypotheses.differences([study.read(name)]) for name in FOUR_TIMES)
     said = "told the gates apart (p {:.2g} by Holm), the second, with a learning rate for every arm"
     (one, other) = (found[1] for found in (first, second))
     assert (one.verdict, {o.verdict for o in second}) == ("less", {"not told apart"}) and other.corrected == 1
@@ -206,7 +219,7 @@ def test_what_the_two_plans_with_four_times_the_state_tell(findings):
 @pytest.mark.parametrize("name", FOUR_TIMES)
 def test_no_run_with_four_times_the_state_is_at_a_bound(name):
     last = [row for row in study.read(name)[1] if not row["trial"]]
-    assert not any(statistics.length_held(row) in statistics.bounds("capacity", row) for row in last)
+    assert not any(hypotheses.length_held(row) in hypotheses.bounds("capacity", row) for row in last)
 
 
 def test_with_four_times_the_state_all_arms_of_the_first_plan_took_the_smaller_rate():
@@ -234,18 +247,19 @@ def test_no_rate_of_a_second_plan_is_the_smallest(name, wide):
 @pytest.mark.parametrize("b", ["wide sigmoid", "none"])
 def test_what_the_page_of_the_studies_says_of_ten_seeds(names, b):
     page = " ".join((ROOT / "docs" / "competition.md").read_text("utf-8").split())
-    one = study.pooled("softmax", b, names)
-    said = f"{one.mean:+.2f} ({one.low:.2f} to {one.high:.2f}; {one.n} seeds, p {one.p:.2g})"
+    one, p = study.pooled("softmax", b, names)
+    low, high = one.interval
+    said = f"{one.value:+.2f} ({low:.2f} to {high:.2f}; {one.n} seeds, p {p:.2g})"
     assert said.replace("-", "−").replace("p 0.", "p .") in page
 
 
 def test_retnet_holds_no_more_than_the_fewest_pairs_whose_values_are_overwritten(findings):
     question, runs = study.read("overwritten")
     retnet = [row for row in runs if not row["trial"] and question.name(row["mixer"]).startswith("retnet")]
-    assert [2 ** statistics.length_held(row) / study.positions("overwritten") for row in retnet] == pytest.approx(
+    assert [2 ** hypotheses.length_held(row) / study.positions("overwritten") for row in retnet] == pytest.approx(
         [4] * 15
     )
-    (found,) = statistics.differences([(question, runs)])
+    (found,) = hypotheses.differences([(question, runs)])
     (one,) = (
         o for o in found if (question.name(o.a), question.name(o.b)) == ("deltanet wide sigmoid", "deltanet none")
     )
@@ -255,21 +269,21 @@ def test_retnet_holds_no_more_than_the_fewest_pairs_whose_values_are_overwritten
 def test_nowhere_is_competition_better_than_its_control(findings):
     """Sentence 2, of the settings of the table."""
     (shown,) = re.findall(r"<!-- generated: effects (.*?) -->", findings)
-    tested = [setting.effect("softmax", "wide sigmoid") for setting in study.settings(shown.split())]
-    assert len(tested) == 21 and all(one.low <= 0 for one in tested)
+    tested = [study.effect(setting.arms, "softmax", "wide sigmoid") for setting in study.settings(shown.split())]
+    assert len(tested) == 21 and all(one.interval[0] <= 0 for one in tested)
 
 
 def test_no_other_gate_is_better_and_gates_that_sum_to_one_are_last():
     question, runs = study.read("gates-retnet")
-    (found,) = statistics.differences([(question, runs)])
+    (found,) = hypotheses.differences([(question, runs)])
     assert len(found) == 7 and {one.verdict for one in found} == {"not told apart"}
-    assert question.name(min(found, key=lambda one: one.mean).a) == "unscaled"
+    assert question.name(min(found, key=lambda one: one.gain.value).a) == "unscaled"
 
 
 def test_what_stands_after_correction(findings):
     (shown,) = re.findall(r"<!-- generated: effects (.*?) -->", findings)
     studies = [(name, *study.read(name)) for name in shown.split()]
-    found = statistics.differences([(question, runs) for _, question, runs in studies])
+    found = hypotheses.differences([(question, runs) for _, question, runs in studies])
     stands = [
         (name, question.name(one.a), question.name(one.b))
         for (name, question, _), own in zip(studies, found, strict=True)
@@ -303,7 +317,7 @@ def test_how_many_runs_of_the_findings_have_converged(name, converged, findings)
 )
 def test_what_the_findings_call_at_least_32_pairs_in_all_five_seeds(name, arm, findings):
     question, runs = study.read(name)
-    (by_mixer,) = statistics.collected(runs, question.measure).values()
+    (by_mixer,) = collected(runs, question.measure).values()
     (values,) = (own.values() for mixer, own in by_mixer.items() if question.name(mixer) == arm)
     assert [2**value / 2 for value in values] == pytest.approx([32] * 5)
     assert findings.count("at least 32 in all five seeds") == 2
@@ -311,11 +325,11 @@ def test_what_the_findings_call_at_least_32_pairs_in_all_five_seeds(name, arm, f
 
 def test_the_speed_of_the_backbones_that_the_findings_do_not_name(findings):
     question, runs = study.read("speed")
-    (found,) = statistics.differences([(question, runs)])
+    (found,) = hypotheses.differences([(question, runs)])
     named = {question.name(one.a): one for one in found if question.name(one.b).endswith("none")}
     linear = named.pop("linear-attention softmax")
     assert linear.verdict == "less" and {one.verdict for one in named.values()} == {"not told apart"}
-    sooner = sorted(-one.mean for one in named.values())
+    sooner = sorted(-one.gain.value for one in named.values())
     assert len(sooner) == 4 and f"{sooner[0]:.0f} to {sooner[-1]:.0f} steps sooner" in findings
     missed = Counter(row["mixer"] for row in runs if not row["trial"] and row["reached"] is None)
     assert max(missed.values()) == 4 and "did not reach 90 % in up to four of five seeds" in findings
@@ -329,10 +343,11 @@ def test_the_table_of_text_and_steps_has_the_statistic_of_its_studies():
         ("text-gla", "loss on repeats", "text, loss on repeats"),
     ):
         question, runs = study.read(name)
-        (tested,) = statistics.differences([(question, runs)])
+        (tested,) = hypotheses.differences([(question, runs)])
         one = next(o for o in tested if where in (None, o.where) and question.name(o.b) == "none")
-        digits = statistics.DIGITS[question.measure]
-        said = f"{one.mean:+.{digits}f} ({one.low:+.{digits}f} to {one.high:+.{digits}f})".replace("-", "−")
+        digits = hypotheses.DIGITS[question.measure]
+        low, high = one.gain.interval
+        said = f"{one.gain.value:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})".replace("-", "−")
         assert found[f"{name}, {place}"].split(" | ")[4] == said
     losses = [row["loss"] for row in study.read("text-gla")[1] if row["mixer"] == "gla" and not row["trial"]]
     assert found["text-gla, all tokens"].split(" | ")[1] == f"{fmean(losses):.3f}"
@@ -341,7 +356,7 @@ def test_the_table_of_text_and_steps_has_the_statistic_of_its_studies():
 def test_the_picture_of_the_effects_shows_them():
     shown, (panel, *_) = study.settings(["clusters"]), study.effects_picture(["clusters"]).axes
     (bar,) = panel.containers
-    expected = [setting.effect("softmax", "none").mean for setting in shown[::-1]]
+    expected = [study.effect(setting.arms, "softmax", "none").value for setting in shown[::-1]]
     assert list(bar.lines[0].get_xdata()) == pytest.approx(expected)
     assert [label.get_text() for label in panel.get_yticklabels()] == [setting.name for setting in shown[::-1]]
 
@@ -357,7 +372,7 @@ def by_seed(a, b, names, where):
     found = {}
     for name in names:
         question, runs = study.read(name)
-        places = statistics.collected(runs, question.measure)
+        places = collected(runs, question.measure)
         arms = {question.name(mixer): own for mixer, own in places[where or next(iter(places))].items()}
         for seed, value in arms[a].items():
             found.setdefault(seed, []).append(value - arms[b][seed])
@@ -367,24 +382,24 @@ def by_seed(a, b, names, where):
 @pytest.mark.parametrize(("a", "b", "names", "seeds", "where", "digits"), POOLED)
 def test_the_differences_over_several_studies(a, b, names, seeds, where, digits, findings):
     """Runs of several studies on one seed read the same rows: a seed is one observation."""
-    one, expected = study.pooled(a, b, names, where), [fmean(own) for own in by_seed(a, b, names, where).values()]
+    (one, p), expected = study.pooled(a, b, names, where), [fmean(own) for own in by_seed(a, b, names, where).values()]
     by_scipy = stats.ttest_1samp(expected, 0)
-    assert (one.n, one.mean, one.p) == (seeds, pytest.approx(fmean(expected)), pytest.approx(by_scipy.pvalue))
-    assert (one.low, one.high) == pytest.approx(tuple(by_scipy.confidence_interval(0.95)))
-    numbers = (f"{x:{sign}.{digits}f}" for x, sign in ((one.mean, "+"), (one.low, ""), (one.high, "")))
-    said = "{} ({} to {}; {} seeds, p {:.2g})".format(*numbers, one.n, one.p)
+    assert (one.n, one.value, p) == (seeds, pytest.approx(fmean(expected)), pytest.approx(by_scipy.pvalue))
+    assert one.interval == pytest.approx(tuple(by_scipy.confidence_interval(0.95)))
+    numbers = (f"{x:{sign}.{digits}f}" for x, sign in zip((one.value, *one.interval), ("+", "", ""), strict=True))
+    said = "{} ({} to {}; {} seeds, p {:.2g})".format(*numbers, one.n, p)
     assert said.replace("-", "−").replace("p 0.", "p .") in findings
 
 
 @pytest.mark.parametrize(("names", "where"), [(REPEATS, "text, loss on repeats"), (TEXTS, "text, all tokens")])
 def test_a_sum_over_studies_that_repeats_its_runs_is_no_surer(names, where):
     once, twice = (study.pooled("softmax", "wide sigmoid", names * times, where) for times in (1, 2))
-    assert (once.n, once.p) == (twice.n, pytest.approx(twice.p))
+    assert (once[0].n, once[1]) == (twice[0].n, pytest.approx(twice[1]))
 
 
 def test_no_difference_on_text_stands_after_correction():
     for name in TEXTS:
-        (found,) = statistics.differences([study.read(name)])
+        (found,) = hypotheses.differences([study.read(name)])
         assert {one.verdict for one in found} == {"not told apart"}
     assert len(found) == 8
 
@@ -392,7 +407,7 @@ def test_no_difference_on_text_stands_after_correction():
 @pytest.mark.parametrize(("name", "arm", "said"), MEANS)
 def test_the_means_of_the_findings(name, arm, said, findings):
     question, runs = study.read(name)
-    (by_mixer,) = statistics.collected(runs, question.measure).values()
+    (by_mixer,) = collected(runs, question.measure).values()
     (values,) = (own.values() for mixer, own in by_mixer.items() if question.name(mixer) == arm)
     mean = 2 ** fmean(values) / study.positions(name) if question.measure == "capacity" else fmean(values)
     assert said.format(f"{mean:.0f}") in findings

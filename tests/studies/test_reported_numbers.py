@@ -173,7 +173,7 @@ def recorded(values, metric="acc", choices=(4,), **more):
 def test_an_interval_holds_95_percent():
     a, b = torch.randn(2, 50, dtype=torch.float64)
     pair = scores.Pair(*(scores.Score("acc", [(x, 1.0) for x in side.tolist()]) for side in (a, b)))
-    low, high = pair.interval
+    low, high = pair.difference.interval
     difference = 100 * (b - a)
     reach = stats.t.ppf(0.975, 49) * stats.sem(difference.numpy())
     assert (high - low) / 2 == pytest.approx(reach) and (high + low) / 2 == pytest.approx(difference.mean())
@@ -205,7 +205,7 @@ def test_perplexities_and_bits_of_a_text():
     assert bits.value == pytest.approx(1 / math.log(2)) and perplexity.value == pytest.approx(math.e)
     error = math.sqrt(((-6 / 5 + 1) ** 2 + (-2 / 3 + 1) ** 2) / 2)  # by the jackknife: the means without either row
     assert bits.stderr == pytest.approx(error / math.log(2)) and perplexity.stderr == pytest.approx(math.e * error)
-    assert scores.Score("acc", [(1.0, 1.0)]).error == math.inf
+    assert scores.Score("acc", [(1.0, 1.0)]).mean.error == math.inf
     assert findings.show(perplexity) == "2.718 ± 0.75"
 
 
@@ -220,7 +220,7 @@ def test_the_level_of_guessing_and_what_reaches_it():
 def test_a_difference_is_in_nats_or_in_points(metric, unit, mean):
     first, second = (scores.Score(metric, [(value, 2.0), (value, 2.0)]) for value in (-1.0, -0.5))
     found = scores.Pair(first, second)
-    assert (found.unit, found.difference.mean) == (unit, pytest.approx(mean))
+    assert (found.unit, found.difference.value) == (unit, pytest.approx(mean))
 
 
 def test_a_perplexity_is_not_at_the_level_of_guessing():

@@ -10,8 +10,9 @@ from statistics import fmean, stdev
 import pytest
 from scipy import stats
 
+from headrace.studies import stats as ours
+from headrace.studies.compare import hypotheses
 from headrace.studies.compare import rows as table
-from headrace.studies.compare import statistics
 from headrace.studies.compare.arm import Curve, begin, train
 from headrace.studies.compare.choose import choose, planned
 from headrace.studies.compare.model import build
@@ -51,8 +52,17 @@ measure: capacity
 """
 
 
+def collected(rows, measure):
+    """{place: {mixer: {seed: value}}} of the runs that are finite there."""
+    found = {}
+    for place, mixer, seed, value in hypotheses.values(rows, measure).itertuples(index=False):
+        own = found.setdefault(place, {}).setdefault(mixer, {})
+        own |= {} if math.isnan(value) else {seed: value}
+    return found
+
+
 def compared(question, rows):
-    (found,) = statistics.differences([(question, rows)])
+    (found,) = hypotheses.differences([(question, rows)])
     return found
 
 
@@ -193,20 +203,20 @@ def test_an_arm_begins_with_the_weights_of_one_without_gates(tmp_path):
 def test_differences_are_paired_and_corrected_over_the_family():
     a, b, c = (0.9, 0.8, 0.95), (0.5, 0.6, 0.65), (0.7, 0.9, 0.6)
     runs = [row(m, s, x) for m, own in zip("abc", (a, b, c), strict=True) for s, x in enumerate(own)]
-    runs += [row("a", 9, 0.0), row("a", 1, 0.0, trial=True), row("b", 2, None)]  # unpaired, of a search, diverged
+    runs += [row("a", 9, 0.0), row("a", 1, 0.0, trial=True), row("b", 3, None)]  # unpaired, of a search, diverged
     first, second = compared(question(pairs=(("a", "b"), ("a", "c"))), runs)
     by_scipy, other = stats.ttest_rel(a, b), stats.ttest_rel(a, c)
     interval = by_scipy.confidence_interval(0.95)
-    assert (first.where, first.n) == ("p", 3) and first.mean == pytest.approx(0.3)
-    assert (first.low, first.high) == pytest.approx(tuple(interval)) and first.p == pytest.approx(by_scipy.pvalue)
+    assert (first.where, first.gain.n) == ("p", 3) and first.gain.value == pytest.approx(0.3)
+    assert first.gain.interval == pytest.approx(tuple(interval)) and first.p == pytest.approx(by_scipy.pvalue)
     assert first.corrected == pytest.approx(2 * by_scipy.pvalue) and second.corrected == pytest.approx(other.pvalue)
     (wilcoxon,) = compared(question(test="wilcoxon"), runs)
     assert wilcoxon.p == stats.wilcoxon([0.4, 0.2, 0.3]).pvalue
 
 
 def test_holm_by_hand():
-    assert statistics.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])  # 3 · 0.01, 2 · 0.03, and no less
-    assert statistics.holm([0.9, 0.6]) == [1.0, 1.0] and statistics.holm([]) == []
+    assert ours.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])  # 3 · 0.01, 2 · 0.03, and no less
+    assert ours.holm([0.9, 0.6]) == [1.0, 1.0] and ours.holm([]) == []
 
 
 @pytest.mark.parametrize("test", ["t", "wilcoxon"])
@@ -223,10 +233,10 @@ def test_equal_differences_are_judged_by_their_signs(test, gains, p, verdict):
     (found,) = compared(question(test=test), runs)
     assert (found.p, found.verdict) == (pytest.approx(p), verdict)
     if p > 1 / 20:
-        assert (found.low, found.high) == (-math.inf, math.inf)
-        assert statistics.table(question(test=test), [found])[1][3] == "no interval"
+        assert found.gain.interval == (-math.inf, math.inf)
+        assert hypotheses.table(question(test=test), [found])[1][3] == "no interval"
     else:
-        assert (found.low, found.high) == pytest.approx((gains[0],) * 2)
+        assert found.gain.interval == pytest.approx((gains[0],) * 2)
 
 
 def test_two_seeds_are_too_few_for_a_verdict():
@@ -242,7 +252,7 @@ def test_runs_of_equal_models_that_learn_or_do_not_are_told_apart_in_one_of_twen
         verdicts = []
         for scores in product((0.0, 1.0), repeat=2 * n):
             gains = [a - b for a, b in zip(scores[:n], scores[n:], strict=True)]
-            one = statistics.tested("t", "", "a", "b", gains)
+            one = hypotheses.Tested("", "a", "b", ours.mean_over_seeds(gains), ours.paired(gains))
             verdicts.append(replace(one, corrected=one.p).verdict in ("more", "less"))
         assert fmean(verdicts) <= 0.05, n
 
@@ -252,19 +262,19 @@ def test_seeds_that_diverged_are_marked():
     runs += [row("a", 3, None), row("b", 3, 0.3), row("c", 0, None), row("c", 1, None), row("a", 4, None, trial=True)]
     asked = question(pairs=(("a", "b"), ("c", "b")))
     found = compared(asked, runs)
-    assert [one.lost for one in found] == [1, 2] and [one.n for one in found] == [3, 0]
-    assert [cells[1] for cells in statistics.table(asked, found)[1:]] == ["3 of 4", "0 of 2"]
-    assert "3 of 4 seeds" in statistics.answer(asked, found)
-    means = {cells[0]: cells[1:3] for cells in statistics.table_of_means(asked, runs)[1:]}
+    assert [one.lost for one in found] == [1, 2] and [one.gain.n for one in found] == [3, 0]
+    assert [cells[1] for cells in hypotheses.table(asked, found)[1:]] == ["3 of 4", "0 of 2"]
+    assert "3 of 4 seeds" in hypotheses.answer(asked, found)
+    means = {cells[0]: cells[1:3] for cells in hypotheses.table_of_means(asked, runs)[1:]}
     assert means["a"] == ["3 of 4", "0.633 ± 0.153"] and means["b"][0] == "4" and means["c"] == ["0 of 2", "diverged"]
     none = [row(m, s, None) for m in "ab" for s in range(2)]
-    said = statistics.answer(question(), compared(question(), none))
+    said = hypotheses.answer(question(), compared(question(), none))
     assert said == "Q? a and b have no seed in which neither diverged."
 
 
 def test_studies_that_are_shown_together_are_one_family():
     runs = [row(m, s, x) for m, own in (("a", (0.9, 0.8, 0.95)), ("b", (0.5, 0.6, 0.65))) for s, x in enumerate(own)]
-    alone, (first, second) = compared(question(), runs), statistics.differences([(question(), runs)] * 2)
+    alone, (first, second) = compared(question(), runs), hypotheses.differences([(question(), runs)] * 2)
     assert first == second and first[0].corrected == pytest.approx(2 * alone[0].corrected)
 
 
@@ -275,26 +285,26 @@ def test_the_length_held_is_interpolated_and_stays_on_the_grid():
         row("b", 1, 0.9, by_length={8: 0.89, 16: 1.0}),
     ]
     broken = row("c", 0, 0.9, by_length={8: 1.0, 16: 0.95, 32: math.nan, 64: 0.95})
-    assert statistics.length_held(broken) == 4.0, "what is not finite is not held"
-    by_mixer = statistics.collected(runs, "capacity")["p"]
+    assert hypotheses.length_held(broken) == 4.0, "what is not finite is not held"
+    by_mixer = collected(runs, "capacity")["p"]
     assert by_mixer["a"][0] == pytest.approx(4.25), "a quarter of the way from 0.95 to 0.75; what comes later is luck"
     assert by_mixer["b"] == {0: 4.0, 1: 3.0}
-    cells = statistics.table_of_means(question("capacity"), runs)
+    cells = hypotheses.table_of_means(question("capacity"), runs)
     assert cells[1:] == [["a", "1", "19 (19 to 19)", "0"], ["b", "2", "11 (7 to 18)", "2"]]
 
 
 def test_a_loss_that_is_not_finite_is_a_seed_that_is_lost():
     lengths = [{8: 2.0, 64: 3.0}, {8: 2.0, 64: math.nan}, {8: 2.0, 64: 3.5}]
     runs = [row("a", seed, 2.0, loss=2.0, scores={}, by_length=own) for seed, own in enumerate(lengths)]
-    assert statistics.collected(runs, "losses")["p, rows of 64"] == {"a": {0: 3.0, 2: 3.5}}
-    assert statistics.lost(runs, "losses", "p, rows of 64", "a") == {1}
-    assert not statistics.lost(runs, "losses", "p, rows of 8", "a")
+    assert collected(runs, "losses")["p, rows of 64"] == {"a": {0: 3.0, 2: 3.5}}
+    cells = {row[1]: row[2] for row in hypotheses.table_of_means(question("losses"), runs)}
+    assert (cells["p, rows of 64"], cells["p, rows of 8"]) == ("2 of 3", "3")
 
 
 def test_losses_are_compared_over_all_tokens_over_repeats_and_by_length():
     scores = {"loss": 2.0, "perplexity": 7.4, "loss on repeats": 1.0}
     runs = [row("a", 0, 2.0, loss=2.0, scores=scores, by_length={8: 2.5, 1024: 3.0})]
-    assert statistics.collected(runs, "losses") == {
+    assert collected(runs, "losses") == {
         f"p, {place}": {"a": {0: value}}
         for place, value in {"all tokens": 2.0, "loss on repeats": 1.0, "rows of 8": 2.5, "rows of 1,024": 3.0}.items()
     }
@@ -310,7 +320,7 @@ def test_speed_is_the_first_evaluation_above_nine_tenths():
     never = table.row(arm | {"curve": arm["curve"][:1]}, Pair.metric, False)
     assert never["reached"] is None
     runs = [row("a", 0, 0.9, reached=30), row("b", 0, 0.5)]
-    assert statistics.collected(runs, "speed") == {"p": {"a": {0: 30.0}, "b": {0: 100.0}}}
+    assert collected(runs, "speed") == {"p": {"a": {0: 30.0}, "b": {0: 100.0}}}
 
 
 def test_a_planned_report_judges_nothing_that_the_plan_does_not_ask():
@@ -331,7 +341,7 @@ def test_a_planned_report_judges_nothing_that_the_plan_does_not_ask():
 def test_the_figures_of_the_demo_are_those_of_its_runs():
     root = Path(__file__).parents[2]
     runs = table.read(root / "benchmarks" / "results" / "studies" / "demo.csv")
-    by_mixer = statistics.collected(runs, "score")["pair"]
+    by_mixer = collected(runs, "score")["pair"]
     said = [" ".join((root / name).read_text("utf-8").split()) for name in ("README.md", "docs/limits.md")]
     for values in by_mixer.values():
         percent = f"{100 * fmean(values.values()):.1f} ± {100 * stdev(values.values()):.1f} %"

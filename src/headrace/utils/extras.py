@@ -6,7 +6,17 @@ from .errors import InputError
 
 # Import names. Each extra also installs the packages of the extra in INCLUDES.
 EXTRAS = {
-    "models": ("transformers", "huggingface_hub", "tokenizers", "accelerate", "matplotlib", "jinja2", "scipy", "yaml"),
+    "models": (
+        "transformers",
+        "huggingface_hub",
+        "tokenizers",
+        "accelerate",
+        "matplotlib",
+        "jinja2",
+        "pandas",
+        "scipy",
+        "yaml",
+    ),
     "train": ("datasets", "tensorboard", "omegaconf"),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
