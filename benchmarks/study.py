@@ -75,13 +75,9 @@ def pooled(a: str, b: str, names: list[str], where: str | None = None) -> tuple[
 def by_arm(name: str) -> dict[str, pd.DataFrame]:
     """For each place of a study in which no run diverged, the values of every arm [seed, arm]."""
     question, runs = read(name)
-    values = hypotheses.values(finished(name, runs), question.measure).replace(
-        {"mixer": {mixer: arm for mixer, arm in question.names}}
-    )
-    return {
-        str(place): own.pivot(index="seed", columns="mixer", values="value")
-        for place, own in values.groupby("place", sort=False)
-    }
+    values = hypotheses.values(finished(name, runs), question.measure)
+    places = values.assign(arm=values["mixer"].map(question.name)).groupby("place", sort=False)
+    return {str(place): own.pivot(index="seed", columns="arm", values="value") for place, own in places}
 
 
 def only(places: dict[str, pd.DataFrame]) -> pd.DataFrame:
