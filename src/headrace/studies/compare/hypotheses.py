@@ -26,7 +26,7 @@ class Table(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tested:
+class Hypothesis:
     """The difference of the values of a and b at a place, such as a comparison, over the seeds in which both have one.
     lost: seeds in which a or b diverged. corrected: p by Holm over the family."""
 
@@ -47,7 +47,7 @@ class Tested:
         return "more" if self.gain.value > 0 else "less"
 
 
-def differences(studies: Sequence[tuple[Question, Sequence[Row]]]) -> list[list[Tested]]:
+def differences(studies: Sequence[tuple[Question, Sequence[Row]]]) -> list[list[Hypothesis]]:
     """Every difference of each study (its question and its runs) in the plan's order, corrected over those of all."""
     tests = [
         [
@@ -62,13 +62,13 @@ def differences(studies: Sequence[tuple[Question, Sequence[Row]]]) -> list[list[
     return [[replace(one, corrected=next(corrected)) for one in own] for own in tests]
 
 
-def compared(test: str, where: str, a: str, b: str, own: pd.DataFrame) -> Tested:
+def compared(test: str, where: str, a: str, b: str, own: pd.DataFrame) -> Hypothesis:
     """The difference of two mixers by the values of one place."""
     own = own[own["mixer"].isin((a, b))]
     by_seed = own.pivot(index="seed", columns="mixer", values="value")
     gains = (by_seed[a] - by_seed[b]).dropna().tolist()
     lost = own["seed"][own["value"].isna()].nunique()
-    return Tested(where, a, b, stats.mean_over_seeds(gains), stats.paired(gains, test), lost)
+    return Hypothesis(where, a, b, stats.mean_over_seeds(gains), stats.paired(gains, test), lost)
 
 
 def of_results(results: dict[str, Any]) -> list[Table]:
@@ -81,7 +81,7 @@ def of_results(results: dict[str, Any]) -> list[Table]:
     return tables(question, rows, tests)
 
 
-def tables(question: Question, rows: Sequence[Row], tests: Sequence[Tested]) -> list[Table]:
+def tables(question: Question, rows: Sequence[Row], tests: Sequence[Hypothesis]) -> list[Table]:
     """The statistic of the plan, which `differences` returned, and the means behind it, as text."""
     sentences = (answer(question, tests), about(question)), ("", "")
     cells = table(question, tests), table_of_means(question, rows)
@@ -96,7 +96,7 @@ MEANS = dict.fromkeys(DIGITS, "mean ± standard deviation") | {
 }
 
 
-def table(question: Question, tests: Sequence[Tested]) -> list[list[str]]:
+def table(question: Question, tests: Sequence[Hypothesis]) -> list[list[str]]:
     """A header, and a row for each comparison."""
     digits = DIGITS[question.measure]
     rows = [["difference", "at", "seeds", "mean", "95 % interval", "p", "p by Holm", "verdict"]]
@@ -143,7 +143,7 @@ def about(question: Question) -> str:
     return f"In {UNITS[question.measure]}. Differences are paired by seed; p by {test}, corrected by Holm's rule."
 
 
-def answer(question: Question, tests: Sequence[Tested]) -> str:
+def answer(question: Question, tests: Sequence[Hypothesis]) -> str:
     """The primary comparison as a sentence."""
     if not tests or not tests[0].gain.n:
         a, b = map(question.name, question.pairs[0])
