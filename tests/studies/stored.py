@@ -64,10 +64,10 @@ def question(measure="score", test="t", pairs=(("a", "b"),)):
     return Question("Does it help?", names, pairs, measure, test)
 
 
-def record(values, metric="acc", choices=(4,), unigram=None):
-    """An item of `eval`: the score of each row, and the number of its choices, which repeat."""
+def record(values, metric="acc", choices=(4,), unigram=None, rows=""):
+    """An item of `eval`: the score of each row, and the number of its choices, which repeat. rows: a name of them."""
     samples = [
-        {"doc_hash": str(n), "choices": choices[n % len(choices)], "answer": [], "scores": {metric: value}}
+        {"doc_hash": f"{rows}{n}", "choices": choices[n % len(choices)], "answer": [], "scores": {metric: value}}
         for n, value in enumerate(values)
     ]
     return {"samples": samples, "unigram": unigram or {}, "max_length": 8, "trained_length": 8, "seconds": 0.5}

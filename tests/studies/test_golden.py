@@ -209,6 +209,7 @@ EVALUATIONS = {
                      "b": record([[x - w / 10, w] for x, w in WORDS], "word_perplexity", (1,), {"word_perplexity": 2})},
     "bits": {"a": record(WORDS, "bits_per_byte", (1,))},
     "one row": {"a": record([[-2.0, 3.0]], "byte_perplexity", (1,))},
+    "other rows": {"a": record([1.0, 0.0]), "b": record([1.0, 0.0], rows="other ")},
     "not finite": {"a": record([1.0, 0.0]), "b": record([math.nan, 0.0])},
     "infinite": {"a": record([-2.0] * 10, "perplexity", (1,)), "b": record([-math.inf] * 10, "perplexity", (1,))},
 }  # fmt: skip

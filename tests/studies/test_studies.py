@@ -1,12 +1,14 @@
 """Studies that are written down first: the plan's file, the search for a learning rate, and the rows."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from stored import question
 
+from headrace.cli.app import GROUPS
 from headrace.studies.compare import rows as table
 from headrace.studies.compare.arm import Curve, begin, train
 from headrace.studies.compare.choose import choose, planned
@@ -96,6 +98,15 @@ def test_every_stored_plan_can_be_run(path):
     text = isinstance(study.plans[0].task, Text)  # whose losses differ less between seeds than a recall does
     assert study.question.cost and len(study.plans[0].seed_numbers) >= (3 if text else 5)
     assert study.question.measure != "capacity" or all(plan.task.by_length(1) for plan in study.plans)
+
+
+@pytest.mark.parametrize("example", [e for e in GROUPS["Compare"]["compare"].examples if "--task" in e])
+def test_the_examples_of_compare_fit_their_tasks(example):
+    words = shlex.split(example)
+    options = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    task, sweep = options.pop("task"), options.pop("sweep", None)
+    for plan in choose(task, [], None, options, sweep).plans:
+        plan.check()
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
