@@ -15,7 +15,7 @@ TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--retries 0 --extra-index-url $(TOR
 # long as to run them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-quick test-gpu lint format docs generated linkcheck native sanitize bench lines clean
+.PHONY: demo test test-quick test-gpu lint format docs generated golden linkcheck native sanitize bench lines clean
 
 demo: $(VENV)/.studies
 	$(BIN)/headrace compare
@@ -51,6 +51,10 @@ docs: $(VENV)/.docs
 # Writes what the pages on GitHub take from the code: tables, and the errors of the FAQ.
 generated: $(VENV)/.dev
 	$(BIN)/python docs/generated.py
+
+# What pages of studies say of small sets of rows: read the difference before it is committed.
+golden: $(VENV)/.dev
+	$(BIN)/python tests/studies/test_golden.py
 
 # Asks every external link for an answer: needs the internet.
 linkcheck: $(VENV)/.docs

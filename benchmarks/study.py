@@ -12,17 +12,18 @@ python benchmarks/study.py others NAME [NAME ...]                           the 
 
 import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from statistics import fmean
 
 import matplotlib
+import pandas as pd
 import typer
 from matplotlib.figure import Figure
 
-from headrace.studies.compare import rows, statistics
+from headrace.studies import stats
+from headrace.studies.compare import hypotheses, rows
 from headrace.studies.compare.choose import planned
 from headrace.studies.compare.plan import Study
 from headrace.studies.compare.question import Question
@@ -59,22 +60,30 @@ def pool(a: str, b: str, names: list[str], where: str | None = None) -> None:
 
     where: the value to compare, of studies with more than one, such as "text, loss on repeats".
     """
-    one = pooled(a, b, names, where)
-    print(f"{a} - {b}: {one.mean:+.3f} ({one.low:+.3f} … {one.high:+.3f}), {count(one.n, 'seed')}, p {one.p:.2g}")
+    mean, p = pooled(a, b, names, where)
+    interval = hypotheses.interval_text(mean, 3, " … ")
+    print(f"{a} - {b}: {mean.value:+.3f} ({interval}), {count(mean.n, 'seed')}, p {p:.2g}")
 
 
-def pooled(a: str, b: str, names: list[str], where: str | None = None) -> statistics.Tested:
-    """The difference of a seed is the mean over the studies that have it, as its runs read the same rows and are not
-    independent."""
-    gains: dict[int, list[float]] = {}
-    for name in names:
-        question, runs = read(name)
-        by_place = statistics.collected(finished(name, runs), question.measure)
-        (held,) = by_place.values() if where is None else (by_place[where],)
-        first, second = (next(held[mixer] for mixer, label in question.names if label == arm) for arm in (a, b))
-        for seed in first.keys() & second.keys():
-            gains.setdefault(seed, []).append(first[seed] - second[seed])
-    return statistics.tested("t", "", a, b, [fmean(own) for own in gains.values()])
+def pooled(a: str, b: str, names: list[str], where: str | None = None) -> tuple[stats.Mean, float]:
+    """The difference and its p. That of a seed is the mean over the studies that have it, as its runs read the same
+    rows and are not independent."""
+    arms = (by_arm(name)[where] if where else only(by_arm(name)) for name in names)
+    gains = pd.concat([own[a] - own[b] for own in arms]).dropna().groupby("seed").mean().tolist()
+    return stats.mean_over_seeds(gains), stats.paired(gains)
+
+
+def by_arm(name: str) -> dict[str, pd.DataFrame]:
+    """For each place of a study in which no run diverged, the values of every arm [seed, arm]."""
+    question, runs = read(name)
+    values = hypotheses.values(finished(name, runs), question.measure)
+    places = values.assign(arm=values["mixer"].map(question.name)).groupby("place", sort=False)
+    return {str(place): own.pivot(index="seed", columns="arm", values="value") for place, own in places}
+
+
+def only(places: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    (own,) = places.values()
+    return own
 
 
 def finished(name: str, runs: list[rows.Row]) -> list[rows.Row]:
@@ -95,13 +104,10 @@ def picture(names: list[str]) -> Figure:
         figure = Figure(figsize=(2.3 * len(names), 2.6), layout="constrained")
         panels = figure.subplots(1, len(names), sharex=True, sharey=True, squeeze=False)[0]
         for ax, name in zip(panels, names, strict=True):
-            question, runs = read(name)
-            (held,) = statistics.collected(runs, question.measure).values()
-            for mixer, arm in question.names:
-                colour = PALETTE[ARMS.index(arm)]
-                pairs = [2**value / positions(name) for value in held[mixer].values()]
-                ax.plot(pairs, [ARMS.index(arm)] * len(pairs), "o", color=colour, alpha=0.4, ms=5, mec="none")
-                ax.plot(2 ** fmean(map(math.log2, pairs)), ARMS.index(arm), "D", color=colour, ms=6)
+            for arm, held in only(by_arm(name)).items():
+                at, colour, pairs = ARMS.index(arm), PALETTE[ARMS.index(arm)], 2**held / positions(name)
+                ax.plot(pairs, [at] * len(pairs), "o", color=colour, alpha=0.4, ms=5, mec="none")
+                ax.plot(2 ** held.mean() / positions(name), at, "D", color=colour, ms=6)
             ax.set(title=name.removeprefix("capacity-"), xscale="log", xlabel="pairs held at 90 %")
             ax.set_xticks([4, 8, 16, 32], ["4", "8", "16", "32"])
             ax.minorticks_off()
@@ -128,33 +134,42 @@ class Setting:
     """A backbone in a study of capacity: the values of COMPARED by seed, and how many of these runs have converged."""
 
     name: str
-    arms: dict[str, dict[int, float]]
+    arms: pd.DataFrame  # [seed, COMPARED]
     positions: int  # of a row, for each pair
     converged: str
 
-    def effect(self, a: str, b: str) -> statistics.Tested:
-        return statistics.compared("t", "", a, b, self.arms)
-
     def held(self, arm: str) -> str:
-        return f"{2 ** fmean(self.arms[arm].values()) / self.positions:.0f}"
+        return f"{2 ** self.arms[arm].mean() / self.positions:.0f}"
 
 
 def settings(names: list[str]) -> list[Setting]:
     """Every setting of the studies; a mixer's name is that of its setting, if the study has several, and of its arm."""
-    listed = []
-    for name in names:
-        question, runs = read(name)
-        (held,) = statistics.collected(finished(name, runs), question.measure).values()
-        for mixer, called in question.names:
-            if called.endswith("none"):
-                prefix = called.removesuffix("none")
-                own = {arm: mixer for mixer, label in question.names for arm in COMPARED if label == prefix + arm}
-                last = [row for row in runs if not row["trial"] and row["mixer"] in own.values()]
-                settled = f"{sum(row['converged'] for row in last)} of {len(last)}"
-                arms = {arm: held[mixer] for arm, mixer in own.items()}
-                title = TITLES.get(name, name.removeprefix("capacity-")).format(prefix.strip())
-                listed.append(Setting(title, arms, positions(name), settled))
-    return listed
+    return [
+        setting(name, arm.removesuffix("none"))
+        for name in names
+        for _, arm in read(name)[0].names
+        if arm.endswith("none")
+    ]
+
+
+def setting(name: str, prefix: str) -> Setting:
+    """The setting whose arms' names begin with the prefix."""
+    arms, title = only(by_arm(name)), TITLES.get(name, name.removeprefix("capacity-")).format(prefix.strip())
+    own = arms[[prefix + arm for arm in COMPARED]].set_axis(list(COMPARED), axis=1)
+    return Setting(title, own, positions(name), converged(name, [prefix + arm for arm in COMPARED]))
+
+
+def converged(name: str, arms: Collection[str] | None = None) -> str:
+    """How many reported runs of a study, or of some of its arms, have converged."""
+    question, runs = read(name)
+    last = [
+        row["converged"] for row in runs if not row["trial"] and (arms is None or question.name(row["mixer"]) in arms)
+    ]
+    return f"{sum(last)} of {len(last)}"
+
+
+def effect(arms: pd.DataFrame, a: str, b: str) -> stats.Mean:
+    return stats.mean_over_seeds((arms[a] - arms[b]).tolist())
 
 
 @app.command()
@@ -176,26 +191,24 @@ def others(names: list[str]) -> None:
 
 def others_of(names: list[str]) -> list[str]:
     """A row for each place of each study, and the runs of it that have converged."""
-    lines = []
+    rows = []
     for name in names:
-        question, runs = read(name)
-        last, digits = [row for row in runs if not row["trial"]], statistics.DIGITS[question.measure]
-        settled = f"{sum(row['converged'] for row in last)} of {len(last)}"
-        for where, held in statistics.collected(finished(name, runs), question.measure).items():
-            arms = {called: held[mixer] for mixer, called in question.names}
-            place = ", ".join([name, where.partition(", ")[2] or MEASURED[question.measure]])
-            means = [f"{fmean(arms[arm].values()):.{digits}f}" for arm in COMPARED]
-            lines.append([place, *means, *cells(arms, digits), settled])
-    return table(lines)
+        measure = read(name)[0].measure
+        digits = hypotheses.DIGITS[measure]
+        for where, arms in by_arm(name).items():
+            place = ", ".join([name, where.partition(", ")[2] or MEASURED[measure]])
+            means = [f"{arms[arm].mean():.{digits}f}" for arm in COMPARED]
+            rows.append([place, *means, *cells(arms, digits), converged(name)])
+    return table(rows)
 
 
-def cells(arms: dict[str, dict[int, float]], digits: int) -> list[str]:
-    tested = (statistics.compared("t", "", a, b, arms) for a, b in EFFECTS)
-    return [f"{one.mean:+.{digits}f} ({one.interval(digits)})".replace("-", "−") for one in tested]
+def cells(arms: pd.DataFrame, digits: int) -> list[str]:
+    gains = (effect(arms, a, b) for a, b in EFFECTS)
+    return [f"{gain.value:+.{digits}f} ({hypotheses.interval_text(gain, digits)})".replace("-", "−") for gain in gains]
 
 
-def table(lines: Iterable[list[str]]) -> list[str]:
-    return markdown(["setting", *COMPARED, *(f"{a} − {b}" for a, b in EFFECTS), "converged"], lines)
+def table(rows: Iterable[list[str]]) -> list[str]:
+    return markdown(["setting", *COMPARED, *(f"{a} − {b}" for a, b in EFFECTS), "converged"], rows)
 
 
 @app.command()
@@ -210,9 +223,9 @@ def effects_picture(names: list[str]) -> Figure:
         figure = Figure(figsize=(9, 0.28 * len(shown) + 1), layout="constrained")
         panels = figure.subplots(1, len(EFFECTS), sharex=True, sharey=True)
         for ax, (a, b), colour in zip(panels, EFFECTS, PALETTE, strict=False):
-            tested = [setting.effect(a, b) for setting in shown]
-            halves = [one.high - one.mean if math.isfinite(one.high) else math.nan for one in tested]
-            ax.errorbar([one.mean for one in tested], range(len(shown)), xerr=halves, fmt="o", color=colour, ms=4)
+            gains = [effect(setting.arms, a, b) for setting in shown]
+            reaches = [gain.reach if math.isfinite(gain.reach) else math.nan for gain in gains]
+            ax.errorbar([gain.value for gain in gains], range(len(shown)), xerr=reaches, fmt="o", color=colour, ms=4)
             ax.axvline(0, color="0.5", lw=0.8)
             ax.set(title=f"{a} − {b}", xlabel="doublings of the pairs held")
         panels[0].set_yticks(range(len(shown)), [setting.name for setting in shown])
@@ -225,18 +238,17 @@ def lines(names: list[str]) -> list[str]:
 
 def shown(studies: dict[str, tuple[Question, list[rows.Row]]]) -> list[str]:
     """The answers and tables of studies as Markdown; each by its name, with its question and its runs."""
-    shown, questions = [], list(studies.values())
-    for name, (question, runs), tested in zip(studies, questions, statistics.differences(questions), strict=True):
-        shown += [f"### {name}", ""] if len(studies) > 1 else []
-        for table in statistics.tables(question, runs, tested):
-            shown += [table.answer, "", table.about, ""] if table.answer else []
-            shown += markdown(table.header, table.rows)
-            shown.append("")
+    text, asked = [], list(studies.values())
+    for name, (question, runs), tests in zip(studies, asked, hypotheses.differences(asked), strict=True):
+        text += [f"### {name}", ""] if len(studies) > 1 else []
+        for shown in hypotheses.tables(question, runs, tests):
+            text += [shown.answer, "", shown.about, ""] if shown.answer else []
+            text += [*markdown(shown.header, shown.rows), ""]
         last = [row for row in runs if not row["trial"]]
-        shown += [f"{sum(row['converged'] for row in last)} of {len(last)} reported runs converged.", ""]
+        text += [f"{sum(row['converged'] for row in last)} of {len(last)} reported runs converged.", ""]
         if lost := sum(row["score"] is None for row in last):
-            shown += [f"{count(lost, 'run')} diverged, and the tables are without {'it' if lost == 1 else 'them'}.", ""]
-    return shown
+            text += [f"{count(lost, 'run')} diverged, and the tables are without {'it' if lost == 1 else 'them'}.", ""]
+    return text
 
 
 def plan(name: str) -> Study:

@@ -15,7 +15,7 @@ COLUMNS = {column for columns in catalog.VIEWS.values() for column in columns}
 
 
 @pytest.mark.parametrize("name", zoo.names())
-def test_every_mixer_has_a_whole_row(name):
+def test_every_mixer_has_a_complete_row(name):
     row = catalog.describe(name)
     assert row.keys() > COLUMNS and all(row[column] not in ("", None) for column in COLUMNS)
     assert row["paper"].startswith("https://")
@@ -102,7 +102,7 @@ def test_a_name_of_the_zoo_may_begin_with_softmax(monkeypatch):
     assert zoo.get("softmax-softmax-mine") == zoo.compete(ADDED["LINEAR"])
 
 
-def test_a_mixer_that_does_not_fit_the_width_of_the_table_says_so(monkeypatch):
+def test_a_mixer_that_does_not_fit_the_table_width_has_its_reason_in_the_row(monkeypatch):
     monkeypatch.setitem(zoo.LINEAR, "mine", MixerSpec(Heads(count=3)))
     row = catalog.describe("mine")
     assert row["state"].startswith("num_heads=3 does not divide") and row["bytes"] is row["decoding"] is None
@@ -147,7 +147,7 @@ def test_the_masked_matrix_is_the_op():
     torch.testing.assert_close(masked_matrix(C, B, log_decay) @ x, out[0, :, 0], rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_below_the_diagonal():
+def test_blocks_below_the_diagonal_have_the_rank_of_the_state():
     """Every block below the diagonal: of rank 1 in the mask, of the state's size in the whole matrix, and no more."""
     C, B, _, log_decay = ssd()
     mask, matrix = semiseparable(log_decay), masked_matrix(C, B, log_decay)

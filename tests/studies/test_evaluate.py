@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,8 +23,8 @@ from headrace.hf import HeadraceForCausalLM
 from headrace.hf.config import HeadraceConfig
 from headrace.studies.evaluate import findings, local, report
 from headrace.studies.evaluate.checkpoint import named, read_checkpoint
-from headrace.studies.evaluate.run import Evaluation, EvaluationPlan, Machine, evaluate
-from headrace.studies.evaluate.scores import Pair, Score, pair, scores
+from headrace.studies.evaluate.run import EvaluationPlan, Machine, evaluate
+from headrace.studies.evaluate.scores import scores
 from headrace.studies.evaluate.suites import items
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import read_result
@@ -300,91 +299,6 @@ def test_the_command_writes_a_report(checkpoints, data, tmp_path):
     ):
         assert text in page
     assert "too few rows to tell them apart" in ran.output
-
-
-def record(values, metric="acc", choices=4, unigram=None):
-    samples = [
-        {"doc_id": n, "doc_hash": str(n), "choices": choices, "answer": [], "scores": {metric: value}}
-        for n, value in enumerate(values)
-    ]
-    return {"samples": samples, "unigram": unigram or {}, "max_length": 8, "trained_length": 8, "seconds": 0}
-
-
-def said(**records):
-    return findings.findings(Evaluation(EvaluationPlan("x"), {model: {"task": r} for model, r in records.items()}, {}))
-
-
-def test_failures_are_named():
-    assert "chance level" in said(a=record([1.0, 0.0, 0.0, 0.0] * 9))[0]
-    assert said(a=record([1.0] * 8 + [0.0])) == []
-    assert "0 of 5 rows" in said(a=record([0.0] * 5, "contains", 1))[0]
-    assert "unigram model" in said(a=record([-9.0, -8.0], "perplexity", 1, {"perplexity": 50.0}))[0]
-    assert said(a=record([-2.0, -3.0], "perplexity", 1, {"perplexity": 50.0})) == []
-
-
-def test_two_models_are_told_apart_only_where_the_rows_suffice():
-    few = said(a=record([1.0, 1.0, 0.0, 1.0, 1.0], choices=1), b=record([1.0, 1.0, 1.0, 1.0, 1.0], choices=1))
-    assert "too few rows to tell them apart" in few[-1]
-    many = said(a=record([1.0, 0.0] * 50, choices=1), b=record([1.0, 1.0] * 50, choices=1))
-    assert "better" in many[-1]
-    same = said(a=record([1.0, 0.0], choices=1), b=record([1.0, 0.0], choices=1))
-    assert "equal on every row in every metric" in same[-1]
-    other = record([1.0, 0.0])
-    other["samples"][0]["doc_hash"] = "another"
-    assert pair(record([1.0, 0.0]), other, "acc") is None
-
-
-def test_fewer_than_ten_rows_give_no_verdict():
-    for n, verdict in ((9, "too few rows"), (10, "better")):
-        models = record([0.0] * n, choices=1), record([1.0 + 0.01 * i for i in range(n)], choices=1)
-        assert verdict in said(a=models[0], b=models[1])[-1]
-    assert len(said(a=record([1.0] * 2, choices=2))) == 1, "two right answers of two: 1 in 4 by guessing"
-    assert said(a=record([1.0] * 6, choices=2)) == [], "six of six: 1 in 64"
-
-
-def accuracies(generator, n):
-    """Rows that two equal models get right or wrong independently, at any difficulty."""
-    right = generator.random((2, n)) < generator.random()
-    return [Score("acc", [(float(x), 1.0) for x in side]) for side in right]
-
-
-def opposites(generator, n):
-    """Exactly one of two models is right on each row: all equal differences are likely."""
-    first = generator.random(n) < 0.5
-    return [Score("acc", [(float(x), 1.0) for x in side]) for side in (first, ~first)]
-
-
-def likelihoods(generator, n):
-    """Log-likelihoods of rows whose lengths differ by a factor of 7 and more, and whose difficulty is that of a row."""
-    words = np.exp(generator.normal(size=n))
-    sides = words * generator.normal(size=(2, n)) - words
-    return [Score("word_perplexity", list(zip(side.tolist(), words.tolist(), strict=True))) for side in sides]
-
-
-@pytest.mark.parametrize("rows", [accuracies, opposites, likelihoods])
-@pytest.mark.parametrize("n", [2, 5, 10, 20])
-def test_equal_models_are_seldom_told_apart(rows, n):
-    """An exact test would err in at most 5 % of cases. Of rows that are right or wrong, t errs in up to 6.5 % (by
-    enumeration, for n from 10 to 50); the bound has room for three standard errors of 2,000 cases."""
-    generator, cases = np.random.default_rng(n), 2000
-    verdicts = [Pair(*rows(generator, n)).verdict for _ in range(cases)]
-    wrong = sum(verdict in ("better", "worse") for verdict in verdicts) / cases
-    assert wrong <= (0 if n < 10 else 0.065 + 3 * (0.065 * 0.935 / cases) ** 0.5)
-
-
-def test_pairs_and_ratios_against_the_textbook():
-    a, b = torch.randn(50).double(), torch.randn(50).double()
-    difference = Pair(*(Score("acc", [(x, 1.0) for x in side.tolist()]) for side in (a, b))).difference
-    assert difference.mean == pytest.approx(100 * (b - a).mean().item())  # points
-    assert difference.error == pytest.approx(100 * (b - a).std().item() / 50**0.5)
-    assert difference.reach == pytest.approx(100 * (b - a).std().item() / 50**0.5 * 2.009575)  # t of 49 degrees
-    assert Score("acc", [(1.0, 1.0), (0.0, 0.0)]).error == math.inf, "one row has all the weight"
-    weights = torch.rand(50).double() + 0.5
-    score = Score("word_perplexity", list(zip(a.tolist(), weights.tolist(), strict=True)))
-    jackknife = torch.stack([torch.exp(-(a.sum() - x) / (weights.sum() - w)) for x, w in zip(a, weights, strict=True)])
-    error = (49 / 50 * ((jackknife - jackknife.mean()) ** 2).sum()).sqrt().item()
-    assert score.value == pytest.approx(math.exp(-(a.sum() / weights.sum())))
-    assert score.stderr == pytest.approx(error, rel=0.1)
 
 
 def test_needles_are_rows_by_length():

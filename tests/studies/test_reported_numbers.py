@@ -13,6 +13,8 @@ from scipy import stats
 
 pytest.importorskip("lm_eval")
 
+import stored
+
 from headrace.hf.convert.flash import fla_config
 from headrace.studies.bench import measure, report, results
 from headrace.studies.bench.models import Shape, build, cache_bytes
@@ -21,7 +23,6 @@ from headrace.studies.evaluate import findings, scores, unigram
 from headrace.studies.evaluate.report import draw, write_report
 from headrace.studies.evaluate.run import Evaluation, EvaluationPlan
 from headrace.studies.inspect.recorder import record
-from headrace.studies.report.numbers import compact, significant
 from headrace.studies.reproduce import experiment, numbers, show
 from tiny import build as model
 from tiny import tokens
@@ -42,7 +43,7 @@ HELD = [
 ]  # fmt: skip
 
 
-def test_a_line_of_the_csv_is_the_median_round():
+def test_a_line_of_the_csv_is_of_the_median_round():
     """Of 1, 2, 2, 4, 8 s: quartiles (exclusive) 1.5 and 6, so that the spread is 4.5 / 2."""
     found = {line["what"]: line for line in results.rows(HELD, PLAN) if line["model"] == "gla"}
     assert [found[what]["tokens_per_second"] for what in ("training", "prefill", "decoding")] == ["32", "8", "0.5"]
@@ -92,7 +93,7 @@ def test_points_are_measured_once_and_in_order(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-def test_compression_is_of_what_was_measured():
+def test_compression_compares_measured_with_predicted_bytes():
     """Keys and values of 3 layers, 64 wide, 640 tokens in float32; GLA has K = 16, V = 32."""
     (plain, _) = results.compressions(HELD, PLAN)
     assert plain.measured == 2 * 3 * 64 * 640 * 4 / (400 * 2**20) and plain.predicted == 640 * (16 + 32) / (16 * 32)
@@ -100,7 +101,7 @@ def test_compression_is_of_what_was_measured():
     assert cache_bytes("transformers-mamba2", SHAPE, 640, 4) == cache_bytes("gla", SHAPE, 640, 4) == 0
 
 
-def test_seconds_are_of_one_token_and_the_first_round_warms_up(monkeypatch):
+def test_time_is_per_token_and_the_first_round_warms_up(monkeypatch):
     decoded = []
     decoder = SimpleNamespace(token=lambda: decoded.append(1))
     monkeypatch.setattr(measure, "timed", lambda call, plan: call() or 0.5 * len(decoded))
@@ -111,7 +112,7 @@ def test_seconds_are_of_one_token_and_the_first_round_warms_up(monkeypatch):
 
 
 @pytest.mark.parametrize(("what", "batch"), [("training", 3), ("prefill", 1)])
-def test_what_is_timed_reads_the_tokens_of_the_point(what, batch, monkeypatch):
+def test_a_timed_model_reads_the_tokens_of_its_point(what, batch, monkeypatch):
     seen = []
 
     def listened(name, plan):
@@ -142,7 +143,7 @@ def test_memory_is_in_bytes(monkeypatch, tmp_path):
     assert (measure.resident("VmHWM"), measure.resident("VmRSS"), measure.free(PLAN)) == (307200, 204800, 7168)
 
 
-def test_peers_are_as_wide_and_deep():
+def test_peers_are_as_wide_and_deep_as_ours():
     """Heads of 64 channels, as their published models have; an MLP of 8/3 of the width, 171 → 176."""
     llama, mamba, qwen = (build(f"transformers-{name}", SHAPE).config for name in ("llama", "mamba2", "qwen3-next"))
     assert {config.vocab_size for config in (llama, mamba, qwen)} == {50}
@@ -162,40 +163,15 @@ def test_peers_are_as_wide_and_deep():
 
 
 # --- eval ------------------------------------------------------------------------------------------------------------
-def recorded(values, metric="acc", choices=(4,), **more):
-    samples = [
-        {"doc_hash": str(n), "choices": choices[n % len(choices)], "scores": {metric: value}}
-        for n, value in enumerate(values)
-    ]
-    return {"samples": samples, "unigram": {}} | more
-
-
-def test_an_interval_holds_95_percent():
+def test_a_picture_shows_the_interval_of_a_difference():
     a, b = torch.randn(2, 50, dtype=torch.float64)
     pair = scores.Pair(*(scores.Score("acc", [(x, 1.0) for x in side.tolist()]) for side in (a, b)))
-    low, high = pair.interval
-    difference = 100 * (b - a)
-    reach = stats.t.ppf(0.975, 49) * stats.sem(difference.numpy())
-    assert (high - low) / 2 == pytest.approx(reach) and (high + low) / 2 == pytest.approx(difference.mean())
-    comparison = findings.PairedComparison("piqa", "acc", pair)
-    assert comparison.cells()[2:5] == (
-        f"{difference.mean():+.1f} points", f"± {stats.sem(difference.numpy()):.1f}", f"{low:+.1f} to {high:+.1f}",
-    )  # fmt: skip
     axes = report.Figure().add_subplot()
-    draw(axes, {"b": [comparison]}, ["piqa acc"])
+    draw(axes, {"b": [findings.PairedComparison("piqa", "acc", pair)]}, ["piqa acc"])
     (bar,) = axes.containers
-    assert bar.lines[2][0].get_segments()[0][:, 0] == pytest.approx((low, high))
-
-
-@pytest.mark.parametrize(
-    ("rows", "verdict"),
-    # 100 rows, some of which differ by one: the mean m is beyond 1.96 errors √((m − m²) / 99) from 4 rows on
-    [([0.0] * 96 + [1.0] * 4, "better"), ([0.0] * 97 + [1.0] * 3, scores.TOO_FEW), ([0.0] * 100, scores.ALIKE)],
-)
-def test_a_verdict_is_by_the_interval(rows, verdict):
-    both = [scores.Score("acc", [(x, 1.0) for x in side]) for side in ([0.0] * 100, rows)]
-    assert scores.Pair(*both).verdict == verdict
-    assert scores.Pair(*both[::-1]).verdict == verdict.replace("better", "worse")
+    difference = 100 * (b - a).numpy()
+    expected = stats.t.interval(0.95, 49, difference.mean(), stats.sem(difference))
+    assert bar.lines[2][0].get_segments()[0][:, 0] == pytest.approx(expected)
 
 
 def test_perplexities_and_bits_of_a_text():
@@ -205,22 +181,15 @@ def test_perplexities_and_bits_of_a_text():
     assert bits.value == pytest.approx(1 / math.log(2)) and perplexity.value == pytest.approx(math.e)
     error = math.sqrt(((-6 / 5 + 1) ** 2 + (-2 / 3 + 1) ** 2) / 2)  # by the jackknife: the means without either row
     assert bits.stderr == pytest.approx(error / math.log(2)) and perplexity.stderr == pytest.approx(math.e * error)
-    assert scores.Score("acc", [(1.0, 1.0)]).error == math.inf
+    assert scores.Score("acc", [(1.0, 1.0)]).mean.error == math.inf
     assert findings.show(perplexity) == "2.718 ± 0.75"
-
-
-def test_the_level_of_guessing_and_what_reaches_it():
-    """Of 100 rows with 2, 5, 5 and 5 choices in turn: 27.5 %. An error of 0.048: 37 % is 1.96 of them away."""
-    told = lambda right: findings.at_chance("x", recorded([1.0] * right + [0.0] * (100 - right), choices=(2, 5, 5, 5)))  # noqa: E731
-    assert told(36) == f"x (acc 36.0 ± {100 * math.sqrt(0.36 * 0.64 / 99):.1f} %; guessing 27.5 %)" and told(38) == ""
-    assert scores.guessing(recorded([1.0], choices=(1, 3))) is None
 
 
 @pytest.mark.parametrize(("metric", "unit", "mean"), [("word_perplexity", "nats", 0.25), ("acc", "points", 25.0)])
 def test_a_difference_is_in_nats_or_in_points(metric, unit, mean):
     first, second = (scores.Score(metric, [(value, 2.0), (value, 2.0)]) for value in (-1.0, -0.5))
     found = scores.Pair(first, second)
-    assert (found.unit, found.difference.mean) == (unit, pytest.approx(mean))
+    assert (found.unit, found.difference.value) == (unit, pytest.approx(mean))
 
 
 def test_a_perplexity_is_not_at_the_level_of_guessing():
@@ -236,14 +205,14 @@ def test_the_metrics_of_other_lengths_of_a_needle_task_are_left_out():
 
 
 @pytest.mark.parametrize(("limit", "said"), [(5, "the first 5 rows of each task"), (None, "lm-evaluation-harness")])
-def test_the_page_says_how_many_rows_there_are(limit, said, tmp_path):
-    record = recorded([1.0, 0.0], max_length=64, trained_length=64, seconds=1.0)
-    evaluation = Evaluation(EvaluationPlan("piqa", limit=limit), {"a": {"piqa": record}, "b": {"piqa": record}}, {})
+def test_the_page_says_how_many_rows_were_evaluated(limit, said, tmp_path):
+    models = {name: {"piqa": stored.record([1.0, 0.0])} for name in "ab"}
+    evaluation = Evaluation(EvaluationPlan("piqa", limit=limit), models, {})
     page = write_report(evaluation, {"a": "a", "b": "b"}, tmp_path).read_text("utf-8")
     assert said in page and ("the first" in page) == (limit is not None)
 
 
-def test_the_unigram_is_of_the_very_rows():
+def test_the_unigram_is_that_of_the_evaluated_rows():
     """Tokens a a b | a c and | c a, those after the bar scored: of 7 tokens 4 are a and 2 are c; weights of 4 and 2."""
     samples = [
         {"arguments": [text], "metrics": ["word_perplexity", "acc"], "word_perplexity": (-1.0, weight)}
@@ -254,36 +223,10 @@ def test_the_unigram_is_of_the_very_rows():
     assert (unigram.weight(-3.0), unigram.unigram([{"metrics": ["acc"]}], None)) == (1.0, {})
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(999.94, "999.9"), (1000.0, "1,000"), (123456.7, "123,457"), (2e12, "2e+12"), (0.12345, "0.1235")],
-)
-def test_how_a_number_is_written(value, text):
-    assert significant(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.5, "0.5"), (999, "999"), (999.9, "1k"), (1234, "1.23k"), (999.9e6, "1G"), (2**20, "1.05M"), (15e9, "15G")],
-)
-def test_how_a_number_is_shortened(value, text):
-    assert compact(value) == text
-
-
 # --- reproduce -------------------------------------------------------------------------------------------------------
-def test_reaches_are_of_95_percent():
-    of_eval = {"results": {"a": {"acc,none": 0.5, "acc_stderr,none": 0.1}}, "n-samples": {"a": {"effective": 8}}}
-    assert numbers.score(of_eval, "a", "acc").reach == pytest.approx(0.1 * stats.t.ppf(0.975, 7))
-    for n in (*range(2, 12), 30):
-        found = numbers.mean([numbers.Number(float(i)) for i in range(n)])
-        expected = stats.t.ppf(0.975, n - 1) * stats.sem(range(n))
-        assert found.reach == pytest.approx(expected) and found.value == (n - 1) / 2
-    less = numbers.less(numbers.Number(3.0, 0.3), numbers.Number(1.0, 0.4))
-    assert (less.value, less.reach) == (2.0, pytest.approx(0.5))
-    assert numbers.less(numbers.Number(3.0, 0.3), numbers.Number(1.0)).reach is None
 
 
-def test_ours_are_read_where_the_steps_left_them(tmp_path, monkeypatch):
+def test_reproduced_numbers_are_read_where_the_steps_left_them(tmp_path, monkeypatch):
     for path, data in {
         "e/run/results.json": {
             "results": {x: {"acc,none": v, "acc_stderr,none": e} for x, v, e in (("a", 0.5, 0.03), ("b", 0.7, 0.04))},
@@ -308,34 +251,11 @@ def test_ours_are_read_where_the_steps_left_them(tmp_path, monkeypatch):
     assert read(printed).value == 3.0 and read(printed, size="80m") is None
 
 
-def test_ours_beside_the_published():
-    cells = [
-        numbers.Cell("a", "x", 10.0, numbers.Number(10.5, 0.5)),
-        numbers.Cell("a", "y", 10.0, numbers.Number(10.51, 0.5)),
-        numbers.Cell("a", "z", 10.0, numbers.Number(1.0)),
-        numbers.Cell("a", "w", 10.0, None),
-        numbers.Cell("a", "v", None, None),
-        numbers.Cell("a", "u", None, numbers.Number(1.0)),
-    ]
-    shown = show.shown(cells)
-    assert [row[1] for row in shown] == ["x", "y", "z", "w", "u"]
-    assert [show.line(cell)[2:] for cell in cells[:4]] == [
-        ("10", "10.5 ± 0.5", "+0.5", "yes"), ("10", "10.51 ± 0.5", "+0.51", "no"), ("10", "1", "-9", "–"),
-        ("10", "–", "–", "–"),
-    ]  # fmt: skip
-    said = "Published numbers: 4, of which 3 are reproduced; within the 95 % interval of the reproduced number: 1 of 2."
-    assert show.verdict(cells) == said
-    assert show.verdict(cells[4:]) == "Published numbers: none as text; reproduced numbers: 1."
-    none = "Published numbers: 1; reproduced numbers: 1, none for the same model and metric."
-    assert show.verdict([cells[3], cells[5]]) == none
-
-
 def test_the_page_of_a_reproduction_has_its_numbers(tmp_path):
     chosen = experiment.load("figure-1")
     cells = [numbers.Cell("GLA", "x", 10.0, numbers.Number(10.5, 0.5))]
     page = show.write_page(chosen, "laptop", cells, tmp_path / "page.html", "headrace").read_text("utf-8")
-    told = [*show.line(cells[0]), show.verdict(cells)]
-    assert all(part in html.unescape(page) for part in told)
+    assert all(part in html.unescape(page) for part in (*show.line(cells[0]), show.verdict(cells)))
     empty = show.write_page(chosen, "laptop", [], tmp_path / "empty.html", "headrace").read_text("utf-8")
     assert "is published" not in empty and "are published" not in empty
 
@@ -343,7 +263,7 @@ def test_the_page_of_a_reproduction_has_its_numbers(tmp_path):
 # --- inspect, convert ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rank", [1, 3])
 @torch.no_grad()
-def test_what_is_shown_of_a_head_is_of_one_however_many_memories_it_has(rank):
+def test_inspected_gates_are_per_head_with_several_memories(rank):
     competing = model(f"softmax-gated-deltanet(competition.memories_per_head={rank})")
     _, (layer, *_) = record(competing, tokens(1, 20))
     for gate in layer.gates.values():  # 1 where heads are alike

@@ -1,17 +1,15 @@
-"""Studies that are written down first: the plan's file, the search for a learning rate, the rows and the statistic."""
+"""Studies that are written down first: the plan's file, the search for a learning rate, and the rows."""
 
 import json
-import math
+import shlex
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
 
 import pytest
-from scipy import stats
+from stored import question
 
+from headrace.cli.app import GROUPS
 from headrace.studies.compare import rows as table
-from headrace.studies.compare import statistics
 from headrace.studies.compare.arm import Curve, begin, train
 from headrace.studies.compare.choose import choose, planned
 from headrace.studies.compare.model import build
@@ -49,21 +47,6 @@ over: [{backbone: retnet}, {backbone: gla}]
 compare: [softmax - none]
 measure: capacity
 """
-
-
-def compared(question, rows):
-    (found,) = statistics.differences([(question, rows)])
-    return found
-
-
-def row(mixer, seed, score, comparison="p", **more):
-    known = {"trial": False, "steps": 100, "reached": None, "loss": 0.5, "by_length": {}}
-    return known | {"mixer": mixer, "seed": seed, "score": score, "comparison": comparison} | more
-
-
-def question(measure="score", test="t", pairs=(("a", "b"),)):
-    names = tuple((mixer, mixer) for mixer in sorted({mixer for pair in pairs for mixer in pair}))
-    return Question("Q?", names, pairs, measure, test)
 
 
 # --- the plan's file -------------------------------------------------------------------------------------------------
@@ -106,7 +89,7 @@ def test_a_wrong_plan_is_refused(old, new, says, tmp_path):
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
-def test_every_plan_of_ours_can_be_run(path):
+def test_every_stored_plan_can_be_run(path):
     study = planned(path)
     for plan in study.plans:
         if isinstance(plan.task, Text):  # of files that benchmarks/corpus.py writes; here, of the standard library
@@ -117,8 +100,17 @@ def test_every_plan_of_ours_can_be_run(path):
     assert study.question.measure != "capacity" or all(plan.task.by_length(1) for plan in study.plans)
 
 
+@pytest.mark.parametrize("example", [e for e in GROUPS["Compare"]["compare"].examples if "--task" in e])
+def test_the_examples_of_compare_fit_their_tasks(example):
+    words = shlex.split(example)
+    options = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    task, sweep = options.pop("task"), options.pop("sweep", None)
+    for plan in choose(task, [], None, options, sweep).plans:
+        plan.check()
+
+
 # --- the search ------------------------------------------------------------------------------------------------------
-def test_a_search_is_on_other_seeds_and_every_mixer_takes_its_best():
+def test_a_search_has_seeds_of_its_own_and_every_mixer_takes_its_best_rate():
     (plan,) = choose("pair", [], None, {"seeds": "3-4"}, None, "lr=1e-3, 1e-2").plans
     assert plan.tuning == Tuning("lr", (1e-3, 1e-2), (5, 6, 7))
     assert [(t.name, t.recipe.lr, t.seed_numbers) for t in plan.trials()] == [
@@ -149,9 +141,8 @@ def test_a_search_is_evaluated_on_rows_that_are_not_reported(task):
     assert first == second and not first & reported and min(len(first), len(reported)) > 100
 
 
-def test_reported_arms_train_with_the_value_that_was_taken_and_a_finished_study_is_kept(tmp_path):
-    asked = question(pairs=(("softmax-retnet", "retnet"),))
-    study = Study("s", "S", (SMALL,), question=asked)
+def test_reported_runs_train_with_the_best_rate_and_a_finished_study_is_kept(tmp_path):
+    study = Study("s", "S", (SMALL,), question=question(pairs=(("softmax-retnet", "retnet"),)))
     claim(tmp_path, study.to_json())
     heard = []
     results = complete(study, tmp_path, lambda *news: heard.append(news), ["cpu"])
@@ -189,118 +180,8 @@ def test_an_arm_begins_with_the_weights_of_one_without_gates():
         begin(build(gated), {name: value for name, value in weights.items() if "o_proj" not in name})
 
 
-# --- the statistic ---------------------------------------------------------------------------------------------------
-def test_differences_are_paired_and_corrected_over_the_family():
-    a, b, c = (0.9, 0.8, 0.95), (0.5, 0.6, 0.65), (0.7, 0.9, 0.6)
-    runs = [row(m, s, x) for m, own in zip("abc", (a, b, c), strict=True) for s, x in enumerate(own)]
-    runs += [row("a", 9, 0.0), row("a", 1, 0.0, trial=True), row("b", 2, None)]  # unpaired, of a search, diverged
-    first, second = compared(question(pairs=(("a", "b"), ("a", "c"))), runs)
-    by_scipy, other = stats.ttest_rel(a, b), stats.ttest_rel(a, c)
-    interval = by_scipy.confidence_interval(0.95)
-    assert (first.where, first.n) == ("p", 3) and first.mean == pytest.approx(0.3)
-    assert (first.low, first.high) == pytest.approx(tuple(interval)) and first.p == pytest.approx(by_scipy.pvalue)
-    assert first.corrected == pytest.approx(2 * by_scipy.pvalue) and second.corrected == pytest.approx(other.pvalue)
-    (wilcoxon,) = compared(question(test="wilcoxon"), runs)
-    assert wilcoxon.p == stats.wilcoxon([0.4, 0.2, 0.3]).pvalue
-
-
-def test_holm_by_hand():
-    assert statistics.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])  # 3 · 0.01, 2 · 0.03, and no less
-    assert statistics.holm([0.9, 0.6]) == [1.0, 1.0] and statistics.holm([]) == []
-
-
-@pytest.mark.parametrize("test", ["t", "wilcoxon"])
-@pytest.mark.parametrize(
-    ("gains", "p", "verdict"),
-    [([0.5], 1, "too few seeds"), ([0.5] * 2, 1 / 2, "too few seeds"), ([0.0] * 3, 1, "not told apart"),
-     ([-0.5] * 5, 1 / 16, "not told apart"), ([0.5] * 6, 1 / 32, "more"), ([-0.5] * 6, 1 / 32, "less")],
-)  # fmt: skip
-def test_equal_differences_are_judged_by_their_signs(test, gains, p, verdict):
-    """p is exact: two of 2^n choices of signs are as extreme. Sums such as 0.43 + 0.5 are rounded, each in its way."""
-    bases = [0.43, 0.51, 0.07, 0.3, 0.9, 0.11]
-    runs = [row(m, s, base + x) for s, (gain, base) in enumerate(zip(gains, bases, strict=False)) for m, x in
-            (("a", gain), ("b", 0))]  # fmt: skip
-    (found,) = compared(question(test=test), runs)
-    assert (found.p, found.verdict) == (pytest.approx(p), verdict)
-    if p > 1 / 20:
-        assert (found.low, found.high) == (-math.inf, math.inf)
-        assert statistics.table(question(test=test), [found])[1][3] == "no interval"
-    else:
-        assert (found.low, found.high) == pytest.approx((gains[0],) * 2)
-
-
-def test_two_seeds_are_too_few_for_a_verdict():
-    """Even where p is small."""
-    runs = [row(m, s, x) for s, gain in enumerate((0.5, 0.501)) for m, x in (("a", 0.1 + gain), ("b", 0.1))]
-    (found,) = compared(question(), runs)
-    assert found.corrected < 0.001 and found.verdict == "too few seeds"
-
-
-def test_runs_of_equal_models_that_learn_or_do_not_are_told_apart_in_one_of_twenty_at_most():
-    """Scores of 0 or 1 by the toss of a coin, all 4^n of n seeds. With two seeds, 1 in 8 would favour one model."""
-    for n in (2, 3, 4, 5, 6):
-        verdicts = []
-        for scores in product((0.0, 1.0), repeat=2 * n):
-            gains = [a - b for a, b in zip(scores[:n], scores[n:], strict=True)]
-            one = statistics.tested("t", "", "a", "b", gains)
-            verdicts.append(replace(one, corrected=one.p).verdict in ("more", "less"))
-        assert fmean(verdicts) <= 0.05, n
-
-
-def test_seeds_that_diverged_are_marked():
-    runs = [row(m, s, x) for m, base in (("a", 0.5), ("b", 0.2)) for s, x in enumerate((base, base + 0.1, base + 0.3))]
-    runs += [row("a", 3, None), row("b", 3, 0.3), row("c", 0, None), row("c", 1, None), row("a", 4, None, trial=True)]
-    asked = question(pairs=(("a", "b"), ("c", "b")))
-    found = compared(asked, runs)
-    assert [one.lost for one in found] == [1, 2] and [one.n for one in found] == [3, 0]
-    assert [cells[1] for cells in statistics.table(asked, found)[1:]] == ["3 of 4", "0 of 2"]
-    assert "3 of 4 seeds" in statistics.answer(asked, found)
-    means = {cells[0]: cells[1:3] for cells in statistics.table_of_means(asked, runs)[1:]}
-    assert means["a"] == ["3 of 4", "0.633 ± 0.153"] and means["b"][0] == "4" and means["c"] == ["0 of 2", "diverged"]
-    none = [row(m, s, None) for m in "ab" for s in range(2)]
-    said = statistics.answer(question(), compared(question(), none))
-    assert said == "Q? a and b have no seed in which neither diverged."
-
-
-def test_studies_that_are_shown_together_are_one_family():
-    runs = [row(m, s, x) for m, own in (("a", (0.9, 0.8, 0.95)), ("b", (0.5, 0.6, 0.65))) for s, x in enumerate(own)]
-    alone, (first, second) = compared(question(), runs), statistics.differences([(question(), runs)] * 2)
-    assert first == second and first[0].corrected == pytest.approx(2 * alone[0].corrected)
-
-
-def test_the_length_held_is_interpolated_and_stays_on_the_grid():
-    runs = [
-        row("a", 0, 0.9, by_length={8: 1.0, 16: 0.95, 32: 0.75, 64: 0.95}),
-        row("b", 0, 0.9, by_length={8: 0.9, 16: 0.9}),
-        row("b", 1, 0.9, by_length={8: 0.89, 16: 1.0}),
-    ]
-    broken = row("c", 0, 0.9, by_length={8: 1.0, 16: 0.95, 32: math.nan, 64: 0.95})
-    assert statistics.length_held(broken) == 4.0, "what is not finite is not held"
-    by_mixer = statistics.collected(runs, "capacity")["p"]
-    assert by_mixer["a"][0] == pytest.approx(4.25), "a quarter of the way from 0.95 to 0.75; what comes later is luck"
-    assert by_mixer["b"] == {0: 4.0, 1: 3.0}
-    cells = statistics.table_of_means(question("capacity"), runs)
-    assert cells[1:] == [["a", "1", "19 (19 to 19)", "0"], ["b", "2", "11 (7 to 18)", "2"]]
-
-
-def test_a_loss_that_is_not_finite_is_a_seed_that_is_lost():
-    lengths = [{8: 2.0, 64: 3.0}, {8: 2.0, 64: math.nan}, {8: 2.0, 64: 3.5}]
-    runs = [row("a", seed, 2.0, loss=2.0, scores={}, by_length=own) for seed, own in enumerate(lengths)]
-    assert statistics.collected(runs, "losses")["p, rows of 64"] == {"a": {0: 3.0, 2: 3.5}}
-    assert statistics.lost(runs, "losses", "p, rows of 64", "a") == {1}
-    assert not statistics.lost(runs, "losses", "p, rows of 8", "a")
-
-
-def test_losses_are_compared_over_all_tokens_over_repeats_and_by_length():
-    scores = {"loss": 2.0, "perplexity": 7.4, "loss on repeats": 1.0}
-    runs = [row("a", 0, 2.0, loss=2.0, scores=scores, by_length={8: 2.5, 1024: 3.0})]
-    assert statistics.collected(runs, "losses") == {
-        f"p, {place}": {"a": {0: value}}
-        for place, value in {"all tokens": 2.0, "loss on repeats": 1.0, "rows of 8": 2.5, "rows of 1,024": 3.0}.items()
-    }
-
-
-def test_speed_is_the_first_evaluation_above_nine_tenths():
+# --- the rows ---------------------------------------------------------------------------------------------------------
+def test_a_row_has_the_first_step_with_a_score_of_nine_tenths():
     arm = {"mixer": "a", "diverged": False, "scores": {"accuracy": 0.95, "loss": 0.2}, "curve": [
         {"step": s, "scores": {"accuracy": x, "loss": 1 - x}} for s, x in ((0, 0.1), (10, 0.9), (20, 0.8), (30, 0.95))
     ]}  # fmt: skip
@@ -309,34 +190,3 @@ def test_speed_is_the_first_evaluation_above_nine_tenths():
     assert table.row(arm, Text.metric, False)["reached"] is None
     never = table.row(arm | {"curve": arm["curve"][:1]}, Pair.metric, False)
     assert never["reached"] is None
-    runs = [row("a", 0, 0.9, reached=30), row("b", 0, 0.5)]
-    assert statistics.collected(runs, "speed") == {"p": {"a": {0: 30.0}, "b": {0: 100.0}}}
-
-
-def test_a_planned_report_judges_nothing_that_the_plan_does_not_ask():
-    from test_findings import results
-
-    from headrace.studies.compare.findings import findings
-    from headrace.studies.compare.summary import summarise
-
-    found = results([[0.5, 0.6, 0.7], [0.8, 0.9, 0.98], [0.7, 0.8, 0.9]], plan=replace(SMALL, seeds=3, tuning=None,
-        mixers=("retnet", "softmax-retnet", "softmax-retnet(competition.activation=sigmoid)")))  # fmt: skip
-    (comparison,) = summarise(found)
-    assert any("better than" in sentence for sentence in findings(comparison))
-    assert not any(
-        "better than" in sentence or "clear difference" in sentence for sentence in findings(comparison, True)
-    )
-
-
-def test_the_figures_of_the_demo_are_those_of_its_runs():
-    root = Path(__file__).parents[2]
-    runs = table.read(root / "benchmarks" / "results" / "studies" / "demo.csv")
-    by_mixer = statistics.collected(runs, "score")["pair"]
-    said = [" ".join((root / name).read_text("utf-8").split()) for name in ("README.md", "docs/limits.md")]
-    for values in by_mixer.values():
-        percent = f"{100 * fmean(values.values()):.1f} ± {100 * stdev(values.values()):.1f} %"
-        assert all(percent in text for text in said), percent
-    plain, softmax = by_mixer["linear-attention"], by_mixer["softmax-linear-attention"]
-    gains = [100 * (softmax[seed] - plain[seed]) for seed in plain]
-    low, high = stats.ttest_1samp(gains, 0).confidence_interval(0.95)
-    assert f"{fmean(gains):.1f} points, 95 % interval {low:.1f} to {high:.1f})" in said[0]

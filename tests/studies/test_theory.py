@@ -39,7 +39,7 @@ def test_every_law_holds(name, seed):
     assert [row for row in result.checks if not row.holds] == []
 
 
-def test_a_law_that_does_not_hold_is_seen():
+def test_a_violated_law_is_reported():
     assert not theory.Check("", 2e-10, "≤", theory.TOLERANCE).holds and not theory.Check("", 0.1, "≥", 0.5).holds
     assert not theory.Check("", float("nan"), "≤", 1).holds and not theory.Check("", float("nan"), "≥", 1).holds
 
@@ -57,7 +57,7 @@ def test_the_command_draws_and_writes_every_number(tmp_path, monkeypatch):
     assert (tmp_path / "winner-take-all.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_another_seed_is_another_result_and_the_same_the_same():
+def test_results_are_determined_by_the_seed():
     first, again, other = (theory.run("magnitude", seed) for seed in (0, 0, 1))
     assert first.checks == again.checks and first.summary == again.summary != other.summary
 
@@ -67,7 +67,7 @@ def test_the_page_on_theory_has_every_experiment():
     assert re.findall(r"^`python -m studies\.theory ([\w-]+)`:$", page, re.MULTILINE) == list(theory.EXPERIMENTS)
 
 
-def test_the_list_and_unknown_names():
+def test_experiments_are_listed_and_unknown_names_refused():
     listed = CliRunner().invoke(app, [])
     assert listed.exit_code == 0 and all(name in listed.stdout for name in theory.EXPERIMENTS)
     with pytest.raises(InputError, match="NAME='winer' is unknown; expected all, or one of magnitude"):
@@ -104,7 +104,7 @@ def test_a_checkpoint_without_a_fixed_memory_or_with_few_tokens_is_refused(tmp_p
         (["polarity", "--output", "/dev/null/theory"], "--output '/dev/null/theory' cannot be written"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(arguments, said):
+def test_bad_arguments_are_one_sentence(arguments, said):
     error = CliRunner().invoke(app, arguments).exception
     assert isinstance(error, InputError) and said in str(error) and "\n" not in str(error)
 
@@ -157,7 +157,7 @@ def test_weights_read_from_the_op_are_those_of_the_literal_loop():
     torch.testing.assert_close(attention_weights(q, k, log_decay=log_decay, beta=beta, rule="delta"), expected)
 
 
-def test_the_probe_reads_back_what_is_there_and_nothing_else():
+def test_the_probe_recovers_stored_tokens_only():
     torch.manual_seed(0)
     targets = torch.randn(300, 3, 4).double()
     memory = torch.cat([targets[:, 1] @ torch.randn(4, 4).double(), torch.randn(300, 5).double()], 1)
@@ -165,7 +165,7 @@ def test_the_probe_reads_back_what_is_there_and_nothing_else():
     assert known[1] > 0.9 and known[[0, 2]].abs().max() < 0.1
 
 
-def test_numbers_that_sentences_are_made_of():
+def test_numbers_in_summaries_by_hand():
     double = lambda *x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
     assert pairs_at_unit_noise((double(*COUNTS) / 100).sqrt()) == pytest.approx(100)  # noise √(n / d) is 1 at n = d
     assert count_at_half([1.0, 0.75, 0.25, 0, 0, 0, 0, 0]) == pytest.approx(4 * 2**0.5)  # between 4 and 8
@@ -179,13 +179,13 @@ def test_numbers_that_sentences_are_made_of():
     assert is_nearest(read, stored).tolist() == [[1, 0]]
 
 
-def test_half_lives_are_told():
+def test_half_lives_are_stated():
     """0.9^6 > 1/2 > 0.9^7; 0.99^63 > 1/2; what was written before token 40 of 64 is at least 24 tokens old."""
     sentence = theory.run("forgetting").summary
     assert "over 63 (α = 0.99), 7 tokens (α = 0.9)" in sentence and "24 tokens (reset at one token)" in sentence
 
 
-def test_what_is_remembered_is_counted():
+def test_recovered_tokens_are_counted():
     past = StateProbe({"a": torch.tensor([0.9, 0.2, 0.05])}, {"a": 2.0})
     assert (past.total["a"], past.ages["a"]) == (pytest.approx(1.15), 2)
     assert [row[1:] for row in Probe.checks(past)] == [(pytest.approx(1.15), "≤", 2.0)]

@@ -51,7 +51,7 @@ def replayed(model, batches, rate, clip):
 
 
 @pytest.mark.parametrize(("schedule", "clip"), [("cosine", 0.5), ("linear", None)])
-def test_a_run_is_adamw_by_the_recipe(schedule, clip, data, tmp_path, monkeypatch):
+def test_training_equals_a_plain_loop_of_adamw(schedule, clip, data, tmp_path, monkeypatch):
     begun, batches, step = [], [], run.HeadraceTrainer.training_step
 
     def recorded(self, model, inputs, count=None):
@@ -101,7 +101,7 @@ def test_the_dynamics_of_a_mixer_are_not_decayed(name):
 
 
 @pytest.mark.parametrize("name", [*zoo.names(), "experts", "gpt"])
-def test_the_trainer_of_transformers_decays_what_we_decay(name, tmp_path):
+def test_the_trainer_of_transformers_decays_the_same_parameters(name, tmp_path):
     """The Trainer itself, without an optimiser that was given to it."""
     model = HeadraceForCausalLM(tiny.config(name, num_hidden_layers=1))
     arguments = TrainingArguments(tmp_path, weight_decay=DECAY, report_to="none", use_cpu=True)
@@ -147,7 +147,7 @@ def test_the_card_says_bits_per_byte_of_the_held_out_text(data, tmp_path):
     assert f"142 documents and {data.manifest['train']['tokens']:,} tokens for training, 8 held out" in readme
 
 
-def test_a_loss_is_of_the_tokens_that_are_asked_for(data, tmp_path):
+def test_a_held_out_loss_is_over_labelled_tokens(data, tmp_path):
     """Of rows in twos: two of 32 tokens, two of a single one, which ask for nothing, and then one answer."""
     chosen = recipe(precision="float32")[0]
     made = run.make_trainer(chosen, data, run.arguments(chosen, tmp_path, "none"))
@@ -162,7 +162,7 @@ def test_a_loss_is_of_the_tokens_that_are_asked_for(data, tmp_path):
     assert total.tolist() == [pytest.approx(expected.item(), rel=1e-5), 31 + 31 + 1]
 
 
-def test_speed_is_of_training_alone(monkeypatch):
+def test_training_speed_leaves_out_pauses(monkeypatch):
     clock = iter([10.0, 16.0, 18.0])
     monkeypatch.setattr(trainer.time, "perf_counter", lambda: next(clock))
     state = SimpleNamespace(global_step=5)
@@ -174,7 +174,7 @@ def test_speed_is_of_training_alone(monkeypatch):
     assert speed() == {} and run.paused == 0.0  # no step since
 
 
-def test_the_time_of_an_evaluation_is_not_of_training(data, tmp_path, monkeypatch):
+def test_training_speed_leaves_out_evaluations(data, tmp_path, monkeypatch):
     rests, speed = [], trainer.HeadraceTrainer._speed
     monkeypatch.setattr(trainer.HeadraceTrainer, "_speed", lambda self: rests.append(self.paused) or speed(self))
     started = time.perf_counter()
@@ -188,7 +188,7 @@ def test_the_time_of_an_evaluation_is_not_of_training(data, tmp_path, monkeypatc
     [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA B200", 2250),
      ("NVIDIA L40S", 362), ("NVIDIA GeForce RTX 3090", None)],
 )  # fmt: skip
-def test_what_devices_can_do_at_most(name, teraflops, monkeypatch):
+def test_peak_flops_are_those_of_data_sheets(name, teraflops, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     assert run.peak_flops() == (teraflops and teraflops * 1e12)
@@ -197,7 +197,7 @@ def test_what_devices_can_do_at_most(name, teraflops, monkeypatch):
     assert run.peak_flops() == (teraflops and 4 * teraflops * 1e12)
 
 
-def test_a_gate_of_one_head_is_named_after_the_warm_up_and_a_uniform_one_at_the_end(capsys):
+def test_collapsed_gates_are_reported_after_warm_up_and_uniform_ones_at_the_end(capsys):
     gates = [
         {"layer": i, "gate": "read", "entropy": entropy} for i, entropy in enumerate((0.9985, 0.9995, 0.015, 0.005))
     ]
@@ -214,7 +214,7 @@ def test_a_gate_of_one_head_is_named_after_the_warm_up_and_a_uniform_one_at_the_
 
 
 @pytest.mark.parametrize(("rows", "size", "processes"), [(10, 3, 1), (10, 3, 4), (1, 2, 3)])
-def test_processes_share_rows(rows, size, processes):
+def test_processes_share_all_rows_evenly(rows, size, processes):
     found = [trainer.shares(rows, size, process, processes) for process in range(processes)]
     assert sorted(i for batches in found for batch in batches for i in batch) == list(range(rows))
     assert len({len(batches) for batches in found}) == 1 and max(len(x) for b in found for x in b) <= size
@@ -229,7 +229,7 @@ def test_rows_to_evaluate_are_evenly_spread(data):
     assert len(run.evenly_spaced(data.train, length)) == length
 
 
-def test_a_loss_as_large_as_the_unigrams_is_nothing_learnt():
+def test_a_card_says_if_a_model_is_no_better_than_unigrams():
     assert (
         card.baseline_sentence(2.0, 2.0) == "The model learnt nothing: a unigram model of these tokens has 2.0000 nats."
     )
@@ -257,7 +257,7 @@ def test_flops_on_the_meta_device_are_those_on_a_cpu(mixer, monkeypatch):
         ("gla", 2 * (128 * (2 * 64 + 3 * 128 + 16) + 16 * 64) + 5 * 4 * 16 * 32),
     ],
 )
-def test_an_estimate_is_what_paper_and_pencil_say(mixer, per_layer, capsys):
+def test_an_estimate_equals_the_count_by_hand(mixer, per_layer, capsys):
     """laptop-1m: 4 layers of 128, an MLP of 352, a vocabulary of 4,096, rows of 512, 4e6 tokens in steps of 8,192."""
     found = estimate(recipes.load("laptop-1m", {"mixer": mixer})[0])
     forward = 4 * (per_layer + 2 * 3 * 128 * 352) + 2 * 128 * 4096
@@ -278,7 +278,7 @@ def test_an_estimate_is_what_paper_and_pencil_say(mixer, per_layer, capsys):
 
 
 @pytest.mark.parametrize("mixer", ["transformer", "gqa", "gla"])
-def test_what_is_kept_for_the_backward_is_what_a_pass_keeps(mixer):
+def test_estimated_memory_for_the_backward_is_what_a_pass_keeps(mixer):
     chosen = recipe(mixer=mixer, length=256, batch_tokens=512, heads=4, hidden_size=32)[0]
     model, kept = build(chosen).train(), {}
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}

@@ -9,7 +9,8 @@ from itertools import product, takewhile
 from statistics import fmean
 
 from ... import zoo
-from ..report.numbers import SEEDS, count
+from ..report.numbers import count
+from ..stats import SEEDS
 from .pairwise import Difference, common_seeds, competing, few, find, pairs, with_gates, without_count
 from .rows import HELD, RULE, converged
 from .shape import MATCHED
@@ -57,11 +58,11 @@ def answer(comparison: Comparison) -> str:
 def tally(differences: list[Difference]) -> str:
     """The number of backbones that competition makes better, makes worse or leaves without a clear difference."""
     n = len(differences)
-    if (most := max(len(d.gains) for d in differences)) < SEEDS:
-        ahead = sum(d.mean > 0 for d in differences)
+    if (most := max(d.gain.n for d in differences)) < SEEDS:
+        ahead = sum(d.gain.value > 0 for d in differences)
         return f"competition is ahead for {ahead} of {count(n, 'backbone')}, in {few(most)}, which is too few to judge"
-    kinds = {"better": [d.b for d in differences if d.better], "worse": [d.b for d in differences if d.worse]}
-    said = [f"{len(found)} {kind} ({', '.join(c.label for c in found)})" for kind, found in kinds.items() if found]
+    kinds = {kind: [d.b.label for d in differences if d.verdict == kind] for kind in ("better", "worse")}
+    said = [f"{len(labels)} {kind} ({', '.join(labels)})" for kind, labels in kinds.items() if labels]
     even = n - sum(map(len, kinds.values()))
     said += [f"{even} without a clear difference"] if even else []
     said += [f"{lost} over seeds in which neither diverged"] if (lost := sum(bool(d.lost) for d in differences)) else []

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from ...tasks.base import ByRow
 from ..report.page import Name, Page, Picture, Section, picture
-from . import statistics, sweep, tuning
+from . import hypotheses, sweep, tuning
 from .findings import conditions, findings, headline
 from .plots import colours, draw
 from .rows import rows, write
@@ -39,7 +39,7 @@ def write_report(results: dict[str, Any], folder: Path) -> Path:
 def report(results: dict[str, Any], folder: Path | None) -> Page:
     """The report of a results.json, with pictures, which are saved in the folder too. None: as the terminal shows it,
     without pictures and, of a sweep, without a section for each value."""
-    comparisons, over, asked = summarise(results), sweep.read(results), statistics.of_results(results)
+    comparisons, over, asked = summarise(results), sweep.read(results), hypotheses.of_results(results)
     answer = asked[0].answer if asked else sweep.answer(over) if over else headline(comparisons)
     sections = [
         Section("The statistic of the plan" if t.answer else "The means behind it", (t.about,), None, t.header, t.rows)

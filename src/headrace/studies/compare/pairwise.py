@@ -1,15 +1,16 @@
 """The difference between the scores of two mixers, paired by seed, with its 95 % confidence interval."""
 
 import math
-import statistics
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from ... import zoo
 from ...spec.attention import AttentionSpec
 from ...spec.linear import MixerSpec
 from ...spec.serialise import Spec
-from ..report.numbers import SEEDS, count, half_interval, seeds_of
+from .. import stats
+from ..report.numbers import count, seeds_of
 from .summary import Comparison, Contender, show
 
 
@@ -31,36 +32,21 @@ class Difference:
         return [sign * (self.a.by_seed[seed] - self.b.by_seed[seed]) for seed in self.seeds]
 
     @property
-    def mean(self) -> float:
-        return statistics.fmean(self.gains)
+    def gain(self) -> stats.Mean:
+        return stats.mean_over_seeds(self.gains)
 
     @property
     def means(self) -> tuple[float, float]:
         """The mean scores of a and b over the seeds of the difference."""
-        a, b = (statistics.fmean(c.by_seed[seed] for seed in self.seeds) for c in (self.a, self.b))
+        a, b = (fmean(c.by_seed[seed] for seed in self.seeds) for c in (self.a, self.b))
         return a, b
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95 % confidence interval of the mean gain, by Student's t over seeds; (−∞, ∞) if the seeds are too few."""
-        half = half_interval(self.gains)
-        return self.mean - half, self.mean + half
 
     @property
     def verdict(self) -> str:
         """ "better", "worse", "too few seeds" or "no clear difference"."""
-        low, high = self.interval
-        if len(self.gains) < SEEDS:
+        if self.gain.n < stats.SEEDS:
             return "too few seeds"
-        return "better" if low > 0 else "worse" if high < 0 else "no clear difference"
-
-    @property
-    def better(self) -> bool:
-        return self.verdict == "better"
-
-    @property
-    def worse(self) -> bool:
-        return self.verdict == "worse"
+        return {1: "better", -1: "worse", 0: "no clear difference"}[self.gain.sign]
 
     @property
     def lost(self) -> set[int]:
@@ -68,28 +54,29 @@ class Difference:
         return {*self.a.lost, *self.b.lost}
 
     def __str__(self) -> str:
-        a, b, size, seeds = self.a.label, self.b.label, self._size(abs(self.mean)), self._seeds()
+        a, b, gain, seeds = self.a.label, self.b.label, self.gain.value, self._seeds()
+        size = self._size(abs(gain))
         if (solved := self.a.metric.solved) is not None and min(self.means) >= solved:
             return f"{a} and {b} both solve the task ({self._means()}, {seeds}); it is too easy to tell them apart"
-        if len(self.gains) < SEEDS:
-            ahead = f"{'ahead of' if self.mean > 0 else 'behind'} {b} by {size}" if self.mean else f"equal to {b}"
+        if self.verdict == "too few seeds":
+            ahead = f"{'ahead of' if gain > 0 else 'behind'} {b} by {size}" if gain else f"equal to {b}"
             return f"{a} is {ahead} in {seeds}, which is too few to tell them apart"
-        low, high = self.interval
-        if self.better or self.worse:
+        low, high = self.gain.interval
+        if self.verdict in ("better", "worse"):
             near, far = sorted((abs(low), abs(high)))
             interval = f"95 % interval {self._number(near)} to {self._number(far)}"
             return f"{a} is {self.verdict} than {b} by {size} ({interval}, {seeds})"
         interval = f"95 % interval of the gain {self._number(low)} to {self._size(high)}"
         if math.isinf(high):
-            interval = f"the gain is {self._size(self.mean)} in each seed, and they are too few without a spread"
+            interval = f"the gain is {self._size(gain)} in each seed, and they are too few without a spread"
         return f"no clear difference between {a} and {b} ({interval}, {seeds})"
 
     def _seeds(self) -> str:
         """How many seeds the difference is over and, if one diverged, the means over these."""
-        number = few(len(self.gains))
+        number = few(self.gain.n)
         if not self.lost:
             return number
-        return f"{seeds_of(len(self.gains), len(self.lost))} in which neither diverged, with means of {self._means()}"
+        return f"{seeds_of(self.gain.n, len(self.lost))} in which neither diverged, with means of {self._means()}"
 
     def _means(self) -> str:
         a, b = (show(self.a.metric, mean) for mean in self.means)

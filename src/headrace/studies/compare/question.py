@@ -12,7 +12,7 @@
       - {backbone: retnet}
       - {backbone: gla}
     compare: [softmax - none]             differences of two named mixers; the first is the primary one
-    measure: capacity                     score, losses, speed or capacity (statistics.py)
+    measure: capacity                     score, losses, speed or capacity (hypotheses.py)
     test: t                               or wilcoxon; corrected over all comparisons by Holm's rule
 
 The study's folder holds the plan, so that one that is changed after runs were made is refused.

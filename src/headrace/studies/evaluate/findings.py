@@ -99,10 +99,10 @@ class PairedComparison:
         if self.pair is None or self.verdict == NOT_FINITE:
             return *names, "–", "–", "–", self.verdict
         digits = ".4f" if self.pair.first.likelihood else ".1f"
-        low, high = self.pair.interval
-        mean, error = self.pair.difference.mean, self.pair.difference.error
+        mean = self.pair.difference
+        low, high = mean.interval
         interval = f"{low:+{digits}} to {high:+{digits}}"
-        return *names, f"{mean:+{digits}} {self.pair.unit}", f"± {error:{digits}}", interval, self.verdict
+        return *names, f"{mean.value:+{digits}} {self.pair.unit}", f"± {mean.error:{digits}}", interval, self.verdict
 
 
 def against_the_first(evaluation: Evaluation) -> dict[str, list[PairedComparison]]:

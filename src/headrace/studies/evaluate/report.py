@@ -102,7 +102,7 @@ def draw(ax: Axes, found: dict[str, list[PairedComparison]], names: list[str]) -
     for i, (model, comparisons) in enumerate(found.items()):
         pairs = {label(x): x.pair for x in reversed(comparisons) if x.pair and label(x) in names}
         points = [(names.index(name), pair.difference) for name, pair in pairs.items()]
-        shown = [(at + i / (len(found) + 1), x.mean, x.reach) for at, x in points if math.isfinite(x.mean + x.reach)]
+        shown = [(at + i / (len(found) + 1), x.value, x.reach) for at, x in points if math.isfinite(x.value + x.reach)]
         if shown:
             y, mean, reach = zip(*shown, strict=True)
             ax.errorbar(mean, y, xerr=reach, fmt="o", ms=5, capsize=3, color=PALETTE[i % len(PALETTE)], label=model)

@@ -1,13 +1,12 @@
 """Scores with standard errors over rows, and differences of two models on the same rows."""
 
 import math
-import statistics
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from scipy import stats
-
-from ..report.numbers import LEVEL, student
+from .. import stats
+from ..stats import Mean
 
 # Fewest rows for a verdict on two models: with 10 or more, equal models are told apart in at most 6.5 % of cases, for
 # rows that are right or wrong and for log-likelihoods of rows of unequal length (test_evaluate.py).
@@ -20,41 +19,18 @@ Rows = list[tuple[float, float]]  # (summand, weight) of each row
 
 @dataclass(frozen=True)
 class Score:
-    """A metric over rows. `mean`, per unit of weight, is an accuracy or a log-likelihood per word, byte or row."""
+    """A metric over rows. Its mean, per unit of weight, is an accuracy or a log-likelihood per word, byte or row."""
 
     metric: str
     rows: Rows
 
     @property
-    def mean(self) -> float:
-        return sum(value for value, _ in self.rows) / sum(weight for _, weight in self.rows)
-
-    @property
-    def error(self) -> float:
-        """Standard error of `mean`, a ratio of sums if rows differ in weight, by the jackknife. Infinite if one row has
-        all the weight."""
-        n, mean, total = len(self.rows), self.mean, sum(weight for _, weight in self.rows)
-        if max(weight for _, weight in self.rows) == total:
-            return math.inf
-        squares = sum(((value - mean * weight) / (total - weight)) ** 2 for value, weight in self.rows)
-        return math.sqrt(squares * (n - 1) / n)
-
-    @property
-    def degrees(self) -> float:
-        """Degrees of freedom of `error`: one less than the number of equally heavy rows that would tell as much."""
-        weights = [weight for _, weight in self.rows]
-        return sum(weights) ** 2 / sum(weight * weight for weight in weights) - 1
-
-    @property
-    def reach(self) -> float:
-        """Half the 95 % confidence interval of `mean`, by Student's t."""
-        return student(self.degrees) * self.error if math.isfinite(self.error) else math.inf
+    def mean(self) -> Mean:
+        return stats.mean(*zip(*self.rows, strict=True))
 
     def above(self, chance: float) -> bool:
-        """Whether as many right rows have a probability of at most 2.5 % by guesses that are right with the probability
-        `chance` (binomial test)."""
-        right = round(sum(value for value, _ in self.rows))
-        return bool(stats.binomtest(right, len(self.rows), chance, "greater").pvalue <= (1 - LEVEL) / 2)
+        """Whether the right rows are more than guesses that are right with the probability `chance`."""
+        return stats.above(round(sum(value for value, _ in self.rows)), len(self.rows), chance)
 
     @property
     def likelihood(self) -> bool:
@@ -65,15 +41,15 @@ class Score:
     def value(self) -> float:
         """The metric: an accuracy, a perplexity or bits per byte."""
         if self.metric == "bits_per_byte":
-            return -self.mean / math.log(2)
-        return exponential(-self.mean) if self.likelihood else self.mean
+            return -self.mean.value / math.log(2)
+        return exponential(-self.mean.value) if self.likelihood else self.mean.value
 
     @property
     def stderr(self) -> float:
         """Standard error of `value`; for perplexities by the delta method."""
         if self.metric == "bits_per_byte":
-            return self.error / math.log(2)
-        return self.value * self.error if self.likelihood else self.error
+            return self.mean.error / math.log(2)
+        return self.value * self.mean.error if self.likelihood else self.mean.error
 
 
 def scores(record: dict[str, Any]) -> dict[str, Score]:
@@ -109,26 +85,21 @@ class Pair:
         return "nats" if self.first.likelihood else "points"
 
     @property
-    def difference(self) -> Score:
+    def difference(self) -> Mean:
         factor = 1 if self.first.likelihood else 100
         rows = zip(self.first.rows, self.second.rows, strict=True)
-        return Score("difference", [(factor * (b - a), weight) for (a, weight), (b, _) in rows])
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        difference = self.difference
-        return difference.mean - difference.reach, difference.mean + difference.reach
+        return stats.mean(*zip(*((factor * (b - a), weight) for (a, weight), (b, _) in rows), strict=True))
 
     @property
     def verdict(self) -> str:
-        if not math.isfinite(self.difference.mean):
+        difference = self.difference
+        if not math.isfinite(difference.value):
             return NOT_FINITE
-        if not any(difference for difference, _ in self.difference.rows):
+        if all(a == b for (a, _), (b, _) in zip(self.first.rows, self.second.rows, strict=True)):
             return ALIKE
-        if len(self.first.rows) < ROWS:
+        if difference.n < ROWS:
             return TOO_FEW
-        low, high = self.interval
-        return "better" if low > 0 else "worse" if high < 0 else TOO_FEW
+        return {1: "better", -1: "worse", 0: TOO_FEW}[difference.sign]
 
 
 def pair(first: dict[str, Any], second: dict[str, Any], metric: str) -> Pair | None:
@@ -142,4 +113,4 @@ def pair(first: dict[str, Any], second: dict[str, Any], metric: str) -> Pair | N
 def guessing(record: dict[str, Any]) -> float | None:
     """The accuracy of choosing an answer at random; None for tasks without choices."""
     choices = [sample["choices"] for sample in record["samples"]]
-    return statistics.fmean(1 / count for count in choices) if min(choices) > 1 else None
+    return fmean(1 / count for count in choices) if min(choices) > 1 else None

@@ -1,16 +1,7 @@
-"""Statistics and text of measured numbers, as reports and terminals show them."""
+"""Measured numbers as text, and their quartiles, as reports and terminals show them."""
 
-import math
 from collections.abc import Sequence
-from statistics import median, quantiles, stdev
-
-from scipy.special import stdtrit
-
-LEVEL = 0.95  # confidence level of intervals
-# Fewest seeds for a verdict on two models. If every run of two equal models either learns the task or does not, all
-# seeds favour one of them in up to 12.5 % of comparisons with two seeds, and in up to 3.1 % with three.
-SEEDS = 3
-ROUNDING = 2.0**-22  # of float32, in the difference of two scores of at most 1
+from statistics import median, quantiles
 
 
 def count(n: int, noun: str) -> str:
@@ -43,25 +34,6 @@ def spread(numbers: Sequence[float]) -> float | None:
         return None
     low, _, high = quartiles(numbers)
     return (high - low) / median(numbers)
-
-
-def equal(numbers: Sequence[float]) -> bool:
-    """Whether the numbers, of the size of 1 or less, differ by no more than the rounding of float32."""
-    return max(numbers) - min(numbers) <= ROUNDING
-
-
-def student(degrees: float) -> float:
-    """Half the width of a 95 % confidence interval in standard errors, by Student's t."""
-    return float(stdtrit(degrees, (1 + LEVEL) / 2))
-
-
-def half_interval(numbers: Sequence[float]) -> float:
-    """Half the width of the 95 % confidence interval of the mean, by Student's t. Infinite for a single number, and for
-    equal ones unless a mean of 0 is rejected by their signs, whose p is 2^(1 − n): they have no spread to judge by."""
-    n = len(numbers)
-    if n < 2 or (equal(numbers) and 2.0 ** (1 - n) > 1 - LEVEL):
-        return math.inf
-    return student(n - 1) * stdev(numbers) / math.sqrt(n)
 
 
 def out_of(finished: int, lost: int) -> str:

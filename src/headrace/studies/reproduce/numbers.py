@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from ...utils.integrity import read_json, read_result
-from ..report.numbers import half_interval, student
+from ..stats import mean_over_seeds, student
 from .execute import done
 from .experiment import Experiment, Scale, combinations, commands, run_folder
 
@@ -82,9 +82,9 @@ def mean(numbers: list[Number | None]) -> Number | None:
     finished, lost = [one for one in there if one.runs], sum(one.lost for one in there)
     if len(finished) < 2:
         return replace(finished[0] if finished else DIVERGED, lost=lost)
-    values = [one.value for one in finished]
-    half = half_interval(values)
-    return Number(fmean(values), half if math.isfinite(half) else None, len(values), lost)
+    over_seeds = mean_over_seeds([one.value for one in finished])
+    reach = over_seeds.reach if math.isfinite(over_seeds.reach) else None
+    return Number(over_seeds.value, reach, over_seeds.n, lost)
 
 
 def less(first: Number | None, second: Number | None) -> Number | None:
