@@ -19,6 +19,7 @@ class Run:
     changes: dict = field(default_factory=dict)  # fields of the recipe
     signals: dict = field(default_factory=dict)  # {process: (step, signal that it sends to itself before the step)}
     options: tuple = ()  # of the command
+    log_every: int = 1  # steps
 
 
 def train_all(runs, data, processes=1):
@@ -56,8 +57,9 @@ def _process(rank, processes, port, data, runs):
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
         os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
     card.draw_curves = lambda *given: None  # takes as long as half of the steps
-    run.LOG_EVERY, make = 1, run.make_trainer
+    make = run.make_trainer
     for one in runs:
+        run.LOG_EVERY = one.log_every
         with (one.folder.parent / f"{one.folder.name}-{rank}.txt").open("w") as message:
             os.dup2(message.fileno(), 1)
             os.dup2(message.fileno(), 2)

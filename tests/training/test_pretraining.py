@@ -110,7 +110,8 @@ def losses(folder):
 def test_killed_run_resumes_bit_exactly(data, prepared, tmp_path, changes):
     train(data, tmp_path / "whole", **changes)
     for step in (3, 12, 19):
-        assert train_all([Run(tmp_path / "cut", changes, {0: (step, SIGKILL)})], prepared) == [-SIGKILL]
+        cut = Run(tmp_path / "cut", changes, {0: (step, SIGKILL)}, log_every=run.LOG_EVERY)
+        assert train_all([cut], prepared) == [-SIGKILL]
     half = tmp_path / "cut" / "checkpoint-20"  # cut off while it was written
     shutil.copytree(tmp_path / "cut" / "checkpoint-15", half)
     (half / checkpoints.MARKER).unlink()
