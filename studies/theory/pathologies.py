@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
-from headrace.layers.linear.feature_maps import FEATURE_MAPS
+from headrace.layers.linear.features import FEATURE_MAPS
 
 from .base import (
     BLUE,

@@ -8,7 +8,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import redirects
 
 from headrace import zoo
 
@@ -91,8 +90,7 @@ def test_every_mixer_is_listed():
 def test_relative_links_exist():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
-            moved = page.name == "log.md" and target.removesuffix(".md") in redirects.MOVED  # links of an entry's day
-            assert "://" in target or moved or (page.parent / target).exists(), f"{page.name}: {target}"
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_contributing_lists_every_part():
@@ -101,3 +99,25 @@ def test_contributing_lists_every_part():
     )
     assert tree is not None
     assert re.findall(r"^  ([a-z]+)(?=\.py|/)", tree[1], re.MULTILINE) == ORDER
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Whether at their top or inside a function."""
+    imports = {path: modules_imported(path) for path in SOURCE.rglob("*.py")}
+    left = dict(imports)
+    while free := [path for path, needed in left.items() if not needed & left.keys()]:
+        for path in free:
+            del left[path]
+    assert [str(path.relative_to(SOURCE)) for path in left] == []
+
+
+def modules_imported(path: Path) -> set[Path]:
+    """The files of headrace that a file imports. A package's __init__ counts where it is named, or a name of it."""
+    package, files = [SOURCE, *path.relative_to(SOURCE).parent.parts], set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = Path(*package[: len(package) - node.level + 1], *(node.module or "").split("."))
+            for alias in node.names:
+                options = base / f"{alias.name}.py", base / alias.name / "__init__.py", base.with_suffix(".py")
+                files.add(next((option for option in options if option.is_file()), base / "__init__.py"))
+    return files - {path}

@@ -14,6 +14,7 @@ from headrace.layers.blocks.block import Sizes
 from headrace.layers.blocks.stack import Backbone
 from headrace.layers.blocks.widths import count_parameters, default_intermediate_size, match_intermediate_size
 from headrace.layers.packing import padding_mask
+from headrace.ops.sequences import Sequences
 from headrace.spec import AttentionSpec, Pattern
 from headrace.studies.verify import by_steps, relative
 from headrace.utils.errors import InputError
@@ -163,17 +164,17 @@ def test_counting_allocates_nothing():
 
 def test_invalid_masks_are_refused():
     x, ends = inputs(2, 3), torch.tensor([0, 1, 3])
-    assert padding_mask(torch.ones(2, 5), x, None, 2) is None
-    assert padding_mask(torch.tensor([[1, 1, 0, 1]] * 2), x, None, 1).tolist() == [[True, False, True]] * 2
+    assert padding_mask(torch.ones(2, 5), x, False, 2) is None
+    assert padding_mask(torch.tensor([[1, 1, 0, 1]] * 2), x, False, 1).tolist() == [[True, False, True]] * 2
     with pytest.raises(InputError, match=r"has shape \[2, 5\]; expected \[2, 3\] or, with the tokens before, \[2, 4\]"):
-        padding_mask(torch.ones(2, 5), x, None, 1)
+        padding_mask(torch.ones(2, 5), x, False, 1)
     for mask in (torch.ones(2, 5), torch.ones(2, 2), torch.ones(3, 3), torch.ones(2, 1, 3, 3)):
         with pytest.raises(InputError, match=r"attention_mask has shape .* expected \[2, 3\]"):
-            padding_mask(mask, x, None)
+            padding_mask(mask, x, False)
     with pytest.raises(InputError, match="expected B=1, got B=2"):
-        padding_mask(None, x, ends)
+        Sequences.of(x, ends)
     with pytest.raises(InputError, match="marks padding in packed sequences; expected cu_seqlens alone"):
-        padding_mask(torch.tensor([[0, 1, 1]]), x[:1], ends)
+        padding_mask(torch.tensor([[0, 1, 1]]), x[:1], True)
 
 
 @pytest.mark.parametrize(

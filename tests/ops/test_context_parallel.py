@@ -74,7 +74,7 @@ def test_training_with_shared_rows_equals_one_process(few, tmp_path):
     """Two rows at a time in four processes, documents apart, which stop in the second epoch and go on; one row in two
     processes: test_sharding.py."""
     settings = {"mixer": "softmax-gated-deltanet", "batch_tokens": 512, "tokens": 512 * 4, "warmup_tokens": 512}
-    settings |= {"save_every": 4, "precision": "float32", "apart": True}
+    settings |= {"save_every": 4, "precision": "float32", "separate_documents": True}
     assert train_all([Run(tmp_path / "1", settings)], few) == [0]
     shared = settings | {"context_parallel": 2}
     stopped = Run(tmp_path / "2", shared, {1: (2, signal.SIGTERM)})

@@ -180,13 +180,6 @@ def test_what_is_compiled_first_is_not_compiled_again(tmp_path, monkeypatch):
     assert later.stdout.split() == ["16"] and {path.parent for path in tmp_path.glob("*/*.cubin")} == kernels
 
 
-def test_whole_rows_are_those_without_segments():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from headrace.ops.backends.triton import segments
-
-    assert gpu_op.as_whole_rows(lambda: segments.FEWEST)() > 10**6 > segments.FEWEST
-
-
 def test_a_stage_that_fails_does_not_end_the_gpu_benchmark(lines, monkeypatch, capfd):
     """Not even where it has left the process without a GPU."""
 

@@ -245,6 +245,16 @@ def test_two_processes_train_like_one(data, prepared, tmp_path):
     assert two == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.slow(seconds=40)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")
+def test_compiled_blocks_train_like_the_model(data, tmp_path):
+    train(data, tmp_path / "plain")
+    train(data, tmp_path / "compiled", compile=True)
+    plain, compiled = ([p["loss"] for p in losses(tmp_path / name) if "loss" in p] for name in ("plain", "compiled"))
+    assert compiled == pytest.approx(plain, rel=1e-4)
+
+
 def test_run_starts_from_a_checkpoint(data, prepared, tmp_path):
     train(data, tmp_path / "first", tokens=128 * 8, mixer="gla")
     first = tmp_path / "first" / "model"

@@ -93,6 +93,7 @@ def compare(
     from ..studies.compare.page import write_report
     from ..studies.compare.run import check, complete
     from ..studies.compare.terminal import board, print_results
+    from ..studies.engine import claimed
     from ..studies.workers import place_workers
     from ..utils.device import all_devices
     from ..utils.processes import locked
@@ -116,7 +117,7 @@ def compare(
     places = place_workers(all_devices(device), workers)
     check(folder, study)
     with interruptible(f"finished models are kept in {folder}; the same command continues"), locked(folder):
-        with board(study, console) as progress:
+        with claimed(folder, study.claim(accept_old)), board(study, console) as progress:
             results = complete(study, folder, progress.listen, places, accept_old)
         report = write_report(results, folder)
     print_results(results, console)

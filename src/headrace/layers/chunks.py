@@ -54,15 +54,15 @@ class Chunks:
 
     def spans(self) -> list[list[int]]:
         """Groups consecutive rounds into spans of about SPAN tokens. Returns the numbers of chunks of their rounds."""
-        found: list[list[int]] = []
+        spans: list[list[int]] = []
         filled = SPAN
         for count in self.counts:
             if filled >= SPAN:
-                found.append([])
+                spans.append([])
                 filled = 0
-            found[-1].append(count)
+            spans[-1].append(count)
             filled += count * self.size
-        return found
+        return spans
 
 
 def carry(advance: Callable[..., Tensor], S: Tensor, counts: list[int], *operands: Tensor) -> tuple[Tensor, Tensor]:

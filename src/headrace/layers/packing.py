@@ -60,8 +60,8 @@ def restarts(position_ids: Tensor, x: Tensor, attention_mask: Tensor | None = No
     if not follows.all():
         row, at = follows.logical_not().nonzero()[0].tolist()
         last, wrong = positions[row, max(at - 1, 0)].item(), positions[row, at].item()
-        found = f"go from {last} to {wrong}; expected {last + 1}" if at else f"begin with {wrong}; expected {seen}"
-        raise InputError(f"position_ids of row {row} {found}" + (", or 0 at the start of a sequence" if at else ""))
+        step = f"go from {last} to {wrong}; expected {last + 1}" if at else f"begin with {wrong}; expected {seen}"
+        raise InputError(f"position_ids of row {row} {step}" + (", or 0 at the start of a sequence" if at else ""))
     return F.pad((positions.flatten() == 0).nonzero()[:, 0], (0, 1), value=B * T)
 
 
@@ -76,8 +76,8 @@ def numbered(seq_idx: Tensor, x: Tensor) -> Tensor | None:
     if (rises < 0).any():
         row, at = (rises < 0).nonzero()[0].tolist()
         last, wrong = seq_idx[row, max(at - 1, 0)].item(), seq_idx[row, at].item()
-        found = f"falls from {last} to {wrong}" if at else f"begins with {wrong}"
-        raise InputError(f"seq_idx of row {row} {found}; expected numbers of at least 0 that do not decrease")
+        step = f"falls from {last} to {wrong}" if at else f"begins with {wrong}"
+        raise InputError(f"seq_idx of row {row} {step}; expected numbers of at least 0 that do not decrease")
     begins = rises != 0
     begins[:, :1] = True
     return F.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=B * T) if begins[:, 1:].any() else None
@@ -90,10 +90,10 @@ def sequences(
     places = None if position_ids is None else restarts(position_ids, x, attention_mask, seen)
     if seq_idx is None:
         return places
-    found = numbered(seq_idx, x)
-    if position_ids is not None and (places is None or found is None or not torch.equal(places, found)):
-        require(places is found, "seq_idx marks other sequences than position_ids; expected the same sequences")
-    return found
+    bounds = numbered(seq_idx, x)
+    if position_ids is not None and (places is None or bounds is None or not torch.equal(places, bounds)):
+        require(places is bounds, "seq_idx marks other sequences than position_ids; expected the same sequences")
+    return bounds
 
 
 def pack_rows(
@@ -104,8 +104,8 @@ def pack_rows(
     Returns (x, cu_seqlens); both are unchanged without bounds. Raises InputError for padding in packed rows, and for
     bounds that differ from cu_seqlens."""
     if cu_seqlens is not None:
-        found = cu_seqlens.new_tensor([0, x.shape[1]]) if bounds is None else bounds.to(cu_seqlens)
-        same = torch.equal(found, cu_seqlens)
+        marked = cu_seqlens.new_tensor([0, x.shape[1]]) if bounds is None else bounds.to(cu_seqlens)
+        same = torch.equal(marked, cu_seqlens)
         require(same, "position_ids mark other sequences than cu_seqlens; expected the same sequences")
         return x, cu_seqlens
     if bounds is None:

@@ -103,8 +103,8 @@ def as_bounds(cu_seqlens: Any) -> Tensor | None:
     if not isinstance(cu_seqlens, Tensor):
         raise InputError(f"cu_seqlens={cu_seqlens!r}; expected a tensor of integers")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in INTEGERS:
-        found = f"shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
-        raise InputError(f"cu_seqlens has {found}; expected shape [N + 1] with N ≥ 1 and an integer dtype")
+        description = f"shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
+        raise InputError(f"cu_seqlens has {description}; expected shape [N + 1] with N ≥ 1 and an integer dtype")
     return (cu_seqlens if cu_seqlens.dtype == torch.int32 else cu_seqlens.long()).contiguous()
 
 

@@ -59,9 +59,9 @@ def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> Mea
 def mean_over_seeds(values: Sequence[float]) -> Mean:
     """The mean of one value per seed. Equal values have no spread to judge by: the error is infinite, unless a mean of
     0 is rejected by their signs, whose p is 2^(1 − n)."""
-    found = mean(values)
-    unknown = found.n > 0 and equal(values) and 2.0 ** (1 - found.n) > 1 - LEVEL
-    return Mean(found.value, math.inf, found.degrees, found.n) if unknown else found
+    estimate = mean(values)
+    unknown = estimate.n > 0 and equal(values) and 2.0 ** (1 - estimate.n) > 1 - LEVEL
+    return Mean(estimate.value, math.inf, estimate.degrees, estimate.n) if unknown else estimate
 
 
 def equal(values: Sequence[float]) -> bool:

@@ -28,6 +28,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from .. import zoo
 from ..data import Collator, PackedData, open_data, unigram_loss
+from ..layers.blocks.compiled import compile_blocks
 from ..utils.errors import InputError, reading
 from ..utils.extras import require
 from ..utils.integrity import CHECKSUMS, damage, finite, misfit, read_record, restored, write_json
@@ -246,6 +247,8 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
     settings.per_device_train_batch_size, settings.gradient_accumulation_steps = recipe.share(settings.world_size)
     with errors_in_all():
         model = build(recipe)
+    if recipe.compile:
+        compile_blocks(model)
     if recipe.shard > 1:
         replicas = settings.world_size // recipe.shard
         shard(model, grid(settings, dp_replicate=replicas, dp_shard=recipe.shard))
@@ -278,7 +281,7 @@ def check_started(trainer: HeadraceTrainer, recipe: Recipe) -> None:
     for name, requested, actual in (
         ("processes", processes, started.num_processes),
         ("mixed precision", precision, started.mixed_precision),
-        ("compile", recipe.compile, compiled),
+        ("compilation by accelerate", False, compiled),  # blocks are compiled, not the whole model
     ):
         if actual != requested:
             raise InputError(f"{name}: {requested} was requested, but accelerate started with {actual}")
@@ -304,7 +307,6 @@ def arguments(recipe: Recipe, folder: Path, trackers: str, timeout: int = TIMEOU
         cpu,
         bf16=recipe.precision == "bfloat16",
         activation_checkpointing=recipe.recompute,
-        torch_compile=recipe.compile,
         ddp_timeout=timeout,
         seed=recipe.seed,
         data_seed=recipe.seed,

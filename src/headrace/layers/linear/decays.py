@@ -4,7 +4,7 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 """
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -109,12 +109,11 @@ class SoftplusDecay(DecayModule):
         self.A_log.uniform_(1, 16).log_()
         draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return softplus_decay(biased(x, self.dt_bias), self.A_log)
-
-    def step_size(self, x: Tensor) -> Tensor:
-        """Returns dt [B, T, H]."""
-        return F.softplus(biased(x, self.dt_bias))
+    def forward(self, x: Tensor, step_size: bool = False) -> Any:
+        """Returns log_decay [B, T, H]; with `step_size` (log_decay, dt [B, T, H])."""
+        z = biased(x, self.dt_bias)
+        log_decay = softplus_decay(z, self.A_log)
+        return (log_decay, F.softplus(z)) if step_size else log_decay
 
 
 @torch.no_grad()

@@ -176,9 +176,9 @@ class LinearMixer(LinearParameters):
 
     def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
         """Returns log_decay and β, or β's logit if β also depends on the memory (write.residual_chunk)."""
-        log_decay = None if self.decay is None else self._per_memory(self.decay(inputs["decay"]))
         if self.spec.write.beta == "dt":
-            return log_decay, self._per_memory(self.decay.step_size(inputs["decay"]))
+            return tuple(self._per_memory(y) for y in self.decay(inputs["decay"], step_size=True))
+        log_decay = None if self.decay is None else self._per_memory(self.decay(inputs["decay"]))
         if "beta" not in inputs:
             return log_decay, None
         logits = self._per_memory(inputs["beta"])

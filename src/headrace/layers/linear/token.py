@@ -105,7 +105,7 @@ class FusedStep:
         access of an nn.Module is slow.)"""
         if _settings(mixer) != self._settings:
             return None
-        found: list[Any] = [None] * self._count
+        tensors: list[Any] = [None] * self._count
         for parents, kind, weights in self._inside:
             module = mixer
             for parent in parents:
@@ -117,8 +117,8 @@ class FusedStep:
                 weight = module._parameters.get(name)
                 if type(weight) is not nn.Parameter:
                     return None
-                found[place] = weight
-        return found
+                tensors[place] = weight
+        return tensors
 
     def writable(self, layer: LayerStep, state: Any, mixer: Any, x: Tensor) -> MixerState:
         """Returns a state that the call may overwrite: the state itself, or copies if a tensor has another dtype, is
@@ -177,13 +177,13 @@ OUTSIDE = "in_proj", "o_proj", "shift"  # modules that the layer calls before an
 def _inside(mixer: nn.Module, paths: list[str]) -> list[tuple[list[str], type, list[tuple[int, str]]]]:
     """Returns the mixer and its modules that a fused step stands for: the path of each, its class, and the names of its
     weights with their places in `paths`."""
-    found = []
+    modules = []
     for name, module in mixer.named_modules():
         if name in OUTSIDE:
             continue
         own = [(i, path.rpartition(".")[2]) for i, path in enumerate(paths) if path.rpartition(".")[0] == name]
-        found.append((name.split(".") if name else [], type(module), own))
-    return found
+        modules.append((name.split(".") if name else [], type(module), own))
+    return modules
 
 
 def _settings(mixer: Any) -> tuple[float, float]:

@@ -112,21 +112,23 @@ def at_chance(comparison: Comparison) -> Iterator[str]:
 def choices(comparison: Comparison) -> Iterator[str]:
     """Gates that one head takes nearly alone, heads that take nearly nothing, and gates that choose nothing."""
     for c in comparison.gated:
-        found = [gate for arm in c.arms for gate in arm["curve"][-1]["gates"]]
-        shares = [share * len(gate["load"]) for gate in found for share in gate["load"]]  # 1: an even share
-        gates, heads = (f"{count(len(some), name)} of {c.label}" for some, name in ((found, "gate"), (shares, "head")))
-        if one := sum(max(gate["load"]) >= COLLAPSED for gate in found):
+        ends = [gate for arm in c.arms for gate in arm["curve"][-1]["gates"]]
+        shares = [share * len(gate["load"]) for gate in ends for share in gate["load"]]  # 1: an even share
+        gates, heads = (
+            f"{count(len(some), name)} of {c.label}" for some, name in ((ends, "gate"), (shares, "head"))
+        )
+        if one := sum(max(gate["load"]) >= COLLAPSED for gate in ends):
             yield f"Collapsed gates: in {one} of {gates}, one head takes {COLLAPSED:.0%} or more."
         if dead := sum(share < DEAD for share in shares):
             yield f"Dead heads: {dead} of {heads} take less than {DEAD:.0%} of an even share."
-        if even := sum(gate["entropy"] >= EVEN for gate in found):
+        if even := sum(gate["entropy"] >= EVEN for gate in ends):
             yield f"Even gates: in {even} of {gates}, the entropy over heads is at least {EVEN:.0%} of its maximum."
 
 
 def differences(comparison: Comparison) -> Iterator[str]:
     """The differences between mixers and their backbones that the answer counts but does not name."""
-    if len(found := pairs(comparison)) > SPELT:
-        yield from (f"{sentence[0].upper()}{sentence[1:]}." for sentence in map(str, found))
+    if len(differences := pairs(comparison)) > SPELT:
+        yield from (f"{sentence[0].upper()}{sentence[1:]}." for sentence in map(str, differences))
 
 
 def controls(comparison: Comparison) -> Iterator[str]:

@@ -54,9 +54,9 @@ def report(results: dict[str, Any], folder: Path | None) -> Page:
 
 def search(comparison: Comparison, results: dict[str, Any]) -> Section:
     """The median held-out loss of every value that was tried, and which one was taken."""
-    header, *found = tuning.table(comparison, results)
+    header, *rows = tuning.table(comparison, results)
     plan = comparison.plan
-    return Section(f"{plan['name']}: search", (tuning.about(plan),), header=header, rows=found)
+    return Section(f"{plan['name']}: search", (tuning.about(plan),), header=header, rows=rows)
 
 
 def sweep_section(over: sweep.Sweep, folder: Path | None) -> Section:

@@ -132,5 +132,5 @@ def common_seeds(*contenders: Contender) -> bool:
 
 def pairs(comparison: Comparison) -> list[Difference]:
     """The difference between each mixer with competing heads and its backbone, if they share a seed."""
-    found = [(c, find(comparison, zoo.plain(c.spec))) for c in competing(comparison)]
-    return [Difference(c, base) for c, base in found if base and common_seeds(c, base)]
+    pairs = [(c, find(comparison, zoo.plain(c.spec))) for c in competing(comparison)]
+    return [Difference(c, base) for c, base in pairs if base and common_seeds(c, base)]

@@ -165,10 +165,10 @@ def alignments(comparison: Comparison) -> Figure | None:
         return None
     width, height = (0.9 + 0.26 * max(len(a[side]) for _, a in aligned) for side in ("source", "target"))
     figure = Figure(figsize=(width * len(aligned), height), layout="constrained")
-    for ax, (label, found) in zip(figure.subplots(1, len(aligned), squeeze=False)[0], aligned, strict=True):
-        ax.imshow(found["weights"], cmap="YlGnBu", vmin=0, vmax=1)
-        ax.set_xticks(range(len(found["source"])), found["source"], fontsize=8)
-        ax.set_yticks(range(len(found["target"])), found["target"], fontsize=8)
+    for ax, (label, alignment) in zip(figure.subplots(1, len(aligned), squeeze=False)[0], aligned, strict=True):
+        ax.imshow(alignment["weights"], cmap="YlGnBu", vmin=0, vmax=1)
+        ax.set_xticks(range(len(alignment["source"])), alignment["source"], fontsize=8)
+        ax.set_yticks(range(len(alignment["target"])), alignment["target"], fontsize=8)
         ax.set_title(label, fontsize=10)
         ax.grid(False)
     return figure

@@ -87,13 +87,13 @@ class Contender:
 
     def entropy(self, gate: str) -> list[tuple[int, float]]:
         """(step, gate entropy / log(heads)), the mean over layers and seeds."""
-        found = self._by_step(lambda point: [g["entropy"] for g in point["gates"] if g["gate"] == gate])
-        return [(step, statistics.fmean(values)) for step, values in found]
+        points = self._by_step(lambda point: [g["entropy"] for g in point["gates"] if g["gate"] == gate])
+        return [(step, statistics.fmean(values)) for step, values in points]
 
     def curve(self) -> list[tuple[int, float, float, float]]:
         """(step, mean, smallest, largest score over seeds)."""
-        found = self._by_step(lambda point: [point["scores"][self.metric.name]] if point["scores"] else [])
-        return [(step, statistics.fmean(scores), min(scores), max(scores)) for step, scores in found]
+        points = self._by_step(lambda point: [point["scores"][self.metric.name]] if point["scores"] else [])
+        return [(step, statistics.fmean(scores), min(scores), max(scores)) for step, scores in points]
 
     def _by_step(self, of: Callable[[dict[str, Any]], list[float]]) -> list[tuple[int, list[float]]]:
         points: dict[int, list[float]] = {}
@@ -145,10 +145,10 @@ class Comparison:
     def families(self) -> list[tuple[str, list[Contender]]]:
         """(label, contenders) of each backbone, in the order of `shown`; the label is that of the ungated contender, if
         there is one."""
-        found: dict[Spec, list[Contender]] = {}
+        by_backbone: dict[Spec, list[Contender]] = {}
         for contender in self.shown:
-            found.setdefault(zoo.plain(contender.spec), []).append(contender)
-        plain = [sorted(members, key=lambda c: c.gated) for members in found.values()]
+            by_backbone.setdefault(zoo.plain(contender.spec), []).append(contender)
+        plain = [sorted(members, key=lambda c: c.gated) for members in by_backbone.values()]
         return [(members[0].label, members) for members in plain]
 
 
@@ -160,12 +160,12 @@ def summarise(results: dict[str, Any]) -> list[Comparison]:
 
 
 def comparison(plan: dict[str, Any], arms: list[dict[str, Any]], numbers: dict[str, int]) -> Comparison:
-    metric, found = TASKS[plan["task"]["name"]].metric, []
+    metric, contenders = TASKS[plan["task"]["name"]].metric, []
     for mixer, name in labels(plan["mixers"]).items():
         own = [arm for arm in arms if (arm["comparison"], arm["mixer"]) == (plan["name"], mixer)]
         by_seed = sorted(own, key=lambda arm: arm["seed"])
-        found += [Contender(mixer, name, from_json(plan["specs"][mixer]), by_seed, metric)] if own else []
-    return Comparison(plan, metric, found, numbers)
+        contenders += [Contender(mixer, name, from_json(plan["specs"][mixer]), by_seed, metric)] if own else []
+    return Comparison(plan, metric, contenders, numbers)
 
 
 def task_of(plan: dict[str, Any]) -> Any:

@@ -32,11 +32,11 @@ def beyond(evaluation: Evaluation) -> Iterator[str]:
 
 def not_finite(evaluation: Evaluation) -> Iterator[str]:
     for model, records in evaluation.items.items():
-        found = {
+        models_by_item = {
             item: [name for name, score in scores(record).items() if not math.isfinite(score.value)]
             for item, record in records.items()
         }
-        if broken := [f"{item} ({', '.join(names)})" for item, names in found.items() if names]:
+        if broken := [f"{item} ({', '.join(names)})" for item, names in models_by_item.items() if names]:
             yield f"The score of {model} is not finite on {', '.join(broken)}."
 
 
@@ -54,11 +54,11 @@ def failures(evaluation: Evaluation) -> Iterator[str]:
 
 def at_chance(item: str, record: dict[str, Any]) -> str:
     """The item with the accuracies that are not above guessing; empty if all are above."""
-    chance, found = guessing(record), [score for score in scores(record).values() if not score.likelihood]
-    found = [score for score in found if math.isfinite(score.value)]
+    chance, chosen = guessing(record), [score for score in scores(record).values() if not score.likelihood]
+    chosen = [score for score in chosen if math.isfinite(score.value)]
     if chance is None:
-        return f"{item} (0 of {len(found[0].rows)} rows)" if any(score.value == 0 for score in found) else ""
-    low = [f"{score.metric} {show(score)}" for score in found if not score.above(chance)]
+        return f"{item} (0 of {len(chosen[0].rows)} rows)" if any(score.value == 0 for score in chosen) else ""
+    low = [f"{score.metric} {show(score)}" for score in chosen if not score.above(chance)]
     return f"{item} ({', '.join(low)}; guessing {100 * chance:.1f} %)" if low else ""
 
 
@@ -69,11 +69,11 @@ def above_the_unigram(record: dict[str, Any]) -> Iterator[str]:
 
 
 def differences(evaluation: Evaluation) -> Iterator[str]:
-    for model, found in against_the_first(evaluation).items():
+    for model, comparisons in against_the_first(evaluation).items():
         first = next(iter(evaluation.items))
         for verdict in ("better", "worse", TOO_FEW, ALIKE, OTHER_ROWS, NOT_FINITE):
-            if named := [comparison.name for comparison in found if comparison.verdict == verdict]:
-                where = ", ".join(named) if len(named) < len(found) else "every metric"
+            if named := [comparison.name for comparison in comparisons if comparison.verdict == verdict]:
+                where = ", ".join(named) if len(named) < len(comparisons) else "every metric"
                 yield f"{model} compared with {first}: {verdict} in {where}."
 
 

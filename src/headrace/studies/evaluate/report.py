@@ -56,13 +56,13 @@ def write_report(evaluation: Evaluation, paths: dict[str, str], output: Path) ->
 
 def differences(evaluation: Evaluation, output: Path) -> list[Section]:
     """A section with a table for each model but the first; the first section has a picture of all differences."""
-    first, found = next(iter(evaluation.items)), against_the_first(evaluation)
+    first, differences = next(iter(evaluation.items)), against_the_first(evaluation)
     drawn = []
-    if any(x.pair for comparisons in found.values() for x in comparisons):
+    if any(x.pair for comparisons in differences.values() for x in comparisons):
         caption = (
             f"Differences from {first} with 95 % intervals. An interval that contains 0 does not tell the two apart."
         )
-        drawn = [picture(caption, forest(found), output / "differences.png")]
+        drawn = [picture(caption, forest(differences), output / "differences.png")]
     return [
         Section(
             f"{model} compared with {first}",
@@ -71,23 +71,23 @@ def differences(evaluation: Evaluation, output: Path) -> list[Section]:
             rows=[comparison.cells() for comparison in comparisons],
             pictures=[] if i else drawn,
         )
-        for i, (model, comparisons) in enumerate(found.items())
+        for i, (model, comparisons) in enumerate(differences.items())
     ]
 
 
-def forest(found: dict[str, list[PairedComparison]]) -> Figure:
+def forest(differences: dict[str, list[PairedComparison]]) -> Figure:
     """A figure with a panel for each unit. All perplexities of a task have the same difference, so one is drawn."""
-    paired = [x for comparisons in found.values() for x in comparisons if x.pair]
+    paired = [x for comparisons in differences.values() for x in comparisons if x.pair]
     panels = {unit: dict.fromkeys(label(x) for x in paired if x.pair and x.pair.unit == unit) for unit in UNITS}
     panels = {unit: names for unit, names in panels.items() if names}
-    heights = [len(names) * (0.5 + 0.5 * len(found)) for names in panels.values()]
+    heights = [len(names) * (0.5 + 0.5 * len(differences)) for names in panels.values()]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, len(panels) + 0.36 * sum(heights)), layout="constrained")
         grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
         for ax, (unit, names) in zip(grid, panels.items(), strict=True):
-            draw(ax, found, list(names))
+            draw(ax, differences, list(names))
             ax.set_xlabel(f"{UNITS[unit]}: below 0 worse, above 0 better")
-        if len(found) > 1:
+        if len(differences) > 1:
             grid[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     return figure
 
@@ -97,12 +97,14 @@ def label(comparison: PairedComparison) -> str:
     return one.item if one.pair and one.pair.first.likelihood else one.name
 
 
-def draw(ax: Axes, found: dict[str, list[PairedComparison]], names: list[str]) -> None:
+def draw(ax: Axes, by_model: dict[str, list[PairedComparison]], names: list[str]) -> None:
     ax.axvline(0, color=SOFT, lw=1)
-    for i, (model, comparisons) in enumerate(found.items()):
+    for i, (model, comparisons) in enumerate(by_model.items()):
         pairs = {label(x): x.pair for x in reversed(comparisons) if x.pair and label(x) in names}
         points = [(names.index(name), pair.difference) for name, pair in pairs.items()]
-        shown = [(at + i / (len(found) + 1), x.value, x.reach) for at, x in points if math.isfinite(x.value + x.reach)]
+        shown = [
+            (at + i / (len(by_model) + 1), x.value, x.reach) for at, x in points if math.isfinite(x.value + x.reach)
+        ]
         if shown:
             y, mean, reach = zip(*shown, strict=True)
             ax.errorbar(mean, y, xerr=reach, fmt="o", ms=5, capsize=3, color=PALETTE[i % len(PALETTE)], label=model)

@@ -56,10 +56,10 @@ def scores(record: dict[str, Any]) -> dict[str, Score]:
     """Metric -> score of a recorded item. Metrics of other lengths of a needle task, which the harness sets to -1, are
     left out."""
     samples = record["samples"]
-    found = {name: [sample["scores"][name] for sample in samples] for name in samples[0]["scores"]}
+    values_by_name = {name: [sample["scores"][name] for sample in samples] for name in samples[0]["scores"]}
     return {
         name: Score(name, [tuple(value) if isinstance(value, list) else (value, 1.0) for value in values])
-        for name, values in found.items()
+        for name, values in values_by_name.items()
         if values != [-1.0] * len(values)
     }
 

@@ -52,15 +52,15 @@ class Cell:
 
 
 def cells(experiment: Experiment, scale: Scale, root: Path) -> list[Cell]:
-    found = []
+    cells = []
     for row in experiment.rows:
         for i, (column, place) in enumerate(experiment.columns.items()):
             ours = each(scale, place, row.at, root)
             if row.minus is not None:
                 ours = list(map(less, ours, each(scale, place, row.at | row.minus, root)))  # a pair for each seed
             published = row.published[i] if row.published else None
-            found.append(Cell(row.name, column, published, mean(ours), scale.comparable))
-    return found
+            cells.append(Cell(row.name, column, published, mean(ours), scale.comparable))
+    return cells
 
 
 def each(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> list[Number | None]:
@@ -139,10 +139,10 @@ def printed(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path)
     kept = done(root, command)
     if kept is None:
         return None
-    found = json.loads(kept["said"])
+    value = json.loads(kept["said"])
     for name in place["printed"].split("."):
-        found = found[name]
-    return Number(found * place.get("times", 1))
+        value = value[name]
+    return Number(value * place.get("times", 1))
 
 
 def compared(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:

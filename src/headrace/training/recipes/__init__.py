@@ -71,7 +71,7 @@ class Recipe(Optimization):
     context_parallel: PositiveInt = 1  # processes of torchrun that share the tokens of a row
     shard: PositiveInt = 1  # processes of torchrun that share the weights, the gradients and the optimiser's moments
     recompute: bool = False  # recompute activations in the backward
-    compile: bool = False  # torch.compile
+    compile: bool = False  # torch.compile of each block
     seed: Annotated[int, Range(f"0 to {2**32 - 1}", lambda seed: 0 <= seed < 2**32)] = 0
     evaluate_every: PositiveInt = 500  # steps
     evaluate_rows: PositiveInt = 256  # held-out rows per evaluation; the final evaluation uses all of them

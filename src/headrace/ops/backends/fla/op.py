@@ -40,10 +40,10 @@ def _not_installed() -> str | None:
     if absent:
         return f"{', '.join(absent)} cannot be imported; pip install 'headrace[gpu]' brings what it needs"
     try:
-        found = version("fla-core")
+        installed = version("fla-core")
     except PackageNotFoundError:
         return "the package fla has no metadata of fla-core; expected fla-core 0.6"
-    return None if found.startswith("0.6.") else f"fla-core is {found}; expected 0.6"
+    return None if installed.startswith("0.6.") else f"fla-core is {installed}; expected 0.6"
 
 
 PACKAGES = _not_installed()
@@ -100,9 +100,9 @@ def _miscompiled(call: Call) -> str | None:
         return None
     if not (call.delta or _per_token(decay)) or torch.cuda.get_device_capability(call.v.device)[0] != 9:
         return None
-    found = TorchVersion(import_module("triton").__version__)
-    if found >= "3.4" and found < "3.7.1":
-        return f"Triton {found} miscompiles its gradients for this GPU; expected Triton 3.7.1 or newer"
+    triton_version = TorchVersion(import_module("triton").__version__)
+    if triton_version >= "3.4" and triton_version < "3.7.1":
+        return f"Triton {triton_version} miscompiles its gradients for this GPU; expected Triton 3.7.1 or newer"
     return None
 
 

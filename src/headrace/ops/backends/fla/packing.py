@@ -29,10 +29,10 @@ def packing(cu_seqlens: Tensor, T: int) -> Packing:
         InputError: unless 0 = c_0 ≤ … ≤ c_N = T.
     """
     version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
-    for known, at, found in _recent:
-        if known is cu_seqlens and at == version >= 0 and int(found.on_host[-1]) == T:
-            return found
+    for known, at, packing in _recent:
+        if known is cu_seqlens and at == version >= 0 and int(packing.on_host[-1]) == T:
+            return packing
     on_host = torch.tensor(sequence_ends(cu_seqlens, T))
-    found = Packing(on_host.to(cu_seqlens.device, copy=True), on_host)
-    _recent.append((cu_seqlens, version, found))
-    return found
+    packing = Packing(on_host.to(cu_seqlens.device, copy=True), on_host)
+    _recent.append((cu_seqlens, version, packing))
+    return packing

@@ -111,10 +111,10 @@ class Layer:
 
     def call(self, rows: int, dtype: torch.dtype) -> "Call":
         """Returns the call for a batch size and a dtype of activations."""
-        found = self._calls.get((rows, dtype))
-        if found is None:
-            found = self._calls[rows, dtype] = Call(self, rows, dtype)
-        return found
+        call = self._calls.get((rows, dtype))
+        if call is None:
+            call = self._calls[rows, dtype] = Call(self, rows, dtype)
+        return call
 
 
 class Expected(NamedTuple):
@@ -219,8 +219,8 @@ def layer_step(projected: Tensor, hidden, weights, memory, conv, tokens, kinds, 
     Updates memory [B, H, K, ·], conv [B, ·, ·] and tokens [B] in place. Raises ValueError unless all tensors are
     contiguous and have separate memory."""
     if projected.dtype not in native.DTYPES or projected.dim() != 2:
-        found = f"dtype {projected.dtype} and shape {list(projected.shape)}"
-        raise ValueError(f"projected has {found}; expected torch.float32 or torch.bfloat16 and [B, parts]")
+        description = f"dtype {projected.dtype} and shape {list(projected.shape)}"
+        raise ValueError(f"projected has {description}; expected torch.float32 or torch.bfloat16 and [B, parts]")
     given = {name: weight for name, weight in zip(WEIGHTS, weights, strict=True) if weight is not None}
     layer = known(tuple(kinds), tuple(sizes), tuple(numbers), tuple(given))
     call, state = layer.call(projected.shape[0], projected.dtype), (memory, conv, tokens)

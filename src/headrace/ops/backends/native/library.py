@@ -216,8 +216,8 @@ def int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 def _expect(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Raises RuntimeError unless the tensor is contiguous, on the CPU, and of this dtype and shape."""
     if x.dtype is not dtype or x.shape != shape or not x.is_cpu or not x.is_contiguous():
-        found = f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
-        raise RuntimeError(f"{name} is {found}; expected contiguous {dtype} {list(shape)} on the CPU")
+        description = f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
+        raise RuntimeError(f"{name} is {description}; expected contiguous {dtype} {list(shape)} on the CPU")
 
 
 def layer_step(packed: bytes) -> None:

@@ -110,12 +110,12 @@ def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # A token whose value is not finite gets a NaN writer, through which scores pass NaN to the later tokens. In
         # products over the chunk its value is zero, because 0 · NaN would affect the earlier tokens.
         decay = tile.decay(row_sum(value * 0))
-        found = write(value, decay, memory, part, call.delta)
+        errors = write(value, decay, memory, part, call.delta)
         if len(E):
-            E[where] = found
+            E[where] = errors
         read = torch.bmm(decay.reads[:, : chunks.length], memory.at(part))
         A, scale = decay.scores[:, : chunks.length], call.scale
-        chunks.store(out, part, product, read.baddbmm_(A, finite(found), beta=scale, alpha=scale))
+        chunks.store(out, part, product, read.baddbmm_(A, finite(errors), beta=scale, alpha=scale))
     states = memory.before if keep and chunks.keeps else E.new_empty(0)
     return chunks.join(out), memory.result(), states, E
 
@@ -140,7 +140,7 @@ def backward(
     states = (states if chunks.keeps else replay(call, chunks, tiles, E)).flatten(0, 1)
     grads = {name: chunks.new_tiles(columns, chunks.dtype) for name, columns in tiles.columns(decay_gradient).items()}
     for part, where in reversed(chunks.parts()):
-        tile, S, found = tiles.part(where), states[where], E[where]
+        tile, S, errors = tiles.part(where), states[where], E[where]
         decay = tile.decay()
         M, rows, _ = decay.reads.shape
         D = E.new_empty(M, rows, chunks.V)
@@ -149,8 +149,8 @@ def backward(
         passed = None
         if "log_decay" in grads and decay.through is not None:
             passed = row_sum(S * dS).mul_(decay.through).mT
-        read, written = torch.bmm(D, S.mT), torch.bmm(found, dS.mT)
-        dx, dy, dg = decay.backward(torch.bmm(D, found.mT), read, written, passed)
+        read, written = torch.bmm(D, S.mT), torch.bmm(errors, dS.mT)
+        dx, dy, dg = decay.backward(torch.bmm(D, errors.mT), read, written, passed)
         for name, terms in to_inputs(tile, dx, dy, dE, dg).items():
             chunks.store(grads[name], part, *terms)
     joined = (
