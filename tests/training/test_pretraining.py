@@ -245,14 +245,12 @@ def test_two_processes_train_like_one(data, prepared, tmp_path):
     assert two == pytest.approx(one, rel=1e-5)
 
 
-@pytest.mark.slow(seconds=40)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")
-def test_compiled_blocks_train_like_the_model(data, tmp_path):
-    train(data, tmp_path / "plain")
-    train(data, tmp_path / "compiled", compile=True)
-    plain, compiled = ([p["loss"] for p in losses(tmp_path / name) if "loss" in p] for name in ("plain", "compiled"))
-    assert compiled == pytest.approx(plain, rel=1e-4)
+def test_blocks_are_compiled_where_the_recipe_says_so(data, tmp_path):
+    """That compiled blocks compute the same is tested in tests/layers/test_compiled_models.py."""
+    for compiled in (False, True):
+        settings = recipe(compile=compiled)[0]
+        trainer = run.make_trainer(settings, data, run.arguments(settings, tmp_path, "none"))
+        assert {block._compiled_call_impl is not None for block in trainer.model.model.backbone.layers} == {compiled}
 
 
 def test_run_starts_from_a_checkpoint(data, prepared, tmp_path):
