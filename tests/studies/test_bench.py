@@ -32,7 +32,7 @@ def test_each_linear_mixer_is_followed_by_its_softmax_version():
     ("transformers-mamba2", RECURRENT), ("transformers-qwen3-next", RECURRENT),
 ])  # fmt: skip
 @torch.inference_mode()
-def test_a_position_is_reached_with_a_state_as_large_as_it_should_be(name, how):
+def test_state_has_its_size_at_every_position(name, how):
     decoders = {position: Decoder(build(name, SHAPE)) for position in (100, 200)}
     for position, decoder in decoders.items():
         decoder.reach(position)
@@ -84,7 +84,7 @@ def test_a_peak_is_at_least_weights_gradients_and_moments():
 
 
 @pytest.mark.slow
-def test_what_is_measured_is_kept_and_continued(tmp_path, monkeypatch):
+def test_interrupted_bench_continues(tmp_path, monkeypatch):
     monkeypatch.setitem(measure.MEASUREMENTS, "memory", lambda point, plan: {n: {"bytes": 7} for n in plan.models})
     arguments = {
         "mixers": "gla,transformers-llama", "what": "memory,training,prefill,decoding", "layers": 1, "hidden_size": 32,
@@ -204,7 +204,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("said", MISTAKES)
-def test_a_mistake_is_named_before_anything_is_measured(said, tmp_path, monkeypatch):
+def test_user_errors_are_named_before_any_measurement(said, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "measure", lambda *_: pytest.fail("measured"))
     defaults = {name: parameter.default for name, parameter in inspect.signature(cli_eval.bench).parameters.items()} | {
         "device": "cpu",

@@ -79,7 +79,7 @@ def test_models_are_trained_decoded_and_prefilled(lines, monkeypatch):
     assert rows[10]["parameters"] == rows[12]["parameters"] == rows[13]["parameters"]
 
 
-def test_decays_are_held_against_the_first(lines):
+def test_decay_times_are_relative_to_the_first(lines):
     path, read = lines
     decays.main(quick=True, family=["scalar"], backend=["torch"], rounds=2, output=path)
     rows = read()
@@ -96,7 +96,7 @@ def test_taylor_finds_errors_that_fall_with_the_order(tmp_path, monkeypatch):
     assert len(small) == 11 and small == sorted(small, reverse=True) and (tmp_path / "taylor-error.png").stat().st_size
 
 
-def test_taylor_compares_mixers_that_there_are(tmp_path):
+def test_taylor_study_names_existing_mixers(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("what is compared must exist " * 100)
     (plan,) = taylor.plan((str(text),), steps=3, seeds=1).plans
@@ -168,7 +168,7 @@ print(len(launches))
 
 
 @pytest.mark.slow
-def test_what_is_compiled_first_is_not_compiled_again(tmp_path, monkeypatch):
+def test_compiled_kernels_are_cached(tmp_path, monkeypatch):
     """Twice two forwards and a backward: of `prepare`, and of four kernels that gates change."""
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -92,7 +92,7 @@ def test_every_task_compares_matched_models_unless_told_otherwise(task):
     assert max(without_gates.values()) <= 1.02 * min(without_gates.values()), without_gates
 
 
-def test_widths_that_are_not_free_or_not_wanted():
+def test_fixed_and_absent_mlp_widths():
     reverse, bert = DEFAULTS["reverse"], DEFAULTS["masked"].widths()
     assert [mixer for mixer, width in reverse.widths().items() if width is None] == ["rnn", "luong", "bahdanau"]
     whole, _ = sizes(reverse)
@@ -172,7 +172,7 @@ def test_flops_of_every_recurrent_mixer_are_those_counted_by_hand(name):
         assert flops(model, plan.task.held_out(1), plan.shape) == plan.task.length * (matrices + recurrence)
 
 
-def test_what_decays():
+def test_weight_decay_applies_to_matrices_only():
     from headrace.studies.compare.arm import optimizer
     from headrace.studies.compare.model import build
     from headrace.training.parameters import gate_parameters
@@ -304,7 +304,7 @@ def test_commas_between_mixers_and_within_them():
     assert zoo.split("a, b(c=1,d=f(g=3,h=4)),e") == ("a", "b(c=1,d=f(g=3,h=4))", "e")
 
 
-def test_choosing():
+def test_options_become_plans():
     assert choose(None, [], None, {}) == DEMO
     assert [plan.seeds for plan in choose(None, [], None, {"seeds": 1, "lr": None}).plans] == [1, 1]
     (plan,) = choose(None, [], None, {"mixers": "gla,softmax-gla", "length": 20, "heads": 4}).plans
@@ -381,7 +381,7 @@ def test_a_file_is_whole_or_absent(tmp_path):
     assert json.loads(path.read_text("utf-8")) == {"x": 1}
 
 
-def test_numbers_that_json_does_not_have_are_null_marked_and_read_back(tmp_path):
+def test_nonfinite_numbers_survive_json(tmp_path):
     record = {"a": [1.0, -math.inf, {"b/c~": math.nan}], "by": {8: math.inf, 16: 0.5}, "none": None}
     write_result(tmp_path / "x.json", record)
     stored = json.loads((tmp_path / "x.json").read_text("utf-8"), parse_constant=pytest.fail)
@@ -393,7 +393,7 @@ def test_numbers_that_json_does_not_have_are_null_marked_and_read_back(tmp_path)
     assert finite(once) == once and once[1] == {"fine": 1} and repr(restored(once)[0]) == repr(record)
 
 
-def test_one_channel_of_ids_is_embedded_as_ids_are():
+def test_one_channel_of_ids_equals_ids():
     from headrace.studies.compare.model import build
 
     plan = replace(SMALL, mixers=("retnet",), task=Induction())
@@ -515,7 +515,7 @@ def test_a_score_at_every_length_by_a_model_of_one():
         assert all(0 <= score <= 1 for score in found["by_length"].values())
 
 
-def test_a_score_that_is_not_finite_is_null_and_marked_and_the_comparison_ends(tmp_path, monkeypatch):
+def test_nonfinite_score_is_marked_and_the_comparison_ends(tmp_path, monkeypatch):
     """At four times the training length, of one mixer; and the loss of a training step."""
     evaluate, record_loss = arm_module.evaluate, arm_module.Curve.record_loss
 
@@ -551,7 +551,7 @@ def test_a_score_that_is_not_finite_is_null_and_marked_and_the_comparison_ends(t
     ("mixer", "task"),
     [("gla", Masked()), ("t5", Digits()), ("bert", Pair()), ("bert", Reverse()), ("t5", Masked()), ("t5", Pair())],
 )
-def test_what_cannot_answer_a_task_is_refused(mixer, task):
+def test_mixer_unfit_for_a_task_is_refused(mixer, task):
     with pytest.raises(InputError, match=f"'{mixer}' cannot train on --task {task.name}"):
         replace(SMALL, mixers=(mixer,), task=task).check()
 
@@ -584,7 +584,7 @@ def end(how, process, family):
 
 
 @pytest.mark.slow(seconds=50)
-def test_what_is_finished_survives_and_the_same_command_continues(tmp_path, monkeypatch, capsys):
+def test_killed_comparison_continues_with_its_finished_arms(tmp_path, monkeypatch, capsys):
     """Ended in every way, each time after one more arm, and then left to finish, in this process: those that continued
     what others left began anew, with workers that began anew."""
     words, kept = [*RUN.split(), "--output", tmp_path / "run"], {}
@@ -622,7 +622,7 @@ def wait_for(condition, process):
         time.sleep(0.02)
 
 
-def test_the_demo_is_the_one_that_is_described():
+def test_demo_is_as_described():
     assert [plan.task.name for plan in DEMO.plans] == ["pair", "text"]
     for plan in DEMO.plans:
         plan.check()

@@ -66,7 +66,7 @@ def test_progress_is_told_point_by_point(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_result_that_holds_no_more_is_measured_again(tmp_path):
+def test_stale_result_is_measured_again(tmp_path):
     run(tmp_path, PLAN, points(1, 2), square)
     again = [points(1, fingerprint="changed")[0], *points(2)]
     seen = []
@@ -149,7 +149,7 @@ def wait_for(condition, process):
         time.sleep(0.01)
 
 
-def test_a_folder_is_free_again_if_a_run_fails_before_its_first_result(tmp_path):
+def test_folder_without_results_is_released_after_a_failure(tmp_path):
     with pytest.raises(InputError, match="cannot be measured"):
         run(tmp_path, PLAN, points(1), fail)
     assert squares(run(tmp_path, Claim({"another": "plan"}), points(1), square)) == [1]
@@ -187,7 +187,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------
-def test_a_result_that_is_not_finite_is_a_marked_row(tmp_path):
+def test_nonfinite_result_is_a_marked_row(tmp_path):
     def measure(value, worker):
         return {"loss": [math.nan, 1.0] if value == 1 else [2.0, 1.0], "best": -math.inf if value == 1 else 1.0}
 

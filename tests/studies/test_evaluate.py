@@ -107,7 +107,7 @@ def rolling(model, tokens, start):
     return total
 
 
-def test_scores_that_are_not_finite_are_null_marked_and_said(checkpoints, data, tmp_path):
+def test_nonfinite_scores_are_null_and_marked(checkpoints, data, tmp_path):
     """A model whose output is NaN, of which the harness would take the first answer."""
     broken = shutil.copytree(checkpoints["softmax-gla"], tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
@@ -202,7 +202,7 @@ def test_code_in_a_folder_of_a_model_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_the_folder_lacks_is_named_and_the_rest_is_run(checkpoints, data, tmp_path):
+def test_missing_data_is_named_and_the_rest_runs(checkpoints, data, tmp_path):
     plan = EvaluationPlan("language", data=str(data), limit=2)
     found = evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path)
     assert list(found.missing) == ["arc_challenge"]
@@ -238,7 +238,7 @@ def test_recall_on_local_rows(checkpoints, tmp_path):
     assert any("fda (0 of 1 rows)" in sentence for sentence in findings.findings(found))
 
 
-def test_what_is_finished_is_not_done_again(checkpoints, data, tmp_path, monkeypatch):
+def test_finished_evaluations_are_not_repeated(checkpoints, data, tmp_path, monkeypatch):
     plan, path = EvaluationPlan("winogrande,lambada_openai", data=str(data), limit=2), checkpoints["llama"]
     first = evaluate([path], plan, MACHINE, tmp_path)
     (tmp_path / "llama" / "items" / "winogrande.json").unlink()
@@ -368,7 +368,7 @@ def test_a_spoilt_checkpoint_is_refused(kind, how, sentence, checkpoints, tmp_pa
         ('{"goal": "a"}', "has goal; expected goal, sol1, sol2, label, as piqa has"),
     ],
 )
-def test_a_row_that_is_not_the_task_s_is_refused(row, sentence, tmp_path):
+def test_malformed_local_rows_are_refused(row, sentence, tmp_path):
     (tmp_path / "piqa.jsonl").write_text(row + "\n")
     with pytest.raises(InputError, match=re.escape(sentence)):
         local.read("piqa", tmp_path)

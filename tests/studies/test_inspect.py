@@ -152,7 +152,7 @@ def test_packing_keeps_numbers_to_half_a_step(bits):
     assert np.abs(unpack(pack(wide, log=True)) / wide.numpy() - 1).max() < 3e-4
 
 
-def test_what_is_kept_of_weights():
+def test_compressed_attention_keeps_the_largest_weights():
     A = torch.randn(2, 40, 40).double().tril()
     kept, share = compress_attention(A, 5, 16), A / A.abs().sum(-1, keepdim=True)
     best = share.abs().topk(5, -1)
@@ -196,7 +196,7 @@ def test_failures_are_named_by_head():
         (of_weights, [0.995], "head 0 is dead as a memory: 99.5% of its attention is on the present token", [0.985]),
     ],
 )
-def test_a_failure_is_told_with_its_number(rule, failed, sentence, sound):
+def test_inspect_failures_of_a_head_are_sentences(rule, failed, sentence, sound):
     def found(heads):
         """Of every token the same heads; of weights: that share is the token's own, the rest of the one before."""
         x = torch.tensor([heads, heads], dtype=torch.float64)
@@ -230,7 +230,7 @@ def data_of(page):
     return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)[1])
 
 
-def test_no_text_breaks_the_page(checkpoint):
+def test_hostile_text_does_not_break_the_page(checkpoint):
     page = inspection.inspect(checkpoint, HOSTILE)
     assert page.count("</script") == 2 and "<img" not in page and "boom()</script>" not in page
     data = data_of(page)
@@ -260,7 +260,7 @@ def test_losses_and_layers_are_the_models(checkpoint):
     assert data["layers"][0]["beta"] and data["layers"][0]["horizon"] and data["layers"][1]["horizon"] is None
 
 
-def test_the_page_of_a_model_of_nan_is_one_that_a_browser_reads(tmp_path):
+def test_page_of_a_nan_model_is_valid_json(tmp_path):
     model = build("gla", vocab_size=257)
     model.lm_head.weight.data[0, 0] = torch.nan
     model.save_pretrained(tmp_path)
@@ -287,7 +287,7 @@ def test_a_mixer_without_weights_says_so(tmp_path):
         ("xyz", 2001, "--tokens=2001; expected 2 to 2,000"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(checkpoint, text, tokens, said):
+def test_bad_inspect_input_is_one_sentence(checkpoint, text, tokens, said):
     with pytest.raises(InputError, match=re.escape(said)):
         inspection.inspect(checkpoint, text, tokens)
 

@@ -200,7 +200,7 @@ def test_competition_is_nowhere_better_than_its_control():
     assert min(gates, key=lambda pair: gates[pair].gain.value)[0] == "unscaled"
 
 
-def test_four_times_the_state_as_the_findings_tell_it():
+def test_findings_on_four_times_the_state_match_the_rows():
     first, second = (list(hypotheses_of(name).values()) for name in FOUR_TIMES)
     assert (first[1].verdict, {one.verdict for one in second}, second[1].corrected) == ("less", {"not told apart"}, 1)
     text = f"told the gates apart (p {first[1].corrected:.2g} by Holm), the second, with a learning rate for every arm"
@@ -219,7 +219,7 @@ def test_learning_rates_of_second_plans_are_not_the_smallest():
         assert all(trials[arm, 1e-3] == min(trials[arm, lr] for lr in (1e-3, 3e-3, 1e-2)) for arm, _ in trials)
 
 
-def test_overwritten_values_as_the_findings_tell_them():
+def test_findings_on_overwritten_values_match_the_rows():
     retnet = [row for row in reported("overwritten") if row["arm"].startswith("retnet")]
     held = [2 ** hypotheses.length_held(row) / study.positions("overwritten") for row in retnet]
     assert held == pytest.approx([4] * 15), "the fewest pairs"
@@ -231,7 +231,7 @@ def test_overwritten_values_as_the_findings_tell_them():
     ("retnet", "in RetNet {:.1f} % without gates, {:.1f} % with the softmax and {:.1f} % with the wide sigmoid"),
     ("linear-attention", "in linear attention {:.1f} %, {:.1f} % and {:.1f} %"),
 ])  # fmt: skip
-def test_a_quarter_of_the_state_as_the_findings_tell_it(backbone, sentence):
+def test_findings_on_a_quarter_of_the_state_match_the_rows(backbone, sentence):
     scores = {arm: [100 * row["score"] for row in reported("capacity-small") if row["arm"] == f"{backbone} {arm}"]
               for arm in study.COMPARED}  # fmt: skip
     assert sentence.format(*(fmean(scores[arm]) for arm in ("none", "softmax", "wide sigmoid"))) in SAID
@@ -246,13 +246,13 @@ def test_stated_numbers_of_converged_runs_are_those_of_the_rows(name, count):
     assert study.converged(name) == count and (f"{count} runs converged" in SAID or count.startswith("0"))
 
 
-def test_32_pairs_in_all_five_seeds():
+def test_linear_attention_holds_32_pairs_in_all_five_seeds():
     for name, arm in (("capacity-linear-attention", "softmax read"), ("long-retnet", "wide sigmoid")):
         assert [2**value / 2 for value in values(name)[arm]] == pytest.approx([32] * 5)
     assert SAID.count("at least 32 in all five seeds") >= 2
 
 
-def test_speed_of_the_other_backbones_as_the_findings_tell_it():
+def test_findings_on_speed_match_the_rows():
     named = {a: one for (a, b), one in hypotheses_of("speed").items() if b.endswith("none")}
     assert named.pop("linear-attention softmax").verdict == "less"
     sooner = sorted(-one.gain.value for one in named.values())
@@ -290,7 +290,7 @@ def test_the_curves_of_denominators_and_orders_are_as_the_page_tells():
     assert loss["L2 norm and length"] == loss["L2 norm"] < min(loss["RMS norm"], loss["layer norm"]) - 0.1
 
 
-def test_the_demo_of_the_readme_is_that_of_its_rows():
+def test_readme_demo_matches_its_rows():
     scores = {}
     for row in read(RESULTS / "studies" / "demo.csv"):
         if not row["trial"] and row["comparison"] == "pair":
@@ -411,7 +411,7 @@ def write(path, data):
     path.write_text(json.dumps(data), "utf-8")
 
 
-def test_step_sizes_of_gated_deltanet_are_as_the_questions_tell():
+def test_step_sizes_of_gated_deltanet_match_the_questions():
     """Its own find no needle at three rates; smaller ones half of them, and with twice the steps 126 of 128."""
     smaller = "gated-deltanet(decay.dt_min=1e-5, decay.dt_max=1e-3)"
     needles = (run for run in RUNS if run["comparison"].startswith("needle"))
@@ -532,7 +532,7 @@ def test_published_numbers_are_those_of_the_papers(name):
 
 
 @pytest.mark.parametrize("name", experiment.names())
-def test_published_numbers_say_where_they_stand(name):
+def test_published_numbers_name_their_place(name):
     chosen = experiment.load(name)
     assert chosen.source and all(chosen.places().values())
     notes = " ".join(show.notes(chosen, "laptop"))

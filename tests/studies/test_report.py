@@ -119,7 +119,7 @@ def test_matched_sizes_stand_before_all_sections(tmp_path):
     assert places == sorted(places) and page.index("Matched") < page.index("<h2>")
 
 
-def test_a_plan_alone_says_what_is_judged():
+def test_verdicts_come_from_the_plan_alone():
     """Not the rules that compare a mixer with its backbone and its controls."""
     (comparison,) = summarise(results([[0.5, 0.6, 0.7], [0.8, 0.9, 0.98], [0.7, 0.8, 0.9]]))
     judged = [sentence for sentence in findings(comparison) if sentence not in findings(comparison, planned=True)]

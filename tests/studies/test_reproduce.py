@@ -36,7 +36,7 @@ def test_every_step_is_a_command_that_exists(name, scale, tmp_path):
 
 
 @pytest.mark.parametrize("name", experiment.names())
-def test_every_row_is_of_a_model_that_is_trained_and_has_a_number_per_column(name):
+def test_every_row_is_a_trained_model_with_all_columns(name):
     chosen = experiment.load(name)
     for row in chosen.rows:
         scales = [scale for scale in chosen.scales.values() if row.at.keys() <= scale.axes.keys()]
@@ -46,7 +46,7 @@ def test_every_row_is_of_a_model_that_is_trained_and_has_a_number_per_column(nam
 
 
 @pytest.mark.parametrize("name, columns", [("table-2", slice(0, 3)), ("table-4", slice(2, 8))])
-def test_the_averages_that_were_published_are_of_what_was_published(name, columns):
+def test_published_averages_are_of_published_numbers(name, columns):
     for row in experiment.load(name).rows:
         assert fmean(row.published[columns]) == pytest.approx(row.published[-1], abs=0.0051)
 
@@ -93,7 +93,7 @@ def ours(name: str, scale: str, root: Path) -> list[numbers.Cell]:
     return numbers.cells(experiment.load(name), experiment.load(name).at(scale), root)
 
 
-def test_ours_is_laid_beside_the_published_over_seeds(tmp_path):
+def test_reproduced_numbers_stand_beside_the_published(tmp_path):
     for seed, swde in enumerate((0.30, 0.34)):
         item = {"contains,none": swde, "contains_stderr,none": 0.01}
         wrote(tmp_path / "recall" / f"5m-gla-{seed}", {"swde": item, "squad_completion": item})
@@ -113,7 +113,7 @@ def test_ours_is_laid_beside_the_published_over_seeds(tmp_path):
     assert "1 of 1" in show.verdict([same])
 
 
-def test_a_gain_is_of_the_models_of_one_seed(tmp_path):
+def test_gains_pair_models_by_seed(tmp_path):
     """The seeds differ by far more than the two mixers: the differences are 1, 2 and 3 in each."""
     for seed, perplexity in enumerate((100.0, 200.0, 300.0)):
         for mixer, less in (("gla", 0), ("softmax-gla", seed + 1)):
@@ -132,7 +132,7 @@ def test_a_gain_is_a_difference_of_two_models(tmp_path):
     assert found[0].published == 2.37 and found[0].ours.value == 2.5 and found[0].within is None
 
 
-def test_a_comparison_s_scores_are_found(tmp_path):
+def test_scores_of_a_comparison_are_read(tmp_path):
     (tmp_path / "rnn-figure-4").mkdir()
     arms = [{"mixer": "softmax-rnn-norm", "scores": {"loss": loss}} for loss in (2.0, 3.0)]
     (tmp_path / "rnn-figure-4" / "results.json").write_text(json.dumps({"arms": arms}))
@@ -178,7 +178,7 @@ def test_the_interval_of_an_evaluation_is_student_s_over_its_rows(tmp_path):
         assert swde.reach == (reach and pytest.approx(reach))
 
 
-def test_what_has_ended_is_not_done_again_and_what_fails_is_named(tmp_path):
+def test_finished_steps_are_skipped_and_failures_named(tmp_path):
     count = tmp_path / "count"
     step = [sys.executable, "-c", f"open({str(count)!r}, 'a').write('x')"]
     said = []
@@ -218,7 +218,7 @@ def step_cut_off(tmp_path, monkeypatch):
     return step
 
 
-def test_a_kill_between_the_end_of_a_step_and_its_record_loses_nothing(step_cut_off, tmp_path):
+def test_kill_between_a_step_and_its_record_loses_nothing(step_cut_off, tmp_path):
     said = []
     for _ in range(2):
         execute.execute([step_cut_off], tmp_path / "root", said.append)
@@ -226,14 +226,14 @@ def test_a_kill_between_the_end_of_a_step_and_its_record_loses_nothing(step_cut_
     assert [path.suffix for path in (tmp_path / "root" / "done").iterdir()] == [".json"]
 
 
-def test_a_folder_made_from_another_text_is_not_taken_for_the_result(step_cut_off, tmp_path):
+def test_folder_from_another_text_is_not_reused(step_cut_off, tmp_path):
     (tmp_path / "a.txt").write_text("other words")
     for _ in range(2):
         with pytest.raises(InputError, match="step 1 ended with exit status 2"):
             execute.execute([step_cut_off], tmp_path / "root", print)
 
 
-def test_a_folder_that_was_there_before_is_not_taken_for_the_result(step_cut_off, tmp_path):
+def test_folder_that_existed_before_is_not_reused(step_cut_off, tmp_path):
     step = [*step_cut_off[:-1], str(tmp_path / "root" / "other")]
     (tmp_path / "root" / "other").mkdir()
     for _ in range(2):
@@ -282,13 +282,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("said", MISTAKES)
-def test_a_mistake_is_named(said, tmp_path):
+def test_user_errors_are_named(said, tmp_path):
     with pytest.raises(InputError, match=re.escape(said)):
         understand.reproduce(**{"name": "figure-1", "output": tmp_path} | MISTAKES[said])
     assert not list(tmp_path.iterdir())
 
 
-def test_a_part_of_the_work_with_arguments_of_one_s_own(tmp_path):
+def test_one_step_runs_with_other_arguments(tmp_path):
     scale = experiment.load("figure-1").at("laptop")
     tailored = experiment.tailored(scale, [], ["mixer=gla", "seed=0"], ["eval --data 'a {b}'", "train tokens=1e6"])
     prepare, *train, evaluate = experiment.commands(tailored, tmp_path)
@@ -297,7 +297,7 @@ def test_a_part_of_the_work_with_arguments_of_one_s_own(tmp_path):
     assert evaluate[-2:] == ["--data", "a {b}"] and sum("model" in part for part in evaluate) == 2
 
 
-def test_what_comes_from_the_internet_is_said(tmp_path):
+def test_downloads_are_announced(tmp_path):
     steps = experiment.commands(experiment.load("figure-1").at("laptop"), tmp_path)
     assert "roneneldan/TinyStories, the rows of wikitext" in execute.downloads(steps)
     scale = experiment.tailored(experiment.load("figure-1").at("laptop"), [__file__], [], [f"eval --data {tmp_path}"])

@@ -143,7 +143,7 @@ def test_a_verdict_needs_three_seeds_and_a_corrected_p_below_one_in_twenty(n, va
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
-def test_equal_models_that_learn_or_do_not_are_told_apart_in_one_of_twenty_at_most(n):
+def test_equal_bimodal_models_get_a_verdict_in_at_most_one_of_twenty(n):
     """Scores of 0 or 1 by the toss of a coin, all 4^n of n seeds. With two seeds, 1 in 8 would favour one model."""
     verdicts = []
     for scores in product((0.0, 1.0), repeat=2 * n):
@@ -182,7 +182,7 @@ def likelihoods(generator, n):
 
 @pytest.mark.parametrize("drawn", [accuracies, opposites, likelihoods])
 @pytest.mark.parametrize("n", [10, 20])
-def test_equal_models_are_seldom_told_apart_by_the_rows_of_an_evaluation(drawn, n):
+def test_evaluation_of_equal_models_rarely_gives_a_verdict(drawn, n):
     """An exact test would err in at most 5 % of cases. Of rows that are right or wrong, t errs in up to 6.5 % (by
     enumeration, for n from 10 to 50); the bound has room for three standard errors of 2,000 cases."""
     generator, cases = np.random.default_rng(n), 2000

@@ -67,7 +67,7 @@ def test_a_head_is_silenced_and_gates_are_noted():
     assert torch.equal(model(ids).logits, silenced) and not torch.equal(whole, silenced)
 
 
-def test_gates_that_are_added_halfway_begin_where_the_first_half_ended(tmp_path, monkeypatch):
+def test_gates_added_halfway_start_from_the_first_half(tmp_path, monkeypatch):
     (whole,) = study.plan(retrofit.BASE).plans
     short = replace(
         whole, recipe=replace(whole.recipe, steps=2, evaluations=1, held_out=16), seeds=(0,),

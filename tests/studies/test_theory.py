@@ -125,7 +125,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     assert isinstance(error, InputError) and str(tmp_path) in str(error)
 
 
-def test_a_check_that_fails_is_exit_code_1(tmp_path, monkeypatch):
+def test_failed_check_exits_with_1(tmp_path, monkeypatch):
     failing = theory.Result([theory.Check("x", 1.0, "≤", 0.5)], "Summary.", theory.run("crosstalk").figure)
     monkeypatch.setattr("studies.theory.__main__.run", lambda *_: failing)
     done = CliRunner().invoke(app, ["crosstalk", "--output", str(tmp_path)])
