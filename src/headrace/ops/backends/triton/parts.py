@@ -54,12 +54,12 @@ def inside(rows, length, columns, width: tl.constexpr):
 def tile(x, token, stride, offset, rows, length, columns, width: tl.constexpr):
     """Loads [rows, columns] of a per-token tensor in float32; None for columns that are None."""
     if columns is None:
-        found = None
+        result = None
     else:
         base = x + token * stride + offset
         at = rows[:, None] * stride + columns[None, :]
-        found = tl.load(base + at, mask=inside(rows, length, columns, width), other=0.0).to(tl.float32)
-    return found
+        result = tl.load(base + at, mask=inside(rows, length, columns, width), other=0.0).to(tl.float32)
+    return result
 
 
 @triton.jit
@@ -73,10 +73,10 @@ def store_tile(into, x, token, stride, offset, rows, length, columns, width: tl.
 def numbers(x, token, h, H: tl.constexpr, rows, length, other):
     """Loads one number per token, [C], of a tensor [tokens, H] in float32; `other` for a tensor that is None."""
     if x is None:
-        found = tl.full(rows.shape, other, tl.float32)
+        result = tl.full(rows.shape, other, tl.float32)
     else:
-        found = tl.load(x + token * H + h + rows * H, mask=rows < length, other=0.0).to(tl.float32)
-    return found
+        result = tl.load(x + token * H + h + rows * H, mask=rows < length, other=0.0).to(tl.float32)
+    return result
 
 
 @triton.jit
@@ -101,13 +101,13 @@ def isolated_dot(x, y, length, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
     If another product follows from one of 64 rows, Triton divides both by rows, which are too few for eight warps: half
     of them compute what the other half does. It looks for others in the same branch only."""
-    found = tl.zeros((x.shape[0], y.shape[1]), tl.float32)
+    result = tl.zeros((x.shape[0], y.shape[1]), tl.float32)
     if is_hip():
-        found = product(x, y, found, OPERAND, PRECISION)
+        result = product(x, y, result, OPERAND, PRECISION)
     else:
         if length > 0:
-            found = product(x, y, found, OPERAND, PRECISION)
-    return found
+            result = product(x, y, result, OPERAND, PRECISION)
+    return result
 
 
 @triton.jit
@@ -183,17 +183,17 @@ def other_blocks(x, M: tl.constexpr, LATER: tl.constexpr):
     totals = tl.sum(tl.reshape(x, (blocks, SUB, x.shape[1])), 1)
     own, other = tl.arange(0, blocks)[:, None], tl.arange(0, blocks)[None, :]
     counted = (own // (M // SUB) == other // (M // SUB)) & (other > own if LATER else other < own)
-    found = tl.sum(tl.where(counted[:, :, None], totals[None, :, :], 0.0), 1)
-    return tl.reshape(tl.broadcast_to(found[:, None, :], (blocks, SUB, x.shape[1])), x.shape)
+    result = tl.sum(tl.where(counted[:, :, None], totals[None, :, :], 0.0), 1)
+    return tl.reshape(tl.broadcast_to(result[:, None, :], (blocks, SUB, x.shape[1])), x.shape)
 
 
 @triton.jit
 def from_start(this, M: tl.constexpr):
     """Returns the sum of log_decay from the start of a token's segment of M tokens up to and including the token."""
-    found = segment_sums(this, SUB, False)
+    result = segment_sums(this, SUB, False)
     if M > SUB:
-        found += other_blocks(this, M, False)
-    return found
+        result += other_blocks(this, M, False)
+    return result
 
 
 @triton.jit
@@ -205,10 +205,10 @@ def may_factor(inside):
 @triton.jit
 def to_end(this, after, rows, M: tl.constexpr):
     """Returns the sum of log_decay after a token up to the end of its segment of M tokens: no difference of sums."""
-    found = segment_sums(tl.where((rows % SUB != SUB - 1)[:, None], after, 0.0), SUB, True)
+    result = segment_sums(tl.where((rows % SUB != SUB - 1)[:, None], after, 0.0), SUB, True)
     if M > SUB:
-        found += other_blocks(this, M, True)
-    return found
+        result += other_blocks(this, M, True)
+    return result
 
 
 @triton.jit

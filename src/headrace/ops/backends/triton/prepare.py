@@ -41,8 +41,8 @@ def block_scores(x, y, y_at, y_stride, offset, this, g, g_stride, g_offset, toke
     near = together(rows, SUB) & (rows[:, None] >= rows[None, :])
     scores = tl.zeros((x.shape[0], x.shape[0]), tl.float32)
     if may_factor(inside):
-        found = product(x * tl.exp(inside), tl.trans(y * tl.exp(-inside)), scores, OPERAND, PRECISION)
-        scores = tl.where(near, found, 0.0)
+        result = product(x * tl.exp(inside), tl.trans(y * tl.exp(-inside)), scores, OPERAND, PRECISION)
+        scores = tl.where(near, result, 0.0)
     else:
         passed = tl.zeros(x.shape, tl.float32)
         for distance in range(SUB):

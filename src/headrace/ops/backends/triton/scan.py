@@ -23,10 +23,10 @@ from .parts import head_sums, isolated_dot, last_of, left_of, matrix, numbers, p
 def more_keys(BK: tl.constexpr, BK2: tl.constexpr):
     """Returns the keys of the second tile of the state, [BK2], or None."""
     if BK2 > 0:
-        found = BK + tl.arange(0, BK2)
+        result = BK + tl.arange(0, BK2)
     else:
-        found = None
-    return found
+        result = None
+    return result
 
 
 @triton.jit
@@ -49,10 +49,10 @@ def store_state(into, S, place, keys, values, K: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def against(x, x2, S, S2, length, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Returns x S [C, BV], with both tiles of their keys."""
-    found = isolated_dot(x, S, length, OPERAND, PRECISION)
+    result = isolated_dot(x, S, length, OPERAND, PRECISION)
     if S2 is not None:
-        found += isolated_dot(x2, S2, length, OPERAND, PRECISION)
-    return found
+        result += isolated_dot(x2, S2, length, OPERAND, PRECISION)
+    return result
 
 
 @triton.jit

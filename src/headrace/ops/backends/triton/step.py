@@ -15,10 +15,10 @@ PROGRAM = 8192  # entries of the state that a program holds
 @triton.jit
 def scalar(x, at, other):
     if x is None:
-        found = other
+        result = other
     else:
-        found = tl.load(x + at).to(tl.float32)
-    return found
+        result = tl.load(x + at).to(tl.float32)
+    return result
 
 
 @triton.jit
