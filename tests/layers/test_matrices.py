@@ -150,7 +150,7 @@ def goose_package(monkeypatch):
     return module
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 def test_rwkv7_equals_the_authors_code(monkeypatch):
     """Outputs and the gradient of the input, of a first layer: those above it have the value residual besides."""
     theirs = goose_package(monkeypatch).RWKV_x070_TMix_seq

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ops.loss import PIECE
+from ..utils.device import present_device
 from ..utils.errors import InputError, nearest
 from .model import estimate, meta_model
 from .recipes import Recipe
@@ -114,7 +115,7 @@ def plan(recipe: Recipe, machine: Machine, efficiency: float) -> dict[str, Any]:
 def time_here(recipe: Recipe, flops: float) -> dict[str, Any]:
     """Returns the device that a run would use on this machine, its measured operations per second in matrix products,
     and the seconds of the run if it reaches the fraction REACHED of them."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = present_device()
     rate = matrix_rate(device, getattr(torch, recipe.precision))
     return {
         "device": device.type, "flops_per_second": rate, "efficiency": REACHED, "seconds": flops / (rate * REACHED)

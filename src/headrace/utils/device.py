@@ -8,13 +8,18 @@ import torch
 from .errors import InputError
 
 
+def present_device() -> torch.device:
+    """Returns the accelerator if there is one, else the CPU. (PyTorch's build for CUDA names one on every machine.)"""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def on_device(name: str | None, float64: bool = False) -> str:
     """Returns the device of this name; for None or "auto" the accelerator if there is one, else the CPU.
 
     float64: whether the device must support float64; Apple's does not. Raises InputError if the device is unusable."""
     if name in (None, "auto"):
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return "cpu" if accelerator is None or (float64 and accelerator.type == "mps") else accelerator.type
+        device = present_device().type
+        return "cpu" if float64 and device == "mps" else device
     try:
         torch.empty(0, device=name, dtype=torch.float64 if float64 else None)
     except (RuntimeError, AssertionError, TypeError) as error:

@@ -60,8 +60,10 @@ def softplus_decay(z: Tensor, log_rate: Tensor) -> Tensor:
     """Returns −e^log_rate softplus(z) for z [B, T, H] or [B, T, H, K] and log_rate [H], finite for all z and rates."""
     log_rate = log_rate.to(z.dtype).view(-1, *[1] * (z.dim() - 3))
     # e^A softplus(z) = e^(A − d) softplus(z + d) below FAR, where softplus is e^z: a product of two factors of which
-    # neither is infinite and the second is never 0. relu and clamp pass the gradient to z at FAR once.
-    return -finite_exp(log_rate - F.relu(FAR - z), room=24) * F.softplus(z.clamp(min=FAR))  # its gradient has e^20
+    # neither is infinite and the second is never 0. A clamp in place of z + d would have no gradient at FAR itself in
+    # PyTorch from 2.15 on.
+    d = F.relu(FAR - z)
+    return -finite_exp(log_rate - d, room=24) * F.softplus(z + d)  # its gradient has e^20
 
 
 class FixedDecay(DecayModule):

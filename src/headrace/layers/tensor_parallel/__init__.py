@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ...ops.checks import require
 from ...ops.parallel.tensor import Ranks
+from ...utils.device import present_device
 from ...utils.errors import InputError
 from ..attention.attention import SoftmaxAttention
 from ..base import Mixer
@@ -74,8 +75,7 @@ def all_processes() -> DeviceMesh:
     started = dist.is_initialized() or "WORLD_SIZE" in os.environ
     require(started, "tensor_parallel needs several processes; expected a start by torchrun, or init_process_group")
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    return init_device_mesh(device.type, (size,))
+    return init_device_mesh(present_device().type, (size,))
 
 
 def read_plan(options: dict[str, Any]) -> DeviceMesh | None:

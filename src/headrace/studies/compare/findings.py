@@ -114,9 +114,7 @@ def choices(comparison: Comparison) -> Iterator[str]:
     for c in comparison.gated:
         ends = [gate for arm in c.arms for gate in arm["curve"][-1]["gates"]]
         shares = [share * len(gate["load"]) for gate in ends for share in gate["load"]]  # 1: an even share
-        gates, heads = (
-            f"{count(len(some), name)} of {c.label}" for some, name in ((ends, "gate"), (shares, "head"))
-        )
+        gates, heads = (f"{count(len(some), name)} of {c.label}" for some, name in ((ends, "gate"), (shares, "head")))
         if one := sum(max(gate["load"]) >= COLLAPSED for gate in ends):
             yield f"Collapsed gates: in {one} of {gates}, one head takes {COLLAPSED:.0%} or more."
         if dead := sum(share < DEAD for share in shares):
