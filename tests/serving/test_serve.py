@@ -419,12 +419,14 @@ def test_invalid_checkpoint_is_refused_at_start(tmp_path):
     "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
 def test_signal_ends_the_server_while_it_generates(checkpoint, tmp_path, number, code, word):
-    server = command(tmp_path, "serve", checkpoint, "--port", 0, "--max-tokens", ENDLESS)
+    server = command(tmp_path, "serve", checkpoint, "--port", 0, "--max-tokens", ENDLESS, "--name", "mine")
     while not (tmp_path / "out").exists() or "\n" not in (tmp_path / "out").read_text():
         assert server.is_alive()
         time.sleep(0.05)
     base = (tmp_path / "out").read_text().splitlines()[0].split()[-1]
-    with ask(connect(base.removesuffix("/v1")), "a", stream=True, max_tokens=ENDLESS) as stream:
+    client = connect(base.removesuffix("/v1"))
+    assert [model.id for model in client.models.list()] == ["mine"]
+    with ask(client, "a", stream=True, max_tokens=ENDLESS) as stream:
         next(iter(stream))
         os.kill(server.pid, number)
         with pytest.raises(openai.APIConnectionError):
