@@ -21,8 +21,8 @@ def avoid_sync(x: Tensor) -> bool:
 class Sequences:
     """The N sequences of x [B, T, D]: the rows, or the sequences packed in one row with bounds cu_seqlens [N + 1].
 
-    Every function that takes cu_seqlens from a user calls `Sequences.of`, which checks the bounds once; the layers of a
-    model pass the result on. Under `context_parallel`, x is one process's part of the row, and positions are those in
+    Models and layers make it from a user's cu_seqlens by `Sequences.of`, which checks the bounds; a model's layers pass
+    it on. `linear_attention`, which takes a tensor, checks its bounds itself. Under `context_parallel`, x is one process's part of the row, and positions are those in
     the whole row."""
 
     @classmethod
