@@ -22,8 +22,8 @@ class Sequences:
     """The N sequences of x [B, T, D]: the rows, or the sequences packed in one row with bounds cu_seqlens [N + 1].
 
     Models and layers make it from a user's cu_seqlens by `Sequences.of`, which checks the bounds; a model's layers pass
-    it on. `linear_attention`, which takes a tensor, checks its bounds itself. Under `context_parallel`, x is one process's part of the row, and positions are those in
-    the whole row."""
+    it on. `linear_attention`, which takes a tensor, checks its bounds itself. Under `context_parallel`, x is one
+    process's part of the row, and positions are those in the whole row."""
 
     @classmethod
     def of(cls, x: Tensor, cu_seqlens: "Tensor | Sequences | None") -> "Sequences":
