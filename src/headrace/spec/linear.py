@@ -102,6 +102,7 @@ class Competition(Record):
     # a control: at position t of a sequence, each head gets the gate of the head t further on, so that the gates of a
     # token have the values of the activation but belong to no head
     shuffle: bool = False
+    weight_decay: bool = False  # whether an optimiser's weight decay applies to the weights of the scores
     # number of memories per head, which compete as well; state and cost are multiplied by it
     memories_per_head: PositiveInt = 1
 

@@ -1,5 +1,6 @@
 """Parameter groups for the optimiser, and initialisation of competition gates."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -33,15 +34,14 @@ def initialise_gates(model: nn.Module, std: float, kind: GateInit) -> None:
 
 def parameter_groups(model: nn.Module, weight_decay: float, gate_lr: float) -> list[dict[str, Any]]:
     """Parameter groups for AdamW: matrices with weight decay; norms, biases and what a module names in
-    `no_weight_decay`, the parameters of its dynamics, without; and gates, if any, without weight decay, which would
-    pull them towards no competition, and with the learning rate `gate_lr`."""
-    gates = list(gate_parameters(model))
-    gate_ids = {id(p) for p in gates}
-    undecayed_ids = {id(module._parameters[name]) for module in model.modules() for name in undecayed(module)}
-    rest = [p for p in model.parameters() if id(p) not in gate_ids]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in rest if id(p) not in undecayed_ids], "weight_decay": weight_decay},
-        {"params": [p for p in rest if id(p) in undecayed_ids], "weight_decay": 0.0},
-        {"params": gates, "weight_decay": 0.0, "lr": gate_lr},
-    ]
+    `no_weight_decay`, the parameters of its dynamics, without; and the weights of gates with the learning rate
+    `gate_lr` and, unless `competition.weight_decay` is set, without weight decay, which would pull them towards no
+    competition."""
+    gates = {id(p) for p in gate_parameters(model)}
+    free = {id(module._parameters[name]) for module in model.modules() for name in undecayed(module)}
+    groups: list[dict[str, Any]] = []
+    for of_gates, without in itertools.product((False, True), (False, True)):
+        members = [p for p in model.parameters() if (id(p) in gates, id(p) in free) == (of_gates, without)]
+        group = {"params": members, "weight_decay": 0.0 if without else weight_decay}
+        groups.append(group | ({"lr": gate_lr} if of_gates else {}))
     return [group for group in groups if group["params"]]

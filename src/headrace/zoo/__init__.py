@@ -1,7 +1,8 @@
 """The named mixers and models. Each is a spec; an entry added to a table makes the name available to the models, the
 command line, the tests and the documentation.
 
-Every linear mixer `X` also has a version `softmax-X`, in which its heads compete (`compete`).
+Every linear mixer `X` also has a version `softmax-X`, in which its heads compete (`compete`). The models of
+arXiv 2602.01744 as published are `PUBLISHED`.
 """
 
 import difflib
@@ -32,9 +33,12 @@ MATRICES: dict[str, MatrixSpec] = TABLES[MatrixSpec]
 ATTENTION: dict[str, AttentionSpec] = TABLES[AttentionSpec]
 SOFTMAX_RNNS: dict[str, SoftmaxRNNSpec] = TABLES[SoftmaxRNNSpec]
 MODELS: dict[str, ModelSpec | Decoder] = {name: entry.spec for name, entry in models.MODELS.items()}
-PAPERS = {name: entry.paper for name, entry in (mixers.MIXERS | models.MODELS).items()}
-PAPER = Competition(read="query", write="value", scale="one")  # equations 3-16 of arXiv 2602.01744 as published
+PUBLISHED: dict[str, MixerSpec] = {name: entry.spec for name, entry in mixers.PUBLISHED.items()}
+PAPERS = {name: entry.paper for name, entry in (mixers.MIXERS | mixers.PUBLISHED | models.MODELS).items()}
 SIGMOID = Competition(activation="sigmoid", range="heads")  # as far and as steep as a softmax, without its competition
+COMPETITIONS = {
+    "paper": asdict(mixers.PAPER), "sigmoid": asdict(SIGMOID), "default": asdict(Competition()), "none": None,
+}  # fmt: skip
 
 
 def compete(spec: MixerSpec, competition: Competition | None = None) -> MixerSpec:
@@ -63,7 +67,7 @@ def each_mixer(spec, change: Callable[[MixerSpec], MixerSpec]):
 def names() -> list[str]:
     """Returns the names of all mixers, with and without competition. Whole models are in `MODELS`."""
     others = (name for kind, table in TABLES.items() if kind is not MixerSpec for name in table)
-    return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *others]
+    return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *PUBLISHED, *others]
 
 
 def get(mixer):
@@ -88,7 +92,12 @@ def get(mixer):
     name, settings = expression(mixer, "mixer")
     changes: dict[str, object] = {}
     for path, text in settings.items():
-        named = {"paper": asdict(PAPER), "sigmoid": asdict(SIGMOID), "default": asdict(Competition()), "none": None}
+        named = {
+            "paper": asdict(mixers.PAPER),
+            "sigmoid": asdict(SIGMOID),
+            "default": asdict(Competition()),
+            "none": None,
+        }
         changes[path] = named.get(text, text) if path == "competition" else literal(text)
         if path == "mixer":  # the mixer of a whole model
             changes[path] = to_json(get(text))
@@ -117,7 +126,7 @@ def mixer(name):
 
 
 def _named(name: str):
-    known = {name: spec for table in (*TABLES.values(), MODELS) for name, spec in table.items()}
+    known = {name: spec for table in (*TABLES.values(), PUBLISHED, MODELS) for name, spec in table.items()}
     if name in known:
         return known[name]
     if (base := name.removeprefix("softmax-")) in LINEAR:

@@ -1,10 +1,11 @@
-"""The named mixers, in one table."""
+"""The named mixers: the mixers without competition, and the published forms of softmax linear attention."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..spec.attention import AttentionSpec, Pattern
 from ..spec.decay import Decay
-from ..spec.linear import Heads, Inputs, MixerSpec, Read, Write
+from ..spec.linear import Competition, Heads, Inputs, MixerSpec, Read, Write
 from ..spec.matrix import MatrixSpec
 from ..spec.scan import ScanSpec
 from ..spec.softmax_rnn import SoftmaxRNNSpec
@@ -187,5 +188,37 @@ MIXERS: dict[str, Entry] = {
         "The denominator is the number of tokens, and a gate per head multiplies the output.",
         "https://arxiv.org/abs/2507.23632",
         SoftmaxRNNSpec(clamp=5.0, denominator="output-gate", by_length=True),
+    ),
+}
+
+# Equations 4-16 of arXiv 2602.01744 as published: gates that sum to 1, the read gate on q, and the weight decay of all
+# other matrices. The weights start at zero as in `Competition()`, since the paper does not state their initialisation.
+PAPER = Competition(read="query", write="value", scale="one", weight_decay=True)
+SOFTMAX_LINEAR_ATTENTION = "https://arxiv.org/abs/2602.01744"
+
+
+def _published(base: str, **changes: Any) -> MixerSpec:
+    return replace(MIXERS[base].spec, competition=PAPER, **changes)
+
+
+# The models of arXiv 2602.01744. `softmax-X` differs from `paper-softmax-X` in three fields of `Competition`: its gates
+# are 1 for equal scores, its read gate comes after the norm of each head, and its gates have no weight decay.
+PUBLISHED: dict[str, Entry] = {
+    "paper-softmax-retnet": Entry(
+        "RetNet with competing heads by equations 10 and 11.", SOFTMAX_LINEAR_ATTENTION, _published("retnet")
+    ),
+    "paper-softmax-gla": Entry(
+        "GLA with competing heads by equations 12 and 13.", SOFTMAX_LINEAR_ATTENTION, _published("gla")
+    ),
+    "paper-softmax-gated-deltanet": Entry(
+        "Gated DeltaNet with competing heads by equations 14 to 16, with the decay of Gated DeltaNet, which the "
+        "printed equations lack.",
+        SOFTMAX_LINEAR_ATTENTION,
+        _published("gated-deltanet"),
+    ),
+    "paper-softmax-gated-deltanet-as-printed": Entry(
+        "Equations 14 to 16 as printed, without a decay.",
+        SOFTMAX_LINEAR_ATTENTION,
+        _published("gated-deltanet", decay=Decay()),
     ),
 }

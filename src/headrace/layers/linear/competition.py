@@ -16,11 +16,13 @@ from ..base import SelfInitialised
 
 class Gate(SelfInitialised):
     """Base of the modules that head competition adds to a mixer. The optimiser applies no weight decay to their
-    parameters, and retrofitting a trained model initialises only these."""
+    parameters unless `weight_decay` is True, and retrofitting a trained model initialises only these."""
+
+    weight_decay = False
 
     @property
     def no_weight_decay(self) -> tuple[str, ...]:
-        return tuple(self._parameters)
+        return () if self.weight_decay else tuple(self._parameters)
 
 
 class HeadCompetition(Gate):
@@ -37,7 +39,7 @@ class HeadCompetition(Gate):
     ):
         """memories: number of memories per head; all H · memories of them compete, and replace the heads below."""
         super().__init__()
-        self.spec, self.memories = spec, memories
+        self.spec, self.memories, self.weight_decay = spec, memories, spec.weight_decay
         self.num_heads = num_heads = num_heads * memories
         self.repeats = num_heads // key_heads  # how many heads share a head of q or k
         shapes = {
