@@ -24,6 +24,7 @@ from .delta_rule import KeyAngle, Overwriting
 from .head_competition import MagnitudeNeglect, WinnerTakeAll
 from .mixer_capacity import MixerCapacity
 from .pathologies import ContextCollapse, PolarityLoss
+from .read_gate import ReadGate
 from .state_probe import CheckpointProbe, StateProbe
 
 __all__ = ["EXPERIMENTS", "TOLERANCE", "Check", "Result", "describe", "run", "save", "select"]
@@ -31,6 +32,7 @@ __all__ = ["EXPERIMENTS", "TOLERANCE", "Check", "Result", "describe", "run", "sa
 EXPERIMENTS: dict[str, type[Experiment]] = {
     "magnitude": MagnitudeNeglect,
     "winner-take-all": WinnerTakeAll,
+    "read-gate": ReadGate,
     "polarity": PolarityLoss,
     "context-collapse": ContextCollapse,
     "crosstalk": Crosstalk,
