@@ -1,7 +1,7 @@
-"""Do heads specialise? The reported models of the study `clusters`, trained again, and which head serves which cluster.
+"""Do heads specialise? The reported models of the studies STUDIES, trained again, and which head serves which cluster.
 
-    python benchmarks/specialisation.py run       into results/specialisation.csv; the same command continues
-    python benchmarks/specialisation.py show      the table, as Markdown
+    python benchmarks/specialisation.py run STUDY      into results/specialisation/STUDY.csv; the same command continues
+    python benchmarks/specialisation.py show           the table, as Markdown
 
 All columns are mutual informations between a head and a cluster of keys, over the largest that is possible: 0 if every
 cluster is served by all heads alike, 1 if each has heads of its own.
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -36,19 +37,24 @@ from headrace.tasks.base import Batch
 from headrace.utils.processes import locked
 from record import RESULTS, markdown, read, write
 
-NAME, ROWS, PAIRS = "clusters", 512, 16
+STUDIES, ROWS, PAIRS = ("clusters",), 512, 16
 MEASURES = ("write", "read", "ablation", "chance")
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
+def kept(name: str) -> Path:
+    return RESULTS / "specialisation" / f"{name}.csv"
+
+
 @app.command()
-def run(folder: Path = Path("runs", "specialisation"), workers: int | None = None) -> None:
-    """Trains and measures every reported arm."""
-    points = [Point(f"{arm.mixer}, seed {arm.seed}", Path("arms", f"{arm.slug}.json"), arm) for arm in arms()]
+def run(name: str, folder: Path | None = None, workers: int | None = None) -> None:
+    """Trains and measures every reported arm of a study."""
+    points = [Point(f"{arm.mixer}, seed {arm.seed}", Path("arms", f"{arm.slug}.json"), arm) for arm in arms(name)]
+    folder = folder or Path("runs", f"specialisation-{name}")
     with locked(folder):
-        claim, progress = study.plan(NAME).claim(), engine.lines(print, points)
+        claim, progress = study.plan(name).claim(), engine.lines(print, points)
         rows = engine.run(folder, claim, points, measured, progress, place_workers(["cpu"], workers))
-    write(RESULTS / "specialisation.csv", rows)
+    write(kept(name), rows)
 
 
 @app.command()
@@ -57,27 +63,31 @@ def show() -> None:
 
 
 def lines() -> list[str]:
-    """A table with the mean and standard deviation of each measure over seeds."""
-    question, _ = study.read(NAME)
-    rows = read(RESULTS / "specialisation.csv")
+    """A table with the mean and standard deviation of each measure over seeds, by width and mixer."""
     shown = []
-    for mixer, name in question.names:
-        own = [row for row in rows if row["mixer"] == mixer]
-        shown.append([
-            name, str(len(own)), *(summed([float(row[measure]) for row in own if row[measure]]) for measure in MEASURES)
-        ])  # fmt: skip
-    return markdown(["mixer", "seeds", "write gate", "read gate", "ablation", "by chance"], shown)
+    for name in STUDIES:
+        names, rows = study.question(name).names, read(kept(name))
+        for width, (mixer, arm) in product(sorted({int(row["hidden_size"]) for row in rows}), names):
+            own = [row for row in rows if row["mixer"] == mixer and int(row["hidden_size"]) == width]
+            means = [summed([float(row[measure]) for row in own if row[measure]]) for measure in MEASURES]
+            shown.append([str(width), arm, str(len(own)), *means])
+    return markdown(["width", "mixer", "seeds", "write gate", "read gate", "ablation", "by chance"], shown)
 
 
 def summed(values: list[float]) -> str:
     return f"{fmean(values):.2f} ± {stdev(values):.2f}" if len(values) > 1 else "–"
 
 
-def arms() -> list[Arm]:
-    """The reported arms of the study, with the learning rates that its search took."""
-    _, runs = study.read(NAME)
-    (plan,) = study.plan(NAME).plans
-    return plan.arms({row["mixer"]: row["lr"] for row in runs if not row["trial"]})
+def arms(name: str) -> list[Arm]:
+    """The reported arms of a study, with the learning rates that its search took."""
+    _, runs = study.read(name)
+    return [
+        arm
+        for plan in study.plan(name).plans
+        for arm in plan.arms(
+            {row["mixer"]: row["lr"] for row in runs if not row["trial"] and row["comparison"] == plan.name}
+        )
+    ]
 
 
 def measured(arm: Arm, worker: Worker) -> Row:
@@ -95,7 +105,8 @@ def measured(arm: Arm, worker: Worker) -> Row:
     chance = of[torch.randperm(len(of), generator=torch.Generator().manual_seed(0))]
     writing, reading = gates.get("write"), gates.get("read")
     return {
-        "mixer": arm.mixer, "seed": arm.seed, "lr": arm.recipe.lr, "recall": whole.mean().item(),
+        "mixer": arm.mixer, "hidden_size": arm.shape.hidden_size, "seed": arm.seed, "lr": arm.recipe.lr,
+        "recall": whole.mean().item(),
         "write": None if writing is None else information(by_cluster(writing[~queries].T, clusters[~queries])),
         "read": None if reading is None else information(by_cluster(reading[queries].T, of)),
         "ablation": information(by_cluster(lost, of).clamp_min(0)),

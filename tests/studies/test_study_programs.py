@@ -96,14 +96,14 @@ def test_a_diverged_run_is_named():
 
 
 def test_specialisation_is_measured_once(tmp_path, monkeypatch):
-    arm = specialisation.arms()[-1]
+    arm = specialisation.arms("clusters")[-1]
     recipe = replace(arm.recipe, steps=2, evaluations=1, held_out=16)
-    monkeypatch.setattr(specialisation, "arms", lambda: [replace(arm, plan=replace(arm.plan, recipe=recipe))])
+    monkeypatch.setattr(specialisation, "arms", lambda name: [replace(arm, plan=replace(arm.plan, recipe=recipe))])
     monkeypatch.setattr(specialisation, "RESULTS", tmp_path)
-    specialisation.run(tmp_path / "run", workers=1)
+    specialisation.run("clusters", tmp_path / "run", workers=1)
     (result,) = (tmp_path / "run").glob("arms/*.json")
     written = result.stat().st_mtime_ns
-    specialisation.run(tmp_path / "run", workers=1)
-    (row,) = specialisation.read(tmp_path / "specialisation.csv")
+    specialisation.run("clusters", tmp_path / "run", workers=1)
+    (row,) = specialisation.read(tmp_path / "specialisation" / "clusters.csv")
     assert (row["mixer"], row["seed"]) == (arm.mixer, str(arm.seed)) and result.stat().st_mtime_ns == written
     assert all(0 <= float(row[measure]) <= 1 for measure in specialisation.MEASURES if row[measure])

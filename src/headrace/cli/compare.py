@@ -111,9 +111,8 @@ def compare(
         refuse_beside_plan(plan, changes | other_options | {"tune_seeds": tune_seeds})
         study = planned(plan)
     folder, console = output or Path("runs", study.name), terminal()
-    for arm_plan in study.plans:
-        for sentence in arm_plan.idle_gates():
-            console.print(f"Note: {sentence}", style="yellow", highlight=False, soft_wrap=True)
+    for sentence in dict.fromkeys(idle for arm_plan in study.plans for idle in arm_plan.idle_gates()):
+        console.print(f"Note: {sentence}", style="yellow", highlight=False, soft_wrap=True)
     places = place_workers(all_devices(device), workers)
     check(folder, study)
     with interruptible(f"finished models are kept in {folder}; the same command continues"), locked(folder):
