@@ -54,9 +54,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def mixers() -> str:
-    """One row per mixer: how it writes, decays, what it stores, and what computes it."""
+    """One row per mixer but the `softmax-X` of linear mixers X: its update, decay, state, and what computes it."""
     rows = []
-    for name in plain():
+    for name in zoo.names():
+        if name.removeprefix("softmax-") in zoo.LINEAR and name not in zoo.LINEAR:
+            continue
         row, spec = catalog.describe(name), zoo.get(name)
         rule = spec.write.rule if isinstance(spec, MixerSpec) else _rule(row)
         decay = "none" if row["retention"] == "all" else row["retention"]
@@ -65,8 +67,8 @@ def mixers() -> str:
 
 
 def plain() -> list[str]:
-    """The names of all mixers, without the `softmax-X` of linear mixers X."""
-    return [name for name in zoo.names() if name in zoo.LINEAR or name.removeprefix("softmax-") not in zoo.LINEAR]
+    """The names of all mixers without head competition."""
+    return [name for name in zoo.names() if zoo.plain(zoo.get(name)) == zoo.get(name)]
 
 
 def _rule(row: dict[str, Any]) -> str:
@@ -75,7 +77,9 @@ def _rule(row: dict[str, Any]) -> str:
 
 def computed_by(name: str) -> list[str]:
     """The backends that a mixer's recurrence or attention has; PyTorch's operations compute every one."""
-    chosen = [backend for backend in BACKENDS if backend != "onnx"] if name in zoo.LINEAR else ["torch"]
+    chosen = (
+        [backend for backend in BACKENDS if backend != "onnx"] if isinstance(zoo.get(name), MixerSpec) else ["torch"]
+    )
     with torch.device("meta"):
         model = HeadraceForCausalLM(HeadraceConfig(mixer=name, vocab_size=8, hidden_size=64, num_hidden_layers=1))
     try:
