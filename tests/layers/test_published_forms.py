@@ -14,9 +14,6 @@ from headrace.training.parameters import gate_parameters, parameter_groups
 
 B, T, D, H = 2, 23, 32, 4
 
-pytestmark = pytest.mark.filterwarnings("ignore::headrace.utils.errors.GateWarning")
-
-
 def layer_of(expression, **settings):
     layer = LinearMixer(zoo.get(expression), hidden_size=D, num_heads=H, **settings).double()
     with torch.no_grad():
