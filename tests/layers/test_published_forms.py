@@ -14,6 +14,7 @@ from headrace.training.parameters import gate_parameters, parameter_groups
 
 B, T, D, H = 2, 23, 32, 4
 
+
 def layer_of(expression, **settings):
     layer = LinearMixer(zoo.get(expression), hidden_size=D, num_heads=H, **settings).double()
     with torch.no_grad():

@@ -125,7 +125,7 @@ def test_flops_of_a_row_are_those_counted_by_hand():
     assert flops(build(rnn), model_inputs(rnn, rnn.plan.task.held_out(1)), rnn.plan.shape) is None
 
 
-HAND = {  # operations of a head with K key and V value numbers, term by term; a name's "softmax-" version has as many
+HAND = {  # operations of a head with K key and V value numbers, term by term; versions with competition have as many
     "linear-attention": lambda K, V: 2 * K * (V + 1) + 2 * K * (V + 1),  # S + kᵀ (v, 1), q S
     "taylor-softmax": lambda K, V: 4 * (K + 1) * (K + 2) // 2 * (V + 1),  # the same with C(K + 2, 2) features
     "retnet": lambda K, V: K * V + 2 * K * V + 2 * K * V,  # γ S, + kᵀ v, q S
@@ -136,6 +136,7 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; a
     "delta-fast-weights": lambda K, V: 3 * 2 * 2 * K * V,  # k S, + kᵀ β (v − k S), q S, with 2 K features (DPFP)
     "deltanet": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,
     "gated-deltanet": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V,
+    "gated-deltanet-as-printed": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,
     "kda": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V,
     "residual-delta": lambda K, V: 7 * K * V + K * V + 2 * K * V,  # Gated DeltaNet, and k S of an older S, which decays
     "gla-outer": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S diag(β), + kᵀ v, q S
@@ -168,7 +169,9 @@ def test_flops_of_every_recurrent_mixer_are_those_counted_by_hand(name):
             weight.numel() for key, weight in model.named_parameters()
             if weight.dim() > 1 and not ELEMENTWISE & set(key.split(".")) and id(weight) not in gates
         )  # fmt: skip
-        recurrence = HAND[name.removeprefix("softmax-")](*spec.head_dims(32, 4)) * spec.num_heads(4)
+        recurrence = HAND[name.removeprefix("paper-").removeprefix("softmax-")](
+            *spec.head_dims(32, 4)
+        ) * spec.num_heads(4)
         assert flops(model, plan.task.held_out(1), plan.shape) == plan.task.length * (matrices + recurrence)
 
 
