@@ -19,7 +19,6 @@ WHERE = "text, all tokens"
 STUDIES = {  # of table 4's models: their mixer there, and the arms to compare with none
     "text-retnet": ("retnet", ["softmax"]),
     "text-gla": ("gla", ["softmax"]),
-    "text-published": ("gla", ["published", "softmax"]),
     "text-gated-deltanet": ("gated-deltanet", ["softmax"]),
 }
 

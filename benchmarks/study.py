@@ -8,6 +8,8 @@ python benchmarks/study.py draw NAME [NAME ...]                             the 
 python benchmarks/study.py effects NAME [NAME ...]                          gains of gates and competition, in one table
 python benchmarks/study.py forest NAME [NAME ...]                           the same as a picture: docs/effects.png
 python benchmarks/study.py others NAME [NAME ...]                           the same of studies of steps or of losses
+python benchmarks/study.py published NAME [NAME ...]                        the published form, also without read gate
+python benchmarks/study.py starts NAME                                      a sweep: each value's arms, less the first's
 """
 
 import math
@@ -202,13 +204,54 @@ def others_of(names: list[str]) -> list[str]:
     return table(rows)
 
 
-def cells(arms: pd.DataFrame, digits: int) -> list[str]:
-    gains = (effect(arms, a, b) for a, b in EFFECTS)
-    return [f"{gain.value:+.{digits}f} ({hypotheses.interval_text(gain, digits)})".replace("-", "−") for gain in gains]
+def cells(arms: pd.DataFrame, digits: int, pairs: Iterable[tuple[str, str]] = EFFECTS) -> list[str]:
+    return [cell(effect(arms, a, b), digits) for a, b in pairs]
+
+
+def cell(gain: stats.Mean, digits: int) -> str:
+    return f"{gain.value:+.{digits}f} ({hypotheses.interval_text(gain, digits)})".replace("-", "−")
 
 
 def table(rows: Iterable[list[str]]) -> list[str]:
     return markdown(["setting", *COMPARED, *(f"{a} − {b}" for a, b in EFFECTS), "converged"], rows)
+
+
+# --- the published form ----------------------------------------------------------------------------------------------
+FORMS = ("none", "published", "published without read gate", "softmax")
+OF_FORMS = (("published", "published without read gate"), ("published", "none"), ("published", "softmax"))
+
+
+@app.command()
+def published(names: list[str]) -> None:
+    print(*published_of(names), sep="\n")
+
+
+def published_of(names: list[str]) -> list[str]:
+    """A row for each backbone: the pairs that each form holds, and their differences."""
+    lines = []
+    for name in names:
+        arms = only(by_arm(name))
+        held = [f"{2 ** arms[form].mean() / positions(name):.0f}" for form in FORMS]
+        lines.append([name.removeprefix("published-"), *held, *cells(arms, 2, OF_FORMS), converged(name)])
+    return markdown(["backbone", *FORMS, *(f"{a} − {b}" for a, b in OF_FORMS), "converged"], lines)
+
+
+@app.command()
+def starts(name: str) -> None:
+    print(*starts_of(name), sep="\n")
+
+
+def starts_of(name: str) -> list[str]:
+    """A row for each value of a sweep: the pairs that each arm holds, and the difference to the first value."""
+    values, sweep = list(by_arm(name).values()), plan(name).sweep
+    assert sweep is not None
+    names = list(values[0])
+    rows = [
+        [str(value), *(f"{2 ** own[arm].mean() / positions(name):.0f}" for arm in names),
+         *(cell(stats.mean_over_seeds((own[arm] - values[0][arm]).tolist()), 2) if i else "–" for arm in names)]
+        for i, (value, own) in enumerate(zip(sweep["values"], values, strict=True))
+    ]  # fmt: skip
+    return markdown([sweep["field"], *names, *(f"{arm}: less {sweep['values'][0]}" for arm in names)], rows)
 
 
 @app.command()

@@ -240,6 +240,20 @@ def effects(*names: str) -> str:
     return "\n".join(effects_of(list(names)))
 
 
+def published(*names: str) -> str:
+    """What `python benchmarks/study.py published NAMES` prints."""
+    from study import published_of
+
+    return "\n".join(published_of(list(names)))
+
+
+def starts(name: str) -> str:
+    """What `python benchmarks/study.py starts NAME` prints."""
+    from study import starts_of
+
+    return "\n".join(starts_of(name))
+
+
 def others(*names: str) -> str:
     """What `python benchmarks/study.py others NAMES` prints."""
     from study import others_of

@@ -3,6 +3,7 @@ numbers of papers, typed here a second time. Tables are written by docs/generate
 
 import csv
 import json
+import math
 import re
 from collections import Counter
 from itertools import groupby
@@ -12,6 +13,7 @@ from statistics import fmean, median, stdev
 import pytest
 from scipy import stats as by_scipy
 
+import power
 import rates
 import specialisation
 import study
@@ -79,6 +81,7 @@ DIFFERENCES = (  # stated as +mean (low to high): the study and its arms
     ("capacity-gated-deltanet", "softmax", "none"), ("overwritten", "deltanet wide sigmoid", "deltanet none"),
     ("capacity-large", "softmax", "wide sigmoid"), ("capacity-large-rates", "softmax", "wide sigmoid"),
     ("distractors", "softmax", "none"), ("distractors-rates", "softmax", "none"),
+    *((f"published-{name}", "published", "published without read gate") for name in ("retnet", "gla")),
 )  # fmt: skip
 MEANS = (  # means over seeds, in pairs or steps: the study, its arms, and the sentence
     ("capacity-linear-attention", ("none", "softmax"), "holds {} pairs without gates and {} with the softmax: +0.71"),
@@ -90,6 +93,12 @@ MEANS = (  # means over seeds, in pairs or steps: the study, its arms, and the s
      "16 heads and half the state RetNet holds {} pairs without gates, {} with the softmax and {} with the wide"),
     ("heads-norm", ("16 heads none", "16 heads softmax"), "the 16 heads hold {} pairs without gates and {} with the"),
     ("heads-norm", ("32 heads none", "32 heads softmax"), "32 heads of one value channel {} and {}, +0.64"),
+    ("capacity-linear-attention", ("softmax", "none"),
+     "linear attention holds {} pairs with a softmax over its heads and {} without, RetNet"),
+    ("capacity-linear-attention", ("softmax", "none"), "Linear attention holds {} pairs with gates over its heads, {}"),
+    ("heads-32", ("softmax", "none"), "RetNet with 32 heads all {} pairs and {} without (1)"),
+    ("published-retnet", ("published", "softmax", "none"),
+     "The published form holds {} pairs in RetNet, the default {}, no gates {} (3)"),
     ("speed", ("linear-attention none",), "12 pairs after {} steps without gates"),
     ("speed", ("linear-attention softmax",), "after {} with the softmax"),
     ("speed", ("linear-attention wide sigmoid",), "wide sigmoid needs {} steps"),
@@ -106,6 +115,7 @@ POOLED = (  # stated as +mean (low to high; seeds, p), over several studies: arm
     *((a, b, names, 10, None, 2) for a, b in study.EFFECTS for names in (FOUR_TIMES, DISTRACTORS)),
     *(("softmax", "wide sigmoid", names, seeds, place, 3) for place in PLACES
       for names, seeds in ((TEXTS, 5), (REPEATS, 5), (TEXTS + REPEATS, 10))),
+    ("softmax", "none", TEXTS, 5, "text, loss on repeats", 3),
 )  # fmt: skip
 CONVERGED = {
     "long-retnet": "12 of 15",
@@ -268,10 +278,34 @@ def test_no_difference_on_text_stands_after_correction():
         assert {one.verdict for one in found} == {"not told apart"} and len(found) >= 8
 
 
+def test_the_softmax_on_repeats_is_stated_by_run_and_by_seed():
+    places = [study.by_arm(name)["text, loss on repeats"] for name in TEXTS]
+    gains = [gain for own in places for gain in (own["softmax"] - own["none"]).dropna()]
+    low, high = by_scipy.ttest_1samp(gains, 0).confidence_interval()
+    text = f"over the {len(gains)} pairs of runs of this table, {fmean(gains):.3f} ({low:.3f} to {high:.3f})"
+    assert text.replace("-", "−") in SAID
+
+
+WORD_PERPLEXITIES = {  # table 4 of arXiv 2602.01744: without and with competition
+    "text-retnet": (29.58, 27.79), "text-gla": (28.93, 26.32), "text-gated-deltanet": (24.22, 23.99),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORD_PERPLEXITIES)
+def test_which_gains_of_the_paper_s_size_the_texts_exclude(name):
+    without, competing = WORD_PERPLEXITIES[name]
+    gain = math.log(without / competing) / 1.5
+    (cells,) = (line.strip("| ").split(" | ") for line in power.lines() if line.startswith(f"| {name} |"))
+    own = study.by_arm(name)["text, all tokens"]
+    low = by_scipy.ttest_1samp(own["softmax"] - own["none"], 0).confidence_interval().low
+    assert cells[1] == "softmax − none" and cells[4] == f"−{gain:.3f}"
+    assert cells[5] == ("yes" if low > -gain else "no") == {"text-gated-deltanet": "no"}.get(name, "yes")
+
+
 @pytest.mark.parametrize("mixer", ["retnet softmax", "retnet wide sigmoid", "retnet none"])
 def test_specialisation_of_heads_is_stated_as_measured(mixer):
-    (line,) = (line for line in specialisation.lines() if line.startswith(f"| {mixer} |"))
-    assert line.split(" | ")[4] in SAID
+    (line,) = (line for line in specialisation.lines() if line.startswith(f"| 32 | {mixer} |"))
+    assert line.split(" | ")[5] in SAID
 
 
 def test_the_curves_of_denominators_and_orders_are_as_the_page_tells():
