@@ -56,10 +56,10 @@ PANELS: dict[str, dict[str, str]] = {
     "e^x by denominator": {
         "L2 norm": NORM,
         "gate and length": "softmax-rnn-gate",
-        "length alone": "softmax-rnn-gate(denominator=none)",
+        "length alone": "softmax-rnn-gate(gate=none)",
         "detached sum": f"{NORM}(denominator=detached)",
         "detached sum and length": f"{NORM}(denominator=detached, by_length=true)",
-        "input gate and length": "softmax-rnn-gate(denominator=input-gate)",
+        "input gate and length": "softmax-rnn-gate(gate=input)",
     },
     "e^x by norm": {
         "L2 norm": NORM,

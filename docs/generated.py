@@ -116,11 +116,9 @@ def axes() -> str:
 
 def _parts(spec: MixerSpec) -> tuple[str, ...]:
     write = " ".join((spec.write.rule, *([] if spec.write.beta == "one" else [f"β={spec.write.beta}"])))
-    features = (spec.inputs.feature_map, spec.inputs.qk_norm, "rotary" if spec.inputs.rotary else "none")
     read = spec.read.norm, f"{spec.read.gate} gate", "bonus" * spec.read.bonus, "skip" * spec.read.skip
-    plain = [part for part in features if part not in ("none", "identity")]
     shown = [part for part in read if part and not part.startswith("none")]
-    return spec.decay.kind, write, ", ".join(plain) or "–", ", ".join(shown or ["plain"])
+    return spec.decay.kind, write, ", ".join(catalog.features(spec.inputs)) or "–", ", ".join(shown or ["plain"])
 
 
 def commands() -> str:

@@ -76,6 +76,11 @@ def spelt_today(config):
             competition["read"] = {"norm": "after_norm"}.get(competition["read"], competition["read"])
         if "look" in spec.get("write", {}):
             spec["write"]["residual_chunk"] = spec["write"].pop("look")
+        inputs = spec.get("inputs", {})
+        if (order := inputs.get("feature_map", "").removeprefix("taylor-")).isdigit():
+            inputs |= {"feature_map": "identity", "order": int(order)}
+        if (gate := spec.get("denominator", "").removesuffix("-gate")) in ("output", "input"):
+            spec |= {"denominator": "none", "gate": gate}
     return config
 
 

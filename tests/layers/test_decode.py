@@ -111,6 +111,33 @@ def test_decoding_with_every_part(change):
     assert relative(found, expected) <= MAX_ERROR_RATIO * relative(made(x)[0], expected)
 
 
+@torch.no_grad()
+def test_decoding_with_another_epsilon():
+    mixer = "gla(read.eps=0.1)"
+    made, x = layer(mixer), torch.randn(2, 6, 32)
+    found, expected = token_by_token(made, x, 1)[0], in_float64(made, mixer, x)[0]
+    assert relative(found, expected) <= MAX_ERROR_RATIO * relative(made(x)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "reason"),
+    [
+        ("retnet(inputs.order=1)", "feature_map='identity of order 1'"),
+        ("retnet(inputs.feature_map=relu, inputs.rotary_first=true)", "feature_map='relu after the rotation'"),
+        ("gla(inputs.value_gate=true)", "feature_map='identity with inputs.value_gate'"),
+        ("gla(inputs.by_length=true)", "feature_map='identity with inputs.by_length'"),
+        ("gla(read.by_length=true)", "norm='rms with read.by_length'"),
+        ("gla(read.affine=false)", "norm='rms with read.affine=False'"),
+        ("gla(read.norm=layer)", "norm='layer'"),
+        ("linear-attention(read.norm=detached)", "norm='detached'"),
+        ("gla(read.gate=sigmoid-head)", "gate='sigmoid-head'"),
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_what_the_native_call_does_not_compute_is_refused(mixer, reason):
+    assert refusal(layer(mixer), torch.randn(2, 1, 32)) == f"it does not support {reason}"
+
+
 @pytest.mark.parametrize("mixer", ["softmax-gated-deltanet", "kda", "rwkv6", "softmax-mamba2", "retnet"])
 @torch.no_grad()
 def test_bfloat16_decoding_is_as_accurate_as_separate_steps(mixer):
@@ -263,9 +290,10 @@ def test_every_spec_field_is_handled():
     """A new one must be told to the native call, or be refused by it, before it is named here."""
     known = {
         MixerSpec: "heads inputs decay write read competition", Heads: "expand_k expand_v qk_groups count key_dim",
-        Inputs: "conv conv_bias shift feature_map qk_norm rotary", Decay: "kind rank dt_min dt_max",
+        Inputs: "conv conv_bias shift feature_map qk_norm rotary rotary_first order value_gate by_length",
+        Decay: "kind rank dt_min dt_max",
         Write: "rule beta residual_chunk",
-        Read: "norm gate order scale bonus skip",
+        Read: "norm gate order scale bonus skip by_length affine eps",
         Competition: "read write source activation scale temperature range shuffle memories_per_head",
     }  # fmt: skip
     assert all([f.name for f in fields(record)] == names.split() for record, names in known.items())

@@ -60,8 +60,8 @@ def test_truncated_exponential_sign():
 @pytest.mark.parametrize("order", [1, 3])
 def test_vanishing_denominator_is_refused(order):
     with pytest.raises(InputError, match="even order"):
-        zoo.get(f"taylor-softmax(inputs.feature_map=taylor-{order})")
-    assert zoo.get(f"taylor-softmax(inputs.feature_map=taylor-{order}, read.norm=rms)").inputs.order == order
+        zoo.get(f"taylor-softmax(inputs.order={order})")
+    assert zoo.get(f"taylor-softmax(inputs.order={order}, read.norm=rms)").inputs.order == order
 
 
 def test_state_is_small_for_small_keys():
@@ -84,7 +84,7 @@ def test_loading_weights_into_empty_memory_suffices():
 
 def taylor(order, transformer, norm):
     """A recurrent layer with the weights of a softmax attention layer, whose e^x it cuts off after this order."""
-    described = zoo.get(f"taylor-softmax(inputs.feature_map=taylor-{order}, heads.key_dim=none, read.norm={norm})")
+    described = zoo.get(f"taylor-softmax(inputs.order={order}, heads.key_dim=none, read.norm={norm})")
     layer = layers.build(described, hidden_size=D, num_heads=8).double()
     with torch.no_grad():
         for name in ("q", "k", "v"):
@@ -109,7 +109,7 @@ NUMERATORS = [
     *(("elu+1", order) for order in (None, 2)),
     *(("cosine", order) for order in (None, 4)),
 ]
-DENOMINATORS = ["sum", "detached", "none", "output-gate", "input-gate", "input-length", "l2", "rms", "layer"]
+DENOMINATORS = ["sum", "detached", "none", "input-length", "l2", "rms", "layer"]
 
 
 def specs(denominator):
@@ -119,7 +119,11 @@ def specs(denominator):
         for affine, by_length in itertools.product((False, True) if norm else (False,), (False, True)):
             signed = (numerator, order) in (("exp", 3), ("cosine", None))
             if not ((sums and signed) or (denominator == "sum" and by_length)):
-                yield SoftmaxRNNSpec(numerator, order, clamp, denominator, affine, by_length)
+                yield SoftmaxRNNSpec(numerator, order, clamp, denominator, affine=affine, by_length=by_length)
+    for gate, affine in itertools.product(("output", "input", "both"), (False, True) if norm else (False,)):
+        yield SoftmaxRNNSpec(denominator=denominator, gate=gate, affine=affine)
+        if norm and gate != "input":
+            yield SoftmaxRNNSpec(denominator=denominator, gate=gate, gate_order="gate-norm", affine=affine)
 
 
 def weight(spec, q, k):
@@ -135,15 +139,15 @@ def weight(spec, q, k):
 
 
 def readout(spec, layer, weights, values, gate):
-    """Of one token and head: weights [L], values [L, d]. Norms are PyTorch's own, with their default ε in float32."""
+    """Of one token and head: weights [L], values [L, d], gate []. Norms are PyTorch's own, with their default ε in
+    float32."""
     out, size = weights @ values, values.shape[1:]
     if spec.denominator == "sum":
-        out = out / weights.sum().clamp(min=1e-6)
+        out = out / (weights.sum() + (0 if spec.numerator == "exp" and spec.order is None else 1e-6))
     if spec.denominator == "detached":
         out = out / weights.sum().clamp(min=1).detach()
     out = out / len(weights) if spec.by_length else out
-    if spec.denominator == "output-gate":
-        out = out * gate
+    out = out * gate if spec.gate_order == "gate-norm" else out
     if spec.denominator == "l2":
         out = F.normalize(out, dim=-1)
     if spec.denominator == "rms":
@@ -151,7 +155,8 @@ def readout(spec, layer, weights, values, gate):
     if spec.denominator == "layer":
         out = F.layer_norm(out, size)
     out = out * layer.norm_weight if spec.affine else out
-    return out + layer.norm_bias if spec.affine and spec.denominator == "layer" else out
+    out = out + layer.norm_bias if spec.affine and spec.denominator == "layer" else out
+    return out if spec.gate_order == "gate-norm" else out * gate
 
 
 def literal(layer, x, causal):
@@ -159,8 +164,11 @@ def literal(layer, x, causal):
     spec, T = layer.spec, len(x)
     q, k, v = (p(x).view(T, H, -1) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     q, k = (rotary(y[None], torch.arange(T)[None], layer.rope_theta)[0] for y in (q, k))
-    gate = torch.sigmoid(layer.gate(x)) if spec.denominator.endswith("gate") else torch.ones(T, H, dtype=x.dtype)
-    v = v * gate[..., None] if spec.denominator == "input-gate" else v
+    logits = x.new_zeros(T, 0) if layer.gate is None else layer.gate(x)
+    none = x.new_full((T, H), torch.inf)  # a gate of 1
+    of_output = logits[:, :H] if spec.gate in ("output", "both") else none
+    of_input = logits[:, -H:] if spec.gate in ("input", "both") else none
+    gate, v = torch.sigmoid(of_output), v * torch.sigmoid(of_input)[..., None]
     if spec.denominator == "input-length":
         seen = torch.arange(1, T + 1) if causal else torch.full((T,), T)
         v = torch.stack([v[s] / (seen[s] ** torch.sigmoid(layer.power))[:, None] for s in range(T)])
@@ -285,6 +293,8 @@ def test_encoder_rows_are_independent_of_padding(name):
         ("softmax-rnn-norm(denominator=detached, numerator=cosine)", "even order"),
         ("softmax-rnn-norm(denominator=sum, by_length=true)", "by_length=True has no effect"),
         ("softmax-rnn-gate(affine=true)", "parameters to a norm"),
+        ("softmax-rnn-gate(gate_order=gate-norm)", "before a norm"),
+        ("softmax-rnn-norm(gate=input, gate_order=gate-norm)", "before a norm"),
         ("softmax-rnn-gate(order=-1)", "order=-1"),
         ("softmax-rnn-gate(numerator=tanh)", "exp, relu"),
     ],

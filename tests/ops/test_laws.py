@@ -31,16 +31,25 @@ CASES = [
     *("softmax-gated-deltanet(competition.write=beta, competition.activation=null)",),
     *("softmax-gated-deltanet(decay.kind=none, competition=paper)", "softmax-linear-attention(competition=paper)"),
     *("softmax-gla(inputs.feature_map=relu, read.norm=sum)", "gla(inputs.feature_map=silu, write.beta=sigmoid)"),
-    *("taylor-softmax(inputs.feature_map=taylor-3, read.norm=rms, decay.kind=retnet)",),
-    *(
-        f"{name}(inputs.feature_map=taylor-2, heads.key_dim=3)"
-        for name in ("softmax-gla", "softmax-gated-deltanet", "rwkv6")
-    ),
-    *("softmax-rnn-norm(numerator=relu, denominator=layer, affine=true)", "softmax-rnn-gate(denominator=none)"),
-    *("softmax-rnn-gate(order=3, denominator=input-gate)", "softmax-rnn-norm(numerator=elu+1, denominator=sum)"),
+    *("taylor-softmax(inputs.order=3, read.norm=rms, decay.kind=retnet)",),
+    *(f"{name}(inputs.order=2, heads.key_dim=3)" for name in ("softmax-gla", "softmax-gated-deltanet", "rwkv6")),
+    *("softmax-rnn-norm(numerator=relu, denominator=layer, affine=true)", "softmax-rnn-gate(gate=none)"),
+    *("softmax-rnn-gate(order=3, gate=both)", "softmax-rnn-norm(numerator=elu+1, denominator=sum)"),
     *("softmax-rnn-norm(numerator=cosine, order=2, denominator=detached)",),
     *(f"softmax-rnn-norm(numerator=cosine, denominator=input-length{more})" for more in ("", ", order=2")),
     *(f"softmax-rnn-norm(denominator={kind})" for kind in ("detached", "rms", "layer")),
+    *(
+        f"recurrent-softmax-rnn-norm({fields})"
+        for fields in (
+            "numerator=cosine, denominator=input-length, order=2",
+            "numerator=elu+1, denominator=sum, gate=output",
+            "numerator=relu, denominator=detached, by_length=true, gate=both",
+            "order=1, denominator=layer, affine=true, by_length=true, gate=output, gate_order=gate-norm",
+        )
+    ),
+    "softmax-gla(read.norm=layer, read.affine=true, inputs.value_gate=true, read.gate=sigmoid-head, inputs.order=1)",
+    "softmax-linear-attention(read.norm=detached, competition.memories_per_head=2, competition.read=query)",
+    "softmax-retnet(read.norm=l2, read.by_length=true, inputs.by_length=true, inputs.conv=3)",
     *("residual-delta(write.residual_chunk=1)", "kda(write.residual_chunk=5)"),
     *("softmax-residual-delta(heads.qk_groups=2, decay.kind=retnet, competition.write=beta)",),
     *(

@@ -26,6 +26,8 @@ SHARED = [
     "gated-deltanet(heads.qk_groups=2)",
     "softmax-gated-deltanet(heads.qk_groups=2, competition.source=query)", "transformer(bias=true, buckets=8)", "gqa",
     "mqa", "sliding-window", "longformer",
+    "recurrent-softmax-rnn-norm(denominator=layer, affine=true, order=1, gate=both, by_length=true)",
+    "recurrent-softmax-rnn-norm(denominator=input-length, numerator=cosine)",
 ]  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def test_fast_weight_features_are_sparse_and_sum_to_one(shifts):
         ("deltanet(inputs.qk_norm=sum)", "can make vanish"),
         ("deltanet(inputs.qk_norm=none)", "diverges"),
         ("retnet(decay.kind=xpos, inputs.rotary=false)", "is defined for rotated q and k"),
-        ("taylor-softmax(decay.kind=xpos)", "no taylor features"),
+        ("taylor-softmax(decay.kind=xpos)", "order=None"),
     ],
 )
 def test_invalid_specs_are_refused(name, sentence):

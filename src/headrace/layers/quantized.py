@@ -8,7 +8,7 @@ from ..ops.backends.native import int8 as native
 from ..ops.checks import require
 from ..utils.errors import InputError
 from .linear.decays import DecayModule
-from .linear.readout import OutputGate
+from .linear.readout import GateLogits
 
 
 class Int8Linear(nn.Module):
@@ -99,6 +99,6 @@ def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
         raise InputError("model has adapters; expected model.merge_and_unload()")
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if type(layer) is nn.Linear and not isinstance(parent, DecayModule | OutputGate):
+            if type(layer) is nn.Linear and not isinstance(parent, DecayModule | GateLogits):
                 setattr(parent, name, Int8Linear(layer))
     return model.eval().requires_grad_(False)

@@ -13,6 +13,11 @@ from .decay import Decay
 from .mixer import Facts, Shapes, Spec, width_per_head
 from .record import PositiveFloat, PositiveInt, Range, Record, require_positive
 
+SUMS = ("sum", "detached")  # norms that divide by the sum of weights, which is one more column of the state
+HEAD_NORMS = ("rms", "group", "l2", "layer")  # norms over the channels of a head, which cancel a factor per head
+Order = Annotated[int, Range("0 to 100", lambda n: 0 <= n <= 100)]  # of a Taylor polynomial of e^x
+LARGEST_FEATURES = 2**24  # rows of a head's memory; 8 GiB per head for values of 128
+
 
 @dataclass(frozen=True)
 class Heads(Record):
@@ -28,34 +33,43 @@ class Heads(Record):
 @dataclass(frozen=True)
 class Inputs(Record):
     """How q, k and v are computed. After the projection come, in this order: short convolution with SiLU, feature map,
-    norm, rotation.
+    norm, rotation, and the features of the order.
 
-    The feature map "taylor-n" has feature products equal to the n-th order Taylor polynomial of e^x, where x is the
-    logit with read.scale. It is applied to q and k after their rotation.
+    With an order n, the weight of a pair of tokens is 1 + x + … + xⁿ/n! instead of the logit x = read.scale · q·k
+    (arXiv 2507.23632): q and k are replaced by their C(K + n, n) monomials up to degree n.
     """
 
     # width of the causal depthwise convolution over q, k and v; 0: no convolution
     conv: Annotated[int, Range("0 or at least 2", lambda n: n == 0 or n >= 2)] = 0
     conv_bias: bool = False  # whether the convolution has a bias
     shift: Literal["none", "ddlerp"] = "none"  # ddlerp: RWKV-6's data-dependent mix with the previous token
-    # applied to q and k; dpfp-n: arXiv 2102.11174; taylor-n: arXiv 2507.23632
-    feature_map: Literal[
-        "identity", "elu+1", "relu", "silu", "dpfp-1", "dpfp-2", "dpfp-3", "taylor-1", "taylor-2", "taylor-3",
-        "taylor-4",
-    ] = "identity"  # fmt: skip
+    # applied to q and k; dpfp-n: arXiv 2102.11174
+    feature_map: Literal["identity", "elu+1", "relu", "silu", "dpfp-1", "dpfp-2", "dpfp-3"] = "identity"
     qk_norm: Literal["none", "l2", "sum"] = "none"  # q and k divided by their L2 norm, or by the sum of their features
     rotary: bool = False  # whether q and k get rotary position embeddings
+    rotary_first: bool = False  # whether the rotation comes before the feature map
+    order: Order | None = None  # n, the order of the Taylor polynomial; None: the weight is the logit
+    value_gate: bool = False  # whether v is multiplied by a sigmoid gate per head, with a bias (arXiv 2507.23632, E)
+    # whether v is divided by n^σ(c), where n is the number of tokens up to its own and c is a parameter per head
+    by_length: bool = False
 
-    @property
-    def order(self) -> int | None:
-        """Order of a Taylor feature map; None for other feature maps."""
-        kind, _, order = self.feature_map.partition("-")
-        return int(order) if kind == "taylor" else None
+    def _objections(self):
+        yield (
+            self.rotary_first and not self.rotary,
+            "inputs.rotary_first=True places a rotation; expected inputs.rotary=True, got False",
+        )
 
     @property
     def positive(self) -> bool:
-        """Whether all features are non-negative."""
+        """Whether the feature map and the norm give no negative feature."""
         return self.feature_map in ("elu+1", "relu") or self.feature_map.startswith("dpfp")
+
+    @property
+    def positive_weights(self) -> bool:
+        """Whether no pair of tokens has a negative weight."""
+        rotated_last = self.rotary and not self.rotary_first
+        even = self.order is not None and self.order % 2 == 0
+        return even or (self.positive and not rotated_last)
 
 
 @dataclass(frozen=True)
@@ -73,13 +87,44 @@ class Read(Record):
     """How the layer's output is read from the memory. Bonus and scale are arguments of `linear_attention`; its output
     passes through the skip, the norm and the output gate."""
 
-    # sum: linear attention's normaliser; rms and group: norm per head; rms-joint: RMSNorm over all heads
-    norm: Literal["none", "sum", "rms", "group", "rms-joint"] = "rms"
-    gate: Literal["none", "silu", "sigmoid", "sigmoid-low-rank"] = "none"  # activation of the output gate
+    # sum: linear attention's normaliser; detached: max(sum of weights, 1) without a gradient; rms, group, l2 and layer:
+    # norm per head; rms-joint: RMSNorm over all heads
+    norm: Literal["none", "sum", "detached", "rms", "group", "l2", "layer", "rms-joint"] = "rms"
+    # activation of the output gate; sigmoid-head: one number per head, with a bias, instead of one per channel
+    gate: Literal["none", "silu", "sigmoid", "sigmoid-low-rank", "sigmoid-head"] = "none"
     order: Literal["norm-gate", "gate-norm"] = "norm-gate"  # which of norm and gate comes first
     scale: Literal["key", "one"] = "key"  # factor of q: K^-1/2 or 1
     bonus: bool = False  # RWKV-6's u: a learned weight for the current token
     skip: bool = False  # Mamba-2's D: v times a learned weight per head is added to the output
+    by_length: bool = False  # whether what is read is divided by the number of tokens so far
+    # whether the norm has a weight (group, layer: and a bias); None: rms, group and rms-joint do, l2 and layer do not
+    affine: bool | None = None
+    eps: PositiveFloat | None = None  # epsilon of the norms rms and rms-joint; None: the model's
+
+    def _objections(self):
+        yield (
+            self.affine is not None and self.norm in ("none", *SUMS),
+            f"read.affine={self.affine} is of a norm with channels; expected read.norm to be one of "
+            f"{', '.join(HEAD_NORMS)}, rms-joint, got {self.norm!r}",
+        )
+        yield (
+            self.affine is False and self.norm in ("group", "rms-joint"),
+            f"read.affine=False with read.norm={self.norm!r}; expected one of rms, l2, layer, whose weight is optional",
+        )
+        yield (
+            self.eps is not None and self.norm not in ("rms", "rms-joint"),
+            f"read.eps={self.eps} is of read.norm='rms' and 'rms-joint'; got {self.norm!r}",
+        )
+        yield (
+            self.by_length and self.norm == "sum",
+            "read.by_length=True has no effect with read.norm='sum', since it divides numerator and denominator alike; "
+            "expected read.by_length=False, or another norm",
+        )
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the norm has a learned weight."""
+        return self.norm in ("rms", "group", "rms-joint") if self.affine is None else self.affine
 
 
 @dataclass(frozen=True)
@@ -140,18 +185,18 @@ class MixerSpec(Spec):
 
     def _objections_to_division(self):
         """Denominators that can vanish."""
-        inputs, read = self.inputs, self.read
-        order, delta = inputs.order, self.write.rule == "delta"
-        positive = inputs.positive or (order is not None and order % 2 == 0)
+        inputs, read, delta = self.inputs, self.read, self.write.rule == "delta"
+        even = inputs.order is not None and inputs.order % 2 == 0
         yield (
-            read.norm == "sum" and not positive,
-            f"read.norm='sum' divides by q·z, which can vanish or change sign under inputs.feature_map="
-            f"{inputs.feature_map!r}; expected one without negative features: elu+1, relu, dpfp, taylor of even order",
+            read.norm in SUMS and not even and not inputs.positive,
+            f"read.norm={read.norm!r} divides by q·z, which can vanish or change sign under inputs.feature_map="
+            f"{inputs.feature_map!r} and inputs.order={inputs.order}; expected a feature map without negative features "
+            "(elu+1, relu, dpfp) or an even order",
         )
         yield (
-            read.norm == "sum" and (delta or read.bonus or (inputs.rotary and order is None)),
-            "read.norm='sum' divides by q·z, which the delta rule, a bonus or rotary positions can make vanish; "
-            "expected write.rule='add', read.bonus=False and inputs.rotary=False",
+            read.norm in SUMS and (delta or read.bonus or not inputs.positive_weights),
+            f"read.norm={read.norm!r} divides by q·z, which the delta rule, a bonus or rotary positions can make "
+            "vanish; expected write.rule='add', read.bonus=False, and inputs.rotary=False or inputs.rotary_first=True",
         )
         yield (
             inputs.qk_norm == "sum" and not inputs.positive,
@@ -167,9 +212,9 @@ class MixerSpec(Spec):
             "write.rule='delta' with inputs.qk_norm='none' diverges once β‖k‖² > 2; expected 'l2', or 'sum'",
         )
         yield (
-            decay.kind == "xpos" and (not inputs.rotary or inputs.order is not None),
-            f"decay.kind='xpos' is defined for rotated q and k; expected inputs.rotary=True and no taylor features, "
-            f"got rotary={inputs.rotary} and feature_map={inputs.feature_map!r}",
+            decay.kind == "xpos" and (not inputs.rotary or inputs.rotary_first or inputs.order is not None),
+            f"decay.kind='xpos' is defined for rotated q and k; expected inputs.rotary=True, rotary_first=False and "
+            f"order=None, got {inputs.rotary}, {inputs.rotary_first} and {inputs.order}",
         )
         yield (
             delta and self.read.bonus,
@@ -201,11 +246,16 @@ class MixerSpec(Spec):
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
         """Returns a sentence for each gate of this spec that has no effect, or nearly none."""
         gate, sentences = self.competition, []
-        if gate is not None and gate.read == "query" and self.read.norm in ("rms", "group"):
+        if gate is not None and gate.read == "query" and self.read.norm in HEAD_NORMS:
             sentences.append(
                 f"competition.read='query' scales q by one number per head and read.norm={self.read.norm!r} divides it "
                 "out again: the read gate acts only where it is below sqrt(ε / mean square of the readout); "
                 "competition.read='after_norm' puts it after the norm"
+            )
+        if self.read.gate == "sigmoid-head" and self.read.order == "gate-norm" and self.read.norm in HEAD_NORMS:
+            sentences.append(
+                f"read.gate='sigmoid-head' is one number per head and read.norm={self.read.norm!r} divides it out "
+                "again, up to its epsilon; read.order='norm-gate' puts it after the norm"
             )
         if gate is not None and gate.fixed and self.num_heads(num_heads or 0) == 1:
             sentences.append(f"a {gate.activation} over num_heads=1 head is always 1: this competition is the identity")
@@ -232,27 +282,50 @@ class MixerSpec(Spec):
             raise InputError(f"heads.qk_groups={groups} does not divide num_heads={H}")
         if self.inputs.rotary and K % 2:
             raise InputError(f"inputs.rotary=True needs an even key dimension per head; got {K}")
+        self._require_contraction(K)
         return K, V
 
+    def _require_contraction(self, K: int) -> None:
+        """Raises InputError if the delta rule with Taylor features can diverge: ‖k‖² is the polynomial at the scale."""
+        scale, order = K**-0.5 if self.read.scale == "key" else 1.0, self.inputs.order
+        if self.write.rule == "add" or order is None:
+            return
+        square = sum(scale**m / math.factorial(m) for m in range(order + 1))
+        if square > 2:
+            raise InputError(
+                f"write.rule='delta' with inputs.order={order} and a key dimension of {K} per head has features of "
+                f"‖k‖² up to {square:.3g} and diverges above 2; expected read.scale='key' and a key dimension above 2"
+            )
+
+    def features(self, key_dim: int) -> int:
+        """Returns the number of features that the feature map makes of a key: K, or 2 K n for dpfp-n."""
+        kind, _, shifts = self.inputs.feature_map.partition("-")
+        return 2 * key_dim * int(shifts) if kind == "dpfp" else key_dim
+
     def memory_rows(self, key_dim: int) -> int:
-        """Returns the number of rows of a head's memory, the dimension of the feature map: K, C(K + n, n) for taylor-n,
-        2 K n for dpfp-n."""
-        order, (kind, _, shifts) = self.inputs.order, self.inputs.feature_map.partition("-")
-        if kind == "dpfp":
-            return 2 * key_dim * int(shifts)
-        return key_dim if order is None else math.comb(key_dim + order, order)
+        """Returns the number of rows of a head's memory: C(f + n, n) for f features and order n, or f without an order.
+        Raises InputError for more than 2^24."""
+        order, features = self.inputs.order, self.features(key_dim)
+        rows = features if order is None else math.comb(features + order, order)
+        if rows > LARGEST_FEATURES:
+            raise InputError(
+                f"inputs.order={order} makes more than {LARGEST_FEATURES:,} features of {features} per head; expected "
+                "a smaller inputs.order or heads.key_dim"
+            )
+        return rows
 
     @property
     def counts_tokens(self) -> bool:
         """Whether the output depends on the position of a token in its sequence."""
         shuffled = self.competition is not None and self.competition.shuffle
-        return self.inputs.rotary or self.write.residual_chunk is not None or shuffled
+        counted = self.inputs.rotary or self.inputs.by_length or self.read.by_length
+        return counted or self.write.residual_chunk is not None or shuffled
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        memory = H * self.memories_per_head, self.memory_rows(K), V + (self.read.norm == "sum")
+        memory = H * self.memories_per_head, self.memory_rows(K), V + (self.read.norm in SUMS)
         shapes: Shapes = {"memory": memory}
         if (self.write.residual_chunk or 1) > 1:
             shapes["before"] = memory
@@ -266,7 +339,7 @@ class MixerSpec(Spec):
     def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        K, V = self.memory_rows(K), V + (self.read.norm == "sum")
+        K, V = self.memory_rows(K), V + (self.read.norm in SUMS)
         decay, delta = self.decay.kind != "none", self.write.rule == "delta"
         # of the memory before the chunk, which decays too
         residual = 2 + decay if (self.write.residual_chunk or 1) > 1 else 0

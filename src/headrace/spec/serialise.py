@@ -7,7 +7,7 @@ from typing import Any
 from ..utils.errors import InputError
 from .attention import AttentionSpec
 from .encoder_decoder import RecurrentSpec
-from .linear import Competition, MixerSpec, Write
+from .linear import Competition, Inputs, MixerSpec, Write
 from .matrix import MatrixSpec
 from .mixer import Spec
 from .record import Kind, Record, checked, fields
@@ -22,11 +22,17 @@ TYPES: dict[str, type] = {
 }  # fmt: skip
 
 
-# Earlier spellings in stored configurations, and what they are now.
+# Earlier spellings in stored configurations, and what they are now: a field's name, and the fields for a value.
 OLD_FIELDS: dict[type, dict[str, str]] = {
     Write: {"look": "residual_chunk"}, Competition: {"rank": "memories_per_head"},
 }  # fmt: skip
-OLD_VALUES: dict[tuple[type, str], dict[Any, Any]] = {(Competition, "read"): {"norm": "after_norm"}}
+OLD_VALUES: dict[tuple[type, str], dict[str, dict[str, Any]]] = {
+    (Competition, "read"): {"norm": {"read": "after_norm"}},
+    (Inputs, "feature_map"): {f"taylor-{n}": {"feature_map": "identity", "order": n} for n in (1, 2, 3, 4)},
+    (SoftmaxRNNSpec, "denominator"): {
+        f"{place}-gate": {"denominator": "none", "gate": place} for place in ("output", "input")
+    },
+}
 
 
 def to_json(spec) -> Any:
@@ -65,16 +71,28 @@ def admitted(cls, data: dict[str, Any], where: str) -> dict[str, Any]:
     """Checks and converts the values of some fields of a record. Raises InputError, which calls `data` `where`, for
     unknown fields and invalid values."""
     known, values = fields(cls), {}
+    replaced: dict[str, Any] = {}
     for stored_name, value in data.items():
         name = OLD_FIELDS.get(cls, {}).get(stored_name, stored_name)
         if name not in known:
             raise InputError(f"{where} has no field {name!r}; expected one of {', '.join(known)}")
         path = f"{where}.{name}"
         converted = _value(value, known[name], path)
-        if isinstance(converted, str):
-            converted = OLD_VALUES.get((cls, name), {}).get(converted, converted)
-        values[name] = checked(converted, known[name], path)
-    return values
+        if isinstance(converted, str) and (now := OLD_VALUES.get((cls, name), {}).get(converted)):
+            replaced |= now
+        else:
+            values[name] = checked(converted, known[name], path)
+    _refuse_old_norm(cls, data, where)
+    return values | replaced
+
+
+def _refuse_old_norm(cls, data: dict[str, Any], where: str) -> None:
+    """Raises InputError for the norm of Taylor features, which no field says any more."""
+    if cls is Inputs and str(data.get("feature_map")).startswith("taylor-") and data.get("qk_norm", "none") != "none":
+        raise InputError(
+            f"{where}.feature_map={data['feature_map']!r} with qk_norm={data['qk_norm']!r} normalised the features "
+            "of the order; expected inputs.order, before which q and k are normalised"
+        )
 
 
 def _value(value: Any, kinds: tuple[Kind, ...], where: str) -> Any:

@@ -1,13 +1,15 @@
 """The spec of variants of softmax attention with other numerators and denominators (arXiv 2507.23632)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..utils.errors import InputError
+from .linear import Inputs, MixerSpec, Order, Read
 from .mixer import Facts, Shapes, Spec
-from .record import NonNegativeInt, require_positive
+from .record import require_positive
 
 NORMS = ("l2", "rms", "layer")
+RMS_EPS = 2.0**-23  # the default of nn.RMSNorm in float32
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,14 @@ class SoftmaxRNNSpec(Spec):
     """
 
     numerator: Literal["exp", "relu", "elu+1", "cosine"] = "exp"
-    order: NonNegativeInt | None = None  # n, the order of the Taylor polynomial; None: w as above
+    order: Order | None = None  # n, the order of the Taylor polynomial; None: w as above
     clamp: float | None = None  # upper bound of the logits; None: no bound
-    # sum: Σ_s w; detached: max(Σ_s w, 1) without a gradient; output-gate and input-gate: no denominator, but a sigmoid
-    # gate per head on the output or on v; input-length: v_s is divided by n^σ(c), where n is the number of tokens that
-    # token s attends to and c is a parameter per head; l2, rms, layer: the norm of the numerator
-    denominator: Literal[
-        "sum", "detached", "none", "output-gate", "input-gate", "input-length", "l2", "rms", "layer"
-    ] = "sum"  # fmt: skip
+    # sum: Σ_s w; detached: max(Σ_s w, 1) without a gradient; input-length: v_s is divided by n^σ(c), where n is the
+    # number of tokens that token s attends to and c is a parameter per head; l2, rms, layer: the norm of the numerator
+    denominator: Literal["sum", "detached", "none", "input-length", "l2", "rms", "layer"] = "sum"
+    # sigmoid gates, one number per token and head: on the output, on v, or on both
+    gate: Literal["none", "output", "input", "both"] = "none"
+    gate_order: Literal["norm-gate", "gate-norm"] = "norm-gate"  # which of norm and output gate comes first
     affine: bool = False  # whether the norm has a learned weight (layer: and a bias) per channel of a head
     by_length: bool = False  # whether the output is also divided by the number of tokens attended to
 
@@ -46,10 +48,66 @@ class SoftmaxRNNSpec(Spec):
             f"got {self.denominator!r}",
         )
         yield (
+            self.gate_order == "gate-norm" and (self.denominator not in NORMS or "output" not in self.gates),
+            f"gate_order='gate-norm' puts an output gate before a norm; expected denominator to be one of "
+            f"{', '.join(NORMS)} and gate='output' or 'both', got {self.denominator!r} and {self.gate!r}",
+        )
+        yield (
             self.by_length and self.denominator == "sum",
             "by_length=True has no effect with denominator='sum', since it divides numerator and denominator alike; "
             "expected by_length=False, or another denominator",
         )
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """Which of "output" and "input" are gated."""
+        return ("output", "input") if self.gate == "both" else () if self.gate == "none" else (self.gate,)
+
+    def recurrent(self) -> MixerSpec:
+        """Returns the linear mixer that computes the same from a state of a fixed size: with features of the logit's
+        powers, decoding takes the same time for each token.
+
+        `recurrent-` before a name of the zoo does this to the mixer that an expression describes, and
+        `layers.attention.softmax_rnn.SoftmaxRNN.recurrent` to a layer with its weights. A layer for encoders has none.
+
+        Raises:
+            InputError: if no finite state exists: for e^x without an order, and for clamped logits.
+        """
+        if self.numerator == "exp" and self.order is None:
+            raise InputError(
+                "numerator='exp' with order=None has no recurrent form: e^x has infinitely many powers, and each has a "
+                "state; expected an order"
+            )
+        if self.clamp is not None:
+            raise InputError(
+                f"clamp={self.clamp} has no recurrent form: a bound on the logit of a pair is no product of a function "
+                "of q and a function of k; expected clamp=None"
+            )
+        return MixerSpec(inputs=self._inputs(), read=self._read())
+
+    def _inputs(self) -> Inputs:
+        mapped = self.numerator in ("relu", "elu+1")
+        feature_map: Any = self.numerator if mapped else "identity"
+        return Inputs(
+            feature_map=feature_map, qk_norm="l2" if self.numerator == "cosine" else "none", rotary=True,
+            rotary_first=mapped, order=self.order, value_gate="input" in self.gates,
+            by_length=self.denominator == "input-length",
+        )  # fmt: skip
+
+    def _read(self) -> Read:
+        norm = "none" if self.denominator == "input-length" else self.denominator
+        return Read(
+            norm, affine=self.affine if norm in NORMS else None, eps=RMS_EPS if norm == "rms" else None,
+            gate="sigmoid-head" if "output" in self.gates else "none", order=self.gate_order,
+            scale="one" if self.numerator == "cosine" else "key", by_length=self.by_length,
+        )  # fmt: skip
+
+    def idle_gates(self, num_heads: int | None = None) -> list[str]:
+        """Returns a sentence for an output gate that the norm cancels."""
+        return [
+            f"gate_order='gate-norm' multiplies the numerator by one number per head and denominator="
+            f"{self.denominator!r} divides it out again, up to its epsilon; gate_order='norm-gate' puts it after that"
+        ] * (self.gate_order == "gate-norm")
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import zoo
 from ..spec.decay import DECAYS, DecayShape
-from ..spec.linear import MixerSpec
+from ..spec.linear import Inputs, MixerSpec
 from ..spec.mixer import Spec
 from ..spec.serialise import to_json
 from ..spec.softmax_rnn import SoftmaxRNNSpec
@@ -36,7 +36,8 @@ def describe(name: str) -> dict[str, Any]:
     except InputError as reason:
         cost = dict.fromkeys(COST) | {"state": str(reason)}
     base = name.partition("(")[0]
-    paper = zoo.PAPERS.get(base) or zoo.PAPERS.get(base.removeprefix("softmax-"), "–")
+    papers = (zoo.PAPERS.get(base.removeprefix(prefix)) for prefix in ("", "softmax-", zoo.RECURRENT))
+    paper = next((paper for paper in papers if paper), "–")
     return row | cost | {"paper": paper, "spec": to_json(spec)}
 
 
@@ -44,17 +45,23 @@ def _linear(spec: MixerSpec) -> dict[str, Any]:
     (decay, retention), gate, delta = _decay(spec.decay.kind), spec.competition, spec.write.rule == "delta"
     beta = {"one": "", "dt": "dt ", "sigmoid": "β "}[spec.write.beta]
     write = "w " if gate is not None and gate.write != "none" else ""
-    inputs = (spec.inputs.feature_map, spec.inputs.qk_norm, "rotary" if spec.inputs.rotary else "none")
     return {
         "A_t": f"(I − {beta}kᵀk) {decay}".strip() if delta else decay or "I",
         "b_t": f"{beta}{write}v",
-        "features": " ".join(x for x in inputs if x not in ("identity", "none")) or "identity",
+        "features": " ".join(features(spec.inputs)) or "identity",
         "forgets": bool(decay), "overwrites": delta, "competes": gate is not None,
         "memory": "a matrix per head",
         "objective": "½‖v − kS‖²" if delta else "−⟨kS, v⟩",
         "optimiser": f"a gradient step of rate {beta.strip() or '1'}",
         "retention": retention,
     }  # fmt: skip
+
+
+def features(inputs: Inputs) -> list[str]:
+    """What is done to q and k, in a word each."""
+    order = "none" if inputs.order is None else f"order {inputs.order}"
+    words = (inputs.feature_map, inputs.qk_norm, "rotary" if inputs.rotary else "none", order)
+    return [word for word in words if word not in ("identity", "none")]
 
 
 def _decay(kind: str) -> tuple[str, str]:

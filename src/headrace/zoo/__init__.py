@@ -23,6 +23,8 @@ from ..spec.stack import Decoder, Layer, StackSpec, as_layers
 from ..utils.errors import InputError
 from . import mixers, models
 
+RECURRENT = "recurrent-"  # before the name of a SoftmaxRNNSpec: the linear mixer that equals it
+
 # The specs of each kind by name. A spec put into a table at run time is a mixer like any other, without a paper.
 TABLES: dict[Any, dict[str, Any]] = {kind: {} for kind in TYPES.values() if issubclass(kind, Spec)}
 for _name, _entry in mixers.MIXERS.items():
@@ -77,9 +79,12 @@ def get(mixer):
     `competition=paper` selects the equations of arXiv 2602.01744 as published, `competition=none` removes the gates,
     and `competition=sigmoid` gives each head a gate of its own, a sigmoid with the range and slope of the softmax.
     `bert(mixer=softmax-gla)` replaces the mixer of a whole model. `a+b` is a decoder whose layers alternate a and b.
+    `recurrent-softmax-rnn-norm(numerator=relu, order=2)` is the linear mixer that computes what the softmax RNN of this
+    expression does (`SoftmaxRNNSpec.recurrent`).
 
     Raises:
-        InputError: for an unknown name or field, and for a value that a field does not accept.
+        InputError: for an unknown name or field, for a value that a field does not accept, and for a softmax RNN
+            without a recurrent form.
     """
     if isinstance(mixer, dict):
         return from_json(mixer)
@@ -101,7 +106,11 @@ def get(mixer):
         changes[path] = named.get(text, text) if path == "competition" else literal(text)
         if path == "mixer":  # the mixer of a whole model
             changes[path] = to_json(get(text))
-    return change_all(_named(name), changes)
+    if not name.startswith(RECURRENT):
+        return change_all(_named(name), changes)
+    if (base := name.removeprefix(RECURRENT)) not in SOFTMAX_RNNS:
+        raise InputError(f"mixer {name!r} is unknown; expected {RECURRENT} before one of {', '.join(SOFTMAX_RNNS)}")
+    return change_all(SOFTMAX_RNNS[base], changes).recurrent()
 
 
 def several(text: str) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ MIXERS: dict[str, Entry] = {
         "Linear attention on features whose product is 1 + q·k + (q·k)²/2, the second-order Taylor polynomial of "
         "softmax attention's e^(q·k).",
         "https://arxiv.org/abs/2507.23632",
-        MixerSpec(Heads(key_dim=16), Inputs(feature_map="taylor-2", rotary=True), read=Read("sum")),
+        MixerSpec(Heads(key_dim=16), Inputs(rotary=True, order=2), read=Read("sum")),
     ),
     "retnet": Entry(
         "Linear attention with a fixed decay per head, rotary positions and RMSNorm per head.",
@@ -187,7 +187,7 @@ MIXERS: dict[str, Entry] = {
     "softmax-rnn-gate": Entry(
         "The denominator is the number of tokens, and a gate per head multiplies the output.",
         "https://arxiv.org/abs/2507.23632",
-        SoftmaxRNNSpec(clamp=5.0, denominator="output-gate", by_length=True),
+        SoftmaxRNNSpec(clamp=5.0, denominator="none", gate="output", by_length=True),
     ),
 }
 

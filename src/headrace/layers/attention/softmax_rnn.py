@@ -2,8 +2,9 @@
 for study.
 
 The order of operations is that of the paper's code: q and k are rotated, the numerator's function is applied to them,
-and logits are divided by √d and clamped from above. Gates are one number per token and head. The paper's code
-normalises the vectors of cosine attention over the heads per channel; here they are normalised over a head's channels.
+and logits are divided by √d and clamped from above. Gates are one number per token and head; in the paper's code the
+output gate comes before the norm (gate_order="gate-norm"). The paper's code normalises the vectors of cosine attention
+over the heads per channel; here they are normalised over a head's channels.
 
 Dimensions: B batch, T new tokens, L all tokens so far, D hidden size, H heads, d head dimension.
 """
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from ...ops.call import NORMALISER_EPS, accumulator
 from ...ops.checks import require
 from ...ops.sequences import Sequences
-from ...spec.softmax_rnn import NORMS, SoftmaxRNNSpec
+from ...spec.softmax_rnn import NORMS, RMS_EPS, SoftmaxRNNSpec
 from ..base import ANY, Mixer, check_state
-from ..linear.features import FEATURE_MAPS, l2_norm
+from ..linear.features import FEATURE_MAPS, divided_by_length, l2_norm
+from ..linear.mixer import LinearMixer
+from ..linear.readout import NORM_FLOORS, affine, normalised
 from ..linear.taylor import truncated_exp
 from ..rotary import rotary
 from .attention import AttentionState, attend_packed, extended
@@ -36,9 +39,8 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int], float]]] 
 # nn.LayerNorm with their default epsilons in float32.
 LOG_FLOORS = {
     "detached": 0.0,
-    "l2": math.log(1e-12),
-    "rms": math.log(torch.finfo(torch.float32).eps) / 2,
-    "layer": math.log(1e-5) / 2,
+    "rms": math.log(RMS_EPS) / 2,
+    **{norm: math.log(floor) for norm, floor in NORM_FLOORS.items()},
 }
 
 
@@ -66,7 +68,9 @@ class SoftmaxRNN(Mixer):
         self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.gate = nn.Linear(hidden_size, num_heads) if spec.denominator.endswith("gate") else None
+        self.num_heads = num_heads
+        # the logits of the output gate, then those of the input gate
+        self.gate = nn.Linear(hidden_size, len(spec.gates) * num_heads) if spec.gates else None
         self.norm_weight = nn.Parameter(torch.empty(self.head_dim)) if spec.affine else None
         self.power = nn.Parameter(torch.empty(num_heads)) if spec.denominator == "input-length" else None
         centred = spec.affine and spec.denominator == "layer"
@@ -93,25 +97,70 @@ class SoftmaxRNN(Mixer):
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         positions = sequences.positions(None if state is None else state.seen, x)
         q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
-        gate = None if self.gate is None else torch.sigmoid(self.gate(x))[..., None]
-        if gate is not None and self.spec.denominator == "input-gate":
-            v, gate = v * gate, None
+        gates = self._gates(x)
+        v = v * gates["input"] if "input" in gates else v
         if self.power is not None:
-            seen = positions + 1 if self.causal else sequences.totals(x)
-            v = (v / seen[..., None, None].to(accumulator(v)) ** torch.sigmoid(self.power)[:, None]).to(v.dtype)
+            v = divided_by_length(v, positions + 1 if self.causal else sequences.totals(x), self.power)
         if not sequences.packed:
             state = extended(state, k, v, None, in_place)
-            out = self.read(q, *state[:3])
+            out = self.read(q, *state[:3], gates.get("output"))
         else:
-            out, state = attend_packed(self.read, q, k, v, state, sequences.counts())
-        out = out if gate is None else out * gate
+            q = torch.cat([q, gates["output"]], -1) if "output" in gates else q  # what is split with q
+            out, state = attend_packed(self._read_packed, q, k, v, state, sequences.counts())
         return self.o_proj(out.to(x.dtype).flatten(-2)), state
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Returns numerator / denominator [B, T, H, d] in the accumulator's precision, without gates.
+    def _gates(self, x: Tensor) -> dict[str, Tensor]:
+        """Returns the gates [B, T, H, 1] by the names of `spec.gates`."""
+        if self.gate is None:
+            return {}
+        logits = self.gate(x).split(self.num_heads, -1)
+        return {name: torch.sigmoid(part)[..., None] for name, part in zip(self.spec.gates, logits, strict=True)}
 
-        q [B, T, H, d]; k, v [B, L, H, d]; valid [B, L]: False marks padding."""
-        return self._normalised(*self._attend(q, k, v, valid))
+    def recurrent(self) -> LinearMixer:
+        """Returns the mixer of `spec.recurrent()` with a copy of this layer's weights: the same function of any
+        sequence, with a state of a fixed size.
+
+        Raises:
+            InputError: if there is none, and for an encoder.
+        """
+        require(self.causal, "an encoder has no recurrent form; expected a layer with causal=True")
+        D, H, weight = self.q_proj.in_features, self.num_heads, self.q_proj.weight
+        mixer = LinearMixer(self.spec.recurrent(), hidden_size=D, num_heads=H, rope_theta=self.rope_theta).to(weight)
+        mixer.hidden_size = self.hidden_size
+        parts = {name: getattr(self, f"{name}_proj").weight for name in "qkv"}
+        with torch.no_grad():
+            for name, gate_weight, bias in self._gate_parameters():
+                parts[name] = gate_weight
+                getattr(mixer, name).bias.copy_(bias)
+            mixer.in_proj.weight.copy_(torch.cat([parts[name] for name in mixer.parts]))
+            mixer.o_proj.weight.copy_(self.o_proj.weight)
+            for name, p in self.named_parameters(recurse=False):
+                getattr(mixer, name).copy_(p)
+        return mixer
+
+    def _gate_parameters(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Returns (its name in a LinearMixer, weight [H, D], bias [H]) of each gate."""
+        if self.gate is None:
+            return []
+        names = [{"output": "gate", "input": "value_gate"}[name] for name in self.spec.gates]
+        return list(zip(names, *(p.split(self.num_heads) for p in (self.gate.weight, self.gate.bias)), strict=True))
+
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, gate: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """Returns gate · numerator / denominator [B, T, H, d] in the accumulator's precision.
+
+        q [B, T, H, d]; k, v [B, L, H, d]; valid [B, L]: False marks padding; gate [B, T, H, 1]: the output gate."""
+        out, floor = self._attend(q, k, v, valid)
+        if gate is not None and self.spec.gate_order == "gate-norm":
+            out, gate = out * gate, None
+        out = self._normalised(out, floor)
+        return out if gate is None else out * gate
+
+    def _read_packed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`read` of one sequence. q [1, T, H, d], or [1, T, H, d + 1] with the output gate."""
+        q, *gate = q.split([self.head_dim] + [1] * (q.shape[-1] - self.head_dim), -1)
+        return self.read(q, k, v, None, *gate)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the sum of weighted values [B, T, H, d], over the denominator unless that is a norm, and the lower
@@ -120,9 +169,8 @@ class SoftmaxRNN(Mixer):
         weights, m = numerator(q, k, self.spec, allowed)
         floor = torch.exp(LOG_FLOORS.get(self.spec.denominator, -math.inf) - m)
         if self.spec.denominator == "sum":
-            weights = weights / weights.sum(-1, keepdim=True).clamp(
-                min=NORMALISER_EPS
-            )  # all weights can be 0 with relu
+            polynomial = self.spec.order is not None or self.spec.numerator != "exp"  # whose sum can be 0
+            weights = weights / (weights.sum(-1, keepdim=True) + NORMALISER_EPS * polynomial)
         if self.spec.denominator == "detached":
             weights = weights / torch.maximum(weights.sum(-1, keepdim=True), floor).detach()
         if self.spec.by_length:
@@ -132,18 +180,7 @@ class SoftmaxRNN(Mixer):
     def _normalised(self, out: Tensor, floor: Tensor) -> Tensor:
         if self.spec.denominator in NORMS:  # a smaller bound has no finite gradient if all values are 0
             out = normalised(out, self.spec.denominator, floor.clamp(min=1e-12))
-        out = out if self.norm_weight is None else out * self.norm_weight
-        return out if self.norm_bias is None else out + self.norm_bias
-
-
-def normalised(x: Tensor, kind: str, floor: Tensor) -> Tensor:
-    """Divides x [..., d] by its L2 norm ("l2") or root mean square ("rms"), or centres x and divides it by its standard
-    deviation ("layer"). floor [..., 1] bounds the divisor: max(norm, floor) for "l2", else √(norm² + floor²)."""
-    if kind == "l2":
-        return x / torch.maximum(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
-    if kind == "layer":
-        x = x - x.mean(-1, keepdim=True)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + floor.square())
+        return affine(out, self.norm_weight, self.norm_bias)
 
 
 def numerator(q: Tensor, k: Tensor, spec: SoftmaxRNNSpec, allowed: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,12 +16,13 @@ from ...ops.call import accumulator
 from ...ops.dispatch import has
 from ...ops.parallel.context import current
 from ...ops.sequences import Sequences
+from ...spec.linear import HEAD_NORMS, SUMS
 from ..base import check_input, may_write
 from ..rotary import rotary
 from .convolution import convolve
-from .features import FEATURE_MAPS, QK_NORMS
+from .features import FEATURE_MAPS, QK_NORMS, divided_by_length
 from .parameters import LinearParameters
-from .readout import GATES, GROUP_NORM_EPS
+from .readout import GATES, GROUP_NORM_EPS, NORM_FLOORS, affine, normalised
 from .token import MixerState
 from .token_shift import project
 
@@ -60,9 +61,12 @@ class LinearMixer(LinearParameters):
         positions = sequences.positions(tokens, x) if self.spec.counts_tokens else None
         gates = self._gates(inputs, x, positions)
         q, k = self._features(inputs["q"], positions), self._features(inputs["k"], positions)
-        tensors = {"q": q, "k": k, "v": self._per_memory(inputs["v"]), **self._updates(inputs, gates)}
+        v = self._values(inputs, positions)
+        if self.spec.read.norm == "detached":  # one more column is the sum of weights, in the accumulator's precision
+            q, k, v = (y.to(accumulator(y)) for y in (q, k, F.pad(v, (0, 1), value=1.0)))
+        tensors = {"q": q, "k": k, "v": self._per_memory(v), **self._updates(inputs, gates)}
         out, memory, before = self._recur(tensors, state, sequences, in_place)
-        y = self._read_out(out, inputs, gates)
+        y = self._read_out(self._divided(out, positions).to(inputs["v"].dtype), inputs, gates)
         return y, MixerState(memory, conv, shift, self._count(tokens, x, sequences), before)
 
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
@@ -122,14 +126,26 @@ class LinearMixer(LinearParameters):
     def _features(self, heads: Tensor, positions: Tensor | None) -> Tensor:
         """Returns the q or k of the recurrence, [B, T, Hq, rows of the memory]."""
         inputs = self.spec.inputs
-        norm = QK_NORMS[inputs.qk_norm]
-        if not inputs.rotary:
-            positions = None
-        if self.features is not None:  # Taylor features are of rotated heads
-            heads = heads if positions is None else rotary(heads, positions, self.rope_theta)
-            return norm(self.features(heads * self._scale() ** 0.5))
-        heads = norm(FEATURE_MAPS[inputs.feature_map](heads))
-        return heads if positions is None else rotary(heads, positions, self.rope_theta)
+        if inputs.rotary_first:
+            heads = self._rotated(heads, positions)
+        heads = QK_NORMS[inputs.qk_norm](FEATURE_MAPS[inputs.feature_map](heads))
+        if inputs.rotary and not inputs.rotary_first:
+            heads = self._rotated(heads, positions)
+        return heads if self.features is None else self.features(heads * self._scale() ** 0.5)
+
+    def _rotated(self, heads: Tensor, positions: Tensor | None) -> Tensor:
+        assert positions is not None
+        return rotary(heads, positions, self.rope_theta)
+
+    def _values(self, inputs: dict[str, Tensor], positions: Tensor | None) -> Tensor:
+        """Returns v [B, T, H, V] with the gate of the spec, over its power of the length."""
+        v = inputs["v"]
+        if self.value_gate is not None:
+            v = v * torch.sigmoid(self.value_gate(inputs["value_gate"]))
+        if self.power is not None:
+            assert positions is not None
+            v = divided_by_length(v, positions + 1, self.power)
+        return v
 
     def _per_memory(self, x: Tensor | None) -> Any:
         """Repeats a per-head tensor [H, ·] or [B, T, H, ·] once per memory of the head."""
@@ -199,7 +215,17 @@ class LinearMixer(LinearParameters):
         """Whether `linear_attention` applies the read gate: if the spec puts the gate on q, or if neither norm nor skip
         follows. Otherwise `_read_out` applies the gate after the norm, which would cancel it."""
         read = self.spec.read
-        return self.read_place == "query" or (read.norm in ("none", "sum") and not read.skip)
+        inside = self.read_place == "query" and read.norm != "detached"  # whose sum of weights q would gate as well
+        return inside or (read.norm in ("none", "sum") and not read.skip)
+
+    def _divided(self, out: Tensor, positions: Tensor | None) -> Tensor:
+        """Divides what is read by the detached sum of weights and by the length, if the spec says so."""
+        if self.spec.read.norm == "detached":
+            out = out[..., :-1] / out[..., -1:].clamp(min=1).detach()
+        if self.spec.read.by_length:
+            assert positions is not None
+            out = out.to(accumulator(out)) / (positions + 1)[..., None, None]
+        return out
 
     def _read_out(self, out: Tensor, inputs: dict[str, Tensor], gates: Gates) -> Tensor:
         """Skip, norm, read gate, output gate and output projection: [B, T, H, V] -> [B, T, D]."""
@@ -208,7 +234,7 @@ class LinearMixer(LinearParameters):
             read_gate = gates.read[..., None]
         if self.skip is not None:
             out = out + self.skip[:, None] * inputs["v"]
-        if read_gate is not None and read.norm not in ("rms", "group"):  # a joint norm does not cancel it
+        if read_gate is not None and read.norm not in HEAD_NORMS:  # a joint norm does not cancel it
             out, read_gate = out * read_gate.to(out.dtype), None
         output_gate = None if self.gate is None else GATES[self.gate.activation](self.gate(inputs["gate"]))
         if output_gate is not None and read.order == "gate-norm":
@@ -220,14 +246,17 @@ class LinearMixer(LinearParameters):
 
     def _normalise(self, x: Tensor) -> Tensor:
         """Applies the norm to x [B, T, H, V], in the accumulator's precision."""
-        if self.norm_weight is None:
+        if (kind := self.spec.read.norm) in ("none", *SUMS):
             return x
-        wide, kind, weight = x.to(accumulator(x)), self.spec.read.norm, self.norm_weight
+        wide, weight = x.to(accumulator(x)), self.norm_weight
+        if kind in NORM_FLOORS:
+            return affine(normalised(wide, kind, NORM_FLOORS[kind]), weight, self.norm_bias).to(x.dtype)
         if kind == "group":
             centred = F.layer_norm(wide, x.shape[-1:], eps=GROUP_NORM_EPS)
             return (centred * weight.view(x.shape[-2:]) + self.norm_bias.view(x.shape[-2:])).to(x.dtype)
         wide = wide.flatten(-2) if kind == "rms-joint" else wide
-        return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), self.norm_eps).view_as(x).to(x.dtype)
+        weight = None if weight is None else weight.to(wide.dtype)
+        return F.rms_norm(wide, wide.shape[-1:], weight, self.norm_eps).view_as(x).to(x.dtype)
 
 
 def _now(x: Tensor | None) -> Any:

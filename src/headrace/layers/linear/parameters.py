@@ -19,7 +19,7 @@ from ..base import Mixer
 from .competition import HeadCompetition
 from .decays import DECAYS
 from .joint import MemoryChoice
-from .readout import OutputGate, weight_size
+from .readout import GateLogits, weight_size
 from .residual import ResidualDelta
 from .taylor import TaylorFeatures
 from .token import FusedStep, MixerState
@@ -36,6 +36,8 @@ class LinearParameters(Mixer, HasBackend):
     conv: Any
     shift: Any
     features: Any
+    value_gate: Any
+    power: Any
     decay: Any
     bonus: Any
     residual: Any
@@ -50,7 +52,7 @@ class LinearParameters(Mixer, HasBackend):
         norm_eps: float = 1e-6, rope_theta: float = 10000.0,
     ):  # fmt: skip
         super().__init__()
-        self.spec, self.norm_eps, self.rope_theta = spec, norm_eps, rope_theta
+        self.spec, self.norm_eps, self.rope_theta = spec, spec.read.eps or norm_eps, rope_theta
         self.op = linear_attention  # may be set to a partial with a form or chunk size
         self.backend = default_backend()  # may be set; PyTorch computes what a backend given by name does not have
         self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
@@ -69,14 +71,18 @@ class LinearParameters(Mixer, HasBackend):
         self.reset_parameters()
 
     def _build_inputs(self, hidden_size: int) -> None:
-        self.conv = self.shift = self.features = None
+        self.conv = self.shift = self.features = self.value_gate = None
         if width := self.spec.inputs.conv:
             channels = 2 * self.Hq * self.K + self.H * self.V
             self.conv = nn.Conv1d(channels, channels, width, groups=channels, bias=self.spec.inputs.conv_bias)
         if self.spec.inputs.shift == "ddlerp":
             self.shift = TokenShift(hidden_size, self.depth, self.height)
         if (order := self.spec.inputs.order) is not None:
-            self.features = TaylorFeatures(self.K, order)
+            self.features = TaylorFeatures(self.spec.features(self.K), order)
+        if self.spec.inputs.value_gate:
+            self.value_gate = GateLogits("sigmoid-head", self.H, self.V)
+            self.parts["value_gate"] = self.value_gate.in_features
+        self.power = nn.Parameter(torch.empty(self.H)) if self.spec.inputs.by_length else None  # c of n^σ(c)
 
     def _build_memory(self) -> None:
         spec, rows = self.spec, self.spec.memory_rows(self.K)
@@ -92,14 +98,15 @@ class LinearParameters(Mixer, HasBackend):
             self.bonus = nn.Parameter(torch.empty(self.H, rows))
 
     def _build_readout(self) -> None:
-        read, width = self.spec.read, self.H * self.V
-        size = weight_size(read.norm, self.H, self.V)
+        read = self.spec.read
+        size = weight_size(read, self.H, self.V)
         self.norm_weight = None if size is None else nn.Parameter(torch.empty(size))
-        self.norm_bias = nn.Parameter(torch.empty(width)) if read.norm == "group" else None
+        biased = size if read.norm in ("group", "layer") else None
+        self.norm_bias = None if biased is None else nn.Parameter(torch.empty(biased))
         self.skip = nn.Parameter(torch.empty(self.H)) if read.skip else None
         self.gate = None
         if read.gate != "none":
-            self.gate = OutputGate(read.gate, self.H, self.V)
+            self.gate = GateLogits(read.gate, self.H, self.V)
             self.parts["gate"] = self.gate.in_features
 
     def _build_competition(self, hidden_size: int) -> None:
@@ -120,7 +127,10 @@ class LinearParameters(Mixer, HasBackend):
                 ones.fill_(1)
         if self.spec.read.norm == "group":  # RWKV-6's initialisation
             self.norm_weight.fill_(self.share**0.7)
+        if self.norm_bias is not None:
             self.norm_bias.zero_()
+        if self.power is not None:
+            self.power.fill_(0.5)
         if self.decay is not None and self.decay.starts_fixed:
             self.part("decay").zero_()
         if self.bonus is not None:
@@ -130,7 +140,7 @@ class LinearParameters(Mixer, HasBackend):
             self.bonus.copy_((self.depth * (1 - i / max(n - 1, 1)) + zigzag).view_as(self.bonus))
 
     def part(self, name: str) -> Tensor:
-        """Returns the rows of in_proj's weight that project to q, k, v, decay, beta or gate."""
+        """Returns the rows of in_proj's weight that project to q, k, v, value_gate, decay, beta or gate."""
         return self._split(self.in_proj.weight, 0)[name]
 
     def _split(self, x: Tensor, dim: int) -> dict[str, Tensor]:

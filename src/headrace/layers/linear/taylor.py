@@ -40,8 +40,9 @@ class TaylorFeatures(SelfInitialised):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        columns = torch.tensor(list(combinations_with_replacement(range(self.dim + 1), self.order))).T
-        run = repeats = torch.ones_like(columns[0])
+        monomials = list(combinations_with_replacement(range(self.dim + 1), self.order))
+        columns = torch.tensor(monomials, dtype=torch.long).view(-1, self.order).T if self.order else self.columns
+        run = repeats = torch.ones(len(monomials), dtype=torch.long)
         for before, now in pairwise(columns):
             run = torch.where(now == before, run + 1, 1)
             repeats = repeats * torch.where(now > 0, run, 1)
@@ -54,7 +55,7 @@ class TaylorFeatures(SelfInitialised):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = F.pad(x.to(accumulator(x)), (1, 0), value=1.0)
-        features = self.repeats.to(wide.dtype).rsqrt()
+        features = self.repeats.to(wide.dtype).rsqrt().expand(*x.shape[:-1], -1)
         for column in self.columns:
             features = features * wide.index_select(-1, column)
         return features.to(x.dtype)

@@ -5,6 +5,7 @@ The call overwrites the state, so it runs only with `in_place=True`.
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from ...ops.call import NORMALISER_EPS
 from ...ops.derivatives import has_address, transformed
 from ...ops.dispatch import BACKENDS
 from ...ops.modules import is_plain
-from ...spec.linear import Competition, MixerSpec
+from ...spec.linear import Competition, Inputs, MixerSpec, Read
 from ...utils.errors import InputError
 from ..base import check_state, may_write
 from .readout import GROUP_NORM_EPS
@@ -162,13 +163,29 @@ def _kinds(spec: MixerSpec) -> dict[str, str]:
     gate = gate or Competition()
     known = gate.range == Competition.range and not gate.shuffle
     return {
-        "feature_map": spec.inputs.feature_map, "qk_norm": spec.inputs.qk_norm, "decay": spec.decay.kind,
-        "rule": spec.write.rule, "beta": beta, "norm": spec.read.norm, "gate": spec.read.gate,
+        "feature_map": _feature_map(spec.inputs), "qk_norm": spec.inputs.qk_norm, "decay": spec.decay.kind,
+        "rule": spec.write.rule, "beta": beta, "norm": _norm(spec.read), "gate": spec.read.gate,
         "order": spec.read.order, "read": read, "write": write,
         "source": gate.source if gate.memories_per_head == 1 else f"{gate.memories_per_head} memories of each head",
         "activation": gate.activation if known else f"{gate.activation} of range {gate.range}, shuffle={gate.shuffle}",
         "gate_scale": gate.scale,
     }  # fmt: skip
+
+
+def _feature_map(inputs: Inputs) -> str:
+    """The feature map, with what else is done to q, k and v that no call computes."""
+    more = {
+        "after the rotation": inputs.rotary_first, f"of order {inputs.order}": inputs.order is not None,
+        "with inputs.value_gate": inputs.value_gate, "with inputs.by_length": inputs.by_length,
+    }  # fmt: skip
+    return " ".join([inputs.feature_map, *(words for words, applies in more.items() if applies)])
+
+
+def _norm(read: Read) -> str:
+    """The norm, with what no call computes of it."""
+    other = replace(read, affine=None).weighted != read.weighted
+    more = {f"with read.affine={read.affine}": other, "with read.by_length": read.by_length}
+    return " ".join([read.norm, *(words for words, applies in more.items() if applies)])
 
 
 OUTSIDE = "in_proj", "o_proj", "shift"  # modules that the layer calls before and after the fused step

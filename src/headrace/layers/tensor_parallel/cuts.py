@@ -78,8 +78,9 @@ class Shares:
 
 # Kind and dimension of the parameters that have one segment, by the start of their names.
 LINEAR = {
-    "o_proj.weight": ("heads", 1), "bonus": ("heads", 0), "skip": ("heads", 0), "norm_bias": ("heads", 0),
-    "decay.up.": ("heads", 0), "decay.up": ("heads", 1), "decay.": ("heads", 0), "gate.up.": ("heads", 0),
+    "o_proj.weight": ("heads", 1), "bonus": ("heads", 0), "skip": ("heads", 0), "power": ("heads", 0),
+    "decay.up.": ("heads", 0), "decay.up": ("heads", 1), "decay.": ("heads", 0), "gate.": ("heads", 0),
+    "value_gate.": ("heads", 0),
     "choice.weight": ("heads", 0), "residual.weight": ("heads", 0), "shift.": ("all", 0),
 }  # fmt: skip
 ATTENTION = {
@@ -99,7 +100,8 @@ def linear_cuts(mixer: LinearMixer, shares: Shares) -> dict[str, Cut]:
     low_rank = {part for part in ("decay", "gate") if any(name.startswith(f"{part}.up") for name in names)}
     kinds = {"q": "groups", "k": "groups", **dict.fromkeys(low_rank, "all")}
     projected = [(kinds.get(name, "heads"), n) for name, n in mixer.parts.items()]
-    table = LINEAR | {"norm_weight": ("all" if mixer.spec.read.norm == "rms" else "heads", 0)}
+    shared = "heads" if mixer.spec.read.norm in ("group", "rms-joint") else "all"
+    table = LINEAR | {"norm_weight": (shared, 0), "norm_bias": (shared, 0)}
     for name in ("read_competition", "write_competition"):
         if isinstance(gate := getattr(mixer, name), HeadCompetition):
             table[f"{name}.weight"] = SCORES[gate.spec.source]
