@@ -166,12 +166,12 @@ MIXERS: dict[str, Entry] = {
     "longformer": Entry(
         "A window of 64 tokens and the first 4 tokens of the sequence.",
         "https://arxiv.org/abs/2004.05150",
-        AttentionSpec(pattern=Pattern(window=64, first=4)),
+        AttentionSpec(pattern=Pattern(window=64, first=4, global_projections=True)),
     ),
     "bigbird": Entry(
         "A window, the first block and random blocks: 3, 1 and 3 blocks of 16 tokens.",
         "https://arxiv.org/abs/2007.14062",
-        AttentionSpec(pattern=Pattern(window=48, first=16, random=3, block=16)),
+        AttentionSpec(pattern=Pattern(window=48, first=16, random=3, block=16, last=16)),
     ),
     "flash-reference": Entry(
         "The transformer with FlashAttention's tiled algorithm in plain PyTorch, for study.",
