@@ -59,7 +59,8 @@ class SoftmaxAttention(SelfInitialised):
     Args:
         spec, hidden_size, num_heads, rope_theta: as in LinearMixer.
         layer_idx, num_layers, norm_eps: not used.
-        causal: False for an encoder, in which every token attends to all tokens, and for `cross`.
+        causal: False for an encoder, in which every token attends to all tokens, or to those of the pattern's symmetric
+            form, and for `cross`.
         out_size: size of the output; None: hidden_size.
     """
 
