@@ -249,10 +249,10 @@ RENAMED = {
 }  # fmt: skip
 
 
-def bert_with(mixer, theirs):
-    """BERT with a mixer and the parameters of their model."""
+def with_weights(expression, theirs):
+    """Our model with the parameters of theirs."""
     ours = models.build(
-        f"bert(mixer={mixer})", vocab_size=V, hidden_size=D, num_heads=H, num_layers=LAYERS, intermediate_size=WIDTH,
+        expression, vocab_size=V, hidden_size=D, num_heads=H, num_layers=LAYERS, intermediate_size=WIDTH,
         max_positions=LONGEST,
     ).double()  # fmt: skip
     mine = dict(ours.named_parameters())
@@ -283,7 +283,8 @@ def models_agree(ours, theirs, lengths, width, **more):
 def test_model_equals_longformer(exact_softmax):
     config = LongformerConfig(**SIZES, attention_window=[16] * LAYERS)
     theirs = perturbed(LongformerModel(config, add_pooling_layer=False)).double()
-    ours = bert_with("longformer(rotary=false, bias=true, pattern.window=16, pattern.first=3)", theirs)
+    mixer = "longformer(rotary=false, bias=true, pattern.window=16, pattern.first=3)"
+    ours = with_weights(f"bert(mixer={mixer})", theirs)
     first = (torch.arange(61) < 3).expand(4, -1).long()
     models_agree(ours, theirs, [61, 40, 5, 1], 61, global_attention_mask=first)
 
@@ -293,9 +294,11 @@ BIGBIRD = "bigbird(rotary=false, bias=true, pattern.window=12, pattern.first=4, 
 
 def big_bird(last):
     """Our model, with a number of global tokens at the end, and theirs."""
-    config = BigBirdConfig(**SIZES, block_size=4, num_random_blocks=3, attention_type="block_sparse")
+    config = BigBirdConfig(
+        **SIZES | {"hidden_act": "gelu_new"}, block_size=4, num_random_blocks=3, attention_type="block_sparse"
+    )
     theirs = perturbed(BigBirdModel(config, add_pooling_layer=False)).double().train()  # in training it draws blocks
-    return bert_with(BIGBIRD.format(last), theirs), theirs
+    return with_weights(f"bert(mixer={BIGBIRD.format(last)}, style.mlp=gelu-tanh)", theirs), theirs
 
 
 @pytest.mark.parametrize(("last", "lengths", "width"), [(4, [52, 52], 52), (0, [48, 41, 30], 54)])

@@ -5,6 +5,7 @@ dimension, N sequences.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -42,16 +43,6 @@ class AttentionState(NamedTuple):
 State = AttentionState | WindowState
 
 
-class Projections(nn.Module):
-    """The projections of queries, keys and values."""
-
-    def __init__(self, hidden_size: int, width: int, kv_width: int, bias: bool):
-        super().__init__()
-        self.q_proj = nn.Linear(hidden_size, width, bias=bias)
-        self.k_proj = nn.Linear(hidden_size, kv_width, bias=bias)
-        self.v_proj = nn.Linear(hidden_size, kv_width, bias=bias)
-
-
 class SoftmaxAttention(SelfInitialised):
     """Softmax attention (arXiv 1706.03762) with Llama's projections, rotary positions (arXiv 2104.09864), grouped
     key/value heads (arXiv 2305.13245) and the options of AttentionSpec.
@@ -84,8 +75,9 @@ class SoftmaxAttention(SelfInitialised):
         self.global_proj = None
         pattern = spec.pattern
         if not causal and pattern is not None and pattern.global_projections and pattern.first + pattern.last:
-            self.global_proj = Projections(hidden_size, H * self.head_dim, kv_width, spec.bias)
-            self.reset_parameters()
+            self.global_proj = nn.ModuleDict(
+                {f"{name}_proj": deepcopy(getattr(self, f"{name}_proj")) for name in "qkv"}
+            )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -138,15 +130,14 @@ class SoftmaxAttention(SelfInitialised):
         """Computes cross-attention, without positions: x [B, T, D] -> [B, T, D]. memory: from `remember`."""
         return self.o_proj(self._attend(self._query(x), *memory[:3]).flatten(-2))
 
-    def _query(self, x: Tensor, positions: Tensor | None = None, projections: Projections | None = None) -> Tensor:
+    def _query(self, x: Tensor, positions: Tensor | None = None, projections: Any = None) -> Tensor:
         q = (projections or self).q_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.spec.scale != "key":
             q = q * (self.head_dim if self.spec.scale == "one" else 2) ** 0.5  # PyTorch's kernels divide by √d
         return self._rotated(q, positions)
 
-    def _key_value(
-        self, x: Tensor, positions: Tensor | None = None, projections: Projections | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _key_value(self, x: Tensor, positions: Tensor | None = None, projections: Any = None) -> tuple[Tensor, Tensor]:
+        """projections: a module with k_proj and v_proj; None: the layer itself."""
         of = projections or self
         k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (of.k_proj, of.v_proj))
         return self._rotated(k, positions), v
