@@ -91,7 +91,7 @@ class Places:
         new = own - self.tokens[sequence, None]
         last = self.lengths[sequence, None] - 1
         rows = self.starts[sequence, None] + torch.minimum(new.clamp(min=0), last)
-        own = torch.minimum(own, self.tokens[sequence, None] + last)  # a query without keys would give NaN
+        own = torch.minimum(own, self.tokens[sequence, None] + last)  # else some would have no key: NaN
         return Groups(rows, self.find(position, sequence), own, position), (new >= 0) & (new <= last)
 
 

@@ -69,13 +69,12 @@ class EncoderPlaces(Places):
         device, pattern, length = start.device, self.pattern, self.lengths[sequence, None]
         first = torch.arange(pattern.first, device=device).expand(len(start), -1)
         last = length - torch.arange(pattern.last, 0, -1, device=device)
-        last = last.masked_fill(last < pattern.first, -1)  # listed already
         near = start[:, None] + torch.arange(-pattern.reach, size + pattern.reach, device=device)
         position = torch.cat([first, last, self.drawn(start, length), near], 1)
         return position.masked_fill(position >= length, -1)
 
     def drawn(self, start: Tensor, length: Tensor) -> Tensor:
-        """Returns the positions [G, random · block] in random blocks; −1 for those of global tokens."""
+        """Returns the positions [G, random · block] in random blocks; −1 for global tokens, which are listed before."""
         pattern = self.pattern
         if not pattern.random:
             return length[:, :0]
