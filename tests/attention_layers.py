@@ -11,8 +11,8 @@ D, H = 32, 4
 d = D // H
 
 
-def layer(spec, dtype=torch.float64):
-    return layers.build(zoo.get(spec), hidden_size=D, num_heads=H).to(dtype)
+def layer(spec, dtype=torch.float64, **settings):
+    return layers.build(zoo.get(spec), hidden_size=D, num_heads=H, **settings).to(dtype)
 
 
 def agree(ours, theirs, x, tolerance, parameters=()):

@@ -12,7 +12,8 @@ from headrace.utils.errors import InputError
 from tiny import gradients_agree, perturbed
 
 V, D, H, WIDTH, LAYERS = 29, 32, 4, 48, 2
-MODELS = ["bert", "bert(mixer=softmax-gla)", "bert(mixer=mamba, style.positions=none)"]
+SPARSE = ["bert(mixer=longformer(pattern.window=6))", "bert(mixer=bigbird(pattern.block=3, pattern.window=9))"]
+MODELS = ["bert", "bert(mixer=softmax-gla)", *SPARSE, "bert(mixer=mamba, style.positions=none)"]
 
 
 def build(name, **changes):
@@ -163,7 +164,7 @@ def test_too_short_row_is_refused():
         Masked(length=7)
 
 
-@pytest.mark.parametrize("name", MODELS[:2])
+@pytest.mark.parametrize("name", MODELS[:4])
 def test_bert_learns_to_fill_gaps(name, book):
     torch.manual_seed(0)
     task = Masked((str(book),), length=24)

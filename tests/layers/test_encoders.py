@@ -73,6 +73,7 @@ def test_layer_equals_t5(causal):
 
 ENCODERS = {
     "attention": PLAIN, "rotary": AttentionSpec(), "t5": T5, "tiles": AttentionSpec(form="tiles"),
+    "longformer": "longformer(pattern.window=2)", "bigbird": "bigbird(pattern.block=2, pattern.window=2)",
     "softmax-gla": "softmax-gla", "gated-deltanet": "gated-deltanet", "rwkv6": "rwkv6", "mamba": "mamba", "s4d": "s4d",
 }  # fmt: skip
 
@@ -113,14 +114,9 @@ def test_cross_attention_needs_a_second_sequence():
         block(torch.randn(1, 3, D))
 
 
-@pytest.mark.parametrize("mixer", ["transformer", "gla"])
+@pytest.mark.parametrize("mixer", ["transformer", "longformer", "gla"])
 def test_an_encoder_has_no_state(mixer):
     x = torch.randn(1, 3, D, dtype=torch.float64)
     _, state = build(mixer)(x)
     with pytest.raises(InputError, match="expected state=None"):
         build(mixer, causal=False)(x, state)
-
-
-def test_causal_pattern_is_refused_as_an_encoder():
-    with pytest.raises(InputError, match="expected pattern=None in an encoder"):
-        build("sliding-window", causal=False)

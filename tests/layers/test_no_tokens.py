@@ -9,7 +9,7 @@ from headrace.layers.blocks import stack
 from tiny import MIXERS, SIZES, build, close, layer, tokens
 
 D, T = 32, 7
-ENCODERS = ["transformer", "gla", "mamba", "flash-reference"]
+ENCODERS = ["transformer", "longformer", "bigbird", "gla", "mamba", "flash-reference"]
 
 
 @pytest.mark.parametrize("how", ["none", "padding", "pack"])
@@ -53,6 +53,10 @@ def test_empty_batch_runs(name):
 def test_encoder_of_no_tokens(name):
     made, x = layer(name, torch.float64, causal=False), torch.randn(2, T, D, dtype=torch.float64)
     assert made(x[:, :0])[0].shape == (2, 0, D)
+    assert made(x[:0])[0].shape == (0, T, D)
+    assert not made(x, mask=torch.zeros(2, T, dtype=torch.bool))[0].any()
+    ends = torch.tensor([0, 0, 3, 3, T, T])
+    close(made(x[:1], cu_seqlens=ends)[0][:, 3:], made(x[:1, 3:])[0])
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

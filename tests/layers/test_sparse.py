@@ -112,11 +112,12 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["sliding-window", "longformer", "bigbird", "flash-reference"])
-def test_memory_grows_linearly(name):
+def test_memory_grows_linearly(name, causal):
     sizes = []
     for T in (1024, 2048):
-        ours, x = layer(name, torch.float32), torch.randn(1, T, D, requires_grad=True)
+        ours, x = layer(name, torch.float32, causal=causal), torch.randn(1, T, D, requires_grad=True)
         with Largest() as made:
             ours(x)[0].sum().backward()
         sizes.append(made.size)

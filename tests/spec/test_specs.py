@@ -88,6 +88,7 @@ RANGES = [
     (Competition, "memories_per_head", [0, -1]),
     (AttentionSpec, "kv_heads", [0, -1]), (AttentionSpec, "count", [0]), (AttentionSpec, "buckets", [3, 0, -4]),
     (Pattern, "window", [0, -1]), (Pattern, "first", [-1]), (Pattern, "random", [-1]), (Pattern, "block", [0]),
+    (Pattern, "last", [-1]),
     (ScanSpec, "state_size", [0, -4]), (ScanSpec, "conv", [1, 0, -1]), (ScanSpec, "expand", [0, -1]),
     (ScanSpec, "rank", [0]), (MatrixSpec, "rank", [0, -1]), (MatrixSpec, "count", [0]),
     (MatrixSpec, "expand_k", [0]), (MatrixSpec, "expand_v", [-1.0]), (SoftmaxRNNSpec, "order", [-1]),

@@ -156,6 +156,10 @@ def test_every_task_is_explained_and_drawn(task):
 def test_labels_leave_out_what_all_mixers_share():
     assert list(labels(PAIR.mixers).values()) == ["retnet", "softmax-retnet", "sigmoid-retnet", "retnet (heads=2)"]
     assert labels(["gla(heads.count=2)"]) == {"gla(heads.count=2)": "gla (heads=2)"}
+    nested = ["bert(mixer=gla(heads.count=2, decay.rank=4), style.bias=false)", "bert(mixer=gla(decay.rank=4))"]
+    assert list(labels(nested).values()) == [
+        "bert (mixer=gla(heads=2,decay.rank=4), style.bias=false)", "bert (mixer=gla(decay.rank=4))",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
     """Returns the mixer of a spec.
 
     Args:
-        causal: False for an encoder's mixer, in which every token sees all tokens of its sequence.
+        causal: False for an encoder's mixer, in which tokens also see later tokens of their sequence.
         settings: hidden_size, num_heads, layer_idx, num_layers, norm_eps and rope_theta.
 
     Raises:
@@ -52,15 +52,14 @@ def Mixer(
         mixer: a name or an expression of the zoo (`headrace zoo`), or a spec.
         hidden_size: width D of x and y.
         num_heads: number of heads, unless the mixer sets it.
-        causal: False lets every token see all tokens of its sequence. Such a layer takes no state, and what it
+        causal: False lets tokens also see later tokens of their sequence. Such a layer takes no state, and what it
             returns in its place, None or keys and values, cannot be continued.
         layer_idx, num_layers: index of the layer and depth of the model, for initialisations that depend on them.
         norm_eps: epsilon of the norm after the readout.
         rope_theta: base of the rotary frequencies.
 
     Raises:
-        InputError: for an unknown mixer, a whole model, sizes that do not divide, and causal=False with a mixer that
-            must be causal (a window).
+        InputError: for an unknown mixer, a whole model, and sizes that do not divide.
     """
     require_positive(num_layers=num_layers)
     inside = type(layer_idx) is int and 0 <= layer_idx < num_layers

@@ -60,6 +60,7 @@ class TransformerModel(EncoderDecoder):
         for module in self.modules():
             if isinstance(module, SoftmaxAttention) and module.spec.scale == "one":
                 module.q_proj.weight *= module.head_dim**-0.5
+                module.reset_parameters()
 
     def encode(self, input_ids: Tensor, valid: Tensor) -> list[AttentionState]:
         """Returns the source's keys and values for the cross-attention of each decoder block."""

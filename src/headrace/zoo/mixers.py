@@ -165,14 +165,14 @@ MIXERS: dict[str, Entry] = {
         AttentionSpec(pattern=Pattern(window=64)),
     ),
     "longformer": Entry(
-        "A window of 64 tokens and the first 4 tokens of the sequence.",
+        "A window of 64 tokens and 4 global tokens; the causal form is ours, an encoder's the published one.",
         "https://arxiv.org/abs/2004.05150",
-        AttentionSpec(pattern=Pattern(window=64, first=4)),
+        AttentionSpec(pattern=Pattern(window=64, first=4, global_projections=True)),
     ),
     "bigbird": Entry(
-        "A window, the first block and random blocks: 3, 1 and 3 blocks of 16 tokens.",
+        "A window, global and random blocks of 16 tokens; the causal form is ours, an encoder's the published one.",
         "https://arxiv.org/abs/2007.14062",
-        AttentionSpec(pattern=Pattern(window=48, first=16, random=3, block=16)),
+        AttentionSpec(pattern=Pattern(window=48, first=16, random=3, block=16, last=16)),
     ),
     "flash-reference": Entry(
         "The transformer with FlashAttention's tiled algorithm in plain PyTorch, for study.",

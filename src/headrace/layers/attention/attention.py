@@ -5,6 +5,7 @@ dimension, N sequences.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,13 @@ from ...ops.checks import require
 from ...ops.parallel.context import refuse_parts
 from ...ops.sequences import Sequences
 from ...spec.attention import AttentionSpec
-from ..base import ANY, check_input, check_state, may_write
+from ..base import ANY, SelfInitialised, check_input, check_state, may_write
 from ..packing import count_tokens, without_padding, zeroed
 from ..rotary import rotary
 from .flash import flash_attention
 from .positions import DistanceBias
 from .sdpa import attend
+from .symmetric import SymmetricSoftmax, attend_to_all, global_tokens, symmetric_attention
 from .window import PatternSoftmax, WindowState, window_attention
 
 
@@ -41,18 +43,16 @@ class AttentionState(NamedTuple):
 State = AttentionState | WindowState
 
 
-class SoftmaxAttention(nn.Module):
+class SoftmaxAttention(SelfInitialised):
     """Softmax attention (arXiv 1706.03762) with Llama's projections, rotary positions (arXiv 2104.09864), grouped
     key/value heads (arXiv 2305.13245) and the options of AttentionSpec.
 
     Args:
         spec, hidden_size, num_heads, rope_theta: as in LinearMixer.
         layer_idx, num_layers, norm_eps: not used.
-        causal: False for an encoder, in which every token attends to all tokens, and for `cross`.
+        causal: False for an encoder, in which every token attends to all tokens, or to those of the pattern's symmetric
+            form, and for `cross`.
         out_size: size of the output; None: hidden_size.
-
-    Raises:
-        InputError: for a pattern with causal=False.
     """
 
     def __init__(
@@ -60,9 +60,6 @@ class SoftmaxAttention(nn.Module):
         norm_eps: float = 1e-6, rope_theta: float = 10000.0, causal: bool = True, out_size: int | None = None,
     ):  # fmt: skip
         super().__init__()
-        require(
-            causal or spec.pattern is None, f"{spec.pattern} requires causal=True; expected pattern=None in an encoder"
-        )
         self.spec, self.rope_theta, self.causal, self.hidden_size = spec, rope_theta, causal, hidden_size
         self.state_kind = AttentionState if spec.pattern is None else WindowState
         self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,), "seen": ()}
@@ -75,6 +72,19 @@ class SoftmaxAttention(nn.Module):
         self.bias = None
         if spec.buckets is not None:
             self.bias = DistanceBias(spec.buckets, H, hidden_size=hidden_size, bidirectional=not causal)
+        self.global_proj = None
+        pattern = spec.pattern
+        if not causal and pattern is not None and pattern.global_projections and pattern.first + pattern.last:
+            self.global_proj = nn.ModuleDict(
+                {f"{name}_proj": deepcopy(getattr(self, f"{name}_proj")) for name in "qkv"}
+            )
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Copies the projections to those of the global tokens, if there are any (arXiv 2004.05150, section 3.1)."""
+        if self.global_proj is not None:
+            for name, projection in self.global_proj.named_children():
+                projection.load_state_dict(getattr(self, name).state_dict())
 
     def forward(
         self,
@@ -96,11 +106,13 @@ class SoftmaxAttention(nn.Module):
             forward = SoftmaxAttention.forward  # not a subclass's, which would be in its own call twice
             return without_padding(lambda p, state, pack: forward(self, p, state, cu_seqlens=pack), x, state, mask)
         x = zeroed(x, mask)  # a weight of 0 would let NaN through
-        q, k, v = self._query(x), *self._key_value(x)
+        positions = None
         if self.spec.rotary:
             positions, _ = count_tokens(x, None if state is None else state.seen, mask, sequences)
-            q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
-        if self.spec.pattern is not None:
+        q, k, v = self._query(x, positions), *self._key_value(x, positions)
+        if self.spec.pattern is not None and not self.causal:
+            out = self._attend_around(x, (q, k, v), positions, sequences)
+        elif self.spec.pattern is not None:
             out, state = self._attend_within(q, k, v, state, sequences.bounds)
         elif not sequences.packed:
             state = extended(state, k, v, mask, in_place)
@@ -118,15 +130,20 @@ class SoftmaxAttention(nn.Module):
         """Computes cross-attention, without positions: x [B, T, D] -> [B, T, D]. memory: from `remember`."""
         return self.o_proj(self._attend(self._query(x), *memory[:3]).flatten(-2))
 
-    def _query(self, x: Tensor) -> Tensor:
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        if self.spec.scale == "key":
-            return q
-        return q * (self.head_dim if self.spec.scale == "one" else 2) ** 0.5  # PyTorch's kernels divide by √d
+    def _query(self, x: Tensor, positions: Tensor | None = None, projections: Any = None) -> Tensor:
+        q = (projections or self).q_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.spec.scale != "key":
+            q = q * (self.head_dim if self.spec.scale == "one" else 2) ** 0.5  # PyTorch's kernels divide by √d
+        return self._rotated(q, positions)
 
-    def _key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.k_proj, self.v_proj))
-        return k, v
+    def _key_value(self, x: Tensor, positions: Tensor | None = None, projections: Any = None) -> tuple[Tensor, Tensor]:
+        """projections: a module with k_proj and v_proj; None: the layer itself."""
+        of = projections or self
+        k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (of.k_proj, of.v_proj))
+        return self._rotated(k, positions), v
+
+    def _rotated(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        return x if positions is None else rotary(x, positions, self.rope_theta)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         k, v = k.to(q.dtype), v.to(q.dtype)  # the cache may come from a call in another precision
@@ -145,6 +162,37 @@ class SoftmaxAttention(nn.Module):
         softmax = PatternSoftmax(self.spec.pattern, self.bias, self.spec.null)
         out, state = window_attention(q, k, v, state, ends, softmax)
         return out.unflatten(0, (B, T)), state
+
+    def _attend_around(
+        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], positions: Tensor | None, sequences: Sequences
+    ) -> Tensor:
+        """Computes attention with the pattern in an encoder."""
+        assert self.spec.pattern is not None
+        B, T = x.shape[:2]
+        if B * T == 0:
+            return qkv[0]
+        q, k, v = (y.flatten(0, 1) for y in qkv)
+        ends = torch.arange(0, B * T + 1, T, device=x.device) if sequences.bounds is None else sequences.bounds
+        softmax = SymmetricSoftmax(self.spec.pattern, self.bias, self.spec.null)
+        out = symmetric_attention(q, k, v, ends, softmax)
+        tokens = global_tokens(self.spec.pattern, sequences.counts(), x.device)
+        rows = torch.cat([t.rows.flatten() for t in tokens])
+        if len(rows):
+            q, k, v = self._global(x, (q, k, v), positions, rows)
+            out = out.index_copy(0, rows, attend_to_all(q, k, v, tokens, softmax))
+        return out.unflatten(0, (B, T))
+
+    def _global(
+        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], positions: Tensor | None, rows: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the queries [R, H, d] of the global tokens, at these rows of all tokens, and the keys and values
+        [B · T, Hkv, d] for them."""
+        q, k, v = qkv
+        if self.global_proj is None:
+            return q[rows], k, v
+        own = None if positions is None else positions.expand(x.shape[:2]).flatten()[rows][None]
+        k, v = self._key_value(x, positions, self.global_proj)
+        return self._query(x.flatten(0, 1)[rows][None], own, self.global_proj)[0], k.flatten(0, 1), v.flatten(0, 1)
 
 
 def attend_packed(

@@ -52,8 +52,9 @@ def weigh(
         allowed = None if allowed is None else F.pad(allowed, (1, 0, 1, 0), value=True)
         bias = None if bias is None else F.pad(bias, (1, 0, 1, 0))
         return weigh(q, k, v, allowed, bias, causal=causal)[:, 1:]
-    if bias is not None and allowed is not None:
-        allowed = bias.to(q.dtype).masked_fill(~allowed, -torch.inf)
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        allowed = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), allowed,
         is_causal=causal, enable_gqa=q.shape[2] != k.shape[2],

@@ -1,8 +1,7 @@
-"""Sparse softmax attention to a sliding window, the first tokens and random blocks (spec.Pattern), in time linear in T
+"""Causal softmax attention to a sliding window, the first tokens and random blocks (spec.Pattern), in time linear in T
 and with a cache of fixed size.
 
-Queries are processed in groups that start at multiples of the block size. The keys of a group are listed by position,
-in the columns
+The keys of a group of queries are in the columns
 
     first tokens | random blocks | window − 1 tokens before the group | the group itself
 
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...spec.attention import Pattern
-from .gathered import Groups, attend_gathered, gather
+from .gathered import Groups, Places, attend_gathered, gather
 from .positions import DistanceBias
 from .sdpa import weigh
 
@@ -56,20 +55,10 @@ def reservoir(pattern: Pattern, blocks: int) -> Tensor:
     return torch.tensor(rows)
 
 
-class Places:
-    """Places of the tokens in a store: the N · S tokens of the cache, then the T new tokens.
+class CachedPlaces(Places):
+    """Places of the tokens of a causal layer: the N · S tokens of the cache, then the T new tokens."""
 
-    Args:
-        cu_seqlens: [N + 1], bounds of the new tokens' sequences.
-        tokens: [N], number of tokens before the new ones.
-    """
-
-    def __init__(self, pattern: Pattern, cu_seqlens: Tensor, tokens: Tensor):
-        self.pattern, self.starts, self.tokens = pattern, cu_seqlens[:-1], tokens
-        self.lengths = cu_seqlens.diff()
-
-    def key_positions(self, start: Tensor, size: int) -> Tensor:
-        """Returns the positions [G, C] that `size` queries from position start [G] on may attend to; negative: none."""
+    def key_positions(self, sequence: Tensor, start: Tensor, size: int) -> Tensor:
         device, pattern = start.device, self.pattern
         first = torch.arange(pattern.first, device=device).expand(len(start), -1)
         near = start[:, None] + torch.arange(1 - pattern.window, size, device=device)
@@ -83,7 +72,6 @@ class Places:
         return torch.cat([first, (chosen[..., None] * pattern.block + within).flatten(1), near], 1)
 
     def find(self, position: Tensor, sequence: Tensor) -> Tensor:
-        """Returns the places of positions from `key_positions`; an arbitrary place for those that do not exist."""
         slots, seen = self.pattern.slots, self.tokens[sequence, None]
         end = seen + self.lengths[sequence, None]
         position = torch.minimum(position, end - 1)
@@ -95,32 +83,11 @@ class Places:
 
     def next_cache(self, store: Tensor, end: Tensor) -> Tensor:
         """Returns the cache [N, S, Hkv, d] after `end` [N] tokens, the last of which are the new ones."""
-        position = self.key_positions(end, 0)
-        places = self.find(position, torch.arange(len(end), device=end.device))
+        sequence = torch.arange(len(end), device=end.device)
+        position = self.key_positions(sequence, end, 0)
+        places = self.find(position, sequence)
         missing = (position < 0) | (position >= end[:, None])
         return gather(store, places).masked_fill(missing[..., None, None], 0)
-
-    def groups(self, size: int) -> tuple[Tensor, Tensor]:
-        """Returns the sequence [G] and the first position [G] of each group of `size` queries."""
-        begin, end = self.tokens // size, (self.tokens + self.lengths + size - 1) // size
-        count = torch.where(self.lengths > 0, end - begin, 0)
-        sequence = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
-        rank = torch.arange(len(sequence), device=count.device) - (count.cumsum(0) - count)[sequence]
-        return sequence, (begin[sequence] + rank) * size
-
-    def size(self) -> int:
-        """Returns the group size. A group must lie in one block if there are random blocks, which differ by block."""
-        longest = int(self.lengths.max()) if len(self.lengths) else 0
-        return 1 if longest <= 1 else self.pattern.block if self.pattern.random else min(self.pattern.window, longest)
-
-    def all_groups(self, size: int) -> tuple[Groups, Tensor]:
-        """Returns all groups of `size` queries, and a mask [G, size] of the queries that are new tokens."""
-        sequence, start = self.groups(size)
-        own, position = start[:, None] + torch.arange(size, device=start.device), self.key_positions(start, size)
-        new = own - self.tokens[sequence, None]
-        last = self.lengths[sequence, None] - 1
-        rows = self.starts[sequence, None] + torch.minimum(new.clamp(min=0), last)
-        return Groups(rows, self.find(position, sequence), own, position), (new >= 0) & (new <= last)
 
 
 def window_attention(
@@ -133,9 +100,9 @@ def window_attention(
     if state is None:
         none = k.new_zeros(len(cu_seqlens) - 1, pattern.slots, *k.shape[1:])
         state = WindowState(none, none, torch.zeros_like(cu_seqlens[1:], dtype=torch.long))
-    places = Places(pattern, cu_seqlens, state.seen)
+    places = CachedPlaces(pattern, cu_seqlens, state.seen)
     k, v = (torch.cat([old.flatten(0, 1), new]) for old, new in ((state.k, k), (state.v, v)))
-    groups, mine = places.all_groups(places.size())
+    groups, mine = places.all_groups()
     # The cache may come from a call in another precision.
     out = attend_gathered(softmax, groups, q, k.to(q.dtype), v.to(q.dtype), softmax.parameters)
     end = state.seen + places.lengths
@@ -155,12 +122,15 @@ class PatternSoftmax:
         return [] if self.bias is None else [self.bias.weight]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups) -> Tensor:
-        distance = groups.own[:, :, None] - groups.position[:, None]
-        bias = None if self.bias is None else self.bias(distance)
-        return weigh(q, k, v, self.allowed(distance, groups.position)[:, None], bias, null=self.null)
+        own, position = groups.own[:, :, None], groups.position[:, None]
+        bias = None if self.bias is None else self.bias(own - position)
+        return weigh(q, k, v, self.allowed(own, position)[:, None], bias, null=self.null)
 
-    def allowed(self, distance: Tensor, position: Tensor) -> Tensor:
-        """Returns the mask [G, size, C]. A token in the window is only attended to in the window's columns, because it
-        may also be a first token or in a random block."""
-        near = torch.arange(position.shape[1], device=position.device) >= self.pattern.far
-        return (position >= 0)[:, None] & (distance >= 0) & ((distance < self.pattern.window) == near)
+    def allowed(self, own: Tensor, position: Tensor) -> Tensor:
+        """Returns the mask [G, size, C] of queries own [G, size, 1] and keys position [G, 1, C].
+
+        A token in the window is only attended to in the window's columns, because it may also be a first token or in a
+        random block."""
+        near = torch.arange(position.shape[2], device=position.device) >= self.pattern.far
+        distance = own - position
+        return (position >= 0) & (distance >= 0) & ((distance < self.pattern.window) == near)

@@ -1,5 +1,6 @@
 """Results in the form that reports use: a comparison has contenders, a contender is one mixer with all its seeds."""
 
+import re
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
@@ -16,6 +17,7 @@ CONTROLS = (  # (settings, the name that takes the place of "softmax" in the lab
     ({"competition.activation=sigmoid"}, "sigmoid"),
     ({"competition.shuffle=true"}, "shuffled"),
 )
+OUTER_COMMA = re.compile(r",(?![^()]*\))")  # a comma outside parentheses
 MANY = 12  # with more mixers than this, pictures have a panel for each backbone
 
 
@@ -184,8 +186,8 @@ def labels(mixers: Sequence[str]) -> dict[str, str]:
 
 
 def parse(mixer: str) -> tuple[str, list[str]]:
-    name, _, settings = mixer.replace(" ", "").rstrip(")").partition("(")
-    return name, [setting for setting in settings.split(",") if setting]
+    name, _, settings = mixer.replace(" ", "").removesuffix(")").partition("(")
+    return name, [setting for setting in OUTER_COMMA.split(settings) if setting]
 
 
 def label(name: str, settings: list[str]) -> str:
