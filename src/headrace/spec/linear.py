@@ -132,6 +132,11 @@ class MixerSpec(Spec):
 
     facts = Facts("linear.mixer.LinearMixer")
 
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        """Whether the layer has an output gate or competing heads."""
+        return self.competition is not None or self.read.gate != "none"
+
     def _objections(self):
         yield from self._objections_to_division()
         yield from self._objections_to_updates()

@@ -51,6 +51,11 @@ class SoftmaxRNNSpec(Spec):
             "expected by_length=False, or another denominator",
         )
 
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        """Whether sigmoid gates take the place of the denominator, on the output, on v or on both."""
+        return "gate" in self.denominator
+
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
