@@ -56,6 +56,10 @@ class Preparation:
         column: name of the text column in jsonl, Parquet and data sets.
         tokens: number of training tokens at which to stop, at the end of a block of about 8 MB of text; None: at the
             end of the sources.
+        sample: share of the documents to keep, each with this probability, of files in random order, both by `seed`;
+            None: all documents in order. With `tokens` the sample has equal chances for all documents of the sources.
+            It reads 1 / share as much text as it keeps: with a share of 1 whole files at random, and with the share
+            that `tokens` are of the sources, all files.
         shard: (i, n): every n-th block from the i-th on, for `join`; i counts from 1.
 
     Raises:
@@ -71,6 +75,7 @@ class Preparation:
     workers: int = 1
     column: str = "text"
     tokens: int | None = None
+    sample: float | None = None
     shard: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
@@ -81,6 +86,7 @@ class Preparation:
             ("seed", self.seed, self.seed >= 0, "at least 0"),
             ("workers", self.workers, self.workers >= 1, "at least 1"),
             ("tokens", self.tokens, self.tokens is None or self.tokens >= 1, "at least 1"),
+            ("sample", self.sample, self.sample is None or 0 < self.sample <= 1, "a share above 0 and at most 1"),
             ("shard", shard, 1 <= self.shard[0] <= self.shard[1], "i/n with 1 ≤ i ≤ n"),
         ):
             if not holds:
@@ -89,6 +95,11 @@ class Preparation:
             raise InputError(f"--train-bpe {self.bpe} and --tokenizer {self.tokenizer!r}; expected one of them")
         if self.bpe is not None and self.shard[1] > 1:
             raise InputError(f"--train-bpe {self.bpe} with --shard; expected a tokenizer that all shards read")
+
+    def rows(self, cut: bool) -> Iterator[sources.Row]:
+        """The rows to prepare. cut: whether a text file may come in several."""
+        sample = None if self.sample is None else sources.Sample(self.sample, self.seed)
+        return sources.rows(self.sources, self.column, cut, sample)
 
 
 def write_folder(output: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -111,7 +122,7 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
     with resumed_folder(output) as (work, ready), forks_end_with_parent():
         started, existing = time.perf_counter(), None if plan.bpe else tokenizer.load(plan.tokenizer)
         _claim(plan, existing, work)
-        choice = choose(sources.rows(plan.sources, plan.column, cut=True), plan.held_out, plan.seed)
+        choice = choose(plan.rows(cut=True), plan.held_out, plan.seed)
         tokens = existing or _trained(plan, choice, work / "tokenizer")
         if not (cut := can_be_cut(tokens)):
             print(WHOLE, file=sys.stderr)
@@ -158,7 +169,7 @@ def _trained(plan: Preparation, choice: Choice, folder: Path) -> PreTrainedToken
     """The tokenizer that is trained on the training text, once."""
     if not folder.exists():
         assert plan.bpe is not None
-        rows = choice.split(sources.rows(plan.sources, plan.column, cut=True))
+        rows = choice.split(plan.rows(cut=True))
         texts = (row.text for row, held_out in rows if not held_out and not row.bad)
         beside = folder.with_suffix(".unfinished")
         tokenizer.train_bpe(texts, plan.bpe).save_pretrained(beside)
@@ -168,7 +179,7 @@ def _trained(plan: Preparation, choice: Choice, folder: Path) -> PreTrainedToken
 
 def _blocks(plan: Preparation, choice: Choice, cut: bool) -> Iterator[parts.Block]:
     """The blocks of the shard."""
-    rows = choice.split(sources.rows(plan.sources, plan.column, cut))
+    rows = choice.split(plan.rows(cut))
     number, count = plan.shard
     for i, group in enumerate(parts.blocks(rows, BLOCK)):
         if i % count == number - 1:
@@ -182,6 +193,7 @@ def _share_of_tokens(plan: Preparation) -> int | None:
 
 def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, Any]:
     limit = {} if plan.tokens is None else {"tokens_wanted": plan.tokens}
+    limit |= {} if plan.sample is None else {"sample": plan.sample}
     return {
         "sources": sources.fingerprint(plan.sources),
         "tokenizer_sha256": _sha256(tokens),
