@@ -4,10 +4,12 @@ import itertools
 from pathlib import Path
 
 import pytest
+import typer
 
 from headrace import InputError, zoo
+from headrace.cli import app as cli
 from headrace.cli import understand
-from headrace.studies.reproduce import experiment, show, training
+from headrace.studies.reproduce import execute, experiment, show, training
 from headrace.training import machine, recipes
 from headrace.training.model import count, counted, meta_model
 
@@ -246,3 +248,45 @@ def test_numbers_of_notes_are_in_two_digits():
 def test_every_device_is_named_by_its_driver():
     assert machine.peak("NVIDIA H20") == 148e12 and machine.DEVICES["H20"].memory == 96e9
     assert machine.parse("8xh20") == (8, "H20")
+
+
+def test_other_needles_are_asked_for_on_local_essays(tmp_path):
+    """As the note of table 3 says: the options take the place of the step's, and nothing is downloaded."""
+    add = ["eval --suite needle --lengths 2048", f"eval --data {tmp_path}"]
+    plan = experiment.tailored(experiment.load("table-3").at("laptop"), [__file__], ["seed=0"], add)
+    commands = experiment.commands(plan, tmp_path)
+    arguments = experiment.called(commands[-1])[1:]
+    found = typer.main.get_command(cli.app).commands["eval"].make_context("eval", arguments).params
+    assert (found["suite"], found["lengths"], found["data"]) == ("needle", "2048", tmp_path)
+    assert execute.downloads(commands) == "Nothing is downloaded."
+
+
+# --- costs -----------------------------------------------------------------------------------------------------------
+def fake_plan(recipe, used, efficiency):
+    """Rows take a byte each, of a device of five; a day for each 10^9 tokens."""
+    fits = {"fits": recipe.micro_batch <= 5, "bytes": {"all": recipe.micro_batch * 2**30}, "devices": used.devices}
+    return fits | {"rows_per_pass": recipe.micro_batch, "days": recipe.tokens / 1e9, "device": "H100"}
+
+
+def test_costs_of_an_experiment_are_sums_and_peaks_over_its_trainings(monkeypatch):
+    monkeypatch.setattr(machine, "plan", fake_plan)
+    assert show.costs("figure-4", "8xH100") == ("3", "45B", "4", "0", "4", "yes", "45")
+    assert show.costs("figure-3", "8xH100") == ()
+    monkeypatch.setattr(machine, "plan", lambda *args: fake_plan(*args) | {"fits": False})
+    assert show.costs("figure-4", "8xH100") == ("3", "45B", "1", "3", "1", "0 of 3", "45")
+
+
+def test_a_machine_without_an_experiment_prints_the_costs_of_all(monkeypatch, capsys):
+    monkeypatch.setattr(show, "costs", lambda name, text: () if name == "figure-3" else tuple("1234567"))
+    understand.reproduce(machine="8xH20")
+    said = capsys.readouterr().out
+    assert "on 8xH20, at 30% of the peak" in " ".join(said.split()) and "table-5" in said and " figure-3" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["first-test", "figure-4"])
+def test_documented_costs_are_current(name):
+    cells = [show.costs(name, text) for text in ("8xH100", "1xH100", "8xH20")]
+    runs, tokens, rows, again, peak, fits, days = cells[0]
+    line = f"| {name} | {runs} | {tokens} | {rows} | {again} | {peak} | {days} | {cells[1][-1]} | {cells[2][-1]} |"
+    assert fits == "yes" and line in (Path(__file__).parents[2] / "docs" / "appendix.md").read_text("utf-8")

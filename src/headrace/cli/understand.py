@@ -81,7 +81,8 @@ def reproduce(
         str | None,
         typer.Option(
             help="Machine of the training runs at paper scale, such as 8xH100 or 1xH20: sets processes, rows per "
-            r"pass and recomputation so that each fits. \[default: the experiment's]"
+            r"pass and recomputation so that each fits; without the name of an experiment, prints the costs of all. "
+            r"\[default: the experiment's]"
         ),
     ] = None,
     output: Annotated[
@@ -98,17 +99,12 @@ def reproduce(
 
     console = terminal()
     if name is None:
-        options = {
-            "run": run,
-            "text": text,
-            "data": data,
-            "only": only,
-            "add": add,
-            "machine": machine,
-            "output": output,
-        }
+        options = {"run": run, "text": text, "data": data, "only": only, "add": add, "output": output}
         refuse_without("the name of a table or figure", **options, accept_old=accept_old)
-        show.print_list(console)
+        if machine is None:
+            show.print_list(console)
+        else:
+            show.print_costs(machine, console)
         return
     chosen, folder = experiment.load(name), output or Path("runs", "reproduce", scale)
     additions = [*(add or []), *([] if data is None else [shlex.join(["eval", "--data", str(data)])])]

@@ -31,6 +31,7 @@ from ..utils.provenance import defaults, difference
 from . import parts, sources, tokenizer
 from .encoding import can_be_cut
 from .held_out import Choice, choose
+from .sources import Row, Sample
 from .workers import PartRecord, make_parts
 
 WHOLE = (
@@ -96,9 +97,9 @@ class Preparation:
         if self.bpe is not None and self.shard[1] > 1:
             raise InputError(f"--train-bpe {self.bpe} with --shard; expected a tokenizer that all shards read")
 
-    def rows(self, cut: bool) -> Iterator[sources.Row]:
+    def rows(self, cut: bool) -> Iterator[Row]:
         """The rows to prepare. cut: whether a text file may come in several."""
-        sample = None if self.sample is None else sources.Sample(self.sample, self.seed)
+        sample = None if self.sample is None else Sample(self.sample, self.seed)
         return sources.rows(self.sources, self.column, cut, sample)
 
 
@@ -192,8 +193,7 @@ def _share_of_tokens(plan: Preparation) -> int | None:
 
 
 def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, Any]:
-    limit = {} if plan.tokens is None else {"tokens_wanted": plan.tokens}
-    limit |= {} if plan.sample is None else {"sample": plan.sample}
+    limit = {"tokens_wanted": plan.tokens, "sample": plan.sample}
     return {
         "sources": sources.fingerprint(plan.sources),
         "tokenizer_sha256": _sha256(tokens),
@@ -203,7 +203,7 @@ def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, 
         "held_out_share": plan.held_out,
         "seed": plan.seed,
         "column": plan.column,
-        **limit,
+        **{name: value for name, value in limit.items() if value is not None},
         "versions": versions(),
     }
 

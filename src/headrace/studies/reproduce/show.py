@@ -10,11 +10,14 @@ from ...training.trainer import duration
 from ...utils.environment import environment
 from ..report.numbers import seeds_of, significant
 from ..report.page import Page, Section
-from .experiment import Experiment, Scale, load, names
+from .experiment import Experiment, Scale, commands, load, names
 from .numbers import Cell, Number
-from .training import EFFICIENCY, Fitted, short, sizes
+from .training import EFFICIENCY, Fitted, on_machine, short, sizes
 
 HEADER = ("model", "metric", "published", "reproduced, ± 95 %", "difference", "within interval")
+
+
+COSTS = ("runs", "tokens", "rows in a pass", "recomputed", "GiB", "fits", "days")
 
 
 def print_list(console: Console) -> None:
@@ -22,6 +25,31 @@ def print_list(console: Console) -> None:
     for experiment in map(load, names()):
         table.add_row(experiment.name, experiment.title, experiment.source)
     console.print(table)
+
+
+def print_costs(machine: str, console: Console) -> None:
+    """A row for each experiment at paper scale: what its training runs need of a machine."""
+    table = Table("experiment", *COSTS, title=f"Training at paper scale on {machine}, at {EFFICIENCY:.0%} of the peak")
+    for name in names():
+        if row := costs(name, machine):
+            table.add_row(name, *row)
+    console.print(table)
+
+
+def costs(name: str, machine: str) -> tuple[str, ...]:
+    """The cells of COSTS for an experiment at paper scale; none for an experiment that trains nothing."""
+    scale = load(name).at("paper")
+    _, fits = on_machine(commands(scale, Path("root")), scale.machine, machine)
+    if not fits:
+        return ()
+    tokens = short(round(sum(one.training.recipe.tokens for one in fits)))
+    rows = sorted({one.plan["rows_per_pass"] for one in fits})
+    again = sum(one.training.recipe.recompute for one in fits)
+    peak = f"{max(one.gibibytes for one in fits):.0f}"
+    missing = sum(not one.plan["fits"] for one in fits)
+    fit = "yes" if not missing else f"{len(fits) - missing} of {len(fits)}"
+    rows_text = f"{rows[0]}" if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
+    return str(len(fits)), tokens, rows_text, str(again), peak, fit, f"{sum(one.plan['days'] for one in fits):.2g}"
 
 
 def print_fits(fits: list[Fitted], console: Console) -> None:
