@@ -194,7 +194,7 @@ def test_long_rows_of_softmax_as_a_recurrent_network_fit_and_the_list_says_so(tm
     said = capsys.readouterr().out
     (command,) = (line for line in said.splitlines() if "headrace train" in line)
     assert "--nproc-per-node 6 " in command and "micro_batch=1 " in command
-    assert "1 training runs, one after another: about" in said and "does not fit" not in said
+    assert "1 training run: about" in said and "does not fit" not in said
 
 
 @pytest.mark.slow

@@ -12,11 +12,12 @@ from ..report.numbers import seeds_of, significant
 from ..report.page import Page, Section
 from .experiment import Experiment, Scale, commands, load, names
 from .numbers import Cell, Number
-from .training import EFFICIENCY, Fitted, on_machine, short, sizes
+from .training import EFFICIENCY, Fitted, on_machine, parameters, short, sizes
 
 HEADER = ("model", "metric", "published", "reproduced, ± 95 %", "difference", "within interval")
 
 
+FITTED = ("recipe", "mixer", "parameters", "seed", "tokens", "devices", "rows", "recompute", "GiB", "time")
 COSTS = ("runs", "tokens", "rows in a pass", "recomputed", "GiB", "fits", "days")
 
 
@@ -42,27 +43,33 @@ def costs(name: str, machine: str) -> tuple[str, ...]:
     _, fits = on_machine(commands(scale, Path("root")), scale.machine, machine)
     if not fits:
         return ()
-    tokens = short(round(sum(one.training.recipe.tokens for one in fits)))
-    rows = sorted({one.plan["rows_per_pass"] for one in fits})
-    again = sum(one.training.recipe.recompute for one in fits)
-    peak = f"{max(one.gibibytes for one in fits):.0f}"
-    missing = sum(not one.plan["fits"] for one in fits)
-    fit = "yes" if not missing else f"{len(fits) - missing} of {len(fits)}"
-    rows_text = f"{rows[0]}" if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
-    return str(len(fits)), tokens, rows_text, str(again), peak, fit, f"{sum(one.plan['days'] for one in fits):.2g}"
+    rows = list(dict.fromkeys(str(number) for number in sorted(one.plan["rows_per_pass"] for one in fits)))
+    fitting = sum(one.plan["fits"] for one in fits)
+    return (
+        str(len(fits)),
+        short(round(sum(one.training.recipe.tokens for one in fits))),
+        rows[0] if len(rows) == 1 else f"{rows[0]} to {rows[-1]}",
+        str(sum(one.training.recipe.recompute for one in fits)),
+        f"{max(one.gibibytes for one in fits):.0f}",
+        "yes" if fitting == len(fits) else f"{fitting} of {len(fits)}",
+        f"{sum(one.plan['days'] for one in fits):.2g}",
+    )
 
 
 def print_fits(fits: list[Fitted], console: Console) -> None:
     """A row for each training run: rows per pass, memory and days on its devices."""
     machine = f"{fits[0].plan['device']}, of {fits[0].plan['bytes_of_device'] / 2**30:.1f} GiB"
-    table = Table("recipe", "mixer", "seed", "tokens", "devices", "rows", "recompute", "GiB", "time", title=machine)
+    table = Table(
+        "recipe", "mixer", "parameters", "seed", "tokens", "devices", "rows", "recompute", "GiB", "time", title=machine
+    )
     for one in fits:
         table.add_row(*fit_row(one))
     console.print(table)
+    runs = "1 training run" if len(fits) == 1 else f"{len(fits)} training runs, one after another"
     whole = duration(DAY * sum(one.plan["days"] for one in fits))
     console.print(
-        f"{len(fits)} training runs, one after another: about {whole}, if they reach {EFFICIENCY:.0%} of the peak, "
-        "which is an assumption. Evaluations are not counted.",
+        f"{runs}: about {whole}, if {EFFICIENCY:.0%} of the peak are reached, which is an assumption. Evaluations are "
+        "not counted.",
         soft_wrap=True, highlight=False,
     )  # fmt: skip
 
@@ -70,10 +77,9 @@ def print_fits(fits: list[Fitted], console: Console) -> None:
 def fit_row(one: Fitted) -> tuple[str, ...]:
     recipe, plan = one.training.recipe, one.plan
     memory = f"{one.gibibytes:.1f}" + ("" if plan["fits"] else ", does not fit")
-    return (
-        one.training.name, recipe.mixer, str(recipe.seed), short(round(recipe.tokens)), str(plan["devices"]),
-        str(plan["rows_per_pass"]), "yes" if recipe.recompute else "no", memory, duration(DAY * plan["days"]),
-    )  # fmt: skip
+    model = one.training.name, recipe.mixer, f"{parameters(recipe) / 1e6:.1f}M", str(recipe.seed)
+    layout = str(plan["devices"]), str(plan["rows_per_pass"]), "yes" if recipe.recompute else "no"
+    return *model, short(round(recipe.tokens)), *layout, memory, duration(DAY * plan["days"])
 
 
 def print_cells(experiment: Experiment, cells: list[Cell], about: list[str], console: Console) -> None:
@@ -132,8 +138,8 @@ def notes(experiment: Experiment, scale: str, plan: Scale, steps: list[list[str]
     """Sentences on the scale as it is run, on where the published numbers stand, and on the paper.
 
     plan: the scale after --text, --only and --add; steps: its commands."""
-    parameters, tokens = sizes(steps) if any("{" in sentence for sentence in plan.note.values()) else ("", "")
-    own = [sentence.format(parameters=parameters, tokens=tokens) for sentence in plan.note.values()]
+    counts, tokens = sizes(steps) if any("{" in sentence for sentence in plan.note.values()) else ("", "")
+    own = [sentence.format(parameters=counts, tokens=tokens) for sentence in plan.note.values()]
     read: dict[str, list[str]] = {}
     for row, place in experiment.places().items():
         read.setdefault(place, []).append(row)

@@ -136,8 +136,13 @@ def sizes(steps: list[list[str]]) -> tuple[str, str]:
     """(parameters, tokens) of all trainings, as text: "1.3M and 5.3M", "0.4M"."""
     found = [one.recipe for one in map(trained, steps) if one is not None]
     with counting():
-        parameters = {counted(recipe).parameters["tied" if recipe.tie else "untied"] for recipe in found}
-    return listed(parameters), listed({round(recipe.tokens) for recipe in found})
+        counts = set(map(parameters, found))
+    return listed(counts), listed({round(recipe.tokens) for recipe in found})
+
+
+def parameters(recipe: Recipe) -> int:
+    """Parameters of the model that is trained."""
+    return counted(recipe).parameters["tied" if recipe.tie else "untied"]
 
 
 def listed(numbers: set[int]) -> str:
