@@ -436,9 +436,12 @@ def test_sampled_rows_are_held_out_disjoint_and_reproducible(files, tmp_path, mo
     assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole") == tokens(tmp_path / "joined")
 
 
-def test_sample_stops_at_the_tokens_and_its_share_is_checked(files, tmp_path):
+def test_sample_stops_at_the_tokens_and_its_share_is_checked(files, tmp_path, capsys):
     plan = Preparation(tuple(map(str, files.glob("*"))), length=8, held_out=0.2, sample=1.0, tokens=200)
     prepare(plan, tmp_path / "some")
+    assert "the sources ended" not in capsys.readouterr().err
+    short = prepare(replace(plan, sample=0.1, tokens=10_000), tmp_path / "short")["train"]["tokens"]
+    assert f"the sources ended after {short:,} of 10,000 training tokens" in capsys.readouterr().err
     read = documents(tmp_path / "some")
     assert len(read["train"] + read["held_out"]) < FILES * DOCUMENTS
     with pytest.raises(InputError, match=r"--sample 1\.5; expected a share above 0 and at most 1"):

@@ -38,6 +38,7 @@ WHOLE = (
     "it is not known where documents can be cut for this tokenizer: each is tokenised as a whole, which is slower "
     "and takes memory for the longest"
 )
+FEWER = "the sources ended after {:,} of {:,} training tokens; a larger --sample, or more sources, give more"
 BLOCK = 1 << 23  # bytes of text in a part
 
 
@@ -135,6 +136,8 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
             manifest |= _as_shard(records, work / "parts", plan, ready / "parts")
         else:
             manifest |= assembled(records, dict.fromkeys(records, work / "parts"), plan.length, ready)
+        if (wanted := _share_of_tokens(plan)) and manifest["train"]["tokens"] < wanted:
+            print(FEWER.format(manifest["train"]["tokens"], wanted), file=sys.stderr)
         seconds = time.perf_counter() - started
         manifest |= {"seconds": round(seconds, 1), "megabytes_per_second": round(new / 1e6 / seconds, 2)}
         return _sealed(ready, manifest)
