@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 from dataclasses import replace
+from itertools import pairwise
 from multiprocessing import get_context
 
 import numpy as np
@@ -361,3 +362,92 @@ def test_rows_are_memory_mapped(plan, tmp_path):
     chosen = rows.select(range(1, 9)).select([0, 7, 3])
     assert [chosen[i] for i in range(3)] == [rows[1], rows[8], rows[4]]
     assert next(iter(DataLoader(chosen, 3, collate_fn=list))) == [rows[1], rows[8], rows[4]]
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+FILES, DOCUMENTS = 8, 40  # of a source, and of each file
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Files of documents that are their own numbers, each of six bytes."""
+    folder = tmp_path_factory.mktemp("files")
+    for file in range(FILES):
+        numbers = range(file * DOCUMENTS, (file + 1) * DOCUMENTS)
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps({"text": f"{n:06d}"}) + "\n" for n in numbers))
+    return folder
+
+
+def chosen(source, share, seed):
+    """Numbers of the documents of a sample in order."""
+    return [int(row.text) for row in sources.rows(source, "text", True, sources.Sample(share, seed))]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["files", "data set"])
+def test_sample_gives_every_document_the_same_chance(files, streamed):
+    """Of 60 seeds; counts per document are binomial, and so is the number of the first file to be read."""
+    source = (str(files),) if streamed else tuple(map(str, sorted(files.glob("*"))))
+    samples = [chosen(source, 0.3, seed) for seed in range(60 if not streamed else 6)]
+    assert chosen(source, 0.3, 0) == samples[0] != samples[1]
+    assert all(len(set(sample)) == len(sample) for sample in samples)
+    counts = np.bincount(np.concatenate(samples), minlength=FILES * DOCUMENTS)
+    expected, n = 0.3 * len(samples), FILES * DOCUMENTS
+    # the sum of squared deviations over the variance is chi-squared: mean n, variance 2 n; six standard deviations
+    assert abs(((counts - expected) ** 2 / (expected * 0.7)).sum() - n) < 6 * (2 * n) ** 0.5
+    first = {sample[0] // DOCUMENTS for sample in samples}
+    assert len(first) >= (6 if not streamed else 2)  # of 8; 60 draws miss three of them once in 10^8 times
+
+
+def test_sample_of_all_documents_reads_whole_files_in_random_order(files):
+    source = tuple(map(str, sorted(files.glob("*"))))
+    order = chosen(source, 1.0, 3)
+    assert sorted(order) == list(range(FILES * DOCUMENTS)) != order
+    assert all(b == a + 1 for a, b in pairwise(order) if b % DOCUMENTS)
+
+
+def documents(folder):
+    """The documents of both splits of a prepared folder, by number."""
+    data = open_data(folder)
+    whole = {}
+    for split, rows in (("train", data.train), ("held_out", data.held_out)):
+        text = data.tokenizer.decode([token for row in rows for token in row["input_ids"]])
+        whole[split] = [int(number) for number in text.split("<|endoftext|>") if number]
+    return whole
+
+
+def test_sampled_rows_are_held_out_disjoint_and_reproducible(files, tmp_path, monkeypatch):
+    """Also after a kill, and joined from shards."""
+    plan = Preparation(tuple(map(str, files.glob("*"))), length=8, held_out=0.2, sample=0.5, seed=2)
+    manifest = prepare(plan, tmp_path / "whole")
+    split = documents(tmp_path / "whole")
+    assert not set(split["train"]) & set(split["held_out"]) and manifest["sample"] == 0.5
+    drawn = chosen(plan.sources, 0.5, 2)
+    assert sorted(split["train"] + split["held_out"]) == sorted(drawn)
+    assert 0.1 * len(drawn) < len(split["held_out"]) < 0.3 * len(drawn)
+    finished = workers._result
+    monkeypatch.setattr(workers, "_result", lambda number, result: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        prepare(plan, tmp_path / "killed")
+    monkeypatch.setattr(workers, "_result", finished)
+    prepare(plan, tmp_path / "killed")
+    for i in (1, 2):
+        prepare(replace(plan, shard=(i, 2)), tmp_path / f"{i}")
+    join([tmp_path / "1", tmp_path / "2"], tmp_path / "joined")
+    assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole") == tokens(tmp_path / "joined")
+
+
+def test_sample_stops_at_the_tokens_and_its_share_is_checked(files, tmp_path, capsys):
+    plan = Preparation(tuple(map(str, files.glob("*"))), length=8, held_out=0.2, sample=1.0, tokens=200)
+    prepare(plan, tmp_path / "some")
+    assert "the sources ended" not in capsys.readouterr().err
+    short = prepare(replace(plan, sample=0.1, tokens=10_000), tmp_path / "short")["train"]["tokens"]
+    assert f"the sources ended after {short:,} of 10,000 training tokens" in capsys.readouterr().err
+    read = documents(tmp_path / "some")
+    assert len(read["train"] + read["held_out"]) < FILES * DOCUMENTS
+    with pytest.raises(InputError, match=r"--sample 1\.5; expected a share above 0 and at most 1"):
+        replace(plan, sample=1.5)
+    with pytest.raises(InputError, match=r"with other settings or files \(sample is 1.0 there and 0.5 here\)"):
+        preparation._claim(plan, None, tmp_path)
+        (tmp_path / "parts").mkdir()
+        (tmp_path / "parts" / "000000.json").write_text("{}")
+        preparation._claim(replace(plan, sample=0.5), None, tmp_path)

@@ -108,11 +108,17 @@ def test_interrupted_bench_continues(tmp_path, monkeypatch):
         cli_eval.bench(lengths="16,24", **arguments)
 
 
+@pytest.mark.filterwarnings("ignore::headrace.utils.errors.GateWarning")  # of the published read gate
 def test_the_cost_of_competition_is_of_pairs_and_compression_is_as_derived():
     plan = BenchPlan(("gla", "softmax-gla"), SHAPE)
     models = {"gla": {"seconds": [1.0, 2.0, 4.0]}, "softmax-gla": {"seconds": [1.1, 2.2, 4.4]}}
     held = [{"point": vars(Point("training", 16)), "models": models}]
     assert str(results.overhead(held, "gla", "training")) == "+10.0% ± 0.0%"
+    assert results.competing_versions(plan) == [("gla", "softmax")]
+    both = BenchPlan(("gla", "softmax-gla", "paper-softmax-gla"), SHAPE)
+    published = [{**held[0], "models": models | {"paper-softmax-gla": {"seconds": [1.3, 2.6, 5.2]}}}]
+    rows = report.overheads(published, both).rows
+    assert rows == [("gla", "+10.0% ± 0.0%"), ("gla, published form", "+30.0% ± 0.0%")]
     state = {"bytes": 4 * 2 * 16 * 32, "seconds": [1.0]}
     (found,) = results.compressions([{"point": vars(Point("decoding", 640)), "models": {"gla": state}}], plan)
     assert found.predicted == 640 * (16 + 32) / (16 * 32) and found.measured == 640 * 2 * 64 / (2 * 16 * 32)

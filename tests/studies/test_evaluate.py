@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -420,3 +421,26 @@ def test_the_docs_have_the_columns_of_local_rows():
 def test_an_article_begins_with_its_title_and_not_with_a_section():
     text = " = One = \n\n Some text .\n\n = = Section = = \n\n More .\n = Two words = \n\n A line with = in it \n"
     assert local.pages(text) == [text[: text.index(" = Two")], text[text.index(" = Two") :]]
+
+
+@pytest.mark.slow
+def test_needles_in_local_essays_need_no_download(checkpoints, tmp_path, monkeypatch, capsys):
+    """S-NIAH-2 and 3, where nltk has no punkt_tab: the needle stands between two sentences."""
+    nltk = pytest.importorskip("nltk")
+    pytest.importorskip("wonderwords")
+    monkeypatch.setattr(nltk.data, "path", [])
+    monkeypatch.setattr(nltk, "download", lambda *_: pytest.fail("a download was tried"))
+    made = cache(local.without_tables.__wrapped__)
+    monkeypatch.setattr(local, "without_tables", made)
+    folder = tmp_path / "data" / "paul_graham_essays"
+    folder.mkdir(parents=True)
+    for name in "ab":
+        (folder / f"{name}.txt").write_text("One is a way. So it is! Do we go on? " * 60)
+    plan = EvaluationPlan("niah_single_2,niah_single_3", (4096,), str(tmp_path / "data"), limit=1)
+    found = evaluate([checkpoints["softmax-gla"]], plan, MACHINE, tmp_path / "out")
+    assert not found.missing and list(found.items["softmax-gla"]) == ["niah_single_2@4096", "niah_single_3@4096"]
+    assert all(len(record["samples"]) == 1 for record in found.items["softmax-gla"].values())
+    assert capsys.readouterr().err.count(local.UNTRAINED) == 1
+    sentences = nltk.sent_tokenize("It is 3.5 now. So it is! Do we go on? No.")
+    assert sentences == ["It is 3.5 now.", "So it is!", "Do we go on?", "No."]
+    made().cleanup()

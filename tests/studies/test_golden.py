@@ -247,7 +247,8 @@ def reproductions():
     chosen = experiment.load("figure-1")
     for cells in (CELLS, CELLS[4:6], CELLS[3:6], [replace(cell, comparable=False) for cell in CELLS], CELLS[2:3]):
         yield from (*(f"| {' | '.join(line)} |" for line in (show.HEADER, *show.shown(cells))), show.verdict(cells), "")
-    yield from show.notes(chosen, "laptop")
+    laptop = chosen.at("laptop")
+    yield from show.notes(chosen, "laptop", laptop, experiment.commands(laptop, Path("runs")))
 
 
 PAGES = {

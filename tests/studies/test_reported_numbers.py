@@ -254,9 +254,9 @@ def test_reproduced_numbers_are_read_where_the_steps_left_them(tmp_path, monkeyp
 def test_the_page_of_a_reproduction_has_its_numbers(tmp_path):
     chosen = experiment.load("figure-1")
     cells = [numbers.Cell("GLA", "x", 10.0, numbers.Number(10.5, 0.5))]
-    page = show.write_page(chosen, "laptop", cells, tmp_path / "page.html", "headrace").read_text("utf-8")
-    assert all(part in html.unescape(page) for part in (*show.line(cells[0]), show.verdict(cells)))
-    empty = show.write_page(chosen, "laptop", [], tmp_path / "empty.html", "headrace").read_text("utf-8")
+    page = show.write_page(chosen, "laptop", cells, ["a note"], tmp_path / "page.html", "headrace").read_text("utf-8")
+    assert all(part in html.unescape(page) for part in (*show.line(cells[0]), show.verdict(cells), "a note"))
+    empty = show.write_page(chosen, "laptop", [], [], tmp_path / "empty.html", "headrace").read_text("utf-8")
     assert "is published" not in empty and "are published" not in empty
 
 

@@ -64,6 +64,21 @@ def test_rnn_recipe_clips_only_gated_models():
     assert recipes.load("rnn-300m", {"mixer": "linear-attention"})[0].clips is None
 
 
+GATED = {
+    "softmax-rnn-gate": True, "softmax-rnn-gate(denominator=input-gate)": True, "softmax-rnn-norm": False,
+    "softmax-rnn-gate(denominator=none)": False, "softmax-rnn-norm(denominator=detached)": False,
+    "softmax-rnn-norm(denominator=input-length, numerator=cosine)": False, "softmax-rnn-norm+softmax-rnn-gate": True,
+    "transformer": False, "retnet": True, "mamba": True, "rwkv7": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["rnn-300m", "rnn-300m-4k", "rnn-2b"])
+def test_gradients_are_clipped_for_gated_models_alone(name):
+    """Appendix D of arXiv 2507.23632: 1.0 for gated models, none for all others."""
+    clips = {mixer: recipes.load(name, {"mixer": mixer})[0].clips for mixer in GATED}
+    assert clips == {mixer: 1.0 if gated else None for mixer, gated in GATED.items()}
+
+
 def test_recipe_survives_yaml(tmp_path):
     (tmp_path / "r.yaml").write_text("base: laptop-1m\nlr: 1e-4\nbetas: [0.9, 0.99]\nclip: none\nassumed: [lr]\n")
     recipe, about = recipes.load(str(tmp_path / "r.yaml"))

@@ -45,7 +45,9 @@ def prepare(
     column: Annotated[
         str | None, typer.Option(help=r"Column of the text in JSON Lines, Parquet and on the Hub. \[default: text]")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed of the held-out documents or of the task's rows.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of the sample, the held-out documents or the task's rows.")
+    ] = 0,
     workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
     task: Annotated[
         str | None,
@@ -56,6 +58,13 @@ def prepare(
     rows: Annotated[int | None, typer.Option(help=r"Number of rows of the task. \[default: 10000]")] = None,
     tokens: Annotated[
         float | None, typer.Option(help=r"Number of training tokens at which to stop. \[default: all of the text]")
+    ] = None,
+    sample: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the documents to keep, chosen at random from files in random order, by --seed. 1 reads "
+            r"whole files until there are --tokens; less reads more files. \[default: all documents in order]"
+        ),
     ] = None,
     shard: Annotated[
         str | None,
@@ -73,7 +82,8 @@ def prepare(
     from ..data import prepare as run
 
     both = {"tokenizer": tokenizer, "length": length}
-    held = {"train_bpe": train_bpe, "held_out": held_out, "column": column, "tokens": tokens, "shard": shard}
+    held = {"train_bpe": train_bpe, "held_out": held_out, "column": column, "tokens": tokens, "sample": sample}
+    held |= {"shard": shard}
     refuse_ignored(sources, task, {"rows": rows} if task is None else held)
     again = "" if task else "; the same command goes on"
     with interruptible(f"{output} was not created{again}"):

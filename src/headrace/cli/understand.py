@@ -58,7 +58,7 @@ def reproduce(
             help=r"Table or figure of a paper. \[default: none, which lists the experiments]", show_default=False
         ),
     ] = None,
-    scale: Annotated[str, typer.Option(help="Scale of the experiment: paper (eight GPUs) or laptop.")] = "laptop",
+    scale: Annotated[str, typer.Option(help="Scale of the experiment: paper (GPUs) or laptop.")] = "laptop",
     run: Annotated[bool, typer.Option("--run", help="Execution of the commands, which are otherwise printed.")] = False,
     text: Annotated[
         list[str] | None,
@@ -77,6 +77,14 @@ def reproduce(
             help=r'Command with more arguments for its steps: "train tokens=1e6". Repeatable. \[default: none]'
         ),
     ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="Machine of the training runs at paper scale, such as 8xH100 or 1xH20: sets processes, rows per "
+            r"pass and recomputation so that each fits; without the name of an experiment, prints the costs of all. "
+            r"\[default: the experiment's]"
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help=r"Folder shared by the experiments. \[default: runs/reproduce/<scale>]")
     ] = None,
@@ -85,7 +93,7 @@ def reproduce(
     """Reproduce a table or figure of a paper, and show our numbers beside the published ones.
 
     Without --run, prints the commands. With --run, executes them; after an interruption, the same command resumes."""
-    from ..studies.reproduce import experiment, numbers, show
+    from ..studies.reproduce import experiment, numbers, show, training
     from ..studies.reproduce.execute import downloads, execute
     from ..utils.processes import locked
 
@@ -93,25 +101,31 @@ def reproduce(
     if name is None:
         options = {"run": run, "text": text, "data": data, "only": only, "add": add, "output": output}
         refuse_without("the name of a table or figure", **options, accept_old=accept_old)
-        show.print_list(console)
+        if machine is None:
+            show.print_list(console)
+        else:
+            show.print_costs(machine, console)
         return
     chosen, folder = experiment.load(name), output or Path("runs", "reproduce", scale)
     additions = [*(add or []), *([] if data is None else [shlex.join(["eval", "--data", str(data)])])]
     plan = experiment.tailored(chosen.at(scale), text or [], only or [], additions)
-    steps = experiment.commands(plan, folder)
+    steps, fits = training.on_machine(experiment.commands(plan, folder), plan.machine, machine)
 
     def tell(line: str) -> None:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     if run:
+        training.refuse_unfitting(fits)
         tell(downloads(steps))
         with interruptible("the steps that have ended are kept; the same command continues"), locked(folder):
             execute(steps, folder, tell, accept_old)
     else:
         for step in steps:
             tell(shlex.join(step))
-    cells = numbers.cells(chosen, plan, folder)
-    show.print_cells(chosen, scale, cells, console)
+    if fits:
+        show.print_fits(fits, console)
+    cells, about = numbers.cells(chosen, plan, folder), show.notes(chosen, scale, plan, steps)
+    show.print_cells(chosen, cells, about, console)
     if run:
         command = shlex.join(["headrace", *sys.argv[1:]])
-        tell(f"The report is {show.write_page(chosen, scale, cells, folder / f'{name}.html', command)}")
+        tell(f"The report is {show.write_page(chosen, scale, cells, about, folder / f'{name}.html', command)}")

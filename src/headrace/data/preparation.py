@@ -31,12 +31,14 @@ from ..utils.provenance import defaults, difference
 from . import parts, sources, tokenizer
 from .encoding import can_be_cut
 from .held_out import Choice, choose
+from .sources import Row, Sample
 from .workers import PartRecord, make_parts
 
 WHOLE = (
     "it is not known where documents can be cut for this tokenizer: each is tokenised as a whole, which is slower "
     "and takes memory for the longest"
 )
+FEWER = "the sources ended after {:,} of {:,} training tokens; a larger --sample, or more sources, give more"
 BLOCK = 1 << 23  # bytes of text in a part
 
 
@@ -56,6 +58,10 @@ class Preparation:
         column: name of the text column in jsonl, Parquet and data sets.
         tokens: number of training tokens at which to stop, at the end of a block of about 8 MB of text; None: at the
             end of the sources.
+        sample: share of the documents to keep, each with this probability, of files in random order, both by `seed`;
+            None: all documents in order. With `tokens` the sample has equal chances for all documents of the sources.
+            It reads 1 / share as much text as it keeps: with a share of 1 whole files at random, and with the share
+            that `tokens` are of the sources, all files.
         shard: (i, n): every n-th block from the i-th on, for `join`; i counts from 1.
 
     Raises:
@@ -71,6 +77,7 @@ class Preparation:
     workers: int = 1
     column: str = "text"
     tokens: int | None = None
+    sample: float | None = None
     shard: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
@@ -81,6 +88,7 @@ class Preparation:
             ("seed", self.seed, self.seed >= 0, "at least 0"),
             ("workers", self.workers, self.workers >= 1, "at least 1"),
             ("tokens", self.tokens, self.tokens is None or self.tokens >= 1, "at least 1"),
+            ("sample", self.sample, self.sample is None or 0 < self.sample <= 1, "a share above 0 and at most 1"),
             ("shard", shard, 1 <= self.shard[0] <= self.shard[1], "i/n with 1 ≤ i ≤ n"),
         ):
             if not holds:
@@ -89,6 +97,11 @@ class Preparation:
             raise InputError(f"--train-bpe {self.bpe} and --tokenizer {self.tokenizer!r}; expected one of them")
         if self.bpe is not None and self.shard[1] > 1:
             raise InputError(f"--train-bpe {self.bpe} with --shard; expected a tokenizer that all shards read")
+
+    def rows(self, cut: bool) -> Iterator[Row]:
+        """The rows to prepare. cut: whether a text file may come in several."""
+        sample = None if self.sample is None else Sample(self.sample, self.seed)
+        return sources.rows(self.sources, self.column, cut, sample)
 
 
 def write_folder(output: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -111,7 +124,7 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
     with resumed_folder(output) as (work, ready), forks_end_with_parent():
         started, existing = time.perf_counter(), None if plan.bpe else tokenizer.load(plan.tokenizer)
         _claim(plan, existing, work)
-        choice = choose(sources.rows(plan.sources, plan.column, cut=True), plan.held_out, plan.seed)
+        choice = choose(plan.rows(cut=True), plan.held_out, plan.seed)
         tokens = existing or _trained(plan, choice, work / "tokenizer")
         if not (cut := can_be_cut(tokens)):
             print(WHOLE, file=sys.stderr)
@@ -123,6 +136,8 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
             manifest |= _as_shard(records, work / "parts", plan, ready / "parts")
         else:
             manifest |= assembled(records, dict.fromkeys(records, work / "parts"), plan.length, ready)
+        if (wanted := _share_of_tokens(plan)) and manifest["train"]["tokens"] < wanted:
+            print(FEWER.format(manifest["train"]["tokens"], wanted), file=sys.stderr)
         seconds = time.perf_counter() - started
         manifest |= {"seconds": round(seconds, 1), "megabytes_per_second": round(new / 1e6 / seconds, 2)}
         return _sealed(ready, manifest)
@@ -158,7 +173,7 @@ def _trained(plan: Preparation, choice: Choice, folder: Path) -> PreTrainedToken
     """The tokenizer that is trained on the training text, once."""
     if not folder.exists():
         assert plan.bpe is not None
-        rows = choice.split(sources.rows(plan.sources, plan.column, cut=True))
+        rows = choice.split(plan.rows(cut=True))
         texts = (row.text for row, held_out in rows if not held_out and not row.bad)
         beside = folder.with_suffix(".unfinished")
         tokenizer.train_bpe(texts, plan.bpe).save_pretrained(beside)
@@ -168,7 +183,7 @@ def _trained(plan: Preparation, choice: Choice, folder: Path) -> PreTrainedToken
 
 def _blocks(plan: Preparation, choice: Choice, cut: bool) -> Iterator[parts.Block]:
     """The blocks of the shard."""
-    rows = choice.split(sources.rows(plan.sources, plan.column, cut))
+    rows = choice.split(plan.rows(cut))
     number, count = plan.shard
     for i, group in enumerate(parts.blocks(rows, BLOCK)):
         if i % count == number - 1:
@@ -181,7 +196,7 @@ def _share_of_tokens(plan: Preparation) -> int | None:
 
 
 def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, Any]:
-    limit = {} if plan.tokens is None else {"tokens_wanted": plan.tokens}
+    limit = {"tokens_wanted": plan.tokens, "sample": plan.sample}
     return {
         "sources": sources.fingerprint(plan.sources),
         "tokenizer_sha256": _sha256(tokens),
@@ -191,7 +206,7 @@ def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, 
         "held_out_share": plan.held_out,
         "seed": plan.seed,
         "column": plan.column,
-        **limit,
+        **{name: value for name, value in limit.items() if value is not None},
         "versions": versions(),
     }
 

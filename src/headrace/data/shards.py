@@ -15,7 +15,9 @@ from .preparation import assembled, write_folder
 # the form of a shard's manifest
 SHARD = {"shard": [int], "length": int, "seconds": float, "parts": {...: parts.PART_RECORD}, "files": RECORDED}
 # what the shards of one preparation share in their manifests
-DECIDES = ("sources", "tokenizer_sha256", "length", "held_out_share", "seed", "column", "tokens_wanted", "versions")
+DECIDES = (
+    "sources", "tokenizer_sha256", "length", "held_out_share", "seed", "column", "tokens_wanted", "sample", "versions",
+)  # fmt: skip
 
 
 def join(shards: list[Path], output: Path) -> dict[str, Any]:

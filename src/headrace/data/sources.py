@@ -3,12 +3,13 @@
 import codecs
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 from datasets import load_dataset
@@ -50,18 +51,56 @@ class Row(NamedTuple):
         return f"{self.source} row {self.number}" + (f", with {self.text}" if self.bad and self.text else "")
 
 
-def rows(sources: tuple[str, ...], column: str, cut: bool) -> Iterator[Row]:
+class Sample(NamedTuple):
+    """Which documents are read: of files in random order, each document with a probability."""
+
+    share: float  # the probability
+    seed: int
+
+    def ordered(self, files: Sequence[str]) -> list[str]:
+        """The files in the random order."""
+        return [files[i] for i in self._generator(0).permutation(len(files))]
+
+    def files_of(self, dataset: Any) -> Iterator[dict[str, Any]]:
+        """The rows of a streamed data set, its files in the random order."""
+        for i in self._generator(0).permutation(dataset.num_shards):
+            yield from dataset.shard(dataset.num_shards, int(i))
+
+    def kept(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """The rows of the chosen documents. A row that is no document is chosen as one, so that the counts of bad rows
+        are those of the sample."""
+        draw, chosen = self._generator(1).random, False
+        for row in rows:
+            if row.offset == 0:
+                chosen = draw() < self.share
+            if chosen:
+                yield row
+
+    def _generator(self, of: int) -> np.random.Generator:
+        """A stream of its own for each use, independent of that of the held-out documents, which has the same seed."""
+        return np.random.default_rng([self.seed, 1 + of])
+
+
+def rows(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | None = None) -> Iterator[Row]:
     """The rows of local files (a text file is one document; jsonl and Parquet have one per row) or of one data set: a
     folder or a name on the Hub.
 
     Args:
         column: name of the column of the text.
         cut: whether a text file may come in several rows, cut at `encoding.PLACES`.
+        sample: which documents to read; None: all, in order.
 
     Raises:
         InputError: a source is missing or cannot be read, or the files are of several kinds.
     """
-    read = _reader(sources, column, cut)
+    if sample is None:
+        return _read(sources, column, cut, None)
+    return sample.kept(_read(tuple(sample.ordered(sources)), column, cut, sample))
+
+
+def _read(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | None) -> Iterator[Row]:
+    """The rows of the sources in order; with a sample, the files of a data set are in its order."""
+    read = _reader(sources, column, cut, sample)
     for source in sources:
         try:
             yield from read(source)
@@ -71,10 +110,10 @@ def rows(sources: tuple[str, ...], column: str, cut: bool) -> Iterator[Row]:
             raise InputError(f"source {source!r} cannot be read: {_cause(error)}") from error
 
 
-def _reader(sources: tuple[str, ...], column: str, cut: bool) -> Callable[[str], Iterator[Row]]:
+def _reader(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | None) -> Callable[[str], Iterator[Row]]:
     files = [Path(source) for source in sources]
     if len(files) == 1 and (files[0].is_dir() or (not files[0].exists() and not files[0].suffix)):
-        return partial(_data_set, column=column)
+        return partial(_data_set, column=column, sample=sample)
     if missing := [source for source, file in zip(sources, files, strict=True) if not file.is_file()]:
         raise InputError(f"source {missing[0]!r} is not a file; expected text, jsonl or Parquet files, or one data set")
     kinds = {_kind(file) for file in files}
@@ -179,7 +218,7 @@ def _parquet(source: str, column: str) -> Iterator[Row]:
                 yield _of_value(name, number, value)
 
 
-def _data_set(source: str, column: str) -> Iterator[Row]:
+def _data_set(source: str, column: str, sample: Sample | None) -> Iterator[Row]:
     """Of a folder, or of the Hub: `owner/name` or `owner/name:configuration`."""
     local = Path(source).is_dir()
     name, _, configuration = (source, "", "") if local else source.partition(":")
@@ -189,7 +228,7 @@ def _data_set(source: str, column: str) -> Iterator[Row]:
             "files by name, or a folder of another name"
         )
     dataset: Any = load_dataset(name, configuration or None, split="train", streaming=True)
-    for number, item in enumerate(dataset, 1):
+    for number, item in enumerate(dataset if sample is None else sample.files_of(dataset), 1):
         yield _of_record(source, number, item, column)
 
 

@@ -177,6 +177,11 @@ class MixerSpec(Spec):
 
     facts = Facts("linear.mixer.LinearMixer")
 
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        """Whether the layer has an output gate, a gate on v or competing heads."""
+        return self.competition is not None or self.read.gate != "none" or self.inputs.value_gate
+
     def _objections(self):
         yield from self._objections_to_division()
         yield from self._objections_to_updates()

@@ -33,6 +33,7 @@ class MatrixSpec(Spec):
     count: PositiveInt | None = None  # number of heads; None: the model's num_heads
 
     uncompeting = "computes its memory by a recurrence of its own, which has no gates of competition"
+    gated = True
 
     @property
     def facts(self) -> Facts:  # type: ignore[override]

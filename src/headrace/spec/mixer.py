@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ..utils.errors import InputError
 from .record import Record
@@ -55,6 +55,7 @@ class Spec(Stateful):
     """Base class of the specs of token mixers."""
 
     facts: Facts
+    gated: ClassVar[bool] = False  # whether a gate multiplies the output or the values, besides a decay and β
     uncompeting = "has no memory that heads could compete for"  # why it has no softmax version
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:

@@ -52,6 +52,7 @@ class ScanSpec(Spec):
     norm: bool = False  # mamba: whether the projected step size, B and C are normalised (Jamba)
 
     uncompeting = "has no heads to compete"
+    gated = True
 
     @property
     def facts(self) -> Facts:  # type: ignore[override]

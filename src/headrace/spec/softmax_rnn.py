@@ -109,6 +109,11 @@ class SoftmaxRNNSpec(Spec):
             f"{self.denominator!r} divides it out again, up to its epsilon; gate_order='norm-gate' puts it after that"
         ] * (self.gate_order == "gate-norm")
 
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        """Whether sigmoid gates multiply the output, v or both."""
+        return self.gate != "none"
+
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)

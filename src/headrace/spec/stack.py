@@ -70,6 +70,11 @@ class Decoder(Stateful):
             reason = f"a layer uses {name} and style.{name} is none; expected style.{name} to be set"
             yield used and getattr(self.style, name) is None, reason
 
+    @property
+    def gated(self) -> bool:
+        """Whether a mixer is gated."""
+        return any(layer.mixer.gated for layer in self.layers)
+
     def over(self, depth: int) -> list[Layer]:
         """Returns the layers of a model with `depth` layers. The last repetition of the pattern may be incomplete."""
         return [self.layers[i % len(self.layers)] for i in range(depth)]

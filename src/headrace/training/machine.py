@@ -14,12 +14,13 @@ import torch
 from ..ops.loss import PIECE
 from ..utils.device import present_device
 from ..utils.errors import InputError, nearest
-from .model import estimate, meta_model
+from .model import counted, estimate
 from .recipes import Recipe
 
 # Of a CPU's rate in matrix products, that a training step reaches: 0.83 (transformer) and 0.86 (softmax-gla) were
 # measured with laptop-5m on one core; evaluations, checkpoints and narrower models take more.
 REACHED = 0.7
+RECOMPUTED = 4 / 3  # operations of a step that computes the forward pass twice, over those of one that does not
 DAY = 24 * 60 * 60  # seconds
 
 
@@ -38,6 +39,8 @@ DEVICES = {
     "H100": Device(80e9, 989e12),
     "H100-PCIe": Device(80e9, 756e12),
     "H100-NVL": Device(94e9, 835e12),
+    # No data sheet is on nvidia.com: 96 GB of HBM3 at 4.0 TB/s and 148 TFLOPS by willitrunai.com/gpus/h20-96gb
+    "H20": Device(96e9, 148e12),
     # nvidia.com/en-us/data-center/h200: SXM 1,979 with sparsity
     "H200": Device(141e9, 989e12),
     # nvidia.com/en-us/data-center/dgx-b200: eight have 1,440 GB; HGX B200: 36 PFLOPS with sparsity
@@ -82,7 +85,8 @@ def parse(text: str) -> Machine:
 def plan(recipe: Recipe, machine: Machine, efficiency: float) -> dict[str, Any]:
     """Returns layout, bytes per device and days of a training run.
 
-    efficiency: model FLOPs utilisation, the fraction of the peak that the model's operations reach.
+    efficiency: the fraction of the peak that the operations of a run reach, those of a second forward pass by
+        `recompute` included; without `recompute` this is the model FLOPs utilisation.
 
     Raises:
         InputError: for rows or weights that the devices cannot share evenly, and an efficiency outside 0 to 1.
@@ -94,7 +98,8 @@ def plan(recipe: Recipe, machine: Machine, efficiency: float) -> dict[str, Any]:
     rows, passes = recipe.share(machine.devices)
     device, costs = DEVICES[machine.name], estimate(recipe)
     needed = memory(replace(recipe, micro_batch=rows), machine.devices)
-    seconds = costs["flops"] / (machine.devices * device.flops * efficiency)
+    operations = costs["flops"] * (RECOMPUTED if recipe.recompute else 1)
+    seconds = operations / (machine.devices * device.flops * efficiency)
     return {
         "devices": machine.devices,
         "device": machine.name,
@@ -142,9 +147,8 @@ def memory(recipe: Recipe, devices: int) -> dict[str, int]:
     - what a forward pass over the rows of a device saves for the backward, counted on a model without memory;
     - while the backward begins, a piece of the logits; with `recompute`, later the tensors of one block, if larger.
     """
-    costs, model = estimate(recipe), meta_model(recipe)
+    costs, blocks = estimate(recipe), counted(recipe).blocks
     P, sharded = costs["parameters"]["tied" if recipe.tie else "untied"], recipe.shard > 1
-    blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.backbone.layers]
     whole = min(P, P - sum(blocks) + 2 * max(blocks)) if sharded else P
     held = dict(costs["bytes"])
     kept = held.pop("kept for the backward")

@@ -1,6 +1,9 @@
 """Builds the model of a recipe, and estimates its parameters, operations and memory without allocating it."""
 
-from typing import Any
+import json
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from .. import zoo
 from ..hf import HeadraceConfig, HeadraceForCausalLM, load
 from ..layers.blocks.widths import matrix_products
 from ..ops.dispatch import set_backend
@@ -66,23 +70,43 @@ def meta_model(recipe: Recipe) -> HeadraceForCausalLM:
     return model
 
 
+class Counted(NamedTuple):
+    """What is counted on the meta-device model of a recipe."""
+
+    parameters: dict[str, int]  # by part
+    blocks: tuple[int, ...]  # parameters of each block
+    flops_per_token: int
+    kept_per_row: int  # bytes that a forward pass over one row saves for the backward in a process
+
+
+def counted(recipe: Recipe) -> Counted:
+    """Counts on the model of a recipe, once for all recipes that differ in rows per pass and seed alone."""
+    return _counted(replace(recipe, micro_batch=1, seed=0), json.dumps(zoo.to_json(zoo.get(recipe.mixer))))
+
+
+@lru_cache(maxsize=64)
+def _counted(recipe: Recipe, mixer: str) -> Counted:
+    """mixer: the spec of the recipe's mixer as JSON, as the zoo may give its name to another one later."""
+    model = meta_model(recipe)
+    parameters, flops = count(model), flops_per_token(model, recipe)
+    blocks = tuple(sum(p.numel() for p in block.parameters()) for block in model.model.backbone.layers)
+    return Counted(parameters, blocks, flops, _kept_for_backward(model, recipe))
+
+
 def estimate(recipe: Recipe) -> dict[str, Any]:
     """Parameters by part, steps, tokens, FLOPs and bytes per process of a run, counted on a meta-device model."""
-    model = meta_model(recipe)
-    parameters = count(model)
+    parameters, _, flops, kept = counted(recipe)
     trained = parameters["tied" if recipe.tie else "untied"]
     held = WHOLE * trained + SHARED * trained // recipe.shard
-    kept = _kept_for_backward(model, recipe)
-    flops = flops_per_token(model, recipe)
     return {
-        "parameters": parameters,
+        "parameters": dict(parameters),
         "steps": recipe.steps,
         "warmup_steps": recipe.warmup_steps,
         "rows_per_step": recipe.rows,
         "tokens": round(recipe.tokens),
         "flops_per_token": flops,
         "flops": flops * round(recipe.tokens),
-        "bytes": {"weights, gradients, moments": held, "kept for the backward": kept},
+        "bytes": {"weights, gradients, moments": held, "kept for the backward": recipe.micro_batch * kept},
     }
 
 
@@ -142,8 +166,8 @@ class _FusedAttention(TorchFunctionMode):
 
 
 def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
-    """Bytes that a forward pass over `micro_batch` rows saves for the backward in a process, in the recipe's precision.
-    Each storage counts once."""
+    """Bytes that a forward pass over one row saves for the backward in a process, in the recipe's precision. Each
+    storage counts once."""
     storages: dict[int, Any] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -157,4 +181,4 @@ def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
     ids = torch.zeros(1, recipe.length // recipe.context_parallel, dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _RealIntegers(), _FusedAttention():
         model(input_ids=ids, use_cache=False)  # the loss keeps as much as the last hidden states
-    return recipe.micro_batch * sum(s.nbytes() for key, s in storages.items() if key not in weights)
+    return sum(s.nbytes() for key, s in storages.items() if key not in weights)

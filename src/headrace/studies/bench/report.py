@@ -15,7 +15,7 @@ from ..report.page import Page, Section, picture
 from ..report.style import PALETTE, STYLE
 from .models import PEERS
 from .plan import MEASURED, BenchPlan
-from .results import backbones, compressions, overhead
+from .results import FORMS, competing_versions, compressions, overhead
 
 TITLES = {  # measurement -> (title, unit, label of the x axis)
     "memory": ("Peak memory of a training step", "bytes", "tokens per row"),
@@ -28,7 +28,10 @@ OVERHEAD = (
     "Cost with competition relative to cost without it. A pair is both costs in one round at one point; given are the "
     "median over all pairs and ± half their interquartile range, due to noise and to differences between points."
 )
-CAPTION = "Solid: backbone; dashed: with competition; dotted: model of transformers. Both axes are logarithmic."
+CAPTION = (
+    "Solid: backbone; dashed: with competition; dash-dotted: its published form; dotted: model of transformers. Both "
+    "axes are logarithmic."
+)
 
 
 def write_report(
@@ -64,7 +67,10 @@ def present(results: list[dict[str, Any]]) -> list[str]:
 
 def overheads(results: list[dict[str, Any]], plan: BenchPlan) -> Section:
     header = ("backbone", *(COSTS[what] for what in present(results)))
-    rows = [(name, *(str(overhead(results, name, what)) for what in present(results))) for name in backbones(plan)]
+    rows = [
+        (name + FORMS[form], *(str(overhead(results, name, what, form)) for what in present(results)))
+        for name, form in competing_versions(plan)
+    ]
     return Section("Overhead of competition", (OVERHEAD,), header=header, rows=rows)
 
 
@@ -156,11 +162,15 @@ def draw(ax: Axes, series: dict[str, list[tuple[int, float | None]]]) -> None:
 
 
 def line_style(name: str, names: list[str]) -> dict[str, Any]:
-    """Line style of a model; a backbone and its softmax version share a colour."""
-    base = name.removeprefix("softmax-")
-    known = list(dict.fromkeys(other.removeprefix("softmax-") for other in names))
-    dash = ":" if name in PEERS else "-" if base == name else "--"
-    return {"color": PALETTE[known.index(base) % len(PALETTE)], "ls": dash, "marker": "x" if dash == "--" else "o"}
+    """Line style of a model; a backbone and its versions with competition share a colour."""
+    base = backbone(name)
+    known = list(dict.fromkeys(map(backbone, names)))
+    dash = ":" if name in PEERS else "-" if base == name else "-." if name.startswith("paper-") else "--"
+    return {"color": PALETTE[known.index(base) % len(PALETTE)], "ls": dash, "marker": "x" if base != name else "o"}
+
+
+def backbone(name: str) -> str:
+    return name.removeprefix("paper-").removeprefix("softmax-")
 
 
 def compressed(results: list[dict[str, Any]], plan: BenchPlan, folder: Path) -> Section | None:

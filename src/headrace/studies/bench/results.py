@@ -79,6 +79,9 @@ def write_csv(path: Path, lines: list[dict[str, Any]]) -> None:
         writer.writerows(lines)
 
 
+FORMS = {"softmax": "", "paper-softmax": ", published form"}  # prefix of a mixer with competition -> how rows name it
+
+
 @dataclass(frozen=True)
 class Overhead:
     """Overhead of competition on a backbone. `ratios`: cost with competition over cost without, for each round of each
@@ -95,14 +98,15 @@ class Overhead:
         return f"{middle - 1:+.1%} " + ("(one pair)" if around is None else f"± {around * middle / 2:.1%}")
 
 
-def backbones(plan: BenchPlan) -> list[str]:
-    return [name for name in plan.models if f"softmax-{name}" in plan.models]
+def competing_versions(plan: BenchPlan) -> list[tuple[str, str]]:
+    """(backbone, form) of every model whose backbone is measured too."""
+    return [(name, form) for name in plan.models for form in FORMS if f"{form}-{name}" in plan.models]
 
 
-def overhead(results: list[dict[str, Any]], backbone: str, what: str) -> Overhead:
+def overhead(results: list[dict[str, Any]], backbone: str, what: str, form: str = "softmax") -> Overhead:
     ratios: list[float] = []
     for result in results:
-        base, competing = (result["models"].get(name, {}) for name in (backbone, f"softmax-{backbone}"))
+        base, competing = (result["models"].get(name, {}) for name in (backbone, f"{form}-{backbone}"))
         if result["point"]["what"] == what and "left_out" not in base | competing:
             pairs = zip(costs(competing, what), costs(base, what), strict=True)
             ratios += [with_it / without for with_it, without in pairs]

@@ -7,6 +7,7 @@ models they belong; `place` says where the published ones were read. Commands ca
     {text}      the training text                {root}    the folder of --output
     {run}       the folder of a training run     {runs}    the folders of all runs   {models}  their trained models
     {mixer} …   a value of an axis               {mixers}  all mixers, separated by commas
+    {settings}  the scale's settings for a mixer's recipe, see `Scale.settings`
 """
 
 import difflib
@@ -34,8 +35,13 @@ class Scale:
     text: list[str]  # training text if --text is not given
     axes: dict[str, list[Any]] = field(default_factory=dict)
     run: str = ""
-    note: str = ""
+    # {command, or text: sentence on it}. A sentence that states a setting is left out where that command or the text is
+    # changed, but {parameters} and {tokens} stand for those of the runs.
+    note: dict[str, str] = field(default_factory=dict)
     comparable: bool = True  # whether its models are the paper's, so that a number can be compared with the published
+    machine: str = ""  # of the training runs, as 8xH100; none where they are not for a GPU
+    settings: dict[str, str] = field(default_factory=dict)  # {mixer without competition: more settings of its recipe}
+    changes: list[str] = field(default_factory=list)  # options that changed the scale
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,15 @@ def tailored(scale: Scale, text: list[str], only: list[str], additions: list[str
     """
     if text and not any("{text}" in step for step in scale.steps):
         raise InputError(f"--text {text[0]!r} is not used: no step reads a text; leave --text out")
-    return extended(restricted(replace(scale, text=text or scale.text), only), additions)
+    chosen = extended(restricted(replace(scale, text=text or scale.text), only), additions)
+    changed = {words(addition)[0] for addition in additions} | ({"text"} if text else set())
+    options = {"--text": text, "--only": only, "--add": additions}
+    return replace(
+        chosen,
+        note={of: sentence for of, sentence in scale.note.items() if of not in changed or "{" in sentence},
+        comparable=scale.comparable and not changed - {"eval"},
+        changes=[shlex.join([option, value]) for option, values in options.items() for value in values],
+    )
 
 
 def run_folder(scale: Scale, root: Path, at: dict[str, Any]) -> Path:
@@ -123,8 +137,24 @@ def commands(scale: Scale, root: Path) -> list[list[str]]:
         for at in combinations(named):
             values = at | {"root": root, "mixers": ",".join(scale.axes.get("mixer", []))}
             values |= {"run": run_folder(scale, root, at)} if "{run}" in step else {}
-            filled.append([part for word in shlex.split(step) for part in lists.get(word) or [word.format(**values)]])
+            parts = lists | {"{settings}": settings(scale, at, step)}
+            filled.append([part for word in shlex.split(step) for part in parts.get(word) or format_word(word, values)])
     return filled
+
+
+def format_word(word: str, values: dict[str, Any]) -> list[str]:
+    return [] if word == "{settings}" else [word.format(**values)]
+
+
+def settings(scale: Scale, at: dict[str, Any], step: str) -> list[str]:
+    """The scale's settings for the mixer of a run, without those that the step sets itself."""
+    own = [text for base, text in scale.settings.items() if "mixer" in at and zoo.get(base) == _plain(at["mixer"])]
+    return shlex.split(without(" ".join(own), shlex.split(step)))
+
+
+@cache
+def _plain(mixer: str) -> Any:
+    return zoo.plain(zoo.get(mixer))
 
 
 def restricted(scale: Scale, only: list[str]) -> Scale:
@@ -136,12 +166,17 @@ def restricted(scale: Scale, only: list[str]) -> Scale:
             raise InputError(
                 f"--only {name}={chosen}: there is no axis {name!r}; expected {', '.join(axes) or 'no --only'}"
             )
-        kept = {str(value): value for value in axes[name]}
-        values = zoo.split(chosen)
-        if not values or not kept.keys() >= set(values):
-            raise InputError(f"--only {name}={chosen}: expected some of {', '.join(kept)}")
-        axes[name] = [kept[value] for value in values]
+        kept = [(meant(name, str(value)), value) for value in axes[name]]
+        wanted = [meant(name, value) for value in zoo.split(chosen)]
+        if not wanted or not all(any(one == other for other, _ in kept) for one in wanted):
+            raise InputError(f"--only {name}={chosen}: expected some of {', '.join(str(value) for _, value in kept)}")
+        axes[name] = [next(value for other, value in kept if other == one) for one in wanted]
     return replace(scale, axes=axes)
+
+
+def meant(axis: str, value: str) -> Any:
+    """What a value of an axis stands for: of mixers the spec, which several expressions can have."""
+    return zoo.get(value) if axis == "mixer" else value
 
 
 def extended(scale: Scale, additions: list[str]) -> Scale:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ... import zoo
-from ...spec.linear import MixerSpec
 from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from ...spec.serialise import admitted
 from ...utils import yaml_file
@@ -62,7 +61,7 @@ class Recipe(Optimization):
     # the optimiser, with the fields of Optimization
 
     warmup_tokens: NonNegativeFloat = 0.0  # tokens of linear warm-up
-    clip_when: Literal["always", "gated"] = "always"  # gated: only for mixers with an output gate or head competition
+    clip_when: Literal["always", "gated"] = "always"  # gated: only for a mixer with a gate, as `Spec.gated` says
 
     # the run
 
@@ -133,9 +132,7 @@ class Recipe(Optimization):
     @property
     def clips(self) -> float | None:
         """The largest norm of the gradient after `clip` and `clip_when`; None: no clipping."""
-        spec = zoo.get(self.mixer)
-        gated = isinstance(spec, MixerSpec) and (spec.competition is not None or spec.read.gate != "none")
-        return self.clip if gated or self.clip_when == "always" else None
+        return self.clip if self.clip_when == "always" or zoo.get(self.mixer).gated else None
 
 
 @dataclass(frozen=True)
