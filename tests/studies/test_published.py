@@ -83,6 +83,7 @@ DIFFERENCES = (  # stated as +mean (low to high): the study and its arms
     ("distractors", "softmax", "none"), ("distractors-rates", "softmax", "none"),
     *((f"published-{name}", "published", "published without read gate")
       for name in ("retnet", "gla", "gated-deltanet")),
+    ("digits", "published", "none"),
 )  # fmt: skip
 MEANS = (  # means over seeds, in pairs or steps: the study, its arms, and the sentence
     ("capacity-linear-attention", ("none", "softmax"), "holds {} pairs without gates and {} with the softmax: +0.71"),
@@ -280,6 +281,16 @@ def test_no_difference_on_text_stands_after_correction():
     for name in TEXTS:
         (found,) = hypotheses.differences([study.read(name)])
         assert {one.verdict for one in found} == {"not told apart"} and len(found) >= 8
+
+
+def test_findings_on_digits_match_the_rows():
+    found = hypotheses_of("digits")
+    for arm in ("wide sigmoid", "softmax"):
+        one = found[arm, "none"]
+        assert said(one.gain, 3, f"; p {one.corrected:.3f} by Holm") in SAID
+    assert f"of {100 * fmean(values('digits')['none']):.1f} % without gates" in SAID
+    assert {row["lr"] for row in reported("digits") if row["arm"] in ("wide sigmoid", "softmax")} == {0.03}
+    assert study.converged("digits") == "1 of 20"
 
 
 def test_the_softmax_on_repeats_is_stated_by_run_and_by_seed():
