@@ -56,17 +56,17 @@ def answer(comparison: Comparison) -> str:
 
 
 def tally(differences: list[Difference]) -> str:
-    """The number of backbones that competition makes better, makes worse or leaves without a clear difference."""
-    n = len(differences)
+    """The number of mixers that competition makes better, makes worse or leaves without a clear difference."""
+    n, forms = len(differences), count(len(differences), "form")
     if (most := max(d.gain.n for d in differences)) < SEEDS:
         ahead = sum(d.gain.value > 0 for d in differences)
-        return f"competition is ahead for {ahead} of {count(n, 'backbone')}, in {few(most)}, which is too few to judge"
+        return f"competition is ahead of its backbone in {ahead} of {forms}, in {few(most)}, which is too few to judge"
     kinds = {kind: [d.b.label for d in differences if d.verdict == kind] for kind in ("better", "worse")}
     said = [f"{len(labels)} {kind} ({', '.join(labels)})" for kind, labels in kinds.items() if labels]
     even = n - sum(map(len, kinds.values()))
     said += [f"{even} without a clear difference"] if even else []
     said += [f"{lost} over seeds in which neither diverged"] if (lost := sum(bool(d.lost) for d in differences)) else []
-    return f"effect of competition on {count(n, 'backbone')}: {'; '.join(said)}, each judged by its 95 % interval"
+    return f"competition against its backbone, {forms}: {'; '.join(said)}, each judged by its 95 % interval"
 
 
 def findings(comparison: Comparison, planned: bool = False) -> list[str]:
