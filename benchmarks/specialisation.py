@@ -37,7 +37,7 @@ from headrace.tasks.base import Batch
 from headrace.utils.processes import locked
 from record import RESULTS, markdown, read, write
 
-STUDIES, ROWS, PAIRS = ("clusters",), 512, 16
+STUDIES, ROWS, PAIRS = ("clusters", "clusters-width"), 512, 16
 MEASURES = ("write", "read", "ablation", "chance")
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -71,6 +71,7 @@ def lines() -> list[str]:
             own = [row for row in rows if row["mixer"] == mixer and int(row["hidden_size"]) == width]
             means = [summed([float(row[measure]) for row in own if row[measure]]) for measure in MEASURES]
             shown.append([str(width), arm, str(len(own)), *means])
+    shown.sort(key=lambda row: int(row[0]))
     return markdown(["width", "mixer", "seeds", "write gate", "read gate", "ablation", "by chance"], shown)
 
 

@@ -283,6 +283,17 @@ def test_no_difference_on_text_stands_after_correction():
         assert {one.verdict for one in found} == {"not told apart"} and len(found) >= 8
 
 
+@pytest.mark.parametrize("arm", ["published", "softmax"])
+def test_findings_on_the_first_weights_of_the_gates_match_the_rows(arm):
+    zeros, *others = (own[arm] for own in study.by_arm("gate-start").values())
+    for own in others:
+        low, high = by_scipy.ttest_1samp(own - zeros, 0).confidence_interval()
+        assert abs((low + high) / 2 - (own - zeros).mean()) < 1e-9 and low < 0 < high
+        text = f"{(own - zeros).mean():+.2f} ({low:.2f} to {high:.2f})".replace("-", "−")
+        assert text in SAID
+    assert len(study.starts_of("gate-start")) == 2 + 3 and study.plan("gate-start").sweep["values"] == [0, 0.02, 1]
+
+
 def test_findings_on_digits_match_the_rows():
     found = hypotheses_of("digits")
     for arm in ("wide sigmoid", "softmax"):
