@@ -294,6 +294,14 @@ def test_findings_on_the_first_weights_of_the_gates_match_the_rows(arm):
     assert len(study.starts_of("gate-start")) == 2 + 3 and study.plan("gate-start").sweep["values"] == [0, 0.02, 1]
 
 
+def test_findings_on_clusters_at_twice_the_width_match_the_rows():
+    _, own = study.by_arm("clusters-width").values()
+    gains = {arm: study.effect(own, f"retnet {arm}", "retnet none") for arm in ("softmax", "wide sigmoid")}
+    assert {f"{gain.value:+.2f}" for gain in gains.values()} == {"+0.31"}
+    assert said(gains["softmax"], 2, "; with the wide sigmoid as much") in SAID
+    assert (2 ** own["retnet softmax"] / study.positions("clusters-width")).tolist() == pytest.approx([32] * 5)
+
+
 def test_findings_on_digits_match_the_rows():
     found = hypotheses_of("digits")
     for arm in ("wide sigmoid", "softmax"):
@@ -328,9 +336,10 @@ def test_which_gains_of_the_paper_s_size_the_texts_exclude(name):
     assert cells[5] == ("yes" if low > -gain else "no") == {"text-gated-deltanet": "no"}.get(name, "yes")
 
 
-@pytest.mark.parametrize("mixer", ["retnet softmax", "retnet wide sigmoid", "retnet none"])
-def test_specialisation_of_heads_is_stated_as_measured(mixer):
-    (line,) = (line for line in specialisation.lines() if line.startswith(f"| 32 | {mixer} |"))
+@pytest.mark.parametrize("width", [16, 32, 64])
+@pytest.mark.parametrize("mixer", ["retnet softmax", "retnet wide sigmoid"])
+def test_specialisation_of_heads_is_stated_as_measured(mixer, width):
+    (line,) = (line for line in specialisation.lines() if line.startswith(f"| {width} | {mixer} |"))
     assert line.split(" | ")[5] in SAID
 
 
