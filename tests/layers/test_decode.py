@@ -294,7 +294,7 @@ def test_every_spec_field_is_handled():
         Decay: "kind rank dt_min dt_max",
         Write: "rule beta residual_chunk",
         Read: "norm gate order scale bonus skip by_length affine eps",
-        Competition: "read write source activation scale temperature range shuffle memories_per_head",
+        Competition: "read write source activation scale temperature range shuffle weight_decay memories_per_head",
     }  # fmt: skip
     assert all([f.name for f in fields(record)] == names.split() for record, names in known.items())
 
