@@ -134,10 +134,10 @@ def counting() -> Iterator[None]:
 
 def sizes(steps: list[list[str]]) -> tuple[str, str]:
     """(parameters, tokens) of all trainings, as text: "1.3M and 5.3M", "0.4M"."""
-    found = [one.recipe for one in map(trained, steps) if one is not None]
+    used = [one.recipe for one in map(trained, steps) if one is not None]
     with counting():
-        counts = set(map(parameters, found))
-    return listed(counts), listed({round(recipe.tokens) for recipe in found})
+        counts = set(map(parameters, used))
+    return listed(counts), listed({round(recipe.tokens) for recipe in used})
 
 
 def parameters(recipe: Recipe) -> int:
