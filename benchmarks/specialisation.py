@@ -1,4 +1,4 @@
-"""Do heads specialise? The reported models of the studies STUDIES, trained again, and which head serves which cluster.
+"""Do heads specialise? The reported models of studies of clusters, trained again, and which head serves which cluster.
 
     python benchmarks/specialisation.py run STUDY      into results/specialisation/STUDY.csv; the same command continues
     python benchmarks/specialisation.py show           the table, as Markdown

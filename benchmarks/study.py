@@ -242,16 +242,15 @@ def starts(name: str) -> None:
 
 
 def starts_of(name: str) -> list[str]:
-    """A row for each value of a sweep: the pairs that each arm holds, and the difference to the first value."""
-    values, sweep = list(by_arm(name).values()), plan(name).sweep
+    """A row for each value of a study's sweep: the pairs that each arm holds, and the difference to the first value."""
+    (first, *_), sweep = by_arm(name).values(), plan(name).sweep
     assert sweep is not None
-    names = list(values[0])
-    rows = [
-        [str(value), *(f"{2 ** own[arm].mean() / positions(name):.0f}" for arm in names),
-         *(cell(stats.mean_over_seeds((own[arm] - values[0][arm]).tolist()), 2) if i else "–" for arm in names)]
-        for i, (value, own) in enumerate(zip(sweep["values"], values, strict=True))
-    ]  # fmt: skip
-    return markdown([sweep["field"], *names, *(f"{arm}: less {sweep['values'][0]}" for arm in names)], rows)
+    rows = []
+    for value, own in zip(sweep["values"], by_arm(name).values(), strict=True):
+        held = [f"{2 ** own[arm].mean() / positions(name):.0f}" for arm in own]
+        gains = [cell(stats.mean_over_seeds((own[arm] - first[arm]).tolist()), 2) for arm in own]
+        rows.append([str(value), *held, *(gains if rows else ["–"] * len(gains))])
+    return markdown([sweep["field"], *first, *(f"{arm}: less {sweep['values'][0]}" for arm in first)], rows)
 
 
 @app.command()

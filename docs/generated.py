@@ -11,7 +11,7 @@ import inspect
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from importlib import import_module
 from io import StringIO
@@ -56,9 +56,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 def mixers() -> str:
     """One row per mixer but the `softmax-X` of linear mixers X: its update, decay, state, and what computes it."""
     rows = []
-    for name in zoo.names():
-        if name.removeprefix("softmax-") in zoo.LINEAR and name not in zoo.LINEAR:
-            continue
+    for name in (name for name in zoo.names() if name in {*plain(), *zoo.PUBLISHED}):
         row, spec = catalog.describe(name), zoo.get(name)
         rule = spec.write.rule if isinstance(spec, MixerSpec) else _rule(row)
         decay = "none" if row["retention"] == "all" else row["retention"]
@@ -77,9 +75,8 @@ def _rule(row: dict[str, Any]) -> str:
 
 def computed_by(name: str) -> list[str]:
     """The backends that a mixer's recurrence or attention has; PyTorch's operations compute every one."""
-    chosen = (
-        [backend for backend in BACKENDS if backend != "onnx"] if isinstance(zoo.get(name), MixerSpec) else ["torch"]
-    )
+    linear = isinstance(zoo.get(name), MixerSpec)
+    chosen = [backend for backend in BACKENDS if backend != "onnx"] if linear else ["torch"]
     with torch.device("meta"):
         model = HeadraceForCausalLM(HeadraceConfig(mixer=name, vocab_size=8, hidden_size=64, num_hidden_layers=1))
     try:
@@ -231,32 +228,21 @@ def study(*names: str) -> str:
     return re.sub(r"^### ", "#### ", "\n".join(lines(list(names))), flags=re.MULTILINE)
 
 
-def effects(*names: str) -> str:
-    """What `python benchmarks/study.py effects NAMES` prints."""
-    from study import effects_of
+def _printed(command: str) -> Callable[..., str]:
+    """What `python benchmarks/study.py COMMAND NAMES` prints, as a function of the names."""
 
-    return "\n".join(effects_of(list(names)))
+    def shown(*names: str) -> str:
+        return "\n".join(getattr(import_module("study"), f"{command}_of")(list(names)))
+
+    return shown
 
 
-def published(*names: str) -> str:
-    """What `python benchmarks/study.py published NAMES` prints."""
-    from study import published_of
-
-    return "\n".join(published_of(list(names)))
+effects, others, published = map(_printed, ("effects", "others", "published"))
 
 
 def starts(name: str) -> str:
     """What `python benchmarks/study.py starts NAME` prints."""
-    from study import starts_of
-
-    return "\n".join(starts_of(name))
-
-
-def others(*names: str) -> str:
-    """What `python benchmarks/study.py others NAMES` prints."""
-    from study import others_of
-
-    return "\n".join(others_of(list(names)))
+    return "\n".join(import_module("study").starts_of(name))
 
 
 def program(name: str) -> str:

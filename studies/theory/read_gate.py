@@ -150,16 +150,30 @@ class ReadGate:
                 Check(f"{model}, ε → 0: gradient to it, over the write gate's", self.gradients[model], "≤", TOLERANCE),
                 Check(f"{model}, ε → 0: change by the gate after the norm", after, "≥", 0.1),
                 Check(f"{model}: change by the write gate", self.write[model], "≥", 0.1),
+                self.check_default(model),
             ]
         return checks
 
-    def summary(self) -> str:
+    def check_default(self, model: str) -> Check:
+        """At the usual ε: the change by the gate on q over that by the gate after the norm, at its largest over SCORES;
+        for Gated DeltaNet, whose readouts are as small as ε, at its smallest."""
+        ratios = [on_q / after for on_q, after in (self.at_default(scores, model) for scores in SCORES)]
+        claim = f"{model}, ε = {DEFAULT:g}: change by the gate on q, over that after the norm"
+        small = model == "Gated DeltaNet"
+        return Check(claim, min(ratios), "≥", 0.5) if small else Check(claim, max(ratios), "≤", 0.5)
+
+    def at_default(self, scores: float, model: str) -> list[float]:
+        """The change by the read gate at the usual ε, of each form."""
         here = int((self.epsilons.log10() - math.log10(DEFAULT)).abs().argmin())
+        return [float(self.effects[scores, form, model][here]) for form in FORMS]
+
+    def summary(self) -> str:
         parts = []
         for scores in SCORES:
-            on_q, after = ({x: float(self.effects[scores, form, x][here]) for x in MODELS} for form in FORMS)
+            changes = {model: self.at_default(scores, model) for model in MODELS}
+            on_q, after = ({model: pair[i] for model, pair in changes.items()} for i in (0, 1))
             parts.append(
-                f"with scores of {scores:g} by {format_values(on_q, '.1%')}, and after the norm by "
+                f"with scores of standard deviation {scores:g} by {format_values(on_q, '.1%')}, and after the norm by "
                 f"{format_values(after, '.0%')}"
             )
         vanishing = max(self.vanishing["published", model] for model in MODELS)

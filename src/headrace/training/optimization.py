@@ -19,7 +19,8 @@ class Optimization(Record):
     lr: PositiveFloat = 1e-3  # peak learning rate
     min_lr: NonNegativeFloat = 0.1  # final learning rate as a fraction of lr
     schedule: Literal["cosine", "linear"] = "cosine"  # of the learning rate, after the warm-up
-    weight_decay: NonNegativeFloat = 0.1  # not applied to norms, biases, most gates and dynamics of state-space models
+    # not applied to norms, biases, the dynamics of state-space models, and gates without competition.weight_decay
+    weight_decay: NonNegativeFloat = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     clip: PositiveFloat | None = 1.0  # largest norm of the gradient; None: no clipping

@@ -97,13 +97,7 @@ def get(mixer):
     name, settings = expression(mixer, "mixer")
     changes: dict[str, object] = {}
     for path, text in settings.items():
-        named = {
-            "paper": asdict(mixers.PAPER),
-            "sigmoid": asdict(SIGMOID),
-            "default": asdict(Competition()),
-            "none": None,
-        }
-        changes[path] = named.get(text, text) if path == "competition" else literal(text)
+        changes[path] = COMPETITIONS.get(text, text) if path == "competition" else literal(text)
         if path == "mixer":  # the mixer of a whole model
             changes[path] = to_json(get(text))
     if not name.startswith(RECURRENT):

@@ -55,8 +55,8 @@ def random_blocks(pattern: Pattern, block: Tensor, length: Tensor) -> Tensor:
         index = torch.where((chosen == index[:, None]).any(1), largest, index)
         chosen = torch.cat([chosen, torch.where(largest < 0, -1, index)[:, None]], 1)
     index = chosen[:, 1:]
-    found = begin + index + torch.where(index >= (window - begin)[:, None], inside[:, None], 0)
-    return torch.where(index < 0, -1, found)
+    blocks = begin + index + torch.where(index >= (window - begin)[:, None], inside[:, None], 0)
+    return torch.where(index < 0, -1, blocks)
 
 
 class EncoderPlaces(Places):

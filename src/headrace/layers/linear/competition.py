@@ -16,13 +16,11 @@ from ..base import SelfInitialised
 
 class Gate(SelfInitialised):
     """Base of the modules that head competition adds to a mixer. The optimiser applies no weight decay to their
-    parameters unless `weight_decay` is True, and retrofitting a trained model initialises only these."""
-
-    weight_decay = False
+    parameters, and retrofitting a trained model initialises only these."""
 
     @property
     def no_weight_decay(self) -> tuple[str, ...]:
-        return () if self.weight_decay else tuple(self._parameters)
+        return tuple(self._parameters)
 
 
 class HeadCompetition(Gate):
@@ -39,7 +37,7 @@ class HeadCompetition(Gate):
     ):
         """memories: number of memories per head; all H · memories of them compete, and replace the heads below."""
         super().__init__()
-        self.spec, self.memories, self.weight_decay = spec, memories, spec.weight_decay
+        self.spec, self.memories = spec, memories
         self.num_heads = num_heads = num_heads * memories
         self.repeats = num_heads // key_heads  # how many heads share a head of q or k
         shapes = {
@@ -52,6 +50,10 @@ class HeadCompetition(Gate):
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
+
+    @property
+    def no_weight_decay(self) -> tuple[str, ...]:
+        return () if self.spec.weight_decay else super().no_weight_decay
 
     def scores(self, heads: Tensor, x: Tensor) -> Tensor:
         """Returns the scores [B, T, H], or [B, T, H, H] for source="diag".

@@ -57,16 +57,19 @@ def answer(comparison: Comparison) -> str:
 
 def tally(differences: list[Difference]) -> str:
     """The number of mixers that competition makes better, makes worse or leaves without a clear difference."""
-    n, forms = len(differences), count(len(differences), "form")
+    n = len(differences)
     if (most := max(d.gain.n for d in differences)) < SEEDS:
         ahead = sum(d.gain.value > 0 for d in differences)
-        return f"competition is ahead of its backbone in {ahead} of {forms}, in {few(most)}, which is too few to judge"
-    kinds = {kind: [d.b.label for d in differences if d.verdict == kind] for kind in ("better", "worse")}
-    said = [f"{len(labels)} {kind} ({', '.join(labels)})" for kind, labels in kinds.items() if labels]
+        said = f"{ahead} of {n} mixers with competition are ahead of their backbones in {few(most)}"
+        return f"{said}, which is too few to judge"
+    kinds = {kind: [d.a.label for d in differences if d.verdict == kind] for kind in ("better", "worse")}
+    parts = [f"{len(labels)} {kind} ({', '.join(labels)})" for kind, labels in kinds.items() if labels]
     even = n - sum(map(len, kinds.values()))
-    said += [f"{even} without a clear difference"] if even else []
-    said += [f"{lost} over seeds in which neither diverged"] if (lost := sum(bool(d.lost) for d in differences)) else []
-    return f"competition against its backbone, {forms}: {'; '.join(said)}, each judged by its 95 % interval"
+    parts += [f"{even} without a clear difference"] if even else []
+    parts += (
+        [f"{lost} over seeds in which neither diverged"] if (lost := sum(bool(d.lost) for d in differences)) else []
+    )
+    return f"{n} mixers with competition against their backbones: {'; '.join(parts)}, each judged by its 95 % interval"
 
 
 def findings(comparison: Comparison, planned: bool = False) -> list[str]:

@@ -1,6 +1,5 @@
 """Results in the form that reports use: a comparison has contenders, a contender is one mixer with all its seeds."""
 
-import re
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +16,6 @@ CONTROLS = (  # (settings, the name that takes the place of "softmax" in the lab
     ({"competition.activation=sigmoid"}, "sigmoid"),
     ({"competition.shuffle=true"}, "shuffled"),
 )
-OUTER_COMMA = re.compile(r",(?![^()]*\))")  # a comma outside parentheses
 MANY = 12  # with more mixers than this, pictures have a panel for each backbone
 
 
@@ -187,7 +185,7 @@ def labels(mixers: Sequence[str]) -> dict[str, str]:
 
 def parse(mixer: str) -> tuple[str, list[str]]:
     name, _, settings = mixer.replace(" ", "").removesuffix(")").partition("(")
-    return name, [setting for setting in OUTER_COMMA.split(settings) if setting]
+    return name, list(zoo.split(settings))
 
 
 def label(name: str, settings: list[str]) -> str:

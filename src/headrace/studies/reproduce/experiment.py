@@ -137,13 +137,10 @@ def commands(scale: Scale, root: Path) -> list[list[str]]:
         for at in combinations(named):
             values = at | {"root": root, "mixers": ",".join(scale.axes.get("mixer", []))}
             values |= {"run": run_folder(scale, root, at)} if "{run}" in step else {}
-            parts = lists | {"{settings}": settings(scale, at, step)}
-            filled.append([part for word in shlex.split(step) for part in parts.get(word) or format_word(word, values)])
+            words_of = lists | {"{settings}": settings(scale, at, step)}
+            formatted = (words_of[word] if word in words_of else [word.format(**values)] for word in shlex.split(step))
+            filled.append([*itertools.chain.from_iterable(formatted)])
     return filled
-
-
-def format_word(word: str, values: dict[str, Any]) -> list[str]:
-    return [] if word == "{settings}" else [word.format(**values)]
 
 
 def settings(scale: Scale, at: dict[str, Any], step: str) -> list[str]:
@@ -166,11 +163,11 @@ def restricted(scale: Scale, only: list[str]) -> Scale:
             raise InputError(
                 f"--only {name}={chosen}: there is no axis {name!r}; expected {', '.join(axes) or 'no --only'}"
             )
-        kept = [(meant(name, str(value)), value) for value in axes[name]]
-        wanted = [meant(name, value) for value in zoo.split(chosen)]
-        if not wanted or not all(any(one == other for other, _ in kept) for one in wanted):
-            raise InputError(f"--only {name}={chosen}: expected some of {', '.join(str(value) for _, value in kept)}")
-        axes[name] = [next(value for other, value in kept if other == one) for one in wanted]
+        meanings = [meant(name, str(value)) for value in axes[name]]
+        named = [meant(name, text) for text in zoo.split(chosen)]
+        if not named or not all(meaning in meanings for meaning in named):
+            raise InputError(f"--only {name}={chosen}: expected some of {', '.join(map(str, axes[name]))}")
+        axes[name] = [axes[name][meanings.index(meaning)] for meaning in named]
     return replace(scale, axes=axes)
 
 

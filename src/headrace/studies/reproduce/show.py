@@ -15,8 +15,6 @@ from .numbers import Cell, Number
 from .training import EFFICIENCY, Fitted, on_machine, parameters, short, sizes
 
 HEADER = ("model", "metric", "published", "reproduced, ± 95 %", "difference", "within interval")
-
-
 FITTED = ("recipe", "mixer", "parameters", "seed", "tokens", "devices", "rows", "recompute", "GiB", "time")
 COSTS = ("runs", "tokens", "rows in a pass", "recomputed", "GiB", "fits", "days")
 
@@ -59,9 +57,7 @@ def costs(name: str, machine: str) -> tuple[str, ...]:
 def print_fits(fits: list[Fitted], console: Console) -> None:
     """A row for each training run: rows per pass, memory and days on its devices."""
     machine = f"{fits[0].plan['device']}, of {fits[0].plan['bytes_of_device'] / 2**30:.1f} GiB"
-    table = Table(
-        "recipe", "mixer", "parameters", "seed", "tokens", "devices", "rows", "recompute", "GiB", "time", title=machine
-    )
+    table = Table(*FITTED, title=machine)
     for one in fits:
         table.add_row(*fit_row(one))
     console.print(table)
