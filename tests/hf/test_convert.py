@@ -99,7 +99,10 @@ def changed(path, **settings):
 MISTAKES = {
     "another model": ({"model_type": "bloom"}, "model_type='bloom'; expected one of llama"),
     "a bias": ({"attention_bias": True}, "attention_bias=True; expected False"),
-    "scaled positions": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
+    "scaled positions": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+        "has rope_parameters={",
+    ),
     "other widths": ({"intermediate_size": 32}, "which does not fit"),
     "more layers": ({"num_hidden_layers": 3}, "has no tensor 'model.layers.2"),
     "fewer layers": ({"num_hidden_layers": 1}, "has an unexpected tensor 'model.layers.1"),

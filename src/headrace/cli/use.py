@@ -131,17 +131,18 @@ def convert(
 
     Without --to, converts a foreign checkpoint to headrace; with --to, converts a checkpoint of headrace."""
     from ..hf import load
-    from ..hf.convert import FORMATS, export_checkpoint, import_checkpoint, set_use_cache
+    from ..hf.convert import export_checkpoint, import_checkpoint, set_use_cache
 
     with new_checkpoint(output) as folder:
         if to is None:
             import_checkpoint(checkpoint).save_pretrained(folder)
+            cached = True
         else:
-            export_checkpoint(load(checkpoint), to, folder)
+            cached = export_checkpoint(load(checkpoint), to, folder)
         _copy(checkpoint, folder)
-        set_use_cache(folder, to)
+        set_use_cache(folder, to, cached)
     print(f"{output} is {checkpoint} in the format of {to or 'headrace'}")
-    if to is not None and not FORMATS[to].cache:
+    if not cached:
         print(f"use_cache is false: transformers has no cache for {to} without softmax attention")
 
 
