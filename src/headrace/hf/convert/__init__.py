@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import GenerationConfig
 
 from ...layers import LinearMixer
 from ...layers.blocks.moe import MixtureOfExperts
 from ...ops.checks import require
-from ...utils.errors import InputError
+from ...utils.errors import InputError, reading
 from ...utils.integrity import check_weights, read_json, seal, write_json
 from ...utils.provenance import difference
 from ..checkpoint import check_depth
-from ..config import HeadraceConfig
+from ..config import HeadraceConfig, check_generation
 from ..model import HeadraceForCausalLM
 from . import delta, flash, recurrent, softmax
 from .fields import Config, check_sizes
@@ -35,7 +36,8 @@ PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def import_checkpoint(checkpoint: Path) -> HeadraceForCausalLM:
-    """Converts a foreign checkpoint to a headrace model, in evaluation mode and in the precision of the checkpoint.
+    """Converts a foreign checkpoint to a headrace model, in evaluation mode, in the precision of the checkpoint, and with
+    its settings of generation but with a cache.
 
     It needs the memory of the model and of one foreign tensor.
 
@@ -57,6 +59,11 @@ def import_checkpoint(checkpoint: Path) -> HeadraceForCausalLM:
     except InputError as error:
         raise InputError(f"checkpoint {str(checkpoint)!r}: {error}") from None
     _fill(model, views, files)
+    if (checkpoint / "generation_config.json").is_file():
+        with reading(f"checkpoint {str(checkpoint)!r} has no readable generation_config.json"):
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
+        check_generation(model.generation_config)
+        model.generation_config.use_cache = True
     return model.eval()
 
 
@@ -187,7 +194,8 @@ def _precision(headers: dict[str, Header]) -> torch.dtype:
         if header.dtype not in PRECISIONS:
             expected = ", ".join(str(dtype) for dtype in PRECISIONS)
             raise InputError(f"tensor {name!r} has dtype {header.dtype}; expected one of {expected}")
-    return reduce(torch.promote_types, {header.dtype for header in headers.values()})
+    dtypes: Any = {header.dtype for header in headers.values()}
+    return reduce(torch.promote_types, dtypes)
 
 
 def _check_tensors(form: Format, model: Any, foreign: Model, files: TensorFiles) -> None:
