@@ -57,6 +57,10 @@ class Decay(Record):
     lower_bound: Annotated[float, Range("less than 0", lambda x: x < 0)] | None = None
     rate: PositiveFloat = 1.0  # slopes: factor of the slopes, for one that depends on the layer
 
+    def projected(self, num_heads: int, key_dim: int) -> int:
+        """Returns the number of features that a decay per key channel takes from the token."""
+        return num_heads * key_dim if self.rank == "full" else self.rank or key_dim
+
     @property
     def limited(self) -> bool:
         """Whether the step sizes have bounds."""

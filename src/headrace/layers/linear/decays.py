@@ -152,7 +152,7 @@ class SigmoidDecay(DecayModule):
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__(spec, num_heads, key_dim, depth)
-        self.in_features = spec.rank or key_dim
+        self.in_features = spec.projected(num_heads, key_dim)
         self.up = nn.Linear(self.in_features, num_heads * key_dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class ExpDecay(DecayModule):
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__(spec, num_heads, key_dim, depth)
-        self.in_features = spec.rank or key_dim
+        self.in_features = spec.projected(num_heads, key_dim)
         self.bias = nn.Parameter(torch.empty(num_heads * key_dim))
         self.up = nn.Parameter(torch.empty(self.in_features, num_heads * key_dim))
         self.reset_parameters()
@@ -194,8 +194,8 @@ class SoftplusVectorDecay(DecayModule):
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__(spec, num_heads, key_dim, depth)
+        self.in_features = spec.projected(num_heads, key_dim)
         full = spec.rank == "full"
-        self.in_features = num_heads * key_dim if full else spec.rank or key_dim  # type: ignore[assignment]
         self.up = nn.Identity() if full else nn.Linear(self.in_features, num_heads * key_dim, bias=False)
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads * key_dim))

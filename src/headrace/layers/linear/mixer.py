@@ -261,7 +261,7 @@ class LinearMixer(LinearParameters):
         if kind == "rms-groups":
             groups = wide.unflatten(-2, (self.Hq, -1)).flatten(-2)
             normal = F.rms_norm(groups, groups.shape[-1:], None, self.norm_eps).view_as(x)
-            return (normal * weight.view(x.shape[-2:])).to(x.dtype)
+            return (normal * self.norm_weight.to(wide.dtype).view(x.shape[-2:])).to(x.dtype)
         wide = wide.flatten(-2) if kind == "rms-joint" else wide
         return F.rms_norm(wide, wide.shape[-1:], weight, self.norm_eps).view_as(x).to(x.dtype)
 

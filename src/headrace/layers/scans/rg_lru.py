@@ -12,7 +12,7 @@ from ...ops.call import accumulator
 from ...ops.derivatives import refuse_transforms
 from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
-from ..base import Mixer, ScanState
+from ..base import Mixer, Recurrence, ScanState
 from ..linear.convolution import convolve
 from .scan import NAME, Pack, packed_scan
 
@@ -42,6 +42,7 @@ class RGLRU(Mixer):
         self.gate_weight = nn.Parameter(torch.empty(2, num_heads, E // num_heads, E // num_heads))  # of i and r
         self.gate_bias = nn.Parameter(torch.empty(2, E))
         self.rate = nn.Parameter(torch.empty(E))  # Λ
+        self.recurrence = Recurrence()
         self.out_proj = nn.Linear(E, hidden_size, bias=spec.bias)
         self.reset_parameters()
 
@@ -55,7 +56,8 @@ class RGLRU(Mixer):
 
     def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
         u, branch = self.in_proj(x).chunk(2, -1)
-        u, conv = convolve(self.conv, u, None if state is None else state.conv, sequences, silu=False)
+        before = None if state is None else state.conv
+        u, conv = self.recurrence(convolve, self.conv, u, before, sequences, "torch", False)
         tokens = None if state is None else state.tokens
         a, b = self._coefficients(u, sequences.positions(tokens, x)[..., None] == 0)
         memory = a.new_zeros(sequences.count, 1, a.shape[-1]) if state is None else state.memory
