@@ -134,6 +134,16 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2312.00752",
         MAMBA,
     ),
+    "rg-lru": Entry(
+        "A gated linear recurrence per channel, whose inputs are scaled to keep the memory's variance.",
+        "https://arxiv.org/abs/2402.19427",
+        ScanSpec("rg-lru", conv=4, bias=True),
+    ),
+    "short-conv": Entry(
+        "A causal convolution over the last 3 tokens between two gates that are linear in the token.",
+        "https://arxiv.org/abs/2511.23404",
+        ScanSpec("short-conv", conv=3, conv_bias=False),
+    ),
     "gla-outer": Entry(
         "GLA with a second gate, a decay per value channel.",
         "https://arxiv.org/abs/2312.06635",

@@ -21,7 +21,6 @@ from ...utils.errors import GateWarning
 from ..attention.attention import SoftmaxAttention
 from ..blocks.block import MLP
 from ..linear.competition import HeadCompetition
-from ..linear.decays import FixedDecay
 from ..linear.mixer import LinearMixer
 from .cuts import ATTENTION, PERCEPTRON, Cut, Shares, linear_cuts, named_cuts
 
@@ -42,8 +41,10 @@ class PartLinear(LinearMixer):
         for name in ("read_competition", "write_competition"):
             if (gate := getattr(self, name)) is not None:
                 setattr(self, name, PartCompetition(gate, shares, ranks))
-        if isinstance(self.decay, FixedDecay):
-            self.decay.first = ranks.rank * H
+        whole_groups = whole.Hq % ranks.size == 0 or self.spec.read.norm != "rms-groups"
+        require(whole_groups, "read.norm='rms-groups' over more processes than groups; expected at most one for each")
+        if self.decay is not None:
+            self.decay.first, self.decay.total = ranks.rank * H, whole.H
         self.cuts = adopt(self, whole, partial(linear_cuts, whole, shares), ranks)
 
     def run(self, x: Tensor, state, sequences: Sequences, in_place: bool = False):
