@@ -157,9 +157,10 @@ class SoftmaxAttention(SelfInitialised):
 
     def _heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
         """Splits x [B, T, H · d] into heads, and normalises them, one by one or together."""
-        x = norm(x) if norm is not None and self.spec.qk_norm == "joint" else x
+        if norm is not None and self.spec.qk_norm == "joint":
+            return normalise(x, norm).unflatten(-1, (-1, self.head_dim))
         x = x.unflatten(-1, (-1, self.head_dim))
-        return norm(x) if norm is not None and self.spec.qk_norm == "head" else x
+        return x if norm is None else normalise(x, norm)
 
     def _gated(self, x: Tensor, out: Tensor) -> Tensor:
         """Multiplies the heads' outputs [B, T, H, d] by the gate, and joins them."""
@@ -237,6 +238,11 @@ class SoftmaxAttention(SelfInitialised):
             own = tuple(y.expand(*x.shape[:2], 1, -1).flatten(0, 1)[rows][None] for y in turn)
         k, v = self._key_value(x, turn, self.global_proj)
         return self._query(x.flatten(0, 1)[rows][None], own, self.global_proj)[0], k.flatten(0, 1), v.flatten(0, 1)
+
+
+def normalise(x: Tensor, norm: Any) -> Tensor:
+    """Applies a norm in the precision of its weight, which under autocast is not that of x."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def attend_packed(
