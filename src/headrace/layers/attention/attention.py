@@ -94,8 +94,10 @@ class SoftmaxAttention(SelfInitialised):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | Sequences | None = None,
         in_place: bool = False,
+        projections: Any = None,
     ) -> tuple[Tensor, State]:
-        """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state)."""
+        """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state). projections: q_proj, k_proj and v_proj as
+        attributes, in place of the layer's own."""
         refuse_parts(self)
         require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")
         check_input(x, mask, cu_seqlens is not None, self.hidden_size)
@@ -109,7 +111,7 @@ class SoftmaxAttention(SelfInitialised):
         positions = None
         if self.spec.rotary:
             positions, _ = count_tokens(x, None if state is None else state.seen, mask, sequences)
-        q, k, v = self._query(x, positions), *self._key_value(x, positions)
+        q, k, v = self._query(x, positions, projections), *self._key_value(x, positions, projections)
         if self.spec.pattern is not None and not self.causal:
             out = self._attend_around(x, (q, k, v), positions, sequences)
         elif self.spec.pattern is not None:
