@@ -20,12 +20,15 @@ from transformers.models.rwkv.modeling_rwkv import RwkvFeedForward
 from transformers.models.zamba2.modeling_zamba2 import Zamba2AttentionDecoderLayer
 
 from headrace import zoo
+from headrace.export.graph import check_exportable
+from headrace.hf.retrofit import retrofit
 from headrace.layers.blocks.block import Adapters, Block, Shared, Sizes, build_mlp
 from headrace.layers.blocks.moe import shares_of, within_groups
 from headrace.spec.attention import AttentionSpec
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
+from headrace.studies.inspect.recorder import record
 from headrace.utils.errors import InputError
-from tiny import build, close, gradients_agree, tokens
+from tiny import MIXERS, build, close, gradients_agree, tokens
 
 D, W, T = 8, 6, 9
 GLA = zoo.get("gla")
@@ -306,6 +309,24 @@ def test_generation_is_bounded_too():
     logits = torch.stack(model.generate(ids, **settings).logits)
     assert logits.abs().max() <= 0.5
     assert torch.equal(model.generate(ids, **settings).sequences, copy.deepcopy(model).generate(ids, max_new_tokens=3))
+
+
+@torch.no_grad()
+def test_parallel_mixers_are_known_everywhere(tmp_path):
+    """inspect has a record of each under the index of its layer, retrofit adds gates beside attention, and the graph of
+    ONNX, which has one state per layer, refuses both kinds of layers with more."""
+    model, ids = build("parallel", tie_word_embeddings=False), tokens(1)
+    records = record(model, ids)[1]
+    assert [(r.layer, type(r.mixer.spec).__name__) for r in records] == [
+        (0, "MixerSpec"), (0, "AttentionSpec"), (1, "MixerSpec"),
+    ]  # fmt: skip
+    assert zoo.plain(zoo.each_mixer(MIXERS["parallel"], zoo.compete)) == MIXERS["parallel"]
+    assert [type(spec).__name__ for spec in model.config.mixers] == ["MixerSpec", "AttentionSpec", "MixerSpec"]
+    model.float().save_pretrained(tmp_path)
+    assert torch.equal(retrofit(tmp_path)(ids).logits, model(ids).logits)
+    for name in ("parallel", "channel mixing"):
+        with pytest.raises(InputError, match="several states"):
+            check_exportable(build([MIXERS[name].layers[0]], style=MIXERS[name].style))
 
 
 @pytest.mark.parametrize(("make", "message"), [

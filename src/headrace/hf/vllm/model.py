@@ -155,4 +155,6 @@ def _check_layers(backbone: Backbone) -> None:
         kind = type(block.mixer).__name__
         recurrent = bool(block.recurrent)
         require(recurrent, f"layer {i} has attention ({kind}); vLLM serves headrace with recurrent mixers alone")
-        require(block.states == 1, f"layer {i} has {block.states} states; vLLM serves headrace with one in each layer")
+        require(
+            bool(block.states == 1), f"layer {i} has {block.states} states; vLLM serves headrace with one in each layer"
+        )

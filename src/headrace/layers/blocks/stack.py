@@ -63,10 +63,11 @@ class Backbone(nn.Module):
 
     def __init__(self, layers: Sequence[Layer | Spec], sizes: Sizes, block: type[Block] = Block):
         super().__init__()
-        self.layers = nn.ModuleList(block(layer, sizes, i, len(layers)) for i, layer in enumerate(layers))
+        blocks = [block(layer, sizes, i, len(layers)) for i, layer in enumerate(layers)]
+        self.layers, self.counts = nn.ModuleList(blocks), [each.states for each in blocks]
         uses = sum(layer.link is not None for layer in self.layers)
-        blocks = [Shared(sizes) for _ in range(min(uses, sizes.style.shared_count))]
-        self.shared: Any = nn.ModuleList(blocks) if len(blocks) > 1 else next(iter(blocks), None)
+        shared = [Shared(sizes) for _ in range(min(uses, sizes.style.shared_count))]
+        self.shared: Any = nn.ModuleList(shared) if len(shared) > 1 else next(iter(shared), None)
         self.positions = None if sizes.style.positions == "none" else Positions(sizes)
         self.embedding_norm = build_norm(sizes) if sizes.style.embedding_norm else nn.Identity()
         self.embedding_scale = sizes.style.embedding_scale
@@ -103,7 +104,7 @@ class Backbone(nn.Module):
         Raises:
             InputError: for states of another stack.
         """
-        count = (self.positions is not None) + sum(layer.states + (layer.link is not None) for layer in self.layers)
+        count = (self.positions is not None) + sum(self.counts) + sum(layer.link is not None for layer in self.layers)
         state_count = count if states is None else len(states)
         require(state_count == count, f"states has {state_count} entries; expected {count}, as this stack returns them")
         before, after = repeat(None) if states is None else iter(states), []
@@ -115,15 +116,16 @@ class Backbone(nn.Module):
             after.append(state)
         x = self.embedding_norm(x)
         embedded, beside, shared = x, None, cycle(self.shared_blocks)
-        for layer, memory in zip(self.layers, memories or [None] * len(self.layers), strict=True):
+        memories = memories or [None] * len(self.layers)
+        for layer, own_count, memory in zip(self.layers, self.counts, memories, strict=True):
             if inputs is not None:
                 inputs.append(x)
             if layer.link is not None:
                 beside, state = next(shared)(x, embedded, layer.adapters, next(before), **where, in_place=in_place)
                 after.append(state)
-            own = [next(before) for _ in range(layer.states)]
-            x, state = layer(x, own if len(own) > 1 else own[0], beside, **where, memory=memory, in_place=in_place)
-            after += state if len(own) > 1 else [state]
+            own = [next(before) for _ in range(own_count)]
+            x, state = layer(x, own if own_count > 1 else own[0], beside, **where, memory=memory, in_place=in_place)
+            after += state if own_count > 1 else [state]
         return self.norm(x), after
 
     def prefill(
