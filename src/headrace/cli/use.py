@@ -117,7 +117,7 @@ def new_checkpoint(output: Path) -> Iterator[Path]:
 
 
 def convert(
-    checkpoint: Checkpoint,
+    checkpoint: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the Hugging Face Hub.")],
     output: NewFolder,
     to: Annotated[
         str | None,
@@ -130,18 +130,20 @@ def convert(
     """Convert a checkpoint from or to transformers and flash-linear-attention.
 
     Without --to, converts a foreign checkpoint to headrace; with --to, converts a checkpoint of headrace."""
-    from ..hf import load
-    from ..hf.convert import FORMATS, export_checkpoint, import_checkpoint, set_use_cache
+    from ..hf.checkpoint import fetched, load
+    from ..hf.convert import export_checkpoint, import_checkpoint, set_use_cache
 
     with new_checkpoint(output) as folder:
+        source = fetched(checkpoint)
         if to is None:
-            import_checkpoint(checkpoint).save_pretrained(folder)
+            import_checkpoint(source).save_pretrained(folder)
+            cached = True
         else:
-            export_checkpoint(load(checkpoint), to, folder)
-        _copy(checkpoint, folder)
-        set_use_cache(folder, to)
+            cached = export_checkpoint(load(source), to, folder)
+        _copy(source, folder)
+        set_use_cache(folder, to, cached)
     print(f"{output} is {checkpoint} in the format of {to or 'headrace'}")
-    if to is not None and not FORMATS[to].cache:
+    if not cached:
         print(f"use_cache is false: transformers has no cache for {to} without softmax attention")
 
 
