@@ -54,7 +54,7 @@ def save(config, path):
 
 def read(path):
     with float64_throughout():
-        theirs = AutoModelForCausalLM.from_pretrained(path).eval()
+        theirs = AutoModelForCausalLM.from_pretrained(path, experts_implementation="eager").eval()
     theirs.config.return_dict = True
     if hasattr(theirs.config, "output_router_logits"):
         theirs.config.output_router_logits = False
@@ -121,25 +121,25 @@ def test_cached_decoding_and_padding_equal_their_logits(kind, variant, pairs):
 
 
 @pytest.mark.parametrize(("kind", "variant"), VARIANTS)
-def test_gradients_equal_theirs(kind, variant, pairs):
+def test_gradients_equal_theirs(kind, variant, pairs, tmp_path):
     """Of a weighted sum of the logits."""
-    theirs, _, path = pairs(kind, variant)
-    ours, ids = import_checkpoint(path), tokens(theirs, 2, T)
+    _, _, path = pairs(kind, variant)
+    theirs, ours = read(path), import_checkpoint(path)
+    ids = tokens(theirs, 2, T)
     weights = torch.randn(2, T, theirs.config.vocab_size, dtype=torch.float64)
-    theirs.zero_grad()
     (logits(theirs, ids) * weights).sum().backward()
     (ours(ids).logits * weights).sum().backward()
+    for parameter in (*theirs.parameters(), *ours.parameters()):  # so that `save` and `slots` split the gradients
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    theirs.save_pretrained(tmp_path)
     model, _ = FORMATS[kind].model(json.loads((path / "config.json").read_text()))
-    foreign, compared = dict(theirs.named_parameters()), 0
-    for parameter in ours.parameters():
-        parameter.data, parameter.grad = parameter.grad, None  # so that `slots` splits the gradients
+    foreign = load_file(tmp_path / "model.safetensors")
+    whole = max(float(gradient.norm()) for gradient in foreign.values())
     for name, gradient in slots(ours).items():
-        view = model.views[name]
-        if view.name in foreign:
-            expected = view.rows(foreign[view.name].grad).reshape(gradient.shape)
-            assert (view.factor * gradient - expected).norm() <= 1e-9 * expected.norm() + 1e-12, name
-            compared += 1
-    assert compared > len(model.views) / 2
+        if "choice_bias" not in name:  # which has no gradient
+            view = model.views[name]
+            expected = view.rows(foreign[view.name]).reshape(gradient.shape)
+            assert (gradient / view.factor - expected).norm() <= 1e-9 * expected.norm() + 1e-13 * whole, name
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -221,4 +221,5 @@ def test_fields_are_honoured_or_refused(kind, tmp_path):
 def test_every_field_is_accounted_for(kind):
     """A new version of transformers may add fields: each is read, refused or named as one that the logits ignore."""
     _, known = FORMATS[kind].model(json.loads(described(kind).to_json_string(use_diff=False)))
-    assert {field.name for field in fields(CONFIG_MAPPING[kind])} <= COMMON | known.read | known.fixed | known.ignored
+    own = {CONFIG_MAPPING[kind].attribute_map.get(field.name, field.name) for field in fields(CONFIG_MAPPING[kind])}
+    assert own <= COMMON | known.read | known.fixed | known.ignored
