@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from families import Family, delta, recurrent, softmax
@@ -223,3 +223,35 @@ def test_every_field_is_accounted_for(kind):
     _, known = FORMATS[kind].model(json.loads(described(kind).to_json_string(use_diff=False)))
     own = {CONFIG_MAPPING[kind].attribute_map.get(field.name, field.name) for field in fields(CONFIG_MAPPING[kind])}
     assert own <= COMMON | known.read | known.fixed | known.ignored
+
+
+# --- names of tensors that a checkpoint has and `save_pretrained` does not write --------------------------------------
+
+
+@torch.no_grad()
+def test_language_model_of_several_parts(tmp_path):
+    """Qwen3.5 with its vision tower, which is left out."""
+    fields = FAMILIES["qwen3_5_text"].base
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    whole = CONFIG_MAPPING["qwen3_5"](text_config=fields, vision_config=vision)
+    with float64_throughout():
+        theirs = AutoModelForImageTextToText.from_config(whole).eval()
+        theirs.save_pretrained(tmp_path)
+    ours, ids = import_checkpoint(tmp_path), tokens(theirs.model.language_model, 2, 40)
+    assert any(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))
+    assert relative(ours(ids).logits, logits(theirs, ids)) < 1e-12
+    assert ours.config.converted_from["model_type"] == "qwen3_5_text"
+
+
+@torch.no_grad()
+def test_dense_layers_have_the_names_of_the_released_model(pairs, tmp_path):
+    """Kimi Linear's first layer has `mlp`; transformers writes `block_sparse_moe` for it too."""
+    theirs, ours, path = pairs("kimi_linear", "base")
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    renamed = {
+        name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): x
+        for name, x in load_file(path / "model.safetensors").items()
+    }
+    save_file(renamed, tmp_path / "model.safetensors")
+    ids = tokens(theirs, 1, T)
+    assert torch.equal(import_checkpoint(tmp_path)(ids).logits, ours(ids).logits)
