@@ -7,7 +7,9 @@ import torch
 
 from headrace import GateWarning, layers, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from headrace.spec.stack import BlockStyle, Decoder, Layer
+from headrace.spec import AttentionSpec, LatentSpec
+from headrace.spec.attention import Rope
+from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from headrace.studies.verify import relative
 
 MIXERS = {
@@ -31,6 +33,20 @@ MIXERS = {
     "parallel": Decoder(
         (Layer(zoo.get("mamba2"), parallel=zoo.get("gqa(kv_heads=2)")), Layer(zoo.get("gla"), order="branch")),
         BlockStyle(mlp="relu2", embedding_scale=2.0, logits_cap=8.0),
+    ),
+    "qwen3-next": Decoder(
+        (
+            Layer(zoo.get("gated-deltanet(heads.qk_groups=2)")),
+            Layer(AttentionSpec(2, head_dim=16, rope=Rope(dims=4), qk_norm="head", gate="channel"), "experts"),
+        ),
+        BlockStyle(experts=Experts(4, 2, width=8, shared=12, shared_gate=True)),
+    ),
+    "ling": Decoder(
+        (
+            Layer(zoo.get("kda(decay.rank=full, read.gate=sigmoid, decay.lower_bound=-5.0)")),
+            Layer(LatentSpec(16, None, 8, 4, 12, gate="head"), "experts"),
+        ),
+        BlockStyle(experts=Experts(4, 2, width=8, scores="sigmoid", biased=True, normalised=True, shared=8)),
     ),
     "channel mixing": Decoder((Layer(zoo.get("rwkv4")),), BlockStyle("layer", mlp="rwkv4", embedding_norm=True)),
 }

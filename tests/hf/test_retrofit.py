@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from headrace import HeadraceConfig, HeadraceForCausalLM, zoo
+from headrace.hf import load
+from headrace.hf.convert import export_checkpoint
 from headrace.hf.retrofit import retrofit
 from headrace.spec import Competition
 from headrace.studies.verify import relative
 from headrace.training.parameters import gate_parameters
 from headrace.utils.errors import InputError
+from released import HYBRIDS, release
 from tiny import in_memory
 
 
@@ -21,7 +24,7 @@ def checkpoint(folder, mixer, **changes):
 
 def both(folder, competition=None, dtype=torch.float32):
     ids = torch.randint(64, (2, 30), generator=torch.Generator().manual_seed(1))
-    models = HeadraceForCausalLM.from_pretrained(folder).eval(), retrofit(folder, competition)
+    models = load(folder), retrofit(folder, competition)
     before, after = (in_memory(model.to(dtype)) for model in models)
     return before(ids).logits, after(ids).logits, after
 
@@ -31,6 +34,18 @@ def test_retrofit_keeps_outputs_bit_exact(tmp_path, mixer):
     before, after, model = both(checkpoint(tmp_path, mixer))
     assert torch.equal(before, after)
     assert all(not p.any() for p in gate_parameters(model)) and list(gate_parameters(model))
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_retrofit_of_a_released_model(tmp_path, kind):
+    """The same logits to the bit, gates that learn, and no way back to a format without them."""
+    before, after, model = both(release(kind, tmp_path))
+    assert torch.equal(before, after)
+    after.square().sum().backward()
+    gates = list(gate_parameters(model))
+    assert gates and all(not p.any() and p.grad.abs().max() > 0 for p in gates)
+    with pytest.raises(InputError, match=rf"--to '{kind}' cannot represent this model: competition is .* there"):
+        export_checkpoint(model, kind, tmp_path / "back")
 
 
 def test_joint_gate_keeps_outputs(tmp_path):

@@ -7,11 +7,14 @@ import re
 import shutil
 import subprocess
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_next import modeling_qwen3_next
 from typer.testing import CliRunner
 
 from headrace import zoo
@@ -25,6 +28,7 @@ from headrace.studies.inspect.page import compress_attention, pack, profile
 from headrace.studies.inspect.recorder import record, weights
 from headrace.studies.verify import literal_op
 from headrace.utils.errors import InputError
+from released import release
 from tiny import build, close, config, tokens
 
 T = 37
@@ -88,6 +92,38 @@ def test_weights_are_those_of_the_literal_equation(mixer):
             A = weights(recorded.reading())
             recorded.mixer.op = literal_op
             close(A, weights(recorded.reading()))
+
+
+def unrolled(q, k, decay, beta):
+    """q, k [T, H, K], decay and beta [T, H] -> the weights of a gated delta rule [H, T, T]: what is left in the memory
+    of the value that each token wrote, read by every later token."""
+    T, H, K = k.shape
+    A, written = torch.zeros(H, T, T).double(), torch.zeros(H, T, K).double()  # the key under which a value is stored
+    for t in range(T):
+        written = decay[t, :, None, None] * written
+        overwritten = torch.einsum("hsk,hk->hs", written, k[t])[..., None] * k[t, :, None]
+        written = written - beta[t, :, None, None] * overwritten
+        written[:, t] = beta[t, :, None] * k[t]
+        A[:, t] = torch.einsum("hsk,hk->hs", written, q[t])
+    return A
+
+
+@torch.no_grad()
+def test_weights_of_a_released_model_are_those_of_transformers(tmp_path):
+    """Of Qwen3-Next, whose softmax attention has an output gate, norms of q and k, and channels without rotation."""
+    path, rule, ids = release("qwen3_next", tmp_path), "torch_chunk_gated_delta_rule", tokens(1, T)
+    options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float64}
+    theirs = AutoModelForCausalLM.from_pretrained(path, **options).eval()
+    with mock.patch.object(modeling_qwen3_next, rule, wraps=getattr(modeling_qwen3_next, rule)) as called:
+        attentions = theirs(ids, output_attentions=True, return_dict=True).attentions
+    (q, k, _), operands = called.call_args
+    q, k = (x[0].double().repeat_interleave(2, 1) for x in (q, k))  # a head of q and k has two of v
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    decay, beta = operands["g"][0].double().exp(), operands["beta"][0].double()
+    linear, softmax = (weights(recorded.reading()) for recorded in record(load(path).double(), ids)[1])
+    close(softmax, attentions[-1][0].double(), 1e-6)  # theirs is a softmax in float32
+    close(linear, unrolled(q / q.shape[-1] ** 0.5, k, decay, beta), 1e-6)
+    assert len(inspection.inspect(path, "one two three")) > 10_000
 
 
 def test_softmax_weights_are_a_softmax():

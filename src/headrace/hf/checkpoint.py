@@ -33,10 +33,8 @@ def load(path: str | Path) -> HeadraceForCausalLM:
         InputError: the folder is no checkpoint of a known format, a file of it is missing or damaged, or its weights do
             not fit its config.json.
     """
-    folder = fetched(path)
-    if not (folder / "config.json").is_file():
-        raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
-    if read_json(folder / "config.json", {}).get("model_type") != HeadraceConfig.model_type:
+    folder, foreign = _located(path)
+    if foreign:
         from .convert import import_checkpoint  # which imports this module
 
         return import_checkpoint(folder)
@@ -54,6 +52,26 @@ def load(path: str | Path) -> HeadraceForCausalLM:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise InputError(f"checkpoint {str(folder)!r} does not fit its config.json at {', '.join(wrong[:3])}{more}")
     return model
+
+
+def read_config(path: str | Path) -> HeadraceConfig:
+    """Returns the config of the model that `load` returns, of which no weights are read. InputError as `load`."""
+    folder, foreign = _located(path)
+    if foreign:
+        from .convert import import_config  # which imports this module
+
+        return import_config(folder)
+    with reading(f"checkpoint {str(folder)!r} cannot be read"):
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config
+
+
+def _located(path: str | Path) -> tuple[Path, bool]:
+    """Returns the folder, and whether its model is of another library. InputError if it has no config.json."""
+    folder = fetched(path)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
+    return folder, read_json(folder / "config.json", {}).get("model_type") != HeadraceConfig.model_type
 
 
 def fetched(path: str | Path) -> Path:

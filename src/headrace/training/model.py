@@ -13,29 +13,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from .. import zoo
 from ..hf import HeadraceConfig, HeadraceForCausalLM, load
+from ..hf.checkpoint import read_config
 from ..layers.blocks.widths import matrix_products
 from ..ops.dispatch import set_backend
 from ..utils.errors import InputError
 from .parameters import gate_parameters, initialise_gates
-from .recipes import Recipe
+from .recipes import CHECKPOINT, SIZES, Recipe
 
 SHARED = 12  # bytes per parameter of the weight and AdamW's two moments in float32
 WHOLE = 4  # of the gradient, which a process keeps whole until the end of a step
-# Fields of a config -> the recipe's names of them.
-FIELDS = {
-    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "layers", "num_heads": "heads",
-    "intermediate_size": "intermediate_size", "tie_word_embeddings": "tie",
-}  # fmt: skip
 KEPT = ("style", "mlp", "norm_eps", "rope_theta")  # fields of a config that a recipe does not have
 
 
 def config(recipe: Recipe, **kept: Any) -> HeadraceConfig:
     """The config of a recipe's model. kept: values of fields that a recipe does not have."""
+    if recipe.mixer == CHECKPOINT:
+        return read_config(str(recipe.weights))
     return HeadraceConfig(
         mixer=recipe.mixer, max_position_embeddings=recipe.length, initializer_range=recipe.initializer_range,
-        **{name: getattr(recipe, field) for name, field in FIELDS.items()}, **kept,
+        **{name: getattr(recipe, field) for name, field in SIZES.items()}, **kept,
     )  # fmt: skip
 
 
@@ -48,12 +45,15 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
         return model
     checkpoint = load(recipe.weights)
     model = HeadraceForCausalLM(config(recipe, **{name: getattr(checkpoint.config, name) for name in KEPT}))
-    for name, field in {"mixers": "mixer", **FIELDS}.items():
-        stored, needed = getattr(checkpoint.config, name), getattr(model.config, name)
+    if checkpoint.config.mixers != model.config.mixers:
+        others = f"weights={recipe.weights!r} has other layers than mixer={recipe.mixer}"
+        raise InputError(f"{others}; set mixer={CHECKPOINT}, or the mixer of that checkpoint")
+    for name, field in SIZES.items():
+        stored = getattr(checkpoint.config, name)
+        needed = getattr(recipe, field) if recipe.mixer == CHECKPOINT else getattr(model.config, name)
         if stored != needed:
-            value = "the mixer of that checkpoint" if field == "mixer" else stored
             raise InputError(
-                f"weights={recipe.weights!r} has {name}={stored}; the recipe has {needed}; set {field}={value}"
+                f"weights={recipe.weights!r} has {name}={stored}; the recipe has {needed}; set {field}={stored}"
             )
     try:
         model.load_state_dict(checkpoint.state_dict())
@@ -81,7 +81,7 @@ class Counted(NamedTuple):
 
 def counted(recipe: Recipe) -> Counted:
     """Counts on the model of a recipe, once for all recipes that differ in rows per pass and seed alone."""
-    return _counted(replace(recipe, micro_batch=1, seed=0), json.dumps(zoo.to_json(zoo.get(recipe.mixer))))
+    return _counted(replace(recipe, micro_batch=1, seed=0), json.dumps(config(recipe).mixer))
 
 
 @lru_cache(maxsize=64)

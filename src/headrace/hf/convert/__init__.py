@@ -51,15 +51,9 @@ def import_checkpoint(checkpoint: Path, dtype: torch.dtype | None = None) -> Hea
             unexpected or of another shape.
     """
     check_weights(checkpoint)
-    described = read_json(checkpoint / "config.json", {})
-    kind = described.get("model_type")
-    if kind not in [*FORMATS]:
-        raise InputError(
-            f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; expected one of {', '.join(FORMATS)}"
-        )
+    form, described = _read_format(checkpoint)
     try:
-        files, form = TensorFiles(checkpoint), FORMATS[kind]
-        described = form.of_text(described)
+        files, described = TensorFiles(checkpoint), form.of_text(described)
         check_sizes(described, max(header.elements for header in files.headers.values()))
         model, views = _empty_model(form, described, files, dtype)
     except InputError as error:
@@ -71,6 +65,27 @@ def import_checkpoint(checkpoint: Path, dtype: torch.dtype | None = None) -> Hea
         check_generation(model.generation_config)
         model.generation_config.use_cache = True
     return model.eval()
+
+
+def import_config(checkpoint: Path) -> HeadraceConfig:
+    """Returns the config of the converted model, of which no weights are read. InputError as `import_checkpoint`."""
+    form, described = _read_format(checkpoint)
+    try:
+        described = form.of_text(described)
+        return HeadraceConfig(**form.model(described)[0].arguments, converted_from=described)
+    except InputError as error:
+        raise InputError(f"checkpoint {str(checkpoint)!r}: {error}") from None
+
+
+def _read_format(checkpoint: Path) -> tuple[Format, Config]:
+    """Returns the format of a checkpoint, and its config.json. InputError if the format is unknown."""
+    described = read_json(checkpoint / "config.json", {})
+    kind = described.get("model_type")
+    if kind not in [*FORMATS]:
+        raise InputError(
+            f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; expected one of {', '.join(FORMATS)}"
+        )
+    return FORMATS[kind], described
 
 
 def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: torch.dtype | None) -> tuple[Any, Views]:

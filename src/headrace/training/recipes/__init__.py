@@ -30,6 +30,14 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
+CHECKPOINT = "checkpoint"  # the mixer of a recipe whose model is that of its weights
+# Fields of a config -> the recipe's names of them.
+SIZES = {
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "layers", "num_heads": "heads",
+    "intermediate_size": "intermediate_size", "tie_word_embeddings": "tie",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Recipe(Optimization):
     """A model and its training. Token counts are over all devices; a step is one update of the weights.
@@ -40,7 +48,7 @@ class Recipe(Optimization):
 
     # the model
 
-    mixer: str = "softmax-gla"  # name or expression of the zoo
+    mixer: str = "softmax-gla"  # name or expression of the zoo; "checkpoint": the layers and the sizes of `weights`
     hidden_size: PositiveInt = 1024
     layers: PositiveInt = 24
     heads: PositiveInt = 4  # of every mixer that does not set its own
@@ -78,10 +86,15 @@ class Recipe(Optimization):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        zoo.get(self.mixer).head_dims(self.hidden_size, self.heads)
+        if self.mixer != CHECKPOINT:
+            zoo.get(self.mixer).head_dims(self.hidden_size, self.heads)
 
     def _objections(self) -> Iterator[tuple[bool, str]]:
         yield from super()._objections()
+        yield (
+            self.mixer == CHECKPOINT and self.weights is None,
+            f"mixer={self.mixer!r} without weights; expected weights=FOLDER, whose layers the model has",
+        )
         yield (
             self.batch_tokens % self.length > 0,
             f"batch_tokens={self.batch_tokens}; expected a multiple of length={self.length}; set "
@@ -132,7 +145,13 @@ class Recipe(Optimization):
     @property
     def clips(self) -> float | None:
         """The largest norm of the gradient after `clip` and `clip_when`; None: no clipping."""
-        return self.clip if self.clip_when == "always" or zoo.get(self.mixer).gated else None
+        return self.clip if self.clip_when == "always" or self.spec.gated else None
+
+    @property
+    def spec(self) -> Any:
+        """The spec of the mixer, or the Decoder of all layers. InputError if it is that of a checkpoint that is not
+        there."""
+        return zoo.get(self.mixer) if self.mixer != CHECKPOINT else _config(self.weights).stack
 
 
 @dataclass(frozen=True)
@@ -167,13 +186,23 @@ def load(
     about = About(given.pop("source", ""), given.pop("data", ""), assumed)
     free = [*given.pop("from_data", []), *(field for field in FROM_DATA if field not in given)]
     stated = {field: manifest[field] for field in FROM_DATA if manifest and field in free}
-    data = given | stated | {field: _parsed(value) for field, value in (changes or {}).items()}
+    changed = {field: _parsed(value) for field, value in (changes or {}).items()}
+    data = given | stated | changed
+    if data.get("mixer") == CHECKPOINT and data.get("weights") is not None:
+        config = _config(data["weights"])
+        data |= {field: getattr(config, name) for name, field in SIZES.items()} | changed
     known = [field.name for field in fields(Recipe)]
     if unknown := next((str(field) for field in (*data, *about.assumed, *free) if field not in known), None):
         meant = ELSEWHERE.get(unknown) or nearest(unknown, known)
         raise InputError(f"recipe {name!r} has no field {unknown!r}; did you mean {meant!r}?")
     whole = {field: int(value) for field, value in data.items() if isinstance(value, float) and value.is_integer()}
     return Recipe(**admitted(Recipe, data | whole, "recipe")), about  # 4e6 counts as an integer
+
+
+def _config(path: Any) -> Any:
+    from ...hf.checkpoint import read_config  # which imports transformers
+
+    return read_config(path)
 
 
 def _parsed(value: Any) -> Any:

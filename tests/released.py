@@ -1,0 +1,32 @@
+"""Checkpoints of transformers as others release them: small, of random weights, with a tokenizer of bytes."""
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from families import delta, recurrent
+from headrace.data.tokenizer import byte_level
+
+FAMILIES = recurrent.FAMILIES | delta.FAMILIES
+# Between them: experts, dense MLPs, gated and latent attention, norms of the branches' outputs, tied weights, no MLP.
+HYBRIDS = {
+    "qwen3_next": {},
+    "qwen3_5_text": {"tie_word_embeddings": True},
+    "kimi_linear": {},
+    "olmo_hybrid": {},
+    "mamba2": {},
+}
+
+
+@torch.no_grad()
+def release(kind, folder, **changes):
+    """Writes a checkpoint of a family, and returns the folder."""
+    tokenizer = byte_level()
+    tokens = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    config = CONFIG_MAPPING[kind](**FAMILIES[kind].base | HYBRIDS.get(kind, {}) | tokens | changes)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
