@@ -26,7 +26,7 @@ def release(kind, folder, **changes):
     config = CONFIG_MAPPING[kind](**FAMILIES[kind].base | HYBRIDS.get(kind, {}) | tokens | changes)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+        parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -13,6 +13,7 @@ import tiny
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM, load
 from headrace.studies.verify import relative
+from released import release
 
 TEXT = "one two three four five six seven eight nine ten. "
 
@@ -25,6 +26,17 @@ def folder(tmp_path_factory):
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module", params=["softmax-gla", "qwen3_next", "kimi_linear", "mamba2"])
+def model_folder(request, folder, tmp_path_factory):
+    """Of our own model, and of converted ones."""
+    if request.param == "softmax-gla":
+        return folder
+    path = tmp_path_factory.mktemp(request.param)
+    load(release(request.param, path / "theirs")).save_pretrained(path / "ours")
+    byte_level().save_pretrained(path / "ours")
+    return path / "ours"
 
 
 def run(*command, cache):
@@ -84,16 +96,17 @@ metric_list: [{{metric: bits_per_byte}}]
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-def test_trl_fine_tuning_lowers_the_loss(folder, tmp_path, adapter):
+def test_trl_fine_tuning_lowers_the_loss(model_folder, tmp_path, adapter):
+    """On whole rows, and on several rows in a pack."""
     trl = pytest.importorskip("trl", reason="trl is not installed")
     import peft
 
-    model, tokenizer = load(folder), byte_level()
+    model, tokenizer = load(model_folder), byte_level()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     rows = Dataset.from_list([{"prompt": "one two", "completion": TEXT}] * 16)
     settings = trl.SFTConfig(
         output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
-        report_to="none", use_cpu=True, bf16=False, save_strategy="no", seed=0,
+        report_to="none", use_cpu=True, bf16=False, save_strategy="no", seed=0, packing=not adapter, max_length=256,
     )  # fmt: skip
     lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if adapter else None
     trainer = trl.SFTTrainer(
@@ -154,21 +167,22 @@ def test_accelerate_with_two_processes_equals_one(folder, tmp_path):
     assert any(relative(actual[name], weight) > 1e-2 for name, weight in start.named_parameters())
 
 
-def test_pipeline_equals_generate(folder, tmp_path):
+@pytest.mark.parametrize("model_folder", ["softmax-gla", "qwen3_next"], indirect=True)
+def test_pipeline_equals_generate(model_folder, tmp_path):
     """And without the argument that lets transformers import headrace, it says so."""
     code = f"""
 from transformers import pipeline
 try:
-    pipeline("text-generation", model={str(folder)!r})
+    pipeline("text-generation", model={str(model_folder)!r})
 except ValueError as error:
     print(error)
-generator = pipeline("text-generation", model={str(folder)!r}, trust_remote_code=True)
+generator = pipeline("text-generation", model={str(model_folder)!r}, trust_remote_code=True)
 print(generator({TEXT!r}, max_new_tokens=8, do_sample=False))
 """
     failed, output, errors = run("-c", code, cache=tmp_path)
     assert not failed, errors[-2000:]
     assert "trust_remote_code=True" in output
-    tokenizer, model = byte_level(), load(folder)
+    tokenizer, model = byte_level(), load(model_folder)
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
     written = tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0], skip_special_tokens=True)
     assert repr(written) in output

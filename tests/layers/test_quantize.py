@@ -158,7 +158,9 @@ def test_any_stride_and_dtype_of_the_input():
     assert half(x.bfloat16()).dtype is half.weight.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("mixer", ["gla", "softmax-gla", "gated-deltanet", "rwkv6", "transformer"])
+@pytest.mark.parametrize(
+    "mixer", ["gla", "softmax-gla", "gated-deltanet", "rwkv6", "transformer", "qwen3-next", "ling"]
+)
 @torch.no_grad()
 def test_decoding_equals_the_full_forward(mixer):
     """In float64 to rounding; in float32, where a product with few rows has a kernel, as near to that as the full

@@ -22,17 +22,19 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 from headrace.cli import train as cli_train
 from headrace.data import open_data
 from headrace.hf import load
+from headrace.hf.convert import export_checkpoint
 from headrace.hf.retrofit import retrofit
 from headrace.ops.loss import IGNORED
 from headrace.tasks import Mqar, Needle, Pair, Reverse, Text
 from headrace.tasks import prepared as prepared_task
 from headrace.tasks.base import generator
-from headrace.training import card, checkpoints, run
-from headrace.training.model import build
+from headrace.training import card, checkpoints, recipes, run
+from headrace.training.model import build, estimate
 from headrace.training.optimizer import SkipNonFiniteAdamW, optimizer
 from headrace.training.parameters import gate_parameters
 from headrace.training.trainer import HeadraceTrainer
 from headrace.utils.errors import InputError
+from released import release
 from sharded import Run, train_all
 from trained import TINY, recipe, train
 
@@ -265,6 +267,23 @@ def test_run_starts_from_a_checkpoint(data, prepared, tmp_path):
     assert after[-1]["final_loss"] < before[-1]["final_loss"]
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
+def test_run_trains_a_released_model(kind, data, tmp_path):
+    """With gates over its heads or without, which the format of the checkpoint can represent."""
+    path = release(kind, tmp_path / "released")
+    retrofit(path).save_pretrained(tmp_path / "competing")
+    changes = {name: value for name, value in TINY.items() if name not in recipes.SIZES.values()}
+    for name in ("released", "competing"):
+        own = {"mixer": "checkpoint", "weights": str(tmp_path / name), "tokens": 128 * 4}
+        settings, about = recipes.load("laptop-1m", changes | own)
+        assert estimate(settings)["parameters"]["untied"] == load(tmp_path / name).num_parameters()
+        run.train(settings, about, data, tmp_path / f"{name} run", trackers="none")
+    gates = gate_parameters(load(tmp_path / "competing run" / "model"))
+    assert all(p.any() for p in gates)
+    export_checkpoint(load(tmp_path / "released run" / "model"), kind, tmp_path / "back")
+    assert load(tmp_path / "back").num_parameters() == load(path).num_parameters()
+
+
 @pytest.fixture(scope="module")
 def first(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("first")
@@ -275,7 +294,9 @@ def first(data, tmp_path_factory):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"mixer": "softmax-gla"}, "mixers="),
+        ({"mixer": "softmax-gla"}, "has other layers than mixer=softmax-gla; set mixer=checkpoint, or the mixer"),
+        ({"mixer": "checkpoint", "layers": 3}, "has num_hidden_layers=2; the recipe has 3; set layers=2"),
+        ({"mixer": "checkpoint", "weights": None}, "mixer='checkpoint' without weights; expected weights=FOLDER"),
         ({"hidden_size": 32}, "hidden_size=16; the recipe has 32"),
         ({"weights": "nowhere"}, "'nowhere' has no config.json"),
     ],

@@ -28,6 +28,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from .. import zoo
 from ..data import Collator, PackedData, open_data, unigram_loss
+from ..hf.checkpoint import fetched
 from ..layers.blocks.compiled import compile_blocks
 from ..utils.errors import InputError, reading
 from ..utils.extras import require
@@ -223,8 +224,10 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
 
 def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
     """InputError if the checkpoint of the recipe has another tokenizer than the data."""
-    file = Path(recipe.weights or "", "tokenizer.json")
-    if recipe.weights is None or data.tokenizer is None or not file.is_file():
+    if recipe.weights is None or data.tokenizer is None:
+        return
+    file = fetched(recipe.weights) / "tokenizer.json"
+    if not file.is_file():
         return
     with reading(f"weights={recipe.weights!r} has no readable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
