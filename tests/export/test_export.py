@@ -27,7 +27,10 @@ from headrace.export.onnx import MAX_ERROR_RATIO, TOLERANCE, Runtime, errors, ex
 from headrace.export.web import write_page
 from headrace.hf import HeadraceForCausalLM
 from headrace.ops.reference import literal
+from headrace.spec import AttentionSpec
+from headrace.spec.attention import Rope
 from headrace.spec.stack import Layer
+from released import release
 from tiny import build, config
 
 onnx = pytest.importorskip("onnx", reason='needs pip install "headrace[onnx]"')
@@ -230,13 +233,27 @@ def test_opset_27_uses_the_standard_node(checkpoint, exported, tmp_path):
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("qwen3_5_text", {}), ("olmo_hybrid", {}), ("kimi_linear", {"mlp_layer_types": ["dense", "dense"]})],
+)
+def test_released_hybrids_are_exported(kind, changes, tmp_path):
+    """Gated and latent attention, and norms of the branches' outputs: `export` compares the logits with PyTorch's."""
+    (tmp_path / "onnx").mkdir()
+    assert "its logits differ from float64's by" in export(release(kind, tmp_path / kind, **changes), tmp_path / "onnx")
+
+
 REFUSED = {
     "residual-delta": r"layer 0 of the model: its write strength β \(write.residual_chunk\) is computed in a loop",
     "mamba": "layer 0 of the model: its mixer is Mamba, whose recurrence has no node in ONNX",
     "rwkv7": "its mixer is RWKV7",
     "sliding-window": "its softmax attention is sparse or tiled",
+    AttentionSpec(
+        rope=Rope("dynamic", factor=2.0, original=8)
+    ): r"its rotary frequencies \(rope.kind='dynamic'\) depend",
     "gpt": "a model with absolute positions",
     "zamba": "its mixer is Mamba",
+    "qwen3-next": "layer 1 of the model: it has a mixture of experts",
 }
 
 

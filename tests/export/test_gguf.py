@@ -7,6 +7,7 @@ import tiny
 from headrace import InputError
 from headrace.data.tokenizer import byte_level, train_bpe
 from headrace.hf.generate import read_tokenizer
+from released import release
 
 GGUFReader = getattr(pytest.importorskip("gguf"), "GGUFReader")  # noqa: B009
 gguf = pytest.importorskip("headrace.export.gguf", reason='pip install "headrace[gguf]"', exc_type=ImportError)
@@ -61,7 +62,7 @@ def test_llama_cpp_tokenizes_alike(tokenizer, tmp_path):
     "mixer, changes, reason",
     [
         ("softmax-gated-deltanet", {}, "no architecture for head competition; expected gated-deltanet, mamba2, rwkv7"),
-        ("gla", {}, "llama.cpp has no architecture for the mixers of this model"),
+        ("gla", {}, "cannot write layer 0 of the model, which has MixerSpec; expected gated-deltanet, mamba2"),
         ("hybrid", {}, "llama.cpp has no architecture for head competition"),
         ("gated-deltanet", {}, "key dimension 24 and value dimension 48 per head; llama.cpp needs equal ones"),
         ("mamba2", {}, "with mamba2: expected style.mlp='none'"),
@@ -73,6 +74,12 @@ def test_unsupported_models_are_refused(mixer, changes, reason, tmp_path):
     saved(tmp_path, mixer, **changes)
     with pytest.raises(InputError, match=reason):
         gguf.export(tmp_path, tmp_path)
+
+
+def test_released_model_is_refused_with_its_way_back(tmp_path):
+    reason = "layer 1 of the model, which has AttentionSpec; .* or `headrace convert --to qwen3_5_text`"
+    with pytest.raises(InputError, match=reason):
+        gguf.export(release("qwen3_5_text", tmp_path), tmp_path)
 
 
 def test_weights_are_not_rounded(tmp_path):

@@ -22,7 +22,13 @@ T = TypeVar("T")
 HEARTBEAT = 60.0  # seconds without a line after which the current line is repeated
 
 # The bracket of "[default: ...]" is escaped because Rich takes "[...]" for markup and prints nothing.
-Checkpoint = Annotated[Path, typer.Argument(help="Folder of a checkpoint, as `train` or `save_pretrained` write it.")]
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        help="Folder of a checkpoint, as `train`, `convert` or transformers' `save_pretrained` write it, or its name on "
+        "the Hugging Face Hub."
+    ),
+]
 NewFolder = Annotated[Path, typer.Option(help="Folder to create. An existing folder is refused.")]
 Device = Annotated[
     str | None,

@@ -131,8 +131,8 @@ def convert(
     to: Annotated[
         str | None,
         typer.Option(
-            help="Target format: llama, mamba2, qwen3_next (transformers); retnet, gla, delta_net, gated_deltanet "
-            r"(flash-linear-attention). \[default: the format of headrace]"
+            help="Target format: a model_type of transformers or flash-linear-attention, such as qwen3_next or gla. An "
+            r"unknown one is refused with the list of all. \[default: the format of headrace]"
         ),
     ] = None,
     dtype: Annotated[
@@ -147,9 +147,10 @@ def convert(
 
     Without --to, converts a foreign checkpoint to headrace; with --to, converts a checkpoint of headrace."""
     from ..hf.checkpoint import fetched, load
-    from ..hf.convert import PRECISIONS, export_checkpoint, import_checkpoint, set_use_cache
+    from ..hf.convert import PRECISIONS, check_format, export_checkpoint, import_checkpoint, set_use_cache
 
     if to is not None:
+        check_format(to)
         refuse_without("a conversion to headrace, without --to", dtype=dtype)
     if dtype not in (None, *PRECISIONS):
         raise InputError(f"--dtype {dtype!r}; expected one of {', '.join(PRECISIONS)}")
@@ -195,14 +196,16 @@ def export(
 ) -> None:
     """Write a checkpoint for another runtime."""
     from ..export import FORMATS, writer
+    from ..hf.checkpoint import fetched
 
     all_options: dict[str, Any] = {"weights": weights, "opset": opset, "libraries": libraries}
     options = {name: value for name, value in all_options.items() if value is not None}
     extra = FORMATS[to].extra if to in FORMATS else "models"
-    write = requiring_extra(extra, f"export --to {to}", lambda folder: writer(to, options)(checkpoint, folder))
+    write = requiring_extra(extra, f"export --to {to}", lambda *paths: writer(to, options)(*paths))
     with new_checkpoint(output) as folder:
-        sentence = write(folder)
-        _copy(checkpoint, folder)
+        source = fetched(checkpoint)
+        sentence = write(source, folder)
+        _copy(source, folder)
     print(f"{output}: {sentence}")
 
 

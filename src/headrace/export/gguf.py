@@ -167,20 +167,26 @@ def export(checkpoint: Path, folder: Path) -> str:
 
 def architecture(config: Any) -> tuple[str, Architecture]:
     """Returns llama.cpp's architecture for a model, with its name. Raises InputError if it has none."""
-    spec, layers = config.mixers[0], config.stack.over(config.num_hidden_layers)
+    spec, layers, fitting = config.mixers[0], config.stack.over(config.num_hidden_layers), 0
     for name, kind in ARCHITECTURES.items():
         named: Any = zoo.get(kind.mixer)
         if isinstance(spec, MixerSpec) and isinstance(named, MixerSpec):
             named = replace(named, heads=spec.heads, inputs=replace(named.inputs, conv=spec.inputs.conv or 4))
         elif isinstance(spec, MatrixSpec) and isinstance(named, MatrixSpec):
             named = replace(named, rank=spec.rank, count=spec.count)
-        if layers == [Layer(named)] * len(layers):
+        first = next((i for i, layer in enumerate(layers) if layer != Layer(named)), None)
+        if first is None:
             expected = f"expected style.mlp={kind.mlp!r}, and defaults otherwise"
             require(config.sizes.style == as_style({"mlp": kind.mlp}), f"--to gguf with {kind.mixer}: {expected}")
             return name, kind
-    known = ", ".join(kind.mixer for kind in ARCHITECTURES.values())
-    unsupported = "head competition" if getattr(spec, "competition", None) else "the mixers of this model"
-    raise InputError(f"--to gguf: llama.cpp has no architecture for {unsupported}; expected {known} in all layers")
+        fitting = max(fitting, first)
+    known = f"expected {', '.join(kind.mixer for kind in ARCHITECTURES.values())} in all layers"
+    if any(getattr(each, "competition", None) for each in config.mixers):
+        raise InputError(f"--to gguf: llama.cpp has no architecture for head competition; {known}")
+    part = type(layers[fitting].mixer).__name__ if layers[fitting].mlp != "experts" else "a mixture of experts"
+    kind, own = (config.converted_from or {}).get("model_type"), "of which llama.cpp's own converter reads"
+    way = "" if kind is None else f", or `headrace convert --to {kind}`, {own} some checkpoints"
+    raise InputError(f"--to gguf cannot write layer {fitting} of the model, which has {part}; {known}{way}")
 
 
 def tensors(model: Any, kind: Architecture) -> Tensors:

@@ -81,6 +81,8 @@ def _reason(layer: Any) -> str | None:
             if mixer.residual is None
             else "its write strength β (write.residual_chunk) is computed in a loop over chunks"
         )
+    if mixer.spec.rotary and mixer.spec.rope.by_length:
+        return f"its rotary frequencies (rope.kind={mixer.spec.rope.kind!r}) depend on the length of the sequence"
     dense = mixer.spec.pattern is None and mixer.spec.form != "tiles"
     return None if dense else "its softmax attention is sparse or tiled; expected dense attention"
 

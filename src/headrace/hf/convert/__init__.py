@@ -119,6 +119,12 @@ def _fill(model: Any, views: Views, files: TensorFiles) -> None:
             ours[slot].copy_(value * view.factor + view.offset)
 
 
+def check_format(name: str) -> None:
+    """Raises InputError for an unknown format."""
+    if name not in FORMATS:
+        raise InputError(f"--to {name!r} is unknown; expected one of {', '.join(FORMATS)}")
+
+
 def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> bool:
     """Writes a model as a checkpoint of another format: config.json and model.safetensors. Returns whether the foreign
     library can decode the model with its cache.
@@ -126,8 +132,7 @@ def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> bo
     Raises:
         InputError: the format is unknown or cannot represent the model.
     """
-    if name not in FORMATS:
-        raise InputError(f"--to {name!r} is unknown; expected one of {', '.join(FORMATS)}")
+    check_format(name)
     described, foreign = _described(model, name)
     tensors: dict[str, Tensor] = {}
     ours = slots(model)

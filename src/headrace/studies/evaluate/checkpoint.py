@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME, cached_file
 
-from ...hf import HeadraceConfig, load
+from ...hf import HeadraceConfig, HeadracePreTrainedModel, load
 from ...hf.checkpoint import check_backend
 from ...hf.generate import read_tokenizer
 from ...utils.errors import InputError, reading
@@ -54,9 +55,14 @@ def read_checkpoint(path: str, device: str) -> Checkpoint:
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise InputError(f"checkpoint {path!r} has a tokenizer without bos and eos token; expected at least one")
     try:
-        return Checkpoint(path, model.to(device).eval(), tokenizer)
+        model = model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"--device={device!r} cannot be used: {str(error).splitlines()[0]}") from None
+    if not isinstance(model, HeadracePreTrainedModel):
+        own = "`headrace convert` may make a checkpoint of headrace of it"
+        with reading(f"checkpoint {path!r} cannot be computed by transformers on {device} ({own})"), torch.no_grad():
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device))
+    return Checkpoint(path, model, tokenizer)
 
 
 def read_model(path: str) -> Any:
