@@ -52,14 +52,14 @@ def qwen(c: Fields, projections: Projections, sparse: Any = (), mixture: Any = N
     """projections: views of the input projections of a linear layer. sparse: the layers with experts."""
     c.only("hidden_act", "silu", "swish")
     kinds, tied, delta = c["layer_types"], c["tie_word_embeddings"], delta_sizes(c)
-    linear = gated_delta(c, *delta)
+    linear = gated_delta(c, *delta, {} if "full_attention" in kinds else {"heads.count": None})
     attention: Any = qwen_attention(c) if "full_attention" in kinds else None
     if attention is None:
         c.ignore("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "rope_parameters")
-    layers, views = [], whole("model", "embed_tokens", "norm", tied, 1.0)
+    layers, views = [], whole("model", "embed_tokens", "norm", tied)
     for i, kind in enumerate(kinds):
         ours, theirs = layer_name(i), f"model.layers.{i}"
-        views |= named(ours, theirs, NORMS, offset=1.0)  # Qwen3-Next stores the weights of these norms minus 1
+        views |= named(ours, theirs, NORMS)
         mixer = linear if kind == "linear_attention" else attention
         layers.append(Layer(mixer, "experts" if i in sparse else "one"))
         if mixer is linear:
@@ -77,7 +77,8 @@ def qwen(c: Fields, projections: Projections, sparse: Any = (), mixture: Any = N
     if attention is not None:
         sizes["rope_theta"] = rope_theta(c)
     return Model(
-        shared(c, layers, BlockStyle(experts=mixture), intermediate_size=c["intermediate_size"], **sizes), views
+        shared(c, layers, BlockStyle("rms-offset", experts=mixture), intermediate_size=c["intermediate_size"], **sizes),
+        views,
     )
 
 
@@ -86,13 +87,13 @@ def qwen_attention(c: Fields) -> AttentionSpec:
     d = c["head_dim"]
     return AttentionSpec(
         kv_heads=c["num_key_value_heads"], count=c["num_attention_heads"], head_dim=d,
-        rope=rotation(c, d, partial=True), bias=c["attention_bias"], qk_norm="head", gate="channel",
+        rope=rotation(c, d, partial=True), bias=c["attention_bias"], qk_norm="head-offset", gate="channel",
     )  # fmt: skip
 
 
 def qwen_attention_views(theirs: str, spec: Any) -> Views:
     """q_proj stacks, per head, q and the logits of the gate."""
-    views = named("mixer", theirs, {f"{name}_norm.weight": f"{name}_norm.weight" for name in "qk"}, offset=1.0)
+    views = named("mixer", theirs, {f"{name}_norm.weight": f"{name}_norm.weight" for name in "qk"})
     for kind in ("weight", "bias") if spec.bias else ("weight",):
         width = spec.count * spec.head_dim
         both = stacked(f"{theirs}.q_proj.{kind}", {"q": width, "g": width}, spec.count)
@@ -295,7 +296,7 @@ def glm5_next(c: Fields) -> Model:
 
 FORMATS: dict[str, Format] = {
     "qwen3_next": Format(
-        "Qwen3NextForCausalLM", qwen3_next, qwen_describe, MixerSpec,
+        "Qwen3NextForCausalLM", qwen3_next, qwen_describe, MixerSpec, offset=True,
         # transformers takes the number of tokens so far from a layer of softmax attention
         cache=lambda config: any(spec.facts.cached for spec in config.mixers),
     ),

@@ -86,6 +86,7 @@ class Format:
     types: forms, as of `misfit`, of the fields whose default does not show the type.
     outside: beginnings of the names of tensors that belong to other parts of the checkpoint than the language model.
     inner: the field that holds the config of the language model, in a model of several parts.
+    offset: whether its norms store their weights minus 1. A model of ours whose norms do not can be written as well.
     renamed: (part of a name, what checkpoints may have in its place).
     cache: whether the foreign library can decode the model with its cache."""
 
@@ -97,6 +98,7 @@ class Format:
     types: Config | None = None
     outside: tuple[str, ...] = ()
     inner: str | None = None
+    offset: bool = False
     renamed: tuple[str, str] | None = None
     cache: Callable[[Any], bool] = lambda config: True
 
