@@ -8,8 +8,8 @@ from ..ops.call import accumulator
 
 
 class OffsetRMSNorm(nn.RMSNorm):
-    """RMSNorm that multiplies by 1 + weight, as in Gemma (arXiv 2403.08295). A weight near 0 has more digits in bfloat16
-    than one near 1."""
+    """RMSNorm that multiplies by 1 + weight (Gemma, arXiv 2403.08295). In bfloat16 a weight near 0 has more digits than
+    one near 1."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
