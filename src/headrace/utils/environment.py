@@ -12,6 +12,7 @@ import torch
 
 import headrace
 
+from .plugins import digests
 from .provenance import source
 
 
@@ -31,6 +32,7 @@ def environment() -> dict[str, Any]:
         "backend": os.environ.get("HEADRACE_BACKEND") or "auto",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads_per_arm": torch.get_num_threads(),
+        **digests(),
     }
 
 

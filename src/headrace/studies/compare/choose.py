@@ -10,6 +10,7 @@ from ...spec.record import Kind, checked
 from ...spec.serialise import admitted
 from ...spec.stack import Decoder
 from ...tasks import Task, Text
+from ...utils import plugins
 from ...utils.errors import InputError, nearest
 from ...utils.integrity import file_names
 from . import question, tuning
@@ -111,6 +112,8 @@ def seeds(text: str | int | list[int]) -> int | tuple[int, ...]:
 def default(task: str) -> Plan:
     """The default plan of a task. The task is an expression that can set fields: `mqar(pairs=16, length=128)`."""
     name, settings = zoo.expression(task, "--task")
+    if name not in DEFAULTS:
+        plugins.load()
     if name not in DEFAULTS:
         raise InputError(f"--task {name!r} is unknown; expected one of {', '.join(DEFAULTS)}")
     plan = DEFAULTS[name]
