@@ -16,9 +16,13 @@ from .plugins import digests
 from .provenance import source
 
 
-@lru_cache
 def environment() -> dict[str, Any]:
-    """Returns versions, machine and threads for the record of a result."""
+    """Returns versions, machine, threads and plug-ins for the record of a result."""
+    return {**this_process(), **digests()}
+
+
+@lru_cache
+def this_process() -> dict[str, Any]:
     return {
         "headrace": headrace.__version__,
         "commit": commit(),
@@ -32,7 +36,6 @@ def environment() -> dict[str, Any]:
         "backend": os.environ.get("HEADRACE_BACKEND") or "auto",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads_per_arm": torch.get_num_threads(),
-        **digests(),
     }
 
 
