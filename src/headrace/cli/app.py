@@ -153,8 +153,8 @@ def register(group: str, name: str, command: Command) -> None:
     epilog = "\n\n".join(["Examples:", *(f"headrace {name} {example}".strip() for example in command.examples)])
     paragraphs = cleandoc(command.run.__doc__ or "").split("\n\n")  # Typer would keep the line breaks within them
     description = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    run = requiring_extra(command.extra, name, command.run)
-    run = run if name in WITHOUT_PLUGINS else with_plugins(run)
+    run = command.run if name in WITHOUT_PLUGINS else with_plugins(command.run)
+    run = requiring_extra(command.extra, name, run)
     app.command(name=name, rich_help_panel=group, help=description, epilog=epilog)(run)
 
 

@@ -31,6 +31,7 @@ from ..utils.errors import InputError, PluginWarning, reading
 from ..utils.plugins import PREFIX, Plugin
 from .base import Mixer
 
+ORIGIN = {"plugin": "name", "sha256": "sha256"}  # fields of a spec, from those of Plugin
 GIVEN = {"layer_idx": 0, "num_layers": 1, "norm_eps": 1e-6, "rope_theta": 10000.0}
 PLAIN = (bool, int, float, str, NoneType)  # types of settings, and tuples of these
 TOLERANCE = 1e-4  # relative, in float32, for modules whose sums may have another order in another call
@@ -46,10 +47,11 @@ class ModuleState(NamedTuple):
 class ModuleSpec(Spec):
     """Base of the specs of modules: `module_spec` makes a class for each module, with its settings as further fields.
 
-    plugin, sha256: the file that defines the module, and its digest when the spec was made."""
+    plugin, sha256: the file that defines the module, and its digest when the spec was made. Specs that differ in these
+        alone are equal."""
 
-    plugin: str = ""
-    sha256: str = ""
+    plugin: str = field(default="", compare=False)
+    sha256: str = field(default="", compare=False)
 
     label: ClassVar[str]  # name of the mixer
     module: ClassVar[type[nn.Module]]
@@ -65,7 +67,7 @@ class ModuleSpec(Spec):
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments of the constructor besides sizes and depth."""
-        names = [f.name for f in fields(self) if f.name not in ModuleSpec.__dataclass_fields__]
+        names = [f.name for f in fields(self) if f.name not in ORIGIN]
         return {name: getattr(self, name) for name in names}
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
@@ -90,7 +92,7 @@ def module_spec(name: str, module: type[nn.Module], plugin: Plugin) -> ModuleSpe
             f"mixer {name!r}: {module.__name__} has __init__{inspect.signature(module)} and "
             f"forward({', '.join(forward[1:])}); expected __init__(hidden_size, ...) and forward(x, state=None)"
         )
-    settings: list[Any] = [("plugin", str, plugin.name), ("sha256", str, plugin.sha256)]
+    settings: list[Any] = [(f, str, field(default=getattr(plugin, p), compare=False)) for f, p in ORIGIN.items()]
     for p in parameters:
         if p.name in ("hidden_size", "num_heads", *GIVEN) or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
             continue

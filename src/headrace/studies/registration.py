@@ -13,6 +13,7 @@ from ..spec.mixer import Spec
 from ..spec.stack import Decoder
 from ..utils import plugins
 from ..utils.errors import InputError, reading
+from ..utils.extras import require
 
 NAME = re.compile(r"(?!softmax-|recurrent-)[a-z0-9]+([._-][a-z0-9]+)*")
 
@@ -72,6 +73,7 @@ def register_task(
     Raises:
         InputError: for a name that exists or is none, and for a task without everything that a comparison needs.
     """
+    require("register_task", "transformers")
     from ..tasks import TASKS
     from ..tasks.check import check_task
     from .compare.choose import having

@@ -31,7 +31,7 @@ class Plugin(NamedTuple):
     sha256: str
 
     def __str__(self) -> str:
-        return f"{self.name} (sha256 {self.sha256[:12]})"
+        return f"{self.name} (sha256 {self.sha256[:12]})" if self.sha256 else self.name
 
 
 LOADED: dict[str, Plugin] = {}  # by what `load` takes: the absolute path of a file, or the name of a module

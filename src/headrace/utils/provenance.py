@@ -12,7 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
+import headrace
+
 from .errors import InputError
 from .integrity import read_json, sha256, write_json
 from .integrity import short as as_json
@@ -41,7 +42,7 @@ def source() -> str:
 def running(**more: str) -> Versions:
     """Returns the versions that run now. more: other properties that the results depend on."""
     packages = {name: version(name) for name in ("torch", "transformers")}
-    return {"headrace": f"{__version__} (source {source()})", **packages, **digests(), **more}
+    return {"headrace": f"{headrace.__version__} (source {source()})", **packages, **digests(), **more}
 
 
 def record_versions(folder: Path, fresh: bool, accept_old: bool, **more: str) -> None:
