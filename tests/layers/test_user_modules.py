@@ -124,6 +124,13 @@ class Biased(Right):
         return y, y[:, -1]
 
 
+class Writing(Right):
+    def forward(self, x, state=None):
+        state = torch.zeros_like(x[:, 0]) if state is None else state
+        y = state[:, None] + x.cumsum(1)
+        return y, state.add_(x.sum(1))
+
+
 class Failing(Right):
     def forward(self, x, state=None):
         return x @ torch.ones(3), None
@@ -143,6 +150,7 @@ WRONG = {
     Forgetful: "gives another y for x in two calls, the second with the state of the first than for x at once",
     Looking: "gives another y for a sequence without the others",
     Biased: "gives another y for x after a state of zeros, which is that before the first token",
+    Writing: "writes to the state that it was given; expected a new one",
     Failing: r"cannot run on x \[3, 7, 8\]: size mismatch",
     Unbuilt: r"cannot be built: Unbuilt\(hidden_size=8\) fails: no luck",
 }

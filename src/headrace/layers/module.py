@@ -87,7 +87,7 @@ def module_spec(name: str, module: type[nn.Module], plugin: Plugin) -> ModuleSpe
     hints = typing.get_type_hints(module.__init__, include_extras=True)
     parameters = list(inspect.signature(module).parameters.values())
     forward = list(inspect.signature(module.forward).parameters)
-    if "hidden_size" not in (p.name for p in parameters) or forward[1:3] != ["x", "state"]:
+    if "hidden_size" not in (p.name for p in parameters) or len(forward) < 3:
         raise InputError(
             f"mixer {name!r}: {module.__name__} has __init__{inspect.signature(module)} and "
             f"forward({', '.join(forward[1:])}); expected __init__(hidden_size, ...) and forward(x, state=None)"
@@ -104,10 +104,10 @@ def module_spec(name: str, module: type[nn.Module], plugin: Plugin) -> ModuleSpe
             )
         settings.append((p.name, hint, field(default=p.default)))
     space = {"label": name, "module": module, "__doc__": inspect.getdoc(module) or name}
-    TYPES[PREFIX + name] = kind = make_dataclass(
-        "ModuleSpec", settings, bases=(ModuleSpec,), namespace=space, frozen=True
-    )
-    return kind()
+    kind: Any = make_dataclass("ModuleSpec", settings, bases=(ModuleSpec,), namespace=space, frozen=True)
+    spec = kind()
+    TYPES[PREFIX + name] = kind
+    return spec
 
 
 def _is_plain(kind: Kind) -> bool:
@@ -237,7 +237,10 @@ def _broken(spec: ModuleSpec, module: nn.Module, x: Tensor) -> typing.Iterator[s
             f"has a state of {shapes[0]} after 7 tokens of 3 sequences, {shapes[1]} after 4 tokens, and {shapes[2]} of "
             "1 sequence; expected tensors [N, ...] of one size"
         )
+    before = None if middle is None else [part.clone() for part in middle]
     rest, _ = called(module, x[:, 4:], middle)
+    if before is not None and not all(map(torch.equal, before, middle)):
+        yield "writes to the state that it was given; expected a new one"
     laws = {
         "x in two calls, the second with the state of the first": torch.cat([begun, rest], 1),
         "a sequence without the others": torch.cat([alone, y[1:]]),
