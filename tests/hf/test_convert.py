@@ -1,6 +1,7 @@
 """Checkpoints of other libraries: equal logits where theirs run here, and the way back gives what came."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -99,7 +100,10 @@ def changed(path, **settings):
 MISTAKES = {
     "another model": ({"model_type": "bloom"}, "model_type='bloom'; expected one of llama"),
     "a bias": ({"attention_bias": True}, "attention_bias=True; expected False"),
-    "scaled positions": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
+    "scaled positions": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+        "has rope_parameters={",
+    ),
     "other widths": ({"intermediate_size": 32}, "which does not fit"),
     "more layers": ({"num_hidden_layers": 3}, "has no tensor 'model.layers.2"),
     "fewer layers": ({"num_hidden_layers": 1}, "has an unexpected tensor 'model.layers.1"),
@@ -133,9 +137,18 @@ def test_mixed_precision_tensors_keep_their_values(checkpoint):
     assert [x.tolist() for x in result.values()] == [steps[name].tolist() for name in sorted(steps)]
 
 
+def test_precision_can_be_chosen(checkpoint, tmp_path, run_command):
+    _, path = checkpoint("llama")
+    assert import_checkpoint(path, torch.bfloat16).dtype is torch.bfloat16
+    assert run_command("convert", path, "--output", tmp_path / "ours", "--dtype", "bfloat16").code == 0
+    assert load(tmp_path / "ours").dtype is torch.bfloat16
+    wrong = run_command("convert", path, "--output", tmp_path / "out", "--dtype", "half")
+    assert wrong.code == 2 and "--dtype 'half'; expected one of float64, float32" in wrong.err
+
+
 TENSORS = {
     "which does not fit [32, 48]": lambda name, x: x.T if name.endswith("down_proj.weight") else x,
-    "has dtype torch.int8; expected one of torch.float64": lambda name, x: x.to(torch.int8),
+    "has dtype torch.int8; expected one of float64": lambda name, x: x.to(torch.int8),
 }
 
 
@@ -200,6 +213,25 @@ def test_sharded_checkpoint_is_read(checkpoint):
     assert all(
         torch.equal(a, b) for a, b in zip(import_checkpoint(path).parameters(), expected.parameters(), strict=True)
     )
+
+
+def test_foreign_folder_is_loaded_from_disk_or_the_hub(checkpoint, tmp_path, monkeypatch):
+    """By its path, or by a name whose files are in the Hub's cache."""
+    _, path = checkpoint("llama")
+    (path / "generation_config.json").write_text(json.dumps({"top_k": 7}))
+    expected = import_checkpoint(path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cached = tmp_path / "hub" / "models--someone--llama"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(path, cached / "snapshots" / ("0" * 40))
+    for name in (path, str(path), "someone/llama"):
+        model = load(name)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+        assert model.generation_config.top_k == 7
+    with pytest.raises(InputError, match="'someone/else' is no folder here, and cannot be fetched"):
+        load("someone/else")
 
 
 def test_tokenizer_and_generation_files_are_copied(checkpoint, tmp_path, run_command):
