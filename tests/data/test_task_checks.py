@@ -48,7 +48,7 @@ def test_wrong_task_is_refused_before_training(folder, run_command, change):
 
 def test_every_task_of_headrace_has_what_a_task_needs():
     for name, plan in DEFAULTS.items():
-        if name in ("text", "masked", "spans", "needle", "digits"):  # which read data, or have no second part
+        if name in ("text", "masked", "spans", "needle", "digits"):  # which read data
             continue
         check_task(name, plan.task)
         assert all(description(plan.task)[:2])

@@ -99,7 +99,7 @@ def _wrong_rows(task: Task, rows: Batch) -> Iterator[str]:
         low, high = (int(counted.min()), int(counted.max())) if counted.numel() else (0, 0)
         if low < (-1 if values.dim() == 3 else 0) or high >= task.vocab_size:
             yield f"{what} from {low} to {high}; expected 0 to {task.vocab_size - 1}, below vocab_size"
-    if ids.shape[1] != task.length or (not isinstance(task, Sequences) and labels.shape != ids.shape[:2]):
+    if not isinstance(task, Sequences) and not ids.shape[1] == labels.shape[1] == task.length:
         yield f"input_ids {list(ids.shape)} and shift_labels {list(labels.shape)}; expected length={task.length}"
     if not (labels != IGNORED).any(1).all():
         yield "no label; expected a label in each row"
