@@ -90,6 +90,7 @@ GROUPS = {
                 "--task mqar --mixers gla,softmax-gla,transformer --seeds 3",
                 "--task mqar --sweep pairs=1,2,4 --mixers gla,softmax-gla",
                 "--text novel.txt --mixers retnet,softmax-retnet",
+                "--plugin my_file.py --mixers gla,my-mixer --task my-task",
             ),
         ),
         "zoo": Command(compare.list_zoo, None, ("", "--show cost")),

@@ -147,4 +147,4 @@ def _named(name: str):
             f"before one of {', '.join(LINEAR)}"
         )
     near = difflib.get_close_matches(name, [*names(), *MODELS], 3) or names()
-    raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)}")
+    raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)} (--plugin adds others)")

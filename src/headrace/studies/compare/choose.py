@@ -115,7 +115,7 @@ def default(task: str) -> Plan:
     if name not in DEFAULTS:
         plugins.load()
     if name not in DEFAULTS:
-        raise InputError(f"--task {name!r} is unknown; expected one of {', '.join(DEFAULTS)}")
+        raise InputError(f"--task {name!r} is unknown; expected one of {', '.join(DEFAULTS)} (--plugin adds others)")
     plan = DEFAULTS[name]
     return replace(plan, task=refined(plan.task, {field: zoo.literal(value) for field, value in settings.items()}))
 
