@@ -28,12 +28,14 @@ def llama(c: Fields) -> Model:
     return Model(shared(c, layers, BlockStyle(), **sizes), views)
 
 
-def rotation(c: Fields, head_dim: int) -> Rope:
-    """The frequencies of rotary positions, without their base."""
+def rotation(c: Fields, head_dim: int, partial: bool = False) -> Rope:
+    """The frequencies of rotary positions, without their base.
+
+    partial: whether the model knows a part of the channels that rotates; other models ignore the field."""
     given: Config = c["rope_parameters"] or {}
     if given.keys() - {"rope_theta", "rope_type", "partial_rotary_factor"} or given.get("rope_type") != "default":
         c.refuse("rope_parameters", "rope_type='default'")
-    dims = int(head_dim * given.get("partial_rotary_factor", 1.0))
+    dims = int(head_dim * given.get("partial_rotary_factor", 1.0)) if partial else head_dim
     return Rope(dims=None if dims == head_dim else dims)
 
 
