@@ -28,7 +28,7 @@ LLAMA3_NAMES = ROPE_NAMES | {"slow": "low_freq_factor", "fast": "high_freq_facto
 MSCALES = ("mscale", "mscale_all_dim")
 
 
-def rope(c: Fields, head_dim: int) -> Rope:
+def rotation(c: Fields, head_dim: int) -> Rope:
     """Returns the rotary positions of rope_parameters, without theta, as transformers' modeling_rope_utils reads them."""
     given: Config = dict(c["rope_parameters"] or {})
     kind, part = given.pop("rope_type", "default"), given.pop("partial_rotary_factor", 1.0)
@@ -69,7 +69,7 @@ def attention(c: Fields, **options: Any) -> AttentionSpec:
     H, D = c["num_attention_heads"], c["hidden_size"]
     groups, d = c.get("num_key_value_heads") or H, c.get("head_dim") or D // H
     heads = {"kv_heads": None if groups == H else groups, "head_dim": None if d * H == D else d}
-    return AttentionSpec(**heads, rope=rope(c, d), **options)
+    return AttentionSpec(**heads, rope=rotation(c, d), **options)
 
 
 def attention_views(spec: AttentionSpec, theirs: str, **renamed: str) -> Views:

@@ -106,8 +106,10 @@ class SoftmaxAttention(SelfInitialised):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | Sequences | None = None,
         in_place: bool = False,
+        projections: Any = None,
     ) -> tuple[Tensor, State]:
-        """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state)."""
+        """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state). projections: q_proj, k_proj and v_proj as
+        attributes, in place of the layer's own."""
         refuse_parts(self)
         require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")
         check_input(x, mask, cu_seqlens is not None, self.hidden_size)
@@ -116,13 +118,14 @@ class SoftmaxAttention(SelfInitialised):
             check_state(state, self.state_kind, self.state_shapes, x, sequences.count)
         if self.spec.pattern is not None and mask is not None:
             forward = SoftmaxAttention.forward  # not a subclass's, which would be in its own call twice
-            return without_padding(lambda p, state, pack: forward(self, p, state, cu_seqlens=pack), x, state, mask)
+            own = {"projections": projections}
+            return without_padding(lambda p, s, pack: forward(self, p, s, cu_seqlens=pack, **own), x, state, mask)
         x = zeroed(x, mask)  # a weight of 0 would let NaN through
         turn = None
         if self.spec.rotary and not self.spec.rope.by_length:
             positions, _ = count_tokens(x, None if state is None else state.seen, mask, sequences)
             turn = self._angles(positions)
-        q, k, v = self._query(x, turn), *self._key_value(x, turn)
+        q, k, v = self._query(x, turn, projections), *self._key_value(x, turn, projections)
         if self.spec.pattern is not None and not self.causal:
             out = self._attend_around(x, (q, k, v), turn, sequences)
         elif self.spec.pattern is not None:
