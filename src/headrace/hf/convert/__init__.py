@@ -57,7 +57,7 @@ def import_checkpoint(checkpoint: Path, dtype: torch.dtype | None = None) -> Hea
             f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; expected one of {', '.join(FORMATS)}"
         )
     try:
-        files = TensorFiles(checkpoint)
+        files = TensorFiles(checkpoint, FORMATS[kind].name)
         check_sizes(described, max(header.elements for header in files.headers.values()))
         model, views = _empty_model(FORMATS[kind], described, files, dtype)
     except InputError as error:
@@ -79,7 +79,7 @@ def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: tor
     config = HeadraceConfig(**foreign.arguments, converted_from=described)
     with torch.device("meta"):
         model: Any = HeadraceForCausalLM(config)
-    _check_tensors(form, model, foreign, files)
+    _check_tensors(model, foreign, files)
     model.to(_precision(files.headers) if dtype is None else dtype).to_empty(device="cpu")
     for module in model.modules():
         if module._buffers:  # which no view fills
@@ -201,9 +201,9 @@ def _precision(headers: dict[str, Header]) -> torch.dtype:
     return reduce(torch.promote_types, dtypes)
 
 
-def _check_tensors(form: Format, model: Any, foreign: Model, files: TensorFiles) -> None:
+def _check_tensors(model: Any, foreign: Model, files: TensorFiles) -> None:
     """Raises InputError for a tensor that is missing, unexpected or of another shape. Takes no memory."""
-    ours, left = slots(model), {name for name in files.headers if not name.startswith(form.outside or "\0")}
+    ours, left = slots(model), {*files.headers}
     assert ours.keys() == foreign.views.keys(), sorted(ours.keys() ^ foreign.views.keys())[:4]
     for name, view in foreign.views.items():
         require(view.name in files.headers, f"it has no tensor {view.name!r}")

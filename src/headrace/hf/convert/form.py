@@ -73,6 +73,8 @@ class Format:
     defaults: the fields of config.json with their defaults; None: those of transformers' class.
     types: forms, as of `misfit`, of the fields whose default does not show the type.
     outside: beginnings of the names of tensors that belong to other parts of the checkpoint than the language model.
+    buffers: ends of the names of tensors that hold no weights.
+    prefix: beginning of the names of all tensors but the head's, which checkpoints of the model without it lack.
     cache: whether the foreign library can decode the model with its cache."""
 
     architecture: str
@@ -82,7 +84,15 @@ class Format:
     defaults: Config | None = None
     types: Config | None = None
     outside: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    prefix: str = ""
     cache: Callable[[Any], bool] = lambda config: True
+
+    def name(self, stored: str) -> str | None:
+        """Returns the name in views of a tensor that has the name `stored` in its file; None for one without a view."""
+        if stored.startswith(self.outside or "\0") or stored.endswith(self.buffers):
+            return None
+        return stored if stored.startswith((self.prefix, "lm_head.")) else self.prefix + stored
 
     def model(self, described: Config) -> tuple[Model, Fields]:
         """Returns the model that a config.json describes, and its fields. InputError for an unknown field or value."""
