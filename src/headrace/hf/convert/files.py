@@ -1,6 +1,6 @@
 """The tensors of a folder of safetensors files, read one at a time."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -34,14 +34,10 @@ class Header(NamedTuple):
 
 
 class TensorFiles:
-    """The tensors of a checkpoint, by the names that `rename` gives to those in the files, or None to leave one out.
+    """The tensors of a checkpoint. InputError for a file that cannot be read, or that lies outside the folder."""
 
-    Raises:
-        InputError: a file that cannot be read, or that lies outside the folder.
-    """
-
-    def __init__(self, folder: Path, rename: Callable[[str], str | None] = str):
-        self.folder, self.rename = folder, rename
+    def __init__(self, folder: Path):
+        self.folder = folder
         names = {WEIGHTS}
         if (folder / INDEX).is_file():
             names = {*read_json(folder / INDEX, {"weight_map": {...: str}})["weight_map"].values()}
@@ -56,18 +52,16 @@ class TensorFiles:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {
                 name: Header(file, x.get_shape(), DTYPES.get(x.get_dtype(), x.get_dtype()))
-                for stored, x in slices.items()
-                if (name := self.rename(stored)) is not None
+                for name, x in slices.items()
             }
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors with these names, file by file."""
         for file in sorted({self.headers[name].file for name in names}):
             with safe_open(self.folder / file, "pt") as opened:
-                for stored in opened.keys():  # noqa: SIM118
-                    name = self.rename(stored)
-                    if name is not None and name in names and self.headers[name].file == file:
-                        yield name, opened.get_tensor(stored)
+                for name in opened.keys():  # noqa: SIM118
+                    if name in names and self.headers[name].file == file:
+                        yield name, opened.get_tensor(name)
 
     def equal(self, *names: str) -> bool:
         """Whether two tensors have the same values."""

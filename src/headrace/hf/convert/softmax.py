@@ -28,14 +28,17 @@ LLAMA3_NAMES = ROPE_NAMES | {"slow": "low_freq_factor", "fast": "high_freq_facto
 MSCALES = ("mscale", "mscale_all_dim")
 
 
-def rotation(c: Fields, head_dim: int) -> Rope:
-    """Returns the frequencies of rotary positions, without their base, as transformers reads them."""
+def rotation(c: Fields, head_dim: int, partial: bool = False) -> Rope:
+    """Returns the frequencies of rotary positions, without their base, as transformers reads them.
+
+    partial: whether the model knows a part of the channels that rotates; other models ignore the field."""
     given: Config = dict(c["rope_parameters"] or {})
     kind, part = given.pop("rope_type", "default"), given.pop("partial_rotary_factor", 1.0)
     mscales = [given.pop(name, None) for name in MSCALES if kind == "yarn"]
     names = LLAMA3_NAMES if kind == "llama3" else ROPE_NAMES
     known = {"rope_theta", "type", *(names[name] for name in ROPES.get(kind, ()))}
-    if kind not in ROPES or given.keys() - known:
+    unread = given.keys() - known or (part != 1 and kind != "default" and not partial)
+    if kind not in ROPES or unread:
         c.refuse("rope_parameters", f"a rope_type of {', '.join(ROPES)} with its own parameters")
     values = {name: given[names[name]] for name in ROPES[kind] if given.get(names[name]) is not None}
     if kind == "dynamic":
@@ -45,7 +48,7 @@ def rotation(c: Fields, head_dim: int) -> Rope:
     if mscales and all(mscales) and "amplitude" not in values:
         above, below = (1 + 0.1 * scale * math.log(max(values["factor"], 1)) for scale in mscales)
         values["amplitude"] = above / below
-    return Rope(kind, dims=None if part == 1 else int(head_dim * part), **values)
+    return Rope(kind, dims=None if part == 1 or not partial else int(head_dim * part), **values)
 
 
 def rope_theta(c: Fields) -> float:
@@ -226,5 +229,5 @@ FORMATS: dict[str, Format] = {
     "qwen3": Format("Qwen3ForCausalLM", qwen3),
     "olmo2": Format("Olmo2ForCausalLM", olmo2),
     "gemma": Format("GemmaForCausalLM", gemma),
-    "gpt2": Format("GPT2LMHeadModel", gpt2, prefix="transformer.", buffers=(".attn.bias", ".attn.masked_bias")),
+    "gpt2": Format("GPT2LMHeadModel", gpt2, renamed=("transformer.", ""), buffers=(".attn.bias", ".attn.masked_bias")),
 }
