@@ -191,7 +191,7 @@ def slots(model: Any) -> dict[str, Tensor]:
 
 def _latent(path: str, module: LatentAttention, by_name: dict[str, Tensor]) -> dict[str, Tensor]:
     """The rows of queries, head by head, and of the shared key: the halves of those that rotate, and the others."""
-    half, parts = module.rotary_dim // 2, {}
+    half, parts = module.rotary_dim // 2, dict[str, Tensor]()
     heads = by_name.pop(f"{path}.q_proj.weight").split(module.head_dim)
     for h, (first, second, own) in enumerate(rows.split([half, half, module.key_dim]) for rows in heads):
         parts |= {f"q_proj.{h}.first": first, f"q_proj.{h}.second": second, f"q_proj.{h}.own": own}

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...ops.checks import require
 from ...spec.mixer import Spec
 from ...spec.stack import BlockStyle, Decoder, Layer
+from ...utils.errors import InputError
 from ...utils.integrity import short
 from .fields import Config, Fields
 
@@ -111,7 +111,8 @@ class Format:
         if self.inner is None:
             return described
         inner = described.get(self.inner)
-        require(isinstance(inner, dict), f"config.json has {self.inner}={short(inner)}; expected an object")
+        if not isinstance(inner, dict):
+            raise InputError(f"config.json has {self.inner}={short(inner)}; expected an object")
         tied = {name: described[name] for name in ("tie_word_embeddings",) if name in described}
         return {"model_type": f"{described['model_type']}_text"} | inner | tied
 
