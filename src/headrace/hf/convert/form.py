@@ -85,6 +85,7 @@ class Format:
     defaults: the fields of config.json with their defaults; None: those of transformers' class.
     types: forms, as of `misfit`, of the fields whose default does not show the type.
     outside: beginnings of the names of tensors that belong to other parts of the checkpoint than the language model.
+    buffers: ends of the names of tensors that hold no weights.
     inner: the field that holds the config of the language model, in a model of several parts.
     offset: whether its norms store their weights minus 1. A model of ours whose norms do not can be written as well.
     renamed: (part of a name, what checkpoints may have in its place).
@@ -97,10 +98,15 @@ class Format:
     defaults: Config | None = None
     types: Config | None = None
     outside: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     inner: str | None = None
     offset: bool = False
     renamed: tuple[str, str] | None = None
     cache: Callable[[Any], bool] = lambda config: True
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor with this name holds weights of the language model."""
+        return not name.startswith(self.outside or "\0") and not name.endswith(self.buffers)
 
     def of_text(self, described: Config) -> Config:
         """Returns the config of the language model. InputError for one that is missing."""
