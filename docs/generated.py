@@ -25,13 +25,16 @@ from docutils import nodes
 from myst_parser.slugs import github_slugify
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.cli import get_docs_for_click
 
 from headrace import HeadraceConfig, HeadraceForCausalLM, InputError, zoo
 from headrace.cli.app import GROUPS, app
 from headrace.export.graph import check_exportable
 from headrace.hf.config import ELSEWHERE
+from headrace.hf.convert import FORMATS
 from headrace.ops.dispatch import BACKENDS
+from headrace.spec import AttentionSpec, LatentSpec
 from headrace.spec.linear import MixerSpec
 from headrace.spec.record import Kind
 from headrace.spec.record import fields as accepted
@@ -176,6 +179,52 @@ def _comments(cls: type) -> dict[str, str]:
         return {}
     commented = re.findall(r"((?:^    # .*\n)*)^    (\w+): ((?:.*(?:\n     .*|\n    \).*)*))", source, re.MULTILINE)
     return {name: " ".join(re.findall(r"# (?!type:|fmt:|noqa)(.*)", above + rest)) for above, name, rest in commented}
+
+
+def released() -> str:
+    """One row per format that `convert` reads: the layers that its default config has in headrace, and its fields."""
+    rows = []
+    for kind, form in FORMATS.items():
+        described = {"model_type": kind}
+        if form.defaults is None:
+            described = CONFIG_MAPPING[kind]().to_dict()
+        try:
+            model, known = form.model(form.of_text(described))
+            layers = ", ".join(dict.fromkeys(map(_layer, HeadraceConfig(**model.arguments).stack.layers)))
+            refused = ", ".join(f"`{name}`" for name in sorted(known.fixed)) or "none"
+            numbers = f"{len(known.read)}", refused, f"{len(known.ignored)}"
+        except InputError as error:
+            text = str(error)
+            layers = f"its default config is refused: {text if len(text) < 160 else text[:160] + '…'}"
+            numbers = "–", "–", "–"
+        back = "any model that the format can hold" if form.describe else "models converted from it"
+        rows.append((f"`{kind}`", layers, *numbers, back))
+    head = (
+        "model_type",
+        "layers by default",
+        "fields read",
+        "fields with some values refused",
+        "without effect",
+        "`--to`",
+    )
+    return table(head, rows)
+
+
+def _layer(layer: Any) -> str:
+    """The mixer of a layer in words, and whether it has experts."""
+    spec, more = layer.mixer, " with experts" * (layer.mlp == "experts")
+    if isinstance(spec, MixerSpec):
+        return f"linear attention (decay {spec.decay.kind}, rule {spec.write.rule}){more}"
+    if isinstance(spec, LatentSpec):
+        return f"latent attention{more}"
+    if isinstance(spec, AttentionSpec):
+        parts = {
+            "gate": spec.gate != "none", "norms of q and k": spec.qk_norm != "none", "window": bool(spec.pattern),
+            "partial rotation": spec.rotary and spec.rope.dims is not None, "sinks": spec.null == "learned",
+        }  # fmt: skip
+        shown = ", ".join(part for part, present in parts.items() if present)
+        return f"softmax attention{shown and f' ({shown})'}{more}"
+    return f"{type(spec).__name__.removesuffix('Spec')}{more}"
 
 
 def tasks() -> str:

@@ -177,7 +177,11 @@ def train(
     ] = None,
     output: Annotated[Path | None, typer.Option(help=r"Folder of the run. \[default: runs/<recipe>-<mixer>]")] = None,
     mixer: Annotated[
-        str | None, typer.Option(help=r"Mixer: a name or expression (see `headrace zoo`). \[default: the recipe's]")
+        str | None,
+        typer.Option(
+            help="Mixer: a name or expression (see `headrace zoo`), or checkpoint: the layers and sizes of `weights`. "
+            r"\[default: the recipe's]"
+        ),
     ] = None,
     trackers: Annotated[
         str, typer.Option(help="Trackers, separated by commas: tensorboard, wandb, trackio; or none.")

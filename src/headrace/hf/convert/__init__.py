@@ -160,6 +160,8 @@ def set_use_cache(folder: Path, name: str | None, cached: bool) -> None:
 def _described(model: Any, name: str) -> tuple[Config, Model]:
     """The foreign config.json, and the foreign model that it describes. InputError if that is not the same model."""
     form, config = FORMATS[name], model.config
+    if any(getattr(spec, "competition", None) for spec in config.mixers):
+        raise InputError(f"--to {name!r} cannot represent this model: no other library has its head competition")
     if (config.converted_from or {}).get("model_type") == name:
         described = dict(config.converted_from)
     elif form.describe is None:
