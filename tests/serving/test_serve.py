@@ -282,7 +282,16 @@ def test_long_prompt_gets_half_of_the_time(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mixer", ["softmax-gla", "rwkv6", "gated-deltanet", ["softmax-gla", "transformer"], "softmax-rnn-gate"]
+    "mixer",
+    [
+        "softmax-gla",
+        "rwkv6",
+        "gated-deltanet",
+        ["softmax-gla", "transformer"],
+        "softmax-rnn-gate",
+        "qwen3-next",
+        "ling",
+    ],
 )
 def test_joining_and_leaving_streams_equal_single_streams(tmp_path, monkeypatch, mixer):
     """Prompts of different lengths, in pieces, arrive at different times; some leave before their end."""

@@ -16,6 +16,7 @@ from headrace.studies.bench import measure, report, results
 from headrace.studies.bench.decoding import CACHED, READ_ALL, RECURRENT, Decoder
 from headrace.studies.bench.models import Shape, build, cache_bytes, named
 from headrace.studies.bench.plan import BenchPlan, Point
+from released import release
 
 SHAPE = Shape(layers=1, hidden_size=64, heads=2, vocab_size=50)
 
@@ -188,6 +189,18 @@ def test_a_cache_that_would_not_fit_is_left_out_and_named(monkeypatch):
         found["transformer"] == {"left_out": "its cache needs 0.5 GiB, more than 1/4 of 1.0 GiB of free memory"}
         and found["gla"]["seconds"]
     )
+
+
+def test_a_checkpoint_is_measured_at_its_own_sizes(tmp_path):
+    folder = str(release("kimi_linear", tmp_path))
+    plan = BenchPlan(named(f"gla,{folder}"), SHAPE, rounds=1)
+    assert plan.models == ("gla", "softmax-gla", folder)
+    assert cache_bytes(folder, SHAPE, 10, 4) == 4 * 10 * (16 + 4)  # the latent and the shared key of one layer
+    measured = [results.measured(Point(what, 12), None, plan) for what in ("training", "prefill", "decoding")]
+    rows = results.rows(measured, plan)
+    sizes = {(row["model"], row["layers"], row["hidden_size"]) for row in rows if row["seconds"]}
+    assert sizes == {("gla", 1, 64), ("softmax-gla", 1, 64), (folder, 2, 32)}
+    assert {each.model for each in results.compressions(measured, plan)} == {"gla", "softmax-gla"}
 
 
 MISTAKES = {

@@ -64,7 +64,7 @@ def bench(
         str,
         typer.Option(
             help="Mixers, separated by commas: names or expressions (see `headrace zoo`), transformers-llama, "
-            "transformers-mamba2, transformers-qwen3-next."
+            "transformers-mamba2, transformers-qwen3-next; or checkpoints, which keep their own sizes."
         ),
     ] = "retnet,gla,gated-deltanet,mamba2,transformer,transformers-llama,transformers-mamba2,transformers-qwen3-next",
     what: Annotated[str, typer.Option(help="Measurements, separated by commas.")] = "memory,training,prefill,decoding",

@@ -41,8 +41,8 @@ def training(point: Point, plan: BenchPlan) -> dict[str, Measured]:
 
     def turn(name: str) -> float:
         step = Step(built(name, plan))
-        step.run(ids(min(WARM, point.length), 1, plan))
-        tokens = ids(point.length, point.batch, plan)
+        step.run(ids(min(WARM, point.length), 1, step.model))
+        tokens = ids(point.length, point.batch, step.model)
         return timed(lambda: step.run(tokens), plan)
 
     return taking_turns(plan.models, turn, plan)
@@ -53,7 +53,8 @@ def prefill(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Time to the first token after a prompt."""
 
     def turn(name: str) -> float:
-        model, prompt = built(name, plan), ids(point.length, 1, plan)
+        model = built(name, plan)
+        prompt = ids(point.length, 1, model)
         Decoder(model).forward(prompt[:, :WARM])
         return timed(lambda: Decoder(model).forward(prompt), plan)
 
@@ -110,7 +111,7 @@ def peak(name: str, point: Point, plan: BenchPlan) -> int:
     before = 0 if on_cuda(plan) else resident("VmRSS")
     step = Step(built(name, plan))
     for _ in range(2):  # AdamW's moments exist from the second step on
-        step.run(ids(point.length, point.batch, plan))
+        step.run(ids(point.length, point.batch, step.model))
     return torch.cuda.max_memory_allocated(plan.device) if on_cuda(plan) else resident("VmHWM") - before
 
 
@@ -186,5 +187,5 @@ def built(name: str, plan: BenchPlan) -> nn.Module:
     return build(name, plan.shape).to(plan.device, DTYPES[plan.dtype])
 
 
-def ids(length: int, batch: int, plan: BenchPlan) -> Tensor:
-    return torch.randint(plan.shape.vocab_size, (batch, length), device=plan.device)
+def ids(length: int, batch: int, model: Any) -> Tensor:
+    return torch.randint(model.config.vocab_size, (batch, length), device=model.device)

@@ -3,7 +3,9 @@ depth."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import transformers
@@ -11,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ... import zoo
+from ...hf.checkpoint import read_config
 from ...hf.config import HeadraceConfig
 from ...hf.model import HeadraceForCausalLM
 from ...layers.blocks.widths import default_intermediate_size
@@ -79,14 +82,25 @@ PEERS: dict[str, Callable[[Shape], nn.Module]] = {
 }
 
 
+@lru_cache
+def checkpoint_config(name: str) -> HeadraceConfig | None:
+    """The config of a checkpoint by its folder or its name on the Hub; None for another name."""
+    return read_config(name) if "/" in name or Path(name).is_dir() else None
+
+
 def build(name: str, shape: Shape) -> nn.Module:
-    """A model by its name in PEERS, or by a name or expression of the zoo. The weights are the same each time."""
+    """A model by its name in PEERS, by a name or expression of the zoo, or of a checkpoint's sizes whatever the shape.
+    The weights are random, and the same each time."""
     torch.manual_seed(0)
+    if (config := checkpoint_config(name)) is not None:
+        return HeadraceForCausalLM(config)
     return PEERS[name](shape) if name in PEERS else ours(name, shape)
 
 
 def check(name: str, shape: Shape) -> None:
     """InputError for sizes that the model cannot have."""
+    if checkpoint_config(name) is not None:
+        return
     if name in PEERS and shape.hidden_size % min(64, shape.hidden_size):
         raise InputError(f"--hidden-size={shape.hidden_size}; expected a multiple of 64 for {name}")
     try:
@@ -112,7 +126,7 @@ def named(text: str) -> tuple[str, ...]:
         if name not in PEERS and name.startswith("transformers-"):
             raise InputError(f"--mixers: {name!r} is unknown; expected one of {', '.join(PEERS)}, or a name of the zoo")
         names[name] = None
-        if name not in PEERS and competes(name):
+        if name not in PEERS and checkpoint_config(name) is None and competes(name):
             names[f"softmax-{name}"] = None
     return tuple(names)
 
@@ -127,6 +141,9 @@ def cache_bytes(name: str, shape: Shape, tokens: int, itemsize: int) -> int:
     """Bytes of the keys and values of `tokens` tokens; 0 for a model without a key-value cache."""
     if name in PEERS:
         return 2 * shape.hidden_size * shape.layers * tokens * itemsize * (name == "transformers-llama")
+    if (config := checkpoint_config(name)) is not None:
+        cached = [spec for spec in config.mixers if spec.facts.cached]
+        return sum(spec.state_bytes(config.hidden_size, config.num_heads, tokens, itemsize=itemsize) for spec in cached)
     spec = zoo.mixer(name)
     if not (isinstance(spec, Spec) and spec.facts.cached):
         return 0

@@ -18,7 +18,7 @@ from ..engine import Tell
 from ..report.numbers import spread
 from ..workers import Worker
 from .measure import measure
-from .models import PEERS, cache_bytes
+from .models import PEERS, cache_bytes, checkpoint_config
 from .plan import MEASURED, BenchPlan, Point
 
 COLUMNS = (
@@ -58,7 +58,7 @@ def rows(results: list[dict[str, Any]], plan: BenchPlan) -> list[dict[str, Any]]
             row = (
                 result["environment"] | result["point"] | {"model": name, "dtype": plan.dtype, "clock": result["clock"]}
             )
-            row |= {name: getattr(plan.shape, name) for name in ("layers", "hidden_size", "heads")}
+            row |= sizes(name, plan)
             row |= {"rounds": len(seconds), **{key: measured.get(key) for key in ("bytes", "how", "left_out")}}
             if seconds:
                 middle = median(seconds)
@@ -66,6 +66,13 @@ def rows(results: list[dict[str, Any]], plan: BenchPlan) -> list[dict[str, Any]]
                 row["tokens_per_second"] = f"{point.tokens / middle:.5g}"
             lines.append({name: row.get(name) for name in COLUMNS})
     return lines
+
+
+def sizes(name: str, plan: BenchPlan) -> dict[str, int]:
+    """Layers, width and heads of a model: those of the plan, or of the checkpoint."""
+    if (config := checkpoint_config(name)) is None:
+        return {size: getattr(plan.shape, size) for size in ("layers", "hidden_size", "heads")}
+    return {"layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "heads": config.num_heads}
 
 
 def rounded(number: float | None) -> str | None:
@@ -133,7 +140,7 @@ def compressions(results: list[dict[str, Any]], plan: BenchPlan) -> list[Compres
     for result in results:
         context = result["point"]["length"]
         for name, measured in result["models"].items():
-            spec = None if name in PEERS else zoo.mixer(name)
+            spec = None if name in PEERS or checkpoint_config(name) is not None else zoo.mixer(name)
             if result["point"]["what"] == "decoding" and isinstance(spec, MixerSpec) and measured.get("bytes"):
                 K, V = spec.head_dims(plan.shape.hidden_size, plan.shape.heads)
                 cache = cache_bytes("transformer", plan.shape, context, plan.itemsize)
