@@ -137,9 +137,18 @@ def test_mixed_precision_tensors_keep_their_values(checkpoint):
     assert [x.tolist() for x in result.values()] == [steps[name].tolist() for name in sorted(steps)]
 
 
+def test_precision_can_be_chosen(checkpoint, tmp_path, run_command):
+    _, path = checkpoint("llama")
+    assert import_checkpoint(path, torch.bfloat16).dtype is torch.bfloat16
+    assert run_command("convert", path, "--output", tmp_path / "ours", "--dtype", "bfloat16").code == 0
+    assert load(tmp_path / "ours").dtype is torch.bfloat16
+    wrong = run_command("convert", path, "--output", tmp_path / "out", "--dtype", "half")
+    assert wrong.code == 2 and "--dtype 'half'; expected one of float64, float32" in wrong.err
+
+
 TENSORS = {
     "which does not fit [32, 48]": lambda name, x: x.T if name.endswith("down_proj.weight") else x,
-    "has dtype torch.int8; expected one of torch.float64": lambda name, x: x.to(torch.int8),
+    "has dtype torch.int8; expected one of float64": lambda name, x: x.to(torch.int8),
 }
 
 

@@ -12,7 +12,16 @@ import typer
 
 from ..utils.errors import InputError
 from ..utils.processes import new_folder
-from .console import Checkpoint, Device, NewFolder, PromptFile, interruptible, read_prompt, requiring_extra
+from .console import (
+    Checkpoint,
+    Device,
+    NewFolder,
+    PromptFile,
+    interruptible,
+    read_prompt,
+    refuse_without,
+    requiring_extra,
+)  # fmt: skip
 
 # Files that `convert` and `export` copy unchanged: the tokenizer in any of its formats, and the generation settings.
 COPIED = (
@@ -126,17 +135,28 @@ def convert(
             r"(flash-linear-attention). \[default: the format of headrace]"
         ),
     ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Precision of the converted model: float32, bfloat16 or float16. The default rounds no tensor, and is "
+            r"that of the most precise one. \[default: that of the checkpoint]"
+        ),
+    ] = None,
 ) -> None:
     """Convert a checkpoint from or to transformers and flash-linear-attention.
 
     Without --to, converts a foreign checkpoint to headrace; with --to, converts a checkpoint of headrace."""
     from ..hf.checkpoint import fetched, load
-    from ..hf.convert import export_checkpoint, import_checkpoint, set_use_cache
+    from ..hf.convert import PRECISIONS, export_checkpoint, import_checkpoint, set_use_cache
 
+    if to is not None:
+        refuse_without("a conversion to headrace, without --to", dtype=dtype)
+    if dtype not in (None, *PRECISIONS):
+        raise InputError(f"--dtype {dtype!r}; expected one of {', '.join(PRECISIONS)}")
     with new_checkpoint(output) as folder:
         source = fetched(checkpoint)
         if to is None:
-            import_checkpoint(source).save_pretrained(folder)
+            import_checkpoint(source, PRECISIONS[dtype] if dtype else None).save_pretrained(folder)
             cached = True
         else:
             cached = export_checkpoint(load(source), to, folder)

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 
 from ..hf.model import HeadraceForCausalLM
 from ..layers.attention.attention import SoftmaxAttention
+from ..layers.attention.latent import LatentAttention
 from ..layers.base import ANY, INTEGERS
 from ..layers.blocks.moe import MixtureOfExperts
 from ..layers.linear.mixer import LinearMixer
 from ..utils.errors import InputError
 
 OPSET = 23  # the first with RMSNormalization
-FIELDS = {LinearMixer: ("memory", "conv", "shift", "tokens"), SoftmaxAttention: ("k", "v")}  # of a layer's state
+FIELDS = {  # of a layer's state
+    LinearMixer: ("memory", "conv", "shift", "tokens"), SoftmaxAttention: ("k", "v"), LatentAttention: ("k", "v"),
+}  # fmt: skip
 TRACED = {"batch": 2, "tokens": 6, "past": 3}  # sizes while the graph is traced; 0 and 1 would become constants
 PARTS = {"shared": "a block that several layers share", "positions": "absolute positions"}
 

@@ -5,7 +5,7 @@ from types import NoneType
 from typing import Any
 
 from ..utils.errors import InputError
-from .attention import AttentionSpec
+from .attention import AttentionSpec, LatentSpec
 from .encoder_decoder import RecurrentSpec
 from .linear import Competition, Inputs, MixerSpec, Write
 from .matrix import MatrixSpec
@@ -18,7 +18,7 @@ from .softmax_rnn import SoftmaxRNNSpec
 # layer, and an entry of zoo/mixers.py.
 TYPES: dict[str, type] = {
     "linear": MixerSpec, "scan": ScanSpec, "matrix": MatrixSpec, "attention": AttentionSpec,
-    "softmax-rnn": SoftmaxRNNSpec, "rnn": RecurrentSpec,
+    "latent": LatentSpec, "softmax-rnn": SoftmaxRNNSpec, "rnn": RecurrentSpec,
 }  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def _refuse_old_norm(cls, data: dict[str, Any], where: str) -> None:
 
 def _value(value: Any, kinds: tuple[Kind, ...], where: str) -> Any:
     """Converts JSON data for a field of these kinds: a dict to a record, "none" to None, a single item to a tuple."""
-    if value == "none" and any(kind.type is NoneType for kind in kinds):
+    if (value is None or value == "none") and any(kind.type is NoneType for kind in kinds):
         return None
     if items := next((kind.items for kind in kinds if kind.items), ()):
         listed = value if isinstance(value, list | tuple) else [value]

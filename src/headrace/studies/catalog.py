@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from .. import zoo
+from ..spec.attention import LatentSpec
 from ..spec.decay import DECAYS, DecayShape
 from ..spec.linear import Inputs, MixerSpec
 from ..spec.mixer import Spec
@@ -77,11 +78,11 @@ def _decay(kind: str) -> tuple[str, str]:
 
 def _cached(spec: Spec) -> dict[str, Any]:
     pattern = getattr(spec, "pattern", None)
-    rnn = isinstance(spec, SoftmaxRNNSpec)
+    rnn, memory = isinstance(spec, SoftmaxRNNSpec), "latents" if isinstance(spec, LatentSpec) else "keys and values"
     return {
         "A_t": "append", "b_t": "v", "features": "softmax, in parts" if rnn else "softmax",
         "forgets": pattern is not None, "overwrites": False, "competes": False,
-        "memory": "keys and values", "objective": "none: all is kept", "optimiser": "none",
+        "memory": memory, "objective": "none: all is kept", "optimiser": "none",
         "retention": "all" if pattern is None else f"the last {pattern.window}, {pattern.far} before",
     }  # fmt: skip
 
@@ -104,8 +105,12 @@ def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
     if spec.facts.cached:
         bounded = getattr(spec, "pattern", None) is not None
         shapes = spec.state_shapes(WIDTH, HEADS, TOKENS)
-        seen, wide = next(iter(shapes.values()))[0], WIDTH  # all query heads count, also those that share keys
-        costs = {"training": 4 * wide * (seen if bounded else TOKENS // 2), "decoding": 4 * wide * seen}
+        seen, H = next(iter(shapes.values()))[0], spec.num_heads(HEADS)  # also of heads that share keys
+        training = decoding = sum(spec.head_dims(WIDTH, HEADS))
+        if isinstance(spec, LatentSpec):  # few queries are projected to the latents
+            rank, _, shared, _ = spec.sizes(WIDTH, HEADS)
+            decoding = 2 * rank + shared
+        costs = {"training": 2 * H * training * (seen if bounded else TOKENS // 2), "decoding": 2 * H * decoding * seen}
         return {**_state(shapes), **costs, "grows": not bounded}
     shapes, decoding = spec.state_shapes(WIDTH, HEADS), spec.flops_per_token(WIDTH, HEADS)
     inside = 0

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..spec.attention import AttentionSpec, Pattern
+from ..spec.attention import AttentionSpec, LatentSpec, Pattern
 from ..spec.decay import Decay
 from ..spec.linear import Competition, Heads, Inputs, MixerSpec, Read, Write
 from ..spec.matrix import MatrixSpec
@@ -188,6 +188,11 @@ MIXERS: dict[str, Entry] = {
         "The transformer with FlashAttention's tiled algorithm in plain PyTorch, for study.",
         "https://arxiv.org/abs/2205.14135",
         AttentionSpec(form="tiles"),
+    ),
+    "mla": Entry(
+        "Multi-head latent attention: keys and values are projections of one latent per token, which is the cache.",
+        "https://arxiv.org/abs/2405.04434",
+        LatentSpec(),
     ),
     "softmax-rnn-norm": Entry(
         "Softmax attention whose denominator is the norm of its numerator.",

@@ -32,14 +32,18 @@ from .form import SHARED, SPECIAL, Format, Model, View, Views
 FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS | flash.FORMATS
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16,
+)}  # fmt: skip
 
 
-def import_checkpoint(checkpoint: Path) -> HeadraceForCausalLM:
-    """Converts a foreign checkpoint to a headrace model, in evaluation mode, in the precision of the checkpoint, and with
-    its settings of generation but with a cache.
+def import_checkpoint(checkpoint: Path, dtype: torch.dtype | None = None) -> HeadraceForCausalLM:
+    """Converts a foreign checkpoint to a headrace model in evaluation mode, with the settings of generation of the
+    checkpoint, but with a cache.
 
     It needs the memory of the model and of one foreign tensor.
+
+    dtype: precision of the model; None: the lowest one that represents every tensor without rounding.
 
     Raises:
         InputError: the format is unknown, the config has a feature that headrace does not have, or a tensor is missing,
@@ -55,7 +59,7 @@ def import_checkpoint(checkpoint: Path) -> HeadraceForCausalLM:
     try:
         files = TensorFiles(checkpoint)
         check_sizes(described, max(header.elements for header in files.headers.values()))
-        model, views = _empty_model(FORMATS[kind], described, files)
+        model, views = _empty_model(FORMATS[kind], described, files, dtype)
     except InputError as error:
         raise InputError(f"checkpoint {str(checkpoint)!r}: {error}") from None
     _fill(model, views, files)
@@ -67,7 +71,7 @@ def import_checkpoint(checkpoint: Path) -> HeadraceForCausalLM:
     return model.eval()
 
 
-def _empty_model(form: Format, described: Config, files: TensorFiles) -> tuple[Any, Views]:
+def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: torch.dtype | None) -> tuple[Any, Views]:
     """Returns the model with parameters that hold nothing yet, and its views. InputError for a config that does not fit
     the tensors, before memory is taken."""
     foreign, _ = form.model(described)
@@ -76,7 +80,7 @@ def _empty_model(form: Format, described: Config, files: TensorFiles) -> tuple[A
     with torch.device("meta"):
         model: Any = HeadraceForCausalLM(config)
     _check_tensors(form, model, foreign, files)
-    model.to(_precision(files.headers)).to_empty(device="cpu")
+    model.to(_precision(files.headers) if dtype is None else dtype).to_empty(device="cpu")
     for module in model.modules():
         if module._buffers:  # which no view fills
             module.reset_parameters()
@@ -191,9 +195,8 @@ def _experts(path: str, up: Tensor, down: Tensor, gated: bool) -> dict[str, Tens
 def _precision(headers: dict[str, Header]) -> torch.dtype:
     """The lowest precision that represents every tensor without rounding."""
     for name, header in headers.items():
-        if header.dtype not in PRECISIONS:
-            expected = ", ".join(str(dtype) for dtype in PRECISIONS)
-            raise InputError(f"tensor {name!r} has dtype {header.dtype}; expected one of {expected}")
+        if header.dtype not in PRECISIONS.values():
+            raise InputError(f"tensor {name!r} has dtype {header.dtype}; expected one of {', '.join(PRECISIONS)}")
     dtypes: Any = {header.dtype for header in headers.values()}
     return reduce(torch.promote_types, dtypes)
 

@@ -94,13 +94,14 @@ class PartAttention(SoftmaxAttention):
 
     def __init__(self, whole: SoftmaxAttention, ranks: Ranks):
         require(whole.causal, "tensor_parallel has no encoders; expected attention with causal=True")
+        require(whole.spec.qk_norm != "joint", "tensor_parallel has no norm of all heads; expected qk_norm='head'")
         D, d = whole.q_proj.in_features, whole.head_dim
-        H, G = D // d, whole.k_proj.out_features // d
+        H, G = whole.q_proj.out_features // d, whole.k_proj.out_features // d
         shares = Shares(H, G, ranks.size, ("num_heads", "kv_heads"))
         with torch.device("meta"):
             super().__init__(
                 whole.spec, hidden_size=D, num_heads=H, rope_theta=whole.rope_theta,
-                out_size=whole.o_proj.out_features,
+                out_size=whole.o_proj.out_features, norm_eps=getattr(whole.q_norm, "eps", 1e-6),
             )  # fmt: skip
         self.ranks = ranks
         for name in ("k", "v"):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.attention.attention import SoftmaxAttention
+from ...layers.attention.latent import LatentAttention
 from ...layers.attention.softmax_rnn import SoftmaxRNN
 from ...layers.chunks import recur
 from ...layers.linear.mixer import LinearMixer
@@ -140,6 +141,7 @@ def rwkv7_map(mixer: Any, arguments: dict[str, Any], x: Any) -> Reading:
 RECORDED_METHODS: dict[type, tuple[str, Callable[..., Reading]]] = {
     LinearMixer: ("op", linear_map),
     SoftmaxAttention: ("_attend", softmax_map),
+    LatentAttention: ("_attend", softmax_map),
     SoftmaxRNN: ("_attend", softmax_map),
     RWKV7: ("operands", rwkv7_map),
 }
