@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ...layers import LinearMixer
+from ...layers.base import Mixer
 from ...layers.blocks.moe import MixtureOfExperts
 from ...ops.checks import require
 from ...utils.errors import InputError, reading
@@ -117,7 +117,7 @@ def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> bo
         value = ours[slot]
         if view.name not in tensors:
             height = [view.block.groups * view.block.each] if view.block else [*value.shape[:1]]
-            shape = [*height, *value.shape[1:]]
+            shape = [*[1] * view.leading, *height, *value.shape[1:]]
             tensors[view.name] = value.new_zeros(shape[::-1] if view.transposed else shape)
         view.write(tensors[view.name], value)
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,11 +172,9 @@ def slots(model: Any) -> dict[str, Tensor]:
     a view changes the model."""
     by_name = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
-        if isinstance(module, LinearMixer):
-            kept = {"in_proj.weight": module.parts, "conv.weight": None, "conv.bias": None}
-            for name, parts in kept.items():
+        if isinstance(module, Mixer):
+            for name, sizes in module.stacks.items():
                 if (whole := by_name.pop(f"{path}.{name}", None)) is not None:
-                    sizes = parts or {part: module.parts[part] for part in "qkv"}
                     pieces = zip(sizes, whole.split(list(sizes.values())), strict=True)
                     name = name.replace("in_proj.weight", "in_proj")
                     by_name |= {f"{path}.{name}.{part}": x for part, x in pieces if len(x)}

@@ -23,13 +23,15 @@ class Block(NamedTuple):
 class View(NamedTuple):
     """The place of one of our tensors in a foreign checkpoint: a tensor, or the rows `block` of it.
 
-    Our values are factor · theirs + offset, of a matrix that is transposed there if `transposed`."""
+    Our values are factor · theirs + offset, of a matrix that is transposed there if `transposed`. Their tensor has
+    `leading` more dimensions, of size 1."""
 
     name: str
     block: Block | None = None
     offset: float = 0.0
     factor: float = 1.0
     transposed: bool = False
+    leading: int = 0
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Returns the rows of the foreign tensor, as a view where they are consecutive."""
@@ -42,7 +44,7 @@ class View(NamedTuple):
 
     def write(self, whole: Tensor, value: Tensor) -> None:
         """Writes our value [rows, …] to the foreign tensor."""
-        whole = whole.T if self.transposed else whole
+        whole = whole.T if self.transposed else whole[(0,) * self.leading]
         value = (value - self.offset) / self.factor
         if self.block is None:
             whole.copy_(value)
