@@ -194,8 +194,8 @@ class HeadraceConfig(PreTrainedConfig):
 
     @property
     def mixers(self) -> list[Spec]:
-        """The spec of each layer's mixer."""
-        return [layer.mixer for layer in self.stack.over(self.num_hidden_layers)]
+        """The specs of all mixers, in the order of the layers; of a parallel mixer after the other one."""
+        return [mixer for layer in self.stack.over(self.num_hidden_layers) for mixer in layer.mixers]
 
     @property
     def sizes(self) -> Sizes:

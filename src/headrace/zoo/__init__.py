@@ -58,9 +58,9 @@ def plain(spec):
 def each_mixer(spec, change: Callable[[MixerSpec], MixerSpec]):
     """Returns the spec with `change` applied to every linear mixer, including those in hybrids and whole models."""
     if isinstance(spec, Decoder):
-        return replace(
-            spec, layers=tuple(replace(layer, mixer=each_mixer(layer.mixer, change)) for layer in spec.layers)
-        )
+        return replace(spec, layers=tuple(each_mixer(layer, change) for layer in spec.layers))
+    if isinstance(spec, Layer):
+        return replace(spec, mixer=each_mixer(spec.mixer, change), parallel=each_mixer(spec.parallel, change))
     if isinstance(spec, StackSpec):
         return replace(spec, mixer=each_mixer(spec.mixer, change))
     return change(spec) if isinstance(spec, MixerSpec) else spec

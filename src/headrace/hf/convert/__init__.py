@@ -216,8 +216,7 @@ def _check_tensors(form: Format, model: Any, foreign: Model, files: TensorFiles)
 def _fits(view: View, shape: list[int], wanted: list[int]) -> bool:
     part = shape[::-1] if view.transposed else shape
     if view.block is not None:
-        groups, each, _, size = view.block
-        if part[:1] != [groups * each]:
+        if part[:1] != [view.block.groups * view.block.each]:
             return False
-        part = [groups * size, *part[1:]]
+        part = [view.block.groups * view.block.size, *part[1:]]
     return [n for n in part if n > 1] == [n for n in wanted if n > 1]

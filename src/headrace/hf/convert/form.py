@@ -12,12 +12,19 @@ from .fields import Config, Fields
 
 
 class Block(NamedTuple):
-    """Rows of a tensor that consists of `groups` groups of `each` rows: rows start to start + size of every group."""
+    """Rows of a tensor that consists of `groups` groups of `each` rows: of every group `size` rows, from `start` on and
+    `step` apart."""
 
     groups: int
     each: int
     start: int
     size: int
+    step: int = 1
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the rows as a view [groups, size, …]."""
+        end = self.start + self.size * self.step
+        return tensor.unflatten(0, (self.groups, self.each))[:, self.start : end : self.step]
 
 
 class View(NamedTuple):
@@ -38,19 +45,13 @@ class View(NamedTuple):
         tensor = tensor.T if self.transposed else tensor
         if self.block is None:
             return tensor
-        groups, each, start, size = self.block
-        rows = tensor.unflatten(0, (groups, each))[:, start : start + size]
-        return rows.flatten(0, 1)
+        return self.block.of(tensor).flatten(0, 1)
 
     def write(self, whole: Tensor, value: Tensor) -> None:
         """Writes our value [rows, …] to the foreign tensor."""
-        whole = whole.T if self.transposed else whole[(0,) * self.leading]
-        value = (value - self.offset) / self.factor
-        if self.block is None:
-            whole.copy_(value)
-        else:
-            groups, each, start, size = self.block
-            whole.unflatten(0, (groups, each))[:, start : start + size] = value.unflatten(0, (groups, size))
+        whole = whole.T if self.transposed else whole
+        part = whole if self.block is None else self.block.of(whole)
+        part.copy_(((value - self.offset) / self.factor).reshape(part.shape))
 
 
 Views = dict[str, View]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...spec.attention import AttentionSpec
+from ...spec.attention import AttentionSpec, Rope
 from ...spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
 from .form import SWIGLU, Format, Model, layer_name, named, shared, whole
@@ -20,7 +20,7 @@ def llama(c: Fields) -> Model:
     c.only("mlp_bias", False)
     c.ignore("pretraining_tp")
     kv_heads = None if c["num_key_value_heads"] == H else c["num_key_value_heads"]
-    layers = [Layer(AttentionSpec(kv_heads=kv_heads))] * c["num_hidden_layers"]
+    layers = [Layer(AttentionSpec(kv_heads=kv_heads, rope=rotation(c, c["head_dim"])))] * c["num_hidden_layers"]
     sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"], "rope_theta": rope_theta(c)}
     views = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
     for i in range(len(layers)):
@@ -28,12 +28,18 @@ def llama(c: Fields) -> Model:
     return Model(shared(c, layers, BlockStyle(), **sizes), views)
 
 
+def rotation(c: Fields, head_dim: int) -> Rope:
+    """The frequencies of rotary positions, without their base."""
+    given: Config = c["rope_parameters"] or {}
+    if given.keys() - {"rope_theta", "rope_type", "partial_rotary_factor"} or given.get("rope_type") != "default":
+        c.refuse("rope_parameters", "rope_type='default'")
+    dims = int(head_dim * given.get("partial_rotary_factor", 1.0))
+    return Rope(dims=None if dims == head_dim else dims)
+
+
 def rope_theta(c: Fields) -> float:
     """The base of rotary positions."""
-    rope: Config = c["rope_parameters"] or {}
-    if rope.keys() - {"rope_theta", "rope_type"} or rope.get("rope_type", "default") != "default":
-        c.refuse("rope_parameters", "rope_type='default' and a rope_theta alone")
-    return rope["rope_theta"]
+    return c["rope_parameters"]["rope_theta"]
 
 
 def llama_describe(config: Any) -> Config:

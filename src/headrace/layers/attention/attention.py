@@ -106,8 +106,10 @@ class SoftmaxAttention(SelfInitialised):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | Sequences | None = None,
         in_place: bool = False,
+        projections: Any = None,
     ) -> tuple[Tensor, State]:
-        """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state)."""
+        """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state). projections: q_proj, k_proj and v_proj as
+        attributes, in place of the layer's own."""
         refuse_parts(self)
         require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")
         check_input(x, mask, cu_seqlens is not None, self.hidden_size)
@@ -116,13 +118,14 @@ class SoftmaxAttention(SelfInitialised):
             check_state(state, self.state_kind, self.state_shapes, x, sequences.count)
         if self.spec.pattern is not None and mask is not None:
             forward = SoftmaxAttention.forward  # not a subclass's, which would be in its own call twice
-            return without_padding(lambda p, state, pack: forward(self, p, state, cu_seqlens=pack), x, state, mask)
+            own = {"projections": projections}
+            return without_padding(lambda p, s, pack: forward(self, p, s, cu_seqlens=pack, **own), x, state, mask)
         x = zeroed(x, mask)  # a weight of 0 would let NaN through
         turn = None
         if self.spec.rotary and not self.spec.rope.by_length:
             positions, _ = count_tokens(x, None if state is None else state.seen, mask, sequences)
             turn = self._angles(positions)
-        q, k, v = self._query(x, turn), *self._key_value(x, turn)
+        q, k, v = self._query(x, turn, projections), *self._key_value(x, turn, projections)
         if self.spec.pattern is not None and not self.causal:
             out = self._attend_around(x, (q, k, v), turn, sequences)
         elif self.spec.pattern is not None:
@@ -157,9 +160,10 @@ class SoftmaxAttention(SelfInitialised):
 
     def _heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
         """Splits x [B, T, H · d] into heads, and normalises them, one by one or together."""
-        x = norm(x) if norm is not None and self.spec.qk_norm == "joint" else x
+        if norm is not None and self.spec.qk_norm == "joint":
+            return normalise(x, norm).unflatten(-1, (-1, self.head_dim))
         x = x.unflatten(-1, (-1, self.head_dim))
-        return norm(x) if norm is not None and self.spec.qk_norm == "head" else x
+        return x if norm is None else normalise(x, norm)
 
     def _gated(self, x: Tensor, out: Tensor) -> Tensor:
         """Multiplies the heads' outputs [B, T, H, d] by the gate, and joins them."""
@@ -237,6 +241,11 @@ class SoftmaxAttention(SelfInitialised):
             own = tuple(y.expand(*x.shape[:2], 1, -1).flatten(0, 1)[rows][None] for y in turn)
         k, v = self._key_value(x, turn, self.global_proj)
         return self._query(x.flatten(0, 1)[rows][None], own, self.global_proj)[0], k.flatten(0, 1), v.flatten(0, 1)
+
+
+def normalise(x: Tensor, norm: Any) -> Tensor:
+    """Applies a norm in the precision of its weight, which under autocast is not that of x."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def attend_packed(

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...ops.modules import is_plain
 from ...spec.attention import LatentSpec
 from ..base import ANY, SelfInitialised
 from ..rotary import Angles, rotate
-from .attention import AttentionState, SoftmaxAttention
+from .attention import AttentionState, SoftmaxAttention, normalise
 
 
 class LatentAttention(SoftmaxAttention):
@@ -53,24 +54,25 @@ class LatentAttention(SoftmaxAttention):
         self.bias, self.sinks, self.global_proj, self.q_norm = None, None, None, None
 
     def _query(self, x: Tensor, turn: Angles | None = None, projections: Any = None) -> Tensor:
-        if self.q_a_proj is not None and self.q_a_norm is not None:
-            x = self.q_a_norm(self.q_a_proj(x))
+        if self.q_a_proj is not None:
+            x = normalise(self.q_a_proj(x), self.q_a_norm)
         return super()._query(x, turn)
 
     def _key_value(self, x: Tensor, turn: Angles | None = None, projections: Any = None) -> tuple[Tensor, Tensor]:
         latent, shared = self.kv_a_proj(x).split([self.kv_a_norm.weight.numel(), self.rotary_dim], -1)
-        shared, latent = shared[..., None, :], self.kv_a_norm(latent)[..., None, :]
+        shared, latent = shared[..., None, :], normalise(latent, self.kv_a_norm)[..., None, :]
         return shared if turn is None else rotate(shared, turn), latent
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         """Computes attention to the latents: q [B, T, H, r + n]; k [B, L, 1, r]; v [B, L, 1, c] -> [B, T, H, v].
 
         Few queries are projected to the latents, which are then keys and values of one head; for many queries,
-        projecting the latents to keys and values of all heads takes fewer operations."""
+        projecting the latents to keys and values of all heads takes fewer operations. So is it done
+        if kv_b_proj is not a plain layer, but quantised or with an adapter."""
         q, k = self._rotated(q, k, valid)
         k, v = k.to(q.dtype), v.to(q.dtype)
         n = self.key_dim
-        if q.shape[1] > (n + self.value_dim) // 2:
+        if q.shape[1] > (n + self.value_dim) // 2 or not is_plain(self.kv_b_proj, nn.Linear):
             own, values = self.kv_b_proj(v[:, :, 0]).unflatten(-1, (q.shape[2], -1)).split([n, self.value_dim], -1)
             keys = torch.cat([k.expand(-1, -1, q.shape[2], -1), own], -1)
             return self._attend(q, keys, values, valid)

@@ -128,8 +128,8 @@ class PartMLP(MLP):
         self.down_proj = RowParallelLinear(self.down_proj, ranks)
         self.cuts = adopt(self, whole, partial(named_cuts, whole, PERCEPTRON, shares), ranks)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.ranks.enter(x))
+    def forward(self, x: Tensor, adapter: nn.Module | None = None) -> Tensor:
+        return super().forward(self.ranks.enter(x), adapter)
 
 
 class RowParallelLinear(nn.Linear):
