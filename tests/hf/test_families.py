@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from families import Family, delta, recurrent, softmax
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, load
@@ -32,7 +33,8 @@ def float64_throughout():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     wide = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
-    with wide, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+    scan = mock.patch.object(RecurrentGemmaRglru._rnn_scan, "__defaults__", (torch.float64,))
+    with wide, scan, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         yield
     torch.set_default_dtype(before)
 

@@ -120,6 +120,7 @@ def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> bo
             shape = [*[1] * view.leading, *height, *value.shape[1:]]
             tensors[view.name] = value.new_zeros(shape[::-1] if view.transposed else shape)
         view.write(tensors[view.name], value)
+    tensors |= {name: x.to(model.dtype) for name, x in FORMATS[name].derived(described)}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
@@ -208,6 +209,11 @@ def _check_tensors(form: Format, model: Any, foreign: Model, files: TensorFiles)
         shape, wanted = files.headers[view.name].shape, [*ours[name].shape]
         require(_fits(view, shape, wanted), f"tensor {view.name!r} has shape {shape}, which does not fit {wanted}")
         left.discard(view.name)
+    for name, expected in form.derived(model.config.converted_from):
+        for _, tensor in files.tensors({name} & files.headers.keys()):
+            same = tensor.shape == expected.shape and torch.allclose(tensor.double(), expected.double(), rtol=0.01)
+            require(same, f"tensor {name!r} has other values than those that follow from config.json; expected those")
+        left.discard(name)
     if model.config.tie_word_embeddings and HEAD in left and files.equal(HEAD, foreign.views[EMBEDDING].name):
         left.discard(HEAD)
     require(not left, f"it has an unexpected tensor {min(left, default='')!r}")

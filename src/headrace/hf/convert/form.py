@@ -1,6 +1,6 @@
 """The description of a foreign checkpoint format: what its fields mean, and where in it our tensors are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,6 +75,7 @@ class Format:
     defaults: the fields of config.json with their defaults; None: those of transformers' class.
     types: forms, as of `misfit`, of the fields whose default does not show the type.
     outside: beginnings of the names of tensors that belong to other parts of the checkpoint than the language model.
+    derived: yields the tensors that the foreign library stores but that follow from a config.json.
     cache: whether the foreign library can decode the model with its cache."""
 
     architecture: str
@@ -84,6 +85,7 @@ class Format:
     defaults: Config | None = None
     types: Config | None = None
     outside: tuple[str, ...] = ()
+    derived: Callable[[Config], Iterable[tuple[str, Tensor]]] = lambda described: ()
     cache: Callable[[Any], bool] = lambda config: True
 
     def model(self, described: Config) -> tuple[Model, Fields]:

@@ -1,15 +1,23 @@
 """The formats of transformers' models of scans and of linear mixers without a delta rule, alone or with attention."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from ... import zoo
-from ...spec.linear import Heads, MixerSpec
+from ...layers.linear.decays import SlopeDecay
+from ...spec.attention import AttentionSpec, Pattern
+from ...spec.decay import Decay
+from ...spec.linear import Heads, Inputs, MixerSpec, Read
 from ...spec.scan import ScanSpec
-from ...spec.stack import BlockStyle, Layer
+from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Config, Fields
 from .form import Format, Model, View, Views, below, conv_width, layer_name, named, shared, stacked, whole
+from .softmax import attention, attention_views, rope_theta, window_of
 
 SILU = ("silu", "swish")
 STEPS = ("time_step_rank", "time_step_min", "time_step_max", "time_step_floor")  # of initial values alone
@@ -135,7 +143,314 @@ def mamba(c: Fields) -> Model:
     return Model(shared(c, layers, BlockStyle(mlp="none")), views)
 
 
+# --- with softmax attention ------------------------------------------------------------------------------------------
+
+FEED_FORWARD = {f"mlp.{name}_proj": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")}
+HYBRID_NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "pre_ff_layernorm.weight"}
+EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def kinds_of(names: dict[str, str], *kinds: str) -> dict[str, str]:
+    """Returns names of parameters for names of modules."""
+    return {f"{our}.{kind}": f"{their}.{kind}" for our, their in names.items() for kind in kinds}
+
+
+def assembled(layers: Sequence[Views], outside: Views) -> Views:
+    """Returns all views of a model. layers: the views of each layer, by our names in it and their names in theirs."""
+    views = dict(outside)
+    for i, own in enumerate(layers):
+        views |= {
+            f"{layer_name(i)}.{name}": view._replace(name=f"model.layers.{i}.{view.name}") for name, view in own.items()
+        }
+    return views
+
+
+def plain(names: dict[str, str], **options: Any) -> Views:
+    """Returns the views of whole tensors: {our name: their name}. options: fields of `View`."""
+    return {our: View(their, **options) for our, their in names.items()}
+
+
+def require_whole_rotation(c: Fields) -> None:
+    """Raises InputError for a partial rotation, which the default positions of some models of transformers ignore."""
+    if (c["rope_parameters"] or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        c.refuse("rope_parameters", "no partial_rotary_factor")
+
+
+def require_kinds(c: Fields, *kinds: str) -> list[str]:
+    """Returns layer_types. Raises InputError for other kinds and another number of them than layers."""
+    if len(c["layer_types"]) != c["num_hidden_layers"] or {*c["layer_types"]} - {*kinds}:
+        c.refuse("layer_types", f"num_hidden_layers of {' and '.join(kinds)}")
+    return c["layer_types"]
+
+
+def attended(c: Fields) -> Config:
+    """Returns the arguments of HeadraceConfig for attention with rotary positions and an MLP."""
+    names = {"num_heads": "num_attention_heads", "intermediate_size": "intermediate_size"}
+    return {ours: c[theirs] for ours, theirs in names.items()} | {"rope_theta": rope_theta(c)}
+
+
+def bamba(c: Fields) -> Model:
+    c.only("hidden_act", *SILU)
+    c.ignore("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "mamba_expand")  # expand: of head widths
+    mamba = Mamba2(
+        c["mamba_n_heads"], c["mamba_d_state"], c["mamba_d_head"], c["mamba_n_groups"], conv_width(c, "mamba_d_conv"),
+        c["mamba_conv_bias"], (c["mamba_proj_bias"],) * 2, limit(c, "time_step_limit"),
+    )  # fmt: skip
+    if mamba.heads % mamba.groups:
+        c.refuse("mamba_n_groups", f"a divisor of mamba_n_heads = {mamba.heads}")
+    softmax = attention(c, bias=c["attention_bias"])
+    spec = mamba.spec(c["hidden_size"], c["num_attention_heads"])
+    attends = [i in (c["attn_layer_indices"] or []) for i in range(c["num_hidden_layers"])]
+    common = plain(HYBRID_NORMS | kinds_of(FEED_FORWARD, "weight", *["bias"] * c["mlp_bias"]))
+    own = {True: attention_views(softmax, "self_attn"), False: mamba.views("mamba")}
+    layers = [Layer(softmax if each else spec) for each in attends]
+    return Model(
+        shared(c, layers, BlockStyle(bias=c["mlp_bias"]), **attended(c)),
+        assembled([common | own[each] for each in attends], outside(c, "final_layernorm")),
+    )
+
+
+def outside(c: Fields, norm: str, offset: float = 0.0) -> Views:
+    return whole("model", "embed_tokens", norm, c["tie_word_embeddings"], offset)
+
+
+def jamba(c: Fields) -> Model:
+    c.only("hidden_act", *SILU)
+    c.ignore("use_mamba_kernels", "use_mambapy", "use_associative_scan")
+    bias, conv_bias, count = c["mamba_proj_bias"], c["mamba_conv_bias"], c["num_experts"]
+    spec = ScanSpec(
+        "mamba", c["mamba_d_state"], conv_width(c, "mamba_d_conv"), c["mamba_expand"], c["mamba_dt_rank"], True,
+        conv_bias, bias,
+    )  # fmt: skip
+    heads, groups = c["num_attention_heads"], c["num_key_value_heads"]
+    softmax = AttentionSpec(kv_heads=None if groups == heads else groups, rotary=False)
+    attends, mixes = (
+        [i % c[f"{kind}_layer_period"] == c[f"{kind}_layer_offset"] for i in range(c["num_hidden_layers"])]
+        for kind in ("attn", "expert")
+    )
+    mixes = [count > 1 and each for each in mixes]
+    norms = {f"mixer.norm_weight.{part}": f"mamba.{part.lower()}_layernorm.weight" for part in ("dt", "B", "C")}
+    own = {True: attention_views(softmax, "self_attn"), False: mamba1("mamba", bias, conv_bias) | plain(norms)}
+    dense = plain(kinds_of(FEED_FORWARD, "weight"))
+    mlp = {True: experts("feed_forward", "router", count, EXPERT), False: dense}
+    pairs = [*zip(attends, mixes, strict=True)]
+    layers = [Layer(softmax if attends else spec, "experts" if mixed else "one") for attends, mixed in pairs]
+    style = BlockStyle(experts=Experts(count, c["num_experts_per_tok"], balance(c)) if any(mixes) else None)
+    c.ignore("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")  # of a model without experts
+    views = [plain(HYBRID_NORMS) | own[attends] | mlp[mixed] for attends, mixed in pairs]
+    sizes = {"num_heads": heads, "intermediate_size": c["intermediate_size"]}
+    return Model(shared(c, layers, style, **sizes), assembled(views, outside(c, "final_layernorm")))
+
+
+def balance(c: Fields) -> float:
+    """Returns the weight of the load-balancing loss, which transformers adds if the model returns router logits."""
+    weight, added = c["router_aux_loss_coef"], c["output_router_logits"]
+    return weight if added else 0.0
+
+
+def experts(
+    theirs: str, router: str, count: int, names: dict[str, str], inner: float = 1.0, outer: float = 1.0
+) -> Views:
+    """Returns the views of a mixture of experts. names: of the projections of an expert; inner, outer: factors of what
+    reads the token, and of what writes."""
+    views = {"mlp.router.weight": View(f"{theirs}.{router}.weight", factor=inner)}
+    for part, name in names.items():
+        factor = outer if part == "down" else inner
+        views |= {f"mlp.{e}.{part}": View(f"{theirs}.experts.{e}.{name}.weight", factor=factor) for e in range(count)}
+    return views
+
+
+def lfm2(c: Fields) -> Model:
+    c.ignore("full_attn_idxs")  # by which their class has set layer_types
+    require_whole_rotation(c)
+    kinds, bias = require_kinds(c, "conv", "full_attention"), c["conv_bias"]
+    conv = ScanSpec("short-conv", conv=conv_width(c, "conv_L_cache"), conv_bias=bias, bias=bias)
+    softmax = attention(c, qk_norm="head")
+    names = {f"mixer.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")}
+    own = {
+        "conv": plain(kinds_of(names, "weight", *["bias"] * bias)),
+        "full_attention": attention_views(
+            softmax, "self_attn", q_norm="q_layernorm", k_norm="k_layernorm", o_proj="out_proj"
+        ),
+    }
+    layers = [Layer(conv if kind == "conv" else softmax) for kind in kinds]
+    sizes = attended(c) | {"intermediate_size": lfm2_width(c)}
+    views = assembled([plain(LFM2) | own[kind] for kind in kinds], outside(c, "embedding_norm"))
+    return Model(shared(c, layers, BlockStyle(), **sizes), views)
+
+
+LFM2 = {
+    "mixer_norm.weight": "operator_norm.weight", "mlp_norm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "feed_forward.w1.weight", "mlp.up_proj.weight": "feed_forward.w3.weight",
+    "mlp.down_proj.weight": "feed_forward.w2.weight",
+}  # fmt: skip
+
+
+def lfm2_width(c: Fields) -> int:
+    """Returns the width of the MLP: two thirds of intermediate_size times a factor, rounded up to a multiple."""
+    width, factor, multiple = c["intermediate_size"], c["block_ffn_dim_multiplier"], c["block_multiple_of"]
+    if not c["block_auto_adjust_ff_dim"]:
+        return width
+    width = int(2 * width / 3)
+    return width if factor is None else -(-int(factor * width) // multiple) * multiple
+
+
+def minimax(c: Fields) -> Model:
+    """Blocks y = norm(α x + β f(x)): α is in the norm of x, and divides what f reads."""
+    c.only("hidden_act", *SILU)
+    c.only("router_jitter_noise", 0.0)
+    c.ignore("block_size")
+    require_whole_rotation(c)
+    kinds, H, count = require_kinds(c, *FACTORS.keys() - {"mlp"}), c["num_attention_heads"], c["num_local_experts"]
+    alphas, betas = (
+        {kind: factor(c, f"{name}_{which}_factor") for kind, name in FACTORS.items()} for which in ("alpha", "beta")
+    )
+    softmax, width = attention(c, pattern=window_of(c)), H * (c["head_dim"] or c["hidden_size"] // H)
+    own = {
+        "linear_attention": lightning_views("self_attn", width, H),
+        "full_attention": attention_views(softmax, "self_attn"),
+    }
+    moe = experts(
+        "block_sparse_moe", "gate", count, {"gate": "w1", "up": "w3", "down": "w2"}, 1 / alphas["mlp"], betas["mlp"]
+    )
+    moe["mixer_norm.weight"] = View("post_attention_layernorm.weight", factor=alphas["mlp"])
+    layers = [scaled(own[kind], 1 / alphas[kind], betas[kind]) | moe for kind in kinds]
+    views = assembled(layers, outside(c, "norm"))
+    # The norm before a block is that after the one before it.
+    places = ["model.backbone.embedding_norm", *(f"{layer_name(i)}.mlp_norm" for i in range(len(kinds)))]
+    views |= {
+        f"{place}.weight": View(f"model.layers.{i}.input_layernorm.weight", factor=alphas[kind])
+        for i, (place, kind) in enumerate(zip(places, kinds, strict=False))
+    }
+    views[f"{places[-1]}.weight"] = views.pop("model.backbone.norm.weight")
+    style = BlockStyle(
+        order="post", embedding_norm=True, experts=Experts(count, c["num_experts_per_tok"], balance(c), normalised=True)
+    )
+    mixers = [softmax if kind == "full_attention" else lightning(c, i, width) for i, kind in enumerate(kinds)]
+    return Model(shared(c, [Layer(mixer, "experts") for mixer in mixers], style, **attended(c)), views)
+
+
+FACTORS = {"linear_attention": "linear_attn", "full_attention": "full_attn", "mlp": "mlp"}
+
+
+def factor(c: Fields, name: str) -> float:
+    """Returns a factor, by which the conversion to their format divides."""
+    if c[name] == 0:
+        c.refuse(name, "another number than 0")
+    return c[name]
+
+
+def scaled(mixer: Views, reads: float, writes: float) -> Views:
+    """Returns the views of a mixer whose input is multiplied by `reads` and whose output by `writes`."""
+    factors = {"mixer.o_proj.weight": writes, "mixer.norm_weight": 1.0}
+    return {name: view._replace(factor=factors.get(name, reads)) for name, view in mixer.items()}
+
+
+def lightning(c: Fields, i: int, width: int) -> MixerSpec:
+    """Returns the spec of Lightning Attention in layer i. width: of all heads together."""
+    share = width / c["hidden_size"]
+    rate = 1 - i / (c["num_hidden_layers"] - 1 + 1e-5) + 1e-5
+    inputs, read = Inputs(feature_map="silu", value_map="silu"), Read("rms-joint", "sigmoid", scale="one", eps=1e-6)
+    return MixerSpec(Heads(share, share), inputs, Decay("slopes", rate=rate), read=read)
+
+
+def lightning_views(theirs: str, width: int, heads: int) -> Views:
+    """Returns the views of Lightning Attention: qkv_proj stacks q, k and v of a head."""
+    own = {"in_proj.gate": "output_gate.weight", "norm_weight": "norm.weight", "o_proj.weight": "out_proj.weight"}
+    parts = stacked(f"{theirs}.qkv_proj.weight", dict.fromkeys("qkv", width), heads)
+    return below("mixer.in_proj", parts) | named("mixer", theirs, own)
+
+
+def minimax_tables(described: Config) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tables of decays that transformers stores beside the weights."""
+    c = Fields(described)
+    H, depth = c["num_attention_heads"], c["num_hidden_layers"]
+    steps = torch.arange(1, c["block_size"] + 1, dtype=torch.float64)[:, None]
+    for i in (i for i, kind in enumerate(c["layer_types"]) if kind == "linear_attention"):
+        decay = SlopeDecay(Decay("slopes", rate=1 - i / (depth - 1 + 1e-5) + 1e-5), H, 1, 0.0)
+        slope = -decay(steps)[:, None, None]
+        theirs = f"model.layers.{i}.self_attn"
+        yield f"{theirs}.slope_rate", slope
+        yield f"{theirs}.query_decay", torch.exp(-slope * steps)
+        yield f"{theirs}.key_decay", torch.exp(-slope * (len(steps) - steps))
+        yield f"{theirs}.diagonal_decay", torch.exp(-slope * (steps - steps.T)).tril()[None]
+
+
+def recurrent_gemma(c: Fields) -> Model:
+    c.only("hidden_activation", "gelu_pytorch_tanh")
+    c.ignore("w_init_variance_scale", "final_w_init_variance_scale")
+    if not c["block_types"] or {*c["block_types"]} - {"recurrent", "attention"}:
+        c.refuse("block_types", "a list of recurrent and attention")
+    unit = ScanSpec("rg-lru", conv=conv_width(c, "conv1d_width"), expand=c["lru_width"] / c["hidden_size"], bias=True)
+    pattern, bias = Pattern(window=c["attention_window_size"]), True if c["attention_bias"] else "o"
+    specs = {"recurrent": unit, "attention": attention(c, pattern=pattern, bias=bias)}
+    own = {"recurrent": plain(RG_LRU), "attention": attention_views(specs["attention"], "temporal_block")}
+    norms = {"mixer_norm.weight": "temporal_pre_norm.weight", "mlp_norm.weight": "channel_pre_norm.weight"}
+    mlp = {name: theirs.replace("feed_forward", "mlp_block") for name, theirs in FEED_FORWARD.items()}
+    common = plain(norms, offset=1.0) | plain(kinds_of(mlp, "weight", "bias"))
+    kinds = [c["block_types"][i % len(c["block_types"])] for i in range(c["num_hidden_layers"])]
+    scale = float(torch.tensor(c["hidden_size"] ** 0.5, dtype=torch.bfloat16))  # it is rounded there
+    style = BlockStyle(mlp="geglu-tanh", bias=True, embedding_scale=scale, logits_cap=c["logits_soft_cap"])
+    sizes = attended(c) | {"intermediate_size": c["intermediate_size"] // 2}
+    return Model(
+        shared(c, [Layer(specs[kind]) for kind in kinds], style, **sizes),
+        assembled([common | own[kind] for kind in kinds], outside(c, "final_norm", 1.0)),
+    )
+
+
+RG_LRU = {
+    "in_proj.u": "linear_x.weight", "in_proj.bias.u": "linear_x.bias", "in_proj.branch": "linear_y.weight",
+    "in_proj.bias.branch": "linear_y.bias", "rate": "rg_lru.recurrent_param",
+    **kinds_of({"conv": "conv_1d", "out_proj": "linear_out"}, "weight", "bias"),
+    **{f"gate_{kind}.i": f"rg_lru.input_gate_{kind}" for kind in ("weight", "bias")},
+    **{f"gate_{kind}.r": f"rg_lru.recurrent_gate_{kind}" for kind in ("weight", "bias")},
+}  # fmt: skip
+RG_LRU = {f"mixer.{ours}": f"temporal_block.{theirs}" for ours, theirs in RG_LRU.items()}
+
+
+def rwkv(c: Fields) -> Model:
+    D, depth = c["hidden_size"], c["num_hidden_layers"]
+    c.only("layer_norm_epsilon", 1e-5)  # which the last norm has in any case
+    c.ignore("rescale_every")  # halves the stream for float16, and all that is added to it
+    longest = c["context_length"]
+    spec = ScanSpec("rwkv4", expand=c["attention_hidden_size"] / D)
+    tied = c["tie_word_embeddings"]
+    views = whole("rwkv", "embeddings", "ln_out", tied) | ({} if tied else {"lm_head.weight": View("head.weight")})
+    views |= named("model.backbone", "rwkv", {"norm.bias": "ln_out.bias"} | kinds_of(EMBEDDED, "weight", "bias"))
+    for i in range(depth):
+        ours, theirs = layer_name(i), f"rwkv.blocks.{i}"
+        views |= named(ours, theirs, RWKV) | named(ours, theirs, RWKV_MIXES, leading=1)
+    style = BlockStyle("layer", mlp="rwkv4", bias=True, embedding_norm=True)
+    sizes = {"intermediate_size": c["intermediate_size"], "max_position_embeddings": longest}
+    return Model(shared(c, [Layer(spec)] * depth, style, **sizes), views)
+
+
+EMBEDDED = {"embedding_norm": "blocks.0.pre_ln"}
+RWKV = {
+    "mixer.log_rate": "attention.time_decay", "mixer.bonus": "attention.time_first",
+    **kinds_of({"mixer_norm": "ln1", "mlp_norm": "ln2"}, "weight", "bias"),
+    **kinds_of(
+        {
+            "mixer.r_proj": "attention.receptance", "mixer.k_proj": "attention.key", "mixer.v_proj": "attention.value",
+            "mixer.o_proj": "attention.output", "mlp.gate_proj": "feed_forward.receptance",
+            "mlp.up_proj": "feed_forward.key", "mlp.down_proj": "feed_forward.value",
+        },
+        "weight",
+    ),
+}  # fmt: skip
+RWKV_MIXES = {
+    "mixer.mix.r": "attention.time_mix_receptance", "mixer.mix.k": "attention.time_mix_key",
+    "mixer.mix.v": "attention.time_mix_value", "mlp.mix.r": "feed_forward.time_mix_receptance",
+    "mlp.mix.k": "feed_forward.time_mix_key",
+}  # fmt: skip
+
 FORMATS: dict[str, Format] = {
     "mamba2": Format("Mamba2ForCausalLM", mamba2, mamba2_describe, MixerSpec),
     "mamba": Format("MambaForCausalLM", mamba),
+    "bamba": Format("BambaForCausalLM", bamba),
+    "jamba": Format("JambaForCausalLM", jamba),
+    "lfm2": Format("Lfm2ForCausalLM", lfm2),
+    "minimax": Format("MiniMaxForCausalLM", minimax, derived=minimax_tables),
+    "recurrent_gemma": Format("RecurrentGemmaForCausalLM", recurrent_gemma),
+    "rwkv": Format("RwkvForCausalLM", rwkv),
 }

@@ -77,7 +77,7 @@ def attention_views(spec: AttentionSpec, theirs: str, **renamed: str) -> Views:
     call otherwise than we do."""
     modules = {f"{name}_proj": {"weight"} for name in "qkvo"}
     for name in "qkvo":
-        if spec.bias is True or (spec.bias and name != "o"):
+        if spec.bias in (True, "o" if name == "o" else "qkv"):
             modules[f"{name}_proj"].add("bias")
     if spec.qk_norm != "none":
         modules |= {"q_norm": {"weight"}, "k_norm": {"weight"}}
