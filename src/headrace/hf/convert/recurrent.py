@@ -1,15 +1,13 @@
 """The formats of transformers' models of scans and of linear mixers without a delta rule, alone or with attention."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ... import zoo
-from ...layers.linear.decays import SlopeDecay
 from ...spec.attention import AttentionSpec, Pattern
 from ...spec.decay import Decay
 from ...spec.linear import Heads, Inputs, MixerSpec, Read
@@ -17,6 +15,7 @@ from ...spec.scan import ScanSpec
 from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Config, Fields
 from .form import Format, Model, View, Views, below, conv_width, layer_name, named, shared, stacked, whole
+from .parts import experts
 from .softmax import attention, attention_views, rope_theta, window_of
 
 SILU = ("silu", "swish")
@@ -147,7 +146,6 @@ def mamba(c: Fields) -> Model:
 
 FEED_FORWARD = {f"mlp.{name}_proj": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")}
 HYBRID_NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "pre_ff_layernorm.weight"}
-EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def kinds_of(names: dict[str, str], *kinds: str) -> dict[str, str]:
@@ -168,12 +166,6 @@ def assembled(layers: Sequence[Views], outside: Views) -> Views:
 def plain(names: dict[str, str], **options: Any) -> Views:
     """Returns the views of whole tensors: {our name: their name}. options: fields of `View`."""
     return {our: View(their, **options) for our, their in names.items()}
-
-
-def require_whole_rotation(c: Fields) -> None:
-    """Raises InputError for a partial rotation, which the default positions of some models of transformers ignore."""
-    if (c["rope_parameters"] or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        c.refuse("rope_parameters", "no partial_rotary_factor")
 
 
 def require_kinds(c: Fields, *kinds: str) -> list[str]:
@@ -198,7 +190,7 @@ def bamba(c: Fields) -> Model:
     )  # fmt: skip
     if mamba.heads % mamba.groups:
         c.refuse("mamba_n_groups", f"a divisor of mamba_n_heads = {mamba.heads}")
-    softmax = attention(c, bias=c["attention_bias"])
+    softmax = attention(c, partial=True, bias=c["attention_bias"])
     spec = mamba.spec(c["hidden_size"], c["num_attention_heads"])
     attends = [i in (c["attn_layer_indices"] or []) for i in range(c["num_hidden_layers"])]
     common = plain(HYBRID_NORMS | kinds_of(FEED_FORWARD, "weight", *["bias"] * c["mlp_bias"]))
@@ -232,7 +224,7 @@ def jamba(c: Fields) -> Model:
     norms = {f"mixer.norm_weight.{part}": f"mamba.{part.lower()}_layernorm.weight" for part in ("dt", "B", "C")}
     own = {True: attention_views(softmax, "self_attn"), False: mamba1("mamba", bias, conv_bias) | plain(norms)}
     dense = plain(kinds_of(FEED_FORWARD, "weight"))
-    mlp = {True: experts("feed_forward", "router", count, EXPERT), False: dense}
+    mlp = {True: experts("feed_forward", count, router="router"), False: dense}
     pairs = [*zip(attends, mixes, strict=True)]
     layers = [Layer(softmax if attends else spec, "experts" if mixed else "one") for attends, mixed in pairs]
     style = BlockStyle(experts=Experts(count, c["num_experts_per_tok"], balance(c)) if any(mixes) else None)
@@ -248,21 +240,8 @@ def balance(c: Fields) -> float:
     return weight if added else 0.0
 
 
-def experts(
-    theirs: str, router: str, count: int, names: dict[str, str], inner: float = 1.0, outer: float = 1.0
-) -> Views:
-    """Returns the views of a mixture of experts. names: of the projections of an expert; inner, outer: factors of what
-    reads the token, and of what writes."""
-    views = {"mlp.router.weight": View(f"{theirs}.{router}.weight", factor=inner)}
-    for part, name in names.items():
-        factor = outer if part == "down" else inner
-        views |= {f"mlp.{e}.{part}": View(f"{theirs}.experts.{e}.{name}.weight", factor=factor) for e in range(count)}
-    return views
-
-
 def lfm2(c: Fields) -> Model:
     c.ignore("full_attn_idxs")  # by which their class has set layer_types
-    require_whole_rotation(c)
     kinds, bias = require_kinds(c, "conv", "full_attention"), c["conv_bias"]
     conv = ScanSpec("short-conv", conv=conv_width(c, "conv_L_cache"), conv_bias=bias, bias=bias)
     softmax = attention(c, qk_norm="head")
@@ -300,7 +279,6 @@ def minimax(c: Fields) -> Model:
     c.only("hidden_act", *SILU)
     c.only("router_jitter_noise", 0.0)
     c.ignore("block_size")
-    require_whole_rotation(c)
     kinds, H, count = require_kinds(c, *FACTORS.keys() - {"mlp"}), c["num_attention_heads"], c["num_local_experts"]
     alphas, betas = (
         {kind: factor(c, f"{name}_{which}_factor") for kind, name in FACTORS.items()} for which in ("alpha", "beta")
@@ -310,9 +288,8 @@ def minimax(c: Fields) -> Model:
         "linear_attention": lightning_views("self_attn", width, H),
         "full_attention": attention_views(softmax, "self_attn"),
     }
-    moe = experts(
-        "block_sparse_moe", "gate", count, {"gate": "w1", "up": "w3", "down": "w2"}, 1 / alphas["mlp"], betas["mlp"]
-    )
+    moe = experts("block_sparse_moe", count, {"gate": "w1", "up": "w3", "down": "w2"})
+    moe = scaled(moe, 1 / alphas["mlp"], betas["mlp"])
     moe["mixer_norm.weight"] = View("post_attention_layernorm.weight", factor=alphas["mlp"])
     layers = [scaled(own[kind], 1 / alphas[kind], betas[kind]) | moe for kind in kinds]
     views = assembled(layers, outside(c, "norm"))
@@ -340,10 +317,10 @@ def factor(c: Fields, name: str) -> float:
     return c[name]
 
 
-def scaled(mixer: Views, reads: float, writes: float) -> Views:
-    """Returns the views of a mixer whose input is multiplied by `reads` and whose output by `writes`."""
-    factors = {"mixer.o_proj.weight": writes, "mixer.norm_weight": 1.0}
-    return {name: view._replace(factor=factors.get(name, reads)) for name, view in mixer.items()}
+def scaled(branch: Views, reads: float, writes: float) -> Views:
+    """Returns the views of a branch whose input is multiplied by `reads` and whose output by `writes`."""
+    of = {name: writes if name.endswith((".o_proj.weight", ".down")) else reads for name in branch}
+    return {name: view._replace(factor=of[name]) if "norm" not in name else view for name, view in branch.items()}
 
 
 def lightning(c: Fields, i: int, width: int) -> MixerSpec:
@@ -361,21 +338,6 @@ def lightning_views(theirs: str, width: int, heads: int) -> Views:
     return below("mixer.in_proj", parts) | named("mixer", theirs, own)
 
 
-def minimax_tables(described: Config) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tables of decays that transformers stores beside the weights."""
-    c = Fields(described)
-    H, depth = c["num_attention_heads"], c["num_hidden_layers"]
-    steps = torch.arange(1, c["block_size"] + 1, dtype=torch.float64)[:, None]
-    for i in (i for i, kind in enumerate(c["layer_types"]) if kind == "linear_attention"):
-        decay = SlopeDecay(Decay("slopes", rate=1 - i / (depth - 1 + 1e-5) + 1e-5), H, 1, 0.0)
-        slope = -decay(steps)[:, None, None]
-        theirs = f"model.layers.{i}.self_attn"
-        yield f"{theirs}.slope_rate", slope
-        yield f"{theirs}.query_decay", torch.exp(-slope * steps)
-        yield f"{theirs}.key_decay", torch.exp(-slope * (len(steps) - steps))
-        yield f"{theirs}.diagonal_decay", torch.exp(-slope * (steps - steps.T)).tril()[None]
-
-
 def recurrent_gemma(c: Fields) -> Model:
     c.only("hidden_activation", "gelu_pytorch_tanh")
     c.ignore("w_init_variance_scale", "final_w_init_variance_scale")
@@ -383,7 +345,7 @@ def recurrent_gemma(c: Fields) -> Model:
         c.refuse("block_types", "a list of recurrent and attention")
     unit = ScanSpec("rg-lru", conv=conv_width(c, "conv1d_width"), expand=c["lru_width"] / c["hidden_size"], bias=True)
     pattern, bias = Pattern(window=c["attention_window_size"]), True if c["attention_bias"] else "o"
-    specs = {"recurrent": unit, "attention": attention(c, pattern=pattern, bias=bias)}
+    specs = {"recurrent": unit, "attention": attention(c, partial=True, pattern=pattern, bias=bias)}
     own = {"recurrent": plain(RG_LRU), "attention": attention_views(specs["attention"], "temporal_block")}
     norms = {"mixer_norm.weight": "temporal_pre_norm.weight", "mlp_norm.weight": "channel_pre_norm.weight"}
     mlp = {name: theirs.replace("feed_forward", "mlp_block") for name, theirs in FEED_FORWARD.items()}
@@ -419,7 +381,7 @@ def rwkv(c: Fields) -> Model:
     views |= named("model.backbone", "rwkv", {"norm.bias": "ln_out.bias"} | kinds_of(EMBEDDED, "weight", "bias"))
     for i in range(depth):
         ours, theirs = layer_name(i), f"rwkv.blocks.{i}"
-        views |= named(ours, theirs, RWKV) | named(ours, theirs, RWKV_MIXES, leading=1)
+        views |= named(ours, theirs, RWKV) | named(ours, theirs, RWKV_MIXES, shape=(1, 1, D))
     style = BlockStyle("layer", mlp="rwkv4", bias=True, embedding_norm=True)
     sizes = {"intermediate_size": c["intermediate_size"], "max_position_embeddings": longest}
     return Model(shared(c, [Layer(spec)] * depth, style, **sizes), views)
@@ -450,7 +412,7 @@ FORMATS: dict[str, Format] = {
     "bamba": Format("BambaForCausalLM", bamba),
     "jamba": Format("JambaForCausalLM", jamba),
     "lfm2": Format("Lfm2ForCausalLM", lfm2),
-    "minimax": Format("MiniMaxForCausalLM", minimax, derived=minimax_tables),
+    "minimax": Format("MiniMaxForCausalLM", minimax, buffers=("_decay", "slope_rate")),
     "recurrent_gemma": Format("RecurrentGemmaForCausalLM", recurrent_gemma),
     "rwkv": Format("RwkvForCausalLM", rwkv),
 }
