@@ -1,45 +1,210 @@
-"""The formats of transformers' models of softmax attention alone."""
+"""The formats of transformers' models of softmax attention alone, and what hybrids share with them."""
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from ...spec.attention import AttentionSpec, Rope
+from ...spec.attention import ROPES, AttentionSpec, Pattern, Rope
 from ...spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
-from .form import SWIGLU, Format, Model, layer_name, named, shared, whole
+from .form import SWIGLU, Format, Model, View, Views, below, layer_name, named, shared, stacked, whole
 
-NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
-PROJECTIONS = {f"mixer.{name}_proj.weight": f"self_attn.{name}_proj.weight" for name in "qkvo"}
+NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+BRANCH_NORMS = {"mixer_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+# Names of activations -> kinds of MLP.
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu-tanh"}
+GATED["gelu_pytorch_tanh"] = "geglu-tanh"
+UNGATED = {"gelu": "gelu", "gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "relu": "relu"}
 
+# --- rotary positions ------------------------------------------------------------------------------------------------
 
-def llama(c: Fields) -> Model:
-    H, D = c["num_attention_heads"], c["hidden_size"]
-    if c["head_dim"] != D // H:
-        c.refuse("head_dim", repr(D // H))
-    c.only("hidden_act", "silu", "swish")
-    c.only("attention_bias", False)
-    c.only("mlp_bias", False)
-    c.ignore("pretraining_tp")
-    kv_heads = None if c["num_key_value_heads"] == H else c["num_key_value_heads"]
-    layers = [Layer(AttentionSpec(kv_heads=kv_heads, rope=rotation(c, c["head_dim"])))] * c["num_hidden_layers"]
-    sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"], "rope_theta": rope_theta(c)}
-    views = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
-    for i in range(len(layers)):
-        views |= named(layer_name(i), f"model.layers.{i}", PROJECTIONS | NORMS | SWIGLU)
-    return Model(shared(c, layers, BlockStyle(), **sizes), views)
+# Our fields of rotary positions -> theirs.
+ROPE_NAMES = {
+    "factor": "factor", "original": "original_max_position_embeddings", "amplitude": "attention_factor",
+    "slow": "beta_slow", "fast": "beta_fast", "truncate": "truncate", "short": "short_factor", "long": "long_factor",
+}  # fmt: skip
+LLAMA3_NAMES = ROPE_NAMES | {"slow": "low_freq_factor", "fast": "high_freq_factor"}
+MSCALES = ("mscale", "mscale_all_dim")
 
 
-def rotation(c: Fields, head_dim: int) -> Rope:
-    """The frequencies of rotary positions, without their base."""
-    given: Config = c["rope_parameters"] or {}
-    if given.keys() - {"rope_theta", "rope_type", "partial_rotary_factor"} or given.get("rope_type") != "default":
-        c.refuse("rope_parameters", "rope_type='default'")
-    dims = int(head_dim * given.get("partial_rotary_factor", 1.0))
-    return Rope(dims=None if dims == head_dim else dims)
+def rope(c: Fields, head_dim: int) -> Rope:
+    """Returns the rotary positions of rope_parameters, without theta, as transformers' modeling_rope_utils reads them."""
+    given: Config = dict(c["rope_parameters"] or {})
+    kind, part = given.pop("rope_type", "default"), given.pop("partial_rotary_factor", 1.0)
+    mscales = [given.pop(name, None) for name in MSCALES if kind == "yarn"]
+    names = LLAMA3_NAMES if kind == "llama3" else ROPE_NAMES
+    known = {"rope_theta", "type", *(names[name] for name in ROPES.get(kind, ()))}
+    if kind not in ROPES or given.keys() - known:
+        c.refuse("rope_parameters", f"a rope_type of {', '.join(ROPES)} with its own parameters")
+    values = {name: given[names[name]] for name in ROPES[kind] if given.get(names[name]) is not None}
+    if kind == "dynamic":
+        values["original"] = c["max_position_embeddings"]
+    elif kind in ("yarn", "longrope") and "factor" not in values:
+        values["factor"] = c["max_position_embeddings"] / values["original"]
+    if mscales and all(mscales) and "amplitude" not in values:
+        above, below = (1 + 0.1 * scale * math.log(max(values["factor"], 1)) for scale in mscales)
+        values["amplitude"] = above / below
+    return Rope(kind, dims=None if part == 1 else int(head_dim * part), **values)
 
 
 def rope_theta(c: Fields) -> float:
-    """The base of rotary positions."""
     return c["rope_parameters"]["rope_theta"]
+
+
+def rope_parameters(rope: Rope, theta: float) -> Config:
+    """Returns transformers' parameters of rotary positions."""
+    names = LLAMA3_NAMES if rope.kind == "llama3" else ROPE_NAMES
+    values = {names[name]: getattr(rope, name) for name in ROPES[rope.kind] if getattr(rope, name) is not None}
+    if rope.kind == "dynamic":  # which has max_position_embeddings
+        values.pop("original_max_position_embeddings")
+    return values | {"rope_theta": rope.theta or theta, "rope_type": rope.kind}
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+def attention(c: Fields, **options: Any) -> AttentionSpec:
+    """Returns the spec of attention by the fields that most formats share. options: its other fields."""
+    H, D = c["num_attention_heads"], c["hidden_size"]
+    groups, d = c.get("num_key_value_heads") or H, c.get("head_dim") or D // H
+    heads = {"kv_heads": None if groups == H else groups, "head_dim": None if d * H == D else d}
+    return AttentionSpec(**heads, rope=rope(c, d), **options)
+
+
+def attention_views(spec: AttentionSpec, theirs: str, **renamed: str) -> Views:
+    """Returns the views of a layer of attention below the module `theirs`. renamed: their names of modules that they
+    call otherwise than we do."""
+    modules = {f"{name}_proj": {"weight"} for name in "qkvo"}
+    for name in "qkvo":
+        if spec.bias is True or (spec.bias and name != "o"):
+            modules[f"{name}_proj"].add("bias")
+    if spec.qk_norm != "none":
+        modules |= {"q_norm": {"weight"}, "k_norm": {"weight"}}
+    if spec.gated:
+        modules["g_proj"] = modules["q_proj"]
+    return {
+        f"mixer.{name}.{kind}": View(f"{theirs}.{renamed.get(name, name)}.{kind}")
+        for name, kinds in modules.items() for kind in kinds
+    }  # fmt: skip
+
+
+def activation(c: Fields, name: str, kinds: dict[str, str]) -> Any:
+    """Returns the kind of MLP with an activation."""
+    if c[name] not in kinds:
+        c.refuse(name, " or ".join(map(repr, kinds)))
+    return kinds[c[name]]
+
+
+def windows(c: Fields) -> list[Pattern | None]:
+    """Returns the pattern of each layer by layer_types."""
+    kinds, patterns = c["layer_types"], {"full_attention": None}
+    if (window := c["sliding_window"]) is not None:
+        patterns["sliding_attention"] = window_of(c)
+    if len(kinds) != c["num_hidden_layers"] or {*kinds} - patterns.keys():
+        c.refuse("layer_types", f"num_hidden_layers of {' and '.join(patterns)}, with sliding_window={window}")
+    return [patterns[kind] for kind in kinds]
+
+
+def window_of(c: Fields) -> Pattern | None:
+    """Returns the pattern of a window of sliding_window tokens, with the token itself, as transformers counts them."""
+    window = c["sliding_window"]
+    if window is not None and window < 1:
+        c.refuse("sliding_window", "at least 1")
+    return None if window is None else Pattern(window=window)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def decoder(
+    c: Fields, specs: Sequence[AttentionSpec], style: BlockStyle, norms: dict[str, str] = NORMS, offset: float = 0.0
+) -> Model:
+    """Returns a model with Llama's names of modules. offset: what its norms add to their weights."""
+    sizes = {"num_heads": c["num_attention_heads"], "intermediate_size": c["intermediate_size"]}
+    views = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"], offset)
+    norms = {f"{our}.weight": f"{their}.weight" for our, their in norms.items()}
+    biases = {name.replace("weight", "bias"): name.replace("weight", "bias") for name in SWIGLU if style.bias}
+    for i, spec in enumerate(specs):
+        ours, theirs = layer_name(i), f"model.layers.{i}"
+        views |= named(ours, theirs, norms, offset=offset) | named(ours, theirs, SWIGLU | biases)
+        views |= below(ours, attention_views(spec, f"{theirs}.self_attn"))
+    return Model(shared(c, [Layer(spec) for spec in specs], style, rope_theta=rope_theta(c), **sizes), views)
+
+
+def llama(c: Fields) -> Model:
+    c.ignore("pretraining_tp")
+    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=c["mlp_bias"])
+    return decoder(c, [attention(c, bias=c["attention_bias"])] * c["num_hidden_layers"], style)
+
+
+def mistral(c: Fields) -> Model:
+    style = BlockStyle(mlp=activation(c, "hidden_act", GATED))
+    return decoder(c, [attention(c, pattern=window_of(c))] * c["num_hidden_layers"], style)
+
+
+def qwen2(c: Fields) -> Model:
+    return windowed(c, attention(c, bias="qkv"))
+
+
+def qwen3(c: Fields) -> Model:
+    return windowed(c, attention(c, bias=c["attention_bias"], qk_norm="head"))
+
+
+def windowed(c: Fields, spec: AttentionSpec) -> Model:
+    """Returns a model of Qwen, some of whose layers have a window."""
+    c.ignore("use_sliding_window", "max_window_layers")  # by which their class has set sliding_window and layer_types
+    style = BlockStyle(mlp=activation(c, "hidden_act", GATED))
+    return decoder(c, [replace(spec, pattern=pattern) for pattern in windows(c)], style)
+
+
+def olmo2(c: Fields) -> Model:
+    spec = attention(c, bias=c["attention_bias"], qk_norm="joint")
+    style = BlockStyle(order="branch", mlp=activation(c, "hidden_act", GATED))
+    return decoder(c, [spec] * c["num_hidden_layers"], style, BRANCH_NORMS)
+
+
+def gemma(c: Fields) -> Model:
+    c.only("use_bidirectional_attention", None, False)
+    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), embedding_scale=c["hidden_size"] ** 0.5)
+    return decoder(c, [attention(c, bias=c["attention_bias"])] * c["num_hidden_layers"], style, offset=1.0)
+
+
+def gpt2(c: Fields) -> Model:
+    c.only("add_cross_attention", False)
+    c.ignore("reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+    c.ignore(*(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")))
+    D, H, depth = c["n_embd"], c["n_head"], c["n_layer"]
+    scale = (D // H) ** -0.5 if c["scale_attn_weights"] else 1.0
+    inverse = c["scale_attn_by_inverse_layer_idx"]
+    scales = [scale / (i + 1) if inverse else scale for i in range(depth)]
+    specs = [AttentionSpec(rotary=False, bias=True, scale=scale) for scale in scales]
+    mlp = activation(c, "activation_function", UNGATED)
+    sizes = {
+        "hidden_size": D, "num_hidden_layers": depth, "num_heads": H, "intermediate_size": c["n_inner"] or 4 * D,
+        "max_position_embeddings": c["n_positions"],
+    }  # fmt: skip
+    views = whole("transformer", "wte", "ln_f", c["tie_word_embeddings"])
+    views |= named("model.backbone", "transformer", {"norm.bias": "ln_f.bias", "positions.table.weight": "wpe.weight"})
+    for i in range(depth):
+        ours, theirs = layer_name(i), f"transformer.h.{i}"
+        views |= named(ours, theirs, GPT2_BIASES) | named(ours, theirs, GPT2_MATRICES, transposed=True)
+        for kind, transposed in (("weight", True), ("bias", False)):
+            parts = stacked(f"{theirs}.attn.c_attn.{kind}", dict.fromkeys("qkv", D))
+            views |= {
+                f"{ours}.mixer.{x}_proj.{kind}": view._replace(transposed=transposed) for x, view in parts.items()
+            }
+    style = BlockStyle("layer", mlp=mlp, bias=True, positions="learned")
+    return Model(shared(c, [Layer(spec) for spec in specs], style, **sizes), views)
+
+
+GPT2_MATRICES = {
+    "mixer.o_proj.weight": "attn.c_proj.weight", "mlp.up_proj.weight": "mlp.c_fc.weight",
+    "mlp.down_proj.weight": "mlp.c_proj.weight",
+}  # fmt: skip
+GPT2_BIASES = {our.replace("weight", "bias"): their.replace("weight", "bias") for our, their in GPT2_MATRICES.items()}
+GPT2_BIASES |= {f"mixer_norm.{kind}": f"ln_1.{kind}" for kind in ("weight", "bias")}
+GPT2_BIASES |= {f"mlp_norm.{kind}": f"ln_2.{kind}" for kind in ("weight", "bias")}
 
 
 def llama_describe(config: Any) -> Config:
@@ -47,11 +212,22 @@ def llama_describe(config: Any) -> Config:
     return {
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": spec.kv_heads or config.num_heads,
+        "head_dim": spec.head_dims(config.hidden_size, config.num_heads)[0],
+        "attention_bias": spec.bias is True,
+        "mlp_bias": config.sizes.style.bias,
         "intermediate_size": config.intermediate_size,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "rope_parameters": rope_parameters(spec.rope, config.rope_theta),
         "max_position_embeddings": config.max_position_embeddings,
     }
 
 
-FORMATS: dict[str, Format] = {"llama": Format("LlamaForCausalLM", llama, llama_describe, AttentionSpec)}
+FORMATS: dict[str, Format] = {
+    "llama": Format("LlamaForCausalLM", llama, llama_describe, AttentionSpec),
+    "mistral": Format("MistralForCausalLM", mistral),
+    "qwen2": Format("Qwen2ForCausalLM", qwen2),
+    "qwen3": Format("Qwen3ForCausalLM", qwen3),
+    "olmo2": Format("Olmo2ForCausalLM", olmo2),
+    "gemma": Format("GemmaForCausalLM", gemma),
+    "gpt2": Format("GPT2LMHeadModel", gpt2),
+}
