@@ -7,6 +7,7 @@ use this map. Only safetensors files are read: nothing is unpickled, and no fore
 import json
 from dataclasses import asdict, replace
 from functools import reduce
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import GenerationConfig
 
 from ...layers.base import Mixer
 from ...layers.blocks.moe import MixtureOfExperts
+from ...ops.call import accumulator
 from ...ops.checks import require
 from ...utils.errors import InputError, reading
 from ...utils.integrity import check_weights, read_json, seal, write_json
@@ -24,12 +26,12 @@ from ...utils.provenance import difference
 from ..checkpoint import check_depth
 from ..config import HeadraceConfig, check_generation
 from ..model import HeadraceForCausalLM
-from . import delta, flash, recurrent, softmax
+from . import delta, flash, hybrid, recurrent, softmax
 from .fields import Config, check_sizes
 from .files import WEIGHTS, Header, TensorFiles
 from .form import SHARED, SPECIAL, Format, Model, View, Views
 
-FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS | flash.FORMATS
+FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS | hybrid.FORMATS | flash.FORMATS
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
@@ -80,9 +82,13 @@ def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: tor
     with torch.device("meta"):
         model: Any = HeadraceForCausalLM(config)
     _check_tensors(form, model, foreign, files)
-    model.to(_precision(files.headers) if dtype is None else dtype).to_empty(device="cpu")
+    biases = {view.name for slot, view in foreign.views.items() if slot.endswith("choice_bias")}
+    headers = {name: header for name, header in files.headers.items() if name not in biases}
+    model.to(_precision(headers) if dtype is None else dtype).to_empty(device="cpu")
     for module in model.modules():
-        if module._buffers:  # which no view fills
+        if isinstance(module, MixtureOfExperts) and module.choice_bias is not None:
+            module.choice_bias = module.choice_bias.to(accumulator(module.choice_bias))
+        elif module._buffers:  # which no view fills
             module.reset_parameters()
     model.tie_weights()
     return model, foreign.views
@@ -117,6 +123,7 @@ def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> bo
         value = ours[slot]
         if view.name not in tensors:
             height = [view.block.groups * view.block.each] if view.block else [*value.shape[:1]]
+            height = [view.stack, height[0] // view.stack] if view.stack else height
             shape = [*[1] * view.leading, *height, *value.shape[1:]]
             tensors[view.name] = value.new_zeros(shape[::-1] if view.transposed else shape)
         view.write(tensors[view.name], value)
@@ -168,8 +175,8 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
 
 
 def slots(model: Any) -> dict[str, Tensor]:
-    """Name -> detached view of each parameter. Parameters that combine several tensors are split into parts. Writing to
-    a view changes the model."""
+    """Name -> detached view of each parameter, and of the biases of routers. Parameters that combine several tensors are
+    split into parts. Writing to a view changes the model."""
     by_name = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
         if isinstance(module, Mixer):
@@ -179,6 +186,8 @@ def slots(model: Any) -> dict[str, Tensor]:
                     name = name.replace("in_proj.weight", "in_proj")
                     by_name |= {f"{path}.{name}.{part}": x for part, x in pieces if len(x)}
         elif isinstance(module, MixtureOfExperts):
+            if module.choice_bias is not None:
+                by_name[f"{path}.choice_bias"] = module.choice_bias
             by_name |= _experts(path, by_name.pop(f"{path}.up"), by_name.pop(f"{path}.down"), module.gated)
     return by_name
 
@@ -215,6 +224,10 @@ def _check_tensors(form: Format, model: Any, foreign: Model, files: TensorFiles)
 
 def _fits(view: View, shape: list[int], wanted: list[int]) -> bool:
     part = shape[::-1] if view.transposed else shape
+    if view.stack:
+        if shape[:1] != [view.stack]:
+            return False
+        part = [prod(shape[:2]), *shape[2:]]
     if view.block is not None:
         if part[:1] != [view.block.groups * view.block.each]:
             return False

@@ -31,7 +31,8 @@ class View(NamedTuple):
     """The place of one of our tensors in a foreign checkpoint: a tensor, or the rows `block` of it.
 
     Our values are factor · theirs + offset, of a matrix that is transposed there if `transposed`. Their tensor has
-    `leading` more dimensions, of size 1."""
+    `leading` more dimensions, of size 1. If it is a stack of `stack` matrices [stack, rows, …], the rows of `block` are
+    those of one matrix after the other."""
 
     name: str
     block: Block | None = None
@@ -39,17 +40,18 @@ class View(NamedTuple):
     factor: float = 1.0
     transposed: bool = False
     leading: int = 0
+    stack: int = 0
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Returns the rows of the foreign tensor, as a view where they are consecutive."""
-        tensor = tensor.T if self.transposed else tensor
+        tensor = tensor.T if self.transposed else tensor.flatten(0, 1) if self.stack else tensor
         if self.block is None:
             return tensor
         return self.block.of(tensor).flatten(0, 1)
 
     def write(self, whole: Tensor, value: Tensor) -> None:
         """Writes our value [rows, …] to the foreign tensor."""
-        whole = whole.T if self.transposed else whole
+        whole = whole.T if self.transposed else whole.flatten(0, 1) if self.stack else whole
         part = whole if self.block is None else self.block.of(whole)
         part.copy_(((value - self.offset) / self.factor).reshape(part.shape))
 
