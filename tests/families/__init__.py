@@ -16,7 +16,6 @@ class Family:
         not show what another one is.
     real: the fields of a released model, for shapes.
     float64: how close logits come in float64.
-    modules: parts of the names of stored tensors -> of those of transformers' parameters, where they differ.
     """
 
     base: dict[str, Any]
@@ -24,5 +23,4 @@ class Family:
     fields: dict[str, list[Any]] = field(default_factory=dict)
     real: dict[str, Any] = field(default_factory=dict)
     float64: float = 1e-12
-    modules: dict[str, str] = field(default_factory=dict)
     untestable: tuple[str, ...] = ()  # fields that no config class of transformers lets change, or that fail there

@@ -72,9 +72,6 @@ FAMILIES = {
             "mamba_n_groups": 1, "tie_word_embeddings": True,
             "layer_types": ["full_attention" if i in (5, 15, 25, 35) else MAMBA for i in range(40)],
         },
-        modules={"block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
-                 "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
-                 "router.layer.weight": "router.weight"},
     ),
     "nemotron_h": Family(
         WITHOUT_DEPTH | HEADS
@@ -102,7 +99,6 @@ FAMILIES = {
             "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "routed_scaling_factor": 2.5,
             "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
         },
-        modules={"backbone.": "model."},
     ),
     "zamba2": Family(
         WITHOUT_DEPTH

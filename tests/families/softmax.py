@@ -14,10 +14,10 @@ ROPES = {
     "linear": rope("linear", factor=3.0),
     "dynamic": rope("dynamic", factor=3.0) | {"max_position_embeddings": 512},
     "yarn": rope("yarn", factor=4.0, original_max_position_embeddings=32),
-    "llama3": rope("llama3", factor=8.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0),
+    "llama3": rope("llama3", factor=8.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4),
     "longrope": rope("longrope", **SHORT, factor=4.0, original_max_position_embeddings=256),
 }  # fmt: skip
-# Of which some change within the sequences of the tests, and decoding with a cache is then not what a whole pass computes.
+# Some of them change within the sequences of the tests, where decoding does not equal a pass of the whole sequence.
 FREQUENCIES = {
     "rope_parameters": [
         *ROPES.values(), rope("default"), rope("dynamic", factor=3.0) | {"max_position_embeddings": 16},
@@ -35,7 +35,7 @@ FREQUENCIES = {
 WINDOWS = ["full_attention", "sliding_attention"]
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 QWEN = {
-    "layer_types": [{"layer_types": WINDOWS, "sliding_window": 7, "use_sliding_window": True}, {"layer_types": WINDOWS}],
+    "layer_types": [SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}, {"layer_types": WINDOWS}],
     "use_sliding_window": [SLIDING],
     "sliding_window": [SLIDING, SLIDING | {"sliding_window": 1}, SLIDING | {"sliding_window": 0}],
     "max_window_layers": [SLIDING, SLIDING | {"max_window_layers": 0}],
@@ -77,7 +77,8 @@ FAMILIES = {
         HEADS, variants={"windows": SLIDING, "yarn": ROPES["yarn"]}, fields=FREQUENCIES | QWEN, real=QWEN2_7B,
     ),
     "qwen3": Family(
-        HEADS | {"head_dim": 12}, variants={"windows": SLIDING, "yarn": ROPES["yarn"], "biases": {"attention_bias": True}},
+        HEADS | {"head_dim": 12},
+        variants={"windows": SLIDING, "yarn": ROPES["yarn"], "biases": {"attention_bias": True}},
         fields=FREQUENCIES | QWEN, real=QWEN3_8B,
     ),
     "olmo2": Family(
@@ -93,7 +94,10 @@ FAMILIES = {
             "scaled by layer": {"scale_attn_by_inverse_layer_idx": True}, "untied": {"tie_word_embeddings": False},
             "no scale": {"scale_attn_weights": False},
         },
-        fields={"activation_function": ["gelu", "relu", "tanh", "gelu_pytorch_tanh"], "n_inner": [48], "n_positions": [60]},
+        fields={
+            "activation_function": ["gelu", "relu", "tanh", "gelu_pytorch_tanh"], "n_inner": [48], "n_positions": [60],
+            "summary_activation": ["tanh"],
+        },
         real={"n_layer": 12},
     ),
 }  # fmt: skip

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ...layers.attention.latent import LatentAttention
 from ...layers.base import Mixer
 from ...layers.blocks.moe import MixtureOfExperts
 from ...ops.call import accumulator
@@ -59,9 +60,10 @@ def import_checkpoint(checkpoint: Path, dtype: torch.dtype | None = None) -> Hea
             f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; expected one of {', '.join(FORMATS)}"
         )
     try:
-        files = TensorFiles(checkpoint)
+        files, form = TensorFiles(checkpoint), FORMATS[kind]
+        described = form.of_text(described)
         check_sizes(described, max(header.elements for header in files.headers.values()))
-        model, views = _empty_model(FORMATS[kind], described, files, dtype)
+        model, views = _empty_model(form, described, files, dtype)
     except InputError as error:
         raise InputError(f"checkpoint {str(checkpoint)!r}: {error}") from None
     _fill(model, views, files)
@@ -77,6 +79,7 @@ def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: tor
     """Returns the model with parameters that hold nothing yet, and its views. InputError for a config that does not fit
     the tensors, before memory is taken."""
     foreign, _ = form.model(described)
+    foreign = foreign._replace(views={slot: _present(view, form, files) for slot, view in foreign.views.items()})
     check_depth(foreign.arguments["num_hidden_layers"], [*files.headers])
     config = HeadraceConfig(**foreign.arguments, converted_from=described)
     with torch.device("meta"):
@@ -87,7 +90,7 @@ def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: tor
     model.to(_precision(headers) if dtype is None else dtype).to_empty(device="cpu")
     for module in model.modules():
         if isinstance(module, MixtureOfExperts) and module.choice_bias is not None:
-            module.choice_bias = module.choice_bias.to(accumulator(module.choice_bias))
+            module.choice_bias = module.choice_bias.to(accumulator(module.choice_bias))  # as `from_pretrained` keeps it
         elif module._buffers:  # which no view fills
             module.reset_parameters()
     model.tie_weights()
@@ -120,13 +123,9 @@ def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> bo
     tensors: dict[str, Tensor] = {}
     ours = slots(model)
     for slot, view in foreign.views.items():
-        value = ours[slot]
         if view.name not in tensors:
-            height = [view.block.groups * view.block.each] if view.block else [*value.shape[:1]]
-            height = [view.stack, height[0] // view.stack] if view.stack else height
-            shape = [*[1] * view.leading, *height, *value.shape[1:]]
-            tensors[view.name] = value.new_zeros(shape[::-1] if view.transposed else shape)
-        view.write(tensors[view.name], value)
+            tensors[view.name] = ours[slot].new_zeros(view.whole_shape(ours[slot].shape))
+        view.write(tensors[view.name], ours[slot])
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
@@ -175,8 +174,8 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
 
 
 def slots(model: Any) -> dict[str, Tensor]:
-    """Name -> detached view of each parameter, and of the biases of routers. Parameters that combine several tensors are
-    split into parts. Writing to a view changes the model."""
+    """Name -> detached view of each parameter. Parameters that combine several tensors are split into parts. Writing to
+    a view changes the model."""
     by_name = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
         if isinstance(module, Mixer):
@@ -185,11 +184,24 @@ def slots(model: Any) -> dict[str, Tensor]:
                     pieces = zip(sizes, whole.split(list(sizes.values())), strict=True)
                     name = name.replace("in_proj.weight", "in_proj")
                     by_name |= {f"{path}.{name}.{part}": x for part, x in pieces if len(x)}
+        elif isinstance(module, LatentAttention):
+            by_name |= _latent(path, module, by_name)
         elif isinstance(module, MixtureOfExperts):
             if module.choice_bias is not None:
                 by_name[f"{path}.choice_bias"] = module.choice_bias
             by_name |= _experts(path, by_name.pop(f"{path}.up"), by_name.pop(f"{path}.down"), module.gated)
     return by_name
+
+
+def _latent(path: str, module: LatentAttention, by_name: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of queries, head by head, and of the shared key: the halves of those that rotate, and the others."""
+    half, parts = module.rotary_dim // 2, {}
+    heads = by_name.pop(f"{path}.q_proj.weight").split(module.head_dim)
+    for h, (first, second, own) in enumerate(rows.split([half, half, module.key_dim]) for rows in heads):
+        parts |= {f"q_proj.{h}.first": first, f"q_proj.{h}.second": second, f"q_proj.{h}.own": own}
+    own, first, second = by_name.pop(f"{path}.kv_a_proj.weight").split([module.kv_a_norm.weight.numel(), half, half])
+    parts |= {"kv_a_proj.0.first": first, "kv_a_proj.0.second": second, "kv_a_proj.0.own": own}
+    return {f"{path}.{name}": rows for name, rows in parts.items()}
 
 
 def _experts(path: str, up: Tensor, down: Tensor, gated: bool) -> dict[str, Tensor]:
@@ -210,7 +222,7 @@ def _precision(headers: dict[str, Header]) -> torch.dtype:
 
 def _check_tensors(form: Format, model: Any, foreign: Model, files: TensorFiles) -> None:
     """Raises InputError for a tensor that is missing, unexpected or of another shape. Takes no memory."""
-    ours, left = slots(model), {name for name in files.headers if not name.startswith(form.outside or "\0")}
+    ours, left = slots(model), {name for name in files.headers if form.holds(name)}
     assert ours.keys() == foreign.views.keys(), sorted(ours.keys() ^ foreign.views.keys())[:4]
     for name, view in foreign.views.items():
         require(view.name in files.headers, f"it has no tensor {view.name!r}")
@@ -222,13 +234,18 @@ def _check_tensors(form: Format, model: Any, foreign: Model, files: TensorFiles)
     require(not left, f"it has an unexpected tensor {min(left, default='')!r}")
 
 
+def _present(view: View, form: Format, files: TensorFiles) -> View:
+    """The view with the name that the checkpoint has for the tensor."""
+    if form.renamed is None or view.name in files.headers:
+        return view
+    other = view.name.replace(*form.renamed, 1)
+    return view._replace(name=other) if other in files.headers else view
+
+
 def _fits(view: View, shape: list[int], wanted: list[int]) -> bool:
     part = shape[::-1] if view.transposed else shape
-    if view.stack:
-        if shape[:1] != [view.stack]:
-            return False
-        part = [prod(shape[:2]), *shape[2:]]
     if view.block is not None:
+        part = part if view.shape is None else [prod(part[:2]), *part[2:]]
         if part[:1] != [view.block.groups * view.block.each]:
             return False
         part = [view.block.groups * view.block.size, *part[1:]]

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...ops.checks import require
 from ...spec.mixer import Spec
 from ...spec.stack import BlockStyle, Decoder, Layer
+from ...utils.integrity import short
 from .fields import Config, Fields
 
 
@@ -30,29 +32,38 @@ class Block(NamedTuple):
 class View(NamedTuple):
     """The place of one of our tensors in a foreign checkpoint: a tensor, or the rows `block` of it.
 
-    Our values are factor · theirs + offset, of a matrix that is transposed there if `transposed`. Their tensor has
-    `leading` more dimensions, of size 1. If it is a stack of `stack` matrices [stack, rows, …], the rows of `block` are
-    those of one matrix after the other."""
+    Our values are factor · theirs + offset, of a matrix that is transposed there if `transposed`. shape: the shape of
+    the foreign tensor, where ours has another one; the rows of `block` are then those of its first two dimensions."""
 
     name: str
     block: Block | None = None
     offset: float = 0.0
     factor: float = 1.0
     transposed: bool = False
-    leading: int = 0
-    stack: int = 0
+    shape: tuple[int, ...] | None = None
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Returns the rows of the foreign tensor, as a view where they are consecutive."""
-        tensor = tensor.T if self.transposed else tensor.flatten(0, 1) if self.stack else tensor
+        tensor = tensor.T if self.transposed else tensor
         if self.block is None:
             return tensor
-        return self.block.of(tensor).flatten(0, 1)
+        return self.block.of(self._rows(tensor)).flatten(0, 1)
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        return tensor if self.shape is None else tensor.flatten(0, 1)
+
+    def whole_shape(self, shape: Sequence[int]) -> list[int]:
+        """Returns the shape of the foreign tensor, for the shape of ours."""
+        if self.shape is not None:
+            return [*self.shape]
+        height = shape[0] if self.block is None else self.block.groups * self.block.each
+        whole = [height, *shape[1:]]
+        return whole[::-1] if self.transposed else whole
 
     def write(self, whole: Tensor, value: Tensor) -> None:
         """Writes our value [rows, …] to the foreign tensor."""
-        whole = whole.T if self.transposed else whole.flatten(0, 1) if self.stack else whole
-        part = whole if self.block is None else self.block.of(whole)
+        whole = whole.T if self.transposed else whole
+        part = whole if self.block is None else self.block.of(self._rows(whole))
         part.copy_(((value - self.offset) / self.factor).reshape(part.shape))
 
 
@@ -77,6 +88,9 @@ class Format:
     defaults: the fields of config.json with their defaults; None: those of transformers' class.
     types: forms, as of `misfit`, of the fields whose default does not show the type.
     outside: beginnings of the names of tensors that belong to other parts of the checkpoint than the language model.
+    buffers: ends of the names of tensors that hold no weights.
+    inner: the field that holds the config of the language model, in a model of several parts.
+    renamed: (part of a name, what checkpoints may have in its place).
     cache: whether the foreign library can decode the model with its cache."""
 
     architecture: str
@@ -86,7 +100,23 @@ class Format:
     defaults: Config | None = None
     types: Config | None = None
     outside: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    inner: str | None = None
+    renamed: tuple[str, str] | None = None
     cache: Callable[[Any], bool] = lambda config: True
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor with this name holds weights of the language model."""
+        return not name.startswith(self.outside or "\0") and not name.endswith(self.buffers)
+
+    def of_text(self, described: Config) -> Config:
+        """Returns the config of the language model. InputError for one that is missing."""
+        if self.inner is None:
+            return described
+        inner = described.get(self.inner)
+        require(isinstance(inner, dict), f"config.json has {self.inner}={short(inner)}; expected an object")
+        tied = {name: described[name] for name in ("tie_word_embeddings",) if name in described}
+        return {"model_type": f"{described['model_type']}_text"} | inner | tied
 
     def model(self, described: Config) -> tuple[Model, Fields]:
         """Returns the model that a config.json describes, and its fields. InputError for an unknown field or value."""

@@ -9,8 +9,9 @@ from ...spec.attention import AttentionSpec, Rope
 from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Fields
 from .form import Block, Format, Model, View, Views, below, conv_width, layer_name, named, shared, stacked, whole
+from .parts import experts
 from .recurrent import SILU, Mamba2, limit
-from .softmax import GATED, UNGATED, activation, attention, attention_views, rope, rope_theta
+from .softmax import GATED, UNGATED, activation, attention, attention_views, rope_theta, rotation
 
 NORM, MLP_NORM, FINAL_NORM = "mixer_norm.weight", "mlp_norm.weight", "model.backbone.norm.weight"
 NORMS = {NORM: "input_layernorm.weight", MLP_NORM: "post_attention_layernorm.weight"}
@@ -127,9 +128,9 @@ def granitemoehybrid(c: Fields) -> Model:
     c.ignore("rope_parameters", "output_router_logits")
     kinds = {"linear_attention": mamba.spec(D, H), "full_attention": spec}
     listed = layer_types(c, "layer_types", kinds)
-    experts = granite_experts(c)
-    layers = [Layer(kinds[kind], "experts" if experts else "one") for kind in listed]
-    style = BlockStyle(experts=experts, embedding_scale=multiplier(c, "embedding_multiplier"))
+    mixture = granite_experts(c)
+    layers = [Layer(kinds[kind], "experts" if mixture else "one") for kind in listed]
+    style = BlockStyle(experts=mixture, embedding_scale=multiplier(c, "embedding_multiplier"))
     views = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
     views = scaled(views, {FINAL_NORM: 1 / multiplier(c, "logits_scaling")})
     residual, width = multiplier(c, "residual_multiplier"), c["shared_intermediate_size"]
@@ -140,10 +141,10 @@ def granitemoehybrid(c: Fields) -> Model:
         own = mamba.views(f"{theirs}.mamba") if is_linear else attention_views(spec, f"{theirs}.self_attn")
         own |= gate_up_views(
             f"{theirs}.shared_mlp.input_linear", f"{theirs}.shared_mlp.output_linear", width, False,
-            "mlp.shared" if experts else "mlp",
+            "mlp.shared" if mixture else "mlp",
         )  # fmt: skip
-        if experts:
-            own |= stacked_experts(f"{theirs}.block_sparse_moe", experts, D)
+        if mixture:
+            own |= stacked_experts(f"{theirs}.block_sparse_moe", mixture, D)
         views |= below(layer_name(i), scaled(own, factors)) | named(layer_name(i), theirs, NORMS)
     return Model(shared(c, layers, style, num_heads=H, intermediate_size=width, **theta), views)
 
@@ -161,17 +162,18 @@ def granite_experts(c: Fields) -> Experts | None:
     )  # fmt: skip
 
 
-def stacked_experts(theirs: str, experts: Experts, hidden_size: int) -> Views:
+def stacked_experts(theirs: str, mixture: Experts, hidden_size: int) -> Views:
     """Returns the views of experts whose matrices are stacked in two tensors, with Granite's names."""
-    count, width = experts.count, experts.width or 0
+    count, width = mixture.count, mixture.width or 0
     views = {"mlp.router.weight": View(f"{theirs}.router.layer.weight")}
-    for e in range(count):
-        for part, name, start, size, of in (
-            ("gate", "input", 0, width, 2 * width), ("up", "input", width, width, 2 * width),
-            ("down", "output", 0, hidden_size, hidden_size),
-        ):  # fmt: skip
-            rows = Block(1, count * of, e * of + start, size)
-            views[f"mlp.{e}.{part}"] = View(f"{theirs}.{name}_linear.weight", rows, stack=count)
+    inputs, outputs = (count, 2 * width, hidden_size), (count, hidden_size, width)
+    for part, name, shape, start, size in (
+        ("gate", "input", inputs, 0, width), ("up", "input", inputs, width, width),
+        ("down", "output", outputs, 0, hidden_size),
+    ):  # fmt: skip
+        for e in range(count):
+            rows = Block(1, count * shape[1], e * shape[1] + start, size)
+            views[f"mlp.{e}.{part}"] = View(f"{theirs}.{name}_linear.weight", rows, shape=shape)
     return views
 
 
@@ -194,10 +196,10 @@ def nemotron_h(c: Fields) -> Model:
     spec, mlp = attention(c, rotary=False), activation(c, "mlp_hidden_act", UNGATED)
     kinds = {"linear_attention": mamba.spec(D, H), "full_attention": spec}
     listed = layer_types(c, "layers_block_type", [*kinds, "mlp", "moe"])
-    experts = nemotron_experts(c) if "moe" in listed else None
-    if experts is None:
+    mixture = nemotron_experts(c) if "moe" in listed else None
+    if mixture is None:
         c.ignore(*NEMOTRON_EXPERTS)
-    style = BlockStyle(mlp=mlp, bias=c["mlp_bias"], experts=experts)
+    style = BlockStyle(mlp=mlp, bias=c["mlp_bias"], experts=mixture)
     layers: list[Layer] = []
     views = whole("backbone", "embeddings", "norm_f", c["tie_word_embeddings"])
     for i, kind in enumerate(listed):
@@ -211,7 +213,7 @@ def nemotron_h(c: Fields) -> Model:
         else:
             layers[-1] = Layer(layers[-1].mixer, "one" if kind == "mlp" else "experts")
             is_dense = kind == "mlp"
-            own = mlp_views(f"{theirs}.mixer", style) if is_dense else nemotron_moe(f"{theirs}.mixer", experts, style)
+            own = mlp_views(f"{theirs}.mixer", style) if is_dense else nemotron_moe(f"{theirs}.mixer", mixture, style)
         views |= below(layer_name(len(layers) - 1), own)
         views |= named(layer_name(len(layers) - 1), theirs, {NORM if kind in kinds else MLP_NORM: "norm.weight"})
     sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"], "num_hidden_layers": len(layers)}
@@ -230,12 +232,12 @@ def nemotron_experts(c: Fields) -> Experts:
     return Experts(**{ours: c[theirs] for theirs, ours in NEMOTRON_EXPERTS.items()}, scores="sigmoid", biased=True)
 
 
-def nemotron_moe(theirs: str, experts: Any, style: BlockStyle) -> Views:
-    names = {"router.weight": "gate.weight", "choice_bias": "gate.e_score_correction_bias"}
-    names |= {f"{e}.{part}": f"experts.{e}.{part}_proj.weight" for e in range(experts.count) for part in ("up", "down")}
-    for ours, module in (("inner", "fc1_latent_proj"), ("outer", "fc2_latent_proj")) if experts.latent else ():
+def nemotron_moe(theirs: str, mixture: Any, style: BlockStyle) -> Views:
+    names = {"choice_bias": "gate.e_score_correction_bias"}
+    for ours, module in (("inner", "fc1_latent_proj"), ("outer", "fc2_latent_proj")) if mixture.latent else ():
         names |= {f"{ours}.{kind}": f"{module}.{kind}" for kind in ("weight", "bias")[: 1 + style.bias]}
-    return named("mlp", theirs, names) | mlp_views(f"{theirs}.shared_experts", style, "mlp.shared")
+    views = experts(theirs, mixture.count, {"up": "up_proj", "down": "down_proj"})
+    return views | named("mlp", theirs, names) | mlp_views(f"{theirs}.shared_experts", style, "mlp.shared")
 
 
 # --- Zamba2 ----------------------------------------------------------------------------------------------------------
@@ -280,7 +282,7 @@ def zamba2_style(c: Fields, hybrid: bool) -> BlockStyle:
     adapted, mlp = c["use_shared_attention_adapter"], activation(c, "hidden_act", GATED)
     c.ignore("rope_parameters")
     spec = AttentionSpec(
-        None if groups == H else groups, rotary, rope=rope(c, c["attention_head_dim"]) if rotary else Rope(),
+        None if groups == H else groups, rotary, rope=rotation(c, c["attention_head_dim"]) if rotary else Rope(),
         scale="half-key",
     )  # fmt: skip
     count, bias = c["num_mem_blocks"], c["add_bias_linear"]

@@ -13,7 +13,7 @@ from .form import SWIGLU, Format, Model, View, Views, below, layer_name, named, 
 NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 BRANCH_NORMS = {"mixer_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 # Names of activations -> kinds of MLP.
-GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu-tanh"}
+GATED = {"swish": "swiglu", "silu": "swiglu", "gelu": "geglu", "gelu_new": "geglu-tanh"}
 GATED["gelu_pytorch_tanh"] = "geglu-tanh"
 UNGATED = {"gelu": "gelu", "gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "relu": "relu"}
 
@@ -28,14 +28,17 @@ LLAMA3_NAMES = ROPE_NAMES | {"slow": "low_freq_factor", "fast": "high_freq_facto
 MSCALES = ("mscale", "mscale_all_dim")
 
 
-def rope(c: Fields, head_dim: int) -> Rope:
-    """Returns the rotary positions of rope_parameters, without theta, as transformers' modeling_rope_utils reads them."""
+def rotation(c: Fields, head_dim: int, partial: bool = False) -> Rope:
+    """Returns the frequencies of rotary positions, without their base, as transformers reads them.
+
+    partial: whether the model knows a part of the channels that rotates; other models ignore the field."""
     given: Config = dict(c["rope_parameters"] or {})
     kind, part = given.pop("rope_type", "default"), given.pop("partial_rotary_factor", 1.0)
     mscales = [given.pop(name, None) for name in MSCALES if kind == "yarn"]
     names = LLAMA3_NAMES if kind == "llama3" else ROPE_NAMES
     known = {"rope_theta", "type", *(names[name] for name in ROPES.get(kind, ()))}
-    if kind not in ROPES or given.keys() - known:
+    unread = given.keys() - known or (part != 1 and kind != "default" and not partial)
+    if kind not in ROPES or unread:
         c.refuse("rope_parameters", f"a rope_type of {', '.join(ROPES)} with its own parameters")
     values = {name: given[names[name]] for name in ROPES[kind] if given.get(names[name]) is not None}
     if kind == "dynamic":
@@ -45,10 +48,11 @@ def rope(c: Fields, head_dim: int) -> Rope:
     if mscales and all(mscales) and "amplitude" not in values:
         above, below = (1 + 0.1 * scale * math.log(max(values["factor"], 1)) for scale in mscales)
         values["amplitude"] = above / below
-    return Rope(kind, dims=None if part == 1 else int(head_dim * part), **values)
+    return Rope(kind, dims=None if part == 1 or not partial else int(head_dim * part), **values)
 
 
 def rope_theta(c: Fields) -> float:
+    """Returns the base of rotary positions."""
     return c["rope_parameters"]["rope_theta"]
 
 
@@ -68,22 +72,19 @@ def attention(c: Fields, **options: Any) -> AttentionSpec:
     """Returns the spec of attention by the fields that most formats share. options: its other fields."""
     H, D = c["num_attention_heads"], c["hidden_size"]
     groups, d = c.get("num_key_value_heads") or H, c.get("head_dim") or D // H
-    heads = {"kv_heads": None if groups == H else groups, "head_dim": None if d * H == D else d}
-    positions = rope(c, d) if options.get("rotary", True) else Rope()
+    heads: Config = {"kv_heads": None if groups == H else groups, "head_dim": None if d * H == D else d}
+    positions = rotation(c, d) if options.get("rotary", True) else Rope()
     return AttentionSpec(**heads, rope=positions, **options)
 
 
 def attention_views(spec: AttentionSpec, theirs: str, **renamed: str) -> Views:
     """Returns the views of a layer of attention below the module `theirs`. renamed: their names of modules that they
     call otherwise than we do."""
-    modules = {f"{name}_proj": {"weight"} for name in "qkvo"}
-    for name in "qkvo":
-        if spec.bias is True or (spec.bias and name != "o"):
-            modules[f"{name}_proj"].add("bias")
+    alone, both = ("weight",), ("weight", "bias")
+    modules = {f"{name}_proj": both if spec.bias else alone for name in ("qkvg" if spec.gated else "qkv")}
+    modules["o_proj"] = both if spec.bias is True else alone
     if spec.qk_norm != "none":
-        modules |= {"q_norm": {"weight"}, "k_norm": {"weight"}}
-    if spec.gated:
-        modules["g_proj"] = modules["q_proj"]
+        modules |= {"q_norm": alone, "k_norm": alone}
     return {
         f"mixer.{name}.{kind}": View(f"{theirs}.{renamed.get(name, name)}.{kind}")
         for name, kinds in modules.items() for kind in kinds
@@ -99,7 +100,7 @@ def activation(c: Fields, name: str, kinds: dict[str, str]) -> Any:
 
 def windows(c: Fields) -> list[Pattern | None]:
     """Returns the pattern of each layer by layer_types."""
-    kinds, patterns = c["layer_types"], {"full_attention": None}
+    kinds, patterns = c["layer_types"], dict[str, Pattern | None](full_attention=None)
     if (window := c["sliding_window"]) is not None:
         patterns["sliding_attention"] = window_of(c)
     if len(kinds) != c["num_hidden_layers"] or {*kinds} - patterns.keys():
@@ -176,11 +177,11 @@ def gpt2(c: Fields) -> Model:
     c.ignore("reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop")
     c.ignore(*(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")))
     D, H, depth = c["n_embd"], c["n_head"], c["n_layer"]
-    scale = (D // H) ** -0.5 if c["scale_attn_weights"] else 1.0
-    inverse = c["scale_attn_by_inverse_layer_idx"]
-    scales = [scale / (i + 1) if inverse else scale for i in range(depth)]
-    specs = [AttentionSpec(rotary=False, bias=True, scale=scale) for scale in scales]
-    mlp = activation(c, "activation_function", UNGATED)
+    scales: list[Any] = ["key" if c["scale_attn_weights"] else "one"] * depth
+    if c["scale_attn_by_inverse_layer_idx"]:
+        scales = [(1.0 if scale == "one" else (D // H) ** -0.5) / (i + 1) for i, scale in enumerate(scales)]
+    layers = [Layer(AttentionSpec(rotary=False, bias=True, scale=scale)) for scale in scales]
+    style = BlockStyle("layer", mlp=activation(c, "activation_function", UNGATED), bias=True, positions="learned")
     sizes = {
         "hidden_size": D, "num_hidden_layers": depth, "num_heads": H, "intermediate_size": c["n_inner"] or 4 * D,
         "max_position_embeddings": c["n_positions"],
@@ -192,11 +193,9 @@ def gpt2(c: Fields) -> Model:
         views |= named(ours, theirs, GPT2_BIASES) | named(ours, theirs, GPT2_MATRICES, transposed=True)
         for kind, transposed in (("weight", True), ("bias", False)):
             parts = stacked(f"{theirs}.attn.c_attn.{kind}", dict.fromkeys("qkv", D))
-            views |= {
-                f"{ours}.mixer.{x}_proj.{kind}": view._replace(transposed=transposed) for x, view in parts.items()
-            }
-    style = BlockStyle("layer", mlp=mlp, bias=True, positions="learned")
-    return Model(shared(c, [Layer(spec) for spec in specs], style, **sizes), views)
+            for part, view in parts.items():
+                views[f"{ours}.mixer.{part}_proj.{kind}"] = view._replace(transposed=transposed)
+    return Model(shared(c, layers, style, **sizes), views)
 
 
 GPT2_MATRICES = {
@@ -209,13 +208,14 @@ GPT2_BIASES |= {f"mlp_norm.{kind}": f"ln_2.{kind}" for kind in ("weight", "bias"
 
 
 def llama_describe(config: Any) -> Config:
-    spec = config.mixers[0]
+    spec, style = config.mixers[0], config.sizes.style
     return {
+        "hidden_act": {kind: name for name, kind in GATED.items()}.get(style.mlp, "silu"),
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": spec.kv_heads or config.num_heads,
         "head_dim": spec.head_dims(config.hidden_size, config.num_heads)[0],
         "attention_bias": spec.bias is True,
-        "mlp_bias": config.sizes.style.bias,
+        "mlp_bias": style.bias,
         "intermediate_size": config.intermediate_size,
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": rope_parameters(spec.rope, config.rope_theta),
@@ -230,5 +230,5 @@ FORMATS: dict[str, Format] = {
     "qwen3": Format("Qwen3ForCausalLM", qwen3),
     "olmo2": Format("Olmo2ForCausalLM", olmo2),
     "gemma": Format("GemmaForCausalLM", gemma),
-    "gpt2": Format("GPT2LMHeadModel", gpt2),
+    "gpt2": Format("GPT2LMHeadModel", gpt2, renamed=("transformer.", ""), buffers=(".attn.bias", ".attn.masked_bias")),
 }
